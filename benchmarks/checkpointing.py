@@ -30,31 +30,32 @@ SIZES = {
 
 
 def prepare(tokens: int) -> Callable[[], Round]:
-    """Make the model, and a round: each way once."""
+    """Make the model, and a round: each variant once."""
     device = torch.device("cpu")
     model = llama(tokens, **SIZES)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     settings = settings_of(model, 1, tokens, device)
     dispatchers = {
-        way: Dispatcher(settings, device, keep_core_attention=way == "kept") for way in ("recomputed", "kept")
+        variant: Dispatcher(settings, device, keep_core_attention=variant == "kept")
+        for variant in ("recomputed", "kept")
     }
     plan = plan_placed([[tokens]], settings)
     batch = rows_of_documents(documents_of([tokens], 512), device)
     qkv = [torch.randn(tokens, HEADS, HEAD_DIM) for _ in range(3)]
     shapes, params = TaskShapes.build([tokens], [tokens], device), AttentionParams(scale=HEAD_DIM**-0.5)
 
-    def step(way: str) -> None:
-        model(**batch, distca_plan=dispatchers[way].bind(plan)).loss.backward()
+    def step(variant: str) -> None:
+        model(**batch, distca_plan=dispatchers[variant].bind(plan)).loss.backward()
         model.zero_grad()
 
-    ways: dict[str, Callable[[], object]] = {way: partial(step, way) for way in dispatchers}
-    ways["one core attention forward"] = partial(dispatchers["kept"].kernel.forward, *qkv, shapes, params)
+    variants: dict[str, Callable[[], object]] = {variant: partial(step, variant) for variant in dispatchers}
+    variants["one core attention forward"] = partial(dispatchers["kept"].kernel.forward, *qkv, shapes, params)
 
     def take() -> Round:
         figures = {}
-        for name, way in ways.items():
+        for name, variant in variants.items():
             begin = time.perf_counter()
-            way()
+            variant()
             figures[f"{name}, s"] = time.perf_counter() - begin
         return figures
 

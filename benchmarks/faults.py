@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import end_with_parent, free_port, print_json, run_ranks, table
+from harness.models import rows_of_rank
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -46,6 +47,7 @@ from hf_distca.pool.memory import Choice, make_memory
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.server.server import AttentionServer
 
+CPU = torch.device("cpu")
 TOKEN = bytes(range(32))
 ALIVE = 3
 """Servers at once."""
@@ -61,7 +63,7 @@ PRELOADED = [
 
 
 class Losses(logging.Handler):
-    """Counts what the pool says of lost servers."""
+    """Counts servers that the pool reports as lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,11 +77,10 @@ class Losses(logging.Handler):
 
 
 def serve(port: int, transport: Choice, joined: Connection) -> None:
-    """A server's process; says when it has joined."""
+    """A server's process; reports when it has joined."""
     end_with_parent()
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    server = AttentionServer(TOKEN, device, get_kernel("cpu", device), transport=transport)
+    server = AttentionServer(TOKEN, CPU, get_kernel("cpu", CPU), transport=transport)
 
     def report(line: str) -> None:
         if line.startswith("joined"):
@@ -91,13 +92,6 @@ def serve(port: int, transport: Choice, joined: Connection) -> None:
 
 class Killer(threading.Thread):
     """Keeps servers running and kills one after another.
-
-    Args:
-        port: where they join.
-        transport: what carries their rows.
-        kills: how many to kill.
-        seed: of victims and moments.
-        enough: file that it makes at the end.
 
     Attributes:
         killed: how many so far.
@@ -149,9 +143,7 @@ def train(
 
     Args:
         port: where servers join; None: without servers.
-        transport: what carries rows to servers.
         steps: how many; None: until the file `enough` is there.
-        enough: its name.
 
     Returns:
         The loss of every step, the parameters at the end, and how many servers were lost, in a call or at all.
@@ -172,12 +164,12 @@ def train(
     plan_layers(model)
     kinds = (AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=8, dim_v=8),)
     settings = PlanSettings(ranks, 4096, kinds, balance_block_size=8, ping_pong=True)
-    dispatcher = Dispatcher(settings, torch.device("cpu"))
+    dispatcher = Dispatcher(settings, CPU)
     seen, pool = Losses(), None
     logging.getLogger("hf_distca.pool").addHandler(seen)
     if port is not None:
         directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
-        memory = make_memory(transport, torch.device("cpu"), "127.0.0.1")
+        memory = make_memory(transport, CPU, "127.0.0.1")
         pool = dispatcher.remote = Pool(dispatcher, TOKEN, directory, memory, timeout_s=30)
         pool.wait_for(1, 60)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -190,9 +182,10 @@ def train(
         generator = torch.Generator().manual_seed(len(losses))
         documents = [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
         plan = plan_micro_batch(lengths, settings)
-        tokens, positions, targets = rows_of(plan, rank, documents)
-        logits = model(input_ids=tokens, position_ids=positions, distca_plan=dispatcher.bind(plan)).logits
-        loss = cross_entropy(logits[0], targets[0], reduction="sum") / (sum(lengths) - len(lengths))
+        rows = rows_of_rank(plan, rank, documents, CPU)
+        inputs = {name: rows[name] for name in ("input_ids", "position_ids")}
+        logits = model(**inputs, distca_plan=dispatcher.bind(plan)).logits
+        loss = cross_entropy(logits[0], rows["shift_labels"][0], reduction="sum") / (sum(lengths) - len(lengths))
         loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
@@ -203,18 +196,6 @@ def train(
     if pool is not None:
         pool.close()
     return losses, [parameter.detach() for parameter in model.parameters()], (seen.in_a_call, seen.all)
-
-
-def rows_of(plan: Any, rank: int, documents: list[Tensor]) -> tuple[Tensor, ...]:
-    """A rank's rows of a micro-batch: tokens, positions and targets, [1, T] each."""
-    rows, positions, targets = [], [], []
-    for nano in plan.nano_batches:
-        for number, start, stop, _, _ in nano.layout.of_rank(rank).tolist():
-            document = documents[nano.documents[number]]
-            rows.append(document[start:stop])
-            positions.append(torch.arange(start, stop))
-            targets.append(torch.cat([document[1:], torch.tensor([-100])])[start:stop])
-    return tuple(torch.cat(parts)[None] for parts in (rows, positions, targets))
 
 
 def main() -> None:

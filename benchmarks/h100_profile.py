@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/h100_profile.py hf_distca/sim/profiles/h100.json
 
-What they did not publish is said in the profile's source.
+What they did not publish is named in the profile's source.
 """
 
 import json
@@ -42,7 +42,7 @@ def attention(rows: list[list[float]]) -> tuple[KernelCost, Accuracy]:
     def measured(chosen: list[list[float]]) -> tuple[Tasks, Any]:
         length, parts, ms = np.array(chosen, float).T  # of all heads, a part of them was measured
         pairs = length * (length + 1) / 2 / parts
-        # As many keys as queries: what one of them costs cannot be told from the other.
+        # As many keys as queries: their costs cannot be told apart.
         return Tasks(length / parts, np.zeros_like(length), pairs, np.ones_like(length)), ms / 1e3
 
     fitted, others = held_out(len(ordered))

@@ -61,12 +61,7 @@ class Hosts:
         os.environ.update(MASTER_ADDR=ADDRESSES[0], GLOO_SOCKET_IFNAME=self.devices[host])
 
     def limit(self, rank: int, rate_mbit: float | None) -> None:
-        """Limit what each host sends; None: no limit. A collective.
-
-        Args:
-            rank: of this process, which is on its host.
-            rate_mbit: of one host's ranks together, in either direction.
-        """
+        """Limit the Mbit/s that the ranks of a host send together; None: no limit. A collective."""
         if rank % self._ranks_per_host == 0:
             device = self.devices[self.host_of(rank)]
             subprocess.run(["tc", "qdisc", "del", "dev", device, "root"], check=False, stderr=subprocess.DEVNULL)

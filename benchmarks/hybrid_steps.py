@@ -20,7 +20,6 @@ import torch
 from harness import print_json, print_rows
 from transformers import Qwen3NextConfig
 
-from hf_distca.memory.live import fake_tensors
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
 from hf_distca.planner.settings import Choices, PlanSettings
@@ -47,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=8, help="micro-batches of each setting (default: 8)")
     count = parser.parse_args().batches
-    shape = model_shape(model_of_config(Qwen3NextConfig(), torch.bfloat16, fake_tensors()))
+    shape = model_shape(model_of_config(Qwen3NextConfig(), torch.bfloat16))
     profile = DeviceProfile.load("h100")
     found: list[dict[str, Any]] = []
     for corpus in ("wlbllm", "prolong"):

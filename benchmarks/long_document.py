@@ -14,9 +14,7 @@ import torch
 from harness import print_json, run_ranks, table
 from harness.one_document import OneDocument, reference, take_one_document
 
-from hf_distca.memory.live import fake_tensors
 from hf_distca.memory.micro_batch import Use, count_core_attention
-from hf_distca.memory.stand_ins import counted_kernel
 
 RANKS, HEADS, HEAD_DIM, BUFFER_BYTES, WITH_GRADIENT = 4, 1, 16, 1 << 21, 16
 SAMPLES = 64
@@ -24,9 +22,9 @@ SAMPLES = 64
 
 def estimated(case: OneDocument) -> list[float]:
     """Return the MiB that each rank takes, counted from the plan alone."""
-    plan, mode, use = case.plan(), fake_tensors(), Use(counted_kernel("cpu"))
+    plan, use = case.plan(), Use("cpu")
     return [
-        sum(count_core_attention(plan, case.kind, torch.float32, rank, use, mode).values()) / 2**20
+        sum(count_core_attention(plan, case.kind, torch.float32, rank, use).values()) / 2**20
         for rank in range(case.ranks)
     ]
 
@@ -49,7 +47,7 @@ def main() -> None:
     table(["result", "relative error of sampled rows"], [[name, f"{error:.1e}"] for name, error in errors.items()])
     print()
     of_ranks = list(zip(peaks, estimates, strict=True))
-    rows = [[str(rank), f"{peak:.0f}", f"{told:.0f}"] for rank, (peak, told) in enumerate(of_ranks)]
+    rows = [[str(rank), f"{peak:.0f}", f"{estimate:.0f}"] for rank, (peak, estimate) in enumerate(of_ranks)]
     table(["rank", "peak, MiB", "estimated"], rows)
     print_json(
         tokens=tokens,
@@ -58,7 +56,7 @@ def main() -> None:
         relative_errors=errors,
         peak_mib=peaks,
         estimated_mib=estimates,
-        estimated_over_measured=[told / peak for peak, told in of_ranks],
+        estimated_over_measured=[estimate / peak for peak, estimate in of_ranks],
     )
 
 

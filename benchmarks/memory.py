@@ -32,8 +32,8 @@ SIZES = {
     "num_attention_heads": 4,
     "vocab_size": 128256,
 }
-WAYS = {"own": 0, "chunked": DistCAConfig.loss_chunk_bytes}
-"""Ways to compute the loss, and their loss_chunk_bytes."""
+VARIANTS = {"own": 0, "chunked": DistCAConfig.loss_chunk_bytes}
+"""Variants of the loss, and their loss_chunk_bytes."""
 UNITS = {"memory": "MiB", "time": "s"}
 COMPARED_TOKENS = 8192
 """Of which the JSON object gives the ratios."""
@@ -71,9 +71,9 @@ def loss_case(tokens: int, chunk_bytes: int) -> Round:
 def loss_cases(tokens: list[int]) -> dict[str, Case]:
     """The cases of the loss by name."""
     return {
-        f"{count} {way}": partial(loss_case, count, chunk_bytes)
+        f"{count} {variant}": partial(loss_case, count, chunk_bytes)
         for count in tokens
-        for way, chunk_bytes in WAYS.items()
+        for variant, chunk_bytes in VARIANTS.items()
     }
 
 

@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_distca import DistCAConfig, make_dispatcher
 from hf_distca.memory.counter import MemoryCounter, Training
-from hf_distca.memory.live import fake_tensors
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.settings import plan_settings
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -43,7 +42,7 @@ STEPS, MICRO_BATCHES = 3, 2
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train.
+    """A configuration of a training.
 
     Attributes:
         ranks: processes.
@@ -119,11 +118,11 @@ def _train(case: Case) -> None:
 
 
 def estimated(case: Case) -> list[int]:
-    """Bytes that each rank takes, told from config and plan."""
+    """Bytes that each rank takes, estimated from config and plan."""
     model = AutoConfig.for_model("llama", **case.sizes)
     config = DistCAConfig(tokens_per_rank=case.tokens)
     settings = plan_settings(
-        model_of_config(model, torch.float32, fake_tensors()),
+        model_of_config(model, torch.float32),
         config,
         ranks=case.ranks,
         device=CPU,
@@ -142,11 +141,11 @@ def main() -> None:
     options = parser.parse_args()
     results = {}
     for name, case in cases(options.tokens, SIZES).items():
-        told, taken = estimated(case), run_ranks(case.ranks, train, case)
+        guessed, taken = estimated(case), run_ranks(case.ranks, train, case)
         results[name] = {
-            "estimated_mb": [round(size / 1e6, 1) for size in told],
+            "estimated_mb": [round(size / 1e6, 1) for size in guessed],
             "measured_mb": [round(size / 1e6, 1) for size in taken],
-            "estimated_over_measured": [round(a / b, 3) for a, b in zip(told, taken, strict=True)],
+            "estimated_over_measured": [round(a / b, 3) for a, b in zip(guessed, taken, strict=True)],
         }
         print(name, results[name])
     print_json(tokens=options.tokens, configurations=results)

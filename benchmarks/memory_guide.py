@@ -16,7 +16,6 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from hf_distca.config import DistCAConfig
 from hf_distca.memory.counter import MemoryCounter, Training
-from hf_distca.memory.live import fake_tensors
 from hf_distca.memory.model_state import Strategy
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.kinds import layers_by_kind
@@ -57,7 +56,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found: list[dict[str, Any]] = []
     for name, config in MODELS.items():
-        model = model_of_config(config, torch.float32, fake_tensors())
+        model = model_of_config(config, torch.float32)
         check_model(model)
         kinds = tuple(layers_by_kind(model))
         for ranks in RANKS[name]:

@@ -2,7 +2,7 @@
 
 The hosts are two network namespaces joined by a veth pair whose rate `tc … tbf` limits, so it needs root and
 iproute2. Each round runs a step (forward and backward, no gradient reduction) in shuffled order over the link free or
-limited, in several ways that exchange the same bytes. Several documents, three ways on one plan of two nano-batches:
+limited, in several variants that exchange the same bytes. Several documents, three variants on one plan:
 
   waiting        every exchange is waited for where it is started, and nothing is hidden
   own first      no ping-pong: whole layers; local tasks are computed while rows are on their way
@@ -61,13 +61,13 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 CPU = torch.device("cpu")
 LINKS = ("free", "limited")
 MEASURES = {"": ", s", ", by waits": ": in waits, s"}
-"""Of what a link adds: how each is told, and how the names of its figures end."""
+"""Of what a link adds: names of ratios and of their figures' ends."""
 TRANSFERS = ("send", "forward", "return_forwarded", "return_received")
 """Methods of a buffer that start a transfer."""
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """How a step is carried out.
 
     Attributes:
@@ -89,26 +89,26 @@ class Case:
 
     Attributes:
         lengths: of the documents.
-        ways: by name; the rate of the link is chosen for the first one, which waits.
+        variants: by name; the rate of the link is chosen for the first one, which waits.
         ranks_per_host: on each of the two hosts.
     """
 
     lengths: Sequence[int]
-    ways: Mapping[str, Way]
+    variants: Mapping[str, Variant]
     ranks_per_host: int = 1
 
 
 def several(tokens: int) -> Case:
     """Documents of which each nano-batch has one too long for a rank's share, which the joint layout cuts."""
     total = 2 * tokens
-    ways = {"waiting": Way(waits=True), "own first": Way(), "ping-pong": Way(turns=True)}
-    return Case([total * 3 // 8] * 2 + [total // 16] * 4, ways)
+    variants = {"waiting": Variant(waits=True), "own first": Variant(), "ping-pong": Variant(turns=True)}
+    return Case([total * 3 // 8] * 2 + [total // 16] * 4, variants)
 
 
 def one_document(tokens: int) -> Case:
     """One document on both hosts."""
-    ways = {"waiting": Way(waits=True, whole=True), "own first": Way(whole=True), "stages": Way()}
-    return Case([2 * tokens], ways)
+    variants = {"waiting": Variant(waits=True, whole=True), "own first": Variant(whole=True), "stages": Variant()}
+    return Case([2 * tokens], variants)
 
 
 def nodes(tokens: int) -> Case:
@@ -116,13 +116,13 @@ def nodes(tokens: int) -> Case:
     total, drawn, lengths = 4 * tokens, np.random.default_rng(0), []
     while left := total - sum(lengths):
         lengths.append(min(int(total / 64 * drawn.lognormal(0, 1.5)) + 1, left))
-    ways = {
-        "flat waiting": Way(waits=True),
-        "node-aware waiting": Way(waits=True, ranks_per_node=2),
-        "flat": Way(turns=True),
-        "node-aware": Way(turns=True, ranks_per_node=2),
+    variants = {
+        "flat waiting": Variant(waits=True),
+        "node-aware waiting": Variant(waits=True, ranks_per_node=2),
+        "flat": Variant(turns=True),
+        "node-aware": Variant(turns=True, ranks_per_node=2),
     }
-    return Case(lengths, ways, ranks_per_host=2)
+    return Case(lengths, variants, ranks_per_host=2)
 
 
 class WaitingExchange(Exchange):
@@ -169,40 +169,40 @@ def in_one_stage(plan: MicroBatchPlan) -> MicroBatchPlan:
 
 
 class Steps:
-    """One rank's models and its plans, ready to step any way of a case."""
+    """One rank's models and its plans, ready to step any variant of a case."""
 
     def __init__(self, case: Case) -> None:
         total, ranks = sum(case.lengths), dist.get_world_size()
-        models = {turns: llama(total) for turns in {way.turns for way in case.ways.values()}}
+        models = {turns: llama(total) for turns in {variant.turns for variant in case.variants.values()}}
         if True in models:
             plan_layers(models[True])
         flat = settings_of(next(iter(models.values())), ranks, -(-total // ranks), CPU)
         documents = documents_of(case.lengths)
-        self._models = {name: models[way.turns] for name, way in case.ways.items()}
+        self._models = {name: models[variant.turns] for name, variant in case.variants.items()}
         self._dispatchers: dict[str, Dispatcher] = {}
         self._plans: dict[str, MicroBatchPlan] = {}
-        for name, way in case.ways.items():
-            settings = replace(flat, ranks_per_node=way.ranks_per_node)
+        for name, variant in case.variants.items():
+            settings = replace(flat, ranks_per_node=variant.ranks_per_node)
             dispatcher, plan = Dispatcher(settings, CPU), plan_micro_batch(case.lengths, settings)
-            if way.waits:
+            if variant.waits:
                 dispatcher.exchange = WaitingExchange(dispatcher)
-            self._dispatchers[name], self._plans[name] = dispatcher, in_one_stage(plan) if way.whole else plan
+            self._dispatchers[name], self._plans[name] = dispatcher, in_one_stage(plan) if variant.whole else plan
         self._batches = {
             name: rows_of_rank(plan, dist.get_rank(), documents, CPU) for name, plan in self._plans.items()
         }
 
-    def step(self, way: str) -> tuple[float, float]:
+    def step(self, variant: str) -> tuple[float, float]:
         """Seconds of a step until all ranks are done, and seconds that the ranks stood in waits, on average."""
-        dispatcher = self._dispatchers[way]
-        bound = dispatcher.bind(self._plans[way])
+        dispatcher = self._dispatchers[variant]
+        bound = dispatcher.bind(self._plans[variant])
         dist.barrier()
         waited = dispatcher.recorder.seconds("wait")
         begin = time.perf_counter()
-        self._models[way](**self._batches[way], distca_plan=bound).loss.backward()
+        self._models[variant](**self._batches[variant], distca_plan=bound).loss.backward()
         waited = dispatcher.recorder.seconds("wait") - waited
         dist.barrier()
         total = time.perf_counter() - begin
-        self._models[way].zero_grad()
+        self._models[variant].zero_grad()
         figures = torch.tensor([total, waited], dtype=torch.float64)
         dist.all_reduce(figures)
         seconds, seconds_waited = (figures / dist.get_world_size()).tolist()
@@ -230,48 +230,48 @@ def chosen_rate(steps: Steps, hosts: Hosts, waiting: str) -> float:
 
 
 def prepare(hosts: Hosts, case: Case, given_rate: float | None) -> Callable[[], Round]:
-    """Make the models on this rank and choose the rate, and a round: every way over every link, in shuffled order."""
+    """Make the models on this rank and choose the rate, and a round: every variant over every link, shuffled."""
     steps, order = Steps(case), random.Random(0)
-    for way in case.ways:
-        steps.step(way)  # warms up
-    rate = chosen_rate(steps, hosts, next(iter(case.ways))) if given_rate is None else given_rate
-    runs = [(link, way) for link in LINKS for way in case.ways]
+    for variant in case.variants:
+        steps.step(variant)  # warms up
+    rate = chosen_rate(steps, hosts, next(iter(case.variants))) if given_rate is None else given_rate
+    runs = [(link, variant) for link in LINKS for variant in case.variants]
 
     def take() -> Round:
         figures, rank = {"rate, Mbit/s": rate}, dist.get_rank()
-        for link, way in order.sample(runs, len(runs)):
+        for link, variant in order.sample(runs, len(runs)):
             hosts.limit(rank, rate if link == "limited" else None)
             before = hosts.sent(rank)
-            figures[f"{link}, {way}, s"], figures[f"{link}, {way}: in waits, s"] = steps.step(way)
+            figures[f"{link}, {variant}, s"], figures[f"{link}, {variant}: in waits, s"] = steps.step(variant)
             if link == "free" and case.ranks_per_host > 1:
                 sent = torch.tensor(hosts.sent(rank) - before, dtype=torch.float64)
                 dist.all_reduce(sent)  # every rank counts what its whole host sends
-                figures[f"{way}: over the link, MB"] = sent.item() / case.ranks_per_host / 1e6
+                figures[f"{variant}: over the link, MB"] = sent.item() / case.ranks_per_host / 1e6
         return {name: figures[name] for name in sorted(figures)}
 
     return take
 
 
-def added(way: str, beside: str, ending: str) -> Callable[[Round], float]:
-    """What the limit adds to a step one way, over what it adds to a step another way, by figures with an ending."""
+def added(variant: str, beside: str, ending: str) -> Callable[[Round], float]:
+    """What the limit adds to a step of one variant over what it adds to another, by figures with an ending."""
 
     def compute(taken: Round) -> float:
-        one, other = (taken[f"limited, {name}{ending}"] - taken[f"free, {name}{ending}"] for name in (way, beside))
+        one, other = (taken[f"limited, {name}{ending}"] - taken[f"free, {name}{ending}"] for name in (variant, beside))
         return one / other
 
     return compute
 
 
-def hidden(way: str, ending: str) -> Callable[[Round], float]:
-    """The share of what the limit adds to a step that waits which it does not add to a step one way."""
-    compute = added(way, "waiting", ending)
+def hidden(variant: str, ending: str) -> Callable[[Round], float]:
+    """The share of the limit's addition to a step that waits which a step of the variant hides."""
+    compute = added(variant, "waiting", ending)
     return lambda taken: 1 - compute(taken)
 
 
 def derived(case: Case) -> dict[str, Callable[[Round], float]]:
     """Ratios of a case within a round."""
     ratios: dict[str, Callable[[Round], float]] = {}
-    if "flat" in case.ways:
+    if "flat" in case.variants:
         for kind in ("", " waiting"):
             flat, aware = f"flat{kind}", f"node-aware{kind}"
             for name, ending in MEASURES.items():
@@ -279,13 +279,13 @@ def derived(case: Case) -> dict[str, Callable[[Round], float]]:
             for link in LINKS:
                 ratios[f"{link}: {aware} / {flat}"] = over(f"{link}, {aware}, s", f"{link}, {flat}, s")
             ratios[f"what the limit adds to {flat}"] = over(f"limited, {flat}, s", f"free, {flat}, s")
-            sent = (f"{way}: over the link, MB" for way in (aware, flat))
+            sent = (f"{variant}: over the link, MB" for variant in (aware, flat))
             ratios[f"over the link: {aware} / {flat}"] = over(*sent)
         return {f"nodes_{name}": ratio for name, ratio in ratios.items()}
-    hiding = list(case.ways)[-1]  # as users have it
-    for way in ("own first", hiding):
+    hiding = list(case.variants)[-1]  # as users have it
+    for variant in ("own first", hiding):
         for name, ending in MEASURES.items():
-            ratios[f"hidden by {way}{name}"] = hidden(way, ending)
+            ratios[f"hidden by {variant}{name}"] = hidden(variant, ending)
     ratios["what the limit adds to waiting"] = over("limited, waiting, s", "free, waiting, s")
     ratios[f"overhead: {hiding} / own first"] = over(f"free, {hiding}, s", "free, own first, s")
     ratios[f"limited: own first / {hiding}"] = over("limited, own first, s", f"limited, {hiding}, s")

@@ -55,7 +55,7 @@ def main() -> None:
         plans = PlanSettings(ranks, TOKENS_PER_RANK, kinds=kinds, ping_pong=True)
         drawn = micro_batches(cut_at(corpora()[corpus], LONGEST[longest]), ranks * TOKENS_PER_RANK, seed=0)
         result = simulate(drawn, setup, plans, count)
-        best = {way.name: way for way in result.strategies}
+        best = {strategy.name: strategy for strategy in result.strategies}
         found.append(
             {
                 "model": model,

@@ -1,9 +1,9 @@
-"""Beside peers: the same documents in every optimizer step, on 2 and 4 CPU ranks, by five ways to train on them.
+"""Beside peers: the same documents in every optimizer step, on 2 and 4 CPU ranks, with five strategies.
 
-Each way is a trainer (transformers' Trainer, or DistCATrainer) of the same 2-layer LLaMA of hidden size 256, float32,
-AdamW, gradients clipped at 1, one thread a rank, gloo. A step has 16 documents, by default of 16384 tokens together:
-one of half of the tokens with short ones, or a long tail. It takes loading, collating, planning, both passes, the
-update and its log; it is an epoch where documents are shuffled, and else one of an epoch's equal steps.
+Each strategy is a trainer (transformers' Trainer, or DistCATrainer) of the same 2-layer LLaMA of hidden size 256,
+float32, AdamW, gradients clipped at 1, one thread a rank, gloo. A step has 16 documents, by default of 16384 tokens
+together: one of half of the tokens with short ones, or a long tail. It takes loading, collating, planning, both
+passes, the update and its log; it is an epoch where documents are shuffled, and else one of an epoch's equal steps.
 
   flattened           DDP, DataCollatorWithFlattening; a rank gets its share of the documents at random, the default
   rebalanced          the same with train_sampling_strategy="batch_rebalance"
@@ -12,12 +12,12 @@ update and its log; it is an epoch where documents are shuffled, and else one of
                       beforehand, on all ranks
   hf_distca           DistCATrainer with its defaults, tokens_per_rank as small as holds the documents
 
-Core attention of packed rows is the CPU kernel of hf_distca in all ways, behind transformers' attention interface; it
-skips what documents do not attend to, as FlashAttention does on GPUs. "sdpa" alone would build a mask of all tokens by
-all tokens there. Every way takes the mean over all targets of a step; Ulysses does where a step is one row, and else
-takes the mean of the means of rows, which is shown for two. Losses of every step are compared.
+Core attention of packed rows is the CPU kernel of hf_distca in all strategies, behind transformers' attention
+interface; it skips what documents do not attend to, as FlashAttention does on GPUs. "sdpa" alone would build a mask
+of all tokens by all tokens there. Every strategy takes the mean over all targets of a step; Ulysses does where a step
+is one row, and else takes the mean of the means of rows, which is shown for two. Losses of every step are compared.
 
-Time on this machine says little about balance on 4 ranks: 2 cores are shared by 4 ranks, so that work on all of them
+Time on this machine shows little of balance on 4 ranks: 2 cores are shared by 4 ranks, so that work on all of them
 adds up and a rank that waits costs nothing. `imbalance` does not depend on that: query-key pairs of the busiest rank
 over the mean, padding counted where it is computed; Ulysses divides heads, which are alike. Memory is the most that a
 rank's process held in a step above what it held before it, of the rank with the most, without weights and optimizer
@@ -79,7 +79,7 @@ PACKED = "documents_by_position"
 KERNEL = get_kernel("auto", torch.device("cpu"))
 Examples = list[dict[str, Any]]
 Figures = dict[str, dict[str, Any]]
-"""Of a rank, by mix and way."""
+"""Of a rank, by mix and strategy."""
 
 
 @lru_cache(maxsize=64)
@@ -104,7 +104,7 @@ def attention_of_documents(
     position_ids: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each document of a packed row, which positions tell."""
+    """Causal attention within each document of a packed row; positions mark the documents."""
     return attend_packed(KERNEL, _shapes(document_lengths(position_ids[0])), scaling, query, key, value)
 
 
@@ -144,7 +144,7 @@ class Case:
         return [{"input_ids": document.tolist()} for document in documents_of(self.lengths)]
 
     def arguments(self, **others: Any) -> dict[str, Any]:
-        """Of transformers' trainer; one epoch is one optimizer step unless said otherwise."""
+        """Of transformers' trainer; one epoch is one optimizer step by default."""
         usual = {
             "output_dir": self.folder,
             "num_train_epochs": self.steps,
@@ -165,14 +165,7 @@ class Case:
 
 
 def data_parallel(case: Case, ranks: int, strategy: str = "random", *, padded: bool = False) -> "Halted":
-    """Plain DDP, documents of a rank packed without padding, or rows padded to the longest of the rank.
-
-    Args:
-        case: what is trained.
-        ranks: how many.
-        strategy: `train_sampling_strategy`: which documents a rank gets.
-        padded: with attention by sdpa.
-    """
+    """Plain DDP, documents of a rank packed without padding, or rows padded to the longest of the rank."""
     words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", padding_side="right")
     pad = DataCollatorForLanguageModeling(tokenizer, mlm=False)
@@ -205,11 +198,9 @@ def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool =
 
     Args:
         case: what is trained; the tokens of every row must be a multiple of the ranks.
-        ranks: how many.
-        attention: implementation that is given the whole row.
         in_two_rows: whether the first document of a step has a row of its own. gloo needs rows of equal length.
     """
-    # As accelerate's launcher would say: with TrainingArguments' `deepspeed` transformers leaves `ddp_backend` out,
+    # As accelerate's launcher sets them: with TrainingArguments' `deepspeed` transformers leaves `ddp_backend` out,
     # without which accelerate has no backend for CPUs, takes every process for the only one, and gives all of them
     # the same documents.
     os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE="0")
@@ -240,15 +231,14 @@ DATA_PARALLEL: dict[str, Callable[[Case, int], "Halted"]] = {
     "rebalanced, padded": partial(data_parallel, strategy="batch_rebalance", padded=True),
     OURS: planned,
 }
-"""Ways that share processes; Ulysses replaces attention in the whole process, so each training has its own."""
+"""Strategies that share processes; Ulysses replaces attention in the whole process, so each training has its own."""
 
 
 class Halted(TrainerCallback):
     """A trainer that trains in a thread of its own, one optimizer step at a time.
 
     Args:
-        trainer: that logs in every step.
-        counted: its collator; None where the trainer tells or knows the imbalance.
+        counted: its collator; None where the trainer logs the imbalance, or it is known.
     """
 
     def __init__(self, trainer: Trainer, counted: Counted | None = None) -> None:
@@ -303,18 +293,20 @@ class Halted(TrainerCallback):
 
 
 def enter(rank: int) -> None:
-    """Tell accelerate of the rank."""
+    """Set the rank in the environment, for accelerate."""
     os.environ["LOCAL_RANK"] = str(rank)
 
 
 def prepare(
     makers: dict[str, Callable[[Case, int], Halted]], cases: dict[str, Case], ranks: int
 ) -> Callable[[], Figures]:
-    """Make the trainers of this rank, and a round: every way once, in shuffled order, the same on all ranks.
+    """Make the trainers of this rank, and a round: every strategy once, in shuffled order, the same on all ranks.
 
     The last of the steps that a case has is taken for its memory.
     """
-    trainers = {f"{mix}, {way}": make(case, ranks) for mix, case in cases.items() for way, make in makers.items()}
+    trainers = {
+        f"{mix}, {strategy}": make(case, ranks) for mix, case in cases.items() for strategy, make in makers.items()
+    }
     order, steps = random.Random(0), next(iter(cases.values())).steps
     left = iter(range(steps))
 
@@ -346,7 +338,7 @@ def largest_difference(losses: Sequence[float], others: Sequence[float]) -> floa
 
 
 def measure(ranks: int, rounds: int, lengths: dict[str, list[int]], folder: str) -> list[Figures]:
-    """Figures of every step of every way: one to warm up, the rounds, and one for memory."""
+    """Figures of every step of every strategy: one to warm up, the rounds, and one for memory."""
     cases = {mix: Case(of_mix, rounds + 2, folder) for mix, of_mix in lengths.items()}
     order = random.Random(0)
     with ExitStack() as stack:
@@ -382,7 +374,7 @@ def main() -> None:
     options = parser.parse_args()
     lengths = {mix: [length * options.tokens // TOKENS for length in of_mix] for mix, of_mix in MIXES.items()}
     rounds: list[dict[str, float]] = [{} for _ in range(options.rounds)]
-    ways, ratios = {}, {}
+    strategies, ratios = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         case = Case(lengths["one long"], 2, folder)
         masks_dropped, two_rows = first_loss(case, attention="sdpa"), first_loss(case, in_two_rows=True)
@@ -391,26 +383,26 @@ def main() -> None:
             for mix in lengths:
                 setting = f"{ranks} ranks, {mix}"
                 ours = [each[f"{mix}, {OURS}"]["loss"] for each in steps[:-1]]
-                for way in (*DATA_PARALLEL, ULYSSES):
-                    of_way = [each[f"{mix}, {way}"] for each in steps]
-                    losses = [each["loss"] for each in of_way[:-1]]
-                    ways[f"{setting}, {way}"] = {
+                for strategy in (*DATA_PARALLEL, ULYSSES):
+                    of_strategy = [each[f"{mix}, {strategy}"] for each in steps]
+                    losses = [each["loss"] for each in of_strategy[:-1]]
+                    strategies[f"{setting}, {strategy}"] = {
                         "first_loss": f"{losses[0]:.7f}",
                         "largest_difference_of_losses": largest_difference(losses, ours),
-                        "MiB": of_way[-1]["MiB"],
+                        "MiB": of_strategy[-1]["MiB"],
                     }
-                    for taken, timed in zip(rounds, of_way[1:-1], strict=True):
-                        taken[f"{setting}, {way}, tokens/s"] = sum(lengths[mix]) / timed["seconds"]
-                        taken[f"{setting}, {way}, imbalance"] = timed.get("imbalance", 1.0)
-                    if way != OURS:
-                        speeds = (f"{setting}, {each}, tokens/s" for each in (OURS, way))
-                        ratios[f"{setting}: {OURS} / {way}"] = over(*speeds)
+                    for taken, timed in zip(rounds, of_strategy[1:-1], strict=True):
+                        taken[f"{setting}, {strategy}, tokens/s"] = sum(lengths[mix]) / timed["seconds"]
+                        taken[f"{setting}, {strategy}, imbalance"] = timed.get("imbalance", 1.0)
+                    if strategy != OURS:
+                        speeds = (f"{setting}, {each}, tokens/s" for each in (OURS, strategy))
+                        ratios[f"{setting}: {OURS} / {strategy}"] = over(*speeds)
     taken_rounds: list[Round] = list(rounds)
     report(
         Measured(taken_rounds),
         ratios,
         lengths=lengths,
-        ways=ways,
+        strategies=strategies,
         ulysses_sdpa_first_loss=f"{masks_dropped:.7f}",
         ulysses_two_rows_first_loss=f"{two_rows:.7f}",
     )

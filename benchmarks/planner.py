@@ -2,7 +2,7 @@
 
 Run: python benchmarks/planner.py [--repeats 3]
 
-Documents and the reference's figures stand in benchmarks/data/, whose README says where they come from. R ranks take
+Documents and the reference's figures stand in benchmarks/data/, whose README names their sources. R ranks take
 the first rows of a batch; in layout "dp" a row is one rank's, in layout "cp4" one of 4 consecutive ranks.
 
 The reference runs at its tolerance 0, whose plans achieve 1.0013 times the mean in most cases and more in some. Ours
@@ -33,10 +33,10 @@ from functools import partial
 from typing import Any
 
 from harness import print_json, spread, table
-from planner_inputs import DATA, plan_once, read_batches, timed
+from planner_inputs import DATA, measure, plan_once, read_batches, timed
 
 from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes
-from hf_distca.planner.metrics import BETWEEN, WITHIN, bytes_by_link, link_seconds, measure
+from hf_distca.planner.metrics import BETWEEN, WITHIN, bytes_by_link, link_seconds
 from hf_distca.planner.nodes import node_sizes, nodes_of
 
 RANKS, IN_NODES, RANKS_PER_NODE = (4, 8, 16, 32, 64), 64, 8

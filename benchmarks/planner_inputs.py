@@ -5,21 +5,26 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hf_distca.plan import SEGMENT, Layout, Plan
+from hf_distca.plan import SEGMENT, AttentionKind, Layout, Plan
 from hf_distca.planner.balance import balance
+from hf_distca.planner.cost import RowBytes
+from hf_distca.planner.intervals import row_counts
 from hf_distca.planner.layout import fixed_layout, joint_layout
-from hf_distca.planner.nodes import node_sizes, nodes_of
+from hf_distca.planner.metrics import bytes_moved, loads_of
+from hf_distca.planner.nodes import node_sizes
+from hf_distca.planner.settings import PlanSettings
 
 DATA = Path(__file__).parent / "data"
 
 
 def read_batches() -> list[dict[str, Any]]:
-    """The documents: data/README.md says what they are."""
+    """The documents: data/README.md describes them."""
     with gzip.open(DATA / "planner_batches.json.gz", "rt") as file:
         batches: list[dict[str, Any]] = json.load(file)["batches"]
     return batches
@@ -36,10 +41,6 @@ def plan_once(
     """Plan one input.
 
     Args:
-        batch: the documents.
-        ranks: which take its first rows.
-        kind: "joint", "fixed", or "fixed, head-tail".
-        tolerance: balance_tolerance.
         ranks_per_node: that the plan knows of; None for a flat plan.
         window: width of the sliding window; None for full causal attention.
     """
@@ -52,8 +53,40 @@ def plan_once(
         layout = fixed_layout(rows, ranks)
         if kind == "fixed, head-tail":
             layout = head_tail(layout)
-    nodes = None if sizes is None else nodes_of(sizes)
-    return balance(layout, nodes=nodes, window=window, balance_tolerance=tolerance)
+    settings = PlanSettings(ranks, batch["T"], balance_tolerance=tolerance, ranks_per_node=sizes or 1)
+    return balance(layout, AttentionKind(window), settings)
+
+
+@dataclass(frozen=True)
+class PlanMetrics:
+    """Figures of one plan; bytes are those of one layer's forward.
+
+    Attributes:
+        max_over_mean: largest pairs of a worker over the mean; 1.0 for a plan without tasks.
+        bytes_bottleneck: the largest number of bytes that a worker sends or receives.
+        tasks_cut_below_block: tasks below a block of 128 rows that do not end where their document ends.
+    """
+
+    max_over_mean: float
+    tokens_max_over_mean: float
+    bytes_total: int
+    bytes_bottleneck: int
+    tasks: int
+    tasks_cut_below_block: int
+
+
+def measure(plan: Plan) -> PlanMetrics:
+    """Count the balance and the bytes of a plan of Llama-3-8B."""
+    loads, tokens, moved = loads_of(plan), plan.layout.tokens, bytes_moved(plan, RowBytes())
+    at_end = plan.tasks["stop"] == plan.layout.lengths[plan.tasks["document"]]
+    return PlanMetrics(
+        max_over_mean=float(loads.max() / loads.mean()) if loads.any() else 1.0,
+        tokens_max_over_mean=float(tokens.max() / tokens.mean()) if tokens.any() else 1.0,
+        bytes_total=int(moved[0].sum()),
+        bytes_bottleneck=int(moved.max()),
+        tasks=len(plan.tasks),
+        tasks_cut_below_block=int(np.sum((row_counts(plan.tasks) < 128) & ~at_end)),
+    )
 
 
 def head_tail(layout: Layout) -> Layout:

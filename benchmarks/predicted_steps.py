@@ -84,11 +84,7 @@ class Calibration:
 
 
 class Steps:
-    """The steps of a rank by name, and their predictions.
-
-    Args:
-        tokens: of a rank.
-    """
+    """The steps of a rank by name, and their predictions."""
 
     def __init__(self, tokens: int) -> None:
         self.kernel, self.groups, self.tokens = get_kernel("auto", CPU), Groups(CPU, 60.0), tokens
@@ -130,7 +126,8 @@ class Steps:
         of_ranks = self.groups.all_gather([seconds[name] for name in short])
         seconds = dict(zip(short, np.mean(of_ranks, axis=0), strict=True))
         forward, backward = (
-            KernelCost(*np.mean([list(vars(each[way]).values()) for each in every], axis=0).tolist()) for way in (0, 1)
+            KernelCost(*np.mean([list(vars(each[direction]).values()) for each in every], axis=0).tolist())
+            for direction in (0, 1)
         )
         free = Calibration(forward, backward, link, 1e-30, 0.0)
         few, many = self.tokens // 4, self.tokens
@@ -143,7 +140,7 @@ class Steps:
         return replace(free, token=token, step=others[0] - token * few)
 
     def predict(self, mix: str, calibration: Calibration) -> dict[str, float]:
-        """Seconds of both ways."""
+        """Seconds of both strategies."""
         lengths, setup = self.lengths(mix), calibration.setup(self.tokens)
         plain = on_ranks(whole_rows(lengths, RANKS), setup)
         balanced = predict_plan(self.plans[mix], self.settings, setup.costs)
@@ -168,9 +165,9 @@ def prepare(tokens: int) -> Callable[[], Round]:
         calibration = made.calibrate(seconds)
         figures = {"token, µs": calibration.token * 1e6, "step, ms": calibration.step * 1e3}
         for mix in LENGTHS:
-            for way, guess in made.predict(mix, calibration).items():
-                figures[f"{mix}, {way}, measured"] = seconds[f"{mix}, {way}"]
-                figures[f"{mix}, {way}, predicted"] = guess
+            for strategy, guess in made.predict(mix, calibration).items():
+                figures[f"{mix}, {strategy}, measured"] = seconds[f"{mix}, {strategy}"]
+                figures[f"{mix}, {strategy}, predicted"] = guess
         made.choose_by(calibration)
         return figures
 
@@ -187,9 +184,9 @@ def main() -> None:
         rounds = take_rounds(options, lambda: ranks.take()[0]).ours
     found = {}
     for mix in LENGTHS:
-        for way in ("plain", "planned"):
-            seconds, guess = f"{mix}, {way}, measured", f"{mix}, {way}, predicted"
-            found[f"{mix}, {way}"] = {
+        for strategy in ("plain", "planned"):
+            seconds, guess = f"{mix}, {strategy}, measured", f"{mix}, {strategy}, predicted"
+            found[f"{mix}, {strategy}"] = {
                 "seconds": spread([each[seconds] for each in rounds]),
                 "predicted / measured": spread([each[guess] / each[seconds] for each in rounds]),
             }

@@ -36,7 +36,7 @@ EVEN_TOKENS = 64 * 1024
 
 @dataclass(frozen=True)
 class Run:
-    """Steps of one way to train.
+    """Steps of one strategy.
 
     Attributes:
         mode: "baseline", BALANCED or WHOLE.
@@ -173,7 +173,6 @@ def predicted(fit: np.ndarray, steps: Sequence[Step]) -> np.ndarray:
 
     Args:
         fit: seconds of a row besides core attention, seconds of a pair.
-        steps: what is known of them.
     """
     return np.array([fit[0] * step.rows + fit[1] * step.pairs + step.moving for step in steps])
 
@@ -181,10 +180,9 @@ def predicted(fit: np.ndarray, steps: Sequence[Step]) -> np.ndarray:
 def sharing(fit: np.ndarray, run: Run) -> Run:
     """Return a run with the number of ranks that share a document: the one whose predictions correlate best.
 
-    The measurements do not say it. Only the ups and downs from step to step count, not the level that is predicted.
+    The measurements do not hold it. Only the ups and downs from step to step count, not the level that is predicted.
 
     Args:
-        fit: see `predicted`.
         run: of whole documents; its ranks are `data`.
     """
     counts = [count for count in range(1, run.data + 1) if run.data % count == 0]

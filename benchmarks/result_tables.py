@@ -34,11 +34,7 @@ CORPORA = {"wlbllm": "pretraining mix", "prolong": "ProLong"}
 
 
 def table_of(*names: str) -> Callable[[Callable[[], Rows]], Callable[[], Rows]]:
-    """Enter a table under the name of the function that makes it.
-
-    Args:
-        names: of the results that it comes from.
-    """
+    """Enter a table under the name of the function that makes it."""
 
     def enter(make: Callable[[], Rows]) -> Callable[[], Rows]:
         TABLES[make.__name__] = make, names
@@ -54,8 +50,8 @@ def result(name: str) -> Any:
 
 def command(name: str) -> str:
     """Return the command of a committed result."""
-    told: str = json.loads((RESULTS / f"{name}.json").read_text())["command"]
-    return re.sub(r" --against \S+", "", told)
+    found: str = json.loads((RESULTS / f"{name}.json").read_text())["command"]
+    return re.sub(r" --against \S+", "", found)
 
 
 def quartiles(spread: dict[str, float]) -> str:
@@ -202,8 +198,8 @@ def step_time() -> Rows:
     for name, ranks in STEP_TIMES.items():
         found = result(name)["derived"]
         for mix in dict.fromkeys(key.split(":")[0] for key in found):
-            ways = ("best other", "whole", "packed", "joint")
-            yield ranks, mix, *(quartiles(found[f"{mix}: {way} / auto"]) for way in ways)
+            strategies = ("best other", "whole", "packed", "joint")
+            yield ranks, mix, *(quartiles(found[f"{mix}: {strategy} / auto"]) for strategy in strategies)
 
 
 @table_of("peers")
@@ -211,7 +207,7 @@ def peers() -> Rows:
     """The same documents by five strategies."""
     found = result("peers")
     yield "ranks", "documents", "strategy", "losses differ by", "m", "MiB", "tokens/s", "speed-up of hf_distca"
-    for name, way in found["ways"].items():
+    for name, of_strategy in found["strategies"].items():
         setting, mix, *words = name.split(", ")
         speed, imbalance = (found["figures"][f"{name}, {figure}"] for figure in ("tokens/s", "imbalance"))
         ratio = found["derived"].get(f"{setting}, {mix}: hf_distca / {', '.join(words)}")
@@ -219,9 +215,9 @@ def peers() -> Rows:
             setting.removesuffix(" ranks"),
             mix,
             ", ".join(words),
-            f"{way['largest_difference_of_losses']:.0e}",
+            f"{of_strategy['largest_difference_of_losses']:.0e}",
             f"{imbalance['median']:.2f}",
-            f"{way['MiB']:.0f}",
+            f"{of_strategy['MiB']:.0f}",
             f"{speed['median']:.0f} ({speed['lower']:.0f} to {speed['upper']:.0f})",
             quartiles(ratio) if ratio else "",
         )
@@ -232,7 +228,7 @@ def peers_ulysses() -> Rows:
     """Losses of Ulysses for the same documents."""
     found = result("peers")
     yield "rows, attention", "loss of the first step"
-    yield "all documents in one row", found["ways"]["2 ranks, one long, Ulysses"]["first_loss"]
+    yield "all documents in one row", found["strategies"]["2 ranks, one long, Ulysses"]["first_loss"]
     yield "two rows of equal tokens", found["ulysses_two_rows_first_loss"]
     yield 'one row, attention "sdpa"', found["ulysses_sdpa_first_loss"]
 
@@ -273,7 +269,7 @@ def overlap_nodes() -> Rows:
         ("the same, by waits", "exposed: node-aware{} / flat{}, by waits"),
         ("step on a free link", "free: node-aware{} / flat{}"),
     ):
-        yield what, *(quartiles(found["nodes_" + key.format(way, way)]) for way in ("", " waiting"))
+        yield what, *(quartiles(found["nodes_" + key.format(kind, kind)]) for kind in ("", " waiting"))
 
 
 @table_of("planner")

@@ -5,7 +5,7 @@ proportions of Qwen3-0.6B at an eighth of the width: hidden size 128, 4 query he
 of 384. The tokens are one document, so that core attention is most of the work, as in long-context training. A plan
 for one rank is not divided into nano-batches. With --documents 8192 8192 the tokens are two documents and, by a plan
 made here, two nano-batches that take turns: less attention, but the server works while the rank runs the other
-half's projections and MLP. Two ways, interleaved in shuffled order in one run:
+half's projections and MLP. Two variants, interleaved in shuffled order in one run:
 
   alone   the rank computes everything itself, with the same kernel and no pool
   server  core attention is shared with the server, balanced by finishing time
@@ -18,7 +18,7 @@ over the half of the steps in which the slower of these readings was smallest. T
                 the phases of an attention that the server has rows of, over the server's time in its kernel and,
                 where nothing else is computed meanwhile (one document), the time in which rows travel. 1.0: both
                 are done at once; the median over the counted steps
-  of_rounds     of every round, in which each way has one step: its speed-up and finish_ratio, median and quartiles
+  of_rounds     of every round, in which each variant has one step: its speed-up and finish_ratio, median and quartiles
 
 Run: python benchmarks/servers.py [--rounds 6] [--documents 16384] [--transport tcp]
 """
@@ -55,7 +55,7 @@ LEARNING = 4
 
 
 def serve(port: int, token: bytes, transport: Choice, readings: Connection) -> None:
-    """The server's process: serves on threads, and takes a reading when it is told to."""
+    """The server's process: serves on threads, and takes a reading when it is asked to."""
     end_with_parent()
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -78,7 +78,7 @@ def plan_of(lengths: list[int], settings: PlanSettings) -> MicroBatchPlan:
 
 
 def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any]:
-    """Steps of both ways on the rank."""
+    """Steps of both variants on the rank."""
     token = make_token()
     directory = Directory("127.0.0.1", 0, token)
     ours, theirs = Pipe()
@@ -108,7 +108,7 @@ def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any
         row_overhead=kernel.row_overhead,
         gather_cost=kernel.gather_cost,
     )
-    dispatchers = {way: Dispatcher(settings, torch.device("cpu")) for way in ("alone", "server")}
+    dispatchers = {variant: Dispatcher(settings, torch.device("cpu")) for variant in ("alone", "server")}
     memory = make_memory(transport, torch.device("cpu"), "127.0.0.1")
     pool = dispatchers["server"].remote = Pool(dispatchers["server"], token, directory, memory)
     pool.wait_for(1, 60)
@@ -127,13 +127,13 @@ def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any
         own = calm.take()
         return max(own, ours.recv())
 
-    def step(way: str) -> dict[str, float]:
+    def step(variant: str) -> dict[str, float]:
         pool.refresh()
         recording.take()
         before, waited = reading(), recorder.seconds("wait")
         kernel = recorder.seconds("kernel")
         begin = time.perf_counter()
-        bound = dispatchers[way].bind(plans[way])
+        bound = dispatchers[variant].bind(plans[variant])
         model(**batch, distca_plan=bound).loss.backward()
         seconds = time.perf_counter() - begin
         model.zero_grad()
@@ -145,7 +145,7 @@ def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any
             "own": recorder.seconds("kernel") - kernel,
             "between": seen.between_s,
             "served": sum(served.seconds for served in seen.servers.values()),
-            "way": sum(served.travel_s for served in seen.servers.values()) if len(lengths) == 1 else 0.0,
+            "travel": sum(served.travel_s for served in seen.servers.values()) if len(lengths) == 1 else 0.0,
             "share": seen.pairs / (2 * config.num_hidden_layers * sum(n * (n + 1) // 2 for n in lengths)),
         }
 
@@ -155,8 +155,8 @@ def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any
     order = random.Random(0)
     steps: dict[str, list[dict[str, float]]] = {"alone": [], "server": []}
     for _ in range(rounds):
-        for way in order.sample(list(steps), 2):
-            steps[way].append(step(way))
+        for variant in order.sample(list(steps), 2):
+            steps[variant].append(step(variant))
             print(".", end="", flush=True, file=sys.stderr)
     pool.close()
     ours.send(False)
@@ -173,8 +173,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     steps = measure(options.documents, options.rounds, options.transport)
-    figures = {way: summary(calmest(taken)) for way, taken in steps.items()}
-    everything = {way: statistics.median(step["seconds"] for step in taken) for way, taken in steps.items()}
+    figures = {variant: summary(calmest(taken)) for variant, taken in steps.items()}
+    everything = {variant: statistics.median(step["seconds"] for step in taken) for variant, taken in steps.items()}
     table(
         [
             "",
@@ -189,11 +189,11 @@ def main() -> None:
         ],
         [
             [
-                way,
-                *(f"{f:.3f} s" for f in (figure["seconds"], everything[way], *(figure[name] for name in PARTS))),
+                variant,
+                *(f"{f:.3f} s" for f in (figure["seconds"], everything[variant], *(figure[name] for name in PARTS))),
                 f"{figure['share']:.3f}",
             ]
-            for way, figure in figures.items()
+            for variant, figure in figures.items()
         ],
     )
     served = calmest(steps["server"])
@@ -220,7 +220,7 @@ def main() -> None:
     )
 
 
-PARTS = ("waited", "own", "between", "served", "way")
+PARTS = ("waited", "own", "between", "served", "travel")
 
 
 def calmest(steps: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -230,7 +230,7 @@ def calmest(steps: list[dict[str, float]]) -> list[dict[str, float]]:
 
 def finish_ratio(step: dict[str, float]) -> float:
     """When the rank is done over when the server is."""
-    return (step["own"] + step["between"]) / (step["served"] + step["way"])
+    return (step["own"] + step["between"]) / (step["served"] + step["travel"])
 
 
 def summary(steps: list[dict[str, float]]) -> dict[str, float]:

@@ -48,11 +48,7 @@ def panel_of(title: str, step: StepTime) -> Panel:
 
 
 def picture(steps: Sequence[Panel]) -> str:
-    """Draw panels below one another on one scale, with a line a rank, and label the gain of the last over the first.
-
-    Args:
-        steps: of each panel.
-    """
+    """Draw panels on one scale, with a line a rank, and label the gain of the last over the first."""
     panel = RANKS * ROW + 44
     drawing = Drawing(WIDTH, 44 + panel * len(steps))
     scale = (WIDTH - LEFT - RIGHT) / max(step["seconds"] for step in steps)

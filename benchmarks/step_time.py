@@ -1,7 +1,7 @@
 """Time of a training step on CPU ranks: hf_distca as it comes, beside the best that whole documents allow.
 
 Forward, backward and AdamW of a 2-layer LLaMA of hidden size 256 under DistributedDataParallel, float32, one thread a
-rank. Six mixes of documents, all of the same number of tokens. Each way runs once a round, in shuffled order:
+rank. Six mixes of documents, all of the same number of tokens. Each strategy runs once a round, in shuffled order:
 
   auto       hf_distca as it comes: plans chosen by costs that the ranks measure, and correct in the first steps
   joint      hf_distca with document_layout="joint", balance_tolerance=0.01 and ping_pong=True
@@ -12,9 +12,9 @@ rank. Six mixes of documents, all of the same number of tokens. Each way runs on
              the same attention kernel a layer
   packed     DDP without hf_distca: whole documents, packed in order into rows of about as many tokens
 
-Every way may hold as many rows on a rank as any of them needs for these documents: all have the same memory. A step
-ends when all ranks are done; binding the plan is part of it, planning is not. Ratios are formed within a round: the
-best of all other ways over auto is by the other way's median.
+Every strategy may hold as many rows on a rank as any of them needs for these documents: all have the same memory. A
+step ends when all ranks are done; binding the plan is part of it, planning is not. Ratios are formed within a round:
+the best of all other strategies over auto is by the other strategy's median.
 
 With --rate-mbit the ranks are two hosts behind a link of that rate (needs root; see hosts.py).
 
@@ -61,7 +61,7 @@ MIXES = {
 """Lengths of the documents of a micro-batch. They add up to LENGTHS_FOR; another number of tokens scales them."""
 LENGTHS_FOR = 2 * 8192
 SET = {"document_layout": "joint", "balance_tolerance": 0.01}
-WAYS = ("auto", "joint", "no turns", "fixed", "whole", "packed")
+STRATEGIES = ("auto", "joint", "no turns", "fixed", "whole", "packed")
 
 
 def whole_rows(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -85,9 +85,6 @@ def packed_rows(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 class Models:
     """The same model with distca and with plain packed attention, trained under DDP with AdamW; makes steps of them.
-
-    Args:
-        positions: the most tokens of a document.
 
     Attributes:
         distca: to be prepared for plans before its first step.
@@ -130,17 +127,12 @@ class Models:
 
 
 def steps_of(ranks: int, tokens: int) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """Steps of all mixes in all ways by name, and what "auto" chose, by mix.
-
-    Args:
-        ranks: how many.
-        tokens: of a rank.
-    """
+    """Steps of all mixes in all strategies by name, and what "auto" chose, by mix."""
     models = Models(ranks * tokens)
-    ways = {"auto": {}, "joint": {**SET, "ping_pong": True}, "no turns": {**SET, "ping_pong": False}}
+    strategies = {"auto": {}, "joint": {**SET, "ping_pong": True}, "no turns": {**SET, "ping_pong": False}}
     dispatchers = {
-        way: make_dispatcher(models.distca, DistCAConfig(tokens_per_rank=tokens, **settings), CPU)
-        for way, settings in ways.items()
+        strategy: make_dispatcher(models.distca, DistCAConfig(tokens_per_rank=tokens, **settings), CPU)
+        for strategy, settings in strategies.items()
     }
     mixes = {mix: [length * ranks * tokens // LENGTHS_FOR for length in of] for mix, of in MIXES.items()}
     correct_costs(models, dispatchers["auto"], list(mixes.values()))
@@ -148,9 +140,9 @@ def steps_of(ranks: int, tokens: int) -> tuple[dict[str, Callable[[], None]], di
     for mix, lengths in mixes.items():
         held = {"whole": whole_rows(lengths, ranks), "packed": packed_rows(lengths, ranks)}
         most = max(tokens, *(sum(row) for rows in held.values() for row in rows))
-        for way, dispatcher in dispatchers.items():
+        for strategy, dispatcher in dispatchers.items():
             plan = plan_micro_batch(lengths, replace(dispatcher.settings, tokens_per_rank=most))
-            steps[f"{mix}, {way}"] = models.planned(plan, lengths, dispatcher)
+            steps[f"{mix}, {strategy}"] = models.planned(plan, lengths, dispatcher)
             if (choice := plan.choice) is not None:
                 chosen[mix] = (
                     f"groups of {choice.group}, {choice.nano_batches} nano-batches, tolerance {choice.tolerance:g}, "
@@ -159,7 +151,7 @@ def steps_of(ranks: int, tokens: int) -> tuple[dict[str, Callable[[], None]], di
         fixed = plan_placed_documents(held["whole"], dispatchers["joint"].settings)
         in_order = [length for row in held["whole"] for length in row]
         steps[f"{mix}, fixed"] = models.planned(fixed, in_order, dispatchers["joint"])
-        steps |= {f"{mix}, {way}": models.plain(rows) for way, rows in held.items()}
+        steps |= {f"{mix}, {strategy}": models.plain(rows) for strategy, rows in held.items()}
     return steps, chosen
 
 
@@ -213,11 +205,13 @@ def main() -> None:
             measured = take_rounds(options, lambda: ranks.take()[0])
     ratios: dict[str, Callable[[Round], float]] = {}
     for mix in MIXES:
-        medians = {way: median(taken[f"{mix}, {way}, s"] for taken in measured.ours) for way in WAYS[1:]}
+        medians = {
+            strategy: median(taken[f"{mix}, {strategy}, s"] for taken in measured.ours) for strategy in STRATEGIES[1:]
+        }
         best = min(medians, key=medians.__getitem__)
         ratios[f"{mix}: best other / auto"] = over(f"{mix}, {best}, s", f"{mix}, auto, s")
-        for way in WAYS[1:]:
-            ratios[f"{mix}: {way} / auto"] = over(f"{mix}, {way}, s", f"{mix}, auto, s")
+        for strategy in STRATEGIES[1:]:
+            ratios[f"{mix}: {strategy} / auto"] = over(f"{mix}, {strategy}, s", f"{mix}, auto, s")
     report(measured, ratios)
 
 

@@ -12,12 +12,11 @@ import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import mean, median, quantiles
 from threading import Semaphore
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import torch
@@ -67,30 +66,28 @@ def main() -> None:
     ranks = args.world_size
     steps = full_steps(read_documents(options, ranks), ranks * options.tokens_per_rank, options.steps)
     lengths = [len(document) for step in steps for document in step]
-    say(args, f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens, the median {median(lengths):.0f}")
+    if args.process_index == 0:
+        print(f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens, the median {median(lengths):.0f}")
+        print(f"Training {options.steps} steps with plain DDP and with hf_distca, in turns ...", flush=True)
+
+    def load(attention: str) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(
+            options.model_name_or_path, attn_implementation=attention, dtype=torch.float32
+        )
 
     plain_args = transformers.TrainingArguments(**settings, per_device_train_batch_size=1, remove_unused_columns=False)
     packed = [{"documents": part} for step in steps for part in packed_in_order(step, ranks)]
     documents = [{"input_ids": document} for step in steps for document in step]
-    say(args, f"Training {options.steps} steps with plain DDP and with hf_distca, in turns ...")
     plain, planned = train_in_turns(
-        [
-            Trainer(model=load(options, PACKED), args=plain_args, train_dataset=packed, data_collator=flatten),
-            hf_distca.DistCATrainer(model=load(options, "distca"), args=args, train_dataset=documents),
-        ]
+        Trainer(model=load(PACKED), args=plain_args, train_dataset=packed, data_collator=flatten),
+        hf_distca.DistCATrainer(model=load("distca"), args=args, train_dataset=documents),
     )
 
     if args.process_index == 0:
-        plain.imbalance = mean(imbalance(packed_in_order(step, ranks)) for step in steps[WARM_UP:])
-        print_table({"plain DDP": plain, "hf_distca": planned})
+        of_steps = [imbalance(packed_in_order(step, ranks)) for step in steps[WARM_UP:]]
+        print_table({"plain DDP": plain._replace(imbalance=mean(of_steps)), "hf_distca": planned})
     gather_object([None])  # every process waits for rank 0
     torch.distributed.destroy_process_group()
-
-
-def say(args: transformers.TrainingArguments, line: str) -> None:
-    """Print a line on rank 0."""
-    if args.process_index == 0:
-        print(line, flush=True)
 
 
 # ---- the documents, and who trains on which
@@ -106,9 +103,7 @@ def read_documents(options: argparse.Namespace, ranks: int) -> Documents:
     paths = sorted(path for path in root.rglob("*.py") if "-packages" not in str(path.relative_to(root)))
     Random(0).shuffle(paths)
     documents: Documents = []
-    left = (
-        options.steps * options.tokens_per_rank * ranks * 3 // 2
-    )  # some tokens more than all steps take, which cut some
+    left = options.steps * options.tokens_per_rank * ranks * 3 // 2  # more tokens than all steps take, which cut some
     for path in paths:
         with suppress(UnicodeDecodeError):
             tokens = tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
@@ -183,56 +178,8 @@ def flatten(examples: list[dict[str, Documents]]) -> dict[str, Tensor]:
 # ---- training and measuring
 
 
-class Turns(transformers.TrainerCallback):
-    """Lets two trainings take turns, a step each, so that whatever else the machine does slows both alike.
-
-    Args:
-        mine: released when this training may take a step.
-        others: the same of the other training.
-    """
-
-    def __init__(self, mine: Semaphore, others: Semaphore) -> None:
-        self._mine, self._others = mine, others
-        self.seconds: list[float] = []
-        self.busy: list[float] = []
-
-    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-        """Note what the step took, and wait for the next turn."""
-        self.seconds.append(time.perf_counter() - self._began[0])
-        self.busy.append(busy_seconds() - self._began[1])
-        self._others.release()
-        self._take_turn()
-
-    def train(self, trainer: Trainer) -> None:
-        """Train: a step in each turn, what comes before the first with it, and what comes after the last in one more.
-
-        So collectives of the two trainings never mix.
-        """
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.add_callback(self)
-        self._take_turn()
-        try:
-            trainer.train()
-        finally:
-            self._others.release()
-
-    def _take_turn(self) -> None:
-        self._mine.acquire()
-        self._began = time.perf_counter(), busy_seconds()
-
-
-def busy_seconds() -> float:
-    """Return how long this thread has computed, or waited for a core that another program had."""
-    try:
-        on_a_core, for_a_core, _ = Path("/proc/thread-self/schedstat").read_text().split()
-    except OSError:  # a kernel that does not count it
-        return time.thread_time()
-    return (int(on_a_core) + int(for_a_core)) / 1e9
-
-
-@dataclass
-class Measured:
-    """What a training came to.
+class Measured(NamedTuple):
+    """Figures of a training on all ranks.
 
     Attributes:
         losses: of each step.
@@ -246,38 +193,67 @@ class Measured:
     busy: list[list[float]]
     imbalance: float
 
-    @classmethod
-    def of(cls, trainer: Trainer, turns: Turns) -> "Measured":
-        """Gather it from all ranks."""
-        log = [entry for entry in trainer.state.log_history if "loss" in entry]
-        return cls(
-            losses=[entry["loss"] for entry in log],
-            seconds=turns.seconds[WARM_UP:],
-            busy=[list(ranks) for ranks in zip(*gather_object([turns.busy[WARM_UP:]]), strict=True)],
-            imbalance=mean(entry.get("distca/imbalance_degree", 0.0) for entry in log[WARM_UP:]),
+
+class Turns(transformers.TrainerCallback):
+    """Let two trainings take turns, a step each, so that whatever else the machine does slows both alike."""
+
+    def __init__(self, trainer: Trainer, mine: Semaphore, others: Semaphore) -> None:
+        self._trainer, self._mine, self._others = trainer, mine, others
+        self._seconds: list[float] = []
+        self._busy: list[float] = []
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.add_callback(self)
+
+    def train(self) -> None:
+        """Train: a step in each turn, with all that comes before the first step and after the last.
+
+        Collectives of the two trainings therefore never mix.
+        """
+        self._take_turn()
+        try:
+            self._trainer.train()
+        finally:
+            self._others.release()
+
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+        """Note the times of the step, and wait for the next turn."""
+        self._seconds.append(time.perf_counter() - self._began[0])
+        self._busy.append(busy_seconds() - self._began[1])
+        self._others.release()
+        self._take_turn()
+
+    def _take_turn(self) -> None:
+        self._mine.acquire()
+        self._began = time.perf_counter(), busy_seconds()
+
+    def measured(self) -> Measured:
+        """Gather the figures of all ranks."""
+        log = [entry for entry in self._trainer.state.log_history if "loss" in entry]
+        return Measured(
+            [entry["loss"] for entry in log],
+            self._seconds[WARM_UP:],
+            [list(ranks) for ranks in zip(*gather_object([self._busy[WARM_UP:]]), strict=True)],
+            mean(entry.get("distca/imbalance_degree", 0.0) for entry in log[WARM_UP:]),
         )
 
-    @property
-    def idle(self) -> float:
-        """Share of all ranks' time in which they waited for one another."""
-        return max(0.0, 1 - sum(map(mean, self.busy)) / sum(self.seconds))
+
+def busy_seconds() -> float:
+    """Return how long this thread has computed, or waited for a core that another program had."""
+    try:
+        on_a_core, for_a_core, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except OSError:  # a kernel that does not count it
+        return time.thread_time()
+    return (int(on_a_core) + int(for_a_core)) / 1e9
 
 
-def load(options: argparse.Namespace, attention: str) -> torch.nn.Module:
-    """Load the checkpoint in float32."""
-    return AutoModelForCausalLM.from_pretrained(
-        options.model_name_or_path, attn_implementation=attention, dtype=torch.float32
-    )
-
-
-def train_in_turns(trainers: list[Trainer]) -> list[Measured]:
-    """Train with both, a step of one after a step of the other, and return what all ranks measured."""
-    may_step = [Semaphore(1), Semaphore(0)]
-    turns = [Turns(*may_step), Turns(*reversed(may_step))]
-    with ThreadPoolExecutor(len(trainers)) as pool:
-        for training in [pool.submit(turn.train, trainer) for trainer, turn in zip(trainers, turns, strict=True)]:
+def train_in_turns(first: Trainer, second: Trainer) -> list[Measured]:
+    """Train with both, a step of one after a step of the other."""
+    may_step = Semaphore(1), Semaphore(0)
+    turns = [Turns(first, *may_step), Turns(second, *reversed(may_step))]
+    with ThreadPoolExecutor(2) as pool:
+        for training in [pool.submit(each.train) for each in turns]:
             training.result()
-    return [Measured.of(trainer, turn) for trainer, turn in zip(trainers, turns, strict=True)]
+    return [each.measured() for each in turns]
 
 
 # ---- the comparison
@@ -286,17 +262,17 @@ def train_in_turns(trainers: list[Trainer]) -> list[Measured]:
 def print_table(found: dict[str, Measured]) -> None:
     """Print both trainings side by side, and one step of each as bars."""
     plain, planned = found.values()
-    gains = [before / after for before, after in zip(plain.seconds, planned.seconds, strict=True)]
-    rows = [
-        ("step time, median", [f"{median(each.seconds):.2f} s" for each in found.values()]),
-        ("idle share", [f"{each.idle:.0%}" for each in found.values()]),
-        ("imbalance of attention", [f"{each.imbalance:.2f}" for each in found.values()]),
-        ("loss, first step", [f"{each.losses[0]:.4f}" for each in found.values()]),
-        ("loss, last step", [f"{each.losses[-1]:.4f}" for each in found.values()]),
-    ]
+    rows = {
+        "step time, median": lambda each: f"{median(each.seconds):.2f} s",
+        "idle share": lambda each: f"{max(0.0, 1 - sum(map(mean, each.busy)) / sum(each.seconds)):.0%}",
+        "imbalance of attention": lambda each: f"{each.imbalance:.2f}",
+        "loss, first step": lambda each: f"{each.losses[0]:.4f}",
+        "loss, last step": lambda each: f"{each.losses[-1]:.4f}",
+    }
     print(f"\n{'':<24}" + "".join(f"{name:>12}" for name in found))
-    for name, values in rows:
-        print(f"{name:<24}" + "".join(f"{value:>12}" for value in values))
+    for name, figure in rows.items():
+        print(f"{name:<24}{figure(plain):>12}{figure(planned):>12}")
+    gains = [before / after for before, after in zip(plain.seconds, planned.seconds, strict=True)]
     apart = max(abs(a - b) for a, b in zip(plain.losses, planned.losses, strict=True))
     lower, middle, upper = quantiles(gains, n=4)
     print(f"\nSpeed-up {middle:.2f}× (quartiles {lower:.2f} to {upper:.2f}); losses differ by {apart:.0e} at most.")

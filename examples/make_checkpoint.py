@@ -45,7 +45,6 @@ def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerF
     """Train a byte-level BPE tokenizer that puts a begin-of-text token first, as LLaMA 3's does.
 
     Args:
-        documents: a data set with the column `text`.
         vocab_size: number of tokens, at least the 256 bytes and 2 special tokens.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -77,10 +76,6 @@ def make_model(
     Args:
         tokenizer: gives the size of the vocabulary and the special tokens.
         hidden_size: width of the hidden states, a multiple of `heads`.
-        layers: number of decoder layers.
-        heads: number of query heads, a multiple of `kv_heads`.
-        kv_heads: number of key and value heads.
-        seed: of the weights.
     """
     torch.manual_seed(seed)
     return LlamaForCausalLM(

@@ -1,6 +1,6 @@
 """All settings of hf_distca in one dataclass."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 from hf_distca.kernels import KERNEL_NAMES
@@ -24,13 +24,6 @@ NOT_NEGATIVE = {
     "trace_steps": "no trace",
 }
 """Settings that must be 0 or more, and the meaning of 0."""
-CHOICES = {
-    "long_documents": get_args(LongDocuments),
-    "document_layout": DOCUMENT_LAYOUTS,
-    "attention_kernel": KERNEL_NAMES,
-    "attention_server_transport": TRANSPORTS,
-}
-"""Settings with listed values."""
 
 
 @dataclass
@@ -58,6 +51,7 @@ class DistCAConfig:
             "help": "What happens to a document that is too long: 'error' refuses it, 'truncate' keeps its first "
             "tokens, 'split' divides it into documents that fit. A document may have ranks * tokens_per_rank tokens, "
             "or tokens_per_rank tokens where documents stay whole.",
+            "choices": get_args(LongDocuments),
         },
     )
     document_layout: str = field(
@@ -223,9 +217,10 @@ class DistCAConfig:
         expected |= {
             name: f"0 ({meaning}) or more" for name, meaning in NOT_NEGATIVE.items() if getattr(self, name) < 0
         }
-        expected |= {
-            name: f"one of {list(valid)}" for name, valid in CHOICES.items() if getattr(self, name) not in valid
-        }
+        for setting in fields(DistCAConfig):
+            valid = setting.metadata.get("choices")
+            if valid and getattr(self, setting.name) not in valid:
+                expected[setting.name] = f"one of {list(valid)}"
         for name, values in expected.items():
             raise ValueError(f"{name} must be {values}, got {getattr(self, name)!r}")
 

@@ -125,8 +125,8 @@ class Plan:
         workers: number of workers. Workers 0 to ranks-1 are the ranks themselves (in-place servers); further ones are
             dedicated servers, which hold no rows.
         window: row p attends to rows max(0, p - window + 1) to p; None for full causal attention.
-        stage_rows: the most K/V rows that a rank sends, or receives, in one stage; with a window a rank may receive
-            two windows. None: all rows travel at once.
+        stage_rows: the most K/V rows that a rank sends, or receives, in one stage, give or take a row for each path of
+            rows. With a window a rank may receive two windows. None: all rows travel at once.
         nodes: [workers] node of each worker. A K/V row that several ranks of another node read goes to one of them,
             the gateway, which forwards it to the others. None: rows go to each of them directly.
     """
@@ -164,19 +164,11 @@ class NanoBatch:
 class ExchangeFigures:
     """Bytes of the exchanges in one layer's forward, all nano-batches together.
 
-    The bytes of a worker or a node are the larger of bytes sent and bytes received. Without nodes in the plan, each
-    rank is a node.
+    A bottleneck is the busiest worker. A busiest node counts all its workers together. Their bytes are the larger of
+    bytes sent and bytes received. Without nodes in the plan, each rank is a node.
 
     Attributes:
         bytes_total: bytes that cross between workers, within nodes and between nodes.
-        bytes_bottleneck: bytes of the busiest worker.
-        bytes_within_nodes: bytes that cross between workers of the same node.
-        bytes_within_nodes_bottleneck: bytes of the busiest worker within its node.
-        bytes_within_nodes_busiest_node: bytes within the busiest node, all of its workers together.
-        bytes_between_nodes: bytes that cross between workers of different nodes.
-        bytes_between_nodes_bottleneck: bytes of the busiest worker to or from other nodes.
-        bytes_between_nodes_busiest_node: bytes of the busiest node to or from other nodes, all of its workers
-            together.
         link_seconds: seconds that the busiest link of a worker takes for its bytes.
     """
 
@@ -196,8 +188,8 @@ class PlanSummary:
     """Figures of a micro-batch's plan for the costliest layers of the model.
 
     Attributes:
-        packed_max_over_mean: query-key pairs of the most loaded rank over the mean, if documents were packed in order
-            and each rank computed the rows that it holds.
+        packed_max_over_mean: pairs of the most loaded rank over the mean, if each computed its share of the documents
+            packed in order.
     """
 
     packed_max_over_mean: float
@@ -229,8 +221,8 @@ class MicroBatchPlan:
     """Plan of one global micro-batch, the same on every rank.
 
     Attributes:
-        nano_batches: one, or two (ping and pong) whose exchanges hide behind each other's computation. A rank's rows
-            are its rows of the first nano-batch followed by its rows of the second.
+        nano_batches: one, or two whose exchanges hide behind each other's computation. A rank's rows are its rows of
+            the first nano-batch followed by its rows of the second.
         fillers: number of documents of one token that only keep ranks without rows in the exchanges.
         choice: None if the settings left no choice.
     """

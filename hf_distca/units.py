@@ -5,7 +5,7 @@ from argparse import ArgumentTypeError
 from dataclasses import fields
 from decimal import Decimal
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 
 TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 """Suffixes of token numbers: 32k is 32,768 tokens, as in names of models."""
@@ -25,7 +25,7 @@ def read_values(settings: Any) -> None:
     """Replace field values of a settings dataclass by the read values of the fields' types.
 
     Raises:
-        UnitError: a value cannot be read; names the field and says what is expected.
+        UnitError: a value cannot be read; names the field and what is expected.
     """
     for field in fields(settings):
         if field.type in _READERS:
@@ -94,35 +94,20 @@ def _number(given: Any, suffixes: dict[str, int], expected: str) -> int:
 _READERS: list[Any] = [read_tokens, _read_bytes, _read_servers, _read_tolerance, _read_switch]
 
 if TYPE_CHECKING:
-    # Types of settings: a field accepts every form and holds the read value.
+    Held = TypeVar("Held", covariant=True)
+    Given = TypeVar("Given", contravariant=True)
 
-    class Tokens:
-        """A number of tokens."""
+    class Read(Generic[Held, Given]):
+        """Type of a setting that accepts every form and holds the read value."""
 
-        def __get__(self, owner: object, kind: type | None = None) -> int: ...
-        def __set__(self, owner: object, given: int | str) -> None: ...
+        def __get__(self, owner: object, kind: type | None = None) -> Held: ...
+        def __set__(self, owner: object, given: Given) -> None: ...
 
-    class Bytes(Tokens):
-        """A number of bytes."""
-
-    class Servers:
-        """A number of attention servers, or "external"."""
-
-        def __get__(self, owner: object, kind: type | None = None) -> int | Literal["external"]: ...
-        def __set__(self, owner: object, given: int | str) -> None: ...
-
-    class Tolerance:
-        """A fraction of the mean, or "auto"."""
-
-        def __get__(self, owner: object, kind: type | None = None) -> float | Literal["auto"]: ...
-        def __set__(self, owner: object, given: float | str) -> None: ...
-
-    class Switch:
-        """On, off or "auto"."""
-
-        def __get__(self, owner: object, kind: type | None = None) -> bool | Literal["auto"]: ...
-        def __set__(self, owner: object, given: bool | str) -> None: ...
-
+    Tokens = Read[int, int | str]
+    Bytes = Read[int, int | str]
+    Servers = Read[int | Literal["external"], int | str]
+    Tolerance = Read[float | Literal["auto"], float | str]
+    Switch = Read[bool | Literal["auto"], bool | str]
 else:
     # HfArgumentParser calls the type of a field with what is on the command line.
     Tokens, Bytes, Servers = read_tokens, _read_bytes, _read_servers

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -29,24 +29,12 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._call)
+            of_loader, execute = vars(spec.loader), spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                del of_loader["exec_module"]
+                execute(module)
+                self._call()
+
+            of_loader["exec_module"] = exec_module
         return spec
-
-
-class _Loader(Loader):
-    """Load a module with its own loader, restore that loader in the module, and call."""
-
-    def __init__(self, loader: Loader, call: Callable[[], None]) -> None:
-        self._loader, self._call = loader, call
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module that its own loader creates."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, then call."""
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._call()

@@ -10,14 +10,13 @@ import torch
 from hypothesis import settings
 
 from tests.backward_thread import backward_in_a_thread, with_backward_in_a_thread
-from tests.browser import Browser
 from tests.launch import cpu_environment
 from tests.ranks import RankPool
 
 LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.launches) ", re.M)
 """Imports of files that launch."""
 
-# How long an example takes says how busy the machine is.
+# The time of an example shows how busy the machine is.
 settings.register_profile("hf_distca", deadline=None)
 settings.load_profile("hf_distca")
 
@@ -41,14 +40,6 @@ def backward_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(RankPool, "run", run_so)
     monkeypatch.setattr(torch.Tensor, "backward", backward_in_a_thread)
-
-
-@pytest.fixture(scope="session")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A browser with one page; for tests that `needs_chromium` marks."""
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,7 @@ from tests.ranks import free_port, own_processes
 ROOT = Path(__file__).parent.parent
 
 CONFIGS = ROOT / "examples" / "configs"
-"""A file for each way to train in parallel, by its name."""
+"""A file for each strategy, by its name."""
 LOG = "log"
 """File in the folder of a launch, with both streams as they come."""
 
@@ -41,11 +41,7 @@ def run_launch(
     """Launch a script that does the runs one after another in the same processes; stdout holds both streams.
 
     Args:
-        strategy: a file in CONFIGS, without its ending.
-        script: see `tests/trainer/train_script.py`.
         runs: what it is to do, by name. Each is given its own output folder.
-        folder: for the files of the launch.
-        ranks: how many processes.
     """
     options = write_options(runs, folder)
     with (folder / LOG).open("w") as log:
@@ -73,13 +69,7 @@ def write_options(runs: dict[str, dict[str, Any]], folder: Path) -> Path:
 
 
 def launcher(strategy: str, ranks: int, python: str = sys.executable) -> list[str]:
-    """The command that launches a script, without the script.
-
-    Args:
-        strategy: a file in CONFIGS, without its ending.
-        ranks: how many processes.
-        python: that runs it.
-    """
+    """The command that launches a script, without the script."""
     command = [python, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{strategy}.yaml")]
     return [*command, f"--num_processes={ranks}", f"--main_process_port={free_port()}"]
 

@@ -4,10 +4,7 @@ import logging
 
 
 class Messages(logging.Handler):
-    """Keeps what a logger is told from INFO on, until `end`.
-
-    Args:
-        name: of the logger.
+    """Keeps the messages of a logger from INFO on, until `end`.
 
     Attributes:
         lines: of each message its level and its text.

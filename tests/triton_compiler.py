@@ -11,14 +11,7 @@ AMPERE, HOPPER, BLACKWELL = 80, 90, 100
 
 
 def compiled(kernel: Any, capability: int, types: dict[str, str], constants: dict[str, Any]) -> str:
-    """A kernel's PTX, assembled for a capability; pointers and strides are multiples of 16, as they usually are.
-
-    Args:
-        kernel: decorated with triton.jit.
-        capability: of the GPU.
-        types: by parameter, as Triton writes them ("*bf16", "i32").
-        constants: the values of its constexpr parameters.
-    """
+    """A kernel's PTX, assembled for a capability; pointers and strides are multiples of 16, as they usually are."""
     signature = types | dict.fromkeys(constants, "constexpr")
     divisible = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in types}
     source = ASTSource(kernel, signature, constants, divisible)

@@ -11,7 +11,6 @@ class WholeLogits(TorchDispatchMode):
     """While inside, notes every tensor that has the vocabulary as a dimension, and more rows besides.
 
     Args:
-        vocabulary: a size that no other dimension has.
         rows: of a chunk, or of weights if they have more.
 
     Attributes:

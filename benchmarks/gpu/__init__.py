@@ -1,4 +1,4 @@
 """Proves or disproves on one GPU, within ten minutes, what the tests cannot show without one.
 
-Run: make gpu, or python -m benchmarks.gpu. `--help` says what there is to choose.
+Run: make gpu, or python -m benchmarks.gpu. `--help` lists the choices.
 """

@@ -49,7 +49,7 @@ def parts_of(setting: "Setting", gpus: int = 1) -> "list[Part]":
 
 
 def main() -> int:
-    """Run what the command line says; returns the exit status."""
+    """Run what the command line asks for; returns the exit status."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -23,7 +23,7 @@ def cuda_devices() -> int:
 
 
 def why_none() -> str:
-    """What is said where there is no GPU."""
+    """Message where there is no GPU."""
     return "no CUDA: NVIDIA's driver finds no GPU on this machine, so nothing was checked"
 
 

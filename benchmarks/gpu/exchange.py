@@ -31,8 +31,6 @@ def check_exchange(setting: Setting, ranks: int, run: Callable[..., list[Any]] =
     """Exchanges with numbers of blocks, alone and under attention; the slowest rank's figures.
 
     Args:
-        setting: sizes and device.
-        ranks: how many.
         run: runs a function with arguments on so many ranks; returns what each returned.
     """
     findings = Findings()

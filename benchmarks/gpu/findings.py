@@ -66,14 +66,6 @@ def compare(
 ) -> float:
     """Note what deviates further than stock attention does.
 
-    Args:
-        findings: where it is noted.
-        what: was done.
-        got: its result.
-        stock: of stock attention in the same precision.
-        exact: of stock attention in a higher precision.
-        dtype: of core attention.
-
     Returns:
         The largest deviation of a parameter's gradient.
     """

@@ -231,7 +231,7 @@ def kernel_names(device: torch.device) -> list[str]:
 
 
 def check_profile(setting: Setting) -> Findings:
-    """Profile of this GPU by `hf-distca profile`, as figures; docs/explanation/simulation.md says what it is for."""
+    """Profile of this GPU by `hf-distca profile`, as figures; see docs/explanation/simulation.md."""
     findings, wide = Findings(), setting.wide
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"

@@ -16,7 +16,7 @@ from hf_distca import Dispatcher, DistCAConfig, plan_layers, plan_settings
 from hf_distca.plan import MicroBatchPlan
 
 HEADS = (8, 2)
-"""Query and key-value heads of a small model, unless said otherwise."""
+"""Query and key-value heads of a small model, by default."""
 SMALL = {
     "num_hidden_layers": 2,
     "vocab_size": VOCABULARY,
@@ -60,15 +60,7 @@ def small_model(
 def dispatcher_of(
     model: PreTrainedModel, setting: Setting, *, ping_pong: bool, ranks: int = 1, **options: Any
 ) -> Dispatcher:
-    """A dispatcher; prepares the model's layers too. On one rank there may be two nano-batches as well.
-
-    Args:
-        model: that is planned.
-        setting: sizes and device.
-        ping_pong: two nano-batches that take turns.
-        ranks: how many.
-        options: of the dispatcher.
-    """
+    """A dispatcher; prepares the model's layers too. On one rank there may be two nano-batches as well."""
     # Cuts fall on multiples of a kernel's block, or less where documents are tiny.
     block = 128 if max(setting.lengths) > 1024 else 8
     config = DistCAConfig(tokens_per_rank=2 * sum(setting.lengths), balance_block_size=block)

@@ -69,11 +69,7 @@ def run_parts(
 
     Args:
         parts: the most important first. One whose limit is more than what is left is not run, later ones may be.
-        command_of: of each part.
         results: what is known before; `parts` is added.
-        output: where results are written.
-        logs: folder for what the parts print.
-        seconds: for all parts together.
 
     Returns:
         Whether nothing was wrong.
@@ -132,10 +128,10 @@ def run_part(part: Part, command_of: CommandOf, logs: Path) -> dict[str, Any]:
         return _result(TIMED_OUT, seconds, wrong=[f"not done in {part.limit_s:.0f} s"], printed=printed)
     if not findings.exists():
         return _result(FAILED, seconds, wrong=[f"ended with status {code}, without findings"], printed=printed)
-    told = json.loads(findings.read_text())
-    if told["wrong"]:
-        return _result(FAILED, seconds, printed=printed, **told)
-    return _result(SKIPPED if told["skipped"] else PASSED, seconds, **told)
+    found = json.loads(findings.read_text())
+    if found["wrong"]:
+        return _result(FAILED, seconds, printed=printed, **found)
+    return _result(SKIPPED if found["skipped"] else PASSED, seconds, **found)
 
 
 def _result(

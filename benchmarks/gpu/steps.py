@@ -27,7 +27,7 @@ TIMEOUT_S = 20
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """How a planned step runs.
 
     Attributes:
@@ -47,21 +47,21 @@ class Way:
 
 AGAIN = {"keep_core_attention": False}
 ON_ONE_RANK = {
-    "one nano-batch": Way(ping_pong=False),
-    "ping-pong": Way(),
-    "checkpoint": Way(reentrant=False),
-    "checkpoint, attention again": Way(reentrant=False, options=AGAIN),
-    "reentrant": Way(reentrant=True),
-    "reentrant, attention again": Way(reentrant=True, options=AGAIN),
+    "one nano-batch": Variant(ping_pong=False),
+    "ping-pong": Variant(),
+    "checkpoint": Variant(reentrant=False),
+    "checkpoint, attention again": Variant(reentrant=False, options=AGAIN),
+    "reentrant": Variant(reentrant=True),
+    "reentrant, attention again": Variant(reentrant=True, options=AGAIN),
 }
 ON_TWO_RANKS = {
-    "joint": Way("joint", ping_pong=False),
-    "fixed": Way("fixed", ping_pong=False),
-    "joint, ping-pong": Way("joint"),
-    "fixed, ping-pong": Way("fixed"),
-    "fixed, ping-pong, received rows kept": Way("fixed", options={"keep_received": True}),
-    "fixed, 14 heads": Way("fixed", heads=(14, 2)),
-    "joint, 9 heads": Way("joint", heads=(9, 3)),
+    "joint": Variant("joint", ping_pong=False),
+    "fixed": Variant("fixed", ping_pong=False),
+    "joint, ping-pong": Variant("joint"),
+    "fixed, ping-pong": Variant("fixed"),
+    "fixed, ping-pong, received rows kept": Variant("fixed", options={"keep_received": True}),
+    "fixed, 14 heads": Variant("fixed", heads=(14, 2)),
+    "joint, 9 heads": Variant("joint", heads=(9, 3)),
 }
 WINDOWS = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,29 +76,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Stock attention that a model is compared with, and what the model is."""
 
 
-def planned_result(setting: Setting, way: Way, **model_options: Any) -> tuple[StepResult, int]:
-    """A planned step of all ranks, and the bytes through the busiest rank in one layer's forward.
-
-    Args:
-        setting: sizes and device.
-        way: how the step runs.
-        model_options: of `small_model`.
-    """
+def planned_result(setting: Setting, variant: Variant, **model_options: Any) -> tuple[StepResult, int]:
+    """A planned step of all ranks, and the bytes through the busiest rank in one layer's forward."""
     ranks, lengths = (dist.get_world_size() if dist.is_initialized() else 1), list(setting.lengths)
-    model = small_model(setting, "distca", **{"heads": way.heads, **model_options})
+    model = small_model(setting, "distca", **{"heads": variant.heads, **model_options})
     dispatcher = dispatcher_of(
-        model, setting, ping_pong=way.ping_pong, ranks=ranks, exchange_timeout=TIMEOUT_S, **way.options
+        model, setting, ping_pong=variant.ping_pong, ranks=ranks, exchange_timeout=TIMEOUT_S, **variant.options
     )
-    if way.reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": way.reentrant})
+    if variant.reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": variant.reentrant})
     documents = documents_of(lengths)
-    if way.layout == "joint":
+    if variant.layout == "joint":
         plan = plan_micro_batch(lengths, dispatcher.settings)
     else:  # the long documents on one rank, the short ones on the other
         documents.sort(key=len, reverse=True)
         lengths.sort(reverse=True)
         plan = plan_placed([lengths[:2], lengths[2:]], dispatcher.settings)
-    if len(plan.nano_batches) != 1 + way.ping_pong:
+    if len(plan.nano_batches) != 1 + variant.ping_pong:
         raise RuntimeError(f"the plan has {len(plan.nano_batches)} nano-batches")
     with setting.autocast():
         loss = planned_loss(model, plan, dispatcher, documents)
@@ -111,20 +105,20 @@ def planned_result(setting: Setting, way: Way, **model_options: Any) -> tuple[St
 
 
 def check_planned_steps(setting: Setting) -> Findings:
-    """One step in all ways, and of some models; then steps with an optimizer."""
+    """One step in all variants, and of some models; then steps with an optimizer."""
     findings = Findings()
     exact, stock = (stock_result(setting, "sdpa", exact=exact) for exact in (True, False))
     largest = findings.figures["largest_deviation_of_a_gradient"] = {}
-    for name, way in ON_ONE_RANK.items():
+    for name, variant in ON_ONE_RANK.items():
         with findings.trying(name), waits(setting.device) as places:
-            result, _ = planned_result(setting, way)
+            result, _ = planned_result(setting, variant)
             largest[name] = compare(findings, name, result, stock, exact, setting.dtype)
         ours = {place for place in places if place.startswith(str(Path(hf_distca.__file__).parent))}
         findings.check(not ours, f"{name}: the host waits for the device in {sorted(ours)}")
     for name, (implementation, options) in MODELS.items():
         with findings.trying(name):
             exact, stock = (stock_result(setting, implementation, exact=exact, **options) for exact in (True, False))
-            result, _ = planned_result(setting, Way(), **options)
+            result, _ = planned_result(setting, Variant(), **options)
             largest[name] = compare(findings, name, result, stock, exact, setting.dtype)
     with findings.trying(f"{setting.steps} steps"):
         _many_steps(setting, findings)
@@ -166,23 +160,22 @@ def _losses(setting: Setting, implementation: str, *, exact: bool = False) -> li
 
 
 def check_two_ranks(setting: Setting, run: Callable[..., list[Any]] = run_ranks) -> Findings:
-    """One step of two ranks on one device over gloo in all ways, beside one process with stock attention.
+    """One step of two ranks on one device over gloo in all variants, beside one process with stock attention.
 
     Args:
-        setting: sizes and device.
         run: runs a function with arguments on so many ranks; returns what each returned.
     """
     findings = Findings()
     largest = findings.figures["largest_deviation_of_a_gradient"] = {}
     moved = findings.figures["bytes_moved"] = {}
     results, _ = run(2, rank_steps, setting)
-    for name, way in ON_TWO_RANKS.items():
+    for name, variant in ON_TWO_RANKS.items():
         if isinstance(results[name], str):
             findings.check(False, f"{name}: {results[name]}")
             continue
         loss, arrays, moved[name] = results[name]
         findings.check(moved[name] > 0, f"{name}: the plan moves nothing between ranks")
-        stock, exact = (stock_result(setting, "sdpa", exact=exact, heads=way.heads) for exact in (False, True))
+        stock, exact = (stock_result(setting, "sdpa", exact=exact, heads=variant.heads) for exact in (False, True))
         result = StepResult(loss, {key: torch.from_numpy(array) for key, array in arrays.items()})
         largest[name] = compare(findings, name, result, stock, exact, setting.dtype)
     return findings
@@ -197,9 +190,9 @@ def rank_steps(setting: Setting) -> dict[str, Any] | None:
     if setting.on_cuda:
         torch.cuda.set_device(setting.device)
     results: dict[str, Any] = {}
-    for name, way in ON_TWO_RANKS.items():
+    for name, variant in ON_TWO_RANKS.items():
         try:
-            result, moved = planned_result(setting, way)
+            result, moved = planned_result(setting, variant)
         except Exception as error:
             traceback.print_exc()
             results |= {left: f"{type(error).__name__}: {error}" for left in ON_TWO_RANKS if left not in results}

@@ -99,7 +99,7 @@ def make_model(setting: Setting, implementation: str) -> PreTrainedModel:
 
 
 def arguments(setting: Setting, folder: str, steps: int) -> dict[str, Any]:
-    """What both trainers are told."""
+    """Arguments of both trainers."""
     on_cuda = setting.on_cuda
     return {
         "output_dir": folder,
@@ -142,7 +142,7 @@ def check_training(setting: Setting) -> Findings:
     findings = Findings()
     lengths_of = {"documents": micro_batches(setting), "one document": [[setting.tokens]] * setting.stock_steps}
     findings.figures |= {"tokens": setting.tokens, "layers": setting.wide["num_hidden_layers"]}
-    ways = findings.figures["ways"] = {}
+    variants = findings.figures["variants"] = {}
     for what, lengths in lengths_of.items():
         batches = tokens_of(lengths, setting.wide["vocab_size"])
         with findings.trying(what):
@@ -150,16 +150,16 @@ def check_training(setting: Setting) -> Findings:
             findings.check(len(ours.seconds) == len(lengths), f"{len(ours.seconds)} of {len(lengths)} steps ran")
             if what == "documents":
                 _check_memory(findings, ours)
-            ways[f"distca, {what}"] = _speed(setting, ours)
+            variants[f"distca, {what}"] = _speed(setting, ours)
             for name in stock_attentions():
                 _free()
                 with findings.trying(f"{name}, {what}"):
                     try:
                         stock = train(setting, name, batches[: setting.stock_steps])
                     except torch.OutOfMemoryError as error:
-                        ways[f"{name}, {what}"] = f"out of memory: {str(error)[:200]}"
+                        variants[f"{name}, {what}"] = f"out of memory: {str(error)[:200]}"
                         continue
-                    ways[f"{name}, {what}"] = _speed(setting, stock)
+                    variants[f"{name}, {what}"] = _speed(setting, stock)
                     _check_logged(findings, f"{name}, {what}", ours, stock)
         _free()
     return findings

@@ -70,7 +70,7 @@ def _version(package: str) -> str | None:
 
 
 def _cpu() -> str | None:
-    """The processor's name, where Linux tells it."""
+    """The processor's name, where Linux names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -24,9 +24,6 @@ def llama(
     """A LLaMA with random weights, the same every time.
 
     Args:
-        positions: the most tokens of a document.
-        implementation: of its attention.
-        dtype: of its weights.
         sizes: fields of LlamaConfig; without any, hidden size 256, an MLP of 688, 4 layers and 4 heads.
     """
     usual = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -42,15 +39,7 @@ def llama(
 
 
 def settings_of(model: nn.Module, ranks: int, tokens: int, device: torch.device, **config: Any) -> PlanSettings:
-    """What plans of a model depend on, as a user gets it who sets nothing but these.
-
-    Args:
-        model: from `llama`.
-        ranks: how many.
-        tokens: the most that a rank holds.
-        device: of the ranks.
-        config: further fields of DistCAConfig.
-    """
+    """What plans of a model depend on, as a user gets it who sets nothing but these."""
     options = DistCAConfig(tokens_per_rank=tokens, **config)
     return plan_settings(model, options, ranks=ranks, device=device, dtype=model.dtype)
 
@@ -72,10 +61,7 @@ def rows_of_rank(
     """What a rank of a plan runs a model on.
 
     Args:
-        plan: of the documents.
-        rank: whose rows.
         documents: [length] token ids of each document of the plan.
-        device: of the rank.
     """
     segments = [
         (documents[nano.documents[index]], start, stop)
@@ -126,9 +112,6 @@ def attend_packed(
     """Causal attention within each document of a packed row, in one kernel call; what transformers' layers expect.
 
     Args:
-        kernel: what computes.
-        shapes: rows of each document.
-        scaling: of scores.
         query: Q [1, H, T, D].
         key: K [1, G, T, D].
         value: V [1, G, T, D].
@@ -141,10 +124,6 @@ class PlainAttention:
     """Core attention of a rank's own documents, packed, in one kernel call: what a plan is to be better than.
 
     Models of attention implementation `name` take the lengths of the documents under the keyword `plain_shapes`.
-
-    Args:
-        name: under which it is registered with transformers.
-        kernel: what computes.
     """
 
     def __init__(self, name: str, kernel: Kernel) -> None:

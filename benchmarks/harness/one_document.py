@@ -108,12 +108,7 @@ class Taken:
 
 
 def take_one_document(case: OneDocument, sampled: Sequence[int] = ()) -> Taken:
-    """Forward and backward on this rank.
-
-    Args:
-        case: the document.
-        sampled: rows of which results are wanted.
-    """
+    """Forward and backward on this rank."""
     follow_tensors()
     _take(replace(case, tokens=64 * case.ranks, documents=1))  # code that is loaded, threads that are started
     return _take(case, sampled)

@@ -37,9 +37,7 @@ class Ranks:
     this process is killed.
 
     Args:
-        count: how many processes.
         prepare: a module-level function that every process calls once; returns what a round calls, without arguments.
-        args: of `prepare`.
         enter: a module-level function that every process calls with its rank before there is a group: it may set the
             environment variables that the group is made of.
     """

@@ -1,7 +1,7 @@
-"""Rounds of figures, of one checkout or of two in turns, and what is told of them.
+"""Rounds of figures, of one checkout or of two in turns, and their report.
 
 A benchmark takes rounds. Each runs all that is compared, one after another, so that what disturbs the machine for
-longer than a round disturbs all of it alike: ratios are formed within a round, and their median and quartiles told.
+longer than a round disturbs all of it alike. Ratios are formed within a round; the report has medians and quartiles.
 With `--against` the script of the same name in another checkout, with the hf_distca of that checkout, takes a round
 whenever this one does; ratios between the two checkouts are paired in the same way.
 """
@@ -30,12 +30,7 @@ _MARK = "round: "
 
 
 def rounds_parser(description: str | None, rounds: int) -> ArgumentParser:
-    """The options that all benchmarks with rounds have.
-
-    Args:
-        description: of the benchmark.
-        rounds: how many it takes where nothing is said.
-    """
+    """The options that all benchmarks with rounds have."""
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help=f"how many (default: {rounds})")
     parser.add_argument(
@@ -67,15 +62,11 @@ def take_rounds(options: Namespace, take: Callable[[], Round]) -> Measured:
     """Take as many rounds as the options ask for.
 
     Where another checkout's script asks for the rounds, this process sends them to it and exits.
-
-    Args:
-        options: of `rounds_parser`.
-        take: takes a round.
     """
     if options.follow:
-        _say({"checkout": str(CHECKOUT), "commit": commit()})
+        _send({"checkout": str(CHECKOUT), "commit": commit()})
         for _ in sys.stdin:
-            _say(take())
+            _send(take())
         raise SystemExit
     other = None if options.against is None else _Other(options.against)
     ours: list[Round] = []
@@ -92,9 +83,6 @@ def take_rounds(options: Namespace, take: Callable[[], Round]) -> Measured:
 
 class _Other:
     """The same script of another checkout, in a process of its own.
-
-    Args:
-        checkout: its folder.
 
     Raises:
         ValueError: hf_distca is not that of the two checkouts, or both are the same.
@@ -116,12 +104,12 @@ class _Other:
             text=True,
             preexec_fn=end_with_parent,
         )
-        told = self._heard()
-        if Path(told["checkout"]) != checkout or checkout == here:
+        answer = self._heard()
+        if Path(answer["checkout"]) != checkout or checkout == here:
             raise ValueError(
-                f"--against {checkout} ran hf_distca from {told['checkout']}; give another checkout's folder"
+                f"--against {checkout} ran hf_distca from {answer['checkout']}; give another checkout's folder"
             )
-        self.commit = told["commit"]
+        self.commit = answer["commit"]
 
     def take(self) -> Round:
         """A round of the other checkout."""
@@ -139,8 +127,8 @@ class _Other:
         raise RuntimeError(f"the other checkout's script ended with status {self._process.wait()}")
 
 
-def _say(told: Mapping) -> None:
-    print(_MARK + json.dumps(told), flush=True)
+def _send(message: Mapping) -> None:
+    print(_MARK + json.dumps(message), flush=True)
 
 
 def over(numerator: str, denominator: str) -> Callable[[Round], float]:
@@ -152,9 +140,7 @@ def report(measured: Measured, derived: Mapping[str, Callable[[Round], float]], 
     """Print tables of figures, of what is derived from them within a round and of checkouts, then one JSON object.
 
     Args:
-        measured: the rounds.
         derived: by name, a ratio, or what else is computed of the figures of one round.
-        others: what else the JSON object is to say.
     """
     ours, theirs = measured.ours, measured.theirs
     figures = _spreads(ours)

@@ -8,7 +8,7 @@ import torch
 
 
 class Probe:
-    """A small kernel, whose time says how fast a core is at the moment.
+    """A small kernel, whose time shows how fast a core is at the moment.
 
     A virtual core shares its processor with strangers: the same kernel was seen to run at one speed for seconds and
     at two thirds of it for the next ones.

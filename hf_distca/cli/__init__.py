@@ -2,4 +2,4 @@
 
 
 class InputError(ValueError):
-    """Unusable input to the command; the message says in one line what was found and how to fix it."""
+    """Unusable input to the command; the message names in one line what was found and how to fix it."""

@@ -1,4 +1,4 @@
-"""hf-distca doctor: check installation and launch, and say what to change before training."""
+"""hf-distca doctor: check installation and launch, and list what to change before training."""
 
 import argparse
 import importlib.util
@@ -29,7 +29,7 @@ from hf_distca.measure.links import link_rates
 from hf_distca.planner.nodes import node_sizes, nodes_of
 
 DESCRIPTION = """\
-Check versions, GPU, kernel, memory, threads, network and settings that contradict each other, and say what to change.
+Check versions, GPU, kernel, memory, threads, network and settings that contradict each other, and list what to change.
 Launched as training will be, it also connects the ranks and measures their links:
 
   accelerate launch --config_file examples/configs/ddp.yaml --module hf_distca.cli.main doctor

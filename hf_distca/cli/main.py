@@ -14,7 +14,7 @@ TOOLS = {
     "simulate": "predict the time of a step by each strategy",
     "profile": "measure the costs of this device, for simulate",
     "timeline": "join the traces of all ranks, and show and draw one step",
-    "doctor": "check versions, devices, launch and network, and say what to change",
+    "doctor": "check versions, devices, launch and network, and list what to change",
     "serve": "be an attention server of a training run (experimental)",
 }
 """Modules of this package, each imported only for its subcommand: most of them need torch."""

@@ -11,7 +11,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedMo
 from hf_distca.cli import InputError
 from hf_distca.cli.options import GB, config_of
 from hf_distca.memory.counter import MemoryCounter, Training
-from hf_distca.memory.live import Part, fake_tensors
+from hf_distca.memory.live import Part
 from hf_distca.memory.model_state import STRATEGIES
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.refusals import check_model
@@ -23,7 +23,6 @@ from hf_distca.sim.model import MODELS, ModelShape
 
 OF_STATE = ("weights", "gradients", "optimizer")
 CHECKPOINTING: dict[str, dict[str, Any] | None] = {"without_checkpointing": None, "with_checkpointing": {}}
-
 NAMES: dict[Part, str] = {
     "activations": "activations",
     "cast weights": "autocast's copies of weights",
@@ -37,13 +36,9 @@ NAMES: dict[Part, str] = {
 
 
 def fake_model(name: str) -> PreTrainedModel:
-    """Return a user's model on fake tensors.
-
-    Raises:
-        InputError: there is no such model, or the model cannot be planned.
-    """
+    """Return a user's model on fake tensors; raise InputError if there is none, or the model cannot be planned."""
     try:
-        model = model_of_config(read_config(name), torch.float32, fake_tensors())
+        model = model_of_config(read_config(name), torch.float32)
         check_model(model)
     except ValueError as error:
         raise InputError(str(error)) from error
@@ -135,24 +130,21 @@ def memory_of(
 
 def memory_table(figures: dict[str, Any], device_memory: float | None) -> str:
     """Return the figures of `memory_of` as a table in GB."""
-
-    def line(name: str, values: Iterable[str]) -> str:
-        return f"{name:<30} " + "".join(f"{value:>9}" for value in values)
-
-    def in_gb(name: str, sizes: Iterable[int]) -> str:
-        return line(name, (f"{size / GB:.2f}" for size in sizes))
-
     columns = [(state, state[checkpointing]) for state in figures.values() for checkpointing in CHECKPOINTING]
-    lines = [
-        line("memory of a rank, GB", (text for strategy in figures for text in (strategy, ""))),
-        line("checkpointing", (text for _ in figures for text in ("no", "yes"))),
-        *(in_gb(name, (state[name] for state, _ in columns)) for name in OF_STATE),
-    ]
-    for part, name in NAMES.items():
-        sizes = [counted["parts"].get(part, 0) for _, counted in columns]
-        lines += [in_gb(name, sizes)] if any(sizes) else []
-    lines.append(in_gb("together", (counted["total"] for _, counted in columns)))
+    rows: dict[str, Iterable[str]] = {
+        "memory of a rank, GB": (text for strategy in figures for text in (strategy, "")),
+        "checkpointing": ("no", "yes") * len(figures),
+    }
+    sizes = {name: [state[name] for state, _ in columns] for name in OF_STATE}
+    sizes |= {name: [counted["parts"].get(part, 0) for _, counted in columns] for part, name in NAMES.items()}
+    sizes["together"] = [counted["total"] for _, counted in columns]
+    rows |= {
+        name: [f"{size / GB:.2f}" for size in of_columns]
+        for name, of_columns in sizes.items()
+        if any(of_columns) or name in OF_STATE
+    }
     if device_memory is not None:
-        longest = (str(counted["longest_tokens_per_rank"]) for _, counted in columns)
-        lines.append(line(f"longest rows in {device_memory:g} GB", longest))
-    return "\n".join(lines)
+        rows[f"longest rows in {device_memory:g} GB"] = (
+            str(counted["longest_tokens_per_rank"]) for _, counted in columns
+        )
+    return "\n".join(f"{name:<30} " + "".join(f"{value:>9}" for value in values) for name, values in rows.items())

@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import fields
-from math import inf
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ MOST_RANKS = 4096
 MOST_TOKENS = 2**27
 """Maximum number of tokens of a rank, more than any device holds."""
 MOST_BATCHES = 100_000
-LARGEST = 2**31 - 1
 LEAST_STAGE = 128
 """Minimum number of K/V rows in a stage: shorter stages are too many to plan."""
 LONGEST_WAIT = 1e8
@@ -29,58 +28,41 @@ RANKS_PER_NODE = 8
 GB = 1e9
 
 
-def whole(least: int, most: int = LARGEST, why: str = "", read: Callable[[str], int] = int) -> Callable[[str], int]:
-    """Return a parser of whole numbers.
+def number(
+    expected: str, read: Callable[[str], Any] = int, least: float = 1, most: float = 2**31 - 1, why: str = ""
+) -> Callable[[str], Any]:
+    """Return a parser of numbers from `least` to `most`.
 
     Args:
-        least: 0 or 1.
-        why: reason for the maximum, for the error.
         read: converts the text; raises ValueError if the text is no number.
     """
 
-    def number(text: str) -> int:
+    def parse(text: str) -> Any:
         try:
             found = read(text)
         except ValueError:
-            found = least - 1
-        if found < least:
-            expected = "a positive whole number" if least else "0 or a positive whole number"
+            found = nan
+        if not found >= least:
             raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
         if found > most:
-            raise argparse.ArgumentTypeError(f"must be at most {most}, got {text}{why}")
+            raise argparse.ArgumentTypeError(f"must be at most {most:.10g}, got {text}{why}")
         return found
 
-    return number
+    return parse
 
 
-positive = whole(1)
-ranks = whole(1, MOST_RANKS, ": planning would not end in time")
-servers = whole(0, MOST_RANKS, ": planning would not end in time")
-batches = whole(1, MOST_BATCHES, ": simulating would not end in time")
-tokens = whole(1, MOST_TOKENS, ": no device holds so many", read_tokens)
-seed = whole(0)
-
-
-def real(expected: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return a parser of numbers that `accepts` accepts; `expected` describes these numbers for the error."""
-
-    def number(text: str) -> float:
-        try:
-            found = float(text)
-        except ValueError:
-            found = -1.0
-        if not accepts(found):
-            raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
-        return found
-
-    return number
-
-
-gigabytes = real("a positive number of gigabytes", lambda number: 0 < number < inf)
-seconds = real(f"a number of seconds from 0 to {LONGEST_WAIT:g}", lambda number: 0 <= number <= LONGEST_WAIT)
-positive_seconds = real(
-    f"a number of seconds above 0, at most {LONGEST_WAIT:g}", lambda number: 0 < number <= LONGEST_WAIT
-)
+POSITIVE, FROM_ZERO = "a positive whole number", "0 or a positive whole number"
+positive = number(POSITIVE)
+seed = number(FROM_ZERO, least=0)
+port = number(FROM_ZERO, least=0, most=65535)
+threads = number(POSITIVE, most=4096)
+ranks = number(POSITIVE, most=MOST_RANKS, why=": planning would not end in time")
+servers = number(FROM_ZERO, least=0, most=MOST_RANKS, why=": planning would not end in time")
+batches = number(POSITIVE, most=MOST_BATCHES, why=": simulating would not end in time")
+tokens = number(POSITIVE, read_tokens, most=MOST_TOKENS, why=": no device holds so many")
+gigabytes = number("a positive number of gigabytes", float, least=1e-9, most=1e9)
+seconds = number("0 or a positive number of seconds", float, least=0, most=LONGEST_WAIT)
+positive_seconds = number("a positive number of seconds", float, least=1e-9, most=LONGEST_WAIT)
 
 
 def check_stages(settings: PlanSettings) -> None:
@@ -94,25 +76,20 @@ def check_stages(settings: PlanSettings) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -> None:
-    """Add the options of settings, such as `--tokens-per-rank` for `tokens_per_rank`.
-
-    Args:
-        changes: overrides, as `add_argument` takes them.
-    """
+    """Add the options of settings, such as `--tokens-per-rank` for `tokens_per_rank`."""
     settings = {setting.name: setting for setting in fields(DistCAConfig)}
     for name in names:
         setting = settings[name]
-        kind: Any = bool if name in SWITCHES else setting.type
         options: dict[str, Any] = {"default": setting.default, "help": setting.metadata["help"].replace("%", "%%")}
-        if kind is bool:
+        is_switch = name in SWITCHES or setting.type is bool
+        if is_switch:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options |= {"type": kind, "choices": setting.metadata.get("choices")}
+            options |= {"type": setting.type, "choices": setting.metadata.get("choices")}
         options |= changes
         if not options.get("required"):
             default = options["default"]
-            shown = {True: "on", False: "off"}.get(default, default) if kind is bool else default
-            options["help"] += f" (default: {shown})"
+            options["help"] += f" (default: {('off', 'on')[default] if isinstance(default, bool) else default})"
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
@@ -126,8 +103,7 @@ def config_of(options: argparse.Namespace) -> DistCAConfig:
 
 def add_node_options(parser: argparse.ArgumentParser, within: float | None, between: float | None) -> None:
     """Add the options of nodes and their links; `within` and `between` are default bandwidths, None the profile's."""
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--ranks-per-node",
         metavar="K",
         help="ranks that share a node: one number, or one for each node in the order of the ranks, such as 8,8,4; 1 "
@@ -137,7 +113,7 @@ def add_node_options(parser: argparse.ArgumentParser, within: float | None, betw
     for name, default, where in links:
         shown = "the profile's" if default is None else f"{default:g}"
         what = f"bandwidth of a rank {where}, in each direction (default: {shown})"
-        add(name, type=gigabytes, default=default, metavar="GB/S", help=what)
+        parser.add_argument(name, type=gigabytes, default=default, metavar="GB/S", help=what)
 
 
 def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:

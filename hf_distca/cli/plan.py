@@ -31,9 +31,7 @@ from hf_distca.cli.options import (
 )
 from hf_distca.cli.sources import SOURCES, add_source_options, documents_of, one_micro_batch
 from hf_distca.kernels import KERNELS
-from hf_distca.memory.live import fake_tensors
 from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
-from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.settings import document_layout
 from hf_distca.plan import AttentionKind, MicroBatchPlan
@@ -119,21 +117,23 @@ def run(options: argparse.Namespace) -> None:
         plan_ms = (time.perf_counter() - began) * 1e3
     except ValueError as error:
         raise InputError(str(error)) from error
-    figures = {**_figures(plan, settings, options), "plan_ms": round(plan_ms, 3)}
+    figures = _figures(documents_of(lengths), plan, settings, options) | {"plan_ms": round(plan_ms, 3)}
     if model is not None:
         figures["memory"] = memory_of(model, plan, settings, options)
         figures["mixing"] = mixing_of(model, plan, settings)
     if options.report:
-        figures |= _figures_of_ranks(documents_of(lengths), plan, settings)
-        shown = ("lengths", "ranks", "tokens_per_rank", *PLANNED, "attention_kernel", "dtype")
-        figures["setting"] = {name: getattr(options, name) for name in shown} | {
-            "document_layout": settings.document_layout,
-            "ranks_per_node": options.ranks_per_node or str(RANKS_PER_NODE),
-            "attention": str(settings.dominant_kind),
-        }
         write(options.report, plan_report(figures))
     if options.dump:
-        write(options.dump, json.dumps({"nano_batches": _dumped(plan, settings.dominant_kind)}) + "\n")
+        dumped = [
+            {
+                "documents": nano.documents.tolist(),
+                "lengths": nano.layout.lengths.tolist(),
+                "segments": nano.layout.segments.tolist(),
+                "tasks": nano.plans[settings.dominant_kind].tasks.tolist(),
+            }
+            for nano in plan.nano_batches
+        ]
+        write(options.dump, json.dumps({"nano_batches": dumped}) + "\n")
     if options.json:
         print(json.dumps(figures))
         return
@@ -200,22 +200,20 @@ def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options:
     return plan_placed(rows, settings)
 
 
-def _figures(plan: MicroBatchPlan, settings: PlanSettings, options: argparse.Namespace) -> dict[str, Any]:
-    """Return balance and costs of the plan, summed over nano-batches."""
+def _figures(
+    documents: Sequence[int], plan: MicroBatchPlan, settings: PlanSettings, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Return balance and costs of the plan, summed over nano-batches; for a report, figures of each rank too."""
     kind = settings.dominant_kind
-    plans = [nano.plans[kind] for nano in plan.nano_batches]
+    row_bytes, plans = settings.row_bytes(kind), [nano.plans[kind] for nano in plan.nano_batches]
     loads = np.sum([loads_of(each) for each in plans], axis=0)
-    rows = np.concatenate([each.tasks["stop"] - each.tasks["start"] for each in plans])
-    exchange = exchange_figures(
-        plans,
-        settings.row_bytes(kind),
-        nodes_of(node_sizes(settings.ranks, settings.ranks_per_node)),
-        options.node_bandwidth,
-        options.network_bandwidth,
-    )
-    use, dtype = Use(counted_kernel(settings.kernel)), getattr(torch, options.dtype)
-    core_attention = count_core_attention(plan, kind, dtype, busiest_rank(plan, settings), use, fake_tensors())
-    return {
+    tasks = np.concatenate([each.tasks for each in plans])
+    rows = tasks["stop"] - tasks["start"]
+    nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+    exchange = exchange_figures(plans, row_bytes, nodes, options.node_bandwidth, options.network_bandwidth)
+    rank, dtype = busiest_rank(plan, settings), getattr(torch, options.dtype)
+    core_attention = count_core_attention(plan, kind, dtype, rank, Use(settings.kernel))
+    figures = {
         "max_over_mean": float(loads.max() / loads.mean()),
         "tokens_max_over_mean": float(plan.tokens.max() / plan.tokens.mean()),
         **asdict(exchange),
@@ -226,40 +224,30 @@ def _figures(plan: MicroBatchPlan, settings: PlanSettings, options: argparse.Nam
         "stages": max(len(rows_by_stage(each)) for each in plans),
         "exchange_buffers": core_attention.get("exchange buffers", 0),  # all layers of a kind share them
     }
-
-
-def _figures_of_ranks(documents: Sequence[int], plan: MicroBatchPlan, settings: PlanSettings) -> dict[str, Any]:
-    """Return a histogram of document lengths, and lists with one number per rank, summed over nano-batches."""
-    kind = settings.dominant_kind
-    plans = [nano.plans[kind] for nano in plan.nano_batches]
+    if not options.report:
+        return figures
     lengths = np.array(documents, np.int64)
-    packed, planned = loads_as_packed(lengths, settings), np.sum([loads_of(each) for each in plans], axis=0)
-    sent, received = np.sum([bytes_moved(each, settings.row_bytes(kind)) for each in plans], axis=0)
-    workers = np.concatenate([each.tasks["worker"] for each in plans])
-    return {
-        "histogram": [asdict(each) for each in histogram(lengths)],
+    packed = loads_as_packed(lengths, settings)
+    sent, received = np.sum([bytes_moved(each, row_bytes) for each in plans], axis=0)
+    shown = ("lengths", "ranks", "tokens_per_rank", *PLANNED, "attention_kernel", "dtype")
+    return figures | {
+        "histogram": histogram(lengths),
         "packed_max_over_mean": float(packed.max() / packed.mean()),
         "by_rank": {
             "pairs_packed": packed.tolist(),
-            "pairs": planned.tolist(),
+            "pairs": loads.tolist(),
             "tokens": plan.tokens.tolist(),
-            "tasks": np.bincount(workers, minlength=settings.ranks).tolist(),
+            "tasks": np.bincount(tasks["worker"], minlength=settings.ranks).tolist(),
             "bytes_sent": sent.tolist(),
             "bytes_received": received.tolist(),
         },
+        "setting": {name: getattr(options, name) for name in shown}
+        | {
+            "document_layout": settings.document_layout,
+            "ranks_per_node": options.ranks_per_node or str(RANKS_PER_NODE),
+            "attention": str(kind),
+        },
     }
-
-
-def _dumped(plan: MicroBatchPlan, kind: AttentionKind) -> list[dict[str, Any]]:
-    return [
-        {
-            "documents": nano.documents.tolist(),
-            "lengths": nano.layout.lengths.tolist(),
-            "segments": [list(segment) for segment in nano.layout.segments.tolist()],
-            "tasks": [list(task) for task in nano.plans[kind].tasks.tolist()],
-        }
-        for nano in plan.nano_batches
-    ]
 
 
 def _table(plan: MicroBatchPlan, figures: dict[str, Any], settings: PlanSettings, options: argparse.Namespace) -> str:

@@ -56,11 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and write.
-
-    Raises:
-        InputError: the kernel is unavailable, the heads do not fit, or the file cannot be written.
-    """
+    """Measure and write; raise InputError if kernel, heads or file cannot be used."""
     if os.environ.get("RANK", "0") == "0":  # rank 0 writes the file
         check_writable(options.output)
     device, (world, _) = device_of(os.environ), number_of_processes(os.environ)

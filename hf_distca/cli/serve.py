@@ -4,11 +4,12 @@ import argparse
 import logging
 import signal
 import sys
+from typing import Any
 
 import torch
 
 from hf_distca.cli import InputError
-from hf_distca.cli.options import seconds, whole
+from hf_distca.cli.options import port, seconds, threads
 from hf_distca.kernels import get_kernel
 from hf_distca.pool.memory import Choice
 from hf_distca.pool.server.server import AttentionServer
@@ -39,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--token-file", required=True, metavar="FILE", help="file with the run's token; - for standard input")
     add("--device", default="cpu", help="device to compute on: cpu, or a GPU such as cuda:0 (default: cpu)")
     add("--bind", default="127.0.0.1", metavar="HOST", help="interface to listen on for ranks (default: 127.0.0.1)")
-    add("--port", type=whole(0, 65535), default=0, help="port to listen on (default: 0, any that is free)")
+    add("--port", type=port, default=0, help="port to listen on (default: 0, any that is free)")
     add(
         "--attention-kernel",
         default="auto",
@@ -53,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="transport of rows; nixl without an RDMA device lets UCX listen on the interface of --bind, where it "
         "accepts any peer (default: auto, which is nixl where both ends have it and an RDMA device, else tcp)",
     )
-    add("--threads", type=whole(1, 4096), metavar="N", help="CPU threads to compute with (default: all cores)")
+    add("--threads", type=threads, metavar="N", help="CPU threads to compute with (default: all cores)")
     add(
         "--wait",
         type=seconds,
@@ -64,11 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Serve until training ends, or the process gets SIGINT or SIGTERM.
-
-    Raises:
-        InputError: the options cannot be used, ranks cannot use the server, or the run could not be reached in time.
-    """
+    """Serve until training ends, or the process gets SIGINT or SIGTERM; raise InputError if it cannot serve."""
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
         token = parse_token(sys.stdin.readline()) if options.token_file == "-" else read_token(options.token_file)
@@ -80,16 +77,9 @@ def run(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     # The needs of ranks are known when they call; "auto" may then choose another kernel.
     choose = (lambda need: get_kernel("auto", device, [need])) if options.attention_kernel == "auto" else None
+    place: dict[str, Any] = {"host": options.bind, "port": options.port, "transport": Choice(options.transport)}
     try:
-        server = AttentionServer(
-            token,
-            device,
-            kernel,
-            choose=choose,
-            host=options.bind,
-            port=options.port,
-            transport=Choice(options.transport),
-        )
+        server = AttentionServer(token, device, kernel, choose=choose, **place)
     except ValueError as error:
         raise InputError(str(error)) from error
     except OSError as error:

@@ -29,23 +29,22 @@ from hf_distca.cli.options import (
     write,
 )
 from hf_distca.cli.sources import SOURCES, add_source_options, drawn_micro_batches
-from hf_distca.memory.simulated import GpuMemory
+from hf_distca.memory.simulated import gpu_memory
 from hf_distca.models.settings import document_layout
 from hf_distca.models.shape import model_shape
-from hf_distca.planner.seconds import Links
+from hf_distca.planner.seconds import LinkCost, Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.figures import Simulation, columns_of
 from hf_distca.sim.model import MODELS, ModelShape
 from hf_distca.sim.report.simulation import simulation_report
-from hf_distca.sim.simulate import simulate
+from hf_distca.sim.simulate import Simulation, columns_of, simulate
 from hf_distca.sim.strategies import Setup
 from hf_distca.units import AUTO
 
 DESCRIPTION = f"""\
 Predict the time of a training step for documents like yours, without a GPU, by each strategy: plain packing with equal
 tokens, whole documents balanced, context parallelism over 2, 4, 8 ... ranks, and hf_distca. The costs of the device
-were measured. The last lines say whether balancing pays.
+were measured. The last lines report whether balancing pays.
 
 {SOURCES}
 A step has one micro-batch on each rank. It leaves out gradient synchronisation and the optimizer, which are the same
@@ -113,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
             settings,
             count=options.batches,
             servers=options.servers,
-            memory=GpuMemory(setup, read_config(options.model), settings, config),
+            memory=gpu_memory(setup, read_config(options.model), settings, config),
         )
     except ValueError as error:
         raise InputError(str(error)) from error
@@ -132,12 +131,11 @@ def run(options: argparse.Namespace) -> None:
 def _setup(options: argparse.Namespace, model: ModelShape) -> Setup:
     profile = DeviceProfile.load(options.profile)
 
+    def given(link: LinkCost, bandwidth: float | None) -> LinkCost:
+        return link if bandwidth is None else replace(link, bandwidth=bandwidth * GB)
+
     def with_given_bandwidths(links: Links) -> Links:
-        within, between = links.within, links.between
-        if options.node_bandwidth is not None:
-            within = replace(within, bandwidth=options.node_bandwidth * GB)
-        if options.network_bandwidth is not None:
-            between = replace(between, bandwidth=options.network_bandwidth * GB)
+        within, between = given(links.within, options.node_bandwidth), given(links.between, options.network_bandwidth)
         return replace(links, within=within, between=between)
 
     for kind in model.layers:
@@ -145,13 +143,10 @@ def _setup(options: argparse.Namespace, model: ModelShape) -> Setup:
             raise InputError(
                 f"--tensor-parallel {options.tensor_parallel} does not divide the model's {kind.q_heads} query heads"
             )
+    links, exchange = map(with_given_bandwidths, (profile.links, profile.exchange))
     return Setup(
         model=model,
-        profile=replace(
-            profile,
-            links=with_given_bandwidths(profile.links),
-            exchange=with_given_bandwidths(profile.exchange),
-        ),
+        profile=replace(profile, links=links, exchange=exchange),
         ranks=options.ranks,
         tokens_per_rank=options.tokens_per_rank,
         ranks_per_node=nodes_of_ranks(config_of(options), options.ranks),

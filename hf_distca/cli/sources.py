@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,28 +63,28 @@ def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | lis
 def drawn_micro_batches(options: argparse.Namespace, tokens: int) -> Iterator[IntArray]:
     """Yield micro-batches without end: [documents] lengths in tokens, drawn from the source.
 
-    Args:
-        tokens: maximum number of a micro-batch's tokens, on all ranks together.
-
     Raises:
-        InputError: there is no such source, or it holds no lengths.
+        InputError: as in `one_micro_batch`.
     """
     source: str = options.lengths
-    known = corpora()
-    first = None
+    known, first = corpora(), None
     draw: Draw
     if source in known:
         draw = known[source]
     elif source == LONG_AND_SHORT:
         draw, first = lognormal(2048, 1.0), np.array([tokens // 2])
     elif source.startswith("lognormal:"):
-        draw = _lognormal(source)
+        try:
+            median, sigma = map(float, source.removeprefix("lognormal:").split(","))
+            draw = lognormal(median, sigma)
+        except ValueError as error:
+            raise InputError(
+                f"{source!r} is not a distribution: expected {LOGNORMAL}, such as lognormal:4000,1.5 ({error})"
+            ) from error
     elif (read := _of_file(source, options.column)) is not None:
         draw = of_documents(as_lengths(documents_of(read)))
     else:
-        expected = f"a .json, .csv, .jsonl or .parquet file, one of {', '.join([*sorted(known), LONG_AND_SHORT])}, "
-        expected += f"{LOGNORMAL}, or a data set"
-        draw = of_documents(_of_data(source, lambda: _data_set(source, options.split), options.column, expected))
+        draw = of_documents(_of_data(source, options.column, split=options.split))
     return micro_batches(draw, tokens, options.seed, first)
 
 
@@ -93,82 +93,70 @@ def documents_of(lengths: list[int] | list[list[int]]) -> list[int]:
     return [length for row in lengths for length in (row if isinstance(row, list) else [row])]
 
 
-def _lognormal(source: str) -> Draw:
-    try:
-        median, sigma = map(float, source.removeprefix("lognormal:").split(","))
-        return lognormal(median, sigma)
-    except ValueError as error:
-        raise InputError(
-            f"{source!r} is not a distribution: expected {LOGNORMAL}, such as lognormal:4000,1.5 ({error})"
-        ) from error
-
-
 def _of_file(path: str, column: str | None) -> list[int] | list[list[int]] | None:
     """Read document lengths from a file; None if the name is not that of a file.
 
     A table (.csv, .jsonl or .parquet) has a column; JSON has a list of lengths, or a list of lists.
     """
-    if kind := TABLES.get(Path(path).suffix):
-        from datasets import load_dataset
-
-        if not Path(path).is_file():
-            raise InputError(f"cannot read {path}: no such file")
-        lengths: list[int] = _of_data(
-            path, lambda: load_dataset(kind, data_files=path, split="train"), column, f"a {kind} file"
-        ).tolist()
-        return lengths
-    if Path(path).suffix != ".json" and not Path(path).is_file():
+    suffix, is_file = Path(path).suffix, Path(path).is_file()
+    if not is_file and suffix not in (".json", *TABLES):
         return None
+    if not is_file:
+        raise InputError(f"cannot read {path}: no such file")
+    if suffix in TABLES:
+        lengths: list[int] = _of_data(path, column, table=TABLES[suffix]).tolist()
+        return lengths
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON ({error}); {EXPECTED}") from error
-    if not isinstance(content, list):
-        raise InputError(f"{path} holds {_described(content)}; {EXPECTED}")
-    nested = any(isinstance(item, list) for item in content)
+    nested = isinstance(content, list) and any(isinstance(item, list) for item in content)
     for number, row in enumerate(content if nested else [content]):
+        where = f"{path}, row {number}" if nested else path
         if not isinstance(row, list):
-            raise InputError(f"{path} mixes rows and lengths: item {number} is {_described(row)}; {EXPECTED}")
+            raise InputError(f"{where}: found {row!r:.40}, not a list of lengths; {EXPECTED}")
         for index, length in enumerate(row):
-            place = f"row {number}, item {index}" if nested else f"item {index}"
-            if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-                raise InputError(f"{path}: {place} is {_described(length)}, not 1 or more tokens; {EXPECTED}")
-    if not content or content == [[]] * len(content):
+            if type(length) is not int or length < 1:
+                raise InputError(f"{where}: item {index} is {length!r:.40}, not 1 or more tokens; {EXPECTED}")
+    if not documents_of(content):
         raise InputError(f"{path} holds no documents; {EXPECTED}")
-    return content
+    found: list[int] | list[list[int]] = content
+    return found
 
 
-def _data_set(source: str, split: str) -> Any:
-    """Load a data set from the hub, a folder of files or a saved folder."""
-    from datasets import load_dataset, load_from_disk
-
-    saved = Path(source, "state.json").exists() or Path(source, "dataset_dict.json").exists()
-    data = load_from_disk(source) if saved else load_dataset(source, split=split)
-    return data[split] if isinstance(data, dict) else data
-
-
-def _of_data(source: str, load: Callable[[], Any], column: str | None, expected: str) -> NDArray[np.int64]:
-    """Return the document lengths of a data set of `datasets`.
+def _of_data(source: str, column: str | None, *, table: str | None = None, split: str = "train") -> NDArray[np.int64]:
+    """Return the document lengths of a table, or of a data set from the hub, a folder of files or a saved folder.
 
     Args:
         column: with lengths or lists of tokens; None takes the first of `COLUMNS` in the data set.
-        expected: valid sources, for the error.
+        table: format of `datasets` if the source is a table.
     """
     import pyarrow
+    from datasets import load_dataset, load_from_disk
 
+    data: Any
     try:
-        data = load()
+        if table is not None:
+            data = load_dataset(table, data_files=source, split=split)
+        elif Path(source, "state.json").exists() or Path(source, "dataset_dict.json").exists():
+            data = load_from_disk(source)
+            data = data[split] if isinstance(data, dict) else data
+        else:
+            data = load_dataset(source, split=split)
     except Exception as error:  # from the hub, a file system or a parser
         cause = error.__cause__ or error  # `datasets` wraps a parser's error
         why = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+        names = ", ".join([*sorted(corpora()), LONG_AND_SHORT])
+        others = f"a .json, .csv, .jsonl or .parquet file, one of {names}, {LOGNORMAL}, or a data set"
+        expected = others if table is None else f"a {table} file"
         raise InputError(f"no document lengths at {source!r}: expected {expected} ({why})") from error
-    names = [column] if column else list(COLUMNS)
-    found = next((name for name in names if name in data.column_names), None)
+    tried = [column] if column else list(COLUMNS)
+    found = next((name for name in tried if name in data.column_names), None)
     if found is None:
         raise InputError(
-            f"{source} has columns {data.column_names}, but none of {names}; set --column to a column of lengths, or "
+            f"{source} has columns {data.column_names}, but none of {tried}; set --column to a column of lengths, or "
             "of lists of tokens"
         )
     where, values = f"{source}: column {found}", data.with_format("arrow").data.column(found).combine_chunks()
@@ -186,13 +174,3 @@ def _of_data(source: str, load: Callable[[], Any], column: str | None, expected:
             f"{where}: row {row} is {numbers[row]}, but a document has at least 1 token; leave empty documents out"
         )
     return numbers
-
-
-def _described(value: Any) -> str:
-    """Describe a value for a message: its type, and the value if it is short."""
-    if isinstance(value, list):
-        return "a list"
-    if isinstance(value, dict):
-        return "an object"
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -27,14 +27,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Join, draw and write.
-
-    Raises:
-        InputError: a file is no trace, there is no such step, or something cannot be written.
-    """
+    """Join, draw and write; raise InputError if a file is no trace, a step is missing or a file cannot be written."""
     check_writable(options.joined, options.svg)
+    paths: list[Path] = []
+    for path in map(Path, options.traces):
+        paths += (found := sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path])
+        if not found:
+            raise InputError(
+                f"{path} has no trace_rank_*.json, which training writes with trace_steps; set trace_steps, or name "
+                "another folder"
+            )
     try:
-        joined = read_traces([path for given in options.traces for path in _files(Path(given))])
+        joined = read_traces(paths)
     except TraceError as error:
         raise InputError(str(error)) from error
     except OSError as error:
@@ -69,14 +73,3 @@ def run(options: argparse.Namespace) -> None:
     print(f"{'ms':9}" + "".join(f"{column:>12}" for column in columns))
     for each in ranks:
         print(f"rank {each['rank']:<4}" + "".join(f"{each[f'{column}_ms']:12.1f}" for column in columns))
-
-
-def _files(path: Path) -> list[Path]:
-    """Return a given file, or the trace files in a given folder."""
-    files = sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path]
-    if not files:
-        raise InputError(
-            f"{path} has no trace_rank_*.json, which training writes with trace_steps; set trace_steps, or name "
-            "another folder"
-        )
-    return files

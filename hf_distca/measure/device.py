@@ -8,6 +8,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from torch.nn.functional import linear, rms_norm
 
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
 from hf_distca.kernels.speed import peak_flops
@@ -52,42 +53,35 @@ def measured_profile(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    queries: Sequence[int] | None = None,
+    most_rows: float = inf,
     limit_s: float = inf,
 ) -> DeviceProfile:
-    """Measure one device; its links are taken from an H100.
-
-    Args:
-        queries: as in `measured_kernel`.
-        limit_s: as in `measured_kernel`.
-    """
-    flops = measured_matrices(hidden, dtype, device)
-    forward, backward, accuracy = measured_kernel(kernel, kind, dtype, device, queries=queries, limit_s=limit_s)
-    name, device_name = str(dtype).removeprefix("torch."), name_of(device)
+    """Measure one device; its links are taken from an H100."""
+    tokens = TOKENS[device.type]
+    x, weight = (torch.randn(rows, hidden, dtype=dtype, device=device) for rows in (tokens, 4 * hidden))
+    flops = 2.0 * tokens * weight.numel() / seconds_of(lambda: linear(x, weight), device)
+    forward, backward, accuracy = measured_kernel(kernel, kind, dtype, device, most_rows=most_rows, limit_s=limit_s)
+    launches = 0.0  # the host of a GPU runs ahead
+    if device.type == "cpu":
+        few, small = torch.randn(1, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)
+        launches = seconds_of(lambda: [linear(few, small) for _ in range(LAYER_OPERATORS)], device)
+    dtype_name, device_name = str(dtype).removeprefix("torch."), name_of(device)
+    network = LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9)
     return DeviceProfile(
-        name=f"{device_name}, {name}",
+        name=f"{device_name}, {dtype_name}",
         source=f"Measured with the kernel {kernel.name} and torch {torch.__version__}",
-        dtype=name,
+        dtype=dtype_name,
         measured=kind,
         forward=forward,
         backward=backward,
         flops_per_second=flops,
-        bytes_per_second=measured_memory(hidden, dtype, device),
+        bytes_per_second=2.0 * x.nbytes / seconds_of(lambda: rms_norm(x, (hidden,)), device),
         peak_flops=peak_flops(device_name) or flops,
-        links=_of_an_h100(NODE_BANDWIDTH),
-        exchange=_of_an_h100(EXCHANGE_BANDWIDTH),
-        launches=measured_launches(dtype, device),
+        links=Links(LinkCost(3e-5, NODE_BANDWIDTH * 1e9), network),
+        exchange=Links(LinkCost(3e-5, EXCHANGE_BANDWIDTH * 1e9), network),
+        launches=launches,
         accuracy=accuracy,
     )
-
-
-def query_rows(device: torch.device, most: int) -> tuple[int, ...]:
-    """Return numbers of query rows to measure for tasks of at most `most` rows.
-
-    If too few of `QUERIES` are within `most`, the numbers are `most` and its halves.
-    """
-    rows = tuple(each for each in QUERIES[device.type] if each <= most)
-    return rows if len(rows) >= FEWEST else tuple(max(most >> halved, 1) for halved in reversed(range(FEWEST)))
 
 
 def measured_kernel(
@@ -96,25 +90,26 @@ def measured_kernel(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    queries: Sequence[int] | None = None,
+    most_rows: float = inf,
     limit_s: float = inf,
 ) -> tuple[KernelCost, KernelCost, Accuracy]:
-    """Measure the costs of a kernel's forward and backward, and the accuracy of the forward's costs.
-
-    Accuracy is that of predictions for held-out calls.
+    """Measure the costs of a kernel's forward and backward, and how well the forward's predict held-out calls.
 
     Shape suffixes: Q query rows, K key/value rows, H query heads, G key/value heads, D head dim of queries and keys, E
     head dim of values.
 
     Args:
         kind: its window and chunks are left out.
-        queries: numbers of query rows, ascending; None for `QUERIES`.
+        most_rows: query rows of the longest measured task.
         limit_s: seconds after which no larger number of rows is begun.
     """
+    queries = [rows for rows in QUERIES[device.type] if rows <= most_rows]
+    if len(queries) < FEWEST:
+        queries = [max(int(most_rows) >> halved, 1) for halved in reversed(range(FEWEST))]
     calls, times = [], []
     params, widths = AttentionParams(scale=kind.dim_qk**-0.5), (kind.dim_qk, kind.dim_v)
     began = time.perf_counter()
-    for number, rows in enumerate(queries or QUERIES[device.type]):
+    for number, rows in enumerate(queries):
         if number >= FEWEST and time.perf_counter() - began > limit_s:
             break
         for factor in KEYS:
@@ -139,8 +134,7 @@ def _fitted(tasks: Tasks, seconds: FloatArray) -> KernelCost:
     """Fit costs to measured calls, each weighted by its seconds per query row.
 
     This is the weight of a call in a step with equally many query rows in calls of each kind. With equal weights,
-    short calls would distort the costs of long calls: the few fitted numbers cannot describe both. A step spends its
-    time on long calls.
+    short calls would distort the costs of long calls, on which a step spends its time.
     """
     return KernelCost.fitted(tasks, seconds, seconds / tasks.rows)
 
@@ -150,37 +144,6 @@ def _tasks(calls: Sequence[tuple[int, int, int]], chosen: Sequence[int]) -> Task
     return Tasks(rows, keys, amount, np.ones_like(rows))
 
 
-def measured_matrices(hidden: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Measure floating point operations per second of a matrix product with weight [hidden, 4 · hidden]."""
-    tokens = TOKENS[device.type]
-    x, weight = (torch.randn(count, hidden, dtype=dtype, device=device) for count in (tokens, 4 * hidden))
-    return 2.0 * tokens * weight.numel() / seconds_of(lambda: torch.nn.functional.linear(x, weight), device)
-
-
-def measured_memory(hidden: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Measure bytes per second that a norm reads and writes."""
-    x = torch.randn(TOKENS[device.type], hidden, dtype=dtype, device=device)
-    return 2.0 * x.nbytes / seconds_of(lambda: torch.nn.functional.rms_norm(x, (hidden,)), device)
-
-
-def measured_launches(dtype: torch.dtype, device: torch.device) -> float:
-    """Measure the seconds that the host spends on a decoder layer's forward, whatever its size.
-
-    Returns:
-        0 on GPUs, whose host runs ahead.
-    """
-    if device.type != "cpu":
-        return 0.0
-    x, weight = torch.randn(1, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)
-    operator = partial(torch.nn.functional.linear, x, weight)
-    return seconds_of(lambda: [operator() for _ in range(LAYER_OPERATORS)], device)
-
-
 def name_of(device: torch.device) -> str:
     """Return the name of a device for people."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def _of_an_h100(within: float) -> Links:
-    """Return links that were not measured, with `within` GB/s inside a node."""
-    return Links(LinkCost(3e-5, within * 1e9), LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9))

@@ -3,11 +3,12 @@
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,13 +32,6 @@ OVERLAP_ROWS = 4096
 """Rows of the exchange that is measured beside computation."""
 
 
-def _buffer(exchange: Exchange, to: int, of: int, ranks: int, rows: int, device: torch.device) -> ExchangeBuffer:
-    """Return a buffer for `rows` rows of ROW_BYTES to one rank, and as many from another rank."""
-    sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
-    column = torch.empty((0, ROW_BYTES), dtype=torch.uint8, device=device)
-    return exchange.buffer("links", Route(sent, received, crossing=True), [column])
-
-
 def measured_link(
     groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False, limit_s: float = inf
 ) -> LinkCost:
@@ -58,10 +52,9 @@ def link_rates(groups: Groups, device: torch.device) -> dict[tuple[int, int], fl
     ranks = groups.ranks
     rates: dict[tuple[int, int], float] = {}
     for shift in range(1, ranks):
-        peers = [(rank + shift) % ranks for rank in range(ranks)]
-        sizes, by_rank = _timed(groups, device, peers, limit_s=RATE_S)
+        sizes, by_rank = _timed(groups, device, [(rank + shift) % ranks for rank in range(ranks)], limit_s=RATE_S)
         # A rank's time covers its sending and receiving; it counts for the link over which the rank receives.
-        rates |= {(peers.index(rank), rank): float(sizes[-1] / by_rank[-1, rank] / 1e9) for rank in range(ranks)}
+        rates |= {((rank - shift) % ranks, rank): float(sizes[-1] / by_rank[-1, rank] / 1e9) for rank in range(ranks)}
     return rates
 
 
@@ -69,21 +62,37 @@ def _timed(
     groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False, limit_s: float = inf
 ) -> tuple[FloatArray, FloatArray]:
     """Return [sizes] bytes and [sizes, ranks] seconds of exchanges in which every rank sends to another rank."""
-    exchange, ranks = Exchange(groups), groups.ranks
-    to, of = peers[groups.rank], peers.index(groups.rank)
-    sizes, times, spent = [], [], 0.0
+    exchange, sizes, times, spent = Exchange(groups), [], [], 0.0
     for number, rows in enumerate(EXCHANGED_ROWS):
         if number >= FEWEST and spent > limit_s:
             break
+        sent, received = _counts(groups, peers, rows)
         if alone:
-            call = _collective(to, of, ranks, rows, device)
+            given, taken = (torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+            seconds = seconds_of(partial(dist.all_to_all_single, taken, given, received, sent), device)
         else:
-            call = partial(_exchanged, _buffer(exchange, to, of, ranks, rows, device))
-        by_rank = groups.all_gather(seconds_of(call, device))
-        spent += (1 + REPEATS) * max(by_rank)
+            seconds = seconds_of(partial(_exchanged, _buffer(exchange, sent, received, device)), device)
+        times.append(groups.all_gather(seconds))
+        spent += (1 + REPEATS) * max(times[-1])
         sizes.append(float(rows * ROW_BYTES))
-        times.append(by_rank)
     return np.array(sizes), np.array(times)
+
+
+def _counts(groups: Groups, peers: Sequence[int], rows: int) -> tuple[list[int], list[int]]:
+    """Return the rows that this rank sends to each rank and receives from each rank, [ranks] each."""
+    receiver, sender = peers[groups.rank], peers.index(groups.rank)
+    sent, received = ([rows * (rank == other) for rank in range(groups.ranks)] for other in (receiver, sender))
+    return sent, received
+
+
+def _buffer(exchange: Exchange, sent: list[int], received: list[int], device: torch.device) -> ExchangeBuffer:
+    """Return a buffer for rows of ROW_BYTES."""
+    column = torch.empty((0, ROW_BYTES), dtype=torch.uint8, device=device)
+    return exchange.buffer("links", Route(sent, received, crossing=True), [column])
+
+
+def _exchanged(buffer: ExchangeBuffer) -> None:
+    buffer.send().wait()
 
 
 def measured_exchange(
@@ -92,7 +101,6 @@ def measured_exchange(
     """Measure exchanges inside nodes, between nodes, and beside computation. A collective of the world.
 
     Args:
-        ranks_per_node: as in PlanSettings.
         limit_s: seconds for each kind of link after which no larger size is begun.
     """
     inside, across = peers_of(groups.ranks, ranks_per_node)
@@ -123,10 +131,10 @@ def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[in
 
 def _beside_computation(groups: Groups, device: torch.device, peers: Sequence[int]) -> tuple[float, float]:
     """Measure a rank's own time for an exchange: seconds to start it, and per byte while the rank computes."""
-    exchange, ranks = Exchange(groups), groups.ranks
-    to, of = peers[groups.rank], peers.index(groups.rank)
-    buffer = _buffer(exchange, to, of, ranks, OVERLAP_ROWS, device)
-    smallest = _buffer(exchange, to, of, ranks, EXCHANGED_ROWS[0], device)
+    exchange = Exchange(groups)
+    buffer, smallest = (
+        _buffer(exchange, *_counts(groups, peers, rows), device) for rows in (OVERLAP_ROWS, EXCHANGED_ROWS[0])
+    )
     x = torch.randn(256, 256, device=device)
     starts, alone = [], []
     for _ in range(1 + REPEATS):
@@ -154,17 +162,6 @@ def _beside_computation(groups: Groups, device: torch.device, peers: Sequence[in
     return float(np.mean(groups.all_gather(median(starts[1:])))), lost / (OVERLAP_ROWS * ROW_BYTES)
 
 
-def _exchanged(buffer: ExchangeBuffer) -> None:
-    buffer.send().wait()
-
-
-def _collective(to: int, of: int, ranks: int, rows: int, device: torch.device) -> Callable[[], object]:
-    """Return a call that exchanges the same rows by torch's own collective over the default group."""
-    sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
-    rows_in, rows_out = (torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    return partial(dist.all_to_all_single, rows_out, rows_in, received, sent)
-
-
 def with_links(
     profile: DeviceProfile,
     groups: Groups,
@@ -177,19 +174,23 @@ def with_links(
     """Return the mean of all ranks' profiles, with links measured by all ranks together. A collective.
 
     Args:
-        ranks_per_node: as in PlanSettings.
         collectives: also measure torch's own collectives over the default group; else they count as fast as exchanges.
             Over gloo both are the same.
-        limit_s: as in `measured_exchange`.
     """
-    agreed = _mean(groups.all_gather(profile))
+    profiles: list[DeviceProfile] = groups.all_gather(profile)
     exchange = links = measured_exchange(groups, device, ranks_per_node, limit_s=limit_s)
     if collectives and device.type == "cuda":
         inside, across = peers_of(groups.ranks, ranks_per_node)
         within = measured_link(groups, device, inside, alone=True)
         links = Links(within, within if across == inside else measured_link(groups, device, across, alone=True))
     sharing = ranks_per_core(groups) if device.type == "cpu" else 1.0
-    return replace(agreed, links=links, exchange=exchange, ranks_per_core=sharing)
+    changes: dict[str, Any] = {}
+    for name in ("flops_per_second", "bytes_per_second", "launches"):
+        changes[name] = float(np.mean([getattr(each, name) for each in profiles]))
+    for name in ("forward", "backward"):
+        costs = [list(vars(getattr(each, name)).values()) for each in profiles]
+        changes[name] = KernelCost(*np.mean(costs, axis=0).tolist())
+    return replace(profiles[0], **changes, links=links, exchange=exchange, ranks_per_core=sharing)
 
 
 def ranks_per_core(groups: Groups) -> float:
@@ -204,23 +205,3 @@ def ranks_per_core(groups: Groups) -> float:
         threads[host] = threads.get(host, 0) + count
         cores[host] = cores.get(host, set()) | allowed
     return max(min(threads[host] / len(cores[host]) for host in threads), 1.0)
-
-
-def _mean(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
-    """Return the mean of the ranks' measured profiles, the same on every rank."""
-
-    def mean(name: str) -> float:
-        return float(np.mean([getattr(profile, name) for profile in profiles]))
-
-    def cost(name: str) -> KernelCost:
-        each = [list(vars(getattr(profile, name)).values()) for profile in profiles]
-        return KernelCost(*np.mean(each, axis=0).tolist())
-
-    return replace(
-        profiles[0],
-        forward=cost("forward"),
-        backward=cost("backward"),
-        flops_per_second=mean("flops_per_second"),
-        bytes_per_second=mean("bytes_per_second"),
-        launches=mean("launches"),
-    )

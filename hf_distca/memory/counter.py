@@ -9,10 +9,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_distca.config import DistCAConfig
-from hf_distca.memory.live import Part, fake_tensors
+from hf_distca.memory.live import Part
 from hf_distca.memory.micro_batch import Use, busiest_rank, count_micro_batch
 from hf_distca.memory.model_state import ModelState, Strategy, model_state
-from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_after, model_of_config, repeated_layers, with_layers
 from hf_distca.models.tensor_parallel import config_on_a_rank, is_divided_at_load
@@ -21,8 +20,6 @@ from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 
-OF_STATE: tuple[Part, ...] = ("weights", "gradients")
-"""Parts of a counted step that `ModelState` covers."""
 STEP, MOST = 1024, 1 << 24
 """Numbers of rows to try: multiples of STEP tokens, up to MOST."""
 
@@ -94,7 +91,17 @@ class MemoryCounter:
         Args:
             rank: rank whose memory is counted; None for the rank that exchanges the most.
         """
-        return RankMemory(self.state(training), self._parts(plan, training, rank))
+        state = model_state(
+            self._model, training.strategy, training.shards or self._settings.ranks, mixed=training.mixed
+        )
+        rank = busiest_rank(plan, self._settings) if rank is None else rank
+        key = id(plan), rank, training.weights, training.autocast, repr(training.checkpointing)
+        if key not in self._counted:
+            counted = self._count(plan, training, rank)
+            for part in ("weights", "gradients", "host"):  # the state has weights and gradients
+                counted.pop(part, None)
+            self._counted[key] = plan, counted  # keeping the plan keeps its id unique
+        return RankMemory(state, self._counted[key][1])
 
     def longest(self, available: int, training: Training) -> int:
         """Return the most tokens per rank that fit into the available bytes, see `longest_documents`."""
@@ -103,48 +110,33 @@ class MemoryCounter:
             if tokens not in self._longest:
                 settings = replace(self._settings, tokens_per_rank=tokens)
                 self._longest[tokens] = plan_micro_batch(longest_documents(settings), settings)
-            return sum(self._parts(self._longest[tokens], training).values())
+            return self.count(self._longest[tokens], training).total
 
-        return longest_tokens(needed, available - self.state(training).total)
-
-    def state(self, training: Training) -> ModelState:
-        """Return the bytes of a model's state on a rank, kept from step to step."""
-        shards = training.shards or self._settings.ranks
-        return model_state(self._model, training.strategy, shards, mixed=training.mixed)
-
-    def _parts(self, plan: MicroBatchPlan, training: Training, rank: int | None = None) -> dict[Part, int]:
-        """Return bytes by part that a micro-batch takes on the device besides the model's state."""
-        rank = busiest_rank(plan, self._settings) if rank is None else rank
-        key = id(plan), rank, training.weights, training.autocast, repr(training.checkpointing)
-        if key not in self._counted:
-            counted = self._count(plan, training, rank)
-            parts = {part: size for part, size in counted.items() if part not in (*OF_STATE, "host")}
-            self._counted[key] = plan, parts  # keeping the plan keeps its id unique
-        return self._counted[key][1]
+        return longest_tokens(needed, available)
 
     def _count(self, plan: MicroBatchPlan, training: Training, rank: int) -> dict[Part, int]:
-        options = self._options
+        """Return peak bytes by part of a micro-batch."""
+        model, options = self._model, self._options
         use = Use(
-            counted_kernel(self._settings.kernel),
+            self._settings.kernel,
             training.autocast,
             training.checkpointing,
             options.keep_received,
             options.keep_core_attention,
         )
-        mode = fake_tensors()
 
         def of_config(config: PreTrainedConfig, dtype: torch.dtype = training.weights) -> dict[Part, int]:
-            model = model_of_config(config, dtype, mode)
-            prepare_model(model, options, ping_pong=self._settings.ping_pong)
-            return count_micro_batch(model, plan, rank, use, mode)
+            prepared = model_of_config(config, dtype)
+            prepare_model(prepared, options, ping_pong=self._settings.ping_pong)
+            return count_micro_batch(prepared, plan, rank, use)
 
         if self._by_config:
-            return count_by_layers(of_config, self._model.config, repeated_layers(self._model))
+            return count_by_layers(of_config, model.config, repeated_layers(model))
         dtype = None if training.strategy == "ddp" else training.weights
-        if is_divided_at_load(self._model):  # a copy would be divided too, and ask other ranks for their shares
-            base = base_model(self._model)
+        if is_divided_at_load(model):  # a copy would be divided too, and ask other ranks for their shares
+            base = base_model(model)
             return of_config(config_on_a_rank(base), dtype or base.dtype)
-        return count_micro_batch(model_after(self._model, mode, dtype), plan, rank, use, mode)
+        return count_micro_batch(model_after(model, dtype), plan, rank, use)
 
 
 def longest_documents(settings: PlanSettings) -> list[int]:
@@ -159,8 +151,7 @@ def longest_tokens(needed: Callable[[int], int], available: int) -> int:
 
     Memory is counted at STEP times powers of two and interpolated linearly.
     """
-    low = 0
-    high = STEP
+    low, high = 0, STEP
     while high <= MOST and needed(high) <= available:
         low, high = high, 2 * high
     if low == 0 or high > MOST:
@@ -177,10 +168,9 @@ def count_by_layers(
     The peak is near the end of the forward, when each layer holds what it keeps for its backward. Bytes therefore grow
     linearly with the number of layers.
     """
-    depth = config.get_text_config(decoder=True).num_hidden_layers
     if period is None:
         return count(config)
     few = 2 if period == 1 else period
     less, more = (count(with_layers(config, layers)) for layers in (few, few + period))
-    steps = (depth - few) / period
+    steps = (config.get_text_config(decoder=True).num_hidden_layers - few) / period
     return {part: round(less.get(part, 0) + steps * (more[part] - less.get(part, 0))) for part in more}

@@ -7,21 +7,12 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-Part = Literal[
-    "weights",
-    "cast weights",
-    "gradients",
-    "plan",
-    "exchange buffers",
-    "activations",
-    "kept O",
-    "loss",
-    "backward",
-    "host",
-]
+Kept = Literal["weights", "gradients", "exchange buffers", "plan"]
+Made = Literal["activations", "cast weights", "kept O", "loss", "backward", "host"]
+Part = Kept | Made
 """Purpose of a tensor.
 
 - cast weights: autocast's copies.
@@ -31,11 +22,6 @@ Part = Literal[
 """
 
 
-def fake_tensors() -> FakeTensorMode:
-    """Return a mode in which all tensors are fake."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 class LiveMemory(TorchDispatchMode):
     """Mode that tracks the memory of every tensor that an operator makes, until the tensor is freed.
 
@@ -43,36 +29,36 @@ class LiveMemory(TorchDispatchMode):
     or computation. Temporary memory inside a single operator is not seen.
 
     Attributes:
+        part: purpose of the tensors that are made from now on.
         peak: bytes by part at the moment of the largest total.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.part: Part = "activations"
         self.peak: Counter[Part] = Counter()
-        self._part: Part = "activations"
         self._alive: dict[int, tuple[weakref.ref[Any], int, Part]] = {}
         self._bytes: Counter[Part] = Counter()
-        self._most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        is_cast = func._schema.name == "aten::_to_copy" and self._part_of(args[0]) == "weights"
-        for x in _tensors(result):
-            self._note(x, "cast weights" if is_cast else self._part)
+        part = self.part
+        if func._schema.name == "aten::_to_copy":
+            _, _, source = self._alive.get(id(args[0].untyped_storage()), (None, 0, None))
+            part = "cast weights" if source == "weights" else part
+        for x in tree_iter(result):
+            if isinstance(x, Tensor):
+                self._note(x, part)
         return result
 
     @contextmanager
     def making(self, part: Part) -> Iterator[None]:
         """Count tensors made inside the context as this part."""
-        before, self._part = self._part, part
+        before, self.part = self.part, part
         try:
             yield
         finally:
-            self._part = before
-
-    def now_making(self, part: Part) -> None:
-        """Count tensors made from now on as this part."""
-        self._part = part
+            self.part = before
 
     def belong(self, tensors: Iterable[Tensor], part: Part) -> None:
         """Count existing tensors as this part."""
@@ -81,13 +67,8 @@ class LiveMemory(TorchDispatchMode):
             self._note(x, part)
 
     def begin(self) -> None:
-        """Reset the peak."""
-        self._most = 0
-        self._look()
-
-    def _part_of(self, x: Tensor) -> Part | None:
-        known = self._alive.get(id(x.untyped_storage()))
-        return known[2] if known else None
+        """Reset the peak to what is alive."""
+        self.peak = self._bytes.copy()
 
     def _note(self, x: Tensor, part: Part) -> None:
         # Torch keeps the Python object of a storage for as long as the storage lives.
@@ -97,22 +78,14 @@ class LiveMemory(TorchDispatchMode):
             return
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), size, part
         self._bytes[part] += size
-        self._look()
+        if _on_device(self._bytes) > _on_device(self.peak):
+            self.peak = self._bytes.copy()
 
     def _free(self, key: int) -> None:
         if key in self._alive:
             _, size, part = self._alive.pop(key)
             self._bytes[part] -= size
 
-    def _look(self) -> None:
-        total = self._bytes.total() - self._bytes["host"]
-        if total > self._most:
-            self._most, self.peak = total, self._bytes.copy()
 
-
-def _tensors(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for item in result:
-            yield from _tensors(item)
+def _on_device(sizes: Counter[Part]) -> int:
+    return sizes.total() - sizes["host"]

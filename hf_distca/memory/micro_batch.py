@@ -6,7 +6,6 @@ Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of qu
 """
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -20,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.recorder import Recorder
-from hf_distca.kernels import AttentionParams, Kernel
+from hf_distca.kernels import AttentionParams
 from hf_distca.memory.live import LiveMemory, Part
 from hf_distca.memory.stand_ins import (
     COUNTED_FUNCTIONS,
@@ -28,8 +27,10 @@ from hf_distca.memory.stand_ins import (
     CountedResults,
     FlashMemory,
     any_grouped_mm,
+    counted_kernel,
 )
 from hf_distca.models.decoder import base_model
+from hf_distca.models.fake import fake_tensors
 from hf_distca.models.mixing import halo_widths
 from hf_distca.plan import PLAN_KEY, AttentionKind, MicroBatchPlan
 from hf_distca.planner.metrics import bytes_moved
@@ -44,11 +45,12 @@ class Use:
     """Settings of a step that affect memory, besides its model and its plan.
 
     Attributes:
+        kernel: name of the kernel, as in `KERNELS`.
         autocast: dtype of computation if the weights have another; None without autocast.
         checkpointing: transformers' `activation_checkpointing_kwargs`; None without checkpointing.
     """
 
-    kernel: Kernel
+    kernel: str
     autocast: torch.dtype | None = None
     checkpointing: Mapping[str, Any] | None = None
     keep_received: bool = False
@@ -62,9 +64,7 @@ def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
     return int(moved.sum(0)[: settings.ranks].argmax())
 
 
-def count_micro_batch(
-    model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use, mode: FakeTensorMode
-) -> dict[Part, int]:
+def count_micro_batch(model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use) -> dict[Part, int]:
     """Return peak bytes by part during the forward and backward of a micro-batch.
 
     All gradients and exchange buffers exist from the start, as after an earlier micro-batch of the step.
@@ -80,9 +80,9 @@ def count_micro_batch(
     bound = bound_plan(plan, rank, use, live)
     for nano in bound.nano_batches:  # made now, since tables cannot be made of fake tensors
         nano.cuts.bind(halo_widths(base))
-    with ExitStack() as stack:
-        for context in (mode, live, any_grouped_mm()):
-            stack.enter_context(context)
+    first: Any = next(model.parameters())
+    mode: FakeTensorMode = first.fake_mode
+    with mode, live, any_grouped_mm():
         for kind in plan.nano_batches[0].plans:
             run_core_attention(bound, kind, use.autocast or base.dtype)  # makes the exchange buffers
         with live.making("gradients"):
@@ -96,7 +96,7 @@ def count_micro_batch(
 
 
 def count_core_attention(
-    plan: MicroBatchPlan, kind: AttentionKind, dtype: torch.dtype, rank: int, use: Use, mode: FakeTensorMode
+    plan: MicroBatchPlan, kind: AttentionKind, dtype: torch.dtype, rank: int, use: Use
 ) -> dict[Part, int]:
     """Return peak bytes by part while one layer's core attention of a plan runs on its own.
 
@@ -104,7 +104,7 @@ def count_core_attention(
     """
     live = LiveMemory()
     bound = bound_plan(plan, rank, use, live)
-    with mode, live:
+    with fake_tensors(), live:
         run_core_attention(bound, kind, dtype)  # makes the exchange buffers
         live.begin()
         run_core_attention(bound, kind, dtype)
@@ -113,17 +113,18 @@ def count_core_attention(
 
 def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> BoundPlan:
     """Return a plan bound to a rank, whose row numbers, exchanges and kept results are counted."""
+    kernel = counted_kernel(use.kernel)
     runtime = Runtime(
         HOST,
         CountedExchange(live),
-        use.kernel,
+        kernel,
         Recorder(HOST),
         keep_received=use.keep_received,
         keep_core_attention=use.keep_core_attention,
-        functions=COUNTED_FUNCTIONS if isinstance(use.kernel, FlashMemory) else {},
+        functions=COUNTED_FUNCTIONS if isinstance(kernel, FlashMemory) else {},
     )
     with live, live.making("plan"):
-        in_one_go = isinstance(use.kernel, FlashMemory)
+        in_one_go = isinstance(kernel, FlashMemory)
         return BoundPlan.bind(plan, rank, runtime, kept_results=CountedResults(live), in_one_go=in_one_go)
 
 
@@ -143,22 +144,20 @@ def _run_step(model: nn.Module, bound: BoundPlan, autocast: torch.dtype | None, 
     targets = torch.ones((), dtype=torch.long)
 
     def decoder_ended(_module: nn.Module, _args: Any, output: Any) -> None:
-        live.now_making("loss")
+        live.part = "loss"
         output[0].register_hook(loss_ended)
 
     def loss_ended(_gradient: Tensor) -> None:
-        live.now_making("backward")
+        live.part = "backward"
 
     handle = base_model(model).get_decoder().register_forward_hook(decoder_ended)
     try:
         with torch.autocast(HOST.type, dtype=autocast, enabled=autocast is not None):
-            output = model(**batch, use_cache=False, num_items_in_batch=targets, **{PLAN_KEY: bound})
-        loss = output.loss
-        del output
+            loss = model(**batch, use_cache=False, num_items_in_batch=targets, **{PLAN_KEY: bound}).loss
         loss.backward()
     finally:
         handle.remove()
-        live.now_making("activations")
+        live.part = "activations"
 
 
 def _checkpoint(model: Any, checkpointing: Mapping[str, Any] | None, live: LiveMemory) -> None:
@@ -171,10 +170,9 @@ def _checkpoint(model: Any, checkpointing: Mapping[str, Any] | None, live: LiveM
     offload = options.pop("offload", False)
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable(options or {"use_reentrant": False}, **every)
-    if offload:
-        for module in model.modules():
-            if hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = _offloaded(module._gradient_checkpointing_func, live)
+    for module in model.modules() if offload else ():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = _offloaded(module._gradient_checkpointing_func, live)
 
 
 def _offloaded(checkpoint: Any, live: LiveMemory) -> Any:

@@ -11,9 +11,6 @@ from hf_distca.models.tensor_parallel import ranks_of_share
 Strategy = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 
-FLOAT32, BFLOAT16 = 4, 2
-"""Bytes of a number."""
-
 
 @dataclass(frozen=True)
 class ModelState:
@@ -43,7 +40,6 @@ def parameter_bytes(module: nn.Module, width: int | None = None, *, trained: boo
 
     Args:
         width: bytes of a floating-point number; None for the parameters' own.
-        trained: count only parameters with a gradient.
     """
     return sum(
         getattr(parameter, "ds_numel", parameter.numel())
@@ -64,11 +60,13 @@ def model_state(model: nn.Module, strategy: Strategy, ranks: int, *, mixed: bool
 
     Gathered at a time: all weights outside the decoder layers, one layer, and the next layer, which is prefetched.
     Gradients are whole until a layer's backward has ended. Buckets of FSDP2 and DeepSpeed, whose size is a setting,
-    are left out.
-
-    Args:
-        ranks: number of ranks that share the state.
+    are left out. The state is divided among `ranks`.
     """
+    if strategy == "ddp":
+        trained = parameter_bytes(model, trained=True)
+        return ModelState(parameter_bytes(model), trained * (2 if ranks > 1 else 1), 2 * trained)
+    float32 = 4
+    width = 2 if mixed else float32  # bytes of a number in computation
 
     def at_a_time(count: int, *, trained: bool = False) -> int:
         """Return bytes in computation of everything outside the decoder layers, and of the `count` largest layers."""
@@ -78,14 +76,10 @@ def model_state(model: nn.Module, strategy: Strategy, ranks: int, *, mixed: bool
     def share(width: int, *, trained: bool = False) -> int:
         return -(-parameter_bytes(model, width, trained=trained) // ranks)
 
-    width = BFLOAT16 if mixed else FLOAT32
-    if strategy == "ddp":
-        trained = parameter_bytes(model, trained=True)
-        return ModelState(parameter_bytes(model), trained * (2 if ranks > 1 else 1), 2 * trained)
-    trained_share = share(FLOAT32, trained=True)
+    trained_share = share(float32, trained=True)
     gathered, reduced = at_a_time(2), at_a_time(1, trained=True)
     if strategy == "fsdp2":
-        return ModelState(share(FLOAT32) + gathered, trained_share + reduced, 2 * trained_share)
+        return ModelState(share(float32) + gathered, trained_share + reduced, 2 * trained_share)
     return ModelState(
         share(width) + gathered if strategy == "zero3" else parameter_bytes(model, width),
         parameter_bytes(model, width, trained=True) if strategy == "zero1" else share(width, trained=True) + reduced,

@@ -1,20 +1,18 @@
 """GPU memory under each strategy that a simulation compares, counted on a step of the model itself."""
 
-import copy
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from hf_distca.config import DistCAConfig
-from hf_distca.memory.counter import MemoryCounter, Training
-from hf_distca.memory.live import fake_tensors
+from hf_distca.memory.counter import MemoryCounter, RankMemory, Training
 from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
-from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.models.fake import model_of_config
-from hf_distca.models.tensor_parallel import FEATURES, HEADS
+from hf_distca.models.tensor_parallel import divided_config
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
@@ -26,58 +24,39 @@ COUNTED_RANKS = 128
 """Maximum number of ranks for counting whole steps: beyond it, counting takes longer than everything else."""
 
 
-class GpuMemory:
-    """Memory of a GPU, with the model's state divided over all ranks as by FSDP2.
+def gpu_memory(
+    setup: Setup, config: PreTrainedConfig, settings: PlanSettings, options: DistCAConfig
+) -> Callable[[Strategy, int, MicroBatchPlan | None], tuple[int | None, int]]:
+    """Return a `hf_distca.sim.simulate.Memory`; the model's state is divided over all ranks as by FSDP2.
 
     A step with the plan is counted for planned strategies. The others are counted without an exchange, for half and
     for full rows, and extended along a line; context parallelism adds K and V of its group and their gradients. Above
     COUNTED_RANKS ranks planned strategies are counted in the same way, and exchange buffers on one layer.
     """
+    settings = replace(settings, kernel=KERNEL)
+    alone, most = replace(settings, ranks=1, ranks_per_node=1, ping_pong=False), settings.tokens_per_rank
+    model = model_of_config(divided_config(config, setup.tensor_parallel), torch.float32)
+    counter, counter_alone = (MemoryCounter(model, each, options, by_config=True) for each in (settings, alone))
+    checkpointing: dict[str, Any] | None = {} if setup.checkpointing else None
+    training = Training("fsdp2", settings.bytes_per_value == 2, checkpointing, shards=settings.ranks)
 
-    def __init__(self, setup: Setup, config: PreTrainedConfig, settings: PlanSettings, options: DistCAConfig) -> None:
-        self._setup, self._settings = setup, replace(settings, kernel=KERNEL)
-        self._alone = replace(self._settings, ranks=1, ranks_per_node=1, ping_pong=False)
-        model = model_of_config(_on_a_gpu(config, setup.tensor_parallel), torch.float32, fake_tensors())
-        self._counter, self._counter_alone = (
-            MemoryCounter(model, each, options, by_config=True) for each in (self._settings, self._alone)
-        )
-        self._training = Training("fsdp2", settings.bytes_per_value == 2, {} if setup.checkpointing else None)
+    @cache
+    def without_exchange(rows: int) -> RankMemory:
+        return counter_alone.count(plan_micro_batch([rows], alone), training)
 
-    def __call__(self, strategy: Strategy, rows: int, plan: MicroBatchPlan | None) -> tuple[int | None, int]:
-        """Return bytes of rows and of model state, see `hf_distca.sim.simulate.Memory`."""
-        state = self._counter.state(self._training).total
+    def memory(strategy: Strategy, rows: int, plan: MicroBatchPlan | None) -> tuple[int | None, int]:
+        state = without_exchange(most).state.total
         if strategy.servers:  # the memory of a server is unknown
             return None, state
-        if plan is not None and self._setup.ranks <= COUNTED_RANKS:
-            return sum(self._counter.count(plan, self._training).parts.values()), state
-        half, full = self._line
-        most = self._settings.tokens_per_rank
-        alone = round(full + (full - half) * (rows - most) / (most - most // 2))
-        widest = max(kind.kv_heads * (kind.dim_qk + kind.dim_v) for kind in self._settings.kinds)
-        exchanged = 2 * rows * (strategy.context - 1) * widest * self._setup.profile.bytes_per_value
-        if plan is not None:
-            rank, dtype = busiest_rank(plan, self._settings), self._training.weights
-            use, kind = Use(counted_kernel(KERNEL)), self._settings.dominant_kind
-            exchanged = count_core_attention(plan, kind, dtype, rank, use, fake_tensors()).get("exchange buffers", 0)
-        return alone + exchanged, state
+        if plan is not None and setup.ranks <= COUNTED_RANKS:
+            return sum(counter.count(plan, training).parts.values()), state
+        half, full = (sum(without_exchange(each).parts.values()) for each in (most // 2, most))
+        extended = round(full + (full - half) * (rows - most) / (most - most // 2))
+        if plan is None:
+            widest = max(kind.kv_heads * (kind.dim_qk + kind.dim_v) for kind in settings.kinds)
+            return extended + 2 * rows * (strategy.context - 1) * widest * setup.profile.bytes_per_value, state
+        rank, kind = busiest_rank(plan, settings), settings.dominant_kind
+        parts = count_core_attention(plan, kind, training.weights, rank, Use(KERNEL))
+        return extended + parts.get("exchange buffers", 0), state
 
-    @cached_property
-    def _line(self) -> tuple[int, int]:
-        """Bytes of half the rows that a rank takes, and of all."""
-        most = self._settings.tokens_per_rank
-        plans = [plan_micro_batch([rows], self._alone) for rows in (most // 2, most)]
-        half, full = (sum(self._counter_alone.count(plan, self._training).parts.values()) for plan in plans)
-        return half, full
-
-
-def _on_a_gpu(config: PreTrainedConfig, gpus: int) -> PreTrainedConfig:
-    """Return the config of a model that computes one GPU's share of every layer; each has the whole vocabulary."""
-    config = copy.deepcopy(config)
-    if gpus > 1:
-        decoder: Any = config.get_text_config(decoder=True)
-        head_dim = getattr(decoder, "head_dim", None)
-        decoder.head_dim = head_dim or decoder.hidden_size // decoder.num_attention_heads
-        for name in (*HEADS, *FEATURES):
-            if size := getattr(decoder, name, None):
-                setattr(decoder, name, max(size // gpus, 1))
-    return config
+    return memory

@@ -15,18 +15,17 @@ from transformers.integrations import moe
 
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
-from hf_distca.kernels import KERNELS, AttentionParams, Kernel, TaskShapes
+from hf_distca.kernels import KERNELS, Kernel
 from hf_distca.memory.live import LiveMemory
 from hf_distca.models.mixing import DELTA_RULE, KIMI_DELTA_RULE, SCAN
 from hf_distca.sim.model import CHUNK
 
 
 class FlashMemory:
-    """Kernel that takes the memory of FlashAttention-2's varlen kernel and computes nothing.
+    """Kernel that takes the memory of FlashAttention-2's varlen kernel and computes nothing; for methods see `Kernel`.
 
     Its backward accumulates dQ in float32. With fewer key/value heads than query heads it makes dK and dV for every
-    query head before it adds them up (flash_api.cpp, `mha_varlen_bwd`). FlashAttention-3 and 4 take no more. See
-    `Kernel` for the methods.
+    query head before it adds them up (flash_api.cpp, `mha_varlen_bwd`). FlashAttention-3 and 4 take no more.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,25 +35,15 @@ class FlashMemory:
     def check(self, *_: Any) -> None:
         """Accept every need: nothing is computed."""
 
-    def forward(
-        self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, params: AttentionParams
-    ) -> tuple[Tensor, Tensor]:
-        """Return empty results, see `Kernel.forward`."""
-        rows, heads, _ = q_QHD.shape
+    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """Return empty results."""
+        rows, heads = q_QHD.shape[:2]
         return q_QHD.new_empty((rows, heads, v_KGE.shape[2])), q_QHD.new_empty((rows, heads), dtype=torch.float32)
 
     def backward(
-        self,
-        do_QHE: Tensor,
-        q_QHD: Tensor,
-        k_KGD: Tensor,
-        v_KGE: Tensor,
-        o_QHE: Tensor,
-        lse_QH: Tensor,
-        shapes: TaskShapes,
-        params: AttentionParams,
+        self, do_QHE: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, o_QHE: Tensor, lse_QH: Tensor, *_: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return empty gradients, see `Kernel.backward`."""
+        """Return empty gradients."""
         dq_QHD, dk_KGD, dv_KGE = map(torch.empty_like, (q_QHD, k_KGD, v_KGE))
         taken = [torch.empty_like(q_QHD, dtype=torch.float32), torch.empty_like(lse_QH)]
         heads = q_QHD.shape[1]

@@ -13,13 +13,18 @@ from hf_distca.models.kinds import attention_reaches
 from hf_distca.plan import ATTENTION_NAME
 
 
-def model_of_config(config: PreTrainedConfig, dtype: torch.dtype, mode: FakeTensorMode) -> PreTrainedModel:
+def fake_tensors() -> FakeTensorMode:
+    """Return a mode in which all tensors are fake."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def model_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return a causal language model of a config, in training mode.
 
     Raises:
         ValueError: transformers has no causal language model of this config.
     """
-    with mode:
+    with fake_tensors():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION_NAME, dtype=dtype
         )
@@ -27,7 +32,7 @@ def model_of_config(config: PreTrainedConfig, dtype: torch.dtype, mode: FakeTens
     return model
 
 
-def model_after(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
+def model_after(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a copy of a model in training mode, with its adapters and other changes.
 
     Args:
@@ -40,7 +45,7 @@ def model_after(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | Non
         empty = torch.empty(shape, dtype=dtype if dtype and x.is_floating_point() else x.dtype)
         return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
-    with mode:
+    with fake_tensors():
         tensors = [*model.parameters(), *model.buffers()]
         memo: dict[int, Any] = {id(x): emptied(x) for x in tensors}  # tied weights stay tied
         copied = copy.deepcopy(model, memo).train()

@@ -72,21 +72,28 @@ def is_divided_at_load(model: Any) -> bool:
 
 def config_on_a_rank(model: PreTrainedModel) -> PreTrainedConfig:
     """Return the config of a whole model that computes one rank's share, except for its vocabulary."""
-    config = copy.deepcopy(model.config)
-    config.distributed_config = None
     ranks: int = getattr(model, "tp_size", None) or 1
-    if ranks == 1:
-        return config
-    of_decoder = config.get_text_config(decoder=True)
-    taking_shares = [rule for rule, style in model.tp_plan.items() if style == TAKES_SHARES]
+    taking_shares = [rule for rule, style in model.tp_plan.items() if style == TAKES_SHARES] if ranks > 1 else []
     divided: tuple[str, ...] = HEADS if any("attn" in rule for rule in taking_shares) else ()
     if any("attn" not in rule for rule in taking_shares):
         divided = (*divided, *FEATURES)
-    head_dim = getattr(of_decoder, "head_dim", None)
-    of_decoder.head_dim = head_dim or of_decoder.hidden_size // of_decoder.num_attention_heads
+    config = divided_config(model.config, ranks, divided)
+    config.distributed_config = None
+    return config
+
+
+def divided_config(
+    config: PreTrainedConfig, ranks: int, divided: tuple[str, ...] = (*HEADS, *FEATURES)
+) -> PreTrainedConfig:
+    """Return a copy of a config whose `divided` sizes are a rank's share, at least 1."""
+    config = copy.deepcopy(config)
+    of_decoder: Any = config.get_text_config(decoder=True)
+    if ranks > 1:
+        head_dim = getattr(of_decoder, "head_dim", None)
+        of_decoder.head_dim = head_dim or of_decoder.hidden_size // of_decoder.num_attention_heads
     for name in divided:
-        if getattr(of_decoder, name, None):
-            setattr(of_decoder, name, getattr(of_decoder, name) // ranks)
+        if size := getattr(of_decoder, name, None):
+            setattr(of_decoder, name, max(size // ranks, 1))
     return config
 
 

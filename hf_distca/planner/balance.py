@@ -15,20 +15,16 @@ on the rank that holds them if it is on the node; other rows go to workers with 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hf_distca.plan import SEGMENT, TASK, Layout, Plan
-from hf_distca.planner.balancing_pass import BalancingPass, Goal, Prices
-from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes, Workers, pairs, row_reaching
-from hf_distca.planner.intervals import Intervals, by_document, merge_touching
-from hf_distca.planner.layout import check_settings
-from hf_distca.planner.shifted import ShiftedRows, merged
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
+from hf_distca.plan import TASK, AttentionKind, Layout, Plan
+from hf_distca.planner.balancing_pass import BalancingPass, Problem
+from hf_distca.planner.cost import Workers, pairs, row_reaching
+from hf_distca.planner.intervals import FloatArray, IntArray, Table, by_document, cut_at, merged, moved_by
+from hf_distca.planner.layout import assemble, check_settings, layout_of_kind
+from hf_distca.planner.settings import PlanSettings
 
 AIM = (0.96, 0.8, 0.6, 0.4, 0.2, 0.0)
 """Share of the tolerance that flows aim at, pass after pass; the rest is left for rounding to rows."""
@@ -40,131 +36,96 @@ LEAST_INSIDE = 0.25
 
 def balance(
     layout: Layout,
-    *,
+    kind: AttentionKind,
+    settings: PlanSettings,
     workers: Workers | None = None,
     nodes: Sequence[int] | None = None,
     groups: Sequence[int] | None = None,
-    window: int | None = None,
-    balance_tolerance: float | FloatArray = BALANCE_TOLERANCE,
-    balance_block_size: int = 128,
-    row_bytes: RowBytes | None = None,
-    row_overhead: int = 0,
-    gather_cost: float = 0.0,
+    tolerance: FloatArray | None = None,
 ) -> Plan:
-    """Choose tasks so that all workers finish together, with few bytes sent.
+    """Choose tasks for one kind of layer so that all workers finish together, with few bytes sent, in one stage.
 
     Args:
-        workers: worker r < layout.ranks is rank r; further ones hold no rows. None for the ranks alone, all equal.
-        nodes: [workers] node of each worker, numbered in the order of the ranks. None if all links are alike.
+        workers: worker r < layout.ranks is rank r; further ones hold no rows. None for the ranks alone, at the speeds
+            of the settings.
+        nodes: [workers] node of each worker, numbered in the order of the ranks. None for the nodes of the settings.
         groups: [workers] group of each worker, from 0 on, each of whole nodes; nothing moves between groups. None for
             one group.
-        balance_tolerance: how far above its group's ideal finishing time the last worker may finish, as a fraction of
-            that time; or [workers], equal within a group. If whole rows cannot reach it, the best plan found is
-            returned. 0 is as fine as rows allow and takes several times as long.
-        balance_block_size: rows of a kernel block. Cuts fall on its multiples, except at the end of a document or
-            segment or where the balance needs finer cuts.
-        row_overhead: cost of a query row besides its pairs, in pairs, rounded to whole blocks.
-        gather_cost: cost of gathering a byte of K and V on the rank itself, in bytes sent. A task that is cut in its
-            middle leaves two rests, and the second one gathers.
+        tolerance: [workers] as balance_tolerance, which it replaces, equal within a group. If whole rows cannot reach
+            it, the best plan found is returned. 0 is as fine as rows allow and takes several times as long.
 
     Raises:
         ValueError: settings out of range, fewer workers than ranks, or nodes that do not match the workers.
     """
-    check_settings(float(np.min(balance_tolerance)), balance_block_size, window)
-    workers = workers or Workers.uniform(layout.ranks)
+    workers = workers or settings.workers(layout.tokens) or Workers.uniform(layout.ranks)
+    nodes = settings.nodes if nodes is None else nodes
     if len(workers) < layout.ranks:
         raise ValueError(
             f"the layout has {layout.ranks} ranks, but only {len(workers)} workers are described; describe every "
             "rank, then the dedicated servers"
         )
-    rows = ShiftedRows.of(layout, window, row_overhead, balance_block_size)
-    prices = Prices.of(row_bytes or RowBytes(), rows, gather_cost)
-    tolerance = np.broadcast_to(np.asarray(balance_tolerance, np.float64), len(workers))
-    group_of = np.zeros(len(workers), np.int64) if groups is None else np.asarray(groups)
-    search = _Search(rows, workers, prices, tolerance, balance_block_size, group_of)
+    if tolerance is None:
+        tolerance = np.full(len(workers), settings.balance_tolerance)
+    check_settings(float(tolerance.min()), settings.balance_block_size, kind.window)
+    layout = layout_of_kind(layout, kind)
+    problem = Problem.of(layout, kind, settings, workers, tolerance)
+    group = np.zeros(len(workers), np.int64) if groups is None else np.asarray(groups)
     if nodes is None:
-        return rows.plan(search.over_all(), len(workers))
-    check_nodes(nodes, layout.ranks, len(workers))
-    first = np.unique(np.asarray(nodes), return_index=True)[1]
-    over_nodes = replace(
-        search,
-        rows=ShiftedRows.of(layout_of_nodes(layout, nodes), window, row_overhead, balance_block_size),
-        workers=workers_of_nodes(workers, nodes),
-        tolerance=tolerance[first] * NODES_SHARE,
-        groups=group_of[first],
-    )
-    tasks = search.inside(over_nodes.over_all(), nodes)
-    return replace(rows.plan(tasks, len(workers)), nodes=tuple(nodes))
+        tasks = _over_groups(problem, group)
+    else:
+        check_nodes(nodes, layout.ranks, len(workers))
+        node = np.asarray(nodes)
+        first = np.unique(node, return_index=True)[1]
+        over_nodes = replace(
+            problem,
+            layout=layout_of_nodes(problem.layout, node),
+            workers=workers_of_nodes(workers, node),
+            tolerance=tolerance[first] * NODES_SHARE,
+        )
+        of_nodes = _over_groups(over_nodes, group[first])
+        limits = ideals_inside(problem.loads(problem.as_laid_out), workers, group) * (1 + tolerance)
+        tasks = tasks_of_workers(of_nodes, problem, node, limits)
+        ideal = ideals_inside(problem.loads(tasks), workers, node)
+        least = ideal * (1 + tolerance * LEAST_INSIDE)
+        tasks = _passes(problem, tasks, ideal, np.maximum(limits, least), limits, node)
+    tasks = moved_by(tasks, -problem.origin)
+    return Plan(layout, tasks, len(workers), kind.window, nodes=None if nodes is None else tuple(nodes))
 
 
-@dataclass(frozen=True, eq=False)
-class _Search:
-    """Search for balanced tasks.
+def _over_groups(problem: Problem, groups: IntArray) -> Table:
+    """Return tasks for which any worker may give to any other of its group."""
+    tasks = problem.as_laid_out
+    ideal = ideals_inside(problem.loads(tasks), problem.workers, groups)
+    limits = ideal * (1 + problem.tolerance)
+    return _passes(problem, tasks, ideal, limits, limits, groups)
 
-    Attributes:
-        tolerance: [workers] how far above its group's ideal a worker may finish, as a fraction of the ideal.
-        block: rows of a kernel block.
-        groups: [workers] group of each worker.
+
+def _passes(
+    problem: Problem, tasks: Table, ideal: FloatArray, limits: FloatArray, enough: FloatArray, groups: IntArray
+) -> Table:
+    """Repeat passes until all workers finish in time, and return the best pass's tasks.
+
+    Args:
+        tasks: [tasks] of dtype TASK.
+        ideal: [workers] time at which all workers of the same group would finish together.
+        limits: [workers] a worker that finishes by this time gives nothing.
+        enough: [workers] time by which each worker has to finish.
+        groups: [workers] groups between which nothing moves.
     """
 
-    rows: ShiftedRows
-    workers: Workers
-    prices: Prices
-    tolerance: FloatArray
-    block: int
-    groups: NDArray[np.int64]
+    def latest(tasks: Table) -> float:
+        finishing = problem.workers.finishing(problem.loads(tasks))
+        return float(np.max(finishing[enough > 0] / enough[enough > 0], initial=0.0))
 
-    def over_all(self) -> NDArray[np.void]:
-        """Return tasks for which any worker may give to any other of its group."""
-        tasks = self.rows.tasks_as_laid_out()
-        ideal = ideals_inside(self._loads(tasks), self.workers, self.groups)
-        limits = ideal * (1 + self.tolerance)
-        return self._passes(tasks, ideal, limits, limits, self.groups)
-
-    def inside(self, of_nodes: NDArray[np.void], nodes: Sequence[int]) -> NDArray[np.void]:
-        """Give the tasks of each node to workers of that node.
-
-        Args:
-            of_nodes: [tasks] of dtype TASK, whose workers are nodes.
-            nodes: [workers] node of each worker.
-        """
-        as_laid_out = self._loads(self.rows.tasks_as_laid_out())
-        limits = ideals_inside(as_laid_out, self.workers, self.groups) * (1 + self.tolerance)
-        tasks = tasks_of_workers(of_nodes, self.rows, self.workers, nodes, limits, self.block)
-        ideal = ideals_inside(self._loads(tasks), self.workers, nodes)
-        least = ideal * (1 + self.tolerance * LEAST_INSIDE)
-        return self._passes(tasks, ideal, np.maximum(limits, least), limits, np.asarray(nodes))
-
-    def _passes(
-        self, tasks: NDArray[np.void], ideal: FloatArray, limits: FloatArray, enough: FloatArray, groups: IntArray
-    ) -> NDArray[np.void]:
-        """Repeat passes until all workers finish in time, and return the best pass's tasks.
-
-        Args:
-            tasks: [tasks] of dtype TASK.
-            ideal: [workers] time at which all workers of the same group would finish together.
-            limits: [workers] a worker that finishes by this time gives nothing.
-            enough: [workers] time by which each worker has to finish.
-            groups: [workers] groups between which nothing moves.
-        """
-        best, latest = tasks, self._latest(tasks, enough)
-        for share in AIM:
-            if latest <= 1 or not len(tasks):
-                break
-            goal = Goal(ideal + share * (limits - ideal), limits, self.tolerance)
-            tasks = BalancingPass(tasks, self.rows, self.workers, self.prices, goal, self.block, groups).run()
-            finish = self._latest(tasks, enough)
-            if finish < latest:
-                best, latest = tasks, finish
-        return best
-
-    def _loads(self, tasks: NDArray[np.void]) -> NDArray[np.int64]:
-        return self.rows.loads(tasks, len(self.workers))
-
-    def _latest(self, tasks: NDArray[np.void], limits: FloatArray) -> float:
-        """Return the largest ratio of a worker's finishing time to its limit."""
-        finishing = self.workers.finishing(self._loads(tasks))
-        return float(np.max(finishing[limits > 0] / limits[limits > 0], initial=0.0))
+    best, least = tasks, latest(tasks)
+    for share in AIM:
+        if least <= 1 or not len(tasks):
+            break
+        tasks = BalancingPass(problem, tasks, ideal + share * (limits - ideal), limits, groups).run()
+        finish = latest(tasks)
+        if finish < least:
+            best, least = tasks, finish
+    return best
 
 
 def check_nodes(nodes: Sequence[int], ranks: int, workers: int) -> None:
@@ -180,33 +141,29 @@ def check_nodes(nodes: Sequence[int], ranks: int, workers: int) -> None:
         )
 
 
-def layout_of_nodes(layout: Layout, nodes: Sequence[int]) -> Layout:
+def layout_of_nodes(layout: Layout, nodes: IntArray) -> Layout:
     """Return the layout with nodes in place of ranks; touching rows of a node are one segment.
 
     Args:
         nodes: [workers] node of each worker; ranks are on nodes 0, 1, 2, … in order.
     """
-    segments = layout.segments.copy()
-    segments["rank"] = np.asarray(nodes)[segments["rank"]]
-    order = np.lexsort((segments["start"], segments["document"], segments["rank"]))
-    segments = merge_touching(segments[order], "rank")
-    rows = segments["stop"] - segments["start"]
-    before = np.cumsum(rows) - rows
-    segments["offset"] = before - before[np.searchsorted(segments["rank"], segments["rank"])] if len(rows) else before
-    return Layout(layout.lengths, segments.astype(SEGMENT), max(nodes[: layout.ranks]) + 1)
+    segments = layout.segments
+    return assemble(
+        layout.lengths,
+        (segments["document"], segments["start"], segments["stop"], nodes[segments["rank"]]),
+        int(nodes[: layout.ranks].max()) + 1,
+        by_document=True,
+    )
 
 
-def workers_of_nodes(workers: Workers, nodes: Sequence[int]) -> Workers:
+def workers_of_nodes(workers: Workers, nodes: IntArray) -> Workers:
     """Return nodes as workers, with the summed speed and the mean base load, weighted by speed, of their workers."""
-    count = max(nodes) + 1
-    speed = np.bincount(nodes, weights=workers.speed, minlength=count)
-    busy = np.bincount(nodes, weights=np.asarray(workers.speed) * np.asarray(workers.base_load), minlength=count)
+    speed = np.bincount(nodes, workers.speed)
+    busy = np.bincount(nodes, np.asarray(workers.speed) * np.asarray(workers.base_load))
     return Workers(tuple(speed.tolist()), tuple((busy / speed).tolist()))
 
 
-def ideals_inside(
-    loads: NDArray[np.int64], workers: Workers, nodes: Sequence[int] | NDArray[np.int64]
-) -> NDArray[np.float64]:
+def ideals_inside(loads: IntArray, workers: Workers, nodes: IntArray) -> FloatArray:
     """Return [workers] when all workers of the same node would finish together.
 
     Args:
@@ -214,65 +171,45 @@ def ideals_inside(
         nodes: [workers] node of each worker.
     """
     if not any(workers.base_load):
-        node = np.asarray(nodes)
-        even: NDArray[np.float64] = (np.bincount(node, loads) / np.bincount(node, workers.speed))[node]
+        even: FloatArray = (np.bincount(nodes, loads) / np.bincount(nodes, workers.speed))[nodes]
         return even
     ideal = np.zeros(len(workers))
-    for number in range(max(nodes) + 1):
-        here = np.flatnonzero(np.asarray(nodes) == number)
+    for number in range(int(nodes.max()) + 1):
+        here = np.flatnonzero(nodes == number)
         own = Workers(*(tuple(np.asarray(of_all)[here].tolist()) for of_all in (workers.speed, workers.base_load)))
         ideal[here] = own.ideal(int(loads[here].sum()))
     return ideal
 
 
-def tasks_of_workers(
-    tasks: NDArray[np.void],
-    rows: ShiftedRows,
-    workers: Workers,
-    nodes: Sequence[int],
-    limit: NDArray[np.float64],
-    block: int,
-) -> NDArray[np.void]:
+def tasks_of_workers(tasks: Table, problem: Problem, nodes: IntArray, limit: FloatArray) -> Table:
     """Give the tasks of each node to workers of that node.
 
     Args:
-        tasks: [tasks] of dtype TASK, whose workers are nodes, in the view of `rows`.
+        tasks: [tasks] of dtype TASK, whose workers are nodes.
         nodes: [workers] node of each worker.
         limit: [workers] when each worker may finish.
-        block: rows of a kernel block.
 
     Returns:
         Tasks of the same rows, sorted and merged.
     """
-    node = np.asarray(nodes)
-    segments = by_document(rows.segments)
-    found = Intervals.of(tasks).overlaps(Intervals.of(segments))
-    holder, of_node = segments["rank"][found.second], tasks["worker"][found.first]
-    given = np.zeros(len(holder), TASK)
-    given["document"], given["start"], given["stop"] = found.rows.document, found.rows.start, found.rows.stop
-    given["worker"] = holder
-    moves = node[holder] != of_node
-    loads = rows.loads(given[~moves], len(workers))
-    room = ((limit - np.asarray(workers.base_load)) * np.asarray(workers.speed) - loads).tolist()
-    members = [np.flatnonzero(node == number).tolist() for number in range(int(node.max()) + 1)]
+    workers, window, block = problem.workers, problem.pair_window, problem.block
+    given, held = cut_at(tasks, by_document(problem.layout.segments))
+    stays = nodes[held["rank"]] == given["worker"]
+    moved = merged(given[~stays])
+    given["worker"] = held["rank"]
+    given = given[stays]
+    room = (limit - np.asarray(workers.base_load)) * np.asarray(workers.speed) - problem.loads(given)
     # The largest pieces of documents come first, since they need the most room.
-    moved = given[moves]
-    moved["worker"] = of_node[moves]
-    moved = merged(moved)
-    cost = pairs(moved["start"], moved["stop"], rows.pair_window)
     placed = []
-    for index in np.argsort(-cost, kind="stable").tolist():
-        doc, start, stop, at = moved[index].tolist()
+    for index in np.argsort(-pairs(moved["start"], moved["stop"], window), kind="stable").tolist():
+        document, start, stop, node = moved[index].tolist()
+        members = np.flatnonzero(nodes == node)
         while start < stop:
-            worker = max(members[at], key=lambda one: (room[one], -one))
-            cut = _last_row(start, stop, room[worker], rows.pair_window, block)
-            placed.append((doc, start, cut, worker))
-            room[worker] -= pairs(start, cut, rows.pair_window)
+            worker = int(members[room[members].argmax()])
+            # Cut at a block's boundary, if both sides keep a block.
+            cut = int(row_reaching(pairs(0, start, window) + max(float(room[worker]), 0.0), window)) // block * block
+            cut = stop if cut < start + block or stop - cut < block else cut
+            placed.append((document, start, cut, worker))
+            room[worker] -= pairs(start, cut, window)
             start = cut
-    return merged(np.concatenate([given[~moves], np.array(placed, TASK)]))
-
-
-def _last_row(start: int, stop: int, room: float, window: int | None, block: int) -> int:
-    """Return where to cut a task so that its beginning fits into `room`: a block's boundary, or the task's end."""
-    cut = int(row_reaching(pairs(0, start, window) + max(room, 0.0), window)) // block * block
-    return stop if cut < start + block or stop - cut < block else cut
+    return merged(np.concatenate([given, np.array(placed, TASK)]))

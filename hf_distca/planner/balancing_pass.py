@@ -1,17 +1,16 @@
 """One pass of balancing: who gives rows to whom, from which documents, and where in them."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hf_distca.plan import TASK
+from hf_distca.plan import TASK, AttentionKind, Layout
 from hf_distca.planner.cost import RowBytes, Workers, pairs, pairs_at, row_reaching
 from hf_distca.planner.flows import Flows, Price, Source, plan_flows
-from hf_distca.planner.intervals import grain
-from hf_distca.planner.shifted import ShiftedRows, merged
+from hf_distca.planner.intervals import FloatArray, IntArray, Table, grain, local_tasks, merged, moved_by
+from hf_distca.planner.settings import PlanSettings
 
 BUSY = 0.8
 """A worker whose surplus is at least this share of the largest one counts as a bottleneck."""
@@ -21,43 +20,59 @@ ROUNDING = 0.04
 """Share of the tolerance that rounding one cut may cost; beyond it, the cut leaves the block's boundary."""
 
 
-@dataclass(frozen=True)
-class Prices:
-    """Cost of giving rows away.
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Everything that stays the same from pass to pass.
+
+    Rows of every document are counted from `origin` on, so that pairs alone express the whole cost of a row. A row p
+    with an overhead of c pairs costs min(p + 1, window) + c in all. Row p + c costs the same with a window of
+    window + c.
 
     Attributes:
-        sent: bytes that the giver sends; all workers wait for them if the giver is the busiest.
-        gathered: cost of gathering a K/V row on the rank itself, in bytes sent.
+        layout: rows are counted from `origin` on; so are `lengths`.
+        tolerance: [workers] how far above the ideal time a worker may finish, as a fraction of that time.
+        block: rows of a kernel block.
+        window: window of K/V rows; None for full causal attention.
+        gather_cost: cost of gathering a byte of K and V on the rank itself, in bytes sent.
     """
 
-    all: Price
-    sent: Price
-    gathered: float
+    layout: Layout
+    workers: Workers
+    tolerance: FloatArray
+    block: int
+    window: int | None
+    origin: int
+    row_bytes: RowBytes
+    gather_cost: float
 
     @classmethod
-    def of(cls, row_bytes: RowBytes, rows: ShiftedRows, gather_cost: float) -> "Prices":
-        """Return the prices for rows of the given bytes."""
-        q, kv, o = row_bytes.q, row_bytes.kv, row_bytes.o
-        return cls(
-            Price(q + o, kv, rows.window, rows.origin),
-            Price(q + o // 4, kv, rows.window, rows.origin),
-            gather_cost * kv,
-        )
+    def of(
+        cls, layout: Layout, kind: AttentionKind, settings: PlanSettings, workers: Workers, tolerance: FloatArray
+    ) -> "Problem":
+        """Return the problem of a layout whose rows are counted from 0 on.
 
+        The overhead of a row is rounded to whole blocks, so that cuts stay on the blocks' boundaries.
+        """
+        block = settings.balance_block_size
+        origin = round(settings.row_overhead / block) * block
+        layout = Layout(layout.lengths + origin, moved_by(layout.segments, origin), layout.ranks)
+        row_bytes = settings.row_bytes(kind)
+        return cls(layout, workers, tolerance, block, kind.window, origin, row_bytes, settings.gather_cost)
 
-@dataclass(frozen=True, eq=False)
-class Goal:
-    """Times at which workers should finish.
+    @property
+    def pair_window(self) -> int | None:
+        """Window by which a row counts pairs; None for full causal attention."""
+        return None if self.window is None else self.window + self.origin
 
-    Attributes:
-        aim: [workers] finishing time that flows aim at.
-        limit: [workers] a worker that finishes by this time gives nothing.
-        slack: how far the limit lies above the ideal, as a fraction; or [workers].
-    """
+    @cached_property
+    def as_laid_out(self) -> Table:
+        """[tasks] of dtype TASK: every rank computes the rows that it holds."""
+        return local_tasks(self.layout.segments)
 
-    aim: NDArray[np.float64]
-    limit: NDArray[np.float64]
-    slack: float | NDArray[np.float64]
+    def loads(self, tasks: Table) -> IntArray:
+        """Return [workers] int64: pairs of each worker."""
+        cost = pairs(tasks["start"], tasks["stop"], self.pair_window)
+        return np.bincount(tasks["worker"], cost, len(self.workers)).astype(np.int64)
 
 
 class BalancingPass:
@@ -65,167 +80,124 @@ class BalancingPass:
 
     Args:
         tasks: [tasks] of dtype TASK, sorted by (worker, document, start).
-        block: rows of a kernel block.
+        aim: [workers] finishing time that flows aim at.
+        limit: [workers] a worker that finishes by this time gives nothing.
         groups: [workers] group of each worker; nothing moves between groups.
-
-    Attributes:
-        surplus: [workers] pairs above the aim; negative where a worker has room.
-        busy: surplus from which a worker counts as a bottleneck.
-        known: document -> worker -> row: the worker has, or will have, K/V rows up to this row. Only documents on
-            several workers, one of which gives, are listed.
-        parts: task -> (pairs, taker) of each part that is to leave the task.
     """
 
-    def __init__(
-        self,
-        tasks: NDArray[np.void],
-        rows: ShiftedRows,
-        workers: Workers,
-        prices: Prices,
-        goal: "Goal",
-        block: int,
-        groups: Sequence[int] | NDArray[np.int64],
-    ) -> None:
-        self.tasks, self.stops, self.block, self.groups = tasks, rows.stops, block, np.asarray(groups)
-        self.window, self.prices = rows.pair_window, prices
-        self.origin, self.key_window = rows.origin, rows.window
-        loads = rows.loads(tasks, len(workers))
-        speed, base = np.asarray(workers.speed), np.asarray(workers.base_load)
-        aim = np.maximum((goal.aim - base) * speed, 0.0)
-        surplus = loads - aim
-        surplus[(surplus > 0) & (workers.finishing(loads) <= goal.limit)] = 0.0
-        self.surplus: list[float] = surplus.tolist()
-        self.busy = BUSY * max(self.surplus)
-        slack = np.broadcast_to(goal.slack, aim.shape)
-        self.rounding = ROUNDING * float((slack[aim > 0] * aim[aim > 0]).min(initial=np.inf))
-        self.documents: list[int] = tasks["document"].tolist()
-        self.first: list[int] = np.searchsorted(tasks["worker"], np.arange(len(workers) + 1)).tolist()
-        self.known: dict[int, dict[int, int]] = {}
-        homes = np.bincount(tasks["document"], minlength=len(self.stops))
-        given = np.zeros(len(self.stops), bool)
-        given[tasks["document"][surplus[tasks["worker"]] > 0]] = True
-        shared = tasks[(given & (homes > 1))[tasks["document"]]]
-        for document, _, stop, worker in shared.tolist():
-            self._learn(document, worker, stop)
-        self.parts: dict[int, list[tuple[float, int]]] = {}
+    def __init__(self, problem: Problem, tasks: Table, aim: FloatArray, limit: FloatArray, groups: IntArray) -> None:
+        self._problem, self._tasks, self._groups = problem, tasks, groups
+        self._window, self._origin = problem.pair_window, problem.origin
+        q, kv, o = problem.row_bytes.q, problem.row_bytes.kv, problem.row_bytes.o
+        self._price = Price(q + o, kv, problem.window, problem.origin)
+        # All workers wait for the bytes that the busiest one sends; O does not add to them.
+        self._price_of_busy = Price(q + o // 4, kv, problem.window, problem.origin)
 
-    def run(self) -> NDArray[np.void]:
+        workers, loads = problem.workers, problem.loads(tasks)
+        aim = np.maximum((aim - np.asarray(workers.base_load)) * np.asarray(workers.speed), 0.0)
+        surplus = loads - aim  # pairs above the aim; negative where a worker has room
+        surplus[(surplus > 0) & (workers.finishing(loads) <= limit)] = 0.0
+        self._surplus = surplus
+        self._busy = BUSY * surplus.max()
+        self._rounding = ROUNDING * float((problem.tolerance[aim > 0] * aim[aim > 0]).min(initial=np.inf))
+        self._first: list[int] = np.searchsorted(tasks["worker"], np.arange(len(workers) + 1)).tolist()
+        self._documents: list[int] = tasks["document"].tolist()
+        # document -> worker -> row: the worker has, or will have, K/V rows up to this row. Only documents on several
+        # workers, one of which gives, are listed.
+        self._known: dict[int, dict[int, int]] = {}
+        homes = np.bincount(tasks["document"], minlength=len(problem.layout.lengths))
+        given = np.zeros(len(homes), bool)
+        given[tasks["document"][surplus[tasks["worker"]] > 0]] = True
+        for document, _, stop, worker in tasks[(given & (homes > 1))[tasks["document"]]].tolist():
+            self._learn(document, worker, stop)
+
+    def run(self) -> Table:
         """Return the tasks after this pass."""
+        parts: dict[int, list[tuple[float, int]]] = {}  # task -> (pairs, taker) of each part that leaves it
         for giver, flows in self._flows().items():
-            self._give(giver, flows)
-        kept = np.ones(len(self.tasks), bool)
-        cut: list[tuple[int, int, int, int]] = []
-        for task, parts in sorted(self.parts.items()):
-            kept[task] = False
-            cut += self._stack(task, parts)
-        return merged(np.concatenate([self.tasks[kept], np.array(cut, dtype=TASK)]))
+            first, last = self._first[giver], self._first[giver + 1]
+            mine = self._tasks[first:last]
+            source = Source(mine["start"], mine["stop"], self._price_for(giver))
+            shared = [task for task in range(first, last) if self._documents[task] in self._known]
+            for taker, amount in flows:
+                known = np.full(len(mine), self._origin)
+                for task in shared:
+                    known[task - first] = self._known[self._documents[task]].get(taker, self._origin)
+                for index, part in source.take(amount, known).items():
+                    parts.setdefault(first + index, []).append((part, taker))
+        kept = np.ones(len(self._tasks), bool)
+        kept[list(parts)] = False
+        cut = [piece for task, leaving in sorted(parts.items()) for piece in self._stack(task, leaving)]
+        return merged(np.concatenate([self._tasks[kept], np.array(cut, TASK)]))
 
     def _flows(self) -> Flows:
         """Plan the flows of each group."""
-        partners = self._partners()
-        flows: Flows = {}
-        surplus = np.array(self.surplus)
-        for group in np.unique(self.groups[surplus > 0]).tolist():
-            here = np.flatnonzero(self.groups == group).tolist()
-            place = {worker: at for at, worker in enumerate(here)}
-            near = {place[w]: {place[p] for p in partners[w] if p in place} for w in here if w in partners}
-            inside = plan_flows([self.surplus[worker] for worker in here], near)
-            flows |= {
-                here[giver]: [(here[taker], amount) for taker, amount in given] for giver, given in inside.items()
-            }
-        return flows
-
-    def _price(self, giver: int) -> Price:
-        """Return the price of giving: all bytes, or for a bottleneck the bytes that it sends."""
-        return self.prices.sent if self.surplus[giver] >= self.busy else self.prices.all
-
-    def _partners(self) -> dict[int, set[int]]:
-        """Return, for each worker, the workers that have tasks of the same documents."""
-        partners: dict[int, set[int]] = {}
-        for held in self.known.values():
+        partners: dict[int, set[int]] = {}  # workers that have tasks of the same documents
+        for held in self._known.values():
             for worker in held:
                 partners.setdefault(worker, set()).update(held)
-        return partners
+        flows: Flows = {}
+        for group in np.unique(self._groups[self._surplus > 0]):
+            flows |= plan_flows(np.where(self._groups == group, self._surplus, 0.0).tolist(), partners)
+        return flows
 
-    def _learn(self, doc: int, worker: int, rows: int) -> None:
-        held = self.known.setdefault(doc, {})
+    def _price_for(self, giver: int) -> Price:
+        return self._price_of_busy if self._surplus[giver] >= self._busy else self._price
+
+    def _learn(self, document: int, worker: int, rows: int) -> None:
+        held = self._known.setdefault(document, {})
         held[worker] = max(held.get(worker, 0), rows)
-
-    def _give(self, giver: int, flows: list[tuple[int, float]]) -> None:
-        """Choose the tasks from which one worker serves its flows."""
-        mine = range(self.first[giver], self.first[giver + 1])
-        span = slice(mine.start, mine.stop)
-        start, stop = self.tasks["start"][span], self.tasks["stop"][span]
-        source = Source(np.arange(mine.start, mine.stop), start, stop, self._price(giver))
-        shared = [task for task in mine if self.documents[task] in self.known]
-        for taker, amount in flows:
-            for task, part in source.take(amount, self._rows_known(shared, taker)).items():
-                self.parts.setdefault(task, []).append((part, taker))
-
-    def _rows_known(self, shared: list[int], worker: int) -> dict[int, int]:
-        """Return, by task, the K/V rows of its document that a worker has, where there are any."""
-        rows = {task: self.known[self.documents[task]].get(worker, 0) for task in shared}
-        return {task: count for task, count in rows.items() if count}
 
     def _stack(self, task: int, parts: list[tuple[float, int]]) -> list[tuple[int, int, int, int]]:
         """Cut one task: place its parts side by side where they cost least, and leave the rest with its worker."""
-        doc, start, stop, owner = (int(field) for field in self.tasks[task])
-        held = self.known.get(doc, {})
+        document, start, stop, owner = self._tasks[task].tolist()
+        window = self._window
+        held = self._known.get(document, {})
         # Small parts come first: the others then need fewer K/V rows. Takers that have K/V rows already come last.
-        parts = sorted(parts, key=lambda part: (held.get(part[1], self.origin), part))
-        known = np.array([float(held.get(taker, self.origin)) for _, taker in parts])
+        parts = sorted(parts, key=lambda part: (held.get(part[1], self._origin), part))
+        known = np.array([float(held.get(taker, self._origin)) for _, taker in parts])
         amounts = np.cumsum([0.0] + [amount for amount, _ in parts])
-        low, high = pairs(0, start, self.window), pairs(0, stop, self.window)
+        low, high = pairs(0, start, window), pairs(0, stop, window)
         amounts *= min(1.0, (high - low) / amounts[-1])
-        price = self._price(owner)
-        begin, end = float(start), row_reaching(float(high - amounts[-1]), self.window)
+        price = self._price_for(owner)
+        begin, end = float(start), row_reaching(float(high - amounts[-1]), window)
         for _ in range(2):  # search the start of the first part: coarse, then fine
             first = np.linspace(begin, end, 33)
-            cuts = row_reaching(pairs_at(first, self.window)[:, None] + amounts, self.window)
+            cuts = row_reaching(pairs_at(first, window)[:, None] + amounts, window)
             np.clip(cuts, start, stop, out=cuts)
             costs = price.of(cuts[:, :-1], cuts[:, 1:], known).sum(axis=1)
-            costs += self._short(cuts, start, stop, doc) * FORBIDDEN
-            costs += self._gathered(cuts, start, stop)
+            costs += self._besides(cuts, start, stop, at_end=stop == self._problem.layout.lengths[document])
             at = int(costs.argmin())
             begin, end = float(first[max(at - 1, 0)]), float(first[min(at + 1, len(first) - 1)])
-        bounds = self._whole_rows(cuts[at], start, stop, doc)
+        bounds = [start]
+        for row in cuts[at].tolist():
+            bounds.append(min(max(self._whole_row(row), bounds[-1]), stop))
+        bounds.append(stop)
         takers = [owner, *(taker for _, taker in parts), owner]
-        cut = [(doc, *rows, taker) for rows, taker in zip(itertools.pairwise(bounds), takers, strict=True)]
-        cut = [span for span in cut if span[1] < span[2]]
-        for _, _, last, taker in cut:
-            self._learn(doc, taker, last)
-        return cut
+        pieces = [(document, *rows, taker) for rows, taker in zip(itertools.pairwise(bounds), takers, strict=True)]
+        pieces = [piece for piece in pieces if piece[1] < piece[2]]
+        for _, _, last, taker in pieces:
+            self._learn(document, taker, last)
+        return pieces
 
-    def _short(self, cuts: NDArray[np.float64], start: int, stop: int, doc: int) -> NDArray[np.int64]:
-        """Return [choices] int64: tasks smaller than a block that result from cuts [choices, parts + 1]."""
-        short: NDArray[np.int64] = (np.diff(cuts, axis=1) < self.block).sum(axis=1)
-        short += (cuts[:, 0] > start + 1) & (cuts[:, 0] < start + self.block)
-        if stop != self.stops[doc]:
-            short += (cuts[:, -1] < stop - 1) & (cuts[:, -1] > stop - self.block)
-        return short
+    def _besides(self, cuts: FloatArray, start: int, stop: int, *, at_end: bool) -> FloatArray:
+        """Return [choices] bytes charged besides the parts' own, for [choices, parts + 1] cuts of rows [start, stop).
 
-    def _gathered(self, cuts: NDArray[np.float64], start: int, stop: int) -> NDArray[np.float64]:
-        """Return [choices] float64: the cost of rests on both sides of the parts.
-
-        The second rest reads the K/V rows once more.
+        Tasks smaller than a block are forbidden, except at a document's end. Of rests on both sides of the parts the
+        second one gathers its K/V rows once more.
         """
-        first = float(self.origin)
-        after = cuts[:, -1]
-        keys = stop - (np.maximum(after - self.key_window + 1, first) if self.key_window else first)
-        cost: NDArray[np.float64] = ((cuts[:, 0] > start) & (after < stop)) * keys * self.prices.gathered
+        problem, block = self._problem, self._problem.block
+        before, after = cuts[:, 0], cuts[:, -1]
+        short = (np.diff(cuts, axis=1) < block).sum(axis=1) + ((before > start + 1) & (before < start + block))
+        if not at_end:
+            short += (after < stop - 1) & (after > stop - block)
+        keys = stop - (np.maximum(after - problem.window + 1, self._origin) if problem.window else self._origin)
+        gathered = keys * (problem.gather_cost * problem.row_bytes.kv)
+        cost: FloatArray = short * FORBIDDEN + ((before > start) & (after < stop)) * gathered
         return cost
 
-    def _whole_rows(self, cuts: NDArray[np.float64], start: int, stop: int, doc: int) -> list[int]:
-        """Return [start, rounded cuts, stop].
-
-        A cut leaves the block's boundary only if rounding to the boundary would move too many pairs.
-        """
-        rows = [start]
-        for cut in cuts.tolist():
-            rows.append(min(max(self._whole_row(cut), rows[-1]), stop))
-        return [*rows, stop]
-
     def _whole_row(self, cut: float) -> int:
-        pairs_a_row = min(cut, self.window or cut)
-        multiple = grain(self.block, lambda size: size * pairs_a_row > self.rounding)
+        """Round a cut to a block's boundary, or to a finer one if that would move too many pairs."""
+        pairs_a_row = min(cut, self._window or cut)
+        multiple = grain(self._problem.block, lambda size: size * pairs_a_row > self._rounding)
         return round(cut / multiple) * multiple

@@ -1,6 +1,7 @@
 """Packing of documents into bins of a fixed capacity: micro-batches, or ranks that hold documents whole."""
 
 import heapq
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -18,53 +19,36 @@ LOOK_AHEAD = 16
 
 
 def pack_in_order(documents: Iterable[tuple[int, Item]], capacity: int) -> Iterator[list[Item]]:
-    """Fill one bin after another, as nearly as possible in the given order.
+    """Fill one bin after another, as nearly as possible in the given order, and yield the items of each.
 
     A document that does not fit waits for the next bin, while shorter ones behind it may still go in. A bin is closed
     when it is full or more than 16 documents wait. Only the documents needed are read from `documents`.
 
     Args:
         documents: (tokens, item) of each document, each of at most `capacity` tokens.
-
-    Yields:
-        The items of one bin, at least one.
     """
-    chosen: list[Item] = []
-    room = capacity
+    source = iter(documents)
     waiting: list[tuple[int, Item]] = []
-    for length, item in documents:
-        if length <= room:
-            chosen.append(item)
-            room -= length
-        else:
-            waiting.append((length, item))
-        while room == 0 or len(waiting) > LOOK_AHEAD:
-            yield chosen
-            chosen, room, waiting = _next_bin(waiting, capacity)
-    while chosen:
+    while True:
+        chosen: list[Item] = []
+        passed: list[tuple[int, Item]] = []
+        room, first = capacity, iter(waiting)
+        for length, item in itertools.chain(first, source):
+            if length <= room:
+                chosen.append(item)
+                room -= length
+            else:
+                passed.append((length, item))
+            if room == 0 or len(passed) > LOOK_AHEAD:
+                break
+        if not chosen:
+            return
         yield chosen
-        chosen, room, waiting = _next_bin(waiting, capacity)
-
-
-def _next_bin(waiting: list[tuple[int, Item]], capacity: int) -> tuple[list[Item], int, list[tuple[int, Item]]]:
-    """Start a bin with waiting documents; return its items, its room and the documents still waiting."""
-    chosen: list[Item] = []
-    room = capacity
-    still_waiting = []
-    for length, item in waiting:
-        if length <= room:
-            chosen.append(item)
-            room -= length
-        else:
-            still_waiting.append((length, item))
-    return chosen, room, still_waiting
+        waiting = [*passed, *first]
 
 
 def place_evenly(lengths: Sequence[int], bins: int, capacity: int) -> list[int] | None:
-    """Put each document, in the given order, into the bin with the fewest tokens.
-
-    Args:
-        lengths: tokens of each document; longest first gives an even result.
+    """Put each document, in the given order, into the bin with the fewest tokens; longest first is most even.
 
     Returns:
         The bin of each document, or None if a document does not fit.
@@ -115,33 +99,12 @@ def place_tightly(lengths: Sequence[int], capacity: int) -> list[int]:
     return chosen
 
 
-def place_in_order(lengths: Sequence[int], bins: int, capacity: int) -> list[int] | None:
-    """Fill one bin after another in the given order.
-
-    Documents that were packed bin after bin, into at most `bins` bins, always fit.
-
-    Returns:
-        The bin of each document, or None if a document does not fit.
-    """
-    current, load = 0, 0
-    chosen = []
-    for length in lengths:
-        if load + length > capacity:
-            current, load = current + 1, 0
-        load += length
-        chosen.append(current)
-    return None if current >= bins or max(lengths, default=0) > capacity else chosen
-
-
 def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int) -> list[NDArray[np.int64]]:
     """Return the documents of each rank, with tokens as equal as whole documents allow.
 
     Longest first, each document goes to the rank with the fewest tokens. If that leaves no room for a document, each
     goes to the fullest rank that has room. If that fails too, ranks are filled one after another in the order of the
     documents. The last order always fits documents that GlobalBatchSampler has packed into a bin for each rank.
-
-    Args:
-        lengths: [documents] tokens of each document.
 
     Returns:
         For each rank the indices of its documents, ordered so that its rows can be halved between two documents.
@@ -164,17 +127,20 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
         chosen = place_tightly(longest_first, tokens_per_rank)
     if max(chosen, default=0) >= ranks:
         order = np.arange(len(lengths))
-        in_order = place_in_order(lengths.tolist(), ranks, tokens_per_rank)
-        if in_order is None:
+        chosen, rank, load = [], 0, 0
+        for length in lengths.tolist():
+            if load + length > tokens_per_rank:
+                rank, load = rank + 1, 0
+            load += length
+            chosen.append(rank)
+        if rank >= ranks:
             raise ValueError(
                 f"{len(lengths)} documents of {int(lengths.sum())} tokens do not fit on {ranks} ranks of "
                 f"{tokens_per_rank} without cutting a document; use fewer documents, more ranks or more "
                 "tokens_per_rank"
             )
-        chosen = in_order
-    placed: list[list[int]] = [[] for _ in range(ranks)]
-    for document, rank in zip(order.tolist(), chosen, strict=True):
-        placed[rank].append(document)
     # In two halves of about equal tokens, so that nano-batches can divide the rank's rows between two documents.
-    ordered = (np.sort(np.array(documents, np.int64)) for documents in placed)
+    rank_of = np.empty(len(lengths), np.int64)
+    rank_of[order] = chosen
+    ordered = (np.flatnonzero(rank_of == rank) for rank in range(ranks))
     return [np.concatenate([documents[half] for half in halves(lengths[documents])]) for documents in ordered]

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, NanoBatch, Plan, PlanChoice, PlanSummary
+from hf_distca.plan import Layout, MicroBatchPlan, NanoBatch, Plan, PlanChoice, PlanSummary
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import whole_documents
-from hf_distca.planner.cost import Workers, pairs
+from hf_distca.planner.intervals import IntArray, local_tasks
 from hf_distca.planner.layout import (
     fixed_layout,
     joint_layout,
@@ -22,10 +21,7 @@ from hf_distca.planner.metrics import exchange_figures, loads_of
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.seconds import FloatArray, StepCosts
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.shifted import local_tasks
 from hf_distca.planner.stages import usual_stages, with_stages
-
-IntArray = NDArray[np.int64]
 
 
 def local_plan(layout: Layout, window: int | None) -> Plan:
@@ -33,41 +29,8 @@ def local_plan(layout: Layout, window: int | None) -> Plan:
     return Plan(layout, local_tasks(layout.segments), layout.ranks, window)
 
 
-def plan_tasks(
-    layout: Layout,
-    kind: AttentionKind,
-    settings: PlanSettings,
-    workers: Workers | None = None,
-    nodes: Sequence[int] | None = None,
-    groups: Sequence[int] | None = None,
-    tolerance: FloatArray | None = None,
-) -> Plan:
-    """Balance the core attention of one kind of layer on a layout, in one stage.
-
-    Args:
-        workers: as in `balance`; None for the ranks alone, at the speeds of the settings.
-        nodes: as in `balance`; None for the nodes of the ranks alone.
-        tolerance: as in `balance`; None for the tolerance of the settings.
-    """
-    return balance(
-        layout_of_kind(layout, kind),
-        workers=workers or settings.workers(layout.tokens),
-        nodes=settings.nodes if nodes is None else nodes,
-        groups=groups,
-        window=kind.window,
-        balance_tolerance=settings.balance_tolerance if tolerance is None else tolerance,
-        balance_block_size=settings.balance_block_size,
-        row_bytes=settings.row_bytes(kind),
-        row_overhead=settings.row_overhead,
-        gather_cost=settings.gather_cost,
-    )
-
-
 def nano_batches_as_set(lengths: IntArray, settings: PlanSettings) -> tuple[NanoBatch, ...]:
     """Lay out the documents of one global micro-batch and balance their core attention, in one stage.
-
-    Args:
-        lengths: [documents] tokens of each document, at most ranks · tokens_per_rank in all.
 
     Raises:
         ValueError: the ranks cannot hold the documents, or document_layout="whole" would have to cut one.
@@ -77,12 +40,24 @@ def nano_batches_as_set(lengths: IntArray, settings: PlanSettings) -> tuple[Nano
     groups = split_documents(lengths, settings.ranks) if settings.ping_pong else None
     groups = groups or [np.arange(len(lengths))]
     sizes = settings.node_sizes
-    layouts = [_layout(lengths[groups[0]], settings, sizes)]
-    if len(groups) == 2:
+    layouts = []
+    for number, group in enumerate(groups):
         # Each layout gives one row more to its first ranks. Mirroring the second gives its extra rows to the last
-        # ranks, so no rank holds more than without nano-batches. The nodes are reversed first, as mirroring reverses
-        # them back.
-        layouts.append(mirrored(_layout(lengths[groups[1]], settings, sizes and sizes[::-1])))
+        # ranks, so no rank holds more than without nano-batches. Mirroring also reverses the nodes, which are reversed
+        # before.
+        if settings.document_layout == "fixed":
+            layout = fixed_layout([lengths[group].tolist()], settings.ranks)
+        else:
+            layout = joint_layout(
+                lengths[group],
+                settings.ranks,
+                settings.tokens_per_rank,
+                node_sizes=sizes[::-1] if sizes and number else sizes,
+                window=settings.dominant_kind.window or settings.dominant_kind.chunk,
+                balance_tolerance=settings.balance_tolerance,
+                balance_block_size=settings.balance_block_size,
+            )
+        layouts.append(mirrored(layout) if number else layout)
     return _balanced(groups, layouts, settings)
 
 
@@ -100,6 +75,28 @@ def nano_batches_placed(placed: Sequence[Sequence[int]], settings: PlanSettings)
 def lengths_of(placed: Sequence[Sequence[int]]) -> IntArray:
     """Return [documents] tokens of documents that are placed, rank after rank."""
     return np.array([length for lengths in placed for length in lengths], np.int64)
+
+
+def _on_ranks(lengths: IntArray, on_ranks: Sequence[IntArray], settings: PlanSettings) -> tuple[NanoBatch, ...]:
+    """Plan whole documents on their ranks; a nano-batch has the first or the last ones of each rank.
+
+    Args:
+        on_ranks: for each rank, its documents in the order of its rows.
+    """
+    cuts = split_placed([lengths[documents].tolist() for documents in on_ranks]) if settings.ping_pong else None
+    divided = [list(on_ranks)]
+    if cuts is not None:
+        halves = [np.split(documents, [cut]) for documents, cut in zip(on_ranks, cuts, strict=True)]
+        divided = [[first for first, _ in halves], [second for _, second in halves]]
+    layouts = [fixed_layout([lengths[documents].tolist() for documents in each]) for each in divided]
+    return _balanced([np.concatenate(each) for each in divided], layouts, settings)
+
+
+def _balanced(groups: Sequence[IntArray], layouts: Sequence[Layout], settings: PlanSettings) -> tuple[NanoBatch, ...]:
+    return tuple(
+        NanoBatch(group, layout, {kind: balance(layout, kind, settings) for kind in settings.kinds})
+        for group, layout in zip(groups, layouts, strict=True)
+    )
 
 
 def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
@@ -137,42 +134,6 @@ def finished(
     return MicroBatchPlan(tuple(staged), summary, choice=choice)
 
 
-def _on_ranks(lengths: IntArray, on_ranks: Sequence[IntArray], settings: PlanSettings) -> tuple[NanoBatch, ...]:
-    """Plan whole documents on their ranks; a nano-batch has the first or the last ones of each rank.
-
-    Args:
-        on_ranks: for each rank, its documents in the order of its rows.
-    """
-    cuts = split_placed([lengths[documents].tolist() for documents in on_ranks]) if settings.ping_pong else None
-    divided = [list(on_ranks)]
-    if cuts is not None:
-        of_ranks = list(zip(on_ranks, cuts, strict=True))
-        divided = [[documents[:cut] for documents, cut in of_ranks], [documents[cut:] for documents, cut in of_ranks]]
-    layouts = [fixed_layout([lengths[documents].tolist() for documents in each]) for each in divided]
-    return _balanced([np.concatenate(each) for each in divided], layouts, settings)
-
-
-def _layout(lengths: IntArray, settings: PlanSettings, node_sizes: tuple[int, ...] | None) -> Layout:
-    if settings.document_layout == "fixed":
-        return fixed_layout([lengths.tolist()], settings.ranks)
-    return joint_layout(
-        lengths,
-        settings.ranks,
-        settings.tokens_per_rank,
-        node_sizes=node_sizes,
-        window=settings.dominant_kind.window or settings.dominant_kind.chunk,
-        balance_tolerance=settings.balance_tolerance,
-        balance_block_size=settings.balance_block_size,
-    )
-
-
-def _balanced(groups: Sequence[IntArray], layouts: Sequence[Layout], settings: PlanSettings) -> tuple[NanoBatch, ...]:
-    return tuple(
-        NanoBatch(group, layout, {kind: plan_tasks(layout, kind, settings) for kind in settings.kinds})
-        for group, layout in zip(groups, layouts, strict=True)
-    )
-
-
 def packed_seconds(lengths: IntArray, settings: PlanSettings, costs: StepCosts) -> float:
     """Return the seconds of a micro-batch of documents packed in order and computed without exchange.
 
@@ -182,10 +143,8 @@ def packed_seconds(lengths: IntArray, settings: PlanSettings, costs: StepCosts) 
     seconds: FloatArray = np.multiply(costs.token, packed.tokens)
     for of_kind in costs.kinds:
         seconds = seconds + of_kind.layers * costs.launches * (1 + costs.backward_factor)
-        segments = layout_of_kind(packed, of_kind.kind).segments
-        amount = pairs(segments["start"], segments["stop"], of_kind.kind.window)
         each = of_kind.layers * (of_kind.forward.pair + of_kind.backward.pair)
-        seconds = seconds + each * np.bincount(segments["rank"], weights=amount, minlength=settings.ranks)
+        seconds = seconds + each * loads_of(local_plan(layout_of_kind(packed, of_kind.kind), of_kind.kind.window))
     return costs.until_done(seconds, float(seconds.max()))
 
 
@@ -193,5 +152,4 @@ def loads_as_packed(lengths: IntArray, settings: PlanSettings) -> IntArray:
     """Return [ranks] int64: query-key pairs in a layer of the dominant kind if documents are packed in order."""
     kind = settings.dominant_kind
     packed = layout_of_kind(fixed_layout([lengths.tolist()], settings.ranks), kind)
-    cost = pairs(packed.segments["start"], packed.segments["stop"], kind.window)
-    return np.bincount(packed.segments["rank"], weights=cost, minlength=packed.ranks).astype(np.int64)
+    return loads_of(local_plan(packed, kind.window))

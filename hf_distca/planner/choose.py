@@ -447,7 +447,7 @@ class _Search:
     ) -> list[dict[AttentionKind, CountedPlan]]:
         """Count the plans of each nano-batch, in one stage."""
         nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
-        count = partial(count_plan, bytes_per_value=settings.bytes_per_value, nodes=nodes, exact=False)
+        count = partial(count_plan, bytes_per_value=settings.bytes_per_value, nodes=nodes)
         return [{kind: count(plan, kind) for kind, plan in nano.plans.items()} for nano in nano_batches]
 
     def _walked(

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import Layout
+from hf_distca.planner.intervals import ROWS, IntArray, by_document, expand, overlaps, row_counts, table_of
 from hf_distca.planner.routes import ExchangedRows
-
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,41 +67,28 @@ def halos(layout: Layout, rank: int, width: int) -> Halos:
         width: rows before a row that a convolution reads: its kernel size - 1.
     """
     segments = layout.segments
-    of_rank = np.searchsorted(segments["rank"], segments["rank"], "left")
-    nth = np.arange(len(segments)) - of_rank
+    nth = np.arange(len(segments)) - np.searchsorted(segments["rank"], segments["rank"])
     begins = segments["offset"] + width * nth  # of each halo, in the extended row of its rank
-    reader = np.repeat(np.arange(len(segments)), width)
-    back = np.tile(np.arange(width, 0, -1), len(segments))
-    exists = segments["start"][reader] >= back
-    reader, back = reader[exists], back[exists]
-    position = segments["start"][reader] - back
-    holder = _holders(layout, segments["document"][reader], position)
-    source, target = segments["rank"][holder], segments["rank"][reader]
-    row = segments["offset"][holder] + position - segments["start"][holder]
-    place = begins[reader] + width - back
+    first = np.maximum(segments["start"] - width, 0)
+    before = table_of(ROWS, document=segments["document"], start=first, stop=segments["start"])
+    ordered = by_document(segments)
+    reader, other, start, stop = overlaps(before, ordered)
+    holder = ordered[other]
+    source, target = (np.repeat(ranks, stop - start) for ranks in (holder["rank"], segments["rank"][reader]))
+    row = expand(holder["offset"] + start - holder["start"], stop - start)
+    place = expand(begins[reader] + width + start - segments["start"][reader], stop - start)
     _, received, messages = _messages(source, target, row, rank, layout.ranks)
     stays = (source == rank) & (target == rank)
-    mine = segments["rank"] == rank
-    sizes = (segments["stop"] - segments["start"])[mine]
+    sizes = row_counts(layout.of_rank(rank))
     local = int(sizes.sum())
     return Halos(
-        rows=local + width * int(mine.sum()),
+        rows=local + width * len(sizes),
         places=np.arange(local) + width * np.repeat(np.arange(1, len(sizes) + 1), sizes),
         messages=messages,
         received_places=place[received],
         local_rows=row[stays],
         local_places=place[stays],
     )
-
-
-def _holders(layout: Layout, document: IntArray, position: IntArray) -> IntArray:
-    """Return the segment that holds each of these rows of documents."""
-    segments = layout.segments
-    order = np.lexsort((segments["start"], segments["document"]))
-    span = int(layout.lengths.max(initial=0)) + 1
-    begins = (segments["document"] * span + segments["start"])[order]
-    holders: IntArray = order[np.searchsorted(begins, document * span + position, "right") - 1]
-    return holders
 
 
 def chains(layout: Layout, rank: int) -> Chains:
@@ -141,10 +127,9 @@ def chained(segments: NDArray[np.void]) -> tuple[IntArray, IntArray, IntArray, I
     """
     order = np.lexsort((segments["start"], segments["document"]))
     document = segments["document"][order]
-    nth = np.arange(len(order)) - np.searchsorted(document, document, "left")
-    later = np.repeat(np.arange(len(order)), nth)
-    counted_down = np.repeat(np.cumsum(nth), nth) - np.arange(int(nth.sum()))
-    return order, nth, later - counted_down, later
+    first = np.searchsorted(document, document)
+    nth = np.arange(len(order)) - first
+    return order, nth, expand(first, nth), np.repeat(np.arange(len(order)), nth)
 
 
 def _messages(

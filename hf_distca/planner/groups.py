@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Layout, Plan
-from hf_distca.planner.build import local_plan, plan_tasks
+from hf_distca.planner.balance import balance
+from hf_distca.planner.build import local_plan
 from hf_distca.planner.layout import assemble, joint_layout, layout_of_kind, mirrored, split_documents
 from hf_distca.planner.seconds import StepCosts
 from hf_distca.planner.settings import PlanSettings
@@ -184,7 +185,7 @@ class Arrangement:
         else:
             flat = replace(settings, ranks_per_node=1) if inside else settings
             groups = np.repeat(np.arange(len(sizes)), sizes)
-            plan = plan_tasks(layout, kind, flat, groups=groups.tolist(), tolerance=np.repeat(self.slack, sizes))
+            plan = balance(layout, kind, flat, groups=groups.tolist(), tolerance=np.repeat(self.slack, sizes))
         return replace(plan, nodes=settings.nodes if self.placing.left or not inside else None)
 
     def _inside_nodes(self, settings: PlanSettings) -> bool:

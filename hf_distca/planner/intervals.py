@@ -1,120 +1,99 @@
-"""Intervals of rows, [start, stop) of documents: order, overlaps, unions and cuts.
+"""Tables of rows [start, stop) of documents: order, overlaps, unions and cuts.
 
-Tables of dtype SEGMENT or TASK hold intervals with an owner: a rank or a worker.
+A table is a structured array with the fields document, start and stop, such as segments and tasks.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+from hf_distca.plan import TASK
 
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+Table = NDArray[np.void]
+
+ROWS = np.dtype([("document", np.int64), ("start", np.int64), ("stop", np.int64)])
+"""Rows [start, stop) of a document."""
 ROW_LIMIT = 1 << 32
 """More than the rows of any document, so that a document and a row fit into one number, which sorts quickly."""
 
 
-@dataclass(frozen=True, eq=False)
-class Intervals:
-    """Intervals of rows, each of one document.
-
-    Attributes:
-        document: [n] document of each interval.
-        start: [n] first row.
-        stop: [n] one past the last row.
-    """
-
-    document: IntArray
-    start: IntArray
-    stop: IntArray
-
-    @classmethod
-    def of(cls, table: NDArray[np.void]) -> "Intervals":
-        """Return the intervals of a table of segments or tasks."""
-        return cls(table["document"], table["start"], table["stop"])
-
-    def __len__(self) -> int:
-        return len(self.document)
-
-    def __getitem__(self, index: IntArray | NDArray[np.bool_]) -> "Intervals":
-        return Intervals(self.document[index], self.start[index], self.stop[index])
-
-    @property
-    def lengths(self) -> IntArray:
-        """[n] rows of each interval."""
-        return self.stop - self.start
-
-    def overlaps(self, ordered: "Intervals") -> "Overlaps":
-        """Cut these intervals at the borders of a second set.
-
-        Args:
-            ordered: disjoint intervals in the order of (document, start) that together hold all rows of these
-                intervals.
-        """
-        border = sortable(ordered.document, ordered.start)
-        low = np.searchsorted(border, sortable(self.document, self.start), side="right") - 1
-        high = np.searchsorted(border, sortable(self.document, self.stop - 1), side="right")
-        counts = high - low
-        which, other = np.repeat(np.arange(len(self)), counts), expand(low, counts)
-        start = np.maximum(self.start[which], ordered.start[other])
-        stop = np.minimum(self.stop[which], ordered.stop[other])
-        return Overlaps(which, other, Intervals(ordered.document[other], start, stop))
+def table_of(dtype: np.dtype[np.void], **columns: IntArray | int) -> Table:
+    """Return a table of the given columns; `document` gives its length, and missing columns are 0."""
+    table = np.zeros(np.size(columns["document"]), dtype)
+    for name, values in columns.items():
+        table[name] = values
+    return table
 
 
-@dataclass(frozen=True, eq=False)
-class Overlaps:
-    """Overlaps of intervals of two sets, in the order of the first set.
-
-    Attributes:
-        first: [n] index of the interval in the first set.
-        second: [n] index of the interval in the second set.
-        rows: [n] rows that are in both.
-    """
-
-    first: IntArray
-    second: IntArray
-    rows: Intervals
+def row_counts(table: Table) -> IntArray:
+    """Return [n] rows of each entry."""
+    rows: IntArray = table["stop"] - table["start"]
+    return rows
 
 
-def by_document(table: NDArray[np.void]) -> NDArray[np.void]:
-    """Sort segments or tasks by (document, start)."""
-    ordered: NDArray[np.void] = table[np.lexsort((table["start"], table["document"]))]
-    return ordered
+def rows_before(table: Table) -> IntArray:
+    """Return [n] rows of all earlier entries."""
+    rows = row_counts(table)
+    return np.cumsum(rows) - rows
 
 
-def union(owner: IntArray, intervals: Intervals) -> tuple[IntArray, Intervals]:
-    """Merge each owner's intervals so that no row is listed twice.
+def by_document(table: Table) -> Table:
+    """Sort a table by (document, start)."""
+    return table[np.lexsort((table["start"], table["document"]))]
+
+
+def overlaps(table: Table, ordered: Table) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Cut the rows of a table at the borders of an ordered one.
 
     Args:
-        owner: [n] owner of each interval.
-        intervals: [n] intervals, possibly overlapping or empty.
+        ordered: disjoint rows by (document, start) that hold all rows of `table`.
 
     Returns:
-        Owners and intervals by (owner, document, start); an owner's intervals do not overlap, but may touch.
+        For each piece, in the order of `table`: its index in `table`, its index in `ordered`, start and stop.
     """
-    order = np.lexsort((intervals.start, intervals.document, owner))
-    order = order[intervals.lengths[order] > 0]
-    owner, intervals = owner[order], intervals[order]
-    document, start, stop = intervals.document, intervals.start, intervals.stop
-    # Earlier intervals of the same owner hold the document's rows up to `covered`.
-    other = np.ones(len(order), bool)
-    other[1:] = (owner[1:] != owner[:-1]) | (document[1:] != document[:-1])
-    group = np.cumsum(other)
-    covered = np.zeros_like(stop)
-    if len(order):
-        covered[1:] = np.maximum.accumulate(sortable(group, stop))[:-1] - sortable(group[1:], 0)
-    start = np.maximum(start, covered)  # negative where another document's rows came before
-    kept = stop > start
-    return owner[kept], Intervals(document[kept], start[kept], stop[kept])
+    border = sortable(ordered["document"], ordered["start"])
+    low = np.searchsorted(border, sortable(table["document"], table["start"]), side="right") - 1
+    counts = np.searchsorted(border, sortable(table["document"], table["stop"] - 1), side="right") - low
+    which, other = np.repeat(np.arange(len(table)), counts), expand(low, counts)
+    start = np.maximum(table["start"][which], ordered["start"][other])
+    return which, other, start, np.minimum(table["stop"][which], ordered["stop"][other])
 
 
-def merge_touching(table: NDArray[np.void], place: str) -> NDArray[np.void]:
-    """Join segments or tasks that follow and touch each other in one place.
+def cut_at(table: Table, ordered: Table) -> tuple[Table, Table]:
+    """Return the pieces of a table cut as in `overlaps`, and for each the entry of `ordered` that holds it."""
+    which, other, start, stop = overlaps(table, ordered)
+    pieces = table[which]
+    pieces["start"], pieces["stop"] = start, stop
+    return pieces, ordered[other]
+
+
+def union(tasks: Table) -> Table:
+    """Return the rows of each worker once, by (worker, document, start).
 
     Args:
-        table: [n] in order of place.
-        place: field that names the holder of the rows: "rank" or "worker".
+        tasks: fields as of TASK; rows may overlap or be empty.
+    """
+    tasks = tasks[tasks["stop"] > tasks["start"]]
+    tasks = tasks[np.lexsort((tasks["start"], tasks["document"], tasks["worker"]))]
+    if not len(tasks):
+        return tasks
+    # Earlier entries of the same worker hold the document's rows up to `covered`.
+    worker, document, stop = tasks["worker"], tasks["document"], tasks["stop"]
+    group = np.cumsum(np.append(False, (worker[1:] != worker[:-1]) | (document[1:] != document[:-1])))
+    covered = np.maximum.accumulate(sortable(group, stop))[:-1] - sortable(group[1:], 0)
+    # Where another document's rows came before, `covered` is negative.
+    tasks["start"][1:] = np.maximum(tasks["start"][1:], covered)
+    return tasks[stop > tasks["start"]]
+
+
+def merge_touching(table: Table, place: str) -> Table:
+    """Join entries that follow and touch each other in one place.
+
+    Args:
+        place: field that must be equal, such as "rank" or "worker".
     """
     touches = (
         (table[place][1:] == table[place][:-1])
@@ -124,10 +103,9 @@ def merge_touching(table: NDArray[np.void], place: str) -> NDArray[np.void]:
     if not touches.any():
         return table
     first = np.flatnonzero(np.append(True, ~touches))
-    last = np.append(first[1:], len(table)) - 1
-    result: NDArray[np.void] = table[first]
-    result["stop"] = table["stop"][last]
-    return result
+    joined = table[first]
+    joined["stop"] = table["stop"][np.append(first[1:], len(table)) - 1]
+    return joined
 
 
 def grain(block: int, too_coarse: Callable[[int], bool]) -> int:
@@ -150,11 +128,37 @@ def expand(starts: IntArray, counts: IntArray) -> IntArray:
         starts: [n] first number of each range.
         counts: [n] how many numbers each range has; 0 or more.
     """
-    total = int(counts.sum())
     offsets = np.repeat(starts - (np.cumsum(counts) - counts), counts)
-    return offsets + np.arange(total, dtype=np.int64)
+    return offsets + np.arange(len(offsets))
 
 
 def sortable(document: IntArray, row: IntArray | int) -> IntArray:
     """Return numbers that sort as (document, row)."""
     return document * ROW_LIMIT + row
+
+
+def moved_by(table: Table, rows: int) -> Table:
+    """Return the table with all rows counted higher by `rows`."""
+    table = table.copy()
+    table["start"] += rows
+    table["stop"] += rows
+    return table
+
+
+def local_tasks(segments: Table) -> Table:
+    """Return [tasks] of dtype TASK: every rank computes the rows of its segments."""
+    return merged(
+        table_of(
+            TASK,
+            document=segments["document"],
+            start=segments["start"],
+            stop=segments["stop"],
+            worker=segments["rank"],
+        )
+    )
+
+
+def merged(tasks: Table) -> Table:
+    """Sort tasks by (worker, document, start) and join tasks that touch."""
+    tasks = tasks[np.lexsort((tasks["start"], tasks["document"], tasks["worker"]))]
+    return merge_touching(tasks, "worker")

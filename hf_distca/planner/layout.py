@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from hf_distca.plan import SEGMENT, AttentionKind, Layout
 from hf_distca.planner import nodes
 from hf_distca.planner.cost import BALANCE_TOLERANCE, as_lengths
-from hf_distca.planner.intervals import expand, merge_touching
+from hf_distca.planner.intervals import ROWS, expand, merge_touching, overlaps, row_counts, rows_before, table_of
 from hf_distca.planner.joint.place import place_on_ranks
 
 
@@ -28,24 +28,21 @@ def fixed_layout(placed: Sequence[Sequence[int]], ranks: int | None = None) -> L
             f"got {len(placed)} rows of documents for {ranks} ranks; give one row per rank, "
             "or one row per k consecutive ranks with ranks = k * rows"
         )
-    span = ranks // len(placed)
     lengths = as_lengths([length for documents in placed for length in documents])
-    counts = np.array([len(documents) for documents in placed], np.int64)
-    # Number the tokens of all documents from 0 on, list after list.
-    stops = np.cumsum(lengths)
-    ends = np.append(0, stops)[np.cumsum(counts)][:, None]
+    # Number the tokens of all documents from 0 on, list after list, and cut them where a document or a rank begins.
+    stops = np.append(0, np.cumsum(lengths))
+    ends = stops[np.cumsum([len(documents) for documents in placed])][:, None]
     begins = np.append(0, ends[:-1])[:, None]
-    nth = np.arange(span)  # ranks of one list
+    span = ranks // len(placed)
     share, extra = np.divmod(ends - begins, span)
+    nth = np.arange(span)  # ranks of one list
     first_of_rank = (begins + nth * share + np.minimum(nth, extra)).ravel()
-    cuts = np.union1d(stops - lengths, first_of_rank)
-    cuts = cuts[cuts < lengths.sum()]
-    document = np.searchsorted(stops, cuts, "right")
-    first = (stops - lengths)[document]
+    cuts = np.union1d(stops, first_of_rank)
+    begin, end = cuts[:-1], cuts[1:]
+    document = np.searchsorted(stops, begin, "right") - 1
     # If several ranks begin at the same token, all but the last are empty.
-    rank = np.searchsorted(first_of_rank, cuts, "right") - 1
-    stop = np.append(cuts[1:], stops[-1:])[: len(cuts)]
-    return assemble(lengths, (document, cuts - first, stop - first, rank), ranks)
+    rank = np.searchsorted(first_of_rank, begin, "right") - 1
+    return assemble(lengths, (document, begin - stops[document], end - stops[document], rank), ranks)
 
 
 def joint_layout(
@@ -64,7 +61,6 @@ def joint_layout(
     rows, rounded down or up.
 
     Args:
-        lengths: [documents] tokens of each document.
         balance_tolerance: how far above the mean a rank's pairs may be, as a fraction of the mean.
         balance_block_size: rows of a kernel block; cuts fall on its multiples where tokens and balance allow.
         node_sizes: [nodes] consecutive ranks of each node; documents are cut between nodes only if necessary. None if
@@ -115,47 +111,32 @@ def assemble(
     """Return the layout of some segments.
 
     Args:
-        lengths: [documents] tokens of each document.
         columns: document, start, stop and rank, [segments] each.
         by_document: sort the segments of a rank by document; otherwise they keep the given order.
     """
-    document, start, _, rank = columns
-    order = np.argsort(rank, kind="stable")
-    if by_document:
-        order = np.lexsort((start, document, rank))
-    segments = np.zeros(len(order), SEGMENT)
-    for name, values in zip(("document", "start", "stop", "rank"), columns, strict=True):
-        segments[name] = values[order]
+    document, start, stop, rank = columns
+    order = np.lexsort((start, document, rank)) if by_document else np.argsort(rank, kind="stable")
+    segments = table_of(SEGMENT, document=document, start=start, stop=stop, rank=rank)[order]
     segments = merge_touching(segments, "rank")
-    rows = segments["stop"] - segments["start"]
-    before = np.cumsum(rows) - rows
-    first = np.searchsorted(segments["rank"], segments["rank"], "left")
-    segments["offset"] = before - before[first] if len(segments) else before
+    before = rows_before(segments)
+    segments["offset"] = before - before[np.searchsorted(segments["rank"], segments["rank"])]
     return Layout(lengths, segments, ranks)
 
 
 def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
-    """Return the layout as one kind of layer sees it: the same rows at the same places.
-
-    With chunked attention each chunk is a document of the returned layout.
-    """
+    """Return the layout as one kind of layer sees it; with chunked attention each chunk is a document."""
     if kind.chunk is None:
         return layout
     counts = -(-layout.lengths // kind.chunk)
-    before = np.cumsum(counts) - counts  # chunks of earlier documents
-    lengths = np.full(counts.sum(), kind.chunk, np.int64)
-    lengths[before + counts - 1] = layout.lengths - (counts - 1) * kind.chunk
-
-    segments = layout.segments
-    first = segments["start"] // kind.chunk
-    pieces = -(-segments["stop"] // kind.chunk) - first
-    cut, chunk = np.repeat(segments, pieces), expand(first, pieces)
-    start = np.maximum(cut["start"], chunk * kind.chunk)
-    stop = np.minimum(cut["stop"], (chunk + 1) * kind.chunk)
-    cut["offset"] += start - cut["start"]
-    cut["start"], cut["stop"] = start - chunk * kind.chunk, stop - chunk * kind.chunk
-    cut["document"] = before[cut["document"]] + chunk
-    return Layout(lengths, cut, layout.ranks)
+    document = np.repeat(np.arange(len(counts)), counts)
+    start = kind.chunk * expand(np.zeros_like(counts), counts)
+    stop = np.minimum(start + kind.chunk, layout.lengths[document])
+    chunks = table_of(ROWS, document=document, start=start, stop=stop)
+    which, chunk, first, last = overlaps(layout.segments, chunks)
+    segments = layout.segments[which]
+    segments["offset"] += first - segments["start"]
+    segments["document"], segments["start"], segments["stop"] = chunk, first - start[chunk], last - start[chunk]
+    return Layout(row_counts(chunks), segments, layout.ranks)
 
 
 SMALLEST_SHARE = 0.25
@@ -164,14 +145,7 @@ exchanges."""
 
 
 def halves(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Divide documents into two groups of about equal tokens: longest first, each to the smaller group.
-
-    Args:
-        lengths: [documents] tokens of each document.
-
-    Returns:
-        The documents of each group in order.
-    """
+    """Divide documents into two groups of about equal tokens: longest first, each to the smaller group."""
     second = np.zeros(len(lengths), bool)
     ahead = 0  # tokens of the first group beyond those of the second
     for document in np.argsort(-lengths, kind="stable").tolist():
@@ -181,9 +155,7 @@ def halves(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 
 
 def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]] | None:
-    """Divide documents into two nano-batches, see `halves`.
-
-    Groups differ by one document at most, so each has at least a quarter of the tokens.
+    """Divide documents into two nano-batches, see `halves`; each has at least a quarter of the tokens.
 
     Returns:
         None if a document has more than half of the tokens, or a group has fewer tokens than ranks.
@@ -196,9 +168,6 @@ def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
 
 def split_placed(placed: Sequence[Sequence[int]]) -> list[int] | None:
     """Find where to divide the documents of every rank into two parts of about equal tokens.
-
-    Args:
-        placed: for each rank, lengths of its documents in the order of its rows.
 
     Returns:
         For each rank, the number of documents in the first part. None if on some rank every cut between documents

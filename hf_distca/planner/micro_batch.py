@@ -15,9 +15,6 @@ def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBat
 
     With `settings.choices` the fastest of several plans is taken.
 
-    Args:
-        lengths: tokens of each document, at most ranks · tokens_per_rank in all.
-
     Raises:
         ValueError: the ranks cannot hold the documents, or document_layout="whole" would have to cut one.
     """

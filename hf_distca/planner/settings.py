@@ -115,11 +115,13 @@ class PlanSettings:
 
     @property
     def dominant_kind(self) -> AttentionKind:
-        """Kind of the costliest layers, for which the joint layout is made."""
-        return max(
-            self.kinds,
-            key=lambda kind: (_reach(kind), kind.q_heads * (kind.dim_qk + kind.dim_v)),
-        )
+        """Kind of the costliest layers, for which the joint layout is made: those whose rows reach farthest."""
+
+        def cost(kind: AttentionKind) -> tuple[float, int]:
+            reach = min(inf if most is None else most for most in (kind.window, kind.chunk))
+            return reach, kind.q_heads * (kind.dim_qk + kind.dim_v)
+
+        return max(self.kinds, key=cost)
 
     def row_bytes(self, kind: AttentionKind) -> RowBytes:
         """Return the size of a row of Q, of K and V, and of O in one layer."""
@@ -139,8 +141,3 @@ class PlanSettings:
     def buffer_rows(self, kind: AttentionKind) -> int:
         """Return how many K/V rows of a layer of a kind a rank may send, and receive, at a time."""
         return max(self.exchange_buffer_bytes // self.row_bytes(kind).kv, 1)
-
-
-def _reach(kind: AttentionKind) -> float:
-    """Return the most rows that a row attends to."""
-    return min(inf if most is None else most for most in (kind.window, kind.chunk))

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import Plan
-from hf_distca.planner.routes.reads import Arrivals
+from hf_distca.planner.routes import moves
 
 EXCHANGE_BUFFER_BYTES = 1 << 28
 """Bytes of K/V rows that a rank sends or receives at a time; 65536 rows of Llama-3-8B in bfloat16."""
@@ -59,7 +59,5 @@ def rows_by_stage(plan: Plan) -> NDArray[np.int64]:
 
     Rows that a rank gathers for itself are counted on both sides; rows that servers receive are not counted.
     """
-    stages = Arrivals.of(plan, plan.tasks).stages
-    return np.concatenate(
-        [hops.rows_by_stage(np.zeros_like(hops.first.source), 1, plan.layout.ranks) for hops in stages]
-    )
+    _, first, second = moves.rows_to_move(plan)
+    return moves.rows_by_stage(first, second, plan.layout.ranks)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ Draw = Callable[[np.random.Generator, int], IntArray]
 """Function that draws a number of lengths."""
 
 CORPORA = Path(__file__).parent / "document_lengths.json"
-"""Histograms of the document lengths of public data sets; `source` says where each was published."""
+"""Histograms of the document lengths of public data sets; `source` names their publications."""
 LONGEST_MEDIAN, WIDEST = 1e9, 3.0
 """Limits of lognormal lengths; beyond them documents are longer than any text, and 64 bits overflow."""
 
@@ -41,10 +40,6 @@ def of_histogram(edges: IntArray, counts: IntArray) -> Draw:
 
 def lognormal(median: float, sigma: float) -> Draw:
     """Return a draw of lengths whose logarithms are normally distributed.
-
-    Args:
-        median: tokens.
-        sigma: standard deviation of the natural logarithm.
 
     Raises:
         ValueError: an argument is out of range.
@@ -89,40 +84,25 @@ def corpora() -> dict[str, Draw]:
     }
 
 
-@dataclass(frozen=True)
-class LengthBin:
-    """Documents whose lengths lie between two powers of two.
-
-    Attributes:
-        shortest: least length in tokens.
-        longest: greatest length in tokens.
-    """
-
-    shortest: int
-    longest: int
-    documents: int
-    tokens: int
-    document_share: float
-    token_share: float
-
-
-def histogram(lengths: IntArray) -> tuple[LengthBin, ...]:
-    """Count documents by length, from the shortest to the longest, with empty bins between.
+def histogram(lengths: IntArray) -> list[dict[str, float]]:
+    """Count documents by length, between powers of two, from the shortest to the longest, with empty bins between.
 
     Args:
         lengths: [documents] of at least one token each.
+
+    Returns:
+        Of each bin its shortest and longest length in tokens, its documents and tokens, and its share of both.
     """
     power = np.frexp(lengths)[1] - 1  # 2 ** power <= length < 2 ** (power + 1)
-    documents = np.bincount(power)
-    tokens = np.bincount(power, weights=lengths)
-    return tuple(
-        LengthBin(
-            2**index,
-            2 ** (index + 1) - 1,
-            int(documents[index]),
-            int(tokens[index]),
-            float(documents[index] / documents.sum()),
-            float(tokens[index] / tokens.sum()),
-        )
+    documents, tokens = np.bincount(power), np.bincount(power, weights=lengths)
+    return [
+        {
+            "shortest": 2**index,
+            "longest": 2 ** (index + 1) - 1,
+            "documents": int(documents[index]),
+            "tokens": int(tokens[index]),
+            "document_share": float(documents[index] / documents.sum()),
+            "token_share": float(tokens[index] / tokens.sum()),
+        }
         for index in range(int(power.min()), len(documents))
-    )
+    ]

@@ -1,21 +1,191 @@
-"""Simulation of many global micro-batches under every strategy."""
+"""Simulation of many global micro-batches under every strategy: figures, comparison and advice."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.cost import pairs
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.figures import NOT_WORTH, Gain, Simulation, StrategyFigures, advice
 from hf_distca.sim.lengths import IntArray, histogram
 from hf_distca.sim.strategies import CHOSEN, PLAIN, Setup, StepTime, Strategy, all_strategies
 
+NOT_WORTH = 1.02
+"""Least speed-up that counts as a gain; runs differ by as much."""
+MOST_WAITS = 0.05
+"""Share of a step in waits for exchanges, above which the advice mentions them."""
 Memory = Callable[[Strategy, int, MicroBatchPlan | None], tuple[int | None, int | None]]
 """Function that returns a GPU's bytes for rows (None if unknown) and for model state.
 
 Its arguments are a strategy, the most rows of a rank, and the plan of the micro-batch with the largest exchange.
 """
+
+
+@dataclass(frozen=True)
+class StrategyFigures:
+    """Figures of a strategy over many micro-batches.
+
+    Attributes:
+        document_layout: layout of plans; None if nothing is planned.
+        attention_seconds: core attention of the busiest rank; the mean over micro-batches, as all that follow.
+        attention_mean_seconds: core attention, mean over ranks.
+        other_seconds: all other computation on the busiest rank.
+        exchange_seconds: waits of the rank that waits the longest.
+        idle: share of the ranks' time without computation, waits for exchanges included.
+        mfu: model FLOPs utilization: the model's operations over the GPUs' peak in the same time.
+        bytes_bottleneck: bytes of the busiest rank in one layer's forward.
+        tokens_most: the most rows that a rank ever holds.
+        rows_bytes: memory for rows on a GPU of the rank with the most rows; None if unknown.
+        state_bytes: memory of a GPU for weights, gradients and optimizer; None if not asked for.
+        documents_cut: share of documents that lose context.
+        mixing_seconds: the part of `other_seconds` in layers that mix rows in order; 0 for a model without.
+        mixing_runs: runs of a recurrence's kernel in a layer's forward, on the rank with the most; whole documents
+            share one.
+        mixing_bytes: bytes of states and halos of the busiest rank in a mixing layer's forward.
+    """
+
+    name: str
+    document_layout: str | None
+    servers: int
+    gpus: int
+    step_seconds: float
+    attention_seconds: float
+    attention_mean_seconds: float
+    other_seconds: float
+    other_mean_seconds: float
+    exchange_seconds: float
+    exchange_mean_seconds: float
+    idle: float
+    tokens_per_second: float
+    mfu: float
+    bytes_bottleneck: float
+    tokens_most: int
+    rows_bytes: int | None
+    state_bytes: int | None
+    documents_cut: float
+    mixing_seconds: float
+    mixing_runs: float
+    mixing_bytes: float
+
+    @classmethod
+    def of(
+        cls,
+        strategy: Strategy,
+        steps: Sequence[StepTime],
+        every: Sequence[IntArray],
+        setup: Setup,
+        rows_bytes: int | None,
+        state_bytes: int | None,
+    ) -> "StrategyFigures":
+        """Return the figures of a strategy."""
+        gpus = (setup.ranks + strategy.servers) * setup.tensor_parallel
+        seconds = np.array([step.seconds for step in steps])
+        flops = sum(_flops(lengths, setup) for lengths in every)
+        attention, other, waited = (
+            np.array([getattr(step, name) for step in steps]) for name in ("attention", "other", "waited")
+        )  # [steps, ranks] each
+        return cls(
+            name=strategy.name,
+            document_layout=strategy.document_layout,
+            servers=strategy.servers,
+            gpus=gpus,
+            step_seconds=float(seconds.mean()),
+            attention_seconds=float(attention.max(1).mean()),
+            attention_mean_seconds=float(attention.mean()),
+            other_seconds=float(other.max(1).mean()),
+            other_mean_seconds=float(other.mean()),
+            exchange_seconds=float(waited.max(1).mean()),
+            exchange_mean_seconds=float(waited.mean()),
+            idle=float(1.0 - ((attention + other).mean(1) / seconds).mean()),
+            tokens_per_second=float(sum(lengths.sum() for lengths in every) / seconds.sum()),
+            mfu=float(flops / seconds.sum() / gpus / setup.profile.peak_flops),
+            bytes_bottleneck=float(np.mean([step.bytes_bottleneck for step in steps])),
+            tokens_most=max(step.tokens_most for step in steps),
+            rows_bytes=rows_bytes,
+            state_bytes=state_bytes,
+            documents_cut=sum(step.documents_cut for step in steps) / sum(map(len, every)),
+            mixing_seconds=float(np.mean([step.mixing.max() for step in steps])),
+            mixing_runs=float(np.mean([step.mixing_runs for step in steps])),
+            mixing_bytes=float(np.mean([step.mixing_bytes for step in steps])),
+        )
+
+
+def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns of a table of strategies, from the fields of `StrategyFigures`.
+
+    A hybrid model has three more: of mixing layers, the part of the time, kernel runs and bytes of states a layer.
+    """
+    in_bytes = figures["rows_bytes"], figures["state_bytes"]
+    of_mixing = {
+        "mixing, s": f"{figures['mixing_seconds']:.3f}",
+        "runs": f"{figures['mixing_runs']:.1f}",
+        "states, MB": f"{figures['mixing_bytes'] / 1e6:,.1f}",
+    }
+    return {
+        "": figures["name"],
+        "step, s": f"{figures['step_seconds']:.3f}",
+        "attention, s": f"{figures['attention_seconds']:.3f}",
+        "other, s": f"{figures['other_seconds']:.3f}",
+        **(of_mixing if figures["mixing_seconds"] else {}),
+        "waits, s": f"{figures['exchange_seconds']:.3f}",
+        "idle": f"{figures['idle']:.0%}",
+        "tokens/s": f"{figures['tokens_per_second']:,.0f}",
+        "MFU": f"{figures['mfu']:.1%}",
+        "GB": "" if None in in_bytes else f"{sum(in_bytes) / 1e9:.1f}",
+        "cut": f"{figures['documents_cut']:.1%}",
+    }
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Speed of the best planned strategy over that of another strategy; least and most of any micro-batch."""
+
+    speed_up: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, other: Sequence[StepTime], planned: Sequence[StepTime]) -> "Gain":
+        """Compare the steps of the same micro-batches."""
+        before, after = (np.array([step.seconds for step in steps]) for steps in (other, planned))
+        ratios = before / after
+        return cls(float(before.sum() / after.sum()), float(ratios.min()), float(ratios.max()))
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Result of a simulation.
+
+    Attributes:
+        tokens_per_rank: the most rows of a rank.
+        best_plain: name of the fastest strategy without plans, of those that cut the fewest documents.
+        best_planned: name of the strategy that plans by default; or of the fastest planned strategy on as many GPUs,
+            where that is at least 2 % faster.
+        load: [ranks] seconds of core attention in the first micro-batch, with plain packing, `best_plain` and
+            `best_planned`.
+        over_packing: `best_planned` compared with plain packing.
+        over_best: `best_planned` compared with `best_plain`.
+        speed_up: step of `best_plain` over that of `best_planned`.
+        attention_speed_up: the same ratio for core attention alone.
+    """
+
+    ranks: int
+    tokens_per_rank: int
+    documents: int
+    tokens: int
+    histogram: list[dict[str, float]]
+    strategies: tuple[StrategyFigures, ...]
+    best_plain: str
+    best_planned: str
+    load: dict[str, tuple[float, ...]]
+    over_packing: Gain
+    over_best: Gain
+    speed_up: float
+    attention_speed_up: float
+    advice: tuple[str, ...]
 
 
 def simulate(
@@ -33,11 +203,10 @@ def simulate(
         servers: dedicated attention servers; above 0 one more strategy uses them.
         memory: returns a GPU's memory, such as `hf_distca.memory.simulated`; the default leaves memory out.
     """
-    strategies = all_strategies(setup, settings, servers)
     every = list(islice(micro_batches, count))
     steps: dict[str, list[StepTime]] = {}
     figures: dict[str, StrategyFigures] = {}
-    for strategy in strategies:
+    for strategy in all_strategies(setup, settings, servers):
         of_strategy: list[StepTime] = []
         largest, most = None, 0  # plan whose busiest rank exchanges the most, and these bytes
         for lengths in every:
@@ -45,9 +214,9 @@ def simulate(
             of_strategy.append(step)
             if step.bytes_bottleneck >= most:
                 largest, most = plan, step.bytes_bottleneck
-        bytes_of_gpu = memory(strategy, max(step.tokens_most for step in of_strategy), largest)
+        in_bytes = memory(strategy, max(step.tokens_most for step in of_strategy), largest)
         steps[strategy.name] = of_strategy
-        figures[strategy.name] = StrategyFigures.of(strategy, of_strategy, every, setup, *bytes_of_gpu)
+        figures[strategy.name] = StrategyFigures.of(strategy, of_strategy, every, setup, *in_bytes)
     # Strategies that cut more documents train on other data, so those that cut the fewest come first.
     plain = min(
         (each for each in figures.values() if each.document_layout is None),
@@ -77,3 +246,49 @@ def simulate(
         plain.attention_seconds / planned.attention_seconds,
         tuple(advice(tuple(figures.values()), plain, planned, setup.tokens_per_rank)),
     )
+
+
+def _flops(lengths: IntArray, setup: Setup) -> float:
+    """Count the operations of the model for a micro-batch, forward and backward, without recomputation."""
+    model = setup.model
+    matrices = 6.0 * model.operations * float(lengths.sum())
+    in_pairs = {kind: float(np.sum(pairs(np.zeros_like(lengths), lengths, kind.window))) for kind in model.layers}
+    return matrices + 6.0 * sum(
+        layers * in_pairs[kind] * kind.q_heads * (kind.dim_qk + kind.dim_v) for kind, layers in model.layers.items()
+    )
+
+
+def advice(
+    every: Sequence[StrategyFigures], by_plain: StrategyFigures, by_plan: StrategyFigures, tokens_per_rank: int
+) -> Iterator[str]:
+    """Yield sentences of advice from the figures of every strategy and of the two that are compared."""
+    gain = by_plain.step_seconds / by_plan.step_seconds
+    speed = f"{gain:.2f}× the speed of {by_plain.name}, the best other strategy."
+    if gain < NOT_WORTH:
+        share = by_plan.attention_mean_seconds / by_plan.step_seconds
+        yield (
+            f"No gain expected: {speed} Core attention is {share:.0%} of a step. Longer documents beside short ones "
+            "would gain more."
+        )
+    else:
+        layout = "" if by_plan.document_layout == "auto" else f"document_layout={by_plan.document_layout!r}, "
+        yield f"{speed} Set {layout}tokens_per_rank={tokens_per_rank}."
+    waits = by_plan.exchange_seconds / by_plan.step_seconds
+    if waits > MOST_WAITS:
+        yield (
+            f"Ranks wait {waits:.0%} of a step for exchanges. A larger tokens_per_rank hides more of them behind "
+            "computation."
+        )
+        if by_plan.document_layout != "auto":
+            yield "A larger balance_tolerance moves fewer rows."
+    if by_plain.documents_cut:
+        yield (
+            f"Every other strategy cuts documents: {by_plain.name} cuts {by_plain.documents_cut:.1%} of them. "
+            "A document that is cut trains on less context."
+        )
+    fastest = min((each for each in every if each.document_layout is None), key=lambda each: each.step_seconds)
+    if fastest.documents_cut > by_plain.documents_cut and fastest.step_seconds < by_plain.step_seconds:
+        yield (
+            f"{fastest.name} takes {fastest.step_seconds:.3f} s a step, but it cuts {fastest.documents_cut:.1%} of "
+            "the documents. The comparison leaves it out, because a document that is cut trains on less context."
+        )

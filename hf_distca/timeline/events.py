@@ -8,7 +8,7 @@ wait.
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_distca.dispatch.recorder import Kind, Span
 
@@ -19,43 +19,24 @@ COMPUTE = 0
 """Number of the rank's compute track; exchange tracks follow."""
 
 
-class Place(NamedTuple):
-    """Process in which a trace was made.
-
-    Attributes:
-        rank: of this process in the world.
-        world: number of processes.
-        members: world ranks that exchange rows, in the order of a span's rows.
-    """
-
-    rank: int
-    world: int
-    members: Sequence[int]
-
-
-class Zero(NamedTuple):
-    """Common zero of time of all ranks.
-
-    Attributes:
-        at: seconds on the clock of this rank's spans.
-        error: seconds by which ranks may differ.
-    """
-
-    at: float
-    error: float
-
-
-def rank_trace(spans: Sequence[Span], place: Place, zero: Zero) -> dict[str, Any]:
+def rank_trace(
+    spans: Sequence[Span], rank: int, world: int, members: Sequence[int], zero: tuple[float, float]
+) -> dict[str, Any]:
     """Return the trace of one rank from spans of the kinds `TRACED`.
+
+    Args:
+        members: world ranks that exchange rows, in the order of a span's rows.
+        zero: common zero of time of all ranks, on the clock of this rank's spans, and the seconds by which ranks may
+            differ.
 
     Returns:
         Content for json.dump: "traceEvents", and under "otherData" rank, ranks and clock_error_us.
     """
-    rank, world, members = place
+    zero_s, error_s = zero
 
     def time_of(seconds: float) -> int:
         """Return nanoseconds since the zero; whole numbers keep the nesting of spans."""
-        return round((seconds - zero.at) * 1e9)
+        return round((seconds - zero_s) * 1e9)
 
     def event(phase: str, name: str, track: int, **more: Any) -> dict[str, Any]:
         # Viewers take track 0, or the process's number, for the main thread.
@@ -100,7 +81,7 @@ def rank_trace(spans: Sequence[Span], place: Place, zero: Zero) -> dict[str, Any
     return {
         "traceEvents": [*names, *events],
         "displayTimeUnit": "ms",
-        "otherData": {"rank": rank, "ranks": world, "clock_error_us": zero.error * 1e6},
+        "otherData": {"rank": rank, "ranks": world, "clock_error_us": error_s * 1e6},
     }
 
 

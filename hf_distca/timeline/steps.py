@@ -115,26 +115,20 @@ def steps_of(joined: dict[str, Any]) -> dict[str, list[RankStep]]:
 
 
 def runs(step: RankStep, begin: int, end: int, count: int) -> Iterator[tuple[int, int, Activity | None]]:
-    """Divide a time into `count` equal cells and join neighbours with the same main activity of the rank.
+    """Divide a time into `count` equal cells and join neighbours in whose middle the rank does the same.
 
     Yields:
         First cell, one past the last cell, and the activity; None outside the rank's step.
     """
-    width = (end - begin) / count
-    filled = {activity: np.zeros(count) for activity in ("inside", "attention", "waits")}
-    edges = np.arange(count + 1) * width
-    for start, stop, activity in [(step.begin, step.end, "inside"), *step.stretches]:
-        first, last = (min(max(int((at - begin) / width), -1), count) for at in (start, stop))
-        first, last = max(first, 0), min(last + 1, count)
-        shared = np.minimum(stop - begin, edges[first + 1 : last + 1]) - np.maximum(start - begin, edges[first:last])
-        filled[activity][first:last] += np.maximum(shared, 0.0)
-    inside, attention, waits = filled.values()
-    main = np.where(attention >= waits, 0, 1)
-    main[inside - attention - waits >= np.maximum(attention, waits)] = 2
-    main[inside < width / 2] = 3
-    ends = [0, *(np.flatnonzero(np.diff(main)) + 1).tolist(), count]
+    activities = (*NAMES, None)
+    middles = begin + (np.arange(count) + 0.5) * (end - begin) / count
+    found = np.full(count, activities.index(None))
+    for start, stop, activity in [(step.begin, step.end, "other"), *step.stretches]:
+        first, last = np.searchsorted(middles, (start, stop))
+        found[first:last] = activities.index(activity)
+    ends = [0, *(np.flatnonzero(np.diff(found)) + 1).tolist(), count]
     for first, last in pairwise(ends):
-        yield first, last, (*NAMES, None)[main[first]]
+        yield first, last, activities[found[first]]
 
 
 def svg_of(name: str, steps: Sequence[RankStep]) -> str:

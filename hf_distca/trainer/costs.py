@@ -16,7 +16,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import raised_together
 from hf_distca.dispatch.recorder import Recording, Span
-from hf_distca.measure.device import measured_profile, name_of, query_rows
+from hf_distca.measure.device import measured_profile, name_of
 from hf_distca.measure.links import with_links
 from hf_distca.models.shape import model_shape
 from hf_distca.plan import MicroBatchPlan
@@ -105,7 +105,7 @@ def _profile(
         model_shape(model).hidden,
         dtype,
         device,
-        queries=query_rows(device, settings.tokens_per_rank),
+        most_rows=settings.tokens_per_rank,
         limit_s=LIMIT_S,
     )
     measured = with_links(profile, groups, device, settings.ranks_per_node, collectives=False, limit_s=LIMIT_S)

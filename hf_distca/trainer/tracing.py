@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.recorder import Recording, Span
-from hf_distca.timeline.events import TRACED, Place, Zero, rank_trace
+from hf_distca.timeline.events import TRACED, rank_trace
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.resuming import disk_errors_named
 
@@ -34,7 +34,7 @@ class StepTracer(TrainerCallback):
         self._recording: Recording | None = None
         self._step: AbstractContextManager[None] | None = None
         self._section: AbstractContextManager[None] | None = None
-        self._zero: Zero | None = None
+        self._zero: tuple[float, float] | None = None  # see `rank_trace`
         self._spans: list[Span] = []
         self._steps = self._traced = 0
 
@@ -104,7 +104,7 @@ class StepTracer(TrainerCallback):
             self._recording.stop()
         self._recording = self._step = self._section = None
 
-    def _common_zero(self) -> Zero:
+    def _common_zero(self) -> tuple[float, float]:
         """Return a moment within the round in which all ranks met. A collective.
 
         No rank leaves a round before all ranks have entered it. On each rank's clock, the last rank's entry therefore
@@ -122,16 +122,15 @@ class StepTracer(TrainerCallback):
         longest = [max(times) for times in zip(*of_ranks, strict=True)]
         best = longest.index(min(longest))
         errors = groups.all_gather(error, in_world=True)
-        return Zero(rounds[best][1] + offset, longest[best] + max(errors))
+        return rounds[best][1] + offset, longest[best] + max(errors)
 
     def _write(self) -> None:
         assert self._zero is not None
         groups, rank = self._dispatcher.groups, self._args.process_index
-        place = Place(rank, self._args.world_size, groups.members)
         path = Path(str(self._args.output_dir)) / f"trace_rank_{rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         with disk_errors_named(path.parent), path.open("w") as file:
-            json.dump(rank_trace(self._spans, place, self._zero), file)
+            json.dump(rank_trace(self._spans, rank, self._args.world_size, groups.members, self._zero), file)
         self._spans = []
         if rank == 0:
             logger.info(

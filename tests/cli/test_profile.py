@@ -1,8 +1,5 @@
-import json
-
 import pytest
 
-from hf_distca.cli.main import main
 from hf_distca.measure import device
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.seconds import KernelCost
@@ -11,22 +8,19 @@ from hf_distca.sim.costs import Accuracy, DeviceProfile
 SMALL = ["--q-heads", "2", "--kv-heads", "1", "--head-dim", "16", "--hidden", "64"]
 
 
-def test_a_device_is_measured_and_simulated(tmp_path, capsys, monkeypatch):
+def test_a_device_is_measured_and_simulated(tmp_path, run, figures, monkeypatch):
     monkeypatch.setattr(device, "QUERIES", {"cpu": (16, 64, 256)})
     monkeypatch.setattr(device, "REPEATS", 1)
-    path = tmp_path / "mine.json"
-    assert main(["profile", "--output", str(path), *SMALL]) == 0
-    assert "held-out calls" in capsys.readouterr().out
-    found = DeviceProfile.load(str(path))
-    assert found.measured == AttentionKind(None, 2, 1, 16, 16)
-    assert found.dtype == "float32"
+    path = str(tmp_path / "mine.json")
+    assert "held-out calls" in run("profile", "--output", path, *SMALL)[1]
+    found = DeviceProfile.load(path)
+    assert (found.measured, found.dtype) == (AttentionKind(None, 2, 1, 16, 16), "float32")
     assert "links not measured" in found.source
     assert found.accuracy.count == 3
     assert (found.links.within.bandwidth, found.exchange.within.bandwidth) == (450e9, 100e9)
     assert min(found.flops_per_second, found.bytes_per_second) > 1e6
     setting = ["--lengths", "prolong", "--ranks", "2", "--tokens-per-rank", "2048", "--batches", "1"]
-    assert main(["simulate", *setting, "--profile", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["profile"] == "CPU, float32"
+    assert figures("simulate", *setting, "--profile", path)["profile"] == "CPU, float32"
 
 
 @pytest.mark.parametrize(
@@ -36,15 +30,15 @@ def test_a_device_is_measured_and_simulated(tmp_path, capsys, monkeypatch):
         (KernelCost(0.0, 0.0, 0.0, 2e-8), 16384 * 16385 * 1e-8),
     ],
 )
-def test_the_printed_speed_is_that_of_a_long_document(tmp_path, capsys, monkeypatch, cost, seconds):
+def test_the_printed_speed_is_that_of_a_long_document(tmp_path, run, monkeypatch, cost, seconds):
     monkeypatch.setattr(device, "measured_kernel", lambda *_, **__: (cost, cost, Accuracy(1.0, 1.0, 1)))
-    assert main(["profile", "--output", str(tmp_path / "mine.json"), *SMALL]) == 0
     flops = 2 * 2 * (16 + 16) * (16384 * 16385 / 2)
-    assert f"16384 tokens' attention    {flops / seconds / 1e12:.3g} TFLOP/s" in capsys.readouterr().out
+    printed = run("profile", "--output", str(tmp_path / "mine.json"), *SMALL)[1]
+    assert f"16384 tokens' attention    {flops / seconds / 1e12:.3g} TFLOP/s" in printed
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("options", "message"),
     [
         (["--output", "/nonexistent/x.json"], "cannot write /nonexistent/x.json: there is no such folder; make the"),
         (["--q-heads", "3", "--kv-heads", "2"], "kv_heads must divide q_heads"),
@@ -52,7 +46,8 @@ def test_the_printed_speed_is_that_of_a_long_document(tmp_path, capsys, monkeypa
         (["--hidden", "1000000000"], "cpu has too little memory for rows of this size; make --q-heads"),
     ],
 )
-def test_errors_come_before_measuring(tmp_path, capsys, monkeypatch, options, error):
+def test_errors_come_before_measuring(tmp_path, run, monkeypatch, options, message):
     monkeypatch.setattr(device, "seconds_of", lambda *_: pytest.fail("measured"))
-    assert main(["profile", "--output", str(tmp_path / "mine.json"), *SMALL, *options]) == 2
-    assert error in capsys.readouterr().err
+    status, _, error = run("profile", "--output", str(tmp_path / "mine.json"), *SMALL, *options)
+    assert status == 2
+    assert message in error

@@ -3,14 +3,12 @@ import json
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen3NextConfig
 
 import hf_distca
 from hf_distca.cli.model import config_of_shape
-from hf_distca.memory.live import fake_tensors
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
 from hf_distca.sim.model import ModelShape
@@ -33,7 +31,7 @@ def small(tmp_path_factory) -> str:
 @pytest.fixture
 def without_memory(monkeypatch):
     """Leave out memory, which takes longer to count than everything else."""
-    monkeypatch.setattr("hf_distca.cli.simulate.GpuMemory", lambda *_: lambda *_: (None, None))
+    monkeypatch.setattr("hf_distca.cli.simulate.gpu_memory", lambda *_: lambda *_: (None, None))
 
 
 def by_name(found: dict) -> dict[str, dict]:
@@ -109,8 +107,6 @@ def test_the_chosen_plan_is_never_slower_than_other_strategies(figures, without_
     ("options", "message"),
     [
         (["--servers", "-1"], "--servers: must be 0 or a positive whole number, got '-1'"),
-        (["--servers", "4097"], "--servers: must be at most 4096, got 4097"),
-        (["--seed", "-1"], "--seed: must be 0 or a positive whole number, got '-1'"),
         (["--batches", "9999999"], "--batches: must be at most 100000, got 9999999"),
         (["--tokens-per-rank", "1"], "--tokens-per-rank must be at least 2"),
         (["--exchange-buffer-bytes", "1"], "holds 0 rows of K and V"),
@@ -127,11 +123,6 @@ def test_bad_options(run, options, message):
     assert message in error
 
 
-def test_lengths_of_more_than_64_bits(run, tmp_path):
-    (tmp_path / "lengths.json").write_text(json.dumps([10**30]))
-    assert "must be 64-bit integers" in run(*SETTING, "--lengths", str(tmp_path / "lengths.json"))[2]
-
-
 def test_gpus_that_share_layers(figures, without_memory):
     alone, shared = (
         figures(*SETTING, "--lengths", "prolong", "--batches", "1", "--tensor-parallel", gpus)["strategies"][-1]
@@ -143,14 +134,14 @@ def test_gpus_that_share_layers(figures, without_memory):
 
 def test_the_shape_of_a_model():
     expected = ModelShape.llama(3, 512, 1024, 4, 2, 1000)
-    found = model_shape(model_of_config(config_of_shape(expected), torch.float32, fake_tensors()))
+    found = model_shape(model_of_config(config_of_shape(expected), torch.float32))
     norms = 3 * 2 * 512 + 512  # of the layers, and the last one
     assert found == replace(expected, after=expected.after + norms // 3, parameters=expected.parameters + norms)
 
 
 def test_the_shape_of_a_hybrid():
     config = Qwen3NextConfig()  # Qwen3-Next 80B-A3B
-    found = model_shape(model_of_config(config, torch.bfloat16, fake_tensors()))
+    found = model_shape(model_of_config(config, torch.bfloat16))
     mixing = found.mixing
     assert (found.depth, mixing.layers, mixing.width, mixing.channels) == (12, 36, 3, 2 * 2048 + 4096)
     assert (mixing.heads, mixing.state, mixing.state_bytes) == (32, (128, 128), 4 << 20)
@@ -179,22 +170,13 @@ def test_a_hybrid(figures, run, tmp_path, without_memory):
     assert "hf_distca, whole" in by_name(figures(*options, "--lengths", "lognormal:400,0.5"))
 
 
-def test_many_ranks(figures, small):
-    found = figures(*SETTING, "--lengths", "wlbllm", "--ranks", "512", "--batches", "1", "--model", small)
-    assert np.isfinite([strategy["step_seconds"] for strategy in found["strategies"]]).all()
-
-
-def test_nodes_of_eight_ranks_by_default(figures, without_memory):
-    options = ("--lengths", "prolong", "--ranks", "12", "--batches", "1")
-    steps = [figures(*SETTING, *options, *nodes)["strategies"] for nodes in ((), ("--ranks-per-node", "8,4"))]
-    assert steps[0] == steps[1]
-
-
-def test_settings_to_copy_are_not_deprecated(figures, tmp_path, recwarn, small):
+def test_settings_to_copy_are_not_deprecated(figures, tmp_path, recwarn, without_memory):
     report = tmp_path / "report.html"
-    figures(*SETTING, "--lengths", "one-long", "--batches", "1", "--model", small, "--report", str(report))
+    options = ("--balance-tolerance", "0.02", "--batches", "1", "--report", str(report))
+    figures(*SETTING, "--lengths", "one-long", *options)
     code = re.search(r"args = hf_distca\.DistCATrainingArguments\(.*?\n\)", html.unescape(report.read_text()), re.S)[0]
     names = {"hf_distca": hf_distca}
     exec(code.replace('output_dir="out"', f'output_dir="{tmp_path}", use_cpu=True').replace("bf16=True,", ""), names)
-    assert names["args"].gradient_checkpointing
+    args = names["args"]
+    assert (args.tokens_per_rank, args.balance_tolerance, args.gradient_checkpointing) == (4096, 0.02, True)
     assert not [str(warning.message) for warning in recwarn if "deprecated" in str(warning.message)]

@@ -18,28 +18,24 @@ def test_tables_hold_lengths_or_tokens(run, tmp_path, ending):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "column", "message"),
+    ("name", "content", "options", "message"),
     [
-        ("a.csv", None, None, "no such file"),
-        ("a.json", None, None, "cannot read"),
-        ("a.csv", "", None, "expected a csv file (No columns to parse from file)"),
-        ("a.csv", "text\nab", None, "has columns ['text'], but none of ['length', 'input_ids']; set --column"),
-        ("a.csv", "text\nab", "text", "string; expected whole numbers of tokens, or lists of tokens"),
-        ("a.csv", "length\n2.5", None, "column length holds double; expected whole numbers"),
-        ("a.csv", "length\n3\n0", None, "column length: row 1 is 0, but a document has at least 1 token"),
-        (
-            "a.jsonl",
-            '{"input_ids": [1, 2]}\n{"input_ids": null}\n',
-            None,
-            "column input_ids is empty in row 1; leave such rows out",
-        ),
+        ("a.csv", None, [], "no such file"),
+        ("a.json", None, [], "cannot read"),
+        ("a.csv", "", [], "expected a csv file (No columns to parse from file)"),
+        ("a.csv", "text\nab", [], "has columns ['text'], but none of ['length', 'input_ids']; set --column"),
+        ("a.csv", "text\nab", ["--column", "text"], "string; expected whole numbers of tokens, or lists of tokens"),
+        ("a.csv", "length\n2.5", [], "column length holds double; expected whole numbers"),
+        ("a.csv", "length\n3\n0", [], "column length: row 1 is 0, but a document has at least 1 token"),
+        ("a.jsonl", '{"input_ids": [1]}\n{"input_ids": null}\n', [], "column input_ids is empty in row 1; leave such"),
+        ("no/where", None, [], "/no/where': expected a .json, .csv, .jsonl or .parquet file, one of"),
     ],
 )
-def test_files_without_lengths(run, tmp_path, name, content, column, message):
+def test_files_without_lengths(run, tmp_path, name, content, options, message):
     file = tmp_path / name
     if content is not None:
         file.write_text(content)
-    status, _, error = run("plan", "--lengths", str(file), *SMALL, *(["--column", column] if column else []))
+    status, _, error = run("plan", "--lengths", str(file), *SMALL, *options)
     assert status == 2
     assert message in error
 
@@ -47,7 +43,6 @@ def test_files_without_lengths(run, tmp_path, name, content, column, message):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("/no/where", "no document lengths at '/no/where': expected a .json, .csv, .jsonl or .parquet file, one of"),
         ("lognormal:0", "is not a distribution: expected lognormal:MEDIAN,SIGMA"),
         ("lognormal:nan,1", "the median must be from 1 to 1000000000 tokens, got nan"),
         ("lognormal:1e12,9", "the median must be from 1 to 1000000000 tokens, got 1e+12"),
@@ -55,7 +50,7 @@ def test_files_without_lengths(run, tmp_path, name, content, column, message):
         ("lognormal:1000,nan", "sigma must be above 0 and at most 3, got nan"),
     ],
 )
-def test_sources_that_cannot_be_drawn(run, source, message):
+def test_distributions_that_cannot_be_drawn(run, source, message):
     status, _, error = run("plan", "--lengths", source, *SMALL)
     assert status == 2
     assert message in error
@@ -74,12 +69,10 @@ def test_a_micro_batch_is_drawn_from_a_distribution(figures, source, tmp_path):
     assert drawn("0") == first != drawn("1")
 
 
-def test_micro_batches_are_drawn_from_a_data_set_and_a_file(run, figures, tmp_path):
+def test_micro_batches_are_drawn_from_a_data_set_and_a_file(figures, tmp_path):
     datasets.Dataset.from_dict({"tokens": [300, 40, 5] * 100}).save_to_disk(tmp_path / "data")
     np.savetxt(tmp_path / "lengths.csv", [300, 40, 5], "%d", header="tokens", comments="")
-    setting = ["--ranks", "2", "--tokens-per-rank", "1k"]
-    of_data = ["--lengths", str(tmp_path / "data"), *setting]
-    assert figures("plan", *of_data, "--column", "tokens")["tasks"] > 10
-    of_file = ["--lengths", str(tmp_path / "lengths.csv"), *setting, "--column", "tokens", "--batches", "1"]
+    setting = ["--ranks", "2", "--tokens-per-rank", "1k", "--column", "tokens"]
+    assert figures("plan", "--lengths", str(tmp_path / "data"), *setting)["tasks"] > 10
+    of_file = ["--lengths", str(tmp_path / "lengths.csv"), *setting, "--batches", "1"]
     assert figures("simulate", *of_file)["documents"] > 10  # more than the file has
-    assert "has columns ['tokens'], but none of ['text']" in run("plan", *of_data, "--column", "text")[2]

@@ -443,32 +443,25 @@ def test_figures_in_sentences_are_those_of_the_results():
 def test_bytes_of_rows_add_up():
     page = PAGES["docs/explanation/exchange.md"]
 
-    def cells(table):
-        return [[cell.strip() for cell in row.strip("| ").split("|")] for row in table.strip().splitlines()]
+    def rows(table):
+        cells = ([cell.strip() for cell in row.strip("| ").split("|")] for row in table.strip().splitlines())
+        return [
+            [int(cell.replace(",", "")) if re.fullmatch(r"[\d,]+", cell) else cell for cell in row] for row in cells
+        ]
 
-    def number(cell):
-        return int(cell.replace(",", "") or 0)
-
-    sizes = {row[0]: number(row[2]) for row in cells(re.search(r"\| Q, O.*?(?=\n\n)", page, re.S)[0])}
-    q, kv, lse = sizes.values()
+    q, kv, lse = (row[2] for row in rows(re.search(r"\| Q, O.*?(?=\n\n)", page, re.S)[0]))
     row_bytes = import_module("hf_distca.planner.cost").RowBytes()
     assert (q, kv, q) == (row_bytes.q, row_bytes.kv, row_bytes.o)
-    size_of = {"Q": q, "O": q, "dO": q, "dQ": q, "K": kv // 2, "V": kv // 2, "dK": kv // 2, "dV": kv // 2}
-    size_of["log-sum-exp"] = lse
-    tables = re.findall(r"\| when \|.*?(?=\n\n)", page, re.S)
+    size_of = {"log-sum-exp": lse} | dict.fromkeys(("Q", "O", "dO", "dQ"), q)
+    size_of |= dict.fromkeys(("K", "V", "dK", "dV"), kv // 2)
+    tables = [rows(table)[2:] for table in re.findall(r"\| when \|.*?(?=\n\n)", page, re.S)]
     assert len(tables) == 2
-    for table in tables:
-        _, _, *rows = cells(table)
-        counted = {0: 0, 1: 0}
-        for when, *pair_of_cells in rows:
-            for side in (0, 1):
-                names, size = pair_of_cells[2 * side : 2 * side + 2] if len(pair_of_cells) > 2 * side + 1 else ("", "")
-                if when == "a step":
-                    forward = (2 * q + lse, kv)[side] if table is tables[1] else 0
-                    assert number(size) == counted[side] + forward
-                elif names:
-                    assert sum(size_of[name] for name in names.split(", ")) == number(size), when
-                    counted[side] += number(size)
+    for when, *cells in chain(*tables):
+        for names, size in zip(cells[::2], cells[1::2], strict=False):
+            if names:
+                assert sum(size_of[name] for name in names.split(", ")) == size, when
+    *sent, (_, _, of_query, _, of_key) = tables[0]
+    assert [of_query, of_key] == [sum(row[column] for row in sent if len(row) > column) for column in (2, 4)]
 
 
 # The site and PyPI

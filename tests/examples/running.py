@@ -19,16 +19,7 @@ def run(
     python: str = sys.executable,
     **environment: str,
 ) -> str:
-    """What an example printed.
-
-    Args:
-        command: file of the example and its options.
-        folder: of the examples.
-        ranks: how many processes.
-        config: a file in examples/configs, without its ending.
-        python: that runs it.
-        environment: variables besides those of `cpu_environment`.
-    """
+    """What an example printed."""
     done = subprocess.run(
         [*(launcher(config, ranks, python) if ranks > 1 else [python]), *command],
         cwd=folder,

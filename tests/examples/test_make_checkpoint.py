@@ -1,31 +1,20 @@
 import sys
-from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.examples.running import EXAMPLES
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
-    """Runs the script on the first 100 documents; gives the folder of the checkpoint."""
+def make_checkpoint(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     import make_checkpoint
 
-    def run_with(*options):
-        few = make_checkpoint.standard_library(progress=False).select(range(100))
-        monkeypatch.setattr(make_checkpoint, "standard_library", lambda: few)
-        monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", "--output", str(tmp_path), *options])
-        make_checkpoint.main()
-        return tmp_path
-
-    return run_with
+    return make_checkpoint
 
 
-def test_the_checkpoint_loads_like_any_other(run):
-    options = "--hidden_size 64 --layers 2 --heads 4 --kv_heads 2 --vocab_size 512 --seed 3"
-    checkpoint = run(*options.split())
+def test_the_checkpoint_loads_like_any_other(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     assert model.config.model_type == "llama"
@@ -34,7 +23,6 @@ def test_the_checkpoint_loads_like_any_other(run):
     assert model.config.vocab_size == len(tokenizer) == 512
     inputs = tokenizer("def main():", return_tensors="pt")
     assert model.generate(**inputs, max_new_tokens=3).shape[1] <= inputs["input_ids"].shape[1] + 3
-
     text = (EXAMPLES / "make_checkpoint.py").read_text(encoding="utf-8") + "\t ünïcödé ✓\n\n"
     tokens = tokenizer(text)["input_ids"]
     assert tokens[0] == tokenizer.bos_token_id
@@ -42,17 +30,15 @@ def test_the_checkpoint_loads_like_any_other(run):
     assert len(tokens) < len(text.encode()) / 1.5
 
 
-def test_sizes_that_do_not_divide(run, capsys):
+def test_sizes_that_do_not_divide(make_checkpoint, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", "--output", str(tmp_path), "--heads", "3"])
     with pytest.raises(SystemExit):
-        run("--heads", "3")
+        make_checkpoint.main()
     assert "got hidden_size 256, heads 3, kv_heads 2; expected" in capsys.readouterr().err
 
 
-def test_documents_are_whole_files(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    from make_checkpoint import standard_library
-
-    texts = standard_library(progress=False)["text"][:]
+def test_documents_are_whole_files(make_checkpoint):
+    texts = make_checkpoint.standard_library(progress=False)["text"][:]
     assert len(texts) > 300
     assert any("def dumps(obj, *," in text for text in texts)
     sizes = [len(text.encode()) for text in texts]

@@ -13,6 +13,15 @@ from datasets import Dataset
 from tests.examples.running import EXAMPLES, finetune, finetune_command, run_forked, summary_of
 
 
+@pytest.fixture
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import finetune_llama
+    import sft_chat
+
+    return finetune_llama, sft_chat
+
+
 def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
     data = tmp_path / "documents.jsonl"
     data.write_text(
@@ -51,12 +60,9 @@ def test_chats_about_the_standard_library(checkpoint, tmp_path):
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
-def test_a_chat_of_a_module(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    from sft_chat import library_chats
-
+def test_a_chat_of_a_module(examples):
     source = 'def f(x, *, y=1):\n    """Add."""\n    return x + y\n\n\ndef g():\n    pass\n'
-    (chat,) = library_chats([source, "not Python", "x = 1\n"])
+    (chat,) = examples[1].library_chats([source, "not Python", "x = 1\n"])
     question = {"role": "user", "content": "What does `f(x, *, y=1)` do?"}
     assert chat == {"messages": [question, {"role": "assistant", "content": "Add."}]}
 
@@ -68,15 +74,6 @@ def test_a_loop_of_ones_own(checkpoint, tmp_path):
     losses = [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step ")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
-
-
-@pytest.fixture
-def examples(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import finetune_llama
-    import sft_chat
-
-    return finetune_llama, sft_chat
 
 
 def test_a_run_that_logged_nothing(examples, capsys):
@@ -101,31 +98,24 @@ def test_adapters_without_peft(examples, monkeypatch):
             example.main()
 
 
-@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
-def test_each_example_stands_alone(example):
+def test_each_example_stands_alone():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    for node in ast.walk(ast.parse((EXAMPLES / example).read_text())):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            imported = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            assert not names & set(imported)
+    for path in EXAMPLES.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert not names & {getattr(node, "module", None), *(alias.name for alias in node.names)}, path
 
 
-@pytest.mark.parametrize("example", ["finetune_llama", "sft_chat"])
-def test_options_are_called_as_trl_calls_them(monkeypatch, example):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    ours = {each.name for each in fields(import_module(example).ScriptArguments)}
+def test_options_are_called_as_trl_calls_them(examples):
     theirs = {each.name for each in (*fields(trl.ScriptArguments), *fields(trl.ModelConfig))}
-    assert ours - theirs == {"max_documents" if example == "finetune_llama" else "max_chats", "eval_fraction"} | (
-        {"tp_size"} if example == "finetune_llama" else set()
-    )
+    ours = [{each.name for each in fields(example.ScriptArguments)} - theirs for example in examples]
+    assert ours == [{"max_documents", "eval_fraction", "tp_size"}, {"max_chats", "eval_fraction"}]
 
 
-def test_no_model_where_there_are_no_weights(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    from finetune_llama import check_weights
-
+def test_no_model_where_there_are_no_weights(tmp_path, examples):
+    finetune_llama, _ = examples
     (tmp_path / "config.json").touch()
     with pytest.raises(FileNotFoundError, match="there are no weights in"):
-        check_weights(tmp_path)
+        finetune_llama.check_weights(tmp_path)
     (tmp_path / "model.safetensors").touch()
-    check_weights(tmp_path)
+    finetune_llama.check_weights(tmp_path)

@@ -34,6 +34,7 @@ def wheel(clone, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(clone))
     (wheel,) = folder.iterdir()
+    assert wheel.name == f"hf_distca-{hf_distca.__version__}-py3-none-any.whl"
     return wheel
 
 
@@ -79,10 +80,6 @@ def link_files(package: Distribution, site: Path) -> None:
             (site / name).symlink_to(Path(str(package.locate_file(name))))
 
 
-def test_its_name_says_its_version(wheel):
-    assert wheel.name == f"hf_distca-{hf_distca.__version__}-py3-none-any.whl"
-
-
 def test_it_trains_the_example_on_two_ranks(python, clone, checkpoint, tmp_path):
     options = "--max_documents 20 --tokens_per_rank 512 --long_documents split --max_steps 12 --logging_steps 1"
     summary, printed = finetune(
@@ -101,23 +98,18 @@ def test_it_trains_the_example_on_two_ranks(python, clone, checkpoint, tmp_path)
     assert (tmp_path / "model.safetensors").exists()
 
 
-def test_its_command_plans(python, tmp_path):
+def test_its_commands_run_with_nothing_else(python, tmp_path):
     (tmp_path / "lengths.json").write_text("[4, 4, 2, 6]")
-    printed = run_outside(
-        [python.with_name("hf-distca"), "plan", "--lengths", "lengths.json", "--ranks", "2", "--tokens-per-rank", "8"],
-        tmp_path,
-    )
+    options = ["--lengths", "lengths.json", "--ranks", "2", "--tokens-per-rank", "8"]
+    printed = run_outside([python.with_name("hf-distca"), "plan", *options], tmp_path)
     assert "documents                      4, 16 tokens" in printed
-
-
-def test_nothing_else_is_there(python, tmp_path):
     code = "import hf_distca.cli.main as cli; print(cli.__file__); cli.main(['doctor'])"
     file, *findings = run_outside([python, "-c", code], tmp_path).splitlines()
     assert Path(file).is_relative_to(python.parents[1])
-    told = {line.split()[1]: line.split(maxsplit=2)[2] for line in findings if not line.startswith(" ")}
-    assert told["hf-distca"] == hf_distca.__version__
-    assert told["peft"].startswith("not installed")
-    assert told["deepspeed"].startswith("not installed")
+    found = {line.split()[1]: line.split(maxsplit=2)[2] for line in findings if not line.startswith(" ")}
+    assert found["hf-distca"] == hf_distca.__version__
+    assert found["peft"].startswith("not installed")
+    assert found["deepspeed"].startswith("not installed")
 
 
 def run_outside(command: list[str | Path], folder: Path) -> str:

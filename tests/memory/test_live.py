@@ -1,6 +1,7 @@
 import torch
 
-from hf_distca.memory.live import LiveMemory, fake_tensors
+from hf_distca.memory.live import LiveMemory
+from hf_distca.models.fake import fake_tensors
 
 KB = 1024
 
@@ -20,7 +21,7 @@ def test_bytes_by_part_when_they_are_the_most():
     assert live.peak == {"activations": 4 * KB, "loss": 12 * KB}
 
 
-def test_what_is_alive_already_can_be_counted_as_another_part():
+def test_tensors_that_exist_can_be_counted_as_another_part():
     live = LiveMemory()
     weight = torch.empty(KB)
     live.belong([weight], "weights")
@@ -31,7 +32,7 @@ def test_what_is_alive_already_can_be_counted_as_another_part():
     assert live.peak == {"weights": 0, "activations": 0, "gradients": 8 * KB}
 
 
-def test_what_is_on_the_host_is_told_and_takes_nothing():
+def test_tensors_on_the_host_take_nothing():
     live = LiveMemory()
     with live:
         with live.making("host"):

@@ -11,11 +11,11 @@ from transformers import AutoConfig
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.exchange import rounded_up
-from hf_distca.memory.counter import count_by_layers
-from hf_distca.memory.live import LiveMemory, fake_tensors
+from hf_distca.memory.counter import STEP, count_by_layers, longest_tokens
+from hf_distca.memory.live import LiveMemory
 from hf_distca.memory.micro_batch import Use, bound_plan, count_core_attention, count_micro_batch, run_core_attention
-from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, RecurrenceMemory, counted_kernel
-from hf_distca.models.fake import model_after, model_of_config, repeated_layers, with_layers
+from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, RecurrenceMemory
+from hf_distca.models.fake import fake_tensors, model_after, model_of_config, repeated_layers, with_layers
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.mixing import DELTA_RULE, SCAN
 from hf_distca.models.shape import model_shape
@@ -24,66 +24,59 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.stages import rows_by_stage
 from hf_distca.sim.model import CHUNK
 from tests.counting import Counting
 from tests.models_and_batches import SMALL, small_kinds, small_model
 from tests.survey.tiny import tiny_config
 
-TOKENS = 1024
+TOKENS, HIDDEN, HEADS = 1024, 32, 4
 SLOTS_IN_HOPS = 5
 """Stages that are in memory at once where rows are forwarded."""
-FLASH = counted_kernel("torch_varlen")
-HIDDEN, HEADS = 32, 4
+FLASH = Use("torch_varlen")
+CHECKPOINTING = Use("torch_varlen", checkpointing={})
+KEPT_O = TOKENS * (HIDDEN + HEADS) * 4
+"""A row of O and the log-sum-exps of each token of a layer."""
 
 
-def counted(use: Use, *, ranks: int = 1, dtype: torch.dtype = torch.float32, **config) -> dict[str, int]:
-    mode = fake_tensors()
-    model = model_of_config(AutoConfig.for_model("llama", **SMALL | config), dtype, mode)
-    plan = plan_micro_batch([ranks * TOKENS], PlanSettings(ranks, TOKENS, small_kinds()))
-    return count_micro_batch(model, plan, ranks - 1, use, mode)
-
-
-def test_kept_o_is_a_row_of_o_and_the_log_sum_exps_of_each_layer():
-    for layers in (1, 3):
-        parts = counted(Use(FLASH, checkpointing={}), num_hidden_layers=layers)
-        assert parts["kept O"] == layers * TOKENS * (HIDDEN + HEADS) * 4
-    assert "kept O" not in counted(Use(FLASH))
-    assert "kept O" not in counted(Use(FLASH, checkpointing={}, keep_core_attention=False))
+def counted(use: Use, *, dtype: torch.dtype = torch.float32, **config) -> dict[str, int]:
+    model = model_of_config(AutoConfig.for_model("llama", **SMALL | config), dtype)
+    return count_micro_batch(model, plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds())), 0, use)
 
 
 def test_each_checkpointed_layer_adds_its_input_and_kept_o():
-    less, more = (counted(Use(FLASH, checkpointing={}), num_hidden_layers=layers) for layers in (2, 3))
+    less, more = (counted(CHECKPOINTING, num_hidden_layers=layers) for layers in (2, 3))
+    assert (less["kept O"], more["kept O"]) == (2 * KEPT_O, 3 * KEPT_O)
     assert more["activations"] - less["activations"] == TOKENS * HIDDEN * 4
-    assert more["kept O"] - less["kept O"] == TOKENS * (HIDDEN + HEADS) * 4
+    for use in (FLASH, Use("torch_varlen", checkpointing={}, keep_core_attention=False)):
+        assert "kept O" not in counted(use)
 
 
 def test_offloaded_checkpoints_are_on_the_host():
-    parts = counted(Use(FLASH, checkpointing={"offload": True}), num_hidden_layers=3)
+    parts = counted(Use("torch_varlen", checkpointing={"offload": True}), num_hidden_layers=3)
     assert parts["kept O"] == 0
     # The last layer's input and results are back.
     assert parts["host"] >= 2 * TOKENS * (2 * HIDDEN + HEADS) * 4
 
 
 def test_every_other_layer_checkpointed():
-    parts = counted(Use(FLASH, checkpointing={"every_n_layers": 2}), num_hidden_layers=4)
-    assert parts["kept O"] == 2 * TOKENS * (HIDDEN + HEADS) * 4
+    parts = counted(Use("torch_varlen", checkpointing={"every_n_layers": 2}), num_hidden_layers=4)
+    assert parts["kept O"] == 2 * KEPT_O
 
 
 def test_weights_and_gradients_are_those_of_the_model():
     parameters = sum(p.numel() for p in small_model().parameters())
     buffers = 2 * 4 * 4  # inverse frequencies of the position embedding, and as they were at first
-    parts = counted(Use(FLASH))
+    parts = counted(FLASH)
     assert parts["weights"] == parameters * 4 + buffers
     assert parts["gradients"] == parameters * 4
-    assert counted(Use(FLASH), dtype=torch.bfloat16)["gradients"] == parameters * 2
+    assert counted(FLASH, dtype=torch.bfloat16)["gradients"] == parameters * 2
 
 
 @pytest.mark.parametrize(("kernel", "in_one_go"), [("torch_varlen", True), ("cpu", False)])
 def test_rows_are_added_up_as_by_the_device_of_the_kernel(kernel, in_one_go):
     (kind,) = small_kinds()
     plan = plan_micro_batch([3 * TOKENS], PlanSettings(3, TOKENS, small_kinds()))
-    bound = bound_plan(plan, 2, Use(counted_kernel(kernel)), LiveMemory())
+    bound = bound_plan(plan, 2, Use(kernel), LiveMemory())
     with fake_tensors(), Counting(torch.device("cpu")) as seen:
         run_core_attention(bound, kind, torch.float32)
     assert any(call.name == "sum_rows" for call in seen.calls) == in_one_go
@@ -98,13 +91,13 @@ def test_mixing_layers_take_what_their_kernels_take(model_type, monkeypatch):
         return compute(*args, **options)
 
     monkeypatch.setattr(RecurrenceMemory, "__call__", run)
-    mode, settings = fake_tensors(), PlanSettings(2, TOKENS, small_kinds(), document_layout="joint")
+    settings = PlanSettings(2, TOKENS, small_kinds(), document_layout="joint")
     states = Counter()
     for documents in ([2 * TOKENS], [TOKENS, TOKENS]):
-        model = model_of_config(tiny_config(model_type), torch.float32, mode)
+        model = model_of_config(tiny_config(model_type), torch.float32)
         settings = replace(settings, kinds=tuple(layers_by_kind(model)))
         plan_layers(model)
-        parts = count_micro_batch(model, plan_micro_batch(documents, settings), 1, Use(FLASH, checkpointing={}), mode)
+        parts = count_micro_batch(model, plan_micro_batch(documents, settings), 1, CHECKPOINTING)
         states[len(documents)] = parts["kept O"]
     shape = model_shape(model).mixing
     # Of a document that is cut a checkpointed layer keeps the halo and the state before the segment.
@@ -134,24 +127,10 @@ def test_a_recurrence_keeps_what_it_reads_and_makes_states_of_chunks():
 
 def test_a_rank_alone_sends_nothing():
     plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds()))
-    parts = count_core_attention(plan, small_kinds()[0], torch.float32, 0, Use(FLASH), fake_tensors())
-    assert "exchange buffers" not in parts
+    assert "exchange buffers" not in count_core_attention(plan, small_kinds()[0], torch.float32, 0, FLASH)
 
 
-def test_exchange_buffers_of_one_document_in_stages():
-    kind = AttentionKind(q_heads=1, kv_heads=1, dim_qk=16, dim_v=16)
-    plan = plan_micro_batch([4 * TOKENS], PlanSettings(2, 2 * TOKENS, (kind,)))
-    (nano,) = plan.nano_batches
-    rows = rows_by_stage(nano.plans[kind])
-    assert len(rows) == 3
-    for rank in range(2):
-        parts = count_core_attention(plan, kind, torch.float32, rank, Use(FLASH), fake_tensors())
-        # Rows of K and V of 128 bytes, sent and received, in memory of their own for each of three stages.
-        expected = sum(rounded_up(128 * int(most)) for most in rows[:, :, rank].flat)
-        assert parts["exchange buffers"] == expected + 4096  # no queries: a page
-
-
-def test_exchange_buffers_of_rows_that_are_passed_on():
+def test_exchange_buffers_of_forwarded_rows():
     kind, buffer = AttentionKind(q_heads=1, kv_heads=1, dim_qk=16, dim_v=16), 1 << 15
     settings = PlanSettings(
         4, TOKENS, (kind,), 4, balance_tolerance=0.1, exchange_buffer_bytes=buffer, ranks_per_node=2
@@ -163,9 +142,9 @@ def test_exchange_buffers_of_rows_that_are_passed_on():
         stages = make_routes(nano.plans[kind], rank).stages
         assert len(stages) > 2 * SLOTS_IN_HOPS
         assert any(stage.forwarded.send_counts.any() for stage in stages)
-        parts = count_core_attention(plan, kind, torch.float32, rank, Use(FLASH), fake_tensors())
-        # Rows of K and V of 128 bytes: what is sent, what is received from others or passed on by them, and what is
-        # passed on to others, in memory of their own for each of five stages.
+        parts = count_core_attention(plan, kind, torch.float32, rank, FLASH)
+        # Rows of K and V of 128 bytes: sent; received, also by the second hop; and forwarded to others. Each of five
+        # stages has its own memory.
         rows = [
             (
                 stage.keys.send_counts.sum(),
@@ -182,16 +161,15 @@ def test_exchange_buffers_of_rows_that_are_passed_on():
 
 
 def test_a_copy_of_a_model_takes_what_the_model_does():
-    use, mode = Use(FLASH, checkpointing={}), fake_tensors()
     plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds()))
-    model, expected = small_model(), counted(use)
-    assert count_micro_batch(model_after(model, mode), plan, 0, use, mode) == expected
+    model, expected = small_model(), counted(CHECKPOINTING)
+    assert count_micro_batch(model_after(model), plan, 0, CHECKPOINTING) == expected
     forward = model.forward
     model.forward = lambda *args, **kwargs: forward(*args, **kwargs)  # as a fused loss puts it on a model
-    assert count_micro_batch(model_after(model, mode), plan, 0, use, mode) == expected
+    assert count_micro_batch(model_after(model), plan, 0, CHECKPOINTING) == expected
 
 
-@pytest.mark.parametrize("checkpointing", [None, {}], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("use", [FLASH, CHECKPOINTING], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize(
     ("model_type", "config", "period"),
     [
@@ -199,19 +177,37 @@ def test_a_copy_of_a_model_takes_what_the_model_does():
         ("gemma2", {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 4}, 2),
     ],
 )
-def test_a_deep_model_is_counted_by_a_few_layers(model_type, config, period, checkpointing):
+def test_a_deep_model_is_counted_by_a_few_layers(model_type, config, period, use):
     deep = AutoConfig.for_model(model_type, **SMALL | {"num_hidden_layers": 8} | config)
-    use = Use(FLASH, checkpointing=checkpointing)
-    kinds = small_kinds(None, 16) if period == 2 else small_kinds()
-    plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, kinds))
+    plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds(*[None, 16][:period])))
 
     def count(config):
-        mode = fake_tensors()
-        return count_micro_batch(model_of_config(config, torch.float32, mode), plan, 0, use, mode)
+        return count_micro_batch(model_of_config(config, torch.float32), plan, 0, use)
 
-    assert repeated_layers(model_of_config(deep, torch.float32, fake_tensors())) == period
+    assert repeated_layers(model_of_config(deep, torch.float32)) == period
     assert with_layers(deep, 2).num_hidden_layers == 2
     assert count_by_layers(count, deep, period) == count(deep)
+
+
+@pytest.mark.parametrize(
+    ("available", "longest"), [(0, 0), (1023, 0), (1024, 1024), (7 * 1024 + 5, 7168), (10**6, 976 * 1024)]
+)
+def test_the_longest_rows_that_fit(available, longest):
+    asked = []
+
+    def needed(tokens):
+        asked.append(tokens)
+        return tokens
+
+    assert longest_tokens(needed, available) == longest
+    assert all(tokens % STEP == 0 for tokens in asked)
+
+
+def test_where_memory_grows_faster_with_length_no_more_than_fit():
+    def needed(tokens):
+        return tokens + max(0, tokens - 5000)
+
+    assert needed(longest_tokens(needed, 9000)) <= 9000
 
 
 def _buffers(lengths: list[int], ping_pong: bool, ranks_per_node: tuple[int, ...] | int) -> tuple[int, int]:
@@ -232,19 +228,13 @@ def _buffers(lengths: list[int], ping_pong: bool, ranks_per_node: tuple[int, ...
     assert bound.stages > (2 if ranks_per_node == 1 else SLOTS_IN_HOPS)
     assert all(nano.routes[kind].forwards == (ranks_per_node != 1) for nano in bound.nano_batches)
     run_core_attention(bound, kind, torch.float32)
-    use = Use(counted_kernel("cpu"))
-    parts = count_core_attention(plan, kind, torch.float32, dist.get_rank(), use, fake_tensors())
+    parts = count_core_attention(plan, kind, torch.float32, dist.get_rank(), Use("cpu"))
     return dispatcher.exchange.size(), parts["exchange buffers"]
 
 
 @pytest.mark.parametrize(
     ("ranks", "ranks_per_node", "lengths", "ping_pong"),
-    [
-        (2, 1, [900, 500, 300, 200, 100, 40], False),
-        (2, 1, [900, 500, 300, 200, 100, 40], True),
-        (3, (1, 2), [2500, 300, 100], False),
-        (3, (1, 2), [1400, 1300, 100, 40], True),
-    ],
+    [(2, 1, [900, 500, 300, 200, 100, 40], False), (3, (1, 2), [1400, 1300, 100, 40], True)],
 )
 def test_buffers_are_those_that_ranks_take(rank_pools, ranks, ranks_per_node, lengths, ping_pong):
     for taken, counted_bytes in rank_pools[ranks].run(_buffers, lengths, ping_pong, ranks_per_node):

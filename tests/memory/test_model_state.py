@@ -2,7 +2,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig
 
-from hf_distca.memory.live import fake_tensors
 from hf_distca.memory.model_state import ModelState, model_state, parameter_bytes
 from hf_distca.models.fake import model_of_config
 from tests.models_and_batches import SMALL, small_model
@@ -13,14 +12,12 @@ ALL = 2 * LAYER + OUTSIDE
 
 
 def model():
-    return model_of_config(AutoConfig.for_model("llama", **SMALL), torch.float32, fake_tensors())
+    return model_of_config(AutoConfig.for_model("llama", **SMALL), torch.float32)
 
 
 def test_parameters_are_counted_once():
     assert parameter_bytes(model()) == 4 * ALL
-    tied = model_of_config(
-        AutoConfig.for_model("llama", **SMALL, tie_word_embeddings=True), torch.bfloat16, fake_tensors()
-    )
+    tied = model_of_config(AutoConfig.for_model("llama", **SMALL, tie_word_embeddings=True), torch.bfloat16)
     assert parameter_bytes(tied) == 2 * (ALL - 64 * 32)
     assert parameter_bytes(tied, 4) == 4 * (ALL - 64 * 32)
 

@@ -7,7 +7,7 @@ import pytest
 from hf_distca.cli.model import config_of_shape
 from hf_distca.config import DistCAConfig
 from hf_distca.memory import simulated
-from hf_distca.memory.simulated import GpuMemory
+from hf_distca.memory.simulated import gpu_memory
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
@@ -20,10 +20,10 @@ SETUP = Setup(SHAPE, DeviceProfile.load("h100"), 2, 1024)
 PLAIN, WHOLE, CONTEXT, FIXED, JOINT, CHOSEN, SERVERS = all_strategies(SETUP, SETTINGS, 1)
 
 
-def memory_of(**changes) -> GpuMemory:
+def memory_of(**changes):
     setup = replace(SETUP, **changes)
     settings = replace(SETTINGS, kinds=tuple(map(setup.on_a_gpu, SHAPE.layers)))
-    return GpuMemory(setup, config_of_shape(SHAPE), settings, DistCAConfig())
+    return gpu_memory(setup, config_of_shape(SHAPE), settings, DistCAConfig())
 
 
 def test_rows_take_memory_along_a_line():

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan, NanoBatch
-from hf_distca.planner.build import finished, plan_tasks
+from hf_distca.planner.balance import balance
+from hf_distca.planner.build import finished
 from hf_distca.planner.layout import assemble
 from hf_distca.planner.settings import PlanSettings
 
@@ -27,7 +28,5 @@ def cut_plan(lengths: Sequence[int], nano_batches: Sequence[Ranks], settings: Pl
             ]
         )
         layout = assemble(every[documents], tuple(columns.T), len(ranks))
-        nanos.append(
-            NanoBatch(documents, layout, {kind: plan_tasks(layout, kind, settings) for kind in settings.kinds})
-        )
+        nanos.append(NanoBatch(documents, layout, {kind: balance(layout, kind, settings) for kind in settings.kinds}))
     return finished(every, nanos, settings, stages=1)

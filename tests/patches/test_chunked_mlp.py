@@ -6,9 +6,7 @@ import peft
 import pytest
 from transformers import PreTrainedModel
 
-from hf_distca.memory.live import fake_tensors
 from hf_distca.memory.micro_batch import Use, count_micro_batch
-from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.models.fake import model_after
 from hf_distca.patches.chunked_mlp import chunk_mlps
 from hf_distca.patches.layers import plan_layers
@@ -81,14 +79,12 @@ def test_activations_do_not_grow_with_the_width_of_the_mlp():
     taken = {}
     for width in (640, 1280):
         for rows in (0, 64):
-            mode = fake_tensors()
             model = small_model(intermediate_size=width).train()
             if rows:
                 chunk_mlps(model, rows)
             settings = PlanSettings(1, 1024, small_kinds())
             plan = plan_micro_batch([1024], settings)
-            use = Use(counted_kernel("cpu"))
-            taken[width, rows] = count_micro_batch(model_after(model, mode), plan, 0, use, mode)["activations"]
+            taken[width, rows] = count_micro_batch(model_after(model), plan, 0, Use("cpu"))["activations"]
     # Tensors [1024, width] of float32: four a layer, of which the last layer's backward has used one at the peak.
     assert taken[1280, 0] - taken[640, 0] == 7 * 1024 * 640 * 4
     assert taken[1280, 64] == taken[640, 64]

@@ -149,3 +149,19 @@ def _check_hops(plan, routes):
         passed = list(sent_rows(messages_of(routes, stage, hop=2)))
         assert all(node[source] == node[target] and source != target < ranks for source, target, _ in passed)
         assert {mine.stages[stage].forwarded.crossing for mine in routes} == {bool(passed)}
+
+
+def check(plan):
+    """Every query sees exactly the keys that it must, each once, and every key gets back exactly its queries."""
+    seen, seen_by = carried_out(plan)
+    for rank in range(plan.workers):
+        local = local_rows(plan, rank)
+        wanted_keys, wanted_queries = {}, {}
+        for number, (document, row) in local.items():
+            reach = plan.window or row + 1
+            wanted_keys[number] = [(document, key) for key in range(max(row - reach + 1, 0), row + 1)]
+            last = plan.layout.lengths[document] if plan.window is None else row + plan.window
+            queries = range(row, min(last, plan.layout.lengths[document]))
+            wanted_queries[number] = [(document, query) for query in queries]
+        assert {number: sorted(keys) for number, keys in seen[rank].items()} == wanted_keys
+        assert {number: sorted(queries) for number, queries in seen_by[rank].items()} == wanted_queries

@@ -1,9 +1,26 @@
 """What every layout and every plan must be, checked row by row."""
 
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
-from hf_distca.plan import Layout, Plan
-from hf_distca.planner.cost import RowBytes
+from hf_distca.plan import AttentionKind, Layout, Plan
+from hf_distca.planner.balance import balance
+from hf_distca.planner.cost import RowBytes, Workers
+from hf_distca.planner.settings import PlanSettings
+
+FULL = AttentionKind()
+
+
+def balanced(
+    layout: Layout,
+    workers: Workers | None = None,
+    nodes: Sequence[int] | None = None,
+    kind: AttentionKind = FULL,
+    **settings: Any,
+) -> Plan:
+    """Balanced tasks on a layout."""
+    return balance(layout, kind, PlanSettings(layout.ranks, 1 << 30, **settings), workers, nodes)
 
 
 def check_layout(layout: Layout) -> None:

@@ -17,20 +17,15 @@ def packed(lengths, capacity):
     return list(pack_in_order(zip(lengths, range(len(lengths)), strict=True), capacity))
 
 
-def test_in_order_a_document_that_does_not_fit_waits():
+def test_in_order_a_document_waits_for_sixteen_others_at_most():
     assert packed([3, 4, 2, 1, 5], 6) == [[0, 2, 3], [1], [4]]
+    assert packed([1] + [6] * 40, 6) == [[number] for number in range(41)]
 
 
 def test_in_order_takes_no_more_documents_than_it_needs():
     source = iter([(4, "a"), (2, "b"), (1, "c")])
     assert next(pack_in_order(source, 6)) == ["a", "b"]
     assert next(source) == (1, "c")
-
-
-def test_in_order_a_document_waits_for_sixteen_others_at_most():
-    bins = packed([1] + [6] * 40, 6)
-    assert bins[0] == [0]
-    assert [bin_[0] for bin_ in bins] == list(range(41))
 
 
 @given(some_lengths)
@@ -64,27 +59,25 @@ def on_ranks(lengths, ranks, tokens_per_rank):
     return [documents.tolist() for documents in whole_documents(np.array(lengths), ranks, tokens_per_rank)]
 
 
-def test_the_longest_first_to_the_rank_with_the_fewest_tokens():
-    # 7 | 5, then 4 to the second, 3 to the first, 1 to the second: 10 and 10; in halves 7 + 3 and 5 + (4, 1).
-    assert on_ranks([3, 7, 1, 5, 4], 2, 10) == [[1, 0], [3, 2, 4]]
+@pytest.mark.parametrize(
+    ("lengths", "tokens_per_rank", "expected"),
+    [
+        # 7 | 5, then 4 to the second, 3 to the first, 1 to the second: 10 and 10; in halves 7 + 3 and 5 + (4, 1).
+        ([3, 7, 1, 5, 4], 10, [[1, 0], [3, 2, 4]]),
+        # 6 6 | 4 4 4: evenly 6 4 4 and 6 4 need 14; tightly 6 6 and 4 4 4.
+        ([6, 4, 6, 4, 4], 12, [[0, 2], [1, 4, 3]]),
+        # Longest first, 2 is left over both ways: evenly 5 3 | 3 3 2, tightly 5 3 | 3 3 2. So in their order.
+        ([5, 2, 2, 3, 3, 3], 9, [[0, 1, 2], [3, 5, 4]]),
+    ],
+    ids=["evenly", "tightly", "in order"],
+)
+def test_whole_documents_on_two_ranks(lengths, tokens_per_rank, expected):
+    assert on_ranks(lengths, 2, tokens_per_rank) == expected
 
 
-def test_where_even_filling_leaves_no_room_ranks_are_filled_tightly():
-    # 6 6 | 4 4 4: evenly 6 4 4 and 6 4 need 14; tightly 6 6 and 4 4 4.
-    assert on_ranks([6, 4, 6, 4, 4], 2, 12) == [[0, 2], [1, 4, 3]]
-
-
-def test_where_that_fails_too_ranks_are_filled_in_the_order_of_the_documents():
-    # Longest first, 2 is left over both ways: evenly 5 3 | 3 3 2, tightly 5 3 | 3 3 2.
-    assert on_ranks([5, 2, 2, 3, 3, 3], 2, 9) == [[0, 1, 2], [3, 5, 4]]
-
-
-def test_a_document_that_does_not_fit():
+def test_documents_that_do_not_fit():
     with pytest.raises(ValueError, match=r"document 1 has 11 tokens.*holds 10; raise tokens_per_rank.*long_documents"):
         on_ranks([3, 11], 2, 10)
-
-
-def test_documents_that_do_not_fit_together():
     with pytest.raises(
         ValueError, match="3 documents of 18 tokens do not fit on 2 ranks of 10 without cutting a document"
     ):

@@ -8,9 +8,9 @@ import pytest
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.choose import candidates
-from hf_distca.planner.metrics import count_plan, loads_of
+from hf_distca.planner.cost import RowBytes
+from hf_distca.planner.metrics import bytes_moved, count_plan, loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.routes.moves import any_key_crosses, any_query_crosses
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.sim.costs import DeviceProfile
@@ -36,7 +36,7 @@ def chosen(lengths, within=FREE, between=FREE, tokens=64, ranks=4, ranks_per_nod
 
 def exchanges(plan) -> bool:
     plans = [of_kind for nano in plan.nano_batches for of_kind in nano.plans.values()]
-    return any(any_key_crosses(each) or any_query_crosses(each) for each in plans)
+    return any(bytes_moved(each, RowBytes()).any() for each in plans)
 
 
 def test_equal_documents_stay_whole():

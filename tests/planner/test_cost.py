@@ -21,18 +21,14 @@ def test_row_reaching_inverts_pairs(window):
     np.testing.assert_allclose(pairs_at(rows.astype(float), window), amounts)
 
 
-def test_row_bytes_of_llama_3_8b_are_the_default():
-    assert RowBytes.of_kind(AttentionKind(), 2) == RowBytes()
-
-
 @pytest.mark.parametrize(
     ("kind", "bytes_per_value", "expected"),
     [
-        (AttentionKind(None, q_heads=4, kv_heads=4, dim_qk=8, dim_v=8), 4, RowBytes(q=128, kv=256, o=128)),
-        (AttentionKind(40, q_heads=14, kv_heads=2, dim_qk=64, dim_v=64), 2, RowBytes(q=1792, kv=512, o=1792)),
+        (AttentionKind(), 2, RowBytes()),
+        (AttentionKind(40, q_heads=14, kv_heads=2, dim_qk=64, dim_v=64), 4, RowBytes(q=3584, kv=1024, o=3584)),
         (AttentionKind(None, q_heads=16, kv_heads=16, dim_qk=192, dim_v=128), 2, RowBytes(6144, 10240, 4096)),
     ],
-    ids=["heads", "groups", "latent"],
+    ids=["llama-3-8b", "groups", "latent"],
 )
 def test_row_bytes_of_a_kind(kind, bytes_per_value, expected):
     assert RowBytes.of_kind(kind, bytes_per_value) == expected
@@ -55,10 +51,7 @@ def test_ideal_time_fills_workers_up_to_one_level():
     assert Workers.uniform(4).ideal(100) == 25
     assert Workers((1.0, 1.0), (10.0, 0.0)).ideal(30) == 20
     assert Workers((1.0, 3.0), (0.0, 0.0)).ideal(100) == 25
-
-
-def test_ideal_time_is_a_base_load_that_is_above_the_level():
-    assert Workers((1.0, 1.0), (50.0, 0.0)).ideal(30) == 50
+    assert Workers((1.0, 1.0), (50.0, 0.0)).ideal(30) == 50  # a base load above the level
 
 
 @pytest.mark.parametrize(

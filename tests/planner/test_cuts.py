@@ -24,23 +24,6 @@ def test_halo_rows_written_out():
     assert all(halos(layout, rank, width=3).messages.crossing for rank in range(3))
 
 
-def test_halo_of_a_document_that_has_few_rows_before_lies_behind_zeros():
-    # Rows 0; 1 and 2; 3 of one document: the last segment's halo lies on two ranks.
-    layout = assemble(np.array([4]), tuple(np.array([[0, 0, 1, 0], [0, 1, 3, 1], [0, 3, 4, 2]]).T), 3)
-    assert halos(layout, 1, width=3).received_places.tolist() == [2]
-    last = halos(layout, 2, width=3)
-    assert (last.received_places.tolist(), last.messages.recv_counts.tolist()) == ([0, 1, 2], [1, 2, 0])
-    assert halos(layout, 0, width=3).messages.send_counts.tolist() == [0, 1, 1]
-
-
-def test_halo_on_the_same_rank():
-    # Rank 0 holds rows 0, 1 and 4 of a document, rank 1 holds rows 2 and 3.
-    layout = assemble(np.array([5]), tuple(np.array([[0, 0, 2, 0], [0, 4, 5, 0], [0, 2, 4, 1]]).T), 2)
-    table = halos(layout, 0, width=3)
-    assert (table.local_rows.tolist(), table.local_places.tolist()) == ([1], [5])
-    assert table.received_places.tolist() == [6, 7]
-
-
 def test_chains_written_out():
     layout = fixed_layout([[10]], ranks=4)
     tables = [chains(layout, rank) for rank in range(4)]
@@ -53,17 +36,6 @@ def test_chains_written_out():
         [0, 0, 0, 1],
         [0, 0, 0, 0],
     ]
-
-
-def test_states_of_segments_on_the_same_rank_do_not_travel():
-    # Rank 0 has segments 0 and 2 of a document behind a whole one, rank 1 has segment 1.
-    columns = np.array([[0, 0, 3, 0], [1, 0, 2, 0], [1, 4, 5, 0], [1, 2, 4, 1]])
-    layout = assemble(np.array([3, 5]), tuple(columns.T), 2)
-    table = chains(layout, 0)
-    assert table.cut.tolist() == [1, 2]
-    assert (table.earlier, table.later) == (((), (0, 2)), ((2, 1), ()))
-    assert (table.messages.send_rows.tolist(), table.messages.recv_counts.tolist()) == ([0], [0, 1])
-    assert table.received.tolist() == [1]
 
 
 @pytest.mark.parametrize("width", [1, 3])

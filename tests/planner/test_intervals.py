@@ -5,32 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.plan import TASK
-from hf_distca.planner.intervals import (
-    Intervals,
-    expand,
-    grain,
-    merge_touching,
-    union,
-)
-
-
-def intervals(*rows):
-    """Intervals of (document, start, stop)."""
-    return Intervals(*np.array(rows, np.int64).reshape(-1, 3).T)
-
-
-def listed(some):
-    return list(zip(some.document.tolist(), some.start.tolist(), some.stop.tolist(), strict=True))
-
-
-def rows_in(some):
-    """[(document, row)] of every row of every interval."""
-    return [(document, row) for document, start, stop in listed(some) for row in range(start, stop)]
-
-
-def test_expand_counts_every_range_up():
-    assert expand(np.array([5, 9, 0]), np.array([2, 0, 3])).tolist() == [5, 6, 0, 1, 2]
-    assert expand(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
+from hf_distca.planner.intervals import ROWS, grain, merge_touching, overlaps, union
 
 
 def test_touching_rows_of_one_worker_are_made_one():
@@ -45,24 +20,19 @@ def test_a_cut_leaves_the_block_as_far_as_it_must():
     assert grain(128, lambda rows: True) == 1
 
 
-INTERVAL = st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 6)).map(
-    lambda drawn: (drawn[0], drawn[1], drawn[1] + drawn[2])
+# (document, start, stop, worker), possibly without a row.
+TASKS = st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 6), st.integers(0, 2)).map(
+    lambda drawn: (drawn[0], drawn[1], drawn[1] + drawn[2], drawn[3])
 )
-"""(document, start, stop), possibly without a row."""
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), INTERVAL), max_size=8))
+@given(st.lists(TASKS, max_size=8))
 def test_unions_are_those_of_sets(drawn):
-    owners, rows = union(np.array([owner for owner, _ in drawn], np.int64), intervals(*(rows for _, rows in drawn)))
-    found = list(zip(owners.tolist(), listed(rows), strict=True))
-    assert found == sorted(found)
-    mine = {
-        owner: rows_in(intervals(*(rows for other, rows in found if other == owner))) for owner in set(owners.tolist())
-    }
-    wanted = {}
-    for owner, (document, start, stop) in drawn:
-        wanted.setdefault(owner, set()).update((document, row) for row in range(start, stop))
-    assert mine == {owner: sorted(rows) for owner, rows in wanted.items() if rows}
+    found = union(np.array(drawn, TASK)).tolist()
+    assert found == sorted(found, key=lambda task: (task[3], *task[:2]))
+    listed = [(worker, document, row) for document, start, stop, worker in found for row in range(start, stop)]
+    wanted = {(worker, document, row) for document, start, stop, worker in drawn for row in range(start, stop)}
+    assert listed == sorted(wanted)
 
 
 @given(st.data())
@@ -77,11 +47,11 @@ def test_overlaps_are_those_of_sets(data):
         document = data.draw(st.integers(0, len(lengths) - 1))
         start = data.draw(st.integers(0, lengths[document] - 1))
         drawn.append((document, start, data.draw(st.integers(start + 1, lengths[document]))))
-    found = intervals(*drawn).overlaps(intervals(*ordered))
-    wanted = []
-    for first, (document, start, stop) in enumerate(drawn):
-        for second, (other, begin, end) in enumerate(ordered):
-            low, high = max(start, begin), min(stop, end)
-            if document == other and low < high:
-                wanted.append((first, second, (document, low, high)))
-    assert list(zip(found.first.tolist(), found.second.tolist(), listed(found.rows), strict=True)) == wanted
+    found = overlaps(np.array(drawn, ROWS), np.array(ordered, ROWS))
+    wanted = [
+        (first, second, max(start, begin), min(stop, end))
+        for first, (document, start, stop) in enumerate(drawn)
+        for second, (other, begin, end) in enumerate(ordered)
+        if document == other and max(start, begin) < min(stop, end)
+    ]
+    assert list(zip(*(each.tolist() for each in found), strict=True)) == wanted

@@ -7,21 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, ExchangeFigures, Plan
-from hf_distca.planner.cost import RowBytes, Workers
+from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import (
     BETWEEN,
     WITHIN,
-    RowsMoved,
     bytes_by_link,
     bytes_moved,
     exchange_figures,
     link_seconds,
     loads_of,
-    measure,
     query_rows_of,
 )
-from tests.planner.drawn_plans import drawn_plans, drawn_with_nodes
+from tests.planner.drawn_plans import drawn_plans
 from tests.planner.plan_checks import bytes_by_row, loads_by_row
 
 BYTES = RowBytes(q=100, kv=10, o=1000)
@@ -34,27 +32,7 @@ def plan_of(rows, tasks, workers, window=None, ranks=None):
 def test_one_moved_task():
     # Rows 2 and 3 of a document of 4 go to rank 1, which needs K/V rows 0 to 3 for them.
     plan = plan_of([[4], [1]], [(0, 0, 2, 0), (0, 2, 4, 1), (1, 0, 1, 1)], 2)
-    metrics = measure(plan, BYTES, balance_block_size=2)
     assert bytes_moved(plan, BYTES).tolist() == [[2 * 100 + 4 * 10, 2 * 1000], [2 * 1000, 2 * 100 + 4 * 10]]
-    assert metrics.bytes_total == 2240
-    assert metrics.bytes_bottleneck == 2000
-    assert metrics.max_over_mean == pytest.approx(8 / 5.5)
-    assert metrics.tokens_max_over_mean == pytest.approx(4 / 2.5)
-    assert (metrics.tasks, metrics.min_rows) == (3, 1)
-    assert (metrics.tasks_below_block, metrics.tasks_cut_below_block) == (1, 0)
-
-
-def test_nothing_costs_nothing():
-    metrics = measure(plan_of([[], []], [], 2))
-    assert (metrics.max_over_mean, metrics.tokens_max_over_mean, metrics.min_rows) == (1.0, 1.0, 0)
-
-
-def test_finishing_time_counts_speed_and_base_load():
-    plan = plan_of([[4], []], [(0, 0, 3, 0), (0, 3, 4, 1)], 2)  # 6 and 4 pairs
-    workers = Workers((1.0, 2.0), (0.0, 8.0))
-    assert measure(plan, workers=workers).max_over_mean == pytest.approx(10 / ((10 + 16) / 3))
-    with pytest.raises(ValueError, match="2 workers, but 1 are described"):
-        measure(plan, workers=Workers.uniform(1))
 
 
 @settings(max_examples=100)
@@ -125,14 +103,3 @@ def test_rows_cross_to_a_node_once_and_every_worker_receives_what_it_did(plan, d
                 node = nodes[worker] if worker < plan.layout.ranks else ("server", worker)
                 readers[(d, row), node].add(worker)
     assert moved[BETWEEN, 0].sum() == between + len(readers) * BYTES.kv
-
-
-@settings(max_examples=100)
-@given(drawn_with_nodes())
-def test_counts_without_hops_differ_only_in_who_is_the_gateway(plan):
-    hops, shares = (RowsMoved.of(plan, plan.nodes, exact=exact) for exact in (True, False))
-    assert hops.queries.tolist() == shares.queries.tolist()
-    # Shares of a row are rounded on every worker.
-    assert np.abs(hops.keys.sum(axis=2) - shares.keys.sum(axis=2)).max() <= plan.workers
-    assert np.abs(hops.keys[:, 1].sum(axis=0) - shares.keys[:, 1].sum(axis=0)).max() <= 1
-    assert (hops.keys[BETWEEN, 0] == shares.keys[BETWEEN, 0]).all()

@@ -1,13 +1,19 @@
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.build import plan_placed
-from hf_distca.planner.cost import RowBytes
+from hf_distca.planner.cost import RowBytes, Workers
+from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import PlanSettings
+from tests.planner.carried_out import check
 from tests.planner.plan_checks import bytes_by_row, check_plan, loads_by_row
 
 LAYOUTS = ["joint", "fixed"]
@@ -49,38 +55,58 @@ def test_the_summary_counts_both_nano_batches():
     assert plan.summary.exchange.bytes_bottleneck == moved.max() > 0
 
 
-LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 200)), min_size=1, max_size=12)
+BLOCK, TOLERANCE = 4, 0.1
 
 
+@pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=30)
 @given(
-    lengths=LENGTHS,
-    nodes=st.one_of(st.integers(1, 9).map(lambda ranks: (1,) * ranks), st.sampled_from([(2, 2), (1, 3), (3, 2, 1)])),
+    lengths=st.lists(st.integers(1, 24) | st.sampled_from([60, 110]), min_size=1, max_size=12),
+    nodes=st.integers(1, 9).map(lambda ranks: (1,) * ranks) | st.sampled_from([(2, 2), (1, 3), (3, 2, 1), (8, 8, 4)]),
+    server_nodes=st.lists(st.sampled_from([None, 0, -1]), max_size=2),
     ping_pong=st.booleans(),
+    stage_rows=st.sampled_from([None, 12]),
 )
-def test_no_rank_holds_more_than_its_tokens(layout, lengths, nodes, ping_pong):
-    ranks = sum(nodes)
+def test_plans(layout, window, lengths, nodes, server_nodes, ping_pong, stage_rows):
+    ranks, kind = sum(nodes), AttentionKind(window)
     tokens_per_rank = -(-sum(lengths) // ranks)  # the least that takes the documents
     settings = PlanSettings(
         ranks,
         tokens_per_rank,
+        (kind,),
         document_layout=layout,
-        balance_block_size=16,
+        balance_tolerance=TOLERANCE,
+        balance_block_size=BLOCK,
         ping_pong=ping_pong,
         ranks_per_node=nodes,
     )
-    plan = plan_micro_batch(lengths, settings)
-    assert plan.tokens.max() == tokens_per_rank
-    assert plan.tokens.min() == sum(lengths) // ranks
-    numbers = np.concatenate([nano.documents for nano in plan.nano_batches])
+    micro_batch = plan_micro_batch(lengths, settings)
+    assert micro_batch.tokens.max() == tokens_per_rank
+    assert micro_batch.tokens.min() == sum(lengths) // ranks
+    numbers = np.concatenate([nano.documents for nano in micro_batch.nano_batches])
     assert sorted(numbers.tolist()) == list(range(len(lengths)))
-    for nano in plan.nano_batches:
+    assert len(micro_batch.nano_batches) == 1 or min(n.layout.tokens.min() for n in micro_batch.nano_batches) > 0
+    known = len(nodes) not in (1, ranks)
+    of_servers = [node and len(nodes) - 1 for node in server_nodes]
+    if server_nodes:
+        workers = Workers.uniform(ranks + len(server_nodes))
+        micro_batch = plan_with_servers(micro_batch, workers, settings, ranks_serve=True, server_nodes=of_servers)
+    for nano in micro_batch.nano_batches:
         assert nano.layout.lengths.tolist() == [lengths[document] for document in nano.documents]
-        (plan_of_kind,) = nano.plans.values()
-        check_plan(plan_of_kind)
-        assert plan_of_kind.nodes == settings.nodes
-        if len(plan.nano_batches) == 2:
-            assert nano.layout.tokens.min() > 0
+        plan = nano.plans[kind]
+        if known:
+            own = itertools.count(len(nodes))  # a server without a node is on one of its own
+            expected = [node for node, size in enumerate(nodes) for _ in range(size)]
+            assert list(plan.nodes) == expected + [next(own) if node is None else node for node in of_servers]
+        else:
+            assert plan.nodes is None
+        check_plan(plan)
+        loads = loads_of(plan)
+        most_of_a_row = min(int(nano.layout.lengths.max()), window or 10**9)
+        assert loads.max() <= loads.mean() * (1 + TOLERANCE) + 2 * most_of_a_row
+        # Every row sees its keys once, and a key crosses to a node once: with a window, once in a stage.
+        check(replace(plan, stage_rows=stage_rows))
 
 
 def test_rows_of_every_rank_are_divided():

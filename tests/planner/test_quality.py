@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.planner_inputs import plan_once, read_batches
+from benchmarks.planner_inputs import measure, plan_once, read_batches
 from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.metrics import BETWEEN, bytes_by_link, measure
+from hf_distca.planner.metrics import BETWEEN, bytes_by_link
 from hf_distca.planner.nodes import nodes_of
 
 BATCHES = read_batches()

@@ -9,71 +9,66 @@ from hypothesis import strategies as st
 from hf_distca.plan import TASK, Plan
 from hf_distca.planner.build import local_plan
 from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.intervals import Intervals
+from hf_distca.planner.intervals import table_of
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import bytes_moved
 from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
-from hf_distca.planner.routes.forwarded import forward_inside_nodes, hops_by_stage
-from hf_distca.planner.routes.moves import Moves, any_key_crosses, any_query_crosses
-from tests.planner.carried_out import messages_of, routes_of
+from hf_distca.planner.routes.moves import MOVE, forward_inside_nodes
+from tests.planner.carried_out import check, exchange, local_rows, messages_of, routes_of
 from tests.planner.drawn_plans import plans_of_all_kinds
+from tests.planner.test_stages import quarters
 
 BYTES = RowBytes(q=100, kv=10, o=1000)
 
 
-def group(q_lens, k_lens):
-    return TaskGroup(
-        np.array(q_lens, np.int64),
-        np.array(k_lens, np.int64),
-        np.arange(sum(q_lens), dtype=np.int64),
-        np.arange(sum(k_lens), dtype=np.int64),
-        np.array([q * (2 * k - q + 1) // 2 for q, k in zip(q_lens, k_lens, strict=True)], np.int64),
-    )
+@settings(max_examples=500)
+@given(plans_of_all_kinds(), st.none() | st.integers(1, 12))
+def test_every_query_sees_its_keys_once_and_results_go_home(plan, stage_rows):
+    check(replace(plan, stage_rows=stage_rows))
 
 
-def halves(q_lens, k_lens):
-    """[(query rows and keys of each task, rows of its queries)] of the first half, and of the second."""
+def halves(group, window=None):
+    """[(query rows and keys of each task, rows of its queries, of its keys, pairs)] of each half of a group."""
     return [
-        (
-            list(zip(half.q_lens.tolist(), half.k_lens.tolist(), strict=True)),
-            half.q_rows.tolist(),
-            half.k_rows.tolist(),
-            half.task_pairs.tolist(),
-        )
-        for half in group(q_lens, k_lens).halves(window=None)
-    ]
+        (list(zip(*(each.tolist() for each in (half.q_lens, half.k_lens)), strict=True)),
+         *(each.tolist() for each in (half.q_rows, half.k_rows, half.task_pairs)))
+        for half in group.halves(window)
+    ]  # fmt: skip
+
+
+def group(q_lens, k_lens):
+    q, k = np.array(q_lens, np.int64), np.array(k_lens, np.int64)
+    return TaskGroup(q, k, np.arange(q.sum()), np.arange(k.sum()), q * (2 * k - q + 1) // 2)
 
 
 def test_halves_of_the_pairs():
-    assert halves([], []) == [([], [], [], [])] * 2
-    assert halves([1], [1]) == [([(1, 1)], [0], [0], [1]), ([], [], [], [])]
-    assert halves([2, 2], [2, 2]) == [([(2, 2)], [0, 1], [0, 1], [3]), ([(2, 2)], [2, 3], [2, 3], [3])]
+    assert halves(group([], [])) == [([], [], [], [])] * 2
+    assert halves(group([1], [1])) == [([(1, 1)], [0], [0], [1]), ([], [], [], [])]
+    assert halves(group([2, 2], [2, 2])) == [([(2, 2)], [0, 1], [0, 1], [3]), ([(2, 2)], [2, 3], [2, 3], [3])]
 
 
 def test_a_task_in_the_middle_is_cut_into_its_first_queries_with_their_keys_and_the_others():
     # 1 + 2 + 3 pairs and 4; the first three queries see three keys, the last one all.
-    assert halves([4], [4]) == [([(3, 3)], [0, 1, 2], [0, 1, 2], [6]), ([(1, 4)], [3], [0, 1, 2, 3], [4])]
+    assert halves(group([4], [4])) == [([(3, 3)], [0, 1, 2], [0, 1, 2], [6]), ([(1, 4)], [3], [0, 1, 2, 3], [4])]
     # 3, then 6 + 7 + 8 of a task that has five keys before its own rows, then 1: cut where 9 of 25 are done.
-    first, second = halves([2, 3, 1], [2, 8, 1])
+    first, second = halves(group([2, 3, 1], [2, 8, 1]))
     assert first == ([(2, 2), (1, 6)], [0, 1, 2], [*range(8)], [3, 6])
     assert second == ([(2, 8), (1, 1)], [3, 4, 5], [*range(2, 11)], [15, 1])
     # Each row sees one key.
-    first, second = replace(group([4], [4]), task_pairs=np.array([4])).halves(window=1)
-    assert (first.q_lens.tolist(), first.k_lens.tolist()) == ([2], [2])
-    assert (second.q_lens.tolist(), second.k_lens.tolist()) == ([2], [4])
+    first, second = halves(replace(group([4], [4]), task_pairs=np.array([4])), window=1)
+    assert (first[0], second[0]) == ([(2, 2)], [(2, 4)])
 
 
 @pytest.mark.parametrize(
     ("lengths", "ranks", "tasks", "workers", "expected"),
     [
-        ([[2, 3], [4]], None, [(0, 0, 2, 0), (1, 0, 3, 0), (2, 0, 4, 1)], 2, True),
         (
             [[2, 3], [4]],
             None,
             [(0, 0, 2, 0), (1, 0, 1, 0), (1, 1, 3, 0), (2, 0, 4, 1)],
             3,
             True,
-        ),  # a task of two parts
+        ),  # in two parts
         ([[2, 3], [4]], None, [(0, 0, 2, 0), (1, 0, 3, 1), (2, 0, 4, 1)], 2, False),  # a document elsewhere
         ([[2, 3], [4]], None, [(0, 0, 2, 0), (1, 0, 3, 0), (2, 0, 2, 1), (2, 2, 4, 2)], 3, False),  # rows at a server
         ([[2], []], None, [(0, 0, 2, 0)], 2, False),  # a rank without rows
@@ -93,10 +88,9 @@ def test_nothing_moves(lengths, ranks, tasks, workers, expected):
 def test_where_nothing_moves_each_rank_computes_its_rows_and_nothing_crosses(placed, window):
     plan = local_plan(fixed_layout(placed), window)
     assert nothing_moves(plan)
-    assert not any_key_crosses(plan)
-    assert not any_query_crosses(plan)
     for rank, lengths in enumerate(placed):
         routes = make_routes(plan, rank)
+        assert not any(each.crossing for each in (routes.queries, *(stage.keys for stage in routes.stages)))
         assert routes.local.q_lens.tolist() == routes.local.k_lens.tolist() == lengths
         assert routes.local.q_rows.tolist() == list(range(sum(lengths)))
         assert [len(stage.remote_kv.q_lens) + len(stage.remote_query.q_lens) for stage in routes.stages] == [0]
@@ -123,63 +117,46 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
     assert [moved.sum(1).tolist(), moved.sum(0).tolist()] == bytes_moved(plan, BYTES).tolist()
 
 
-@given(plans_of_all_kinds(), st.integers(1, 12))
-def test_stages_hold_so_many_rows_and_servers_have_one(plan, stage_rows):
-    whole, routes = routes_of(plan), routes_of(replace(plan, stage_rows=stage_rows))
-    most_received = stage_rows if plan.window is None else max(stage_rows, 2 * plan.window - 1)
-    readers = max(np.bincount(plan.nodes or [0])) - 1  # of a row that is forwarded
-    for rank, mine in enumerate(routes):
-        received = [hop_rows(stage, "recv_counts") for stage in mine.stages]
-        total = hop_rows(whole[rank].stages[0], "recv_counts")
-        if rank >= plan.layout.ranks:
-            assert received == [total] + [0] * (len(received) - 1)
-            continue
-        assert max(received) <= most_received
-        if plan.window is None:
-            assert sum(received) == total
-            sent = [hop_rows(stage, "send_counts", plan.layout.ranks) for stage in mine.stages]
-            assert max(sent) <= max(stage_rows, readers * (plan.nodes is not None))
-
-
-def hop_rows(stage, counts, workers=None):
-    """K/V rows of a stage in both hops: sent to so many workers, or received."""
-    return sum(int(getattr(messages, counts)[:workers].sum()) for messages in (stage.keys, stage.forwarded))
-
-
-def test_rows_that_go_the_same_way_are_spread_over_the_stages():
-    # A document of 8 · 16 rows; each of two nodes of four ranks reads all that comes before its rows.
-    tasks = np.array([(0, 16 * rank, 16 * rank + 16, rank) for rank in range(8)], TASK)
-    plan = Plan(fixed_layout([[128]], 8), tasks, 8, nodes=(0, 0, 0, 0, 1, 1, 1, 1))
+def test_rows_on_one_path_are_divided_evenly_over_the_stages():
+    # A quarter of a document of 4 · 8 rows on each rank, which computes its own rows.
+    first, *_, last = routes_of(replace(quarters(32, 4), stage_rows=12))
+    assert [stage.keys.send_counts.tolist() for stage in first.stages] == [[0, 4, 4, 4], [0, 4, 4, 4]]
+    assert [stage.keys.recv_counts.tolist() for stage in last.stages] == [[4, 4, 4, 0], [4, 4, 4, 0]]
+    # Rows that do not divide evenly are more in another stage on each path.
+    first, *_ = routes_of(replace(quarters(32, 4), stage_rows=8))
+    assert [stage.keys.send_counts.sum() for stage in first.stages] == [8, 8, 8]
+    # Each of two nodes of four ranks reads all that comes before its rows. Rows 64 to 111 come to the last rank from
+    # its own node; a quarter of the others cross to it, and the rest to its peers.
+    plan = replace(quarters(128, 8), nodes=(0, 0, 0, 0, 1, 1, 1, 1))
     *_, last = routes_of(plan)
-    # Rows 64 to 111 come directly from its own node; a quarter of the others cross to it, and the rest to its peers.
     assert last.stages[0].keys.recv_counts.tolist() == [0, 0, 0, 16, 16, 16, 16, 0]
     assert last.stages[0].forwarded.recv_counts.tolist() == [0, 0, 0, 0, 16, 16, 16, 0]
     *_, last = routes_of(replace(plan, stage_rows=30))
-    assert [hop_rows(stage, "recv_counts") for stage in last.stages] == [28, 28, 28, 28]
+    assert [int(stage.keys.recv_counts.sum() + stage.forwarded.recv_counts.sum()) for stage in last.stages] == [28] * 4
 
 
-def test_of_all_that_goes_from_rank_to_rank_as_much_goes_in_each_stage():
-    # One document of 4 · 8 rows, a quarter on each rank, which computes its own rows.
-    layout = fixed_layout([[32]], 4)
-    tasks = np.array([(0, 8 * rank, 8 * rank + 8, rank) for rank in range(4)], TASK)
-    first, *_, last = routes_of(Plan(layout, tasks, 4, stage_rows=12))
-    assert [stage.keys.send_counts.tolist() for stage in first.stages] == [[0, 4, 4, 4], [0, 4, 4, 4]]
-    assert [stage.keys.recv_counts.tolist() for stage in last.stages] == [[4, 4, 4, 0], [4, 4, 4, 0]]
-    # Where there is no room for all, the next rank comes before others.
-    first, *_ = routes_of(Plan(layout, tasks, 4, stage_rows=8))
-    assert [stage.keys.send_counts.tolist() for stage in first.stages] == [[0, 3, 3, 2], [0, 3, 3, 2], [0, 2, 2, 4]]
+def test_rows_that_are_forwarded():
+    # Each rank of two nodes of two computes its own two rows of a document of eight.
+    plan = replace(quarters(8, 4), nodes=(0, 0, 1, 1))
+    check(plan)
+    routes = routes_of(plan)
+    # Ranks 2 and 3 read rows 0 to 3, two from each of ranks 0 and 1: they cross to one of them, and are forwarded to
+    # the other. Rows 4 and 5 go from rank 2 to rank 3 directly.
+    keys, forwarded = (messages_of(routes, 0, hop) for hop in (1, 2))
+    assert [mine.send_counts.tolist() for mine in keys] == [[0, 2, 2, 0], [0, 0, 0, 2], [0, 0, 0, 2], [0, 0, 0, 0]]
+    assert [mine.send_counts.tolist() for mine in forwarded] == [[0] * 4, [0] * 4, [0, 0, 0, 2], [0, 0, 2, 0]]
+    assert [mine.send_rows.tolist() for mine in forwarded[2:]] == [[0, 1], [0, 1]]
+    # Rank 2 has rows 0 and 1, then 2 and 3 that rank 3 has forwarded; rank 3 rows 2 to 5, then 0 and 1.
+    came = exchange(routes, 0, [local_rows(plan, worker) for worker in range(4)])
+    assert [[row for *_, (_, row) in came[rank].values()] for rank in (2, 3)] == [[0, 1, 2, 3], [2, 3, 4, 5, 0, 1]]
 
 
-def crossing(rows, readers):
-    """Moves of the same rows of a document on rank 0 to so many ranks."""
-    document = Intervals(np.zeros(readers, np.int64), np.zeros(readers, np.int64), np.full(readers, rows))
-    return Moves(document, np.zeros(readers, np.int64), 1 + np.arange(readers), np.zeros(readers, np.int64))
-
-
-def ways(moves):
-    """[(source, target, first row, row behind the last)]."""
-    columns = (moves.source, moves.target, moves.rows.start, moves.rows.stop)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+def hops_of(rows, readers, document=0, targets=None, nodes=None):
+    """[(source, target, first row, row behind the last)] of both hops of rows on rank 0 that other ranks read."""
+    targets = 1 + np.arange(readers) if targets is None else np.array(targets)
+    moves = table_of(MOVE, document=np.full(len(targets), document), stop=rows, target=targets)
+    hops = forward_inside_nodes(moves, nodes or (0,) + (1,) * readers, int(targets.max()) + 1)
+    return [[tuple(move) for move in hop[["source", "target", "start", "stop"]].tolist()] for hop in hops[:2]]
 
 
 @pytest.mark.parametrize(
@@ -191,30 +168,12 @@ def ways(moves):
     ],
 )
 def test_rows_that_two_ranks_read_cross_to_both_of_them(rows, first, second):
-    hops = forward_inside_nodes(crossing(rows, 2), (0, 1, 1), 3)
-    assert (ways(hops.first), ways(hops.second)) == (first, second)
-
-
-def test_a_row_goes_on_to_all_its_readers_in_its_stage_even_if_they_are_more_than_the_rows_of_a_stage():
-    hops = forward_inside_nodes(crossing(2, 4), (0, 1, 1, 1, 1), 5)
-    stages = hops_by_stage(hops, 1, 5)
-    assert [ways(stage.first) for stage in stages] == [[(0, 1, 0, 1)], [(0, 1, 1, 2)]]
-    assert [ways(stage.second) for stage in stages] == [
-        [(1, 2, 0, 1), (1, 3, 0, 1), (1, 4, 0, 1)],
-        [(1, 2, 1, 2), (1, 3, 1, 2), (1, 4, 1, 2)],
-    ]
+    assert hops_of(rows, 2) == [first, second]
 
 
 def test_rows_are_forwarded_whatever_the_number_of_documents_and_nodes():
-    nodes = [rank // 8 for rank in range(4096)]
-    ends = {}
-    for document in (0, 50_000):  # times nodes, and behind them rows: more than 63 bits
-        rows = Intervals(np.full(4, document), np.zeros(4, np.int64), np.full(4, 100))
-        moves = Moves(rows, np.zeros(4, np.int64), np.array([8, 9, 4088, 4089]), np.zeros(4, np.int64))
-        hops = forward_inside_nodes(moves, nodes, 4096)
-        ends[document] = [
-            (each.source.tolist(), each.target.tolist(), each.rows.start.tolist(), each.rows.stop.tolist())
-            for each in (hops.first, hops.second)
-        ]
-    assert ends[0] == ends[50_000]
-    assert sum(ends[0][0][3]) - sum(ends[0][0][2]) == 2 * 100
+    nodes, targets = [rank // 8 for rank in range(4096)], [8, 9, 4088, 4089]
+    # Times nodes, and behind them rows: more than 63 bits.
+    few, many = (hops_of(100, 4, document, targets, nodes) for document in (0, 50_000))
+    assert few == many
+    assert sum(stop - start for *_, start, stop in few[0]) == 2 * 100

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hf_distca.plan import TASK, Plan
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.routes import make_routes
+from hf_distca.planner.routes.moves import rows_to_move
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import SMALLEST_STAGE, STAGES_ALONE, rows_by_stage, with_stages
 from tests.planner.drawn_plans import plans_of_all_kinds
@@ -25,14 +27,10 @@ def quarters(length, ranks=4):
 def test_rows_by_stage():
     # Rank 0 sends its 8 rows to three ranks, rank 3 receives those of three.
     assert rows_by_stage(quarters(32)).tolist() == [[[24, 16, 8, 0], [0, 8, 16, 24]]]
-    halves = [[12, 8, 4, 0], [0, 4, 8, 12]]
-    assert rows_by_stage(replace(quarters(32), stage_rows=12)).tolist() == [halves, halves]
-
-
-def test_rows_that_are_forwarded_are_sent_and_received_once_more():
+    parts = [[12, 8, 4, 0], [0, 4, 8, 12]]
+    assert rows_by_stage(replace(quarters(32), stage_rows=12)).tolist() == [parts, parts]
     # Ranks 2 and 3 read all 16 rows of node 0, and each forwards half of them.
-    plan = replace(quarters(32), nodes=(0, 0, 1, 1))
-    assert rows_by_stage(plan).tolist() == [[[16, 8, 16, 8], [0, 8, 16, 24]]]
+    assert rows_by_stage(replace(quarters(32), nodes=(0, 0, 1, 1))).tolist() == [[[16, 8, 16, 8], [0, 8, 16, 24]]]
 
 
 @pytest.mark.parametrize(("buffer_rows", "stage_rows"), [(24, None), (23, 23), (8, 8), (1, 1)])
@@ -52,20 +50,6 @@ def test_a_nano_batch_alone_has_stages_that_hide_its_exchange():
     assert with_stages(quarters(1024), 2**20, stages=4).stage_rows is None
 
 
-@given(plans_of_all_kinds(), st.integers(1, 12))
-def test_no_rank_sends_or_receives_more_than_fits(plan, buffer_rows):
-    staged = with_stages(plan, buffer_rows, stages=1)
-    rows, whole = rows_by_stage(staged), rows_by_stage(plan)
-    assert (staged.stage_rows is None) == (whole.max(initial=0) <= buffer_rows)
-    if plan.window is None:
-        # A row that is forwarded to more ranks travels nevertheless.
-        most_readers = max(np.bincount(plan.nodes)) - 1 if plan.nodes else 0
-        assert rows.max(initial=0) <= max(buffer_rows, most_readers)
-        assert rows.sum(0).tolist() == whole.sum(0).tolist()
-    else:
-        assert rows[:, 1].max(initial=0) <= max(buffer_rows, 2 * plan.window - 1)
-
-
 def test_settings_say_how_many_bytes_travel_at_a_time():
     # One document on both ranks; rows of K and V of 4096 bytes.
     def planned(**settings):
@@ -77,3 +61,22 @@ def test_settings_say_how_many_bytes_travel_at_a_time():
     assert planned().stage_rows == max(-(-most // STAGES_ALONE), SMALLEST_STAGE)
     assert planned(exchange_buffer_bytes=512 * 4096).stage_rows == 512
     assert planned(exchange_buffer_bytes=1).stage_rows == 1
+
+
+@given(plans_of_all_kinds(), st.integers(1, 12))
+def test_stages_hold_so_many_rows_and_servers_have_one(plan, buffer_rows):
+    staged, ranks = with_stages(plan, buffer_rows, stages=1), plan.layout.ranks
+    rows, whole = rows_by_stage(staged), rows_by_stage(plan)
+    assert (staged.stage_rows is None) == (whole.max(initial=0) <= buffer_rows)
+    if plan.window is None:
+        assert rows.sum(axis=0).tolist() == whole.sum(axis=0).tolist()
+        # On each path rows are rounded up.
+        _, *hops = rows_to_move(plan)
+        moves = np.concatenate(hops)
+        paths = [np.bincount(moves[end], minlength=plan.workers)[:ranks] for end in ("source", "target")]
+        assert (rows <= buffer_rows + np.array(paths)).all()
+    else:
+        assert rows[:, 1].max(initial=0) <= max(buffer_rows, 2 * plan.window - 1)
+    for server in range(ranks, plan.workers):
+        came = [int(stage.keys.recv_counts.sum()) for stage in make_routes(staged, server).stages]
+        assert not any(came[1:])

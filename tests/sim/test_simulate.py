@@ -9,9 +9,8 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.figures import StrategyFigures, advice
 from hf_distca.sim.model import ModelShape
-from hf_distca.sim.simulate import simulate
+from hf_distca.sim.simulate import StrategyFigures, advice, simulate
 from hf_distca.sim.strategies import Setup
 
 KIND = AttentionKind(None, 2, 1, 4, 4)
@@ -65,8 +64,8 @@ def test_gains_and_loads():
     assert found.speed_up == pytest.approx(found.over_best.speed_up)
     assert list(found.load) == ["plain packing", found.best_plain, found.best_planned]
     assert found.load["plain packing"] == (3 * 3 * 36, 3 * 3 * (10 + 10))  # 8 of 12; 4 and 4
-    assert sum(each.documents for each in found.histogram) == found.documents == 6
-    assert sum(each.tokens for each in found.histogram) == found.tokens == 32
+    assert sum(each["documents"] for each in found.histogram) == found.documents == 6
+    assert sum(each["tokens"] for each in found.histogram) == found.tokens == 32
 
 
 def test_the_best_strategy_without_plans_cuts_the_fewest_documents():

@@ -49,20 +49,14 @@ def test_steps_that_all_ranks_have():
     assert steps_of({"traceEvents": []}) == {}
 
 
-def test_cells_say_what_a_rank_did_for_the_most_of_their_time():
-    # A step from 115 to 190 in cells of 10: half of the second is in it, and two waits are the most of the fourth.
-    stretches = [(120, 127, "attention"), (127, 134, "waits"), (136, 140, "waits"), (145, 185, "attention")]
+def test_cells_show_what_a_rank_did_in_their_middle():
+    # A step from 115 to 190 in cells of 10: the middle of the second cell is the step's first moment.
+    stretches = [(120, 127, "attention"), (127, 134, "waits"), (134, 137, "waits"), (145, 185, "attention")]
     step = RankStep(0, 115, 190, stretches)
-    assert drawn(step, 100, 200, 10) == "-oawoaaao-"
-    assert list(runs(step, 100, 200, 2)) == [(0, 1, "other"), (1, 2, "attention")]  # 12 of 35 each: other
-    assert drawn(RankStep(0, 0, 30), 0, 100, 4) == "o---"  # 5 of 25 are less than half
-    assert drawn(RankStep(0, 0, 40), 0, 100, 4) == "oo--"  # 15 of 25 are more than half
-    # As long each: attention, then what is neither.
-    assert drawn(RankStep(0, 0, 10, [(0, 5, "attention"), (5, 10, "waits")]), 0, 10, 1) == "a"
-    assert drawn(RankStep(0, 0, 10, [(0, 5, "attention")]), 0, 10, 1) == "o"
-    # A stretch that began before the time.
+    assert drawn(step, 100, 200, 10) == "-oawaaaao-"
+    assert list(runs(step, 100, 200, 2)) == [(0, 2, "attention")]
+    # Stretches that begin before the time, or lie outside it.
     assert drawn(RankStep(0, -10, 20, [(-10, 8, "waits")]), 0, 20, 2) == "wo"
-    # Stretches before and after the time.
     assert drawn(RankStep(0, -50, 90, [(-50, -30, "waits"), (60, 90, "waits")]), 0, 20, 2) == "oo"
 
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from hf_distca.memory.live import fake_tensors
 from hf_distca.memory.model_state import parameter_bytes
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_of_config
@@ -156,7 +155,7 @@ def _memory(trainer: Any) -> dict[str, Any]:
         log_memory(trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator, 10**10)
     logger.removeHandler(handler)
     base = base_model(trainer.model)
-    alone = model_of_config(config_on_a_rank(base), torch.float32, fake_tensors())
+    alone = model_of_config(config_on_a_rank(base), torch.float32)
     (kind,) = layers_by_kind(alone)
     return {
         "said": said,

@@ -14,17 +14,21 @@ then each node's rows on its ranks: only rows of documents that are cut between 
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hf_distca.plan import SEGMENT
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.intervals import Intervals
+from hf_distca.planner.intervals import ROWS, IntArray, Table, by_document, merge_touching, table_of
 from hf_distca.planner.joint.cut_large import cut_large
-from hf_distca.planner.joint.placement import Item, Limits, Placement
+from hf_distca.planner.joint.placement import Item, Placement
 from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
+
+OF_NODES = 0.25
+"""Share of the slack in pairs that nodes may use."""
+
 
 NEGLIGIBLE = 0.3
 """Share of the slack in pairs that documents placed for their tokens alone may use."""
@@ -32,22 +36,22 @@ NEGLIGIBLE = 0.3
 
 def place_whole(placement: Placement) -> list[Item]:
     """Place everything that is not cut, and return the items that fit nowhere."""
-    limits = placement.limits
+    room, need = placement.room, placement.need
     rows = placement.uncut_rows()
-    costs = pairs(np.array(placement.starts), np.array(placement.stops), limits.window)
-    order = np.argsort(-(costs if limits.inside else rows), kind="stable")[: np.count_nonzero(rows)]
+    costs = pairs(np.array(placement.starts), np.array(placement.stops), placement.window)
+    order = np.argsort(-(costs if placement.inside else rows), kind="stable")[: np.count_nonzero(rows)]
     costs = costs[order]
     items = list(zip(order.tolist(), rows[order].tolist(), costs.tolist(), strict=True))
-    before = np.cumsum(costs) - costs
-    matter = costs.sum() - before > limits.mean * limits.ranks * limits.slack * NEGLIGIBLE
-    count = int(matter.sum())
-    return [*_by_need(placement, items[:count]), *_by_room(placement, items[count:])]
+    left = costs.sum() - np.cumsum(costs) + costs
+    count = int((left > placement.mean * placement.ranks * placement.slack * NEGLIGIBLE).sum())
+    spare = _place(placement, items[:count], lambda rank: need[rank] / max(room[rank], 1))
+    return spare + _place(placement, items[count:], lambda rank: room[rank])
 
 
-def _by_need(placement: Placement, items: list[Item]) -> list[Item]:
-    """Place each item on the rank with room that needs most pairs per token; return items that fit nowhere."""
+def _place(placement: Placement, items: list[Item], wish: Callable[[int], float]) -> list[Item]:
+    """Place each item on the rank with room that wishes it most, and return items that fit nowhere."""
     room, need, rank_of = placement.room, placement.need, placement.rank_of
-    ready = [(-need[rank] / max(room[rank], 1), rank) for rank in range(len(room))]
+    ready = [(-wish(rank), rank) for rank in range(len(room))]
     heapify(ready)
     small: list[tuple[int, int]] = []  # (-room, rank) of ranks with too little room for the present item
     spare = []
@@ -55,7 +59,7 @@ def _by_need(placement: Placement, items: list[Item]) -> list[Item]:
         index, rows, cost = item
         while small and -small[0][0] >= rows:
             rank = heappop(small)[1]
-            heappush(ready, (-need[rank] / max(room[rank], 1), rank))
+            heappush(ready, (-wish(rank), rank))
         while ready and room[ready[0][1]] < rows:
             rank = heappop(ready)[1]
             heappush(small, (-room[rank], rank))
@@ -64,32 +68,20 @@ def _by_need(placement: Placement, items: list[Item]) -> list[Item]:
             continue
         rank = ready[0][1]
         rank_of[index] = rank
-        room[rank] = left = room[rank] - rows
-        need[rank] = short = need[rank] - cost
-        heapreplace(ready, (-short / (left or 1), rank))
-    return spare
-
-
-def _by_room(placement: Placement, items: list[Item]) -> list[Item]:
-    """Place each item on the rank with the most room; return items that fit nowhere."""
-    roomy = [(-room, rank) for rank, room in enumerate(placement.room)]
-    heapify(roomy)
-    spare = []
-    for item in items:
-        room, rank = roomy[0]
-        if -room < item[1]:
-            spare.append(item)
-        else:
-            placement.hold(item, rank)
-            heapreplace(roomy, (room + item[1], rank))
+        room[rank] -= rows
+        need[rank] -= cost
+        heapreplace(ready, (-wish(rank), rank))
     return spare
 
 
 def even_out(placement: Placement, spare: list[Item]) -> None:
     """Place the items that fit nowhere, then move rows from overfull ranks to ranks with room."""
     room = placement.room
-    for item in spare:
-        placement.hold(item, max(range(len(room)), key=lambda rank: (room[rank], -rank)))
+    for index, more, cost in spare:
+        rank = room.index(max(room))
+        placement.rank_of[index] = rank
+        room[rank] -= more
+        placement.need[rank] -= cost
     under = [rank for rank in range(len(room)) if room[rank] > 0]
     under.sort(key=lambda rank: (-room[rank], rank))
     rank_of, rows = np.array(placement.rank_of, np.int64), placement.uncut_rows()
@@ -108,7 +100,7 @@ def _shed(placement: Placement, rank: int, items: list[tuple[int, int]], under: 
         items: (rows, index) of the uncut rows that the rank holds.
         under: ranks with room, the one with the most room first.
     """
-    limits, room = placement.limits, placement.room
+    room = placement.room
     # A document is cut once, near its end. So a segment below a block always ends a document.
     whole = sorted(item for item in items if item[0] == placement.lengths[item[1]])
     rest = sorted(item for item in items if item[0] != placement.lengths[item[1]])
@@ -120,7 +112,7 @@ def _shed(placement: Placement, rank: int, items: list[tuple[int, int]], under: 
         # Choose a document that fits exactly, else the shortest whose head keeps a block, else the longest.
         at = bisect_left(whole, (least, -1))
         if at == len(whole) or whole[at][0] != least:
-            at = min(bisect_left(whole, (least + limits.block, -1)), len(whole) - 1)
+            at = min(bisect_left(whole, (least + placement.block, -1)), len(whole) - 1)
         rows, index = whole.pop(at)
         moved = min(least, rows)
         stop = placement.stops[index]
@@ -131,7 +123,7 @@ def _shed(placement: Placement, rank: int, items: list[tuple[int, int]], under: 
             placement.cuts.append((index, start, stop, target))
         else:
             placement.rank_of[index] = target
-        cost = limits.pairs(start, stop)
+        cost = placement.pairs(start, stop)
         placement.need[rank] += cost
         placement.need[target] -= cost
         room[rank] += moved
@@ -140,20 +132,7 @@ def _shed(placement: Placement, rank: int, items: list[tuple[int, int]], under: 
             under.pop()
 
 
-def place(placement: Placement) -> NDArray[np.int64]:
-    """Place all rows so that every rank is full, and return the segments, see `Placement.segments`."""
-    cut_large(placement)
-    even_out(placement, place_whole(placement))
-    return placement.segments()
-
-
-OF_NODES = 0.25
-"""Share of the slack in pairs that nodes may use."""
-
-
-def place_on_ranks(
-    lengths: NDArray[np.int64], sizes: Sequence[int], window: int | None, slack: float, block: int
-) -> NDArray[np.int64]:
+def place_on_ranks(lengths: IntArray, sizes: Sequence[int], window: int | None, slack: float, block: int) -> IntArray:
     """Place all rows of all documents; every rank gets total / ranks rows, rounded down or up.
 
     Args:
@@ -169,47 +148,49 @@ def place_on_ranks(
     share, more = divmod(int(lengths.sum()), ranks)
     room = [share + (rank < more) for rank in range(ranks)]
     mean = int(pairs(0, lengths, window).sum()) / ranks
-    documents = Intervals(np.arange(len(lengths)), np.zeros_like(lengths), lengths)
+    documents = table_of(ROWS, document=np.arange(len(lengths)), stop=lengths)
     if len(sizes) in (1, ranks):
-        limits = Limits(ranks, window, slack, block, mean)
-        return place(Placement.of_pieces(lengths, documents, limits, room, [mean] * ranks))
+        return _placed(Placement(lengths, documents, room, [mean] * ranks, window, slack, block))
 
     # The largest nodes come first: a document that is too large for one node is too large for all later ones.
     order = np.argsort(-np.array(sizes), kind="stable")
     first = np.cumsum(sizes) - sizes
-    limits = Limits(len(sizes), window, slack * OF_NODES, block, mean * ranks / len(sizes))
     rooms = [sum(room[first[node] : first[node] + sizes[node]]) for node in order]
     needs = [mean * sizes[node] for node in order]
-    on_nodes = place(Placement.of_pieces(lengths, documents, limits, rooms, needs))
+    on_nodes = _placed(Placement(lengths, documents, rooms, needs, window, slack * OF_NODES, block))
     pieces = [_joined(on_nodes[on_nodes[:, 3] == nth]) for nth in range(len(sizes))]
     inter_node = [[0.0] * len(each) for each in pieces] if window else _inter_node_costs(pieces)
     placed = []
     for nth, node in enumerate(order):
-        own = int(pairs(pieces[nth].start, pieces[nth].stop, window).sum()) / sizes[node]
-        most = mean * (1 + slack) / own - 1 if own else slack
-        limits = Limits(sizes[node], window, max(most, slack * OF_NODES), block, own, inside=True)
-        its_room = room[first[node] : first[node] + sizes[node]]
-        placement = Placement.of_pieces(lengths, pieces[nth], limits, its_room, [own] * sizes[node], inter_node[nth])
-        segments = place(placement)
+        here = slice(first[node], first[node] + sizes[node])
+        own = int(pairs(pieces[nth]["start"], pieces[nth]["stop"], window).sum()) / sizes[node]
+        most = max(mean * (1 + slack) / own - 1 if own else slack, slack * OF_NODES)
+        needs = [own] * sizes[node]
+        placement = Placement(lengths, pieces[nth], room[here], needs, window, most, block, True, inter_node[nth])
+        segments = _placed(placement)
         segments[:, 3] += first[node]
         placed.append(segments)
     return np.concatenate(placed)
 
 
-def _joined(segments: NDArray[np.int64]) -> Intervals:
+def _placed(placement: Placement) -> IntArray:
+    """Place all rows so that every rank is full, and return the segments, see `Placement.segments`."""
+    cut_large(placement)
+    even_out(placement, place_whole(placement))
+    return placement.segments()
+
+
+def _joined(segments: IntArray) -> Table:
     """Return the rows of one node's segments by (document, start), with touching segments joined."""
-    document, start, stop, _ = segments[np.lexsort((segments[:, 1], segments[:, 0]))].T
-    begins = np.append(True, (document[1:] != document[:-1]) | (start[1:] != stop[:-1]))[: len(document)]
-    first = np.flatnonzero(begins)
-    last = np.append(first[1:], len(document))[: len(first)] - 1
-    return Intervals(document[first], start[first], stop[last])
+    document, start, stop, rank = segments.T
+    table = by_document(table_of(SEGMENT, document=document, start=start, stop=stop, rank=rank))
+    return merge_touching(table, "rank")
 
 
-def _inter_node_costs(pieces: list[Intervals]) -> list[list[float]]:
+def _inter_node_costs(pieces: list[Table]) -> list[list[float]]:
     """Return the inter-node cost of a row of each piece, in intra-node rows."""
-    document, start, stop = (
-        np.concatenate([getattr(each, name) for each in pieces]) for name in ("document", "start", "stop")
-    )
+    every = np.concatenate(pieces)
+    document, start, stop = every["document"], every["start"], every["stop"]
     node = np.repeat(np.arange(len(pieces)), [len(each) for each in pieces])
     cost = np.zeros(len(document))
     shared = np.flatnonzero(np.bincount(document)[document] > 1)

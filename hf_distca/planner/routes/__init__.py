@@ -11,12 +11,10 @@ Routes are made once per micro-batch and used by every layer. There are three ki
 
 from hf_distca.planner.routes.make import make_routes
 from hf_distca.planner.routes.moves import nothing_moves
-from hf_distca.planner.routes.tables import ExchangedRows, LocalRows, ReceivedRows, Routes, Stage, TaskGroup
+from hf_distca.planner.routes.tables import ExchangedRows, Routes, Stage, TaskGroup
 
 __all__ = [
     "ExchangedRows",
-    "LocalRows",
-    "ReceivedRows",
     "Routes",
     "Stage",
     "TaskGroup",

@@ -3,14 +3,26 @@
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import Plan
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.intervals import expand
-from hf_distca.planner.routes.moves import Moves, Received, any_key_crosses, any_query_crosses
-from hf_distca.planner.routes.reads import Arrivals, Reads
-from hf_distca.planner.routes.tables import ExchangedRows, IntArray, LocalRows, ReceivedRows, Routes, Stage, TaskGroup
+from hf_distca.planner.intervals import (
+    ROWS,
+    IntArray,
+    Table,
+    by_document,
+    expand,
+    merge_touching,
+    overlaps,
+    row_counts,
+    rows_before,
+    table_of,
+)
+from hf_distca.planner.routes.moves import rows_to_move
+from hf_distca.planner.routes.tables import ExchangedRows, Routes, Stage, TaskGroup
+
+READ = np.dtype([*((name, np.int64) for name in ROWS.names or ()), ("task", np.int64), ("stage", np.int64)])
+"""K/V rows [start, stop) of one stage that a task reads; `task` is its index."""
 
 
 def make_routes(plan: Plan, rank: int) -> Routes:
@@ -19,103 +31,136 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     Args:
         rank: a worker; one at or above plan.layout.ranks is a dedicated server and holds no rows.
     """
-    # 1. Cut tasks of documents that this rank holds or works on, so that the queries of each task have one owner; and
-    #    the K/V rows that move for them, each row once per worker that reads it.
-    alone = plan.stage_rows is None and plan.nodes is None
-    arrivals = Arrivals.of(plan, _tasks_concerning(plan, rank) if alone else plan.tasks)
-    tasks = arrivals.tasks
+    tasks, *hops = rows_to_move(plan)
+    ranks, workers = plan.layout.ranks, plan.workers
+    stages = 1 + max(int(table["stage"].max(initial=0)) for table in (tasks, hops[0]))
 
-    # 2. The tasks of this worker: local tasks read keys in the segment of their queries. Remote-KV tasks are local
-    #    queries on received keys. Remote-query tasks are received queries, in the order of their arrival.
-    here = tasks.queries.target == rank
-    local = np.flatnonzero(here & tasks.keys_local)
-    remote_kv = np.flatnonzero(here & tasks.queries_local & (tasks.received.lengths > 0))
-    remote_query = np.flatnonzero(here & ~tasks.queries_local)
-    received_query = tasks.queries[remote_query]
-    remote_query = remote_query[
-        np.lexsort((received_query.rows.start, received_query.rows.document, received_query.source))
-    ]
-    received_query = tasks.queries[remote_query]
-    received_queries = np.cumsum(received_query.rows.lengths) - received_query.rows.lengths
+    # 1. The tasks of this worker. Received queries are in the order of their arrival.
+    mine = tasks[tasks["target"] == rank]
+    here = mine["source"] == rank
+    local = mine[here & (mine["keys_stop"] < mine["stop"])]
+    remote_kv = mine[here & (mine["keys_stop"] > mine["keys_start"])]
+    remote_query = _ordered(mine[~here], "source")
+    remote_query["at"] = rows_before(remote_query)
 
-    # 3. For each stage: the rows that arrive, and the kernel calls on them.
-    stages = []
-    local_query = tasks.queries[remote_kv]
-    for hops, of_local, of_received in zip(
-        arrivals.stages, arrivals.reads(remote_kv, rank), arrivals.reads(remote_query, rank), strict=True
-    ):
-        received = Received(hops.arriving(rank))
-        local_up_to, local_before = of_local
-        received_up_to, received_before = of_received
-        stages.append(
+    # 2. The K/V rows that arrive in each stage, in the order in which they are counted: first hop first.
+    came = [_ordered(hop[hop["target"] == rank], "source") for hop in hops]
+    arrived = np.concatenate(came)
+    arrived = arrived[np.argsort(arrived["stage"], kind="stable")]
+    before = rows_before(arrived)
+    arrived["at"] = before - before[np.searchsorted(arrived["stage"], arrived["stage"])]
+    arrived = by_document(arrived)
+
+    # 3. For each stage: the exchanges, and the kernel calls on the rows.
+    reads_of_local, reads_of_received = (_reads(of, arrived) for of in (remote_kv, remote_query))
+    made = []
+    for stage in range(stages):
+        first, second = (hop[hop["stage"] == stage] for hop in hops)
+        crossing = bool(np.any((first["source"] != first["target"]) & (first["target"] < ranks)))
+        forwards = _ordered(second[second["source"] == rank], "target")
+        of_local, of_received = (reads[reads["stage"] == stage] for reads in (reads_of_local, reads_of_received))
+        made.append(
             Stage(
-                keys=hops.first.exchanged(rank, plan.workers, _crosses(plan, hops.first)),
-                forwarded=_forwarded(hops.second, rank, plan.workers, received),
-                remote_kv=_group(local_before, local_query, local_query.local, received, causal=False)
+                keys=_exchanged(first, rank, workers, crossing),
+                forwarded=replace(
+                    _exchanged(second, rank, workers, len(second) > 0), send_rows=_find(forwards, arrived)
+                ),
+                remote_kv=_before_queries(remote_kv, of_local, arrived)
                 if plan.window is None
-                else _group(local_up_to, local_query, local_query.local, received),
-                remote_query=_group(received_up_to, received_query, received_queries, received),
-                remote_query_prefix=_group(received_before, received_query, received_queries, received, causal=False),
+                else _up_to_queries(remote_kv, of_local, arrived, plan.window),
+                remote_query=_up_to_queries(remote_query, of_received, arrived, plan.window),
+                remote_query_prefix=_before_queries(remote_query, of_received, arrived),
             )
         )
+    q_lens, k_lens = row_counts(local), local["stop"] - local["keys_stop"]
+    sent = tasks[tasks["source"] != tasks["target"]]
     return Routes(
-        local_rows=int(plan.layout.tokens[rank]) if rank < plan.layout.ranks else 0,
-        queries=tasks.queries[~tasks.queries_local].exchanged(rank, plan.workers, any_query_crosses(plan)),
-        local=_local(tasks.queries[local], tasks.local_first[local], plan.window),
-        stages=tuple(stages),
+        local_rows=int(plan.layout.tokens[rank]) if rank < ranks else 0,
+        queries=_exchanged(sent, rank, workers, bool(np.any(sent["target"] < ranks))),
+        local=TaskGroup(
+            q_lens,
+            k_lens,
+            expand(local["at"], q_lens),
+            expand(local["at"] - local["start"] + local["keys_stop"], k_lens),
+            pairs(k_lens - q_lens, k_lens, plan.window),
+        ),
+        stages=tuple(made),
     )
 
 
-def _tasks_concerning(plan: Plan, rank: int) -> NDArray[np.void]:
-    """Return all tasks of the documents that a rank holds rows or computes tasks of."""
-    concerned = np.zeros(len(plan.layout.lengths), bool)
-    concerned[plan.layout.of_rank(rank)["document"]] = True
-    concerned[plan.tasks["document"][plan.tasks["worker"] == rank]] = True
-    tasks: NDArray[np.void] = plan.tasks[concerned[plan.tasks["document"]]]
-    return tasks
+def _ordered(moves: Table, peer: str) -> Table:
+    """Sort moves by (peer, document, start), as both ends order the rows of an exchange."""
+    return moves[np.lexsort((moves["start"], moves["document"], moves[peer]))]
 
 
-def _crosses(plan: Plan, moves: Moves) -> bool:
-    """Return whether some rank receives K/V rows of a stage from another one; the same on every rank."""
-    if plan.stage_rows is None and plan.nodes is None:
-        return any_key_crosses(plan)
-    return bool(np.any((moves.source != moves.target) & (moves.target < plan.layout.ranks)))
+def _exchanged(moves: Table, rank: int, workers: int, crossing: bool) -> ExchangedRows:
+    """Return what one worker sends and receives of these rows."""
+    sent, came = _ordered(moves[moves["source"] == rank], "target"), moves[moves["target"] == rank]
+    to, of = (
+        np.bincount(each[peer], row_counts(each), workers).astype(np.int64)
+        for each, peer in ((sent, "target"), (came, "source"))
+    )
+    return ExchangedRows(expand(sent["at"], row_counts(sent)), to, of, crossing)
 
 
-def _forwarded(moves: Moves, rank: int, workers: int, received: Received) -> ExchangedRows:
-    """Return the rows that one rank forwards, and the rows forwarded to it."""
-    rows = moves.exchanged(rank, workers, crossing=bool(len(moves.source)))
-    sent = moves[moves.source == rank]
-    return replace(rows, send_rows=received.find(sent.ordered(sent.target).rows))
-
-
-def _local(queries: Moves, first: IntArray, window: int | None) -> TaskGroup:
-    """Return the tasks that read keys in the segment of their queries.
+def _find(rows: Table, arrived: Table, reads: IntArray | None = None) -> IntArray:
+    """Return the positions of rows among the received rows of their stage, entry after entry.
 
     Args:
-        queries: [n] query rows.
-        first: [n] first K/V row that each task reads.
+        arrived: received rows by (document, start), with their positions.
+        reads: [n] increasing; rows of entries with the same number may come in any order. They then keep the order of
+            their arrival, which may save gathering them. None: all rows come in the order of the entries.
     """
-    q_lens = queries.rows.lengths
-    k_lens = queries.rows.stop - first
-    first_local = queries.local - queries.rows.start + first
-    task_pairs = pairs(k_lens - q_lens, k_lens, window)
-    return TaskGroup(q_lens, k_lens, expand(queries.local, q_lens), expand(first_local, k_lens), task_pairs)
+    which, other, start, stop = overlaps(rows, arrived)
+    position, lengths = arrived["at"][other] + start - arrived["start"][other], stop - start
+    if reads is not None:
+        order = np.lexsort((position, reads[which]))
+        position, lengths = position[order], lengths[order]
+    return expand(position, lengths)
 
 
-def _group(
-    reads: Reads, tasks: Moves, place: LocalRows | ReceivedRows, received: Received, *, causal: bool = True
-) -> TaskGroup:
-    """Return the task group of queries against K/V rows of a stage.
+def _reads(tasks: Table, arrived: Table) -> Table:
+    """Return the received K/V rows that tasks read, by (task, document, start); rows that touch in a stage are one."""
+    keys = table_of(ROWS, document=tasks["document"], start=tasks["keys_start"], stop=tasks["keys_stop"])
+    rows = merge_touching(arrived, "stage")
+    task, other, start, stop = overlaps(keys, rows)
+    return table_of(
+        READ, document=rows["document"][other], start=start, stop=stop, task=task, stage=rows["stage"][other]
+    )
 
-    Args:
-        tasks: [n] tasks that `reads.task` indexes.
-        place: [n] position of each task's first query row.
-        causal: whether the order of the keys matters.
-    """
-    q_lens, count = reads.queries.lengths, len(reads.task)
-    first = place[reads.task] + reads.queries.start - tasks.rows.start[reads.task]
-    read = np.repeat(np.arange(count), reads.counts)
-    k_lens = np.bincount(read, weights=reads.keys.lengths, minlength=count).astype(np.int64)
-    k_rows = received.find(reads.keys, None if causal else read)
-    return TaskGroup(q_lens, k_lens, expand(first, q_lens), k_rows, reads.pairs)
+
+def _up_to_queries(tasks: Table, reads: Table, arrived: Table, window: int | None) -> TaskGroup:
+    """Return the queries whose own rows are the last of a read, with all rows of the read."""
+    start = np.maximum(tasks["start"][reads["task"]], reads["start"])
+    among = start < reads["stop"]
+    reads, start = reads[among], start[among]
+    q_lens, k_lens = reads["stop"] - start, row_counts(reads)
+    return TaskGroup(
+        q_lens,
+        k_lens,
+        _query_rows(tasks, reads["task"], start, q_lens),
+        _find(reads, arrived),
+        pairs(k_lens - q_lens, k_lens, window),
+    )
+
+
+def _before_queries(tasks: Table, reads: Table, arrived: Table) -> TaskGroup:
+    """Return queries with all rows of a stage that come before them in the document."""
+    task = reads["task"]
+    start, stop = np.maximum(tasks["start"][task], reads["stop"]), tasks["stop"][task]
+    # Queries of a task that see one more read form a task of the group, with that read and all earlier ones.
+    following = np.append(task[1:] == task[:-1], False)
+    stop = np.where(following, np.minimum(np.append(start[1:], 0), stop), stop)
+    which = np.flatnonzero(start < stop)
+    first = np.searchsorted(task, task[which])
+    counts = which - first + 1
+    seen, read = reads[expand(first, counts)], np.repeat(np.arange(len(which)), counts)
+    q_lens = (stop - start)[which]
+    k_lens = np.bincount(read, row_counts(seen), len(which)).astype(np.int64)
+    q_rows = _query_rows(tasks, task[which], start[which], q_lens)
+    return TaskGroup(q_lens, k_lens, q_rows, _find(seen, arrived, read), q_lens * k_lens)
+
+
+def _query_rows(tasks: Table, task: IntArray, start: IntArray, lengths: IntArray) -> IntArray:
+    """Return the positions of query rows, from row `start` of the document on."""
+    return expand(tasks["at"][task] + start - tasks["start"][task], lengths)

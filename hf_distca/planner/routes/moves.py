@@ -1,115 +1,283 @@
-"""Moves of rows from the rank that holds them to the worker that computes with them."""
+"""Moves of rows to the workers that compute with them: which rows, over which ranks, in which stage.
 
-from dataclasses import dataclass
+Between nodes a byte takes about nine times as long as inside one, and ranks of a node often read the same rows of a
+long document. Such rows go to one of these ranks, the gateway, which forwards them to the others.
+
+K/V rows travel in stages, so that few rows are in memory at once: the next stage travels while one is computed with. A
+row is forwarded in the stage in which it crosses. Rows of dedicated servers are not divided: they are in the first
+stage. With a window a row may travel in several stages. So document d of D counts as document s · D + d in stage s.
+"""
+
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hf_distca.plan import Plan
-from hf_distca.planner.intervals import Intervals, by_document, expand
-from hf_distca.planner.routes.tables import ExchangedRows, IntArray, LocalRows, ReceivedRows
+from hf_distca.plan import TASK, Plan
+from hf_distca.planner.intervals import (
+    ROW_LIMIT,
+    ROWS,
+    IntArray,
+    Table,
+    by_document,
+    cut_at,
+    expand,
+    overlaps,
+    row_counts,
+    rows_before,
+    sortable,
+    table_of,
+    union,
+)
+
+MOVE = np.dtype(
+    [
+        ("document", np.int64),
+        ("start", np.int64),  # first row
+        ("stop", np.int64),  # one past the last row
+        ("source", np.int64),  # the rank that sends the rows, possibly to itself
+        ("target", np.int64),  # the worker that receives them
+        ("at", np.int64),  # number of row `start` among the holder's local rows
+        ("stage", np.int64),
+    ]
+)
+"""Rows [start, stop) of a document that go from a rank to a worker."""
+CUT_TASK = np.dtype(
+    [
+        *((name, np.int64) for name in MOVE.names or ()),
+        ("keys_start", np.int64),  # first K/V row that is read
+        ("keys_stop", np.int64),  # K/V rows below this row are sent to the worker; others are read in place
+    ]
+)
+"""Task whose query rows lie in one segment, and the move of these rows to the worker that computes them.
+
+With full attention a local task reads keys of its segment in place. With a window it reads all keys in place or none.
+"""
+PIECE = 128
+"""Least rows of a piece, a kernel block: rows that several ranks of a node read are divided among them in pieces."""
+_SET_BITS = 62
+_WHOLE = 1 << 40
+"""Size of a stage that holds everything."""
+_GOLDEN = (5**0.5 - 1) / 2
+"""The golden ratio's fraction: fractions of its multiples spread evenly between 0 and 1, however many there are."""
 
 
-@dataclass(frozen=True, eq=False)
-class Moves:
-    """Intervals of rows, each from one rank to one worker, possibly the rank itself.
+def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
+    """Return the tasks of a plan and the K/V rows that move for them.
 
-    Attributes:
-        rows: [n] rows of documents.
-        source: [n] rank that holds them.
-        target: [n] worker that computes with them.
-        local: [n] local row number, at the source, of the first row.
+    Returns:
+        Cut tasks of dtype CUT_TASK, by (target, document, start); moves of the first hop, each row once per worker, or
+        with a window once per worker and stage; and moves of the second hop, in which gateways forward rows.
     """
-
-    rows: Intervals
-    source: IntArray
-    target: IntArray
-    local: LocalRows
-
-    @classmethod
-    def from_segments(cls, rows: Intervals, segments: NDArray[np.void], target: IntArray) -> "Moves":
-        """Return moves of rows that lie in one segment each.
-
-        Args:
-            segments: [n] segment of each interval of rows.
-            target: [n] worker that receives the rows.
-        """
-        return cls(rows, segments["rank"], target, segments["offset"] + rows.start - segments["start"])
-
-    def __getitem__(self, index: IntArray | NDArray[np.bool_]) -> "Moves":
-        return Moves(self.rows[index], self.source[index], self.target[index], self.local[index])
-
-    def pieces(self, which: IntArray, first: IntArray, last: IntArray) -> "Moves":
-        """Return parts of these moves.
-
-        Args:
-            which: [pieces] index of the move.
-            first: [pieces] first row of the piece, counted from the first row of the move.
-            last: [pieces] one past the last row of the piece.
-        """
-        rows = self.rows[which]
-        rows = Intervals(rows.document, rows.start + first, rows.start + last)
-        return Moves(rows, self.source[which], self.target[which], self.local[which] + first)
-
-    def followed_by(self, other: "Moves") -> "Moves":
-        """Return these moves followed by others."""
-        document, start, stop = (
-            np.concatenate([getattr(each.rows, name) for each in (self, other)])
-            for name in ("document", "start", "stop")
-        )
-        source, target, local = (
-            np.concatenate([getattr(each, name) for each in (self, other)]) for name in ("source", "target", "local")
-        )
-        return Moves(Intervals(document, start, stop), source, target, local)
-
-    def ordered(self, peer: IntArray) -> "Moves":
-        """Sort the moves by (peer, document, start), as both ends order the rows of an exchange."""
-        return self[np.lexsort((self.rows.start, self.rows.document, peer))]
-
-    def exchanged(self, rank: int, workers: int, crossing: bool) -> ExchangedRows:
-        """Return what one rank or server sends and receives of these rows."""
-        sent, came = self[self.source == rank], self[self.target == rank]
-        sent = sent.ordered(sent.target)
-
-        def per_worker(peer: IntArray, rows: Intervals) -> IntArray:
-            return np.bincount(peer, weights=rows.lengths, minlength=workers).astype(np.int64)
-
-        return ExchangedRows(
-            send_rows=expand(sent.local, sent.rows.lengths),
-            send_counts=per_worker(sent.target, sent.rows),
-            recv_counts=per_worker(came.source, came.rows),
-            crossing=crossing,
-        )
+    segments, documents, ranks = by_document(plan.layout.segments), max(len(plan.layout.lengths), 1), plan.layout.ranks
+    pieces, held = cut_at(plan.tasks, segments)
+    tasks = _moves(pieces, held, CUT_TASK)
+    _set_keys(tasks, held["start"], plan.window)
+    if plan.window is not None and plan.stage_rows is not None:
+        which, tasks = _in_stages_of_windows(tasks, plan.stage_rows, plan.window, ranks)
+        _set_keys(tasks, held["start"][which], plan.window)
+        tasks["document"] += tasks["stage"] * documents
+    reading = tasks[tasks["keys_stop"] > tasks["keys_start"]]
+    keys = table_of(TASK, document=reading["document"], start=reading["keys_start"], stop=reading["keys_stop"])
+    keys["worker"] = reading["target"]
+    reads = union(keys)
+    stage, reads["document"] = np.divmod(reads["document"], documents)
+    which, other, start, stop = overlaps(reads, segments)
+    pieces = reads[which]
+    pieces["start"], pieces["stop"] = start, stop
+    moves = _moves(pieces, segments[other], MOVE)
+    moves["stage"] = stage[which]
+    moves["document"] += moves["stage"] * documents
+    first, second, via = forward_inside_nodes(moves, plan.nodes, ranks)
+    if plan.window is None and plan.stage_rows is not None:
+        first, second = _in_stages(first, second, via, plan.stage_rows, ranks)
+    return tasks, first, second
 
 
-class Received:
-    """Lookup of document rows among the rows that one worker receives.
+def rows_by_stage(first: Table, second: Table, ranks: int) -> IntArray:
+    """Return [stages, 2, ranks] rows that each rank sends and receives, both hops together.
+
+    Rows that a rank gathers for itself are counted on both sides; rows that servers receive are not counted.
+    """
+    moves = np.concatenate([first, second])
+    moves = moves[moves["target"] < ranks]
+    stages = int(moves["stage"].max(initial=0)) + 1
+    sent_received = [
+        np.bincount(moves["stage"] * ranks + moves[end], row_counts(moves), stages * ranks).reshape(stages, ranks)
+        for end in ("source", "target")
+    ]
+    return np.stack(sent_received, axis=1).astype(np.int64)
+
+
+def _moves(rows: Table, held: Table, dtype: np.dtype[np.void]) -> Table:
+    """Return moves of rows that lie in one segment each, `held`, to their workers."""
+    return table_of(
+        dtype,
+        document=rows["document"],
+        start=rows["start"],
+        stop=rows["stop"],
+        source=held["rank"],
+        target=rows["worker"],
+        at=held["offset"] + rows["start"] - held["start"],
+    )
+
+
+def _parts(moves: Table, which: IntArray, first: IntArray, last: IntArray) -> Table:
+    """Return parts of moves: rows [first, last) of each, counted from the move's first row."""
+    parts = moves[which]
+    parts["stop"] = parts["start"] + last
+    parts["start"] += first
+    parts["at"] += first
+    return parts
+
+
+def _set_keys(tasks: Table, segment_start: IntArray, window: int | None) -> None:
+    """Set which keys of each task are sent; its segment begins at row `segment_start`."""
+    here = tasks["source"] == tasks["target"]
+    if window is None:
+        tasks["keys_stop"] = np.where(here, segment_start, tasks["stop"])
+        return
+    first = np.maximum(tasks["start"] - window + 1, 0)
+    tasks["keys_start"] = first
+    tasks["keys_stop"] = np.where(here & (first >= segment_start), first, tasks["stop"])
+
+
+def _in_stages_of_windows(tasks: Table, stage_rows: int, window: int, ranks: int) -> tuple[IntArray, Table]:
+    """Cut tasks of windowed attention so that each has all its keys in one stage.
+
+    Rows within reach of the windows of two stages travel in both. A stage has at most `stage_rows` received rows, or
+    two windows if that is more.
+
+    Returns:
+        The task of each piece, and the pieces with their stage; 0 if a piece receives no rows.
+    """
+    lengths, keys, target = row_counts(tasks), tasks["keys_stop"] - tasks["keys_start"], tasks["target"]
+    # The place of a query is that of its own key among the rows sent to the worker, one task after another.
+    before = np.cumsum(keys) - keys
+    place = before - before[np.searchsorted(target, target)] + tasks["start"] - tasks["keys_start"]
+    # The windows of a stage's first queries reach into the previous stage.
+    size = np.where((keys > 0) & (target < ranks), max(stage_rows - window + 1, window), _WHOLE)
+    first_stage = place // size
+    counts = (place + lengths - 1) // size - first_stage + 1
+    which, stage = np.repeat(np.arange(len(tasks)), counts), expand(first_stage, counts)
+    begin = stage * size[which] - place[which]
+    pieces = _parts(tasks, which, np.maximum(begin, 0), np.minimum(begin + size[which], lengths[which]))
+    pieces["stage"] = stage
+    return which, pieces
+
+
+def forward_inside_nodes(moves: Table, nodes: Sequence[int] | None, ranks: int) -> tuple[Table, Table, IntArray]:
+    """Let rows that several ranks of another node receive cross to that node once.
+
+    The path of a document's rows does not depend on other documents. Servers get their rows directly.
+
+    Returns:
+        Moves of both hops, and for each of the second hop the index of the first hop's move that it forwards whole.
+    """
+    node = np.asarray((0,) if nodes is None else nodes)
+    crossing = np.zeros(len(moves), bool)
+    if nodes is not None:
+        crossing = (node[moves["source"]] != node[moves["target"]]) & (moves["target"] < ranks)
+    crossed = moves[crossing]
+    if not len(crossed):
+        return moves, crossed, np.zeros(0, np.int64)
+
+    # 1. Cut the moves into one node wherever any of them begins or ends, so that each part goes whole to its readers.
+    into = node[crossed["target"]] * (int(crossed["document"].max()) + 1) + crossed["document"]
+    into = np.unique(into, return_inverse=True)[1]  # small enough to be sorted together with rows
+    keyed = table_of(ROWS, document=into, start=crossed["start"], stop=crossed["stop"])
+    parts, readers = between_borders(keyed)
+    which, part, *_ = overlaps(keyed, parts)
+    which = which[np.lexsort((crossed["target"][which], part))]
+    first_reader = np.cumsum(readers) - readers
+
+    # 2. Divide each part among its readers. Each piece crosses to one of them, in turn; every part begins with the
+    #    next reader.
+    lengths = row_counts(parts)
+    pieces = np.minimum(readers, np.maximum(lengths // PIECE, 1))
+    of_part, nth = np.repeat(np.arange(len(parts)), pieces), expand(np.zeros_like(pieces), pieces)
+    share, more = np.divmod(lengths, pieces)
+    begin = parts["start"][of_part] + nth * share[of_part] + np.minimum(nth, more[of_part])
+    end = begin + share[of_part] + (nth < more[of_part])
+    nth_part = np.arange(len(parts)) - np.searchsorted(parts["document"], parts["document"])
+    gateway = which[first_reader[of_part] + (nth + nth_part[of_part]) % readers[of_part]]
+    hop = _parts(crossed, gateway, begin - crossed["start"][gateway], end - crossed["start"][gateway])
+
+    # 3. The first hop goes to the gateways, the second from the gateways to the other readers.
+    piece = np.repeat(np.arange(len(of_part)), readers[of_part])
+    reader = crossed["target"][which[expand(first_reader[of_part], readers[of_part])]]
+    others = reader != hop["target"][piece]
+    second = hop[piece[others]]
+    second["source"], second["target"] = hop["target"][piece[others]], reader[others]
+    direct = moves[~crossing]
+    return np.concatenate([direct, hop]), second, len(direct) + piece[others]
+
+
+def between_borders(table: Table) -> tuple[Table, IntArray]:
+    """Cut rows wherever an entry begins or ends.
+
+    Returns:
+        The parts by (document, start), and how many entries each of them lies in.
+    """
+    # One number for document, row and whether an entry ends or begins there.
+    begin, end = (2 * sortable(table["document"], table[name]) for name in ("start", "stop"))
+    places = np.sort(np.concatenate([begin + 1, end]))
+    (document, row), begins = np.divmod(places >> 1, ROW_LIMIT), places & 1
+    covering = np.cumsum(2 * begins - 1)[:-1]
+    kept = (covering > 0) & (row[1:] > row[:-1])
+    return table_of(ROWS, document=document[:-1][kept], start=row[:-1][kept], stop=row[1:][kept]), covering[kept]
+
+
+def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, ranks: int) -> tuple[Table, Table]:
+    """Divide the K/V rows of full attention into stages.
+
+    The rows on one path, from one rank to another and on to the same others, are divided evenly over the stages. So
+    every rank has about equally much to receive and to compute in each stage. A stage exceeds `stage_rows` by a row of
+    each path at most.
 
     Args:
-        came: moves to the worker, in the order in which it counts the rows; each row once.
+        via: [second] move of the first hop that each move of the second forwards.
     """
+    stages = -(-int(rows_by_stage(first, second, ranks).max(initial=0)) // stage_rows)
+    if stages <= 1:
+        return first, second
+    others = np.zeros(len(first), np.int64)
+    np.bitwise_or.at(others, via, np.int64(1) << (second["target"] % _SET_BITS))
+    order = np.lexsort((first["start"], first["document"], others, first["target"], first["source"]))
+    first, others, via = first[order], others[order], np.argsort(order)[via]
+    ends = np.stack([first["source"], first["target"], others])
+    begins = np.flatnonzero(np.append(True, (ends[:, 1:] != ends[:, :-1]).any(0)))
+    path = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(first)))
+    lengths, place = row_counts(first), rows_before(first)
+    place -= place[begins][path]
+    size = np.add.reduceat(lengths, begins)
 
-    def __init__(self, came: Moves) -> None:
-        lengths = came.rows.lengths
-        order = np.lexsort((came.rows.start, came.rows.document))
-        self._rows = came.rows[order]
-        self._position = (np.cumsum(lengths) - lengths)[order]
-
-    def find(self, rows: Intervals, reads: IntArray | None = None) -> ReceivedRows:
-        """Return the positions of document rows among the received rows, interval after interval.
-
-        Args:
-            reads: [n] increasing; rows of intervals with the same number may come in any order. They then keep the
-                order of their arrival, which may save gathering them. None: all rows come in the order of the
-                intervals.
-        """
-        found = rows.overlaps(self._rows)
-        position = self._position[found.second] + found.rows.start - self._rows.start[found.second]
-        lengths = found.rows.lengths
-        if reads is not None:
-            order = np.lexsort((position, reads[found.first]))
-            position, lengths = position[order], lengths[order]
-        return expand(position, lengths)
+    # Fractions of rows are rounded up in other stages on other paths of a rank.
+    source, target = ends[:2, begins]
+    turn = ((target - source) % ranks + np.arange(len(begins)) * _GOLDEN % 1) / ranks
+    borders = np.minimum(
+        (size[:, None] * np.arange(stages + 1) / stages + turn[:, None]).astype(np.int64), size[:, None]
+    )
+    borders[target >= ranks, 1:] = size[target >= ranks, None]
+    stretches = table_of(
+        ROWS,
+        document=np.repeat(np.arange(len(begins)), stages),
+        start=borders[:, :-1].ravel(),
+        stop=borders[:, 1:].ravel(),
+    )
+    filled = np.flatnonzero(row_counts(stretches))
+    on_path = table_of(ROWS, document=path, start=place, stop=place + lengths)
+    which, other, start, stop = overlaps(on_path, stretches[filled])
+    begin, end = start - place[which], stop - place[which]
+    # Stages without rows, where few rows have many readers, are left out.
+    stage = np.unique(filled[other] % stages, return_inverse=True)[1]
+    counts = np.bincount(which, minlength=len(first))
+    piece = expand((np.cumsum(counts) - counts)[via], counts[via])
+    first, second = (
+        _parts(first, which, begin, end),
+        _parts(second, np.repeat(np.arange(len(via)), counts[via]), begin[piece], end[piece]),
+    )
+    first["stage"], second["stage"] = stage, stage[piece]
+    return first, second
 
 
 def nothing_moves(plan: Plan) -> bool:
@@ -120,26 +288,3 @@ def nothing_moves(plan: Plan) -> bool:
     rank = np.empty(len(layout.lengths), np.int64)
     rank[layout.segments["document"]] = layout.segments["rank"]
     return bool(np.array_equal(rank[tasks["document"]], tasks["worker"]))
-
-
-def any_query_crosses(plan: Plan) -> bool:
-    """Return whether some rank's task has a query row that the rank does not hold."""
-    tasks = _tasks_of_ranks(plan)
-    return _any_elsewhere(plan, tasks, tasks["start"])
-
-
-def any_key_crosses(plan: Plan) -> bool:
-    """Return whether some rank's task has a K/V row that the rank does not hold."""
-    tasks = _tasks_of_ranks(plan)
-    return _any_elsewhere(plan, tasks, plan.first_key()[plan.tasks["worker"] < plan.layout.ranks])
-
-
-def _tasks_of_ranks(plan: Plan) -> NDArray[np.void]:
-    return plan.tasks[plan.tasks["worker"] < plan.layout.ranks]
-
-
-def _any_elsewhere(plan: Plan, tasks: NDArray[np.void], first: IntArray) -> bool:
-    """Return whether some task's worker lacks any of the task's rows [first, stop)."""
-    segments = by_document(plan.layout.segments)
-    found = Intervals(tasks["document"], first, tasks["stop"]).overlaps(Intervals.of(segments))
-    return bool(np.any(segments["rank"][found.second] != tasks["worker"][found.first]))

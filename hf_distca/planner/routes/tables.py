@@ -1,16 +1,11 @@
-"""Elements of routes: groups of tasks, rows exchanged between workers, and the routes of one rank."""
+"""Routes of one rank: task groups, exchanges and stages."""
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
-
-LocalRows = NDArray[np.int64]
-"""Numbers of rows of the nano-batch on this rank."""
-ReceivedRows = NDArray[np.int64]
-"""Numbers of rows among the received Q rows or K/V rows."""
+from hf_distca.planner.cost import pairs
+from hf_distca.planner.intervals import IntArray
 
 UNEVEN = 0.25
 """Difference of two halves, as a share of all pairs, above which a task is cut."""
@@ -30,8 +25,8 @@ class TaskGroup:
 
     q_lens: IntArray
     k_lens: IntArray
-    q_rows: LocalRows | ReceivedRows
-    k_rows: LocalRows | ReceivedRows
+    q_rows: IntArray
+    k_rows: IntArray
     task_pairs: IntArray
 
     @property
@@ -40,46 +35,32 @@ class TaskGroup:
         return int(self.task_pairs.sum())
 
     def halves(self, window: int | None) -> tuple["TaskGroup", "TaskGroup"]:
-        """Divide the tasks into two groups of about equal pairs; cut one task if whole tasks are too uneven.
-
-        Args:
-            window: window of the tasks, whose rows are aligned with their keys at the end.
-        """
+        """Divide the tasks into two groups of about equal pairs; cut one task if whole tasks are too uneven."""
         if not len(self.q_lens):
             return self, self
-        so_far = np.cumsum(self.task_pairs)
+        q_lens, k_lens, k_rows, task_pairs = self.q_lens, self.k_lens, self.k_rows, self.task_pairs
+        so_far = np.cumsum(task_pairs)
         uneven = np.abs(2 * so_far - so_far[-1])
-        cut = int(uneven.argmin())
-        if uneven[cut] <= UNEVEN * so_far[-1]:
-            return self.split(cut + 1)
-        middle = int(np.searchsorted(2 * so_far, so_far[-1]))
-        q_len, k_len = int(self.q_lens[middle]), int(self.k_lens[middle])
-        seen = np.cumsum(np.minimum(np.arange(k_len - q_len, k_len) + 1, window or k_len))
-        wanted = so_far[-1] / 2 - so_far[middle] + self.task_pairs[middle]
-        rows = min(int(np.abs(seen - wanted).argmin()) + 1, q_len - 1)
-        return self._with_cut(middle, rows, int(seen[rows - 1])).split(middle + 1) if rows else self.split(cut + 1)
-
-    def _with_cut(self, task: int, rows: int, task_pairs: int) -> "TaskGroup":
-        """Return the group with one task cut in two after its first `rows` query rows, of `task_pairs` pairs."""
-        keys = int(self.k_lens[task] - self.q_lens[task]) + rows
-        k_start = int(self.k_lens[:task].sum())
-        q_lens, k_lens = np.insert(self.q_lens, task, rows), np.insert(self.k_lens, task, keys)
-        pairs_of_tasks = np.insert(self.task_pairs, task, task_pairs)
-        q_lens[task + 1] -= rows
-        pairs_of_tasks[task + 1] -= task_pairs
-        k_rows = np.concatenate([self.k_rows[: k_start + keys], self.k_rows[k_start:]])
-        return TaskGroup(q_lens, k_lens, self.q_rows, k_rows, pairs_of_tasks)
-
-    def split(self, cut: int) -> tuple["TaskGroup", "TaskGroup"]:
-        """Return the first `cut` tasks and the others."""
-        at_q, at_k = int(self.q_lens[:cut].sum()), int(self.k_lens[:cut].sum())
+        last = int(uneven.argmin())  # last task of the first group
+        task = int(np.searchsorted(2 * so_far, so_far[-1]))  # task in the middle of all pairs
+        if uneven[last] > UNEVEN * so_far[-1] and q_lens[task] > 1:
+            before = int(k_lens[task] - q_lens[task])
+            seen = pairs(before, np.arange(before, int(k_lens[task])) + 1, window)
+            wanted = so_far[-1] / 2 - so_far[task] + task_pairs[task]
+            rows = min(int(np.abs(seen - wanted).argmin()) + 1, int(q_lens[task]) - 1)
+            # The first `rows` query rows see the keys before them and their own; the others see all keys.
+            at = int(k_lens[:task].sum())
+            k_rows = np.concatenate([k_rows[: at + before + rows], k_rows[at:]])
+            q_lens, k_lens = np.insert(q_lens, task, rows), np.insert(k_lens, task, before + rows)
+            task_pairs = np.insert(task_pairs, task, seen[rows - 1])
+            q_lens[task + 1] -= rows
+            task_pairs[task + 1] -= task_pairs[task]
+            last = task
+        cut = last + 1
+        at_q, at_k = int(q_lens[:cut].sum()), int(k_lens[:cut].sum())
         return (
-            TaskGroup(
-                self.q_lens[:cut], self.k_lens[:cut], self.q_rows[:at_q], self.k_rows[:at_k], self.task_pairs[:cut]
-            ),
-            TaskGroup(
-                self.q_lens[cut:], self.k_lens[cut:], self.q_rows[at_q:], self.k_rows[at_k:], self.task_pairs[cut:]
-            ),
+            TaskGroup(q_lens[:cut], k_lens[:cut], self.q_rows[:at_q], k_rows[:at_k], task_pairs[:cut]),
+            TaskGroup(q_lens[cut:], k_lens[cut:], self.q_rows[at_q:], k_rows[at_k:], task_pairs[cut:]),
         )
 
 
@@ -95,7 +76,7 @@ class ExchangedRows:
             ranks skip an empty exchange or none does.
     """
 
-    send_rows: LocalRows | ReceivedRows
+    send_rows: IntArray
     send_counts: IntArray
     recv_counts: IntArray
     crossing: bool

@@ -109,7 +109,7 @@ class Drawing:
 
 
 def lengths_picture(bins: Sequence[Mapping[str, Any]]) -> Drawing:
-    """Draw shares of documents and of tokens by length, from fields of `LengthBin`, on a logarithmic axis."""
+    """Draw shares of documents and of tokens by length, from bins of `histogram`, on a logarithmic axis."""
     left, top, bottom = 44, 12, 196
     drawing = Drawing(WIDTH, 240)
     marks = ticks(100 * max(max(each["document_share"], each["token_share"]) for each in bins))
@@ -135,7 +135,6 @@ def loads_picture(panels: Sequence[tuple[str, Sequence[float], str]], unit: str)
 
     Args:
         panels: title, [ranks] values, and the class that colours them.
-        unit: follows numbers, such as " s".
     """
     left, gap, top, body = 60.0, 28.0, 44.0, 140.0
     across = (WIDTH - left - gap * (len(panels) - 1)) / len(panels)
@@ -169,12 +168,11 @@ def stacks_picture(
 
     Args:
         rows: of each bar, by name, the parts: size, class that colours it, and name.
-        unit: follows numbers, such as " s".
         strong: names that stand out. Bars far longer than theirs are broken off.
     """
     pitch, thick = 28.0, 18.0
     totals = {name: sum(size for size, _, _ in parts) for name, parts in rows.items()}
-    limit = longest_shown(totals, strong)
+    limit = CUT_OFF * max((totals[name] for name in strong), default=0.0) or inf
     marks = ticks(min(max(totals.values()), limit), 5)
     left = max(map(len, rows)) * LETTER + 10
     right = WIDTH - max(len(f"{total:,.3f}{unit}") for total in totals.values()) * LETTER - 12
@@ -198,16 +196,6 @@ def stacks_picture(
                 drawing.line(x - place - 3, y + thick + 1, x - place + 3, y - 1, "break")
         drawing.text(x + 6, y + thick - 4, f"{totals[name]:,.3f}{unit}", "start", style)
     return drawing
-
-
-def longest_shown(totals: Mapping[str, float], strong: Sequence[str]) -> float:
-    """Return the length above which bars are broken off; infinite if no important bar has a length.
-
-    Args:
-        totals: length of every bar, by name.
-        strong: names of important bars.
-    """
-    return CUT_OFF * max(totals[name] for name in strong) if any(map(totals.get, strong)) else inf
 
 
 def ticks(most: float, about: int = 4) -> list[float]:

@@ -15,13 +15,7 @@ MOST_RANKS = 256
 
 
 def page(tool: str, title: str, source: str, lead: str, sections: Sequence[str]) -> str:
-    """Return the text of the HTML file.
-
-    Args:
-        title: the outcome in a few words.
-        source: origin of the predictions.
-        lead: documents and ranks of the report.
-    """
+    """Return the text of the HTML file."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -80,7 +74,6 @@ def table_of_ranks(caption: str, columns: Mapping[str, Sequence[float]], numbers
 
     Args:
         columns: [ranks] values of each column, by its title.
-        numbers: format of values.
     """
     of_ranks = list(zip(*columns.values(), strict=True))
     if len(of_ranks) > MOST_RANKS:
@@ -105,7 +98,7 @@ def origin_section(given: Mapping[str, Any], sentences: Sequence[str] = ()) -> s
 
 
 def lengths_section(bins: Sequence[Mapping[str, Any]]) -> str:
-    """Return the section on documents by length, from fields of `LengthBin`."""
+    """Return the section on documents by length, from bins of `histogram`."""
     documents = tokens = 0.0
     for longest in reversed(bins):  # those that hold half of the tokens
         documents, tokens = documents + longest["document_share"], tokens + longest["token_share"]

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hf_distca.sim.figures import NOT_WORTH, columns_of
 from hf_distca.sim.report.drawing import loads_picture, stacks_picture
 from hf_distca.sim.report.page import (
     code,
@@ -16,6 +15,7 @@ from hf_distca.sim.report.page import (
     table,
     table_of_ranks,
 )
+from hf_distca.sim.simulate import NOT_WORTH, columns_of
 from hf_distca.sim.strategies import PLAIN
 
 STEP_PARTS = {
@@ -25,7 +25,7 @@ STEP_PARTS = {
 }
 """Parts of the mean rank's step: class and name, by field."""
 IDLE = ("idle", "idle until the slowest rank is done")
-PLANNED = [("plain", "without plans"), ("planned", "planned by hf_distca"), ("level", "mean of the ranks")]
+LEGEND = [("plain", "without plans"), ("planned", "planned by hf_distca"), ("level", "mean of the ranks")]
 COLUMNS = (
     "attention, other: of the busiest rank. waits: of the rank that waits the longest. idle: share of the ranks' time "
     "without computation. sent: the busiest rank's bytes in one layer's forward. cut: documents that lose context. "
@@ -44,34 +44,31 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         figures: the figures that `hf-distca simulate --json` prints: the fields of `Simulation`, `settings` (to be
             copied), `setting` (the given settings), `profile`, `profile_source` and `simulated_in`.
     """
-    given = figures["setting"]
-    source = "costs of the device were measured; steps, with the plans that training makes, were simulated."
-    lead = (
-        f"{given['batches']:,} micro-batches of {given['lengths']}: {figures['documents']:,} documents, "
-        f"{figures['tokens']:,} tokens. {figures['ranks']:,} ranks of {figures['tokens_per_rank']:,} tokens; "
-        f"{given['model']}; {figures['profile']}."
-    )
-    more = {
+    given, gain = figures["setting"], f"{figures['speed_up']:.2f}× the speed of {figures['best_plain']}"
+    pays = figures["speed_up"] >= NOT_WORTH
+    facts = {
+        **given,
         "device": f"{figures['profile']}: {figures['profile_source']}",
         "simulated in": f"{figures['simulated_in']:.1f} s",
     }
-    sections = [
-        _advice(figures),
-        lengths_section(figures["histogram"]),
-        _strategies(figures),
-        _load(figures),
-        origin_section({**given, **more}, ["Every strategy trains the same micro-batches."]),
-    ]
-    return page("hf-distca simulate", outcome(figures), source, lead, sections)
+    return page(
+        "hf-distca simulate",
+        f"{gain}, the best alternative" if pays else f"No gain expected: {gain}",
+        "costs of the device were measured; steps, with the plans that training makes, were simulated.",
+        f"{given['batches']:,} micro-batches of {given['lengths']}: {figures['documents']:,} documents, "
+        f"{figures['tokens']:,} tokens. {figures['ranks']:,} ranks of {figures['tokens_per_rank']:,} tokens; "
+        f"{given['model']}; {figures['profile']}.",
+        [
+            _advice(figures, pays=pays),
+            lengths_section(figures["histogram"]),
+            _strategies(figures),
+            _load(figures),
+            origin_section(facts, ["Every strategy trains the same micro-batches."]),
+        ],
+    )
 
 
-def outcome(figures: Mapping[str, Any]) -> str:
-    """Return the result in a few words."""
-    gain = f"{figures['speed_up']:.2f}× the speed of {figures['best_plain']}"
-    return f"No gain expected: {gain}" if figures["speed_up"] < NOT_WORTH else f"{gain}, the best alternative"
-
-
-def _advice(figures: Mapping[str, Any]) -> str:
+def _advice(figures: Mapping[str, Any], *, pays: bool) -> str:
     settings = "".join(
         f"    {name}={json.dumps(value) if isinstance(value, str) else repr(value)},\n"
         for name, value in figures["settings"].items()
@@ -86,7 +83,7 @@ def _advice(figures: Mapping[str, Any]) -> str:
         f"By micro-batch, {packing} the speed of {PLAIN} and {best} that of {figures['best_plain']}; on average "
         f"{figures['attention_speed_up']:.2f}× for core attention alone.",
     ]
-    if figures["speed_up"] < NOT_WORTH:
+    if not pays:
         sentences.append("Settings to try it all the same:")
     return section(
         "What to do",
@@ -134,6 +131,6 @@ def _load(figures: Mapping[str, Any]) -> str:
             "backward. All ranks wait for the busiest one.",
             *(["Plain packing cuts the longest documents. Their parts attend to fewer tokens."] if cut else []),
         ],
-        figure("Core attention of each rank, before and after", loads_picture(panels, " s"), PLANNED),
+        figure("Core attention of each rank, before and after", loads_picture(panels, " s"), LEGEND),
         table_of_ranks("Core attention of each rank, seconds", figures["load"]),
     )

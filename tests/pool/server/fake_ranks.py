@@ -12,9 +12,9 @@ import torch
 from hf_distca.kernels import TaskShapes
 from hf_distca.kernels.reference import ReferenceKernel
 from hf_distca.plan import TASK, AttentionKind, NanoBatch, Plan
+from hf_distca.planner.intervals import merged
 from hf_distca.planner.layout import fixed_layout, layout_of_kind
 from hf_distca.planner.routes import make_routes
-from hf_distca.planner.shifted import merged
 from hf_distca.pool.memory import HostMemory
 from hf_distca.pool.messages import Call, plan_tables
 from hf_distca.pool.rank.link import ServerLink

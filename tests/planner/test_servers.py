@@ -7,12 +7,81 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, AttentionKind, Plan
+from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import loads_of
-from hf_distca.planner.servers import local_tasks, plan_lost, seconds_of
+from hf_distca.planner.metrics import loads_of, query_rows_of
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.servers import (
+    _without_ranks,
+    balance_with_servers,
+    local_tasks,
+    plan_lost,
+    plan_with_servers,
+    seconds_of,
+)
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.carried_out import carried_out, local_rows
 from tests.planner.drawn_plans import plans_of_all_kinds
+from tests.planner.plan_checks import bytes_by_row, check_plan, loads_by_row
+
+ROWS = [[3000, 500], [700] * 5]
+SETTINGS = PlanSettings(ranks=2, tokens_per_rank=4096, balance_block_size=16)
+
+
+def test_ranks_and_servers_finish_together():
+    workers = Workers((1.0, 1.0, 2.0), (1e6, 1e6, 0.0))
+    plan = balance_with_servers(fixed_layout(ROWS), AttentionKind(), workers, SETTINGS)
+    check_plan(plan)
+    finishing = workers.finishing(loads_of(plan))
+    assert finishing.max() <= 1.01 * workers.ideal(int(loads_of(plan).sum()))
+    assert (loads_of(plan) > 0).all()
+
+
+@pytest.mark.parametrize("speeds", [(1.0,), (1.0, 1.0), (1.0, 3.0)])
+@given(st.just(ROWS) | st.lists(st.lists(st.integers(1, 40), max_size=6), min_size=2, max_size=2))
+def test_ranks_that_do_not_serve_compute_nothing_however_small(speeds, rows):
+    workers = Workers((1.0, 1.0, *speeds), (0.0,) * (2 + len(speeds)))
+    plan = balance_with_servers(fixed_layout(rows), AttentionKind(), workers, SETTINGS, ranks_serve=False)
+    check_plan(plan)
+    loads = loads_by_row(plan)
+    assert loads[:2] == [0, 0]
+    if rows is ROWS:
+        assert (np.array(loads[2:]) / speeds).max() <= 1.02 * sum(loads) / sum(speeds)
+
+
+def test_what_is_left_at_ranks_goes_to_the_server_that_finishes_first():
+    layout = fixed_layout([[8, 4], [4]])
+    tasks = np.array([(1, 0, 4, 0), (2, 0, 4, 1), (0, 0, 8, 3)], TASK)
+    plan = _without_ranks(Plan(layout, tasks, 4), Workers((1e-9, 1e-9, 1.0, 8.0), (0.0,) * 4))
+    # Alone, server 2 would need 10 units for either; server 3 has 36 / 8 and needs 10 / 8 for each.
+    assert plan.tasks.tolist() == [(0, 0, 8, 3), (1, 0, 4, 3), (2, 0, 4, 3)]
+    plan = _without_ranks(Plan(layout, tasks, 4), Workers((1e-9, 1e-9, 1.0, 2.0), (0.0,) * 4))
+    assert plan.tasks.tolist() == [(1, 0, 4, 2), (2, 0, 4, 2), (0, 0, 8, 3)]
+
+
+def test_a_pool_needs_a_server():
+    with pytest.raises(ValueError, match="2 workers for 2 ranks leave no server"):
+        balance_with_servers(fixed_layout([[4], [4]]), AttentionKind(), Workers.uniform(2), SETTINGS)
+
+
+@pytest.mark.parametrize("ranks_serve", [True, False])
+def test_the_summary_counts_both_nano_batches(ranks_serve):
+    settings = PlanSettings(2, 4096, balance_block_size=16, row_overhead=32, ping_pong=True)
+    before = plan_micro_batch([1500, 1200, 900, 700, 400, 300], settings)
+    workers = Workers((1.0, 1.0, 2.0, 1.0), (2e5, 2e5, 0.0, 0.0))
+    plan = plan_with_servers(before, workers, settings, ranks_serve=ranks_serve)
+    assert [nano.layout for nano in plan.nano_batches] == [nano.layout for nano in before.nano_batches]
+    plans = [only for nano in plan.nano_batches for only in nano.plans.values()]
+    assert len(plans) == 2
+    moved = np.sum([bytes_by_row(each, RowBytes()) for each in plans], axis=0)
+    assert plan.summary.exchange.bytes_bottleneck == moved.max()
+    assert plan.summary.packed_max_over_mean == before.summary.packed_max_over_mean
+    # Every rank has its base load once for each nano-batch.
+    cost = np.sum([np.array(loads_by_row(each)) + 32 * query_rows_of(each) for each in plans], axis=0)
+    finishing = (np.array([4e5, 4e5, 0, 0]) + cost / [1, 1, 2, 1])[0 if ranks_serve else 2 :]
+    assert plan.summary.max_over_mean == pytest.approx(finishing.max() / finishing.mean())
+    assert 1 < plan.summary.max_over_mean < 1.02
+
 
 KIND = AttentionKind(q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)
 """Rows of 32 bytes of Q, 32 of O, and 32 of K and V together."""
@@ -79,20 +148,6 @@ def rows_of(tasks):
     return [(document, row) for document, start, stop, _ in tasks.tolist() for row in range(start, stop)]
 
 
-@given(plans_of_all_kinds())
-def test_local_tasks_are_at_the_ranks_that_hold_their_rows(plan):
-    lost = range(plan.layout.ranks, plan.workers)
-    local = local_tasks(plan, lost)
-    assert (local.workers, local.window, local.stage_rows) == (plan.layout.ranks, plan.window, None)
-    assert local.nodes == (plan.nodes and plan.nodes[: plan.layout.ranks])
-    tasks = local.tasks.tolist()
-    assert tasks == sorted(tasks, key=lambda task: (task[3], task[0], task[1]))
-    assert sorted(rows_of(local.tasks)) == sorted(rows_of(plan.tasks[plan.tasks["worker"] >= plan.layout.ranks]))
-    for rank in range(plan.layout.ranks):
-        mine = rows_of(local.tasks[local.tasks["worker"] == rank])
-        assert set(mine) <= set(local_rows(plan, rank).values())
-
-
 @given(
     plans_of_all_kinds(),
     st.integers(1, 4),
@@ -122,7 +177,12 @@ def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_tha
     lost = range(ranks, plan.workers)
     repair = plan_lost(plan, lost, kind, settings, pairs_per_second)
     local = local_tasks(plan, lost)
-    assert sorted(rows_of(repair.tasks)) == sorted(rows_of(local.tasks))
+    held = [local_rows(plan, rank) for rank in range(ranks)]
+    assert all(
+        set(rows_of(local.tasks[local.tasks["worker"] == rank])) <= set(held[rank].values()) for rank in range(ranks)
+    )
+    wanted = sorted(rows_of(plan.tasks[plan.tasks["worker"] >= ranks]))
+    assert sorted(rows_of(repair.tasks)) == sorted(rows_of(local.tasks)) == wanted
     assert seconds_of(repair, kind, settings, pairs_per_second) <= seconds_of(local, kind, settings, pairs_per_second)
     tasks = repair.tasks.tolist()
     assert tasks == sorted(tasks, key=lambda task: (task[3], task[0], task[1]))
@@ -130,7 +190,6 @@ def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_tha
     assert {row % block for document, *span, _ in tasks for row in span if (document, row) not in borders} <= {0}
     # Carried out, each of these rows sees its keys once, and other rows see nothing.
     window = plan.window or int(plan.layout.lengths.max(initial=0))
-    held = [local_rows(plan, rank) for rank in range(ranks)]
     seen, _ = carried_out(repair)
     by_row = {held[rank][number]: Counter(keys) for rank in range(ranks) for number, keys in seen[rank].items()}
     assert by_row == {

@@ -106,10 +106,9 @@ def test_losses_evaluations_and_generated_tokens_are_those_of_one_process(ranks)
         assert min(cut, forwarded, in_turns) > 0
 
 
-def test_a_resumed_training_ends_where_the_first_one_did(ranks):
-    for results, _ in ranks:
-        assert results["resumed"]["losses"][-2:] == pytest.approx(results["whole"]["losses"][-2:], rel=1e-5)
-        assert results["resumed"]["parameters"] == results["whole"]["parameters"]
+def test_a_resumed_training_goes_on_as_the_first_one_did(ranks):
+    for results, _ in ranks:  # but for the order in which DDP adds up the gradients of four ranks
+        assert results["resumed"]["losses"] == pytest.approx(results["whole"]["losses"], rel=1e-6)
 
 
 def test_autocast_keeps_states_in_float32(ranks):

@@ -1,14 +1,12 @@
 """Entries of the tables that list what hf_distca refuses, and the one form of their messages.
 
-Each stage has one table: arguments, launch and resuming in `trainer/refusals.py`, data in `collator/refusals.py`.
-The reference page "What is refused" is written from the same tables.
+Each stage has one table: arguments, launch and resuming in `trainer/refusals.py`, data in `collator/refusals.py`,
+models in `models/refusals.py`. The reference page "What is refused" is written from the same tables.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
-
-Subject = TypeVar("Subject")
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,16 +14,16 @@ class Refusal:
     """A case that is refused. Texts are format strings; the values come from the case.
 
     Attributes:
-        condition: the case as the reference page names it, in Markdown; empty for mistakes that the page leaves out.
         found: what was found.
         reason: why it cannot work.
         remedy: what to set.
+        condition: the case as the reference page names it, in Markdown, where `found` is not general enough.
     """
 
-    condition: str
     found: str
     reason: str
     remedy: str
+    condition: str = field(default="", kw_only=True)
 
     def error(self, *subject: Any, **values: Any) -> ValueError:
         """Return the error with the message "found, but reason; remedy"."""
@@ -33,17 +31,13 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Rule(Refusal, Generic[Subject]):
-    """A refusal that recognizes its case by itself; `{0}` in its texts is the subject.
+class Rule(Refusal):
+    """A refusal with its test `when`; `{0}` in its texts is the subject."""
 
-    Attributes:
-        when: whether the subject is refused.
-    """
-
-    when: Callable[[Subject], bool]
+    when: Callable[[Any], bool]
 
 
-def check(rules: Iterable[Rule[Subject]], subject: Subject) -> None:
+def check(rules: Iterable[Rule], subject: Any) -> None:
     """Raise the error of the first rule that refuses a subject."""
     for rule in rules:
         if rule.when(subject):

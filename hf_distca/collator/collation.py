@@ -5,10 +5,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hf_distca.collator.documents import IGNORED_TARGET, PlannedDocuments, TokenDocument
-from hf_distca.collator.refusals import Data
 from hf_distca.plan import PLAN_KEY
 
 
@@ -24,8 +22,7 @@ class DistCACollator:
     lies on rank 1, at position 3, and is the target of rank 0's last row.
 
         >>> from torch.utils.data import DataLoader
-        >>> from hf_distca.collator.lengths import document_lengths
-        >>> from hf_distca.collator.lengths import fit_documents
+        >>> from hf_distca.collator.lengths import document_lengths, fit_documents
         >>> from hf_distca.collator.documents import RankDocuments
         >>> from hf_distca.collator.sampler import GlobalBatchSampler
         >>> from hf_distca.planner.settings import PlanSettings
@@ -64,33 +61,28 @@ class DistCACollator:
         self.filler_token_id = filler_token_id
 
     def __call__(self, features: Sequence[PlannedDocuments]) -> dict[str, Any]:
-        """Collate one planned micro-batch of a `GlobalBatchSampler`.
-
-        Raises:
-            ValueError: `features` is not one planned micro-batch.
-        """
+        """Collate one planned micro-batch of a `GlobalBatchSampler`; raise ValueError for anything else."""
         if len(features) != 1 or not isinstance(features[0], PlannedDocuments):
-            raise Data.NOT_PLANNED.error(count=len(features), kind=type(features[0]).__name__)
+            raise ValueError(
+                f"DistCACollator got {len(features)} items of type {type(features[0]).__name__}, but it collates one "
+                "PlannedDocuments; give the DataLoader RankDocuments as its data set and GlobalBatchSampler as its "
+                "batch_sampler"
+            )
         (planned,) = features
+        filler = TokenDocument(np.array([self.filler_token_id]), np.array([IGNORED_TARGET]))
         held = list(planned.plan.held_by(self.rank))
-        rows = [self._segment_rows(planned, *segment) for segment in held]
+        rows = [
+            excerpt_document(planned.excerpts[document], planned.documents).rows(start, stop)
+            if document < len(planned.excerpts)
+            else filler
+            for document, start, stop in held
+        ]
         return {**rows_batch(rows, [start for _, start, _ in held]), PLAN_KEY: planned.plan}
-
-    def _segment_rows(self, planned: PlannedDocuments, document: int, start: int, stop: int) -> TokenDocument:
-        if document >= len(planned.excerpts):
-            return TokenDocument.filler(self.filler_token_id)
-        return excerpt_document(planned.excerpts[document], planned.documents).rows(start, stop)
 
 
 def excerpt_document(excerpt: np.void, documents: Sequence[TokenDocument] | dict[int, TokenDocument]) -> TokenDocument:
-    """Return the tokens and targets of an excerpt.
-
-    Args:
-        excerpt: one EXCERPT.
-        documents: whole documents, by their index in the data set.
-    """
-    whole = documents[excerpt["document"]]
-    rows = whole.rows(excerpt["start"], excerpt["stop"])
+    """Return the tokens and targets of one EXCERPT of whole documents, given by their index in the data set."""
+    rows = documents[excerpt["document"]].rows(excerpt["start"], excerpt["stop"])
     if excerpt["stop"] == excerpt["end"]:
         # A token that truncation dropped is no target.
         rows = TokenDocument(rows.input_ids, np.append(rows.targets[:-1], IGNORED_TARGET))
@@ -98,25 +90,18 @@ def excerpt_document(excerpt: np.void, documents: Sequence[TokenDocument] | dict
 
 
 def rows_batch(rows: Sequence[TokenDocument], starts: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Concatenate rows of documents into a model's inputs.
+    """Concatenate rows of documents into a model's inputs, each [1, all rows] int64; labels are already shifted.
 
     Args:
         rows: consecutive rows of each document.
         starts: position of the first row of each in its document.
-
-    Returns:
-        `input_ids`, `position_ids`, `labels` and `shift_labels`, each [1, all rows] int64. The labels are already
-        shifted.
     """
-    positions = [np.arange(start, start + len(part.input_ids)) for start, part in zip(starts, rows, strict=True)]
-    targets_1T = _packed([part.targets for part in rows])
-    return {
-        "input_ids": _packed([part.input_ids for part in rows]),
-        "position_ids": _packed(positions),
-        "labels": targets_1T,
-        "shift_labels": targets_1T.clone(),
+    columns = {
+        "input_ids": [part.input_ids for part in rows],
+        "position_ids": [
+            np.arange(start, start + len(part.input_ids)) for start, part in zip(starts, rows, strict=True)
+        ],
+        "labels": [part.targets for part in rows],
+        "shift_labels": [part.targets for part in rows],
     }
-
-
-def _packed(parts: Sequence[NDArray[np.int64]]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts)).unsqueeze(0)
+    return {name: torch.from_numpy(np.concatenate(parts)).unsqueeze(0) for name, parts in columns.items()}

@@ -16,24 +16,18 @@ from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 
+logger = logging.getLogger(__name__)
+
 IGNORED_TARGET = -100
 """Target of a row without loss, as everywhere in Hugging Face."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenDocument:
-    """Tokens of a document, [L] int64, and the target of each row: the next label, or -100 without loss.
-
-    Targets are shifted in the whole document, so that cutting the document afterwards loses no target.
-    """
+    """Tokens of a document, [L] int64, and the target of each row: the next label in the whole document, or -100."""
 
     input_ids: NDArray[np.int64]
     targets: NDArray[np.int64]
-
-    @classmethod
-    def filler(cls, token_id: int) -> "TokenDocument":
-        """Return a one-token document without a target, for a rank without rows."""
-        return cls(np.array([token_id], np.int64), np.array([IGNORED_TARGET], np.int64))
 
     def rows(self, start: int, stop: int) -> "TokenDocument":
         """Return rows [start, stop) with their targets."""
@@ -42,15 +36,10 @@ class TokenDocument:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of an example that are used.
-
-    Attributes:
-        length: name of the column that may hold the document's length.
-        model_inputs: columns to keep, as with `remove_unused_columns` of transformers. None leaves out nothing.
-    """
+    """Columns of an example that are used: `input_ids`, `labels`, `attention_mask` and the document's length."""
 
     length: str = "length"
-    model_inputs: frozenset[str] | None = None
+    model_inputs: frozenset[str] | None = None  # of the others, those to keep, and refuse; None: all
 
     def used(self, present: Iterable[str]) -> list[str]:
         """Return the present columns that are used; raise ValueError if a packed batch cannot carry them."""
@@ -60,14 +49,12 @@ class Columns:
         known = {"input_ids", "labels", "attention_mask", self.length}
         if self.model_inputs is not None:
             present = [column for column in present if column in known | self.model_inputs]
-        unknown = sorted(set(present) - known)
-        if unknown:
+        if unknown := sorted(set(present) - known):
             raise Data.UNKNOWN_COLUMNS.error(unknown=unknown, length=self.length)
         return present
 
 
 ANY_COLUMNS = Columns()
-"""Columns of a data set that has only columns that a packed batch carries."""
 
 
 def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> TokenDocument:
@@ -82,19 +69,23 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> T
         ValueError: a column is missing, unknown or malformed, or lengths disagree.
     """
     used = columns.used(example)
-    input_ids = _integers(example["input_ids"], name, "input_ids")
+    tokens = {column: np.asarray(example[column]) for column in ("input_ids", "labels") if column in used}
+    for column, values in tokens.items():
+        if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+            raise Data.NOT_INTEGERS.error(name=name, column=column, shape=values.shape, kind=values.dtype)
+    input_ids = tokens["input_ids"].astype(np.int64)
+    labels = tokens.get("labels", input_ids).astype(np.int64)
     length = len(input_ids)
     if length == 0:
         raise Data.EMPTY_DOCUMENT.error(name=name, stated="")
-    labels = input_ids
-    if "labels" in used:
-        labels = _integers(example["labels"], name, "labels")
-        if len(labels) != length:
-            raise Data.LABELS.error(name=name, labels=len(labels), length=length)
-    if "attention_mask" in used and np.shape(example["attention_mask"]) != (length,):
-        raise Data.MASK.error(name=name, shape=np.shape(example["attention_mask"]), length=length)
-    if "attention_mask" in used and not np.all(np.asarray(example["attention_mask"]) == 1):
-        raise Data.PADDED.error(name=name)
+    if len(labels) != length:
+        raise Data.LABELS.error(name=name, labels=len(labels), length=length)
+    if "attention_mask" in used:
+        mask = np.asarray(example["attention_mask"])
+        if mask.shape != (length,):
+            raise Data.MASK.error(name=name, shape=mask.shape, length=length)
+        if not np.all(mask == 1):
+            raise Data.PADDED.error(name=name)
     if columns.length in used and (stated := int(example[columns.length])) != length:
         raise Data.WRONG_LENGTH.error(name=name, length=length, column=columns.length, stated=stated)
     return TokenDocument(input_ids, np.append(labels[1:], IGNORED_TARGET))
@@ -109,16 +100,6 @@ def fetch_documents(dataset: Any, indices: Sequence[int], columns: Columns) -> l
     return [
         token_document(example, f"document {index}", columns) for index, example in zip(indices, examples, strict=True)
     ]
-
-
-def _integers(values: Any, name: str, column: str) -> NDArray[np.int64]:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise Data.NOT_INTEGERS.error(name=name, column=column, shape=array.shape, kind=array.dtype)
-    return array.astype(np.int64)
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,17 +121,12 @@ class PlannedDocuments:
 class RankDocuments(Dataset[PlannedDocuments]):
     """Data set of a DataLoader whose `batch_sampler` is a GlobalBatchSampler.
 
-    Indexed by a GlobalMicroBatch, it plans the micro-batch, the same on every rank. It reads only documents of which
-    this rank holds rows. With DataLoader workers, planning and reading happen there, ahead of the training step.
+    Indexed by a GlobalMicroBatch, it plans the micro-batch, the same on every rank, and reads the documents of which
+    this rank holds rows.
 
     Args:
         dataset: gives examples by index, as `token_document` expects them.
         lengths: [documents] int64, from `document_lengths`.
-        settings: the same on every rank.
-
-    Raises:
-        ValueError: the data set has columns that packing would drop. On indexing: `token_document` refuses a document,
-            or its length differs from `lengths`.
     """
 
     def __init__(
@@ -189,11 +165,11 @@ class RankDocuments(Dataset[PlannedDocuments]):
         plan = replace(plan, fillers=len(fillers))
         held = {document for document, _, _ in plan.held_by(self.rank) if document < len(excerpts)}  # else a filler
         indices = np.unique(excerpts["document"][sorted(held)]).tolist()
-        documents = fetch_documents(self.dataset, indices, self.columns)
-        for index, document in zip(indices, documents, strict=True):
-            if len(document.input_ids) != self.lengths[index]:
-                length, planned = len(document.input_ids), self.lengths[index]
+        documents = dict(zip(indices, fetch_documents(self.dataset, indices, self.columns), strict=True))
+        for index, document in documents.items():
+            length, planned = len(document.input_ids), self.lengths[index]
+            if length != planned:
                 raise Data.CHANGED_LENGTH.error(
                     index=index, length=length, planned=planned, column=self.columns.length
                 )
-        return PlannedDocuments(plan, excerpts, dict(zip(indices, documents, strict=True)))
+        return PlannedDocuments(plan, excerpts, documents)

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import datasets
@@ -24,7 +23,7 @@ FINGERPRINT_DOCUMENTS = 64
 
 
 def document_lengths(dataset: Any, columns: Columns = ANY_COLUMNS, progress: bool = True) -> NDArray[np.int64]:
-    """Return the number of tokens of every document.
+    """Return the number of tokens of every document, [documents] int64.
 
     The length column of a `datasets.Dataset` is trusted here and checked when a document is read. Without that column,
     every document is read once and checked.
@@ -32,14 +31,9 @@ def document_lengths(dataset: Any, columns: Columns = ANY_COLUMNS, progress: boo
     Args:
         dataset: anything with a length that gives examples by index.
 
-    Returns:
-        [documents] int64.
-
     Raises:
-        ValueError: the data set has no length or no document, or `token_document` refuses an example.
+        ValueError: the data set has no document, or `token_document` refuses an example.
     """
-    if not hasattr(dataset, "__len__"):
-        raise Data.NO_LENGTH.error(kind=type(dataset).__name__)
     if len(dataset) == 0:
         raise Data.EMPTY.error()
     # With a transform, column_names lists the transform's inputs, not its outputs.
@@ -47,8 +41,9 @@ def document_lengths(dataset: Any, columns: Columns = ANY_COLUMNS, progress: boo
         columns.used(dataset.column_names)
         if columns.length in dataset.column_names:
             return _given_lengths(dataset, columns.length)
-        if _stored_as_lists(dataset):
-            return np.concatenate(list(_stored_lengths(dataset, progress)))
+        stored = [field.type for field in dataset.features.arrow_schema if field.name in ("input_ids", "labels")]
+        if all(pa.types.is_list(kind) or pa.types.is_large_list(kind) for kind in stored):  # not tensors
+            return _stored_lengths(dataset, progress)
     indices = tqdm(range(len(dataset)), "Document lengths", unit=" documents", disable=not progress)
     return np.fromiter(
         (len(token_document(dataset[index], f"document {index}", columns).input_ids) for index in indices),
@@ -62,12 +57,6 @@ def dataset_fingerprint(dataset: Any, lengths: NDArray[np.int64], columns: Colum
 
     The hash covers all document lengths, and the tokens and targets of 64 evenly spaced documents. A data set that
     draws its documents at random differs from itself.
-
-    Args:
-        lengths: [documents] int64.
-
-    Raises:
-        ValueError: see `token_document`.
     """
     digest = hashlib.sha256(np.ascontiguousarray(lengths, "<i8").tobytes())
     sample = np.unique(np.linspace(0, len(lengths) - 1, FINGERPRINT_DOCUMENTS, dtype=np.int64))
@@ -83,37 +72,29 @@ def _given_lengths(dataset: datasets.Dataset, length_column: str) -> NDArray[np.
     lengths = np.asarray(dataset.select_columns([length_column]).with_format("numpy")[:][length_column])
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise Data.LENGTH_COLUMN.error(column=length_column, kind=dataset.features[length_column])
-    _check_no_empty(lengths, 0)
+    _check_no_empty(lengths)
     return lengths.astype(np.int64)
 
 
-def _stored_lengths(dataset: datasets.Dataset, progress: bool) -> Iterator[NDArray[np.int64]]:
-    """Yield lengths of stored lists batch by batch, without making Python objects of tokens."""
+def _stored_lengths(dataset: datasets.Dataset, progress: bool) -> NDArray[np.int64]:
+    """Return the lengths of stored lists, without making Python objects of tokens."""
     columns = [column for column in ("input_ids", "labels") if column in dataset.column_names]
-    first = 0
-    with tqdm(total=len(dataset), desc="Document lengths", unit=" documents", disable=not progress) as bar:
-        for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=READ_BATCH):
-            # A missing list counts as empty.
-            counts = [pc.fill_null(pc.list_value_length(table[column]), 0).to_numpy() for column in columns]
-            lengths, labels = counts[0].astype(np.int64), counts[-1]
-            _check_no_empty(lengths, first)
-            for index in np.flatnonzero(labels != lengths)[:1]:
-                name = f"document {first + index}"
-                raise Data.LABELS.error(name=name, labels=labels[index], length=lengths[index])
-            first += len(lengths)
-            bar.update(len(lengths))
-            yield lengths
+    tables = dataset.select_columns(columns).with_format("arrow").iter(batch_size=READ_BATCH)
+    found: list[list[NDArray[np.int32]]] = [
+        # A missing list counts as empty.
+        [pc.fill_null(pc.list_value_length(table[column]), 0).to_numpy() for column in columns]
+        for table in tqdm(tables, "Document lengths", -(-len(dataset) // READ_BATCH), disable=not progress)
+    ]
+    lengths, labels = (np.concatenate([counts[column] for counts in found]) for column in (0, -1))
+    _check_no_empty(lengths)
+    for index in np.flatnonzero(labels != lengths)[:1]:
+        raise Data.LABELS.error(name=f"document {index}", labels=labels[index], length=lengths[index])
+    return lengths.astype(np.int64)
 
 
-def _check_no_empty(lengths: NDArray[Any], first: int) -> None:
+def _check_no_empty(lengths: NDArray[Any]) -> None:
     for index in np.flatnonzero(lengths <= 0)[:1]:
-        raise Data.EMPTY_DOCUMENT.error(name=f"document {first + index}", stated=f" (length {lengths[index]})")
-
-
-def _stored_as_lists(dataset: datasets.Dataset) -> bool:
-    """Return whether tokens and labels are plain lists on disk, not tensors of an extension type."""
-    stored = [field.type for field in dataset.features.arrow_schema if field.name in ("input_ids", "labels")]
-    return all(pa.types.is_list(kind) or pa.types.is_large_list(kind) for kind in stored)
+        raise Data.EMPTY_DOCUMENT.error(name=f"document {index}", stated=f" (length {lengths[index]})")
 
 
 EXCERPT = np.dtype(
@@ -135,19 +116,16 @@ def fit_documents(lengths: NDArray[np.int64], limit: int, policy: str, limit_nam
 
     Args:
         lengths: [documents] int64 tokens of each document.
-        limit: maximum number of tokens of an excerpt.
-        limit_name: name of the limit in messages, such as "ranks · tokens_per_rank".
+        limit: maximum number of tokens of an excerpt; messages call it `limit_name`.
 
     Returns:
         [excerpts] of dtype EXCERPT, in the order of the data set.
-
-    Raises:
-        ValueError: a document is too long under the policy "error", or the limit or the policy is invalid.
     """
-    if limit <= 0:
-        raise Data.LIMIT.error(limit_name=limit_name, limit=limit)
-    if policy not in ("error", "truncate", "split"):
-        raise Data.POLICY.error(policy=policy)
+    if limit <= 0 or policy not in ("error", "truncate", "split"):
+        raise ValueError(
+            f"{limit_name} is {limit} and the policy for long documents {policy!r}, but an excerpt needs a token and "
+            "a known policy; give a positive limit, and 'error', 'truncate' or 'split'"
+        )
     too_long = np.flatnonzero(lengths > limit)
     if len(too_long) and policy == "error":
         longest = int(np.argmax(lengths))

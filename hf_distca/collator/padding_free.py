@@ -7,40 +7,57 @@ import torch
 
 from hf_distca.collator.refusals import Data
 
+REPLACED_BY_PLAN = (
+    *("attention_mask", "document_lengths", "seq_idx"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+)
+"""Fields of a batch that only describe documents, which a plan replaces."""
+FILLER_LENGTHS = (1,)
+"""Document lengths of a filler."""
+
 
 def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the lengths of the documents in a batch of a padding-free collator.
+    """Return the lengths of the documents in a batch of a padding-free collator, in row order.
 
     The lengths come from `document_lengths` (StreamPacker), else from `cu_seq_lens_q`, else from `position_ids` that
     restart at 0 with each document. transformers' DataCollatorWithFlattening gives the latter two. Call it before the
     batch goes to a GPU: reading from a GPU waits for it.
 
-    Args:
-        batch: `input_ids` [1, T] and one of the above; any `attention_mask` must be all ones.
-
-    Returns:
-        Tokens of each document in row order, T in all.
-
     Raises:
-        ValueError: the batch has several rows, padding, a mask of its own or no document boundaries, or its lengths or
-            positions do not fit its tokens.
+        ValueError: the batch is not one row without padding, or its boundaries are missing or wrong.
     """
-    input_ids = batch["input_ids"]
+    input_ids, attention_mask = batch["input_ids"], batch.get("attention_mask")
     if input_ids.ndim != 2 or input_ids.shape[0] != 1:
         raise Data.ROWS.error(shape=tuple(input_ids.shape))
-    attention_mask = batch.get("attention_mask")
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
-        raise Data.BATCH_MASK.error(mask=tuple(attention_mask.shape), shape=tuple(input_ids.shape))
-    if attention_mask is not None and not bool((attention_mask == 1).all()):
-        raise Data.PADDED_BATCH.error()
+    if attention_mask is not None and not (attention_mask.shape == input_ids.shape and (attention_mask == 1).all()):
+        raise Data.BATCH_MASK.error()
     tokens = input_ids.shape[1]
     if batch.get("document_lengths") is not None:
-        return _checked(tuple(batch["document_lengths"]), tokens, "document_lengths")
-    if batch.get("cu_seq_lens_q") is not None:
-        return _checked(tuple(batch["cu_seq_lens_q"].diff().tolist()), tokens, "cu_seq_lens_q")
-    if batch.get("position_ids") is not None:
+        name, lengths = "document_lengths", tuple(batch["document_lengths"])
+    elif batch.get("cu_seq_lens_q") is not None:
+        name, lengths = "cu_seq_lens_q", tuple(batch["cu_seq_lens_q"].diff().tolist())
+    elif batch.get("position_ids") is not None:
         return _lengths_by_position(batch["position_ids"], tokens)
-    raise Data.NO_BOUNDARIES.error(fields=sorted(batch))
+    else:
+        raise Data.NO_BOUNDARIES.error(fields=sorted(batch))
+    if sum(lengths) != tokens or any(length < 1 for length in lengths):
+        shown = f"{lengths[:10]}{'…' if len(lengths) > 10 else ''}"
+        raise Data.WRONG_BOUNDARIES.error(name=name, lengths=shown, total=sum(lengths), tokens=tokens)
+    return lengths
+
+
+def _lengths_by_position(position_ids: torch.Tensor, tokens: int) -> tuple[int, ...]:
+    if position_ids.shape != (1, tokens):
+        raise Data.POSITIONS.error(found=f"have the shape {tuple(position_ids.shape)} for {tokens} tokens")
+    positions_T = position_ids[0]
+    if tokens == 0 or positions_T[0] != 0:
+        raise Data.POSITIONS.error(found=f"begin with {positions_T[:5].tolist()}")
+    breaks = ((positions_T[1:] != positions_T[:-1] + 1) & (positions_T[1:] != 0)).nonzero().flatten()
+    if len(breaks):
+        at = int(breaks[0])
+        raise Data.POSITIONS.error(found=f"go from {positions_T[at]} to {positions_T[at + 1]} at row {at + 1}")
+    starts = (positions_T == 0).nonzero().flatten()
+    return tuple(torch.cat([starts, starts.new_tensor([tokens])]).diff().tolist())
 
 
 class CollatorWithLengths:
@@ -66,47 +83,10 @@ class CollatorWithLengths:
         return {**{name: x for name, x in batch.items() if name != "attention_mask"}, "document_lengths": lengths}
 
 
-REPLACED_BY_PLAN = (
-    *("attention_mask", "document_lengths", "seq_idx"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-)
-"""Fields of a batch that only describe documents, which a plan replaces."""
-FILLER_LENGTHS = (1,)
-"""Document lengths of a filler."""
-
-
 def filler_batch(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
     """Return a batch of one token without a target, for a rank whose data has ended.
 
     A rank takes part in every exchange, and models cannot run on zero rows.
     """
-    token_11 = torch.zeros((1, 1), dtype=torch.long, device=device)
-    no_target_11 = torch.full_like(token_11, -100)
-    return {
-        "input_ids": token_11,
-        "position_ids": token_11.clone(),
-        "labels": no_target_11,
-        "shift_labels": no_target_11.clone(),
-    }
-
-
-def _checked(lengths: tuple[int, ...], tokens: int, name: str) -> tuple[int, ...]:
-    if sum(lengths) != tokens or any(length < 1 for length in lengths):
-        shown = f"{lengths[:10]}{'…' if len(lengths) > 10 else ''}"
-        raise Data.WRONG_BOUNDARIES.error(name=name, lengths=shown, total=sum(lengths), tokens=tokens)
-    return lengths
-
-
-def _lengths_by_position(position_ids: torch.Tensor, tokens: int) -> tuple[int, ...]:
-    if position_ids.shape != (1, tokens):
-        raise Data.POSITIONS_SHAPE.error(shape=tuple(position_ids.shape), tokens=tokens)
-    positions_T = position_ids[0]
-    starts = (positions_T == 0).nonzero().flatten()
-    if tokens == 0 or positions_T[0] != 0:
-        raise Data.POSITIONS_START.error(first=positions_T[:5].tolist())
-    breaks = ((positions_T[1:] != positions_T[:-1] + 1) & (positions_T[1:] != 0)).nonzero().flatten()
-    if len(breaks):
-        at = int(breaks[0])
-        raise Data.POSITIONS_GAP.error(before=int(positions_T[at]), after=int(positions_T[at + 1]), row=at + 1)
-    ends = torch.cat([starts[1:], starts.new_tensor([tokens])])
-    return tuple((ends - starts).tolist())
+    values = {"input_ids": 0, "position_ids": 0, "labels": -100, "shift_labels": -100}
+    return {name: torch.full((1, 1), value, dtype=torch.long, device=device) for name, value in values.items()}

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from hf_distca.collator.refusals import Data
 from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tightly
 from hf_distca.planner.settings import Choices
 
@@ -20,15 +19,10 @@ SPARE_BATCHES = 200
 
 @dataclass(frozen=True, eq=False)
 class GlobalMicroBatch:
-    """Documents that all ranks together train on in one forward and backward pass.
-
-    Attributes:
-        excerpts: [documents] of dtype EXCERPT.
-        choices: planner's choices for the micro-batch; None takes the choices of the reader's settings.
-    """
+    """Documents, [documents] of dtype EXCERPT, that all ranks train on in one forward and backward pass."""
 
     excerpts: NDArray[np.void]
-    choices: Choices | None = None
+    choices: Choices | None = None  # of the planner; None takes those of the reader's settings
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -44,22 +38,17 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     `num_processes=1`). The data set, such as `RankDocuments`, takes each `GlobalMicroBatch` as its index. There is no
     `batch_size`, because the number of documents varies.
 
-    Every excerpt, a whole document or a part of a long one, comes once per epoch. With `shuffle`, all micro-batches of
-    an epoch have about the same number of tokens and a similar mix of long and short documents. They are drawn anew in
-    each epoch. Without `shuffle`, documents come in the order of the data set and the last micro-batch may be smaller.
-    The number of micro-batches is the same in every epoch.
-
-    Where documents stay whole on one rank, a micro-batch has one bin for each rank, and its documents come bin after
-    bin.
+    Every excerpt, a whole document or a part of a long one, comes once per epoch. With `shuffle`, micro-batches are
+    drawn anew in each epoch, with about the same number of tokens and a similar mix of long and short documents.
+    Without `shuffle`, documents come in the order of the data set and the last micro-batch may be smaller.
 
     Args:
         excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
         capacity: Maximum number of tokens of a bin: ranks · tokens_per_rank, or tokens_per_rank with one bin per rank.
         shuffle: Whether to draw new micro-batches in each epoch.
         seed: Seed of the order, together with the epoch.
-        bins: Number of bins of a micro-batch. No document is in two bins.
-        choices: Function that returns the planner's choices for the next micro-batch. The choices travel with the
-            micro-batch, so that all ranks change them at the same micro-batch.
+        bins: Number of bins of a micro-batch, whose documents come bin after bin. No document is in two bins.
+        choices: Function that returns the planner's choices for the next micro-batch, with which they travel.
 
     Raises:
         ValueError: There is no excerpt, or one is longer than the capacity.
@@ -75,12 +64,11 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         bins: int = 1,
         choices: Callable[[], Choices | None] = lambda: None,
     ):
-        if len(excerpts) == 0:
-            raise Data.NO_DOCUMENTS.error()
         lengths: NDArray[np.int64] = excerpts["stop"] - excerpts["start"]
-        if lengths.max() > capacity:
-            raise Data.OVER_CAPACITY.error(
-                document=int(lengths.argmax()), length=int(lengths.max()), capacity=capacity
+        if len(excerpts) == 0 or lengths.max() > capacity:
+            raise ValueError(
+                f"there are {len(excerpts)} documents of at most {lengths.max(initial=0)} tokens, but a micro-batch "
+                f"needs a document and holds at most {capacity} tokens; call fit_documents with this capacity first"
             )
         self.excerpts = excerpts
         self.capacity = capacity
@@ -94,10 +82,8 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
             self._batches = self._count_shuffled()
         else:
             filled = list(pack_in_order(zip(lengths.tolist(), range(len(excerpts)), strict=True), capacity))
-            batches = [list(chain(*filled[first : first + bins])) for first in range(0, len(filled), bins)]
-            self._batches = len(batches)
-            self._in_order = np.array([excerpt for batch in batches for excerpt in batch])
-            self._sizes_in_order = np.array([len(batch) for batch in batches])
+            self._in_order = [list(chain(*filled[first : first + bins])) for first in range(0, len(filled), bins)]
+            self._batches = len(self._in_order)
 
     def __len__(self) -> int:
         return self._batches
@@ -112,16 +98,11 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         return self
 
     def __iter__(self) -> Iterator[list[GlobalMicroBatch]]:
-        order, sizes = self._shuffled() if self.shuffle else (self._in_order, self._sizes_in_order)
-        stops = np.cumsum(sizes)
-        for start, stop in zip((stops - sizes).tolist(), stops.tolist(), strict=True):
-            yield [GlobalMicroBatch(self.excerpts[order[start:stop]], self._choices())]
+        for batch in self._shuffled() if self.shuffle else self._in_order:
+            yield [GlobalMicroBatch(self.excerpts[batch], self._choices())]
 
     def _count_shuffled(self) -> int:
-        """Return the number of micro-batches of an epoch.
-
-        There are few enough to be nearly full, and enough for the random placement of every epoch.
-        """
+        """Return the number of micro-batches of an epoch: nearly full, with room for every random placement."""
         longest_first: list[int] = np.sort(self._lengths)[::-1].tolist()
         fewest = -(-sum(longest_first) // (self.capacity * self.bins))
         with_spare = min(fewest + fewest // SPARE_BATCHES, len(longest_first))
@@ -130,15 +111,16 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         # Few documents per bin: even filling leaves no room for the last ones.
         return max(place_tightly(longest_first, self.capacity)) // self.bins + 1
 
-    def _shuffled(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return this epoch's excerpts, micro-batch by micro-batch, and the number in each micro-batch."""
+    def _shuffled(self) -> list[NDArray[np.int64]]:
+        """Return the excerpts of each micro-batch of this epoch."""
         random = np.random.default_rng((self.seed, self.epoch))
         shuffled = random.permutation(len(self.excerpts))
         # Placing first fills one bin of each micro-batch, so no micro-batch stays empty.
         bin_in_batch, batch_of = np.divmod(self._place(shuffled), self._batches)
         # Placing starts the first micro-batches with the longest documents: give them a random place in the epoch.
         batch_of = random.permutation(self._batches)[batch_of]
-        return shuffled[np.lexsort((bin_in_batch, batch_of))], np.bincount(batch_of, minlength=self._batches)
+        order = np.lexsort((bin_in_batch, batch_of))
+        return np.split(shuffled[order], np.cumsum(np.bincount(batch_of, minlength=self._batches))[:-1])
 
     def _place(self, shuffled: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the bin of each excerpt of `shuffled`."""

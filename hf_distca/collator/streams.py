@@ -17,15 +17,12 @@ from hf_distca.planner.bin_packing import pack_in_order
 
 
 class StreamPacker(IterableDataset[dict[str, Any]]):
-    """One rank's share of a stream, packed into batches of whole documents.
+    """One rank's share of a stream, packed into batches of whole documents: for a DataLoader with `batch_size=None`.
 
     A batch has `input_ids`, `position_ids`, `labels`, `shift_labels`, each [1, rows] int64 with at most
     `tokens_per_rank` rows, as from DistCACollator, and `document_lengths`, a tuple of ints. A batch has no plan:
     documents stay on their rank, and ranks exchange lengths to plan their attention. Ranks may have different numbers
     of batches; `Dispatcher.plan_batches` fills in for ranks that end first.
-
-    Items are batches: use `DataLoader(StreamPacker(...), batch_size=None)`, and do not shard the loader again
-    (accelerate: `num_processes=1`, `dispatch_batches=False`).
 
     A `datasets.IterableDataset` is split over ranks by `split_dataset_by_node` and over DataLoader workers by its
     shards. It should have at least ranks · workers shards, and must be shuffled with the same seed on every rank. For
@@ -33,12 +30,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
 
     Args:
         dataset: iterable of examples as `token_document` expects them, the same on every rank, once per epoch.
-        tokens_per_rank: maximum number of rows of a batch.
         long_documents: policy for documents longer than tokens_per_rank; a streamed document stays on its rank.
-
-    Raises:
-        ValueError: rank or tokens_per_rank is out of range. On iteration: `token_document` refuses a document, or the
-            document is too long under the policy "error".
     """
 
     def __init__(
@@ -51,11 +43,11 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         columns: Columns = ANY_COLUMNS,
     ):
         if not 0 <= rank < ranks:
-            raise Data.RANK.error(rank=rank, ranks=ranks, last=ranks - 1)
+            raise ValueError(f"the rank is {rank} of {ranks}, but ranks count from 0; give one from 0 to {ranks - 1}")
         # Checks the limit and the policy before the first document is read.
         fit_documents(np.zeros(0, np.int64), tokens_per_rank, long_documents, "tokens_per_rank")
         self._splits_itself = isinstance(dataset, datasets.IterableDataset)
-        if isinstance(dataset, datasets.IterableDataset):
+        if self._splits_itself:
             dataset = split_dataset_by_node(dataset, rank=rank, world_size=ranks)
         self.dataset = dataset
         self.ranks = ranks
@@ -76,7 +68,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
             yield {**rows_batch(packed, [0] * len(packed)), "document_lengths": lengths}
 
     def _documents(self) -> Iterator[TokenDocument]:
-        limit, limit_name = self.tokens_per_rank, "tokens_per_rank"
+        limit = self.tokens_per_rank
         truncated = dropped = 0
         for number, example in enumerate(self._share()):
             name = f"document {number} of rank {self.rank}'s stream"
@@ -89,7 +81,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
                 dropped += length - limit
                 # A stream may truncate many documents: report totals whenever their number has doubled.
                 if truncated.bit_count() == 1:
-                    warn_truncated(truncated, dropped, limit, limit_name)
+                    warn_truncated(truncated, dropped, limit, "tokens_per_rank")
             for excerpt in cut_documents(np.array([length]), limit, self.long_documents):
                 yield excerpt_document(excerpt, [document])
 

@@ -37,126 +37,127 @@ class Models:
     """What is refused in a model."""
 
     NO_INTERFACE = Refusal(
-        "no attention interface (models with attention code of their own)",
         "{model} does not run its attention through transformers' AttentionInterface, in modules of a class "
         "...Attention with a layer_idx",
         "a plan reaches attention only there",
         STOCK,
+        condition="no attention interface (models with attention code of their own)",
     )
     OTHER_ATTENTION = Refusal(
-        f"another `attn_implementation` than `{ATTENTION_NAME!r}`",
         "{model} runs attn_implementation={name!r}",
         "plans do not reach that attention",
         f"load it with attn_implementation={ATTENTION_NAME!r} or call "
         f"model.set_attn_implementation({ATTENTION_NAME!r})",
+        condition=f"another `attn_implementation` than `{ATTENTION_NAME!r}`",
     )
     OWN_MASK = Refusal(
-        "layers that compute a mask of their own (Doge)",
         "the layers of {model} compute a custom mask from the values and add it to the causal mask",
         "a plan cannot express that mask",
         STOCK,
+        condition="layers that compute a mask of their own (Doge)",
     )
     DROPOUT_IN_CONFIG = Refusal(
-        "attention dropout (`attention_dropout`, GPT-2's `attn_pdrop`)",
         "{name} is {value}",
         NO_DROPOUT,
         "load the model with {name}=0.0",
+        condition="attention dropout (`attention_dropout`, GPT-2's `attn_pdrop`)",
     )
     DROPOUT_IN_LAYER = Refusal(
-        "attention dropout in a layer",
         "{name} of {layer} is {value}",
         NO_DROPOUT,
         "set it to 0.0 in every attention layer",
+        condition="attention dropout in a layer",
     )
     NO_POSITIONS = Refusal(
-        "no `position_ids` (decoders of BART, Marian, Pegasus)",
         "{model} takes no position_ids",
         "it counts the positions of a whole row, and packed documents need positions that restart at 0",
         STOCK,
+        condition="no `position_ids` (decoders of BART, Marian, Pegasus)",
     )
     POSITIONS_FROM_PADDING = Refusal(
-        "positions counted from the padding token (RoBERTa)",
         "{module} of {model} counts positions from its padding token",
         "packed documents need positions that begin at 0",
         STOCK,
+        condition="positions counted from the padding token (RoBERTa)",
     )
     NOT_CAUSAL = Refusal(
-        "attention that is not causal, or to an encoder (PaliGemma, BERT, Whisper)",
         "{module} of {model} is not causal: its rows attend to later rows or to an encoder's",
         EARLIER_ROWS,
         STOCK,
+        condition="attention that is not causal, or to an encoder (PaliGemma, BERT, Whisper)",
     )
     NOT_DECODER = Refusal(
-        "models that can be decoders, with `is_decoder=False` (BERT)",
         "{module} of {model} is not causal: its rows attend to later rows",
         EARLIER_ROWS,
         f"set is_decoder=True in its config, or {STOCK}",
+        condition="models that can be decoders, with `is_decoder=False` (BERT)",
     )
     BIAS = Refusal(
-        "biases added to attention scores (Inkling)",
         "{module} of {model} adds a bias to its scores (position_bias) for each pair of a query and a key",
         "a plan does not exchange biases",
         STOCK,
+        condition="biases added to attention scores (Inkling)",
     )
     UNKNOWN_MIXING = Refusal(
-        "layers of unknown types that mix the rows of a document (indexers, n-gram embeddings)",
         "{config} has {expected} layers of the types {types}, and only in {known} of them a module is known that "
         "mixes along the row (with a convolution, or attention of its own)",
         "documents could not be kept apart in the others",
         STOCK,
+        condition="layers of unknown types that mix the rows of a document (indexers, n-gram embeddings)",
     )
     MIXING_WITHOUT_KEYWORDS = Refusal(
-        "such layers without `**kwargs`",
         "{module}.forward has no **kwargs",
         "the plan would not reach the module in it that mixes along the row, and documents would mix",
         STOCK,
+        condition="such layers without `**kwargs`",
     )
     DROPS_KEYWORDS = Refusal(
-        "keywords are dropped on the way to attention (StableLM, Nemotron)",
         "{model} drops keywords on the way to its attention: {module}.forward takes none, or does not use them",
         "the plan is such a keyword",
         STOCK,
+        condition="keywords are dropped on the way to attention (StableLM, Nemotron)",
     )
     OWN_LOSS = Refusal(
-        "a loss without transformers' loss function (`GPT2ForTokenClassification`)",
         "{model} does not use transformers' loss function and takes the mean over its own rows",
         "ranks with different numbers of targets would have no exact loss",
         STOCK,
+        condition="a loss without transformers' loss function (`GPT2ForTokenClassification`)",
     )
     CUT_MIXING = Refusal(
-        '`document_layout="joint"` or `"fixed"` with Mamba-1, lightning attention or recurrences that are not known',
         "document_layout={layout!r} cuts documents",
         "{module} in {model} mixes the rows of a document other than by attention, and would be wrong for a document "
         "that is cut",
         "set document_layout='whole', which 'auto' means for this model",
+        condition='`document_layout="joint"` or `"fixed"` with Mamba-1, lightning attention or recurrences that are '
+        "not known",
     )
     CHECKPOINT_INSIDE = Refusal(
-        "checkpoints that begin inside a decoder layer with such a module",
         "{module} runs in a gradient checkpoint that begins inside its decoder layer",
         "recomputation would lack the layer's plan and mix documents",
         "put checkpoints around whole layers, as model.gradient_checkpointing_enable() does",
+        condition="checkpoints that begin inside a decoder layer with such a module",
     )
     NO_LAYERS = Refusal(
-        "`ping_pong=True` without decoder layers of transformers' kind",
         "{model} has no decoder layer based on transformers' GradientCheckpointingLayer",
         "ping-pong needs such layers",
         "set ping_pong=False",
+        condition="`ping_pong=True` without decoder layers of transformers' kind",
     )
     REENTRANT = Refusal(
-        "reentrant checkpoints of layers that share keys and values (Gemma 3n, Gemma 4)",
         "{module} reads the keys and values of an earlier layer",
         "a reentrant checkpoint passes no gradient back to them",
         "set gradient_checkpointing_kwargs={{'use_reentrant': False}}",
+        condition="reentrant checkpoints of layers that share keys and values (Gemma 3n, Gemma 4)",
     )
 
 
 def _adapter(condition: str, reason: str) -> Refusal:
     return Refusal(
-        condition,
         "adapter {name!r} is of the type {kind}",
         reason,
         "use an adapter that processes each token alone, such as LoRA; or train with attn_implementation='sdpa' and "
         "transformers' Trainer",
+        condition=condition,
     )
 
 

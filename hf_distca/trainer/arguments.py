@@ -64,8 +64,8 @@ class DistCAArguments(DistCAConfig, _Arguments):
                 return  # a server only calls `serve_if_server` with its arguments
         check((LOSES_DEEPSPEED,), self)
         join_on_cpu(self)
-        behind: Any = super(DistCAConfig, self)  # the arguments of the trainer
-        behind.__post_init__()
+        of_trainer: Any = super(DistCAConfig, self)
+        of_trainer.__post_init__()
         check(ARGUMENTS, self)
         if getattr(self, "use_liger_kernel", False):  # applied when training starts: to kernels of layers only
             self.liger_kernel_config = {**(self.liger_kernel_config or {}), **dict.fromkeys(LIGERS_LOSSES, False)}
@@ -85,8 +85,8 @@ class DistCAArguments(DistCAConfig, _Arguments):
     def _setup_devices(self) -> torch.device:
         """Device of this process; a server serves here, before TrainingArguments looks up the world."""
         self.serve_if_server()
-        behind: Any = super()
-        device: torch.device = behind._setup_devices
+        of_trainer: Any = super()
+        device: torch.device = of_trainer._setup_devices
         check((NOT_CONNECTED,), self)
         share_on_cpu(self)
         return device

@@ -1,12 +1,11 @@
-"""Build a dispatcher for the trainer and for custom training loops, and the parts of the trainer."""
+"""Build a dispatcher for the trainer and for custom training loops, and let attention servers take part."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import is_initialized
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer
 
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
@@ -19,10 +18,9 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.pool.launch import TOKEN_FILE, open_pool
 from hf_distca.pool.rank.pool import Pool
-from hf_distca.trainer.costs import LearnedCosts, choices_of
-from hf_distca.trainer.loaders import PackedLoaders, UpcomingBatches, columns_of
+from hf_distca.trainer.arguments import DistCAArguments
+from hf_distca.trainer.costs import choices_of
 from hf_distca.trainer.memory import checkpointing_of, log_memory_on_gpu
-from hf_distca.trainer.metrics import AttentionTime, ModelFlops, Remedies, StepMeter
 from hf_distca.trainer.parallel import (
     allow_for_towers,
     data_parallel_mesh,
@@ -32,8 +30,7 @@ from hf_distca.trainer.parallel import (
     launched_processes,
 )
 from hf_distca.trainer.refusals import NOT_CONNECTED, check_trainer
-from hf_distca.trainer.resuming import DataProgress, check_agreement
-from hf_distca.trainer.tracing import StepTracer
+from hf_distca.trainer.resuming import check_agreement
 
 
 def make_dispatcher(
@@ -93,35 +90,8 @@ def make_dispatcher(
     return dispatcher
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Parts of a trainer with planned core attention.
-
-    Attributes:
-        pool: dedicated attention servers; None without servers.
-        mixes: whether the model has layers that mix the rows of a document other than by attention.
-        tracer: None without a trace.
-    """
-
-    dispatcher: Dispatcher
-    pool: Pool | None
-    mixes: bool
-    learned_costs: LearnedCosts
-    meter: StepMeter
-    remedies: Remedies
-    tracer: StepTracer | None
-    loaders: PackedLoaders
-    progress: DataProgress
-    upcoming: UpcomingBatches
-
-    @property
-    def callbacks(self) -> list[TrainerCallback]:
-        """Parts that the trainer calls back, in this order."""
-        return [self.meter, self.learned_costs, *([self.tracer] if self.tracer else []), self.progress]
-
-
-def make_parts(trainer: Trainer) -> Parts:
-    """Check a trainer with model and accelerator, prepare its model, and build its parts. A collective of the world.
+def prepare_trainer(trainer: Trainer) -> Dispatcher:
+    """Check a trainer with model and accelerator, and prepare its model. A collective of the world.
 
     Raises:
         ValueError: on every rank, if any rank's trainer or model cannot train exactly, or if arguments differ.
@@ -132,7 +102,6 @@ def make_parts(trainer: Trainer) -> Parts:
     with raised_together(args.exchange_timeout):
         check_trainer(trainer)
         allow_for_towers(model, accelerator)
-    mixes = bool(mixing_layers(model))
     dispatcher = make_dispatcher(
         model,
         args,
@@ -143,34 +112,24 @@ def make_parts(trainer: Trainer) -> Parts:
         folder=Path(str(args.output_dir)),
     )
     if gathers_parameters(accelerator):
-        planned = dispatcher.settings.ping_pong or args.mlp_chunk_rows or mixes
+        planned = dispatcher.settings.ping_pong or args.mlp_chunk_rows or mixing_layers(model)
         gather_whole_layers(model, [*(plan_layers(model) if planned else []), *adapted_heads(model)])
     check_agreement(args, dispatcher)
-    pool = None
-    if args.attention_servers != 0:
-        pool = open_pool(
-            dispatcher,
-            args.attention_server_launch,
-            address=args.attention_server_address,
-            token_file=args.attention_server_token_file or f"{args.output_dir}/{TOKEN_FILE}",
-            ranks_serve=args.ranks_serve,
-            timeout_s=args.attention_server_timeout,
-            transport=args.attention_server_transport,
-        )
-    flops = None
-    if args.device.type == "cuda":  # peaks and memory of other devices are unknown
+    if args.device.type == "cuda":  # the memory of other devices is unknown
         log_memory_on_gpu(model, dispatcher, args, accelerator)
-        flops = ModelFlops(model, shared_by=max(args.world_size // dispatcher.groups.ranks, 1))
-    learned_costs = LearnedCosts(dispatcher)
-    return Parts(
+    return dispatcher
+
+
+def open_servers(args: DistCAArguments, dispatcher: Dispatcher) -> Pool | None:
+    """Let the attention servers of the arguments take part; None without servers. A collective."""
+    if args.attention_servers == 0:
+        return None
+    return open_pool(
         dispatcher,
-        pool,
-        mixes,
-        learned_costs,
-        StepMeter(dispatcher, pool, AttentionTime(model), processes=args.world_size, flops=flops, costs=learned_costs),
-        Remedies(args, ping_pong=dispatcher.settings.ping_pong),
-        StepTracer(dispatcher, args) if args.trace_steps else None,
-        PackedLoaders(args, dispatcher, lambda: columns_of(trainer)),
-        DataProgress(),
-        UpcomingBatches(dispatcher),
+        args.attention_server_launch,
+        address=args.attention_server_address,
+        token_file=args.attention_server_token_file or f"{args.output_dir}/{TOKEN_FILE}",
+        ranks_serve=args.ranks_serve,
+        timeout_s=args.attention_server_timeout,
+        transport=args.attention_server_transport,
     )

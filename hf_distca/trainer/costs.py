@@ -33,6 +33,18 @@ PROFILE_FILE = "device_profile.json"
 """File in the output folder with the costs that this run measured."""
 LIMIT_S = 1.0
 """Seconds after which no longer kernel call and no larger exchange is measured."""
+CORRECTIONS_FILE = "distca_costs.json"
+"""File in a checkpoint with the corrections."""
+EARLY_STEPS = (2, 8, 30)
+EVERY_STEPS = 100
+WATCHED_STEPS = 3
+"""Number of consecutive steps compared with the costs.
+
+Steps are watched from some early steps on, and from the middle of every hundred. Checkpoints are rarely saved right
+after these steps, while micro-batches planned with the old costs are still to come.
+"""
+MOST_OFF = 0.1
+"""Relative error up to which costs stay unchanged, so that plans stay the same from run to run."""
 
 
 def choices_of(
@@ -48,21 +60,18 @@ def choices_of(
     Nothing is chosen with dedicated servers: every plan is then balanced again for the servers that are present.
 
     Args:
-        dispatcher: its kernel and its exchange are measured if the settings name no profile.
         checkpointing: whether layers run again in the backward pass.
         folder: keeps measured costs for the same run; None keeps nothing.
-
-    Raises:
-        ValueError: the named profile does not exist.
     """
     settings = dispatcher.settings
     chooses = config.chooses or config.device_profile is not None
     if not chooses or settings.ranks == 1 or config.attention_servers != 0:
         return None
-    profile = _profile(model, dispatcher, config, folder)
+    with raised_together(config.exchange_timeout):
+        named = None if config.device_profile is None else DeviceProfile.load(config.device_profile)
     costs = Setup(
         model_shape(model),
-        profile,
+        named or _measured_profile(model, dispatcher, folder),
         settings.ranks,
         settings.tokens_per_rank,
         settings.ranks_per_node,
@@ -80,13 +89,8 @@ def choices_of(
     )
 
 
-def _profile(
-    model: PreTrainedModel, dispatcher: Dispatcher, config: DistCAConfig, folder: Path | None
-) -> DeviceProfile:
-    """Return the profile named by the user, kept by this run or measured now; the same on every rank."""
-    with raised_together(config.exchange_timeout):
-        if config.device_profile is not None:
-            return DeviceProfile.load(config.device_profile)
+def _measured_profile(model: PreTrainedModel, dispatcher: Dispatcher, folder: Path | None) -> DeviceProfile:
+    """Return the profile that an earlier run kept in the folder, or measure one; the same on every rank."""
     settings, device, groups = dispatcher.settings, dispatcher.device, dispatcher.groups
     # What measured costs depend on: a kept profile with another description is measured again.
     source = (
@@ -98,12 +102,11 @@ def _profile(
     kept: DeviceProfile | None = groups.all_gather(_kept(folder, source), in_world=True)[0]
     if kept is not None:
         return kept
-    dtype = torch.float32 if settings.bytes_per_value == 4 else torch.bfloat16
     profile = measured_profile(
         dispatcher.kernel,
         settings.dominant_kind,
         model_shape(model).hidden,
-        dtype,
+        torch.float32 if settings.bytes_per_value == 4 else torch.bfloat16,
         device,
         most_rows=settings.tokens_per_rank,
         limit_s=LIMIT_S,
@@ -118,49 +121,31 @@ def _profile(
 
 
 def _kept(folder: Path | None, source: str) -> DeviceProfile | None:
-    """Return the profile that an earlier run kept in a folder, if ranks, kernel and devices are the same."""
-    if folder is None or not (folder / PROFILE_FILE).exists():
-        return None
+    """Return the profile kept in a folder, if it is of this source."""
     try:
-        profile = DeviceProfile.load(str(folder / PROFILE_FILE))
-    except ValueError:  # a run ended while it wrote: measure again
+        profile = None if folder is None else DeviceProfile.load(str(folder / PROFILE_FILE))
+    except ValueError:  # there is none, or a run ended while it wrote
         return None
-    return profile if profile.source == source else None
-
-
-CORRECTIONS_FILE = "distca_costs.json"
-"""File in a checkpoint with the corrections."""
-EARLY_STEPS = (2, 8, 30)
-EVERY_STEPS = 100
-WATCHED_STEPS = 3
-"""Number of consecutive steps compared with the costs.
-
-Steps are watched from some early steps on, and from the middle of every hundred. Checkpoints are rarely saved right
-after these steps, while micro-batches planned with the old costs are still to come.
-"""
-TINY = 1e-9
-"""Lower bound of seconds in divisions."""
-MOST_OFF = 0.1
-"""Relative error up to which costs stay unchanged, so that plans stay the same from run to run."""
+    return profile if profile is not None and profile.source == source else None
 
 
 class Observed(NamedTuple):
-    """Seconds of a rank in a step: kernel calls, time between core attentions of the first forward pass, the step."""
+    """Seconds of a rank in a step: kernel calls, and time between core attentions of the first forward pass."""
 
     kernel: float
     between: float
-    step: float
 
 
 class Step(NamedTuple):
-    """A watched step: its plans, and the times of each rank."""
+    """A watched step: its plans, the times of each rank, and the mean seconds of the ranks for the whole step."""
 
     plans: tuple[MicroBatchPlan, ...]
     seen: tuple[Observed, ...]
+    seconds: float = 0.0
 
 
-def observe(spans: Sequence[Span], step: float) -> Observed:
-    """Sum one rank's kernel calls, waits and phases of a step that took `step` seconds."""
+def observe(spans: Sequence[Span]) -> Observed:
+    """Sum one rank's kernel calls, waits and phases of a step."""
     kernel = sum(span.end - span.begin for span in spans if span.kind == "kernel")
     begins = [span.begin for span in spans if span.work is not None and span.work.direction == "backward"]
     first_backward = min(begins, default=np.inf)
@@ -169,7 +154,7 @@ def observe(spans: Sequence[Span], step: float) -> Observed:
     for begin, end in forward:
         between += max(begin - until, 0.0)
         until = max(until, end)
-    return Observed(kernel, between, step)
+    return Observed(kernel, between)
 
 
 @dataclass(frozen=True)
@@ -188,20 +173,13 @@ class Corrections:
 
     def applied(self, costs: StepCosts) -> StepCosts:
         """Return the corrected costs."""
-        attention = self.attention
-        return replace(
-            costs,
-            kinds=tuple(
-                replace(each, forward=each.forward.scaled(attention), backward=each.backward.scaled(attention))
-                for each in costs.kinds
-            ),
-            before=costs.before * self.other,
-            after=costs.after * self.other,
-            head=costs.head * self.other,
-            launches=costs.launches * self.other,
-            mixing=costs.mixing and costs.mixing.scaled(self.other),
-            slowness=self.slowness,
+        kinds = (
+            replace(kind, forward=kind.forward.scaled(self.attention), backward=kind.backward.scaled(self.attention))
+            for kind in costs.kinds
         )
+        others = {name: getattr(costs, name) * self.other for name in ("before", "after", "head", "launches")}
+        mixing = costs.mixing and costs.mixing.scaled(self.other)
+        return replace(costs, kinds=tuple(kinds), slowness=self.slowness, mixing=mixing, **others)
 
     def after(self, costs: StepCosts, settings: PlanSettings, steps: Sequence[Step]) -> "Corrections":
         """Return corrections for the observed steps, or these corrections if the error is at most `MOST_OFF`.
@@ -229,10 +207,10 @@ def _ratios(costs: StepCosts, settings: PlanSettings, step: Step) -> FloatArray:
     first = step.plans[0]
     nano_batches = 1 if first.summary.exchange.bytes_total == 0 else len(first.nano_batches)
     between = (costs.depth - 1) * (first.tokens * costs.between + nano_batches * costs.launches)
-    seen = np.array([(each.kernel, each.between) for each in step.seen]).T
-    expected = np.stack([kernel, between])
-    # A model of one layer has no time between layers.
-    ratios: FloatArray = np.where(expected > 0, seen / np.maximum(expected, TINY), seen[0] / np.maximum(kernel, TINY))
+    seen = np.array(step.seen).T
+    if costs.depth == 1:  # there is no time between layers
+        seen, between = np.stack([seen[0], seen[0]]), kernel
+    ratios: FloatArray = seen / np.maximum(np.stack([kernel, between]), 1e-9)
     return ratios
 
 
@@ -249,8 +227,8 @@ class LearnedCosts(TrainerCallback):
         self._measured = None if choices is None else choices.costs
         self._corrections = Corrections()
         self._recording: Recording | None = None
-        self._plans: list[MicroBatchPlan] = []
-        self._watched: list[tuple[tuple[MicroBatchPlan, ...], Observed]] = []
+        self._plans: list[MicroBatchPlan] = []  # of the step
+        self._watched: list[tuple[tuple[MicroBatchPlan, ...], Observed, float]] = []  # with the seconds of each step
         self._began = 0.0
         self.besides = 0.0
 
@@ -270,46 +248,39 @@ class LearnedCosts(TrainerCallback):
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         """Correct the costs after the last watched step; a collective at that step."""
-        if self._recording is None:
+        if self._recording is None or self._measured is None:
             return
-        observed = observe(self._recording.take(), time.perf_counter() - self._began)
+        observed = observe(self._recording.take())
+        self._watched.append((tuple(self._plans), observed, time.perf_counter() - self._began))
         self._recording.stop()
         self._recording = None
-        self._watched.append((tuple(self._plans), observed))
-        if len(self._watched) == WATCHED_STEPS:
-            self._learn()
-            self._watched = []
-
-    def _learn(self) -> None:
-        assert self._measured is not None
-        plans, mine = zip(*self._watched, strict=True)
+        if len(self._watched) < WATCHED_STEPS:
+            return
         # Ranks that share layers belong to several groups and need the same plans: the first group's steps count.
-        groups = self._dispatcher.groups
-        every = groups.all_gather((groups.members, mine), in_world=True)
-        seen = zip(*(every[member][1] for member in every[0][0]), strict=True)
-        steps = [Step(*each) for each in zip(plans, seen, strict=True)]
-        settings = self._dispatcher.settings
+        plans, *mine = zip(*self._watched, strict=True)
+        self._watched = []
+        groups, settings = self._dispatcher.groups, self._dispatcher.settings
+        every = groups.all_gather((groups.members, *mine), in_world=True)
+        _, seen, seconds = zip(*(every[member] for member in every[0][0]), strict=True)
+        steps = [
+            Step(of_step, by_rank, float(np.mean(times)))
+            for of_step, by_rank, times in zip(plans, zip(*seen, strict=True), zip(*seconds, strict=True), strict=True)
+        ]
         corrections = self._corrections.after(self._measured, settings, steps)
         if corrections is not self._corrections:
-            logger.info(
-                "training steps differ from the measured costs by %s; plans use the corrected costs from now on",
-                corrections,
-            )
+            logger.info("measured costs differ from training steps; plans now use the corrections %s", corrections)
             self._correct(corrections)
         costs = self._corrections.applied(self._measured)
         besides = [
-            float(np.mean([each.step for each in step.seen]))
-            - sum(predict_plan(plan, settings, costs).seconds for plan in step.plans)
-            for step in steps
+            step.seconds - sum(predict_plan(plan, settings, costs).seconds for plan in step.plans) for step in steps
         ]
         self.besides = max(float(np.median(besides)), 0.0)
 
     def _correct(self, corrections: Corrections) -> None:
         choices = self._dispatcher.settings.choices
-        assert choices is not None
-        assert self._measured is not None
-        self._corrections = corrections
-        self._dispatcher.choose_by(replace(choices, costs=corrections.applied(self._measured)))
+        if choices is not None and self._measured is not None:
+            self._corrections = corrections
+            self._dispatcher.choose_by(replace(choices, costs=corrections.applied(self._measured)))
 
     def save(self, folder: Path) -> None:
         """Write the corrections into a checkpoint, so that a resumed training makes the same plans."""
@@ -323,14 +294,11 @@ class LearnedCosts(TrainerCallback):
 
         Corrections for other measured costs are ignored, because they belong to other devices or settings.
         """
+        self._watched = []  # an earlier training may have ended among watched steps
         if self._measured is None:
             return
-        self._watched = []  # an earlier training may have ended among watched steps
-        groups, file = self._dispatcher.groups, None if folder is None else folder / CORRECTIONS_FILE
+        file = None if folder is None else folder / CORRECTIONS_FILE
         content = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {}
-        content = groups.all_gather(content, in_world=True)[0]
-        corrections = Corrections()
-        if content.get("measured") == repr(self._measured):
-            kept = content["corrections"]
-            corrections = Corrections(kept["attention"], kept["other"], tuple(kept["slowness"]))
-        self._correct(corrections)
+        content = self._dispatcher.groups.all_gather(content, in_world=True)[0]
+        kept = content["corrections"] if content.get("measured") == repr(self._measured) else {}
+        self._correct(Corrections(**{**kept, "slowness": tuple(kept.get("slowness", ()))}))

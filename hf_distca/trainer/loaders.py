@@ -1,7 +1,7 @@
 """Data loaders of a trainer, which give a rank its rows of each global micro-batch, one micro-batch ahead."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -23,28 +23,48 @@ from hf_distca.collator.sampler import GlobalBatchSampler
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import Groups
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
-from hf_distca.trainer.arguments import DistCAArguments
 
 
 class PackedLoaders:
-    """Make loaders of data sets that hf_distca packs; `columns` is called when a loader is made."""
+    """Make loaders of data sets that hf_distca packs."""
 
-    def __init__(self, args: DistCAArguments, dispatcher: Dispatcher, columns: Callable[[], Columns]) -> None:
-        self._args = args
-        self._dispatcher = dispatcher
-        self._columns = columns
+    def __init__(self, trainer: Any, dispatcher: Dispatcher) -> None:
+        self._trainer, self._args, self._dispatcher = trainer, trainer.args, dispatcher
         # Keeps the data set alive, so that no other object gets its id.
         self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
 
+    @property
+    def _columns(self) -> Columns:
+        """Columns to use: with `remove_unused_columns` only the columns that the trainer keeps."""
+        model_inputs: frozenset[str] | None = None
+        if self._args.remove_unused_columns:
+            self._trainer._set_signature_columns_if_needed()
+            model_inputs = frozenset(self._trainer._signature_columns or ())
+        return Columns(self._args.length_column_name, model_inputs)
+
     def lengths(self, dataset: Any) -> tuple[NDArray[np.int64], str]:
-        """Return document lengths and fingerprint of a data set, read once. A collective; see `agreed_lengths`."""
-        if id(dataset) not in self._lengths:
-            groups = self._dispatcher.groups
-            progress = groups.rank == 0 and not self._args.disable_tqdm
-            self._lengths[id(dataset)] = dataset, agreed_lengths(dataset, self._columns(), groups, progress=progress)
-        return self._lengths[id(dataset)][1]
+        """Return [documents] int64 lengths and the fingerprint of a data set, read once. A collective of the world.
+
+        Raises:
+            ValueError: on every rank, if any rank's data set is faulty or differs from another rank's.
+        """
+        if id(dataset) in self._lengths:
+            return self._lengths[id(dataset)][1]
+        groups = self._dispatcher.groups
+        error, lengths, fingerprint = None, np.empty(0, np.int64), ""
+        try:
+            lengths = document_lengths(dataset, self._columns, groups.rank == 0 and not self._args.disable_tqdm)
+            fingerprint = dataset_fingerprint(dataset, lengths, self._columns)
+        except Exception as caught:  # a data set may raise anything, and the other ranks must not wait for this rank
+            error = caught
+        groups.raise_together(error, in_world=True)
+        size = f"{len(lengths)} documents, {lengths.sum()} tokens"
+        fingerprints, sizes = zip(*groups.all_gather((fingerprint, size), in_world=True), strict=True)
+        if len(set(fingerprints)) > 1:
+            raise Data.DIFFERENT.error(found="; ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes)))
+        self._lengths[id(dataset)] = dataset, (lengths, fingerprint)
+        return lengths, fingerprint
 
     def loader(self, dataset: Any, *, shuffle: bool, capacity: int = 0) -> DataLoader[Any]:
         """Return a loader of this rank's rows, prepared by accelerate.
@@ -56,18 +76,17 @@ class PackedLoaders:
             capacity: maximum number of tokens of a global micro-batch; 0 means ranks · tokens_per_rank.
         """
         args, groups = self._args, self._dispatcher.groups
-        options: dict[str, Any]
+        options: dict[str, Any] = {"batch_size": None}
         if is_stream(dataset):
             dataset = StreamPacker(
-                dataset, groups.ranks, groups.rank, args.tokens_per_rank, args.long_documents, self._columns()
+                dataset, groups.ranks, groups.rank, args.tokens_per_rank, args.long_documents, self._columns
             )
-            options = {"batch_size": None}
         else:
             lengths, _ = self.lengths(dataset)
             whole = self._dispatcher.settings.document_layout == "whole"
             bins, limit_name = (groups.ranks, "tokens_per_rank") if whole else (1, "ranks · tokens_per_rank")
             capacity = (capacity or groups.ranks * args.tokens_per_rank) // bins
-            dataset = RankDocuments(dataset, lengths, self._dispatcher.settings, groups.rank, self._columns())
+            dataset = RankDocuments(dataset, lengths, self._dispatcher.settings, groups.rank, self._columns)
             sampler = GlobalBatchSampler(
                 fit_documents(lengths, capacity, args.long_documents, limit_name),
                 capacity,
@@ -101,54 +120,18 @@ class PackedLoaders:
         return prepared
 
 
-def columns_of(trainer: Any) -> Columns:
-    """Return the columns to use: with `remove_unused_columns` only the columns that the trainer keeps."""
-    model_inputs: frozenset[str] | None = None
-    if trainer.args.remove_unused_columns:
-        trainer._set_signature_columns_if_needed()
-        model_inputs = frozenset(trainer._signature_columns or ())
-    return Columns(trainer.args.length_column_name, model_inputs)
-
-
 def is_stream(dataset: Any) -> bool:
     """Return whether a data set has no length, so that its documents are unknown before they come."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
 
 
-def agreed_lengths(dataset: Any, columns: Columns, groups: Groups, *, progress: bool) -> tuple[NDArray[np.int64], str]:
-    """Return checked document lengths and the fingerprint, the same on all ranks. A collective of the world.
-
-    Args:
-        groups: of this rank. Ranks that share its rows, as with tensor parallelism, must have the same data set too.
-
-    Returns:
-        [documents] int64 tokens of each document; the fingerprint.
-
-    Raises:
-        ValueError: on every rank, if any rank's data set is faulty or differs from another rank's.
-    """
-    error, lengths, fingerprint = None, np.empty(0, np.int64), ""
-    try:
-        lengths = document_lengths(dataset, columns, progress=progress)
-        fingerprint = dataset_fingerprint(dataset, lengths, columns)
-    except Exception as caught:  # a data set may raise anything, and the other ranks must not wait for this rank
-        error = caught
-    groups.raise_together(error, in_world=True)
-    others = groups.all_gather((fingerprint, len(lengths), int(lengths.sum())), in_world=True)
-    if any(other[0] != others[0][0] for other in others):
-        found = "; ".join(f"rank {rank}: {n} documents, {total} tokens" for rank, (_, n, total) in enumerate(others))
-        raise Data.DIFFERENT.error(found=found)
-    return lengths, fingerprint
-
-
 @contextmanager
-def lengths_read_on_host(trainer: Trainer, dataset: Any, args: DistCAArguments) -> Iterator[None]:
+def lengths_read_on_host(trainer: Trainer, dataset: Any) -> Iterator[None]:
     """Make a padding-free trainer's loaders report document lengths, read before batches go to the device.
 
     Where accelerate has rank 0 read for all ranks, nothing changes: rank 0 can send tensors only.
     """
-    collator, config = trainer.data_collator, cast(Any, args.accelerator_config)
-    by_rank_0 = config.dispatch_batches
+    collator, by_rank_0 = trainer.data_collator, cast(Any, trainer.args.accelerator_config).dispatch_batches
     if not (isinstance(dataset, IterableDataset) if by_rank_0 is None else by_rank_0):
         trainer.data_collator = CollatorWithLengths(collator)
     try:
@@ -158,15 +141,10 @@ def lengths_read_on_host(trainer: Trainer, dataset: Any, args: DistCAArguments) 
 
 
 class PlannedLoader:
-    """Loader that plans batches one by one, until the data of every rank has ended.
-
-    Args:
-        loader: gives batches whose documents already lie on this rank; ranks may have different numbers of batches.
-    """
+    """Loader that plans batches, whose documents lie on this rank, until the data of every rank has ended."""
 
     def __init__(self, loader: DataLoader[Any], dispatcher: Dispatcher) -> None:
-        self._loader = loader
-        self._dispatcher = dispatcher
+        self._loader, self._dispatcher = loader, dispatcher
         self.dataset = loader.dataset
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -189,10 +167,7 @@ class UpcomingBatches:
         self._bound: tuple[MicroBatchPlan, BoundPlan] | None = None
 
     def fetch(self, loader: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-        """Return the next `count` batches of a loader, fewer at its end.
-
-        Batches carry their plans. From now on the loader's next batch is fetched ahead.
-        """
+        """Return the next `count` batches, which carry plans, and fewer at the end; fetch ahead from now on."""
         if loader is not self._loader:
             self._loader, self._fetched = loader, []
         batches = [*self._fetched, *islice(loader, count - len(self._fetched))]

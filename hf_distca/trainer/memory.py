@@ -23,6 +23,19 @@ LEFT = 0.95
 """Fraction of a device's memory for tensors; CUDA, NCCL and gaps between tensors take the rest."""
 
 
+def log_memory_on_gpu(
+    model: nn.Module, dispatcher: Dispatcher, args: DistCAArguments, accelerator: Accelerator
+) -> None:
+    """Call `log_memory` on rank 0; a model that cannot be counted trains nevertheless."""
+    if dispatcher.groups.rank != 0:
+        return
+    memory = torch.cuda.get_device_properties(dispatcher.device).total_memory
+    try:
+        log_memory(model, dispatcher, args, accelerator, memory)
+    except Exception as error:  # a model may read values, which meta tensors do not have
+        logger.warning("cannot estimate the memory for training %s: %s", type(model).__name__, error)
+
+
 def log_memory(
     model: nn.Module, dispatcher: Dispatcher, args: DistCAArguments, accelerator: Accelerator, memory: int
 ) -> None:
@@ -34,15 +47,15 @@ def log_memory(
         model: before it is wrapped for several ranks.
         memory: bytes of the rank's device.
     """
-    settings, trainer = dispatcher.settings, cast(Any, args)
+    settings, trainer, ranks = dispatcher.settings, cast(Any, args), dispatcher.groups.ranks
     training = Training(
         strategy_of(accelerator, model),
         trainer.bf16 or trainer.fp16 or settings.bytes_per_value < base_model(model).dtype.itemsize,
         checkpointing_of(args, accelerator),
-        shards_of(accelerator, model, dispatcher.groups.ranks),
+        shards_of(accelerator, model, ranks),
     )
     plan = plan_micro_batch(longest_documents(settings), settings)
-    counted = MemoryCounter(model, settings, args).count(plan, training, rank=dispatcher.groups.ranks - 1)
+    counted = MemoryCounter(model, settings, args).count(plan, training, rank=ranks - 1)
     parts: dict[str, int] = {**vars(counted.state), **{str(part): size for part, size in counted.parts.items()}}
     total = sum(parts.values())
     listed = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
@@ -62,9 +75,8 @@ def strategy_of(accelerator: Accelerator, model: nn.Module) -> Strategy:
     if is_divided_at_load(model):
         return "fsdp2" if isinstance(base_model(model), FSDPModule) else "ddp"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        stage = accelerator.state.deepspeed_plugin.zero_stage
         stages: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
-        return stages.get(stage, "ddp")
+        return stages.get(accelerator.state.deepspeed_plugin.zero_stage, "ddp")
     return "fsdp2" if accelerator.distributed_type == DistributedType.FSDP else "ddp"
 
 
@@ -85,20 +97,3 @@ def checkpointing_of(args: DistCAArguments, accelerator: Accelerator) -> dict[st
     if fsdp is not None and fsdp.activation_checkpointing:
         return {"offload": getattr(fsdp, "activation_checkpointing_offload", False)}
     return None
-
-
-def log_memory_on_gpu(
-    model: nn.Module, dispatcher: Dispatcher, args: DistCAArguments, accelerator: Accelerator
-) -> None:
-    """Call `log_memory` on rank 0; a model that cannot be counted trains nevertheless."""
-    if dispatcher.groups.rank != 0:
-        return
-    memory = torch.cuda.get_device_properties(dispatcher.device).total_memory
-    try:
-        log_memory(model, dispatcher, args, accelerator, memory)
-    except Exception as error:  # a model may read values, which meta tensors do not have
-        logger.warning(
-            "cannot estimate the memory for training %s: %s; training continues without the estimate",
-            type(model).__name__,
-            error,
-        )

@@ -2,30 +2,32 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerCallback
 
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.bound import BoundPlan, Ran
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import Groups
 from hf_distca.kernels.speed import peak_flops
 from hf_distca.models.decoder import base_model
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.shape import count_of, weights_met
-from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.metrics import loads_of
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.units import AUTO
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "distca/"
 """Prefix of all metric names, by which trackers group metrics: W&B and TensorBoard show train/distca/…"""
@@ -85,43 +87,32 @@ METRICS: dict[str, Metric] = {
     "memory_reserved_gib": Metric("GiB", "Memory that the CUDA allocator of this rank holds", CUDA),
 }
 """All metrics by name, in the order of the documentation; `StepMeter.figures` computes them."""
-
-
-FloatArray = NDArray[np.float64]
 GIB = 2**30
 
 
-class AttentionTime:
-    """Predict the attention time of micro-batches that have run.
+def predicted_attention(
+    layers: Mapping[AttentionKind, int], plans: Sequence[MicroBatchPlan], seen: Sequence[float]
+) -> float:
+    """Return the predicted seconds of core attention of the busiest rank in micro-batches that have run.
 
     Plans that were chosen by costs carry a prediction. For other plans, the busiest rank takes a share of the measured
     time of all ranks, by query-key pairs. If the rank takes longer, it is slow, or the shapes of its tasks are worse.
+
+    Args:
+        layers: number of layers of each kind of attention.
+        seen: [ranks] seconds measured in the kernels of each rank for these micro-batches.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._layers = layers_by_kind(model)
-
-    def predicted(self, plans: Sequence[MicroBatchPlan], seen: Sequence[float]) -> float:
-        """Return the predicted seconds of the busiest rank in all of these micro-batches.
-
-        Args:
-            seen: [ranks] seconds measured in the kernels of each rank for these micro-batches.
-        """
-        choices = [plan.choice for plan in plans if plan.choice is not None]
-        if len(choices) == len(plans):
-            return float(np.sum([choice.attention for choice in choices], axis=0).max())
-        # Workers beyond the ranks are servers, whose number changes.
-        pairs = np.sum([self._pairs(plan)[: len(seen)] for plan in plans], axis=0)
-        return float(sum(seen) * pairs.max() / max(pairs.sum(), 1.0))
-
-    def _pairs(self, plan: MicroBatchPlan) -> FloatArray:
-        """[workers] query-key pairs of all layers, weighted by the width of the heads."""
-        every = [
-            loads_of(of_kind).astype(np.float64) * (self._layers[kind] * kind.q_heads * (kind.dim_qk + kind.dim_v))
-            for nano in plan.nano_batches
-            for kind, of_kind in nano.plans.items()
-        ]
-        return np.asarray(np.sum(every, axis=0))
+    choices = [plan.choice for plan in plans if plan.choice is not None]
+    if len(choices) == len(plans):
+        return float(np.sum([choice.attention for choice in choices], axis=0).max())
+    # [ranks] pairs weighted by the width of the heads. Workers beyond the ranks are servers, whose number changes.
+    pairs_of_ranks = sum(
+        loads_of(of_kind)[: len(seen)].astype(np.float64) * layers[kind] * kind.q_heads * (kind.dim_qk + kind.dim_v)
+        for plan in plans
+        for nano in plan.nano_batches
+        for kind, of_kind in nano.plans.items()
+    )
+    return float(sum(seen) * np.max(pairs_of_ranks) / max(np.sum(pairs_of_ranks), 1.0))
 
 
 class ModelFlops:
@@ -136,21 +127,20 @@ class ModelFlops:
 
     def __init__(self, model: nn.Module, shared_by: int) -> None:
         base = base_model(model)
-        self._layers = layers_by_kind(model)
-        self._shared_by = shared_by
+        self._layers, self._shared_by = layers_by_kind(model), shared_by
         met = weights_met(base)
         head = getattr(base.get_output_embeddings(), "weight", None)
         if head is not None:
             met[head] = float(count_of(head))
-        self.of_token = sum(count * (6.0 if weight.requires_grad else 4.0) for weight, count in met.items())
+        self._of_token = sum(count * (6.0 if weight.requires_grad else 4.0) for weight, count in met.items())
 
     def of(self, plan: MicroBatchPlan) -> float:
         """Return the operations of a micro-batch on all ranks, forward and backward."""
-        total = self.of_token * float(plan.tokens.sum())
+        total = self._of_token * float(plan.tokens.sum())
         for nano in plan.nano_batches:
             for kind, of_kind in nano.plans.items():
-                count = float(np.sum(pairs(0, of_kind.layout.lengths, of_kind.window)))
                 of_pair = 6.0 * kind.q_heads * (kind.dim_qk + kind.dim_v) * self._shared_by
+                count = float(np.sum(pairs(0, of_kind.layout.lengths, of_kind.window)))
                 total += self._layers[kind] * of_pair * count
         return total
 
@@ -161,7 +151,6 @@ class StepMeter(TrainerCallback):
     Args:
         pool: dedicated servers; None without servers.
         processes: number of training processes, each with one device.
-        flops: floating point operations of the model; None if unknown.
         costs: learned costs, with the time of steps outside their micro-batches.
 
     Attributes:
@@ -169,19 +158,14 @@ class StepMeter(TrainerCallback):
     """
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        pool: Pool | None,
-        attention: AttentionTime,
-        *,
-        processes: int,
-        flops: ModelFlops | None = None,
-        costs: LearnedCosts | None = None,
+        self, dispatcher: Dispatcher, model: nn.Module, pool: Pool | None, processes: int, costs: LearnedCosts
     ) -> None:
-        self._dispatcher, self._pool, self._attention, self._processes = dispatcher, pool, attention, processes
-        self._flops, self._costs = flops, costs
-        is_cuda = dispatcher.device.type == "cuda"
-        self._peak_flops = peak_flops(torch.cuda.get_device_name(dispatcher.device) if is_cuda else "")
+        self._dispatcher, self._pool, self._processes, self._costs = dispatcher, pool, processes, costs
+        self._layers, self._device = layers_by_kind(model), dispatcher.device
+        is_cuda = self._device.type == "cuda"
+        self._peak_flops = peak_flops(torch.cuda.get_device_name(self._device) if is_cuda else "")
+        shared_by = max(processes // dispatcher.groups.ranks, 1)
+        self._flops = None if self._peak_flops is None else ModelFlops(model, shared_by)
         self._reset()
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
@@ -221,90 +205,61 @@ class StepMeter(TrainerCallback):
         elapsed = time.perf_counter() - self._since
         measured_here = (self._measured() - self._measured_before).tolist()
         waits, attention = zip(*self._dispatcher.groups.all_gather(measured_here), strict=True)
-        waited = max(waits)
         plans, runs, stages = zip(*self._counted, strict=True)
         summaries = [plan.summary for plan in plans]
-        count = len(summaries)
+        moved = [summary.exchange for summary in summaries]
         tokens = sum(int(plan.tokens.sum()) for plan in plans)
         devices = self._processes + (0 if self._pool is None else len(self._pool.servers))
+
+        def mean(values: Iterable[float]) -> float:
+            return sum(values) / len(plans)
+
         figures = {
             "tokens_per_second": tokens / elapsed,
             "tokens_per_second_per_device": tokens / elapsed / devices,
-            "imbalance_degree_packed": sum(s.packed_max_over_mean for s in summaries) / count,
-            "imbalance_degree": sum(s.max_over_mean for s in summaries) / count,
-            "exchange_bytes": sum(s.exchange.bytes_bottleneck for s in summaries) / count,
+            "imbalance_degree_packed": mean(summary.packed_max_over_mean for summary in summaries),
+            "imbalance_degree": mean(summary.max_over_mean for summary in summaries),
+            "exchange_bytes": mean(each.bytes_bottleneck for each in moved),
             "ping_pong_share": sum(ran.layers_in_turns for ran in runs) / max(sum(ran.layers for ran in runs), 1),
-            "exchange_stages": sum(stages) / count,
-            "exchange_wait_seconds": waited,
-            "exposed_exchange_share": waited / elapsed,
+            "exchange_stages": mean(stages),
+            "exchange_wait_seconds": max(waits),
+            "exposed_exchange_share": max(waits) / elapsed,
         }
         if self.steps:
-            predicted = self._attention.predicted(plans, attention)
+            predicted = predicted_attention(self._layers, plans, attention)
             figures["attention_ms"] = max(attention) * 1e3 / self.steps
             figures["attention_ms_predicted"] = predicted * 1e3 / self.steps
-            figures |= self._chosen(plans, elapsed)
+        choices = [plan.choice for plan in plans if plan.choice is not None]
+        if self.steps and len(choices) == len(plans):
+            seconds = sum(choice.seconds for choice in choices)
+            figures |= {
+                "step_ms": elapsed * 1e3 / self.steps,
+                "step_ms_predicted": (seconds / self.steps + self._costs.besides) * 1e3,
+                "gain_predicted": sum(choice.packed_seconds for choice in choices) / seconds,
+                "plans_without_exchange": mean(each.bytes_total == 0 for each in moved),
+                "plans_within_nodes": mean(each.bytes_total > 0 and each.bytes_between_nodes == 0 for each in moved),
+            }
         if self._flops is not None and self._peak_flops is not None:
             figures["mfu"] = sum(map(self._flops.of, plans)) / (elapsed * devices * self._peak_flops)
         if self._dispatcher.settings.nodes is not None:
-            moved = [s.exchange for s in summaries]
             figures |= {
-                "exchange_bytes_within_nodes": sum(m.bytes_within_nodes_bottleneck for m in moved) / count,
-                "exchange_bytes_between_nodes": sum(m.bytes_between_nodes_bottleneck for m in moved) / count,
-                "busiest_node_bytes_within": sum(m.bytes_within_nodes_busiest_node for m in moved) / count,
-                "busiest_node_bytes_between": sum(m.bytes_between_nodes_busiest_node for m in moved) / count,
+                "exchange_bytes_within_nodes": mean(each.bytes_within_nodes_bottleneck for each in moved),
+                "exchange_bytes_between_nodes": mean(each.bytes_between_nodes_bottleneck for each in moved),
+                "busiest_node_bytes_within": mean(each.bytes_within_nodes_busiest_node for each in moved),
+                "busiest_node_bytes_between": mean(each.bytes_between_nodes_busiest_node for each in moved),
             }
         if self._pool is not None:
             figures["attention_servers"] = len(self._pool.servers)
-        device = self._dispatcher.device
-        if device.type == "cuda":
-            figures["memory_peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
-            figures["memory_reserved_gib"] = torch.cuda.memory_reserved(device) / GIB
-            torch.cuda.reset_peak_memory_stats(device)
+        if self._device.type == "cuda":
+            figures["memory_peak_gib"] = torch.cuda.max_memory_allocated(self._device) / GIB
+            figures["memory_reserved_gib"] = torch.cuda.memory_reserved(self._device) / GIB
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._reset()
         return figures
 
-    def _chosen(self, plans: Sequence[MicroBatchPlan], elapsed: float) -> dict[str, float]:
-        """Return the figures of plans chosen by costs; none unless the planner chose all plans."""
-        choices = [plan.choice for plan in plans if plan.choice is not None]
-        if len(choices) < len(plans) or self._costs is None:
-            return {}
-        seconds = sum(choice.seconds for choice in choices)
-        moved = [plan.summary.exchange for plan in plans]
-        nothing = [figures.bytes_total == 0 for figures in moved]
-        inside = [figures.bytes_total > 0 and figures.bytes_between_nodes == 0 for figures in moved]
-        return {
-            "step_ms": elapsed * 1e3 / self.steps,
-            "step_ms_predicted": (seconds / self.steps + self._costs.besides) * 1e3,
-            "gain_predicted": sum(choice.packed_seconds for choice in choices) / seconds,
-            "plans_without_exchange": sum(nothing) / len(plans),
-            "plans_within_nodes": sum(inside) / len(plans),
-        }
-
-
-class EvaluationLoss:
-    """Sum the losses of an evaluation's micro-batches."""
-
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
-        self._sum = self._targets = 0.0
-
-    def add(self, loss: Tensor, targets: Tensor) -> None:
-        """Add a micro-batch: its loss as the mean over ranks of `loss`, and its targets on all ranks."""
-        self._sum += (loss * targets / self._groups.ranks).item()
-        self._targets += targets.item()
-
-    def mean(self) -> float | None:
-        """Return the loss per target; None if there was no micro-batch. A collective."""
-        total = sum(self._groups.all_gather(self._sum))
-        return total / self._targets if self._targets else None
-
-
-logger = logging.getLogger(__name__)
 
 STEPS = 50
 """Number of steps averaged for a warning: fewer steps depend too much on their documents."""
-MOST_IMBALANCE, MOST_EXPOSED, LEAST_PING_PONG = 1.1, 0.1, 0.1
-"""Limits beyond which a warning is logged: imbalance degree, share of waits, share of layers in turns."""
 REMEDIES = {
     "imbalance_degree": "distca/imbalance_degree is {1:.2f}: the busiest rank computes that many times the mean core "
     "attention, and all ranks wait for it; set balance_tolerance to 0.01 (it is {0.balance_tolerance}), lower "
@@ -316,38 +271,34 @@ REMEDIES = {
     "are not hidden; raise tokens_per_rank until no document has more than half of a micro-batch's tokens, and put "
     "hooks on decoder layers, not inside them",
 }
-"""Warnings about figures beyond their limits, as format strings of the settings and the figure."""
+"""Warnings about figures, as format strings of the settings and the figure."""
 
 
 class Remedies:
     """Average figures over some fifty steps, and warn of each problem once."""
 
     def __init__(self, settings: DistCAConfig, *, ping_pong: bool) -> None:
-        self._settings, self._ping_pong = settings, ping_pong and settings.ping_pong is True
-        self._warned: set[str] = set()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._steps = 0
-        self._sums = dict.fromkeys(REMEDIES, 0.0)
+        self._settings = settings
+        self._wrong: dict[str, Callable[[float], bool]] = {"exposed_exchange_share": lambda share: share > 0.1}
+        # With "auto" the planner chooses these two.
+        if settings.balance_tolerance != AUTO:
+            self._wrong["imbalance_degree"] = lambda degree: degree > 1.1
+        if ping_pong and settings.ping_pong is True:
+            self._wrong["ping_pong_share"] = lambda share: share < 0.1
+        self._steps, self._sums = 0, defaultdict[str, float](float)
 
     def see(self, figures: Mapping[str, float], steps: int) -> None:
         """Add means over some steps, from `StepMeter.figures`; empty figures change nothing."""
         if not figures or not steps:
             return
         self._steps += steps
-        for name in REMEDIES:
+        for name in self._wrong:
             self._sums[name] += figures[name] * steps
         if self._steps < STEPS:
             return
-        means = {name: total / self._steps for name, total in self._sums.items()}
-        self._begin()
-        wrong = {
-            "imbalance_degree": means["imbalance_degree"] > MOST_IMBALANCE
-            and self._settings.balance_tolerance != AUTO,
-            "exposed_exchange_share": means["exposed_exchange_share"] > MOST_EXPOSED,
-            "ping_pong_share": self._ping_pong and means["ping_pong_share"] < LEAST_PING_PONG,
-        }
-        for name in [name for name in REMEDIES if wrong[name] and name not in self._warned]:
-            self._warned.add(name)
-            logger.warning("mean of the last steps: %s", REMEDIES[name].format(self._settings, means[name]))
+        for name, is_wrong in list(self._wrong.items()):
+            mean = self._sums[name] / self._steps
+            if is_wrong(mean):
+                logger.warning("mean of the last steps: %s", REMEDIES[name].format(self._settings, mean))
+                del self._wrong[name]
+        self._steps, self._sums = 0, defaultdict(float)

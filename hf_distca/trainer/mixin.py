@@ -13,12 +13,13 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from hf_distca.collator.streams import StreamPacker
+from hf_distca.models.decoder import mixing_layers
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
-from hf_distca.refusal import check
 from hf_distca.trainer.arguments import DistCAArguments
-from hf_distca.trainer.assembly import make_parts
-from hf_distca.trainer.loaders import PlannedLoader, is_stream, lengths_read_on_host
-from hf_distca.trainer.metrics import PREFIX, EvaluationLoss
+from hf_distca.trainer.assembly import open_servers, prepare_trainer
+from hf_distca.trainer.costs import LearnedCosts
+from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, UpcomingBatches, is_stream, lengths_read_on_host
+from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
 from hf_distca.trainer.parallel import (
     forget_evaluation,
     is_wrapped,
@@ -26,15 +27,17 @@ from hf_distca.trainer.parallel import (
     share_on_cpu,
     whole_weights,
 )
-from hf_distca.trainer.refusals import GIVEN, Run, given_arguments
+from hf_distca.trainer.refusals import Given, Run, check_given, given_arguments
 from hf_distca.trainer.resuming import (
     CAPACITY,
     DataPlace,
+    DataProgress,
     agreed_checkpoint,
     agreed_place,
     data_order,
     disk_errors_named,
 )
+from hf_distca.trainer.tracing import StepTracer
 
 logger = logging.getLogger(__name__)
 
@@ -71,18 +74,32 @@ class DistCAMixin(_Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = given_arguments(type(self), super().__init__, args, kwargs)
         if isinstance(given.args, DistCAArguments):
-            given.args.serve_if_server()  # a server's arguments are incomplete
-        check(GIVEN, given)
+            given.args.serve_if_server()  # before a server loads anything; its arguments are incomplete
+            given = self._prepare_given(given)
+        check_given(given)
         share_on_cpu(given.args, given.named.get("model"))
         self._packs = given.packs
-        super().__init__(*args, **kwargs)
-        self._parts = parts = make_parts(self)
-        self.dispatcher, self.pool, self.meter = parts.dispatcher, parts.pool, parts.meter
-        for callback in parts.callbacks:
-            self.add_callback(callback)
-        self._ended: Iterator[Any] | None = None
+        super().__init__(**given.named)
+        self.dispatcher = dispatcher = prepare_trainer(self)
+        self.pool = open_servers(self.args, dispatcher)
+        self._costs = LearnedCosts(dispatcher)
+        self.meter = StepMeter(dispatcher, self.model, self.pool, self.args.world_size, self._costs)
+        self._tracer = StepTracer(dispatcher, self.args) if self.args.trace_steps else None
+        self._progress = DataProgress()
+        for callback in (self.meter, self._costs, self._tracer, self._progress):
+            if callback is not None:
+                self.add_callback(callback)
+        self._remedies = Remedies(self.args, ping_pong=dispatcher.settings.ping_pong)
+        self._loaders = PackedLoaders(self, dispatcher)
+        self._upcoming = UpcomingBatches(dispatcher)
+        self._mixes = bool(mixing_layers(self.model))  # rows of a document other than by attention
+        self._ended: Iterator[Any] | None = None  # the epoch in which no rank has more data
         self._wrapped: nn.Module | None = None  # the wrapped model of the last training step
-        self._evaluation = EvaluationLoss(self.dispatcher.groups)
+        self._evaluated: list[tuple[float, float]] = []  # this rank's sum of losses and all targets, of micro-batches
+
+    def _prepare_given(self, given: Given) -> Given:
+        """Return the arguments that the trainer is built with; a subclass may load what they name."""
+        return given
 
     # Data
 
@@ -98,14 +115,14 @@ class DistCAMixin(_Trainer):
     ) -> DataLoader[Any]:
         """Return a loader of this rank's rows, for training and evaluation alike."""
         if not self._packs:
-            with lengths_read_on_host(self, dataset, self.args):
+            with lengths_read_on_host(self, dataset):
                 return super()._get_dataloader(
                     dataset, description, batch_size, sampler_fn, is_training, *args, **kwargs
                 )
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
         # The place has no capacity before training begins.
-        capacity = int(self._parts.progress.place.order.get(CAPACITY, 0)) if is_training else 0
-        return self._parts.loaders.loader(dataset, shuffle=shuffle, capacity=capacity)
+        capacity = int(self._progress.place.order.get(CAPACITY, 0)) if is_training else 0
+        return self._loaders.loader(dataset, shuffle=shuffle, capacity=capacity)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Return a loader of planned micro-batches of the evaluation data: this rank's rows."""
@@ -117,21 +134,20 @@ class DistCAMixin(_Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         """Return the planned micro-batches of an optimizer step and the number of targets on all ranks."""
-        if self._parts.tracer is not None:
-            self._parts.tracer.begin_step(self.state.global_step + 1)
+        if self._tracer is not None:
+            self._tracer.begin_step(self.state.global_step + 1)
         batches: list[dict[str, Any]] = []
         if epoch_iterator is not self._ended:
             if self.pool is not None:
                 self.pool.refresh()
             if self._packs and not is_stream(self.train_dataset):  # planned by the loader
-                batches = self._parts.upcoming.fetch(epoch_iterator, num_batches)
+                batches = self._upcoming.fetch(epoch_iterator, num_batches)
             else:
                 batches = list(islice(epoch_iterator, num_batches))
                 batches = self.dispatcher.plan_batches(batches, at_least=num_batches)
-                # No rank has more in this epoch: ranks need not ask again.
                 self._ended = self._ended if batches else epoch_iterator
         batches, targets = super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
-        self._parts.upcoming.begin_step(batches)
+        self._upcoming.begin_step(batches)
         return batches, targets
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -143,10 +159,10 @@ class DistCAMixin(_Trainer):
         """Move the inputs to the device and bind their plan to this rank."""
         inputs = super()._prepare_inputs(inputs)
         if isinstance(inputs.get(PLAN_KEY), MicroBatchPlan):
-            inputs = {**inputs, PLAN_KEY: self._parts.upcoming.bind(inputs[PLAN_KEY])}
+            inputs = {**inputs, PLAN_KEY: self._upcoming.bind(inputs[PLAN_KEY])}
             if self.model_wrapped.training:
                 self.meter.count(inputs[PLAN_KEY])
-                self._parts.learned_costs.count(inputs[PLAN_KEY].plan)
+                self._costs.count(inputs[PLAN_KEY].plan)
         return inputs
 
     # Training
@@ -165,16 +181,16 @@ class DistCAMixin(_Trainer):
             # The engine of an evaluation cannot train.
             self.model_wrapped, self.deepspeed = self.model, None
         forget_evaluation(self.model_wrapped, self.accelerator)
+        groups = self.dispatcher.groups
         try:
-            with self.dispatcher.groups.failures.reported():
-                groups = self.dispatcher.groups
+            with groups.failures.reported():
                 checkpoint = agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
-                order = data_order(self, self.dispatcher, self._parts.loaders, packs=self._packs)
-                self._parts.progress.begin(agreed_place(order, checkpoint, self.args, groups))
-                self._parts.learned_costs.resume(None if checkpoint is None else Path(checkpoint))
+                order = data_order(self, self.dispatcher, self._loaders, packs=self._packs)
+                self._progress.begin(agreed_place(order, checkpoint, self.args, groups))
+                self._costs.resume(None if checkpoint is None else Path(checkpoint))
                 return super().train(checkpoint, *args, **kwargs)
         finally:
-            self._parts.upcoming.end()
+            self._upcoming.end()
             self._ended = None
             if self.pool is not None:
                 self.pool.close()
@@ -205,12 +221,12 @@ class DistCAMixin(_Trainer):
         self._section("forward")
         loss = super().training_step(model, *args, **kwargs)
         self._section("between")
-        self._parts.upcoming.bind_next()
+        self._upcoming.bind_next()
         return loss
 
     def _section(self, name: str) -> None:
-        if self._parts.tracer is not None:
-            self._parts.tracer.section(name)
+        if self._tracer is not None:
+            self._tracer.section(name)
 
     def compute_loss(
         self,
@@ -229,7 +245,7 @@ class DistCAMixin(_Trainer):
         )
         if self.model_wrapped.training:
             self._section("backward")
-        if plan.ran.attentions == 0 or (self._parts.mixes and plan.ran.mixing == 0):
+        if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
             raise Run.LOST_PLAN.error(model=type(self.model).__name__, key=PLAN_KEY)
         return result
 
@@ -239,7 +255,7 @@ class DistCAMixin(_Trainer):
             steps = self.meter.steps
             figures = self.meter.figures()
             if self.args.process_index == 0:
-                self._parts.remedies.see(figures, steps)
+                self._remedies.see(figures, steps)
             logs = {**logs, **{f"{PREFIX}{name}": figure for name, figure in figures.items()}}
         super().log(logs, *args, **kwargs)
 
@@ -260,20 +276,21 @@ class DistCAMixin(_Trainer):
         *args: Any,
         **kwargs: Any,
     ) -> EvalLoopOutput:
-        """Evaluate with the mean loss over all targets, whatever their division into micro-batches.
+        """Evaluate with the mean loss over the targets of all micro-batches.
 
         Raises:
             ValueError: before training, if FSDP, ZeRO-1 or ZeRO-2 prepares the model for training only.
         """
         if prepares_with_optimizer(self.accelerator) and not is_wrapped(self.model_wrapped, self.accelerator):
             raise Run.EARLY_EVALUATION.error()
-        self._evaluation = EvaluationLoss(self.dispatcher.groups)
+        self._evaluated = []
         with self.meter.paused():
             output = super().evaluation_loop(
                 dataloader, description, True, ignore_keys, metric_key_prefix, *args, **kwargs
             )
-        loss = self._evaluation.mean()
-        if loss is not None and output.metrics is not None:
+        if self._evaluated and output.metrics is not None:
+            loss, targets = map(sum, zip(*self._evaluated, strict=True))
+            loss = sum(self.dispatcher.groups.all_gather(loss)) / max(targets, 1)
             output.metrics[f"{metric_key_prefix}_loss"] = loss
         return output
 
@@ -281,11 +298,11 @@ class DistCAMixin(_Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, None, None]:
         """Add one micro-batch to the evaluation's loss."""
-        targets = self._get_num_items_in_batch([inputs], self.args.device)
+        targets: Any = super()._get_num_items_in_batch([inputs], self.args.device)  # may be 0
         loss, _, _ = super().prediction_step(model, inputs, True, *args, **kwargs)
         assert loss is not None
-        assert targets is not None  # planned batches have labels
-        self._evaluation.add(loss, targets)
+        # The loss of all ranks is the mean over ranks of `loss`.
+        self._evaluated.append(((loss * targets / self.dispatcher.groups.ranks).item(), targets.item()))
         return loss, None, None
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -302,12 +319,12 @@ class DistCAMixin(_Trainer):
     ) -> tuple[int, int]:
         """Set up the state as Trainer does; return the first epoch and its completed micro-batches."""
         epochs, _ = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
-        place = self._parts.progress.place
+        place = self._progress.place
         if self.args.ignore_data_skip:
             place = DataPlace(place.order, epochs)
         elif place.steps == num_update_steps_per_epoch:
             place = DataPlace(place.order, place.epoch + 1)
-        self._parts.progress.begin(place)
+        self._progress.begin(place)
         if self.state.global_step >= max_steps and self.is_world_process_zero():
             logger.warning(
                 "nothing is left to train: the checkpoint is of step %s, and training ends at step %s. Raise "
@@ -321,8 +338,8 @@ class DistCAMixin(_Trainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with disk_errors_named(folder):
             if self.args.should_save:
-                self._parts.progress.place.save(folder)
-                self._parts.learned_costs.save(folder)
+                self._progress.place.save(folder)
+                self._costs.save(folder)
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def save_model(

@@ -17,28 +17,21 @@ from transformers import PreTrainedModel, TrainingArguments
 from hf_distca.models.decoder import base_model
 from hf_distca.models.tensor_parallel import is_divided_at_load
 
+DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
 
 def join_on_cpu(args: Any) -> None:
-    """Connect the processes of a CPU launch over gloo; do nothing elsewhere.
-
-    Args:
-        args: trainer arguments that have not looked up the world yet; `ddp_backend` or `use_cpu` is set.
-    """
-    deepspeed = asked_for("DEEPSPEED", args.deepspeed)
+    """Let arguments that have not looked up the world connect the processes of a CPU launch over gloo."""
     if launched_processes() == 1 or torch.accelerator.is_available():
         return
-    if deepspeed:
+    if asked_for("DEEPSPEED", args.deepspeed):
         args.ddp_backend = args.ddp_backend or "gloo"
     else:
         args.use_cpu = True
 
 
 def share_on_cpu(args: Any, model: Any = None) -> None:
-    """Let accelerate share a model among CPU processes, by FSDP or as a DistributedConfig divided it at load.
-
-    Args:
-        args: trainer arguments that have looked up the world; the type of `distributed_state` is set.
-    """
+    """Let accelerate share a model among CPU processes, by FSDP or as a DistributedConfig divided it at load."""
     state: PartialState = args.distributed_state
     on_cpu = state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU) and state.num_processes > 1
     if on_cpu and (asked_for("FSDP", args.fsdp) or is_divided_at_load(model)):
@@ -53,9 +46,6 @@ def launched_processes() -> int:
 def asked_for(name: str, argument: Any) -> bool:
     """Return whether a strategy was requested, from accelerate or by a trainer argument."""
     return bool(argument) or bool(parse_flag_from_env(f"ACCELERATE_USE_{name}"))
-
-
-DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
@@ -74,13 +64,12 @@ def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
 
 def dtype_of_computation(model: PreTrainedModel, args: TrainingArguments, accelerator: Accelerator) -> torch.dtype:
     """Return the dtype of a model's computation: autocast's, FSDP's or the model's own."""
-    mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else accelerator.mixed_precision
-    if mixed in ("bf16", "fp16"):
-        return torch.bfloat16 if mixed == "bf16" else torch.float16
     config = model.config.distributed_config if is_divided_at_load(model) else None
-    if config is not None and config.dp_size > 1 and config.fsdp_mixed_precision:
-        return torch.bfloat16
-    dtype: torch.dtype = model.dtype
+    in_bf16 = config is not None and config.dp_size > 1 and config.fsdp_mixed_precision
+    mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else accelerator.mixed_precision
+    if mixed == "fp16":
+        return torch.float16
+    dtype: torch.dtype = torch.bfloat16 if mixed == "bf16" or in_bf16 else model.dtype
     return dtype
 
 
@@ -114,21 +103,12 @@ def forget_evaluation(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def allow_for_towers(model: nn.Module, accelerator: Accelerator) -> None:
-    """Let DDP and FSDP train a model with image or sound towers, which get no gradient from text.
-
-    DDP is set to look for parameters without a gradient.
-
-    Args:
-        model: before it is wrapped.
-    """
+    """Let DDP and FSDP wrap a model with image or sound towers, which get no gradient from text."""
     base: Any = base_model(model)
     if getattr(accelerator.state, "fsdp_plugin", None) is not None and base._no_split_modules:
         # accelerate and PEFT raise for listed classes of towers that this model does not have.
-        names = {type(module).__name__ for module in base.modules()}
-        base._no_split_modules = {name for name in base._no_split_modules if name in names}
-    if accelerator.distributed_type not in DDP or is_divided_at_load(model):
-        return
-    if trained_towers(base):
+        base._no_split_modules = {type(module).__name__ for module in base.modules()} & set(base._no_split_modules)
+    if accelerator.distributed_type in DDP and not is_divided_at_load(model) and trained_towers(base):
         accelerator.ddp_handler.find_unused_parameters = True  # Trainer leaves it off with gradient checkpointing
 
 
@@ -138,13 +118,8 @@ def trained_towers(model: PreTrainedModel) -> list[str]:
         return []
     of_text = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     reached = {id(parameter) for module in of_text if module is not None for parameter in module.parameters()}
-    return list(
-        dict.fromkeys(
-            ".".join(name.split(".")[:2])
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad and id(parameter) not in reached
-        )
-    )
+    missed = (name for name, p in model.named_parameters() if p.requires_grad and id(p) not in reached)
+    return list(dict.fromkeys(".".join(name.split(".")[:2]) for name in missed))
 
 
 def gathers_parameters(accelerator: Accelerator) -> bool:
@@ -177,21 +152,19 @@ def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> 
 def _with_input_gradient(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Let the layer's input require a gradient if one of the layer's parameters does.
 
-    DeepSpeed reduces the gradients of such a layer in a full backward hook. If no input requires a gradient, as with
-    LoRA or frozen embeddings, that hook runs before the layer's backward pass. It then releases the parameters too
-    early.
+    DeepSpeed reduces the gradients of such a layer in a full backward hook. Without an input that requires a gradient,
+    as with LoRA, that hook runs before the layer's backward pass and releases the parameters too early.
     """
     inputs = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
-    if not torch.is_grad_enabled() or not inputs or any(x.requires_grad for x in inputs):
-        return args
-    if not any(parameter.requires_grad for parameter in layer.parameters()):
+    trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in layer.parameters())
+    if not trains or not inputs or any(x.requires_grad for x in inputs):
         return args
     return tuple(x.detach().requires_grad_() if x is inputs[0] else x for x in args)
 
 
 @contextmanager
 def whole_weights(accelerator: Accelerator, engine: Any) -> Iterator[None]:
-    """Make FSDP and ZeRO-3 save the whole model inside the block, whatever checkpoints hold."""
+    """Make FSDP and ZeRO-3 save the whole model inside the block, also where checkpoints hold shards."""
     fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
     with ExitStack() as restored:
         for holder, name, whole in (

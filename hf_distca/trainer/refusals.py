@@ -27,34 +27,23 @@ PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollator
 """Collators of transformers that pad rows to one length."""
 LIGERS_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 """Liger kernels that replace the loss of a model, or of all of transformers."""
-LIGERS_MLPS = ("swiglu", "geglu")
 SUMMED_GRADIENTS = "replicated_with_grad_allreduce"
 """Name in transformers for modules that stay whole inside divided attention, such as norms of Q and K."""
 
 
+def _only(path: str, allowed: tuple[Any, ...], reason: str) -> Rule:
+    """Return the rule of an argument with restricted values, the recommended value first; it may be missing."""
+
+    def value(args: Any) -> Any:
+        for name in path.split("."):
+            args = getattr(args, name, allowed[0])
+        return args
+
+    found, remedy = f"{path}={{0.{path}!r}} is set", f"set {' or '.join(map(repr, allowed))}"
+    return Rule(found, reason, remedy, lambda args: value(args) not in allowed)
+
+
 # Arguments by themselves
-
-
-def _only(name: str, allowed: tuple[Any, ...], reason: str) -> Rule[Any]:
-    """Return the rule of a trainer argument with restricted values, the recommended value first."""
-    return Rule(
-        f"`{name}` other than {' and '.join(f'`{value!r}`' for value in allowed)}",
-        f"{name}={{0.{name}!r}} is set",
-        reason,
-        f"leave it at {allowed[0]!r}",
-        lambda args: getattr(args, name, allowed[0]) not in allowed,
-    )
-
-
-def _ligers_loss(name: str) -> Rule[Any]:
-    return Rule(
-        f"`liger_kernel_config` with `{name!r}`",
-        f"liger_kernel_config={{{{{name!r}: True}}}} is set",
-        "it would replace the loss of planned steps, which is exact across ranks and already avoids whole logits "
-        "(loss_chunk_bytes)",
-        f"remove {name!r} from liger_kernel_config",
-        lambda args: bool(_liger(args).get(name)),
-    )
 
 
 def _liger(args: Any) -> Mapping[str, Any]:
@@ -62,9 +51,8 @@ def _liger(args: Any) -> Mapping[str, Any]:
     return (args.liger_kernel_config or {}) if getattr(args, "use_liger_kernel", False) else {}
 
 
-PACKED = "documents are packed by their lengths, and stay apart"
-UNPADDED = "documents are always packed without padding"
-ARGUMENTS: tuple[Rule[Any], ...] = (
+PACKED = "documents are packed by their lengths, without padding, and stay apart"
+ARGUMENTS: tuple[Rule, ...] = (
     _only("label_smoothing_factor", (0.0,), "targets of packed documents are already shifted, and it shifts again"),
     _only("average_tokens_across_devices", (True,), "ranks hold different numbers of targets"),
     _only("auto_find_batch_size", (False,), "memory is set by tokens_per_rank"),
@@ -74,42 +62,36 @@ ARGUMENTS: tuple[Rule[Any], ...] = (
     # The following arguments are TRL's.
     _only("packing", (False,), PACKED),
     _only("eval_packing", (None, False), PACKED),
-    _only("padding_free", (False,), UNPADDED),
-    _only("pad_to_multiple_of", (None,), UNPADDED),
+    _only("padding_free", (False,), PACKED),
+    _only("pad_to_multiple_of", (None,), PACKED),
+    _only("activation_offloading", (False,), "its CUDA stream of copies does not wait for exchanges of rows"),
     Rule(
-        "`activation_offloading`",
-        "activation_offloading={0.activation_offloading!r} is set",
-        "it copies saved activations on a CUDA stream that does not wait for exchanges of rows",
-        "leave it at False; to save memory use gradient_checkpointing, and under FSDP "
-        "activation_checkpointing_offload",
-        lambda args: bool(getattr(args, "activation_offloading", False)),
+        "liger_kernel_config={0.liger_kernel_config} is set",
+        "its loss would replace that of planned steps, which is exact across ranks and already avoids whole logits",
+        f"remove {' and '.join(map(repr, LIGERS_LOSSES))} from liger_kernel_config",
+        lambda args: any(_liger(args).get(name) for name in LIGERS_LOSSES),
     ),
-    *map(_ligers_loss, LIGERS_LOSSES),
     Rule(
-        "`mlp_chunk_rows` with Liger's MLPs",
-        "mlp_chunk_rows={0.mlp_chunk_rows} is set",
-        "it would have no effect: use_liger_kernel replaces the MLPs that are computed in chunks",
+        "mlp_chunk_rows={0.mlp_chunk_rows} is set with use_liger_kernel=True",
+        "it would have no effect: Liger replaces the MLPs that are computed in chunks",
         "set mlp_chunk_rows=0, or liger_kernel_config={{'swiglu': False, 'geglu': False}}",
         lambda args: (
             getattr(args, "use_liger_kernel", False)
             and args.mlp_chunk_rows
-            and any(_liger(args).get(name, True) for name in LIGERS_MLPS)
+            and any(_liger(args).get(name, True) for name in ("swiglu", "geglu"))
         ),
     ),
 )
 """Arguments that no trainer can follow, checked when they are made."""
-LOSES_DEEPSPEED: Rule[Any] = Rule(
-    "`use_cpu` or `ACCELERATE_USE_CPU` with DeepSpeed",
-    "DeepSpeed is configured",
-    "use_cpu (or ACCELERATE_USE_CPU) makes accelerate train without DeepSpeed",
+LOSES_DEEPSPEED = Rule(
+    "DeepSpeed is configured with use_cpu or ACCELERATE_USE_CPU",
+    "accelerate would then train without DeepSpeed",
     "leave use_cpu out: processes that see no GPU (CUDA_VISIBLE_DEVICES=) train on the CPU without it",
     lambda args: launched_processes() > 1 and asked_for("DEEPSPEED", args.deepspeed) and args.use_cpu,
 )
-NOT_CONNECTED: Rule[Any] = Rule(
-    "several processes that are not connected",
-    "several processes were launched (WORLD_SIZE)",
-    "they are not connected, and each would train alone: LOCAL_RANK is not set, or no backend connects processes on "
-    "CPUs",
+NOT_CONNECTED = Rule(
+    "several processes were launched (WORLD_SIZE) and are not connected",
+    "each would train alone: LOCAL_RANK is not set, or no backend connects processes on CPUs",
     "launch with accelerate launch or torchrun; on CPUs also set use_cpu=True or ddp_backend='gloo', and in a custom "
     "loop ACCELERATE_USE_CPU=true",
     lambda args: launched_processes() > 1 and args.distributed_state.num_processes == 1,
@@ -141,11 +123,6 @@ class Given:
         names = (base.__name__ for base in self.trainer.__mro__ if base.__module__.split(".")[0] == "trl")
         return next((name for name in names if name.endswith("Trainer")), "")
 
-    @property
-    def sizes(self) -> Any:
-        """Sizes of context and sequence parallelism."""
-        return self.args.parallelism_config or SimpleNamespace(cp_size=1, sp_size=1)
-
 
 def given_arguments(
     trainer: type, init: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -160,69 +137,28 @@ def given_arguments(
     return Given(trainer, {**dict(zip(named, args, strict=False)), **kwargs})
 
 
-def _none(name: str, reason: str, remedy: str) -> Rule[Given]:
+def _none(name: str, reason: str, remedy: str) -> Rule:
     """Return the rule of an argument of a trainer that must stay None."""
-    return Rule(f"`{name}`", f"{name} is given", reason, remedy, lambda given: given.named.get(name) is not None)
+    return Rule(f"{name} is given", reason, remedy, lambda given: given.named.get(name) is not None)
 
 
-def _batch_size(name: str) -> Rule[Given]:
-    return Rule(
-        f"`{name}` other than 1",
-        f"{name}={{0.args.{name}}} is set",
-        "a rank's batch is one packed row of up to tokens_per_rank={0.args.tokens_per_rank} tokens",
-        "leave it at 1",
-        lambda given: given.packs and getattr(given.args, name) != 1,
-    )
-
-
-def _loading(name: str, allowed: tuple[Any, ...]) -> Rule[Given]:
-    """Return the rule of a field of `accelerator_config`, the recommended value first."""
-    return Rule(
-        f"`accelerator_config` with another `{name}` than {' or '.join(f'`{value!r}`' for value in allowed)}",
-        f"accelerator_config's {name}={{0.args.accelerator_config.{name}!r}} is set",
-        "it would be ignored: each rank reads the rows that its plan assigns, in an order drawn from the seed",
-        f"set it to {allowed[0]!r}",
-        lambda given: given.packs and getattr(given.args.accelerator_config, name) not in allowed,
-    )
-
-
-PLACED = (
-    "plans already divide documents among ranks: a document may be as long as the tokens_per_rank of all ranks "
-    "together"
-)
-ROWS_ARE_PLACED: tuple[Rule[Any], ...] = (
-    Rule(
-        "context parallelism (`cp_size`)",
-        "context parallelism (cp_size={0.sizes.cp_size}) divides documents among ranks",
-        PLACED,
-        "set cp_size=1, and raise dp_shard_size to shard the weights over the same ranks",
-        lambda it: it.sizes.cp_size > 1,
-    ),
-    Rule(
-        "sequence parallelism (`sp_size`)",
-        "sequence parallelism (sp_size={0.sizes.sp_size}) divides documents among ranks",
-        PLACED,
-        "set sp_size=1, and use ZeRO-3 to shard the weights over the same ranks",
-        lambda it: it.sizes.sp_size > 1,
-    ),
-)
 NO_LOGITS = "it needs the logits of whole documents, and the rows of a document lie on several ranks"
 EVALUATE = "leave it out and call evaluate(), which reports the exact token-weighted loss"
-GIVEN: tuple[Rule[Given], ...] = (
+GIVEN: tuple[Rule, ...] = (
     Rule(
-        "`DPOTrainer`, `RewardTrainer` and others with `DistCAMixin`",
         "{0.trl_trainer} compares whole answers",
         "a plan spreads the rows of packed documents over ranks",
         "use {0.trl_trainer} without DistCAMixin: attn_implementation='distca' then computes the same as 'sdpa'",
         lambda given: given.trl_trainer not in ("", "SFTTrainer", "_BaseTrainer"),
+        condition="`DPOTrainer`, `RewardTrainer` and others with `DistCAMixin`",
     ),
     Rule(
-        "`args` without the settings of hf_distca",
         "args are {0.args.__class__.__name__}",
         "hf_distca needs its settings, such as tokens_per_rank",
         "pass DistCATrainingArguments; for a trainer with its own arguments combine both classes in one dataclass: "
         "class MyArguments(hf_distca.DistCAArguments, SFTConfig)",
         lambda given: not (isinstance(given.args, DistCAConfig) and isinstance(given.args, TrainingArguments)),
+        condition="`args` without the settings of hf_distca",
     ),
     _none("compute_metrics", NO_LOGITS, EVALUATE),
     _none("preprocess_logits_for_metrics", NO_LOGITS, EVALUATE),
@@ -236,56 +172,70 @@ GIVEN: tuple[Rule[Given], ...] = (
         "it would replace the model when training begins, and the new model would lack the changes for planned steps",
         "make the model first and pass it as model",
     ),
-    _batch_size("per_device_train_batch_size"),
-    _batch_size("per_device_eval_batch_size"),
     Rule(
-        "a padding collator of transformers",
         "data_collator={0.named[data_collator].__class__.__name__} pads documents",
         "hf_distca packs them without padding",
         "leave data_collator out: each token then predicts the next, unless the data set has labels",
         lambda given: isinstance(given.named.get("data_collator"), PADDING),
     ),
     Rule(
-        "`train_sampling_strategy` other than `'random'` and `'sequential'`",
-        "train_sampling_strategy={0.args.train_sampling_strategy!r} is set",
-        "it would be ignored: documents are packed by their lengths, and drawn at random or in order",
-        "set 'random' or 'sequential'",
-        lambda given: given.packs and given.args.train_sampling_strategy not in ("random", "sequential"),
-    ),
-    _loading("split_batches", (False,)),
-    _loading("dispatch_batches", (None, False)),
-    _loading("even_batches", (True,)),
-    _loading("use_seedable_sampler", (True,)),
-    Rule(
-        "`dataloader_in_order=False`",
-        "dataloader_in_order=False is set",
-        "ranks would take micro-batches in different orders and exchange rows of different micro-batches",
-        "set dataloader_in_order=True",
-        lambda given: given.packs and not getattr(given.args, "dataloader_in_order", True),
-    ),
-    *ROWS_ARE_PLACED,
-    Rule(
-        "several GPUs in one process (DataParallel)",
         "one process sees {0.args.n_gpu} GPUs, which Trainer would use with DataParallel",
         "a rank is one process with one GPU",
         "start one process per GPU: accelerate launch --num_processes N script.py",
         lambda given: given.args.n_gpu > 1,
     ),
 )
-"""Arguments of a trainer that cannot train exactly, checked before accelerate and transformers see them."""
-LOADED_ALREADY: Rule[Given] = Rule(
-    "`model_init_kwargs` with a loaded model",
-    "model_init_kwargs={0.args.model_init_kwargs!r} is set",
-    "it would have no effect, because the model is already loaded",
+"""Arguments of a trainer that cannot train exactly."""
+ONE_ROW = "a rank's batch is one packed row of up to tokens_per_rank={0.tokens_per_rank} tokens"
+BY_PLAN = "it would be ignored: each rank reads the rows that its plan assigns, in an order drawn from the seed"
+PACKING: tuple[Rule, ...] = (
+    _only("per_device_train_batch_size", (1,), ONE_ROW),
+    _only("per_device_eval_batch_size", (1,), ONE_ROW),
+    _only("train_sampling_strategy", ("random", "sequential"), BY_PLAN),
+    _only("accelerator_config.split_batches", (False,), BY_PLAN),
+    _only("accelerator_config.dispatch_batches", (None, False), BY_PLAN),
+    _only("accelerator_config.even_batches", (True,), BY_PLAN),
+    _only("accelerator_config.use_seedable_sampler", (True,), BY_PLAN),
+    _only("dataloader_in_order", (True,), "ranks would exchange rows of different micro-batches"),
+)
+"""Arguments that contradict packing by hf_distca; a custom collator may have them."""
+PLACED = "plans already divide a document of up to ranks * tokens_per_rank tokens among ranks"
+ROWS_ARE_PLACED: tuple[Rule, ...] = (
+    Rule(
+        "context parallelism (cp_size={0.cp_size}) divides documents among ranks",
+        PLACED,
+        "set cp_size=1, and raise dp_shard_size to shard the weights over the same ranks",
+        lambda sizes: getattr(sizes, "cp_size", 1) > 1,
+    ),
+    Rule(
+        "sequence parallelism (sp_size={0.sp_size}) divides documents among ranks",
+        PLACED,
+        "set sp_size=1, and use ZeRO-3 to shard the weights over the same ranks",
+        lambda sizes: getattr(sizes, "sp_size", 1) > 1,
+    ),
+)
+"""Sizes of a `ParallelismConfig`, which may be None; the launch may set other sizes than the arguments."""
+
+
+def check_given(given: Given) -> None:
+    """Raise ValueError for arguments that cannot train exactly, before accelerate and transformers see them."""
+    check(GIVEN, given)
+    check(ROWS_ARE_PLACED, given.args.parallelism_config)
+    if given.packs:
+        check(PACKING, given.args)
+
+
+LOADED_ALREADY = Rule(
+    "model_init_kwargs={0.args.model_init_kwargs!r} is set with a loaded model",
+    "it would have no effect",
     "pass the model's name as model, or leave model_init_kwargs out",
     lambda given: (
         not isinstance(given.named.get("model"), str) and getattr(given.args, "model_init_kwargs", None) is not None
     ),
 )
-SFT_ARGUMENTS: tuple[Rule[Any], ...] = (
+SFT_ARGUMENTS: tuple[Rule, ...] = (
     Rule(
-        "`DistCASFTTrainer` with other arguments than a `DistCASFTConfig`",
-        "args are {0.__class__.__name__}",
+        "args of DistCASFTTrainer are {0.__class__.__name__}",
         "DistCASFTTrainer needs the settings of hf_distca and of TRL's SFTConfig",
         "replace them by a DistCASFTConfig with the same settings",
         lambda args: (
@@ -293,24 +243,21 @@ SFT_ARGUMENTS: tuple[Rule[Any], ...] = (
         ),
     ),
     Rule(
-        "`gradient_checkpointing_kwargs={'selective': True}`",
         "gradient_checkpointing_kwargs={{'selective': True}} keeps attention's results through checkpoints",
         "keep_core_attention=True already does so for planned attention",
         "leave 'selective' out",
         lambda args: bool((args.gradient_checkpointing_kwargs or {}).get("selective")),
     ),
 )
-SFT_TRAINER: tuple[Rule[Any], ...] = (
+SFT_TRAINER: tuple[Rule, ...] = (
     Rule(
-        "tensor parallelism with `DistCASFTTrainer`",
         "DistCASFTTrainer runs with tensor parallelism, where each rank has a shard of the output head",
         "TRL's losses are not tested with it",
         "set tp_size=1, or train with DistCATrainer on input_ids and labels",
         lambda trainer: trainer.get_tp_size() > 1,
     ),
     Rule(
-        "data sets with images in `DistCASFTTrainer`",
-        "the data set has images",
+        "DistCASFTTrainer gets a data set with images",
         "plans divide only text among ranks, not pixels",
         "train on text, or use trl.SFTTrainer with attn_implementation='sdpa'",
         lambda trainer: trainer._is_vision_dataset,
@@ -327,6 +274,7 @@ def launched(trainer: Any) -> Any:
     divided = model.config.distributed_config if is_divided_at_load(model) else None
     # DDP would wait for the gradients of trained parts that text does not reach.
     towers = trained_towers(base) if accelerator.distributed_type in DDP and divided is None else []
+    checkpointing = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else {}
     return SimpleNamespace(
         trainer=trainer,
         args=args,
@@ -334,12 +282,9 @@ def launched(trainer: Any) -> Any:
         model_class=type(base).__name__,
         adapted=base is not model,
         optimizer=OptimizerNames(args.optim).value,
-        sizes=SimpleNamespace(cp_size=trainer.get_cp_size(), sp_size=trainer.get_sp_size()),
         tp_size=trainer.get_tp_size(),
         divided=divided,
-        reentrant=bool(
-            args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
-        ),
+        reentrant=bool(checkpointing.get("use_reentrant")),
         towers=", ".join(towers),
     )
 
@@ -348,19 +293,16 @@ NO_GRADIENT = (
     "{0.towers} of {0.model_class} get no gradient from batches of text, so DDP would leave ranks with different "
     "weights"
 )
-TRAINER: tuple[Rule[Any], ...] = (
+TRAINER: tuple[Rule, ...] = (
     Rule(
-        "`torch_compile`, `--dynamo_backend`",
-        "torch.compile is set for the whole model",
+        "torch.compile is set for the whole model (torch_compile, --dynamo_backend)",
         "it cannot compile planned attention and decoder layers under ping-pong, which are most of the model",
         "leave torch_compile=False and accelerate's --dynamo_backend at no; to compile modules inside the layers: "
         "for layer in model.model.layers: layer.mlp.compile()",
         lambda it: it.trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
     ),
-    *ROWS_ARE_PLACED,
     Rule(
-        "tensor parallelism without `DistributedConfig`, or by DeepSpeed",
-        "tensor parallelism of size {0.tp_size} is set",
+        "tensor parallelism of size {0.tp_size} is set without DistributedConfig",
         "the model was not divided when it was loaded, or DeepSpeed divided it, which is not supported",
         'load the model with from_pretrained(name, attn_implementation="distca", '
         "distributed_config=transformers.distributed.DistributedConfig(tp_size=…, fsdp_size=…)), and launch without "
@@ -368,32 +310,28 @@ TRAINER: tuple[Rule[Any], ...] = (
         lambda it: it.tp_size > 1 and it.divided is None,
     ),
     Rule(
-        "pipeline parallelism (`pp_size`)",
         "pipeline parallelism (pp_size={0.divided.pp_size}) gives ranks different layers",
         "ranks exchange core attention within the same layer",
         "set pp_size=1, and raise fsdp_size to use the same ranks",
         lambda it: it.divided is not None and it.divided.pp_size > 1,
     ),
     Rule(
-        "PEFT adapters with `tp_size` or `dp_replicate_size` above 1",
         "adapters of PEFT train with tp_size={0.tp_size} and dp_replicate_size={0.divided.dp_replicate_size}",
         "PEFT does not divide its adapters as the model's layers are divided",
         "set both to 1, and raise fsdp_size to use the same ranks",
         lambda it: it.divided is not None and it.adapted and max(it.tp_size, it.divided.dp_replicate_size) > 1,
     ),
     Rule(
-        "tensor parallelism with attention servers",
         "attention_servers={0.args.attention_servers!r} is set with tensor parallelism (tp_size={0.tp_size})",
         "servers serve one group of ranks, and ranks with different heads form separate groups",
         "set attention_servers=0, or tp_size=1",
         lambda it: it.tp_size > 1 and it.args.attention_servers != 0,
     ),
     Rule(
-        "`gradient_accumulation_steps` above 1 with tensor parallelism and norms of Q and K (Qwen3, Gemma 3)",
         "gradient_accumulation_steps={0.args.gradient_accumulation_steps} is set for {0.model_class} with tensor "
         "parallelism (tp_size={0.tp_size})",
-        "after each micro-batch transformers sums the gradients of its norms over the ranks, including gradients that "
-        "it summed before",
+        "after each micro-batch transformers sums the gradients of norms of Q and K over the ranks, and again those "
+        "that it summed before",
         "set gradient_accumulation_steps=1 and raise tokens_per_rank; where memory is short, use mlp_chunk_rows and "
         "gradient_checkpointing",
         lambda it: (
@@ -403,30 +341,22 @@ TRAINER: tuple[Rule[Any], ...] = (
         ),
     ),
     Rule(
-        "`fp16` on the CPU",
         "fp16 mixed precision is set on the CPU",
-        "it needs loss scaling, which accelerate does on GPUs only: training would run in float32, or under FSDP in "
-        "float16 without scaling",
+        "it needs loss scaling, which accelerate does on GPUs only",
         "set bf16=True, or leave out fp16 and bf16",
         lambda it: it.trainer.accelerator.mixed_precision == "fp16" and it.args.device.type == "cpu",
     ),
     Rule(
-        "`optim='adafactor'` under FSDP2",
-        "optim='adafactor' is set under FSDP2",
-        "it fails in the first step: transformers' Adafactor mixes whole and sharded tensors",
+        "optim='adafactor' is set under FSDP2 or DeepSpeed",
+        "its moments need the rows and columns of whole weights: with the shards of FSDP2 the first step fails, and "
+        "with the flat shards of ZeRO it would silently train differently",
         "set another optimizer, such as optim='adamw_torch', or train under DDP",
-        lambda it: it.args.optim == OptimizerNames.ADAFACTOR and it.trainer.accelerator.is_fsdp2,
+        lambda it: (
+            it.args.optim == OptimizerNames.ADAFACTOR
+            and (it.trainer.accelerator.is_fsdp2 or it.trainer.is_deepspeed_enabled)
+        ),
     ),
     Rule(
-        "`optim='adafactor'` under DeepSpeed",
-        "optim='adafactor' is set under DeepSpeed",
-        "it would silently train differently: its moments need the rows and columns of a weight, and ZeRO gives it "
-        "flat shards",
-        "set another optimizer, such as optim='adamw_torch', or train under DDP",
-        lambda it: it.args.optim == OptimizerNames.ADAFACTOR and it.trainer.is_deepspeed_enabled,
-    ),
-    Rule(
-        "`optimizers=…` under DeepSpeed",
         "optimizers=… is given under DeepSpeed",
         "transformers silently ignores it and makes its own from optim={0.optimizer!r} and lr_scheduler_type",
         "set optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler",
@@ -436,21 +366,18 @@ TRAINER: tuple[Rule[Any], ...] = (
         ),
     ),
     Rule(
-        "a model whose `forward` does not take `num_items_in_batch`",
-        "{0.model.__class__.__name__} does not take num_items_in_batch",
+        "the forward of {0.model.__class__.__name__} does not take num_items_in_batch",
         "ranks with different numbers of targets need it for an exact loss",
         "let its forward take **kwargs and pass them to self.loss_function",
         lambda it: not it.trainer.model_accepts_loss_kwargs,
     ),
     Rule(
-        "under DDP, trained towers for images or sound with reentrant checkpoints",
         "gradient_checkpointing_kwargs={{'use_reentrant': True}} is set",
         NO_GRADIENT,
         "freeze them (requires_grad_(False)), or set 'use_reentrant' to False",
         lambda it: it.reentrant and bool(it.towers),
     ),
     Rule(
-        "under DDP, trained towers for images or sound with `ddp_find_unused_parameters=False`",
         "ddp_find_unused_parameters=False is set",
         NO_GRADIENT,
         "freeze them (requires_grad_(False)), or leave ddp_find_unused_parameters unset",
@@ -462,6 +389,7 @@ TRAINER: tuple[Rule[Any], ...] = (
 
 def check_trainer(trainer: Trainer) -> None:
     """Raise ValueError unless a trainer with model and accelerator can train exactly as launched."""
+    check(ROWS_ARE_PLACED, trainer.accelerator.parallelism_config)
     facts = launched(trainer)
     check(TRAINER, facts)
     if facts.reentrant:
@@ -475,31 +403,26 @@ class Run:
     """What is refused when training or an evaluation begins."""
 
     DIFFERENT_ARGUMENTS = Refusal(
-        "arguments that decide about micro-batches and differ between ranks",
         "{name} differs between ranks: its values by rank are {by_rank}",
         "all ranks must train on the same micro-batches",
         "start all ranks with the same arguments",
     )
     SECOND_TRAINING = Refusal(
-        "a second `train()` under DeepSpeed",
         "train() was called a second time under DeepSpeed",
         "its engine and optimizer serve one call only",
         "train all epochs in one call; or make a new {trainer} with the same model, whose optimizer starts anew",
     )
     NOT_WRAPPED = Refusal(
-        "a model that was prepared by another Accelerator",
-        "{model} is to train on {processes} ranks ({strategy})",
-        "it is not wrapped, so each rank would train apart",
+        "{model} is not wrapped for {processes} ranks ({strategy})",
+        "each rank would train apart",
         "give the trainer a model that no Accelerator has prepared, and call train()",
     )
     LOST_PLAN = Refusal(
-        "a model that drops the plan on the way to its layers",
         "{model} did not pass {key} on to its decoder layers",
         "they need it to keep documents apart",
         "train it with transformers' Trainer and attn_implementation='sdpa'",
     )
     EARLY_EVALUATION = Refusal(
-        "`evaluate()` before `train()` under FSDP, ZeRO-1 and ZeRO-2",
         "evaluate() was called before train()",
         "FSDP, ZeRO-1 and ZeRO-2 prepare a model only together with its optimizer",
         "set eval_on_start=True to evaluate before the first training step",
@@ -510,41 +433,38 @@ class Resume:
     """What is refused when training resumes."""
 
     NO_CHECKPOINT = Refusal(
-        "`resume_from_checkpoint=True` without a checkpoint",
         "resume_from_checkpoint is set",
         "there is no checkpoint in {folder}",
         "set output_dir to the folder of the earlier run, or leave resume_from_checkpoint out",
+        condition="`resume_from_checkpoint=True` without a checkpoint",
     )
     INCOMPLETE = Refusal(
-        "an incomplete checkpoint",
-        "{checkpoint} is to be resumed",
-        "it has no {file}: it is not a checkpoint, or training ended while it was being saved",
+        "the checkpoint {checkpoint} has no {file}",
+        "that file is written last: training ended while it saved, or the folder is no checkpoint",
         "remove it, and resume from the checkpoint before it",
+        condition="an incomplete checkpoint",
     )
     NO_STATE = Refusal(
-        "a checkpoint without the state of the optimizer or of the learning rate, or of another strategy",
-        "{checkpoint} has no {files}, which holds {state}",
+        "the checkpoint {checkpoint} has no {files}, which holds {state}",
         "training would start without that state: the checkpoint was saved with save_only_model=True or under another "
         "strategy",
         "load its weights with {load} and train without resume_from_checkpoint; or resume from a checkpoint that was "
         "saved with save_only_model=False under the same strategy",
+        condition="a checkpoint without the state of the optimizer or of the learning rate, or of another strategy",
     )
     OTHER_SHARDS = Refusal(
-        "a DeepSpeed checkpoint of another number of ranks",
         "DeepSpeed saved the optimizer state in {checkpoint} on {saved_by} ranks and {ranks} ranks train now",
         "each rank needs its own shard",
         "train on {saved_by} ranks; or convert the checkpoint to a universal checkpoint, which any number of ranks "
         'can load, and set {{"checkpoint": {{"load_universal": true}}}} in DeepSpeed\'s configuration',
     )
     NO_PLACE = Refusal(
-        "a checkpoint of another trainer",
-        "{checkpoint} is to be resumed",
-        "it has no {file}, which records the place in the training data: another trainer or an earlier version saved "
-        "it",
+        "the checkpoint {checkpoint} has no {file}",
+        "that file records the place in the training data: another trainer or an earlier version saved the checkpoint",
         "set ignore_data_skip=True to begin a new pass over the data",
+        condition="a checkpoint of another trainer",
     )
     OTHER_ORDER = Refusal(
-        "settings by which documents would come in another order than before",
         "settings differ from those of the checkpoint: {differences}",
         "the other documents must come in the same order as before: training would skip some or repeat others",
         "set them as they were, or set ignore_data_skip=True to begin a new pass over the data",

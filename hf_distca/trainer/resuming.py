@@ -31,7 +31,24 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 """File that Trainer writes last into a checkpoint."""
 OPTIMIZER, SCHEDULE = "the optimizer's state", "the learning rate's schedule"
-_ZERO_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
+PLACE_FILE = "data_order.json"
+CAPACITY = "ranks * tokens_per_rank"
+"""Setting that may grow on resume: micro-batches keep their old size, and still fit."""
+LAYOUT, CUTTING = "document_layout", "joint or fixed"
+"""Layout setting, and its value for layouts that cut documents: a run may resume with either."""
+AGREED = (
+    *("seed", "long_documents", "remove_unused_columns", "length_column_name"),
+    *("num_train_epochs", "max_steps", "trace_steps", "attention_servers"),
+)
+"""Arguments that must be the same on all ranks, besides the order of documents.
+
+They decide which micro-batches come, and when. Ranks that differ would exchange rows of different micro-batches.
+"""
+DISK_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO))
+"""System errors of a disk that is full, over its quota or limit, read-only or broken."""
+
+DataOrder = dict[str, int | str]
+"""Everything that decides which documents a step trains on, by the names of the user's settings."""
 
 
 def agreed_checkpoint(
@@ -56,8 +73,11 @@ def agreed_checkpoint(
     groups.raise_together(error, in_world=True)
     options = {} if deepspeed is None else deepspeed.deepspeed_config.get("checkpoint", {})
     if checkpoint is not None and deepspeed is not None and not options.get("load_universal"):
-        found = [_ZERO_SHARD.search(file.name) for file in Path(checkpoint).glob("global_step*/*")]
-        saved_by = max((int(match[1]) + 1 for match in found if match), default=0)
+        shards = (
+            re.search(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$", file.name)
+            for file in Path(checkpoint).glob("global_step*/*")
+        )
+        saved_by = max((int(shard[1]) + 1 for shard in shards if shard), default=0)
     saved_by = max(groups.all_gather(saved_by))  # a host may hold only the shards of its own ranks
     if saved_by not in (0, groups.ranks):
         raise Resume.OTHER_SHARDS.error(checkpoint=checkpoint, saved_by=saved_by, ranks=groups.ranks)
@@ -65,10 +85,7 @@ def agreed_checkpoint(
 
 
 def _complete_checkpoint(resume_from_checkpoint: str | bool, output_dir: str, accelerator: Accelerator) -> str:
-    """Return the folder of a checkpoint with optimizer state and schedule.
-
-    Trainer would begin either anew without a warning.
-    """
+    """Return the folder of a checkpoint; raise ValueError for missing state, which Trainer would begin anew."""
     checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
     if not checkpoint:
         raise Resume.NO_CHECKPOINT.error(folder=output_dir)
@@ -83,40 +100,19 @@ def _complete_checkpoint(resume_from_checkpoint: str | bool, output_dir: str, ac
             del needed[SCHEDULE]
     elif getattr(accelerator.state, "fsdp_plugin", None) is not None:
         needed[OPTIMIZER] = ["optimizer_0", "optimizer.bin"]
+    load = f"from_pretrained('{folder}')"
+    if (folder / "adapter_config.json").is_file():
+        load = f"PeftModel.from_pretrained(model, '{folder}', is_trainable=True)"
     for state, names in needed.items():
         if not any(found for name in names for found in folder.glob(name)):
-            load = f"from_pretrained('{folder}')"
-            if (folder / "adapter_config.json").is_file():
-                load = f"PeftModel.from_pretrained(model, '{folder}', is_trainable=True)"
             raise Resume.NO_STATE.error(checkpoint=folder, files=" or ".join(names), state=state, load=load)
     return str(checkpoint)
 
 
-FILE = "data_order.json"
-CAPACITY = "ranks * tokens_per_rank"
-"""Setting that may grow on resume: micro-batches keep their old size, and still fit."""
-
-LAYOUT, CUTTING = "document_layout", "joint or fixed"
-"""Layout setting, and its value for layouts that cut documents: a run may resume with either."""
-
-DataOrder = dict[str, int | str]
-"""Everything that decides which documents a step trains on, by the names of the user's settings."""
-
-
-AGREED = (
-    *("seed", "long_documents", "remove_unused_columns", "length_column_name"),
-    *("num_train_epochs", "max_steps", "trace_steps", "attention_servers"),
-)
-"""Arguments that must be the same on all ranks, besides the order of documents.
-
-They decide which micro-batches come, and when. Ranks that differ would exchange rows of different micro-batches.
-"""
-
-
 def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
     """Raise ValueError on every rank if ranks differ in micro-batches or order. A collective of the world."""
-    mine: dict[str, Any] = _drawn(args) | {name: getattr(args, name) for name in AGREED}
-    mine["settings of plans"] = dispatcher.settings
+    mine: dict[str, Any] = {name: getattr(args, name) for name in AGREED}
+    mine |= _drawn(args) | {"settings of plans": dispatcher.settings}
     gathered = dispatcher.groups.all_gather(mine, in_world=True)
     for name in mine:
         by_rank = [values[name] for values in gathered]
@@ -125,13 +121,9 @@ def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
 
 
 def data_order(trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, packs: bool) -> DataOrder:
-    """Return the order of a trainer's documents. A collective of the world for a data set with a length.
-
-    Args:
-        packs: whether hf_distca packs documents; else Trainer draws and divides the examples of a custom collator.
-    """
+    """Return the order of a trainer's documents. A collective of the world for a data set with a length."""
     args, dataset, ranks = trainer.args, trainer.train_dataset, dispatcher.groups.ranks
-    if not packs:
+    if not packs:  # Trainer draws and divides the examples of a custom collator
         return {
             "ranks * per_device_train_batch_size": ranks * args.per_device_train_batch_size,
             **_drawn(args),
@@ -150,7 +142,7 @@ def data_order(trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, 
     lengths, fingerprint = loaders.lengths(dataset)
     return {
         CAPACITY: ranks * args.tokens_per_rank,
-        **({LAYOUT: f"whole on {ranks} ranks"} if dispatcher.settings.document_layout == "whole" else {}),
+        LAYOUT: f"whole on {ranks} ranks" if dispatcher.settings.document_layout == "whole" else CUTTING,
         "long_documents": args.long_documents,
         **_drawn(args),
         "train_dataset": f"{len(lengths)} documents of {lengths.sum()} tokens, fingerprint {fingerprint[:16]}",
@@ -159,12 +151,10 @@ def data_order(trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, 
 
 def _drawn(args: DistCAArguments) -> DataOrder:
     """Return how documents are drawn from a data set with a length and divided into optimizer steps."""
-    strategy = args.train_sampling_strategy
-    if strategy != "sequential":
-        strategy = f"{strategy} with seed {args.seed if args.data_seed is None else args.data_seed}"
+    strategy, seed = args.train_sampling_strategy, args.seed if args.data_seed is None else args.data_seed
     return {
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "train_sampling_strategy": strategy,
+        "train_sampling_strategy": strategy if strategy == "sequential" else f"{strategy} with seed {seed}",
     }
 
 
@@ -184,7 +174,7 @@ class DataPlace:
     def save(self, checkpoint: Path) -> None:
         """Write the place into a checkpoint folder, and make the folder if needed."""
         checkpoint.mkdir(parents=True, exist_ok=True)
-        (checkpoint / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        (checkpoint / PLACE_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
 class DataProgress(TrainerCallback):
@@ -199,10 +189,7 @@ class DataProgress(TrainerCallback):
         self._in_pass = False
 
     def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Count a completed pass.
-
-        The pass is not counted in `on_epoch_end`, which is also called if training stops within a pass.
-        """
+        """Count a completed pass; `on_epoch_end` is also called if training stops within a pass."""
         if self._in_pass:
             self.place = replace(self.place, epoch=self.place.epoch + 1, steps=0)
         self._in_pass = True
@@ -213,21 +200,19 @@ class DataProgress(TrainerCallback):
 
 
 def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments, groups: Groups) -> DataPlace:
-    """Return the place to train from: the checkpoint's, or the start. A collective.
+    """Return the place to train from: the checkpoint's, or the start, also with `ignore_data_skip`. A collective.
 
-    With `ignore_data_skip`, the checkpoint's place and order are ignored. Micro-batches of a resumed training have the
-    size of the checkpoint's, which may be smaller than requested by `order`.
+    Micro-batches of a resumed training have the size of the checkpoint's, which may be smaller than that of `order`.
 
     Raises:
-        ValueError: on every rank, if the remaining documents would come in another order than before; names the
-            settings and their required values.
+        ValueError: on every rank, if the remaining documents would come in another order than before.
     """
     place, error = DataPlace(order), None
     if checkpoint is not None and not args.ignore_data_skip:
         try:
-            file = Path(checkpoint) / FILE
+            file = Path(checkpoint) / PLACE_FILE
             if not file.is_file():
-                raise Resume.NO_PLACE.error(checkpoint=checkpoint, file=FILE)
+                raise Resume.NO_PLACE.error(checkpoint=checkpoint, file=PLACE_FILE)
             place = DataPlace(**json.loads(file.read_text()))
             if differences := _differences(place.order, order, groups.ranks):
                 raise Resume.OTHER_ORDER.error(differences="; ".join(differences))
@@ -247,7 +232,8 @@ def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments
 
 def _differences(stored: DataOrder, present: DataOrder, ranks: int) -> list[str]:
     """Return the settings by which documents would come in another order, with the required values."""
-    stored, present = {LAYOUT: CUTTING, **stored}, {LAYOUT: CUTTING, **present}
+    if CAPACITY in stored:  # earlier versions stored only the layout "whole"
+        stored = {LAYOUT: CUTTING, **stored}
     wrong = [
         f"{name} is {present.get(name)}, but must be {stored.get(name)}"
         for name in {**stored, **present}
@@ -261,13 +247,6 @@ def _differences(stored: DataOrder, present: DataOrder, ranks: int) -> list[str]
     return wrong
 
 
-DISK_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO))
-"""System errors of a disk that is full, over its quota or limit, read-only or broken."""
-
-_NUMBER_IN_RUST = re.compile(r"os error (\d+)")
-_PROBE_BYTES = 1 << 20
-
-
 @contextmanager
 def disk_errors_named(folder: Path) -> Iterator[None]:
     """Raise OSError with the folder and the remedy if writing into a folder fails because of the disk."""
@@ -276,22 +255,22 @@ def disk_errors_named(folder: Path) -> Iterator[None]:
     except Exception as error:
         if getattr(error, "filename", None) is not None:
             raise  # the file is named already
-        number = _number(error, folder)
+        number = _system_error(error, folder)
         if number not in DISK_ERRORS:
             raise
         remedy = f"{folder} is incomplete: remove it, and free disk space or set another output_dir"
         raise OSError(number, f"{os.strerror(number)}; {remedy}", str(folder)) from error
 
 
-def _number(error: Exception, folder: Path) -> int:
+def _system_error(error: Exception, folder: Path) -> int:
     """Return the system's error number behind an error; 0 if there is none."""
     if isinstance(error, OSError):
         return error.errno or 0
-    if match := _NUMBER_IN_RUST.search(str(error)):
+    if match := re.search(r"os error (\d+)", str(error)):  # an error of Rust
         return int(match[1])
     try:  # torch.save reports "basic_ios::clear" or a wrong position: check whether the disk takes some bytes
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_PROBE_BYTES))
+            file.write(bytes(1 << 20))
             file.flush()
             os.fsync(file.fileno())
     except OSError as refusal:

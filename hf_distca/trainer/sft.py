@@ -76,15 +76,14 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
         **kwargs: Any,
     ) -> Any:
         """Return TRL's loss over the targets of all ranks, and note the number of targets for its metrics."""
-        mode = self._mode()
+        mode = "train" if self.model.training else "eval"
         loaders = self.accelerator.gradient_state
         if loaders.in_dataloader:
             # Otherwise accelerate takes TRL's counts for examples and drops some at the end.
             loaders.active_dataloader.remainder = -1
         if mode == "eval":  # otherwise TRL divides the loss of experts by the micro-batches of the last step
             self.current_gradient_accumulation_steps = 1
-        plan = inputs[PLAN_KEY].plan
-        tokens = self._total_train_tokens
+        plan, tokens = inputs[PLAN_KEY].plan, self._total_train_tokens
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
         )
@@ -98,15 +97,10 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with TRL's metrics as means over targets instead of micro-batches."""
-        mode = self._mode()
+        mode = "train" if self.model.training else "eval"
         targets = self._targets.pop(mode, [])
         for name in MEANS:
-            values = self._metrics[mode].get(name)
-            if values:
+            if values := self._metrics[mode].get(name):
                 weighted = sum(value * count for value, count in zip(values, targets, strict=True))
                 self._metrics[mode][name] = [weighted / max(sum(targets), 1)]
         super().log(logs, *args, **kwargs)
-
-    def _mode(self) -> str:
-        """Return the key of TRL's metrics."""
-        return "train" if self.model.training else "eval"

@@ -3,11 +3,11 @@
 import json
 import logging
 import time
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.recorder import Recording, Span
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 STEPS_BEFORE = 3
 """Number of first steps without a trace: they allocate memory, choose kernels and fill caches."""
 ROUNDS = 8
-"""Number of rounds for a common zero of time; the quickest round counts."""
+"""Number of rounds for a common zero of time."""
 
 
 class StepTracer(TrainerCallback):
@@ -32,37 +32,37 @@ class StepTracer(TrainerCallback):
     def __init__(self, dispatcher: Dispatcher, args: DistCAArguments) -> None:
         self._dispatcher, self._recorder, self._args = dispatcher, dispatcher.recorder, args
         self._recording: Recording | None = None
-        self._step: AbstractContextManager[None] | None = None
-        self._section: AbstractContextManager[None] | None = None
-        self._zero: tuple[float, float] | None = None  # see `rank_trace`
-        self._spans: list[Span] = []
-        self._steps = self._traced = 0
+        self.on_train_begin()
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        """Reset the count of steps."""
-        self.end()
-        self._steps, self._traced, self._zero, self._spans = 0, 0, None, []
+        """Forget an earlier training."""
+        self._drop()
+        self._steps = self._traced = 0
+        self._zero: tuple[float, float] | None = None  # see `rank_trace`
+        self._spans: list[Span] = []
+
+    def _drop(self) -> None:
+        """Stop recording; an unfinished step, which had no batch or failed, is not kept."""
+        if self._recording is not None:
+            self._recording.stop()
+        self._recording, self._step, self._section = None, ExitStack(), ExitStack()
 
     def begin_step(self, number: int) -> None:
         """Start step `number`, from 1 on, before its batches are fetched. A collective at the first recorded step."""
-        self.end()
+        self._drop()
         if self._steps < STEPS_BEFORE or self._traced == self._args.trace_steps:
             return
         if self._zero is None:
             self._zero = self._common_zero()
         self._recording = self._recorder.listen(*TRACED)
-        self._step = self._recorder.span("step", f"step {number}")
-        self._step.__enter__()
+        self._step.enter_context(self._recorder.span("step", f"step {number}"))
         self.section("batches")
 
     def section(self, name: str) -> None:
         """Begin another section of a recorded step."""
-        if self._recording is None:
-            return
-        if self._section is not None:
-            self._section.__exit__(None, None, None)
-        self._section = self._recorder.span("section", name)
-        self._section.__enter__()
+        if self._recording is not None:
+            self._section.close()
+            self._section.enter_context(self._recorder.span("section", name))
 
     def on_pre_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
         """Begin the section of the optimizer: all gradients are computed."""
@@ -71,41 +71,32 @@ class StepTracer(TrainerCallback):
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         """End a step, and write the trace after the last recorded step."""
         self._steps += 1
-        if self._recording is None or self._section is None or self._step is None:
+        if self._recording is None:
             return
-        self._section.__exit__(None, None, None)
-        self._step.__exit__(None, None, None)
+        self._section.close()
+        self._step.close()
         self._spans += self._recording.take()
         self._traced += 1
-        self.end()
+        self._drop()
         if self._traced == self._args.trace_steps:
             self._write()
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_kwargs: Any) -> None:
+    def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
         """Write the recorded steps if training ended before all steps were recorded."""
-        self.end()
+        self._drop()
         if self._traced == self._args.trace_steps:
             return
         if self._args.process_index == 0:
             logger.warning(
                 "trace_steps=%s: training ended after %s steps, and only %s were recorded, because the first %s never "
                 "are; set max_steps higher, or trace_steps lower",
-                self._args.trace_steps,
-                self._steps,
-                self._traced,
-                STEPS_BEFORE,
+                *(self._args.trace_steps, self._steps, self._traced, STEPS_BEFORE),
             )
         if self._traced:
             self._write()
 
-    def end(self) -> None:
-        """Stop recording and drop an unfinished step, which had no batch or failed."""
-        if self._recording is not None:
-            self._recording.stop()
-        self._recording = self._step = self._section = None
-
     def _common_zero(self) -> tuple[float, float]:
-        """Return a moment within the round in which all ranks met. A collective.
+        """Return a moment within the quickest of some rounds in which all ranks met. A collective.
 
         No rank leaves a round before all ranks have entered it. On each rank's clock, the last rank's entry therefore
         lies between the rank's own entering and leaving. Each rank takes its leaving for zero, so ranks differ by no
@@ -118,10 +109,10 @@ class StepTracer(TrainerCallback):
             groups.meet()
             rounds.append((entered, time.perf_counter()))
         offset, error = self._recorder.clock()
-        of_ranks = groups.all_gather([left - entered for entered, left in rounds], in_world=True)
-        longest = [max(times) for times in zip(*of_ranks, strict=True)]
+        mine = [left - entered for entered, left in rounds]
+        times_of_ranks, errors = zip(*groups.all_gather((mine, error), in_world=True), strict=True)
+        longest = [max(times) for times in zip(*times_of_ranks, strict=True)]
         best = longest.index(min(longest))
-        errors = groups.all_gather(error, in_world=True)
         return rounds[best][1] + offset, longest[best] + max(errors)
 
     def _write(self) -> None:
@@ -136,7 +127,5 @@ class StepTracer(TrainerCallback):
             logger.info(
                 "a trace of %s steps is in %s, beside those of the host's other ranks; open them in ui.perfetto.dev, "
                 "or join and draw them with hf-distca timeline %s",
-                self._traced,
-                path,
-                path.parent,
+                *(self._traced, path, path.parent),
             )

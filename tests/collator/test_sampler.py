@@ -1,13 +1,10 @@
-import pickle
-
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.collator.lengths import fit_documents
-from hf_distca.collator.refusals import Data
-from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch
-from tests.refused import refused
+from hf_distca.collator.sampler import GlobalBatchSampler
 
 
 def sampler_of(lengths, capacity, **options):
@@ -24,15 +21,7 @@ def test_in_order():
     assert documents(sampler) == [[0, 2, 3], [1], [4]]
     sampler.set_epoch(1)
     assert documents(sampler) == [[0, 2, 3], [1], [4]]
-
-
-def test_an_item_is_one_global_micro_batch_of_plain_data():
-    sampler = sampler_of([3, 2], 6, shuffle=False)
     assert not hasattr(sampler, "batch_size")
-    ((batch,),) = sampler
-    assert isinstance(batch, GlobalMicroBatch)
-    assert batch.lengths.tolist() == [3, 2]
-    assert pickle.loads(pickle.dumps(batch)).excerpts.tolist() == [(0, 0, 3, 3), (1, 0, 2, 2)]
 
 
 def test_epochs_and_seeds_differ_and_repeat():
@@ -109,7 +98,7 @@ def test_each_document_once_per_epoch_never_over_capacity(lengths, capacity, see
 
 def test_no_documents_or_too_long_ones():
     excerpts = fit_documents(np.array([3, 9]), 9, "error", "limit")
-    with refused(Data.NO_DOCUMENTS):
+    with pytest.raises(ValueError, match="there are 0 documents"):
         GlobalBatchSampler(excerpts[:0], 9)
-    with refused(Data.OVER_CAPACITY, document=1, length=9, capacity=8):
+    with pytest.raises(ValueError, match=r"2 documents of at most 9 tokens, but .* holds at most 8 tokens"):
         GlobalBatchSampler(excerpts, 8)

@@ -23,6 +23,8 @@ from hf_distca.trainer.refusals import (
     LOADED_ALREADY,
     LOSES_DEEPSPEED,
     NOT_CONNECTED,
+    PACKING,
+    ROWS_ARE_PLACED,
     SFT_ARGUMENTS,
     SFT_TRAINER,
     TRAINER,
@@ -168,9 +170,9 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
     "Models": entries(Models),
     "Adapters": (PROMPT_LEARNING, ALORA, *ADAPTERS.values()),
     "Arguments": ARGUMENTS,
-    "Arguments of the trainer": (*GIVEN, LOADED_ALREADY),
+    "Arguments of the trainer": (*GIVEN, *PACKING, *ROWS_ARE_PLACED, LOADED_ALREADY),
     "With TRL": (*SFT_ARGUMENTS, *SFT_TRAINER),
-    "Launch and model": (LOSES_DEEPSPEED, NOT_CONNECTED, *(rule for rule in TRAINER if rule not in GIVEN)),
+    "Launch and model": (LOSES_DEEPSPEED, NOT_CONNECTED, *TRAINER),
     "Data": entries(Data),
     "Runs": entries(Run),
     "Resuming": entries(Resume),
@@ -208,9 +210,8 @@ def refusals_page() -> str:
     for title, refusals in REFUSALS.items():
         parts.append(f"\n## {title}\n\n| condition | why | instead |\n| --- | --- | --- |\n")
         parts += [
-            f"| {entry.condition} | {_message(entry.reason)} | {_message(entry.remedy)} |\n"
+            f"| {entry.condition or _message(entry.found)} | {_message(entry.reason)} | {_message(entry.remedy)} |\n"
             for entry in refusals
-            if entry.condition
         ]
     return "".join(parts)
 
@@ -286,7 +287,7 @@ CODE = re.compile(
 
 
 def _message(text: str) -> str:
-    """A part of a message as Markdown, with an ellipsis for each value."""
+    """A text of a refusal as Markdown, with an ellipsis for each value."""
     return CODE.sub(lambda code: f"`{code[0]}`", template(text))
 
 

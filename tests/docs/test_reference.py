@@ -12,7 +12,7 @@ from transformers import Trainer
 import hf_distca
 from hf_distca.kernels import KERNEL_NAMES
 from hf_distca.trainer.metrics import METRICS, StepMeter
-from hf_distca.trainer.refusals import ARGUMENTS, GIVEN
+from hf_distca.trainer.refusals import ARGUMENTS, GIVEN, PACKING
 from tests.docs.reference import FOLDER, GROUPS, PAGES, REFUSALS, UNITS
 
 FIELDS = {field.name for field in dataclasses.fields(hf_distca.DistCATrainingArguments)}
@@ -70,7 +70,9 @@ def test_all_kernels_are_listed():
 
 
 def test_refused_arguments_exist():
-    named = {name for rule in (*ARGUMENTS, *GIVEN) for name in re.findall(r"^`(\w+)[`=]", rule.condition)}
+    named = {
+        name for rule in (*ARGUMENTS, *GIVEN, *PACKING) for name in re.findall(r"^(\w+)(?:=| is given)", rule.found)
+    }
     init = set(inspect.signature(Trainer.__init__).parameters)
     known = FIELDS | SFT_FIELDS | init | {"DPOTrainer", "args"}
     assert len(named) > 20
@@ -79,5 +81,5 @@ def test_refused_arguments_exist():
 
 @pytest.mark.parametrize("title", REFUSALS)
 def test_a_case_is_in_one_table_only(title):
-    conditions = [entry.condition for entries in REFUSALS.values() for entry in entries if entry.condition]
-    assert not [entry.condition for entry in REFUSALS[title] if conditions.count(entry.condition) > 1]
+    cases = [entry.condition or entry.found for entries in REFUSALS.values() for entry in entries]
+    assert not [entry for entry in REFUSALS[title] if cases.count(entry.condition or entry.found) > 1]

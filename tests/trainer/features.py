@@ -44,6 +44,7 @@ class Feature:
         steps_without_targets: number of first steps without a target: one process would divide by zero.
         rounds: whether the training computes in bfloat16.
         note: remark for users.
+        planned: further arguments of hf_distca's trainer.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class Feature:
     steps_without_targets: int = 0
     rounds: bool = False
     note: str = ""
+    planned: Mapping[str, Any] = field(default_factory=dict)
 
 
 def adapted(base: Callable[[str], Any] = plain, **settings: Any) -> Callable[[str], nn.Module]:
@@ -180,6 +182,7 @@ FEATURES: dict[str, Feature] = {
     "modules_to_save": Feature(
         model=adapted(target_modules=["k_proj"], modules_to_save=["embed_tokens", "lm_head", "norm"])
     ),
+    "LoRA on q_proj and the head": Feature(model=adapted(target_modules=["q_proj", "lm_head"])),
     "LoRA on a base in 4 bits": Feature(model=adapted(in_4_bits, target_modules="all-linear"), needs="bitsandbytes"),
     "trainable_token_indices": Feature(
         model=adapted(target_modules=["q_proj"], modules_to_save=["lm_head"], trainable_token_indices=[3, 4])
@@ -228,13 +231,15 @@ FEATURES: dict[str, Feature] = {
         note="ZeRO-3 gathers no weights for callbacks",
     ),
     "debug=underflow_overflow": Feature({"debug": "underflow_overflow"}),
+    "ZeRO-1": Feature(
+        environment={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, only=("zero2",), note="with `--zero_stage 1`"
+    ),
     # Optimizers
     "adamw_torch": Feature({"optim": "adamw_torch", "learning_rate": 1e-2}),
     "adafactor": Feature(
         {"optim": "adafactor", "learning_rate": 1e-2},
         refused={
-            "fsdp2": "transformers' Adafactor mixes whole and sharded tensors",
-            **dict.fromkeys(ZERO, "ZeRO gives it flat shards"),
+            **dict.fromkeys(("fsdp2", *ZERO), "its moments need the rows and columns of whole weights"),
         },
     ),
     "optimizers": Feature(
@@ -253,9 +258,56 @@ FEATURES: dict[str, Feature] = {
     "a micro-batch without targets": Feature({"gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9)),
     "a step without targets": Feature(example=targets_of(4, 5, 6, 7), steps_without_targets=1),
     # Models
+    "experts (Mixtral)": Feature(model=lambda how: small_model("mixtral", how, num_local_experts=4)),
+    "tied embeddings and mlp_chunk_rows": Feature(
+        planned={"mlp_chunk_rows": 16}, model=lambda how: small_model(implementation=how, tie_word_embeddings=True)
+    ),
     "a frozen tower for images": Feature(model=with_frozen_tower, only=("ddp", "fsdp2"), note=OF_TOWERS),
     "a tower for images": Feature(model=with_tower, only=("ddp", "fsdp2"), note=OF_TOWERS),
 }
+
+
+TOGETHER: list[tuple[str, tuple[str, ...]]] = [
+    ("ddp", ("DoRA", "neftune_noise_alpha", "EMA callback", "a last incomplete step", "optimizer_cls_and_kwargs")),
+    ("ddp", ("OFT", "max_grad_norm", "targets on one rank only", "optimizers")),
+    ("ddp", ("LLaMA-Adapter", "chats of several turns", "no checkpoints")),
+    ("ddp", ("a tower for images", "a step without targets")),
+    ("ddp", ("adafactor", "debug=underflow_overflow")),
+    ("fsdp2", ("LoRA on a base in 4 bits",)),
+    ("fsdp2", ("modules_to_save", "a micro-batch without targets", "EMA callback")),
+    ("fsdp2", ("use_liger_kernel", "adamw_torch")),
+    ("fsdp2", ("--mixed_precision bf16", "LoRA on v_proj only")),
+    ("fsdp2", ("a frozen tower for images", "max_grad_norm")),
+    ("zero2", ("trainable_token_indices", "a step without targets")),
+    ("zero2", ("bf16 and a micro-batch without targets", "LoRA on MLPs only")),
+    ("zero2", ("IA3", "chats of several turns", "optimizer_cls_and_kwargs")),
+    ("zero2", ("ZeRO-1", "adamw_torch")),
+    ("zero3", ("LoRA on q_proj only", "no checkpoints", "targets on one rank only")),
+    ("zero3", ("LoRA on q_proj and the head", "a last incomplete step")),
+    ("zero3", ("LoRA on all linear layers", "bf16 and LoRA on all linear layers", "bf16")),
+    ("zero3", ("experts (Mixtral)", "float32")),
+    ("zero3", ("tied embeddings and mlp_chunk_rows", "neftune_noise_alpha")),
+    ("zero3", ("weights in bfloat16",)),
+]
+"""Features that are trained at once, by strategy: what `make test` tries; `make features` tries each by itself."""
+
+
+def together(*names: str) -> Feature:
+    """Return features as one; at most one of them has a model, or examples, of its own."""
+    each = [FEATURES[name] for name in names]
+    return Feature(
+        arguments={name: value for one in each for name, value in one.arguments.items()},
+        planned={name: value for one in each for name, value in one.planned.items()},
+        model=next((one.model for one in each if one.model is not plain), plain),
+        example=next((one.example for one in each if one.example is not Feature.example), Feature.example),
+        given=lambda model: {name: value for one in each for name, value in one.given(model).items()},
+        environment={name: value for one in each for name, value in one.environment.items()},
+        patched=lambda patch: [one.patched(patch) for one in each],
+        refused={strategy: text for one in each for strategy, text in one.refused.items()},
+        needs=next((one.needs for one in each if one.needs != "torch"), "torch"),
+        steps_without_targets=max(one.steps_without_targets for one in each),
+        rounds=any(one.rounds for one in each),
+    )
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -298,7 +350,7 @@ This table has all of transformers' `TrainingArguments` that affect data, loss o
 TABLE = "see the table above"
 REFUSED = "see [What is refused](refusals.md)"
 METRICS = "no effect, because `compute_metrics` is refused"
-UNTRIED = "passed on to `Trainer`; not tested here"
+UNTRIED = "forwarded to `Trainer`; not tested here"
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     TABLE: (
         *("bf16", "gradient_accumulation_steps", "max_grad_norm", "neftune_noise_alpha", "use_liger_kernel", "debug"),

@@ -1,6 +1,6 @@
 """Runs of launches, their results, and the same runs in one process with "sdpa"."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from tests.trainer.train_script import VOCABULARY, generated, make_model
 SCRIPT = Path(__file__).parent / "train_script.py"
 LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31, 28, 5, 77, 12] * 3
 STEPS, ACCUMULATION, TOKENS_PER_RANK, LEARNING_RATE = 10, 2, 96, 1e-3
-FEW_STEPS = 4
 ARGUMENTS = {
     "max_steps": STEPS,
     "gradient_accumulation_steps": ACCUMULATION,
@@ -30,21 +29,29 @@ ARGUMENTS = {
     "save_strategy": "no",
     "loss_chunk_bytes": 16 * 4 * VOCABULARY,  # 16 rows
 }
+FEW_LENGTHS = LENGTHS[:16]
+"""Two optimizer steps are a pass over them."""
 # Older transformers know it by its first name alone.
 CHECKPOINTING = next(
     name
     for name in ("activation_checkpointing", "gradient_checkpointing")
     if name in TrainingArguments.__dataclass_fields__
 )
-FEW = {**ARGUMENTS, "max_steps": FEW_STEPS, CHECKPOINTING: True, "exchange_buffer_bytes": 2048}  # 16 rows, or 32
-PLAIN = {**FEW, CHECKPOINTING: False}
+PLAIN = {**ARGUMENTS, "max_steps": 3, "exchange_buffer_bytes": 2048}  # 16 rows, or 32
+FEW = {**PLAIN, CHECKPOINTING: True}
 FSDP_CHECKPOINTS = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}  # --fsdp_activation_checkpointing true
-FEW_BUT_LARGE = {**FEW, "learning_rate": 3e-2}
-BF16 = {**FEW_BUT_LARGE, "max_steps": 8, "bf16": True}
-WHOLE = {**ARGUMENTS, "eval_on_start": True, "save_strategy": "steps", "save_steps": STEPS // 2}
+BF16 = {**FEW, "learning_rate": 3e-2, "max_steps": 6, "bf16": True}
+WHOLE_STEPS, SAVED = 5, 3
+WHOLE = {
+    **ARGUMENTS,
+    "max_steps": WHOLE_STEPS,
+    "eval_on_start": True,
+    "save_strategy": "steps",
+    "save_steps": SAVED,  # in the middle of the second pass
+}
 
 HYBRID = {"model_type": "qwen3_next", **SMALL_HYBRID}
-SETS = {"few": 5, "most": 40}
+SETS = {"few": 5, "most": 14}
 # The more a step has lowered the loss, the worse: the first is the best, and two later ones are waited for.
 BEST = {
     **PLAIN,
@@ -61,38 +68,32 @@ BEST = {
 
 RUNS: dict[str, dict[str, Any]] = {
     "whole": {"arguments": WHOLE, "save": True},
-    "resumed": {"arguments": WHOLE, "resume": f"whole/checkpoint-{STEPS // 2}"},
-    "bf16": {"arguments": BF16, "lora": True, "watched": True, "save": True},
-    "bf16 evaluated": {"arguments": BF16, "lora": True, "calls": ["evaluate", "train", "evaluate"]},
+    "resumed": {"arguments": WHOLE, "resume": f"whole/checkpoint-{SAVED}"},
+    # FSDP2 rounds each micro-batch's loss to bfloat16: the mean of many is closer.
+    "bf16": {"arguments": BF16, "lengths": LENGTHS, "lora": True, "watched": True, "save": True},
+    "bf16 evaluated": {
+        **{"arguments": BF16, "lora": True, "watched": True, "save": True},
+        "calls": ["evaluate", "train", "evaluate"],
+    },
     "evaluated": {"arguments": FEW, "calls": ["evaluate"]},
     "twice": {"arguments": FEW, "calls": ["train", "train", "evaluate"]},
     "anew": {"arguments": FEW, "calls": ["train", "new trainer", "train", "evaluate"]},
-    "lora without checkpoints": {"arguments": PLAIN, "lora": True},
     "checkpointed by FSDP": {"arguments": PLAIN, "environment": FSDP_CHECKPOINTS, "calls": ["train"]},
     "computed again": {
         "arguments": {**PLAIN, "keep_core_attention": False},
         "environment": FSDP_CHECKPOINTS,
         "calls": ["train"],
     },
-    "tied, MLP in chunks": {
-        "arguments": {**FEW, "mlp_chunk_rows": 16},
-        "model": {"tie_word_embeddings": True},
-        "watched": True,
-    },
-    "mixtral": {"arguments": FEW, "model": {"model_type": "mixtral", "num_local_experts": 4}},
     "hybrid": {"arguments": {**FEW, "document_layout": "joint"}, "model": HYBRID},  # documents are cut
-    "head with adapters": {"arguments": FEW_BUT_LARGE, "lora": ["q_proj", "lm_head"], "watched": True},
-    "head trained whole": {"arguments": FEW_BUT_LARGE, "lora": ["q_proj"], "saved": ["lm_head"], "watched": True},
     "best": {"arguments": BEST, "sets": SETS, "patience": 2, "generates": 4},
-    "sft": {"arguments": FEW_BUT_LARGE, "sft": True},
+    "sft": {"arguments": {**FEW, "learning_rate": 3e-2}, "sft": True},
 }
-OF_SHARDS = ["whole", "resumed", "bf16", "twice", "head with adapters", "tied, MLP in chunks", "best", "sft", "hybrid"]
+OF_SHARDS = ["whole", "resumed", "twice", "best", "sft", "hybrid"]
 LAUNCHES = {
-    "ddp": ["whole", "resumed", "bf16", "bf16 evaluated", "twice", "sft"],
-    "fsdp2": [*OF_SHARDS, "evaluated", "checkpointed by FSDP", "computed again"],
-    "zero1": ["whole"],
+    "ddp": ["whole", "resumed", "bf16 evaluated", "twice", "sft"],
+    "fsdp2": [*OF_SHARDS, "bf16", "evaluated", "checkpointed by FSDP", "computed again"],
     "zero2": ["whole", "resumed", "evaluated"],
-    "zero3": [*OF_SHARDS, "bf16 evaluated", "mixtral", "anew", "lora without checkpoints", "head trained whole"],
+    "zero3": [*OF_SHARDS, "bf16 evaluated", "anew"],
 }
 """Runs of each launch, in their order."""
 
@@ -107,9 +108,9 @@ LAUNCHED = {
     "zero2": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
     "zero3": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
 }
-"""What `accelerate launch` sets for each way to train in parallel, of what decides it."""
+"""Variables of `accelerate launch` that decide the strategy."""
 
-REPLICATED = ("ddp", "zero1", "zero2")
+REPLICATED = ("ddp", "zero2")
 """Strategies under which each rank holds all parameters."""
 
 
@@ -117,7 +118,7 @@ class Launched:
     """Results of a launch, whose files are in `folder`."""
 
     def __init__(self, strategy: str, folder: Path) -> None:
-        runs = {name: {"lengths": LENGTHS, **RUNS[name]} for name in LAUNCHES[strategy]}
+        runs = {name: {"lengths": FEW_LENGTHS, **RUNS[name]} for name in LAUNCHES[strategy]}
         self.folder = folder
         if strategy == "ddp":
             self.codes, self._log = [run_launch(strategy, SCRIPT, runs, folder).returncode], folder / LOG
@@ -133,8 +134,8 @@ class Launched:
 
 
 def reference_losses() -> list[float]:
-    """The losses of the long run in one process."""
-    return reference_run(RUNS["whole"])["losses"]
+    """The losses of `ARGUMENTS` on all documents, in one process."""
+    return reference_run({"arguments": ARGUMENTS, "lengths": LENGTHS, "calls": ["train"]})["losses"]
 
 
 def reference_run(run: dict[str, Any]) -> dict[str, Any]:
@@ -142,8 +143,9 @@ def reference_run(run: dict[str, Any]) -> dict[str, Any]:
 
     The global micro-batches are those of two ranks.
     """
-    arguments, documents = run["arguments"], random_documents(LENGTHS)
-    model = make_model(run, "eager" if run.get("model", {}).get("model_type") == "gemma2" else "sdpa")
+    arguments, lengths = run["arguments"], run.get("lengths", FEW_LENGTHS)
+    documents = random_documents(lengths)
+    model = make_model(run, "sdpa")
     # Around each forward: autocast keeps the weights that it has cast until it ends.
     model.forward = torch.autocast("cpu", torch.bfloat16, enabled=arguments.get("bf16", False))(model.forward)
     optimizer = new_optimizer(model, arguments)
@@ -153,7 +155,7 @@ def reference_run(run: dict[str, Any]) -> dict[str, Any]:
             for step in optimizer_steps(documents, arguments):
                 result["losses"].append(optimizer_step(model, optimizer, step))
         elif call == "evaluate":
-            result["evaluations"].append(evaluation_loss(model))
+            result["evaluations"].append(evaluation_loss(model, lengths))
         else:
             optimizer = new_optimizer(model, arguments)
     return result
@@ -161,11 +163,11 @@ def reference_run(run: dict[str, Any]) -> dict[str, Any]:
 
 def reference_evaluations(run: dict[str, Any], steps: int) -> list[tuple[list[float], list[int]]]:
     """In one process after each step: the losses of a run's evaluation sets, and what its callback generates."""
-    documents, model, found = random_documents(LENGTHS), make_model(run, "sdpa"), []
+    documents, model, found = random_documents(FEW_LENGTHS), make_model(run, "sdpa"), []
     optimizer = new_optimizer(model, run["arguments"])
     for step in optimizer_steps(documents, {**run["arguments"], "max_steps": steps}):
         optimizer_step(model, optimizer, step)
-        losses = [evaluation_loss(model, count) for count in run["sets"].values()]
+        losses = [evaluation_loss(model, FEW_LENGTHS[:count]) for count in run["sets"].values()]
         found.append((losses, generated(model, run["generates"])))
     return found
 
@@ -204,9 +206,9 @@ def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, documents
 
 
 @torch.no_grad()
-def evaluation_loss(model: nn.Module, count: int = len(LENGTHS)) -> float:
-    """The mean loss over all targets of all documents, or of the first ones."""
-    return sum(loss.item() for loss in document_losses(model, random_documents(LENGTHS)[:count]))
+def evaluation_loss(model: nn.Module, lengths: Sequence[int] = FEW_LENGTHS) -> float:
+    """The mean loss over all targets of documents."""
+    return sum(loss.item() for loss in document_losses(model, random_documents(lengths)))
 
 
 def document_losses(model: nn.Module, documents: list[Tensor]) -> Iterator[Tensor]:

@@ -1,7 +1,4 @@
-"""Trainings that end before their time: all processes end, say why, and another launch goes on to the last bit.
-
-Each set of ranks has processes of its own, since DeepSpeed leaves settings in its processes.
-"""
+"""Trainings that end before their time: all processes end with the reason; another launch goes on to the last bit."""
 
 import errno
 import json
@@ -31,8 +28,7 @@ from tests.trainer.train_script import allow_bf16, parameters_hash
 
 SAVED = 1
 """Step of the last whole checkpoint, in the middle of the first of two passes."""
-WITH_DROPOUT = adapted(target_modules="all-linear", lora_dropout=0.1)
-MODELS = {"ddp": WITH_DROPOUT, "fsdp2": plain, "zero3": WITH_DROPOUT}
+MODELS = {"ddp": adapted(target_modules="all-linear", lora_dropout=0.1), "fsdp2": plain}
 ARGUMENTS: dict[str, Any] = {
     "max_steps": 3,
     "save_strategy": "steps",
@@ -47,7 +43,6 @@ ARGUMENTS: dict[str, Any] = {
 ENDS_WITHIN_S = 20.0
 """Much less than the seconds after which an exchange fails by itself."""
 WAIT_S = 200.0
-"""For a set of ranks; DeepSpeed compiles an operator where nobody has used it before."""
 
 
 class Ends(TrainerCallback):
@@ -74,9 +69,7 @@ def _full(*args: Any) -> None:
 def _trainer(model: Any, folder: Path, strategy: str) -> Any:
     allow_bf16()
     trainer = make_trainer(str(folder), model=model, environment=LAUNCHED[strategy], **ARGUMENTS)
-    assert {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(strategy, "DEEPSPEED") in str(
-        trainer.accelerator.distributed_type
-    )
+    assert {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}[strategy] in str(trainer.accelerator.distributed_type)
     return trainer
 
 
@@ -89,12 +82,10 @@ def _note_result(trainer: Any, folder: Path) -> None:
 
 def _whole_and_ended(folder: Path, strategy: str, end: str) -> None:
     """Train to the end, and in the same processes a training that ends before."""
-    # Before the first arguments: once those know of ZeRO-3, a model's parameters are drawn in another way.
-    models = [MODELS[strategy]("distca") for _ in range(2)]
-    trainer = _trainer(models[0], folder / "whole", strategy)
+    trainer = _trainer(MODELS[strategy]("distca"), folder / "whole", strategy)
     trainer.train()
     _note_result(trainer, folder / "whole")
-    trainer = _trainer(models[1], folder / "ended", strategy)
+    trainer = _trainer(MODELS[strategy]("distca"), folder / "ended", strategy)
     trainer.add_callback(Ends(end, folder))
     if end == "disk full" and dist.get_rank() == 0:
         save = trainer._save_optimizer_and_scheduler
@@ -119,15 +110,14 @@ def _resumed(folder: Path, strategy: str, end: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "end", "codes", "told"),
+    ("strategy", "end", "codes", "messages"),
     [
         ("fsdp2", "killed", [-signal.SIGKILL, 1], ("", "")),
-        ("zero3", "killed", [-signal.SIGKILL, 1], ("", "")),
         ("ddp", "Ctrl-C", [1, 1], ("KeyboardInterrupt", "KeyboardInterrupt")),
         ("ddp", "disk full", [1, 1], ("OSError: [Errno 28]", "RuntimeError: rank 0 failed: OSError: [Errno 28]")),
     ],
 )
-def test_all_ranks_end_and_another_launch_goes_on(tmp_path, strategy, end, codes, told):
+def test_all_ranks_end_and_another_launch_goes_on(tmp_path, strategy, end, codes, messages):
     for part in ("first", "second"):
         (tmp_path / part).mkdir()
     reached = tmp_path / "reached"
@@ -143,7 +133,7 @@ def test_all_ranks_end_and_another_launch_goes_on(tmp_path, strategy, end, codes
         ended = time.monotonic()
         assert [rank.exitcode for rank in ranks] == codes
     assert ended - float(reached.read_text()) < ENDS_WITHIN_S
-    for rank, message in enumerate(told):
+    for rank, message in enumerate(messages):
         assert message in (tmp_path / "first" / f"output-{rank}").read_text(errors="replace")
     with own_processes(2, _resumed, tmp_path, strategy, end, folder=tmp_path / "second") as ranks:
         for rank in ranks:

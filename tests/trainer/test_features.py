@@ -1,4 +1,4 @@
-"""Each feature under each strategy: two ranks with planned attention beside transformers' Trainer with "sdpa" in one
+"""Features under each strategy: two ranks with planned attention beside transformers' Trainer with "sdpa" in one
 process, on the same documents; or refused, with cause and remedy, on every rank.
 
 What is computed in float32 may differ by roundings of float32. What is computed in bfloat16 is held against one
@@ -29,11 +29,13 @@ from tests.trainer.features import (
     OTHERS,
     PAGE,
     SGD,
+    TOGETHER,
     Average,
     Example,
     Feature,
     Pad,
     page,
+    together,
     whole,
 )
 from tests.trainer.launches import CHECKPOINTING, LAUNCHED
@@ -94,9 +96,9 @@ def trained(trainer: Trainer, model: nn.Module) -> Result:
     }
 
 
-def planned(folder: str, name: str, strategy: str) -> Result:
+def planned(folder: str, names: tuple[str, ...], strategy: str) -> Result:
     """A rank's training with hf_distca, or the error and how far it had come."""
-    feature = FEATURES[name]
+    feature = together(*names)
     # Before the arguments: once those know of ZeRO-3, a model's parameters are drawn in another way.
     unset_hf_deepspeed_config()
     model = feature.model("distca")
@@ -106,7 +108,8 @@ def planned(folder: str, name: str, strategy: str) -> Result:
         try:
             args = hf_distca.DistCATrainingArguments(
                 output_dir=folder,
-                **{**COMMON, **PLANNED, **exchanging(model), "dataloader_num_workers": 0, **feature.arguments},
+                **{**COMMON, **PLANNED, **exchanging(model), "dataloader_num_workers": 0, **feature.planned}
+                | feature.arguments,
             )
             trainer = hf_distca.DistCATrainer(args=args, **given)
             result = trained(trainer, model)
@@ -151,62 +154,64 @@ def in_one_process(folder: str, feature: Feature, exact: bool = False) -> Result
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> Callable[..., Result]:
-    """What one process makes of a feature, trained once."""
+    """What one process makes of features, trained once."""
     folder = str(tmp_path_factory.mktemp("one"))
-    return cache(lambda name, exact=False: in_one_process(folder, FEATURES[name], exact))
+    return cache(lambda names, exact=False: in_one_process(folder, together(*names), exact))
 
 
 @pytest.fixture(scope="module")
-def run(rank_pools, tmp_path_factory) -> Iterator[Callable[[str, str], list[Result]]]:
-    """Trains a feature under a strategy, and gives what became of it on each rank.
+def run(rank_pools, tmp_path_factory) -> Iterator[Callable[[tuple[str, ...], str], list[Result]]]:
+    """Trains features under a strategy, and gives what became of them on each rank.
 
     Each stage of ZeRO has a pool of its own, whose groups stay: DeepSpeed keeps them for the whole of a process.
     """
     folder = str(tmp_path_factory.mktemp("two"))
     pools = {"zero2": RankPool(2), "zero3": RankPool(2)}
 
-    def trains(name: str, strategy: str) -> list[Result]:
+    def trains(names: tuple[str, ...], strategy: str) -> list[Result]:
         pool = pools.get(strategy, rank_pools[2])
-        return pool.run(planned, folder, name, strategy, keeps_groups=strategy in pools)
+        return pool.run(planned, folder, names, strategy, keeps_groups=strategy in pools)
 
     yield trains
     for pool in pools.values():
         pool.close()
 
 
-def rows() -> list[Any]:
-    """Return each feature with its strategies; all but one, which the features take in turns, are marked further."""
-    return [
-        pytest.param(
-            name, strategy, marks=[pytest.mark.further_strategy] if index != number % len(feature.only) else []
-        )
-        for number, (name, feature) in enumerate(FEATURES.items())
-        for index, strategy in enumerate(feature.only)
-    ]
+SINGLE = [(strategy, (name,)) for name, feature in FEATURES.items() for strategy in feature.only]
 
 
 @pytest.mark.features
-@pytest.mark.parametrize(("name", "strategy"), rows())
-def test_feature(run, reference, name, strategy):
-    feature = FEATURES[name]
+@pytest.mark.parametrize(
+    ("strategy", "names"),
+    [*TOGETHER, *(pytest.param(*each, marks=pytest.mark.further_strategy) for each in SINGLE if each not in TOGETHER)],
+    ids=lambda value: value if isinstance(value, str) else ", ".join(value),
+)
+def test_features(run, reference, strategy, names):
+    feature = together(*names)
     pytest.importorskip(feature.needs)
-    for result in run(name, strategy):
+    for result in run(names, strategy):
         if strategy in feature.refused:
             assert feature.refused[strategy] in result.get("error", "no error")
             continue
         assert "error" not in result, result["error"]
         assert {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(strategy, "DEEPSPEED") in result["strategy"]
-        expected = reference(name)
+        expected = reference(names)
         losses, others = errors(result, expected)
         if not feature.rounds:
             assert losses < EXACT_LOSS
             assert others < EXACT
             continue
         assert losses < (ROUNDING if strategy == "fsdp2" else ROUNDING / TARGETS**0.5)
-        exact = reference(name, exact=True)
+        exact = reference(names, exact=True)
         _, of_one_process = errors(expected, exact)
         _, others = errors(result, exact)
         assert others < 2 * of_one_process
+
+
+def test_each_feature_is_among_those_that_are_always_tried():
+    assert set(FEATURES) == {name for _, names in TOGETHER for name in names}
+    for strategy, names in TOGETHER:
+        assert all(strategy in FEATURES[name].only and strategy not in FEATURES[name].refused for name in names)
 
 
 def errors(result: Result, expected: Result) -> tuple[float, float]:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset
 
-from hf_distca.collator.documents import Columns
 from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.planner.micro_batch import PlanSettings
-from hf_distca.trainer.loaders import PackedLoaders, agreed_lengths, is_stream, lengths_read_on_host
+from hf_distca.trainer.loaders import PackedLoaders, is_stream, lengths_read_on_host
 from tests.trainer.small_trainers import make_trainer
 
 
@@ -45,45 +44,32 @@ def test_loaders_are_made_as_the_arguments_say(tmp_path):
 
 
 def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(tmp_path):
-    args = make_trainer(str(tmp_path), tokens_per_rank=8).args
+    trainer = make_trainer(str(tmp_path), tokens_per_rank=8)
     groups = SimpleNamespace(
         rank=0, ranks=2, raise_together=lambda *_, **__: None, all_gather=lambda value, **_: [value] * 2
     )
     settings = PlanSettings(2, 8, document_layout="whole")
     dispatcher: Any = SimpleNamespace(
-        groups=groups, settings=settings, device=args.device, choices=lambda: settings.choices
+        groups=groups, settings=settings, device=trainer.args.device, choices=lambda: settings.choices
     )
-    loaders = PackedLoaders(args, dispatcher, lambda: Columns("length"))
+    loaders = PackedLoaders(trainer, dispatcher)
     documents = [{"input_ids": [0] * length} for length in (6, 5, 4)]
     assert len(loaders.loader(documents, shuffle=False)) == 2  # 15 tokens, but 4 more fit beside neither 6 nor 5
     with pytest.raises(ValueError, match="longer than tokens_per_rank = 8 tokens"):
         loaders.loader([{"input_ids": [0] * 9}], shuffle=False)
 
 
-def test_whatever_a_data_set_raises_is_told_to_all_processes_of_the_world():
-    told: list[Any] = []
-
-    def raise_together(error: Exception | None, **options: bool) -> None:
-        told.append((error, options))
-        assert error is not None
-        raise error
-
+def test_whatever_a_data_set_raises_reaches_all_processes_of_the_world(tmp_path, monkeypatch):
     class Faulty(list[Any]):
         def __getitem__(self, index: Any) -> Any:
             raise OSError("stale file handle")
 
-    groups: Any = SimpleNamespace(raise_together=raise_together)
-    with pytest.raises(OSError, match="stale") as raised:
-        agreed_lengths(Faulty([{"input_ids": [1]}]), Columns("length"), groups, progress=False)
-    assert told == [(raised.value, {"in_world": True})]
-
-
-def test_data_sets_of_the_same_lengths_may_differ():
-    groups: Any = SimpleNamespace(
-        raise_together=lambda *_, **__: None, all_gather=lambda value, **_: [value, ("another", *value[1:])]
-    )
-    with pytest.raises(ValueError, match=r"different data sets \(rank 0: 1 documents, 2 tokens; rank 1: 1 doc"):
-        agreed_lengths([{"input_ids": [1, 2]}], Columns("length"), groups, progress=False)
+    trainer, seen = make_trainer(str(tmp_path)), []
+    groups = trainer.dispatcher.groups
+    monkeypatch.setattr(groups, "raise_together", lambda error, **options: seen.append((error, options)))
+    trainer._loaders.lengths(Faulty([{"input_ids": [1]}]))
+    ((error, options),) = seen
+    assert (str(error), options) == ("stale file handle", {"in_world": True})
 
 
 @pytest.mark.parametrize(
@@ -92,7 +78,7 @@ def test_data_sets_of_the_same_lengths_may_differ():
 )
 def test_lengths_are_read_by_the_collator_unless_rank_0_reads_for_all(dataset, dispatch_batches, expected):
     args: Any = SimpleNamespace(accelerator_config=SimpleNamespace(dispatch_batches=dispatch_batches))
-    trainer: Any = SimpleNamespace(data_collator=list)
-    with lengths_read_on_host(trainer, dataset, args):
+    trainer: Any = SimpleNamespace(data_collator=list, args=args)
+    with lengths_read_on_host(trainer, dataset):
         assert isinstance(trainer.data_collator, CollatorWithLengths) is not expected
     assert trainer.data_collator is list

@@ -1,4 +1,4 @@
-"""What a trainer says of memory."""
+"""What a trainer logs about memory."""
 
 import logging
 
@@ -10,7 +10,7 @@ from tests.models_and_batches import small_model
 from tests.trainer.small_trainers import make_trainer
 
 
-def told(caplog, trainer, memory) -> tuple[str, list[str]]:
+def logged(caplog, trainer, memory) -> tuple[str, list[str]]:
     with caplog.at_level(logging.INFO, "hf_distca.trainer.memory"):
         log_memory(trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator, memory)
     records = [record for record in caplog.records if record.name == "hf_distca.trainer.memory"]
@@ -19,17 +19,17 @@ def told(caplog, trainer, memory) -> tuple[str, list[str]]:
     return first.getMessage(), [record.getMessage() for record in rest]
 
 
-def test_it_says_what_is_needed_and_warns_if_that_does_not_fit(tmp_path, caplog):
+def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog):
     model = small_model(hidden_size=64, intermediate_size=8192)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
     arguments = {"tokens_per_rank": 8192, "activation_checkpointing": True, "bf16": True}
     trainer = make_trainer(str(tmp_path), model=model, max_steps=1, save_strategy="no", **arguments)
-    message, warnings = told(caplog, trainer, 10**10)
+    message, warnings = logged(caplog, trainer, 10**10)
     assert message.startswith("memory with 8192 tokens on each rank: ")
     assert " of 10.0 GB (" in message
     assert not warnings
     caplog.clear()
-    _, (warning,) = told(caplog, trainer, 10**8)
+    _, (warning,) = logged(caplog, trainer, 10**8)
     assert warning.startswith("tokens_per_rank=8192 will not fit: ")
     # The model is as it was.
     assert not model.is_gradient_checkpointing

@@ -11,10 +11,12 @@ import torch
 from transformers import TrainerCallback
 
 from hf_distca import DistCAConfig
+from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.settings import plan_settings
 from hf_distca.plan import ExchangeFigures, PlanChoice, PlanSummary
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.trainer.metrics import AttentionTime, EvaluationLoss, ModelFlops, Remedies, StepMeter
+from hf_distca.trainer import metrics
+from hf_distca.trainer.metrics import ModelFlops, Remedies, StepMeter, predicted_attention
 from tests.models_and_batches import small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
@@ -43,20 +45,14 @@ class Clock(TrainerCallback):
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("hf_distca.trainer.metrics.time", clock)
+    monkeypatch.setattr(metrics, "time", clock)
     return clock
 
 
 def test_only_training_counts(tmp_path, monkeypatch, clock):
+    evaluations = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
     trainer = make_trainer(
-        str(tmp_path),
-        max_steps=5,
-        logging_steps=2,
-        gradient_accumulation_steps=8,
-        eval_strategy="steps",
-        eval_steps=1,
-        eval_on_start=True,
-        save_strategy="no",
+        str(tmp_path), max_steps=3, logging_steps=2, gradient_accumulation_steps=8, save_strategy="no", **evaluations
     )
     monkeypatch.setattr(trainer.dispatcher.recorder, "seconds", clock.seconds)
     trainer.add_callback(clock)
@@ -65,72 +61,70 @@ def test_only_training_counts(tmp_path, monkeypatch, clock):
         clock.now += 1000.0
         clock.waited += 1000.0
         trainer.train()
-        figures = [entry for entry in trainer.state.log_history if "loss" in entry]
-        assert [entry["distca/tokens_per_second"] for entry in figures] == pytest.approx([sum(LENGTHS) / 2.0] * 2)
-        assert [entry["distca/exchange_wait_seconds"] for entry in figures] == [2.0] * 2
+        (figures,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert figures["distca/tokens_per_second"] == pytest.approx(sum(LENGTHS) / 2.0)
+        assert figures["distca/exchange_wait_seconds"] == 2.0
         # One rank: what it takes is the speed that it is predicted by.
-        assert [entry["distca/attention_ms"] for entry in figures] == [500.0] * 2
-        assert [entry["distca/attention_ms_predicted"] for entry in figures] == pytest.approx([500.0] * 2)
+        assert figures["distca/attention_ms"] == pytest.approx(figures["distca/attention_ms_predicted"]) == 500.0
 
 
-def meter_of(clock: Clock, steps: int, moved: list[list[int]], nodes: Any = None, choice: Any = None, **parts: Any):
-    """A meter that has seen steps, and micro-batches of 24 tokens whose plans move these bytes."""
+MOVED = [*range(9)], [*range(1, 10)]
+
+
+def figures_of(clock: Clock, moved=MOVED, nodes: Any = None, choice: Any = None, servers: Any = None):
+    """Figures of two steps with two micro-batches of 24 tokens, whose plans move these bytes, on two processes."""
     dispatcher = SimpleNamespace(
         settings=SimpleNamespace(nodes=nodes),
         recorder=SimpleNamespace(seconds=clock.seconds),
-        groups=SimpleNamespace(all_gather=lambda value: [value]),
+        groups=SimpleNamespace(all_gather=lambda value: [value], ranks=2),
         device=torch.device("cpu"),
     )
-    attention = SimpleNamespace(predicted=lambda plans, seen: 1e-3 * len(plans) + sum(seen))
-    meter = StepMeter(dispatcher, parts.pop("pool", None), attention, processes=2, **parts)
+    pool = None if servers is None else SimpleNamespace(servers=servers)
+    meter = StepMeter(dispatcher, small_model(), pool, 2, SimpleNamespace(besides=0.5))
     for each in moved:
         summary = PlanSummary(1.5, 1.0, ExchangeFigures(*each))
-        plan = SimpleNamespace(tokens=np.array([20, 4]), summary=summary, choice=choice)
+        plan = SimpleNamespace(tokens=np.array([20, 4]), summary=summary, choice=choice, nano_batches=())
         meter.count(SimpleNamespace(plan=plan, ran=SimpleNamespace(layers_in_turns=0, layers=1), stages=1))
-    for _ in range(steps):
+    for _ in range(2):
         clock.on_step_begin()
         meter.on_step_end()
-    return meter
+    assert meter.steps == 2
+    figures = meter.figures()
+    assert (meter.steps, meter.figures()) == (0, {})
+    return figures
 
 
-@pytest.mark.parametrize("nodes", [None, (0, 0, 1)])
-def test_bytes_of_nodes_are_logged_where_ranks_share_nodes(clock, nodes):
-    figures = meter_of(clock, 1, [[*range(9)], [*range(1, 10)]], nodes).figures()
+def test_bytes_of_nodes_are_logged_where_ranks_share_nodes(clock):
+    figures = figures_of(clock)
     assert figures["exchange_bytes"] == 1.5
-    assert {name: value for name, value in figures.items() if "node" in name} == (
-        {}
-        if nodes is None
-        else {
-            "exchange_bytes_within_nodes": 3.5,
-            "exchange_bytes_between_nodes": 6.5,
-            "busiest_node_bytes_within": 4.5,
-            "busiest_node_bytes_between": 7.5,
-        }
-    )
+    assert not [name for name in figures if "node" in name]
+    assert {name: value for name, value in figures_of(clock, nodes=(0, 0, 1)).items() if "node" in name} == {
+        "exchange_bytes_within_nodes": 3.5,
+        "exchange_bytes_between_nodes": 6.5,
+        "busiest_node_bytes_within": 4.5,
+        "busiest_node_bytes_between": 7.5,
+    }
 
 
 @pytest.mark.parametrize(("peak", "mfu"), [(None, None), (100.0, 2 * 50.0 / (4.0 * 3 * 100.0))])
 def test_figures_of_devices(monkeypatch, clock, peak, mfu):
-    monkeypatch.setattr("hf_distca.trainer.metrics.peak_flops", lambda name: peak)
-    flops = SimpleNamespace(of=lambda plan: 50.0)
-    meter = meter_of(clock, 2, [[0] * 9] * 2, pool=SimpleNamespace(servers=[7]), flops=flops)
-    assert meter.steps == 2
-    figures = meter.figures()
-    assert meter.steps == 0
+    monkeypatch.setattr(metrics, "peak_flops", lambda name: peak)
+    monkeypatch.setattr(ModelFlops, "of", lambda self, plan: 50.0)
+    figures = figures_of(clock, servers=[7])
     assert (figures["tokens_per_second"], figures["tokens_per_second_per_device"]) == (12.0, 4.0)
     assert (figures["exposed_exchange_share"], figures["imbalance_degree_packed"]) == (0.5, 1.5)
-    assert figures.get("mfu") == mfu
-    assert (figures["attention_ms"], figures["attention_ms_predicted"]) == (500.0, (0.002 + 1) * 1e3 / 2)
+    assert (figures.get("mfu"), figures["attention_servers"], figures["attention_ms"]) == (mfu, 1, 500.0)
 
 
 def test_figures_of_plans_that_were_chosen(clock):
     # Bytes in all, the busiest worker's, and inside nodes three times; then between nodes.
     moved = [[0] * 9, [7, 7, 7, 7, 7, 0, 0, 0, 0], *[[7, 7, 4, 4, 4, 3, 3, 3, 0]] * 2]
     choice = PlanChoice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3)
-    figures = meter_of(clock, 2, moved, choice=choice, costs=SimpleNamespace(besides=0.5)).figures()
+    figures = figures_of(clock, moved, choice=choice)
     assert (figures["step_ms"], figures["step_ms_predicted"]) == (2000.0, 1000.0)
     assert figures["gain_predicted"] == pytest.approx(1.2)
     assert (figures["plans_without_exchange"], figures["plans_within_nodes"]) == (0.25, 0.25)
+    assert figures["attention_ms_predicted"] == pytest.approx(4 * 100.0 / 2)
 
 
 def test_model_flops_are_those_of_weights_and_pairs():
@@ -154,24 +148,15 @@ def test_predicted_attention_time():
     config = DistCAConfig(tokens_per_rank=4, document_layout="whole", balance_tolerance=100.0, ping_pong=False)
     settings = plan_settings(model, config, ranks=2, device=torch.device("cpu"))
     plans = [plan_micro_batch([4, 2, 2], settings), plan_micro_batch([3], settings)]
-    busiest, other = 10 + 6, 3 + 3
-    predicted = AttentionTime(model).predicted
-    assert predicted(plans, [7.0, 4.0]) == pytest.approx((7.0 + 4.0) * busiest / (busiest + other))
+    busiest, other, layers = 10 + 6, 3 + 3, layers_by_kind(model)
+    expected = (7.0 + 4.0) * busiest / (busiest + other)
+    assert predicted_attention(layers, plans, [7.0, 4.0]) == pytest.approx(expected)
     # Plans that were chosen carry their prediction; the busiest rank is that of all micro-batches together.
     attention = ((5.0, 1.0), (1.0, 6.0))
     chosen = [
         replace(plan, choice=PlanChoice(1, 1, 0.01, 9.0, each)) for plan, each in zip(plans, attention, strict=True)
     ]
-    assert predicted(chosen, [100.0, 100.0]) == 7.0
-
-
-def test_the_loss_of_an_evaluation():
-    groups: Any = SimpleNamespace(ranks=2, all_gather=lambda value: [value, value])
-    loss = EvaluationLoss(groups)
-    assert loss.mean() is None
-    loss.add(torch.tensor(3.0), torch.tensor(4))
-    loss.add(torch.tensor(1.0), torch.tensor(2))
-    assert loss.mean() == (3 * 4 + 1 * 2) / 6
+    assert predicted_attention(layers, chosen, [100.0, 100.0]) == 7.0
 
 
 FINE = {"imbalance_degree": 1.01, "exposed_exchange_share": 0.02, "ping_pong_share": 1.0}
@@ -184,7 +169,7 @@ REMEDY = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_each_problem_is_told_once_with_the_remedy(caplog, name):
+def test_each_problem_is_logged_once_with_the_remedy(caplog, name):
     remedies = Remedies(DistCAConfig(balance_tolerance=0.3, ping_pong=True), ping_pong=True)
     for _ in range(30):
         remedies.see({**FINE, name: WRONG[name]}, 10)

@@ -97,13 +97,13 @@ def test_what_brings_gradients_together(kind, cls, engine, expected):
     assert is_wrapped(model, accelerator) is expected
 
 
-@pytest.mark.parametrize(("sizes", "expected"), [(None, True), (1, True), (2, False)])
-def test_a_model_divided_at_load_is_wrapped_by_fsdp_or_trains_on_the_same_data(sizes, expected):
+def test_a_model_divided_at_load_is_wrapped_by_fsdp_or_trains_on_the_same_data():
     model: Any = nn.Module()
     model.is_distributed_loading_by_transformers = True
-    config = None if sizes is None else SimpleNamespace(data_parallel_size=sizes)
-    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, parallelism_config=config)
-    assert is_wrapped(model, accelerator) is expected
+    for sizes, expected in ((None, True), (1, True), (2, False)):
+        config = None if sizes is None else SimpleNamespace(data_parallel_size=sizes)
+        accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, parallelism_config=config)
+        assert is_wrapped(model, accelerator) is expected
 
 
 # Processes on CPUs

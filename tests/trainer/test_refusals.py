@@ -1,7 +1,8 @@
-"""What cannot be trained exactly is refused before any work starts."""
+"""What cannot be trained exactly is refused before any work starts, on every rank."""
 
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,6 @@ import datasets
 import peft
 import pytest
 import torch
-import transformers
 import trl
 from accelerate import DistributedType
 from accelerate.utils import DynamoBackend
@@ -27,7 +27,7 @@ from hf_distca.models.decoder import decoder_attentions
 from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
 from hf_distca.refusal import check
 from hf_distca.trainer import refusals
-from hf_distca.trainer.refusals import PADDING, Given
+from hf_distca.trainer.refusals import PADDING, Given, check_given
 from tests.models_and_batches import small_model
 from tests.ranks import RankPool
 from tests.refused import refused
@@ -59,8 +59,9 @@ def trainer(tmp_path, model=None, collator=None, documents=((1, 2, 3),), **optio
 def settings(**changes):
     # Arguments of TRL's trainer, which have those of transformers, changed after they were checked.
     args = hf_distca.DistCASFTConfig("unused", use_cpu=True, bf16=False, report_to=[])
-    for name, value in changes.items():
-        setattr(args, name, value)
+    loading = {name: changes.pop(name) for name in list(changes) if hasattr(args.accelerator_config, name)}
+    args.accelerator_config = SimpleNamespace(**{**vars(args.accelerator_config), **loading})
+    vars(args).update(changes)
     return args
 
 
@@ -68,14 +69,8 @@ def given(args=None, trainer=hf_distca.DistCATrainer, **named):
     return Given(trainer, {"args": settings() if args is None else args, **named})
 
 
-def loading(**changes):
-    return settings(accelerator_config=SimpleNamespace(**{**vars(settings().accelerator_config), **changes}))
-
-
-def launched(args=None, model=None, sizes=(1, 1, 1), optimizers=(None, None), **changes):
-    # A trainer as it would be launched, with context, sequence and tensor parallelism of these sizes.
-    model = model or small_model()
-    context, sequence, tensor = (lambda size=size: size for size in sizes)
+def launched(args=None, model=None, tensor=1, optimizers=(None, None), **changes):
+    # A trainer as it would be launched, with tensor parallelism of this size.
     accelerator = SimpleNamespace(
         state=SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=changes.pop("backend", DynamoBackend.NO))),
         mixed_precision=changes.pop("mixed_precision", "no"),
@@ -83,19 +78,10 @@ def launched(args=None, model=None, sizes=(1, 1, 1), optimizers=(None, None), **
         distributed_type=changes.pop("distributed_type", DistributedType.NO),
     )
     facts = {"is_deepspeed_enabled": False, "model_accepts_loss_kwargs": True, **changes}
-    optimizer, scheduler = optimizers
+    facts |= dict(zip(("optimizer", "lr_scheduler"), optimizers, strict=True))
+    args, model = args or settings(), model or small_model()
     return refusals.launched(
-        SimpleNamespace(
-            args=args or settings(),
-            model=model,
-            accelerator=accelerator,
-            optimizer=optimizer,
-            lr_scheduler=scheduler,
-            get_cp_size=context,
-            get_sp_size=sequence,
-            get_tp_size=tensor,
-            **facts,
-        )
+        SimpleNamespace(args=args, model=model, accelerator=accelerator, get_tp_size=lambda: tensor, **facts)
     )
 
 
@@ -109,38 +95,26 @@ def divided(adapters=False, tp_plan=(), **sizes):
     return model
 
 
-TENSOR = (1, 1, 2)
 NORMS = "replicated_with_grad_allreduce"
 ADAFACTOR = {"optim": "adafactor"}
 DDP = {"distributed_type": DistributedType.MULTI_CPU}
 REENTRANT = {CHECKPOINTING: True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 ZERO = {"is_deepspeed_enabled": True}
+LIGER = {"use_liger_kernel": True}
 
 
-def with_losses(*names: str, **changes: Any) -> Any:
-    return settings(use_liger_kernel=True, liger_kernel_config=dict.fromkeys(names, True), **changes)
-
-
-def parallel(**sizes: int) -> Any:
-    return settings(parallelism_config=SimpleNamespace(**{"cp_size": 1, "sp_size": 1, **sizes}))
+def each(**values: Any) -> list[Callable[[], Any]]:
+    """Arguments with one of these values at a time."""
+    return [partial(settings, **{name: value}) for name, value in values.items()]
 
 
 CASES: dict[str, list[Callable[[], Any]]] = {
     "ARGUMENTS": [
-        lambda: settings(label_smoothing_factor=0.1),
-        lambda: settings(average_tokens_across_devices=False),
-        lambda: settings(auto_find_batch_size=True),
-        lambda: settings(dataloader_drop_last=True),
-        lambda: settings(use_cache=True),
-        lambda: settings(label_names=["targets"]),
-        lambda: settings(packing=True),
-        lambda: settings(eval_packing=True),
-        lambda: settings(padding_free=True),
-        lambda: settings(pad_to_multiple_of=8),
-        lambda: settings(activation_offloading=True),
-        lambda: with_losses("fused_linear_cross_entropy"),
-        lambda: with_losses("cross_entropy"),
-        lambda: settings(use_liger_kernel=True, liger_kernel_config={"geglu": False}, mlp_chunk_rows=16),
+        *each(label_smoothing_factor=0.1, average_tokens_across_devices=False, auto_find_batch_size=True),
+        *each(dataloader_drop_last=True, use_cache=True, label_names=["targets"], packing=True, eval_packing=True),
+        *each(padding_free=True, pad_to_multiple_of=8, activation_offloading=True),
+        lambda: settings(**LIGER, liger_kernel_config={"cross_entropy": True}),
+        lambda: settings(**LIGER, liger_kernel_config={"geglu": False}, mlp_chunk_rows=16),
     ],
     "GIVEN": [
         lambda: given(trainer=trl.DPOTrainer),
@@ -149,22 +123,16 @@ CASES: dict[str, list[Callable[[], Any]]] = {
         lambda: given(preprocess_logits_for_metrics=print),
         lambda: given(compute_loss_func=print),
         lambda: given(model_init=print),
-        lambda: given(settings(per_device_train_batch_size=4)),
-        lambda: given(settings(per_device_eval_batch_size=4)),
-        lambda: given(data_collator=transformers.DataCollatorWithPadding.__new__(PADDING[-1])),
-        lambda: given(settings(train_sampling_strategy="group_by_length")),
-        lambda: given(loading(split_batches=True)),
-        lambda: given(loading(dispatch_batches=True)),
-        lambda: given(loading(even_batches=False)),
-        lambda: given(loading(use_seedable_sampler=False)),
-        lambda: given(settings(dataloader_in_order=False)),
-        lambda: given(parallel(cp_size=2)),
-        lambda: given(parallel(sp_size=2)),
+        lambda: given(data_collator=PADDING[-1].__new__(PADDING[-1])),
         lambda: given(settings(_n_gpu=2)),
     ],
-    "LOADED_ALREADY": [
-        lambda: given(SimpleNamespace(model_init_kwargs={"dtype": "bfloat16"}), model=small_model()),
+    "PACKING": [
+        *each(per_device_train_batch_size=4, per_device_eval_batch_size=4, train_sampling_strategy="group_by_length"),
+        *each(split_batches=True, dispatch_batches=True, even_batches=False, use_seedable_sampler=False),
+        *each(dataloader_in_order=False),
     ],
+    "ROWS_ARE_PLACED": [lambda: SimpleNamespace(cp_size=2), lambda: SimpleNamespace(cp_size=1, sp_size=2)],
+    "LOADED_ALREADY": [lambda: given(SimpleNamespace(model_init_kwargs={"dtype": "bfloat16"}), model=small_model())],
     "SFT_ARGUMENTS": [
         lambda: arguments("unused"),
         lambda: settings(gradient_checkpointing_kwargs={"selective": True}),
@@ -175,16 +143,13 @@ CASES: dict[str, list[Callable[[], Any]]] = {
     ],
     "TRAINER": [
         lambda: launched(backend=DynamoBackend.INDUCTOR),
-        lambda: launched(sizes=(2, 1, 1)),
-        lambda: launched(sizes=(1, 2, 1)),
-        lambda: launched(sizes=TENSOR),
+        lambda: launched(tensor=2),
         lambda: launched(model=divided(pp_size=4)),
-        lambda: launched(model=divided(adapters=True), sizes=TENSOR),
-        lambda: launched(settings(attention_servers="external"), divided(), TENSOR),
-        lambda: launched(settings(gradient_accumulation_steps=2), divided(tp_plan=["norm"]), TENSOR),
+        lambda: launched(model=divided(adapters=True), tensor=2),
+        lambda: launched(settings(attention_servers="external"), divided(), tensor=2),
+        lambda: launched(settings(gradient_accumulation_steps=2), divided(tp_plan=["norm"]), tensor=2),
         lambda: launched(mixed_precision="fp16"),
         lambda: launched(settings(**ADAFACTOR), is_fsdp2=True),
-        lambda: launched(settings(**ADAFACTOR), **ZERO),
         lambda: launched(optimizers=(1, None), **ZERO),
         lambda: launched(model_accepts_loss_kwargs=False),
         lambda: launched(settings(**REENTRANT), with_tower("distca"), **DDP),
@@ -197,38 +162,36 @@ TABLES = {name: rules if isinstance(rules := getattr(refusals, name), tuple) els
 
 @pytest.mark.parametrize("table", CASES)
 def test_each_rule_refuses_its_case(table):
-    for make, expected in zip(CASES[table], TABLES[table], strict=True):
-        subject = make()
-        with refused(expected):
-            check(TABLES[table], subject)
+    subjects = [make() for make in CASES[table]]
+    assert [next(rule for rule in TABLES[table] if rule.when(it)) for it in subjects] == list(TABLES[table])
+    assert [str(rule.error(it)) for rule, it in zip(TABLES[table], subjects, strict=True)]  # texts have their values
 
 
 def test_values_in_messages():
-    messages = {
-        name: [str(rule.error(make())) for make, rule in zip(CASES[name], TABLES[name], strict=True)] for name in CASES
-    }
-    assert messages["ARGUMENTS"][5].startswith("label_names=['targets'] is set, but ")
-    assert messages["ARGUMENTS"][13].endswith("or liger_kernel_config={'swiglu': False, 'geglu': False}")
-    assert messages["GIVEN"][1].startswith("args are NoneType, but ")
-    assert messages["GIVEN"][12].startswith("accelerator_config's even_batches=False is set, but ")
-    assert "(sp_size=2)" in messages["GIVEN"][16]
-    assert "'adamw_torch" in messages["TRAINER"][11]
+    def message(table: str, number: int) -> str:
+        return str(TABLES[table][number].error(CASES[table][number]()))
+
+    assert message("ARGUMENTS", 5).startswith("label_names=['targets'] is set, but ")
+    assert message("ARGUMENTS", 12).endswith("or liger_kernel_config={'swiglu': False, 'geglu': False}")
+    assert message("GIVEN", 1).startswith("args are NoneType, but ")
+    assert message("PACKING", 5).startswith("accelerator_config.even_batches=False is set, but ")
+    assert "(sp_size=2)" in message("ROWS_ARE_PLACED", 1)
+    assert "'adamw_torch" in message("TRAINER", 8)
     towers = "model.vision_tower, model.multi_modal_projector of Gemma3ForConditionalGeneration get no gradient"
-    assert towers in messages["TRAINER"][13]
+    assert towers in message("TRAINER", 10)
 
 
 def test_what_is_not_refused():
-    check(refusals.ARGUMENTS, settings(use_liger_kernel=True, label_names=["labels"], eval_packing=False))
+    check(refusals.ARGUMENTS, settings(**LIGER, label_names=["labels"], eval_packing=False))
     check(refusals.ARGUMENTS, settings(mlp_chunk_rows=16))
     no_mlps = {"swiglu": False, "geglu": False}
-    check(refusals.ARGUMENTS, settings(mlp_chunk_rows=16, use_liger_kernel=True, liger_kernel_config=no_mlps))
-    check(refusals.GIVEN, given(trainer=hf_distca.DistCASFTTrainer))
+    check(refusals.ARGUMENTS, settings(mlp_chunk_rows=16, **LIGER, liger_kernel_config=no_mlps))
+    check_given(given(trainer=hf_distca.DistCASFTTrainer))
     collated = settings(per_device_train_batch_size=4, train_sampling_strategy="group_by_length")
-    check(refusals.GIVEN, given(collated, data_collator=DataCollatorWithFlattening()))
+    check_given(given(collated, data_collator=DataCollatorWithFlattening()))
     check(refusals.SFT_ARGUMENTS, settings(gradient_checkpointing_kwargs={"use_reentrant": False}))
     check(TABLES["LOADED_ALREADY"], given(settings(model_init_kwargs={"dtype": "bfloat16"}), model="name"))
-    check(refusals.TRAINER, launched(model=divided(), sizes=TENSOR))
-    check(refusals.TRAINER, launched(settings(gradient_accumulation_steps=2), divided(), TENSOR))
+    check(refusals.TRAINER, launched(settings(gradient_accumulation_steps=2), divided(), tensor=2))
     check(refusals.TRAINER, launched(settings(gradient_accumulation_steps=2), divided(tp_plan=["norm"])))
     check(refusals.TRAINER, launched(model=divided(adapters=True)))
     check(refusals.TRAINER, launched(settings(**ADAFACTOR)))
@@ -242,33 +205,19 @@ def test_what_is_not_refused():
 def test_trainers_check_the_tables(tmp_path):
     with refused(refusals.ARGUMENTS[0]):
         arguments(tmp_path, label_smoothing_factor=0.1)
-    with refused(refusals.GIVEN[6]):
+    with refused(refusals.PACKING[0]):
         trainer(tmp_path, per_device_train_batch_size=4)
-    trainer(tmp_path, collator=DataCollatorWithFlattening(), per_device_train_batch_size=4)
+    with refused(refusals.GIVEN[2]):
+        hf_distca.DistCATrainer(small_model(), arguments(tmp_path), compute_metrics=print)
+    with refused(refusals.ROWS_ARE_PLACED[0]):
+        check_given(given(settings(parallelism_config=SimpleNamespace(cp_size=2))))
     with refused(Data.LONG, limit_name="ranks · tokens_per_rank", limit=64, length=65):
         trainer(tmp_path, documents=[[1] * 65], tokens_per_rank=64).train()
     with pytest.raises(NotImplementedError, match="evaluate"):
         trainer(tmp_path).predict(None)
-
-
-REFUSED_ADAPTERS = [
-    (PROMPT_LEARNING, "PromptTuningConfig", {"num_virtual_tokens": 4}),
-    (PROMPT_LEARNING, "PrefixTuningConfig", {"num_virtual_tokens": 4}),
-    (ALORA, "LoraConfig", {"r": 4, "target_modules": ["q_proj"], "alora_invocation_tokens": [5]}),
-    (ADAPTERS["ADALORA"], "AdaLoraConfig", {"total_step": 10, "target_modules": ["q_proj"]}),
-    (ADAPTERS["POLY"], "PolyConfig", {"r": 4, "target_modules": ["q_proj"]}),
-    (ADAPTERS["LILY"], "LilyConfig", {"r": 4, "target_modules": ["q_proj"]}),
-    (ADAPTERS["SHADOW"], "ShadowConfig", {"shadow_num_hidden_layers": 1}),
-]
-
-
-@pytest.mark.parametrize(("entry", "config", "settings"), REFUSED_ADAPTERS, ids=[each[1] for each in REFUSED_ADAPTERS])
-def test_an_adapter_that_would_be_wrong(tmp_path, entry, config, settings):
-    if not hasattr(peft, config):
-        pytest.skip(f"peft {peft.__version__} has no {config}")
-    model = peft.get_peft_model(small_model(), getattr(peft, config)(**settings, task_type="CAUSAL_LM"))
-    with refused(entry):
-        trainer(tmp_path, model=model)
+    sharing = {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 64}
+    with refused(Models.REENTRANT, module="layers.1.self_attn"):
+        trainer(tmp_path, small_model("gemma4_text", **sharing), **REENTRANT)
 
 
 # Models
@@ -293,6 +242,26 @@ def with_dropout(name: str, value: Any, *model: str, **config: Any) -> Any:
 def plan(model: Any) -> Any:
     config = hf_distca.DistCAConfig(ping_pong=True)
     return hf_distca.plan_settings(model, config, ranks=2, device=torch.device("cpu"))
+
+
+REFUSED_ADAPTERS = [
+    (PROMPT_LEARNING, "PromptTuningConfig", {"num_virtual_tokens": 4}),
+    (PROMPT_LEARNING, "PrefixTuningConfig", {"num_virtual_tokens": 4}),
+    (ALORA, "LoraConfig", {"r": 4, "target_modules": ["q_proj"], "alora_invocation_tokens": [5]}),
+    (ADAPTERS["ADALORA"], "AdaLoraConfig", {"total_step": 10, "target_modules": ["q_proj"]}),
+    (ADAPTERS["POLY"], "PolyConfig", {"r": 4, "target_modules": ["q_proj"]}),
+    (ADAPTERS["LILY"], "LilyConfig", {"r": 4, "target_modules": ["q_proj"]}),
+    (ADAPTERS["SHADOW"], "ShadowConfig", {"shadow_num_hidden_layers": 1}),
+]
+
+
+@pytest.mark.parametrize(("entry", "config", "settings"), REFUSED_ADAPTERS, ids=[each[1] for each in REFUSED_ADAPTERS])
+def test_an_adapter_that_would_be_wrong(entry, config, settings):
+    if not hasattr(peft, config):
+        pytest.skip(f"peft {peft.__version__} has no {config}")
+    model = peft.get_peft_model(small_model(), getattr(peft, config)(**settings, task_type="CAUSAL_LM"))
+    with refused(entry):
+        plan(model)
 
 
 DROPOUT = torch.nn.Dropout(0.2)
@@ -340,12 +309,6 @@ def test_layers_of_an_unknown_type():
         plan(tiny("deepseek_v32"))
 
 
-def test_reentrant_checkpoints_of_layers_that_share_keys(tmp_path):
-    sharing = {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 64}
-    with refused(Models.REENTRANT, module="layers.1.self_attn"):
-        trainer(tmp_path, small_model("gemma4_text", **sharing), **REENTRANT)
-
-
 def test_a_layer_that_does_not_take_the_plan(monkeypatch):
     model = tiny("qwen3_next")
     layer = type(model.model.layers[0])
@@ -356,53 +319,73 @@ def test_a_layer_that_does_not_take_the_plan(monkeypatch):
 
 # Every rank
 
+MODELS: list[tuple[Callable[[bool], Any], Callable[[bool], dict[str, Any]], str]] = [
+    (
+        lambda other: small_model(implementation="sdpa" if other else "distca"),
+        lambda other: {},
+        "LlamaForCausalLM runs attn_implementation='sdpa', but plans do not reach that attention",
+    ),
+    (
+        lambda other: small_model("gpt2", attn_pdrop=0.1 if other else 0.0),
+        lambda other: {},
+        "attn_pdrop is 0.1, but ranks cannot draw the same dropped attention weights",
+    ),
+    (lambda other: small_model(), lambda other: {"torch_compile": other}, "torch.compile is set for the whole model"),
+    (
+        lambda other: small_model(),
+        lambda other: {"attention_kernel": "torch_varlen" if other else "auto"},
+        "kernel 'torch_varlen' computes on CUDA, got cpu",
+    ),
+    (
+        lambda other: without_mlps(small_model()) if other else small_model(),
+        lambda other: {"mlp_chunk_rows": 16},
+        "mlp_chunk_rows=16 has no effect on",
+    ),
+    (
+        lambda other: with_tower("distca"),
+        lambda other: {"ddp_find_unused_parameters": not other},
+        "ddp_find_unused_parameters=False is set, but model.vision_tower",
+    ),
+]
+"""Models and arguments of ranks, of which rank 1 alone cannot be trained; and the error."""
+SETTINGS: list[dict[str, Any]] = [
+    {"tokens_per_rank": 96},
+    {"balance_tolerance": 0.1},
+    {"attention_kernel": "reference"},
+    {"keep_received": True},
+    {"ranks_per_node": 1},
+    {"seed": 2},
+    {"long_documents": "split"},
+    {"gradient_accumulation_steps": 2},
+]
+"""Settings of rank 1 alone."""
+DATA = {
+    "ranks were given different data sets (rank 0: 1 documents, 3 tokens; rank 1: 1": [[1, 2, 4]],
+    "rank 1: 2 documents, 4 tokens": [[1, 2, 3], [1]],
+    "rank 1: ValueError: document 0 is empty": [[]],
+}
+"""Documents of rank 1 alone, by the error."""
 
-def test_device_and_dtype_beyond_the_kernel(tmp_path):
-    with pytest.raises(ValueError, match="kernel 'torch_varlen' computes on CUDA, got cpu"):
-        trainer(tmp_path, attention_kernel="torch_varlen")
 
+def _errors(folder: str) -> list[str]:
+    """What this rank raises for each of these, and for nodes of another number of ranks."""
+    other, errors = torch.distributed.get_rank() == 1, []
 
-def _of_data(folder: str) -> list[str]:
-    """Errors of this rank where rank 1 alone has other or faulty data."""
-    rank, errors = torch.distributed.get_rank(), []
-    for number, other in enumerate([[[1, 2, 4]], [[1, 2, 3], [1]], [[]]]):
-        made = make_trainer(f"{folder}/{number}")
-        made.train_dataset = [{"input_ids": document} for document in (other if rank == 1 else [[1, 2, 3]])]
-        with pytest.raises(ValueError, match=r"different data sets|empty") as error:
-            made.get_train_dataloader()
+    def raised(make: Callable[[], Any]) -> None:
+        with pytest.raises(ValueError, match=r".") as error:
+            make()
         errors.append(str(error.value))
+
+    for model, arguments, _ in MODELS:
+        raised(lambda m=model, a=arguments: make_trainer(folder, model=m(other), exchange_timeout=20, **a(other)))
+    for settings in SETTINGS:
+        raised(lambda settings=settings: make_trainer(folder, **(settings if other else {})))
+    for documents in DATA.values():
+        made = make_trainer(folder)
+        made.train_dataset = [{"input_ids": document} for document in (documents if other else [[1, 2, 3]])]
+        raised(made.get_train_dataloader)
+    raised(lambda: make_trainer(folder, ranks_per_node="2,1"))
     return errors
-
-
-def test_every_rank_raises_where_one_has_other_data(tmp_path, rank_pools: dict[int, RankPool]):
-    for tokens, number, faulty in rank_pools[2].run(_of_data, str(tmp_path)):
-        assert "ranks were given different data sets (rank 0: 1 documents, 3 tokens; rank 1: 1" in tokens
-        assert "rank 1: 2 documents, 4 tokens" in number
-        assert "rank 1: ValueError: document 0 is empty" in faulty
-
-
-def _refusals(folder: str) -> list[str]:
-    """What this rank is told where rank 1 alone has a model, or an argument, that cannot be trained."""
-    import torch.distributed as dist
-
-    other = dist.get_rank() == 1
-    told = []
-    for model, arguments in [
-        (small_model(implementation="sdpa" if other else "distca"), {}),
-        (small_model("gpt2", attn_pdrop=0.1 if other else 0.0), {}),
-        (small_model(), {"torch_compile": other}),
-        (small_model(), {"attention_kernel": "torch_varlen" if other else "auto"}),
-        (without_mlps(small_model()) if other else small_model(), {"mlp_chunk_rows": 16}),
-        (with_tower("distca"), {"ddp_find_unused_parameters": not other}),
-        (with_tower("distca"), {CHECKPOINTING: True, "gradient_checkpointing_kwargs": {"use_reentrant": other}}),
-    ]:
-        try:
-            make_trainer(folder, model=model, exchange_timeout=20, **arguments)
-        except ValueError as error:
-            told.append(str(error))
-        else:
-            told.append("no error")
-    return told
 
 
 def without_mlps(model):
@@ -412,17 +395,12 @@ def without_mlps(model):
 
 
 def test_every_rank_raises_where_one_cannot_train(tmp_path, rank_pools: dict[int, RankPool]):
-    messages = [
-        "rank 1: ValueError: LlamaForCausalLM runs attn_implementation='sdpa', but plans do not reach that attention",
-        "rank 1: ValueError: attn_pdrop is 0.1, but ranks cannot draw the same dropped attention weights",
-        "rank 1: ValueError: torch.compile is set for the whole model, but",
-        "rank 1: ValueError: kernel 'torch_varlen' computes on CUDA, got cpu",
-        "rank 1: ValueError: mlp_chunk_rows=16 has no effect on",
-        "rank 1: ValueError: ddp_find_unused_parameters=False is set, but model.vision_tower",
-        "rank 1: ValueError: gradient_checkpointing_kwargs={'use_reentrant': True} is set, but model.vision_tower",
-    ]
     begun = time.monotonic()
-    for told in rank_pools[2].run(_refusals, str(tmp_path)):
-        for got, message in zip(told, messages, strict=True):
-            assert got.startswith(message)
+    for errors in rank_pools[2].run(_errors, str(tmp_path)):
+        of_models, of_settings = errors[: len(MODELS)], errors[len(MODELS) : -len(DATA) - 1]
+        for error, (_, _, message) in zip(of_models, MODELS, strict=True):
+            assert error.startswith(f"rank 1: ValueError: {message}")
+        assert [("differ" in error and "between ranks" in error) for error in of_settings] == [True] * len(SETTINGS)
+        assert [message in error for message, error in zip(DATA, errors[-len(DATA) - 1 :], strict=False)] == [True] * 3
+        assert errors[-1].startswith("ranks_per_node=2,1 adds up to 3 ranks, but 2 ranks train; give the number")
     assert time.monotonic() - begun < 60

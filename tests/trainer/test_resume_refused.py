@@ -85,6 +85,14 @@ def test_another_order(tmp_path, source, saved, ranks, changed, differences):
     assert agreed_place(order(source, **saved), str(tmp_path), arguments(), groups()).epoch == 1
 
 
+def test_a_checkpoint_of_an_earlier_version(tmp_path):
+    stored = {name: value for name, value in order("packed").items() if name != "document_layout"}
+    DataPlace(stored, epoch=1).save(tmp_path)
+    assert agreed_place(order("packed"), str(tmp_path), arguments(), groups()).epoch == 1
+    with refused(Resume.OTHER_ORDER, differences="document_layout is whole on 2 ranks, but must be joint or fixed"):
+        agreed_place(order("packed", **WHOLE), str(tmp_path), arguments(), groups())
+
+
 def test_another_kind_of_data(tmp_path):
     DataPlace(order("packed")).save(tmp_path)
     with refused(Resume.OTHER_ORDER) as error:
@@ -132,12 +140,15 @@ OPTIMIZER, SCHEDULE = "the optimizer's state", "the learning rate's schedule"
     ],
     ids=["ddp", "no schedule", "fsdp2", "zero", "zero without schedule"],
 )
-@pytest.mark.parametrize("adapter", [False, True])
-def test_a_checkpoint_without_state(tmp_path, accelerator, files, missing, state, adapter):
-    at = checkpoint(tmp_path, f"{STATE} {files} {'adapter_config.json' if adapter else ''}")
-    load = f"PeftModel.from_pretrained(model, '{at}', is_trainable=True)" if adapter else f"from_pretrained('{at}')"
-    with refused(Resume.NO_STATE, checkpoint=at, files=missing, state=state, load=load):
-        agreed_checkpoint(True, arguments(tmp_path, ignore_data_skip=adapter), accelerator, groups())
+def test_a_checkpoint_without_state(tmp_path, accelerator, files, missing, state):
+    at = checkpoint(tmp_path, f"{STATE} {files}")
+    for ignore, load in (
+        (False, f"from_pretrained('{at}')"),
+        (True, f"PeftModel.from_pretrained(model, '{at}', is_trainable=True)"),
+    ):
+        with refused(Resume.NO_STATE, checkpoint=at, files=missing, state=state, load=load):
+            agreed_checkpoint(True, arguments(tmp_path, ignore_data_skip=ignore), accelerator, groups())
+        (at / "adapter_config.json").touch()
 
 
 @pytest.mark.parametrize(
@@ -156,11 +167,10 @@ def test_a_checkpoint_with_its_state(tmp_path, accelerator, files):
     assert agreed_checkpoint(None, arguments(tmp_path), accelerator, groups()) is None
 
 
-@pytest.mark.parametrize("ignore", [False, True])
-def test_a_checkpoint_that_was_not_saved_whole(tmp_path, ignore):
+def test_a_checkpoint_that_was_not_saved_whole(tmp_path):
     at = checkpoint(tmp_path, "optimizer.pt scheduler.pt")
     with refused(Resume.INCOMPLETE, checkpoint=at, file=STATE):
-        agreed_checkpoint(True, arguments(tmp_path, ignore_data_skip=ignore), DDP, groups())
+        agreed_checkpoint(True, arguments(tmp_path, ignore_data_skip=True), DDP, groups())
 
 
 def test_no_checkpoint(tmp_path):

@@ -90,7 +90,6 @@ def lora() -> peft.LoraConfig:
 
 EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "router_aux_loss_coef": 0.1}
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "chats": (chats, None, {}),
     "assistant": (chats, lora, {"assistant_only_loss": True, "learning_rate": 10.0, "gradient_checkpointing": False}),
     "completions": (prompts, None, {"loss_type": "dft", "max_length": 60}),
     "bfloat16": (chats, lora, {"bf16": None, "learning_rate": 10.0}),  # TRL's default

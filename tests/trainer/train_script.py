@@ -7,8 +7,7 @@ OPTIONS: output (where rank 0 writes the results of the runs, by name) and runs:
     lengths      of the documents
     arguments    of DistCATrainingArguments
     model        config of a small model, with its model_type
-    lora         train adapters of these modules only; True for q_proj and v_proj
-    saved        modules that are trained and saved whole beside the adapters
+    lora         train adapters of q_proj and v_proj only
     watched      note the shapes of tensors of tokens × vocabulary
     sft          with TRL's trainer of chats
     sets         evaluation data: for each name how many of the documents, from the first on. All unless given
@@ -95,9 +94,7 @@ def make_model(run: dict[str, Any], implementation: str = "distca") -> nn.Module
     model = small_model(implementation=implementation, **config)
     if run.get("lora"):
         torch.manual_seed(0)
-        modules = ["q_proj", "v_proj"] if run["lora"] is True else run["lora"]
-        adapters = peft.LoraConfig(r=4, target_modules=modules, modules_to_save=run.get("saved"))
-        model = peft.get_peft_model(model, adapters)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     return model
 
 

@@ -12,9 +12,9 @@ from hf_distca.dispatch.exchange import Exchange
 from tests.trainer import train_script
 from tests.trainer.launches import (
     FEW,
+    FEW_LENGTHS,
     HYBRID,
     LAUNCHED,
-    LENGTHS,
     TOKENS_PER_RANK,
     reference_evaluations,
     reference_run,
@@ -22,7 +22,7 @@ from tests.trainer.launches import (
 
 # Without experts, whose weights transformers' trainer does not read from a checkpoint under DDP.
 MODEL = {**HYBRID, "mlp_only_layers": [0, 1]}
-RUN: dict[str, Any] = {"model": MODEL, "lengths": LENGTHS, "sets": {"few": 5}, "generates": 3}
+RUN: dict[str, Any] = {"model": MODEL, "lengths": FEW_LENGTHS, "sets": {"few": 5}, "generates": 3}
 STEPS = 4
 # As many tokens together as two ranks have in the launches; K and V travel in stages.
 ARGUMENTS = {
@@ -34,11 +34,11 @@ ARGUMENTS = {
     "eval_strategy": "steps",
     "eval_steps": 1,
     "save_strategy": "steps",
-    "save_steps": 2,
+    "save_steps": 3,  # in the middle of the second pass
 }
 RUNS = {
     "whole": {"arguments": ARGUMENTS, "calls": ["train"]},
-    "resumed": {"arguments": ARGUMENTS, "calls": ["train"], "resume": "whole/checkpoint-2"},
+    "resumed": {"arguments": ARGUMENTS, "calls": ["train"], "resume": "whole/checkpoint-3"},
     "autocast, LoRA": {
         "arguments": {**ARGUMENTS, "bf16": True, "learning_rate": 3e-2},
         "calls": ["train"],

@@ -52,6 +52,9 @@ def test_a_cut_document_waits_for_halos_and_states():
     # Between nodes: 2 + 2 s and 2 + 20 s.
     assert walk(CUT, nodes=(0, 1))[0] == [33.5 + 2 + 11] * 2
     assert walk(CUT, layers=3)[:2] == ([100.5, 100.5], [57, 39])
+    # Back and forth: two halos take 1 + 2 s, three states 1 + 30 s.
+    four = layout([8], (0, 0, 2, 0), (0, 4, 6, 0), (0, 2, 4, 1), (0, 6, 8, 1))
+    assert walk(four)[0] == [4 + 3 + (4 * 2 + 4 * 3 + 2 * 0.5) + 31 + 4 * 4] * 2
 
 
 def test_whole_documents_do_not_wait():
@@ -84,6 +87,12 @@ def chosen_group(costs: StepCosts, lengths: list[int]) -> int:
     plan = plan_micro_batch(lengths, replace(SETTINGS, choices=Choices(costs)))
     assert plan.choice.seconds == pytest.approx(predict_plan(plan, SETTINGS, costs).seconds, rel=1e-3)
     return plan.choice.group
+
+
+def test_the_backward_takes_its_share():
+    costs = replace(step_costs(), backward_factor=2.0)
+    plan = plan_micro_batch([100, 100], replace(SETTINGS, document_layout="whole"))
+    assert predict_plan(plan, SETTINGS, costs).mixing == pytest.approx(3 * 3e-7 * 100 * (1 + 2))
 
 
 def test_documents_are_cut_only_as_long_as_a_cut_is_cheap():

@@ -164,7 +164,7 @@ def test_mixing_layers_count_as_other_work():
     costs = replace(COSTS, mixing=MixingCosts(6, 1.0, 1.0, 9.0, 1.0, 0.0, 1.0, 1.0))
     # Three layers with attention: two mixing layers of 3 s a token after each.
     other = (LAYERS - 1) * (4.0 * (4 + 2 * 3) + 1.0)
-    watched = [Step((PLAN,), (Observed(KERNEL, 2 * other, 0.0),) * 2)]
+    watched = [Step((PLAN,), (Observed(KERNEL, 2 * other),) * 2)]
     found = NONE.after(costs, SETTINGS, watched)
     assert (found.attention, found.other) == pytest.approx((1.0, 2.0))
     assert found.applied(costs).mixing == MixingCosts(6, 2.0, 2.0, 18.0, 2.0, 0.0, 1.0, 1.0)

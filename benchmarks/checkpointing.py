@@ -1,4 +1,4 @@
-"""What keeping core attention through gradient checkpoints saves: one document of 16384 tokens, one process.
+"""Time saved by keeping core attention through gradient checkpoints: one document of 16384 tokens, one process.
 
 A small LLaMA runs forward and backward under gradient checkpointing, with core attention computed again in
 the backward and with its result kept, in turns; and one layer's core attention forward runs alone.
@@ -64,7 +64,7 @@ def prepare(tokens: int) -> Callable[[], Round]:
 
 
 def saved(taken: Round) -> float:
-    """What keeping saves, in forwards of core attention of all layers."""
+    """Time saved, in forwards of core attention of all layers."""
     return (taken["recomputed, s"] - taken["kept, s"]) / (LAYERS * taken["one core attention forward, s"])
 
 

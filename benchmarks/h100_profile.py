@@ -25,9 +25,9 @@ BACKWARD = 2.5
 NORM_VALUES = 2
 """A norm reads a value and writes one."""
 HIDDEN, QUERIES, MLP = 8192, 8192, 22016
-"""Of the 34B model whose layers were measured."""
+"""Sizes of the 34B model whose layers were measured."""
 TOKENS = 8192
-"""With which the times of its matrices can be: they are given for 32768, which would be 2900 TFLOP/s."""
+"""Tokens for which the published times of matrices are possible; for 32768 they would be 2900 TFLOP/s."""
 SOURCE = (
     "Kernel, matrices and links in a node: published by the authors of DistCA (github.com/hao-ai-lab/DistCA, "
     "Apache-2.0) for the H100 in bfloat16. The kernel's backward is taken as 2.5 forwards, links between nodes as "

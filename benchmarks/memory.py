@@ -36,7 +36,7 @@ VARIANTS = {"own": 0, "chunked": DistCAConfig.loss_chunk_bytes}
 """Variants of the loss, and their loss_chunk_bytes."""
 UNITS = {"memory": "MiB", "time": "s"}
 COMPARED_TOKENS = 8192
-"""Of which the JSON object gives the ratios."""
+"""Tokens of the ratios in the JSON object."""
 EXCHANGE_BUFFER_BYTES = 64
 """For each token of the document: 16 MiB for 262144 of them."""
 Case = Callable[[], Round]

@@ -67,7 +67,7 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of autocast."""
+        """Dtype of autocast."""
         return torch.bfloat16 if self.autocast else None
 
 

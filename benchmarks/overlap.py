@@ -61,14 +61,14 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 CPU = torch.device("cpu")
 LINKS = ("free", "limited")
 MEASURES = {"": ", s", ", by waits": ": in waits, s"}
-"""Of what a link adds: names of ratios and of their figures' ends."""
+"""Measures of what a link adds: ends of the ratios' names, and of their figures' names."""
 TRANSFERS = ("send", "forward", "return_forwarded", "return_received")
 """Methods of a buffer that start a transfer."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How a step is carried out.
+    """Variant of a step.
 
     Attributes:
         turns: halves of layers take turns.
@@ -85,7 +85,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured behind a link.
+    """Documents and variants that are measured behind a link.
 
     Attributes:
         lengths: of the documents.
@@ -148,7 +148,7 @@ class WaitingBuffer:
         self._buffer, self._recorder = buffer, recorder
 
     def __getattr__(self, name: str) -> Any:
-        """What the buffer has; starts of transfers wait."""
+        """Attribute of the buffer; starts of transfers wait."""
         found = getattr(self._buffer, name)
         return partial(self._waited_for, found) if name in TRANSFERS else found
 
@@ -253,7 +253,7 @@ def prepare(hosts: Hosts, case: Case, given_rate: float | None) -> Callable[[], 
 
 
 def added(variant: str, beside: str, ending: str) -> Callable[[Round], float]:
-    """What the limit adds to a step of one variant over what it adds to another, by figures with an ending."""
+    """Time that the limit adds to a step of one variant over the time for another, by figures with an ending."""
 
     def compute(taken: Round) -> float:
         one, other = (taken[f"limited, {name}{ending}"] - taken[f"free, {name}{ending}"] for name in (variant, beside))

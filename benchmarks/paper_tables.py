@@ -30,7 +30,7 @@ PUBLISHED = {
     ("8B", "prolong"): "1.05–1.12 (3D)",
     ("34B", "wlbllm"): "up to 1.15–1.25 (4D)",
 }
-"""Of the pretraining mix and of ProLong, as the paper's text has them."""
+"""Gains on the pretraining mix and on ProLong, as the paper's text has them."""
 
 
 def settings() -> Iterator[tuple[str, str, str, int]]:

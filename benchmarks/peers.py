@@ -79,7 +79,7 @@ PACKED = "documents_by_position"
 KERNEL = get_kernel("auto", torch.device("cpu"))
 Examples = list[dict[str, Any]]
 Figures = dict[str, dict[str, Any]]
-"""Of a rank, by mix and strategy."""
+"""Figures of a rank, by mix and strategy."""
 
 
 @lru_cache(maxsize=64)
@@ -126,7 +126,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """Documents and steps of a training.
 
     Attributes:
         lengths: of the documents of every optimizer step, their number divisible by that of the ranks.
@@ -144,7 +144,7 @@ class Case:
         return [{"input_ids": document.tolist()} for document in documents_of(self.lengths)]
 
     def arguments(self, **others: Any) -> dict[str, Any]:
-        """Of transformers' trainer; one epoch is one optimizer step by default."""
+        """Arguments of transformers' trainer; one epoch is one optimizer step by default."""
         usual = {
             "output_dir": self.folder,
             "num_train_epochs": self.steps,

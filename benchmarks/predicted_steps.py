@@ -54,7 +54,7 @@ PER_RANK = 8192
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured in a round apart from the steps that are predicted.
+    """Costs measured in a round, apart from the predicted steps.
 
     Attributes:
         forward, backward: of the kernel.
@@ -113,7 +113,7 @@ class Steps:
             self.steps[f"{mix}, planned"] = self._models.planned(plan, self.lengths(mix), self._dispatcher)
 
     def lengths(self, mix: str) -> list[int]:
-        """Of the documents of a mix."""
+        """Lengths of the documents of a mix."""
         return [length * self.tokens // PER_RANK for length in LENGTHS[mix]]
 
     def calibrate(self, seconds: dict[str, float]) -> Calibration:

@@ -27,9 +27,9 @@ from hf_distca.planner.settings import PlanSettings
 ROW = RowBytes()
 """Llama-3-8B in bfloat16."""
 BALANCED = "d2"
-"""How the sets name steps with core attention disaggregated."""
+"""Name of steps with core attention disaggregated."""
 WHOLE = "wlbllm"
-"""How they name steps with whole documents balanced over groups of ranks that share each of them."""
+"""Name of steps with whole documents balanced over groups of ranks that share each document."""
 EVEN_TOKENS = 64 * 1024
 """Length of a document whose core attention the reference counts as much as its other work."""
 
@@ -95,7 +95,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Step:
-    """What is known of a step before it is run.
+    """Figures of a step, known before it is run.
 
     Attributes:
         rows: that a GPU computes everything but core attention of.

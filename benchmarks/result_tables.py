@@ -20,7 +20,7 @@ MARK = re.compile(r"<!-- (\w+)( commands)? -->\n(?:\n(?:(?:\|.*\n)+|```\n(?:(?!`
 Rows = Iterator[tuple[str, ...]]
 """The header, then the rows of a table."""
 TABLES: dict[str, tuple[Callable[[], Rows], tuple[str, ...]]] = {}
-"""By name: what makes the rows, and the results that they come from."""
+"""By name: the function that makes the rows, and the names of its results."""
 
 STEP_TIMES = {
     "step_time": "2",

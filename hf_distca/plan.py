@@ -110,7 +110,7 @@ class Layout:
 
     def of_rank(self, rank: int) -> NDArray[np.void]:
         """Return the segments of one rank in the order of its rows."""
-        mine: NDArray[np.void] = self.segments[self.segments["rank"] == rank]
+        mine: NDArray[np.void] = self.segments.compress(self.segments["rank"] == rank)
         return mine
 
 

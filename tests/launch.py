@@ -30,7 +30,7 @@ def launch(strategy: str, script: Path, run: dict[str, Any], folder: Path, ranks
 
 
 def results_of(folder: Path) -> dict[str, Any]:
-    """What the script wrote of each run that it came to the end of."""
+    """Results of the runs that the script finished."""
     file = folder / "result.json"
     return json.loads(file.read_text()) if file.exists() else {}
 

@@ -1,4 +1,4 @@
-"""What is logged, for tests that ask for it."""
+"""Messages of a logger, for tests."""
 
 import logging
 

@@ -144,7 +144,7 @@ FIRST = (
     "from hf_distca.patches.head import adapted_heads",
     "from hf_distca import DistCASFTTrainer",
 )
-"""What a process may import first."""
+"""First imports of a process."""
 SEEN = (
     "\nfrom transformers import AttentionInterface as A, AttentionMaskInterface as M\n"
     "assert 'distca' in A().keys() and 'distca' in M().keys()"

@@ -24,7 +24,7 @@ RESULTS = Path("benchmarks/results/gpu.json")
 SECONDS = 500
 """For all parts and the start of this process; with the set-up before it a command of 600 s is enough."""
 START_S = 30
-"""Of these, what goes by before the first part begins: torch's first import takes long."""
+"""Seconds before the first part begins: torch's first import takes long."""
 
 
 def parts_of(setting: "Setting", gpus: int = 1) -> "list[Part]":

@@ -11,7 +11,7 @@ NO_CUDA = 3
 
 
 def cuda_devices() -> int:
-    """How many GPUs CUDA can use; 0 without a driver."""
+    """Number of GPUs that CUDA can use; 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

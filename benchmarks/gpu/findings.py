@@ -1,4 +1,4 @@
-"""What a part finds: figures, and what is wrong."""
+"""Findings of a part: figures and errors."""
 
 import traceback
 import warnings
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 TIMES_STOCK, ROUNDINGS = 2.0, 4.0
-"""How far a result may be from the exact one: so many times as far as stock attention, and so many roundings more."""
+"""Largest deviation from the exact result: a multiple of stock attention's deviation, plus some roundings."""
 
 
 class Findings:

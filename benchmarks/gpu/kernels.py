@@ -67,7 +67,7 @@ class Case:
 
     @property
     def variant(self) -> tuple[object, ...]:
-        """What a kernel is compiled for."""
+        """Sizes and options that a kernel is compiled for."""
         masked = (self.window is not None, self.softcap, self.causal)
         return (self.dim_qk, self.dim_v, self.heads // self.kv_heads, *masked)
 

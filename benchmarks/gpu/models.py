@@ -112,7 +112,7 @@ def stock_result(
 
 
 def targets_of(documents: Sequence[Tensor]) -> int:
-    """How many tokens are predicted."""
+    """Number of predicted tokens."""
     return sum(max(len(document) - 1, 0) for document in documents)
 
 

@@ -17,7 +17,7 @@ from benchmarks.harness import end_with_parent, table
 
 PASSED, FAILED, TIMED_OUT, SKIPPED, NOT_RUN = "passed", "FAILED", "TIMED OUT", "skipped", "NOT RUN"
 NOT_DONE = "NOT DONE"
-"""Of a part that runs, and so of the one in which all was killed."""
+"""Result of a part that runs; it stays if the whole run is killed."""
 LOG_TAIL = 4000
 """Characters of a part's output that are kept in the results where something is wrong."""
 SHOW_STACK = signal.SIGUSR1

@@ -28,7 +28,7 @@ TIMEOUT_S = 20
 
 @dataclass(frozen=True)
 class Variant:
-    """How a planned step runs.
+    """Variant of a planned step.
 
     Attributes:
         layout: "joint", or "fixed": documents stay on their rank.

@@ -1,4 +1,4 @@
-"""What benchmarks share: ranks on this machine, rounds and their reports, memory, what figures belong to."""
+"""Parts that benchmarks share: ranks on this machine, rounds and their reports, memory, provenance of figures."""
 
 from .figures import Spread, print_json, print_rows, rounded, spread, table
 from .machine import provenance

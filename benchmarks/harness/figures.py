@@ -11,7 +11,7 @@ from .machine import provenance
 
 @dataclass(frozen=True)
 class Spread:
-    """Where figures lie: half of them between the quartiles.
+    """Median and quartiles of figures.
 
     Attributes:
         lower: the lower quartile.

@@ -1,4 +1,4 @@
-"""What results belong to: the machine, the versions, the commit and the command."""
+"""Provenance of results: the machine, the versions, the commit and the command."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ import hf_distca
 PACKAGES = ("torch", "transformers", "accelerate", "flash-attn", "flash-attn-3", "flash-attn-4", "triton", "kernels")
 """Whose versions results depend on."""
 CHECKOUT = Path(hf_distca.__file__).resolve().parents[1]
-"""Where the hf_distca that runs comes from, which need not be where the benchmark lies."""
+"""Checkout of the hf_distca that runs; the benchmark may lie in another."""
 
 
 def provenance() -> dict[str, Any]:
@@ -25,7 +25,7 @@ def provenance() -> dict[str, Any]:
 
 
 def command() -> str:
-    """What was run, as one would type it in the checkout."""
+    """Command of this run, as typed in the checkout."""
     script = Path(sys.argv[0])
     if script.name == "__main__.py":
         return shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
@@ -79,7 +79,7 @@ def _cpu() -> str | None:
 
 
 def _output(*words: str) -> str | None:
-    """What a program prints; None where there is none, or it fails."""
+    """Output of a program; None without the program, or if it fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

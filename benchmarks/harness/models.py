@@ -39,7 +39,7 @@ def llama(
 
 
 def settings_of(model: nn.Module, ranks: int, tokens: int, device: torch.device, **config: Any) -> PlanSettings:
-    """What plans of a model depend on, as a user gets it who sets nothing but these."""
+    """Settings of plans of a model, with the defaults of all other settings."""
     options = DistCAConfig(tokens_per_rank=tokens, **config)
     return plan_settings(model, options, ranks=ranks, device=device, dtype=model.dtype)
 
@@ -51,14 +51,14 @@ def documents_of(lengths: Sequence[int], vocabulary: int = VOCABULARY) -> list[T
 
 
 def rows_of_documents(documents: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
-    """What a rank runs a model on that holds whole documents; targets are shifted within each document."""
+    """Batch of a rank that holds whole documents; targets are shifted within each document."""
     return _columns([(document, 0, len(document)) for document in documents], device)
 
 
 def rows_of_rank(
     plan: MicroBatchPlan, rank: int, documents: Sequence[Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """What a rank of a plan runs a model on.
+    """Batch of a rank of a plan.
 
     Args:
         documents: [length] token ids of each document of the plan.

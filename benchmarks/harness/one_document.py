@@ -47,12 +47,12 @@ class OneDocument:
 
     @property
     def kind(self) -> AttentionKind:
-        """Of the layer."""
+        """Kind of attention of the layer."""
         return AttentionKind(None, self.heads, self.heads, self.head_dim, self.head_dim)
 
     @property
     def settings(self) -> PlanSettings:
-        """With which it is planned."""
+        """Settings of the plan."""
         buffer = {} if self.buffer_bytes is None else {"exchange_buffer_bytes": self.buffer_bytes}
         return PlanSettings(self.ranks, -(-self.tokens // self.ranks), (self.kind,), bytes_per_value=4, **buffer)
 
@@ -67,7 +67,7 @@ class OneDocument:
 
     @property
     def params(self) -> AttentionParams:
-        """Of the layer."""
+        """Options of the layer's attention."""
         return AttentionParams(scale=self.head_dim**-0.5)
 
     def rows(self, name: str, numbers: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class Taken:
-    """What one rank found.
+    """Results of one rank.
 
     Attributes:
         peak_bytes: the most memory above what was there before q, k, v and do.

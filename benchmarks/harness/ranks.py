@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal that a process gets when the one that started it has ended."""
+"""Option of Linux's prctl: the signal that a process gets when its parent has ended."""
 _LIBC = ctypes.CDLL(None)
 
 

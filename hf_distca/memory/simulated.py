@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig
 
 from hf_distca.config import DistCAConfig
 from hf_distca.memory.counter import MemoryCounter, RankMemory, Training
-from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.tensor_parallel import divided_config
 from hf_distca.plan import MicroBatchPlan
@@ -20,8 +19,6 @@ from hf_distca.sim.strategies import Setup, Strategy
 
 KERNEL = "torch_varlen"
 """Kernel whose memory core attention takes: FlashAttention."""
-COUNTED_RANKS = 128
-"""Maximum number of ranks for counting whole steps: beyond it, counting takes longer than everything else."""
 
 
 def gpu_memory(
@@ -30,8 +27,7 @@ def gpu_memory(
     """Return a `hf_distca.sim.simulate.Memory`; the model's state is divided over all ranks as by FSDP2.
 
     A step with the plan is counted for planned strategies. The others are counted without an exchange, for half and
-    for full rows, and extended along a line; context parallelism adds K and V of its group and their gradients. Above
-    COUNTED_RANKS ranks planned strategies are counted in the same way, and exchange buffers on one layer.
+    for full rows, and extended along a line; context parallelism adds K and V of its group and their gradients.
     """
     settings = replace(settings, kernel=KERNEL)
     alone, most = replace(settings, ranks=1, ranks_per_node=1, ping_pong=False), settings.tokens_per_rank
@@ -48,15 +44,11 @@ def gpu_memory(
         state = without_exchange(most).state.total
         if strategy.servers:  # the memory of a server is unknown
             return None, state
-        if plan is not None and setup.ranks <= COUNTED_RANKS:
+        if plan is not None:
             return sum(counter.count(plan, training).parts.values()), state
         half, full = (sum(without_exchange(each).parts.values()) for each in (most // 2, most))
         extended = round(full + (full - half) * (rows - most) / (most - most // 2))
-        if plan is None:
-            widest = max(kind.kv_heads * (kind.dim_qk + kind.dim_v) for kind in settings.kinds)
-            return extended + 2 * rows * (strategy.context - 1) * widest * setup.profile.bytes_per_value, state
-        rank, kind = busiest_rank(plan, settings), settings.dominant_kind
-        parts = count_core_attention(plan, kind, training.weights, rank, Use(KERNEL))
-        return extended + parts.get("exchange buffers", 0), state
+        widest = max(kind.kv_heads * (kind.dim_qk + kind.dim_v) for kind in settings.kinds)
+        return extended + 2 * rows * (strategy.context - 1) * widest * setup.profile.bytes_per_value, state
 
     return memory

@@ -22,7 +22,7 @@ import numpy as np
 from hf_distca.plan import TASK, AttentionKind, Layout, Plan
 from hf_distca.planner.balancing_pass import BalancingPass, Problem
 from hf_distca.planner.cost import Workers, pairs, row_reaching
-from hf_distca.planner.intervals import FloatArray, IntArray, Table, by_document, cut_at, merged, moved_by
+from hf_distca.planner.intervals import FloatArray, IntArray, Table, by_document, cut_at, joined, merged, moved_by
 from hf_distca.planner.layout import assemble, check_settings, layout_of_kind
 from hf_distca.planner.settings import PlanSettings
 
@@ -66,7 +66,7 @@ def balance(
         )
     if tolerance is None:
         tolerance = np.full(len(workers), settings.balance_tolerance)
-    check_settings(float(tolerance.min()), settings.balance_block_size, kind.window)
+    check_settings(float(tolerance.min()), settings.balance_block_size)
     layout = layout_of_kind(layout, kind)
     problem = Problem.of(layout, kind, settings, workers, tolerance)
     group = np.zeros(len(workers), np.int64) if groups is None else np.asarray(groups)
@@ -195,9 +195,9 @@ def tasks_of_workers(tasks: Table, problem: Problem, nodes: IntArray, limit: Flo
     workers, window, block = problem.workers, problem.pair_window, problem.block
     given, held = cut_at(tasks, by_document(problem.layout.segments))
     stays = nodes[held["rank"]] == given["worker"]
-    moved = merged(given[~stays])
+    moved = merged(given.compress(~stays))
     given["worker"] = held["rank"]
-    given = given[stays]
+    given = given.compress(stays)
     room = (limit - np.asarray(workers.base_load)) * np.asarray(workers.speed) - problem.loads(given)
     # The largest pieces of documents come first, since they need the most room.
     placed = []
@@ -212,4 +212,4 @@ def tasks_of_workers(tasks: Table, problem: Problem, nodes: IntArray, limit: Flo
             placed.append((document, start, cut, worker))
             room[worker] -= pairs(start, cut, window)
             start = cut
-    return merged(np.concatenate([given, np.array(placed, TASK)]))
+    return merged(joined(given, np.array(placed, TASK)))

@@ -1,6 +1,12 @@
-"""One pass of balancing: who gives rows to whom, from which documents, and where in them."""
+"""One pass of balancing: who gives rows to whom, from which documents, and where in them.
+
+Moving F pairs costs about √F bytes. So flows should be few and large: the sum of their roots is minimised, over all
+givers and for the busiest one.
+"""
 
 import itertools
+import math
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,8 +14,7 @@ import numpy as np
 
 from hf_distca.plan import TASK, AttentionKind, Layout
 from hf_distca.planner.cost import RowBytes, Workers, pairs, pairs_at, row_reaching
-from hf_distca.planner.flows import Flows, Price, Source, plan_flows
-from hf_distca.planner.intervals import FloatArray, IntArray, Table, grain, local_tasks, merged, moved_by
+from hf_distca.planner.intervals import FloatArray, IntArray, Table, grain, joined, local_tasks, merged, moved_by
 from hf_distca.planner.settings import PlanSettings
 
 BUSY = 0.8
@@ -18,6 +23,10 @@ FORBIDDEN = 1e18
 """Bytes charged for a task smaller than a block while places are compared."""
 ROUNDING = 0.04
 """Share of the tolerance that rounding one cut may cost; beyond it, the cut leaves the block's boundary."""
+
+
+Flows = dict[int, list[tuple[int, float]]]
+"""giver -> (taker, pairs) of each of its flows"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +84,83 @@ class Problem:
         return np.bincount(tasks["worker"], cost, len(self.workers)).astype(np.int64)
 
 
+class Price:
+    """Bytes of having rows [start, stop) of a document computed elsewhere.
+
+    Attributes:
+        rows: bytes of Q and O of one row, as far as they count.
+        kv: bytes of K and V of one row.
+        origin: first row of every document, see `Problem`.
+        pair_window: window by which a row counts pairs.
+        reach: where the cheapest rows of F pairs end, in units of √(2F).
+    """
+
+    def __init__(self, rows: float, kv: float, window: int | None, origin: int = 0) -> None:
+        self.rows, self.kv, self.window, self.origin = rows, kv, window, origin
+        self.pair_window = None if window is None else window + origin
+        # F pairs in [s, e) mean e² − s² = 2F, and the bytes (e − s)·rows + e·kv are least where
+        # s = e / r with r = 1 + kv / rows, so e = √(2F)·r / √(r² − 1).
+        ratio = 1 + self.kv / self.rows
+        self.reach = ratio / math.sqrt(ratio * ratio - 1)
+
+    def of(self, start: FloatArray, stop: FloatArray, known: FloatArray | IntArray) -> FloatArray:
+        """Return the bytes of rows [start, stop) for a worker that has K/V rows [origin, known) of the document."""
+        first = known if self.window is None else np.maximum(start - self.window + 1, known)
+        result: FloatArray = (stop - start) * self.rows + np.maximum(stop - first, 0.0) * self.kv
+        return result
+
+
+class Source:
+    """Pairs that one worker can still give.
+
+    A task still has the pairs from `low` to `high`, counted from row 0 of its document. Taking lowers `high`. Where
+    the pairs lie in the task is chosen later.
+
+    Args:
+        start: [tasks] first row of each of the worker's tasks.
+        stop: [tasks] one past the last row.
+    """
+
+    def __init__(self, start: IntArray, stop: IntArray, price: Price) -> None:
+        self._price, self._window = price, price.pair_window
+        self._low = pairs(0, start, self._window).astype(np.float64)
+        self._high = pairs(0, stop, self._window).astype(np.float64)
+
+    def take(self, amount: float, known: IntArray) -> dict[int, float]:
+        """Choose the pairs to give from each task, for `amount` pairs in all at the least cost found.
+
+        The rows lie where the bytes are least, or at the task's end.
+
+        Args:
+            known: [tasks] the taker already has the document's K/V rows up to this row.
+
+        Returns:
+            The pairs by index of the task.
+        """
+        low, window = self._low, self._window
+        start = row_reaching(low, window)
+        given: dict[int, float] = {}
+        while amount > 0.5:
+            available = np.maximum(self._high - low, 0.0)
+            part = np.minimum(amount, available)
+            if not part.any():
+                break
+            reach = self._price.reach * np.sqrt(2 * part)
+            end = np.minimum(row_reaching(self._high, window), np.maximum(row_reaching(low + part, window), reach))
+            begin = np.maximum(row_reaching(pairs_at(end, window) - part, window), start)
+            cost = self._price.of(begin, end, known)
+            enough = available >= amount
+            if enough.any():
+                task = int(np.where(enough, cost, np.inf).argmin())
+            else:  # take all of the task that is cheapest per pair
+                task = int(np.where(part > 0, cost / np.maximum(part, 1.0), np.inf).argmin())
+            taken = float(part[task])
+            amount -= taken
+            given[task] = given.get(task, 0.0) + taken
+            self._high[task] -= taken
+        return given
+
+
 class BalancingPass:
     """One pass of flows, sources and places over the present tasks.
 
@@ -108,7 +194,7 @@ class BalancingPass:
         homes = np.bincount(tasks["document"], minlength=len(problem.layout.lengths))
         given = np.zeros(len(homes), bool)
         given[tasks["document"][surplus[tasks["worker"]] > 0]] = True
-        for document, _, stop, worker in tasks[(given & (homes > 1))[tasks["document"]]].tolist():
+        for document, _, stop, worker in tasks.compress((given & (homes > 1))[tasks["document"]]).tolist():
             self._learn(document, worker, stop)
 
     def run(self) -> Table:
@@ -128,7 +214,7 @@ class BalancingPass:
         kept = np.ones(len(self._tasks), bool)
         kept[list(parts)] = False
         cut = [piece for task, leaving in sorted(parts.items()) for piece in self._stack(task, leaving)]
-        return merged(np.concatenate([self._tasks[kept], np.array(cut, TASK)]))
+        return merged(joined(self._tasks.compress(kept), np.array(cut, TASK)))
 
     def _flows(self) -> Flows:
         """Plan the flows of each group."""
@@ -201,3 +287,46 @@ class BalancingPass:
         pairs_a_row = min(cut, self._window or cut)
         multiple = grain(self._problem.block, lambda size: size * pairs_a_row > self._rounding)
         return round(cut / multiple) * multiple
+
+
+def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
+    """Plan flows that take every worker down to a surplus of 0, as far as there is room.
+
+    The giver with the largest surplus goes first, so that it finds the largest rooms. Each giver fills the tightest
+    room that takes its whole surplus, or else the largest room. A partner whose room takes the whole surplus goes
+    before a tighter room. Next come takers that already take from a partner, since they mostly receive K/V rows of the
+    same document. The room looked for includes the partners' surplus.
+
+    Args:
+        surplus: [workers] pairs above each worker's target; negative where a worker has room.
+        partners: worker -> workers that hold K/V rows of the same documents; giving to them costs less.
+    """
+    rooms = sorted((-extra, worker) for worker, extra in enumerate(surplus) if extra < 0)
+    room_of = {worker: room for room, worker in rooms}
+    givers = sorted((-extra, worker) for worker, extra in enumerate(surplus) if extra > 0)
+    partners = {giver: partners[giver] - {giver} for _, giver in givers if giver in partners}
+    if any(surplus[partner] > 0 for near in partners.values() for partner in near):
+        # Partners follow each other, so that they find each other's takers; the largest sum of surpluses goes first.
+        givers.sort(key=lambda each: each[0] - sum(max(surplus[other], 0.0) for other in partners.get(each[1], ())))
+    waiting = {giver: -less for less, giver in givers}
+    flows: Flows = {}
+    for _, giver in givers:
+        left = waiting.pop(giver)
+        flows[giver] = given = []
+        near = partners.get(giver, ())
+        for_partners = sum(waiting.get(partner, 0.0) for partner in near)
+        used = {taker for partner in near for taker, _ in flows.get(partner, ())}
+        while left > 0 and rooms:
+            wanted = (left + for_partners, -1)
+            if near:
+                enough = [(room_of[worker], worker) for worker in near if room_of.get(worker, 0.0) >= left]
+                begun = [(room_of[worker], worker) for worker in used if room_of[worker] > 0]
+                wanted = min(enough, default=max(begun, default=wanted))
+            room, taker = rooms.pop(min(bisect_left(rooms, wanted), len(rooms) - 1))
+            amount = min(left, room)
+            given.append((taker, amount))
+            left -= amount
+            room_of[taker] = room - amount
+            if amount < room:
+                insort(rooms, (room - amount, taker))
+    return flows

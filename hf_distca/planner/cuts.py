@@ -73,7 +73,7 @@ def halos(layout: Layout, rank: int, width: int) -> Halos:
     before = table_of(ROWS, document=segments["document"], start=first, stop=segments["start"])
     ordered = by_document(segments)
     reader, other, start, stop = overlaps(before, ordered)
-    holder = ordered[other]
+    holder = ordered.take(other)
     source, target = (np.repeat(ranks, stop - start) for ranks in (holder["rank"], segments["rank"][reader]))
     row = expand(holder["offset"] + start - holder["start"], stop - start)
     place = expand(begins[reader] + width + start - segments["start"][reader], stop - start)

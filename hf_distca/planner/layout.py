@@ -70,14 +70,14 @@ def joint_layout(
         ValueError: a length below 1, settings out of range, or more tokens than the ranks take.
     """
     array = as_lengths(lengths)
-    check_settings(balance_tolerance, balance_block_size, window)
+    check_settings(balance_tolerance, balance_block_size)
     check_capacity(array, ranks, tokens_per_rank)
     sizes = (1,) * ranks if node_sizes is None else nodes.node_sizes(ranks, node_sizes)
     placed = place_on_ranks(array, sizes, window, balance_tolerance, balance_block_size)
     return assemble(array, tuple(placed.T), ranks, by_document=True)
 
 
-def check_settings(balance_tolerance: float, balance_block_size: int, window: int | None) -> None:
+def check_settings(balance_tolerance: float, balance_block_size: int) -> None:
     """Raise ValueError for planner settings that are out of range."""
     if not 0 <= balance_tolerance < float("inf"):
         raise ValueError(
@@ -85,8 +85,6 @@ def check_settings(balance_tolerance: float, balance_block_size: int, window: in
         )
     if balance_block_size < 1:
         raise ValueError(f"balance_block_size must be at least 1 row, got {balance_block_size}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 row, or None for full attention, got {window}")
 
 
 def check_capacity(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int) -> None:
@@ -116,7 +114,7 @@ def assemble(
     """
     document, start, stop, rank = columns
     order = np.lexsort((start, document, rank)) if by_document else np.argsort(rank, kind="stable")
-    segments = table_of(SEGMENT, document=document, start=start, stop=stop, rank=rank)[order]
+    segments = table_of(SEGMENT, document=document, start=start, stop=stop, rank=rank).take(order)
     segments = merge_touching(segments, "rank")
     before = rows_before(segments)
     segments["offset"] = before - before[np.searchsorted(segments["rank"], segments["rank"])]
@@ -133,7 +131,7 @@ def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
     stop = np.minimum(start + kind.chunk, layout.lengths[document])
     chunks = table_of(ROWS, document=document, start=start, stop=stop)
     which, chunk, first, last = overlaps(layout.segments, chunks)
-    segments = layout.segments[which]
+    segments = layout.segments.take(which)
     segments["offset"] += first - segments["start"]
     segments["document"], segments["start"], segments["stop"] = chunk, first - start[chunk], last - start[chunk]
     return Layout(row_counts(chunks), segments, layout.ranks)
@@ -187,6 +185,6 @@ def split_placed(placed: Sequence[Sequence[int]]) -> list[int] | None:
 
 def mirrored(layout: Layout) -> Layout:
     """Return the layout with its ranks in reverse order."""
-    segments = layout.segments.copy()
+    segments = layout.segments.take(np.lexsort((layout.segments["offset"], -layout.segments["rank"])))
     segments["rank"] = layout.ranks - 1 - segments["rank"]
-    return Layout(layout.lengths, segments[np.lexsort((segments["offset"], segments["rank"]))], layout.ranks)
+    return Layout(layout.lengths, segments, layout.ranks)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, ExchangeFigures, Plan
 from hf_distca.planner.cost import RowBytes, pairs
-from hf_distca.planner.intervals import IntArray, Table, row_counts
+from hf_distca.planner.intervals import IntArray, Table, joined, row_counts
 from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
 from hf_distca.planner.routes.moves import rows_to_move
 from hf_distca.planner.seconds import Tasks
@@ -45,7 +45,7 @@ class RowsMoved:
     def of(cls, plan: Plan, nodes: Sequence[int]) -> "RowsMoved":
         """Count the rows of a plan; every K/V row that a worker's tasks read reaches the worker once."""
         tasks, first, second = rows_to_move(replace(plan, stage_rows=None))
-        return cls(_by_link(tasks, nodes), _by_link(np.concatenate([first, second]), nodes))
+        return cls(_by_link(tasks, nodes), _by_link(joined(first, second), nodes))
 
     @property
     def most_keys(self) -> int:
@@ -64,14 +64,14 @@ class RowsMoved:
         return moved
 
 
-def _by_link(moves: Table, nodes: Sequence[int]) -> IntArray:
-    """Return [2, 2, workers] rows that go to another worker, by link and direction."""
-    node, moves = np.asarray(nodes), moves[moves["source"] != moves["target"]]
-    between = node[moves["source"]] != node[moves["target"]]
-    rows = [
-        np.bincount(between * len(node) + moves[end], row_counts(moves), 2 * len(node)) for end in ("source", "target")
-    ]
-    return np.stack(rows).reshape(2, 2, len(node)).swapaxes(0, 1).astype(np.int64)
+def _by_link(moves: Table, nodes: Sequence[int], chosen: NDArray[np.bool_] | bool = True) -> IntArray:
+    """Return [2, 2, workers] rows of the chosen moves that go to another worker, by link and direction."""
+    node = np.asarray(nodes)
+    away = np.flatnonzero((moves["source"] != moves["target"]) & chosen)
+    source, target, rows = moves["source"][away], moves["target"][away], row_counts(moves)[away]
+    link = len(node) * (node[source] != node[target])
+    ends = [np.bincount(link + worker, rows, 2 * len(node)) for worker in (source, target)]
+    return np.stack(ends).reshape(2, 2, len(node)).swapaxes(0, 1).astype(np.int64)
 
 
 def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> IntArray:
@@ -196,9 +196,9 @@ def count_plan(
         return Tasks(of_rows, of_keys, of_pairs, (of_rows > 0).astype(np.float64))
 
     # Servers get their rows in exchanges apart.
-    moves = np.concatenate(hops)
+    moves = joined(*hops)
     among_ranks, with_servers = (
-        RowsMoved(*(_by_link(table[(table["target"] < ranks) == to_ranks], nodes) for table in (tasks, moves)))
+        RowsMoved(*(_by_link(table, nodes, (table["target"] < ranks) == to_ranks) for table in (tasks, moves)))
         for to_ranks in (True, False)
     )
     return CountedPlan(

@@ -132,10 +132,10 @@ def plan_lost(
 def local_tasks(plan: Plan, workers: Collection[int]) -> Plan:
     """Return the tasks of some workers alone, each row at the rank that holds it, in one stage."""
     ranks = plan.layout.ranks
-    lost = plan.tasks[np.isin(plan.tasks["worker"], list(workers))]
+    lost = plan.tasks.compress(np.isin(plan.tasks["worker"], list(workers)))
     tasks, held = cut_at(lost, by_document(plan.layout.segments))
     tasks["worker"] = held["rank"]
-    tasks = tasks[np.lexsort((tasks["start"], tasks["document"], tasks["worker"]))]
+    tasks = tasks.take(np.lexsort((tasks["start"], tasks["document"], tasks["worker"])))
     return Plan(plan.layout, tasks, ranks, plan.window, nodes=None if plan.nodes is None else plan.nodes[:ranks])
 
 

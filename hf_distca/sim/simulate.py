@@ -160,16 +160,13 @@ class Simulation:
     """Result of a simulation.
 
     Attributes:
-        tokens_per_rank: the most rows of a rank.
         best_plain: name of the fastest strategy without plans, of those that cut the fewest documents.
         best_planned: name of the strategy that plans by default; or of the fastest planned strategy on as many GPUs,
             where that is at least 2 % faster.
         load: [ranks] seconds of core attention in the first micro-batch, with plain packing, `best_plain` and
             `best_planned`.
-        over_packing: `best_planned` compared with plain packing.
-        over_best: `best_planned` compared with `best_plain`.
-        speed_up: step of `best_plain` over that of `best_planned`.
-        attention_speed_up: the same ratio for core attention alone.
+        over_packing, over_best: `best_planned` compared with plain packing, and with `best_plain`.
+        speed_up, attention_speed_up: step of `best_plain` over that of `best_planned`, and core attention alone.
     """
 
     ranks: int
@@ -196,13 +193,7 @@ def simulate(
     servers: int = 0,
     memory: Memory = lambda *_: (None, None),
 ) -> Simulation:
-    """Simulate micro-batches under every strategy.
-
-    Args:
-        settings: settings of plans; each strategy sets its own layout.
-        servers: dedicated attention servers; above 0 one more strategy uses them.
-        memory: returns a GPU's memory, such as `hf_distca.memory.simulated`; the default leaves memory out.
-    """
+    """Simulate micro-batches under `all_strategies`; the default `memory` leaves memory out."""
     every = list(islice(micro_batches, count))
     steps: dict[str, list[StepTime]] = {}
     figures: dict[str, StrategyFigures] = {}

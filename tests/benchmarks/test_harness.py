@@ -1,4 +1,4 @@
-"""What benchmarks share: figures, ranks that take rounds, and two checkouts in turns."""
+"""Parts that benchmarks share: figures, ranks that take rounds, and two checkouts in turns."""
 
 import json
 import os

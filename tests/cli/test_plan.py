@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import hf_distca
-from hf_distca.cli.model import memory_table
+from hf_distca.cli.model import fake_model, memory_table
+from hf_distca.memory.model_state import model_state
 from hf_distca.planner.micro_batch import plan_micro_batch
 from tests.models_and_batches import small_model
 from tests.survey.tiny import tiny_config
@@ -252,9 +253,9 @@ def test_a_model_whose_documents_stay_whole(command, run, tmp_path):
     assert "document 0 has 97 tokens" in run(*command([97, 30], 2, 96, *model))[2]
 
 
-def test_a_model_of_the_package(figures):
-    options = ["--lengths", "prolong", "--ranks", "8", "--tokens-per-rank", "1k", "--model", "llama-8b"]
-    assert figures("plan", *options)["memory"]["ddp"]["weights"] == pytest.approx(8.03e9 * 4, rel=0.01)
+def test_a_model_of_the_package():
+    state = model_state(fake_model("llama-8b"), "ddp", 8, mixed=True)
+    assert state.weights == pytest.approx(8.03e9 * 4, rel=0.01)
 
 
 def test_one_document_travels_in_stages_through_small_buffers(command, figures):

@@ -1,4 +1,4 @@
-"""What README and the pages show is so: files, names, options and messages exist, commands print what is shown."""
+"""README and the pages agree with the code: files, names, options and messages exist, commands print what is shown."""
 
 import ast
 import importlib.util
@@ -42,7 +42,7 @@ QUOTING = WITH_NAMES[:-1]
 SOURCES = [path.read_text() for path in (ROOT / "hf_distca").rglob("*.py")]
 SETTINGS = {field.name: field for field in fields(hf_distca.DistCATrainingArguments)}
 OBJECTS = {"hf_distca": hf_distca, "dispatcher": hf_distca.Dispatcher, "accelerator": Accelerator}
-"""What names in examples stand for."""
+"""Objects behind names in examples."""
 WRITTEN_ON_GPUS = {"benchmarks/results/gpu.json", "hf_distca/sim/profiles/h200.json"}
 OTHERS = {
     *("expandable_segments", "set_device", "attention_server_token", "vision_tower", "load_universal", "batch_size"),
@@ -57,7 +57,7 @@ LAUNCHER = {
     *("--main_process_port", "--module"),
 }
 TEXT_BYTES = 12_000
-"""How much of the quickstart's text is trained on here."""
+"""Bytes of the quickstart's text that are trained on here."""
 
 
 def blocks(page: str, language: str = "", part: str | None = None) -> list[str]:
@@ -131,10 +131,6 @@ def test_options_of_commands_exist(line, monkeypatch, capsys):
             main([match[1], "--help"])
         known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
         assert set(re.findall(r"(?<= )--[a-z-]+", match[2])) <= known
-    if line.startswith("make "):
-        targets = (ROOT / "Makefile").read_text()
-        for target in re.findall(r" ([a-z][\w-]*)(?= |$)", line):
-            assert re.search(rf"^[\w -]*\b{target}\b[\w -]*:", targets, re.M), target
     if line.startswith("accelerate launch"):
         options = re.split(r"\S+\.py|(?<=--module)", line)[0]
         assert set(re.findall(r"--\w+", options)) <= LAUNCHER
@@ -158,7 +154,10 @@ def test_options_of_commands_exist(line, monkeypatch, capsys):
 def test_targets_exist():
     targets = (ROOT / "Makefile").read_text()
     texts = "\n".join([*PAGES.values(), (ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md").read_text()])
-    for target in set(re.findall(r"`make ([a-z-]+)", texts)):
+    named = set(re.findall(r"`make ([a-z-]+)", texts))
+    for line in EVERY_COMMAND.values():
+        named |= set(re.findall(r" ([a-z][\w-]*)(?= |$)", line)) if line.startswith("make ") else set()
+    for target in named:
         assert re.search(rf"^[\w -]*\b{target}\b[\w -]*:", targets, re.M), target
 
 
@@ -189,12 +188,11 @@ def matches(quoted: str, text: str) -> bool:
     return True
 
 
-def test_quotations_are_told_from_other_texts():
-    (text,) = texts_of('raise ValueError(f"rank {rank} failed: " f"{why}; start again")')
-    assert text == "rank … failed: …; start again"
+def test_quotations_are_found_among_other_texts():
+    text, logged = texts_of('f(f"rank {rank} failed: " f"{why}; start again", "lost %s (%.1f)")')
+    assert (text, logged) == ("rank … failed: …; start again", "lost … (…)")
     assert matches("failed: …; start again", text)
     assert not matches("rank … failed; start again", text)
-    assert texts_of('logger.warning("lost %s (%.1f)", a, b)')[0] == "lost … (…)"
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +317,7 @@ def test_the_demo_prints_the_shown_lines():
 
 
 def in_shell(command: str, folder: Path) -> str:
-    """What a command prints that a reader enters in a shell with the environment activated."""
+    """Output of a command in a shell with the environment activated."""
     environment = cpu_environment()
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(

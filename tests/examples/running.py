@@ -19,7 +19,7 @@ def run(
     python: str = sys.executable,
     **environment: str,
 ) -> str:
-    """What an example printed."""
+    """Output of an example."""
     done = subprocess.run(
         [*(launcher(config, ranks, python) if ranks > 1 else [python]), *command],
         cwd=folder,
@@ -34,7 +34,7 @@ def run(
 
 
 def run_forked(command: list[str], folder: Path, ranks: int = 2, config: str = "ddp", **environment: str) -> str:
-    """What rank 0 of an example printed, in processes that have imported everything; `folder` is for the output."""
+    """Output of rank 0 of an example, in processes that have imported everything; `folder` is for the output."""
     folder.mkdir(exist_ok=True)
     codes = run_in_forks(config, EXAMPLES / command[0], command[1:], folder, ranks, **environment)
     printed = (folder / "output-0").read_text(errors="replace")
@@ -56,6 +56,6 @@ def finetune_command(checkpoint: Path, output: Path, options: str) -> list[str]:
 
 
 def summary_of(output: Path) -> dict[str, float]:
-    """What the example wrote at its end."""
+    """Summary that the example wrote."""
     summary: dict[str, float] = json.loads((output / "summary.json").read_text())
     return summary

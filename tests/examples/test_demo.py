@@ -11,9 +11,9 @@ from tests.launch import ROOT
 
 @pytest.fixture(scope="module")
 def printed(checkpoint, tmp_path_factory) -> tuple[str, str]:
-    """What the demo printed, and its folder."""
+    """Output of the demo, and its folder."""
     folder = tmp_path_factory.mktemp("demo")
-    options = ["--tokens_per_rank", "512", "--steps", "7"]
+    options = ["--tokens_per_rank", "512", "--steps", "6"]
     command = ["demo.py", "--model_name_or_path", str(checkpoint), "--output_dir", str(folder), *options]
     return run(command, ranks=2, DS_ACCELERATOR="cpu"), str(folder)
 

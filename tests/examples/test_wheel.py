@@ -113,7 +113,7 @@ def test_its_commands_run_with_nothing_else(python, tmp_path):
 
 
 def run_outside(command: list[str | Path], folder: Path) -> str:
-    """What a command prints that sees nothing of this checkout."""
+    """Output of a command that sees nothing of this checkout."""
     environment = {**cpu_environment(), "PYTHONPATH": ""}
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from benchmarks.planner_inputs import measure
 from hf_distca.plan import TASK, AttentionKind
 from hf_distca.planner.balance import ideals_inside, layout_of_nodes, tasks_of_workers, workers_of_nodes
-from hf_distca.planner.balancing_pass import Problem
+from hf_distca.planner.balancing_pass import Price, Problem, Source, plan_flows
 from hf_distca.planner.cost import RowBytes, Workers, pairs
-from hf_distca.planner.flows import Price, Source, plan_flows
 from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.metrics import BETWEEN, bytes_by_link, loads_of, query_rows_of
 from hf_distca.planner.nodes import node_sizes

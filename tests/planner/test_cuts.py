@@ -1,14 +1,12 @@
 """Tables of what the segments of cut documents exchange."""
 
-import itertools
-
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.planner.cuts import chains, halos
-from hf_distca.planner.layout import assemble, fixed_layout
+from hf_distca.planner.layout import fixed_layout
+from tests.planner.drawn_plans import drawn_plans
 
 
 def test_halo_rows_written_out():
@@ -38,11 +36,10 @@ def test_chains_written_out():
     ]
 
 
-@pytest.mark.parametrize("width", [1, 3])
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), ranks=st.integers(1, 4), seed=st.integers(0, 99))
-def test_any_layout(width, lengths, ranks, seed):
+@given(st.sampled_from([1, 3]), drawn_plans(most_servers=0))
+def test_any_layout(width, plan):
     """What ranks send fits what others receive; every halo has the rows before its segment, every chain all states."""
-    layout = _random_layout(lengths, ranks, np.random.default_rng(seed))
+    layout, ranks = plan.layout, plan.layout.ranks
     rows = [
         [(document, row) for document, start, stop, *_ in layout.of_rank(rank).tolist() for row in range(start, stop)]
         for rank in range(ranks)
@@ -83,16 +80,6 @@ def test_any_layout(width, lengths, ranks, seed):
             nth = of_document.index(segment)
             assert [[*names[rank], *arrived][state] for state in earlier] == of_document[:nth]
             assert [[*names[rank], *returned][state] for state in later] == of_document[nth + 1 :]
-
-
-def _random_layout(lengths, ranks, random):
-    columns = []
-    for document, length in enumerate(lengths):
-        cuts = np.flatnonzero(random.random(length - 1) < 0.4) + 1
-        ends = [0, *cuts.tolist(), length]
-        columns += [(document, start, stop, int(random.integers(ranks))) for start, stop in itertools.pairwise(ends)]
-    order = random.permutation(len(columns))
-    return assemble(np.array(lengths), tuple(np.array(columns)[order].T), ranks)
 
 
 def _sent(messages) -> list[list[int]]:

@@ -53,7 +53,6 @@ def test_joint_layout_cuts_the_end_of_one_long_document():
         (lambda: joint_layout([9], 2, 4), "1 documents hold 9 tokens, but 2 ranks of 4 take 8"),
         (lambda: joint_layout([1], 0, 4), "must be positive"),
         (lambda: joint_layout([1], 1, 4, balance_tolerance=-0.1), "balance_tolerance must be 0 or more"),
-        (lambda: joint_layout([1], 1, 4, window=0), "window must be at least 1"),
         (lambda: joint_layout([1], 1, 4, balance_block_size=0), "balance_block_size must be at least 1"),
         (lambda: joint_layout([1], 4, 4, node_sizes=(2, 1)), "2,1 adds up to 3 ranks, but 4 ranks train"),
     ],

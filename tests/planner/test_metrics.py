@@ -1,10 +1,8 @@
-from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, ExchangeFigures, Plan
 from hf_distca.planner.cost import RowBytes
@@ -80,26 +78,3 @@ def test_figures_of_exchanges_add_up_nano_batches_before_they_look_for_the_busie
         link_seconds=pytest.approx(3000 / 50e9),
     )
     assert exchange_figures([within], BYTES, nodes, node_bandwidth=0.5).link_seconds == pytest.approx(2000 / 0.5e9)
-
-
-@settings(max_examples=200)
-@given(drawn_plans(), st.data())
-def test_rows_cross_to_a_node_once_and_every_worker_receives_what_it_did(plan, data):
-    nodes = tuple(sorted(data.draw(st.lists(st.integers(0, 2), min_size=plan.workers, max_size=plan.workers))))
-    plan = replace(plan, nodes=nodes)
-    moved = bytes_by_link(plan, BYTES, nodes)
-    sent, received = bytes_by_row(plan, BYTES)
-    assert moved.sum(axis=0)[1].tolist() == received
-    assert moved.sum() == 2 * sum(sent)
-    home = {(d, row): rank for d, start, stop, rank, _ in plan.layout.segments.tolist() for row in range(start, stop)}
-    between = 0
-    readers = defaultdict(set)  # (row, node) -> those of its ranks that read it
-    for (d, start, stop, worker), first in zip(plan.tasks.tolist(), plan.first_key().tolist(), strict=True):
-        away = sum(nodes[home[d, row]] != nodes[worker] for row in range(start, stop))
-        between += away * (BYTES.q + BYTES.o)
-        for row in range(first, stop):
-            if nodes[home[d, row]] != nodes[worker]:
-                # A server gets its rows from where they are held.
-                node = nodes[worker] if worker < plan.layout.ranks else ("server", worker)
-                readers[(d, row), node].add(worker)
-    assert moved[BETWEEN, 0].sum() == between + len(readers) * BYTES.kv

@@ -11,7 +11,7 @@ from hf_distca.planner.build import local_plan
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.intervals import table_of
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import bytes_moved
+from hf_distca.planner.metrics import bytes_by_link
 from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
 from hf_distca.planner.routes.moves import MOVE, forward_inside_nodes
 from tests.planner.carried_out import check, exchange, local_rows, messages_of, routes_of
@@ -114,7 +114,10 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
         counts.append(sent)
     queries, *keys = counts
     moved = queries * BYTES.q + queries.T * BYTES.o + sum(keys) * BYTES.kv
-    assert [moved.sum(1).tolist(), moved.sum(0).tolist()] == bytes_moved(plan, BYTES).tolist()
+    node = np.array(plan.nodes or (0,) * plan.workers)
+    within = node[:, None] == node
+    by_link = [[of_link.sum(1).tolist(), of_link.sum(0).tolist()] for of_link in (moved * within, moved * ~within)]
+    assert by_link == bytes_by_link(plan, BYTES, node).tolist()
 
 
 def test_rows_on_one_path_are_divided_evenly_over_the_stages():

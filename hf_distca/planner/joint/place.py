@@ -44,7 +44,7 @@ def place_whole(placement: Placement) -> list[Item]:
     items = list(zip(order.tolist(), rows[order].tolist(), costs.tolist(), strict=True))
     left = costs.sum() - np.cumsum(costs) + costs
     count = int((left > placement.mean * placement.ranks * placement.slack * NEGLIGIBLE).sum())
-    spare = _place(placement, items[:count], lambda rank: need[rank] / max(room[rank], 1))
+    spare = _place(placement, items[:count], lambda rank: need[rank] / (room[rank] or 1))
     return spare + _place(placement, items[count:], lambda rank: room[rank])
 
 

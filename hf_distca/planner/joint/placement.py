@@ -24,8 +24,8 @@ class Placement:
     Args:
         lengths: [documents] tokens of each document.
         pieces: table of the rows to place.
-        room: [ranks] rows that each rank takes.
-        need: [ranks] pairs that each rank should get.
+        room: [ranks] rows that each rank takes; lowered by what it gets.
+        need: [ranks] pairs that each rank should get, likewise.
         slack: how far above its share a rank's pairs may be, as a fraction of the mean.
         block: rows of a kernel block.
         inside: whether these are the ranks of one node of several.
@@ -33,8 +33,6 @@ class Placement:
 
     Attributes:
         mean: pairs of all ranks over the number of ranks.
-        room: [ranks] rows that each rank still takes.
-        need: [ranks] pairs that each rank is still short of its share; negative above it.
         lengths: [indices] tokens of the whole document.
         starts: [indices] first row that is not cut off.
         stops: [indices] one past the last row that is not cut off.
@@ -68,12 +66,9 @@ class Placement:
         return pairs(start, stop, self.window)
 
     def cut_near(self, start: int, least: int, first: int) -> int:
-        """Return a cut near row `start`, at least `least`, that leaves no head below a block.
+        """Return a cut near row `start`, at least `least`, that leaves no head from row `first` on below a block.
 
         The cut falls on a block's boundary if that moves few pairs, otherwise on a finer one.
-
-        Args:
-            first: first row of the piece that is cut.
         """
         pairs_a_row, most = min(start, self.window or start), ROUNDING * self.slack * self.mean
         multiple = grain(self.block, lambda size: size * pairs_a_row > most)

@@ -12,6 +12,7 @@ from hf_distca.planner.intervals import (
     Table,
     by_document,
     expand,
+    joined,
     merge_touching,
     overlaps,
     row_counts,
@@ -36,29 +37,29 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     stages = 1 + max(int(table["stage"].max(initial=0)) for table in (tasks, hops[0]))
 
     # 1. The tasks of this worker. Received queries are in the order of their arrival.
-    mine = tasks[tasks["target"] == rank]
+    mine = tasks.compress(tasks["target"] == rank)
     here = mine["source"] == rank
-    local = mine[here & (mine["keys_stop"] < mine["stop"])]
-    remote_kv = mine[here & (mine["keys_stop"] > mine["keys_start"])]
-    remote_query = _ordered(mine[~here], "source")
+    local = mine.compress(here & (mine["keys_stop"] < mine["stop"]))
+    remote_kv = mine.compress(here & (mine["keys_stop"] > mine["keys_start"]))
+    remote_query = _ordered(mine.compress(~here), "source")
     remote_query["at"] = rows_before(remote_query)
 
     # 2. The K/V rows that arrive in each stage, in the order in which they are counted: first hop first.
-    came = [_ordered(hop[hop["target"] == rank], "source") for hop in hops]
-    arrived = np.concatenate(came)
-    arrived = arrived[np.argsort(arrived["stage"], kind="stable")]
+    came = [_ordered(hop.compress(hop["target"] == rank), "source") for hop in hops]
+    arrived = joined(*came)
+    arrived = arrived.take(np.argsort(arrived["stage"], kind="stable"))
     before = rows_before(arrived)
     arrived["at"] = before - before[np.searchsorted(arrived["stage"], arrived["stage"])]
     arrived = by_document(arrived)
 
     # 3. For each stage: the exchanges, and the kernel calls on the rows.
-    reads_of_local, reads_of_received = (_reads(of, arrived) for of in (remote_kv, remote_query))
+    every_read = [_reads(of, arrived) for of in (remote_kv, remote_query)]
     made = []
     for stage in range(stages):
-        first, second = (hop[hop["stage"] == stage] for hop in hops)
+        first, second = (hop.compress(hop["stage"] == stage) for hop in hops)
         crossing = bool(np.any((first["source"] != first["target"]) & (first["target"] < ranks)))
-        forwards = _ordered(second[second["source"] == rank], "target")
-        of_local, of_received = (reads[reads["stage"] == stage] for reads in (reads_of_local, reads_of_received))
+        forwards = _ordered(second.compress(second["source"] == rank), "target")
+        of_local, of_received = (reads.compress(reads["stage"] == stage) for reads in every_read)
         made.append(
             Stage(
                 keys=_exchanged(first, rank, workers, crossing),
@@ -73,7 +74,7 @@ def make_routes(plan: Plan, rank: int) -> Routes:
             )
         )
     q_lens, k_lens = row_counts(local), local["stop"] - local["keys_stop"]
-    sent = tasks[tasks["source"] != tasks["target"]]
+    sent = tasks.compress(tasks["source"] != tasks["target"])
     return Routes(
         local_rows=int(plan.layout.tokens[rank]) if rank < ranks else 0,
         queries=_exchanged(sent, rank, workers, bool(np.any(sent["target"] < ranks))),
@@ -90,12 +91,12 @@ def make_routes(plan: Plan, rank: int) -> Routes:
 
 def _ordered(moves: Table, peer: str) -> Table:
     """Sort moves by (peer, document, start), as both ends order the rows of an exchange."""
-    return moves[np.lexsort((moves["start"], moves["document"], moves[peer]))]
+    return moves.take(np.lexsort((moves["start"], moves["document"], moves[peer])))
 
 
 def _exchanged(moves: Table, rank: int, workers: int, crossing: bool) -> ExchangedRows:
     """Return what one worker sends and receives of these rows."""
-    sent, came = _ordered(moves[moves["source"] == rank], "target"), moves[moves["target"] == rank]
+    sent, came = _ordered(moves.compress(moves["source"] == rank), "target"), moves.compress(moves["target"] == rank)
     to, of = (
         np.bincount(each[peer], row_counts(each), workers).astype(np.int64)
         for each, peer in ((sent, "target"), (came, "source"))
@@ -133,7 +134,7 @@ def _up_to_queries(tasks: Table, reads: Table, arrived: Table, window: int | Non
     """Return the queries whose own rows are the last of a read, with all rows of the read."""
     start = np.maximum(tasks["start"][reads["task"]], reads["start"])
     among = start < reads["stop"]
-    reads, start = reads[among], start[among]
+    reads, start = reads.compress(among), start[among]
     q_lens, k_lens = reads["stop"] - start, row_counts(reads)
     return TaskGroup(
         q_lens,
@@ -154,7 +155,7 @@ def _before_queries(tasks: Table, reads: Table, arrived: Table) -> TaskGroup:
     which = np.flatnonzero(start < stop)
     first = np.searchsorted(task, task[which])
     counts = which - first + 1
-    seen, read = reads[expand(first, counts)], np.repeat(np.arange(len(which)), counts)
+    seen, read = reads.take(expand(first, counts)), np.repeat(np.arange(len(which)), counts)
     q_lens = (stop - start)[which]
     k_lens = np.bincount(read, row_counts(seen), len(which)).astype(np.int64)
     q_rows = _query_rows(tasks, task[which], start[which], q_lens)

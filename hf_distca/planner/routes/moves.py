@@ -21,6 +21,7 @@ from hf_distca.planner.intervals import (
     by_document,
     cut_at,
     expand,
+    joined,
     overlaps,
     row_counts,
     rows_before,
@@ -68,25 +69,22 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
         Cut tasks of dtype CUT_TASK, by (target, document, start); moves of the first hop, each row once per worker, or
         with a window once per worker and stage; and moves of the second hop, in which gateways forward rows.
     """
-    segments, documents, ranks = by_document(plan.layout.segments), max(len(plan.layout.lengths), 1), plan.layout.ranks
+    segments, ranks = by_document(plan.layout.segments), plan.layout.ranks
     pieces, held = cut_at(plan.tasks, segments)
     tasks = _moves(pieces, held, CUT_TASK)
     _set_keys(tasks, held["start"], plan.window)
     if plan.window is not None and plan.stage_rows is not None:
         which, tasks = _in_stages_of_windows(tasks, plan.stage_rows, plan.window, ranks)
         _set_keys(tasks, held["start"][which], plan.window)
-        tasks["document"] += tasks["stage"] * documents
-    reading = tasks[tasks["keys_stop"] > tasks["keys_start"]]
+    reading = tasks.compress(tasks["keys_stop"] > tasks["keys_start"])
     keys = table_of(TASK, document=reading["document"], start=reading["keys_start"], stop=reading["keys_stop"])
-    keys["worker"] = reading["target"]
-    reads = union(keys)
-    stage, reads["document"] = np.divmod(reads["document"], documents)
-    which, other, start, stop = overlaps(reads, segments)
-    pieces = reads[which]
-    pieces["start"], pieces["stop"] = start, stop
-    moves = _moves(pieces, segments[other], MOVE)
-    moves["stage"] = stage[which]
-    moves["document"] += moves["stage"] * documents
+    keys["worker"] = reading["target"] + plan.workers * reading["stage"]
+    pieces, held = cut_at(union(keys), segments)
+    stage, pieces["worker"] = np.divmod(pieces["worker"], plan.workers)
+    moves = _moves(pieces, held, MOVE)
+    moves["stage"] = stage
+    for table in (tasks, moves):
+        table["document"] += table["stage"] * len(plan.layout.lengths)
     first, second, via = forward_inside_nodes(moves, plan.nodes, ranks)
     if plan.window is None and plan.stage_rows is not None:
         first, second = _in_stages(first, second, via, plan.stage_rows, ranks)
@@ -98,8 +96,8 @@ def rows_by_stage(first: Table, second: Table, ranks: int) -> IntArray:
 
     Rows that a rank gathers for itself are counted on both sides; rows that servers receive are not counted.
     """
-    moves = np.concatenate([first, second])
-    moves = moves[moves["target"] < ranks]
+    moves = joined(first, second)
+    moves = moves.compress(moves["target"] < ranks)
     stages = int(moves["stage"].max(initial=0)) + 1
     sent_received = [
         np.bincount(moves["stage"] * ranks + moves[end], row_counts(moves), stages * ranks).reshape(stages, ranks)
@@ -123,7 +121,7 @@ def _moves(rows: Table, held: Table, dtype: np.dtype[np.void]) -> Table:
 
 def _parts(moves: Table, which: IntArray, first: IntArray, last: IntArray) -> Table:
     """Return parts of moves: rows [first, last) of each, counted from the move's first row."""
-    parts = moves[which]
+    parts = moves.take(which)
     parts["stop"] = parts["start"] + last
     parts["start"] += first
     parts["at"] += first
@@ -177,7 +175,7 @@ def forward_inside_nodes(moves: Table, nodes: Sequence[int] | None, ranks: int) 
     crossing = np.zeros(len(moves), bool)
     if nodes is not None:
         crossing = (node[moves["source"]] != node[moves["target"]]) & (moves["target"] < ranks)
-    crossed = moves[crossing]
+    crossed = moves.compress(crossing)
     if not len(crossed):
         return moves, crossed, np.zeros(0, np.int64)
 
@@ -206,10 +204,10 @@ def forward_inside_nodes(moves: Table, nodes: Sequence[int] | None, ranks: int) 
     piece = np.repeat(np.arange(len(of_part)), readers[of_part])
     reader = crossed["target"][which[expand(first_reader[of_part], readers[of_part])]]
     others = reader != hop["target"][piece]
-    second = hop[piece[others]]
+    second = hop.take(piece[others])
     second["source"], second["target"] = hop["target"][piece[others]], reader[others]
-    direct = moves[~crossing]
-    return np.concatenate([direct, hop]), second, len(direct) + piece[others]
+    direct = moves.compress(~crossing)
+    return joined(direct, hop), second, len(direct) + piece[others]
 
 
 def between_borders(table: Table) -> tuple[Table, IntArray]:
@@ -243,7 +241,7 @@ def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, rank
     others = np.zeros(len(first), np.int64)
     np.bitwise_or.at(others, via, np.int64(1) << (second["target"] % _SET_BITS))
     order = np.lexsort((first["start"], first["document"], others, first["target"], first["source"]))
-    first, others, via = first[order], others[order], np.argsort(order)[via]
+    first, others, via = first.take(order), others[order], np.argsort(order)[via]
     ends = np.stack([first["source"], first["target"], others])
     begins = np.flatnonzero(np.append(True, (ends[:, 1:] != ends[:, :-1]).any(0)))
     path = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(first)))
@@ -266,7 +264,7 @@ def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, rank
     )
     filled = np.flatnonzero(row_counts(stretches))
     on_path = table_of(ROWS, document=path, start=place, stop=place + lengths)
-    which, other, start, stop = overlaps(on_path, stretches[filled])
+    which, other, start, stop = overlaps(on_path, stretches.take(filled))
     begin, end = start - place[which], stop - place[which]
     # Stages without rows, where few rows have many readers, are left out.
     stage = np.unique(filled[other] % stages, return_inverse=True)[1]

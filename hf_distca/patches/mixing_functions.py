@@ -313,14 +313,14 @@ def _recur(call: MixingCall, recurrence: _Recurrence) -> Tensor:
     Cut segments come first: while their states travel, whole documents are computed, those of both nano-batches.
     """
     divided = (call.of_nano_batches(x) for x in recurrence.tensors)
-    parts = [_Part(call, nano, rows, recurrence) for nano, *rows in zip(call.plan.nano_batches, *divided, strict=True)]
+    parts = [Part(call, nano, rows, recurrence) for nano, *rows in zip(call.plan.nano_batches, *divided, strict=True)]
     if call.plan.nano_batches[0].index == 1:  # the first nano-batch is about to wait
         parts[0].compute_whole()
     call.pause()
     return torch.cat([out for part in parts for out in part.finish()], 1)
 
 
-class _Part:
+class Part:
     """A recurrence over the segments of one nano-batch; making it computes cut segments and sends their states."""
 
     def __init__(self, call: MixingCall, nano: BoundNanoBatch, rows: list[Tensor], recurrence: _Recurrence) -> None:

@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from transformers.models.lfm2 import modeling_lfm2
 
+from hf_distca.dispatch.cuts import StateExchange
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.models.mixing import FUNCTIONS
+from hf_distca.patches.mixing_functions import Part
 from tests.mixing.steps import Step, assert_equal, reference, run, step
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
@@ -118,6 +120,32 @@ def test_all_ranks_exchange_in_the_same_order(rank_pools, model_type):
     again = [name for name, _ in rank_pools[3].run(_exchanged, {**options, "keep_core_attention": False})[0][0]]
     layers = first[: len(first) // 2].count("states 0")
     assert again.count("states 0") == first.count("states 0") + layers
+
+
+def test_exchanges_end_on_ranks_without_a_cut_segment(rank_pools):
+    """Gates alone are trained: of what the recurrence of a first layer reads, they alone need gradients."""
+    for exchanged, left_open in rank_pools[3].run(_exchanged, {"model_type": "qwen3_next", "lora": True}):
+        assert exchanged
+        assert left_open == 0
+
+
+def _order() -> list[str]:
+    events: list[str] = []
+
+    def recorded(cls, name):
+        method = getattr(cls, name)
+        return lambda *args: events.append(name) or method(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for cls, name in ((StateExchange, "send"), (StateExchange, "receive"), (Part, "compute_whole")):
+            patch.setattr(cls, name, recorded(cls, name))
+        step("qwen3_next", LENGTHS, PLANS[2], **JOINT)
+    return events
+
+
+def test_whole_documents_of_both_nano_batches_are_computed_while_states_travel(rank_pools):
+    for events in rank_pools[2].run(_order):
+        assert events == ["send", "send", "compute_whole", "compute_whole", "receive", "receive"]
 
 
 @pytest.mark.parametrize("rough", [{"dtype": torch.bfloat16}, {"autocast": True}], ids=["weights", "autocast"])

@@ -433,7 +433,8 @@ class _Search:
         options: Sequence[int | None],
     ) -> tuple[Walked, int | None]:
         """Return the fastest of some numbers of stages, with the step that is predicted for it."""
-        tokens = [nano.layout.tokens for nano in nano_batches]
+        layouts = [nano.layout for nano in nano_batches]
+        nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
         steps: dict[tuple[int, ...], tuple[Walked, int | None]] = {}
         for option in options:
             count, together = option or usual_stages(len(nano_batches)), option is not None
@@ -443,5 +444,5 @@ class _Search:
             ]
             stages = tuple(plan.stages for nano in staged for plan in nano.values())
             if stages not in steps:
-                steps[stages] = predict_step(staged, tokens, self._costs), option
+                steps[stages] = predict_step(staged, layouts, self._costs, nodes), option
         return min(steps.values(), key=lambda each: each[0].seconds)

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import AttentionKind, Direction, MicroBatchPlan
+from hf_distca.plan import AttentionKind, Direction, Layout, MicroBatchPlan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.metrics import CountedPlan, count_plan
+from hf_distca.planner.mixing import CountedCuts, MixingLayers, count_cuts
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.schedule import Group, Transfer, Turn, make_schedule
 from hf_distca.planner.seconds import FloatArray, KernelCost, Links, StepCosts, Tasks
@@ -38,12 +39,14 @@ class Walked:
         attention: [ranks] in kernel calls.
         other: [ranks] in all other computation.
         waited: [ranks] waiting for exchanges.
+        mixing: [ranks] the part of `other` in layers that mix rows in order.
     """
 
     seconds: float
     attention: FloatArray
     other: FloatArray
     waited: FloatArray
+    mixing: FloatArray
 
 
 def walk_layer(
@@ -54,6 +57,7 @@ def walk_layer(
     links: Links,
     direction: Direction,
     slowness: FloatArray | float = 1.0,
+    mixing: MixingLayers | None = None,
 ) -> Walked:
     """Walk one layer in the middle of a model.
 
@@ -62,10 +66,11 @@ def walk_layer(
         before: for each nano-batch, seconds that come before core attention in this direction.
         after: for each nano-batch, seconds that follow core attention in this direction.
         slowness: factor by which each rank's kernel calls are slower, or one number for all.
+        mixing: mixing layers before the layer, which count as part of it.
     """
     layer = _Layer(nano_batches, kernel, before, after, links, direction, slowness)
     for _ in range(SETTLED):
-        walked = layer.walk()
+        walked = layer.walk(mixing)
     return walked
 
 
@@ -98,14 +103,19 @@ class _Layer:
         self._kernel_seconds = cache(self._kernel_seconds_of)
         self._sizes = cache(self._sizes_of)
 
-    def walk(self) -> Walked:
-        """Let the nano-batches take turns, from pause to pause."""
+    def walk(self, mixing: MixingLayers | None) -> Walked:
+        """Walk the mixing layers, then let the nano-batches take turns, from pause to pause."""
         begun = float(self._clock.max())
+        if mixing is not None:
+            self._clock = mixing.walk(self._clock)
         self._attention, self._other, self._waited = (np.zeros_like(self._clock) for _ in range(3))
         order = range(len(self._nano_batches))
         for _ in zip_longest(*map(self._carried_out, order if self._direction == "forward" else reversed(order))):
             pass
-        return Walked(float(self._clock.max()) - begun, self._attention, self._other, self._waited)
+        seconds, mixed = float(self._clock.max()) - begun, np.zeros_like(self._clock)
+        if mixing is not None:
+            mixed, self._waited = mixing.computed, self._waited + mixing.waited
+        return Walked(seconds, self._attention, self._other + mixed, self._waited, mixed)
 
     def _carried_out(self, index: int) -> Iterator[None]:
         """Carry out a nano-batch, and yield at each pause."""
@@ -268,36 +278,52 @@ def _larger(moved: NDArray[Any]) -> FloatArray:
 
 
 def predict_step(
-    nano_batches: Sequence[Mapping[AttentionKind, CountedPlan]], tokens: Sequence[IntArray], costs: StepCosts
+    nano_batches: Sequence[Mapping[AttentionKind, CountedPlan]],
+    layouts: Sequence[Layout],
+    costs: StepCosts,
+    nodes: Sequence[int],
 ) -> Walked:
     """Predict the seconds of a micro-batch.
 
     Args:
         nano_batches: for each nano-batch, its counted plans by kind of attention.
-        tokens: for each nano-batch, [ranks] rows that each rank holds.
+        layouts: of each nano-batch.
+        nodes: [ranks] node of each rank.
     """
-    slowness: FloatArray = np.array(costs.slowness or (1.0,) * len(tokens[0]))
-    rows: list[FloatArray] = [each * slowness for each in tokens]
+    slowness: FloatArray = np.array(costs.slowness or (1.0,) * layouts[0].ranks)
+    rows: list[FloatArray] = [layout.tokens * slowness for layout in layouts]
+    cuts = [count_cuts(layout, nodes) for layout in layouts] if costs.mixing else []
     launches = slowness * (costs.launches / 2)
     head: FloatArray = np.multiply(costs.head, np.sum(rows, axis=0))
     before, after = ([seconds * each + launches for each in rows] for seconds in (costs.before, costs.after))
     in_backward = [[each * costs.backward_factor for each in part] for part in (after, before)]
-    attention: FloatArray = np.zeros_like(head)
-    other = head.copy()
-    waited: FloatArray = np.zeros_like(head)
-    seconds = 0.0
+    attention, waited, mixed = (np.zeros_like(head) for _ in range(3))
+    other, seconds = head.copy(), 0.0
     for of_kind in costs.kinds:
         counted = [nano[of_kind.kind] for nano in nano_batches]
         for direction in ("forward", "backward"):
             begin, end = (before, after) if direction == "forward" else in_backward
             kernel = of_kind.kernel(direction)
-            walked = walk_layer(counted, kernel, begin, end, costs.exchange, direction, slowness)
+            mixing = _mixing_layers(cuts, costs, direction, slowness)
+            walked = walk_layer(counted, kernel, begin, end, costs.exchange, direction, slowness, mixing)
             attention += of_kind.layers * walked.attention
             other += of_kind.layers * walked.other
             waited += of_kind.layers * walked.waited
+            mixed += of_kind.layers * walked.mixing
             seconds += of_kind.layers * walked.seconds
     total = costs.until_done(attention + other, seconds + float(head.max()))
-    return Walked(total, attention, other, waited)
+    return Walked(total, attention, other, waited, mixed)
+
+
+def _mixing_layers(
+    cuts: Sequence[CountedCuts], costs: StepCosts, direction: Direction, slowness: FloatArray
+) -> MixingLayers | None:
+    """Return the mixing layers before each layer with attention; None for a model without."""
+    if costs.mixing is None:
+        return None
+    factor = slowness * (1.0 if direction == "forward" else costs.backward_factor)
+    layers = costs.mixing.layers / costs.depth
+    return MixingLayers(cuts, costs.mixing, layers, costs.launches, costs.exchange, direction, factor)
 
 
 def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts) -> Walked:
@@ -307,7 +333,7 @@ def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts)
         {kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes) for kind, of_kind in nano.plans.items()}
         for nano in plan.nano_batches
     ]
-    return predict_step(counted, [nano.layout.tokens for nano in plan.nano_batches], costs)
+    return predict_step(counted, [nano.layout for nano in plan.nano_batches], costs, nodes)
 
 
 def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:

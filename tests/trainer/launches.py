@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from hf_distca.collator.lengths import fit_documents
 from hf_distca.collator.sampler import GlobalBatchSampler
-from tests.models_and_batches import random_documents, reference_step, small_model
+from tests.models_and_batches import SMALL_HYBRID, random_documents, reference_step, small_model
 
 SCRIPT = Path(__file__).parent / "train_script.py"
 LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31, 28, 5, 77, 12] * 3
@@ -32,14 +32,7 @@ CHECKPOINTING = next(
     for name in ("activation_checkpointing", "gradient_checkpointing")
     if name in TrainingArguments.__dataclass_fields__
 )
-HYBRID: dict[str, Any] = {
-    "model_type": "qwen3_next",
-    "layer_types": ["linear_attention", "full_attention"],
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_experts_per_tok"), 2),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
-    "num_experts": 4,
-}
+HYBRID: dict[str, Any] = {"model_type": "qwen3_next", **SMALL_HYBRID}
 
 
 def reference_losses() -> list[float]:

@@ -183,7 +183,13 @@ def forward_inside_nodes(moves: Table, nodes: Sequence[int] | None, ranks: int) 
     into = node[crossed["target"]] * (int(crossed["document"].max()) + 1) + crossed["document"]
     into = np.unique(into, return_inverse=True)[1]  # small enough to be sorted together with rows
     keyed = table_of(ROWS, document=into, start=crossed["start"], stop=crossed["stop"])
-    parts, readers = between_borders(keyed)
+    # One number for document, row and whether a move ends or begins there.
+    begin, end = (2 * sortable(into, crossed[name]) for name in ("start", "stop"))
+    places = np.sort(np.concatenate([begin + 1, end]))
+    (document, row), begins = np.divmod(places >> 1, ROW_LIMIT), places & 1
+    readers = np.cumsum(2 * begins - 1)[:-1]  # of the rows up to the next place
+    kept = (readers > 0) & (row[1:] > row[:-1])
+    parts, readers = table_of(ROWS, document=document[:-1], start=row[:-1], stop=row[1:]).compress(kept), readers[kept]
     which, part, *_ = overlaps(keyed, parts)
     which = which[np.lexsort((crossed["target"][which], part))]
     first_reader = np.cumsum(readers) - readers
@@ -208,21 +214,6 @@ def forward_inside_nodes(moves: Table, nodes: Sequence[int] | None, ranks: int) 
     second["source"], second["target"] = hop["target"][piece[others]], reader[others]
     direct = moves.compress(~crossing)
     return joined(direct, hop), second, len(direct) + piece[others]
-
-
-def between_borders(table: Table) -> tuple[Table, IntArray]:
-    """Cut rows wherever an entry begins or ends.
-
-    Returns:
-        The parts by (document, start), and how many entries each of them lies in.
-    """
-    # One number for document, row and whether an entry ends or begins there.
-    begin, end = (2 * sortable(table["document"], table[name]) for name in ("start", "stop"))
-    places = np.sort(np.concatenate([begin + 1, end]))
-    (document, row), begins = np.divmod(places >> 1, ROW_LIMIT), places & 1
-    covering = np.cumsum(2 * begins - 1)[:-1]
-    kept = (covering > 0) & (row[1:] > row[:-1])
-    return table_of(ROWS, document=document[:-1][kept], start=row[:-1][kept], stop=row[1:][kept]), covering[kept]
 
 
 def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, ranks: int) -> tuple[Table, Table]:

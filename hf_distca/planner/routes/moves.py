@@ -149,7 +149,7 @@ def _in_stages_of_windows(tasks: Table, stage_rows: int, window: int, ranks: int
         The task of each piece, and the pieces with their stage; 0 if a piece receives no rows.
     """
     lengths, keys, target = row_counts(tasks), tasks["keys_stop"] - tasks["keys_start"], tasks["target"]
-    # The place of a query is that of its own key among the rows sent to the worker, one task after another.
+    # A query has the place of its own key among the rows sent to the worker, one task after another.
     before = np.cumsum(keys) - keys
     place = before - before[np.searchsorted(target, target)] + tasks["start"] - tasks["keys_start"]
     # The windows of a stage's first queries reach into the previous stage.

@@ -43,9 +43,9 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.memory import Choice, make_memory
 from hf_distca.pool.rank.pool import Pool
-from hf_distca.pool.server.server import AttentionServer
+from hf_distca.pool.server import AttentionServer
+from hf_distca.pool.transport import Choice, make_memory
 
 CPU = torch.device("cpu")
 TOKEN = bytes(range(32))
@@ -57,7 +57,7 @@ VOCABULARY = 64
 PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "hf_distca.dispatch.dispatcher",
-    "hf_distca.pool.server.server",
+    "hf_distca.pool.server",
     "harness",
 ]
 

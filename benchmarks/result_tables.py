@@ -67,10 +67,7 @@ def expectations() -> Rows:
         found.setdefault(row["documents"], {})[row["ranks"]] = row
     yield "documents", "core attention's share", "8 GPUs", "64 GPUs"
     for name, by_ranks in found.items():
-        gains = (
-            "{median:.2f} ({lower:.2f} to {upper:.2f})".format(**row["over_best_other_of_batches"])
-            for row in (by_ranks[8], by_ranks[64])
-        )
+        gains = (quartiles(by_ranks[ranks]["over_best_other_of_batches"]) for ranks in (8, 64))
         yield name, f"{by_ranks[64]['attention_share']:.0%}", *gains
 
 

@@ -44,11 +44,11 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch
 from hf_distca.planner.build import plan_placed
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.memory import Choice, make_memory
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.rank.speeds import OBSERVED, observe
-from hf_distca.pool.server.server import AttentionServer
+from hf_distca.pool.server import AttentionServer
 from hf_distca.pool.token import make_token
+from hf_distca.pool.transport import Choice, make_memory
 
 LEARNING = 4
 """Steps with the server that are left out."""

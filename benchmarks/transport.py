@@ -23,13 +23,11 @@ from harness import end_with_parent
 from harness.rounds import Round, over, report, rounds_parser, take_rounds
 
 from hf_distca.plan import AttentionKind
-from hf_distca.pool.listener import Listener
-from hf_distca.pool.memory import Choice, make_memory
 from hf_distca.pool.messages import Call, Message, RankHello, Reply, TensorSpec
 from hf_distca.pool.rank.link import ServerLink
 from hf_distca.pool.token import make_token
-from hf_distca.pool.transport import choose, rank_hello
-from hf_distca.pool.wire import SERVER, Channel
+from hf_distca.pool.transport import Choice, choose, make_memory, rank_hello
+from hf_distca.pool.wire import SERVER, Channel, Listener
 
 TRANSPORTS = (Choice.TCP, Choice.NIXL)
 ROWS = TensorSpec("q", "queries", (512,), "bfloat16")
@@ -97,7 +95,7 @@ class Calls:
         before, begin = self._cpu_s(), time.perf_counter()
         staged, ready = memory.stage([rows])
         results = memory.empty(ROWS, len(rows))
-        answer = link.call(replace(CALL, nano_batch=len(rows)), staged, [results], ready)
+        answer = link.call(replace(CALL, nano_batch=len(rows)), staged, {"q": results}, ready)
         blocked = time.perf_counter() - begin
         del rows, staged
         link.wait(answer, 60)

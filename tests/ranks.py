@@ -24,7 +24,7 @@ PRELOADED = [
     "hf_distca",
     "hf_distca.dispatch.dispatcher",
     "hf_distca.kernels.cpu",
-    "hf_distca.pool.server.server",
+    "hf_distca.pool.server",
     "hf_distca.trainer.trainer",
     "tests.models_and_batches",
 ]

@@ -12,8 +12,8 @@ import hf_distca
 ROOT = Path(hf_distca.__file__).parent
 PLANNER = {"plan", "planner"}
 DISPATCH = PLANNER | {"kernels", "dispatch"}
-WIRE = {"pool.messages", "pool.wire", "pool.token", "pool.listener"}
-ROWS = {"pool.memory", "pool.nixl", "pool.transport"}
+WIRE = {"pool.messages", "pool.wire", "pool.token"}
+ROWS = {"pool.nixl", "pool.transport"}
 # What the files of a part may import besides those of the part itself. A file belongs to the longest name that fits.
 ALLOWED = {
     "refusal": set(),
@@ -35,10 +35,8 @@ ALLOWED = {
     "pool.token": set(),
     "pool.messages": PLANNER,
     "pool.wire": {"pool.messages"},
-    "pool.listener": {"pool.messages", "pool.wire"},
     "pool.nixl": {"pool.messages", "pool.wire"},
-    "pool.memory": {"pool.messages", "pool.wire", "pool.nixl"},
-    "pool.transport": {"pool.messages", "pool.wire", "pool.nixl", "pool.memory"},
+    "pool.transport": {"pool.messages", "pool.wire", "pool.nixl"},
     "pool.directory": WIRE,
     "pool.rank": DISPATCH | WIRE | ROWS | {"pool.directory"},
     "pool.server": DISPATCH | WIRE | ROWS | {"pool.directory"},
@@ -51,7 +49,7 @@ ALLOWED = {
     "cli": DISPATCH
     | WIRE
     | {"config", "units", "version", "models", "patches", "measure", "memory", "sim", "timeline"}
-    | {"pool.server", "pool.memory"},
+    | {"pool.server", "pool.transport"},
 }
 PURE = {"plan", "planner", "sim"} | WIRE
 

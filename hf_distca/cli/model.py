@@ -92,7 +92,7 @@ def memory_of(
             found: dict[str, Any] = {"parts": counted.parts, "total": counted.total}
             if options.device_memory is not None:
                 found["longest_tokens_per_rank"] = memory.longest(int(options.device_memory * GB), training)
-            figures.setdefault(strategy, {**vars(counted.state)})[name] = found
+            figures.setdefault(strategy, counted.state._asdict())[name] = found
     return figures
 
 

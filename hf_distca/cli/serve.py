@@ -11,9 +11,9 @@ import torch
 from hf_distca.cli import InputError
 from hf_distca.cli.options import port, seconds, threads
 from hf_distca.kernels import get_kernel
-from hf_distca.pool.memory import Choice
-from hf_distca.pool.server.server import AttentionServer
+from hf_distca.pool.server import AttentionServer
 from hf_distca.pool.token import parse_address, parse_token, read_token
+from hf_distca.pool.transport import Choice
 from hf_distca.pool.wire import LinkLost, MismatchError
 
 DESCRIPTION = """\

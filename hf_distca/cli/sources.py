@@ -127,7 +127,7 @@ def _of_file(path: str, column: str | None) -> list[int] | list[list[int]] | Non
 
 
 def _of_data(source: str, column: str | None, *, table: str | None = None, split: str = "train") -> NDArray[np.int64]:
-    """Return the document lengths of a table, or of a data set from the hub, a folder of files or a saved folder.
+    """Return the document lengths of a table or data set (from the hub, a folder of files or a saved folder).
 
     Args:
         column: with lengths or lists of tokens; None takes the first of `COLUMNS` in the data set.

@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Join, draw and write; raise InputError if a file is no trace, a step is missing or a file cannot be written."""
+    """Join, draw and write; raise InputError for unusable traces, steps and files."""
     check_writable(options.joined, options.svg)
     paths: list[Path] = []
     for path in map(Path, options.traces):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class Training:
     """Training settings that affect memory.
 
     Attributes:
-        mixed: compute in bfloat16, else in float32.
+        mixed: compute in bfloat16, else in float32; ddp autocasts float32 weights.
         checkpointing: transformers' `activation_checkpointing_kwargs`; None without checkpointing.
         shards: number of shards of the state; None for one per rank.
     """
@@ -38,16 +39,6 @@ class Training:
     mixed: bool
     checkpointing: Mapping[str, Any] | None = None
     shards: int | None = None
-
-    @property
-    def weights(self) -> torch.dtype:
-        """Dtype of the weights in computation; ddp autocasts float32 weights."""
-        return torch.bfloat16 if self.mixed and self.strategy != "ddp" else torch.float32
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """Dtype of autocast; None without autocast."""
-        return torch.bfloat16 if self.mixed and self.strategy == "ddp" else None
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,7 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Sum of all bytes."""
-        return self.state.total + sum(self.parts.values())
+        return sum(self.state) + sum(self.parts.values())
 
 
 class MemoryCounter:
@@ -95,7 +86,8 @@ class MemoryCounter:
             self._model, training.strategy, training.shards or self._settings.ranks, mixed=training.mixed
         )
         rank = busiest_rank(plan, self._settings) if rank is None else rank
-        key = id(plan), rank, training.weights, training.autocast, repr(training.checkpointing)
+        autocasts = training.mixed and training.strategy == "ddp"
+        key = id(plan), rank, training.mixed, autocasts, repr(training.checkpointing)
         if key not in self._counted:
             counted = self._count(plan, training, rank)
             for part in ("weights", "gradients", "host"):  # the state has weights and gradients
@@ -116,23 +108,20 @@ class MemoryCounter:
 
     def _count(self, plan: MicroBatchPlan, training: Training, rank: int) -> dict[Part, int]:
         """Return peak bytes by part of a micro-batch."""
-        model, options = self._model, self._options
-        use = Use(
-            self._settings.kernel,
-            training.autocast,
-            training.checkpointing,
-            options.keep_received,
-            options.keep_core_attention,
-        )
+        model, options, kernel = self._model, self._options, self._settings.kernel
+        computed, is_ddp = torch.bfloat16 if training.mixed else torch.float32, training.strategy == "ddp"
+        autocast = computed if training.mixed and is_ddp else None
+        use = Use(kernel, autocast, training.checkpointing, options.keep_received, options.keep_core_attention)
 
-        def of_config(config: PreTrainedConfig, dtype: torch.dtype = training.weights) -> dict[Part, int]:
+        def of_config(config: PreTrainedConfig, dtype: torch.dtype) -> dict[Part, int]:
             prepared = model_of_config(config, dtype)
             prepare_model(prepared, options, ping_pong=self._settings.ping_pong)
             return count_micro_batch(prepared, plan, rank, use)
 
         if self._by_config:
-            return count_by_layers(of_config, model.config, repeated_layers(model))
-        dtype = None if training.strategy == "ddp" else training.weights
+            count = partial(of_config, dtype=torch.float32 if is_ddp else computed)
+            return count_by_layers(count, model.config, repeated_layers(model))
+        dtype = None if is_ddp else computed  # None for the model's own
         if is_divided_at_load(model):  # a copy would be divided too, and ask other ranks for their shares
             base = base_model(model)
             return of_config(config_on_a_rank(base), dtype or base.dtype)

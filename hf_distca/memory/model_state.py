@@ -1,7 +1,6 @@
 """Memory of weights, gradients and an optimizer with two moments (Adam) on a rank, by strategy."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 
@@ -12,8 +11,7 @@ Strategy = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 
 
-@dataclass(frozen=True)
-class ModelState:
+class ModelState(NamedTuple):
     """Bytes on a rank.
 
     Attributes:
@@ -25,11 +23,6 @@ class ModelState:
     weights: int
     gradients: int
     optimizer: int
-
-    @property
-    def total(self) -> int:
-        """Sum of all bytes."""
-        return self.weights + self.gradients + self.optimizer
 
 
 def parameter_bytes(module: nn.Module, width: int | None = None, *, trained: bool = False) -> int:

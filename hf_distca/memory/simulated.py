@@ -41,7 +41,7 @@ def gpu_memory(
         return counter_alone.count(plan_micro_batch([rows], alone), training)
 
     def memory(strategy: Strategy, rows: int, plan: MicroBatchPlan | None) -> tuple[int | None, int]:
-        state = without_exchange(most).state.total
+        state = sum(without_exchange(most).state)
         if strategy.servers:  # the memory of a server is unknown
             return None, state
         if plan is not None:

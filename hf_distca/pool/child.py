@@ -11,11 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 CANNOT_SERVE = 2
 """Exit status of a server that would end alike if it were started again."""
 STARTS = 10
 """Most children, one after another."""
+AGAIN_S = 5.0
+"""Seconds from the death of a child to the start of the next."""
+END_S = 5.0
+"""Seconds that a child may take to end when training has; then it is killed."""
 
 _POLL_S = 0.5
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -25,24 +30,12 @@ class ChildServer:
     """Serves from a child process, and from another one where a child dies.
 
     Args:
-        command: the child's.
         text: standard input of the child; no more than a pipe holds.
         has_ended: whether training has ended; asked twice a second, until it has.
-        again_s: from the death of a child to the start of the next.
-        end_s: how long a child may take to end when training has; then it is killed.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        text: str,
-        has_ended: Callable[[], bool],
-        *,
-        again_s: float = 5.0,
-        end_s: float = 5.0,
-    ) -> None:
+    def __init__(self, command: Sequence[str], text: str, has_ended: Callable[[], bool]) -> None:
         self._command, self._text, self._has_ended = command, text, has_ended
-        self._again_s, self._end_s = again_s, end_s
         self._child: subprocess.Popen[bytes] | None = None
         self._over = False
 
@@ -57,12 +50,12 @@ class ChildServer:
             if code == CANNOT_SERVE or not left:
                 _report(f"{why}; training goes on without it")
                 return
-            _report(f"{why}; training goes on, and another one starts in {self._again_s:g} s")
-            again = time.monotonic() + self._again_s
+            _report(f"{why}; training goes on, and another one starts in {AGAIN_S:g} s")
+            again = time.monotonic() + AGAIN_S
             while time.monotonic() < again:
                 if self._is_over():
                     return
-                time.sleep(min(_POLL_S, self._again_s))
+                time.sleep(min(_POLL_S, AGAIN_S))
 
     def _serve(self) -> tuple[int, str]:
         """Start a child and wait for its end; return its exit code, and the same in words."""
@@ -70,26 +63,22 @@ class ChildServer:
         os.write(sink, self._text.encode())
         os.close(sink)
         try:
-            child = subprocess.Popen(self._command, stdin=source, preexec_fn=_die_with_parent)
+            child = self._child = subprocess.Popen(self._command, stdin=source, preexec_fn=_die_with_parent)
         except OSError as error:
             return 1, f"could not be started ({error})"
         finally:
             os.close(source)
-        self._child = child
         _report(f"process {child.pid} serves and may die; the launcher watches its parent, process {os.getpid()}")
         kill_at = float("inf")
-        while True:
-            try:
-                code = child.wait(_POLL_S)
-            except subprocess.TimeoutExpired:
-                if self._is_over():
-                    kill_at = min(kill_at, time.monotonic() + self._end_s)
-                if time.monotonic() > kill_at:
-                    child.kill()
-            else:
-                return code, f"process {child.pid} " + (
-                    f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
-                )
+        while child.returncode is None:
+            if self._is_over():
+                kill_at = min(kill_at, time.monotonic() + END_S)
+            if time.monotonic() > kill_at:
+                child.kill()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_POLL_S)
+        code = child.returncode
+        return code, f"process {child.pid} {f'was killed by signal {-code}' if code < 0 else f'ended with {code}'}"
 
     def _is_over(self) -> bool:
         self._over = self._over or self._has_ended()

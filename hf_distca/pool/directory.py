@@ -7,15 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 
-from hf_distca.pool.listener import Listener
 from hf_distca.pool.messages import Alive, End, Message, ServerHello, ServerWelcome
 from hf_distca.pool.wire import (
     DIRECTORY,
-    AuthenticationError,
     Channel,
     LinkLost,
+    Listener,
     MismatchError,
     ProtocolError,
     connect,
@@ -31,17 +30,6 @@ _ANSWER_S = 10.0
 _RETRY_S = 0.5
 
 
-@dataclass(frozen=True)
-class ServerInfo:
-    """A server that has joined, with the fields of its hello; a server that comes back has a new id."""
-
-    id: int
-    host: str
-    port: int
-    device: str
-    pairs_per_second: float
-
-
 class Directory:
     """The list of live servers, which join and leave by themselves.
 
@@ -52,26 +40,20 @@ class Directory:
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        token: bytes,
-        silence_s: float = 20.0,
-        ended: Callable[[], None] = lambda: None,
+        self, host: str, port: int, token: bytes, silence_s: float = 20.0, ended: Callable[[], None] = lambda: None
     ) -> None:
-        self._silence_s = silence_s
-        self._report_end = ended
+        self._silence_s, self._report_end = silence_s, ended
         self._ids = itertools.count()
         self._lock = threading.Lock()
-        self._members: dict[int, tuple[ServerInfo, Channel]] = {}
+        self._members: dict[int, tuple[ServerHello, Channel]] = {}
         self._ended = False
         self._listener = Listener(host, port, token, DIRECTORY, self._serve)
         self.host, self.port = self._listener.host, self._listener.port
 
-    def members(self) -> tuple[ServerInfo, ...]:
-        """Return the servers that are there now, oldest member first."""
+    def members(self) -> dict[int, ServerHello]:
+        """Return the servers that are there now by id, oldest member first; one that comes back has a new id."""
         with self._lock:
-            return tuple(info for info, _ in self._members.values())
+            return {member: hello for member, (hello, _) in self._members.items()}
 
     def drop(self, member: int, refusal: str = "") -> None:
         """Drop a server that ranks cannot use, if it is still there; without a refusal it may join again."""
@@ -87,12 +69,12 @@ class Directory:
         """Send all servers, and those that still come, that training is over."""
         with self._lock:
             self._ended = True
-            for info, channel in self._members.values():
+            for hello, channel in self._members.values():
                 try:
                     channel.send(End(), timeout_s=_ANSWER_S)
                 except LinkLost as error:
                     logger.warning(
-                        "cannot report to server %s:%d that training ended: %s", info.host, info.port, error
+                        "cannot report to server %s:%d that training ended: %s", hello.host, hello.port, error
                     )
         self._report_end()
 
@@ -102,21 +84,34 @@ class Directory:
 
     def _serve(self, channel: Channel, hello: Message) -> None:
         """Keep one member."""
-        info = server_info(hello, next(self._ids), channel.peer_host)
+        hello = reachable(hello, channel.peer_host)
+        member = next(self._ids)
         with self._lock:
-            channel.send(ServerWelcome(info.id), timeout_s=_ANSWER_S)
+            channel.send(ServerWelcome(member), timeout_s=_ANSWER_S)
             if self._ended:
                 channel.send(End(), timeout_s=_ANSWER_S)
-            self._members[info.id] = (info, channel)
-        logger.info("server %d joined: %s:%d on %s", info.id, info.host, info.port, info.device)
+            self._members[member] = (hello, channel)
+        logger.info("server %d joined: %s:%d on %s", member, hello.host, hello.port, hello.device)
         try:
             while isinstance(message := channel.receive(self._silence_s)[0], Alive):
                 pass
             raise ProtocolError(f"a member sends nothing but Alive, got {type(message).__name__}")
         finally:
             with self._lock:
-                self._members.pop(info.id, None)
-            logger.info("server %d left: %s:%d", info.id, info.host, info.port)
+                self._members.pop(member, None)
+            logger.info("server %d left: %s:%d", member, hello.host, hello.port)
+
+
+def reachable(hello: Message, came_from: str) -> ServerHello:
+    """Return the hello of a server with the host that ranks connect to; MismatchError where they cannot."""
+    if not isinstance(hello, ServerHello):
+        raise ProtocolError(f"a server begins with its hello, got {type(hello).__name__}")
+    if is_loopback(hello.host) and not is_loopback(came_from):
+        raise MismatchError(
+            f"the server listens on {hello.host}, which ranks on other hosts cannot reach; let it listen on an "
+            f"address of its network, such as {came_from}"
+        )
+    return replace(hello, host=hello.host or came_from)
 
 
 class Membership:
@@ -140,8 +135,7 @@ class Membership:
         """Join the directory, which may not be there yet: try for `wait_s`, or until `give_up` returns True.
 
         Raises:
-            AuthenticationError: the directory has another token.
-            ProtocolError: the directory refuses this server, or is no directory.
+            ProtocolError: the directory has another token, refuses this server, or is no directory.
             LinkLost: the directory was not reached in time.
         """
         deadline = time.monotonic() + wait_s
@@ -153,7 +147,7 @@ class Membership:
                 except LinkLost:
                     channel.close()
                     raise
-            except (AuthenticationError, ProtocolError):
+            except ProtocolError:
                 raise  # another try would end alike
             except LinkLost as error:
                 if time.monotonic() + _RETRY_S > deadline or give_up():
@@ -175,15 +169,3 @@ class Membership:
     def close(self) -> None:
         """Leave."""
         self._channel.close()
-
-
-def server_info(hello: Message, server: int, came_from: str) -> ServerInfo:
-    """Return a server that joins from an address, as ranks know it; MismatchError where they cannot reach it."""
-    if not isinstance(hello, ServerHello):
-        raise ProtocolError(f"a server begins with its hello, got {type(hello).__name__}")
-    if is_loopback(hello.host) and not is_loopback(came_from):
-        raise MismatchError(
-            f"the server listens on {hello.host}, which ranks on other hosts cannot reach; let it listen on an "
-            f"address of its network, such as {came_from}"
-        )
-    return ServerInfo(server, hello.host or came_from, hello.port, hello.device, hello.pairs_per_second)

@@ -17,10 +17,10 @@ from torch.cuda import device_count, is_available
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.pool.child import ChildServer
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.memory import Choice, make_memory
 from hf_distca.pool.nixl import address_towards
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.token import make_token, parse_address, read_token, write_token
+from hf_distca.pool.transport import Choice, make_memory
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ class Launch:
     """How this process takes part in a launch whose last processes are servers.
 
     Attributes:
-        servers: number of servers.
         store: the launcher's, where rank 0 leaves the address and the token for servers.
         serves_on: device of this process if it is a server; None: it is a rank.
     """
@@ -53,10 +52,8 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
     """Decide which processes of this launch are ranks and which, the last ones, are attention servers.
 
     Call it before anything looks at the world. From then on ranks are a world without servers: accelerate, DDP, FSDP2
-    and DeepSpeed see ranks alone. A server belongs to no world; `serve_if_server` makes it serve.
-
-    Raises:
-        ValueError: on every process, where the launch has too few processes, or a server's host no GPU for it.
+    and DeepSpeed see ranks alone. A server belongs to no world; `serve_if_server` makes it serve. ValueError on every
+    process, where the launch has too few processes, or a server's host no GPU for it.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     ranks = world - servers
@@ -71,17 +68,16 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
             "that; make DistCATrainingArguments first in the script"
         )
     own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = dist.PrefixStore(
-        # The launcher's store outlives a restart of all processes, and with it what they left there.
-        f"hf_distca/attention_servers/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-        dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=own_store and rank == 0,
-            wait_for_workers=False,
-            multi_tenant=own_store,
-        ),
+    store: dist.Store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=own_store and rank == 0,
+        wait_for_workers=False,
+        multi_tenant=own_store,
     )
+    # The launcher's store outlives a restart of all processes, and with it what they left there.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"hf_distca/attention_servers/{restarts}", store)
     device, missing = "cpu", ""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if is_available() and not cpu:
@@ -124,16 +120,15 @@ def serve_if_server(launch: Launch | None, timeout_s: float) -> None:
     address, token, transport = (store.get(name).decode() for name in ("address", "token", "transport"))
     command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", address, "--token-file", "-"]
     command += ["--device", launch.serves_on, "--wait", f"{timeout_s:g}", "--transport", transport]
-    ChildServer(command, token + "\n", partial(_has_ended, store)).run()
+
+    def has_ended() -> bool:
+        try:
+            return store.check(["ended"])
+        except dist.DistError:  # the process that has the store is gone, and rank 0 with it
+            return True
+
+    ChildServer(command, token + "\n", has_ended).run()
     raise SystemExit(0)
-
-
-def _has_ended(store: dist.Store) -> bool:
-    """Return whether ranks have reported that training is over."""
-    try:
-        return store.check(["ended"])
-    except dist.DistError:  # the process that has the store is gone, and rank 0 with it
-        return True
 
 
 def open_pool(
@@ -146,19 +141,14 @@ def open_pool(
     timeout_s: float,
     transport: str,
 ) -> Pool:
-    """Let servers take part in a dispatcher's plans: those of this launch, or any that join from outside.
+    """Let servers take part in a dispatcher's plans: those of this launch, which are waited for, or any from outside.
 
-    A collective. Servers of this launch are waited for.
+    A collective. ValueError on every rank, where the address, the token or the transport cannot be used.
 
     Args:
         launch: None where servers come from outside.
         address: HOST:PORT on which rank 0 takes servers in; port 0 for any that is free.
         token_file: for servers from outside: file with the run's token, made if there is none.
-        ranks_serve: see `Pool`, as for `timeout_s`.
-        transport: auto, tcp or nixl.
-
-    Raises:
-        ValueError: on every rank, where the address, the token or the transport cannot be used.
     """
     groups, store = dispatcher.groups, None if launch is None else launch.store
     token, directory, memory, error = b"", None, None, None
@@ -166,7 +156,12 @@ def open_pool(
     if groups.rank == 0:
         try:
             host, port = parse_address(address, setting="attention_server_address")
-            token = _file_token(Path(token_file)) if launch is None else make_token()
+            token = make_token()
+            if launch is None:
+                path = Path(token_file)
+                if not path.exists():
+                    write_token(path, token)
+                token = read_token(path)
             ended = (lambda: None) if store is None else partial(store.set, "ended", "")
             directory = Directory(host, port, token, ended=ended)
             place = directory.host, directory.port
@@ -202,14 +197,6 @@ def open_pool(
     if launch is not None:
         pool.wait_for(launch.servers, timeout_s)
     return pool
-
-
-def _file_token(path: Path) -> bytes:
-    """Read the token from the file, or write a new one if there is no file."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_token(path, make_token())
-    return read_token(path)
 
 
 def on_cpu(use_cpu: bool) -> bool:

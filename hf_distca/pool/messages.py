@@ -1,8 +1,8 @@
 """Messages between ranks, servers and the directory: plain structures, and a plan as raw tables.
 
 A message travels as JSON: its name, its fields and the number of bytes that follow. `decode` checks the types of all
-fields once. Sizes are compared with the plan before memory is allocated. Messages come only from peers that know the
-run's token, and nothing further is checked.
+fields, and receivers compare sizes before they allocate memory. Messages come only from peers that know the run's
+token, and nothing further is checked.
 """
 
 import json
@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,15 +38,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class NixlPeer:
-    """How a server reaches a rank over NIXL.
-
-    Attributes:
-        name: name of the rank's agent.
-        metadata: the agent's, in base64.
-        probe: address of a few bytes that the server may read.
-        memory: NIXL's name of the memory that holds the rank's rows.
-        device: number of the GPU that has this memory.
-    """
+    """How a server reaches a rank over NIXL: the rank's agent, and a few bytes of its memory (`probe`) to try."""
 
     name: str
     metadata: str
@@ -59,7 +51,7 @@ class NixlPeer:
 class Places:
     """Address and bytes of each tensor of a call (`rows`) and of its reply (`answer`) in a rank's memory.
 
-    `metadata` is that of the rank's agent, in base64, where the agent has registered more memory since; else empty.
+    `metadata` are empty unless the rank has registered more memory since its last call.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -69,12 +61,9 @@ class Places:
 
 @dataclass(frozen=True)
 class RankHello:
-    """The first message of a rank to a server.
+    """The first message of a rank to a server; without `nixl` its rows travel over TCP, for the reason `why_tcp`.
 
-    Attributes:
-        nixl: None where the rank's rows travel over TCP.
-        why_tcp: the reason where they do.
-        required: whether rows may travel only over NIXL.
+    `required`: rows may travel only over NIXL.
     """
 
     rank: int
@@ -132,8 +121,6 @@ class PlanTables:
 
     Attributes:
         plan_id: a later plan has a larger one.
-        workers: number of workers, ranks first.
-        kinds: kinds of attention that have tasks.
         tables: for each nano-batch its numbers of documents, segments, and tasks of every kind of attention.
     """
 
@@ -154,46 +141,28 @@ class PlanTables:
             raise ValueError(f"tables of {total} bytes are not from 0 to {PLAN_BYTES}")
         return total
 
-    def read(self, payload: bytearray) -> Iterator[NanoBatch]:
-        """Rebuild the nano-batches from their tables; ValueError where the tables make no plan."""
+    def read(self, payload: bytearray) -> Iterator[tuple[int, AttentionKind, Plan]]:
+        """Rebuild the plan of each nano-batch and kind of attention from the tables."""
         offset = 0
-        for counts in self.tables:
+        for nano_batch, counts in enumerate(self.tables):
             found: list[NDArray[Any]] = []
             for count, dtype in self._each(counts):
                 found.append(np.frombuffer(payload, dtype, count, offset))
                 offset += found[-1].nbytes
             lengths, segments, *tasks = found
-            _check_rows("segments", lengths, segments, "rank", self.ranks)
-            layout, plans = Layout(lengths, segments, self.ranks), {}
+            layout = Layout(lengths, segments, self.ranks)
             for kind, table in zip(self.kinds, tasks, strict=True):
-                seen = layout_of_kind(layout, kind)
-                _check_rows("tasks", seen.lengths, table, "worker", self.workers)
-                plans[kind] = Plan(seen, table, self.workers, kind.window)
-            yield NanoBatch(np.arange(len(lengths)), layout, plans)
+                yield nano_batch, kind, Plan(layout_of_kind(layout, kind), table, self.workers, kind.window)
 
     def _each(self, counts: Sequence[int]) -> list[tuple[int, np.dtype[Any]]]:
         dtypes = (np.dtype(np.int64), SEGMENT, *(TASK for _ in self.kinds))
         return list(zip(counts, dtypes, strict=True))
 
 
-def _check_rows(name: str, lengths: NDArray[np.int64], table: NDArray[Any], holder: str, holders: int) -> None:
-    """Raise ValueError unless a table has as many rows as the documents, and only rows and workers that exist."""
-    document, start, stop, worker = (table[column] for column in ("document", "start", "stop", holder))
-    least = min(numbers.min(initial=0) for numbers in (lengths, document, start, worker))
-    exist = least == 0 and document.max(initial=-1) < len(lengths) and worker.max(initial=-1) < holders
-    if not exist or np.any(start >= stop) or np.any(stop > lengths[document]):
-        raise ValueError(f"the {name} of a plan have a document, rows or a {holder} that do not exist")
-    if np.sum(stop - start) != lengths.sum():
-        raise ValueError(f"the {name} of a plan do not cover its documents")
-
-
 def plan_tables(
     plan_id: int, worker: int, nano_batches: Sequence[NanoBatch]
 ) -> tuple[PlanTables, list[NDArray[np.uint8]]]:
-    """Return the message that sends a plan to one of its workers, and its tables as bytes.
-
-    All nano-batches have the same kinds of attention.
-    """
+    """Return the message that sends a plan to one of its workers, and the tables that follow."""
     kinds = tuple(nano_batches[0].plans)
     plan = nano_batches[0].plans[kinds[0]]
     tables = [
@@ -209,15 +178,7 @@ def plan_tables(
 class Call:
     """One core attention that a rank asks of a server; all ranks that have rows for it send the same fields.
 
-    Forward: q, k, v go to the server, o and lse come back. Backward: q, do, o, lse, k, v go, dq, dk, dv come back.
-    Each tensor travels whole. Rows of the queries' kind are in the order of `Routes.queries`, rows of the keys' kind
-    in that of `Routes.keys`.
-
-    Attributes:
-        call_id: the same on every rank, larger for later calls.
-        nano_batch: index of the plan's nano-batch.
-        dtype: of the tensors; lse is float32, or float64 where this is.
-        places: where this rank's rows lie; None where they follow the message.
+    Rows are in the order of `Routes.queries` and `Routes.keys`. They follow the message, or lie in `places`.
     """
 
     plan_id: int
@@ -230,29 +191,23 @@ class Call:
     dtype: Literal["float32", "bfloat16", "float16", "float64"]
     places: Places | None = field(default=None, compare=False)
 
-    def request(self) -> tuple[TensorSpec, ...]:
-        """List the tensors that a rank sends."""
-        q, k, v, o, lse = self._tensors()
-        if self.direction == "forward":
-            return q, k, v
-        return q, TensorSpec("do", o.rows, o.shape, o.dtype), o, lse, k, v
+    def request(self) -> list[TensorSpec]:
+        """List the tensors that a rank sends, in the order in which they travel."""
+        names = ("q", "k", "v") if self.direction == "forward" else ("q", "do", "o", "lse", "k", "v")
+        return list(map(self._spec, names))
 
-    def reply(self) -> tuple[TensorSpec, ...]:
+    def reply(self) -> list[TensorSpec]:
         """List the tensors that a rank gets back."""
-        q, k, v, o, lse = self._tensors()
-        if self.direction == "forward":
-            return o, lse
-        return tuple(TensorSpec(f"d{like.name}", like.rows, like.shape, like.dtype) for like in (q, k, v))
+        return list(map(self._spec, ("o", "lse") if self.direction == "forward" else ("dq", "dk", "dv")))
 
-    def _tensors(self) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
-        kind, wide = self.kind, "float64" if self.dtype == "float64" else "float32"
-        return (
-            TensorSpec("q", "queries", (kind.q_heads, kind.dim_qk), self.dtype),
-            TensorSpec("k", "keys", (kind.kv_heads, kind.dim_qk), self.dtype),
-            TensorSpec("v", "keys", (kind.kv_heads, kind.dim_v), self.dtype),
-            TensorSpec("o", "queries", (kind.q_heads, kind.dim_v), self.dtype),
-            TensorSpec("lse", "queries", (kind.q_heads,), wide),
-        )
+    def _spec(self, name: str) -> TensorSpec:
+        kind, like = self.kind, name.removeprefix("d")
+        if like == "lse":
+            dtype = "float64" if self.dtype == "float64" else "float32"
+            return TensorSpec(name, "queries", (kind.q_heads,), dtype)
+        keys = like in ("k", "v")
+        shape = (kind.kv_heads if keys else kind.q_heads, kind.dim_qk if like in ("q", "k") else kind.dim_v)
+        return TensorSpec(name, "keys" if keys else "queries", shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -287,10 +242,8 @@ def decode(text: bytes) -> tuple[Message, int]:
 def _typed(kind: Any, value: Any) -> Any:
     """Convert a JSON value to its annotated type; raise ValueError if it has another type."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if is_dataclass(kind) and isinstance(value, dict):
-        message = cast(type, kind)
-        hints = _hints(message)
-        return message(**{name: _typed(hints[name], each) for name, each in value.items()})
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        return kind(**{name: _typed(_hints(kind)[name], each) for name, each in value.items()})
     if origin is types.UnionType:
         return None if value is None and types.NoneType in inner else _typed(inner[0], value)
     if origin is tuple and isinstance(value, list):
@@ -303,6 +256,4 @@ def _typed(kind: Any, value: Any) -> Any:
     raise ValueError(f"{value!r:.60} is not of type {kind}")
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+_hints = cache(typing.get_type_hints)

@@ -1,4 +1,4 @@
-"""This process's NIXL agent: registered memory, and one-sided transfers to and from that of peers.
+"""This process's NIXL agent: registered memory, and one-sided transfers to and from the memory of peers.
 
 NIXL's helpers for descriptors pickle; here addresses and sizes are numbers and metadata is NIXL's own binary form.
 
@@ -7,6 +7,7 @@ listens on a TCP port of one interface without authentication: a peer that reach
 of this process. Such an agent is made only where NIXL was asked for by name.
 """
 
+import base64
 import contextlib
 import logging
 import os
@@ -23,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
+from hf_distca.pool.messages import NixlPeer
 from hf_distca.pool.wire import LinkLost
 
 CHUNK_BYTES = 32 << 20
@@ -34,7 +36,6 @@ WAKE_US = 100_000
 _MODULES = ("nixl_cu12", "nixl_cu13")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _POLL_S = (0.0001, 0.002)
-_HUNG_UP_S = 0.05
 
 Piece = tuple[int, int]
 """Address and number of bytes."""
@@ -71,11 +72,7 @@ def address_towards(host: str, port: int) -> str:
 class NixlAgent:
     """NIXL in this process, under a unique name. Several threads may call its methods.
 
-    Args:
-        address: address of the interface on which UCX may listen; of no use where there are RDMA devices.
-
-    Attributes:
-        listens_on: the interface; empty where UCX listens on none.
+    Without RDMA devices UCX listens on the interface of this address; `listens_on` is the interface's name.
     """
 
     def __init__(self, address: str) -> None:
@@ -92,7 +89,7 @@ class NixlAgent:
         config = f"NET_DEVICES={self.listens_on}" if self.listens_on else "TLS=^tcp"
         found = vars(bindings).values()
         self._errors = tuple(one for one in found if isinstance(one, type) and issubclass(one, Exception))
-        self._errors += (RuntimeError, TypeError)  # for numbers that are no addresses
+        self._errors += (RuntimeError, TypeError, ValueError)  # for numbers that are no addresses, and no base64
         sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent = api.nixl_agent(self.name, api.nixl_agent_config(backends=[], sync_mode=sync))
         # An agent's default thread asks for news without a pause, and takes a core from whoever computes.
@@ -107,21 +104,21 @@ class NixlAgent:
         with self._failures(f"could not register {memory[1]} bytes of {space.kind}"):
             self._agent.register_memory([(*memory, space.device, "")], space.kind)
 
-    def metadata(self) -> bytes:
-        """Return what a peer needs to reach this process and all memory registered so far."""
-        return bytes(self._agent.get_agent_metadata())
+    def metadata(self) -> str:
+        """Return what a peer needs to reach this process and all memory registered so far, in base64."""
+        return base64.b64encode(self._agent.get_agent_metadata()).decode()
 
-    def meet(self, metadata: bytes, expected: str) -> None:
-        """Get to know a peer of this name until the peer is forgotten as often as it was met."""
+    def meet(self, peer: str, metadata: str) -> None:
+        """Get to know a peer until it is forgotten as often as it was met."""
         with self._lock:
-            self.learn(metadata, expected)
-            self._ends[expected] += 1
+            self.learn(peer, metadata)
+            self._ends[peer] += 1
 
-    def learn(self, metadata: bytes, expected: str) -> None:
+    def learn(self, peer: str, metadata: str) -> None:
         """Get to know memory that a peer has registered since it was met."""
         with self._failures("could not use the peer's metadata"):
-            found = self._agent.add_remote_agent(metadata)
-        if (found.decode() if isinstance(found, bytes) else found) != expected:
+            found = self._agent.add_remote_agent(base64.b64decode(metadata, validate=True))
+        if (found.decode() if isinstance(found, bytes) else found) != peer:
             raise LinkLost("the metadata and the peer have different names")
 
     def forget(self, peer: str) -> None:
@@ -137,36 +134,25 @@ class NixlAgent:
         self,
         operation: Literal["READ", "WRITE"],
         local: Sequence[Piece],
-        local_space: Space,
+        space: Space,
         remote: Sequence[Piece],
-        remote_space: Space,
-        peer: str,
+        peer: NixlPeer,
         timeout_s: float,
         gone: Callable[[], bool],
     ) -> None:
-        """Read a peer's memory into that of this process, or write it there; return when that is done.
+        """Read from a peer's memory into pieces of this process, or write there; NIXL refuses unregistered memory.
 
-        Args:
-            local: registered here.
-            remote: registered by the peer, the same sizes; NIXL refuses other memory.
-            peer: name of the peer's agent.
-            timeout_s: for each chunk.
-            gone: whether the peer has left, asked now and then.
-
-        Raises:
-            LinkLost: the transfer failed. Rows may still arrive in the memory of both ends later: nobody may use that
-                memory again.
+        LinkLost: the peer is `gone`, or a chunk took `timeout_s`. Nobody may use the memory at both ends again: rows
+        may still arrive.
         """
+        descriptors = self._agent.get_xfer_descs
         for own, other in zip(_chunks(local), _chunks(remote), strict=True):
             handle: Any = None
             try:
                 with self._failures(f"{operation.lower()} failed"):
-                    handle = self._agent.initialize_xfer(
-                        operation,
-                        self._agent.get_xfer_descs([(*own, local_space.device)], local_space.kind),
-                        self._agent.get_xfer_descs([(*other, remote_space.device)], remote_space.kind),
-                        peer,
-                    )
+                    here = descriptors([(*own, space.device)], space.kind)
+                    there = descriptors([(*other, peer.device)], peer.memory)
+                    handle = self._agent.initialize_xfer(operation, here, there, peer.name)
                     self._wait(handle, timeout_s, gone)
             finally:
                 if handle is not None:
@@ -175,19 +161,16 @@ class NixlAgent:
 
     def _wait(self, handle: Any, timeout_s: float, gone: Callable[[], bool]) -> None:
         state = self._agent.transfer(handle)
-        begin = asked = time.monotonic()
+        begin = time.monotonic()
         pause, longest = _POLL_S
         while state == "PROC":
+            if time.monotonic() - begin > timeout_s:
+                raise LinkLost(f"no rows moved for {timeout_s:g} s")
+            if gone():
+                raise LinkLost("the peer left")
             time.sleep(pause)
             pause = min(2 * pause, longest)
             state = self._agent.check_xfer_state(handle)
-            now = time.monotonic()
-            if now - begin > timeout_s:
-                raise LinkLost(f"no rows moved for {timeout_s:g} s")
-            if now - asked > _HUNG_UP_S:
-                asked = now
-                if gone():
-                    raise LinkLost("the peer left")
         if state != "DONE":
             raise LinkLost(f"NIXL: a transfer ended as {state}")
 

@@ -1,9 +1,9 @@
 """The run's token, a secret that ranks and servers of one run share, and addresses as users write them."""
 
-import contextlib
 import os
 import secrets
 import stat
+import string
 from pathlib import Path
 
 TOKEN_BYTES = 32
@@ -17,10 +17,8 @@ def make_token() -> bytes:
 def parse_token(text: str) -> bytes:
     """Return the token of 64 hexadecimal digits, or raise a ValueError that does not show other text."""
     digits = text.strip()
-    with contextlib.suppress(ValueError):
-        token = bytes.fromhex(digits)
-        if 2 * len(token) == len(digits) == 2 * TOKEN_BYTES:
-            return token
+    if len(digits) == 2 * TOKEN_BYTES and set(digits) <= set(string.hexdigits):
+        return bytes.fromhex(digits)
     raise ValueError(
         f"a token has {2 * TOKEN_BYTES} hexadecimal digits, got {len(digits)} characters that are not a token; use "
         "the token that the training run wrote"
@@ -29,6 +27,7 @@ def parse_token(text: str) -> bytes:
 
 def write_token(path: Path, token: bytes) -> None:
     """Write a token to a file that only its owner can read, replacing a file of that name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     # A new file, renamed: an old one might be open elsewhere, or be readable by others.
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -1,4 +1,4 @@
-"""Transports of a call's rows between a rank and a server: TCP, or NIXL where both ends have it.
+"""Rows of calls between a rank and a server: their memory, and their transport over TCP, or NIXL if both ends have it.
 
 A message travels on the connection between the two (`wire`). Over TCP its rows follow on the same connection. Over
 NIXL a rank's call names the places of its rows and of the reply's rows in the rank's memory: the server reads the
@@ -7,28 +7,231 @@ former, and writes the latter before it sends the reply. The rank's end moves no
 Shape suffixes: N rows; what follows a row's N is free.
 """
 
-import base64
-from collections.abc import Sequence
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Literal
+from enum import StrEnum
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hf_distca.pool.memory import PROBE_BYTES, Arena, HostMemory, Memory
 from hf_distca.pool.messages import Call, NixlPeer, Places, RankHello, RankWelcome, Reply, TensorSpec
-from hf_distca.pool.nixl import Piece, Space
+from hf_distca.pool.nixl import HOST, NixlAgent, Piece, Space, has_rdma, is_installed
 from hf_distca.pool.wire import Buffer, Channel, LinkLost, MismatchError, ProtocolError
 
+SLAB_BYTES = 64 << 20
+"""Bytes of the first slab; every further one is as large as all before it, so that there are few."""
+
+PROBE_BYTES = 16
 PROBE_S = 5.0
 """For the first contact with a rank over NIXL, at most."""
 
+_ALIGNMENT = 4096
+
+
+class Choice(StrEnum):
+    """Setting that chooses the transport of rows."""
+
+    AUTO = "auto"
+    TCP = "tcp"
+    NIXL = "nixl"
+
+
+class SideCopies:
+    """Copies from and into a GPU's memory on a side stream, beside what the GPU computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def start(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """Copy rows, (to, from) [N, …] each, as they are when the current stream has come here.
+
+        The rows may be dropped at once. Returns a callable for any thread that waits for the copies.
+        """
+        self._follow()
+        with torch.cuda.stream(self._stream):
+            for to_N, x_N in copies:
+                to_N.copy_(x_N, non_blocking=True)
+                x_N.record_stream(self._stream)
+        wait: Callable[[], None] = self._stream.record_event().synchronize
+        return wait
+
+    def fence(self) -> Callable[[], bool]:
+        """Return a callable that polls whether the GPU has done all work queued here and on the current stream."""
+        self._follow()
+        is_done: Callable[[], bool] = self._stream.record_event().query
+        return is_done
+
+    def _follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+
+class Memory:
+    """Memory of one process's rows, for all its links: of the host, pinned where `device` is a GPU, for rows over TCP.
+
+    `why` is the reason for TCP.
+    """
+
+    def __init__(self, device: torch.device, why: str = "TCP was asked for") -> None:
+        self.why = why
+        self.copies = SideCopies(device) if device.type == "cuda" else None
+
+    def empty(self, spec: TensorSpec, rows: int) -> Tensor:
+        """Return [rows, *spec.shape] with undefined contents, contiguous, to receive into."""
+        return self._tensor((rows, *spec.shape), getattr(torch, spec.dtype))
+
+    def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+        """Put rows, [N, …] each on the device, where they can be sent from; they may be dropped afterwards.
+
+        Returns the rows there, contiguous, and a function that waits until they are there, for any thread.
+        """
+        if self.copies is None:
+            return [x_N.detach().contiguous() for x_N in tensors], lambda: None
+        staged = [self._tensor(tuple(x_N.shape), x_N.dtype) for x_N in tensors]
+        return staged, self.copies.start(zip(staged, (x_N.detach() for x_N in tensors), strict=True))
+
+    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self.copies is not None)
+
+
+class _Block(NamedTuple):
+    slab: int
+    start: int
+    stop: int
+
+
+class _Loan:
+    """A block of which a tensor can be made; the tensor keeps this object alive."""
+
+    def __init__(self, address: int, size: int, space: Space) -> None:
+        described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+        setattr(self, "__array_interface__" if space == HOST else "__cuda_array_interface__", described)
+
+
+class Arena(Memory):
+    """Memory registered with NIXL: of the GPU that computes, where NIXL can reach it, else of the host.
+
+    Registering costs too much for every call. Memory comes in few large slabs, each registered once and kept until the
+    process ends. A block of a slab is free again when the last tensor that shares it is dropped; on a GPU, when the
+    work queued until then is done.
+
+    LinkLost: `agent` can register no memory. `required`: rows may travel only over NIXL. `metadata` is what a peer
+    needs to reach all memory registered so far.
+    """
+
+    def __init__(self, agent: NixlAgent, device: torch.device, *, required: bool) -> None:
+        super().__init__(device)
+        self.agent, self.required = agent, required
+        self.metadata = ""
+        self._lock = threading.Lock()
+        self._slabs: list[Tensor] = []
+        self._free: list[_Block] = []  # in order, neighbours merged
+        self._returned: deque[_Block] = deque()  # by finalizers, which must not lock
+        self._cooling: deque[tuple[Callable[[], bool], list[_Block]]] = deque()
+        self._kept: list[Sequence[Tensor]] = []
+        if device.type == "cuda":
+            self._device, self.space = device, Space("VRAM", device.index or 0)
+            with suppress(LinkLost):  # UCX without CUDA
+                self._grow(SLAB_BYTES)
+        if not self._slabs:
+            self._device, self.space = torch.device("cpu"), HOST
+            self._grow(SLAB_BYTES)
+        self.probe = self._tensor((PROBE_BYTES,), torch.uint8)
+
+    def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+        """See `Memory.stage`: rows are copied to registered memory, on the host by `ready`."""
+        if self.copies is not None:
+            return super().stage(tensors)
+        copies = [(self._tensor(tuple(x_N.shape), x_N.dtype), x_N.detach()) for x_N in tensors]
+
+        def ready() -> None:
+            while copies:
+                to_N, x_N = copies.pop()
+                to_N.copy_(x_N)
+
+        return [to_N for to_N, _ in copies], ready
+
+    def keep(self, rows: Sequence[Tensor]) -> None:
+        """Keep rows out of use for good: a peer may still write or read them after a transfer has failed."""
+        self._kept.append(tuple(rows))
+
+    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if not size:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        with self._lock:
+            block = self._take(-(-size // _ALIGNMENT) * _ALIGNMENT)
+        loan = _Loan(self._slabs[block.slab].data_ptr() + block.start, size, self.space)
+        weakref.finalize(loan, self._returned.append, block).atexit = False
+        on_host = self.space == HOST
+        raw = torch.from_numpy(np.asarray(loan)) if on_host else torch.as_tensor(loan, device=self._device)
+        return raw.view(dtype).view(shape)
+
+    def _take(self, size: int) -> _Block:
+        """Return a free block, from an existing slab if possible."""
+        self._merge()
+        fitting = next((place for place, free in enumerate(self._free) if free.stop - free.start >= size), None)
+        if fitting is None:
+            self._grow(max(size, sum(slab.nbytes for slab in self._slabs)))
+            fitting = len(self._free) - 1
+        slab, start, stop = self._free.pop(fitting)
+        if start + size < stop:
+            self._free.insert(fitting, _Block(slab, start + size, stop))
+        return _Block(slab, start, start + size)
+
+    def _merge(self) -> None:
+        """Take back returned blocks, once no GPU reads them any more: peers do not wait for its streams."""
+        returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        if returned:
+            # Nobody reads what the host has dropped.
+            self._cooling.append(((lambda: True) if self.copies is None else self.copies.fence(), returned))
+        while self._cooling and self._cooling[0][0]():
+            self._free += self._cooling.popleft()[1]
+        merged: list[_Block] = []
+        for block in sorted(self._free):
+            if merged and (merged[-1].slab, merged[-1].stop) == (block.slab, block.start):
+                merged[-1] = merged[-1]._replace(stop=block.stop)
+            else:
+                merged.append(block)
+        self._free = merged
+
+    def _grow(self, size: int) -> None:
+        pinned = self.copies is not None and self.space == HOST
+        slab = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
+        self.agent.register((slab.data_ptr(), size), self.space)
+        self._slabs.append(slab)
+        self._free.append(_Block(len(self._slabs) - 1, 0, size))
+        self.metadata = self.agent.metadata()
+
+
+def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
+    """Make the memory of this process's rows: an `Arena` for NIXL, or `Memory` for TCP, with the reason.
+
+    AUTO takes NIXL where that needs no open port of UCX: with RDMA devices. Else UCX may listen on the interface of
+    `address`. ValueError: NIXL was asked for and cannot be used.
+    """
+    if choice is Choice.TCP:
+        return Memory(device)
+    if choice is Choice.AUTO and not (is_installed() and has_rdma()):
+        return Memory(device, "the host has no RDMA device" if is_installed() else "NIXL is not installed")
+    try:
+        return Arena(NixlAgent(address), device, required=choice is Choice.NIXL)
+    except (ImportError, ValueError, LinkLost) as error:
+        if choice is Choice.AUTO:
+            return Memory(device, str(error))
+        raise ValueError(f"attention_server_transport='nixl' cannot be used: {error}") from error
+
 
 class TcpTransport:
-    """Either end of TCP, and the interface of every transport.
+    """Either end of TCP, and the interface of every transport. The rank's end makes calls, which the server's answers.
 
-    One thread may send while another receives. Every error leaves a transport unusable. The rank's end makes calls and
-    the server's end answers them. All rows lie in the `Memory` of the transport.
+    One thread may send while another receives. After an error a transport is of no more use. Rows are contiguous,
+    [N, …] each, lie in the `Memory` of the transport, and may stand still for `timeout_s`; then LinkLost.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -37,24 +240,16 @@ class TcpTransport:
     def send(
         self, message: Call | Reply, rows: Sequence[Tensor], timeout_s: float, answer: Sequence[Tensor] = ()
     ) -> None:
-        """Send a message with its rows, and return when the rows of a reply may change again.
+        """Send a message with its rows; the rows of the reply to a call are received into `answer`.
 
-        Rows of a call must not change before its reply is received. LinkLost: the other end is gone, or stood still.
-
-        Args:
-            rows: [N, …] each, contiguous.
-            timeout_s: nothing may move for so long.
-            answer: [N, …] each, contiguous, for the rows of the reply to this call.
+        Rows of a call must not change before its reply is received, rows of a reply may change when this returns.
         """
         self._channel.send(message, _buffers(rows), timeout_s)
 
     def receive(self, message: Call | Reply, size: int, rows: Sequence[Tensor], timeout_s: float) -> None:
-        """Receive the rows of the last received message, before the next one is received.
+        """Receive the rows of the last received message, which `size` bytes follow; ProtocolError if rows differ.
 
-        Args:
-            size: bytes that follow the message. ProtocolError where the rows have another number of bytes.
-            rows: [N, …] each, contiguous. After an error nobody writes to them any more.
-            timeout_s: nothing may move for so long.
+        After an error nobody writes to the rows any more.
         """
         _check_size(message, size, rows)
         self._channel.receive_payload(_buffers(rows), timeout_s)
@@ -64,12 +259,11 @@ class TcpTransport:
 
 
 class NixlRankEnd:
-    """A rank's end of NIXL. See `TcpTransport`."""
+    """A rank's end of NIXL."""
 
     def __init__(self, channel: Channel, memory: Arena) -> None:
-        self._channel = channel
-        self._memory = memory
-        self._known_slabs = memory.slabs  # from the hello
+        self._channel, self._memory = channel, memory
+        self._known = memory.metadata  # from the hello
         self._open: dict[int, list[Tensor]] = {}  # by id of the call; single operations on a dict are atomic
 
     def send(
@@ -77,15 +271,15 @@ class NixlRankEnd:
     ) -> None:
         """See `TcpTransport.send`."""
         assert isinstance(message, Call)
-        more = self._known_slabs != (slabs := self._memory.slabs)
-        self._known_slabs = slabs
-        places = Places(tuple(_pieces(rows)), tuple(_pieces(answer)), _metadata(self._memory) if more else "")
+        metadata = self._memory.metadata
+        news = "" if metadata == self._known else metadata
+        self._known = metadata
         self._open[message.call_id] = [*rows, *answer]
+        places = Places(tuple(_pieces(rows)), tuple(_pieces(answer)), news)
         self._channel.send(replace(message, places=places), timeout_s=timeout_s)
 
     def receive(self, message: Call | Reply, size: int, rows: Sequence[Tensor], timeout_s: float) -> None:
         """See `TcpTransport.receive`: the server has written the rows before it sent the message."""
-        assert isinstance(message, Reply)
         self._open.pop(message.call_id, None)
 
     def close(self) -> None:
@@ -96,14 +290,12 @@ class NixlRankEnd:
 
 
 class NixlServerEnd:
-    """A server's end of NIXL, which moves the rows; LinkLost where it cannot reach the rank. See `TcpTransport`."""
+    """A server's end of NIXL, which moves the rows; LinkLost where it cannot reach the rank."""
 
     def __init__(self, channel: Channel, memory: Arena, peer: NixlPeer) -> None:
-        self._channel = channel
-        self._memory = memory
-        self._peer = peer
+        self._channel, self._memory, self._peer = channel, memory, peer
         self._answers: dict[int, Sequence[Piece]] = {}  # by id of the call; single operations on a dict are atomic
-        memory.agent.meet(_binary(peer.metadata), peer.name)
+        memory.agent.meet(peer.name, peer.metadata)
         probe = memory.empty(TensorSpec("probe", "keys", (PROBE_BYTES // 2,), "bfloat16"), 1)
         try:
             self._move("READ", [probe], [(peer.probe, PROBE_BYTES)], PROBE_S)
@@ -121,13 +313,13 @@ class NixlServerEnd:
     def receive(self, message: Call | Reply, size: int, rows: Sequence[Tensor], timeout_s: float) -> None:
         """See `TcpTransport.receive`."""
         assert isinstance(message, Call)
-        call_id, places = message.call_id, message.places
+        places = message.places
         if places is None:
-            raise ProtocolError(f"call {call_id} does not name the memory of its rows")
+            raise ProtocolError(f"call {message.call_id} does not name the memory of its rows")
         _check_size(message, sum(size for _, size in places.rows), rows)
         if places.metadata:
-            self._memory.agent.learn(_binary(places.metadata), self._peer.name)
-        self._answers[call_id] = places.answer
+            self._memory.agent.learn(self._peer.name, places.metadata)
+        self._answers[message.call_id] = places.answer
         self._move("READ", rows, places.rows, timeout_s)
 
     def close(self) -> None:
@@ -138,14 +330,12 @@ class NixlServerEnd:
         self, operation: Literal["READ", "WRITE"], rows: Sequence[Tensor], places: Sequence[Piece], timeout_s: float
     ) -> None:
         """Read or write rows; `places` are addresses of the rank, which NIXL compares with what it has registered."""
-        own = _pieces(rows)
+        own, memory = _pieces(rows), self._memory
         if [size for _, size in own] != [size for _, size in places]:
             raise ProtocolError("the memory that the rank names differs in size from the tensors")
-        memory, peer = self._memory, self._peer
-        remote = Space(peer.memory, peer.device)
         try:
             memory.agent.transfer(
-                operation, own, memory.space, places, remote, peer.name, timeout_s, self._channel.hung_up
+                operation, own, memory.space, places, self._peer, timeout_s, gone=self._channel.hung_up
             )
         except BaseException:
             memory.keep(rows)
@@ -157,24 +347,19 @@ Transport = TcpTransport | NixlRankEnd | NixlServerEnd
 
 def rank_hello(rank: int, ranks: int, memory: Memory) -> RankHello:
     """Return the hello of a rank whose rows lie in this memory."""
-    if isinstance(memory, HostMemory):
+    if not isinstance(memory, Arena):
         return RankHello(rank, ranks, why_tcp=memory.why)
-    agent, (kind, device) = memory.agent, memory.space
-    peer = NixlPeer(agent.name, _metadata(memory), memory.probe.data_ptr(), kind, device)
+    peer = NixlPeer(memory.agent.name, memory.metadata, memory.probe.data_ptr(), *memory.space)
     return RankHello(rank, ranks, peer, required=memory.required)
 
 
 def choose(channel: Channel, memory: Memory, hello: RankHello) -> tuple[Transport, RankWelcome]:
     """Choose the transport between a server and a rank: NIXL where both have it and it works, else TCP.
 
-    Returns:
-        The server's end, and the welcome by which the rank makes its end with `rank_end`.
-
-    Raises:
-        MismatchError: one end uses NIXL only and the other cannot.
+    Returns the server's end, and the welcome to the rank. MismatchError: one end uses NIXL only, the other cannot.
     """
     why = hello.why_tcp
-    if isinstance(memory, HostMemory):
+    if not isinstance(memory, Arena):
         why = why or f"at the server: {memory.why}"
     elif hello.nixl is not None:
         try:
@@ -215,14 +400,3 @@ def _check_size(message: Call | Reply, size: int, rows: Sequence[Tensor]) -> Non
     expected = sum(x_N.nbytes for x_N in rows)
     if size != expected:
         raise ProtocolError(f"the rows of a {type(message).__name__} have {size} bytes, expected {expected}")
-
-
-def _metadata(memory: Arena) -> str:
-    return base64.b64encode(memory.agent.metadata()).decode()
-
-
-def _binary(metadata: str) -> bytes:
-    try:
-        return base64.b64decode(metadata, validate=True)
-    except ValueError as error:
-        raise ProtocolError("the metadata of a NIXL agent is not base64") from error

@@ -1,4 +1,4 @@
-"""Authenticated connections between ranks, servers and the directory.
+"""Authenticated connections between ranks, servers and the directory, and the listener that accepts them.
 
 A message is its size in four bytes and JSON (`messages`), never a pickled object. Rows follow their message on the
 same socket, straight from and into tensors. Both ends first prove that they know the run's token, by HMAC-SHA256 over
@@ -8,31 +8,35 @@ two nonces. Nothing is encrypted: the token keeps strangers out of a network who
 import contextlib
 import hmac
 import ipaddress
+import logging
+import queue
 import secrets
 import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from hf_distca.pool.messages import Message, Refused, decode, encode
 
-VERSION = 4
-"""Version of the messages and of the handshake."""
+logger = logging.getLogger(__name__)
 
+VERSION = 4
 MESSAGE_BYTES = 64 * 1024
 """Most bytes of a message without the rows that follow it."""
 
 DIRECTORY, SERVER = "directory", "attention server"
 """Names of the services, for the handshake."""
 
+HANDSHAKES = 64
+"""Most handshakes at once; one more ends the oldest, which a peer that knows the token has long finished."""
+
 _GREETING = b"hf_distca "
-_SIZE = struct.Struct("!I")
+_TICK_S = 0.2
 
 Buffer = bytes | bytearray | memoryview
-"""Anything C-contiguous."""
-
 M = TypeVar("M", bound=Message)
 
 
@@ -52,17 +56,16 @@ class MismatchError(ProtocolError):
     """Both peers are as they should be and cannot work together; another try would end alike."""
 
 
-class AuthenticationError(LinkLost):
-    """The peer does not know the run's token, or is another service."""
-
-
 class Channel:
-    """One end of a connection. One thread may send while another receives; after an error it is of no more use."""
+    """One end of a connection. One thread may send while another receives; after an error it is of no more use.
+
+    Sending and receiving raise LinkLost where the connection breaks or stands still for `timeout_s` (None: for ever).
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.peer_host, port = sock.getpeername()[:2]
         self.name = f"{self.peer_host}:{port}"
-        self.within_host = is_within_host(sock.getsockname()[0], self.peer_host)
+        self.within_host = is_loopback(self.peer_host) or self.peer_host == sock.getsockname()[0]
         sock.settimeout(None)
         # Buffer sizes are left alone: the system makes them larger as needed, and no longer does so once set.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -85,15 +88,10 @@ class Channel:
         return bool(poll.poll(0))
 
     def prove(self, token: bytes, service: str, timeout_s: float, *, connects: bool) -> None:
-        """Prove to each other that both ends know the token, one of which `connects` to a service of the other.
+        """Prove to each other that both ends know the token; raise ProtocolError where the other end does not.
 
         The proofs name the side, so that none can be sent back, and the service, so that a connection to the directory
         cannot be led to a server. `timeout_s` is for all of the handshake.
-
-        Raises:
-            AuthenticationError: the other end has another token or is another service.
-            ProtocolError: the other end has another version or is something else.
-            LinkLost: the other end left, or was too slow.
         """
         greeting = _GREETING + b"%d " % VERSION
         ours = greeting + secrets.token_bytes(32)
@@ -115,7 +113,7 @@ class Channel:
                 own, other = other, own
             self._send([own], None)
             if not hmac.compare_digest(self._receive(len(other), None), other):
-                raise AuthenticationError(
+                raise ProtocolError(
                     f"the peer has another token, or is another service than {service}; use the token of this run"
                 )
         finally:
@@ -123,21 +121,12 @@ class Channel:
             late.join()
 
     def send(self, message: Message, payload: Sequence[Buffer] = (), timeout_s: float | None = None) -> None:
-        """Send a message and its payload, which is not copied; return when the system has taken all of it.
-
-        LinkLost: the connection broke, or nothing moved for `timeout_s`; None waits for ever.
-        """
+        """Send a message and its payload; return when the system has taken all of it."""
         parts = [memoryview(part).cast("B") for part in payload if memoryview(part).nbytes]
         self._send([encode(message, sum(map(len, parts))), *parts], timeout_s)
 
     def receive(self, timeout_s: float | None = None) -> tuple[Message, int]:
-        """Receive the next message, and the number of bytes that follow it, for `receive_payload`.
-
-        Raises:
-            PeerLeft: the peer closed the connection.
-            ProtocolError: the bytes are no message.
-            LinkLost: the connection broke, or nothing came for `timeout_s`.
-        """
+        """Receive the next message, and the number of bytes that follow it, for `receive_payload`."""
         text = self._receive(MESSAGE_BYTES, timeout_s)
         try:
             return decode(text)
@@ -145,11 +134,10 @@ class Channel:
             raise ProtocolError(str(error)) from error
 
     def receive_payload(self, buffers: Sequence[Buffer], timeout_s: float | None = None) -> None:
-        """Fill writable buffers with what follows a message; LinkLost where nothing comes for `timeout_s`."""
+        """Fill writable buffers, none of them empty, with what follows a message."""
         with self._losses("receiving", socket.SO_RCVTIMEO, timeout_s):
             for buffer in buffers:
-                if memoryview(buffer).nbytes and self._fill(buffer):
-                    raise LinkLost("the peer closed the connection in the middle of a message")
+                self._fill(buffer)
 
     def ask(self, hello: Message, welcome: type[M], timeout_s: float) -> M:
         """Send the first message of a connection and return the answer; MismatchError where the peer refuses."""
@@ -177,8 +165,8 @@ class Channel:
         self._sock.close()
 
     def _send(self, parts: Sequence[Buffer], timeout_s: float | None) -> None:
-        """Send a message, the first part, with its size before it, and its payload after it: together, in one call."""
-        left = [memoryview(part) for part in (_SIZE.pack(len(parts[0])) + parts[0], *parts[1:])]
+        """Send a message, the first part, with its size before it and its payload after it, in one call."""
+        left = [memoryview(part) for part in (len(parts[0]).to_bytes(4, "big") + parts[0], *parts[1:])]
         with self._losses("sending", socket.SO_SNDTIMEO, timeout_s):
             while left:
                 sent = self._sock.sendmsg(left)
@@ -190,28 +178,26 @@ class Channel:
     def _receive(self, most: int, timeout_s: float | None) -> bytes:
         """Receive a message's bytes; ProtocolError where they are more than `most`."""
         with self._losses("receiving", socket.SO_RCVTIMEO, timeout_s):
-            head = bytearray(_SIZE.size)
-            if missing := self._fill(head):
-                raise (PeerLeft if missing == len(head) else LinkLost)("the peer closed the connection")
-            (size,) = _SIZE.unpack(head)
+            head = bytearray(4)
+            self._fill(head)
+            size = int.from_bytes(head, "big")
             if size > most:
                 raise ProtocolError(f"the peer sends a message of {size} bytes, at most {most} are allowed")
             text = bytearray(size)
-            if self._fill(text):
-                raise LinkLost("the peer closed the connection in the middle of a message")
+            self._fill(text)
             return bytes(text)
 
-    def _fill(self, buffer: Buffer) -> int:
-        """Receive until a buffer is full or the peer has closed; return the number of missing bytes."""
-        view = memoryview(buffer).cast("B")
-        # MSG_WAITALL: fewer and larger reads.
-        while view and (count := self._sock.recv_into(view, 0, socket.MSG_WAITALL)):
-            view = view[count:]
-        return len(view)
+    def _fill(self, buffer: Buffer) -> None:
+        left = memoryview(buffer).cast("B")
+        while left:
+            count = self._sock.recv_into(left, 0, socket.MSG_WAITALL)  # fewer and larger reads
+            if not count:
+                raise PeerLeft("the peer closed the connection")
+            left = left[count:]
 
     @contextlib.contextmanager
     def _losses(self, what: str, direction: int, timeout_s: float | None) -> Iterator[None]:
-        """Send or receive, standing still for `timeout_s` at most; raise LinkLost for what ends a connection."""
+        """Set the time-out of a direction; raise LinkLost for whatever ends a connection."""
         try:
             if self._timeouts[direction] != timeout_s:
                 seconds = 0.0 if timeout_s is None else max(timeout_s, 1e-6)  # to the system 0 is for ever
@@ -230,11 +216,6 @@ class Channel:
             raise (PeerLeft if left else LinkLost)(f"{what} failed: {error}") from error
 
 
-def is_within_host(own: str, other: str) -> bool:
-    """Return whether an address is this host's: the same as at this end, or a loopback address."""
-    return own == other or is_loopback(other)
-
-
 def is_loopback(host: str) -> bool:
     """Return whether an address, or a name, is an address of the host's loopback."""
     try:
@@ -244,7 +225,7 @@ def is_loopback(host: str) -> bool:
 
 
 def connect(host: str, port: int, token: bytes, service: str, timeout_s: float) -> Channel:
-    """Connect to a service and shake hands, for `timeout_s` each; errors as in `Channel.prove`."""
+    """Connect to a service and shake hands, for `timeout_s` each."""
     try:
         channel = Channel(socket.create_connection((host, port), timeout_s))
     except (OSError, OverflowError) as error:  # OverflowError: there is no such port
@@ -255,3 +236,147 @@ def connect(host: str, port: int, token: bytes, service: str, timeout_s: float) 
         channel.close()
         raise type(error)(f"{host}:{port}: {error}") from error
     return channel
+
+
+class Outbox:
+    """Sends messages in order on its own thread, so that nobody waits for a slow connection.
+
+    A send that fails ends the connection, and what is queued behind it is dropped.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"send {channel.name}", daemon=True)
+        self._thread.start()
+
+    def put(self, send: Callable[[], None]) -> None:
+        """Queue a function that sends."""
+        self._queue.put(send)
+
+    def finish(self, timeout_s: float) -> None:
+        """Send what is queued, for so long at most; then end the connection and the thread."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        self._channel.shut_down()
+        self._thread.join()
+
+    def _run(self) -> None:
+        lost = False
+        while (send := self._queue.get()) is not None:
+            try:
+                if not lost:
+                    send()
+            except LinkLost as error:
+                lost = True
+                self._channel.shut_down(str(error))
+            del send  # nothing is kept while the queue is empty
+
+
+class Listener:
+    """Accepts connections and gives each a thread, which serves a peer that has proved to know the token.
+
+    Strangers cost at most HANDSHAKES threads for `handshake_s` each. Nothing that a peer sends ends the listener.
+
+    Args:
+        port: 0 for any that is free.
+        serve: called on the peer's thread with the connection, which is closed afterwards, and its first message.
+            The listener logs LinkLost, and sends a ProtocolError's text to the peer; a MismatchError is only sent.
+        handshake_s: time that a peer has for the handshake, and again for its first message.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: bytes,
+        service: str,
+        serve: Callable[[Channel, Message], None],
+        handshake_s: float = 5.0,
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=256)
+        self._socket.settimeout(_TICK_S)
+        self.host, self.port = self._socket.getsockname()[:2]
+        self._token, self._service, self._serve, self._handshake_s = token, service, serve, handshake_s
+        self._warnings = 0
+        self._lock = threading.Lock()
+        self._peers: dict[Channel, threading.Thread] = {}
+        self._strangers: dict[Channel, None] = {}  # in the handshake, oldest first
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept_all, name=f"listen {self.port}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, end all connections, and wait for the peers' threads."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # on Linux this ends `accept`
+        self._thread.join()
+        with self._lock:
+            peers = dict(self._peers)
+        for channel, thread in peers.items():
+            channel.shut_down()
+            thread.join()
+
+    def _accept_all(self) -> None:
+        while not self._closed:
+            try:
+                sock = self._socket.accept()[0]
+                try:
+                    self._accept(sock)
+                except BaseException:
+                    sock.close()
+                    raise
+            except TimeoutError:
+                pass
+            except (OSError, RuntimeError) as error:  # also when there are no more file descriptors or threads
+                if not self._closed:
+                    self._warn(f"a connection could not be accepted: {error}")
+                    time.sleep(0.01)
+        self._socket.close()
+
+    def _accept(self, sock: socket.socket) -> None:
+        channel = Channel(sock)
+        thread = threading.Thread(target=self._meet, args=(channel,), name=f"peer {channel.name}", daemon=True)
+        with self._lock:
+            if len(self._strangers) >= HANDSHAKES:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.shut_down("too many handshakes at once")
+            thread.start()  # the thread waits for the lock before it ends
+            self._peers[channel] = thread
+            self._strangers[channel] = None
+
+    def _meet(self, channel: Channel) -> None:
+        """Serve one peer in its thread."""
+        proved = False
+        try:
+            channel.prove(self._token, self._service, self._handshake_s, connects=False)
+            proved = True
+            with self._lock:
+                self._strangers.pop(channel, None)
+            self._serve(channel, channel.receive(self._handshake_s)[0])
+        except PeerLeft:  # checks of open ports do so
+            logger.info("%s left", channel.name)
+        except LinkLost as error:
+            if not self._closed and not isinstance(error, MismatchError):  # the peer knows what to do
+                self._warn(f"{'ended' if proved else 'refused'} {channel.name}: {error}")
+            if proved and isinstance(error, ProtocolError):
+                with contextlib.suppress(LinkLost):
+                    channel.refuse(str(error), self._handshake_s)
+        finally:
+            with self._lock:
+                self._strangers.pop(channel, None)
+                del self._peers[channel]
+            channel.close()
+
+    def _warn(self, message: str) -> None:
+        """Log a refusal; of many the first ten, and then one whenever their number has doubled."""
+        with self._lock:
+            self._warnings += 1
+            count = self._warnings
+        if count <= 10:
+            logger.warning("%s", message)
+        elif count & (count - 1) == 0:
+            logger.warning("%d refusals so far, the latest: %s", count, message)

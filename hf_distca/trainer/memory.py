@@ -56,7 +56,7 @@ def log_memory(
     )
     plan = plan_micro_batch(longest_documents(settings), settings)
     counted = MemoryCounter(model, settings, args).count(plan, training, rank=ranks - 1)
-    parts: dict[str, int] = {**vars(counted.state), **{str(part): size for part, size in counted.parts.items()}}
+    parts: dict[str, int] = {**counted.state._asdict(), **{str(part): size for part, size in counted.parts.items()}}
     total = sum(parts.values())
     listed = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
     figures = (args.tokens_per_rank, total / GB, memory / GB, listed)

@@ -2,8 +2,11 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -24,13 +27,11 @@ class Fault:
         kind: killed (SIGKILL), hung (SIGSTOP), or cut off: all its connections end while the process lives.
         where: at the beginning of a forward or a backward, or by itself.
         trigger: file; the fault comes once it is there.
-        calls: so many calls of the direction are computed before, once the trigger is there.
     """
 
     kind: Literal["killed", "hung", "cut off"]
     where: Literal["forward", "backward", "by itself"]
     trigger: Path
-    calls: int = 0
 
     def strike(self) -> None:
         """Let it happen to this process."""
@@ -77,43 +78,29 @@ def cut_off() -> None:
 
 
 class FaultyKernel:
-    """The CPU kernel, in one of whose calls a fault comes.
-
-    Args:
-        fault: with a direction.
-    """
+    """The CPU kernel, in the first of whose calls after the trigger the fault comes."""
 
     def __init__(self, fault: Fault) -> None:
         from hf_distca.kernels.cpu import CpuKernel
 
-        self._kernel, self._fault, self._left = CpuKernel(), fault, fault.calls
+        self._kernel, self._fault, self._struck = CpuKernel(), fault, False
         self.name, self.check = "cpu", self._kernel.check
 
     def forward(self, *args: Any) -> Any:
-        self._count("forward")
-        return self._kernel.forward(*args)
+        return self._call("forward", *args)
 
     def backward(self, *args: Any) -> Any:
-        self._count("backward")
-        return self._kernel.backward(*args)
+        return self._call("backward", *args)
 
-    def _count(self, direction: str) -> None:
-        if direction != self._fault.where or not self._fault.trigger.exists():
-            return
-        if self._left == 0:
+    def _call(self, direction: str, *args: Any) -> Any:
+        if direction == self._fault.where and self._fault.trigger.exists() and not self._struck:
+            self._struck = True  # a server that is only cut off comes back
             self._fault.strike()
-        self._left -= 1
+        return getattr(self._kernel, direction)(*args)
 
 
 class ServerProcess:
-    """A server that joins the directory at a port of this machine.
-
-    Args:
-        port: of the directory.
-        fault: what becomes of it; None: it works.
-        join_when: file without which it does not begin.
-        transport: what carries rows.
-    """
+    """A server that joins the directory at a port of this machine once the file `join_when` is there."""
 
     def __init__(
         self, port: int, fault: Fault | None = None, join_when: Path | None = None, transport: str = "tcp"
@@ -130,6 +117,37 @@ class ServerProcess:
         """End the process whatever it does."""
         self._process.kill()
         self._process.join()
+
+
+class ServeCommand:
+    """`hf-distca serve` for a directory at a port of this machine; its output and errors go to the file `output`."""
+
+    def __init__(self, port: int, token: bytes, output: Path, *options: str) -> None:
+        self.output = output
+        command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", f"127.0.0.1:{port}"]
+        command += ["--token-file", "-", "--threads", "1", *options]
+        with output.open("w") as file:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, text=True
+            )
+        assert self.process.stdin is not None
+        self.process.stdin.write(token.hex() + "\n")
+        self.process.stdin.close()
+
+    def wait_for(self, words: str) -> None:
+        """Wait until it has said something."""
+        wait_until(lambda: words in self.output.read_text() or self.process.poll() is not None, 100)
+        assert words in self.output.read_text(), self.output.read_text()
+
+    def memory(self) -> int:
+        """Bytes of memory that it uses."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) * 1024
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self.process.kill()
+        self.process.wait()
 
 
 def wait_until(condition: Any, timeout_s: float = 30) -> None:
@@ -149,8 +167,8 @@ def _serve(port: int, fault: Fault | None, join_when: Path | None, transport: st
     import torch
 
     from hf_distca.kernels import get_kernel
-    from hf_distca.pool.memory import Choice
-    from hf_distca.pool.server.server import AttentionServer
+    from hf_distca.pool.server import AttentionServer
+    from hf_distca.pool.transport import Choice
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -162,6 +180,6 @@ def _serve(port: int, fault: Fault | None, join_when: Path | None, transport: st
     server = AttentionServer(TOKEN, device, kernel, transport=Choice(transport))
     if fault is not None and not in_a_call:
         threading.Thread(target=fault.strike_when_told, daemon=True).start()
-    with patch("hf_distca.pool.server.server.measure_speed", alike):
+    with patch("hf_distca.pool.server.measure_speed", alike):
         server.run("127.0.0.1", port, 60, lambda line: None)
     server.close()

@@ -25,12 +25,8 @@ class Strangers:
     """Makes random inputs, one a call: without the token, with it and nonsense, and some that stay for a while.
 
     Args:
-        port: of the listener.
-        token: the run's token, which half of them know.
-        service: what listens.
         hello: bytes of a sane first message; never one of a true peer, which the listener would take it for.
         valid: messages that are changed and cut off.
-        seed: of everything.
     """
 
     def __init__(self, port, token, service, hello, valid, seed):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from transformers import TrainerCallback
 
 from hf_distca import DistCATrainingArguments
 from hf_distca.dispatch.dispatcher import Dispatcher
@@ -20,118 +21,98 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool import launch as launches
 from hf_distca.pool import nixl as nixl_agent
 from hf_distca.pool.launch import TOKEN_FILE, Launch, open_pool, serve_if_server, split_launch
-from hf_distca.pool.token import make_token, write_token
+from hf_distca.pool.nixl import is_installed
+from hf_distca.pool.token import read_token
 from tests.launch import LOG, launch
 from tests.models_and_batches import small_kinds
-from tests.pool.server.processes import ServerProcess
-from tests.pool.servers import wait_until
+from tests.pool.servers import ServeCommand, wait_until
 from tests.pool.transport.ends import needs_nixl
 from tests.ranks import free_port
 from tests.trainer.launches import ARGUMENTS, LENGTHS, SCRIPT, STEPS, reference_losses
 from tests.trainer.small_trainers import make_trainer
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[float]:
-    return reference_losses()
+def attention_servers(history: list[dict]) -> list[int]:
+    return [entry["distca/attention_servers"] for entry in history if "distca/attention_servers" in entry]
 
 
-def attention_servers(result: dict) -> list[int]:
-    return [entry["distca/attention_servers"] for entry in result["history"] if "distca/attention_servers" in entry]
+def strike(folder: Path, moments: dict[int, Path]) -> None:
+    """Kill the first server of a launch, wait for another one in its place, and stop the second at the end."""
+    killed, again, stopped = moments.values()
 
-
-class Struck:
-    """Servers of a launch, one of which is killed and one stopped.
-
-    Args:
-        folder: of the launch.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._log = folder / LOG
-        self._moments = {3: folder / "killed", 6: folder / "again", STEPS: folder / "stopped"}
-        self.pauses = {step: str(file) for step, file in self._moments.items()}
-
-    def strike(self) -> None:
-        """Kill the first server, wait until another has joined in its place, and stop the second one at the end."""
-        killed, again, stopped = self._moments.values()
-        self._strike(0, signal.SIGKILL, killed)
-        wait_until(lambda: " as server 2" in self._log.read_text(), 100)
-        again.touch()
-        self._strike(1, signal.SIGSTOP, stopped)
-
-    def _strike(self, server: int, number: signal.Signals, file: Path) -> None:
-        wait_until(file.with_suffix(".reached").exists, 100)
-        pids = re.findall(r"process (\d+) serves and may die", self._log.read_text())
+    def signalled(server: int, number: signal.Signals, file: Path) -> None:
+        wait_until(file.with_suffix(".reached").exists, 300)
+        pids = re.findall(r"process (\d+) serves and may die", (folder / LOG).read_text())
         os.kill(int(pids[server]), number)
         file.touch()
 
+    signalled(0, signal.SIGKILL, killed)
+    wait_until(lambda: " as server 2" in (folder / LOG).read_text(), 300)
+    again.touch()
+    signalled(1, signal.SIGSTOP, stopped)
 
-@pytest.mark.parametrize(
-    ("strategy", "servers", "serve", "transport"),
-    [("ddp", 2, False, "auto"), pytest.param("zero2", 1, True, "nixl", marks=needs_nixl)],
-)
-def test_servers_of_the_same_launch(strategy, servers, serve, transport, expected, tmp_path):
+
+def test_servers_of_the_same_launch(tmp_path):
+    transport = "nixl" if is_installed() else "tcp"
     arguments = ARGUMENTS | {
-        "attention_servers": servers,
+        "attention_servers": 2,
         "attention_server_transport": transport,
-        "ranks_serve": serve,
+        "ranks_serve": False,
         "save_strategy": "steps",  # the arguments are saved too
-        "dataloader_num_workers": servers - 1,
+        "dataloader_num_workers": 1,
     }
-    struck = Struck(tmp_path) if servers == 2 else None
-    options = {"lengths": LENGTHS, "arguments": arguments, "pauses": struck.pauses if struck else {}}
+    moments = {3: tmp_path / "killed", 6: tmp_path / "again", STEPS: tmp_path / "stopped"}
+    pauses = {step: str(file) for step, file in moments.items()}
+    options = {"lengths": LENGTHS, "arguments": arguments, "pauses": pauses}
     with ThreadPoolExecutor(1) as beside:
-        training = beside.submit(launch, strategy, SCRIPT, options, tmp_path, ranks=2 + servers)
-        if struck:
-            struck.strike()
+        training = beside.submit(launch, "zero2", SCRIPT, options, tmp_path, ranks=4)
+        strike(tmp_path, moments)
         result = training.result()
     assert result["world_size"] == 2
-    assert result["losses"] == pytest.approx(expected, rel=2e-5)
-    numbers = attention_servers(result)
-    assert (len(numbers), numbers[0], numbers[-1]) == (STEPS, servers, servers)
-    assert min(numbers) == (1 if struck else servers)
+    assert result["losses"] == pytest.approx(reference_losses(), rel=2e-5)
+    numbers = attention_servers(result["history"])
+    assert (len(numbers), numbers[0], min(numbers), numbers[-1]) == (STEPS, 2, 1, 2)
     carried_by = [line.partition("rows travel over ")[2] for line in result["pool_log"] if "takes part" in line]
-    assert len(carried_by) == servers + bool(struck)
-    if transport == "nixl":
-        assert carried_by == ["NIXL (both ends have it)"]
+    assert [name.split()[0] for name in carried_by] == [transport.upper()] * 3
 
 
-def test_servers_that_come_and_go(expected, tmp_path):
-    port, token_file = free_port(), tmp_path / "token"
-    joined, killed, alone, again = (tmp_path / name for name in ("joined", "killed", "alone", "again"))
-    write_token(token_file, token := make_token())
-    arguments = ARGUMENTS | {
-        "attention_servers": "external",
-        "attention_server_address": f"127.0.0.1:{port}",
-        "attention_server_token_file": str(token_file),
-    }
-    pauses = {1: str(joined), 3: str(killed), 4: str(alone), STEPS // 2: str(again)}
-    options = {"lengths": LENGTHS, "arguments": arguments, "pauses": pauses}
-    servers = [ServerProcess(port, token, tmp_path / "first")]
-    try:
-        with ThreadPoolExecutor(1) as beside:
-            training = beside.submit(launch, "ddp", SCRIPT, options, tmp_path)
-            servers[0].wait_for("joined")
-            joined.touch()
-            servers[0].wait_for("ranks;")  # it serves
-            wait_until(killed.with_suffix(".reached").exists, 100)
-            servers[0].process.kill()
-            killed.touch()
-            wait_until(alone.with_suffix(".reached").exists, 100)
-            alone.touch()
-            servers.append(ServerProcess(port, token, tmp_path / "second"))
-            servers[1].wait_for("joined")
-            again.touch()
-            result = training.result()
-        assert result["losses"] == pytest.approx(expected, rel=2e-5)
-        numbers = attention_servers(result)
-        assert (numbers[1:4], numbers[-1]) == ([1, 1, 0], 1)
-        servers[1].wait_for("training has ended")
-        assert servers[1].process.wait(60) == 0
-    finally:
-        for server in servers:
-            server.close()
+class Coming(TrainerCallback):
+    """On rank 0, lets a server join, kills it when it has served, and lets another one join later."""
+
+    def __init__(self, port: int, folder: Path) -> None:
+        self._port, self._folder = port, folder
+        self.servers: list[ServeCommand] = []
+
+    def on_step_begin(self, args, state, control, **_) -> None:
+        if state.global_step in (1, 5):
+            output = self._folder / f"server{state.global_step}"
+            self.servers.append(ServeCommand(self._port, read_token(self._folder / TOKEN_FILE), output))
+            self.servers[-1].wait_for("joined")
+        if state.global_step == 3:
+            self.servers[0].close()
+
+
+def trained_while_servers_come_and_go(folder: Path, port: int) -> tuple[list[list[float]], list[int]]:
+    """Losses of a training without servers and of one with servers from outside, and the servers in each step."""
+    losses, coming = [], Coming(port, folder)
+    for servers in (0, "external"):
+        address = {"attention_server_address": f"127.0.0.1:{port}"} if servers else {}
+        trainer = make_trainer(str(folder), max_steps=8, attention_servers=servers, **address)
+        if servers and dist.get_rank() == 0:
+            trainer.add_callback(coming)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        trainer.close()
+    for server in coming.servers[1:]:
+        server.wait_for("training has ended")
+        assert server.process.wait(60) == 0
+    return losses, attention_servers(trainer.state.log_history)
+
+
+def test_servers_that_come_and_go(rank_pools, tmp_path):
+    (losses, numbers), _ = rank_pools[2].run(trained_while_servers_come_and_go, tmp_path, free_port())
+    assert losses[1] == pytest.approx(losses[0], rel=2e-5)
+    assert [numbers[step] for step in (0, 2, 4, 7)] == [0, 1, 0, 1]
 
 
 def opened_where_rank_1_lacks_nixl(port: int) -> str | None:

@@ -4,15 +4,15 @@ from hf_distca.pool.token import make_token, parse_token, read_token, write_toke
 
 
 def test_a_token_survives_its_file_and_only_the_owner_can_read_it(tmp_path):
-    path = tmp_path / "token"
-    path.write_text("an older file")
-    path.chmod(0o644)
+    path = tmp_path / "folder" / "token"
     token = make_token()
     assert token != make_token()
-    write_token(path, token)
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert read_token(path) == token
-    assert list(tmp_path.iterdir()) == [path]
+    for _ in range(2):  # the second time over a file that others can read
+        write_token(path, token)
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert read_token(path) == token
+        assert list(path.parent.iterdir()) == [path]
+        path.chmod(0o644)
     for mode in (0o640, 0o604, 0o620):
         path.chmod(mode)
         with pytest.raises(ValueError, match="chmod 600"):

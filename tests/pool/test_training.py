@@ -6,7 +6,6 @@ rank sees a fault as training does: nobody tells it.
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,15 +18,13 @@ from transformers import PreTrainedModel
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.cost import Workers
-from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.servers import local_tasks
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.memory import Choice
 from hf_distca.pool.nixl import is_installed
-from hf_distca.pool.rank.pool import PlanAtServers, Pool
+from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.rank.speeds import OBSERVED, Observed, observe
+from hf_distca.pool.transport import Choice
 from hf_distca.pool.wire import LinkLost
 from tests.dispatch.test_equality import cut_rows
 from tests.logged import Messages
@@ -116,19 +113,8 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
     if settings.ping_pong:
         plan_layers(model)
     optimizer = new_optimizer(model)
-    members, at_servers, repairs = [], [], []
+    members, at_servers = [], []
     recording = dispatcher.recorder.listen(*OBSERVED)
-
-    def repaired(remote: PlanAtServers, plan: Any, kind: Any, lost: frozenset[int]) -> Any:
-        """The repair; notes the pairs of the busiest rank, were each row computed where it is held, and as planned."""
-        after = repair(remote, plan, kind, lost)
-        home = local_tasks(plan, [plan.layout.ranks + server for server in lost])
-        repairs.append((loads_of(home).max(), loads_of(after).max()))
-        return after
-
-    repair = PlanAtServers.repair
-    repairing = patch.object(PlanAtServers, "repair", repaired)
-    repairing.start()
 
     def loss_of(lengths: list[int], total: int) -> Tensor:
         plan = plan_micro_batch(lengths, settings)
@@ -144,7 +130,7 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
             moment("between steps")
         if rank == 0 and step == options.get("join_step"):
             options["join_when"].touch()
-            wait_until(lambda: any(member.id >= servers for member in directory.members()))
+            wait_until(lambda: max(directory.members(), default=0) >= servers)
         pool.refresh()
         members.append(len(pool.servers))
         at_servers.append(0)
@@ -170,7 +156,6 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
         if ranks > 1:
             dist.all_reduce(evaluated)
     pool.close()
-    repairing.stop()
     log.end()
     return {
         "parameters": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
@@ -178,7 +163,6 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
         "log": log.lines,
         "members": members,
         "at_servers": at_servers,
-        "repairs": repairs,
         "observed": observed,
     }
 
@@ -217,45 +201,30 @@ def expected(model_type: str) -> tuple[dict[str, Tensor], float]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, evaluated
 
 
-class Run:
-    """A training with servers, some of which fail; what is left of them ends with the test.
+@pytest.fixture
+def run(rank_pools, tmp_path) -> Iterator[Any]:
+    """Trains, and checks that parameters and evaluation are what they would be without servers."""
+    processes: list[ServerProcess] = []
 
-    Args:
-        rank_pools: the test session's ranks.
-        folder: for triggers.
-    """
-
-    def __init__(self, rank_pools: Any, folder: Path) -> None:
-        self._ranks, self._folder = rank_pools, folder
-        self.servers: list[ServerProcess] = []
-
-    def __call__(
-        self,
+    def run(
         transport: Choice,
-        faults: Sequence[tuple[str, str] | None],
+        faults: Sequence[tuple[str, str] | None],  # of each server, its kind and where; None: it works
         moment: str,
         options: dict[str, Any],
         ranks: int = 2,
     ) -> list[dict[str, Any]]:
-        """Train, and check that parameters and evaluation are what they would be without servers.
-
-        Args:
-            faults: of each server, its kind and where; None for a server that works.
-            moment: when they are triggered.
-            options: of the training; before step `join_step` one more server joins.
-        """
         if transport == NIXL and not is_installed():
             pytest.skip("needs nixl-cu12 or nixl-cu13")
-        port, join_when = free_port(), self._folder / "join"
-        made = [fault and Fault(*fault, self._folder / f"trigger{number}") for number, fault in enumerate(faults)]
-        self.servers += [ServerProcess(port, fault, transport=transport) for fault in made]
-        if "join_step" in options:
-            self.servers.append(ServerProcess(port, None, join_when, transport))
+        port, join_when = free_port(), tmp_path / "join"
+        made = [fault and Fault(*fault, tmp_path / f"trigger{number}") for number, fault in enumerate(faults)]
+        processes.extend(ServerProcess(port, fault, transport=transport) for fault in made)
+        if "join_step" in options:  # one more server joins then
+            processes.append(ServerProcess(port, None, join_when, transport))
         # A server that is killed or cut off is noticed at once.
         timeout_s = 1 if any(fault and fault[0] == "hung" for fault in faults) else SECONDS
         given = {"transport": transport, "faults": [fault for fault in made if fault], "moment": moment}
         given |= {"timeout_s": timeout_s, "join_when": join_when, **options}
-        results: list[dict[str, Any]] = self._ranks[ranks].run(trained, port, len(made), given)
+        results: list[dict[str, Any]] = rank_pools[ranks].run(trained, port, len(made), given)
         after, evaluated = expected(options["model_type"])
         before = new_model(options["model_type"], options.get("config", {}))
         for result in results:
@@ -266,15 +235,13 @@ class Run:
                 assert relative_error(parameter, after[name]) > 5e-4, name
         carried = [line.partition("rows travel over ")[2] for line in results[0]["log"] if "takes part" in line]
         assert all(name.startswith(transport.upper()) for name in carried)
+        if moment == "never" and "cut" not in options:  # servers were told that training ended
+            assert [process.exit_code(10) for process in processes] == [0] * len(processes)
         return results
 
-
-@pytest.fixture
-def run(rank_pools, tmp_path) -> Iterator[Run]:
-    training = Run(rank_pools, tmp_path)
-    yield training
-    for server in training.servers:
-        server.close()
+    yield run
+    for process in processes:
+        process.close()
 
 
 def warnings(result: dict[str, Any]) -> list[str]:
@@ -309,60 +276,53 @@ def test_without_faults(run, transport, servers, ranks, options):
             served = [max(rank.servers[server].pairs for rank in seen if server in rank.servers) for server in every]
             pairs = sum(length * (length + 1) // 2 for length in BATCHES[STEPS - 1][-1])
             assert sum(rank.pairs for rank in seen) + sum(served) == ATTENTIONS * pairs
-    assert [server.exit_code(10) for server in run.servers] == [0] * servers  # they were told that training ended
 
 
 IN_FORWARD = ("in a step", "forward", {**GEMMA, "ping_pong": True})
 IN_BACKWARD = ("in a step", "backward", {**LLAMA, "ranks_serve": False, "ping_pong": True})
 IN_EVALUATION = ("during evaluation", "forward", LLAMA)
+BETWEEN_STEPS = ("between steps", "by itself", {**LLAMA, "ping_pong": True})
+BEFORE_JOINING = ("before joining", "by itself", LLAMA)
 
 
 @pytest.mark.parametrize(
     ("transport", "kind", "case"),
     [
-        *((TCP, kind, case) for kind in ("killed", "hung", "cut off") for case in (IN_FORWARD, IN_BACKWARD)),
+        (TCP, "killed", IN_FORWARD),
+        (TCP, "hung", IN_FORWARD),
+        (TCP, "cut off", IN_BACKWARD),
         (TCP, "killed", IN_EVALUATION),
-        (NIXL, "killed", IN_FORWARD),
-        (NIXL, "cut off", IN_BACKWARD),
+        (TCP, "hung", BETWEEN_STEPS),
+        (TCP, "cut off", BETWEEN_STEPS),
+        (TCP, "killed", BEFORE_JOINING),  # the directory knows the servers, no rank is connected to them
+        (NIXL, "killed", IN_BACKWARD),
+        (NIXL, "cut off", IN_FORWARD),
         (NIXL, "hung", IN_BACKWARD),
-        (NIXL, "hung", IN_EVALUATION),
+        (NIXL, "killed", BETWEEN_STEPS),
+        (NIXL, "hung", BEFORE_JOINING),
     ],
 )
-def test_in_a_call(run, transport, kind, case):
+def test_a_server_fails(run, transport, kind, case):
     moment, where, options = case
     result = run(transport, [(kind, where), None], moment, options)[0]
-    assert result["members"][FAULTY_STEP] == 2
+    if moment == "before joining":
+        assert result["members"][0] == 1
+        if kind == "hung":
+            assert "cannot take part" in warnings(result)[0]
+        return
     (warning,) = warnings(result)
     assert "lost attention server" in warning
     assert "127.0.0.1:" in warning
-    assert "computed by the ranks" in warning
     assert "1 servers left" in warning
+    if where != "by itself" or kind == "hung":  # what hangs between steps shows in the next call only
+        assert result["members"][FAULTY_STEP] == 2
+        assert "computed by the ranks" in warning
     # Who was only cut off joins again; the others do not come back.
     assert result["members"][-1] == 1 or kind == "cut off"
 
 
-@pytest.mark.parametrize(("transport", "kind"), [(TCP, "killed"), (TCP, "hung"), (TCP, "cut off"), (NIXL, "killed")])
-def test_between_steps(run, transport, kind):
-    result = run(transport, [(kind, "by itself"), None], "between steps", {**LLAMA, "ping_pong": True})[0]
-    (warning,) = warnings(result)
-    assert "lost attention server" in warning
-    if kind == "hung":  # that shows in the next call only
-        assert "computed by the ranks" in warning
-    assert result["members"][-1] == 1 or kind == "cut off"
-
-
-@pytest.mark.parametrize(("transport", "kind"), [(TCP, "killed"), (TCP, "cut off"), (NIXL, "hung")])
-def test_before_joining(run, transport, kind):
-    # The directory knows the servers, no trainer is connected to them.
-    result = run(transport, [(kind, "by itself"), None], "before joining", LLAMA)[0]
-    assert result["members"][0] == 1 or kind == "cut off"
-    if kind == "hung":
-        assert "cannot take part" in warnings(result)[0]
-
-
 @pytest.mark.parametrize(("transport", "kind"), [(TCP, "killed"), (NIXL, "hung")])
 def test_all_servers_lost(run, transport, kind):
-    # Packed in order, rank 0 holds most of the attention, and of what is lost: it is not to compute that alone.
     options = {**LLAMA, "document_layout": "fixed"}
     result = run(transport, [(kind, "forward"), (kind, "backward")], "in a step", options)[0]
     first, second = warnings(result)
@@ -370,13 +330,11 @@ def test_all_servers_lost(run, transport, kind):
     assert "no server left, so ranks compute all tasks" in second
     assert result["members"] == [2, 2, 0]
     assert result["at_servers"][2:] == [0]
-    assert any(spread < home for home, spread in result["repairs"])
 
 
-@pytest.mark.parametrize("transport", [TCP, NIXL])
-def test_server_that_comes_back_takes_part_from_the_next_step(run, transport):
+def test_server_that_comes_back_takes_part_from_the_next_step(run):
     options = {**LLAMA, "ping_pong": True, "join_step": FAULTY_STEP + 1}
-    result = run(transport, [("killed", "forward")], "in a step", options)[0]
+    result = run(NIXL, [("killed", "forward")], "in a step", options)[0]
     assert result["members"] == [1, 1, 1]
     assert all(result["at_servers"])
     assert "no server left" in warnings(result)[0]

@@ -4,15 +4,13 @@ A server is a worker of the plan that holds no rows. Ranks send it query and K/V
 and server, and collect the results after their local tasks. After every collection ranks agree on the servers that
 some rank has lost: all of them go on without these, and compute what was lost.
 
-Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values, N
-rows; what follows a row's N is free.
+Shape suffixes: T local rows, N rows; what follows a row's letter is free.
 """
 
 import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -30,12 +28,11 @@ from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.cost import Workers
 from hf_distca.planner.servers import plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.pool.directory import Directory, ServerInfo
-from hf_distca.pool.memory import Memory
-from hf_distca.pool.messages import Call, plan_tables
+from hf_distca.pool.directory import Directory
+from hf_distca.pool.messages import Call, ServerHello, plan_tables
 from hf_distca.pool.rank.link import Answer, ServerLink
 from hf_distca.pool.rank.speeds import OBSERVED, Speeds, observe
-from hf_distca.pool.transport import rank_hello
+from hf_distca.pool.transport import Memory, rank_hello
 from hf_distca.pool.wire import LinkLost, MismatchError
 
 logger = logging.getLogger(__name__)
@@ -49,13 +46,7 @@ SPANS = 1 << 16
 
 
 class Member(NamedTuple):
-    """A server that takes part.
-
-    Attributes:
-        name: for messages.
-        link: this rank's.
-        rank_beside: the first rank on the server's host; None where there is no rank.
-    """
+    """A server that takes part, with this rank's link to it; `rank_beside` is the first rank on its host, if any."""
 
     name: str
     link: ServerLink
@@ -107,46 +98,45 @@ class Pool:
 
     def refresh(self) -> None:
         """Let servers that have joined take part from now on, without those that left. A collective."""
-        listed = self._directory.members() if self._directory is not None else ()
+        listed = self._directory.members() if self._directory is not None else {}
         failed = {server for server, member in self._members.items() if member.link.lost}
         seen = self._groups.all_gather((listed, failed, observe(self._recording.take())))
         self.speeds.learn([observed for _, _, observed in seen])
         lost = set().union(*(failed for _, failed, _ in seen))
-        present = {info.id: info for info in seen[0][0] if info.id not in lost}  # it may come back as a new member
+        present = seen[0][0].keys() - lost  # a lost server may come back as a new member
         self._lose(lost, "between steps; no call was running")
-        self._lose(set(self._members) - set(present), "it left the directory")
-        joined = [info for server, info in sorted(present.items()) if server not in self._members]
-        if joined:
-            self._connect(joined)
+        self._lose(set(self._members) - present, "it left the directory")
+        if joined := sorted(present - set(self._members)):
+            self._connect({server: seen[0][0][server] for server in joined})
 
-    def _connect(self, joined: Sequence[ServerInfo]) -> None:
+    def _connect(self, joined: Mapping[int, ServerHello]) -> None:
         """Connect to servers; those to which every rank has a link take part. A collective."""
         links: dict[int, ServerLink] = {}
         failures: dict[int, tuple[str, bool]] = {}
         hello = rank_hello(self._groups.rank, self._groups.ranks, self.memory)
         connect_s = min(CONNECT_S, self.timeout_s)
-        for info in joined:
+        for server, info in joined.items():
             try:
-                links[info.id] = ServerLink(
+                links[server] = ServerLink(
                     info.host, info.port, self._token, hello, connect_s, self.timeout_s, self.memory
                 )
             except LinkLost as error:
-                failures[info.id] = str(error), isinstance(error, MismatchError)
+                failures[server] = str(error), isinstance(error, MismatchError)
         seen = self._groups.all_gather((failures, {server for server, link in links.items() if link.within_host}))
-        for info in joined:
-            reasons = [failures[info.id] for failures, _ in seen if info.id in failures]
-            name = f"{info.id} ({info.host}:{info.port}, {info.device})"
+        for server, info in joined.items():
+            reasons = [failures[server] for failures, _ in seen if server in failures]
+            name = f"{server} ({info.host}:{info.port}, {info.device})"
             if not reasons:
-                beside = next((rank for rank, (_, here) in enumerate(seen) if info.id in here), None)
-                self._members[info.id] = Member(name, links[info.id], beside)
-                speed, transport = self.speeds.joined(info.id, info.pairs_per_second), links[info.id].carried_by
+                beside = next((rank for rank, (_, here) in enumerate(seen) if server in here), None)
+                self._members[server] = Member(name, links[server], beside)
+                speed, transport = self.speeds.joined(server, info.pairs_per_second), links[server].carried_by
                 self._log(f"attention server {name} takes part: speed {speed:.2f}, rows travel over {transport}")
                 continue
-            if info.id in links:
-                links[info.id].close()
+            if server in links:
+                links[server].close()
             self._log(f"attention server {name} cannot take part: {reasons[0][0]}", logging.WARNING)
             if self._directory is not None:
-                self._directory.drop(info.id, reasons[0][0] if any(final for _, final in reasons) else "")
+                self._directory.drop(server, reasons[0][0] if any(final for _, final in reasons) else "")
 
     def wait_for(self, servers: int, timeout_s: float) -> None:
         """Refresh until so many servers take part, or go on without the rest. A collective."""
@@ -181,13 +171,8 @@ class Pool:
         if nodes is not None:
             beside = [self._members[server].rank_beside for server in servers]
             server_nodes = [None if rank is None else nodes[rank] for rank in beside]
-        plan = plan_with_servers(
-            plan,
-            self.workers(len(plan.nano_batches)),
-            settings,
-            ranks_serve=self.ranks_serve,
-            server_nodes=server_nodes,
-        )
+        workers = self.workers(len(plan.nano_batches))
+        plan = plan_with_servers(plan, workers, settings, ranks_serve=self.ranks_serve, server_nodes=server_nodes)
         plan_id = next(self._plan_ids)
         if self._groups.rank == 0:
             for index, server in enumerate(servers):
@@ -244,10 +229,7 @@ class PlanAtServers:
     """The plan of one micro-batch at its servers, whose ids stand in the order of the plan's workers."""
 
     def __init__(self, pool: Pool, plan_id: int, servers: tuple[int, ...], settings: PlanSettings) -> None:
-        self._pool = pool
-        self._plan_id = plan_id
-        self._servers = servers
-        self._settings = settings
+        self._pool, self._plan_id, self._servers, self._settings = pool, plan_id, servers, settings
 
     def start(
         self,
@@ -258,13 +240,13 @@ class PlanAtServers:
         rows: Mapping[str, Tensor],
     ) -> "CallAtServers":
         """See `hf_distca.dispatch.remote.RemotePlan.start`."""
-        pool, memory, device = self._pool, self._pool.memory, rows["q"].device
-        dtype: Any = str(rows["q"].dtype).removeprefix("torch.")  # the server refuses others than it knows
-        direction = work.direction
-        call = Call(
-            self._plan_id, next(pool.call_ids), work.nano_batch, kind, direction, params.scale, params.softcap, dtype
+        pool, memory, q_T = self._pool, self._pool.memory, rows["q"]
+        dtype: Any = str(q_T.dtype).removeprefix("torch.")  # the server refuses others than it knows
+        call_id = next(pool.call_ids)
+        call = Call(self._plan_id, call_id, work.nano_batch, kind, work.direction, params.scale, params.softcap, dtype)
+        under_way = CallAtServers(
+            pool, work, q_T.device, {asked.server: self._servers[asked.server] for asked in servers}
         )
-        under_way = CallAtServers(pool, work, device, {asked.server: self._servers[asked.server] for asked in servers})
         for asked in servers:
             link = pool.link(self._servers[asked.server])
             if link is None or not asked.q_count + asked.k_count:
@@ -274,8 +256,7 @@ class PlanAtServers:
             staged, ready = memory.stage([take(rows[spec.name], index[spec.rows]) for spec in call.request()])
             results = {spec.name: memory.empty(spec, counts[spec.rows]) for spec in call.reply()}
             with suppress(LinkLost):  # the collection will find the link lost
-                answer = link.call(call, staged, list(results.values()), ready)
-                under_way.asked[asked.server] = link, answer, results
+                under_way.asked[asked.server] = link, link.call(call, staged, results, ready)
         return under_way
 
     def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
@@ -285,33 +266,30 @@ class PlanAtServers:
 
 
 class CallAtServers:
-    """One core attention's tasks at the servers.
+    """One core attention's tasks at the servers: links and answers (`asked`) by a server's index in the plan.
 
     Args:
-        ids: of the servers that have tasks of it, by their index in the plan.
-
-    Attributes:
-        asked: by server index, the link, the answer and the tensors of the results by name.
+        ids: of all servers that have tasks of it, by index.
     """
 
     def __init__(self, pool: Pool, work: Work, device: torch.device, ids: Mapping[int, int]) -> None:
         self._pool, self._work, self._device, self._ids = pool, work, device, ids
-        self.asked: dict[int, tuple[ServerLink, Future[Answer], dict[str, Tensor]]] = {}
+        self.asked: dict[int, tuple[ServerLink, Answer]] = {}
 
     def collect(self) -> tuple[dict[int, dict[str, Tensor]], frozenset[int]]:
         """See `hf_distca.dispatch.remote.RemoteCall.collect`."""
         recorder, work = self._pool.recorder, self._work
-        for server, (link, answer, _) in self.asked.items():
+        for server, (link, answer) in self.asked.items():
             with suppress(LinkLost):
-                reply, departed, arrived = link.wait(answer, self._pool.timeout_s)
+                reply, arrived = link.wait(answer, self._pool.timeout_s), answer.arrived
                 name = str(self._ids[server])
-                recorder.add(Span("call", name, work, departed, arrived))
+                recorder.add(Span("call", name, work, answer.departed, arrived))
                 recorder.add(Span("server", name, work, arrived - reply.seconds, arrived, reply.pairs))
         lost_ids = self._pool.without_lost(list(self._ids.values()))
         lost = frozenset(server for server, id in self._ids.items() if id in lost_ids)
         results = {
-            server: {name: rows_N.to(self._device, non_blocking=True) for name, rows_N in columns.items()}
-            for server, (_, _, columns) in self.asked.items()
+            server: {name: x_N.to(self._device, non_blocking=True) for name, x_N in answer.results.items()}
+            for server, (_, answer) in self.asked.items()
             if server not in lost
         }
         return results, lost

@@ -20,11 +20,9 @@ OBSERVED: tuple[Kind, ...] = ("phase", "kernel", "call", "server")
 
 @dataclass(order=True)
 class Served:
-    """A server's calls that a rank took part in.
+    """A server's calls that a rank took part in: pairs and seconds of the server's kernel.
 
     Attributes:
-        pairs: query-key pairs of their tasks.
-        seconds: time of the server's kernel.
         alone: calls of core attentions whose calls never began while the rank had another one under way.
         travel_s: time of the calls that were alone without the kernel's: rows travel there and back.
     """
@@ -37,13 +35,11 @@ class Served:
 
 @dataclass
 class Observed:
-    """Times of attention that a rank saw since the speeds were last corrected.
+    """Times of attention that a rank saw since the speeds were last corrected: pairs and seconds of its own kernel.
 
     Attributes:
         calls: attentions of a nano-batch that servers took part in.
-        pairs: query-key pairs of the tasks that this rank computed.
-        seconds: time of its kernel.
-        between_s: time that it worked outside of attention while servers computed.
+        between_s: time that the rank worked outside of attention while servers computed.
         servers: calls by server id.
     """
 
@@ -104,7 +100,7 @@ class Speeds:
 
     @property
     def pairs_per_second(self) -> float:
-        """Mean speed of the ranks, as `measure_speed` counts pairs: once for forward and backward together."""
+        """Mean speed of the ranks, as `measure_speed` counts pairs."""
         return self._own / DIRECTIONS
 
     def joined(self, server: int, measured: float) -> float:

@@ -15,35 +15,25 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.pool.directory import ServerInfo
-from hf_distca.pool.memory import HostMemory
-from hf_distca.pool.messages import RankHello, Reply
+from hf_distca.pool.messages import RankHello, Reply, ServerHello
 from hf_distca.pool.rank.pool import Pool
+from hf_distca.pool.transport import Memory
 from hf_distca.pool.wire import LinkLost, MismatchError
 
 CPU = torch.device("cpu")
 KIND = AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)
 WORK = Work(3, 0, "forward")
 SETTINGS = PlanSettings(ranks=1, tokens_per_rank=64, kinds=(KIND,), balance_block_size=8, ping_pong=False)
-SEVEN, EIGHT, NINE = (ServerInfo(7 + i, "127.0.0.1", 4000 + i, "cpu", 100.0) for i in range(3))
+INFOS = {7 + i: ServerHello("127.0.0.1", 4000 + i, "cpu", 100.0) for i in range(3)}
 
 
 class FakeLink:
-    """A link to a server that computes for 1.75 s of 3 s; port 4000 is on the rank's host.
-
-    Attributes:
-        made_with: what it was made with.
-        calls: so far.
-        sent: other messages.
-        lost, within_host, carried_by: as of a ServerLink.
-    """
+    """A link to a server that computes for 1.75 s of 3 s; port 4000 is on the rank's host, 1 and 2 are not reached."""
 
     def __init__(self, host, port, *rest):
         self.made_with = (host, port, *rest)
-        if port == 1:
-            raise LinkLost("nobody answers")
-        if port == 2:
-            raise MismatchError("nobody answers")
+        if port in (1, 2):
+            raise (LinkLost if port == 1 else MismatchError)("nobody answers")
         self.calls, self.sent, self.lost, self.closed = [], [], "", False
         self.within_host, self.carried_by = port == 4000, "TCP (TCP was asked for)"
 
@@ -52,24 +42,25 @@ class FakeLink:
 
     def call(self, call, rows, results, ready):
         self.calls.append(call)
+        return SimpleNamespace(results=results, departed=10.0, arrived=13.0)
 
     def wait(self, answer, timeout_s):
         if self.lost:
             raise LinkLost(self.lost)
-        return Reply(call_id=0, seconds=1.75, pairs=40), 10.0, 13.0
+        return Reply(call_id=0, seconds=1.75, pairs=40)
 
     def close(self):
         self.closed, self.lost = True, self.lost or "closed by this rank"
 
 
 class FakeDirectory:
-    """A directory whose members a test sets; notes who is dropped, with the refusal, and its own end."""
+    """A directory whose members a test sets by id; notes who is dropped, with the refusal, and its own end."""
 
     def __init__(self):
-        self.infos, self.dropped, self.ends = (), [], []
+        self.ids, self.changed, self.dropped, self.ends = (), {}, [], []
 
     def members(self):
-        return self.infos
+        return {server: self.changed.get(server, INFOS[server]) for server in self.ids}
 
     def drop(self, member, refusal=""):
         self.dropped.append((member, refusal))
@@ -94,7 +85,7 @@ def make_pool(monkeypatch, directory):
 
     def make(groups=None, **options):
         dispatcher = SimpleNamespace(groups=groups or Groups(CPU, 60), recorder=Recorder(CPU), kernel=None, device=CPU)
-        return Pool(dispatcher, b"token", directory, HostMemory(CPU), **options)
+        return Pool(dispatcher, b"token", directory, Memory(CPU), **options)
 
     return make
 
@@ -103,7 +94,7 @@ def make_pool(monkeypatch, directory):
 def pool(make_pool, directory):
     """One rank's, with server 7."""
     pool = make_pool()
-    directory.infos = (SEVEN,)
+    directory.ids = [7]
     pool.refresh()
     return pool
 
@@ -149,7 +140,7 @@ def test_results_come_by_name_and_what_they_took_is_recorded(pool):
 
 def test_members_of_the_directory_take_part_until_they_leave_it_or_training_ends(pool, directory):
     left = pool.link(7)
-    directory.infos = (EIGHT, replace(NINE, port=1))
+    directory.ids, directory.changed = [8, 9], {9: replace(INFOS[9], port=1)}
     pool.refresh()
     assert pool.servers == (8,)
     assert left.closed
@@ -163,10 +154,10 @@ def test_members_of_the_directory_take_part_until_they_leave_it_or_training_ends
 @pytest.mark.parametrize(("port", "refusal"), [(1, ""), (2, "nobody answers")])
 def test_a_server_that_a_rank_does_not_reach_takes_no_part(make_pool, directory, caplog, port, refusal):
     def changed(value):  # the other rank does not reach server 8
-        return ({8: ("nobody answers", port == 2)}, set()) if isinstance(value[0], dict) else value
+        return ({8: ("nobody answers", port == 2)}, set()) if len(value) == 2 else value
 
     pool = make_pool(other_rank(changed, any_of=lambda flags: flags))
-    directory.infos = (SEVEN, EIGHT, replace(NINE, port=port))
+    directory.ids, directory.changed = [7, 8, 9], {9: replace(INFOS[9], port=port)}
     pool.refresh()
     assert pool.servers == (7,)
     assert directory.dropped == [(8, refusal), (9, refusal)]  # refused where another try would end alike
@@ -180,17 +171,17 @@ def test_a_server_that_another_rank_has_lost_is_lost_here_too(make_pool, directo
     asked, lost = [], set()
 
     def changed(value):
-        return ({}, set()) if isinstance(value[0], dict) else ((), set(lost), value[2])
+        return ({}, set()) if len(value) == 2 else ({}, set(lost), value[2])
 
     pool = make_pool(other_rank(changed, any_of=lambda flags: asked.append(flags) or [False, True]))
-    directory.infos = (SEVEN, EIGHT, NINE)
+    directory.ids = [7, 8, 9]
     pool.refresh()
     link = pool.link(8)
     assert pool.without_lost([7, 8]) == {8}
     assert pool.without_lost([8]) == {8}  # nobody is asked of a server that is gone
     assert asked == [[False, False]]
     assert link.closed
-    directory.infos = (SEVEN, NINE)
+    directory.ids = [7, 9]
     pool.link(7).lost = "it is gone"
     lost.add(9)
     pool.refresh()
@@ -205,13 +196,13 @@ def test_a_server_that_another_rank_has_lost_is_lost_here_too(make_pool, directo
     ]
 
 
-@pytest.mark.parametrize(("timeout_s", "connect_s"), [(60.0, 10.0), (4.0, 4.0)])
-def test_what_a_link_is_made_with(make_pool, directory, timeout_s, connect_s):
-    pool = make_pool(timeout_s=timeout_s)
-    directory.infos = (SEVEN,)
-    pool.refresh()
-    hello = RankHello(0, 1, why_tcp="TCP was asked for")
-    assert pool.link(7).made_with == ("127.0.0.1", 4000, b"token", hello, connect_s, timeout_s, pool.memory)
+def test_what_a_link_is_made_with(make_pool, directory):
+    for timeout_s, connect_s in ((60.0, 10.0), (4.0, 4.0)):
+        pool = make_pool(timeout_s=timeout_s)
+        directory.ids = [7]
+        pool.refresh()
+        hello = RankHello(0, 1, why_tcp="TCP was asked for")
+        assert pool.link(7).made_with == ("127.0.0.1", 4000, b"token", hello, connect_s, timeout_s, pool.memory)
 
 
 @pytest.mark.parametrize(
@@ -224,11 +215,11 @@ def test_what_a_link_is_made_with(make_pool, directory, timeout_s, connect_s):
 )
 def test_servers_are_on_the_node_of_ranks_of_their_host(make_pool, directory, ranks_per_node, nodes):
     def gathered(value):
-        reached = isinstance(value, tuple) and isinstance(value[0], dict)
+        reached = isinstance(value, tuple) and len(value) == 2
         return [value, ({}, set()), ({}, {7, 8})] if reached else [value] * 3
 
     pool = make_pool(SimpleNamespace(rank=0, ranks=3, all_gather=gathered))
-    directory.infos = (SEVEN, EIGHT, NINE)
+    directory.ids = [7, 8, 9]
     pool.refresh()
     settings = replace(SETTINGS, ranks=3, ranks_per_node=ranks_per_node)
     plan, _ = pool.bind(plan_micro_batch([64], settings), settings)

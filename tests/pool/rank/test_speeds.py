@@ -24,18 +24,14 @@ def seen(**served: int | float) -> Observed:
     return Observed(calls=2, pairs=200, seconds=2.0, between_s=0.5, servers={7: Served(**served)} if served else {})
 
 
-def test_speeds_move_halfway_to_what_was_seen(speeds):
+def test_speeds_and_base_loads_move_halfway_to_what_was_seen(speeds):
     assert known(speeds, takes_turns=True) == ((1.0, 2.0), (0.0, 0.0))
-    # The rank that saw most of the server's calls knows best: 400 pairs/s, four times a rank's.
-    speeds.learn([seen(pairs=100, seconds=1.0), seen(pairs=400, seconds=1.0)])
-    assert known(speeds, takes_turns=True)[0] == (1.0, 3.0)
-
-
-def test_in_turns_ranks_work_besides_and_else_servers_wait_for_rows(speeds):
-    # 0.25 s between the phases of an attention are 25 pairs; rows travel 0.1 s for the rank that sends last, 10 pairs.
-    speeds.learn([seen(pairs=200, seconds=1.0, alone=2, travel_s=travel_s) for travel_s in (0.8, 0.2)])
-    assert known(speeds, takes_turns=True)[1] == (12.5, 0.0)
-    assert known(speeds, takes_turns=False)[1] == (0.0, 5.0)
+    # The rank that saw most of the server's calls knows best: 400 pairs/s, four times a rank's. 0.25 s between the
+    # phases of an attention are 25 pairs; rows travel 0.1 s for the rank that sends last, 10 pairs.
+    served = ({"pairs": 100, "travel_s": 0.8}, {"pairs": 400, "travel_s": 0.2})
+    speeds.learn([seen(**each, seconds=1.0, alone=2) for each in served])
+    assert known(speeds, takes_turns=True) == ((1.0, 3.0), (12.5, 0.0))  # in turns ranks work besides
+    assert known(speeds, takes_turns=False) == ((1.0, 3.0), (0.0, 5.0))  # else servers wait for rows
     assert speeds.workers(2, [7], takes_turns=True).base_load == (12.5, 12.5, 0.0)
 
 
@@ -69,6 +65,10 @@ def test_a_server_that_was_far_once_is_tried_again(speeds):
     assert [*far, known(speeds, takes_turns=False)[1][1]] == [500.0, 450.0, 450.0, 0.0]
 
 
+PING, PONG = Work(0, 0, "forward"), Work(0, 1, "forward")
+SEND, COLLECT = "run local; send q, q k v to servers", "wait o lse, o lse from servers"
+
+
 def phase(work: Work, part: str, begin: float, end: float) -> Span:
     return Span("phase", part, work, begin, end)
 
@@ -82,10 +82,6 @@ def answered(server: int, work: Work, travel_s: float, seconds: float, pairs: in
     ]
 
 
-PING, PONG = Work(0, 0, "forward"), Work(0, 1, "forward")
-SEND, COLLECT = "run local; send q, q k v to servers", "wait o lse, o lse from servers"
-
-
 def test_kernel_calls_and_the_time_between_phases_while_calls_to_servers_are_under_way():
     assert observe([]) == Observed()
     spans = [
@@ -93,13 +89,15 @@ def test_kernel_calls_and_the_time_between_phases_while_calls_to_servers_are_und
         phase(PING, SEND, 5, 6),
         Span("kernel", "local", PING, 50.0, 57.0, pairs=10),
         phase(PONG, SEND, 7, 9),
-        phase(PING, "run remote-query", 13, 14),
+        # The phases of a repair end before the one that they are in.
+        phase(PING, "run local", 15, 16),
+        phase(PING, "run remote-query", 13, 17),
         phase(PING, COLLECT, 20, 30),
         Span("kernel", "remote-query", PONG, 57.0, 58.0, pairs=4),
         phase(PONG, COLLECT, 33, 35),
         phase(PING, "run local", 40, 41),
     ]
-    assert observe(spans) == Observed(calls=2, pairs=14, seconds=8.0, between_s=1 + 4 + 6 + 3)
+    assert observe(spans) == Observed(calls=2, pairs=14, seconds=8.0, between_s=1 + 4 + 3 + 3)
 
 
 def test_a_way_is_what_a_call_took_besides_the_servers_kernel_while_no_other_was_under_way():
@@ -122,23 +120,7 @@ def test_a_way_is_what_a_call_took_besides_the_servers_kernel_while_no_other_was
     }
     assert observe(spans) == Observed(calls=3, servers=expected)
     # On CUDA phases are known later than calls.
-    late = sorted(spans, key=lambda span: span.kind == "phase")
-    assert observe(late) == observe(spans)
-
-
-def test_a_repair_is_the_ranks_own_work_within_the_phase_that_found_the_loss():
-    spans = [
-        phase(PING, SEND, 0, 1),
-        phase(PONG, SEND, 2, 3),
-        # The phases of the repair end before the one that they are in.
-        phase(PING, "run local", 5, 6),
-        Span("kernel", "local", PING, 5.0, 6.0, pairs=10),
-        phase(PING, COLLECT, 4, 8),
-        *answered(9, PONG, 1.0, 2.0, 20),
-        phase(PONG, COLLECT, 8, 9),
-    ]
-    seen_of_9 = Served(pairs=20, seconds=2.0)
-    assert observe(spans) == Observed(calls=2, pairs=10, seconds=1.0, between_s=2.0, servers={9: seen_of_9})
+    assert observe(sorted(spans, key=lambda span: span.kind == "phase")) == observe(spans)
 
 
 def test_clocks_of_two_hosts_and_spans_whose_beginnings_were_not_kept_do_no_harm():

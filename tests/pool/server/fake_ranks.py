@@ -9,17 +9,18 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from hf_distca.dispatch.remote import ServerRows
+from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.kernels import TaskShapes
 from hf_distca.kernels.reference import ReferenceKernel
 from hf_distca.plan import TASK, AttentionKind, NanoBatch, Plan
 from hf_distca.planner.intervals import merged
 from hf_distca.planner.layout import fixed_layout, layout_of_kind
 from hf_distca.planner.routes import make_routes
-from hf_distca.pool.memory import HostMemory
 from hf_distca.pool.messages import Call, plan_tables
 from hf_distca.pool.rank.link import ServerLink
-from hf_distca.pool.server.calls import params_of
-from hf_distca.pool.transport import rank_hello
+from hf_distca.pool.server import params_of
+from hf_distca.pool.transport import Memory, rank_hello
 
 FULL = AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=16, dim_v=24)
 KINDS = (FULL, replace(FULL, window=40), replace(FULL, chunk=32))
@@ -48,16 +49,13 @@ def make_call(plan_id, call_id, nano_batch, kind, direction, *, dtype="float32",
 
 
 class Data:
-    """Random rows of all ranks for one call, and the results of the tasks of one worker.
-
-    Attributes:
-        local: for each rank its rows of every column by name, [T, …].
-    """
+    """Random rows of all ranks for one call, and results of one worker's tasks: `local` [T, …] by rank and name."""
 
     def __init__(self, plan, call, worker, seed=0):
         generator = torch.Generator().manual_seed(seed)
         dtype = getattr(torch, call.dtype)
-        widths = {spec.name: spec.shape for way in ("forward", "backward") for spec in specs(call, way)}
+        both = [replace(call, direction=direction) for direction in ("forward", "backward")]
+        widths = {spec.name: spec.shape for each in both for spec in each.request() + each.reply()}
         documents = [
             {
                 name: torch.randn((length, *width), generator=generator).to(dtype)
@@ -92,24 +90,12 @@ class Data:
             )
 
 
-def specs(call, direction):
-    """All tensors of a call in a direction."""
-    call = replace(call, direction=direction)
-    return call.request() + call.reply()
-
-
 class FakeRank:
-    """One rank and its link to a server.
-
-    Attributes:
-        link: to the server.
-        replies: what the server said beside the rows so far.
-    """
+    """One rank and its link to a server; `replies` so far."""
 
     def __init__(self, port, token, rank, ranks, worker, memory=None):
-        self.rank = rank
-        self.worker = worker
-        self._memory = memory or HostMemory(torch.device("cpu"))
+        self.rank, self.worker = rank, worker
+        self._memory = memory or Memory(torch.device("cpu"))
         hello = rank_hello(rank, ranks, self._memory)
         self.link = ServerLink("127.0.0.1", port, token, hello, 10, 60, self._memory)
         self.replies = []
@@ -119,26 +105,28 @@ class FakeRank:
 
     def start(self, call, plan, data):
         """Send the rows that the server needs of this rank; None if there are none."""
-        routes = make_routes(plan, self.rank)
-        rows = {}
-        for kind, messages in (("queries", routes.queries), ("keys", routes.stages[0].keys)):
-            stop = int(messages.send_counts[: self.worker + 1].sum())
-            rows[kind] = torch.from_numpy(messages.send_rows[stop - int(messages.send_counts[self.worker]) : stop])
-        if not len(rows["queries"]) and not len(rows["keys"]):
+        ranks, columns = plan.layout.ranks, data.local[self.rank]
+        asked = ServerRows(self.worker - ranks, make_routes(plan, self.rank), ranks, IndexBuffer(torch.device("cpu")))
+        if not asked.q_count + asked.k_count:
             return None
-        columns = data.local[self.rank]
-        sent = [columns[spec.name][rows[spec.rows]].to(getattr(torch, spec.dtype)) for spec in call.request()]
+        rows = {"queries": asked.q_rows, "keys": asked.k_rows}
+        sent, expected = (
+            [columns[spec.name][rows[spec.rows]] for spec in specs] for specs in (call.request(), call.reply())
+        )
+        sent = [x_N.to(getattr(torch, spec.dtype)) for x_N, spec in zip(sent, call.request(), strict=True)]
+        came = {
+            spec.name: self._memory.empty(spec, len(x_N)).fill_(float("nan"))
+            for x_N, spec in zip(expected, call.reply(), strict=True)
+        }
         sent, ready = self._memory.stage(sent)
-        came = [self._memory.empty(spec, len(rows[spec.rows])).fill_(float("nan")) for spec in call.reply()]
-        expected = [columns[spec.name][rows[spec.rows]] for spec in call.reply()]
-        return self.link.call(call, sent, came, ready), came, expected
+        return self.link.call(call, sent, came, ready), expected
 
     def finish(self, started, tolerance=2e-4, timeout_s=30):
         """Wait for the reply and compare it."""
-        answer, came, expected = started
-        reply = self.link.wait(answer, timeout_s).reply
+        answer, expected = started
+        reply = self.link.wait(answer, timeout_s)
         self.replies.append(reply)
-        for got, wanted in zip(came, expected, strict=True):
+        for got, wanted in zip(answer.results.values(), expected, strict=True):
             torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
         return reply
 

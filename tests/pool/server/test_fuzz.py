@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.memory import Choice
 from hf_distca.pool.messages import Alive, End, Places, Reply, plan_tables
 from hf_distca.pool.token import make_token
-from hf_distca.pool.transport import rank_hello
+from hf_distca.pool.transport import Choice, rank_hello
 from hf_distca.pool.wire import SERVER
 from tests.pool.server.fake_ranks import SLIM, FakeRank, make_call, make_nano_batch, run_calls
-from tests.pool.server.processes import ServerProcess
+from tests.pool.servers import ServeCommand
 from tests.pool.strangers import Strangers, message
 from tests.pool.transport.ends import memory_of, needs_nixl
 
@@ -60,7 +59,7 @@ def strangers_at(port, token, nano_batches, memory):
 def test_random_inputs(tmp_path, transport, warm_up, inputs_after):
     token = make_token()
     directory = Directory("127.0.0.1", 0, token)
-    server = ServerProcess(directory.port, token, tmp_path / "output", "--transport", transport)
+    server = ServeCommand(directory.port, token, tmp_path / "output", "--transport", transport)
     try:
         server.wait_for("joined")
         port = directory.members()[0].port
@@ -100,7 +99,7 @@ def test_random_inputs(tmp_path, transport, warm_up, inputs_after):
     finally:
         server.close()
         directory.close()
-    said = server.text()
+    said = server.output.read_text()
     print(f"{inputs} inputs, memory grew by {grown / 1e6:.1f} MB, {served_after} calls")
     assert "refused" in said
     assert "refusals so far" in said

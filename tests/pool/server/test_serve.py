@@ -9,12 +9,11 @@ from hf_distca.cli.main import main
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.memory import Choice
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.token import make_token, write_token
+from hf_distca.pool.transport import Choice
 from tests.pool.server.fake_ranks import FULL, FakeRank
-from tests.pool.server.processes import ServerProcess
-from tests.pool.servers import alike, wait_until
+from tests.pool.servers import ServeCommand, alike, wait_until
 from tests.pool.transport.ends import CPU, memory_of, needs_nixl
 
 
@@ -31,7 +30,7 @@ def directory(token):
 
 
 def test_a_signal_stops_it_cleanly(directory, token, tmp_path):
-    server = ServerProcess(directory.port, token, tmp_path / "output")
+    server = ServeCommand(directory.port, token, tmp_path / "output")
     try:
         server.wait_for("joined")
         rank = FakeRank(directory.members()[0].port, token, 0, 1, 1)
@@ -40,8 +39,8 @@ def test_a_signal_stops_it_cleanly(directory, token, tmp_path):
         rank.link.close()
     finally:
         server.close()
-    assert server.text().endswith("stopped\n")
-    assert "Traceback" not in server.text()
+    assert server.output.read_text().endswith("stopped\n")
+    assert "Traceback" not in server.output.read_text()
 
 
 def refused(options, capsys):
@@ -89,20 +88,11 @@ def test_another_token_and_a_port_in_use_are_said(capsys, tmp_path, directory):
 
 
 @needs_nixl
-@pytest.mark.parametrize(
-    ("rank", "server", "why"),
-    [
-        (Choice.TCP, "nixl", r"the server uses NIXL only, but this rank cannot: TCP .*; .* or set attention_"),
-        (Choice.NIXL, "tcp", r"the server does not use NIXL: .*; serve with --transport nixl"),
-    ],
-)
-def test_a_server_with_another_transport_is_told_why_and_ends(
-    rank, server, why, capsys, caplog, tmp_path, directory, token, monkeypatch
-):
-    monkeypatch.setattr("hf_distca.pool.server.server.measure_speed", alike)
+def test_a_server_with_another_transport_is_told_why_and_ends(capsys, caplog, tmp_path, directory, token, monkeypatch):
+    monkeypatch.setattr("hf_distca.pool.server.measure_speed", alike)
     monkeypatch.setattr("hf_distca.pool.rank.pool.measure_speed", alike)
     dispatcher = Dispatcher(PlanSettings(1, 64, (FULL,)), CPU)
-    pool = Pool(dispatcher, token, directory, memory_of(rank, "rank"), timeout_s=20.0)
+    pool = Pool(dispatcher, token, directory, memory_of(Choice.NIXL, "rank"), timeout_s=20.0)
     path = tmp_path / "token"
     write_token(path, token)
 
@@ -112,11 +102,12 @@ def test_a_server_with_another_transport_is_told_why_and_ends(
 
     with ThreadPoolExecutor(1) as beside:
         taken_in = beside.submit(take_in)
-        options = ["--join", f"127.0.0.1:{directory.port}", "--token-file", str(path), "--transport", server]
+        options = ["--join", f"127.0.0.1:{directory.port}", "--token-file", str(path), "--transport", "tcp"]
         error = refused(options, capsys)
     taken_in.result()
     assert pool.servers == ()
     assert len(error.splitlines()) == 1
+    why = "the server does not use NIXL: .*; serve with --transport nixl"
     assert re.search(f"error: the training run cannot use this server: .*{why}", error)
     (warning,) = caplog.messages  # of rank 0
     assert re.search(f"cannot take part: .*{why}", warning)

@@ -9,9 +9,8 @@ from functools import cache
 import pytest
 import torch
 
-from hf_distca.pool.memory import Choice, Memory, make_memory
 from hf_distca.pool.nixl import is_installed
-from hf_distca.pool.transport import Transport, choose, rank_end, rank_hello
+from hf_distca.pool.transport import Choice, Memory, Transport, choose, make_memory, rank_end, rank_hello
 from hf_distca.pool.wire import Channel
 
 CPU = torch.device("cpu")
@@ -22,13 +21,7 @@ TRANSPORTS = (Choice.TCP, pytest.param(Choice.NIXL, marks=needs_nixl))
 
 @dataclass
 class End:
-    """One end.
-
-    Attributes:
-        memory: where its rows lie.
-        channel: its messages.
-        transport: the rows that belong to them.
-    """
+    """One end: where its rows lie, its messages, and their rows."""
 
     memory: Memory
     channel: Channel

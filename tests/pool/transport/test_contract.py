@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_distca.pool import nixl
-from hf_distca.pool.messages import Alive, Reply, TensorSpec
+from hf_distca.pool.messages import TensorSpec
 from hf_distca.pool.wire import ProtocolError
 from tests.pool.server.fake_ranks import FULL, make_call
 from tests.pool.transport.ends import TRANSPORTS, ends
@@ -61,41 +61,6 @@ def test_rows_come_with_their_message_into_slices_and_from_them(both):
     assert torch.equal(torch.cat([came[0:3], came[8:10]]).cpu(), torch.cat([sent[2:5], sent[7:9]]).cpu())
     assert torch.equal(got_lse.cpu(), lse.cpu())
     assert not came[3:8].any()
-
-
-def test_messages_keep_their_order_and_both_ways_go_at_once(both):
-    rank, server = both
-    calls, results = ([random_rows(end, Q, 3000, seed=n) for n in range(4)] for end in both)
-    came = [rank.memory.empty(Q, 3000) for _ in range(4)]
-
-    def make_calls():
-        for n, rows in enumerate(calls):
-            rank.transport.send(call(n), [rows], 60, [came[n]])
-            rank.channel.send(Alive())
-
-    def answer():
-        for n, rows in enumerate(results):
-            message, size = server.channel.receive()
-            got = server.memory.empty(Q, 3000)
-            server.transport.receive(message, size, [got], 60)
-            right.append((message.call_id, torch.equal(got.cpu(), calls[n].cpu())))
-            right.append(server.channel.receive()[0])
-            server.transport.send(Reply(n, 0.5, 7), [rows], 60)
-            server.channel.send(Alive())
-
-    right = []
-    threads = [threading.Thread(target=run) for run in (make_calls, answer)]
-    for thread in threads:
-        thread.start()
-    for n in range(4):
-        message, size = rank.channel.receive()
-        rank.transport.receive(message, size, [came[n]], 60)
-        assert message == Reply(n, 0.5, 7)
-        assert torch.equal(came[n].cpu(), results[n].cpu())
-        assert rank.channel.receive()[0] == Alive()
-    for thread in threads:
-        thread.join()
-    assert right == [said for n in range(4) for said in ((n, True), Alive())]
 
 
 def test_another_number_of_bytes_is_refused_and_nothing_is_written(both):

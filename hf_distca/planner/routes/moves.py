@@ -55,6 +55,8 @@ With full attention a local task reads keys of its segment in place. With a wind
 """
 PIECE = 128
 """Least rows of a piece, a kernel block: rows that several ranks of a node read are divided among them in pieces."""
+PARTS = 8
+"""Inverse of the share of a stage below which rows of a path are not divided, if that is less than a kernel block."""
 _SET_BITS = 62
 _WHOLE = 1 << 40
 """Size of a stage that holds everything."""
@@ -219,9 +221,8 @@ def forward_inside_nodes(moves: Table, nodes: Sequence[int] | None, ranks: int) 
 def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, ranks: int) -> tuple[Table, Table]:
     """Divide the K/V rows of full attention into stages.
 
-    The rows on one path, from one rank to another and on to the same others, are divided evenly over the stages. So
-    every rank has about equally much to receive and to compute in each stage. A stage exceeds `stage_rows` by a row of
-    each path at most.
+    The rows on one path, from one rank to another and on to the same others, are divided evenly over the stages, or
+    over some of them if the rows are few. So every rank has about equally much to receive and to compute in each stage.
 
     Args:
         via: [second] move of the first hop that each move of the second forwards.
@@ -240,25 +241,21 @@ def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, rank
     place -= place[begins][path]
     size = np.add.reduceat(lengths, begins)
 
-    # Fractions of rows are rounded up in other stages on other paths of a rank.
+    # Parts below a kernel block, and fractions of rows, are in other stages on other paths of a rank.
     source, target = ends[:2, begins]
     turn = ((target - source) % ranks + np.arange(len(begins)) * _GOLDEN % 1) / ranks
-    borders = np.minimum(
-        (size[:, None] * np.arange(stages + 1) / stages + turn[:, None]).astype(np.int64), size[:, None]
-    )
-    borders[target >= ranks, 1:] = size[target >= ranks, None]
-    stretches = table_of(
-        ROWS,
-        document=np.repeat(np.arange(len(begins)), stages),
-        start=borders[:, :-1].ravel(),
-        stop=borders[:, 1:].ravel(),
-    )
+    counts = np.clip(size // min(max(stage_rows // PARTS, 1), PIECE), 1, np.where(target < ranks, stages, 1))
+    of_path, nth = np.repeat(np.arange(len(begins)), counts), expand(np.zeros_like(counts), counts)
+    first_row = (size[of_path] * nth / counts[of_path] + turn[of_path] * (nth > 0)).astype(np.int64)
+    stretches = table_of(ROWS, document=of_path, start=first_row, stop=np.append(first_row[1:], 0))
+    stretches["stop"][np.cumsum(counts) - 1] = size
+    stage_of = ((nth + turn[of_path]) * stages / counts[of_path]).astype(np.int64) * (target < ranks)[of_path]
     filled = np.flatnonzero(row_counts(stretches))
     on_path = table_of(ROWS, document=path, start=place, stop=place + lengths)
     which, other, start, stop = overlaps(on_path, stretches.take(filled))
     begin, end = start - place[which], stop - place[which]
     # Stages without rows, where few rows have many readers, are left out.
-    stage = np.unique(filled[other] % stages, return_inverse=True)[1]
+    stage = np.unique(stage_of[filled[other]], return_inverse=True)[1]
     counts = np.bincount(which, minlength=len(first))
     piece = expand((np.cumsum(counts) - counts)[via], counts[via])
     first, second = (

@@ -221,8 +221,8 @@ def forward_inside_nodes(moves: Table, nodes: Sequence[int] | None, ranks: int) 
 def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, ranks: int) -> tuple[Table, Table]:
     """Divide the K/V rows of full attention into stages.
 
-    The rows on one path, from one rank to another and on to the same others, are divided evenly over the stages, or
-    over some of them if the rows are few. So every rank has about equally much to receive and to compute in each stage.
+    The rows on one path, from one rank to another and on to the same others, are divided evenly over the stages; few
+    rows over few stages. So every rank has about equally much to receive and to compute in each stage.
 
     Args:
         via: [second] move of the first hop that each move of the second forwards.

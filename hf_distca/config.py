@@ -241,7 +241,7 @@ class DistCAConfig:
 
         Args:
             ranks: number of ranks that train together.
-            ranks_per_node: meaning of "auto", see `hf_distca.dispatch.nodes.ranks_per_node`; 1 without a launch.
+            ranks_per_node: meaning of "auto", see `hf_distca.dispatch.groups.ranks_per_node`; 1 without a launch.
         """
         if self.ranks_per_node != AS_LAUNCHED:
             numbers = tuple(map(int, self.ranks_per_node.split(",")))

@@ -22,8 +22,7 @@ from accelerate.utils import str_to_bool
 from packaging.requirements import Requirement
 
 from hf_distca.cli.options import positive_seconds
-from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.nodes import ranks_per_node
+from hf_distca.dispatch.groups import Groups, ranks_per_node
 from hf_distca.kernels import choose_kernel
 from hf_distca.measure.links import link_rates
 from hf_distca.planner.nodes import node_sizes, nodes_of
@@ -163,11 +162,11 @@ def device_findings(device: torch.device, processes: int) -> list[Finding]:
         change = "install a build of torch with CUDA (pytorch.org/get-started)"
     findings = [Finding("device", found, change, needed=bool(change))]
     try:
-        choice = choose_kernel(device)
+        kernel, passed_over = choose_kernel(device)
     except ValueError as error:
         return [*findings, Finding("attention_kernel", "none", str(error), needed=True)]
-    findings.append(Finding("attention_kernel", f"auto is {choice.kernel.name}"))
-    findings += [Finding(f"not {name}", why) for name, why in choice.passed_over.items()]
+    findings.append(Finding("attention_kernel", f"auto is {kernel.name}"))
+    findings += [Finding(f"not {name}", why) for name, why in passed_over.items()]
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         change = "pip install triton: it merges the results of two kernels"
         findings.append(Finding("triton", "not installed", change, needed=True))

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from hf_distca.cli import InputError
 from hf_distca.cli.doctor import device_of, number_of_processes
 from hf_distca.cli.options import add_settings, check_writable, positive
-from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.nodes import ranks_per_node
+from hf_distca.dispatch.groups import Groups, ranks_per_node
 from hf_distca.kernels import AttentionParams, Need, get_kernel
 from hf_distca.measure.device import measured_profile
 from hf_distca.measure.links import with_links

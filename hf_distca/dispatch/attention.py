@@ -12,7 +12,7 @@ different sizes, which autograd would reject.
 Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_distca.dispatch.bound import BoundPlan, LocalTasks
 from hf_distca.dispatch.checkpoints import is_checkpointed, is_recomputation
-from hf_distca.dispatch.executor import Backward, CoreAttention, Forward, without_autocast
+from hf_distca.dispatch.executor import CoreAttention, without_autocast
 from hf_distca.dispatch.recorder import Work
 from hf_distca.kernels import AttentionParams, Need
 from hf_distca.plan import AttentionKind, Direction
@@ -39,16 +39,13 @@ def disaggregated_attention(
     *,
     chunk: int | None = None,
 ) -> Tensor:
-    """Compute core attention of this rank's rows on the workers that the plan names.
+    """Compute core attention of this rank's rows on the workers that the plan names, and return o_THE.
 
     Args:
         q_THD: queries after position embedding; q, k and v have one dtype.
         sinks_H: learned attention sinks, one logit per query head (gpt-oss), or None.
         module: the attention layer, the key of results kept through a checkpoint.
         chunk: rows of the layer's attention chunks; None for no chunks.
-
-    Returns:
-        o_THE.
 
     Raises:
         ValueError: the plan has another number of rows or lacks the layer's kind of attention, or the kernel cannot
@@ -61,16 +58,16 @@ def disaggregated_attention(
         )
     plan.runtime.kernel.check(Need(q_THD.dtype, q_THD.shape[2], v_TGE.shape[2], params), q_THD.device)
     kind = AttentionKind(params.window, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], v_TGE.shape[2], chunk)
-    recomputes = is_recomputation()
+    kept_results, recomputes = plan.kept_results, is_recomputation()
     keeps = plan.runtime.keep_core_attention and not recomputes and is_checkpointed(module is None or module.training)
     layer = getattr(module, "layer_idx", None)
     if (tasks := plan.local.get(kind)) is not None:
         key = (module, plan.nano_batches[0].index)
-        known = plan.kept_results.take(key) if recomputes else None
+        known = kept_results.take(key) if recomputes else None
         o_THE: Tensor
         o_THE, lse_TH = _Local.apply(plan, tasks, params, layer, known, q_THD, k_TGD, v_TGE, sinks_H)
         if keeps:
-            plan.kept_results.keep(key, (o_THE.detach(), lse_TH))
+            kept_results.keep(key, (o_THE.detach(), lse_TH))
         return o_THE
     parts = []
     for nano, *qkv in zip(
@@ -82,27 +79,25 @@ def disaggregated_attention(
                 "list the kinds of all layers in PlanSettings.kinds"
             )
         key = (module, nano.index)
-        were_kept = recomputes and key in plan.kept_results
-        results = plan.kept_results.take(key) if were_kept else None
+        were_kept = recomputes and key in kept_results
+        known = kept_results.take(key) if were_kept else None
         # Results kept through a checkpoint outlive the rows that the first forward received.
         receives_again = keeps or were_kept or not plan.runtime.keep_received
         # With sinks, the worker's O and LSE are not final.
         kept: Kept = "nothing" if receives_again else "results" if sinks_H is None else "received"
-        parts.append((CoreAttention(plan.runtime, nano, kind, params, layer=layer, kept=kept), results, qkv))
+        parts.append((CoreAttention(plan.runtime, nano, kind, params, layer=layer, kept=kept, known=known), qkv))
 
     # The order is the same whether both nano-batches are here or take turns: ranks stay in step even if nano-batches
     # take turns on some ranks only. A recomputation keeps the order too: checkpointing matches saved tensors by order.
-    tokens = [_Send.apply(attention, results, *qkv) for attention, results, qkv in parts]
+    tokens = [_Send.apply(core, *qkv) for core, qkv in parts]
     plan.pause()
-    tokens = [
-        _Compute.apply(attention, results, token) for (attention, results, _), token in zip(parts, tokens, strict=True)
-    ]
+    tokens = [_Compute.apply(core, token) for (core, _), token in zip(parts, tokens, strict=True)]
     plan.pause()
     outputs = []
-    for (attention, results, qkv), token in zip(parts, tokens, strict=True):
-        o_THE, lse_TH = _Receive.apply(attention, results, token, *qkv, sinks_H)
+    for (core, qkv), token in zip(parts, tokens, strict=True):
+        o_THE, lse_TH = _Receive.apply(core, token, *qkv, sinks_H)
         if keeps:
-            plan.kept_results.keep((module, attention.nano.index), (o_THE.detach(), lse_TH))
+            kept_results.keep((module, core.nano.index), (o_THE.detach(), lse_TH))
         outputs.append(o_THE)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -111,10 +106,6 @@ def _by_nano_batch(x_T: Tensor, plan: BoundPlan) -> Sequence[Tensor]:
     """Split rows by nano-batch. The backward of slices would copy each slice into zeros of all rows."""
     rows = [nano.rows for nano in plan.nano_batches]
     return (x_T,) if len(rows) == 1 else torch.split(x_T, rows)
-
-
-Known = tuple[Tensor, ...] | None
-"""O and LSE of the first forward, for its recomputation, which exchanges and computes nothing."""
 
 
 class _Local(torch.autograd.Function):
@@ -127,7 +118,7 @@ class _Local(torch.autograd.Function):
         tasks: LocalTasks,
         params: AttentionParams,
         layer: int | None,
-        known: Known,
+        known: tuple[Tensor, ...] | None,
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGE: Tensor,
@@ -135,131 +126,114 @@ class _Local(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.plan, ctx.tasks, ctx.params, ctx.layer = plan, tasks, params, layer
         if known is None:
-            o_THE, lse_TH = _in_one_call(ctx, "forward", plan.runtime.kernel.forward, q_THD, k_TGD, v_TGE)
-            known = _with_sinks(o_THE, lse_TH, sinks_H)
+            known = _with_sinks(_in_one_call(ctx, "forward", q_THD, k_TGD, v_TGE), sinks_H)
         return _save(ctx, (q_THD, k_TGD, v_TGE), known, sinks_H)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *qkv, o_THE, lse_TH, sinks_H = ctx.saved_tensors
-        gradients = _in_one_call(ctx, "backward", ctx.plan.runtime.kernel.backward, do_THE, *qkv, o_THE, lse_TH)
-        d_sinks_H = _sink_gradient(do_THE, o_THE, lse_TH, sinks_H) if ctx.needs_input_grad[-1] else None
-        return *[None] * 5, *gradients, d_sinks_H
+        *inputs, sinks_H = ctx.saved_tensors
+        gradients = _in_one_call(ctx, "backward", do_THE, *inputs)
+        return *[None] * 5, *gradients, _sink_gradient(ctx, do_THE, inputs[3], inputs[4], sinks_H)
 
 
-def _in_one_call(
-    ctx: Any, direction: Direction, compute: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
-) -> tuple[Tensor, ...]:
+def _in_one_call(ctx: Any, direction: Direction, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Make the kernel call on all rows as a phase of its own."""
-    recorder, tasks = ctx.plan.runtime.recorder, ctx.tasks
+    runtime, tasks = ctx.plan.runtime, ctx.tasks
     work = Work(ctx.layer, ctx.plan.nano_batches[0].index, direction)
+    compute = runtime.kernel.forward if direction == "forward" else runtime.kernel.backward
     with (
         without_autocast(ctx.plan.device.type),
-        recorder.span("phase", "run local", work),
-        recorder.span("kernel", "local", work, tasks.pairs),
+        runtime.recorder.span("phase", "run local", work),
+        runtime.recorder.span("kernel", "local", work, tasks.pairs),
     ):
-        return compute(*tensors, tasks.shapes, ctx.params)
-
-
-def _save(
-    ctx: Any, qkv: tuple[Tensor, ...], results: tuple[Tensor, ...], sinks_H: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Save a node's inputs and results, O and LSE, for the backward; return the results."""
-    ctx.save_for_backward(*qkv, *results, sinks_H)
-    ctx.mark_non_differentiable(results[1])
-    ctx.set_materialize_grads(False)  # no zeros for the gradient of LSE, which is unused
-    return results
+        results: tuple[Tensor, ...] = compute(*inputs, tasks.shapes, ctx.params)
+        return results
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, attention: CoreAttention, known: Known, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor
-    ) -> Tensor:
-        ctx.attention = attention
-        if known is None:
-            attention.forward = Forward(attention, q_THD, k_TGD, v_TGE)
-            attention.forward.go_on()
+    def forward(ctx: Any, core: CoreAttention, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> Tensor:
+        ctx.core = core
+        if core.known is None:
+            core.begin("forward", q_THD, k_TGD, v_TGE)
         return q_THD.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
-        backward: Backward = ctx.attention.backward
-        backward.go_on()
-        ctx.attention.backward = None
-        return None, None, *backward.results()
+        return None, *ctx.core.end().results.of_local_rows()
 
 
 class _Compute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, attention: CoreAttention, known: Known, token: Tensor) -> Tensor:
-        ctx.attention = attention
-        ctx.kept_columns = ()
-        if known is None:
-            forward = attention.forward
-            assert forward is not None  # begun by _Send
-            forward.go_on()
-            kept = forward.kept()
-            ctx.kept_columns = tuple(kept)
-            ctx.save_for_backward(*kept.values())
+    def forward(ctx: Any, core: CoreAttention, token: Tensor) -> Tensor:
+        ctx.core = core
+        if core.known is None:
+            core.running.go_on()
         return token.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
-        backward: Backward = ctx.attention.backward
-        backward.take_kept(dict(zip(ctx.kept_columns, ctx.saved_tensors, strict=True)))
-        backward.go_on()
-        return None, None, token.new_empty(0)
+        ctx.core.running.go_on()
+        return None, token.new_empty(0)
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        attention: CoreAttention,
-        known: Known,
+        core: CoreAttention,
         token: Tensor,
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGE: Tensor,
         sinks_H: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.attention = attention
+        ctx.core, received = core, {}
+        known, core.known = core.known, None  # autograd keeps them, or hooks that offload them
         if known is None:
-            forward = attention.forward
-            assert forward is not None  # begun by _Send
-            forward.go_on()
-            attention.forward = None
-            o_THE, lse_TH = forward.results()
-            known = _with_sinks(o_THE, lse_TH, sinks_H)
-        return _save(ctx, (q_THD, k_TGD, v_TGE), known, sinks_H)
+            ended = core.end()
+            known, received = _with_sinks(ended.results.of_local_rows(), sinks_H), ended.kept()
+        ctx.received = tuple(received)
+        return _save(ctx, (q_THD, k_TGD, v_TGE), known, sinks_H, *received.values())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H = ctx.saved_tensors
-        ctx.attention.backward = Backward(ctx.attention, do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH)
-        ctx.attention.backward.go_on()
-        d_sinks_H = _sink_gradient(do_THE, o_THE, lse_TH, sinks_H) if ctx.needs_input_grad[-1] else None
-        return None, None, do_THE.new_empty(0), None, None, None, d_sinks_H
+        saved = ctx.saved_tensors  # unpacked once, as checkpoints want it
+        inputs, sinks_H, received = saved[:5], saved[5], dict(zip(ctx.received, saved[6:], strict=True))
+        ctx.core.begin("backward", do_THE, *inputs, received=received)
+        return None, do_THE.new_empty(0), None, None, None, _sink_gradient(ctx, do_THE, inputs[3], inputs[4], sinks_H)
 
 
-def _with_sinks(o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
+def _save(
+    ctx: Any, qkv: tuple[Tensor, ...], results: tuple[Tensor, ...], *others: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Save a node's inputs and results, O and LSE, for the backward; return the results."""
+    ctx.save_for_backward(*qkv, *results, *others)
+    ctx.mark_non_differentiable(results[1])
+    ctx.set_materialize_grads(False)  # no zeros for the gradient of LSE, which is unused
+    return results
+
+
+def _with_sinks(results: tuple[Tensor, ...], sinks_H: Tensor | None) -> tuple[Tensor, ...]:
     """Return O and LSE with the learned sinks in the softmax.
 
     A sink is one more key with a value of zero: it changes only the softmax's denominator. With these O and LSE the
     backward of all other keys is unchanged.
     """
     if sinks_H is None:
-        return o_THE, lse_TH
+        return results
+    o_THE, lse_TH = results
     with_sink_TH = torch.logaddexp(lse_TH, sinks_H.to(lse_TH.dtype))
     return (o_THE * (lse_TH - with_sink_TH).exp().unsqueeze(-1)).to(o_THE.dtype), with_sink_TH
 
 
-def _sink_gradient(do_THE: Tensor, o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return the gradient of learned sinks from O and LSE that include the sinks."""
+def _sink_gradient(ctx: Any, do_THE: Tensor, o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor | None) -> Tensor | None:
+    """Return the gradient of learned sinks from O and LSE that include the sinks; None if none is needed."""
+    if sinks_H is None or not ctx.needs_input_grad[-1]:
+        return None
     share_TH = (sinks_H.to(lse_TH.dtype) - lse_TH).exp()  # the sink's share of the softmax
     return -(share_TH * (do_THE.float() * o_THE.float()).sum(-1)).sum(0).to(sinks_H.dtype)

@@ -19,10 +19,7 @@ under attention that left 4 to 8 SMs free ("How to Ensure Kernels Actually Overl
 
 
 def exchange_backend(device: torch.device) -> str:
-    """Return the default group's backend for a device, or gloo if the group has none.
-
-    Over gloo, CUDA tensors travel through host memory, and ranks can share a GPU.
-    """
+    """Return the default group's backend for a device, or gloo, over which CUDA tensors go through host memory."""
     default = dist.BackendConfig(dist.Backend(dist.get_backend_config()))
     return str(default.get_device_backend_map().get(device.type, "gloo"))
 
@@ -31,8 +28,8 @@ def exchange_options(backend: str, ctas: int = EXCHANGE_CTAS) -> Any:
     """Return options with which an NCCL exchange starts while attention fills the GPU; None for other backends."""
     if backend != dist.Backend.NCCL:
         return None
-    # A stream of high priority gets the next free SM, before the waiting blocks of an attention kernel. Clusters are
-    # off: all blocks of a cluster need room at once.
+    # A stream of high priority gets the next free SM, before the waiting blocks of an attention kernel. All blocks of
+    # a cluster would need room at once.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     for name, value in (("max_ctas", ctas), ("cga_cluster_size", 0)):
         if hasattr(options.config, name):  # not in builds of torch with an NCCL before 2.17
@@ -51,15 +48,9 @@ def device_uuid(device: torch.device) -> str | None:
 
 
 def check_devices(backend: str, uuids: Sequence[str | None]) -> None:
-    """Raise ValueError if ranks share a GPU over NCCL, which would refuse or hang.
-
-    Args:
-        uuids: [ranks] from `device_uuid`.
-    """
-    ranks_by_uuid: dict[str | None, list[int]] = {}
-    for rank, uuid in enumerate(uuids):
-        ranks_by_uuid.setdefault(uuid, []).append(rank)
-    shared = [f"ranks {ranks} on {uuid}" for uuid, ranks in ranks_by_uuid.items() if len(ranks) > 1]
+    """Raise ValueError if ranks with these [ranks] `uuids` share a GPU over NCCL, which would refuse or hang."""
+    ranks = {uuid: [rank for rank, other in enumerate(uuids) if other == uuid] for uuid in uuids}
+    shared = [f"ranks {of_uuid} on {uuid}" for uuid, of_uuid in ranks.items() if len(of_uuid) > 1]
     if shared and backend == dist.Backend.NCCL:
         raise ValueError(
             f"NCCL takes one rank per GPU, but several ranks share one: {'; '.join(shared)}. Start one process per "

@@ -1,7 +1,7 @@
 """A plan bound to one rank: routes as index tensors on the device, and schedules, ready for every layer."""
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import get_args
 
@@ -14,32 +14,25 @@ from hf_distca.dispatch.cuts import BoundCuts
 from hf_distca.dispatch.exchange import Exchange, Route
 from hf_distca.dispatch.recorder import NO_ROWS, Recorder, Rows
 from hf_distca.dispatch.remote import RemotePlan, ServerRows
-from hf_distca.dispatch.rows import IndexBuffer, IntArray, RowSum, row_index
+from hf_distca.dispatch.rows import IndexBuffer, IntArray, RowSum, names_all, row_index
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.routes import ExchangedRows, Stage, TaskGroup, make_routes, nothing_moves
-from hf_distca.planner.schedule import (
-    Group,
-    Kept,
-    Location,
-    Schedule,
-    TaskName,
-    Transfer,
-    Turn,
-    make_schedule,
-    stage_slots,
-)
+from hf_distca.planner.routes import ExchangedRows, Routes, TaskGroup, make_routes, nothing_moves
+from hf_distca.planner.schedule import Group, Kept, Location, Schedule, Transfer, Turn, make_schedule, stage_slots
+
+Source = tuple[str, int]
+"""What computes a part of a gradient, a group of tasks, "ranks" or "servers"; and the stage of its K/V rows."""
+
+RowsOfSources = dict[Source, IntArray]
+"""For each source, the row of a gradient to which each of the source's rows is added."""
+
+TOTAL: Source = "total", 0
+"""The sum over earlier sources."""
 
 
 class BoundGroup:
-    """Tasks of one kernel call, as index tensors.
-
-    Attributes:
-        q_rows: rows among local or received queries.
-        k_rows: rows among local or received keys.
-        pairs: query-key pairs of the tasks.
-    """
+    """Tasks of one kernel call, as index tensors of their rows among local or received rows."""
 
     def __init__(self, group: TaskGroup, buffer: IndexBuffer) -> None:
         self.shapes = TaskShapes.placed(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
@@ -53,9 +46,6 @@ class LocalTasks:
 
     Args:
         lengths: rows of each document, or chunk, in the order of the rank's rows.
-
-    Attributes:
-        pairs: query-key pairs of the tasks.
     """
 
     def __init__(self, lengths: list[int], window: int | None, buffer: IndexBuffer) -> None:
@@ -64,164 +54,159 @@ class LocalTasks:
         self.pairs = sum(pairs(0, length, window) for length in lengths)
 
 
-class BoundStage:
-    """K/V rows of one stage of the exchange, and the sums of their gradients.
+class GradientSum:
+    """Sources of the gradient of rows at one place.
 
     Args:
-        rows: rows of the nano-batch that the rank holds.
-        peers: ranks of this rank's node, this rank included; None if no rank forwards rows in any stage.
+        early: sources that are added to a total as soon as they are there, to free their memory.
+        late: sources that are added up together at the end, in this order.
 
     Attributes:
-        forwarded_sums: sum that adds dK and dV of forwarded rows to the gateway's copies.
-        received_sums: sum of dK and dV of received rows over the groups of tasks that read the rows.
-        key_sums: sum that adds returned dK and dV of local rows to earlier stages' totals; None for a single stage.
+        early: sum of the total and the source, by source.
+        whole: early sources with each row once and in order: as the first source, they are the total.
+        late: sum of the total, if there are early sources, and all late sources.
     """
 
     def __init__(
-        self, stage: Stage, ranks: int, rows: int, *, divided: bool, peers: IntArray | None, buffer: IndexBuffer
+        self,
+        rows: int,
+        early: RowsOfSources,
+        late: RowsOfSources,
+        buffer: IndexBuffer,
+        *,
+        in_place: bool = True,
     ) -> None:
-        hop = stage.forwarded
-        forwarded = None
-        if peers is not None:
-            sent, came = hop.send_counts[peers].tolist(), hop.recv_counts[peers].tolist()
-            forwarded = Route(sent, came, hop.crossing and len(peers) > 1, row_index(hop.send_rows, buffer))
-        self.keys = _bound_route(stage.keys, ranks, buffer, forwarded)
-        received = sum(self.keys.received)
-        self.forwarded_sums = _onto(received, hop.send_rows, buffer)
-        read = {"remote-query": stage.remote_query.k_rows, "remote-KV": stage.remote_kv.k_rows}
-        if divided:
-            read["remote-query prefix"] = stage.remote_query_prefix.k_rows
-        self.received_sums = RowSum(read, received + int(hop.recv_counts.sum()), buffer, in_place=False)
-        self.key_sums = _onto(rows, _rows_of_ranks(stage.keys, ranks), buffer) if divided else None
-
-
-def _bound_route(messages: ExchangedRows, ranks: int, buffer: IndexBuffer, forwarded: Route | None = None) -> Route:
-    """Return the route of rows between ranks, without the rows of servers."""
-    # If one stage forwards rows, every stage exchanges rows: all stages share the same memory.
-    crossing = messages.crossing or forwarded is not None
-    rows = row_index(_rows_of_ranks(messages, ranks), buffer)
-    return Route(
-        messages.send_counts[:ranks].tolist(), messages.recv_counts[:ranks].tolist(), crossing, rows, forwarded
-    )
-
-
-def _onto(rows: int, targets: IntArray, buffer: IndexBuffer) -> RowSum:
-    """Return a sum that scatter-adds `targets` onto a dense [rows] base."""
-    return RowSum({"present": np.arange(rows), "added": targets}, rows, buffer)
-
-
-def _rows_of_ranks(messages: ExchangedRows, ranks: int) -> IntArray:
-    """Return the local rows that go to ranks, without the rows that go to servers."""
-    return messages.send_rows[: messages.send_counts[:ranks].sum()]
+        self.rows = rows
+        total = {TOTAL: np.arange(rows)}
+        self.early = {source: RowSum({**total, source: targets}, rows, buffer) for source, targets in early.items()}
+        self.whole = {source for source, targets in early.items() if names_all(targets, rows)}
+        self.late = RowSum({**total, **late} if early else late, rows, buffer, in_place=in_place)
 
 
 class BoundRoutes:
     """Routes of one rank for one kind of attention, see `hf_distca.planner.routes.Routes`.
-
-    With several stages, gradients of local rows are added to totals of all local rows. Such a total then replaces the
-    sources of `query_sums` and `key_sums` that are already in it.
 
     Args:
         buffer: to be sent before the index tensors are used.
 
     Attributes:
         rows: rows at each place: local rows, and received queries.
-        groups: tasks of each kernel call; calls without tasks are missing.
-        divided: whether K/V rows come in several stages.
+        keys: [stages] route of K and V, and of dK and dV.
+        slots: [stages] memory slot of K/V rows.
         forwards: whether any rank forwards K/V rows inside its node.
-        slots: memory slot of each stage's K/V rows.
-        merges: whether results of several calls are merged, since a query's keys come in several stages.
+        gateway_sums: [stages] sum that adds dK and dV of forwarded rows to the gateway's copies; empty without any.
         servers: dedicated servers with tasks in the plan; the same on every rank.
-        query_sums: sum of dQ of local rows.
-        key_sums: sum of dK and dV of local rows.
-        local_key_sums: with several stages, sums that add dK and dV of local tasks to the totals.
-        backward: phases of the backward, by what the forward keeps.
+        groups: tasks of each kernel call; calls without tasks are missing.
+        merges: whether results of several calls are merged, since a query's keys come in several stages.
+        gradients: sources of dq, dk and dv, by place; the place of received keys is their stage.
     """
 
     def __init__(self, plan: Plan, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
-        routes, ranks = make_routes(plan, rank), plan.layout.ranks
+        routes = make_routes(plan, rank)
+        stages, several = routes.stages, len(routes.stages) > 1
+
         # 1. Rows that travel between ranks, and to servers.
-        self.divided = len(routes.stages) > 1
-        self.merges = self.divided and plan.window is None
-        self._ranks = ranks
-        self._peers: IntArray | None = None
-        if plan.nodes is not None and any(stage.forwarded.crossing for stage in routes.stages):
+        self._ranks = ranks = plan.layout.ranks
+        self._peers: IntArray | None = None  # ranks of this rank's node
+        if plan.nodes is not None and any(stage.forwarded.crossing for stage in stages):
             self._peers = np.flatnonzero(np.equal(plan.nodes[:ranks], plan.nodes[rank]))
         self.forwards = self._peers is not None
-        self.queries = _bound_route(routes.queries, ranks, buffer)
+        self.queries = _route(routes.queries, slice(ranks), routes.queries.crossing, buffer)
         self.rows: dict[Location, int] = {"local": routes.local_rows, "received": sum(self.queries.received)}
-        self.stages = tuple(
-            BoundStage(stage, ranks, routes.local_rows, divided=self.divided, peers=self._peers, buffer=buffer)
-            for stage in routes.stages
-        )
-        self.slots = stage_slots(len(self.stages), forwards=self.forwards)
+        self.keys: list[Route] = []
+        self.gateway_sums: list[RowSum] = []
+        for stage in stages:
+            # If one stage forwards rows, every stage exchanges rows: all stages share the same memory.
+            route = _route(stage.keys, slice(ranks), stage.keys.crossing or self.forwards, buffer)
+            if self._peers is not None:
+                hop = stage.forwarded
+                crossing = hop.crossing and len(self._peers) > 1
+                route = replace(route, forwarded=_route(hop, self._peers, crossing, buffer))
+                received = sum(route.received)
+                sources = {"received": np.arange(received), "forwarded": hop.send_rows}
+                self.gateway_sums.append(RowSum(sources, received, buffer))
+            self.keys.append(route)
+        self.slots = stage_slots(len(stages), forwards=self.forwards)
         busy = np.unique(plan.tasks["worker"])
         self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, buffer) for worker in busy[busy >= ranks])
 
         # 2. Tasks of each kernel call.
-        groups: dict[Group, TaskGroup] = {}
-        for number, stage in enumerate(routes.stages):
-            groups["remote-query", number] = stage.remote_query
-            groups["remote-query prefix", number] = stage.remote_query_prefix
-            groups["remote-KV", number] = stage.remote_kv
-        local: dict[TaskName, TaskGroup] = {"local": routes.local}
-        if turn == "alone" and any(len(tasks.q_lens) for tasks in groups.values()):
+        remote: dict[Group, TaskGroup] = {}
+        for number, stage in enumerate(stages):
+            remote["remote-query", number] = stage.remote_query
+            if several:
+                remote["remote-query prefix", number] = stage.remote_query_prefix
+            remote["remote-KV", number] = stage.remote_kv
+        local: dict[Group, TaskGroup] = {("local", 0): routes.local}
+        tasks = remote | local
+        if turn == "alone" and any(len(group.q_lens) for group in remote.values()):
             # The backward's local tasks hide two exchanges. Later rows first: they see more keys, so that their memory
             # use peaks before the sums exist.
             earlier, later = routes.local.halves(plan.window)
             halves = (later, earlier) if len(later.q_lens) else (earlier, later)
-            local = {"local 1/2": halves[0], "local 2/2": halves[1]}
-        groups["local", 0] = routes.local
-        for tasks, group in local.items():
-            groups[tasks, 0] = group
-        self.groups = {name: BoundGroup(group, buffer) for name, group in groups.items() if len(group.q_lens)}
+            local = {("local 1/2", 0): halves[0], ("local 2/2", 0): halves[1]}
+            tasks |= local
+        self.groups = {name: BoundGroup(group, buffer) for name, group in tasks.items() if len(group.q_lens)}
+        self.merges = several and plan.window is None
 
-        # 3. Sources of gradients of local rows, in order. Rows that went to ranks come first among those that return.
-        keys = routes.stages[0].keys
-        all_rows = {"total": np.arange(routes.local_rows)}
-        dq_rows, dk_rows = dict(all_rows), all_rows
-        if not self.divided:
-            dq_rows = {
-                **{tasks: group.q_rows for tasks, group in local.items()},
-                "remote-KV": routes.stages[0].remote_kv.q_rows,
-            }
-            dk_rows = {**{tasks: group.k_rows for tasks, group in local.items()}, "ranks": _rows_of_ranks(keys, ranks)}
-        dq_rows["ranks"] = _rows_of_ranks(routes.queries, ranks)
-        if self.servers:
-            dq_rows["servers"], dk_rows["servers"] = (
-                messages.send_rows[len(_rows_of_ranks(messages, ranks)) :] for messages in (routes.queries, keys)
-            )
-        self.query_sums = RowSum(dq_rows, routes.local_rows, buffer)
-        self.key_sums = RowSum(dk_rows, routes.local_rows, buffer)
-        self.local_key_sums: dict[TaskName, RowSum] = {}
-        if self.divided:
-            self.local_key_sums = {
-                tasks: _onto(routes.local_rows, group.k_rows, buffer) for tasks, group in local.items()
-            }
-
-        # 4. The order of all that.
+        # 3. Sources of gradients, and the order of all that.
+        self.gradients = self._declared(routes, local, remote, buffer)
         schedule = partial(
             make_schedule,
             turn=turn,
             groups=frozenset(self.groups),
             windowed=plan.window is not None,
-            stages=len(routes.stages),
+            stages=len(stages),
             forwards=self.forwards,
             servers=bool(self.servers),
         )
         self.forward = schedule("forward")
         self.backward: dict[Kept, Schedule] = {kept: schedule("backward", kept=kept) for kept in get_args(Kept)}
 
+    def _declared(
+        self, routes: Routes, local: dict[Group, TaskGroup], remote: dict[Group, TaskGroup], buffer: IndexBuffer
+    ) -> dict[tuple[str, Location | int], GradientSum]:
+        """Return the sources of dq, dk and dv by place; dk and dv have the same.
+
+        With several stages the gradients of tasks, and dk and dv of other ranks, are added to totals at once.
+        """
+        queries, keys = routes.queries, [stage.keys for stage in routes.stages]
+        of_tasks_q: RowsOfSources = {
+            name: group.q_rows for name, group in (local | remote).items() if "query" not in name[0]
+        }
+        of_tasks_k: RowsOfSources = {name: group.k_rows for name, group in local.items()}
+        of_tasks_k |= {("ranks", n): keys[n].send_rows[: sum(route.sent)] for n, route in enumerate(self.keys)}
+        received_q: RowsOfSources = {name: group.q_rows for name, group in remote.items() if "query" in name[0]}
+        # Rows of servers follow those of ranks.
+        of_ranks_q: RowsOfSources = {("ranks", 0): queries.send_rows[: sum(self.queries.sent)]}
+        of_servers_k: RowsOfSources = {}
+        if self.servers:
+            of_ranks_q["servers", 0] = queries.send_rows[sum(self.queries.sent) :]
+            of_servers_k["servers", 0] = keys[0].send_rows[sum(self.keys[0].sent) :]
+
+        def declared(rows: int, early: RowsOfSources, late: RowsOfSources) -> GradientSum:
+            several = len(keys) > 1
+            return GradientSum(rows, early if several else {}, late if several else early | late, buffer)
+
+        gradients: dict[tuple[str, Location | int], GradientSum] = {
+            ("dq", "local"): declared(self.rows["local"], of_tasks_q, of_ranks_q),
+            ("dq", "received"): declared(self.rows["received"], received_q, {}),
+            ("dk", "local"): declared(self.rows["local"], of_tasks_k, of_servers_k),
+        }
+        for stage, route in enumerate(self.keys):
+            rows = sum(route.received) + (0 if route.forwarded is None else sum(route.forwarded.received))
+            readers: RowsOfSources = {name: group.k_rows for name, group in remote.items() if name[1] == stage}
+            gradients["dk", stage] = GradientSum(rows, {}, readers, buffer, in_place=False)
+        return gradients | {("dv", place): sums for (name, place), sums in gradients.items() if name == "dk"}
+
     def rows_of(self, transfer: Transfer) -> Rows:
         """Return the rows of a transfer between ranks, for the recorder; NO_ROWS if no rank sends rows to another."""
-        if transfer.rows == "servers":
-            return NO_ROWS
-        route = self.queries if transfer.rows == "queries" else self.stages[transfer.stage].keys
+        route = self.queries if transfer.rows == "queries" else self.keys[transfer.stage]
         peers: IntArray | slice | None = slice(None)
         if transfer.rows == "forwarded":
             assert route.forwarded is not None
             route, peers = route.forwarded, self._peers
-        if not route.crossing:
+        if not route.crossing or transfer.rows == "servers":
             return NO_ROWS
         rows = np.zeros((2, self._ranks), np.int64)
         rows[:, peers] = (route.received, route.sent) if transfer.back else (route.sent, route.received)
@@ -229,17 +214,21 @@ class BoundRoutes:
         return Rows(tuple(sent), tuple(received))
 
 
+def _route(messages: ExchangedRows, peers: slice | IntArray, crossing: bool, buffer: IndexBuffer) -> Route:
+    """Return the route of the rows that ranks exchange, without the rows of servers."""
+    sent, received = messages.send_counts[peers].tolist(), messages.recv_counts[peers].tolist()
+    return Route(sent, received, crossing, row_index(messages.send_rows[: sum(sent)], buffer))
+
+
 class BoundNanoBatch:
-    """Routes of one nano-batch, one set for every kind of attention of the model.
+    """Nano-batch on one rank: tasks of kinds of attention for which nothing moves, and routes of all other kinds.
 
     Args:
-        local: kinds of attention for which nothing moves in any nano-batch.
+        local: kinds for which nothing moves in any nano-batch.
 
     Attributes:
-        index: 0 or 1.
         rows: rows of the nano-batch that this rank holds.
-        local: tasks of kinds for which nothing moves.
-        routes: routes of all other kinds.
+        last_position: largest position of a row in its document; -1 without rows.
     """
 
     def __init__(
@@ -254,6 +243,7 @@ class BoundNanoBatch:
         self.index = index
         self.rows = int(nano_batch.layout.tokens[rank])
         self._layout, self._mine = nano_batch.layout, nano_batch.layout.of_rank(rank)
+        self.last_position = int(self._mine["stop"].max(initial=0)) - 1
         self.local: dict[AttentionKind, LocalTasks] = {}
         self.routes: dict[AttentionKind, BoundRoutes] = {}
         for kind, plan in nano_batch.plans.items():
@@ -275,11 +265,6 @@ class BoundNanoBatch:
         ranges = [np.arange(start, stop) for _, start, stop, *_ in self._mine.tolist()]
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ranges])).to(self._buffer.device)
 
-    @property
-    def last_position(self) -> int:
-        """Largest position; -1 without rows."""
-        return int(self._mine["stop"].max(initial=0)) - 1
-
     def repair(self, kind: AttentionKind, lost: frozenset[int], remote: RemotePlan) -> BoundRoutes:
         """Return the routes by which the ranks compute the tasks of lost servers."""
         if (kind, lost) not in self._repairs:
@@ -292,7 +277,7 @@ class BoundNanoBatch:
 
 @dataclass
 class Ran:
-    """Counts of what a model's layers did in a planned step, recomputations included.
+    """Counts of what ran in a planned step, recomputations included.
 
     Attributes:
         layers: decoder layers prepared by `plan_layers`.
@@ -333,7 +318,7 @@ class BoundPlan:
 
     Attributes:
         nano_batches: nano-batches whose rows the layer is called with.
-        local: tasks of all these rows, by kind, for kinds where nothing moves; the same kinds on every rank.
+        local: tasks of all these rows, for kinds where nothing moves; the same kinds on every rank.
         kept_results: kept O and LSE, by attention module and nano-batch.
         pause: called between the start of an exchange and the wait for it; lets the other nano-batch run.
     """
@@ -361,12 +346,7 @@ class BoundPlan:
         kept_results: KeptResults | None = None,
         in_one_go: bool | None = None,
     ) -> "BoundPlan":
-        """Return a plan bound to a rank.
-
-        Args:
-            kept_results: where O and LSE are kept; None: in new memory.
-            in_one_go: see `IndexBuffer`.
-        """
+        """Return a plan bound to a rank; `in_one_go` is for its `IndexBuffer`."""
         turns: tuple[Turn, ...] = ("alone",) if len(plan.nano_batches) == 1 else ("first", "second")
         buffer = IndexBuffer(runtime.device, in_one_go)
         kinds = {
@@ -422,7 +402,7 @@ class BoundPlan:
     @property
     def stages(self) -> int:
         """Number of stages of K/V rows, the most of any nano-batch and kind of attention."""
-        return max((len(routes.stages) for nano in self.nano_batches for routes in nano.routes.values()), default=1)
+        return max((len(routes.keys) for nano in self.nano_batches for routes in nano.routes.values()), default=1)
 
     @property
     def exchanges(self) -> bool:
@@ -440,10 +420,6 @@ class BoundPlan:
         return len(self.nano_batches) < len(self.plan.nano_batches)
 
     def of_nano_batch(self, index: int, pause: Callable[[], None]) -> "BoundPlan":
-        """Return the plan for a layer that runs on the rows of one nano-batch.
-
-        Args:
-            pause: lets the other nano-batch run.
-        """
+        """Return the plan for a layer that runs on the rows of one nano-batch; `pause` lets the other one run."""
         nano = self.nano_batches[index]
         return BoundPlan(self.plan, self.runtime, (nano,), nano.local, self.kept_results, self.ran, pause)

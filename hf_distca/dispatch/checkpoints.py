@@ -14,10 +14,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Hooks that pack and unpack a tensor that autograd saves."""
 
 Checkpoints = tuple[int, bool]
-"""Number of checkpoints around a place in a forward, and whether gradients are on.
-
-Reentrant checkpoints turn gradients off.
-"""
+"""Number of checkpoints around a place in a forward, and whether gradients are on: reentrant ones turn them off."""
 
 
 class KeptResults:
@@ -46,7 +43,7 @@ class KeptResults:
         if key in self._kept:
             self._kept[key] = None
             return
-        hooks = _outer_hooks()
+        hooks = next((hooks for hooks in _hooks() if not _of_checkpoint(hooks)), None)  # outside of checkpoints
         self._kept[key] = hooks, [x if hooks is None else hooks[0](x) for x in tensors]
 
     def take(self, key: Hashable) -> tuple[Tensor, ...] | None:
@@ -54,8 +51,8 @@ class KeptResults:
         kept = self._kept.get(key)
         if kept is None:
             return None
-        hooks, packed = kept
         del self._kept[key]
+        hooks, packed = kept
         return tuple(packed if hooks is None else map(hooks[1], packed))
 
 
@@ -65,23 +62,14 @@ def is_recomputation() -> bool:
 
 
 def is_checkpointed(training: bool) -> bool:
-    """Return whether this first forward will be recomputed for the backward.
-
-    Args:
-        training: whether the module is in training mode. A reentrant checkpoint shows only as training without
-            gradients.
-    """
+    """Return whether this first forward of a module in training mode will be recomputed for the backward."""
+    # A reentrant checkpoint shows only as training without gradients.
     return any(map(_of_checkpoint, _hooks())) or (training and not torch.is_grad_enabled())
 
 
 def checkpoints_around() -> Checkpoints:
     """Return the checkpoints around this place in a forward, to compare with another place."""
     return sum(map(_of_checkpoint, _hooks())), torch.is_grad_enabled()
-
-
-def _outer_hooks() -> Hooks | None:
-    """Return the innermost saved-tensor hooks outside the checkpoints around this forward."""
-    return next((hooks for hooks in _hooks() if not _of_checkpoint(hooks)), None)
 
 
 def _of_checkpoint(hooks: Hooks) -> bool:

@@ -13,7 +13,7 @@ from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import Groups, RankMesh
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemoteWorkers
-from hf_distca.kernels import Kernel, get_kernel
+from hf_distca.kernels import get_kernel
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_placed_documents
 from hf_distca.planner.settings import Choices, PlanSettings
@@ -58,26 +58,19 @@ class Dispatcher:
         self.device = torch.device(device)
         self.groups = Groups(self.device, exchange_timeout, mesh)
         self.recorder = Recorder(self.device)
-        self.kernel = self._kernel()
-        self.keep_received = keep_received
-        self.keep_core_attention = keep_core_attention
+        self.keep_received, self.keep_core_attention = keep_received, keep_core_attention
         self.remote: RemoteWorkers | None = None
-        self.groups.raise_together(self._wrong_settings(), in_world=True)
-        self.groups.connect_nodes(settings.nodes)
-        self.exchange = Exchange(self.groups)
-
-    def _kernel(self) -> Kernel:
-        """Return the kernel that the settings name; raise on every rank if any lacks it."""
-        # Leave SMs for the blocks of the exchange; a single rank exchanges nothing.
-        sm_margin = EXCHANGE_CTAS if self.groups.ranks > 1 else 0
-        kernel, error = None, None
+        error: Exception | None = None
         try:
-            kernel = get_kernel(self.settings.kernel, self.device, sm_margin=sm_margin)
+            # Leave SMs for the blocks of the exchange; a single rank exchanges nothing.
+            sm_margin = EXCHANGE_CTAS if self.groups.ranks > 1 else 0
+            self.kernel = get_kernel(settings.kernel, self.device, sm_margin=sm_margin)
         except (ImportError, ValueError) as caught:
             error = caught
         self.groups.raise_together(error, in_world=True)
-        assert kernel is not None
-        return kernel
+        self.groups.raise_together(self._wrong_settings(), in_world=True)
+        self.groups.connect_nodes(settings.nodes)
+        self.exchange = Exchange(self.groups)
 
     def _wrong_settings(self) -> ValueError | None:
         if self.settings.ranks != self.groups.ranks:
@@ -113,12 +106,19 @@ class Dispatcher:
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
         """Bind a plan to this rank: make its index tensors on the device, once per micro-batch.
 
-        With dedicated servers, the tasks are planned again for the servers that take part now.
+        With dedicated servers, the tasks are planned again for the current servers.
 
         Raises:
             ValueError: The plan was made for other nodes than those of the dispatcher's settings.
         """
-        self._check_nodes(plan)
+        for nano in plan.nano_batches:
+            for of_kind in nano.plans.values():
+                nodes = of_kind.nodes and of_kind.nodes[: self.groups.ranks]
+                if nodes is not None and nodes != self.settings.nodes:
+                    raise ValueError(
+                        f"the plan is made for ranks on the nodes {nodes}, but the dispatcher's settings have the "
+                        f"nodes {self.settings.nodes}; use the same ranks_per_node for both"
+                    )
         self.recorder.drain()
         remote = None
         if self.remote is not None:
@@ -133,17 +133,6 @@ class Dispatcher:
             keep_core_attention=self.keep_core_attention,
         )
         return BoundPlan.bind(plan, self.groups.rank, runtime)
-
-    def _check_nodes(self, plan: MicroBatchPlan) -> None:
-        """Raise if a plan forwards rows inside nodes that the dispatcher has not connected."""
-        for nano in plan.nano_batches:
-            for of_kind in nano.plans.values():
-                nodes = of_kind.nodes and of_kind.nodes[: self.groups.ranks]
-                if nodes is not None and nodes != self.settings.nodes:
-                    raise ValueError(
-                        f"the plan is made for ranks on the nodes {nodes}, but the dispatcher's settings have the "
-                        f"nodes {self.settings.nodes}; use the same ranks_per_node for both"
-                    )
 
     def plan_lengths(self, micro_batches: Sequence[Sequence[int]], at_least: int = 0) -> list[MicroBatchPlan]:
         """Plan micro-batches from the lengths of the documents on this rank; tokens stay on their rank.
@@ -160,24 +149,19 @@ class Dispatcher:
         """
         gathered = self.groups.all_gather([list(map(int, lengths)) for lengths in micro_batches])
         count = max(map(len, gathered))
-        if count:
-            count = max(count, at_least)
-        held = [[rank[i] if i < len(rank) else [] for rank in gathered] for i in range(count)]
-        return [
-            replace(
-                plan_placed_documents([lengths or FILLER_LENGTHS for lengths in of_ranks], self.settings),
-                fillers=of_ranks.count([]),
-            )
-            for of_ranks in held
-        ]
+        plans = []
+        for index in range(count and max(count, at_least)):
+            held = [rank[index] if index < len(rank) else [] for rank in gathered]
+            plan = plan_placed_documents([lengths or FILLER_LENGTHS for lengths in held], self.settings)
+            plans.append(replace(plan, fillers=held.count([])))
+        return plans
 
     def plan_batches(self, batches: Sequence[dict[str, Any]], at_least: int = 0) -> list[dict[str, Any]]:
-        """Plan the batches of one optimizer step, whose tokens stay on this rank.
+        """Plan the padding-free batches of one optimizer step, whose tokens stay on this rank.
 
         A collective call. A rank whose data has ended gives fewer batches than others, or none.
 
         Args:
-            batches: Batches of a padding-free collator.
             at_least: Least number of batches to return if any rank has one: the micro-batches of an optimizer step.
 
         Returns:
@@ -216,9 +200,5 @@ class Dispatcher:
         return self.prepare(planned)
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Bind the plan of a batch to this rank and return the batch ready for `model(**batch)`.
-
-        Args:
-            batch: A batch with a plan, from `DistCACollator` or `plan_batches`.
-        """
+        """Bind the plan that `DistCACollator` or `plan_batches` put in a batch; return what `model(**batch)` takes."""
         return {**batch, PLAN_KEY: self.bind(batch[PLAN_KEY])}

@@ -6,7 +6,6 @@ Shape suffixes: N rows; B bytes of a row.
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Self
 
 import torch
@@ -21,6 +20,10 @@ LAYOUTS_KEPT = 8
 """Buffer layouts kept per slot: one per direction and kind of attention, of which models have up to four."""
 STEPS_PER_OCTAVE = 4
 """Sizes of memory per doubling: at most a fifth is unused, and memory rarely grows."""
+
+
+Columns = list[tuple[torch.Size, torch.dtype]]
+"""Row shape and dtype of columns that travel side by side."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +45,16 @@ class Route:
     rows: RowIndex = field(default_factory=lambda: ALL_ROWS, compare=False)
     forwarded: "Route | None" = None
 
-    def reversed(self) -> "Route":
-        """Return the route of the rows' return, on which no rank forwards rows."""
-        return Route(self.received, self.sent, self.crossing)
-
 
 class ExchangeBuffer:
     """Rows of one slot, from their departure to their return.
 
     Rows return from the memory in which they arrived, to the memory from which they were sent. Every layer of a plan
     uses the buffer again. One transfer is under way at a time: `wait` follows each method that starts a transfer.
+
+    Args:
+        columns: of a row, side by side.
+        memory_B: bytes of `sent`, `received` and `forwarded`; without "received" one memory serves for both.
 
     Attributes:
         sent: columns of rows at the rank that holds them, ordered by receiving rank: [rows, *row shape] each.
@@ -60,18 +63,19 @@ class ExchangeBuffer:
         forwarded: columns of received rows that this rank forwards, ordered by receiving rank.
     """
 
-    def __init__(self, groups: Groups, route: Route, layout: "_Layout", memory_NB: Mapping[str, Tensor]) -> None:
-        self.route, self.layout = route, layout
+    def __init__(self, groups: Groups, route: Route, columns: Columns, memory_B: Mapping[str, Tensor]) -> None:
+        self.route, self.columns = route, columns
+        width = _row_bytes(columns)
+        memory_NB = {part: bytes_B.view(-1, width) for part, bytes_B in memory_B.items()}
         sent_NB = memory_NB["sent"]
         received_NB = memory_NB.get("received", sent_NB)
-        self.sent, self.received, self.forwarded = layout.columns_of(sent_NB), layout.columns_of(received_NB), []
-        self._first_hop = sent_NB, received_NB
+        self.sent, self.received, self.forwarded = _views(sent_NB, columns), _views(received_NB, columns), []
+        count = sum(route.received)
+        self._hops = [(route, sent_NB, received_NB[:count])]
         if route.forwarded is not None:
-            self.forwarded = layout.columns_of(memory_NB["forwarded"])
-            count = sum(route.received)
-            self._first_hop = sent_NB, received_NB[:count]
-            self._second_hop = memory_NB["forwarded"], received_NB[count:]
-        self._groups = groups
+            self.forwarded = _views(memory_NB["forwarded"], columns)
+            self._hops.append((route.forwarded, memory_NB["forwarded"], received_NB[count:]))
+        self._groups = groups  # not their process groups, which end when the groups are closed
         self._work: dist.Work | None = None
         self._arriving = self.received
 
@@ -82,22 +86,21 @@ class ExchangeBuffer:
             columns: [N, …] each; none if the rows are in `sent` already.
         """
         _fill(self.sent, columns, rows)
-        return self._start(self.route, self._groups.exchange, self._first_hop, self.received)
+        return self._start(0, self.received)
 
     def forward(self, rows: RowIndex) -> Self:
         """Start to send received rows on to other ranks of the node; `rows` are ordered by receiving rank."""
         _fill(self.forwarded, self.received, rows)
-        return self._start(self.route.forwarded, self._groups.node, self._second_hop, self.received)
+        return self._start(1, self.received)
 
     def return_forwarded(self) -> Self:
         """Start to send rows in `received` back to the ranks that forwarded them."""
-        route = self.route.forwarded and self.route.forwarded.reversed()
-        return self._start(route, self._groups.node, self._second_hop[::-1], self.forwarded)
+        return self._start(1, self.forwarded, back=True)
 
     def return_received(self, columns: Sequence[Tensor] = ()) -> Self:
         """Start to send rows back to the ranks that hold them; without columns the rows are in `received` already."""
         _fill(self.received, columns, ALL_ROWS)
-        return self._start(self.route.reversed(), self._groups.exchange, self._first_hop[::-1], self.sent)
+        return self._start(0, self.sent, back=True)
 
     @property
     def under_way(self) -> bool:
@@ -111,22 +114,16 @@ class ExchangeBuffer:
             work.wait()
         return self._arriving
 
-    def _start(
-        self, route: Route | None, group: dist.ProcessGroup | None, hop: tuple[Tensor, Tensor], arriving: list[Tensor]
-    ) -> Self:
+    def _start(self, hop: int, arriving: list[Tensor], *, back: bool = False) -> Self:
         """Start an exchange of rows as bytes, unless nothing crosses a link on any rank."""
-        assert route is not None  # rows are forwarded only where the route says so
+        route, from_NB, to_NB = self._hops[hop]
+        group = self._groups.node if hop else self._groups.exchange
+        sent, received = route.sent, route.received
+        if back:
+            from_NB, to_NB, sent, received = to_NB, from_NB, received, sent
         self._arriving = arriving
         if route.crossing:
-            from_NB, to_NB = hop
-            self._work = dist.all_to_all_single(
-                to_NB,
-                from_NB,
-                output_split_sizes=route.received,
-                input_split_sizes=route.sent,
-                group=group,
-                async_op=True,
-            )
+            self._work = dist.all_to_all_single(to_NB, from_NB, received, sent, group=group, async_op=True)
         return self
 
 
@@ -136,22 +133,24 @@ def _fill(targets: Sequence[Tensor], columns: Sequence[Tensor], rows: RowIndex) 
             copy_rows(target, column, rows)
 
 
-class _Layout:
-    """Shape of a row, and dtype, of columns that travel side by side in one message per pair of ranks."""
+def _widths(columns: Columns) -> list[int]:
+    return [math.prod(shape) * dtype.itemsize for shape, dtype in columns]
 
-    def __init__(self, columns: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
-        self.columns = columns
-        widths = [math.prod(shape) * dtype.itemsize for shape, dtype in columns]
-        *self._offsets, self.row_bytes = accumulate(map(aligned, widths), initial=0)
 
-    def columns_of(self, rows_NB: Tensor) -> list[Tensor]:
-        """Return views of each column in rows of bytes."""
-        return [
-            rows_NB[:, offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(-1, *shape)
-            if len(rows_NB)
-            else rows_NB.new_empty((0, *shape), dtype=dtype)
-            for offset, (shape, dtype) in zip(self._offsets, self.columns, strict=True)
-        ]
+def _row_bytes(columns: Columns) -> int:
+    return sum(map(aligned, _widths(columns)))
+
+
+def _views(rows_NB: Tensor, columns: Columns) -> list[Tensor]:
+    """Return views of each column in rows of bytes."""
+    views, start = [], 0
+    for width, (shape, dtype) in zip(_widths(columns), columns, strict=True):
+        column_NB = rows_NB[:, start : start + width]
+        views.append(
+            column_NB.view(dtype).view(-1, *shape) if len(rows_NB) else rows_NB.new_empty((0, *shape), dtype=dtype)
+        )
+        start += aligned(width)
+    return views
 
 
 class Exchange:
@@ -180,38 +179,33 @@ class Exchange:
         columns = [(x.shape[1:], x.dtype) for x in like]
         known = self._buffers.setdefault(slot, [])
         for buffer in known:
-            if buffer.route == route and buffer.layout.columns == columns:
+            if buffer.route == route and buffer.columns == columns:
                 return buffer
-        layout = _Layout(columns)
         rows = {"sent": sum(route.sent)}
         if route.crossing:  # else each rank sends rows to itself only: one memory is both
             rows["received"] = sum(route.received)
         if route.forwarded is not None:
             rows["received"] += sum(route.forwarded.received)
             rows["forwarded"] = sum(route.forwarded.sent)
-        if all(self._has((slot, part), count * layout.row_bytes) for part, count in rows.items()):
-            del known[: 1 - LAYOUTS_KEPT]  # drop layouts of earlier plans
+        sizes = {part: count * _row_bytes(columns) for part, count in rows.items()}
+        grows = [part for part, size in sizes.items() if self._size(slot, part) < size]
+        if grows:  # free the memory before more is taken
+            known.clear()
         else:
-            known.clear()  # free the memory before more is taken
-        memory_NB = {part: self._take((slot, part), count, layout, like[0].device) for part, count in rows.items()}
-        known.append(ExchangeBuffer(self._groups, route, layout, memory_NB))
+            del known[: 1 - LAYOUTS_KEPT]  # drop layouts of earlier plans
+        for part in grows:
+            self._memory_B.pop((slot, part), None)
+            self._memory_B[slot, part] = torch.empty(rounded_up(sizes[part]), dtype=torch.uint8, device=like[0].device)
+        memory_B = {part: self._memory_B[slot, part][:size] for part, size in sizes.items()}
+        known.append(ExchangeBuffer(self._groups, route, columns, memory_B))
         return known[-1]
 
     def size(self) -> int:
         """Return the bytes of all slots."""
         return sum(memory_B.numel() for memory_B in self._memory_B.values())
 
-    def _take(self, part: tuple[Hashable, str], rows: int, layout: _Layout, device: torch.device) -> Tensor:
-        """Return a part of a slot's memory as [rows, bytes of a row], with undefined contents."""
-        size = rows * layout.row_bytes
-        if not self._has(part, size):
-            # Free the old memory first: both at once would raise the peak.
-            self._memory_B.pop(part, None)
-            self._memory_B[part] = torch.empty(rounded_up(size), dtype=torch.uint8, device=device)
-        return self._memory_B[part][:size].view(rows, layout.row_bytes)
-
-    def _has(self, part: tuple[Hashable, str], size: int) -> bool:
-        return part in self._memory_B and self._memory_B[part].numel() >= size
+    def _size(self, slot: Hashable, part: str) -> int:
+        return self._memory_B[slot, part].numel() if (slot, part) in self._memory_B else -1
 
 
 def rounded_up(size: int) -> int:

@@ -38,8 +38,7 @@ class Failures:
         Raises:
             RuntimeError: another rank failed; the message names the rank and its error.
         """
-        if self._depth == 0:
-            self._begun += 1
+        self._begun += self._depth == 0
         self._depth += 1
         try:
             yield
@@ -75,6 +74,5 @@ class Failures:
 
 def _lost_partner(error: Exception) -> bool:
     """Return whether an error only says that another rank does not answer."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and _LOST_PARTNER.search(str(error)) is not None
-    )
+    lost = isinstance(error, RuntimeError) and _LOST_PARTNER.search(str(error)) is not None
+    return lost or isinstance(error, dist.DistError)

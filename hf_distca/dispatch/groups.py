@@ -1,11 +1,14 @@
-"""Process groups for exchanges and for control messages between ranks.
+"""Process groups for exchanges and for control messages between ranks, and the nodes that ranks share.
 
 No group of the training framework is touched: its collectives and ours never wait in one queue.
 """
 
+import logging
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -22,16 +25,15 @@ from hf_distca.dispatch.backends import (
 )
 from hf_distca.dispatch.failures import Failures
 
+logger = logging.getLogger(__name__)
+
 Value = TypeVar("Value")
 RankMesh = DeviceMesh | dist.ProcessGroup
 """Ranks that train together, as a one-dimensional mesh or as a group."""
 
 
 def mesh_ranks(mesh: RankMesh | None) -> list[int]:
-    """Return the world ranks that train together, in ascending order.
-
-    Args:
-        mesh: this process's data-parallel ranks; None for all ranks of the world.
+    """Return the world ranks that train together, in ascending order; without a mesh all ranks of the world.
 
     Raises:
         ValueError: the mesh has more than one dimension.
@@ -53,13 +55,14 @@ def mesh_ranks(mesh: RankMesh | None) -> list[int]:
 class Groups:
     """Groups of the ranks that train together: one for tensors, one for control messages.
 
-    Creating the groups is a collective of the world. Where several meshes train side by side, each process gives its
-    own. All pairs of ranks are connected here: no layer waits for a connection, and unreachable ranks fail here.
+    Creating the groups is a collective of the world. All pairs of ranks are connected here: no layer waits for a
+    connection, and unreachable ranks fail here.
 
     Args:
         device: device of exchanged tensors; the exchange uses the default group's backend for this device.
         timeout_s: seconds after which an exchange with a silent peer fails.
-        mesh: see `mesh_ranks`. Either every process gives a mesh or none does; meshes share no rank.
+        mesh: ranks that train together, one of several meshes side by side that share no rank; None on every process
+            for all ranks of the world.
 
     Attributes:
         members: world ranks of the mesh.
@@ -73,34 +76,30 @@ class Groups:
     """
 
     def __init__(self, device: torch.device, timeout_s: float, mesh: RankMesh | None = None) -> None:
-        members = mesh_ranks(mesh)
-        self.ranks = len(members)
-        self.rank = members.index(dist.get_rank()) if in_world() else 0
+        self.members, self.closed = mesh_ranks(mesh), False
+        world = (dist.get_rank(), dist.get_world_size()) if in_world() else (0, 1)
+        self.rank, self.ranks = self.members.index(world[0]), len(self.members)
         self.exchange: dist.ProcessGroup | None = None
         self.node: dist.ProcessGroup | None = None
         self._side_by_side = mesh is not None
-        self.members, self._device, self._timeout = members, device, timedelta(seconds=timeout_s)
+        self._device, self._timeout = device, timedelta(seconds=timeout_s)
         self._control: dist.ProcessGroup | None = None
         self._control_of_world: dist.ProcessGroup | None = None
-        self.closed = False
         store = None
-        if in_world() and dist.get_world_size() > 1:
+        if world[1] > 1:
             self._device = indexed(device)
-            meshes = None if mesh is None else _groups_of(gather_in_world(members, timeout_s))
+            meshes = [self.members] if mesh is None else self._in_world(self.members)
+            options: dict[str, Any] = {"backend": "gloo", "timeout": self._timeout}
             try:
-                self._control = _new_group(meshes, backend="gloo", timeout=self._timeout, group_desc="distca control")
-                self._control_of_world = self._control
-                if meshes is not None and len(meshes) > 1:
-                    self._control_of_world = dist.new_group(
-                        backend="gloo", timeout=self._timeout, group_desc="distca control of the world"
-                    )
+                self._control = self._control_of_world = _new_group(meshes, group_desc="distca control", **options)
+                if len(meshes) > 1:
+                    self._control_of_world = dist.new_group(group_desc="distca control of the world", **options)
                 uuids = self.all_gather(device_uuid(self._device))
             except RuntimeError as error:
                 raise unreachable(self.rank, error) from error
             store = self._control_of_world.get_group_store()
             check_devices(exchange_backend(self._device), uuids)
             self.exchange = self._connected(meshes, self.ranks, "distca exchange")
-        world = (dist.get_rank(), dist.get_world_size()) if in_world() else (0, 1)
         self.failures = Failures(store, *world)
 
     def connect_nodes(self, nodes: Sequence[int] | None) -> None:
@@ -115,21 +114,25 @@ class Groups:
         """
         if nodes is None and not self._side_by_side:
             return
-        mine = self.members[self.rank : self.rank + 1]
+        mine = [self.members[self.rank]]
         if nodes is not None:
             mine = [member for member, node in zip(self.members, nodes, strict=True) if node == nodes[self.rank]]
-        of_world = _groups_of(gather_in_world(mine, self._timeout.total_seconds()))
+        of_world = self._in_world(mine)
         if any(len(members) > 1 for members in of_world):
             self.node = self._connected(of_world, len(mine), "distca node")
 
-    def _connected(self, meshes: list[list[int]] | None, ranks: int, name: str) -> dist.ProcessGroup | None:
+    def _in_world(self, mine: list[int]) -> list[list[int]]:
+        """Return the distinct lists of ranks of all processes. A collective of the world."""
+        of_world = gather_in_world(tuple(mine), self._timeout.total_seconds())
+        return [list(ranks) for ranks in dict.fromkeys(of_world)]
+
+    def _connected(self, lists: list[list[int]], ranks: int, name: str) -> dist.ProcessGroup | None:
         """Return a group for exchanges, with all pairs of ranks connected; None for a single rank."""
         backend = exchange_backend(self._device)
-        sent, received = (torch.zeros(ranks, dtype=torch.uint8, device=self._device) for _ in range(2))
-        one_each = [1] * ranks
+        sent, received = torch.zeros((2, ranks), dtype=torch.uint8, device=self._device)
         try:
             group = _new_group(
-                meshes,
+                lists,
                 backend=backend,
                 timeout=self._timeout,
                 pg_options=exchange_options(backend),
@@ -140,7 +143,7 @@ class Groups:
                 dist.destroy_process_group(group)
                 return None
             # NCCL connects a pair, and takes memory for the pair, at the first send.
-            dist.all_to_all_single(received, sent, one_each, one_each, group=group)
+            dist.all_to_all_single(received, sent, [1] * ranks, [1] * ranks, group=group)
             received.cpu()  # wait for the arrival
         except RuntimeError as error:
             raise RuntimeError(f"rank {self.rank} cannot exchange rows over {backend}: {error}") from error
@@ -168,10 +171,9 @@ class Groups:
             )
 
     def all_gather(self, value: Any, *, in_world: bool = False) -> list[Any]:
-        """Return every rank's value, in the order of the ranks. A collective on the CPU.
+        """Return every rank's small Python object, in the order of the ranks. A collective on the CPU.
 
         Args:
-            value: a small Python object.
             in_world: gather from all processes of the world instead of this mesh.
         """
         self.check_open()
@@ -197,11 +199,7 @@ class Groups:
         return [bool(flag) for flag in agreed.tolist()]
 
     def raise_together(self, error: Exception | None, *, in_world: bool = False) -> None:
-        """Raise ValueError on every rank if any rank has an error, with the ranks and their errors.
-
-        Args:
-            in_world: include all processes of the world instead of this mesh.
-        """
+        """Raise ValueError on every rank, of the mesh or the world, if any rank has an error, with all errors."""
         errors = self.all_gather(None if error is None else f"{type(error).__name__}: {error}", in_world=in_world)
         _raise_any(error, errors)
 
@@ -233,16 +231,11 @@ def in_world() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _groups_of(members: list[list[int]]) -> list[list[int]]:
-    """Return the distinct groups of ranks, from the group of every process."""
-    return [list(ranks) for ranks in dict.fromkeys(map(tuple, members))]
-
-
 def gather_in_world(value: Value, timeout_s: float) -> list[Value]:
     """Return every process's value, in the order of world ranks. A collective of the world, on the CPU.
 
     Raises:
-        RuntimeError: this process cannot reach the others within `timeout_s`.
+        RuntimeError: this process cannot reach the others in time.
     """
     if not in_world() or dist.get_world_size() == 1:
         return [value]
@@ -256,14 +249,42 @@ def gather_in_world(value: Value, timeout_s: float) -> list[Value]:
     return gathered
 
 
-def _new_group(meshes: list[list[int]] | None, **options: Any) -> dist.ProcessGroup:
-    """Create the groups of all meshes, in one order on every process, and return this process's group.
+def _new_group(lists: list[list[int]], **options: Any) -> dist.ProcessGroup:
+    """Create a group of each list of ranks, in one order on every process, and return this process's group."""
+    groups = [dist.new_group(ranks, **options) for ranks in lists]
+    mine: dist.ProcessGroup = next(
+        group for ranks, group in zip(lists, groups, strict=True) if dist.get_rank() in ranks
+    )
+    return mine
 
-    Args:
-        meshes: ranks of every mesh or node; None if all ranks of the world are one group.
+
+def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, ...]:
+    """Return how many of the ranks that train together share a node. A collective of the world.
+
+    Launchers (torchrun, accelerate, deepspeed) number the processes of a host consecutively; LOCAL_RANK is the number
+    on the host. A rank without LOCAL_RANK counts as alone on its node.
+
+    Returns:
+        One number for all nodes, or one for each, as `PlanSettings.ranks_per_node`.
+
+    Raises:
+        RuntimeError: this process cannot reach the others in time.
     """
-    # A list of None is torch's name for all ranks.
-    lists: list[list[int] | None] = [None] if meshes is None else [*meshes]
-    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, **options) for ranks in lists]
-    mine = next(at for at, ranks in enumerate(lists) if ranks is None or dist.get_rank() in ranks)
-    return groups[mine]
+    if not in_world():
+        return 1
+    rank = dist.get_rank()
+    # The host of every process, and the first rank that was launched with the process there.
+    places = gather_in_world((socket.gethostname(), rank - dist.get_node_local_rank(fallback_rank=0)), timeout_s)
+    members = mesh_ranks(mesh)
+    found = [places[member] for member in members]
+    # A node is a run of consecutive ranks with the same place: ranks numbered round-robin across hosts are alone.
+    sizes = tuple(len(list(same)) for _, same in groupby(found))
+    if rank == members[0]:
+        hosts = [host for host, _ in groupby(host for host, _ in found)]
+        if len(hosts) > len(set(hosts)):
+            logger.warning(
+                "ranks that share a host are not numbered one after another, so plans cannot prefer exchanges inside "
+                "a host. Launch ranks host by host (torchrun does; mpirun --map-by slot)"
+            )
+        logger.info("ranks on each node, as launched: %s", ", ".join(map(str, sizes)))
+    return sizes[0] if len(set(sizes)) == 1 else sizes

@@ -1,7 +1,7 @@
-"""Time that a rank's core attention takes: one recorder, and one clock per device.
+"""Time that a rank's core attention takes, on the clock of the device that does the work.
 
-The executor reports phases, kernel calls and waits; a pool adds what servers report. Listeners are the trainer's log,
-the speeds of workers and timelines.
+The executor reports phases, kernel calls and waits; a pool adds the reports of servers. Listeners are the trainer's
+log, the speeds of workers and timelines.
 """
 
 import time
@@ -26,7 +26,6 @@ Kind = Literal["step", "section", "phase", "kernel", "wait", "send", "call", "se
 """
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
 ALWAYS: frozenset[Kind] = frozenset({"wait", "kernel"})
 """Kinds measured without a listener: training logs how long ranks wait and compute core attention."""
 
@@ -34,11 +33,7 @@ NOT_MEASURED = nullcontext()
 
 
 class Work(NamedTuple):
-    """One core attention.
-
-    Attributes:
-        layer: index of the model's attention layer; None if the model does not give one.
-    """
+    """One core attention; `layer` is None if the model does not give an index."""
 
     layer: int | None
     nano_batch: int
@@ -46,12 +41,7 @@ class Work(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows that an exchange carries; empty without any.
-
-    Attributes:
-        sent: [ranks] rows to each rank.
-        received: [ranks] rows from each rank.
-    """
+    """Rows that an exchange carries to and from each rank, [ranks] each; empty without any."""
 
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
@@ -66,8 +56,7 @@ class Span(NamedTuple):
     Attributes:
         part: name of the step, section, phase, exchange, group of tasks or server.
         work: the core attention; None outside of any.
-        begin: seconds on the device's clock, whose origin is arbitrary.
-        end: seconds on the same clock.
+        begin: seconds on the device's clock, whose origin is arbitrary; `end` likewise.
         pairs: query-key pairs of a kernel call, here or at a server.
         rows: for the start of an exchange, the rows that it carries.
     """
@@ -91,7 +80,7 @@ class Recording:
 
     def take(self) -> list[Span]:
         """Return the spans since the last call, in the order of their ends; waits for queued work on CUDA."""
-        self._recorder.finish()
+        self._recorder.drain(wait=True)
         spans = list(self.spans)
         self.spans.clear()
         return spans
@@ -102,10 +91,10 @@ class Recording:
 
 
 class Recorder:
-    """Recorder of time, on the clock of the device that does the work.
+    """Recorder of spans. Kinds without a listener are not measured, except those in ALWAYS.
 
-    On the CPU that is the clock of the process. On CUDA events around queued work record the stream's time, and the
-    host does not wait. Kinds without a listener are not measured, except those in ALWAYS.
+    On the CPU the clock is that of the process. On CUDA, events around queued work record the stream's time, and the
+    host does not wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -151,7 +140,7 @@ class Recorder:
         """
         if self._device.type != "cuda":
             return 0.0, 0.0
-        self.finish()
+        self.drain(wait=True)
         torch.cuda.synchronize(self._device)
         passed, before = self._event(), time.perf_counter()
         passed.record()
@@ -173,19 +162,20 @@ class Recorder:
 
     def seconds(self, kind: Kind) -> float:
         """Return the seconds of all measured spans of a kind; waits for queued work on CUDA."""
-        self.finish()
+        self.drain(wait=True)
         return self._seconds[kind]
 
-    def drain(self) -> None:
-        """Take in completed spans without waiting, once per micro-batch."""
-        while self._queued and self._queued[0][-1].query():
-            self._take_in(*self._queued.popleft())
-
-    def finish(self) -> None:
-        """Take in all spans; on CUDA, wait for queued work."""
-        while self._queued:
-            self._queued[0][-1].synchronize()
-            self._take_in(*self._queued.popleft())
+    def drain(self, *, wait: bool = False) -> None:
+        """Take in completed spans, once per micro-batch; `wait` for queued work to take in all."""
+        while self._queued and (wait or self._queued[0][-1].query()):
+            span, begin, end = self._queued.popleft()
+            end.synchronize()
+            if self._anchor is not None:  # time from the previous span: long event intervals lose digits
+                self._anchor_s += self._anchor.elapsed_time(begin) / 1000
+                self._free.append(self._anchor)
+            self._anchor = begin
+            self._free.append(end)
+            self.add(span._replace(begin=self._anchor_s, end=self._anchor_s + begin.elapsed_time(end) / 1000))
 
     @contextmanager
     def _here(self, span: Span) -> Iterator[None]:
@@ -204,12 +194,3 @@ class Recorder:
 
     def _event(self) -> torch.cuda.Event:
         return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-
-    def _take_in(self, span: Span, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Take in a completed span, timed from the previous one: long event intervals lose digits."""
-        if self._anchor is not None:
-            self._anchor_s += self._anchor.elapsed_time(begin) / 1000
-            self._free.append(self._anchor)
-        self._anchor = begin
-        self._free.append(end)
-        self.add(span._replace(begin=self._anchor_s, end=self._anchor_s + begin.elapsed_time(end) / 1000))

@@ -1,17 +1,12 @@
-"""Interface of workers that hold no rows; `Dispatcher.remote` implements it.
-
-Shape suffixes: N rows; the letters after a row's N are free.
-"""
+"""Interface of workers that hold no rows; `Dispatcher.remote` implements it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_distca.dispatch.recorder import Work
-from hf_distca.dispatch.rows import IndexBuffer, row_index
+from hf_distca.dispatch.rows import IndexBuffer, IntArray, row_index
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.routes import ExchangedRows, Routes
@@ -34,7 +29,7 @@ class ServerRows:
         self.q_count, self.k_count = len(q_rows), len(k_rows)
 
 
-def _rows_for(messages: ExchangedRows, worker: int) -> NDArray[np.int64]:
+def _rows_for(messages: ExchangedRows, worker: int) -> IntArray:
     stop = int(messages.send_counts[: worker + 1].sum())
     return messages.send_rows[stop - int(messages.send_counts[worker]) : stop]
 
@@ -66,7 +61,7 @@ class RemotePlan(Protocol):
         """Send this rank's rows of one core attention to the servers.
 
         Args:
-            servers: every server that has tasks, with the rows that it needs; the same servers on every rank.
+            servers: every server that has tasks; the same servers on every rank.
             rows: the rank's rows by column name, [T, …] each: q, k and v; in a backward also do, o and lse.
         """
 
@@ -78,8 +73,4 @@ class RemoteWorkers(Protocol):
     """Servers that may take part in any micro-batch."""
 
     def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, RemotePlan | None]:
-        """Return the plan for the current workers, and its servers' side; None without servers.
-
-        Args:
-            plan: plan of a micro-batch for the ranks alone.
-        """
+        """Return a plan of ranks alone with the current servers, and the servers' side; None without servers."""

@@ -101,26 +101,15 @@ def copy_rows(target: Tensor, x: Tensor, index: RowIndex) -> None:
 
 
 def put(x: Tensor, index: RowIndex, rows: Tensor) -> None:
-    """Write rows to the indexed rows of x; the index names no row twice."""
+    """Write rows to the indexed rows of x, in the dtype of x; the index names no row twice."""
     if isinstance(index, slice):
         x[index] = rows
     else:
-        x.index_copy_(0, index, rows)
-
-
-def add_rows(x: Tensor, index: RowIndex, rows: Tensor) -> None:
-    """Add rows to the indexed rows of x, in the dtype of x."""
-    if isinstance(index, slice):
-        x[index].add_(rows)
-    else:
-        x.index_add_(0, index, rows.to(x.dtype))
+        x.index_copy_(0, index, rows.to(x.dtype))
 
 
 def merge_rows(o_NHE: Tensor, lse_NH: Tensor, index: RowIndex, o_part_SHE: Tensor, lse_part_SH: Tensor) -> None:
-    """Merge attention over further keys into the indexed rows of O and LSE, see `merge_into`.
-
-    The index names no row twice.
-    """
+    """Merge attention over further keys into the indexed rows of O and LSE; the index names no row twice."""
     if isinstance(index, slice):
         merge_into(o_NHE[index], lse_NH[index], o_part_SHE, lse_part_SH)
     else:
@@ -146,22 +135,22 @@ class RowSum:
     """
 
     def __init__(
-        self, sources_S: Mapping[str, IntArray], rows: int, buffer: IndexBuffer, *, in_place: bool = True
+        self, sources_S: Mapping[Any, IntArray], rows: int, buffer: IndexBuffer, *, in_place: bool = True
     ) -> None:
         if len(sources_S) > MAX_SOURCES:
             raise ValueError(f"a sum has at most {MAX_SOURCES} sources, got {len(sources_S)}")
         self.sources = tuple(sources_S)
         targets_S = list(sources_S.values())
         self._rows = rows
-        self._in_place = in_place and len(targets_S[0]) == rows and _increasing(targets_S[0])
-        self._addends = Addends(targets_S, rows, self._in_place, buffer) if buffer.in_one_go else None
-        if self._addends is None:
+        self._in_place = in_place and names_all(targets_S[0], rows)
+        self._table = addend_table(targets_S, rows, self._in_place, buffer) if buffer.in_one_go else None
+        if self._table is None:
             self._rows_S = [row_index(targets, buffer) for targets in targets_S]
             # A sum of two addends is rounded once in any dtype.
             self._widen = bool((np.bincount(np.concatenate(targets_S)) > 2).any())
 
     def add_up(self, sources: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """Return the sum, [N, …] in the dtype of the sources.
+        """Return the sum, [N, …] in the dtype of the first source.
 
         Args:
             sources: [S, …] each, dense within a row, with the bound numbers of rows. The first may be overwritten.
@@ -170,53 +159,55 @@ class RowSum:
         base = sources[0]
         if out is None:
             out = base if self._in_place else base.new_empty((self._rows, *base.shape[1:]))
-        if self._addends is not None:
-            self._addends.add_up(sources, out)
+        if self._table is not None:
+            if len(self._table[1]) > 1:  # rows are written
+                torch.ops.hf_distca.sum_rows(out, *self._table, list(sources), self._in_place)
             return out
         total = out.to(torch.promote_types(out.dtype, torch.float32)) if self._widen else out
         if not self._in_place:
             total.zero_()
         for index, source in list(zip(self._rows_S, sources, strict=True))[self._in_place :]:
-            add_rows(total, index, source)
+            if isinstance(index, slice):
+                total[index].add_(source)
+            else:
+                total.index_add_(0, index, source.to(total.dtype))
         if total is not out:
             out.copy_(total)
         return out
 
 
-class Addends:
-    """Sum that one kernel computes from the addends of each row, see `hf_distca.kernels.fused_triton`.
+def addend_table(
+    targets_S: Sequence[IntArray], rows: int, onto: bool, buffer: IndexBuffer
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the addends of a sum by row, for `hf_distca.kernels.fused_triton.sum_rows`.
 
-    Attributes:
-        rows_W: int32, the rows that are written; None: all.
-        ends_W: [W + 1] int32, the first addend of each of these rows, then the number of addends.
-        addends_A: int32, source and row of each.
-        onto: whether the addends are added to present values.
+    Args:
+        targets_S: for each source, the row of the sum to which each of the source's rows is added.
+        onto: whether the first source is added to in place.
+
+    Returns:
+        Three int32 tensors: rows_W, the rows that are written, None for all; ends_W [W + 1], the first addend of each,
+        then the number of addends; addends_A, the source and the row of each addend.
     """
+    added = list(enumerate(targets_S))[onto:]
+    targets = np.concatenate([np.empty(0, np.int64), *(targets for _, targets in added)])
+    addends = np.concatenate(
+        [np.empty(0, np.int32)]
+        + [np.arange(len(targets), dtype=np.int32) << SOURCE_BITS | source for source, targets in added]
+    )
+    if not _increasing(targets):
+        addends = addends[np.argsort(targets, kind="stable")]
+    counts = np.bincount(targets, minlength=rows)
+    written = np.flatnonzero(counts) if onto else None
+    ends = np.concatenate([[0], np.cumsum(counts if written is None else counts[written])])
+    rows_W = None if written is None else buffer.place(written.astype(np.int32))
+    return rows_W, buffer.place(ends.astype(np.int32)), buffer.place(addends)
 
-    def __init__(self, targets_S: Sequence[IntArray], rows: int, onto: bool, buffer: IndexBuffer) -> None:
-        added = [(source, targets) for source, targets in enumerate(targets_S) if source or not onto]
-        targets = np.concatenate([np.empty(0, np.int64), *(targets for _, targets in added)])
-        addends = np.concatenate(
-            [np.empty(0, np.int32)]
-            + [np.arange(len(targets), dtype=np.int32) << SOURCE_BITS | source for source, targets in added]
-        )
-        if not _increasing(targets):
-            addends = addends[np.argsort(targets, kind="stable")]
-        counts = np.bincount(targets, minlength=rows)
-        written = np.flatnonzero(counts) if onto else None
-        ends = np.concatenate([[0], np.cumsum(counts if written is None else counts[written])])
-        self.rows_W = None if written is None else buffer.place(written.astype(np.int32))
-        self.ends_W = buffer.place(ends.astype(np.int32))
-        self.addends_A = buffer.place(addends)
-        self.onto = onto
-        self._written = len(ends) - 1
 
-    def add_up(self, sources: Sequence[Tensor], out: Tensor) -> None:
-        """See `RowSum.add_up`."""
-        if self._written:
-            torch.ops.hf_distca.sum_rows(out, self.rows_W, self.ends_W, self.addends_A, list(sources), self.onto)
+def names_all(targets: IntArray, rows: int) -> bool:
+    """Return whether row numbers are 0 to rows - 1, once each and in order."""
+    return len(targets) == rows and _increasing(targets)
 
 
 def _increasing(targets: IntArray) -> bool:
-    """Return whether row numbers strictly increase, so that none occurs twice."""
     return bool((targets[1:] > targets[:-1]).all())

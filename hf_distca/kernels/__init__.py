@@ -1,9 +1,6 @@
-"""Core attention kernels: one contract, implementations chosen by name.
+"""Core attention kernels: one contract, implementations chosen by name."""
 
-`get_kernel` returns an implementation of `Kernel`, `choose_kernel` the fastest one that can do what a model needs.
-"""
-
-from .choice import KERNEL_NAMES, KERNELS, Choice, choose_kernel, get_kernel
+from .choice import KERNEL_NAMES, KERNELS, choose_kernel, get_kernel
 from .contract import AttentionParams, Kernel, Need, TaskShapes
 from .fused import merge_into
 
@@ -11,7 +8,6 @@ __all__ = [
     "KERNELS",
     "KERNEL_NAMES",
     "AttentionParams",
-    "Choice",
     "Kernel",
     "Need",
     "TaskShapes",

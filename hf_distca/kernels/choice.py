@@ -1,7 +1,6 @@
 """Return kernels by name, and choose the one that "auto" is."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -32,14 +31,6 @@ USUAL = Need(torch.bfloat16, 128, 128, AttentionParams(scale=128**-0.5))
 """What most models need; for a choice before the model is known."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The kernel that "auto" is, and by name the error of each faster kernel."""
-
-    kernel: Kernel
-    passed_over: dict[str, str]
-
-
 def get_kernel(name: str, device: torch.device, needs: Sequence[Need] = (), *, sm_margin: int = 0) -> Kernel:
     """Return a kernel by name, which runs on the device and can do what is needed.
 
@@ -52,24 +43,32 @@ def get_kernel(name: str, device: torch.device, needs: Sequence[Need] = (), *, s
         ImportError: the kernel's package is missing, or cannot be imported.
     """
     if name == "auto":
-        return choose_kernel(device, needs, sm_margin=sm_margin).kernel
+        return choose_kernel(device, needs, sm_margin=sm_margin)[0]
     if name not in KERNELS:
         raise ValueError(f"no kernel is named {name!r}; valid names: {', '.join(KERNEL_NAMES)}")
-    return _checked(FlashAttn3Kernel(sm_margin) if name == "flash_attn_3" else KERNELS[name](), device, needs)
+    kernel = FlashAttn3Kernel(sm_margin) if name == "flash_attn_3" else KERNELS[name]()
+    for need in needs:
+        kernel.check(need, device)
+    return kernel
 
 
-def choose_kernel(device: torch.device, needs: Sequence[Need] = (), *, sm_margin: int = 0) -> Choice:
+def choose_kernel(
+    device: torch.device, needs: Sequence[Need] = (), *, sm_margin: int = 0
+) -> tuple[Kernel, dict[str, str]]:
     """Choose the fastest kernel that is installed and can do what is needed. Nothing is downloaded.
 
     Args:
         device: a CPU takes "cpu"; for CUDA see `FASTEST_FIRST`.
         needs: none: what most models need.
 
+    Returns:
+        The kernel, and by name the error of each faster kernel.
+
     Raises:
         ValueError: no kernel can; the error has the reason for each.
     """
     if device.type == "cpu":
-        return Choice(_checked(CpuKernel(), device, needs), {})
+        return get_kernel("cpu", device, needs), {}
     if device.type != "cuda":
         raise ValueError(
             f"kernel 'auto' chooses for cpu and cuda devices only, got {device}; set attention_kernel='reference', "
@@ -80,7 +79,9 @@ def choose_kernel(device: torch.device, needs: Sequence[Need] = (), *, sm_margin
     for name in FASTEST_FIRST.get(major, ELSEWHERE):
         try:
             kernel = FlashAttn3Kernel(sm_margin, hub=False) if name == "flash_attn_3" else KERNELS[name]()
-            return Choice(_checked(kernel, device, needs or (USUAL,)), passed_over)
+            for need in needs or (USUAL,):
+                kernel.check(need, device)
+            return kernel, passed_over
         except (ImportError, ValueError) as error:
             passed_over[name] = str(error)
     reasons = "".join(f"\n- {reason}" for reason in passed_over.values())
@@ -88,9 +89,3 @@ def choose_kernel(device: torch.device, needs: Sequence[Need] = (), *, sm_margin
         f"no installed kernel can compute this model's attention on {device}, a GPU of compute capability "
         f"{major}.{minor}:{reasons}"
     )
-
-
-def _checked(kernel: Kernel, device: torch.device, needs: Sequence[Need]) -> Kernel:
-    for need in needs:
-        kernel.check(need, device)
-    return kernel

@@ -20,7 +20,6 @@ _Made = TypeVar("_Made")
 ALIGNMENT = 16
 """Bytes that kernels load at once: rows, columns and tables begin at multiples of it."""
 
-
 MAX_SOURCES = 6
 """Most tensors whose rows `sum_rows` adds up."""
 
@@ -29,11 +28,7 @@ SOURCE_BITS = 3
 
 
 def aligned(size: int) -> int:
-    """Round a size in bytes up to a multiple of ALIGNMENT.
-
-    >>> aligned(20)
-    32
-    """
+    """Round a size in bytes up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -75,7 +70,7 @@ class Need:
 
 @dataclass(frozen=True, eq=False)
 class TaskShapes:
-    """Lengths of the tasks of one kernel call, on the host and on the device, built once per micro-batch.
+    """Lengths of the tasks of one kernel call, built once per micro-batch.
 
     The query rows of the tasks lie packed one after another, and so do the key/value rows: a key/value row that two
     tasks need appears twice.
@@ -104,7 +99,7 @@ class TaskShapes:
 
     @staticmethod
     def build(q_lens: Sequence[int], k_lens: Sequence[int], device: torch.device | str) -> "TaskShapes":
-        """Return the shapes of tasks with these query and key/value rows, for a kernel on `device`; see `placed`."""
+        """Return the shapes of tasks with these query and key/value rows, for a kernel on `device`."""
         return TaskShapes.placed(
             q_lens, k_lens, lambda numbers: torch.from_numpy(numbers).to(device, non_blocking=True)
         )
@@ -113,29 +108,15 @@ class TaskShapes:
     def placed(
         q_lens: Sequence[int], k_lens: Sequence[int], place: Callable[[NDArray[np.int32]], Tensor]
     ) -> "TaskShapes":
-        """Return the shapes as `build` does, where `place` copies numbers to the device, perhaps many together.
-
-        Raises:
-            ValueError: the lists differ in length, or a number of rows is negative.
-        """
+        """Return the shapes as `build` does, where `place` copies numbers to the device, perhaps many together."""
         q_lens, k_lens = tuple(map(int, q_lens)), tuple(map(int, k_lens))
         if len(q_lens) != len(k_lens):
             raise ValueError(f"got {len(q_lens)} q_lens but {len(k_lens)} k_lens; give both for every task")
         if any(n < 0 for n in q_lens + k_lens):
             raise ValueError(f"lengths must be 0 or more, got q_lens {q_lens} and k_lens {k_lens}")
-
-        def cumulative(lens: tuple[int, ...]) -> Tensor:
-            return place(np.array([0, *accumulate(lens)], np.int32))
-
-        cu_q = cumulative(q_lens)
-        return TaskShapes(
-            q_lens=q_lens,
-            k_lens=k_lens,
-            cu_q=cu_q,
-            cu_k=cu_q if k_lens == q_lens else cumulative(k_lens),
-            max_q=max(q_lens, default=0),
-            max_k=max(k_lens, default=0),
-        )
+        cu_q = place(np.array([0, *accumulate(q_lens)], np.int32))
+        cu_k = cu_q if k_lens == q_lens else place(np.array([0, *accumulate(k_lens)], np.int32))
+        return TaskShapes(q_lens, k_lens, cu_q, cu_k, max(q_lens, default=0), max(k_lens, default=0))
 
 
 class Kernel(Protocol):
@@ -144,7 +125,6 @@ class Kernel(Protocol):
     Implementations hold no state, compute exactly what `AttentionParams` says, and never hand over to another one.
 
     Attributes:
-        name: name for `get_kernel`.
         row_overhead: cost of a query row besides its pairs, in pairs: a row's last tile of keys is partly masked, and
             some work is done once a row.
         gather_cost: cost of a byte of K and V that a rank gathers in its own memory, because one document has two

@@ -5,13 +5,14 @@ than query heads. Its causal mask starts top left, so that a task with keys befo
 no windows, for which the loop gives it masks, and no softcap.
 
 Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D head dim of queries
-and keys, E head dim of values, B equal tasks, R query rows and S keys of a task or block, M = R·H/G query rows of all
-heads that read one key/value head.
+and keys, E head dim of values, B equal tasks, R query rows and S keys of each, M = R·H/G query rows of all heads that
+read one key/value head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,19 +61,18 @@ class CpuKernel:
         q_QHD, k_KGD, v_KGE = _one_head_dim(q_QHD, k_KGD, v_KGE)
         lse_QH = q_QHD.new_full(q_QHD.shape[:2], -torch.inf, dtype=_accumulator(dtype))
         o_QHE = lse_QH.new_zeros(*q_QHD.shape[:2], v_KGE.shape[2])
-        if _needs_blocks(shapes, params):
-            for rows, keys, hidden_RS in _row_blocks(shapes, params, q_QHD.shape[1]):
-                o_QHE[rows], lse_QH[rows] = _block_forward(q_QHD[rows], k_KGD[keys], v_KGE[keys], hidden_RS, params)
-        else:
-            for part in _parts(shapes, params.causal):
-                by_head = (x.transpose(1, 2) for x in (part.rows(q_QHD), part.keys(k_KGD), part.keys(v_KGE)))
-                found = _flash_forward(*by_head, 0.0, part.causal, scale=params.scale)
-                o_BRHE, lse_BRH = (x.transpose(1, 2) for x in found)
-                if params.causal and not part.causal:  # the other keys of these rows came before
-                    merge_into(part.rows(o_QHE), part.rows(lse_QH), o_BRHE, lse_BRH)
-                else:
-                    part.rows(o_QHE).copy_(o_BRHE)
-                    part.rows(lse_QH).copy_(lse_BRH)
+        for call in _calls(shapes, params, q_QHD.shape[1]):
+            rows = call.rows_of(q_QHD), call.keys_of(k_KGD), call.keys_of(v_KGE)
+            if params.softcap is None:
+                o_BHRE, lse_BHR = _flash_forward(*rows, 0.0, call.causal, **call.options(q_QHD.dtype, params))
+            else:
+                o_BHRE, lse_BHR = _capped_forward(*rows, call.hidden, params.scale, params.softcap)
+            into = call.rows_of(o_QHE), call.rows_of(lse_QH)
+            if call.further:
+                merge_into(*into, o_BHRE, lse_BHR)
+            else:
+                into[0].copy_(o_BHRE)
+                into[1].copy_(lse_BHR)
         return o_QHE[..., :head_dim_v].to(dtype).contiguous(), lse_QH
 
     def backward(
@@ -93,101 +93,91 @@ class CpuKernel:
         # than in float32 where the processor has no matrix instructions for them.
         tensors = (x.to(_accumulator(dtype)) for x in (do_QHE, q_QHD, k_KGD, v_KGE, o_QHE))
         do_QHE, q_QHD, k_KGD, v_KGE, o_QHE = _one_head_dim(*tensors)
-        dq_QHD, dk_KGD, dv_KGE = (torch.zeros(x.shape, dtype=x.dtype) for x in (q_QHD, k_KGD, v_KGE))
-        if _needs_blocks(shapes, params):
-            for rows, keys, hidden_RS in _row_blocks(shapes, params, q_QHD.shape[1]):
-                block = do_QHE[rows], q_QHD[rows], k_KGD[keys], v_KGE[keys], o_QHE[rows], lse_QH[rows]
-                dq, dk, dv = _block_backward(*block, hidden_RS, params)
-                dq_QHD[rows] = dq
-                dk_KGD[keys] += dk
-                dv_KGE[keys] += dv
-        else:
-            for part in _parts(shapes, params.causal):
-                do, q, o, lse = (part.rows(x).transpose(1, 2) for x in (do_QHE, q_QHD, o_QHE, lse_QH))
-                k, v = (part.keys(x).transpose(1, 2) for x in (k_KGD, v_KGE))
-                dq, dk, dv = _flash_backward(do, q, k, v, o, lse, 0.0, part.causal, scale=params.scale)
-                part.rows(dq_QHD).add_(dq.transpose(1, 2))
-                part.keys(dk_KGD).copy_(dk.transpose(1, 2))  # parts share no keys
-                part.keys(dv_KGE).copy_(dv.transpose(1, 2))
-        return (
-            dq_QHD[..., :head_dim_qk].to(dtype).contiguous(),
-            dk_KGD[..., :head_dim_qk].to(dtype).contiguous(),
-            dv_KGE[..., :head_dim_v].to(dtype).contiguous(),
+        gradients = [torch.zeros(x.shape, dtype=x.dtype) for x in (q_QHD, k_KGD, v_KGE)]
+        for call in _calls(shapes, params, q_QHD.shape[1]):
+            do, q, o, lse = (call.rows_of(x) for x in (do_QHE, q_QHD, o_QHE, lse_QH))
+            rows = do, q, call.keys_of(k_KGD), call.keys_of(v_KGE), o, lse
+            if params.softcap is None:
+                found = _flash_backward(*rows, 0.0, call.causal, **call.options(q_QHD.dtype, params))
+            else:
+                found = _capped_backward(*rows, call.hidden, params.scale, params.softcap)
+            for at, (total, part) in enumerate(zip(gradients, found, strict=True)):
+                (call.keys_of(total) if at else call.rows_of(total)).add_(part)
+        widths = head_dim_qk, head_dim_qk, head_dim_v
+        dq_QHD, dk_KGD, dv_KGE = (
+            x[..., :width].to(dtype).contiguous() for x, width in zip(gradients, widths, strict=True)
         )
+        return dq_QHD, dk_KGD, dv_KGE
+
+
+class _Tasks(NamedTuple):
+    """Equal tasks that lie one after another."""
+
+    number: int
+    q_first: int
+    q_len: int
+    k_first: int
+    k_len: int
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One call of the flash op: equal tasks that lie one after another, with keys [k_start, k_stop) of each."""
+class _Call:
+    """One call of an op: of each task some query rows, against some keys.
 
-    q_first: int
-    k_first: int
-    tasks: int
-    q_len: int
-    k_len: int
-    k_start: int
-    k_stop: int
-    causal: bool
+    Attributes:
+        further: whether these rows' results over other keys came before.
+        hidden: [R, S] pairs that are not visible; None if all are.
+    """
 
-    def rows(self, x_Q: Tensor) -> Tensor:
-        """View the query rows in a packed tensor [Q, ...] as [B, R, ...]."""
-        rows = x_Q[self.q_first : self.q_first + self.tasks * self.q_len]
-        return torch.unflatten(rows, 0, (self.tasks, self.q_len))
+    tasks: _Tasks
+    rows: slice
+    keys: slice
+    causal: bool = False
+    further: bool = False
+    hidden: Tensor | None = None
 
-    def keys(self, x_K: Tensor) -> Tensor:
-        """View the keys in a packed tensor [K, ...] as [B, S, ...]."""
-        keys = x_K[self.k_first : self.k_first + self.tasks * self.k_len]
-        return torch.unflatten(keys, 0, (self.tasks, self.k_len))[:, self.k_start : self.k_stop]
+    def rows_of(self, x_Q: Tensor) -> Tensor:
+        """View query rows of a packed tensor [Q, H, ...] as [B, H, R, ...]."""
+        number, first, length, *_ = self.tasks
+        x_BQ: Tensor = x_Q[first : first + number * length].unflatten(0, (number, length))
+        return x_BQ[:, self.rows].transpose(1, 2)
 
+    def keys_of(self, x_K: Tensor) -> Tensor:
+        """View keys of a packed tensor [K, G, ...] as [B, G, S, ...]."""
+        number, *_, first, length = self.tasks
+        x_BK: Tensor = x_K[first : first + number * length].unflatten(0, (number, length))
+        return x_BK[:, self.keys].transpose(1, 2)
 
-def _parts(shapes: TaskShapes, causal: bool) -> list[_Part]:
-    """Return the calls of the flash op that together compute each visible pair of all tasks once."""
-
-    def make() -> list[_Part]:
-        parts = []
-        for q_len, k_len, run in _runs(shapes):
-            q_first, k_first = run[0]
-            tasks = q_first, k_first, len(run), q_len, k_len
-            if causal:
-                parts.append(_Part(*tasks, k_len - q_len, k_len, causal=True))
-            if not causal or k_len > q_len:
-                parts.append(_Part(*tasks, 0, k_len - q_len if causal else k_len, causal=False))
-        return parts
-
-    return shapes.once(("cpu", causal), make)
+    def options(self, dtype: torch.dtype, params: AttentionParams) -> dict[str, Any]:
+        """Return further arguments of the flash op."""
+        mask_RS = None
+        if self.hidden is not None:
+            mask_RS = torch.zeros(self.hidden.shape, dtype=dtype).masked_fill_(self.hidden, -torch.inf)
+        return {"attn_mask": mask_RS, "scale": params.scale}
 
 
-def _runs(shapes: TaskShapes) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Yield the lengths of equal neighbouring tasks and the starts of each; leave out tasks without a pair."""
-    starts = zip(accumulate(shapes.q_lens, initial=0), accumulate(shapes.k_lens, initial=0), strict=True)
-    tasks = zip(shapes.q_lens, shapes.k_lens, starts, strict=False)
-    for (q_len, k_len), run in groupby(tasks, key=lambda task: task[:2]):
-        if q_len and k_len:
-            yield q_len, k_len, [start for _, _, start in run]
+def _calls(shapes: TaskShapes, params: AttentionParams, heads: int) -> Iterable[_Call]:
+    """Return the calls that together compute each visible pair of all tasks once."""
+    if params.softcap is not None or (params.window is not None and params.window < shapes.max_k):
+        return _blocks(shapes, params, heads)
+    return shapes.once(("cpu", params.causal), lambda: list(_whole_tasks(shapes, params.causal)))
 
 
-def _one_head_dim(*tensors: Tensor) -> list[Tensor]:
-    """Pad with zeros to one dense head dim, as the op needs: zeros change no score and add empty columns."""
-    widest = max(x.shape[-1] for x in tensors)
-    padded = [pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in tensors]
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
+def _whole_tasks(shapes: TaskShapes, causal: bool) -> Iterator[_Call]:
+    for tasks in _equal_tasks(shapes):
+        rows, before = slice(0, tasks.q_len), tasks.k_len - tasks.q_len
+        if not causal:
+            yield _Call(tasks, rows, slice(0, tasks.k_len))
+        else:
+            yield _Call(tasks, rows, slice(before, tasks.k_len), causal=True)
+            if before:
+                yield _Call(tasks, rows, slice(0, before), further=True)
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums over parts and of lse."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _needs_blocks(shapes: TaskShapes, params: AttentionParams) -> bool:
-    """Return whether scores are capped, or a window hides keys of some task."""
-    return params.softcap is not None or (params.window is not None and params.window < shapes.max_k)
-
-
-def _row_blocks(
-    shapes: TaskShapes, params: AttentionParams, heads: int
-) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield the packed rows and keys of each block, with a mask [R, S] of hidden pairs; None hides no pair."""
-    for q_len, k_len, run in _runs(shapes):
+def _blocks(shapes: TaskShapes, params: AttentionParams, heads: int) -> Iterator[_Call]:
+    """Yield blocks of rows of each task, with the keys that any of the rows sees."""
+    for tasks in _equal_tasks(shapes):
+        q_len, k_len = tasks.q_len, tasks.k_len
         before = k_len - q_len  # keys before the first row's own
         rows_at_once = max(SCORES_AT_ONCE // (heads * k_len), 1)
         if params.causal:  # small blocks leave little to be computed in vain at the edges of the mask
@@ -202,78 +192,79 @@ def _row_blocks(
                 hidden_RS = key_S > own_R1
                 if params.window is not None:
                     hidden_RS |= key_S <= own_R1 - params.window
-            for q_first, k_first in run:
-                yield slice(q_first + start, q_first + stop), slice(k_first + first, k_first + last), hidden_RS
+            for task in range(tasks.number):
+                one = _Tasks(1, tasks.q_first + task * q_len, q_len, tasks.k_first + task * k_len, k_len)
+                yield _Call(one, slice(start, stop), slice(first, last), hidden=hidden_RS)
 
 
-def _block_forward(
-    q_RHD: Tensor, k_SGD: Tensor, v_SGE: Tensor, hidden_RS: Tensor | None, params: AttentionParams
+def _equal_tasks(shapes: TaskShapes) -> Iterator[_Tasks]:
+    """Yield runs of equal neighbouring tasks; leave out tasks without a pair."""
+    starts = zip(accumulate(shapes.q_lens, initial=0), accumulate(shapes.k_lens, initial=0), strict=True)
+    tasks = zip(shapes.q_lens, shapes.k_lens, starts, strict=False)
+    for (q_len, k_len), run in groupby(tasks, key=lambda task: task[:2]):
+        if q_len and k_len:
+            (*_, (q_first, k_first)), *others = run
+            yield _Tasks(1 + len(others), q_first, q_len, k_first, k_len)
+
+
+def _one_head_dim(*tensors: Tensor) -> list[Tensor]:
+    """Pad with zeros to one dense head dim, as the op needs: zeros change no score and add empty columns."""
+    widest = max(x.shape[-1] for x in tensors)
+    padded = [pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in tensors]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums over parts and of lse."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _capped_forward(
+    q_BHRD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, hidden_RS: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Return o_RHE and lse_RH of one block."""
-    if params.softcap is None:
-        by_head = (x.unsqueeze(0).transpose(1, 2) for x in (q_RHD, k_SGD, v_SGE))
-        found = _flash_forward(*by_head, attn_mask=_mask(hidden_RS, q_RHD.dtype), scale=params.scale)
-        o_RHE, lse_RH = (x.transpose(1, 2).squeeze(0) for x in found)
-        return o_RHE, lse_RH
-    dtype, heads, kv_heads = _accumulator(q_RHD.dtype), q_RHD.shape[1], k_SGD.shape[1]
-    q_GMD, k_GSD, v_GSE = (_by_head(x.to(dtype), kv_heads) for x in (q_RHD, k_SGD, v_SGE))
-    s_GMS = _hide(_tanh(q_GMD, k_GSD, params).mul_(params.softcap), hidden_RS, -torch.inf)
-    lse_GM1 = s_GMS.logsumexp(dim=-1, keepdim=True)
-    return _by_row(s_GMS.sub_(lse_GM1).exp_() @ v_GSE, heads), _by_row(lse_GM1, heads).squeeze(-1)
+    """Return o_BHRE and lse_BHR with softcap."""
+    dtype, heads, kv_heads = _accumulator(q_BHRD.dtype), q_BHRD.shape[1], k_BGSD.shape[1]
+    q_BGMD, k_BGSD, v_BGSE = _by_kv_head(q_BHRD.to(dtype), kv_heads), k_BGSD.to(dtype), v_BGSE.to(dtype)
+    s_BGMS = (q_BGMD @ k_BGSD.mT).mul_(scale / softcap).tanh_().mul_(softcap)
+    s_BGMS = _hide(s_BGMS, hidden_RS, -torch.inf)
+    lse_BGM1 = s_BGMS.logsumexp(dim=-1, keepdim=True)
+    o_BGME = s_BGMS.sub_(lse_BGM1).exp_() @ v_BGSE
+    return _by_head(o_BGME, heads), _by_head(lse_BGM1, heads).squeeze(-1)
 
 
-def _block_backward(
-    do_RHE: Tensor,
-    q_RHD: Tensor,
-    k_SGD: Tensor,
-    v_SGE: Tensor,
-    o_RHE: Tensor,
-    lse_RH: Tensor,
+def _capped_backward(
+    do_BHRE: Tensor,
+    q_BHRD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSE: Tensor,
+    o_BHRE: Tensor,
+    lse_BHR: Tensor,
     hidden_RS: Tensor | None,
-    params: AttentionParams,
+    scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of one block, complete for its rows."""
-    if params.softcap is None:
-        tensors = (do_RHE, q_RHD, k_SGD, v_SGE, o_RHE, lse_RH)
-        by_head = (x.unsqueeze(0).transpose(1, 2) for x in tensors)
-        mask_RS = _mask(hidden_RS, q_RHD.dtype)
-        found = _flash_backward(*by_head, 0.0, False, attn_mask=mask_RS, scale=params.scale)
-        dq_RHD, dk_SGD, dv_SGE = (x.transpose(1, 2).squeeze(0) for x in found)
-        return dq_RHD, dk_SGD, dv_SGE
-    tensors = (do_RHE, q_RHD, k_SGD, v_SGE, o_RHE, lse_RH.unsqueeze(-1))
-    do_GME, q_GMD, k_GSD, v_GSE, o_GME, lse_GM1 = (_by_head(x, k_SGD.shape[1]) for x in tensors)
-    t_GMS = _tanh(q_GMD, k_GSD, params)
-    p_GMS = _hide((t_GMS * params.softcap).sub_(lse_GM1).exp_(), hidden_RS, 0.0)
-    ds_GMS = (do_GME @ v_GSE.mT).sub_((do_GME * o_GME).sum(-1, keepdim=True)).mul_(p_GMS)
-    ds_GMS.mul_(t_GMS.square_().neg_().add_(1.0)).mul_(params.scale)  # the slope of the softcap is 1 - tanh²
-    dk_GSD, dv_GSE = ds_GMS.mT @ q_GMD, p_GMS.mT @ do_GME
-    return _by_row(ds_GMS @ k_GSD, q_RHD.shape[1]), dk_GSD.transpose(0, 1), dv_GSE.transpose(0, 1)
+    """Return the gradients with softcap, complete for these rows."""
+    by_rows = do_BHRE, q_BHRD, o_BHRE, lse_BHR.unsqueeze(-1)
+    do_BGME, q_BGMD, o_BGME, lse_BGM1 = (_by_kv_head(x, k_BGSD.shape[1]) for x in by_rows)
+    t_BGMS = (q_BGMD @ k_BGSD.mT).mul_(scale / softcap).tanh_()
+    p_BGMS = _hide((t_BGMS * softcap).sub_(lse_BGM1).exp_(), hidden_RS, 0.0)
+    ds_BGMS = (do_BGME @ v_BGSE.mT).sub_((do_BGME * o_BGME).sum(-1, keepdim=True)).mul_(p_BGMS)
+    ds_BGMS.mul_(t_BGMS.square_().neg_().add_(1.0)).mul_(scale)  # the slope of the softcap is 1 - tanh²
+    return _by_head(ds_BGMS @ k_BGSD, q_BHRD.shape[1]), ds_BGMS.mT @ q_BGMD, p_BGMS.mT @ do_BGME
 
 
-def _mask(hidden_RS: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return what is added to the scores of a block with a window."""
-    assert hidden_RS is not None  # windows are causal
-    return torch.zeros(hidden_RS.shape, dtype=dtype).masked_fill_(hidden_RS, -torch.inf)
-
-
-def _tanh(q_GMD: Tensor, k_GSD: Tensor, params: AttentionParams) -> Tensor:
-    """Return the capped scores [G, M, S] of a block, divided by the softcap."""
-    assert params.softcap is not None
-    return (q_GMD @ k_GSD.mT).mul_(params.scale / params.softcap).tanh_()
-
-
-def _hide(x_GMS: Tensor, hidden_RS: Tensor | None, value: float) -> Tensor:
+def _hide(x_BGMS: Tensor, hidden_RS: Tensor | None, value: float) -> Tensor:
     """Fill in a value for pairs that are not visible."""
     if hidden_RS is not None:
-        x_GMS.unflatten(1, (-1, len(hidden_RS))).masked_fill_(hidden_RS, value)
-    return x_GMS
+        x_BGMS.unflatten(2, (-1, len(hidden_RS))).masked_fill_(hidden_RS, value)
+    return x_BGMS
 
 
-def _by_head(x_RHD: Tensor, kv_heads: int) -> Tensor:
-    """Return [G, M, D]; M is S for keys and values."""
-    return torch.unflatten(x_RHD.transpose(0, 1), 0, (kv_heads, -1)).flatten(1, 2)
+def _by_kv_head(x_BHRD: Tensor, kv_heads: int) -> Tensor:
+    """Return [B, G, M, D]."""
+    return torch.unflatten(x_BHRD, 1, (kv_heads, -1)).flatten(2, 3)
 
 
-def _by_row(x_GMD: Tensor, heads: int) -> Tensor:
-    """Return [R, H, D]."""
-    return x_GMD.view(heads, -1, x_GMD.shape[2]).transpose(0, 1)
+def _by_head(x_BGMD: Tensor, heads: int) -> Tensor:
+    """Return [B, H, R, D]."""
+    return torch.unflatten(x_BGMD, 2, (heads // x_BGMD.shape[1], -1)).flatten(1, 2)

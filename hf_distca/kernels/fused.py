@@ -24,10 +24,6 @@ def merge_into(
     this function. A row without keys has lse = -inf; a row without keys in both has o = 0.
 
     Args:
-        o_NHE: output so far.
-        lse_NH: log-sum-exp so far.
-        o_part_QHE: output over keys not seen so far.
-        lse_part_QH: log-sum-exp over the same keys.
         rows_Q: the part's rows among the rows of the result, none twice; None: all, in order.
     """
     if o_part_QHE.numel():

@@ -11,10 +11,7 @@ from .contract import AttentionParams, Need, TaskShapes, check_tensors
 
 
 class ReferenceKernel:
-    """Textbook attention on any device, in any dtype, with any option. See `Kernel` for the methods.
-
-    It is slow, and holds all scores of a task at once.
-    """
+    """Textbook attention on any device, in any dtype, with any option; slow, with all scores of a task at once."""
 
     name = "reference"
     row_overhead = 0
@@ -72,11 +69,8 @@ class ReferenceKernel:
             # The query heads that share a key/value head add up their gradients.
             grads[1].append(dk_KHD.unflatten(1, (kv_heads, heads // kv_heads)).sum(2))
             grads[2].append(dv_KHE.unflatten(1, (kv_heads, heads // kv_heads)).sum(2))
-        return (
-            _join(grads[0], torch.empty_like(q_QHD)),
-            _join(grads[1], torch.empty_like(k_KGD)),
-            _join(grads[2], torch.empty_like(v_KGE)),
-        )
+        dq_QHD, dk_KGD, dv_KGE = (_join(tasks, x) for tasks, x in zip(grads, (q_QHD, k_KGD, v_KGE), strict=True))
+        return dq_QHD, dk_KGD, dv_KGE
 
 
 def _split(shapes: TaskShapes, by_query: list[Tensor], by_key: list[Tensor]) -> list[tuple[Tensor, ...]]:
@@ -85,8 +79,8 @@ def _split(shapes: TaskShapes, by_query: list[Tensor], by_key: list[Tensor]) -> 
 
 
 def _join(tasks: list[Tensor], like: Tensor) -> Tensor:
-    """Pack the tensors of all tasks, in the dtype of `like`; return `like` without tasks."""
-    return torch.cat(tasks).to(like.dtype) if tasks else like
+    """Pack the tensors of all tasks, in the dtype of `like`; no rows without tasks."""
+    return torch.cat(tasks).to(like.dtype) if tasks else like.clone()
 
 
 def _repeat(x_KGD: Tensor, heads: int) -> Tensor:

@@ -6,7 +6,6 @@ any run of neighbours can be a kernel call of its own, on slices, which copies n
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,20 +25,15 @@ MOST_RUNS = 256
 """The time to find the best cuts grows with the square of the runs; more runs than that are joined by pairs."""
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """Blocks that a kernel launches for each task and head: for every 128 rows, and keys, of the longest task."""
 
     by_q: int
     by_k: int
 
 
-class TaskRange(NamedTuple):
-    """Neighbouring tasks that make one kernel call: their lengths, packed query rows and packed key/value rows."""
-
-    shapes: TaskShapes
-    q: slice
-    k: slice
+TaskRange = tuple[TaskShapes, slice, slice]
+"""Neighbouring tasks that make one kernel call: their lengths, packed query rows and packed key/value rows."""
 
 
 def task_ranges(shapes: TaskShapes, grid: Grid, heads: int) -> tuple[TaskRange, ...]:
@@ -52,14 +46,14 @@ def task_ranges(shapes: TaskShapes, grid: Grid, heads: int) -> tuple[TaskRange, 
 def _ranges(shapes: TaskShapes, borders: Sequence[int]) -> tuple[TaskRange, ...]:
     """Return the ranges between borders; without a border inside, the shapes themselves serve."""
     if len(borders) == 2:
-        return (TaskRange(shapes, slice(0, sum(shapes.q_lens)), slice(0, sum(shapes.k_lens))),)
+        return ((shapes, slice(0, sum(shapes.q_lens)), slice(0, sum(shapes.k_lens))),)
     ranges: list[TaskRange] = []
     q_stop = k_stop = 0
     for first, last in pairwise(borders):
         q_lens, k_lens = shapes.q_lens[first:last], shapes.k_lens[first:last]
         q, k = slice(q_stop, q_stop + sum(q_lens)), slice(k_stop, k_stop + sum(k_lens))
         cu_q, cu_k = shapes.cu_q[first : last + 1] - q.start, shapes.cu_k[first : last + 1] - k.start
-        ranges.append(TaskRange(TaskShapes(q_lens, k_lens, cu_q, cu_k, max(q_lens), max(k_lens)), q, k))
+        ranges.append((TaskShapes(q_lens, k_lens, cu_q, cu_k, max(q_lens), max(k_lens)), q, k))
         q_stop, k_stop = q.stop, k.stop
     return tuple(ranges)
 

@@ -125,8 +125,9 @@ class FlashVarlenKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
         check_tensors(q_QHD, k_KGD, v_KGE, shapes, params.causal)
+        inputs = q_QHD, k_KGD, v_KGE
         if not shapes.max_q or not shapes.max_k:
-            dq_QHD, dk_KGD, dv_KGE = (x.new_zeros(x.shape) for x in (q_QHD, k_KGD, v_KGE))
+            dq_QHD, dk_KGD, dv_KGE = (x.new_zeros(x.shape) for x in inputs)
             return dq_QHD, dk_KGD, dv_KGE
         head_dim_p, head_dim_r = self._padded(q_QHD.shape[2], v_KGE.shape[2], q_QHD.device)
         q_QHP, k_KGP = _ready(q_QHD, head_dim_p), _ready(k_KGD, head_dim_p)
@@ -140,15 +141,16 @@ class FlashVarlenKernel:
             else:  # filled in below
                 parts.append((q, k, v))
         dq_QHD, dk_KGD, dv_KGE = (
-            _joined(of_all, x.shape[2])
-            for of_all, x in zip(zip(*parts, strict=True), (q_QHD, k_KGD, v_KGE), strict=True)
+            _joined(of_all, x.shape[2]) for of_all, x in zip(zip(*parts, strict=True), inputs, strict=True)
         )
         rows_without_keys, keys_without_rows = _without_partners(shapes)
-        for rows in rows_without_keys:
-            dq_QHD[rows] = 0
-        for rows in keys_without_rows:
-            dk_KGD[rows] = 0
-            dv_KGE[rows] = 0
+        for gradient, without in (
+            (dq_QHD, rows_without_keys),
+            (dk_KGD, keys_without_rows),
+            (dv_KGE, keys_without_rows),
+        ):
+            for rows in without:
+                gradient[rows] = 0
         return dq_QHD, dk_KGD, dv_KGE
 
     def _call_forward(

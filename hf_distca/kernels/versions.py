@@ -21,26 +21,18 @@ class Version:
     """One FlashAttention: its GPUs, its package, and the arguments of its varlen functions.
 
     Attributes:
-        kernel: the kernel's name.
-        majors: major compute capabilities of the GPUs that it runs on.
-        gpus: the same in words.
+        majors: major compute capabilities of the GPUs that it runs on; `gpus` names them in words.
         softcap: whether scores can be capped.
-        forward_grid: blocks of a forward that the longest task decides.
-        backward_grid: blocks of a backward, likewise.
+        forward_grid: blocks of a forward that the longest task decides; `backward_grid` likewise.
         distribution: name of the package for pip. A module of the name alone proves nothing: flash-attn brings a
             folder of FlashAttention-4 along, which cannot be imported without packages that it does not ask for.
-        module: module to import.
-        install: command that installs the package.
-        functions: names of the functions for forward and backward.
-        has: a further name, present from `newer` on.
-        newer: version to install where a name is missing.
+        functions: names of the functions for forward and backward; `has` is a further name, present from `newer` on.
         causal: the argument for `AttentionParams.causal`.
         no_window: both sides of a window that sees all keys.
         no_softcap: a forward's softcap where scores are not capped.
         in_place: whether the backward takes do first and writes dq, dk and dv into given tensors, or takes do behind o
             and returns dq, dk and dv.
-        forward: further arguments of the forward.
-        backward: further arguments of the backward.
+        forward: further arguments of the forward; `backward` likewise.
     """
 
     kernel: str
@@ -77,12 +69,7 @@ class Version:
         return f"kernel {self.kernel!r} needs the {self.distribution} package: {self.install}"
 
     def load(self) -> ModuleType:
-        """Import the module.
-
-        Raises:
-            MissingPackageError: the package is not installed.
-            ImportError: the package is installed, but cannot be imported, for the named reason.
-        """
+        """Import the module; raise MissingPackageError if the package is not installed, else ImportError."""
         try:
             return import_module(self.module)
         # Built for another torch or CUDA, a package fails with an OSError or an AttributeError as well.

@@ -95,10 +95,10 @@ def _kernel(name: str, device: torch.device, needs: list[Need]) -> Kernel:
     """Return the kernel of this name; for "auto", rank 0 logs the choice and why faster kernels are unavailable."""
     if name != "auto":
         return get_kernel(name, device, needs)
-    choice = choose_kernel(device, needs)
+    kernel, passed_over = choose_kernel(device, needs)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        level = logging.WARNING if choice.passed_over else logging.INFO
-        reasons = "".join(f"\n- {reason}" for reason in choice.passed_over.values())
+        level = logging.WARNING if passed_over else logging.INFO
+        reasons = "".join(f"\n- {reason}" for reason in passed_over.values())
         faster = f"; faster here, but not to be had:{reasons}" if reasons else ""
-        logger.log(level, "core attention is computed by kernel %r%s", choice.kernel.name, faster)
-    return choice.kernel
+        logger.log(level, "core attention is computed by kernel %r%s", kernel.name, faster)
+    return kernel

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import RankMesh, mesh_ranks, raised_together
-from hf_distca.dispatch.nodes import ranks_per_node
+from hf_distca.dispatch.groups import RankMesh, mesh_ranks, raised_together, ranks_per_node
 from hf_distca.models.decoder import base_model, mixing_layers
 from hf_distca.models.settings import plan_settings
 from hf_distca.patches.head import adapted_heads

@@ -36,7 +36,9 @@ MORE = {
 
 def event(enable_timing: bool = False) -> SimpleNamespace:
     """`torch.cuda.Event`, of a device on which everything is over at once."""
-    return SimpleNamespace(record=lambda: None, query=lambda: True, elapsed_time=lambda _after: 0.0)
+    return SimpleNamespace(
+        record=lambda: None, query=lambda: True, synchronize=lambda: None, elapsed_time=lambda _after: 0.0
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,12 @@
-"""Ranks with disaggregated attention against one process with "sdpa" on the same global batch."""
+"""Ranks with disaggregated attention against one process with stock attention on the same global batch."""
 
 import itertools
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
+import numpy as np
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +14,8 @@ from transformers import PreTrainedModel
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import plan_head
-from hf_distca.plan import AttentionKind, MicroBatchPlan
+from hf_distca.patches.layers import plan_layers
+from hf_distca.plan import TASK, AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.build import plan_placed
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
@@ -26,16 +31,58 @@ from tests.models_and_batches import (
     small_model,
 )
 
-# Models cannot run on no rows at all: a rank without documents holds one token without a target.
-FILLER = [1]
-STAGE_ROWS = (None, 70, 20)
-"""One stage, two, and seven or so."""
+Step = tuple[float, dict[str, torch.Tensor]]
+"""Loss and gradients."""
+
+MODELS = {
+    "llama": ({}, (None,), "sdpa"),
+    "mistral": ({"sliding_window": 24}, (24,), "sdpa"),
+    "gemma2": (
+        {"sliding_window": 12, "query_pre_attn_scalar": 8, "final_logit_softcapping": 0.05},
+        (12, None),
+        "eager",
+    ),
+    "gpt_oss": ({"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12}, (12, None), "eager"),
+    "llama4_text": (SMALL_LLAMA4, (None,), "sdpa"),
+}
+"""Settings, windows, and the stock attention to compare with."""
+FILLER = (1,)
+"""Models cannot run on no rows at all: a rank without documents holds one token without a target."""
 NODES = {3: (1, 2), 4: (2, 2)}
 """How many ranks share each node. With fewer ranks there are none that could forward rows."""
 CHOSEN = {"groups of 1": (1e3, 1e3), "groups of 2": (1e12, 1e3), "groups of 4": (1e12, 1e12)}
 """Bytes a second inside nodes and between them, by the groups that are best then for the documents below."""
 CHUNK_BYTES = 4 * 64 * 20
 """The loss is computed over chunks of 20 rows."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A planned step, in stages of several sizes, and with forwarded rows where ranks share nodes.
+
+    Attributes:
+        lengths: of the documents; for the layouts "fixed" and "random" those of each rank.
+        layout: "random" cuts each document into tasks for ranks drawn at random, as no good plan would: every rank
+            gives queries away, computes others' and returns them.
+        checkpointing: reentrant or not; None for none.
+    """
+
+    ranks: int = 2
+    lengths: tuple = (120, 7, 1, 33, 64)
+    layout: str = "joint"
+    model: str = "llama"
+    stage_rows: tuple[int | None, ...] = (None, 70, 20)
+    keep_received: bool = False
+    ping_pong: bool | None = None
+    checkpointing: bool | None = None
+    lora: bool = False
+
+    @property
+    def flat(self) -> tuple[int, ...]:
+        """Lengths of all documents."""
+        if self.layout in ("fixed", "random"):
+            return tuple(length for row in self.lengths for length in row or FILLER)
+        return self.lengths
 
 
 def cut_rows(plan: MicroBatchPlan, rank: int, documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -72,137 +119,161 @@ def planned_step(
     return total.item()
 
 
-def run_case(
-    model_type: str,
-    config: dict,
-    lengths: list[int] | list[list[int]],
-    layout: str,
-    windows: tuple[int | None, ...],
-    options: dict,
-) -> list[tuple[float, dict[str, torch.Tensor]]]:
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(got: Step, expected: Step) -> None:
+    assert got[0] == pytest.approx(expected[0], rel=1e-6)
+    assert got[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert relative_error(got[1][name], gradient) < 1e-5, name
+
+
+def with_lora(model: PreTrainedModel) -> torch.nn.Module:
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, settings)
+
+
+@cache
+def step_of_one_process(model_type: str, lora: bool, lengths: tuple[int, ...]) -> Step:
+    config, _, stock = MODELS[model_type]
+    model = small_model(model_type, stock, **config)
+    return reference_step(with_lora(model) if lora else model, random_documents(lengths))
+
+
+def run_case(case: Case) -> list[Step]:
     """Planned steps on every rank, one for each of `steps_of`."""
-    ranks = dist.get_world_size()
-    kinds = small_kinds(*windows, chunk=config.get("attention_chunk_size"))
+    config, windows, _ = MODELS[case.model]
     settings = PlanSettings(
-        ranks=ranks,
+        ranks=case.ranks,
         tokens_per_rank=4096,
-        kinds=kinds,
+        kinds=small_kinds(*windows, chunk=config.get("attention_chunk_size")),
         document_layout="joint",
         balance_block_size=8,
-        ranks_per_node=NODES.get(ranks, 1),
+        ranks_per_node=NODES.get(case.ranks, 1),
     )
-    if layout in CHOSEN:
-        settings = replace(settings, tokens_per_rank=150, choices=choices(kinds, CHOSEN[layout]))
-    dispatcher = Dispatcher(settings, torch.device("cpu"), **options)
-    if layout in CHOSEN:
-        plan = plan_micro_batch(lengths, settings)
-        assert plan.choice.group == int(layout.split()[-1])
-        flat = lengths
-    elif layout == "joint":
-        plan = plan_micro_batch(lengths, settings)
-        flat = lengths
+    if case.layout in CHOSEN:
+        settings = replace(settings, tokens_per_rank=150, choices=choices(settings.kinds, CHOSEN[case.layout]))
+    if case.ping_pong is not None:
+        settings = replace(settings, ping_pong=case.ping_pong)
+    dispatcher = Dispatcher(settings, torch.device("cpu"), keep_received=case.keep_received)
+    if case.layout in ("fixed", "random"):
+        plan = plan_placed([row or FILLER for row in case.lengths], settings)
     else:
-        rows = [row or FILLER for row in lengths]
-        plan = plan_placed(rows, settings)
-        flat = [length for row in rows for length in row]
-    model = small_model(model_type, **config)
+        plan = plan_micro_batch(case.lengths, settings)
+    if case.layout in CHOSEN:
+        assert plan.choice.group == int(case.layout.split()[-1])
+    model = small_model(case.model, **config).train()
     plan_head(model, CHUNK_BYTES)
+    if case.ping_pong:
+        plan_layers(model)
+        assert len(plan.nano_batches) == 2
+    model = with_lora(model) if case.lora else model
+    if case.checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": case.checkpointing})
+        if case.checkpointing and case.lora:
+            model.enable_input_require_grads()
     steps = []
-    for stage_rows, forwards in steps_of(ranks):
+    for number, (stage_rows, in_hops) in enumerate(steps_of(case)):
         model.zero_grad()
-        step_plan = in_nodes(in_stages(plan, stage_rows), settings.nodes if forwards else None)
-        loss = planned_step(model, step_plan, dispatcher, random_documents(flat))
-        steps.append((loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+        tasks = cut_at_random(plan, number) if case.layout == "random" else plan
+        step_plan = in_nodes(in_stages(tasks, stage_rows), settings.nodes if in_hops else None)
+        if case.layout == "random":
+            bound = dispatcher.bind(step_plan)
+            assert any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values()) == in_hops
+        loss = planned_step(model, step_plan, dispatcher, random_documents(case.flat))
+        steps.append((loss, gradients_of(model)))
     return steps
 
 
-def choices(kinds: tuple[AttentionKind, ...], bandwidths: tuple[float, float]) -> Choices:
+def steps_of(case: Case) -> list[tuple[int | None, bool]]:
+    """Rows of a stage, and whether rows are forwarded inside nodes, of each step."""
+    return list(itertools.product(case.stage_rows, (False, True) if case.ranks in NODES else (False,)))
+
+
+def choices(kinds: Sequence[AttentionKind], bandwidths: tuple[float, float]) -> Choices:
     """All choices, with costs of attention alone."""
     kernel = KernelCost(0.0, 0.0, 0.0, 1e-6)
     links = Links(*(LinkCost(0.0, bandwidth) for bandwidth in bandwidths))
     return Choices(StepCosts(tuple(KindCosts(kind, 1, kernel, kernel) for kind in kinds), 0.0, 0.0, 2.0, 0.0, links))
 
 
-def steps_of(ranks: int, stage_rows: tuple[int | None, ...] = STAGE_ROWS) -> list[tuple[int | None, bool]]:
-    """Rows of a stage, and whether rows are forwarded inside nodes, of each step."""
-    return list(itertools.product(stage_rows, (False, True) if ranks in NODES else (False,)))
+def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
+    """The same layout, each document in up to five tasks for workers drawn at random."""
+    random = np.random.default_rng(seed)
+
+    def tasks(plan: Plan) -> Plan:
+        cut = []
+        for document, length in enumerate(plan.layout.lengths.tolist()):
+            inner = random.choice(np.arange(1, length), min(4, length - 1), replace=False) if length > 1 else []
+            ends = [0, *sorted(inner), length]
+            cut += [(document, start, stop, random.integers(plan.workers)) for start, stop in itertools.pairwise(ends)]
+        table = np.array(cut, TASK)
+        return replace(plan, tasks=table[np.lexsort((table["start"], table["document"], table["worker"]))])
+
+    nano_batches = [
+        replace(nano, plans={kind: tasks(of_kind) for kind, of_kind in nano.plans.items()})
+        for nano in plan.nano_batches
+    ]
+    return replace(plan, nano_batches=tuple(nano_batches))
 
 
-def forwards(dispatcher: Dispatcher, plan: MicroBatchPlan) -> bool:
-    """Whether some layer has rows that are forwarded."""
-    bound = dispatcher.bind(plan)
-    return any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values())
+MIXED = (30, 66, 1, 31)
+GROUPED = (150, 40, 40, 40, 90, 90)
+ON_RANKS = ((40, 17, 9, 33), (25, 3, 50, 21), (30, 30, 1, 28), (44, 2, 31, 20))
+ALONE = {"stage_rows": (None,)}
 
 
-def assert_equal_to_single_process(
-    rank_pools, ranks, lengths, layout="joint", model_type="llama", config=None, windows=(None,), **options
-):
-    config = config or {}
-    flat = (
-        lengths if layout == "joint" or layout in CHOSEN else [length for row in lengths for length in row or FILLER]
-    )
-    loss, grads = reference_step(
-        small_model(model_type, "sdpa" if model_type != "gemma2" else "eager", **config),
-        random_documents(flat),
-    )
-    for steps in rank_pools[ranks].run(run_case, model_type, config, lengths, layout, windows, options):
-        assert len(steps) == len(steps_of(ranks))
-        for got_loss, got in steps:
-            assert got_loss == pytest.approx(loss, rel=1e-6)
-            assert got.keys() == grads.keys()
-            for name in grads:
-                assert relative_error(got[name], grads[name]) < 1e-5, name
+def at_random(model: str, *, ranks: int = 3, **options: bool) -> Case:
+    """One stage, two or three, and seven or more."""
+    return Case(ranks, ON_RANKS[:ranks], "random", model, stage_rows=(None, 40, 11), **{"ping_pong": False, **options})
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("lengths", [[120, 7, 1, 33, 64], [300], [90, 200, 1, 2, 3]], ids=["mixed", "one", "long"])
-def test_joint_layout(rank_pools, ranks, lengths):
-    assert_equal_to_single_process(rank_pools, ranks, lengths)
+CASES = {
+    "joint-2": Case(),
+    "joint-3-one": Case(3, (300,)),
+    "joint-4-long": Case(4, (90, 200, 1, 2, 3)),
+    "fixed-long-and-short": Case(2, ((128,), (16,) * 8), "fixed", keep_received=True),
+    "fixed-no-rows": Case(2, ((96,), ()), "fixed"),
+    "fixed-three": Case(3, ((100,), (50, 50), (25,) * 4), "fixed", keep_received=True),
+    "fixed-odd": Case(4, ((256,), (1,), (), (31, 33)), "fixed"),
+    "fixed-two-ranks-without-rows": Case(4, ((200,), (56,), (), ()), "fixed", keep_received=True),
+    "chosen-1": Case(4, GROUPED, "groups of 1"),
+    "chosen-1-last-fits-nowhere": Case(4, (140, 140, 90, 90, 60, 60, 15), "groups of 1"),
+    "chosen-2": Case(4, GROUPED, "groups of 2"),
+    "chosen-4": Case(4, (310, 64, 64), "groups of 4"),
+    **{f"{model}-joint": Case(2, (128, *MIXED), model=model) for model in ("mistral", "gemma2", "llama4_text")},
+    **{
+        f"{model}-fixed": Case(4, ((128,), MIXED, MIXED, MIXED), "fixed", model)
+        for model in ("mistral", "gemma2", "llama4_text")
+    },
+    # Each model with and without each of: received rows kept, checkpoints, two nano-batches in turns.
+    "random-gemma2": at_random("gemma2"),
+    "random-llama-turns": at_random("llama", ping_pong=True),
+    "random-llama-checkpoint": at_random("llama", checkpointing=False),
+    "random-gpt_oss-checkpoint-turns": at_random("gpt_oss", checkpointing=False, ping_pong=True),
+    "random-gpt_oss-kept": at_random("gpt_oss", keep_received=True),  # with sinks less is kept
+    "random-gemma2-kept-turns": at_random("gemma2", keep_received=True, ping_pong=True),
+    "random-gemma2-kept-checkpoint": at_random("gemma2", keep_received=True, checkpointing=False),
+    "random-llama-all": at_random("llama", keep_received=True, checkpointing=False, ping_pong=True),
+    "random-two-nodes-of-two": at_random("gpt_oss", ranks=4, checkpointing=False, ping_pong=True),
+    "checkpoint": Case(checkpointing=False, **ALONE),
+    "reentrant": Case(checkpointing=True, **ALONE),
+    "lora": Case(lora=True, **ALONE),
+    "lora-checkpoint": Case(lora=True, checkpointing=False, **ALONE),
+    "lora-reentrant": Case(lora=True, checkpointing=True, **ALONE),
+    "sinks-of-one-rank": Case(1, model="gpt_oss", **ALONE),
+}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "rows"),
-    [
-        (2, [[128], [16] * 8]),
-        (2, [[96], []]),
-        (3, [[100], [50, 50], [25] * 4]),
-        (4, [[256], [1], [], [31, 33]]),
-        (4, [[200], [56], [], []]),
-    ],
-    ids=["long-and-short", "no-rows", "three", "odd", "two-ranks-without-rows"],
-)
-@pytest.mark.parametrize("keep", [False, True])
-def test_fixed_layout(rank_pools, ranks, rows, keep):
-    assert_equal_to_single_process(rank_pools, ranks, rows, "fixed", keep_received=keep)
-
-
-@pytest.mark.parametrize(
-    ("layout", "lengths"),
-    [
-        ("groups of 1", [150, 40, 40, 40, 90, 90]),
-        ("groups of 2", [150, 40, 40, 40, 90, 90]),
-        ("groups of 2", [300, 64, 64]),
-        ("groups of 4", [310, 64, 64]),
-        ("groups of 1", [140, 140, 90, 90, 60, 60, 15]),  # the last one fits nowhere
-    ],
-)
-def test_chosen_plans(rank_pools, layout, lengths):
-    assert_equal_to_single_process(rank_pools, 4, lengths, layout)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("layout", ["joint", "fixed"])
-@pytest.mark.parametrize(
-    ("model_type", "config", "windows"),
-    [
-        ("qwen3", {}, (None,)),
-        ("mistral", {"sliding_window": 24}, (24,)),
-        ("gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 8, "final_logit_softcapping": 0.05}, (24, None)),
-        ("mixtral", {"num_local_experts": 4}, (None,)),
-        ("llama4_text", SMALL_LLAMA4, (None,)),
-    ],
-    ids=["qwen3", "mistral", "gemma2", "mixtral", "llama4"],
-)
-def test_architectures(rank_pools, ranks, layout, model_type, config, windows):
-    lengths = [128, 30, 66, 1, 31] if layout == "joint" else [[128], *([[30, 66, 1, 31]] * (ranks - 1))]
-    assert_equal_to_single_process(rank_pools, ranks, lengths, layout, model_type, config, windows)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_one_process(rank_pools, case, request):
+    if case.stage_rows == (None,):
+        request.getfixturevalue("backward_thread")
+    expected = step_of_one_process(case.model, case.lora, case.flat)
+    for steps in rank_pools[case.ranks].run(run_case, case):
+        assert len(steps) == len(steps_of(case))
+        for got in steps:
+            assert_same_step(got, expected)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_distca.dispatch.bound import Runtime
 from hf_distca.dispatch.exchange import Route
-from hf_distca.dispatch.executor import CoreAttention, Forward
+from hf_distca.dispatch.executor import CoreAttention, Pass
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.plan import AttentionKind
@@ -39,6 +39,7 @@ class Recorded:
         return RecordedBuffer(self, f"{rows} {{}}{number}")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: TaskShapes, params: AttentionParams):
+        assert not torch.is_autocast_enabled("cpu")
         self.events.append(f"run {shapes.q_lens[0]} {'causal' if params.causal else 'full'}")
         return q + k.sum(), q.sum(-1)
 
@@ -78,13 +79,12 @@ class RecordedBuffer:
 def attention_of(
     recorded: Recorded, schedule: tuple[Phase, ...], groups: dict, *, forwards: bool = False, kept: Kept = "nothing"
 ) -> CoreAttention:
-    stage = SimpleNamespace(keys=ROUTE)
     routes = SimpleNamespace(
         forward=schedule,
         groups=groups,
         queries=ROUTE,
         rows={"local": 3, "received": 2},
-        stages=(stage,) * 7,
+        keys=[ROUTE] * 7,
         slots=(0, 1, 2, 3, 4, 0, 1),
         merges=False,
         forwards=forwards,
@@ -117,10 +117,11 @@ def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
         recorded, schedule, {("local", 0): group(3), ("remote-query", 0): group(2), ("remote-KV", 0): group(1)}
     )
     spans = attention.runtime.recorder.listen("phase", "kernel", "wait")
-    passed = Forward(attention, torch.ones(3, 2, 8), torch.ones(3, 1, 8), torch.ones(3, 1, 8))
+    passed = Pass(attention, "forward", (torch.ones(3, 2, 8), torch.ones(3, 1, 8), torch.ones(3, 1, 8)), {})
     ends = []
     for _ in range(3):
-        passed.go_on()
+        with torch.autocast("cpu", torch.bfloat16):
+            passed.go_on()
         ends.append(len(recorded.events))
     assert recorded.events == [
         *["send keys 0 (2)", "send queries 0 (1)", "run 3 causal", "send keys 1 (2)"],
@@ -157,14 +158,14 @@ def test_keys_are_forwarded_when_they_have_come_and_read_when_all_are_there(kept
     )
     attention = attention_of(recorded, schedule, {("remote-query", 6): group(2, keys=3)}, forwards=True, kept=kept)
     k_TGD = torch.tensor([1.0, 2.0, 5.0])[:, None, None].expand(3, 1, 8)
-    passed = Forward(attention, torch.zeros(3, 2, 8), k_TGD, -k_TGD)
-    passed.run_through()
+    passed = Pass(attention, "forward", (torch.zeros(3, 2, 8), k_TGD, -k_TGD), {})
+    o_THE, _ = passed.run_through()
     assert recorded.events == [
         *["send queries 0 (1)", "send keys 1 (2)", "wait keys 1", "send keys forwarded 1 (2)"],
         *["wait queries 0", "wait keys forwarded 1", "run 2 causal", "send queries back 0 (2)", "wait queries back 0"],
     ]
     # Rows 0 and 1 were received, and row 1 once more from the rank that forwarded it.
-    assert passed.results()[0][0, 0, 0] == 8 * (1.0 + 2.0 + 2.0)
+    assert o_THE[0, 0, 0] == 8 * (1.0 + 2.0 + 2.0)
     rows_kept = passed.kept()
     assert sorted(rows_kept) == ([] if kept == "nothing" else [("k", 6), ("q", 0), ("v", 6)])
     recorded.forwarded[0].zero_()  # as another exchange does

@@ -1,5 +1,6 @@
-"""Over which backend rows travel, and that ranks are connected before the first layer."""
+"""Over which backend rows travel, that ranks are connected before the first layer, and which ranks share a node."""
 
+import logging
 import socket
 import time
 from types import SimpleNamespace
@@ -21,13 +22,13 @@ from hf_distca.dispatch.backends import (
     unreachable,
 )
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.failures import Failures
-from hf_distca.dispatch.groups import Groups, mesh_ranks, raised_together
+from hf_distca.dispatch.groups import Groups, mesh_ranks, raised_together, ranks_per_node
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.settings import PlanSettings
 from tests.ranks import RankPool
 
-CUDA = torch.device("cuda", 1)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+KINDS = (AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8),)
 
 
 @pytest.mark.parametrize(
@@ -67,21 +68,15 @@ def test_the_options_are_those_of_torch():
     assert (made.config.max_ctas, made.config.cga_cluster_size) == (EXCHANGE_CTAS, 0)
 
 
-def test_ranks_that_share_a_gpu():
+def test_ranks_that_share_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
+    assert [indexed(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")] == [torch.device("cuda", 3), CUDA, CPU]
+    assert (device_uuid(CUDA), device_uuid(CPU)) == ("GPU-cuda:1", None)
     check_devices("nccl", ["a", "b", "c"])
     check_devices("gloo", shared := ["a", "b", "a", "b"])
     with pytest.raises(ValueError, match=r"share one: ranks \[0, 2\] on a; ranks \[1, 3\] on b\. Start one.*use gloo"):
         check_devices("nccl", shared)
-
-
-def test_devices_have_numbers_and_names(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
-    assert indexed(torch.device("cuda")) == torch.device("cuda", 3)
-    assert indexed(CUDA) == CUDA
-    assert device_uuid(CUDA) == "GPU-cuda:1"
-    assert indexed(torch.device("cpu")) == torch.device("cpu")
-    assert device_uuid(torch.device("cpu")) is None
 
 
 def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
@@ -96,86 +91,72 @@ def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
     assert all(part in message for part in (str(error), "(eth7 on this host)", "('node3' here to 127.0.1.1)"))
 
 
-def _recorded_start(ranks_per_node: int | tuple[int, ...] = 1) -> list[Any]:
-    """What becomes of groups and rows when a dispatcher is made and has not run a layer yet."""
-    device = torch.device("cpu")
+def _groups_of_dispatcher(ranks_per_node: int | tuple[int, ...] = 1) -> tuple[list[Any], list[int], str]:
+    """What becomes of groups and rows when a dispatcher is made; groups before, with and after it; what it then says.
+
+    No layer has run.
+    """
     found: list[Any] = []
-    new_group, all_to_all = dist.new_group, dist.all_to_all_single
+    new_group, all_to_all, world = dist.new_group, dist.all_to_all_single, dist.distributed_c10d._world
 
     def recorded_group(ranks: list[int] | None = None, **options: Any) -> Any:
-        found.append((options["group_desc"], options["backend"], *([] if ranks is None else [ranks])))
+        found.append((options["group_desc"], options["backend"], ranks))
         return new_group(ranks, **options)
 
     def recorded_exchange(output: Any, input: Any, received: Any, sent: Any, group: Any) -> Any:
         found.append((group.group_desc, received, sent))
         return all_to_all(output, input, received, sent, group=group)
 
+    count = [len(world.pg_map)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", recorded_group)
         patch.setattr(dist, "all_to_all_single", recorded_exchange)
         patch.setattr(groups_module, "device_uuid", lambda device: f"GPU-{dist.get_rank()}")
         patch.setattr(groups_module, "check_devices", lambda *args: found.append(args))
-        kinds = (AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8),)
-        settings = PlanSettings(dist.get_world_size(), 64, kinds, ranks_per_node=ranks_per_node)
-        groups = Dispatcher(settings, device).groups
-    of_node = None if groups.node is None else dist.get_process_group_ranks(groups.node)
-    return found if ranks_per_node == 1 else [*found, of_node]
-
-
-def _closed() -> tuple[list[int], str]:
-    """How many groups there are before, with and after a dispatcher on nodes, and what it says then."""
-    kinds = (AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8),)
-    count = [len(dist.distributed_c10d._world.pg_map)]
-    dispatcher = Dispatcher(PlanSettings(3, 64, kinds, ranks_per_node=(1, 2)), torch.device("cpu"))
-    count.append(len(dist.distributed_c10d._world.pg_map))
+        dispatcher = Dispatcher(PlanSettings(dist.get_world_size(), 64, KINDS, ranks_per_node=ranks_per_node), CPU)
+    count.append(len(world.pg_map))
     dispatcher.close()
     dispatcher.close()
-    count.append(len(dist.distributed_c10d._world.pg_map))
+    count.append(len(world.pg_map))
     with pytest.raises(RuntimeError) as error:
         dispatcher.plan_lengths([[3]])
-    return count, str(error.value)
+    return found, count, str(error.value)
 
 
-def test_closing_ends_the_groups(rank_pools):
-    said = "the process groups of this dispatcher are closed; make a new trainer or dispatcher to continue"
-    # Rank 0 is alone on its node.
-    assert rank_pools[3].run(_closed) == [([1, 3, 1], said), ([1, 4, 1], said), ([1, 4, 1], said)]
+CLOSED = "the process groups of this dispatcher are closed; make a new trainer or dispatcher to continue"
 
 
-def started(size: int) -> list[Any]:
+def connected(size: int) -> list[Any]:
     """What becomes of groups in any case: control messages, whether devices will do, and rows between all."""
-    devices = ("gloo", [f"GPU-{rank}" for rank in range(size)])
-    exchange = [("distca exchange", "gloo"), ("distca exchange", [1] * size, [1] * size)]
-    return [("distca control", "gloo"), devices, *exchange]
+    everyone = list(range(size))
+    devices = ("gloo", [f"GPU-{rank}" for rank in everyone])
+    exchange = [("distca exchange", "gloo", everyone), ("distca exchange", [1] * size, [1] * size)]
+    return [("distca control", "gloo", everyone), devices, *exchange]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_ranks_are_connected_once_before_the_first_layer(rank_pools, size):
-    expected = started(size)
-    assert rank_pools[size].run(_recorded_start) == [expected if size > 1 else []] * size
-
-
-def test_ranks_of_a_node_are_connected_once_before_the_first_layer(rank_pools):
-    assert rank_pools[3].run(_recorded_start, 3) == [[*started(3), None]] * 3  # a single node is not connected apart
-    # Every rank makes the groups of all nodes.
-    nodes = [("distca world", "gloo"), ("distca node", "gloo", [0]), ("distca node", "gloo", [1, 2])]
-    alone, *together = rank_pools[3].run(_recorded_start, (1, 2))
-    assert alone == [*started(3), *nodes, None]
-    assert together == [[*started(3), *nodes, ("distca node", [1] * 2, [1] * 2), [1, 2]]] * 2
+def test_ranks_are_connected_once_before_the_first_layer(rank_pools):
+    assert rank_pools[1].run(_groups_of_dispatcher) == [([], [1, 1, 1], CLOSED)]
+    assert rank_pools[2].run(_groups_of_dispatcher) == [(connected(2), [1, 3, 1], CLOSED)] * 2
+    # A single node is not connected apart; of several, every rank makes the groups of all.
+    assert rank_pools[3].run(_groups_of_dispatcher, 3) == [(connected(3), [1, 3, 1], CLOSED)] * 3
+    nodes = [("distca world", "gloo", None), ("distca node", "gloo", [0]), ("distca node", "gloo", [1, 2])]
+    assert rank_pools[3].run(_groups_of_dispatcher, (1, 2)) == [
+        ([*connected(3), *nodes], [1, 3, 1], CLOSED),
+        *[([*connected(3), *nodes, ("distca node", [1] * 2, [1] * 2)], [1, 4, 1], CLOSED)] * 2,
+    ]
 
 
 def _start(last: str) -> str:
     """What rank 0 says whose partner comes as far as to make a group, or not at all."""
-    device = torch.device("cpu")
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError) as raised:
-            Groups(device, 1.0)
+            Groups(CPU, 1.0)
         return str(raised.value)
     with pytest.MonkeyPatch.context() as patch:
         if last == "control":
             patch.setattr(groups_module, "exchange_backend", lambda device: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                Groups(device, 1.0)
+                Groups(CPU, 1.0)
     return ""
 
 
@@ -191,7 +172,7 @@ def test_a_rank_whose_partner_is_not_there(last, told):
 def _two_by_two() -> dict[str, Any]:
     """Two groups of two ranks, each of which dispatches by itself beside the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    groups = Groups(torch.device("cpu"), 60.0, mesh["dp"])
+    groups = Groups(CPU, 60.0, mesh["dp"])
     rank = dist.get_rank()
     replica, shard = divmod(rank, 2)
     if shard == 0:
@@ -200,39 +181,40 @@ def _two_by_two() -> dict[str, Any]:
     else:
         with pytest.raises(ValueError, match=r"^rank 0: ValueError: wrong on one rank$"):
             groups.raise_together(ValueError("wrong on one rank") if replica == 0 else None)
+    with pytest.raises(ValueError, match="has the dimensions"):
+        mesh_ranks(mesh)
     documents = [[40, 3], [9, 30]][replica] if shard == 0 else [[20], [25, 25]][replica]
     # Different plans side by side, one of them with rows that travel.
-    kinds = (AttentionKind(q_heads=4, kv_heads=2, dim_qk=8, dim_v=8),)
-    settings = PlanSettings(ranks=2, tokens_per_rank=64, kinds=kinds, balance_block_size=8)
-    dispatcher = Dispatcher(settings, torch.device("cpu"), mesh["dp"].get_group())
+    dispatcher = Dispatcher(PlanSettings(2, 64, KINDS, balance_block_size=8), CPU, mesh["dp"].get_group())
     (plan,) = dispatcher.plan_lengths([documents])
-    received = torch.full((2,), -1, dtype=torch.int64)
-    dist.all_to_all_single(received, torch.tensor([10 * rank, 10 * rank + 1]), group=dispatcher.groups.exchange)
+    before = len(dist.distributed_c10d._world.pg_map)
+    Groups(CPU, 60.0, mesh["dp"]).close()
     return {
+        "left": len(dist.distributed_c10d._world.pg_map) - before,
         "place": (groups.rank, groups.ranks, groups.all_gather(rank)),
-        "lengths": [int(length) for nano in plan.nano_batches for length in nano.layout.lengths],
-        "received": received.tolist(),
+        "lengths": sorted(int(length) for nano in plan.nano_batches for length in nano.layout.lengths),
+        "received": _exchanged(dispatcher.groups.exchange),
         "any": dispatcher.groups.any_of([rank == 3, rank == 0]),
         "nodes": [
             _of_node(mesh["dp"], of_both[shard]) for of_both in (((0, 0), None), ((0, 0), (0, 1)), (None, None))
         ],
-        "error": _wrong_mesh(mesh),
         "world": groups.all_gather(rank, in_world=True),
         "met": _met(groups),
         "failed": _failed(groups),
-        "left": _left_when_closed(mesh["dp"]),
     }
+
+
+def _exchanged(group: dist.ProcessGroup) -> list[int]:
+    rank, received = dist.get_rank(), torch.full((2,), -1)
+    dist.all_to_all_single(received, torch.tensor([10 * rank, 10 * rank + 1]), group=group)
+    return received.tolist()
 
 
 def _of_node(mesh: Any, nodes: tuple[int, ...] | None) -> list[int] | None:
     """What comes from the ranks of this rank's node, where ranks of the mesh are on these nodes."""
-    groups = Groups(torch.device("cpu"), 60.0, mesh)
+    groups = Groups(CPU, 60.0, mesh)
     groups.connect_nodes(nodes)
-    if groups.node is None:
-        return None
-    received, sent = torch.full((2,), -1), torch.tensor([10 * dist.get_rank(), 10 * dist.get_rank() + 1])
-    dist.all_to_all_single(received, sent, group=groups.node)
-    return received.tolist()
+    return None if groups.node is None else _exchanged(groups.node)
 
 
 def _met(groups: Groups) -> int:
@@ -247,53 +229,21 @@ def _met(groups: Groups) -> int:
 def _failed(groups: Groups) -> str:
     """What a rank says where rank 0 fails and takes the others with it, whichever mesh they are in."""
     error = KeyError("text") if dist.get_rank() == 0 else RuntimeError("Connection closed by peer")
-    try:
-        _fail(groups.failures, error)
-    except (KeyError, RuntimeError) as raised:
-        return str(raised)
-    return "no error"
-
-
-def _fail(failures: Failures, error: Exception) -> None:
-    with failures.reported():
+    with pytest.raises((KeyError, RuntimeError)) as raised, groups.failures.reported():
         raise error
-
-
-def _left_when_closed(mesh: Any) -> int:
-    """How many groups are left of those that were made."""
-    before = len(dist.distributed_c10d._world.pg_map)
-    Groups(torch.device("cpu"), 60.0, mesh).close()
-    return len(dist.distributed_c10d._world.pg_map) - before
-
-
-def _wrong_mesh(mesh: Any) -> str:
-    try:
-        mesh_ranks(mesh)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    return str(raised.value)
 
 
 def test_groups_of_a_mesh_dispatch_by_themselves(rank_pools):
     results = rank_pools[4].run(_two_by_two)
-    assert [result["place"] for result in results] == [
-        (0, 2, [0, 2]),
-        (0, 2, [1, 3]),
-        (1, 2, [0, 2]),
-        (1, 2, [1, 3]),
-    ]
-    first, second = [40, 3, 9, 30], [20, 25, 25]
-    assert [sorted(result["lengths"]) for result in results] == [sorted(first), sorted(second)] * 2
+    assert [result["place"] for result in results] == [(0, 2, [0, 2]), (0, 2, [1, 3]), (1, 2, [0, 2]), (1, 2, [1, 3])]
+    assert [result["lengths"] for result in results] == [[3, 9, 30, 40], [20, 25, 25]] * 2
     assert [result["received"] for result in results] == [[0, 20], [10, 30], [1, 21], [11, 31]]
     assert [result["any"] for result in results] == [[False, True], [True, False]] * 2
     # Ranks 0 and 2 share a node twice; 1 and 3 have no nodes, then one each.
-    assert [result["nodes"] for result in results] == [
-        [[0, 20], [0, 20], None],
-        [None, None, None],
-        [[1, 21], [1, 21], None],
-        [None, None, None],
-    ]
-    assert all('has the dimensions ("dp", "tp")'.replace('"', "'") in result["error"] for result in results)
+    shared, none = ([[first, second], [first, second], None] for first, second in ((0, 20), (1, 21))), [None] * 3
+    first, second = shared
+    assert [result["nodes"] for result in results] == [first, none, second, none]
     assert [(result["world"], result["met"], result["left"]) for result in results] == [([0, 1, 2, 3], 4, 0)] * 4
     assert [result["failed"] for result in results] == ["'text'", *["rank 0 failed: KeyError: 'text'"] * 3]
 
@@ -316,3 +266,56 @@ def test_ranks_of_a_group_in_an_order_of_its_own(monkeypatch):
     monkeypatch.setattr(groups_module, "in_world", lambda: True)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [3, 1])
     assert mesh_ranks(SimpleNamespace()) == [1, 3]
+
+
+# Which ranks share a node, on ranks that a test places on made-up hosts.
+
+
+def _found(hosts: str, local_ranks: list[int | None], mesh_shape: tuple[int, int] | None) -> tuple[Any, list[str]]:
+    """What a rank finds, and what it logs, where each rank has this host and this LOCAL_RANK."""
+    rank, messages, handler = dist.get_rank(), [], logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups_module.logger, "handlers", [handler])
+        patch.setattr(groups_module.logger, "level", logging.INFO)
+        groups_module.logger.manager._clear_cache()
+        patch.setattr(socket, "gethostname", lambda: hosts[rank])
+        if local_ranks[rank] is None:
+            patch.delenv("LOCAL_RANK")
+        else:
+            patch.setenv("LOCAL_RANK", str(local_ranks[rank]))
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))["dp"] if mesh_shape else None
+        return ranks_per_node(mesh, 60.0), messages
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local_ranks", "shape", "found", "logged"),
+    [
+        ("aaaa", [0, 1, 2, 3], None, [4] * 4, ["4"]),
+        ("abbc", [0, 0, 1, 0], None, [(1, 2, 1)] * 4, ["1, 2, 1"]),
+        ("aaaa", [0, 1, 0, 1], None, [2] * 4, ["2, 2"]),  # two launchers on one host, each with a share of its GPUs
+        ("aabb", [0, 1, None, None], None, [(2, 1, 1)] * 4, ["2, 1, 1"]),
+        # With tensor parallelism of two, ranks 0 and 2 train together, and so do 1 and 3.
+        ("aabb", [0, 1, 0, 1], (2, 2), [1] * 4, ["1, 1"] * 2),
+        ("aaab", [0, 1, 2, 0], (2, 2), [2, 1, 2, 1], ["2", "1, 1"]),
+        ("aaab", [0, 1, 2, 0], (4, 1), [(3, 1)] * 4, ["3, 1"]),
+    ],
+)
+def test_nodes_of_a_launch(rank_pools, hosts, local_ranks, shape, found, logged):
+    results = rank_pools[4].run(_found, hosts, local_ranks, shape)
+    told = [[f"ranks on each node, as launched: {sizes}"] for sizes in logged]
+    assert [sizes for sizes, _ in results] == found
+    assert [messages for _, messages in results] == told + [[]] * (4 - len(told))
+
+
+def test_ranks_that_are_numbered_across_hosts(rank_pools):
+    # By local ranks alone, rank 2 would be on the node of rank 1.
+    results = rank_pools[4].run(_found, "abaa", [0, 0, 1, 2], None)
+    assert [sizes for sizes, _ in results] == [(1, 1, 2)] * 4
+    warning, told = results[0][1]
+    assert warning.startswith("ranks that share a host are not numbered one after another")
+    assert told.startswith("ranks on each node")
+
+
+def test_without_a_world_all_links_are_alike():
+    assert ranks_per_node(None, 60.0) == 1

@@ -1,18 +1,20 @@
-"""A planned step with gradient checkpointing, LoRA, autocast, sinks and accumulation; and what it refuses."""
+"""A planned step under autocast, with accumulation and on a rank without rows; and what it refuses."""
 
 import copy
 import re
 
-import peft
 import pytest
 import torch
 import torch.distributed as dist
 
+from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.kernels import AttentionParams
 from hf_distca.patches.head import plan_head
+from hf_distca.planner.build import plan_placed
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from tests.dispatch.test_equality import CHUNK_BYTES, cut_rows, planned_step
+from tests.dispatch.test_equality import CHUNK_BYTES, assert_same_step, cut_rows, gradients_of, planned_step
 from tests.models_and_batches import (
     SMALL_KIND,
     in_nodes,
@@ -25,7 +27,7 @@ from tests.models_and_batches import (
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
-LENGTHS = [120, 7, 1, 33, 64]
+LENGTHS, FURTHER = [120, 7, 1, 33, 64], [90, 31, 2]
 
 
 def dispatcher_of_all_ranks(**settings) -> Dispatcher:
@@ -33,53 +35,12 @@ def dispatcher_of_all_ranks(**settings) -> Dispatcher:
     return Dispatcher(PlanSettings(ranks=dist.get_world_size(), **settings), torch.device("cpu"))
 
 
-def _step(checkpointing: bool | None, lora: bool, model_type: str, config: dict, windows: tuple) -> tuple[float, dict]:
-    dispatcher = dispatcher_of_all_ranks(kinds=small_kinds(*windows))
-    model = prepared_model(checkpointing, lora, model_type, "distca", config)
-    plan = plan_micro_batch(LENGTHS, dispatcher.settings)
-    loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def prepared_model(checkpointing, lora, model_type, implementation, config):
-    model = small_model(model_type, implementation, **config).train()
-    if lora:
-        torch.manual_seed(0)
-        settings = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-        model = peft.get_peft_model(model, settings)
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        if checkpointing and lora:
-            model.enable_input_require_grads()
-    if implementation == "distca":
-        plan_head(model, CHUNK_BYTES)
-    return model
-
-
-@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_checkpointing_and_lora(rank_pools, checkpointing, lora):
-    model = prepared_model(None, lora, "llama", "sdpa", {})
-    loss, grads = reference_step(model, random_documents(LENGTHS))
-    for got_loss, got in rank_pools[2].run(_step, checkpointing, lora, "llama", {}, (None,)):
-        assert got_loss == pytest.approx(loss, rel=1e-6)
-        assert got.keys() == grads.keys()
-        assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_attention_sinks(rank_pools, ranks):
-    config = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
-    loss, grads = reference_step(small_model("gpt_oss", "eager", **config), random_documents(LENGTHS))
-    for got_loss, got in rank_pools[ranks].run(_step, None, False, "gpt_oss", config, (24, None)):
-        assert got_loss == pytest.approx(loss, rel=1e-6)
-        assert "model.layers.0.self_attn.sinks" in grads
-        assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
-
-
 def _step_in_bfloat16() -> tuple[float, dict]:
+    dispatcher, model = dispatcher_of_all_ranks(), small_model()
+    plan_head(model, CHUNK_BYTES)
     with torch.autocast("cpu", torch.bfloat16):
-        return _step(None, False, "llama", {}, (None,))
+        plan = plan_micro_batch(LENGTHS, dispatcher.settings)
+        return planned_step(model, plan, dispatcher, random_documents(LENGTHS)), gradients_of(model)
 
 
 def test_autocast(rank_pools):
@@ -92,14 +53,12 @@ def test_autocast(rank_pools):
             assert relative_error(got[name], exact[name]) < 2 * relative_error(stock[name], exact[name]) + 1e-2, name
 
 
-def _accumulated() -> tuple[list[float], dict]:
+def _accumulated() -> tuple[float, dict]:
     """Two micro-batches whose plans are both alive; the second runs forward before the first runs backward."""
-    dispatcher = dispatcher_of_all_ranks()
-    model = small_model()
-    groups = [LENGTHS, [90, 31, 2]]
-    targets = sum(length - 1 for lengths in groups for length in lengths)
+    dispatcher, model = dispatcher_of_all_ranks(), small_model()
+    targets = sum(length - 1 for lengths in (LENGTHS, FURTHER) for length in lengths)
     losses = []
-    for lengths in groups:
+    for lengths in (LENGTHS, FURTHER):
         plan = plan_micro_batch(lengths, dispatcher.settings)
         batch = cut_rows(plan, dist.get_rank(), random_documents(lengths))
         bound = dispatcher.bind(plan)
@@ -108,27 +67,22 @@ def _accumulated() -> tuple[list[float], dict]:
         loss.backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
-    return [loss.item() for loss in losses], {name: p.grad.clone() for name, p in model.named_parameters()}
+    total = torch.stack(losses).sum().detach()
+    dist.all_reduce(total)
+    return total.item(), gradients_of(model)
 
 
 def test_two_micro_batches_at_once(rank_pools):
-    documents = [*random_documents(LENGTHS), *random_documents([90, 31, 2])]
-    loss, grads = reference_step(small_model(implementation="sdpa"), documents)
-    results = rank_pools[2].run(_accumulated)
-    assert sum(sum(losses) for losses, _ in results) == pytest.approx(loss, rel=1e-6)
-    for _, got in results:
-        assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
+    documents = [*random_documents(LENGTHS), *random_documents(FURTHER)]
+    expected = reference_step(small_model(implementation="sdpa"), documents)
+    for got in rank_pools[2].run(_accumulated):
+        assert_same_step(got, expected)
 
 
 def _attend_without_rows() -> list[list[int]]:
     """Attention alone, where a rank may hold no row at all."""
-    from hf_distca.dispatch.attention import disaggregated_attention
-    from hf_distca.kernels import AttentionParams
-    from hf_distca.planner.build import plan_placed
-
     dispatcher = dispatcher_of_all_ranks()
-    rows = [[40], []][: dist.get_world_size()]
-    plan = plan_placed(rows, dispatcher.settings)
+    plan = plan_placed([[40], []], dispatcher.settings)
     torch.manual_seed(0)
     inputs = [torch.randn(40, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
     mine = [x if dist.get_rank() == 0 else x[:0].detach().requires_grad_() for x in inputs]

@@ -23,8 +23,8 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.servers import local_tasks, plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
-from tests.dispatch.test_equality import planned_step
-from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.dispatch.test_equality import Step, assert_same_step, gradients_of, planned_step
+from tests.models_and_batches import random_documents, reference_step, small_kinds, small_model
 
 CPU = torch.device("cpu")
 LENGTHS = [120, 7, 64, 1, 33, 70]
@@ -112,37 +112,30 @@ def compute(
 ) -> list[dict[str, Tensor]]:
     """A worker's results of what the ranks sent, rank by rank."""
     routes, kernel = make_routes(plan, worker), CpuKernel()
-    counts = {
-        kind: messages.recv_counts[: len(received)].tolist()
-        for kind, messages in (("q", routes.queries), ("k", routes.stages[0].keys))
-    }
-    assert [len(rank["q"]) for rank in received] == counts["q"]
-    assert [len(rank["k"]) for rank in received] == counts["k"]
+    group, messages = routes.stages[0].remote_query, {"q": routes.queries, "k": routes.stages[0].keys}
+    counts = {kind: each.recv_counts[: len(received)].tolist() for kind, each in messages.items()}
+    assert all([len(rank[kind]) for rank in received] == counts[kind] for kind in counts)
     rows = {name: torch.cat([rank[name] for rank in received]) for name in received[0]}
-    group = routes.stages[0].remote_query
     shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), CPU)
     q_rows, k_rows = torch.from_numpy(group.q_rows), torch.from_numpy(group.k_rows)
-    k, v, q = rows["k"][k_rows], rows["v"][k_rows], rows["q"][q_rows]
+    inputs = {name: x[q_rows if name in QUERY_COLUMNS else k_rows] for name, x in rows.items()}
     if "do" not in rows:
-        results = dict(zip(("o", "lse"), kernel.forward(q, k, v, shapes, params), strict=True))
-        results = {
-            name: torch.zeros(len(rows["q"]), *x.shape[1:]).index_copy(0, q_rows, x) for name, x in results.items()
-        }
+        parts = zip(("o", "lse"), kernel.forward(*inputs.values(), shapes, params), strict=True)
     else:
-        do, o, lse = (rows[name][q_rows] for name in ("do", "o", "lse"))
-        dq, dk, dv = kernel.backward(do, q, k, v, o, lse, shapes, params)
-        results = {
-            "dq": torch.zeros_like(rows["q"]).index_copy(0, q_rows, dq),
-            "dk": torch.zeros_like(rows["k"]).index_add(0, k_rows, dk),
-            "dv": torch.zeros_like(rows["v"]).index_add(0, k_rows, dv),
-        }
-    parts = {name: x.split(counts["k" if name in ("dk", "dv") else "q"]) for name, x in results.items()}
-    return [{name: parts[name][rank] for name in parts} for rank in range(len(received))]
+        ordered = [inputs[name] for name in ("do", "q", "k", "v", "o", "lse")]
+        parts = zip(("dq", "dk", "dv"), kernel.backward(*ordered, shapes, params), strict=True)
+    answers: list[dict[str, Tensor]] = [{} for _ in received]
+    for name, part in parts:
+        kind, index = ("k", k_rows) if name in ("dk", "dv") else ("q", q_rows)
+        total = torch.zeros(sum(counts[kind]), *part.shape[1:]).index_add(0, index, part)
+        for answer, of_rank in zip(answers, total.split(counts[kind]), strict=True):
+            answer[name] = of_rank
+    return answers
 
 
 def step_with_servers(
     ping_pong: bool, lost: tuple[int, int] | None, model: str, window: int | None, others: dict[str, Any]
-) -> tuple[float, dict[str, Tensor], list[tuple[Any, ...]]]:
+) -> tuple[Step, list[tuple[Any, ...]]]:
     """Loss and gradients of a planned step with two servers, and what was asked of these."""
     settings = PlanSettings(
         ranks=dist.get_world_size(),
@@ -158,7 +151,7 @@ def step_with_servers(
     if ping_pong:
         plan_layers(made)
     loss = planned_step(made, plan_micro_batch(LENGTHS, settings), dispatcher, random_documents(LENGTHS))
-    return loss, {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}, remote.events
+    return (loss, gradients_of(made)), remote.events
 
 
 def _config(window: int | None) -> dict[str, int]:
@@ -167,15 +160,12 @@ def _config(window: int | None) -> dict[str, int]:
 
 def events_of(pool, ping_pong=False, lost=None, model="llama", window=None, **others):
     """What every rank asks of servers in a step; the step is that of one process without servers."""
-    loss, grads = reference_step(small_model(model, "sdpa", **_config(window)), random_documents(LENGTHS))
+    expected = reference_step(small_model(model, "sdpa", **_config(window)), random_documents(LENGTHS))
     results = pool.run(step_with_servers, ping_pong, lost, model, window, others)
-    for got_loss, got, events in results:
-        assert got_loss == pytest.approx(loss, rel=1e-6)
-        assert got.keys() == grads.keys()
-        for name, grad in grads.items():
-            assert relative_error(got[name], grad) < 1e-5, name
-        assert events == results[0][2]
-    return results[0][2]
+    for got, events in results:
+        assert_same_step(got, expected)
+        assert events == results[0][1]
+    return results[0][1]
 
 
 def test_rows_go_to_servers_and_come_back_attention_by_attention(rank_pools):

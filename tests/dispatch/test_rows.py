@@ -54,6 +54,10 @@ def test_numbers_come_back_aligned():
     assert [x.dtype for x in placed] == [torch.int64, torch.int32, *[torch.int64] * 3]
     assert [x.storage_offset() * x.itemsize for x in placed] == [0, 32, 48, 48, 64]
     assert len({x.untyped_storage().data_ptr() for x in placed}) == 1
+    buffer.place(np.array([7]))  # what is placed after sending lies elsewhere
+    assert placed[0].tolist() == [3, 1, 2]
+    assert [IndexBuffer(device).another().in_one_go for device in (META, CPU)] == [True, False]
+    assert IndexBuffer(CPU, in_one_go=True).another().in_one_go
 
 
 @pytest.mark.parametrize(("chunk", "copies"), [(64, 1), (63, 2), (1, 4)])
@@ -66,19 +70,6 @@ def test_one_copy_where_there_is_room(monkeypatch, chunk, copies):
         buffer.send()
     assert [x.shape for x in placed] == [(2,)] * 4
     assert [call.name for call in mode.calls if call.what == "copy"] == ["copy_"] * copies
-
-
-def test_what_is_placed_after_sending_lies_elsewhere():
-    buffer = IndexBuffer(CPU)
-    first = buffer.place(np.array([1]))
-    buffer.send()
-    buffer.place(np.array([2]))
-    assert first.tolist() == [1]
-
-
-def test_another_is_used_alike():
-    assert [IndexBuffer(device).another().in_one_go for device in (META, CPU)] == [True, False]
-    assert IndexBuffer(CPU, in_one_go=True).another().in_one_go
 
 
 def row_sum(sources, rows, **options):
@@ -95,24 +86,18 @@ def test_rows_named_twice_and_rows_not_named_at_all():
     assert total.flatten().tolist() == [1, 12, 123, 0]
 
 
-def test_further_sources_are_added_to_a_first_one_that_has_every_row():
-    first = column(1, 2, 3)
-    total = row_sum([[0, 1, 2], [2, 2], []], 3).add_up([first, column(10, 20), column()])
-    assert total is first
-    assert total.flatten().tolist() == [1, 2, 33]
-
-
 @pytest.mark.parametrize(
     ("first", "expected"),
-    [([0, 2, 1], [1, 13, 2]), ([0, 1], [1, 12, 0]), ([0, 0, 2], [3, 10, 3])],
-    ids=["another order", "not all", "one twice"],
+    [([0, 1, 2], [1, 12, 3]), ([0, 2, 1], [1, 13, 2]), ([0, 1], [1, 12, 0]), ([0, 0, 2], [3, 10, 3])],
+    ids=["in order", "another order", "not all", "one twice"],
 )
-def test_a_first_source_with_rows_elsewhere_stays_as_it_is(first, expected):
+def test_a_first_source_is_added_to_where_it_has_every_row_in_order_and_else_stays(first, expected):
     rows = column(*range(1, len(first) + 1))
     before = rows.tolist()
-    total = row_sum([first, [1]], 3).add_up([rows, column(10)])
+    total = row_sum([first, [1], []], 3).add_up([rows, column(10), column()])
     assert total.flatten().tolist() == expected
-    assert rows.tolist() == before
+    assert (total is rows) == (first == [0, 1, 2])
+    assert total is rows or rows.tolist() == before
 
 
 def test_sum_is_written_where_it_is_wanted():
@@ -132,11 +117,6 @@ def test_sum_of_three_in_bfloat16_is_kept_in_float32(first):
     assert row_sum(sources, 1).add_up(rows).item() == 258.0
 
 
-def test_too_many_sources():
-    with pytest.raises(ValueError, match="at most 6 sources, got 7"):
-        row_sum([[0]] * (MAX_SOURCES + 1), 1)
-
-
 SOURCES = st.lists(st.lists(st.integers(0, 11), max_size=30), min_size=1, max_size=MAX_SOURCES)
 
 
@@ -149,3 +129,8 @@ def test_sum_is_that_of_all_addends(sources, whole_first):
         for target, row in zip(targets, rows[-1].clone(), strict=True):
             expected[target] += row
     assert row_sum(sources, 12).add_up(rows).tolist() == expected.tolist()
+
+
+def test_too_many_sources():
+    with pytest.raises(ValueError, match="at most 6 sources, got 7"):
+        row_sum([[0]] * (MAX_SOURCES + 1), 1)

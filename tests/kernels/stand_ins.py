@@ -2,11 +2,10 @@
 
 They have the signatures of the real ones and behave as their sources have it, at their least friendly: head dims that
 are multiples of 8 and mostly equal, aligned rows, [H, Q] log-sum-exp, +inf for rows without keys, results unset where
-no pair is. Each counts its calls.
+no pair is.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,110 +16,119 @@ from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.kernels.reference import ReferenceKernel
 
 
-@contextmanager
-def removed_afterwards(stand_in) -> Iterator:
-    """Leave a stand-in registered with torch for as long as a test needs it."""
-    try:
-        yield stand_in
-    finally:
-        stand_in.remove()
-
-
 def signature(arguments: str) -> Callable[..., dict[str, Any]]:
     """Return a function with these arguments, which returns them by name and refuses others."""
     return eval(f"lambda {arguments}: locals()")
 
 
-def asked(
-    tensors: tuple[Tensor, ...], given: dict[str, Any], causal: str = "causal", *, one_head_dim: bool = False
-) -> tuple[TaskShapes, AttentionParams]:
-    """What a call asks for, after the checks that the kernels make; q, k and v are the first tensors."""
-    q, k, v = tensors[:3]
-    cumulative = given["cu_seqlens_q"], given["cu_seqlens_k"]
-    longest = given["max_seqlen_q"], given["max_seqlen_k"]
-    assert q.shape[2] == k.shape[2] <= 256
-    assert v.shape[2] <= 256
-    assert q.shape[2] == v.shape[2] or not one_head_dim
-    for x in tensors:
-        assert x.shape[2] % 8 == 0
-        assert x.stride(-1) == 1
-        assert not any(stride % 8 for stride in x.stride()[:-1])
-        assert x.data_ptr() % 16 == 0
-    shapes = TaskShapes.build(*(x.diff().tolist() for x in cumulative), "cpu")
-    assert shapes.q_lens
-    assert [x[0].item() for x in cumulative] == [0, 0]
-    assert (sum(shapes.q_lens), sum(shapes.k_lens)) == (len(q), len(k))
-    assert longest[0] >= shapes.max_q > 0
-    assert longest[1] >= shapes.max_k > 0
-    # With longest[0] == 1 they mean decoding: one row in every task.
-    assert longest[0] > 1 or set(shapes.q_lens) == {1}
-    left, right = (None if (side := given[f"window_size_{name}"]) == -1 else side for name in ("left", "right"))
-    assert right == (None if left is None else 0)
-    window = None if left is None else left + 1
-    return shapes, AttentionParams(given["softmax_scale"], window, given["softcap"] or None, given[causal])
+class StandIn:
+    """What all versions do with their arguments, once they have them by name.
 
+    Attributes:
+        calls: how many there were.
+        deterministic: of the last backward.
+        head_dims: of Q and K, and of V.
+    """
 
-def forward(q: Tensor, k: Tensor, v: Tensor, shapes: TaskShapes, params: AttentionParams) -> tuple[Tensor, Tensor]:
-    """o [Q, H, R] and lse [H, Q]."""
-    o, lse = ReferenceKernel().forward(q, k, v, shapes, params)
-    o[lse == -torch.inf] = torch.nan
-    return o, lse.masked_fill(lse == -torch.inf, torch.inf).T.contiguous()
-
-
-def backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    shapes: TaskShapes,
-    params: AttentionParams,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv."""
-    assert lse.shape == (q.shape[1], q.shape[0])
-    assert lse.is_contiguous()
-    dq, dk, dv = ReferenceKernel().backward(do, q, k, v, o, lse.T, shapes, params)
-    for q_rows, k_rows in zip(
-        torch.arange(len(q)).split(shapes.q_lens), torch.arange(len(k)).split(shapes.k_lens), strict=True
-    ):
-        if not len(q_rows) or not len(k_rows):
-            dq[q_rows] = dk[k_rows] = dv[k_rows] = torch.nan
-    return dq, dk, dv
-
-
-class Aten:
-    """`aten::_flash_attention_forward` and `_backward` for CPU tensors, behind torch's own schemas."""
+    names = ("dout", "out", "softmax_lse", "causal")
 
     def __init__(self) -> None:
         self.calls = {"forward": 0, "backward": 0}
-        self._library = torch.library.Library("aten", "IMPL")
-        self._library.impl("_flash_attention_forward", self._forward, "CPU")
-        self._library.impl("_flash_attention_backward", self._backward, "CPU")
+        self.deterministic: bool
+        self.head_dims: set[tuple[int, int]] = set()
 
-    def remove(self) -> None:
-        self._library._destroy()
+    def check(self, dim_qk: int, dim_v: int, given: dict[str, Any]) -> None:
+        """What only this version asks for."""
+        assert dim_qk == dim_v
 
-    def _forward(self, q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **options):
-        assert dropout_p == 0
+    def forward(self, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """o [Q, H, R] and lse [H, Q]."""
         self.calls["forward"] += 1
-        call = asked((q, k, v), _of_aten(cu_q, cu_k, max_q, max_k, is_causal, **options), one_head_dim=True)
-        return *forward(q, k, v, *call), torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
+        rows = [given[name] for name in ("q", "k", "v")]
+        o, lse = ReferenceKernel().forward(*rows, *self._asked(rows, given))
+        o[lse == -torch.inf] = torch.nan
+        return o, lse.masked_fill(lse == -torch.inf, torch.inf).T.contiguous()
 
-    def _backward(
-        self, do, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, **options
-    ):
-        assert dropout_p == 0
+    def backward(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
+        """dq, dk and dv, also in the tensors that are given for them."""
         self.calls["backward"] += 1
-        given = _of_aten(cu_q, cu_k, max_q, max_k, is_causal, **options)
-        return backward(do, q, k, v, o, lse, *asked((q, k, v, do, o), given, one_head_dim=True))
+        self.deterministic = given.get("deterministic", False)
+        do, o, lse, q, k, v = (given[name] for name in (*self.names[:3], "q", "k", "v"))
+        assert lse.shape == (q.shape[1], q.shape[0])
+        assert lse.is_contiguous()
+        shapes, params = self._asked([q, k, v, do, o], given)
+        gradients = ReferenceKernel().backward(do, q, k, v, o, lse.T, shapes, params)
+        dq, dk, dv = gradients
+        for q_rows, k_rows in zip(
+            torch.arange(len(q)).split(shapes.q_lens), torch.arange(len(k)).split(shapes.k_lens), strict=True
+        ):
+            if not len(q_rows) or not len(k_rows):
+                dq[q_rows] = dk[k_rows] = dv[k_rows] = torch.nan
+        for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+            if given.get(name) is not None:
+                given[name].copy_(gradient)
+        return gradients
+
+    def _asked(self, tensors: list[Tensor], given: dict[str, Any]) -> tuple[TaskShapes, AttentionParams]:
+        """What a call asks for, after the checks that the kernels make; q, k and v are the first tensors."""
+        q, k, v = tensors[:3]
+        cumulative = given["cu_seqlens_q"], given["cu_seqlens_k"]
+        longest = given["max_seqlen_q"], given["max_seqlen_k"]
+        assert q.shape[2] == k.shape[2] <= 256
+        assert v.shape[2] <= 256
+        self.check(q.shape[2], v.shape[2], given)
+        self.head_dims.add((q.shape[2], v.shape[2]))
+        for x in tensors:
+            assert x.shape[2] % 8 == 0
+            assert x.stride(-1) == 1
+            assert not any(stride % 8 for stride in x.stride()[:-1])
+            assert x.data_ptr() % 16 == 0
+        shapes = TaskShapes.build(*(x.diff().tolist() for x in cumulative), "cpu")
+        assert shapes.q_lens
+        assert [x[0].item() for x in cumulative] == [0, 0]
+        assert (sum(shapes.q_lens), sum(shapes.k_lens)) == (len(q), len(k))
+        assert longest[0] >= shapes.max_q > 0
+        assert longest[1] >= shapes.max_k > 0
+        # With longest[0] == 1 they mean decoding: one row in every task.
+        assert longest[0] > 1 or set(shapes.q_lens) == {1}
+        left, right = (None if (side := given[f"window_size_{name}"]) == -1 else side for name in ("left", "right"))
+        assert right == (None if left is None else 0)
+        window = None if left is None else left + 1
+        causal = given[self.names[3]]
+        return shapes, AttentionParams(given["softmax_scale"], window, given["softcap"] or None, causal)
 
 
-def _of_aten(cu_q, cu_k, max_q, max_k, causal, *, scale, window_size_left=None, window_size_right=None):
-    """The options of a call under the names of the packages."""
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "causal", "softmax_scale")
-    windows = {"window_size_left": window_size_left, "window_size_right": window_size_right, "softcap": None}
-    return dict(zip(names, (cu_q, cu_k, max_q, max_k, causal, scale), strict=True)) | windows
+FORWARD_OF_ATEN = signature(
+    "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, return_debug_mask, *, "
+    "scale, window_size_left=None, window_size_right=None"
+)
+BACKWARD_OF_ATEN = signature(
+    "dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal, "
+    "rng_state, unused, *, scale, window_size_left=None, window_size_right=None"
+)
+
+
+class Aten(StandIn):
+    """`aten::_flash_attention_forward` and `_backward` for CPU tensors, behind torch's own schemas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.library = torch.library.Library("aten", "IMPL")
+        self.library.impl("_flash_attention_forward", self._forward, "CPU")
+        self.library.impl("_flash_attention_backward", self._backward, "CPU")
+
+    def check(self, dim_qk: int, dim_v: int, given: dict[str, Any]) -> None:
+        super().check(dim_qk, dim_v, given)
+        assert given["dropout_p"] == 0
+
+    def _forward(self, *args, **options) -> tuple[Tensor, ...]:
+        given = FORWARD_OF_ATEN(*args, **options)
+        results = self.forward({**given, "softmax_scale": given["scale"], "softcap": None})
+        return *results, torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
+
+    def _backward(self, *args, **options) -> tuple[Tensor, ...]:
+        given = BACKWARD_OF_ATEN(*args, **options)
+        return self.backward({**given, "softmax_scale": given["scale"], "softcap": None})
 
 
 FORWARD_OF_2 = signature(
@@ -135,39 +143,24 @@ BACKWARD_OF_2 = signature(
 )
 
 
-class FlashAttn2(ModuleType):
+class FlashAttn2(StandIn):
     """`flash_attn.flash_attn_interface`, 2.7.0 to 2.8.3."""
-
-    def __init__(self) -> None:
-        super().__init__("flash_attn.flash_attn_interface")
-        self.calls = {"forward": 0, "backward": 0}
-        self.deterministic: bool
 
     def _wrapped_flash_attn_varlen_forward(self) -> None:
         """Its presence says that the version is new enough."""
 
-    def _flash_attn_varlen_forward(self, *args, **kwargs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        self.calls["forward"] += 1
-        given = FORWARD_OF_2(*args, **kwargs)
-        q, k, v = (given[name] for name in ("q", "k", "v"))
-        return *forward(q, k, v, *self._asked((q, k, v), given)), torch.empty(0), torch.empty(2)
-
-    def _flash_attn_varlen_backward(self, *args, **kwargs) -> Tensor:
-        self.calls["backward"] += 1
-        given = BACKWARD_OF_2(*args, **kwargs)
-        self.deterministic = given["deterministic"]
-        do, q, k, v, o = (given[name] for name in ("dout", "q", "k", "v", "out"))
-        grads = backward(do, q, k, v, o, given["softmax_lse"], *self._asked((q, k, v, do, o), given))
-        for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-            given[name].copy_(grad)
-        return torch.empty(0)
-
-    def _asked(self, tensors, given):
-        window = (given["window_size_left"], given["window_size_right"])
-        assert all(isinstance(side, int) for side in window)
+    def check(self, dim_qk: int, dim_v: int, given: dict[str, Any]) -> None:
+        super().check(dim_qk, dim_v, given)
+        assert all(isinstance(given[f"window_size_{side}"], int) for side in ("left", "right"))
         assert given["dropout_p"] == 0
         assert given["alibi_slopes"] is None
-        return asked(tensors, given, one_head_dim=True)
+
+    def _flash_attn_varlen_forward(self, *args, **kwargs) -> tuple[Tensor, ...]:
+        return *self.forward(FORWARD_OF_2(*args, **kwargs)), torch.empty(0), torch.empty(2)
+
+    def _flash_attn_varlen_backward(self, *args, **kwargs) -> Tensor:
+        self.backward(BACKWARD_OF_2(*args, **kwargs))
+        return torch.empty(0)
 
 
 FWD_SCHEMA = (
@@ -190,47 +183,29 @@ BWD_SCHEMA = (
 )
 
 
-class FlashAttn3:
+class FlashAttn3(StandIn):
     """The operators of flash_attn_3, behind the schemas of its sources, in a namespace of torch.ops."""
 
+    names = ("dout", "out", "softmax_lse", "is_causal")
+
     def __init__(self, namespace: str) -> None:
-        self.calls = {"forward": 0, "backward": 0}
+        super().__init__()
         self.sm_margins: set[int] = set()
-        self.deterministic: bool
-        self.head_dims: set[tuple[int, int]] = set()
-        self._library = torch.library.Library(namespace, "FRAGMENT")
+        self.library = torch.library.Library(namespace, "FRAGMENT")
         for schema, operator in ((FWD_SCHEMA, self._fwd), (BWD_SCHEMA, self._bwd)):
-            name = self._library.define(schema)
-            self._library.impl(name, operator, "CPU")
+            self.library.impl(self.library.define(schema), operator, "CPU")
         self.operators = getattr(torch.ops, namespace)
 
-    def remove(self) -> None:
-        self._library._destroy()
-
-    def _asked(self, tensors: tuple[Tensor, ...], options: dict) -> tuple[TaskShapes, AttentionParams]:
-        """Of fwd and bwd alike, after the checks that they make on head dims."""
-        dim_qk, dim_v = tensors[0].shape[2], tensors[2].shape[2]
+    def check(self, dim_qk: int, dim_v: int, given: dict[str, Any]) -> None:
         assert dim_qk == dim_v or (128 < dim_qk <= 192 and 96 < dim_v <= 128)
-        self.head_dims.add((dim_qk, dim_v))
-        self.sm_margins.add(options["sm_margin"])
-        return asked(tensors, options, "is_causal")
+        assert given.get("num_splits", 1) == 1
+        self.sm_margins.add(given["sm_margin"])
 
-    def _fwd(self, *args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        self.calls["forward"] += 1
-        given = by_name(self.operators.fwd, args)
-        assert given["num_splits"] == 1
-        q, k, v = (given[name] for name in ("q", "k", "v"))
-        o, lse = forward(q, k, v, *self._asked((q, k, v), given))
-        return o, lse, torch.empty(0), torch.empty(0)
+    def _fwd(self, *args) -> tuple[Tensor, ...]:
+        return *self.forward(by_name(self.operators.fwd, args)), torch.empty(0), torch.empty(0)
 
     def _bwd(self, *args) -> tuple[Tensor, ...]:
-        self.calls["backward"] += 1
-        given = by_name(self.operators.bwd, args)
-        self.deterministic = given["deterministic"]
-        q, k, v, do, o = (given[name] for name in ("q", "k", "v", "dout", "out"))
-        grads = backward(do, q, k, v, o, given["softmax_lse"], *self._asked((q, k, v, do, o), given))
-        for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-            given[name].copy_(grad)
+        self.backward(by_name(self.operators.bwd, args))
         return tuple(torch.empty(0) for _ in range(5))
 
 
@@ -277,39 +252,22 @@ BACKWARD_OF_4 = signature(
 )
 
 
-class FlashAttn4(ModuleType):
+class FlashAttn4(StandIn):
     """`flash_attn.cute.interface` of flash-attn-4 4.0.0b36."""
 
-    def __init__(self) -> None:
-        super().__init__("flash_attn.cute.interface")
-        self.calls = {"forward": 0, "backward": 0}
-        self.deterministic: bool
-        self.head_dims: set[tuple[int, int]] = set()
+    names = ("dout", "out", "lse", "causal")
 
-    def _flash_attn_fwd(self, *args, **kwargs) -> tuple[Tensor, Tensor | None, None, None, None]:
-        self.calls["forward"] += 1
+    def check(self, dim_qk: int, dim_v: int, given: dict[str, Any]) -> None:
+        """A forward without softcap has None, a backward 0.0."""
+        major = torch.cuda.get_device_capability(given["q"].device)[0]
+        assert major == 9 or max(dim_qk, dim_v) <= 128 or (dim_qk, dim_v) in ((192, 128), (256, 256))
+        assert -1 not in (given["window_size_left"], given["window_size_right"])
+        assert given["softcap"] != 0 if "return_lse" in given else isinstance(given["softcap"], float)
+
+    def _flash_attn_fwd(self, *args, **kwargs) -> tuple[Tensor | None, ...]:
         given = FORWARD_OF_4(*args, **kwargs)
         assert given["return_lse"]
-        assert given["softcap"] != 0
-        q, k, v = (given[name] for name in ("q", "k", "v"))
-        return *forward(q, k, v, *self._asked((q, k, v), given)), None, None, None
+        return *self.forward(given), None, None, None
 
     def _flash_attn_bwd(self, *args, **kwargs) -> tuple[Tensor, ...]:
-        self.calls["backward"] += 1
-        given = BACKWARD_OF_4(*args, **kwargs)
-        self.deterministic = given["deterministic"]
-        assert isinstance(given["softcap"], float)
-        do, q, k, v, o = (given[name] for name in ("dout", "q", "k", "v", "out"))
-        return backward(do, q, k, v, o, given["lse"], *self._asked((q, k, v, do, o), given))
-
-    def _asked(self, tensors, given):
-        """Of both directions, after the checks that they make on head dims and windows."""
-        dims, window = (
-            (tensors[0].shape[2], tensors[2].shape[2]),
-            (given["window_size_left"], given["window_size_right"]),
-        )
-        major = torch.cuda.get_device_capability(tensors[0].device)[0]
-        assert major == 9 or max(dims) <= 128 or dims in ((192, 128), (256, 256))
-        assert -1 not in window
-        self.head_dims.add(dims)
-        return asked(tensors, given)
+        return self.backward(BACKWARD_OF_4(*args, **kwargs))

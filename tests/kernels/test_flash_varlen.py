@@ -5,8 +5,7 @@ for the packages that compute on the CPU, all they do around them.
 import contextlib
 import sys
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch
 from hf_distca.kernels import AttentionParams, Need, TaskShapes, choose_kernel, get_kernel, split
 from hf_distca.kernels.versions import PACKAGES, MissingPackageError
 from tests.kernels.cases import CASES, Case, assert_matches_reference, make_inputs
-from tests.kernels.stand_ins import FlashAttn2, FlashAttn3, hub, removed_afterwards
+from tests.kernels.stand_ins import FlashAttn2, FlashAttn3, hub
 
 CUDA = torch.device("cuda")
 NAMES = ("torch_varlen", "flash_attn", "flash_attn_3", "flash_attn_4")
@@ -89,7 +88,6 @@ def test_only_rows_that_are_not_dense_and_aligned_are_copied(offset, installed):
 def test_head_dims_are_padded_to_the_least_that_a_kernel_takes(name, asked, major, given, installed, capability):
     capability(major)
     case = Case(q_lens=(3,), k_lens=(4,), head_dim_qk=asked[0], head_dim_v=asked[1], params=AttentionParams(0.07))
-    installed[name].head_dims.clear()
     assert_matches_reference(get_kernel(name, CUDA), case, torch.bfloat16)
     assert installed[name].head_dims == {given}
 
@@ -112,11 +110,12 @@ def test_deterministic_when_torch_is(name, installed, request):
 
 
 def test_the_hub_has_the_third_where_its_package_is_missing(monkeypatch, capability):
-    with removed_afterwards(FlashAttn3("flash_attn_3_of_the_hub")) as build:
-        monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-        monkeypatch.setitem(sys.modules, "kernels", hub(build.operators))
-        assert_matches_reference(get_kernel("flash_attn_3", CUDA), CASES["gqa"], torch.bfloat16)
-        assert build.calls == {"forward": 1, "backward": 1}
+    build = FlashAttn3("flash_attn_3_of_the_hub")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    monkeypatch.setitem(sys.modules, "kernels", hub(build.operators))
+    assert_matches_reference(get_kernel("flash_attn_3", CUDA), CASES["gqa"], torch.bfloat16)
+    assert build.calls == {"forward": 1, "backward": 1}
+    build.library._destroy()
 
 
 @pytest.mark.parametrize(
@@ -138,9 +137,6 @@ def test_an_old_package_is_refused(installed, monkeypatch):
     monkeypatch.delattr(FlashAttn2, "_wrapped_flash_attn_varlen_forward")
     with pytest.raises(ImportError, match=r"2\.7 or later"):
         get_kernel("flash_attn", CUDA)
-
-
-def test_an_old_third_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setitem(sys.modules, "kernels", hub(torch.ops.namespace_without_operators))
     with pytest.raises(ImportError, match="has no fwd and bwd; install a newer one"):
@@ -171,8 +167,6 @@ def ask(name: str, *, device=CUDA, **change) -> None:
 
 CAPPED = {"params": AttentionParams(1.0, softcap=30.0)}
 WIDE = {"head_dim_qk": 256, "head_dim_v": 256}
-
-
 FULL = {"params": AttentionParams(1.0)}
 
 
@@ -183,12 +177,7 @@ FULL = {"params": AttentionParams(1.0)}
         *((name, {"dtype": torch.float32}, 9, "float16 and bfloat16, got torch.float32: train in") for name in NAMES),
         ("flash_attn", {"head_dim_qk": 264}, 9, "head dims up to 256, got 264 for queries"),
         ("flash_attn", {"head_dim_v": 512}, 9, "up to 256, got 64 for queries and keys and 512"),
-        (
-            "torch_varlen",
-            CAPPED,
-            9,
-            "softcap, got 30.0; set .*flash_attn', 'flash_attn_3' or",
-        ),
+        ("torch_varlen", CAPPED, 9, "softcap, got 30.0; set .*flash_attn', 'flash_attn_3' or"),
         ("torch_varlen", {}, 7, r"compute capability 8.0 .* got 7\.0; 'reference' runs on any"),
         ("torch_varlen", WIDE, 12, None),
         ("flash_attn", {}, 7, "8.0"),
@@ -257,21 +246,20 @@ def package(tmp_path, monkeypatch, capability):
             (parent / "__init__.py").touch()
         (folder / f"{module}.py").write_text(fails + "\n")
         if distribution:
-            _known(tmp_path, PACKAGES[name].distribution)
+            known = PACKAGES[name].distribution
+            info = tmp_path / f"{known.replace('-', '_')}-3.0.0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {known}\nVersion: 3.0.0\n")
 
-    for loaded in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
-        monkeypatch.delitem(sys.modules, loaded)
+    def forget() -> None:
+        for loaded in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
+            del sys.modules[loaded]
+
+    forget()
     monkeypatch.setitem(sys.modules, "kernels", None)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield put
-    for loaded in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
-        del sys.modules[loaded]
-
-
-def _known(folder: Path, distribution: str) -> None:
-    info = folder / f"{distribution.replace('-', '_')}-3.0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 3.0.0\n")
+    forget()
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -293,16 +281,15 @@ def test_a_broken_package_is_an_error_that_says_why(name, fails, says, package):
 
 def test_auto_says_what_is_broken_and_takes_the_next(package):
     package("flash_attn_3", SYMBOL)
-    choice = choose_kernel(CUDA)
-    assert choice.kernel.name == "torch_varlen"
-    assert "installed, but cannot be imported: ImportError: _C.abi3.so" in choice.passed_over["flash_attn_3"]
-    assert "needs the flash-attn-4 package" in choice.passed_over["flash_attn_4"]
+    kernel, passed_over = choose_kernel(CUDA)
+    assert kernel.name == "torch_varlen"
+    assert "installed, but cannot be imported: ImportError: _C.abi3.so" in passed_over["flash_attn_3"]
+    assert "needs the flash-attn-4 package" in passed_over["flash_attn_4"]
 
 
 def test_the_hub_does_not_take_the_place_of_what_is_broken(package, monkeypatch):
     package("flash_attn_3", SYMBOL)
-    hub = ModuleType("kernels")
-    hub.get_kernel = lambda *_, **__: pytest.fail("the hub was asked")
+    hub = SimpleNamespace(get_kernel=lambda *_, **__: pytest.fail("the hub was asked"))
     monkeypatch.setitem(sys.modules, "kernels", hub)
     with pytest.raises(ImportError, match="undefined symbol"):
         get_kernel("flash_attn_3", CUDA)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from hf_distca.dispatch.rows import Addends, IndexBuffer, RowSum
+from hf_distca.dispatch.rows import IndexBuffer, RowSum, addend_table
 from hf_distca.kernels import fused_triton, merge_into
 from hf_distca.kernels.contract import MAX_SOURCES
 from tests.triton_compiler import AMPERE, BLACKWELL, HOPPER, compiled
@@ -75,10 +75,9 @@ def test_sum(fused, sources, dtype, numbers, monkeypatch):
     out = strided(4, 6, dtype, generator)
     expected = RowSum(dict(enumerate(targets)), 4, IndexBuffer(CPU), in_place=False).add_up(rows)
 
-    table = Addends(targets, 4, onto, IndexBuffer(CPU))
     if onto:
         out.copy_(rows[0])
-    fused.sum_rows(out, table.rows_W, table.ends_W, table.addends_A, rows, onto)
+    fused.sum_rows(out, *addend_table(targets, 4, onto, IndexBuffer(CPU)), rows, onto)
     # The interpreter cuts bfloat16 off instead of rounding it.
     torch.testing.assert_close(out, expected, rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
 
@@ -94,8 +93,7 @@ def test_stages_of_bfloat16_add_up_in_float32(fused):
     of_cpu = RowSum(dict(enumerate(targets)), 4, IndexBuffer(CPU)).add_up([total.clone(), rows])
     torch.testing.assert_close(of_cpu, expected, rtol=1e-6, atol=1e-6)
 
-    table = Addends(targets, 4, True, IndexBuffer(CPU))
-    fused.sum_rows(total, table.rows_W, table.ends_W, table.addends_A, [total, rows], True)
+    fused.sum_rows(total, *addend_table(targets, 4, True, IndexBuffer(CPU)), [total, rows], True)
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
 
 

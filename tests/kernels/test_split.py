@@ -31,18 +31,14 @@ def test_cuts(lens, expected):
     assert cuts(lens, lens, BY_Q, heads=32) == expected
 
 
-def test_keys_count_where_they_make_blocks():
+def test_keys_count_where_they_make_blocks_and_few_heads_make_few():
     """A task of few rows may have many keys, as the end of a long document has."""
     q_lens, k_lens = [SHORT] * 101, [32768] + [SHORT] * 100
     assert cuts(q_lens, k_lens, BY_Q, heads=32) == [0, 101]
     assert cuts(q_lens, k_lens, Grid(by_q=2, by_k=1), heads=32) == [0, 1, 101]
     assert cuts(q_lens, k_lens, Grid(by_q=0, by_k=0), heads=32) == [0, 101]
-
-
-def test_fewer_heads_make_fewer_blocks():
     lens = [4096] + [SHORT] * 20
-    assert cuts(lens, lens, BY_Q, heads=32) == [0, 1, 21]
-    assert cuts(lens, lens, BY_Q, heads=4) == [0, 21]
+    assert [cuts(lens, lens, BY_Q, heads) for heads in (32, 4)] == [[0, 1, 21], [0, 21]]
 
 
 def blocks(lens, borders):
@@ -64,10 +60,9 @@ def test_many_runs_are_cut_as_well():
 def test_the_parts_are_slices_with_lengths_of_their_own():
     lens = [32768] + [SHORT] * 40
     shapes = TaskShapes.build(lens, [length + 1 for length in lens], "cpu")
-    first, second = task_ranges(shapes, BY_Q, heads=32)
-    assert (first.q, first.k) == (slice(0, 32768), slice(0, 32769))
-    assert (second.q, second.k) == (slice(32768, 36768), slice(32769, 36809))
-    first, second = first.shapes, second.shapes
+    (first, *of_first), (second, *of_second) = task_ranges(shapes, BY_Q, heads=32)
+    assert of_first == [slice(0, 32768), slice(0, 32769)]
+    assert of_second == [slice(32768, 36768), slice(32769, 36809)]
     assert (first.cu_q.tolist(), first.cu_k.tolist()) == ([0, 32768], [0, 32769])
     assert second.cu_q.tolist() == list(range(0, 4001, 100))
     assert second.cu_k.tolist() == list(range(0, 4041, 101))

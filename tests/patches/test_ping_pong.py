@@ -201,7 +201,7 @@ def _in_turns(schedules) -> list[str]:
                     if verb == "send":
                         events += ["compute"] * len(phase.run)
                     for transfer in transfers:
-                        if (routes.queries if transfer.rows == "queries" else routes.stages[0].keys).crossing:
+                        if (routes.queries if transfer.rows == "queries" else routes.keys[0]).crossing:
                             events.append(f"{verb} {transfer.rows}{' back' if transfer.back else ''} of {index}")
                 if phase.pause:
                     break

@@ -56,7 +56,10 @@ With full attention a local task reads keys of its segment in place. With a wind
 PIECE = 128
 """Least rows of a piece, a kernel block: rows that several ranks of a node read are divided among them in pieces."""
 PARTS = 8
-"""Inverse of the share of a stage below which rows of a path are not divided, if that is less than a kernel block."""
+"""Inverse of the share by which a stage may exceed its rows, and of the share below which rows of a path stay together.
+
+Rows of a kernel block are divided in any case.
+"""
 _SET_BITS = 62
 _WHOLE = 1 << 40
 """Size of a stage that holds everything."""
@@ -222,7 +225,8 @@ def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, rank
     """Divide the K/V rows of full attention into stages.
 
     The rows on one path, from one rank to another and on to the same others, are divided evenly over the stages; few
-    rows over few stages. So every rank has about equally much to receive and to compute in each stage.
+    rows over few stages. So every rank has about equally much to receive and to compute in each stage. A stage exceeds
+    `stage_rows` by an eighth at most, or by a row of each path.
 
     Args:
         via: [second] move of the first hop that each move of the second forwards.
@@ -244,26 +248,28 @@ def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, rank
     # Parts below a kernel block, and fractions of rows, are in other stages on other paths of a rank.
     source, target = ends[:2, begins]
     turn = ((target - source) % ranks + np.arange(len(begins)) * _GOLDEN % 1) / ranks
-    counts = np.clip(size // min(max(stage_rows // PARTS, 1), PIECE), 1, np.where(target < ranks, stages, 1))
-    of_path, nth = np.repeat(np.arange(len(begins)), counts), expand(np.zeros_like(counts), counts)
-    first_row = (size[of_path] * nth / counts[of_path] + turn[of_path] * (nth > 0)).astype(np.int64)
-    stretches = table_of(ROWS, document=of_path, start=first_row, stop=np.append(first_row[1:], 0))
-    stretches["stop"][np.cumsum(counts) - 1] = size
-    stage_of = ((nth + turn[of_path]) * stages / counts[of_path]).astype(np.int64) * (target < ranks)[of_path]
-    filled = np.flatnonzero(row_counts(stretches))
     on_path = table_of(ROWS, document=path, start=place, stop=place + lengths)
-    which, other, start, stop = overlaps(on_path, stretches.take(filled))
-    begin, end = start - place[which], stop - place[which]
-    # Stages without rows, where few rows have many readers, are left out.
-    stage = np.unique(stage_of[filled[other]], return_inverse=True)[1]
-    counts = np.bincount(which, minlength=len(first))
-    piece = expand((np.cumsum(counts) - counts)[via], counts[via])
-    first, second = (
-        _parts(first, which, begin, end),
-        _parts(second, np.repeat(np.arange(len(via)), counts[via]), begin[piece], end[piece]),
-    )
-    first["stage"], second["stage"] = stage, stage[piece]
-    return first, second
+    least = min(max(stage_rows // PARTS, 1), PIECE)  # rows of a part
+    while True:
+        counts = np.clip(size // least, 1, np.where(target < ranks, stages, 1))
+        of_path, nth = np.repeat(np.arange(len(begins)), counts), expand(np.zeros_like(counts), counts)
+        first_row = (size[of_path] * nth / counts[of_path] + turn[of_path] * (nth > 0)).astype(np.int64)
+        stretches = table_of(ROWS, document=of_path, start=first_row, stop=np.append(first_row[1:], 0))
+        stretches["stop"][np.cumsum(counts) - 1] = size
+        stage_of = ((nth + turn[of_path]) * stages / counts[of_path]).astype(np.int64) * (target < ranks)[of_path]
+        filled = np.flatnonzero(row_counts(stretches))
+        which, other, start, stop = overlaps(on_path, stretches.take(filled))
+        begin, end = start - place[which], stop - place[which]
+        counts = np.bincount(which, minlength=len(first))
+        piece = expand((np.cumsum(counts) - counts)[via], counts[via])
+        firsts = _parts(first, which, begin, end)
+        seconds = _parts(second, np.repeat(np.arange(len(via)), counts[via]), begin[piece], end[piece])
+        # Stages without rows, where few rows have many readers, are left out.
+        firsts["stage"] = np.unique(stage_of[filled[other]], return_inverse=True)[1]
+        seconds["stage"] = firsts["stage"][piece]
+        if least == 1 or rows_by_stage(firsts, seconds, ranks).max() <= stage_rows * (1 + 1 / PARTS):
+            return firsts, seconds
+        least //= 2
 
 
 def nothing_moves(plan: Plan) -> bool:

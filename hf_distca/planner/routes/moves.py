@@ -56,10 +56,7 @@ With full attention a local task reads keys of its segment in place. With a wind
 PIECE = 128
 """Least rows of a piece, a kernel block: rows that several ranks of a node read are divided among them in pieces."""
 PARTS = 8
-"""Inverse of the share by which a stage may exceed its rows, and of the share below which rows of a path stay together.
-
-Rows of a kernel block are divided in any case.
-"""
+"""Inverse of the share of a stage below which rows of a path stay together, and by which a stage may exceed its rows."""
 _SET_BITS = 62
 _WHOLE = 1 << 40
 """Size of a stage that holds everything."""

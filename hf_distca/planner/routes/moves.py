@@ -56,7 +56,7 @@ With full attention a local task reads keys of its segment in place. With a wind
 PIECE = 128
 """Least rows of a piece, a kernel block: rows that several ranks of a node read are divided among them in pieces."""
 PARTS = 8
-"""Inverse of the share of a stage below which rows of a path stay together, and by which a stage may exceed its rows."""
+"""Inverse of the share of a stage by which it may exceed its rows, and below which rows of a path stay together."""
 _SET_BITS = 62
 _WHOLE = 1 << 40
 """Size of a stage that holds everything."""

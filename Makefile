@@ -86,7 +86,7 @@ VERSION_TESTS := tests/test_imports.py tests/kernels/test_contract.py tests/kern
 	tests/kernels/test_fused_triton.py tests/dispatch/test_cuda_build.py tests/gpu \
 	tests/collator tests/dispatch/test_groups.py tests/patches/test_planned_attention.py \
 	tests/patches/test_unplanned.py tests/patches/test_compile.py tests/trainer/test_features.py \
-	tests/trainer/test_parallel.py tests/trainer/test_launch.py -k "not test_launch or fsdp2 or zero3"
+	tests/trainer/test_parallel.py tests/trainer/test_strategies.py -k "not test_strategies or fsdp2 or zero3"
 
 # uv, because pip knows no way to take the oldest. What these versions need in turn is as new as they let it be.
 oldest: RESOLUTION := lowest-direct

@@ -121,6 +121,33 @@ def reference_steps() -> Rows:
         yield name, f"{found['baseline_r2']:.4f}", *balanced, *whole
 
 
+@table_of("hybrid_steps")
+def hybrid_steps() -> Rows:
+    """Steps of a hybrid, simulated: documents whole and across ranks."""
+    yield (
+        "documents, longest",
+        "GPUs",
+        "strategy",
+        "step, s",
+        "over whole",
+        "attention, s",
+        "mixing, s",
+        "waits, s",
+        "cut",
+    )
+    for row in result("hybrid_steps")["settings"]:
+        seconds = (f"{row[name]:.2f}" for name in ("attention", "mixing", "waits"))
+        yield (
+            f"{CORPORA[row['documents']]}, {row['longest'] // 1024}K",
+            str(row["ranks"]),
+            row["strategy"],
+            f"{row['seconds']:.2f}",
+            f"{row['over_whole']:.2f}",
+            *seconds,
+            f"{row['documents_cut']:.1%}",
+        )
+
+
 @table_of("paper_tables")
 def paper_tables() -> Rows:
     """Settings of the paper; those that differ in the longest document alone, with equal figures, in one row."""

@@ -13,8 +13,8 @@ from tests.backward_thread import backward_in_a_thread, with_backward_in_a_threa
 from tests.launch import cpu_environment
 from tests.ranks import RankPool
 
-LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.launches) ", re.M)
-"""Imports of files that launch."""
+LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.(launches|comparison)) ", re.M)
+"""Imports of files that launch, or train on processes of their own."""
 
 # The time of an example shows how busy the machine is.
 settings.register_profile("hf_distca", deadline=None)
@@ -53,6 +53,17 @@ from deepspeed.accelerator import get_accelerator
 get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
 """
 BUILT = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
+@pytest.fixture(scope="module")
+def zero_pools(pytestconfig: pytest.Config) -> Iterator[dict[str, RankPool]]:
+    """Pools of 2 ranks for ZeRO-2 and ZeRO-3, of which DeepSpeed keeps the groups, once its operator is compiled."""
+    if (build := pytestconfig.stash.get(BUILT, None)) is not None:
+        build.wait()
+    pools = {"zero2": RankPool(2), "zero3": RankPool(2)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

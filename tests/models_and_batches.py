@@ -68,6 +68,14 @@ SMALL_LLAMA4 = {
     "num_local_experts": 2,
 }
 """Besides SMALL: a layer in chunks, and one whose queries are scaled by their position."""
+SMALL_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    "num_experts": 4,
+}
+"""Besides SMALL, for qwen3_next: a layer with a gated delta rule, and one with attention."""
 
 
 def small_model(model_type: str = "llama", implementation: str = "distca", **config: Any) -> PreTrainedModel:

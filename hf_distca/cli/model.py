@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
@@ -14,7 +15,9 @@ from hf_distca.memory.live import Part
 from hf_distca.memory.model_state import STRATEGIES
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.refusals import check_model
+from hf_distca.models.shape import mixing_shape
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.mixing import count_cuts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.model import MODELS, ModelShape
 
@@ -77,6 +80,35 @@ def config_of_shape(shape: ModelShape) -> LlamaConfig:
         head_dim=kind.dim_qk,
         vocab_size=shape.head // shape.hidden,
     )
+
+
+def mixing_of(model: PreTrainedModel, plan: MicroBatchPlan, settings: PlanSettings) -> dict[str, float] | None:
+    """Return figures of a layer that mixes rows in order; None for a model without."""
+    shape = mixing_shape(model)
+    if shape is None:
+        return None
+    cuts = [count_cuts(nano.layout, settings.nodes or (0,) * settings.ranks) for nano in plan.nano_batches]
+    halo = shape.width * shape.channels * settings.bytes_per_value
+    return {
+        "layers": shape.layers,
+        "runs": int(np.sum([each.runs for each in cuts], axis=0).max()),
+        "runs_unpacked": int(np.sum([each.segments + each.whole for each in cuts], axis=0).max()),
+        "segments": int(np.sum([each.segments for each in cuts])),
+        "state_bytes": shape.state_bytes,
+        "bytes_bottleneck": sum(each.bytes_moved(halo, shape.state_bytes) for each in cuts),
+    }
+
+
+def mixing_table(figures: dict[str, float]) -> str:
+    """Return the figures of `mixing_of` as lines."""
+    packed, other = f"{figures['runs']}", f"{figures['runs_unpacked']}"
+    lines = {
+        "mixing layers": f"{figures['layers']}, {figures['segments']} segments of cut documents on all ranks",
+        "kernel runs, busiest rank": f"{packed} a layer; {other} without a kernel that takes packed documents",
+        "state that a cut moves": f"{figures['state_bytes'] / 1e6:.2f} MB a layer",
+        "states and halos, busiest rank": f"{figures['bytes_bottleneck'] / 1e6:.2f} MB a layer",
+    }
+    return "\n".join(f"{name:<30} {value}" for name, value in lines.items())
 
 
 def memory_of(

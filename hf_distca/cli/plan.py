@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_distca.cli import InputError
-from hf_distca.cli.model import fake_model, memory_of, memory_table
+from hf_distca.cli.model import fake_model, memory_of, memory_table, mixing_of, mixing_table
 from hf_distca.cli.options import (
     MOST_RANKS,
     RANKS_PER_NODE,
@@ -120,6 +120,7 @@ def run(options: argparse.Namespace) -> None:
     figures = _figures(documents_of(lengths), plan, settings, options) | {"plan_ms": round(plan_ms, 3)}
     if model is not None:
         figures["memory"] = memory_of(model, plan, settings, options)
+        figures["mixing"] = mixing_of(model, plan, settings)
     if options.report:
         write(options.report, plan_report(figures))
     if options.dump:
@@ -137,6 +138,8 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(figures))
         return
     print(_table(plan, figures, settings, options))
+    if figures.get("mixing"):
+        print(mixing_table(figures["mixing"]))
     if model is not None:
         print("", memory_table(figures["memory"], options.device_memory), sep="\n")
 

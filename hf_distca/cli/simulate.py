@@ -30,11 +30,12 @@ from hf_distca.cli.options import (
 )
 from hf_distca.cli.sources import SOURCES, add_source_options, drawn_micro_batches
 from hf_distca.memory.simulated import gpu_memory
+from hf_distca.models.settings import document_layout
 from hf_distca.models.shape import model_shape
 from hf_distca.planner.seconds import LinkCost, Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.model import MODELS
+from hf_distca.sim.model import MODELS, ModelShape
 from hf_distca.sim.report.simulation import simulation_report
 from hf_distca.sim.simulate import Simulation, columns_of, simulate
 from hf_distca.sim.strategies import Setup
@@ -95,9 +96,12 @@ def run(options: argparse.Namespace) -> None:
     if options.tokens_per_rank < 2:
         raise InputError("--tokens-per-rank must be at least 2: memory is counted with full and with half rows")
     try:
-        setup, config = _setup(options), config_of(options)
+        config = config_of(options)
+        model = None if options.model in MODELS else fake_model(options.model)
+        layout = "joint" if model is None else document_layout(model, config)
+        setup = _setup(options, MODELS[options.model] if model is None else model_shape(model))
         settings = PlanSettings(
-            **{**config.planning(setup.ranks), "ranks_per_node": setup.ranks_per_node, "document_layout": "joint"},
+            **{**config.planning(setup.ranks), "ranks_per_node": setup.ranks_per_node, "document_layout": layout},
             kinds=tuple(map(setup.on_a_gpu, setup.model.layers)),
             bytes_per_value=setup.profile.bytes_per_value,
         )
@@ -124,7 +128,7 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps(figures) if options.json else _table(figures))
 
 
-def _setup(options: argparse.Namespace) -> Setup:
+def _setup(options: argparse.Namespace, model: ModelShape) -> Setup:
     profile = DeviceProfile.load(options.profile)
 
     def given(link: LinkCost, bandwidth: float | None) -> LinkCost:
@@ -134,7 +138,6 @@ def _setup(options: argparse.Namespace) -> Setup:
         within, between = given(links.within, options.node_bandwidth), given(links.between, options.network_bandwidth)
         return replace(links, within=within, between=between)
 
-    model = MODELS.get(options.model) or model_shape(fake_model(options.model))
     for kind in model.layers:
         if kind.q_heads % options.tensor_parallel:
             raise InputError(

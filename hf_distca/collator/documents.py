@@ -82,10 +82,8 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> T
         raise Data.LABELS.error(name=name, labels=len(labels), length=length)
     if "attention_mask" in used:
         mask = np.asarray(example["attention_mask"])
-        if mask.shape != (length,):
-            raise Data.MASK.error(name=name, shape=mask.shape, length=length)
-        if not np.all(mask == 1):
-            raise Data.PADDED.error(name=name)
+        if mask.shape != (length,) or not np.all(mask == 1):
+            raise Data.PADDED.error(name=name, length=length)
     if columns.length in used and (stated := int(example[columns.length])) != length:
         raise Data.WRONG_LENGTH.error(name=name, length=length, column=columns.length, stated=stated)
     return TokenDocument(input_ids, np.append(labels[1:], IGNORED_TARGET))

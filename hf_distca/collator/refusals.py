@@ -65,15 +65,10 @@ class Data:
         "every token needs a label",
         "give one label per token, not shifted, and -100 for tokens without a loss; or remove the column 'labels'",
     )
-    MASK = Refusal(
-        "{name} has an attention_mask of shape {shape} for {length} input_ids",
-        NO_OTHER_MASK,
-        "remove the column, or give a 1 for each token",
-    )
     PADDED = Refusal(
-        "{name} has an attention_mask with zeros",
-        "documents are packed without padding",
-        "tokenize with padding=False; to leave a prompt out of the loss set its labels to -100",
+        "{name} has an attention_mask other than a 1 for each of its {length} input_ids",
+        "documents are packed without padding, and attend to themselves, causally",
+        "remove the column, or tokenize with padding=False; to leave a prompt out of the loss set its labels to -100",
     )
     WRONG_LENGTH = Refusal(
         "{name} has {length} input_ids",

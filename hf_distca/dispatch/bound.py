@@ -1,9 +1,9 @@
 """A plan bound to one rank: routes as index tensors on the device, and schedules, ready for every layer."""
 
-from collections.abc import Callable, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -299,6 +299,7 @@ class Runtime:
         remote: the plan at its dedicated servers; None without servers.
         keep_received: keep received Q, K and V rows for the backward instead of receiving them again.
         keep_core_attention: keep O and LSE of checkpointed layers instead of computing them again.
+        functions: functions of mixing modules by name, in place of transformers' own.
     """
 
     device: torch.device
@@ -308,6 +309,7 @@ class Runtime:
     remote: RemotePlan | None = None
     keep_received: bool = False
     keep_core_attention: bool = True
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 class BoundPlan:

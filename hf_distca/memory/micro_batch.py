@@ -21,7 +21,14 @@ from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels import AttentionParams
 from hf_distca.memory.live import LiveMemory, Part
-from hf_distca.memory.stand_ins import CountedExchange, CountedResults, FlashMemory, any_grouped_mm, counted_kernel
+from hf_distca.memory.stand_ins import (
+    COUNTED_FUNCTIONS,
+    CountedExchange,
+    CountedResults,
+    FlashMemory,
+    any_grouped_mm,
+    counted_kernel,
+)
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import fake_tensors
 from hf_distca.models.mixing import halo_widths
@@ -114,6 +121,7 @@ def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> B
         Recorder(HOST),
         keep_received=use.keep_received,
         keep_core_attention=use.keep_core_attention,
+        functions=COUNTED_FUNCTIONS if isinstance(kernel, FlashMemory) else {},
     )
     with live, live.making("plan"):
         in_one_go = isinstance(kernel, FlashMemory)

@@ -17,6 +17,8 @@ from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
 from hf_distca.kernels import KERNELS, Kernel
 from hf_distca.memory.live import LiveMemory
+from hf_distca.models.mixing import DELTA_RULE, KIMI_DELTA_RULE, SCAN
+from hf_distca.sim.model import CHUNK
 
 
 class FlashMemory:
@@ -54,6 +56,59 @@ class FlashMemory:
 def counted_kernel(name: str) -> Kernel:
     """Return a kernel of this name for a step that is only counted; CPU kernels run as they are."""
     return KERNELS[name]() if name in ("cpu", "reference") else FlashMemory(name)
+
+
+class RecurrenceMemory:
+    """Recurrence that takes the memory of its kernel and computes nothing.
+
+    The kernels keep what they are called with and, for a delta rule, the inverse of a chunk's products of keys (fla:
+    `chunk_gated_delta_rule`, `chunk_kda`; mamba-ssm: `mamba_chunk_scan_combined`). Forward and backward make a state
+    for each chunk, and the backward float32 gradients of the decays.
+
+    Args:
+        values: index of the tensor with the result's shape.
+        packed_by: keyword of packed documents.
+    """
+
+    def __init__(self, values: int, packed_by: str) -> None:
+        self._values, self.packed_by = values, packed_by
+
+    def __call__(self, *args: Tensor, **options: Any) -> Any:
+        """Return an empty result, and an empty state where the function returns one."""
+        tensors = [*args, *(options[name] for name in ("g", "beta") if name in options)]
+        is_rule = "g" in options
+        apply: Any = _RecurrenceMemory.apply
+        out, final = apply(self._values, is_rule, *tensors)
+        wants_state = options.get("output_final_state") or options.get("return_final_states")
+        return (out, final) if is_rule or wants_state else out
+
+
+class _RecurrenceMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: int, is_rule: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        of_values, of_keys = tensors[values], tensors[1] if is_rule else tensors[3]
+        (_, rows, heads, columns), state_rows = of_values.shape, of_keys.shape[3]
+        chunks = -(-rows // CHUNK)
+        kept = [of_values.new_empty((1, rows, heads, CHUNK))] if is_rule else []
+        states = of_values.new_empty((chunks, heads, state_rows, columns))
+        shape = (1, heads, state_rows, columns) if is_rule else (1, heads, columns, state_rows)
+        ctx.states = states.shape
+        ctx.save_for_backward(*tensors, *kept)
+        return torch.empty_like(of_values), of_values.new_empty(shape, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, _d_final: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        states = [d_out.new_empty(ctx.states) for _ in range(2)]
+        gradients = [torch.empty_like(x) for x in tensors[: len(ctx.needs_input_grad) - 2]]
+        del states
+        return None, None, *gradients
+
+
+COUNTED_FUNCTIONS = {
+    **dict.fromkeys((DELTA_RULE, KIMI_DELTA_RULE), RecurrenceMemory(2, "cu_seqlens")),
+    SCAN: RecurrenceMemory(0, "seq_idx"),
+}
 
 
 @contextmanager

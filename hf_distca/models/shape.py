@@ -1,13 +1,18 @@
 """Shape of a model: its active parameters, before and after core attention."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_distca.models.decoder import base_model
+from hf_distca.models.decoder import base_model, has_attention, mixing_layers, mixing_modules
 from hf_distca.models.kinds import layers_by_kind
-from hf_distca.sim.model import ModelShape
+from hf_distca.models.mixing import SCAN, functions
+from hf_distca.sim.model import MixingShape, ModelShape
+
+LAST = ("out_proj", "o_proj")
+"""Names of the last matrix of a mixing module."""
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names of the number of a layer's experts in configs."""
@@ -50,12 +55,50 @@ def model_shape(model: nn.Module) -> ModelShape:
     """
     base, layers = base_model(model), layers_by_kind(model)
     hidden = base.config.get_text_config(decoder=True).hidden_size
+    weights, mixing = weights_met(base), mixing_shape(base)
     before = sum(
         count * hidden * (kind.q_heads * kind.dim_qk + kind.kv_heads * (kind.dim_qk + kind.dim_v))
         for kind, count in layers.items()
     )
-    after = int(sum(weights_met(base).values()) - before)
+    after = int(sum(weights.values()) - before)
+    if mixing is not None:
+        after -= mixing.layers * (mixing.before + mixing.after)
     depth = sum(layers.values())
     head = base.get_output_embeddings()
     of_head = 0 if head is None else count_of(head.weight)
-    return ModelShape(layers, hidden, before // depth, after // depth, of_head, base.num_parameters())
+    return ModelShape(layers, hidden, before // depth, after // depth, of_head, base.num_parameters(), mixing)
+
+
+def mixing_shape(model: PreTrainedModel) -> MixingShape | None:
+    """Return the sizes of a model's layers that mix rows in order; None if it has none."""
+    weights: Mapping[Any, float] = weights_met(model)
+
+    def active(module: nn.Module) -> float:
+        return sum(weights.get(parameter, 0.0) for parameter in module.parameters())
+
+    found: list[tuple[nn.Module, float, float]] = []
+    for layer in mixing_layers(model):
+        modules = mixing_modules(layer)
+        # Beside attention a module's own matrices count; in a layer of its own all of the layer's.
+        others = 0.0 if has_attention(layer) else active(layer) - sum(map(active, modules))
+        for each in modules:
+            last = sum(active(getattr(each, name)) for name in LAST if hasattr(each, name))
+            found.append((each, active(each) - last, last + others / len(modules)))
+    if not found:
+        return None
+    before = round(sum(first for _, first, _ in found) / len(found))
+    after = round(sum(rest for _, _, rest in found) / len(found))
+    module: Any = found[0][0]
+    convolution = next((inner for inner in module.modules() if isinstance(inner, nn.Conv1d)), None)
+    channels, width = (convolution.out_channels, convolution.kernel_size[0] - 1) if convolution else (0, 0)
+    sizes, names = (len(found), before, after, channels, width), functions(module) or ()
+    if len(names) < 2:  # no recurrence, or one of which nothing is known
+        return MixingShape(*sizes)
+    heads = getattr(module, "num_v_heads", None) or module.num_heads
+    if SCAN in names:
+        return MixingShape(*sizes, heads, (module.ssm_state_size, module.head_dim))
+    state = (
+        getattr(module, "head_k_dim", None) or module.head_dim,
+        getattr(module, "head_v_dim", None) or module.head_dim,
+    )
+    return MixingShape(*sizes, heads, state, delta_rule=True)

@@ -7,7 +7,7 @@ Shape suffixes: B batch, H query heads, G key/value heads, T rows, S key/value r
 head dim of values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from hf_distca.kernels import AttentionParams
 from hf_distca.models.kinds import Reach, attention_reaches
 from hf_distca.models.refusals import CHANGING_MASKS
 from hf_distca.patches.modules import uncompiled
+
+ELSEWHERE = "train this model with stock attention and transformers' Trainer"
+"""Remedy where a plan cannot express a model's attention."""
 
 
 class DeferredMask:
@@ -95,9 +98,11 @@ def distca_attention(
             return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
         return _eager_attention(module, query, key, value, mask, dropout, scaling, softcap, s_aux), None
 
-    planned = _planned_attention(
+    out = _planned_attention(
         module,
-        (query, key, value),
+        query,
+        key,
+        value,
         attention_mask,
         dropout,
         scaling,
@@ -107,13 +112,15 @@ def distca_attention(
         distca_plan,
         kwargs,
     )
-    return planned, None
+    return out, None
 
 
 @uncompiled("core attention follows a plan that is new with each micro-batch")
 def _planned_attention(
     module: nn.Module,
-    states: tuple[Tensor, Tensor, Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Tensor | DeferredMask | None,
     dropout: float,
     scaling: float | None,
@@ -123,22 +130,22 @@ def _planned_attention(
     plan: BoundPlan,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Compute core attention of one layer as planned: [B, T, H, E].
-
-    Args: see `distca_attention`; states are query, key and value.
-    """
-    query, key, value = states
+    """Compute core attention of one layer as planned: [B, T, H, E]; for the arguments see `distca_attention`."""
+    chunk = attention_chunk(module)
+    reach = Reach(sliding_window, chunk)
+    for found in _refused(module, query, attention_mask, dropout, reach, kwargs):  # alike on every rank
+        raise ValueError(f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')}) {found}")
+    plan.ran.attentions += 1
     if getattr(module, "attn_temperature_tuning", False):
         query = scaled_by_position(module, query, plan)
-    chunk = attention_chunk(module)
-    _check_planned(module, query, attention_mask, dropout, Reach(sliding_window, chunk), kwargs)
-    plan.ran.attentions += 1
-    dtype = _compute_dtype(query, value)
+    # Autocast leaves rotated queries and keys in float32, values not.
+    device_type = query.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if autocast else value.dtype
     # Not x[0], whose backward copies the gradient into zeros.
     q_THD, k_TGD, v_TGE = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
-    params = AttentionParams(
-        scale=q_THD.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
-    )
+    scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
+    params = AttentionParams(scale=scale, window=sliding_window, softcap=softcap)
     return disaggregated_attention(q_THD, k_TGD, v_TGE, s_aux, plan, params, module, chunk=chunk).unsqueeze(0)
 
 
@@ -151,62 +158,42 @@ def attention_chunk(module: nn.Module) -> int | None:
     return reaches[module.layer_idx].chunk
 
 
-def _compute_dtype(query: Tensor, value: Tensor) -> torch.dtype:
-    """Return one dtype for Q, K and V: autocast leaves rotated queries and keys in float32, values not."""
-    device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return value.dtype
-
-
-def _check_planned(
+def _refused(
     module: nn.Module,
     query: Tensor,
     attention_mask: Tensor | DeferredMask | None,
     dropout: float,
     reach: Reach,
     kwargs: dict[str, Any],
-) -> None:
-    """Raise, alike on every rank, if a planned step cannot compute the attention that the model asks for."""
-    layer = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+) -> Iterator[str]:
+    """Yield why a planned step cannot compute the attention that a model asks for."""
     if dropout > 0:
-        raise ValueError(
-            f"{layer} uses attention dropout {dropout} in a planned step, where workers cannot draw the same dropped "
-            "weights; set model.config.attention_dropout = 0.0"
+        yield (
+            f"uses attention dropout {dropout} in a planned step, where workers cannot draw the same dropped weights; "
+            "set model.config.attention_dropout = 0.0"
         )
     if query.shape[0] != 1:
-        raise ValueError(
-            f"a planned step needs batch size 1 (rows packed without padding), got {query.shape[0]}; pack all "
-            "documents into one row"
+        yield (
+            f"got a batch of {query.shape[0]} rows, but a planned step needs batch size 1 (rows packed without "
+            "padding); pack all documents into one row"
         )
     if isinstance(attention_mask, Tensor):
-        raise ValueError(
-            f"{layer} got an attention_mask of shape {list(attention_mask.shape)}, but a planned step has no padding "
-            "to mask; pack documents without padding and leave attention_mask out"
+        yield (
+            f"got an attention_mask of shape {list(attention_mask.shape)}, but a planned step has no padding to mask; "
+            "pack documents without padding and leave attention_mask out"
         )
-    if isinstance(attention_mask, DeferredMask):
-        if attention_mask.added_by_model:
-            raise ValueError(
-                f"{layer} adds a custom mask to the causal mask, and a plan cannot express it; train this model with "
-                "stock attention and transformers' Trainer"
-            )
-        if attention_mask.local_size not in (None, *reach):
-            raise ValueError(
-                f"{layer} masks by a local size of {attention_mask.local_size}, but has sliding_window={reach.window} "
-                f"and chunks of {reach.chunk} rows. A plan supports only full, sliding-window and chunked attention; "
-                "train this model with stock attention and transformers' Trainer"
-            )
+    elif attention_mask is not None and attention_mask.added_by_model:
+        yield f"adds a custom mask to the causal mask, and a plan cannot express it; {ELSEWHERE}"
+    elif attention_mask is not None and attention_mask.local_size not in (None, *reach):
+        yield (
+            f"masks by a local size of {attention_mask.local_size}, but has sliding_window={reach.window} and chunks "
+            f"of {reach.chunk} rows. A plan supports only full, sliding-window and chunked attention; {ELSEWHERE}"
+        )
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise ValueError(
-            f"{layer} is not causal, but a plan supports causal attention only; train this model with stock attention "
-            "and transformers' Trainer"
-        )
+        yield f"is not causal, but a plan supports causal attention only; {ELSEWHERE}"
     for name in ("position_bias", "cache"):
         if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{layer} passes {name}, which planned attention does not support; train this model with stock "
-                "attention and transformers' Trainer"
-            )
+            yield f"passes {name}, which planned attention does not support; {ELSEWHERE}"
 
 
 def _eager_attention(
@@ -220,14 +207,10 @@ def _eager_attention(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Compute attention with soft-capped scores or sinks outside a planned step.
+    """Compute attention with soft-capped scores or sinks, which "sdpa" refuses or ignores: [B, T, H, E].
 
-    "sdpa" refuses or ignores both.
-
-    Args: see `distca_attention`; mask is boolean [B, 1, T, S], or None for plain causal attention.
-
-    Returns:
-        [B, T, H, E].
+    Args:
+        mask: boolean [B, 1, T, S]; None for plain causal attention.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
@@ -249,27 +232,21 @@ def _eager_attention(
 def scaled_by_position(module: Any, query_BHTD: Tensor, plan: BoundPlan) -> Tensor:
     """Return queries scaled by their positions in their documents.
 
-    In layers without rotary embedding, Llama 4 scales queries by a factor that grows with the position. It counts
-    positions from the first row of the call, across documents.
+    In layers without rotary embedding, Llama 4 scales queries by a factor that grows with the position. The model
+    counts positions from the first row of the call, across documents.
 
     Args:
         module: an attention layer with attn_temperature_tuning.
-
-    Returns:
-        The queries themselves if the layer has rotary embedding, or all rows have the factor 1.
     """
-    if module.use_rope or max(plan.rows, plan.last_position + 1) < module.floor_scale:
+    if module.use_rope or max(plan.rows, plan.last_position + 1) < module.floor_scale:  # every factor is 1
         return query_BHTD
-    rows_T = torch.arange(plan.rows, device=query_BHTD.device)
-    factor_T = _factor(module, plan.positions) / _factor(module, rows_T)
-    return (query_BHTD * factor_T[:, None]).to(query_BHTD.dtype)
 
+    def factor(positions_T: Tensor) -> Any:
+        return torch.log1p(torch.floor((positions_T.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
 
-def _factor(module: Any, positions_T: Tensor) -> Tensor:
-    """Return Llama 4's factor on queries at these positions."""
-    steps_T = torch.floor((positions_T.float() + 1.0) / module.floor_scale)
-    factor_T: Tensor = torch.log1p(steps_T) * module.attn_scale + 1.0
-    return factor_T
+    factor_T = factor(plan.positions) / factor(torch.arange(plan.rows, device=query_BHTD.device))
+    scaled: Tensor = (query_BHTD * factor_T[:, None]).to(query_BHTD.dtype)
+    return scaled
 
 
 def distca_mask(

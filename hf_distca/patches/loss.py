@@ -174,28 +174,17 @@ def _as_autocast(x: Tensor) -> Tensor:
     return x
 
 
-class Head(Protocol):
-    """Interface of the output head for deferred logits. D: hidden size, V: vocabulary."""
+class _Head(Protocol):
+    """What deferred logits call of an output head, see `PlannedHead`."""
 
     @property
-    def vocabulary(self) -> int:
-        """V, the number of logits of a row."""
-
+    def vocabulary(self) -> int: ...
     @property
-    def divides(self) -> bool:
-        """Whether ranks may compute different numbers of parts of their logits."""
-
-    def logits(self, hidden: Tensor, steps: Sequence[Step]) -> Tensor:
-        """Return the logits [..., V] of hidden states [..., D]."""
-
-    def cross_entropy(self, hidden: Tensor, target: Tensor, steps: Sequence[Step], ignore_index: int) -> Tensor:
-        """Return the sum of cross entropies for hidden states [T, D] and targets [T]."""
-
-    def argmax(self, hidden: Tensor, steps: Sequence[Step]) -> Tensor:
-        """Return the indices [...] of the largest logits of hidden states [..., D]."""
-
-    def fits(self, rows: int) -> bool:
-        """Return whether the logits of `rows` rows fit in one chunk."""
+    def divides(self) -> bool: ...
+    def fits(self, rows: int) -> bool: ...
+    def logits(self, hidden: Tensor, steps: Sequence[Step]) -> Tensor: ...
+    def argmax(self, hidden: Tensor, steps: Sequence[Step]) -> Tensor: ...
+    def cross_entropy(self, hidden: Tensor, target: Tensor, steps: Sequence[Step], ignore_index: int) -> Tensor: ...
 
 
 class DeferredLogits:
@@ -206,7 +195,9 @@ class DeferredLogits:
         sample: [0, V], with the dtype of the logits.
     """
 
-    def __init__(self, head: Head, hidden: Tensor, sample: Tensor | None = None, steps: tuple[Step, ...] = ()) -> None:
+    def __init__(
+        self, head: _Head, hidden: Tensor, sample: Tensor | None = None, steps: tuple[Step, ...] = ()
+    ) -> None:
         self._head, self._hidden, self._steps = head, hidden, steps
         self._sample = _sample(head, hidden) if sample is None else sample
         self._tensor: Tensor | None = None  # set once the logits are computed with gradients
@@ -322,7 +313,7 @@ for _name in (
     setattr(DeferredLogits, _name, _operator(_name))
 
 
-def _sample(head: Head, hidden: Tensor) -> Tensor:
+def _sample(head: _Head, hidden: Tensor) -> Tensor:
     """Return [0, V] in the dtype that a linear layer gives."""
     dtype, device_type = hidden.dtype, hidden.device.type
     if torch.is_autocast_enabled(device_type) and dtype != torch.float64:

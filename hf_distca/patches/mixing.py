@@ -23,17 +23,13 @@ from hf_distca.models.mixing import functions, stock_forward
 from hf_distca.models.refusals import Models
 from hf_distca.patches.mixing_functions import MixingCall, planned_functions
 from hf_distca.patches.modules import subclass, uncompiled
-from hf_distca.patches.split import CACHED, Refusal, Sizes, join_results, split_argument
+from hf_distca.patches.split import CACHED, Parts, Sizes, join_results, split_argument
 from hf_distca.plan import PLAN_KEY
 
 REPLACED_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that describe documents in a row, as the plan does."""
-DOCUMENTS = Refusal(
-    "a planned step runs a mixing module document by document, but cannot divide its {name} ({described}) into the "
-    "documents of its {rows} rows; this model cannot train with planned attention",
-    "a planned step runs a mixing module document by document, but cannot join its {name} of documents of {sizes} "
-    "rows: got {described}; this model cannot train with planned attention",
-)
+DOCUMENTS = Parts("a mixing module's", "this model cannot train with planned attention")
+"""Parts of a module that runs document by document."""
 
 _running: ContextVar[tuple[BoundPlan, Checkpoints] | None] = ContextVar("decoder layer that runs", default=None)
 """Plan of the running layer, and the checkpoints around the layer."""
@@ -55,18 +51,24 @@ def plan_mixing(layer: nn.Module) -> int:
     for module in modules:
         if isinstance(module, _MixingModule):
             continue
-        cls = type(module)
-        if (names := functions(module)) is None:
-            module.__class__ = subclass(cls, _ByDocument)
-        else:
+        names, run = functions(module), None
+        if names is not None:
             forward = stock_forward(module)
-            planned = planned_functions(inspect.unwrap(forward).__globals__)
-            module.__class__ = subclass(cls, _AllRows, names=names, run=_seeing(forward, planned))
+            run = _seeing(forward, planned_functions(inspect.unwrap(forward).__globals__))
+        module.__class__ = subclass(type(module), _MixingModule, names=names, run=run)
     return len(modules)
 
 
 class _MixingModule(nn.Module):
-    """Base that precedes a mixing module's own class."""
+    """Base that precedes a mixing module's own class.
+
+    Attributes:
+        names: functions in which rows depend on each other; None if they are not known.
+        run: the forward of the module's class, which calls functions for planned steps in their place.
+    """
+
+    names: tuple[str, ...] | None
+    run: Callable[..., Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         running = _running.get()
@@ -87,24 +89,8 @@ class _MixingModule(nn.Module):
             raise Models.CHECKPOINT_INSIDE.error(module=type(self).__name__)
         plan.ran.mixing += 1
         kwargs = {name: value for name, value in kwargs.items() if name not in REPLACED_BY_PLAN}
-        return self._mixed(stock, plan, args, kwargs)
-
-    def _mixed(self, stock: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
-
-class _AllRows(_MixingModule):
-    """Base of a module whose rows depend on each other in known functions only.
-
-    Attributes:
-        names: these functions.
-        run: the forward of the module's class, which calls functions for planned steps in their place.
-    """
-
-    names: tuple[str, ...]
-    run: Callable[..., Any]
-
-    def _mixed(self, stock: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.names is None:
+            return _by_document(stock, plan.document_rows, args, kwargs)
         if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
             raise ValueError(CACHED)
         with MixingCall(self, plan).runs() as call:
@@ -137,21 +123,18 @@ def _seeing(function: Callable[..., Any], names: Mapping[str, Any]) -> Callable[
     return copy
 
 
-class _ByDocument(_MixingModule):
-    """Base of a module that runs on one document after another."""
-
-    def _mixed(self, stock: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        sizes = plan.document_rows
-        split_args = [split_argument(f"argument {i}", value, sizes, DOCUMENTS) for i, value in enumerate(args)]
-        split_kwargs = {name: split_argument(name, value, sizes, DOCUMENTS) for name, value in kwargs.items()}
-        results = [
-            stock(*(parts[i] for parts in split_args), **{name: parts[i] for name, parts in split_kwargs.items()})
-            for i in range(len(sizes))
-        ]
-        if isinstance(results[0], tuple):
-            rows, *others = zip(*results, strict=True)
-            return join_results("output", rows, sizes, DOCUMENTS), *(_joined(each, sizes) for each in others)
+def _by_document(stock: Callable[..., Any], sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module on one document after another, and join the results."""
+    split_args = [split_argument(f"argument {i}", value, sizes, DOCUMENTS) for i, value in enumerate(args)]
+    split_kwargs = {name: split_argument(name, value, sizes, DOCUMENTS) for name, value in kwargs.items()}
+    results = [
+        stock(*(parts[i] for parts in split_args), **{name: parts[i] for name, parts in split_kwargs.items()})
+        for i in range(len(sizes))
+    ]
+    if not isinstance(results[0], tuple):
         return join_results("output", tuple(results), sizes, DOCUMENTS)
+    rows, *others = zip(*results, strict=True)
+    return join_results("output", rows, sizes, DOCUMENTS), *(_joined(each, sizes) for each in others)
 
 
 def _joined(results: tuple[Any, ...], sizes: Sizes) -> Any:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ def _replaced(name: str, stock: Function, planned: Function) -> Function:
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         call = _call.get()
-        result = planned(stock, call, *args, **kwargs)
+        result = planned(call.plan.runtime.functions.get(name, stock), call, *args, **kwargs)
         if result is not None:
             call.mixed += [CONVOLUTION, SCAN] if name == CONVOLUTION_AND_SCAN else [name]
         return result
@@ -112,6 +112,8 @@ def _takes_packed(stock: Function, argument: str) -> bool:
 
     Transformers wraps its functions, and drops arguments that the kernel does not know.
     """
+    if hasattr(stock, "packed_by"):  # a stand-in
+        return bool(stock.packed_by == argument)
     try:
         found = inspect.getclosurevars(stock).nonlocals
     except TypeError:  # a kernel of the Hub
@@ -139,31 +141,6 @@ def _convolution(
     return torch.cat(results).T.unsqueeze(0)
 
 
-class _Segments(NamedTuple):
-    """Neighbouring segments of one nano-batch that a recurrence computes in one call.
-
-    Attributes:
-        sizes: rows of each.
-        number: of a cut segment, among the rank's cut segments; None for whole documents.
-    """
-
-    sizes: tuple[int, ...]
-    number: int | None
-
-
-def _grouped(nano: BoundNanoBatch, *, packed: bool) -> list[_Segments]:
-    """Return the segments of a nano-batch in row order; whole documents together if the kernel takes them packed."""
-    cuts = nano.cuts
-    numbers = {segment: number for number, segment in enumerate(cuts.chains.cut)}
-    segments = [_Segments((size,), numbers.get(segment)) for segment, size in enumerate(cuts.sizes)]
-    if not packed:
-        return segments
-    joined: list[_Segments] = []
-    for number, group in groupby(segments, key=lambda segment: segment.number):
-        joined.append(_Segments(tuple(size for segment in group for size in segment.sizes), number))
-    return joined
-
-
 Read = Any
 """What `Recurrence.read` needs of a segment to turn the state before it into rows."""
 
@@ -183,11 +160,10 @@ class _Recurrence(Protocol):
     packed: bool
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
 
-    def whole(self, rows: Sequence[Tensor], packing: Packing | None) -> Tensor:
-        """Return the result of whole documents, [1, T, H, V]."""
-
-    def cut(self, rows: Sequence[Tensor], *, continued: bool, continues: bool) -> tuple[Tensor, Read, Transition]:
-        """Return the result of a segment that begins with a state of zeros, and what it does to a state.
+    def run(
+        self, rows: Sequence[Tensor], packing: Packing | None, continued: bool = False, continues: bool = False
+    ) -> tuple[Tensor, Read, Transition]:
+        """Return the result of whole documents, or of a segment from a state of zeros and what it does to a state.
 
         Args:
             continued: whether earlier segments exist, so that A and r are needed.
@@ -210,39 +186,26 @@ class _DeltaRule(_Recurrence):
         heads, self._columns, self._rows = *value.shape[2:], key.shape[3]
         self.shapes = (heads, self._rows, self._rows), (heads, self._rows, self._columns)
 
-    def whole(self, rows: Sequence[Tensor], packing: Packing | None) -> Tensor:
-        """Return the result of whole documents, [1, T, H, V]."""
+    def run(
+        self, rows: Sequence[Tensor], packing: Packing | None, continued: bool = False, continues: bool = False
+    ) -> tuple[Tensor, Read, Transition]:
         query, key, value, g, beta = rows
-        options = self._options if packing is None else {**self._options, "cu_seqlens": packing.cu_seqlens}
-        out: Tensor = self._stock(
-            query, key, value, g=g, beta=beta, initial_state=None, output_final_state=False, **options
-        )[0]
-        return out
-
-    def cut(self, rows: Sequence[Tensor], *, continued: bool, continues: bool) -> tuple[Tensor, Read, Transition]:
-        """Return the result of a segment that begins with a state of zeros, and what it does to a state.
-
-        Further columns of zero values, from a state of ones on the diagonal, become r and A.
-        """
-        query, key, value, g, beta = rows
-        state = None
-        if continued:
+        options = {**self._options, "g": g, "beta": beta, "initial_state": None, "output_final_state": continues}
+        if packing is not None:
+            options["cu_seqlens"] = packing.cu_seqlens
+        if continued:  # further columns of zero values, from a state of ones on the diagonal, become r and A
             value = functional.pad(value, (0, self._rows))
             state = functional.pad(torch.eye(self._rows, device=value.device), (self._columns, 0))
-            state = state.expand(1, value.shape[2], -1, -1).contiguous()
-        out, final = self._stock(
-            query, key, value, g=g, beta=beta, initial_state=state, output_final_state=continues, **self._options
-        )
-        factor = offset = None
+            options["initial_state"] = state.expand(1, value.shape[2], -1, -1).contiguous()
+        out, final = self._stock(query, key, value, **options)
+        read = factor = offset = None
         if continues:
             offset, factor = final[0].float().split([self._columns, final.shape[3] - self._columns], 2)
-        if not continued:
-            return out, None, (None, offset)
-        out, read = out.split([self._columns, self._rows], 3)
-        return out, read, (factor, offset)
+        if continued:
+            out, read = out.split([self._columns, self._rows], 3)
+        return out, read, (factor if continued else None, offset)
 
     def read(self, read: Read, state: Tensor) -> Tensor:
-        """Return r·S in float32, [T, H, V]."""
         return torch.einsum("thk,hkv->thv", read[0].float(), state)
 
 
@@ -271,25 +234,20 @@ class _Scan(_Recurrence):
         heads, columns = hidden_states.shape[2:]
         self.shapes = (heads,), (heads, columns, B.shape[3])
 
-    def whole(self, rows: Sequence[Tensor], packing: Packing | None) -> Tensor:
-        """Return the result of whole documents, [1, T, H, V]."""
+    def run(
+        self, rows: Sequence[Tensor], packing: Packing | None, continued: bool = False, continues: bool = False
+    ) -> tuple[Tensor, Read, Transition]:
         hidden, dt, B, C = rows
         options = self._options if packing is None else {**self._options, "seq_idx": packing.seq_idx}
-        out: Tensor = self._stock(hidden, dt, self._decay_H, B, C, return_final_states=False, **options)
-        return out
-
-    def cut(self, rows: Sequence[Tensor], *, continued: bool, continues: bool) -> tuple[Tensor, Read, Transition]:
-        """Return the result of a segment that begins with a state of zeros, and what it does to a state."""
-        hidden, dt, B, C = rows
-        out = self._stock(hidden, dt, self._decay_H, B, C, return_final_states=continues, **self._options)
-        offset = None
+        out = self._stock(hidden, dt, self._decay_H, B, C, return_final_states=continues, **options)
+        read = factor = offset = None
         if continues:
             out, final = out
             offset = final[0].float()
-        if not continued:
-            return out, None, (None, offset)
-        decays_TH = self._decays(dt[0])
-        return out, (decays_TH, C[0]), (decays_TH[-1] if continues else None, offset)
+        if continued:
+            decays_TH = self._decays(dt[0])
+            read, factor = (decays_TH, C[0]), decays_TH[-1] if continues else None
+        return out, read, (factor, offset)
 
     def _decays(self, dt_TH: Tensor) -> Tensor:
         """Return by how much a state has decayed since the segment began, at each row."""
@@ -301,7 +259,6 @@ class _Scan(_Recurrence):
         return (self._decay_H.float() * dt_TH.clamp(*self._limit)).cumsum(0).exp()
 
     def read(self, read: Read, state: Tensor) -> Tensor:
-        """Return r·S in float32, [T, H, V]."""
         decays_TH, C_TGN = read
         of_groups = state.unflatten(0, (C_TGN.shape[1], -1))
         read_TGHV = torch.einsum("tgn,ghvn->tghv", C_TGN.float(), of_groups)
@@ -353,48 +310,63 @@ def _convolution_and_scan(stock: Function, call: MixingCall, *args: Any, **kwarg
 def _recur(call: MixingCall, recurrence: _Recurrence) -> Tensor:
     """Compute a recurrence over each document, [1, T, H, V].
 
-    Cut segments come first: while their states travel, whole documents are computed.
+    Cut segments come first: while their states travel, whole documents are computed, those of both nano-batches.
     """
     divided = (call.of_nano_batches(x) for x in recurrence.tensors)
-    parts = [_Part(call, nano, rows, recurrence) for nano, *rows in zip(call.plan.nano_batches, *divided, strict=True)]
+    parts = [Part(call, nano, rows, recurrence) for nano, *rows in zip(call.plan.nano_batches, *divided, strict=True)]
+    if call.plan.nano_batches[0].index == 1:  # the first nano-batch is about to wait
+        parts[0].compute_whole()
     call.pause()
     return torch.cat([out for part in parts for out in part.finish()], 1)
 
 
-class _Part:
+class Part:
     """A recurrence over the segments of one nano-batch; making it computes cut segments and sends their states."""
 
     def __init__(self, call: MixingCall, nano: BoundNanoBatch, rows: list[Tensor], recurrence: _Recurrence) -> None:
         self._recurrence, self._cuts = recurrence, nano.cuts
-        self._segments = _grouped(nano, packed=recurrence.packed)
-        sizes = [sum(segments.sizes) for segments in self._segments]
-        self._rows = list(zip(*(torch.split(x, sizes, 1) for x in rows), strict=True))
-        chains = nano.cuts.chains
-        self._cut: dict[int, tuple[Tensor, Read, Transition]] = {}
-        for segments, of_segment in zip(self._segments, self._rows, strict=True):
-            if (number := segments.number) is not None:
-                self._cut[number] = recurrence.cut(
-                    of_segment, continued=chains.continued[number], continues=chains.continues[number]
-                )
+        sizes, chains = nano.cuts.sizes, nano.cuts.chains
+        numbers = {segment: number for number, segment in enumerate(chains.cut)}
+        # Whole documents between cut segments share a call if the kernel takes them packed.
+        groups = [
+            (number, [sizes[segment] for segment in group])
+            for (number, _), group in groupby(
+                range(len(sizes)), lambda segment: (numbers.get(segment), None if recurrence.packed else segment)
+            )
+        ]
+        of_groups = zip(*(torch.split(x, [sum(each) for _, each in groups], 1) for x in rows), strict=True)
+        self._calls = [(number, each, of_group) for (number, each), of_group in zip(groups, of_groups, strict=True)]
+        self._cut = {
+            number: recurrence.run(of_segment, None, chains.continued[number], chains.continues[number])
+            for number, _, of_segment in self._calls
+            if number is not None
+        }
         self._exchange = StateExchange(chains, recurrence.shapes, **call.exchange(nano))
         self._transitions = [transition for _, _, transition in self._cut.values()]
         self._token = self._exchange.send(self._transitions, rows)
         self._empty = recurrence.values[:, :0]
+        self._whole: list[Tensor] | None = None
+
+    def compute_whole(self) -> None:
+        """Compute whole documents."""
+        self._whole = [
+            self._recurrence.run(rows, self._cuts.packing(tuple(sizes)))[0]
+            for number, sizes, rows in self._calls
+            if number is None
+        ]
 
     def finish(self) -> list[Tensor]:
-        """Compute whole documents, and add to cut segments what the states before them change."""
-        outputs = [
-            self._recurrence.whole(rows, self._cuts.packing(segments.sizes))
-            if segments.number is None
-            else self._cut[segments.number][0]
-            for segments, rows in zip(self._segments, self._rows, strict=True)
-        ]
+        """Return all results, after adding to cut segments what the states before them change."""
+        if self._whole is None:
+            self.compute_whole()
+        whole = iter(self._whole or [])
+        outputs = [next(whole) if number is None else self._cut[number][0] for number, _, _ in self._calls]
         # Some result goes through the exchange on every rank, see `StateExchange.receive`.
         passed = outputs or [self._empty]
         passed[0], states = self._exchange.receive(self._token, passed[0], self._transitions)
-        for index, segments in enumerate(self._segments):
-            if segments.number is not None and (state := states[segments.number]) is not None:
-                out, read = passed[index], self._cut[segments.number][1]
+        for index, (number, _, _) in enumerate(self._calls):
+            if number is not None and (state := states[number]) is not None:
+                out, read = passed[index], self._cut[number][1]
                 with without_autocast(state.device.type):
                     passed[index] = (out.float() + self._recurrence.read(read, state)).to(out.dtype)
         return passed

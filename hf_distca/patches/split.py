@@ -18,19 +18,14 @@ Sizes = tuple[int, ...]
 """Rows of each part, in row order."""
 
 
-class Refusal(NamedTuple):
-    """Error messages for an argument that cannot be divided and for results that cannot be joined."""
+class Parts(NamedTuple):
+    """What is divided into parts, for error messages: whose arguments, and the remedy if they cannot be divided."""
 
-    divide: str
-    join: str
+    owner: str
+    remedy: str
 
 
-NANO_BATCHES = Refusal(
-    "ping-pong cannot divide the decoder layer's {name} ({described}) into nano-batches of its {rows} rows; set "
-    "ping_pong=False for this model",
-    "ping-pong cannot join the decoder layer's {name} of two nano-batches of {sizes} rows: got {described}; set "
-    "ping_pong=False for this model",
-)
+NANO_BATCHES = Parts("the decoder layer's", "set ping_pong=False for this model")
 
 CACHED = "a planned step cannot use cached keys and values; set model.config.use_cache = False"
 
@@ -38,7 +33,7 @@ PLAIN = (bool, int, float, str, type(None), DeferredMask)
 """Types of arguments that are the same for all parts."""
 
 
-def split_argument(name: str, value: Any, sizes: Sizes, refusal: Refusal = NANO_BATCHES) -> tuple[Any, ...]:
+def split_argument(name: str, value: Any, sizes: Sizes, parts: Parts = NANO_BATCHES) -> tuple[Any, ...]:
     """Return each part's share of a module's argument.
 
     A tensor has a row per token if its shape is [1, T, ...], [1, 1, T, 1] (factors on attention) or [T] (positions).
@@ -58,10 +53,10 @@ def split_argument(name: str, value: Any, sizes: Sizes, refusal: Refusal = NANO_
         if value.dim() == 0:
             return (value,) * len(sizes)
     elif isinstance(value, dict):
-        shares = {key: split_argument(f"{name}[{key!r}]", item, sizes, refusal) for key, item in value.items()}
+        shares = {key: split_argument(f"{name}[{key!r}]", item, sizes, parts) for key, item in value.items()}
         return tuple({key: share[i] for key, share in shares.items()} for i in range(len(sizes)))
     elif type(value) in (tuple, list):
-        items = [split_argument(f"{name}[{i}]", item, sizes, refusal) for i, item in enumerate(value)]
+        items = [split_argument(f"{name}[{i}]", item, sizes, parts) for i, item in enumerate(value)]
         return tuple(type(value)(item[i] for item in items) for i in range(len(sizes)))
     elif isinstance(value, UserDict):
         stops = list(accumulate(sizes))
@@ -70,7 +65,10 @@ def split_argument(name: str, value: Any, sizes: Sizes, refusal: Refusal = NANO_
         return (value,) * len(sizes)
     elif isinstance(value, Cache):
         raise ValueError(CACHED)
-    raise ValueError(refusal.divide.format(name=name, described=_described(value), rows=rows))
+    raise ValueError(
+        f"a planned step cannot divide {parts.owner} {name} ({_described(value)}) into parts of its {rows} rows; "
+        f"{parts.remedy}"
+    )
 
 
 def _row_dim(value: Tensor, rows: int) -> int | None:
@@ -82,7 +80,7 @@ def _row_dim(value: Tensor, rows: int) -> int | None:
     return 0 if value.dim() == 1 and value.shape[0] == rows else None
 
 
-def join_results(name: str, results: tuple[Any, ...], sizes: Sizes, refusal: Refusal = NANO_BATCHES) -> Any:
+def join_results(name: str, results: tuple[Any, ...], sizes: Sizes, parts: Parts = NANO_BATCHES) -> Any:
     """Join the results of a module for all parts.
 
     Raises:
@@ -98,12 +96,14 @@ def join_results(name: str, results: tuple[Any, ...], sizes: Sizes, refusal: Ref
                 return torch.cat(results, dim)
     elif type(first) in (tuple, list) and all(len(result) == len(first) for result in results):
         return type(first)(
-            join_results(f"{name}[{i}]", each, sizes, refusal) for i, each in enumerate(zip(*results, strict=True))
+            join_results(f"{name}[{i}]", each, sizes, parts) for i, each in enumerate(zip(*results, strict=True))
         )
     elif all(result is None for result in results):
         return None
     described = " and ".join(dict.fromkeys(map(_described, results)))
-    raise ValueError(refusal.join.format(name=name, sizes=sizes, described=described))
+    raise ValueError(
+        f"a planned step cannot join {parts.owner} {name} of parts of {sizes} rows: got {described}; {parts.remedy}"
+    )
 
 
 def _is_stacked(value: Tensor) -> bool:

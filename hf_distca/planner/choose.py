@@ -461,4 +461,5 @@ class _Search:
         staged = [
             {kind: in_stages(plan, kind, settings, stages=stages) for kind, plan in nano.items()} for nano in counted
         ]
-        return predict_step(staged, [nano.layout.tokens for nano in nano_batches], self._costs)
+        nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+        return predict_step(staged, [nano.layout for nano in nano_batches], self._costs, nodes)

@@ -7,6 +7,7 @@ leave. Both tables follow from the layout alone, so that every rank makes matchi
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_distca.plan import Layout
 from hf_distca.planner.intervals import ROWS, IntArray, by_document, expand, overlaps, row_counts, table_of
@@ -93,16 +94,10 @@ def halos(layout: Layout, rank: int, width: int) -> Halos:
 def chains(layout: Layout, rank: int) -> Chains:
     """Return which states a rank's cut segments exchange with other segments."""
     segments = layout.segments
-    order = np.lexsort((segments["start"], segments["document"]))
-    document = segments["document"][order]
-    first = np.searchsorted(document, document)
-    nth = np.arange(len(order)) - first
-    # Pairs of an earlier and a later segment, by later segment.
-    later, earlier = np.repeat(np.arange(len(order)), nth), expand(first, nth)
-    is_cut = np.empty(len(order), bool)
-    is_cut[order] = np.bincount(document)[document] > 1
+    order, _, earlier, later = chained(segments)
+    count = np.bincount(segments["document"], minlength=len(layout.lengths))[segments["document"]]
     mine = np.flatnonzero(segments["rank"] == rank)
-    cut = np.flatnonzero(is_cut[mine])
+    cut = np.flatnonzero(count[mine] > 1)
     own = np.full(len(segments), -1)
     own[mine[cut]] = np.arange(len(cut))
     from_, to = order[earlier], order[later]
@@ -121,6 +116,20 @@ def chains(layout: Layout, rank: int) -> Chains:
         if first >= 0:
             after[first].append(int(last if last >= 0 else returned[pair]))
     return Chains(cut, messages, own[to[received]], tuple(map(tuple, before)), tuple(map(tuple, after)))
+
+
+def chained(segments: NDArray[np.void]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Return the segments in document order, and the pairs of an earlier and a later segment of a document.
+
+    Returns:
+        [segments] indices of segments in document order; [segments] number of earlier segments of the document;
+        [pairs] place in this order of the earlier segment; [pairs] place of the later one, ascending.
+    """
+    order = np.lexsort((segments["start"], segments["document"]))
+    document = segments["document"][order]
+    first = np.searchsorted(document, document)
+    nth = np.arange(len(order)) - first
+    return order, nth, expand(first, nth), np.repeat(np.arange(len(order)), nth)
 
 
 def _messages(

@@ -1,6 +1,6 @@
 """Seconds of core attention, of the rest of a layer and of exchanges on a device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -153,6 +153,41 @@ class KindCosts:
 
 
 @dataclass(frozen=True)
+class MixingCosts:
+    """Costs of a layer that mixes rows in order, in seconds of its forward and in bytes.
+
+    Attributes:
+        layers: number of mixing modules.
+        before: seconds per token before its convolution.
+        mix: seconds per token in its convolution and recurrence.
+        continued: further seconds per token of a segment with earlier segments, for r and A.
+        after: seconds per token after its recurrence.
+        run: seconds of a run of the recurrence's kernel, whatever its size.
+        halo: bytes of the rows before a segment.
+        state: bytes of A and B of a segment.
+    """
+
+    layers: int
+    before: float
+    mix: float
+    continued: float
+    after: float
+    run: float
+    halo: float
+    state: float
+
+    @property
+    def token(self) -> float:
+        """Seconds per token of a whole document."""
+        return self.before + self.mix + self.after
+
+    def scaled(self, by: float) -> "MixingCosts":
+        """Return the costs of computation that takes `by` times as long."""
+        seconds = {name: getattr(self, name) * by for name in ("before", "mix", "continued", "after", "run")}
+        return replace(self, **seconds)
+
+
+@dataclass(frozen=True)
 class StepCosts:
     """Seconds of a micro-batch on every rank; plans are chosen by them.
 
@@ -166,6 +201,7 @@ class StepCosts:
         slowness: [ranks] factor by which a rank is slower than these costs; empty if all ranks are alike.
         ranks_per_core: CPU ranks that share a core, all of them busy while these costs were measured. A core that one
             rank leaves idle makes the others faster. 1 if every rank has its own cores or GPU.
+        mixing: costs of layers that mix rows in order; None for a model without.
     """
 
     kinds: tuple[KindCosts, ...]
@@ -177,6 +213,7 @@ class StepCosts:
     launches: float = 0.0
     slowness: tuple[float, ...] = ()
     ranks_per_core: float = 1.0
+    mixing: MixingCosts | None = None
 
     def until_done(self, work: FloatArray | float, longest: float) -> float:
         """Return the seconds until all ranks are done.
@@ -196,7 +233,17 @@ class StepCosts:
         return self.token / pair if pair else 0.0
 
     @property
+    def depth(self) -> int:
+        """Number of layers with attention."""
+        return sum(of_kind.layers for of_kind in self.kinds)
+
+    @property
+    def between(self) -> float:
+        """Seconds of a token from one core attention to the next, in the forward."""
+        mixing = self.mixing.layers * self.mixing.token / self.depth if self.mixing else 0.0
+        return self.before + self.after + mixing
+
+    @property
     def token(self) -> float:
         """Seconds of a token in everything but core attention, forward and backward."""
-        depth = sum(of_kind.layers for of_kind in self.kinds)
-        return depth * (self.before + self.after) * (1 + self.backward_factor) + self.head
+        return self.depth * self.between * (1 + self.backward_factor) + self.head

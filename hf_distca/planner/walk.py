@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import AttentionKind, Direction, MicroBatchPlan
+from hf_distca.plan import AttentionKind, Direction, Layout, MicroBatchPlan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.metrics import CountedPlan, count_plan
+from hf_distca.planner.mixing import CountedCuts, MixingLayers, count_cuts
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.schedule import Group, Transfer, Turn, make_schedule
 from hf_distca.planner.seconds import FloatArray, KernelCost, Links, StepCosts, Tasks
@@ -38,12 +39,14 @@ class Walked:
         attention: [ranks] in kernel calls.
         other: [ranks] in all other computation.
         waited: [ranks] waiting for exchanges.
+        mixing: [ranks] the part of `other` in layers that mix rows in order.
     """
 
     seconds: float
     attention: FloatArray
     other: FloatArray
     waited: FloatArray
+    mixing: FloatArray
 
 
 def walk_layer(
@@ -54,6 +57,7 @@ def walk_layer(
     links: Links,
     direction: Direction,
     slowness: FloatArray | float = 1.0,
+    mixing: MixingLayers | None = None,
 ) -> Walked:
     """Walk one layer in the middle of a model.
 
@@ -62,15 +66,21 @@ def walk_layer(
         before: for each nano-batch, seconds that come before core attention in this direction.
         after: for each nano-batch, seconds that follow core attention in this direction.
         slowness: factor by which each rank's kernel calls are slower, or one number for all.
+        mixing: mixing layers before the layer, which count as part of it.
     """
     layer = _Layer(nano_batches, kernel, before, after, links, direction, slowness)
     begun = 0.0
     for _ in range(SETTLED):
         begun = float(layer.clock.max())
         layer.waited = np.zeros_like(layer.clock)
+        if mixing is not None:
+            layer.clock = mixing.walk(layer.clock)
         for act in layer.acts:
             act()
-    return Walked(float(layer.clock.max()) - begun, layer.attention, layer.other, layer.waited)
+    seconds, mixed = float(layer.clock.max()) - begun, np.zeros_like(layer.clock)
+    if mixing is not None:
+        mixed, layer.waited = mixing.computed, layer.waited + mixing.waited
+    return Walked(seconds, layer.attention, layer.other + mixed, layer.waited, mixed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,36 +283,52 @@ IntArray = NDArray[np.int64]
 
 
 def predict_step(
-    nano_batches: Sequence[Mapping[AttentionKind, CountedPlan]], tokens: Sequence[IntArray], costs: StepCosts
+    nano_batches: Sequence[Mapping[AttentionKind, CountedPlan]],
+    layouts: Sequence[Layout],
+    costs: StepCosts,
+    nodes: Sequence[int],
 ) -> Walked:
     """Predict the seconds of a micro-batch.
 
     Args:
         nano_batches: for each nano-batch, its counted plans by kind of attention.
-        tokens: for each nano-batch, [ranks] rows that each rank holds.
+        layouts: of each nano-batch.
+        nodes: [ranks] node of each rank.
     """
-    slowness: FloatArray = np.array(costs.slowness or (1.0,) * len(tokens[0]))
-    rows: list[FloatArray] = [each * slowness for each in tokens]
+    slowness: FloatArray = np.array(costs.slowness or (1.0,) * layouts[0].ranks)
+    rows: list[FloatArray] = [layout.tokens * slowness for layout in layouts]
+    cuts = [count_cuts(layout, nodes) for layout in layouts] if costs.mixing else []
     launches = slowness * (costs.launches / 2)
     head: FloatArray = np.multiply(costs.head, np.sum(rows, axis=0))
     before, after = ([seconds * each + launches for each in rows] for seconds in (costs.before, costs.after))
     in_backward = [[each * costs.backward_factor for each in part] for part in (after, before)]
-    attention: FloatArray = np.zeros_like(head)
-    other = head.copy()
-    waited: FloatArray = np.zeros_like(head)
-    seconds = 0.0
+    attention, waited, mixed = (np.zeros_like(head) for _ in range(3))
+    other, seconds = head.copy(), 0.0
     for of_kind in costs.kinds:
         counted = [nano[of_kind.kind] for nano in nano_batches]
         for direction in ("forward", "backward"):
             begin, end = (before, after) if direction == "forward" else in_backward
             kernel = of_kind.kernel(direction)
-            walked = walk_layer(counted, kernel, begin, end, costs.exchange, direction, slowness)
+            mixing = _mixing_layers(cuts, costs, direction, slowness)
+            walked = walk_layer(counted, kernel, begin, end, costs.exchange, direction, slowness, mixing)
             attention += of_kind.layers * walked.attention
             other += of_kind.layers * walked.other
             waited += of_kind.layers * walked.waited
+            mixed += of_kind.layers * walked.mixing
             seconds += of_kind.layers * walked.seconds
     total = costs.until_done(attention + other, seconds + float(head.max()))
-    return Walked(total, attention, other, waited)
+    return Walked(total, attention, other, waited, mixed)
+
+
+def _mixing_layers(
+    cuts: Sequence[CountedCuts], costs: StepCosts, direction: Direction, slowness: FloatArray
+) -> MixingLayers | None:
+    """Return the mixing layers before each layer with attention; None for a model without."""
+    if costs.mixing is None:
+        return None
+    factor = slowness * (1.0 if direction == "forward" else costs.backward_factor)
+    layers = costs.mixing.layers / costs.depth
+    return MixingLayers(cuts, costs.mixing, layers, costs.launches, costs.exchange, direction, factor)
 
 
 def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts) -> Walked:
@@ -312,7 +338,7 @@ def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts)
         {kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes) for kind, of_kind in nano.plans.items()}
         for nano in plan.nano_batches
     ]
-    return predict_step(counted, [nano.layout.tokens for nano in plan.nano_batches], costs)
+    return predict_step(counted, [nano.layout for nano in plan.nano_batches], costs, nodes)
 
 
 def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:

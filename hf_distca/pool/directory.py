@@ -31,12 +31,9 @@ _RETRY_S = 0.5
 
 
 class Directory:
-    """The list of live servers, which join and leave by themselves.
+    """The list of live servers, which join and leave by themselves; a member silent for `silence_s` is dropped.
 
-    Args:
-        port: 0 for any that is free.
-        silence_s: a member that sends nothing for so long is dropped.
-        ended: called when training is over, for processes that servers' connections do not reach.
+    `ended` is called when training is over, for processes that servers' connections do not reach.
     """
 
     def __init__(
@@ -132,11 +129,9 @@ class Membership:
         wait_s: float,
         give_up: Callable[[], bool] = lambda: False,
     ) -> "Membership":
-        """Join the directory, which may not be there yet: try for `wait_s`, or until `give_up` returns True.
+        """Join the directory, which may not be there yet: try for `wait_s`, or until `give_up`; then LinkLost.
 
-        Raises:
-            ProtocolError: the directory has another token, refuses this server, or is no directory.
-            LinkLost: the directory was not reached in time.
+        ProtocolError: the directory has another token, refuses this server, or is no directory.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -155,10 +150,7 @@ class Membership:
             time.sleep(_RETRY_S)
 
     def poll(self, timeout_s: float) -> Message | None:
-        """Wait for End or Refused for so long at most, and send now and then that this server is alive.
-
-        LinkLost: the directory is gone, or has dropped this server.
-        """
+        """Wait for End or Refused for so long at most, and send now and then that this server is alive."""
         if time.monotonic() - self._last_alive > ALIVE_S:
             self._last_alive = time.monotonic()
             self._channel.send(Alive(), timeout_s=_ANSWER_S)

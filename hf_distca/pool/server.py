@@ -232,13 +232,7 @@ class AttentionServer:
     a plan's nano-batch and kind of attention sends a call for each direction of each layer. What does not fit the plan
     ends the connection that it came on, and no other.
 
-    Args:
-        choose: finds another kernel for what `kernel` cannot do; None: there is none.
-        port: 0 for any that is free.
-        transport: ValueError where it cannot be used.
-
-    Attributes:
-        tasks: number of computed tasks; `busy_s` seconds were spent on them.
+    `choose` finds another kernel for what `kernel` cannot do. ValueError where the transport cannot be used.
     """
 
     def __init__(
@@ -266,12 +260,8 @@ class AttentionServer:
     def run(self, join_host: str, join_port: int, wait_s: float, report: Callable[[str], None]) -> None:
         """Join the run whose directory listens at an address, and serve until it ends or `stop` is called.
 
-        Args:
-            wait_s: how long to try to join, and again if the directory is lost; then LinkLost.
-            report: gets a line about the server's work now and then.
-
-        Raises:
-            MismatchError: ranks cannot use this server.
+        LinkLost: joining took longer than `wait_s`, or joining again after the directory was lost. MismatchError:
+        ranks cannot use this server. `report` gets a line about the server's work now and then.
         """
         with self._on_device():
             speed = measure_speed(self._kernel, self._device)

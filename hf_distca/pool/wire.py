@@ -278,11 +278,8 @@ class Listener:
 
     Strangers cost at most HANDSHAKES threads for `handshake_s` each. Nothing that a peer sends ends the listener.
 
-    Args:
-        port: 0 for any that is free.
-        serve: called on the peer's thread with the connection, which is closed afterwards, and its first message.
-            The listener logs LinkLost, and sends a ProtocolError's text to the peer; a MismatchError is only sent.
-        handshake_s: time that a peer has for the handshake, and again for its first message.
+    `serve` gets the connection, which is closed afterwards, and its first message, within `handshake_s` again. The
+    listener logs LinkLost, and sends a ProtocolError's text to the peer; a MismatchError is only sent.
     """
 
     def __init__(

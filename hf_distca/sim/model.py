@@ -5,6 +5,70 @@ from dataclasses import dataclass
 
 from hf_distca.plan import AttentionKind
 
+CHUNK = 64
+"""Rows that kernels of recurrences compute at once, by matrices."""
+STATE_BYTES = 4
+"""Bytes of a number of a state, which stays in float32."""
+
+
+@dataclass(frozen=True)
+class MixingShape:
+    """Sizes of layers that mix rows in order, in the mean of a model's mixing modules.
+
+    Attributes:
+        layers: number of mixing modules.
+        before: active parameters of matrices before a module's convolution.
+        after: active parameters after its recurrence; those of the MLP too, in a layer without attention.
+        channels: channels of the convolution.
+        width: rows before a row that the convolution reads.
+        heads: heads of the recurrence; 0 without one.
+        state: rows and columns of a head's state.
+        delta_rule: whether a state changes by a matrix for each row (gated delta rule); else by a decay (Mamba-2).
+    """
+
+    layers: int
+    before: int
+    after: int
+    channels: int
+    width: int
+    heads: int = 0
+    state: tuple[int, int] = (0, 0)
+    delta_rule: bool = False
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of A and B of a segment."""
+        rows, columns = self.state
+        return STATE_BYTES * self.heads * (rows * columns + (rows * rows if self.delta_rule else 1))
+
+    @property
+    def operations(self) -> tuple[int, int]:
+        """Multiplications of a token in the convolution and recurrence, and further ones for r and A."""
+        rows, columns = self.state
+        convolution = self.channels * (self.width + 1)
+        if not self.delta_rule:  # rows of a chunk times rows; into the state, and out of it
+            return convolution + self.heads * (CHUNK * columns + 2 * rows * columns), self.heads * rows * columns
+        # Three products of keys and queries within a chunk, two with values; three with the state.
+        within, columns_of_values = 3 * CHUNK * rows, 2 * CHUNK + 3 * rows
+        return (
+            convolution + self.heads * (within + columns * columns_of_values),
+            self.heads * rows * columns_of_values,
+        )
+
+    @property
+    def touched(self) -> tuple[int, int]:
+        """Numbers that a token reads and writes in the convolution and recurrence, and further ones for r and A.
+
+        Kernels write a state for each chunk and read it again.
+        """
+        rows, columns = self.state
+        convolution = 2 * self.channels
+        if not self.delta_rule:
+            return convolution + self.heads * (3 * columns + 2 * rows * columns // CHUNK), 3 * self.heads * columns
+        # Values, values of a chunk without its keys' part (made, read, and made anew with the state), and outputs.
+        of_values = 6 + 2 * rows // CHUNK
+        return convolution + self.heads * (4 * rows + columns * of_values), self.heads * rows * of_values
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -15,6 +79,7 @@ class ModelShape:
         hidden: width of the hidden state.
         before: active parameters of a layer's matrices before core attention (Q, K and V projections).
         after: active parameters of a layer's matrices after core attention (output projection, MLP or experts).
+        mixing: sizes of layers that mix rows in order; None without any.
     """
 
     layers: Mapping[AttentionKind, int]
@@ -23,11 +88,19 @@ class ModelShape:
     after: int
     head: int
     parameters: int
+    mixing: MixingShape | None = None
 
     @property
     def depth(self) -> int:
-        """Number of layers."""
+        """Number of layers with attention."""
         return sum(self.layers.values())
+
+    @property
+    def operations(self) -> int:
+        """Multiplications of a token besides core attention."""
+        mixing = self.mixing
+        of_mixing = mixing.layers * (mixing.before + mixing.after + mixing.operations[0]) if mixing else 0
+        return self.depth * (self.before + self.after) + self.head + of_mixing
 
     @classmethod
     def llama(

@@ -41,6 +41,10 @@ class StrategyFigures:
         rows_bytes: memory for rows on a GPU of the rank with the most rows; None if unknown.
         state_bytes: memory of a GPU for weights, gradients and optimizer; None if not asked for.
         documents_cut: share of documents that lose context.
+        mixing_seconds: the part of `other_seconds` in layers that mix rows in order; 0 for a model without.
+        mixing_runs: runs of a recurrence's kernel in a layer's forward, on the rank with the most; whole documents
+            share one.
+        mixing_bytes: bytes of states and halos of the busiest rank in a mixing layer's forward.
     """
 
     name: str
@@ -62,6 +66,9 @@ class StrategyFigures:
     rows_bytes: int | None
     state_bytes: int | None
     documents_cut: float
+    mixing_seconds: float
+    mixing_runs: float
+    mixing_bytes: float
 
     @classmethod
     def of(
@@ -100,17 +107,29 @@ class StrategyFigures:
             rows_bytes=rows_bytes,
             state_bytes=state_bytes,
             documents_cut=sum(step.documents_cut for step in steps) / sum(map(len, every)),
+            mixing_seconds=float(np.mean([step.mixing.max() for step in steps])),
+            mixing_runs=float(np.mean([step.mixing_runs for step in steps])),
+            mixing_bytes=float(np.mean([step.mixing_bytes for step in steps])),
         )
 
 
 def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
-    """Return the columns of a table of strategies, from the fields of `StrategyFigures`."""
+    """Return the columns of a table of strategies, from the fields of `StrategyFigures`.
+
+    A hybrid model has three more: of mixing layers, the part of the time, kernel runs and bytes of states a layer.
+    """
     in_bytes = figures["rows_bytes"], figures["state_bytes"]
+    of_mixing = {
+        "mixing, s": f"{figures['mixing_seconds']:.3f}",
+        "runs": f"{figures['mixing_runs']:.1f}",
+        "states, MB": f"{figures['mixing_bytes'] / 1e6:,.1f}",
+    }
     return {
         "": figures["name"],
         "step, s": f"{figures['step_seconds']:.3f}",
         "attention, s": f"{figures['attention_seconds']:.3f}",
         "other, s": f"{figures['other_seconds']:.3f}",
+        **(of_mixing if figures["mixing_seconds"] else {}),
         "waits, s": f"{figures['exchange_seconds']:.3f}",
         "idle": f"{figures['idle']:.0%}",
         "tokens/s": f"{figures['tokens_per_second']:,.0f}",
@@ -223,7 +242,7 @@ def simulate(
 def _flops(lengths: IntArray, setup: Setup) -> float:
     """Count the operations of the model for a micro-batch, forward and backward, without recomputation."""
     model = setup.model
-    matrices = 6.0 * (model.depth * (model.before + model.after) + model.head) * float(lengths.sum())
+    matrices = 6.0 * model.operations * float(lengths.sum())
     in_pairs = {kind: float(np.sum(pairs(np.zeros_like(lengths), lengths, kind.window))) for kind in model.layers}
     return matrices + 6.0 * sum(
         layers * in_pairs[kind] * kind.q_heads * (kind.dim_qk + kind.dim_v) for kind, layers in model.layers.items()

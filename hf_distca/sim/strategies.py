@@ -15,8 +15,9 @@ from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.cost import RowBytes, Workers, pairs
 from hf_distca.planner.metrics import count_plan
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.mixing import count_cuts
 from hf_distca.planner.nodes import node_sizes, nodes_of
-from hf_distca.planner.seconds import KindCosts, StepCosts, Tasks
+from hf_distca.planner.seconds import KindCosts, MixingCosts, StepCosts, Tasks
 from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.walk import Walked, document_seconds, predict_step
@@ -79,6 +80,29 @@ class Setup:
             exchange=profile.exchange,
             launches=profile.launches,
             ranks_per_core=profile.ranks_per_core,
+            mixing=self._mixing,
+        )
+
+    @property
+    def _mixing(self) -> MixingCosts | None:
+        """Costs of a mixing layer on a GPU, at the rates of matrices and of memory; None for a model without."""
+        shape, profile, gpus = self.model.mixing, self.profile, self.tensor_parallel
+        if shape is None:
+            return None
+        mix, continued = (
+            2.0 * operations / gpus / profile.flops_per_second
+            + touched / gpus * profile.bytes_per_value / profile.bytes_per_second
+            for operations, touched in zip(shape.operations, shape.touched, strict=True)
+        )
+        return MixingCosts(
+            shape.layers,
+            before=self._matrices(shape.before, TOUCHED_BEFORE),
+            mix=mix,
+            continued=continued,
+            after=self._matrices(shape.after, TOUCHED_AFTER),
+            run=profile.forward.call,
+            halo=shape.width * shape.channels / gpus * profile.bytes_per_value,
+            state=shape.state_bytes / gpus,
         )
 
     def _matrices(self, weights: int, touched: int) -> float:
@@ -95,11 +119,15 @@ class StepTime(Walked):
         bytes_bottleneck: bytes that the busiest rank sends or receives in one layer's forward.
         tokens_most: rows of the rank that holds the most.
         documents_cut: number of documents that lose context, because no rank or group of ranks can hold them.
+        mixing_runs: runs of a recurrence's kernel in a mixing layer's forward, on the rank with the most.
+        mixing_bytes: bytes that the busiest rank sends or receives in a mixing layer's forward.
     """
 
     bytes_bottleneck: int
     tokens_most: int
     documents_cut: int = 0
+    mixing_runs: int = 0
+    mixing_bytes: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,12 +172,14 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
     while setup.ranks % context == 0:
         found.append(in_groups(f"context parallel, {setup.ranks // context} × {context}", context))
         context *= 2
-    for layout in ("fixed", "joint"):
+    layouts = ("whole",) if settings.document_layout == "whole" else ("fixed", "joint")
+    for layout in layouts:
         found.append(by_plans(f"hf_distca, {layout}", layout, replace(settings, document_layout=layout)))
     found.append(by_plans(CHOSEN, "auto", replace(settings, choices=Choices.beside(settings, setup.costs))))
     if servers:
-        joint = replace(settings, document_layout="joint")
-        found.append(by_plans(f"hf_distca, joint, {servers} servers", "joint", joint, servers))
+        layout = layouts[-1]
+        by_servers = replace(settings, document_layout=layout)
+        found.append(by_plans(f"hf_distca, {layout}, {servers} servers", layout, by_servers, servers))
     return tuple(found)
 
 
@@ -223,8 +253,15 @@ def planned(
     ]
     tokens = [nano.layout.tokens for nano in plan.nano_batches]
     moved = max(int(np.sum([each[kind].bytes_moved for each in counted], axis=0).max()) for kind in settings.kinds)
-    walked = predict_step(counted, tokens, setup.costs)
-    return StepTime(**vars(walked), bytes_bottleneck=moved, tokens_most=int(np.sum(tokens, axis=0).max())), plan
+    costs = setup.costs
+    walked = predict_step(counted, [nano.layout for nano in plan.nano_batches], costs, nodes)
+    step = StepTime(**vars(walked), bytes_bottleneck=moved, tokens_most=int(np.sum(tokens, axis=0).max()))
+    if costs.mixing is not None:
+        cuts = [count_cuts(nano.layout, nodes) for nano in plan.nano_batches]
+        in_mixing = sum(each.bytes_moved(costs.mixing.halo, costs.mixing.state) for each in cuts)
+        runs = int(np.sum([each.runs for each in cuts], axis=0).max())
+        step = replace(step, mixing_runs=runs, mixing_bytes=in_mixing)
+    return step, plan
 
 
 def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:
@@ -254,7 +291,12 @@ def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut:
             # K and V are gathered in the forward and in the backward, and dK and dV are reduced.
             gathered += 3 * of_kind.layers * link.seconds(size)
             moved = max(moved, float(size.max()))
-    other = setup.costs.token * tokens
+    costs = setup.costs
+    other = costs.token * tokens
+    in_mixing = costs.mixing.layers * costs.mixing.token * (1 + costs.backward_factor) if costs.mixing else 0.0
     seconds = float((attention + other + gathered).max())
-    attention, other, gathered = (np.repeat(of_groups, context) for of_groups in (attention, other, gathered))
-    return StepTime(seconds, attention, other, gathered, int(moved), int(np.ceil(tokens.max())), cut)
+    attention, other, gathered, mixing = (
+        np.repeat(of_groups, context) for of_groups in (attention, other, gathered, in_mixing * tokens)
+    )
+    most, runs = int(np.ceil(tokens.max())), int(costs.mixing is not None)
+    return StepTime(seconds, attention, other, gathered, mixing, int(moved), most, cut, runs)

@@ -178,7 +178,8 @@ class Corrections:
             for kind in costs.kinds
         )
         others = {name: getattr(costs, name) * self.other for name in ("before", "after", "head", "launches")}
-        return replace(costs, kinds=tuple(kinds), slowness=self.slowness, **others)
+        mixing = costs.mixing and costs.mixing.scaled(self.other)
+        return replace(costs, kinds=tuple(kinds), slowness=self.slowness, mixing=mixing, **others)
 
     def after(self, costs: StepCosts, settings: PlanSettings, steps: Sequence[Step]) -> "Corrections":
         """Return corrections for the observed steps, or these corrections if the error is at most `MOST_OFF`.
@@ -204,11 +205,10 @@ def _ratios(costs: StepCosts, settings: PlanSettings, step: Step) -> FloatArray:
     """[2, ranks] observed over expected seconds, of kernel calls and of other work."""
     kernel = np.sum([predict_plan(plan, settings, costs).attention for plan in step.plans], axis=0)
     first = step.plans[0]
-    layers = sum(of_kind.layers for of_kind in costs.kinds)
     nano_batches = 1 if first.summary.exchange.bytes_total == 0 else len(first.nano_batches)
-    between = (layers - 1) * (first.tokens * (costs.before + costs.after) + nano_batches * costs.launches)
+    between = (costs.depth - 1) * (first.tokens * costs.between + nano_batches * costs.launches)
     seen = np.array(step.seen).T
-    if layers == 1:  # there is no time between layers
+    if costs.depth == 1:  # there is no time between layers
         seen, between = np.stack([seen[0], seen[0]]), kernel
     ratios: FloatArray = seen / np.maximum(np.stack([kernel, between]), 1e-9)
     return ratios

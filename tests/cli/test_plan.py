@@ -227,11 +227,20 @@ def test_memory_of_a_model(command, figures, tmp_path):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "llama4_text"])
-def test_hybrids_and_experts(command, figures, tmp_path, model_type):
+def test_hybrids_and_experts(command, run, figures, tmp_path, model_type):
     tiny_config(model_type).save_pretrained(tmp_path)
     found = figures(*command([150, 30], 2, 96, "--model", str(tmp_path), "--dtype", "float32"))
     assert found["tokens_max_over_mean"] == 1.0
     assert found["memory"]["ddp"]["without_checkpointing"]["total"] > 0
+    if model_type == "qwen3_next":
+        cut = command([150, 30], 2, 96, "--model", str(tmp_path), "--document-layout", "fixed", "--no-ping-pong")
+        found = figures(*cut)
+        # One layer: 3 rows of 48 channels in bfloat16; A and B of 2 heads, 8 rows and 16 columns in float32.
+        halo, state = 3 * 48 * 2, 2 * 8 * 16 * 4
+        mixing = found["mixing"]
+        assert (mixing["layers"], mixing["segments"], mixing["state_bytes"]) == (1, 2, state)
+        assert (mixing["runs"], mixing["bytes_bottleneck"]) == (2, halo + state)
+        assert "kernel runs, busiest rank      2 a layer" in run(*cut)[1]
 
 
 def test_a_model_whose_documents_stay_whole(command, run, tmp_path):

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3NextConfig
 
 import hf_distca
 from hf_distca.cli.model import config_of_shape
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
 from hf_distca.sim.model import ModelShape
+from tests.survey.tiny import tiny_config
 
 SETTING = ["simulate", "--ranks", "8", "--tokens-per-rank", "4096", "--batches", "2"]
 
@@ -136,6 +137,37 @@ def test_the_shape_of_a_model():
     found = model_shape(model_of_config(config_of_shape(expected), torch.float32))
     norms = 3 * 2 * 512 + 512  # of the layers, and the last one
     assert found == replace(expected, after=expected.after + norms // 3, parameters=expected.parameters + norms)
+
+
+def test_the_shape_of_a_hybrid():
+    config = Qwen3NextConfig()  # Qwen3-Next 80B-A3B
+    found = model_shape(model_of_config(config, torch.bfloat16))
+    mixing = found.mixing
+    assert (found.depth, mixing.layers, mixing.width, mixing.channels) == (12, 36, 3, 2 * 2048 + 4096)
+    assert (mixing.heads, mixing.state, mixing.state_bytes) == (32, (128, 128), 4 << 20)
+    # Projections of queries, keys, values, gates and decays; the output's, the router, 11 experts and norms.
+    assert mixing.before == pytest.approx(2048 * (2 * 2048 + 2 * 4096 + 64), rel=0.01)
+    assert mixing.after == pytest.approx(4096 * 2048 + 2048 * 512 + 11 * 3 * 2048 * 512, rel=0.01)
+    assert found.operations == pytest.approx(3.67e9, rel=0.01)
+    # Of an 80B model some 6 % of a mixing layer's operations are its recurrence's; r and A take half as much again.
+    recurrence, more = mixing.operations
+    assert recurrence / (mixing.before + mixing.after) == pytest.approx(0.044, rel=0.1)
+    assert 0.6 < more / recurrence < 0.8
+
+
+def test_a_hybrid(figures, run, tmp_path, without_memory):
+    tiny_config("qwen3_next").save_pretrained(tmp_path)
+    options = (*SETTING, "--lengths", "prolong", "--model", str(tmp_path), "--batches", "1")
+    found = by_name(figures(*options))
+    whole, joint = found["whole documents balanced"], found["hf_distca, joint"]
+    assert 0 < whole["mixing_seconds"] < whole["other_seconds"]
+    assert joint["mixing_seconds"] > 0
+    assert (whole["mixing_runs"], whole["mixing_bytes"]) == (1, 0)
+    assert joint["mixing_runs"] > 1
+    assert joint["mixing_bytes"] >= 3 * 48 * 2 + 2 * 8 * 16 * 4
+    assert "mixing, s" in run(*options)[1]
+    tiny_config("jamba").save_pretrained(tmp_path)
+    assert "hf_distca, whole" in by_name(figures(*options, "--lengths", "lognormal:400,0.5"))
 
 
 def test_settings_to_copy_are_not_deprecated(figures, tmp_path, recwarn, without_memory):

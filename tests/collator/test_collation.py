@@ -148,8 +148,9 @@ def test_a_datasets_dataset_gives_the_same():
 def test_faulty_examples():
     good = [{"input_ids": [1, 2], "attention_mask": [1, 1]}]
     assert values(collate(good, fixed(1, 2))[0])["input_ids"] == [[1, 2]]
-    with refused(Data.PADDED, name="document 0"):
-        collate([{"input_ids": [1, 2], "attention_mask": [1, 0]}], fixed(1, 2))
+    for mask in ([1, 0], [1, 1, 1]):
+        with refused(Data.PADDED, name="document 0", length=2):
+            collate([{"input_ids": [1, 2], "attention_mask": mask}], fixed(1, 2))
     with refused(Data.WRONG_LENGTH, name="document 0", length=3, stated=2):
         collate(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "length": [2]}), fixed(1, 4))
     with refused(Data.LABELS, name="document 0", labels=2, length=3):

@@ -1,5 +1,8 @@
 """Steps that are only counted, against literal bytes and against what a process takes."""
 
+from collections import Counter
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,13 +14,20 @@ from hf_distca.dispatch.exchange import rounded_up
 from hf_distca.memory.counter import STEP, count_by_layers, longest_tokens
 from hf_distca.memory.live import LiveMemory
 from hf_distca.memory.micro_batch import Use, bound_plan, count_core_attention, count_micro_batch, run_core_attention
+from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, RecurrenceMemory
 from hf_distca.models.fake import fake_tensors, model_after, model_of_config, repeated_layers, with_layers
+from hf_distca.models.kinds import layers_by_kind
+from hf_distca.models.mixing import DELTA_RULE, SCAN
+from hf_distca.models.shape import model_shape
+from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.sim.model import CHUNK
 from tests.counting import Counting
 from tests.models_and_batches import SMALL, small_kinds, small_model
+from tests.survey.tiny import tiny_config
 
 TOKENS, HIDDEN, HEADS = 1024, 32, 4
 SLOTS_IN_HOPS = 5
@@ -71,6 +81,49 @@ def test_rows_are_added_up_as_by_the_device_of_the_kernel(kernel, in_one_go):
     with fake_tensors(), Counting(torch.device("cpu")) as seen:
         run_core_attention(bound, kind, torch.float32)
     assert any(call.name == "sum_rows" for call in seen.calls) == in_one_go
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear", "bamba"])
+def test_mixing_layers_take_what_their_kernels_take(model_type, monkeypatch):
+    runs, compute = Counter(), RecurrenceMemory.__call__
+
+    def run(*args, **options):
+        runs["all"] += 1
+        return compute(*args, **options)
+
+    monkeypatch.setattr(RecurrenceMemory, "__call__", run)
+    settings = PlanSettings(2, TOKENS, small_kinds(), document_layout="joint")
+    states = Counter()
+    for documents in ([2 * TOKENS], [TOKENS, TOKENS]):
+        model = model_of_config(tiny_config(model_type), torch.float32)
+        settings = replace(settings, kinds=tuple(layers_by_kind(model)))
+        plan_layers(model)
+        parts = count_micro_batch(model, plan_micro_batch(documents, settings), 1, CHECKPOINTING)
+        states[len(documents)] = parts["kept O"]
+    shape = model_shape(model).mixing
+    # Of a document that is cut a checkpointed layer keeps the halo and the state before the segment.
+    rows, columns = shape.state
+    kept = 4 * (shape.width * shape.channels + shape.heads * rows * columns)
+    assert states[1] - states[2] == shape.layers * kept
+    assert runs["all"] == 2 * 2 * shape.layers  # twice a checkpointed layer, which packs its documents
+
+
+def test_a_recurrence_keeps_what_it_reads_and_makes_states_of_chunks():
+    with fake_tensors(), LiveMemory() as live:
+        query, key, value = (torch.empty(1, 4 * CHUNK, 2, 8, requires_grad=True) for _ in range(3))
+        g, beta = (torch.empty(1, 4 * CHUNK, 2, requires_grad=True) for _ in range(2))
+        live.begin()
+        before = live.peak.total()
+        out, final = COUNTED_FUNCTIONS[DELTA_RULE](query, key, value, g=g, beta=beta, output_final_state=True)
+        inverse, states = 4 * CHUNK * 2 * CHUNK * 4, 4 * 2 * 8 * 8 * 4
+        assert live.peak.total() - before == inverse + states + 4 * CHUNK * 2 * 8 * 4 + 2 * 8 * 8 * 4
+        assert (out.shape, final.shape, final.dtype) == (value.shape, (1, 2, 8, 8), torch.float32)
+        out.backward(out)
+        assert (g.grad.shape, key.grad.shape) == (g.shape, key.shape)
+        hidden, dt, A, B, C = (torch.empty(1, 100, *s) for s in ((4, 16), (4,), (4,), (1, 8), (1, 8)))
+        scan = COUNTED_FUNCTIONS[SCAN]
+        assert scan(hidden, dt, A, B, C, return_final_states=False).shape == hidden.shape
+        assert scan(hidden, dt, A, B, C, return_final_states=True)[1].shape == (1, 4, 16, 8)
 
 
 def test_a_rank_alone_sends_nothing():

@@ -67,10 +67,10 @@ def _step(model_type, config, fixed, checkpointing, keep_core_attention, keep_re
     return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _assert_equals_one_process(rank_pools, model_type, config, other, fixed, *options):
+def _assert_equals_one_process(rank_pools, model_type, config, other, fixed, *options, ranks=2):
     lengths = [length for row in ROWS for length in row] if fixed else LENGTHS
     loss, grads = reference_step(small_model(model_type, other, **config), random_documents(lengths))
-    for got_loss, got in rank_pools[2].run(_step, model_type, config, fixed, *options):
+    for got_loss, got in rank_pools[ranks].run(_step, model_type, config, fixed, *options):
         assert got_loss == pytest.approx(loss, rel=1e-6)
         assert got.keys() == grads.keys()
         assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
@@ -126,10 +126,7 @@ def test_layers_with_heads_of_their_own(rank_pools, checkpointing):
 
 
 def test_three_ranks(rank_pools):
-    loss, grads = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
-    for got_loss, got in rank_pools[3].run(_step, "llama", {}, False, None, True, False):
-        assert got_loss == pytest.approx(loss, rel=1e-6)
-        assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
+    _assert_equals_one_process(rank_pools, "llama", {}, "sdpa", False, *OPTIONS["plain"], ranks=3)
 
 
 class RecordedBuffer:
@@ -208,34 +205,34 @@ def _in_turns(schedules) -> list[str]:
     return events
 
 
+EXCHANGES = [
+    *["send keys of 0", "send keys of 1", "wait keys of 0", "wait keys of 1"],
+    "backward",
+    # The gradient of nano-batch 1 comes first: K and V go out again, and dK and dV come back.
+    *["send keys of 1", "send keys of 0", "wait keys of 1", "send keys back of 1"],
+    *["wait keys of 0", "send keys back of 0", "wait keys back of 1", "wait keys back of 0"],
+]
+
+
 def test_order_of_exchanges(rank_pools):
-    for events, planned in rank_pools[2].run(_events, False, True):
-        assert events == planned
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_order_of_exchanges_written_out(rank_pools, checkpointing):
-    results = rank_pools[2].run(_events, checkpointing, True)
-    exchanges = [[event for event in events if event != "compute"] for events, _ in results]
-    assert (
-        exchanges[0]
-        == exchanges[1]
-        == [
-            *["send keys of 0", "send keys of 1", "wait keys of 0", "wait keys of 1"],
-            "backward",
-            # The gradient of nano-batch 1 comes first: K and V go out again, and dK and dV come back.
-            *["send keys of 1", "send keys of 0", "wait keys of 1", "send keys back of 1"],
-            *["wait keys of 0", "send keys back of 0", "wait keys back of 1", "wait keys back of 0"],
-        ]
+    plain, kept, recomputed = (
+        rank_pools[2].run(_events, *options) for options in ((False, True), (True, True), (True, False))
     )
-
-
-def test_own_tasks_are_computed_while_rows_are_on_the_way(rank_pools):
-    _, (events, _) = rank_pools[2].run(_events, False, True)
-    forward = events[: events.index("backward")]
-    # Own tasks of both nano-batches come when both exchanges have started.
+    for events, planned in plain:
+        assert events == planned
+    for events, _ in (*plain, *kept):
+        assert [event for event in events if event != "compute"] == EXCHANGES
+    # Local tasks of both nano-batches come when both exchanges have started.
+    forward = plain[1][0][: plain[1][0].index("backward")]
     sent, waited = (["send keys of 0", "send keys of 1"], ["wait keys of 0", "compute", "wait keys of 1", "compute"])
     assert forward == [*sent, "compute", "compute", *waited]
+    # Recomputing costs an exchange of each nano-batch, and the forward's kernel calls.
+    before, after = (
+        [sum(event.startswith(name) for event in events) for name in ("send", "compute")]
+        for events in (kept[0][0], recomputed[0][0])
+    )
+    computed = kept[0][0][: kept[0][0].index("backward")].count("compute")
+    assert after == [before[0] + 2, before[1] + computed]
 
 
 def _recorded() -> tuple[dict, dict]:
@@ -275,17 +272,6 @@ def test_every_phase_of_every_layer_is_recorded(rank_pools):
         assert recorded == planned
 
 
-def test_recomputing_costs_exchanges_that_keeping_saves(rank_pools):
-    (kept, _), _ = rank_pools[2].run(_events, True, True)
-    (recomputed, _), _ = rank_pools[2].run(_events, True, False)
-    forward = kept[: kept.index("backward")]
-
-    def more(name: str) -> int:
-        return sum(event.startswith(name) for event in recomputed) - sum(event.startswith(name) for event in kept)
-
-    assert (more("send"), more("compute")) == (2, forward.count("compute"))
-
-
 def _seen_from_outside(ping_pong: bool) -> dict:
     dispatcher = _dispatcher()
     model = small_model("mixtral", num_local_experts=4, output_router_logits=True).train()
@@ -315,23 +301,6 @@ def test_routers_hidden_states_and_hooks_see_what_they_see_without(rank_pools):
         assert len(in_turns[key]) == len(plain[key])
         for got, expected in zip(in_turns[key], plain[key], strict=True):
             torch.testing.assert_close(got, expected)
-
-
-def _shapes_seen_by_an_inner_hook() -> list[list[int]]:
-    dispatcher = _dispatcher()
-    model = small_model(num_hidden_layers=1)
-    plan_layers(model)
-    shapes = []
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: shapes.append(list(output.shape)))
-    plan = plan_micro_batch(LENGTHS, dispatcher.settings)
-    batch = cut_rows(plan, dist.get_rank(), random_documents(LENGTHS))
-    model(**batch, distca_plan=dispatcher.bind(plan))
-    return [shapes, [1, int(plan.tokens[dist.get_rank()]), 32]]
-
-
-def test_hook_inside_a_layer_sees_all_rows(rank_pools):
-    for shapes, expected in rank_pools[2].run(_shapes_seen_by_an_inner_hook):
-        assert shapes == [expected]
 
 
 def test_layers_keep_their_name_and_stock_behaviour():

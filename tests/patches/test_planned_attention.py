@@ -41,7 +41,7 @@ def test_a_mask_that_the_plan_stands_for(plan):
     ("arguments", "message"),
     [
         ({"dropout": 0.1}, r"LlamaAttention \(layer 3\) uses attention dropout 0.1"),
-        ({"batch": 2}, r"a planned step needs batch size 1 .*, got 2"),
+        ({"batch": 2}, r"got a batch of 2 rows, but a planned step needs batch size 1"),
         ({"mask": torch.ones(1, 1, 12, 12)}, r"got an attention_mask of shape \[1, 1, 12, 12\]"),
         ({"mask": deferred(added_by_model=True)}, "adds a custom mask to the causal mask"),
         ({"mask": deferred(local_size=4)}, "masks by a local size of 4, but has sliding_window=None"),

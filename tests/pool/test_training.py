@@ -29,6 +29,7 @@ from hf_distca.pool.wire import LinkLost
 from tests.dispatch.test_equality import cut_rows
 from tests.logged import Messages
 from tests.models_and_batches import (
+    SMALL_HYBRID,
     SMALL_LLAMA4,
     random_documents,
     reference_step,
@@ -58,6 +59,8 @@ GEMMA: dict[str, Any] = {
     "windows": (24, None),
     "config": {"sliding_window": 24, "query_pre_attn_scalar": 8},
 }
+# Without experts, which torch does not compute in float64.
+HYBRID: dict[str, Any] = {"model_type": "qwen3_next", "config": {**SMALL_HYBRID, "mlp_only_layers": [0, 1]}}
 TCP, NIXL = Choice.TCP, Choice.NIXL
 
 
@@ -185,7 +188,8 @@ def lose(link: Any, *, in_a_call: bool) -> None:
 @cache
 def expected(model_type: str) -> tuple[dict[str, Tensor], float]:
     """Parameters and evaluation of one process with transformers' own attention."""
-    config = {"gemma2": GEMMA["config"], "llama4_text": SMALL_LLAMA4}.get(model_type, {})
+    configs = {"gemma2": GEMMA["config"], "llama4_text": SMALL_LLAMA4, "qwen3_next": HYBRID["config"]}
+    config = configs.get(model_type, {})
     model = new_model(model_type, config, "eager" if model_type == "gemma2" else "sdpa")
     optimizer = new_optimizer(model)
     for batches in BATCHES[:STEPS]:
@@ -232,7 +236,8 @@ def run(rank_pools, tmp_path) -> Iterator[Any]:
             assert result["members"] == results[0]["members"]
             for name, parameter in before.named_parameters():
                 assert relative_error(result["parameters"][name], after[name]) < 1e-5, name
-                assert relative_error(parameter, after[name]) > 5e-4, name
+                is_decay = name.endswith(("A_log", "dt_bias"))  # of a gated delta rule, which hardly change
+                assert is_decay or relative_error(parameter, after[name]) > 5e-4, name
         carried = [line.partition("rows travel over ")[2] for line in results[0]["log"] if "takes part" in line]
         assert all(name.startswith(transport.upper()) for name in carried)
         if moment == "never" and "cut" not in options:  # servers were told that training ended
@@ -258,8 +263,9 @@ def warnings(result: dict[str, Any]) -> list[str]:
         (NIXL, 1, 2, {**GEMMA, "ping_pong": True}),
         (TCP, 1, 2, {"model_type": "llama4_text", "config": SMALL_LLAMA4}),
         (NIXL, 1, 1, {**LLAMA, "ping_pong": True}),
+        (TCP, 1, 2, {**HYBRID, "ping_pong": True}),
     ],
-    ids=["tcp", "ping-pong", "ranks do not serve", "keep received", "gemma2", "llama4", "one rank"],
+    ids=["tcp", "ping-pong", "ranks do not serve", "keep received", "gemma2", "llama4", "one rank", "hybrid"],
 )
 def test_without_faults(run, transport, servers, ranks, options):
     results = run(transport, [None] * servers, "never", options, ranks)

@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig, TrainerCallback
 
 from tests.models_and_batches import SMALL, small_model
 from tests.trainer import liger
-from tests.trainer.launches import CHECKPOINTING
+from tests.trainer.launches import CHECKPOINTING, HYBRID
 
 STRATEGIES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 ZERO = ("zero2", "zero3")
@@ -259,6 +259,9 @@ FEATURES: dict[str, Feature] = {
     "a step without targets": Feature(example=targets_of(4, 5, 6, 7), steps_without_targets=1),
     # Models
     "experts (Mixtral)": Feature(model=lambda how: small_model("mixtral", how, num_local_experts=4)),
+    "a hybrid (Qwen3-Next) with documents that are cut": Feature(
+        planned={"document_layout": "joint"}, model=lambda how: small_model(implementation=how, **HYBRID)
+    ),
     "tied embeddings and mlp_chunk_rows": Feature(
         planned={"mlp_chunk_rows": 16}, model=lambda how: small_model(implementation=how, tie_word_embeddings=True)
     ),
@@ -278,6 +281,8 @@ TOGETHER: list[tuple[str, tuple[str, ...]]] = [
     ("fsdp2", ("use_liger_kernel", "adamw_torch")),
     ("fsdp2", ("--mixed_precision bf16", "LoRA on v_proj only")),
     ("fsdp2", ("a frozen tower for images", "max_grad_norm")),
+    ("fsdp2", ("a hybrid (Qwen3-Next) with documents that are cut",)),
+    ("zero3", ("a hybrid (Qwen3-Next) with documents that are cut",)),
     ("zero2", ("trainable_token_indices", "a step without targets")),
     ("zero2", ("bf16 and a micro-batch without targets", "LoRA on MLPs only")),
     ("zero2", ("IA3", "chats of several turns", "optimizer_cls_and_kwargs")),

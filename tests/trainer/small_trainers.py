@@ -1,5 +1,6 @@
 """Trainers of small models on few documents, for tests."""
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -7,11 +8,13 @@ from typing import Any
 
 import accelerate
 import datasets
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import DataCollatorWithFlattening, training_args
 
 import hf_distca
 from tests.models_and_batches import exchanging, random_documents, small_model
-from tests.trainer.train_script import allow_bf16
 
 LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31]
 
@@ -103,3 +106,15 @@ class Documents:
 
     def __call__(self):
         yield from self._documents
+
+
+def allow_bf16() -> None:
+    """Let transformers take CPU processes for devices with bfloat16; with use_cpu there is no DeepSpeed."""
+    training_args.is_torch_bf16_gpu_available = lambda: True
+
+
+def parameters_hash(model: nn.Module) -> str:
+    """A hash of what this rank holds of the parameters."""
+    tensors = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    content = b"".join(tensor.detach().cpu().contiguous().view(torch.uint8).numpy() for tensor in tensors)
+    return hashlib.sha256(content).hexdigest()

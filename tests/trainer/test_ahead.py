@@ -113,3 +113,12 @@ def test_evaluation_data_tell_their_lengths_too(tmp_path):
     trainer = make_trainer(str(tmp_path), "flattened", lengths=[40, 30], per_device_eval_batch_size=2)
     batch = next(iter(trainer.get_eval_dataloader()._loader))
     assert batch["document_lengths"] == batch_document_lengths(batch) == (40, 30)
+
+
+def test_ranks_are_not_asked_again_in_an_epoch_that_has_ended(tmp_path, monkeypatch):
+    trainer, asked = make_trainer(str(tmp_path), "stream", max_steps=1), []
+    plan_batches = trainer.dispatcher.plan_batches
+    monkeypatch.setattr(trainer.dispatcher, "plan_batches", lambda *a, **k: asked.append(1) or plan_batches(*a, **k))
+    ended = iter([])
+    assert [trainer.get_batch_samples(ended, 2, trainer.args.device)[0] for _ in range(3)] == [[], [], []]
+    assert len(asked) == 1

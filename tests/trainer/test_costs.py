@@ -14,7 +14,7 @@ import hf_distca
 from hf_distca.dispatch.recorder import Span, Work
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
+from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.trainer.assembly import make_dispatcher
@@ -158,6 +158,16 @@ def test_costs_that_are_off_are_scaled_by_the_median_of_the_steps():
     assert (costs.kinds[0].forward.pair, costs.kinds[0].backward.pair) == (2.0, 4.0)
     assert (costs.before, costs.after, costs.head, costs.launches) == (0.5, 1.5, 2.5, 0.5)
     assert costs.exchange == COSTS.exchange
+
+
+def test_mixing_layers_count_as_other_work():
+    costs = replace(COSTS, mixing=MixingCosts(6, 1.0, 1.0, 9.0, 1.0, 0.0, 1.0, 1.0))
+    # Three layers with attention: two mixing layers of 3 s a token after each.
+    other = (LAYERS - 1) * (4.0 * (4 + 2 * 3) + 1.0)
+    watched = [Step((PLAN,), (Observed(KERNEL, 2 * other),) * 2)]
+    found = NONE.after(costs, SETTINGS, watched)
+    assert (found.attention, found.other) == pytest.approx((1.0, 2.0))
+    assert found.applied(costs).mixing == MixingCosts(6, 2.0, 2.0, 18.0, 2.0, 0.0, 1.0, 1.0)
 
 
 def test_a_rank_that_is_slower_for_a_while():

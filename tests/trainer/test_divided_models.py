@@ -24,6 +24,7 @@ from hf_distca.trainer.memory import log_memory, shards_of
 from tests.logged import Messages
 from tests.models_and_batches import random_documents, reference_step, relative_error, small_model
 from tests.ranks import RankPool
+from tests.trainer.launches import HYBRID
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 CHUNK_BYTES = 4 * 64 * 20  # logits of 20 rows
@@ -59,6 +60,11 @@ CASES: dict[str, dict[str, Any]] = {
         "divided": {**TP_FSDP, "ep_size": 2},
         "model": {"model_type": "gpt_oss", "num_local_experts": 4, "layer_types": ["full_attention"] * 2},
         "arguments": {"gradient_checkpointing": True},
+    },
+    "a hybrid whose documents are cut": {
+        "divided": TP_FSDP,
+        "model": HYBRID,
+        "arguments": {"document_layout": "joint", "gradient_checkpointing": True, **ONE_MICRO_BATCH},
     },
     "adapters": {
         "divided": {"fsdp_size": 4},
@@ -225,7 +231,8 @@ def reference(case: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor], flo
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_one_process_does(divided, name):
     loss, gradients, norm, after = reference(CASES[name])
-    rounding = 2e-2 if name.startswith("bf16") else 5e-6
+    # Gradients of a hybrid's decays are a millionth of others, and as rough as float32.
+    rounding = 2e-2 if name.startswith("bf16") else 2e-4 if "hybrid" in name else 5e-6
     for rank, results in enumerate(divided):
         result = results[name]
         assert result["log"]["loss"] == pytest.approx(loss, rel=rounding / 100 + 5e-7)

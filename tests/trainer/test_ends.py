@@ -21,10 +21,10 @@ from hf_distca.trainer.refusals import Resume
 from hf_distca.trainer.resuming import disk_errors_named
 from tests.ranks import own_processes
 from tests.refused import refused
+from tests.trainer.comparison import LAUNCHED
 from tests.trainer.features import adapted, plain
-from tests.trainer.launches import CHECKPOINTING, LAUNCHED
-from tests.trainer.small_trainers import make_trainer
-from tests.trainer.train_script import allow_bf16, parameters_hash
+from tests.trainer.launches import CHECKPOINTING
+from tests.trainer.small_trainers import allow_bf16, make_trainer, parameters_hash
 
 SAVED = 1
 """Step of the last whole checkpoint, in the middle of the first of two passes."""

@@ -5,74 +5,49 @@ What is computed in float32 may differ by roundings of float32. What is computed
 process in float32 as well: norms and weights may be at most twice as far from it as those of one process in bfloat16.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
 from itertools import chain
 from typing import Any
 
-import accelerate
 import datasets
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments, training_args
+from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_distca
-from tests.models_and_batches import exchanging, random_documents
-from tests.ranks import RankPool
+from tests.models_and_batches import exchanging
+from tests.trainer.comparison import (
+    ALONE,
+    COMMON,
+    PER_MICRO_BATCH,
+    PLANNED,
+    ROUNDING,
+    TARGETS,
+    TYPES,
+    examples,
+    launched,
+)
 from tests.trainer.features import (
     ARGUMENTS,
     FEATURES,
     OTHERS,
     PAGE,
-    SGD,
     TOGETHER,
     Average,
-    Example,
     Feature,
     Pad,
     page,
     together,
     whole,
 )
-from tests.trainer.launches import CHECKPOINTING, LAUNCHED
 
-LENGTHS = [90, 50, 33, 19, 120, 40, 31, 1, 64, 64, 37, 27]
-PER_MICRO_BATCH, TOKENS_PER_RANK = 4, 96
-"""Each four documents fill both ranks, so that micro-batches are the same for anybody who takes them in order."""
-COMMON: dict[str, Any] = {
-    "report_to": [],
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-    "logging_steps": 1,
-    "logging_nan_inf_filter": False,
-    "save_strategy": "no",
-    "lr_scheduler_type": "constant",
-    "train_sampling_strategy": "sequential",
-    "max_steps": 2,
-    "bf16": False,
-    CHECKPOINTING: True,
-    **SGD,
-}
-PLANNED = {"tokens_per_rank": TOKENS_PER_RANK, "balance_block_size": 8, "loss_chunk_bytes": 4096}
 EXACT_LOSS, EXACT = 1e-6, 1e-4
 """Relative errors in float32: a few roundings of 2^-24 of a loss, and of gradients, whose summands have both signs."""
-ROUNDING = 2.0**-8
-"""Relative error of rounding to bfloat16: of a loss under FSDP2, which rounds what a model returns; elsewhere of the
-losses of single targets, whose roundings are independent of one another, so that their mean is off by the root of the
-number of targets less."""
-TARGETS = sum(LENGTHS[:PER_MICRO_BATCH]) - PER_MICRO_BATCH
 Result = dict[str, Any]
-
-
-def examples(feature: Feature) -> list[Example]:
-    return [
-        feature.example(index, {"input_ids": document.tolist()})
-        for index, document in enumerate(random_documents(LENGTHS))
-    ]
 
 
 def trained(trainer: Trainer, model: nn.Module) -> Result:
@@ -103,8 +78,8 @@ def planned(folder: str, names: tuple[str, ...], strategy: str) -> Result:
     unset_hf_deepspeed_config()
     model = feature.model("distca")
     given = {"model": model, "train_dataset": datasets.Dataset.from_list(examples(feature)), **feature.given(model)}
-    with launched(strategy, feature) as patch:
-        patch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
+    with launched(strategy, feature.environment) as patch:
+        feature.patched(patch)
         try:
             args = hf_distca.DistCATrainingArguments(
                 output_dir=folder,
@@ -120,32 +95,17 @@ def planned(folder: str, names: tuple[str, ...], strategy: str) -> Result:
         return result
 
 
-@contextmanager
-def launched(strategy: str, feature: Feature) -> Iterator[pytest.MonkeyPatch]:
-    """While inside, this process has been launched for a strategy, with the feature's environment."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("ACCELERATE_USE_CPU", raising=False)
-        for variable, value in {**LAUNCHED[strategy], **feature.environment}.items():
-            patch.setenv(variable, value)
-        feature.patched(patch)
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        try:
-            yield patch
-        finally:
-            torch.use_deterministic_algorithms(False)
-            accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def in_one_process(folder: str, feature: Feature, exact: bool = False) -> Result:
     """What transformers' Trainer makes of a feature; with `exact` in float32, from the same weights."""
     arguments = {**feature.arguments, "bf16": False} if exact else feature.arguments
     idle = feature.steps_without_targets
-    alone = {"use_cpu": True, "per_device_train_batch_size": PER_MICRO_BATCH, "max_steps": 2 - idle}
+    alone = {**ALONE, "max_steps": 2 - idle}
     model = feature.model("sdpa")
     documents = datasets.Dataset.from_list(examples(feature)[idle * PER_MICRO_BATCH :])
     if exact:
         model = model.float()
-    with launched("ddp", replace(feature, environment={}) if exact else feature):
+    with launched("ddp", {} if exact else feature.environment) as patch:
+        feature.patched(patch)
         args = TrainingArguments(output_dir=folder, **{**COMMON, **alone, **arguments})
         given = {"model": model, "args": args, "train_dataset": documents, "data_collator": Pad()}
         result = trained(Trainer(**{**given, **feature.given(model)}), model)
@@ -160,21 +120,15 @@ def reference(tmp_path_factory) -> Callable[..., Result]:
 
 
 @pytest.fixture(scope="module")
-def run(rank_pools, tmp_path_factory) -> Iterator[Callable[[tuple[str, ...], str], list[Result]]]:
-    """Trains features under a strategy, and gives what became of them on each rank.
-
-    Each stage of ZeRO has a pool of its own, whose groups stay: DeepSpeed keeps them for the whole of a process.
-    """
+def run(rank_pools, zero_pools, tmp_path_factory) -> Callable[[tuple[str, ...], str], list[Result]]:
+    """Trains features under a strategy, and gives what became of them on each rank."""
     folder = str(tmp_path_factory.mktemp("two"))
-    pools = {"zero2": RankPool(2), "zero3": RankPool(2)}
 
     def trains(names: tuple[str, ...], strategy: str) -> list[Result]:
-        pool = pools.get(strategy, rank_pools[2])
-        return pool.run(planned, folder, names, strategy, keeps_groups=strategy in pools)
+        pool = zero_pools.get(strategy, rank_pools[2])
+        return pool.run(planned, folder, names, strategy, keeps_groups=strategy in zero_pools)
 
-    yield trains
-    for pool in pools.values():
-        pool.close()
+    return trains
 
 
 SINGLE = [(strategy, (name,)) for name, feature in FEATURES.items() for strategy in feature.only]
@@ -194,7 +148,7 @@ def test_features(run, reference, strategy, names):
             assert feature.refused[strategy] in result.get("error", "no error")
             continue
         assert "error" not in result, result["error"]
-        assert {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(strategy, "DEEPSPEED") in result["strategy"]
+        assert TYPES[strategy] in result["strategy"]
         expected = reference(names)
         losses, others = errors(result, expected)
         if not feature.rounds:

@@ -19,9 +19,8 @@ from tests.logged import Messages
 from tests.models_and_batches import small_model
 from tests.ranks import RankPool
 from tests.refused import pattern
-from tests.trainer.launches import LAUNCHED
-from tests.trainer.small_trainers import LENGTHS, make_trainer
-from tests.trainer.train_script import parameters_hash
+from tests.trainer.comparison import LAUNCHED
+from tests.trainer.small_trainers import LENGTHS, make_trainer, parameters_hash
 
 FIRST = 3
 ALL = Counter(range(FIRST, FIRST + sum(LENGTHS)))

@@ -56,11 +56,10 @@ class Member(NamedTuple):
 class Pool:
     """The servers that take part, and how fast they are: what a `Dispatcher` has as `remote`.
 
-    Every rank makes one at the same point and calls `refresh` and `close` when every other does.
+    Every rank makes one at the same point and calls `refresh` and `close` when every other does. `directory`, where
+    servers join, is on rank 0 only.
 
     Args:
-        directory: where servers join; on rank 0 only.
-        memory: memory of rows that travel.
         ranks_serve: whether ranks compute core attention too while there are servers.
         timeout_s: a server that does not answer for so long is lost.
     """
@@ -184,9 +183,9 @@ class Pool:
     # In a step
 
     def without_lost(self, servers: Sequence[int]) -> frozenset[int]:
-        """Agree on the servers that some rank has lost, go on without them, and return those that are gone.
+        """Agree on servers of these ids that some rank has lost, go on without them, and return those that are gone.
 
-        A collective where any takes part. `servers` are ids, the same on every rank.
+        A collective where any takes part.
         """
         here = [server for server in servers if server in self._members]
         if here:  # the same on every rank
@@ -266,11 +265,7 @@ class PlanAtServers:
 
 
 class CallAtServers:
-    """One core attention's tasks at the servers: links and answers (`asked`) by a server's index in the plan.
-
-    Args:
-        ids: of all servers that have tasks of it, by index.
-    """
+    """One core attention at servers of these ids; links and answers (`asked`) by a server's index in the plan."""
 
     def __init__(self, pool: Pool, work: Work, device: torch.device, ids: Mapping[int, int]) -> None:
         self._pool, self._work, self._device, self._ids = pool, work, device, ids

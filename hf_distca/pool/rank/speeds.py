@@ -51,12 +51,10 @@ class Observed:
 
 
 def observe(spans: Sequence[Span]) -> Observed:
-    """Return the times of attention in one rank's spans of `OBSERVED`, which are in the order of recording.
-
-    Calls are on the host's clock and phases on the device's: their core attentions tell which belong together.
-    """
+    """Return the times of attention in one rank's spans of `OBSERVED`, which are in the order of recording."""
     observed = Observed()
-    shared = set[Work | None]()  # core attentions whose calls began while others were under way
+    # Core attentions whose calls began while others were under way: calls and phases are on different clocks.
+    shared = set[Work | None]()
     under_way, until = 0, None
     # Phases of a repair lie within another one.
     for phase in sorted((span for span in spans if span.kind == "phase"), key=lambda span: span.begin):

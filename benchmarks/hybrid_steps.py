@@ -1,0 +1,85 @@
+"""Steps of Qwen3-Next on 8 and 64 H100, simulated: whole documents beside documents that span ranks.
+
+    PYTHONPATH=. python benchmarks/hybrid_steps.py [--batches 8]
+
+The model has the sizes of transformers' default config, Qwen3-Next 80B-A3B: 12 layers with attention, 36 with a gated
+delta rule. A rank has 32,768 tokens. Strategies:
+
+  whole     documents balanced over ranks by their cost; a document that no rank can hold is cut, and loses context
+  joint     documents may span ranks
+  chosen    the fastest plan for each micro-batch, as training chooses
+"""
+
+import argparse
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from harness import print_json, print_rows
+from transformers import Qwen3NextConfig
+
+from hf_distca.models.fake import model_of_config
+from hf_distca.models.shape import model_shape
+from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.lengths import IntArray, corpora, cut_at, micro_batches
+from hf_distca.sim.strategies import Setup, StepTime, data_and_context_parallel, planned
+
+TOKENS_PER_RANK = 32768
+RANKS = (8, 64)
+LONGEST = (32768, 131072)
+
+
+def steps(every: list[IntArray], setup: Setup, settings: PlanSettings, strategy: str) -> list[StepTime]:
+    """The predicted step of each micro-batch."""
+    if strategy == "whole":
+        return [data_and_context_parallel(lengths, setup, 1) for lengths in every]
+    if strategy == "chosen":
+        settings = replace(settings, choices=Choices.beside(settings, setup.costs))
+    return [planned(lengths, setup, settings)[0] for lengths in every]
+
+
+def main() -> None:
+    """Simulate, print a table and one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=8, help="micro-batches of each setting (default: 8)")
+    count = parser.parse_args().batches
+    shape = model_shape(model_of_config(Qwen3NextConfig(), torch.bfloat16))
+    profile = DeviceProfile.load("h100")
+    found: list[dict[str, Any]] = []
+    for corpus in ("wlbllm", "prolong"):
+        for longest in LONGEST:
+            for ranks in RANKS:
+                setup = Setup(shape, profile, ranks, TOKENS_PER_RANK, 8)
+                settings = PlanSettings(ranks, TOKENS_PER_RANK, tuple(shape.layers), ping_pong=True, ranks_per_node=8)
+                drawn = micro_batches(cut_at(corpora()[corpus], longest), ranks * TOKENS_PER_RANK, seed=0)
+                every = list(islice(drawn, count))
+                whole = None
+                for strategy in ("whole", "joint", "chosen"):
+                    taken = steps(every, setup, settings, strategy)
+                    seconds = float(np.mean([step.seconds for step in taken]))
+                    whole = whole or seconds
+                    found.append(
+                        {
+                            "documents": corpus,
+                            "longest": longest,
+                            "ranks": ranks,
+                            "strategy": strategy,
+                            "seconds": seconds,
+                            "over_whole": whole / seconds,
+                            "attention": float(np.mean([step.attention.max() for step in taken])),
+                            "mixing": float(np.mean([step.mixing.max() for step in taken])),
+                            "waits": float(np.mean([step.waited.max() for step in taken])),
+                            "runs": float(np.mean([step.mixing_runs for step in taken])),
+                            "states_mb": float(np.mean([step.mixing_bytes for step in taken])) / 1e6,
+                            "documents_cut": sum(step.documents_cut for step in taken) / sum(map(len, every)),
+                        }
+                    )
+    print_rows(found)
+    print_json(batches=count, settings=found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Prediction of layers that mix rows in order: their computation, and the exchanges of cut documents.
+
+Arrays are [ranks] seconds unless they say otherwise.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.plan import Direction, Layout
+from hf_distca.planner.cuts import chained
+from hf_distca.planner.seconds import FloatArray, Links, MixingCosts
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class CountedCuts:
+    """Counts of a nano-batch on which the seconds of mixing layers depend.
+
+    Attributes:
+        rows: [ranks] rows.
+        cut: [ranks] rows of cut documents.
+        continued: [ranks] rows of segments with earlier segments.
+        segments: [ranks] segments of cut documents.
+        whole: [ranks] documents that are not cut.
+        halos: [2, ranks] by link, within and between nodes: the larger number of halos that a rank sends and receives.
+        states: [2, ranks] the same for pairs of A and B.
+    """
+
+    rows: IntArray
+    cut: IntArray
+    continued: IntArray
+    segments: IntArray
+    whole: IntArray
+    halos: IntArray
+    states: IntArray
+
+    @property
+    def runs(self) -> IntArray:
+        """[ranks] runs of a recurrence's kernel that takes packed documents: whole documents share one."""
+        return self.segments + (self.whole > 0)
+
+    def bytes_moved(self, halo: float, state: float) -> float:
+        """Return the bytes that the busiest rank sends or receives in a layer's forward.
+
+        Args:
+            halo: bytes of a halo.
+            state: bytes of A and B.
+        """
+        return float((halo * self.halos + state * self.states).sum(axis=0).max())
+
+
+def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
+    """Count the segments of a layout and the messages between them.
+
+    Args:
+        nodes: [workers] node of each worker, ranks first.
+    """
+    segments, ranks = layout.segments, layout.ranks
+    order, nth, earlier, later = chained(segments)
+    rank = segments["rank"][order]
+    rows = (segments["stop"] - segments["start"])[order]
+    is_cut = rows < layout.lengths[segments["document"][order]]
+
+    def summed(values: IntArray) -> IntArray:
+        return np.bincount(rank, values, ranks).astype(np.int64)
+
+    def messages(source: IntArray, target: IntArray) -> IntArray:
+        away, node = source != target, np.asarray(nodes)
+        found = np.zeros((2, 2, ranks), np.int64)
+        for link, here in enumerate((node[source] == node[target], node[source] != node[target])):
+            for direction, ends in enumerate((source, target)):
+                found[link, direction] = np.bincount(ends[away & here], minlength=ranks)
+        larger: IntArray = found.max(axis=1)
+        return larger
+
+    continued = np.flatnonzero(nth > 0)
+    return CountedCuts(
+        layout.tokens,
+        summed(rows * is_cut),
+        summed(rows * (nth > 0)),
+        summed(is_cut),
+        summed(~is_cut),
+        messages(rank[continued - 1], rank[continued]),
+        messages(rank[earlier], rank[later]),
+    )
+
+
+_Act = tuple[int, FloatArray | float, bool, FloatArray, NDArray[Any] | None, FloatArray | float]
+
+
+class MixingLayers:
+    """Mixing layers between two layers with attention, in one direction on all ranks.
+
+    Args:
+        nano_batches: one or two, in the order of their rows.
+        costs: of a layer's forward.
+        layers: number of mixing layers for each layer with attention.
+        launches: seconds of a layer's forward per nano-batch, whatever its size.
+        factor: [ranks] time of computation in this direction on each rank, as a multiple of its costs.
+
+    Attributes:
+        computed: seconds of computation.
+        waited: seconds that ranks wait for exchanges in `walk`.
+    """
+
+    def __init__(
+        self,
+        nano_batches: Sequence[CountedCuts],
+        costs: MixingCosts,
+        layers: float,
+        launches: float,
+        links: Links,
+        direction: Direction,
+        factor: FloatArray,
+    ) -> None:
+        self._layers, self._links = layers, links
+        self._exchanges = any(nano.states.any() for nano in nano_batches)
+        launch = launches if self._exchanges else launches / len(nano_batches)  # without cuts one call has all rows
+        self.computed: FloatArray = np.zeros_like(factor)
+        self.waited: FloatArray = np.zeros_like(factor)
+        # Acts of a nano-batch up to each pause: seconds, whether to wait for an exchange, seconds, bytes to send,
+        # seconds. The whole documents of both nano-batches lie between the sending of states and the wait for them.
+        parts: list[list[_Act]] = [[], [], []]
+        for index, nano in enumerate(nano_batches):
+            first, last = costs.before * nano.rows + launch, costs.after * nano.rows
+            cut = costs.mix * nano.cut + costs.continued * nano.continued + costs.run * nano.segments
+            whole = costs.mix * (nano.rows - nano.cut) + costs.run * (nano.whole > 0)
+            first, cut, whole, last = (factor * seconds for seconds in (first, cut, whole, last))
+            self.computed += layers * (first + cut + whole + last)
+            halos, states = costs.halo * nano.halos, costs.state * nano.states
+            own, other = (whole, 0.0 * whole) if index == 0 else (0.0 * whole, whole)
+            if direction == "forward":
+                acts = [(0, False, first, halos, 0), (0, True, cut, states, other), (own, True, last, None, 0)]
+            else:
+                acts = [(0, False, last, states, own), (other, True, cut, halos, 0), (0, True, first, None, 0)]
+            for part, act in zip(parts, acts, strict=True):
+                part.insert(index if direction == "forward" else 0, (index, *act))
+        self._acts = [act for part in parts for act in part]
+
+    def walk(self, clock: FloatArray) -> FloatArray:
+        """Return the time after the layers on each rank, from the time before them."""
+        if not self._exchanges:
+            return clock + self.computed
+        begun, waited, free = clock, np.zeros_like(clock), np.zeros((2, len(clock)))
+        arrives: dict[int, FloatArray] = {}
+        for nano, early, waits, seconds, size, late in self._acts:
+            clock = clock + early
+            if waits:
+                waited += np.maximum(arrives[nano] - clock, 0.0)
+                clock = np.maximum(clock, arrives[nano])
+            clock = clock + seconds
+            if size is not None:
+                arrives[nano] = self._sent(clock, size, free)
+            clock = clock + late
+        self.waited = self._layers * waited
+        ended: FloatArray = begun + self._layers * (clock - begun)
+        return ended
+
+    def _sent(self, clock: FloatArray, size: NDArray[Any], free: FloatArray) -> FloatArray:
+        """Return when a nano-batch's rows or states arrive.
+
+        Args:
+            size: [2, ranks] bytes by link.
+            free: [2, ranks] when each link has carried what was sent before; changed in place.
+        """
+        clock = clock + self._links.start
+        takes_part = size.any(axis=0)
+        ready = float(clock[takes_part].max(initial=0.0))  # every sender has reached this point
+        arrives = clock
+        for link, cost in enumerate((self._links.within, self._links.between)):
+            used = size[link] > 0
+            done = np.maximum(free[link], ready) + cost.seconds(size[link])
+            np.copyto(free[link], done, where=used)
+            arrives = np.where(used, np.maximum(arrives, done), arrives)
+        return arrives

@@ -1,0 +1,181 @@
+"""Modules that mix along the row otherwise than by attention, on whole documents; and which models cut none."""
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+
+from hf_distca import DistCAConfig, plan_settings
+from hf_distca.models.decoder import decoder_attentions, is_attention, mixing_layers, mixing_modules
+from hf_distca.patches.layers import plan_layers
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.trainer.assembly import make_dispatcher
+from tests.dispatch.test_equality import planned_step
+from tests.mixing.steps import Step, assert_equal, make_model, reference, step
+from tests.models_and_batches import random_documents
+
+pytestmark = pytest.mark.usefixtures("backward_thread")
+
+LENGTHS = [60, 7, 45, 33, 24, 1, 18]
+FEW = [60, 7, 29]
+WHOLE = {"document_layout": "whole", "tokens_per_rank": 96}
+MODELS = ("qwen3_next", "falcon_h1", "jamba")
+"""With a mixing module instead of attention in some layers, with one beside it in every layer, and by document."""
+COMPANY = {
+    "alone": {},
+    "without ping-pong": {"ping_pong": False},
+    "checkpoints": {"checkpointing": False},
+    "LoRA, reentrant checkpoints": {"lora": True, "checkpointing": True},
+    "autocast, checkpoints": {"autocast": True, "checkpointing": False},
+}
+
+
+def _steps() -> dict[tuple[str, str], Step]:
+    return {
+        (model_type, name): step(model_type, LENGTHS, **WHOLE, **company)
+        for model_type in MODELS
+        for name, company in COMPANY.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def steps(rank_pools):
+    return rank_pools[2].run(_steps)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("name", COMPANY)
+def test_loss_and_gradients_are_those_of_document_by_document(steps, model_type, name):
+    lora, autocast = (COMPANY[name].get(option, False) for option in ("lora", "autocast"))
+    expected = reference(model_type, LENGTHS, lora)
+    rough = reference(model_type, LENGTHS, lora, autocast=True) if autocast else None
+    for of_rank in steps:
+        assert_equal(of_rank[model_type, name], expected, rough, within=2e-5)
+
+
+def test_layers_with_attention_take_turns_and_all_mixing_is_by_document(steps):
+    # qwen3_next has a layer of either kind; falcon_h1 two that have both. A checkpointed layer runs twice.
+    for of_rank in steps:
+        assert of_rank["qwen3_next", "alone"].ran == (1, 1, 1)
+        assert of_rank["qwen3_next", "checkpoints"].ran == (2, 2, 2)
+        assert of_rank["falcon_h1", "alone"].ran == (4, 2, 2)
+        assert of_rank["falcon_h1", "without ping-pong"].ran == (2, 2, 0)
+
+
+def _checkpointed_steps(model_type: str, lengths: list[int]) -> list[Step]:
+    return [step(model_type, lengths, checkpointing=reentrant, **WHOLE) for reentrant in (False, True)]
+
+
+@pytest.mark.parametrize(("ranks", "lengths"), [(1, FEW), (2, LENGTHS)])
+@pytest.mark.parametrize("model_type", ["zamba", "zamba2"])
+def test_checkpoints_inside_checkpointed_layers(rank_pools, ranks, lengths, model_type):
+    # A hybrid layer has a Mamba layer inside, which is a checkpoint too and is recomputed apart from it.
+    expected = reference(model_type, lengths)
+    for of_kinds in rank_pools[ranks].run(_checkpointed_steps, model_type, lengths):
+        for got in of_kinds:
+            assert_equal(got, expected)
+            assert got.ran[1:] == (4, 4 if ranks == 2 else 0)  # two layers with attention, each recomputed
+
+
+INNER = {
+    "plain": {"kind": CheckpointImpl.NO_REENTRANT},
+    "reentrant": {"kind": CheckpointImpl.REENTRANT},
+    "plain in a checkpoint": {"kind": CheckpointImpl.NO_REENTRANT, "checkpointing": False},
+    "reentrant in a reentrant one": {"kind": CheckpointImpl.REENTRANT, "checkpointing": True},
+}
+
+
+def _errors() -> list[str]:
+    """Of a cache, of checkpoints inside a layer, and of a layer that drops its plan."""
+    errors = []
+    for options in INNER.values():
+        options = {**WHOLE, **options, "inner": ("model.layers.0.linear_attn", options["kind"])}
+        del options["kind"]
+        with pytest.raises(ValueError, match="runs in a gradient checkpoint") as raised:
+            step("qwen3_next", FEW, **options)
+        errors.append(str(raised.value))
+    for model_type, use_cache, dropping in (("qwen3_next", True, None), ("falcon_h1", False, "layers.0.self_attn")):
+        model = make_model(model_type)
+        model.config.use_cache = use_cache
+        dispatcher = make_dispatcher(model, DistCAConfig(ping_pong=True, **WHOLE), torch.device("cpu"))
+        if dropping:
+            inner = model.model.get_submodule(dropping)
+            forward = inner.forward
+            inner.forward = lambda *args, distca_plan=None, forward=forward, **kwargs: forward(*args, **kwargs)
+        with pytest.raises(ValueError, match=r"cached keys|did not pass") as raised:
+            planned_step(model, plan_micro_batch(FEW, dispatcher.settings), dispatcher, random_documents(FEW))
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_what_would_mix_documents_is_refused(rank_pools):
+    ((*inner, cached, dropped),) = rank_pools[1].run(_errors)
+    for message in inner:
+        assert "Qwen3NextGatedDeltaNet runs in a gradient checkpoint that begins inside its decoder layer" in message
+    assert "set model.config.use_cache = False" in cached
+    assert "FalconH1DecoderLayer did not pass its plan to every module that attends" in dropped
+
+
+def _error_of_a_cut() -> str:
+    model = make_model("jamba")
+    dispatcher = make_dispatcher(model, DistCAConfig(**WHOLE), torch.device("cpu"))
+    settings = type(dispatcher.settings)(**{**vars(dispatcher.settings), "document_layout": "joint"})
+    with pytest.raises(ValueError, match="the plan cuts documents") as raised:
+        planned_step(model, plan_micro_batch(LENGTHS, settings), dispatcher, random_documents(LENGTHS))
+    return str(raised.value)
+
+
+def test_cut_documents_are_refused_on_every_rank(rank_pools):
+    for message in rank_pools[2].run(_error_of_a_cut):
+        assert "the plan cuts documents between ranks; plan with document_layout='whole'" in message
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "falcon_h1", "jamba", "minimax"])
+def test_documents_stay_whole_where_a_module_cannot_be_cut(model_type):
+    def layout(**options) -> str:
+        settings = plan_settings(make_model(model_type), DistCAConfig(**options), ranks=2, device=torch.device("cpu"))
+        return settings.document_layout
+
+    if model_type not in ("jamba", "minimax"):
+        assert layout() == "joint"
+        return
+    assert layout() == "whole"
+    for cutting in ("joint", "fixed"):
+        with pytest.raises(ValueError, match=rf"document_layout='{cutting}' cuts.*set document_layout='whole'"):
+            layout(document_layout=cutting)
+
+
+MIXING = {
+    "qwen3_next": {"Qwen3NextGatedDeltaNet"},
+    "jamba": {"JambaMambaMixer"},
+    "zaya": {"ZayaCCAProjection"},  # inside its attention
+    "minimax": {"MiniMaxLightningAttention"},
+    "recurrent_gemma": {"RecurrentGemmaRecurrentBlock"},
+    "llama": set(),
+    "mixtral": set(),
+}
+
+
+@pytest.mark.parametrize("model_type", MIXING)
+def test_what_mixes_is_found(model_type):
+    with torch.device("meta"):
+        model = make_model(model_type)
+    found = {type(module).__name__ for layer in mixing_layers(model) for module in mixing_modules(layer)}
+    assert found == MIXING[model_type]
+    assert all(map(is_attention, decoder_attentions(model).values()))
+
+
+def test_mixing_that_is_not_known_is_refused():
+    model = make_model("llama")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ValueError, match=r"LlamaConfig has 1 layers of the types .*, and only in 0 of them a module"):
+        plan_settings(model, DistCAConfig(), ranks=2, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_outside_a_planned_step_nothing_changes(model_type):
+    model, plain = make_model(model_type), make_model(model_type, "sdpa")
+    plan_layers(model)
+    tokens = torch.arange(3, 40)[None]
+    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
+    names, plain_names = ([type(module).__name__ for module in each.modules()] for each in (model, plain))
+    assert names == plain_names

@@ -1,0 +1,109 @@
+"""Mixing layers walked with costs so simple that each second can be counted by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_distca.plan import AttentionKind, Layout
+from hf_distca.planner.layout import assemble
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.mixing import MixingLayers, count_cuts
+from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
+from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.walk import document_seconds, predict_plan
+
+LINKS = Links(LinkCost(1.0, 10.0), LinkCost(2.0, 5.0))
+COSTS = MixingCosts(layers=1, before=1.0, mix=2.0, continued=3.0, after=4.0, run=0.5, halo=10.0, state=100.0)
+
+
+def layout(lengths: list[int], *segments: tuple[int, int, int, int]) -> Layout:
+    """Segments are (document, start, stop, rank)."""
+    return assemble(np.array(lengths), tuple(np.array(segments).T), 2)
+
+
+CUT = layout([4], (0, 0, 2, 0), (0, 2, 4, 1))
+WHOLE = layout([30, 30], (0, 0, 30, 0), (1, 0, 30, 1))
+
+
+def walk(*layouts: Layout, direction="forward", nodes=(0, 0), layers: float = 1.0):
+    counted = [count_cuts(each, nodes) for each in layouts]
+    factor = np.full(2, 1.0 if direction == "forward" else 2.0)
+    mixing = MixingLayers(counted, COSTS, layers, 0.0, LINKS, direction, factor)
+    return mixing.walk(np.zeros(2)).tolist(), mixing.waited.tolist(), mixing.computed.tolist()
+
+
+def test_segments_and_messages():
+    # Document 0 on ranks 0, 1 and 0 again; document 1 whole.
+    counted = count_cuts(layout([7, 3], (0, 0, 2, 0), (1, 0, 3, 0), (0, 2, 6, 1), (0, 6, 7, 0)), nodes=(0, 1))
+    assert (counted.rows.tolist(), counted.cut.tolist(), counted.continued.tolist()) == ([6, 4], [3, 4], [1, 4])
+    assert (counted.segments.tolist(), counted.whole.tolist(), counted.runs.tolist()) == ([2, 1], [1, 0], [3, 1])
+    # A halo and a state from 0 to 1 and back; the state of the first segment stays on rank 0 for the last.
+    assert counted.halos.tolist() == counted.states.tolist() == [[0, 0], [1, 1]]
+    assert counted.bytes_moved(halo=10, state=100) == 110
+
+
+def test_a_cut_document_waits_for_halos_and_states():
+    # 2 rows before the halos, which take 1 + 1 s; 2 · 2 + 0.5 s in the recurrence, and 2 · 3 s more on rank 1, whose
+    # segment has an earlier one; states take 1 + 10 s; 2 · 4 s after.
+    assert walk(CUT) == ([33.5, 33.5], [2 + 17, 2 + 11], [14.5, 20.5])
+    # In reverse, twice as slow: 16, states 11, 9 or 21, halos 2, 4.
+    assert walk(CUT, direction="backward") == ([54.0, 54.0], [11 + 14, 11 + 2], [29.0, 41.0])
+    # Between nodes: 2 + 2 s and 2 + 20 s.
+    assert walk(CUT, nodes=(0, 1))[0] == [33.5 + 2 + 11] * 2
+    assert walk(CUT, layers=3)[:2] == ([100.5, 100.5], [57, 39])
+    # Back and forth: two halos take 1 + 2 s, three states 1 + 30 s.
+    four = layout([8], (0, 0, 2, 0), (0, 4, 6, 0), (0, 2, 4, 1), (0, 6, 8, 1))
+    assert walk(four)[0] == [4 + 3 + (4 * 2 + 4 * 3 + 2 * 0.5) + 31 + 4 * 4] * 2
+
+
+def test_whole_documents_do_not_wait():
+    assert walk(WHOLE) == ([30 * 7 + 0.5] * 2, [0, 0], [30 * 7 + 0.5] * 2)
+
+
+def test_exchanges_hide_behind_the_other_nano_batch_and_whole_documents():
+    for direction in ("forward", "backward"):
+        ends, waited, computed = walk(CUT, WHOLE, direction=direction)
+        assert waited == [0.0, 0.0]
+        assert ends == computed
+    # The second nano-batch's states leave when the first one's have arrived: 25 + 0.5 + 1 + 10 s, then 2 · 4 s.
+    assert walk(CUT, CUT)[0] == [44.5, 44.5]
+    beside = layout([4, 20, 20], (0, 0, 2, 0), (1, 0, 20, 0), (0, 2, 4, 1), (2, 0, 20, 1))
+    assert walk(beside)[1] == [2.0, 2.0]  # whole documents hide states, nothing hides halos
+
+
+KIND = AttentionKind(None, 4, 2, 8, 8)
+SETTINGS = PlanSettings(2, 4096, (KIND,), document_layout="joint")
+
+
+def step_costs(**changed: float) -> StepCosts:
+    """A pair takes a nanosecond, a row besides core attention a microsecond; mixing layers as said."""
+    kernel, link = KernelCost(0.0, 0.0, 0.0, 1e-9), LinkCost(1e-5, 1e9)
+    mixing = replace(MixingCosts(3, 1e-7, 1e-7, 1e-7, 1e-7, 0.0, 100.0, 1e4), **changed)
+    return StepCosts((KindCosts(KIND, 1, kernel, kernel),), 5e-7, 5e-7, 1.0, 0.0, Links(link, link), mixing=mixing)
+
+
+def chosen_group(costs: StepCosts, lengths: list[int]) -> int:
+    plan = plan_micro_batch(lengths, replace(SETTINGS, choices=Choices(costs)))
+    assert plan.choice.seconds == pytest.approx(predict_plan(plan, SETTINGS, costs).seconds, rel=1e-3)
+    return plan.choice.group
+
+
+def test_the_backward_takes_its_share():
+    costs = replace(step_costs(), backward_factor=2.0)
+    plan = plan_micro_batch([100, 100], replace(SETTINGS, document_layout="whole"))
+    assert predict_plan(plan, SETTINGS, costs).mixing == pytest.approx(3 * 3e-7 * 100 * (1 + 2))
+
+
+def test_documents_are_cut_only_as_long_as_a_cut_is_cheap():
+    lengths = [4000, 500, 500, 400]
+    assert chosen_group(step_costs(), lengths) == 2
+    for dear in ({"state": 1e8}, {"continued": 1e-4}):
+        assert chosen_group(step_costs(**dear), lengths) == 1
+
+
+def test_equal_tokens_matter_more_the_more_layers_mix():
+    few, many = (document_seconds(np.array([4000, 500]), step_costs(layers=layers)) for layers in (0, 60))
+    assert few[0] / few[1] > 15  # by pairs
+    assert many[0] / many[1] < 10  # by tokens
+    assert step_costs(layers=60).token == pytest.approx(2 * (1e-6 + 60 * 3e-7))

@@ -125,8 +125,8 @@ class Plan:
         workers: number of workers. Workers 0 to ranks-1 are the ranks themselves (in-place servers); further ones are
             dedicated servers, which hold no rows.
         window: row p attends to rows max(0, p - window + 1) to p; None for full causal attention.
-        stage_rows: the most K/V rows that a rank sends, or receives, in one stage, give or take a row for each path of
-            rows. With a window a rank may receive two windows. None: all rows travel at once.
+        stage_rows: the most K/V rows that a rank sends, or receives, in one stage, give or take an eighth. With a
+            window a rank may receive two windows. None: all rows travel at once.
         nodes: [workers] node of each worker. A K/V row that several ranks of another node read goes to one of them,
             the gateway, which forwards it to the others. None: rows go to each of them directly.
     """

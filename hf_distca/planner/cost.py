@@ -31,10 +31,6 @@ class RowBytes:
     kv: int = 4096
     o: int = 8192
 
-    def __post_init__(self) -> None:
-        if min(self.q, self.kv, self.o) <= 0:
-            raise ValueError(f"bytes of a row must be positive, got {self}")
-
     @classmethod
     def of_kind(cls, kind: AttentionKind, bytes_per_value: int) -> "RowBytes":
         """Return the bytes of rows of a kind of attention."""

@@ -42,8 +42,8 @@ class Halos:
 class Chains:
     """States that the cut segments of one rank need of other segments of their documents.
 
-    States are numbered: first those of this rank's cut segments, in row order, then those that arrive. Forward,
-    states of earlier segments arrive. Backward, gradients of later segments come back on the same ways.
+    States are numbered: first the states of this rank's cut segments, in row order, then states that arrive. Forward,
+    states of earlier segments arrive. Backward, gradients of later segments return.
 
     Attributes:
         cut: this rank's segments of cut documents, among all its segments.

@@ -145,7 +145,7 @@ exchanges."""
 def halves(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     """Divide documents into two groups of about equal tokens: longest first, each to the smaller group."""
     second = np.zeros(len(lengths), bool)
-    ahead = 0  # tokens of the first group beyond those of the second
+    ahead = 0  # tokens of the first group minus tokens of the second
     for document in np.argsort(-lengths, kind="stable").tolist():
         second[document] = ahead > 0
         ahead += -int(lengths[document]) if ahead > 0 else int(lengths[document])

@@ -115,7 +115,7 @@ class PlanSettings:
 
     @property
     def dominant_kind(self) -> AttentionKind:
-        """Kind of the costliest layers, for which the joint layout is made: those whose rows reach farthest."""
+        """Kind of the costliest layers, for which the joint layout is made: rows reach farthest."""
 
         def cost(kind: AttentionKind) -> tuple[float, int]:
             reach = min(inf if most is None else most for most in (kind.window, kind.chunk))

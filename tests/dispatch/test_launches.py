@@ -141,12 +141,12 @@ def test_layer(group, case):
 
 STAGED_BOUNDS = """
 model        layer    nodes   halves                launches    copies     views attention exchanges        KB
-llama        full     none    1                          136        84        94        25        19    221268
-llama        full     none    2                          147        97       120        18        22    181910
-gpt_oss      full     none    1                          181       114       102        27        19    300773
+llama        full     none    1                          104        52       110        25        19    185660
+llama        full     none    2                          108        62       133        18        22    149354
+gpt_oss      full     none    1                          156        91       130        27        19    282411
 gpt_oss      sliding  none    1                           93        56       168         9        19    184310
-llama        full     two     1                          166       104       124        25        34    221080
-llama        full     two     2                          171       113       148        18        40    189227
+llama        full     two     1                          134        72       140        25        34    185472
+llama        full     two     2                          132        78       161        18        40    156671
 """
 
 

@@ -159,21 +159,17 @@ def test_a_rest_on_both_sides_costs_gathering(gather_cost, expected):
     assert len(left) == expected
 
 
-def test_a_surplus_goes_to_the_tightest_room_that_takes_all():
-    assert plan_flows([5.0, -9.0, -6.0, -2.0], {}) == {0: [(2, 5.0)]}
-
-
-def test_a_surplus_beyond_every_room_goes_to_the_largest_first():
-    assert plan_flows([12.0, -9.0, -6.0, -2.0], {}) == {0: [(1, 9.0), (2, 3.0)]}
-
-
-def test_a_partner_that_takes_all_goes_first():
-    assert plan_flows([5.0, -9.0, -6.0, -2.0], {0: {0, 1, 3}}) == {0: [(1, 5.0)]}
-
-
-def test_partners_share_takers():
-    partners = {0: {0, 1}, 1: {0, 1}}
-    assert plan_flows([5.0, 4.0, -5.0, -9.0, -4.0], partners) == {0: [(3, 5.0)], 1: [(3, 4.0)]}
+@pytest.mark.parametrize(
+    ("surplus", "partners", "flows"),
+    [
+        ([5.0, -9.0, -6.0, -2.0], {}, {0: [(2, 5.0)]}),  # to the tightest room that takes all
+        ([12.0, -9.0, -6.0, -2.0], {}, {0: [(1, 9.0), (2, 3.0)]}),  # beyond every room, to the largest first
+        ([5.0, -9.0, -6.0, -2.0], {0: {0, 1, 3}}, {0: [(1, 5.0)]}),  # to a partner that takes all
+        ([5.0, 4.0, -5.0, -9.0, -4.0], {0: {0, 1}, 1: {0, 1}}, {0: [(3, 5.0)], 1: [(3, 4.0)]}),  # partners share
+    ],
+)
+def test_flows(surplus, partners, flows):
+    assert plan_flows(surplus, partners) == flows
 
 
 @given(st.lists(st.integers(-50, 50), min_size=1, max_size=12), st.sets(st.integers(0, 11)))

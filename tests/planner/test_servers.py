@@ -98,17 +98,19 @@ def lost_server(plan, pairs_per_second, settings):
     return plan_lost(plan, [plan.layout.ranks], KIND, settings, pairs_per_second)
 
 
-def test_a_document_s_end_is_spread_over_the_ranks():
+@pytest.mark.parametrize("nodes", [None, (0, 0, 1, 1, 2)])
+def test_a_document_s_end_is_spread_over_the_ranks_or_inside_nodes_or_stays(nodes):
     # Rank 0 holds a document of 16 rows, each of the others one row; the server computes rows 8 to 15.
     layout = fixed_layout([[16], [1], [1], [1]])
     tasks = np.array([(0, 0, 8, 0), (1, 0, 1, 1), (2, 0, 1, 2), (3, 0, 1, 3), (0, 8, 16, 4)], TASK)
-    plan, settings = Plan(layout, tasks, 5), settings_of(4, 2)
-    local = lost_server(plan, FAST, settings)
+    plan, settings = Plan(layout, tasks, 5, nodes=nodes), settings_of(4, 2, ranks_per_node=2 if nodes else 1)
+    over_all, inside, local = (lost_server(plan, rate, settings) for rate in (SLOW, 1e10, FAST))
+    assert over_all.tasks.tolist() == [(0, 14, 16, 0), (0, 8, 10, 1), (0, 10, 12, 2), (0, 12, 14, 3)]
+    assert loads_of(over_all).tolist() == [31, 19, 23, 27]
     assert local.tasks.tolist() == [(0, 8, 16, 0)]
-    assert loads_of(local).tolist() == [100, 0, 0, 0]
-    spread = lost_server(plan, SLOW, settings)
-    assert spread.tasks.tolist() == [(0, 14, 16, 0), (0, 8, 10, 1), (0, 10, 12, 2), (0, 12, 14, 3)]
-    assert loads_of(spread).tolist() == [31, 19, 23, 27]
+    assert over_all.nodes == inside.nodes == local.nodes == (nodes and nodes[:4])
+    if nodes:
+        assert inside.tasks.tolist() == [(0, 12, 16, 0), (0, 8, 12, 1)]
 
 
 def test_seconds_are_those_of_the_busiest_rank_and_of_its_bytes_there_and_back():
@@ -119,18 +121,6 @@ def test_seconds_are_those_of_the_busiest_rank_and_of_its_bytes_there_and_back()
     assert seconds_of(plan, KIND, settings, 1e10) == pytest.approx((7 + 2 * 5) / 1e10 + (192 + 320) / 50e9)
     on_a_node = replace(settings, ranks_per_node=2)
     assert seconds_of(plan, KIND, on_a_node, 1e10) == pytest.approx((7 + 2 * 5) / 1e10 + (192 + 320) / 450e9)
-
-
-def test_with_nodes_tasks_may_be_spread_inside_them_alone():
-    # Two nodes of two ranks; rank 0 holds a document of 16 rows, whose rows 8 to 15 the server had.
-    layout = fixed_layout([[16], [1], [1], [1]])
-    tasks = np.array([(0, 0, 8, 0), (1, 0, 1, 1), (2, 0, 1, 2), (3, 0, 1, 3), (0, 8, 16, 4)], TASK)
-    plan, settings = Plan(layout, tasks, 5, nodes=(0, 0, 1, 1, 2)), settings_of(4, 2, ranks_per_node=2)
-    over_all, inside, local = (lost_server(plan, rate, settings) for rate in (SLOW, 1e10, FAST))
-    assert over_all.tasks.tolist() == [(0, 14, 16, 0), (0, 8, 10, 1), (0, 10, 12, 2), (0, 12, 14, 3)]
-    assert inside.tasks.tolist() == [(0, 12, 16, 0), (0, 8, 12, 1)]
-    assert local.tasks.tolist() == [(0, 8, 16, 0)]
-    assert over_all.nodes == inside.nodes == local.nodes == (0, 0, 1, 1)
 
 
 def test_what_a_repair_exchanges_travels_in_the_stages_that_it_needs():

@@ -113,7 +113,7 @@ class _Cutting:
     def head_rows(self, cuts: list[Segment]) -> dict[int, int]:
         """Return, by rank, the rows of the head to take beside its segment, so that all ranks send alike.
 
-        A row of the head goes to the ranks of all segments, a row of a segment to those of later segments. Ranks
+        A row of the head goes to the ranks of all segments, a row of a segment to the ranks of later ones. Ranks
         without segments send less than other ranks receive. `cuts` are the result of `cut_at` without head rows.
         """
         rows: dict[int, int] = {}

@@ -77,11 +77,10 @@ def _place(placement: Placement, items: list[Item], wish: Callable[[int], float]
 def even_out(placement: Placement, spare: list[Item]) -> None:
     """Place the items that fit nowhere, then move rows from overfull ranks to ranks with room."""
     room = placement.room
-    for index, more, cost in spare:
+    for index, more, _ in spare:
         rank = room.index(max(room))
         placement.rank_of[index] = rank
         room[rank] -= more
-        placement.need[rank] -= cost
     under = [rank for rank in range(len(room)) if room[rank] > 0]
     under.sort(key=lambda rank: (-room[rank], rank))
     rank_of, rows = np.array(placement.rank_of, np.int64), placement.uncut_rows()
@@ -115,17 +114,13 @@ def _shed(placement: Placement, rank: int, items: list[tuple[int, int]], under: 
             at = min(bisect_left(whole, (least + placement.block, -1)), len(whole) - 1)
         rows, index = whole.pop(at)
         moved = min(least, rows)
-        stop = placement.stops[index]
-        start = stop - moved
         if moved < rows:
             insort(rest, (rows - moved, index))
-            placement.stops[index] = start
-            placement.cuts.append((index, start, stop, target))
+            stop = placement.stops[index]
+            placement.stops[index] = stop - moved
+            placement.cuts.append((index, stop - moved, stop, target))
         else:
             placement.rank_of[index] = target
-        cost = placement.pairs(start, stop)
-        placement.need[rank] += cost
-        placement.need[target] -= cost
         room[rank] += moved
         room[target] -= moved
         if not room[target]:

@@ -55,6 +55,8 @@ With full attention a local task reads keys of its segment in place. With a wind
 """
 PIECE = 128
 """Least rows of a piece, a kernel block: rows that several ranks of a node read are divided among them in pieces."""
+PARTS = 8
+"""Inverse of the share of a stage by which it may exceed its rows, and below which rows of a path stay together."""
 _SET_BITS = 62
 _WHOLE = 1 << 40
 """Size of a stage that holds everything."""
@@ -149,7 +151,7 @@ def _in_stages_of_windows(tasks: Table, stage_rows: int, window: int, ranks: int
         The task of each piece, and the pieces with their stage; 0 if a piece receives no rows.
     """
     lengths, keys, target = row_counts(tasks), tasks["keys_stop"] - tasks["keys_start"], tasks["target"]
-    # The place of a query is that of its own key among the rows sent to the worker, one task after another.
+    # A query has the place of its own key among the rows sent to the worker, one task after another.
     before = np.cumsum(keys) - keys
     place = before - before[np.searchsorted(target, target)] + tasks["start"] - tasks["keys_start"]
     # The windows of a stage's first queries reach into the previous stage.
@@ -183,7 +185,13 @@ def forward_inside_nodes(moves: Table, nodes: Sequence[int] | None, ranks: int) 
     into = node[crossed["target"]] * (int(crossed["document"].max()) + 1) + crossed["document"]
     into = np.unique(into, return_inverse=True)[1]  # small enough to be sorted together with rows
     keyed = table_of(ROWS, document=into, start=crossed["start"], stop=crossed["stop"])
-    parts, readers = between_borders(keyed)
+    # One number for document, row and whether a move ends or begins there.
+    begin, end = (2 * sortable(into, crossed[name]) for name in ("start", "stop"))
+    places = np.sort(np.concatenate([begin + 1, end]))
+    (document, row), begins = np.divmod(places >> 1, ROW_LIMIT), places & 1
+    readers = np.cumsum(2 * begins - 1)[:-1]  # of the rows up to the next place
+    kept = (readers > 0) & (row[1:] > row[:-1])
+    parts, readers = table_of(ROWS, document=document[:-1], start=row[:-1], stop=row[1:]).compress(kept), readers[kept]
     which, part, *_ = overlaps(keyed, parts)
     which = which[np.lexsort((crossed["target"][which], part))]
     first_reader = np.cumsum(readers) - readers
@@ -210,27 +218,12 @@ def forward_inside_nodes(moves: Table, nodes: Sequence[int] | None, ranks: int) 
     return joined(direct, hop), second, len(direct) + piece[others]
 
 
-def between_borders(table: Table) -> tuple[Table, IntArray]:
-    """Cut rows wherever an entry begins or ends.
-
-    Returns:
-        The parts by (document, start), and how many entries each of them lies in.
-    """
-    # One number for document, row and whether an entry ends or begins there.
-    begin, end = (2 * sortable(table["document"], table[name]) for name in ("start", "stop"))
-    places = np.sort(np.concatenate([begin + 1, end]))
-    (document, row), begins = np.divmod(places >> 1, ROW_LIMIT), places & 1
-    covering = np.cumsum(2 * begins - 1)[:-1]
-    kept = (covering > 0) & (row[1:] > row[:-1])
-    return table_of(ROWS, document=document[:-1][kept], start=row[:-1][kept], stop=row[1:][kept]), covering[kept]
-
-
 def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, ranks: int) -> tuple[Table, Table]:
     """Divide the K/V rows of full attention into stages.
 
-    The rows on one path, from one rank to another and on to the same others, are divided evenly over the stages. So
-    every rank has about equally much to receive and to compute in each stage. A stage exceeds `stage_rows` by a row of
-    each path at most.
+    The rows on one path, from one rank to another and on to the same others, are divided evenly over the stages; few
+    rows over few stages. So every rank has about equally much to receive and to compute in each stage. A stage exceeds
+    `stage_rows` by an eighth at most, or by a row of each path.
 
     Args:
         via: [second] move of the first hop that each move of the second forwards.
@@ -249,33 +242,31 @@ def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, rank
     place -= place[begins][path]
     size = np.add.reduceat(lengths, begins)
 
-    # Fractions of rows are rounded up in other stages on other paths of a rank.
+    # Parts below a kernel block, and fractions of rows, are in other stages on other paths of a rank.
     source, target = ends[:2, begins]
     turn = ((target - source) % ranks + np.arange(len(begins)) * _GOLDEN % 1) / ranks
-    borders = np.minimum(
-        (size[:, None] * np.arange(stages + 1) / stages + turn[:, None]).astype(np.int64), size[:, None]
-    )
-    borders[target >= ranks, 1:] = size[target >= ranks, None]
-    stretches = table_of(
-        ROWS,
-        document=np.repeat(np.arange(len(begins)), stages),
-        start=borders[:, :-1].ravel(),
-        stop=borders[:, 1:].ravel(),
-    )
-    filled = np.flatnonzero(row_counts(stretches))
     on_path = table_of(ROWS, document=path, start=place, stop=place + lengths)
-    which, other, start, stop = overlaps(on_path, stretches.take(filled))
-    begin, end = start - place[which], stop - place[which]
-    # Stages without rows, where few rows have many readers, are left out.
-    stage = np.unique(filled[other] % stages, return_inverse=True)[1]
-    counts = np.bincount(which, minlength=len(first))
-    piece = expand((np.cumsum(counts) - counts)[via], counts[via])
-    first, second = (
-        _parts(first, which, begin, end),
-        _parts(second, np.repeat(np.arange(len(via)), counts[via]), begin[piece], end[piece]),
-    )
-    first["stage"], second["stage"] = stage, stage[piece]
-    return first, second
+    least = min(max(stage_rows // PARTS, 1), PIECE)  # rows of a part
+    while True:
+        counts = np.clip(size // least, 1, np.where(target < ranks, stages, 1))
+        of_path, nth = np.repeat(np.arange(len(begins)), counts), expand(np.zeros_like(counts), counts)
+        first_row = (size[of_path] * nth / counts[of_path] + turn[of_path] * (nth > 0)).astype(np.int64)
+        stretches = table_of(ROWS, document=of_path, start=first_row, stop=np.append(first_row[1:], 0))
+        stretches["stop"][np.cumsum(counts) - 1] = size
+        stage_of = ((nth + turn[of_path]) * stages / counts[of_path]).astype(np.int64) * (target < ranks)[of_path]
+        filled = np.flatnonzero(row_counts(stretches))
+        which, other, start, stop = overlaps(on_path, stretches.take(filled))
+        begin, end = start - place[which], stop - place[which]
+        counts = np.bincount(which, minlength=len(first))
+        piece = expand((np.cumsum(counts) - counts)[via], counts[via])
+        firsts = _parts(first, which, begin, end)
+        seconds = _parts(second, np.repeat(np.arange(len(via)), counts[via]), begin[piece], end[piece])
+        # Stages without rows, where few rows have many readers, are left out.
+        firsts["stage"] = np.unique(stage_of[filled[other]], return_inverse=True)[1]
+        seconds["stage"] = firsts["stage"][piece]
+        if least == 1 or rows_by_stage(firsts, seconds, ranks).max() <= stage_rows * (1 + 1 / PARTS):
+            return firsts, seconds
+        least //= 2
 
 
 def nothing_moves(plan: Plan) -> bool:

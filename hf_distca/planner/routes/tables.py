@@ -89,7 +89,7 @@ class Stage:
     Attributes:
         forwarded: exchange of forwarded rows inside nodes; they come last among the received rows.
         remote_kv: q_rows are local, k_rows received. With full attention the keys lie before the segment and are all
-            visible; results are merged with those of `local`. With a window a task has its whole window, bottom-right
+            visible; results are merged with local ones. With a window a task has its whole window, bottom-right
             causal.
         remote_query: q_rows are received query rows, k_rows received key rows, bottom-right causal.
         remote_query_prefix: received queries against keys before them, all of them visible; empty with one stage or a

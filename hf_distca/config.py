@@ -60,7 +60,7 @@ class DistCAConfig:
             "help": "Where the tokens of documents are placed. 'joint' places tokens and core attention together and "
             "moves the fewest bytes. 'fixed' packs documents in order and moves only core attention. 'whole' keeps "
             "each document, of at most tokens_per_rank tokens, on one rank and moves only core attention. 'auto' is "
-            "'whole' for models with Mamba-1, lightning attention or another module that mixes rows in order and "
+            "'whole' for models with Mamba-1 or another module that mixes rows in order and "
             "cannot take a part of a document. For other models 'auto' lets the planner choose for every micro-batch: "
             "whole documents without exchange, documents inside groups of ranks or nodes, or the joint layout.",
             "choices": DOCUMENT_LAYOUTS,

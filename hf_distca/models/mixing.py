@@ -19,6 +19,12 @@ KIMI_DELTA_RULE = "chunk_kimi_delta_attention"
 SCAN = "mamba2_chunk_scan"
 CONVOLUTION_AND_SCAN = "mamba2_split_conv1d_scan_combined"
 """One kernel for a whole Mamba-2 module; it returns None where the kernel is not installed."""
+LIGHTNING = "lightning attention"
+"""Not a function: a recurrence inside the module's forward."""
+LIGHTNING_PARTS = {"qkv_proj", "act_fn", "norm", "output_gate", "out_proj"}
+"""Modules around the recurrence, by which a planned step knows the forward."""
+RECURRENCES = {DELTA_RULE, KIMI_DELTA_RULE, SCAN, LIGHTNING}
+"""Names that carry a state from row to row."""
 
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), (CONVOLUTION,)),
@@ -31,13 +37,13 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
         ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"),
         (CONVOLUTION, SCAN),
     ),
+    "MiniMaxLightningAttention": (LIGHTNING,),
 }
 """Functions in which rows of a module depend on each other, by the module's class; each is called once, in order."""
 
 WHOLE = {
     "JambaMambaMixer": "Mamba-1 decays each state by a number of its own",
     "ZambaMambaMixer": "Mamba-1 decays each state by a number of its own",
-    "MiniMaxLightningAttention": "its recurrence is written into its forward, where no state can be added",
     "RecurrentGemmaRecurrentBlock": "its recurrence runs token by token inside the module",
     "ZayaCCAProjection": "its convolutions and its delayed values are written into its forward",
 }
@@ -50,8 +56,11 @@ def functions(module: nn.Module) -> tuple[str, ...] | None:
     if names is None:
         return None
     forward: Any = inspect.unwrap(stock_forward(module))
-    known = forward.__module__.startswith("transformers.") and all(name in forward.__globals__ for name in names)
-    return names if known else None
+    if LIGHTNING in names:
+        known = {name for name, _ in module.named_children()} == LIGHTNING_PARTS
+    else:
+        known = all(name in forward.__globals__ for name in names)
+    return names if known and forward.__module__.startswith("transformers.") else None
 
 
 def stock_forward(module: nn.Module) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_distca.models.decoder import base_model, has_attention, mixing_layers, mixing_modules
 from hf_distca.models.kinds import layers_by_kind
-from hf_distca.models.mixing import SCAN, functions
+from hf_distca.models.mixing import LIGHTNING, RECURRENCES, SCAN, functions
 from hf_distca.sim.model import MixingShape, ModelShape
 
 LAST = ("out_proj", "o_proj")
@@ -92,8 +92,10 @@ def mixing_shape(model: PreTrainedModel) -> MixingShape | None:
     convolution = next((inner for inner in module.modules() if isinstance(inner, nn.Conv1d)), None)
     channels, width = (convolution.out_channels, convolution.kernel_size[0] - 1) if convolution else (0, 0)
     sizes, names = (len(found), before, after, channels, width), functions(module) or ()
-    if len(names) < 2:  # no recurrence, or one of which nothing is known
+    if not RECURRENCES.intersection(names):  # no recurrence, or one of which nothing is known
         return MixingShape(*sizes)
+    if LIGHTNING in names:
+        return MixingShape(*sizes, module.num_attention_heads, (module.head_dim, module.head_dim))
     heads = getattr(module, "num_v_heads", None) or module.num_heads
     if SCAN in names:
         return MixingShape(*sizes, heads, (module.ssm_state_size, module.head_dim))

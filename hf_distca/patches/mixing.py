@@ -19,9 +19,9 @@ from transformers import Cache
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.checkpoints import Checkpoints, checkpoints_around
 from hf_distca.models.decoder import mixing_modules
-from hf_distca.models.mixing import functions, stock_forward
+from hf_distca.models.mixing import LIGHTNING, functions, stock_forward
 from hf_distca.models.refusals import Models
-from hf_distca.patches.mixing_functions import MixingCall, planned_functions
+from hf_distca.patches.mixing_functions import MixingCall, lightning_attention, planned_functions
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.split import CACHED, Parts, Sizes, join_results, split_argument
 from hf_distca.plan import PLAN_KEY
@@ -52,7 +52,9 @@ def plan_mixing(layer: nn.Module) -> int:
         if isinstance(module, _MixingModule):
             continue
         names, run = functions(module), None
-        if names is not None:
+        if names is not None and LIGHTNING in names:
+            run = lightning_attention
+        elif names is not None:
             forward = stock_forward(module)
             run = _seeing(forward, planned_functions(inspect.unwrap(forward).__globals__))
         module.__class__ = subclass(type(module), _MixingModule, names=names, run=run)
@@ -64,7 +66,8 @@ class _MixingModule(nn.Module):
 
     Attributes:
         names: functions in which rows depend on each other; None if they are not known.
-        run: the forward of the module's class, which calls functions for planned steps in their place.
+        run: the forward of the module's class with functions for planned steps in their place, or the planned forward
+            of lightning attention.
     """
 
     names: tuple[str, ...] | None

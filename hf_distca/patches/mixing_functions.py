@@ -9,7 +9,7 @@ A convolution runs on rows with room before each segment: there are the rows bef
 A recurrence runs on whole documents as they are, packed if its kernel takes packed documents. Of a cut document, a
 segment runs from a state of zeros; the state before it, S_in, adds r·S_in to its rows. For a gated delta rule r and A
 come from the same run: further columns of zero values, from a state of ones on the diagonal, turn into r and A. For
-Mamba-2 the decay is one number a head, and both are products of decays.
+Mamba-2 and lightning attention the decay is one number a head, and both are products of decays.
 
 Shape suffixes: T rows, C channels, H heads, G groups of heads, K rows and V columns of a state.
 """
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any, Protocol, Self
 
 import torch
@@ -29,7 +30,15 @@ from torch.nn import functional
 from hf_distca.dispatch.bound import BoundNanoBatch, BoundPlan
 from hf_distca.dispatch.cuts import HaloExchange, Packing, StateExchange, Transition
 from hf_distca.dispatch.executor import without_autocast
-from hf_distca.models.mixing import CONVOLUTION, CONVOLUTION_AND_SCAN, DELTA_RULE, KIMI_DELTA_RULE, SCAN
+from hf_distca.models.mixing import (
+    CONVOLUTION,
+    CONVOLUTION_AND_SCAN,
+    DELTA_RULE,
+    KIMI_DELTA_RULE,
+    LIGHTNING,
+    SCAN,
+    stock_forward,
+)
 
 Function = Callable[..., Any]
 
@@ -264,6 +273,60 @@ class _Scan(_Recurrence):
         read_TGHV = torch.einsum("tgn,ghvn->tghv", C_TGN.float(), of_groups)
         read_THV: Tensor = read_TGHV.flatten(1, 2) * decays_TH.unsqueeze(-1)
         return read_THV
+
+
+class _Lightning(_Recurrence):
+    """Lightning attention, whose decay is one constant a head.
+
+    Transformers has the recurrence inside the module's forward. Here that forward runs on the projected rows, with
+    identities for all modules around the recurrence.
+
+    Args:
+        qkv: [1, T, H * 3 * K].
+    """
+
+    def __init__(self, module: Any, qkv: Tensor) -> None:
+        heads, size = module.num_attention_heads, module.head_dim
+        self.tensors, self.packed = (qkv,), False
+        self.values = qkv.unflatten(2, (heads, -1))[..., -size:]
+        self.shapes = (heads,), (heads, size, size)
+        self._stock: Function = stock_forward(module)
+        same = nn.Identity()
+        inner = {"act_fn": same, "qkv_proj": same, "norm": same, "out_proj": same, "output_gate": self._open_gate}
+        names = ("layer_idx", "head_dim", "num_attention_heads", "block_size")
+        decays = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+        self._inner = SimpleNamespace(**inner, **{name: getattr(module, name) for name in (*names, *decays)})
+
+    @staticmethod
+    def _open_gate(rows: Tensor) -> Tensor:
+        """Return a gate whose sigmoid is 1."""
+        return rows.new_full((), math.inf)
+
+    def run(
+        self, rows: Sequence[Tensor], packing: Packing | None, continued: bool = False, continues: bool = False
+    ) -> tuple[Tensor, Read, Transition]:
+        (qkv,) = rows
+        heads, size, _ = self.shapes[1]
+        out, final = self._stock(self._inner, qkv, None, None)
+        read = factor = None
+        if continued:
+            places_T = torch.arange(1, qkv.shape[1] + 1, device=qkv.device)
+            decays_TH = (-self._inner.slope_rate.float().view(1, heads) * places_T.unsqueeze(1)).exp()
+            read, factor = (decays_TH, qkv[0].unflatten(1, (heads, -1))[..., :size]), decays_TH[-1]
+        return out.unflatten(2, (heads, size)), read, (factor, final[0].float()) if continues else (None, None)
+
+    def read(self, read: Read, state: Tensor) -> Tensor:
+        decays_TH, q_THK = read
+        return torch.einsum("thk,hkv->thv", q_THK.float(), state) * decays_TH.unsqueeze(-1)
+
+
+def lightning_attention(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Run a module of lightning attention over each document; the rows have no padding that a mask would name."""
+    call = _call.get()
+    mixed = _recur(call, _Lightning(module, module.act_fn(module.qkv_proj(hidden_states))))
+    call.mixed.append(LIGHTNING)
+    gate = functional.sigmoid(module.output_gate(hidden_states))
+    return module.out_proj(gate * module.norm(mixed.flatten(2))), None
 
 
 def _delta_rule(

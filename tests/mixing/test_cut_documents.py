@@ -1,4 +1,4 @@
-"""Documents cut between ranks, in models with short convolutions, gated delta rules and Mamba-2: as in one process."""
+"""Documents cut between ranks, in models with every kind of mixing that can be cut: as in one process."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("backward_thread")
 
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid")
 SHORT = ("lfm2", "lfm2_moe", "lfm3")
-SCANS = ("bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "zamba2")
+SCANS = ("bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "zamba2", "minimax")
 
 LENGTHS = [150, 9, 80, 70, 12]
 PLANS = {
@@ -83,7 +83,7 @@ def test_in_company(rank_pools, model_type, company):
 
 
 @pytest.mark.parametrize("rough", [{"dtype": torch.bfloat16}, {"autocast": True}], ids=["weights", "autocast"])
-@pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear", "bamba"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear", "bamba", "minimax"])
 def test_bfloat16_is_as_rough_as_in_one_process(rank_pools, model_type, rough):
     for got in rank_pools[2].run(run, model_type, LENGTHS, PLANS[2], {**JOINT, **rough}):
         assert_equal(got, expected(model_type), expected(model_type, **rough))

@@ -6,6 +6,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from hf_distca import DistCAConfig, plan_settings
 from hf_distca.models.decoder import decoder_attentions, is_attention, mixing_layers, mixing_modules
+from hf_distca.models.mixing import uncuttable
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
@@ -129,19 +130,27 @@ def test_cut_documents_are_refused_on_every_rank(rank_pools):
         assert "the plan cuts documents between ranks; plan with document_layout='whole'" in message
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "falcon_h1", "jamba", "minimax"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "minimax", "jamba", "recurrent_gemma"])
 def test_documents_stay_whole_where_a_module_cannot_be_cut(model_type):
     def layout(**options) -> str:
         settings = plan_settings(make_model(model_type), DistCAConfig(**options), ranks=2, device=torch.device("cpu"))
         return settings.document_layout
 
-    if model_type not in ("jamba", "minimax"):
+    if model_type not in ("jamba", "recurrent_gemma"):
         assert layout() == "joint"
         return
     assert layout() == "whole"
     for cutting in ("joint", "fixed"):
         with pytest.raises(ValueError, match=rf"document_layout='{cutting}' cuts.*set document_layout='whole'"):
             layout(document_layout=cutting)
+
+
+def test_lightning_attention_with_other_parts_stays_whole():
+    model = make_model("minimax")
+    assert uncuttable(model) is None
+    changed = next(module for layer in mixing_layers(model) for module in mixing_modules(layer))
+    changed.short_conv = torch.nn.Identity()
+    assert uncuttable(model) is changed
 
 
 MIXING = {

@@ -317,7 +317,8 @@ class _Lightning(_Recurrence):
 
     def read(self, read: Read, state: Tensor) -> Tensor:
         decays_TH, q_THK = read
-        return torch.einsum("thk,hkv->thv", q_THK.float(), state) * decays_TH.unsqueeze(-1)
+        read_THV: Tensor = torch.einsum("thk,hkv->thv", q_THK.float(), state) * decays_TH.unsqueeze(-1)
+        return read_THV
 
 
 def lightning_attention(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:

@@ -33,8 +33,8 @@ def make_model(model_type: str, implementation: str = "distca", *, lora: bool = 
     for name in ("mamba_n_groups", "n_groups"):
         if hasattr(config, name):
             setattr(config, name, 2)
-    if hasattr(config, "block_size"):  # of lightning attention: a document has several blocks
-        config.block_size = 16
+    if model_type == "minimax":  # a document has several blocks; states of the last layer would not decay
+        config.block_size, config.layer_types = 16, config.layer_types[::-1]
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):  # a state lasts for a document: else what other ranks add would hardly count

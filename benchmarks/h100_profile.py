@@ -42,7 +42,7 @@ def attention(rows: list[list[float]]) -> tuple[KernelCost, Accuracy]:
     def measured(chosen: list[list[float]]) -> tuple[Tasks, Any]:
         length, parts, ms = np.array(chosen, float).T  # of all heads, a part of them was measured
         pairs = length * (length + 1) / 2 / parts
-        # As many keys as queries: their costs cannot be told apart.
+        # Every task has as many keys as queries, so a fit cannot separate the costs of keys and of queries.
         return Tasks(length / parts, np.zeros_like(length), pairs, np.ones_like(length)), ms / 1e3
 
     fitted, others = held_out(len(ordered))

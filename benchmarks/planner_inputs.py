@@ -59,7 +59,7 @@ def plan_once(
 
 @dataclass(frozen=True)
 class PlanMetrics:
-    """Figures of one plan; bytes are those of one layer's forward.
+    """Figures of one plan; bytes travel in one layer's forward.
 
     Attributes:
         max_over_mean: largest pairs of a worker over the mean; 1.0 for a plan without tasks.

@@ -138,13 +138,6 @@ class Plan:
     stage_rows: int | None = None
     nodes: tuple[int, ...] | None = None
 
-    def first_key(self) -> NDArray[np.int64]:
-        """Return [tasks] int64: first K/V row that each task needs."""
-        if self.window is None:
-            return np.zeros(len(self.tasks), np.int64)
-        first: NDArray[np.int64] = np.maximum(self.tasks["start"] - self.window + 1, 0)
-        return first
-
 
 @dataclass(frozen=True, eq=False)
 class NanoBatch:

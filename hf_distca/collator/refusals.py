@@ -45,8 +45,8 @@ class Data:
         "it carries only 'input_ids', and optionally 'labels', an 'attention_mask' of ones and {length!r}",
         "remove the others with dataset.remove_columns({unknown}), or set remove_unused_columns=True to drop columns "
         "that the model does not take",
-        condition="columns besides `input_ids`, `labels`, `attention_mask` and the length, if the model takes them or "
-        "`remove_unused_columns=False`",
+        condition="other columns than `input_ids`, `labels`, `attention_mask` and the length, if the model takes "
+        "these other columns or `remove_unused_columns=False`",
     )
     LENGTH_COLUMN = Refusal(
         "the column {column!r} of lengths has the type {kind}",

@@ -22,7 +22,7 @@ class GlobalMicroBatch:
     """Documents, [documents] of dtype EXCERPT, that all ranks train on in one forward and backward pass."""
 
     excerpts: NDArray[np.void]
-    choices: Choices | None = None  # of the planner; None takes those of the reader's settings
+    choices: Choices | None = None  # choices of the planner; None: the choices in the reader's settings
 
     @property
     def lengths(self) -> NDArray[np.int64]:

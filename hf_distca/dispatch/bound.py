@@ -177,7 +177,7 @@ class BoundRoutes:
         of_tasks_k: RowsOfSources = {name: group.k_rows for name, group in local.items()}
         of_tasks_k |= {("ranks", n): keys[n].send_rows[: sum(route.sent)] for n, route in enumerate(self.keys)}
         received_q: RowsOfSources = {name: group.q_rows for name, group in remote.items() if "query" in name[0]}
-        # Rows of servers follow those of ranks.
+        # An exchange lists the rows of ranks first, then the rows of servers.
         of_ranks_q: RowsOfSources = {("ranks", 0): queries.send_rows[: sum(self.queries.sent)]}
         of_servers_k: RowsOfSources = {}
         if self.servers:

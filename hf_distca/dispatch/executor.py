@@ -28,7 +28,7 @@ Columns = dict[str, Tensor]
 """Rows of one place, by column."""
 
 ReceivedRows = dict[tuple[str, int], Tensor]
-"""Received rows by column and stage; those of queries are in stage 0."""
+"""Received rows by column and stage; queries have stage 0."""
 
 INPUTS: dict[Direction, tuple[str, ...]] = {"forward": ("q", "k", "v"), "backward": ("do", "q", "k", "v", "o", "lse")}
 """Inputs of a kernel, in its order."""

@@ -56,7 +56,7 @@ class Span(NamedTuple):
     Attributes:
         part: name of the step, section, phase, exchange, group of tasks or server.
         work: the core attention; None outside of any.
-        begin: seconds on the device's clock, whose origin is arbitrary; `end` likewise.
+        begin, end: seconds on the device's clock, from an arbitrary origin.
         pairs: query-key pairs of a kernel call, here or at a server.
         rows: for the start of an exchange, the rows that it carries.
     """
@@ -93,8 +93,8 @@ class Recording:
 class Recorder:
     """Recorder of spans. Kinds without a listener are not measured, except those in ALWAYS.
 
-    On the CPU the clock is that of the process. On CUDA, events around queued work record the stream's time, and the
-    host does not wait.
+    On the CPU, times come from the process's clock. On CUDA, times come from events around the queued work: the host
+    does not wait.
     """
 
     def __init__(self, device: torch.device) -> None:

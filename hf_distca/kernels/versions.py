@@ -23,7 +23,7 @@ class Version:
     Attributes:
         majors: major compute capabilities of the GPUs that it runs on; `gpus` names them in words.
         softcap: whether scores can be capped.
-        forward_grid: blocks of a forward that the longest task decides; `backward_grid` likewise.
+        forward_grid, backward_grid: thread blocks of a kernel whose number depends on the longest task.
         distribution: name of the package for pip. A module of the name alone proves nothing: flash-attn brings a
             folder of FlashAttention-4 along, which cannot be imported without packages that it does not ask for.
         functions: names of the functions for forward and backward; `has` is a further name, present from `newer` on.
@@ -32,7 +32,7 @@ class Version:
         no_softcap: a forward's softcap where scores are not capped.
         in_place: whether the backward takes do first and writes dq, dk and dv into given tensors, or takes do behind o
             and returns dq, dk and dv.
-        forward: further arguments of the forward; `backward` likewise.
+        forward, backward: further arguments of the function for this direction.
     """
 
     kernel: str

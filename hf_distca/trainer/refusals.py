@@ -67,7 +67,7 @@ ARGUMENTS: tuple[Rule, ...] = (
     _only("activation_offloading", (False,), "its CUDA stream of copies does not wait for exchanges of rows"),
     Rule(
         "liger_kernel_config={0.liger_kernel_config} is set",
-        "its loss would replace that of planned steps, which is exact across ranks and already avoids whole logits",
+        "Liger's loss would replace the loss of planned steps, which is exact across ranks and never holds all logits",
         f"remove {' and '.join(map(repr, LIGERS_LOSSES))} from liger_kernel_config",
         lambda args: any(_liger(args).get(name) for name in LIGERS_LOSSES),
     ),
@@ -466,6 +466,6 @@ class Resume:
     )
     OTHER_ORDER = Refusal(
         "settings differ from those of the checkpoint: {differences}",
-        "the other documents must come in the same order as before: training would skip some or repeat others",
+        "documents would come in another order, so that training would skip some documents and repeat others",
         "set them as they were, or set ignore_data_skip=True to begin a new pass over the data",
     )

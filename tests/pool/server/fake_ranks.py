@@ -66,9 +66,10 @@ class Data:
             for length in plan.layout.lengths.tolist()
         ]
         kernel, params = ReferenceKernel(), params_of(call)
-        for (document, start, stop, who), first in zip(plan.tasks.tolist(), plan.first_key().tolist(), strict=True):
+        for document, start, stop, who in plan.tasks.tolist():
             if who != worker:
                 continue
+            first = 0 if plan.window is None else max(0, start - plan.window + 1)
             rows = documents[document]
             shapes = TaskShapes.build([stop - start], [stop - first], "cpu")
             q, do = (rows[name][start:stop].double() for name in ("q", "do"))

@@ -17,7 +17,7 @@ from harness.models import documents_of, llama, rows_of_documents, settings_of
 
 from hf_distca import Dispatcher
 from hf_distca.kernels import AttentionParams, TaskShapes
-from hf_distca.planner.build import plan_placed
+from hf_distca.planner.micro_batch import plan_placed
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64
 SIZES = {

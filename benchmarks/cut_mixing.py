@@ -31,8 +31,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from hf_distca import Dispatcher
 from hf_distca.patches.mixing import layer_runs, plan_mixing
-from hf_distca.planner.build import plan_placed
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
 
 RANKS = 4

@@ -30,8 +30,7 @@ from torch import Tensor
 from hf_distca import Dispatcher
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.patches.layers import plan_layers
-from hf_distca.planner.build import plan_placed
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 
 ROWS = [[96, 32], [16] * 8]
 TOKENS = 128

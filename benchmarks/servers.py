@@ -42,7 +42,7 @@ from hf_distca import Dispatcher, PlanSettings
 from hf_distca.kernels import get_kernel
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch
-from hf_distca.planner.build import plan_placed
+from hf_distca.planner.micro_batch import plan_placed
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.rank.speeds import OBSERVED, observe

@@ -45,7 +45,7 @@ from hf_distca import Dispatcher, DistCAConfig, make_dispatcher
 from hf_distca.kernels import TaskShapes, get_kernel
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed_documents
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.trainer.costs import EARLY_STEPS, WATCHED_STEPS, LearnedCosts
 
 CPU = torch.device("cpu")
@@ -148,7 +148,7 @@ def steps_of(ranks: int, tokens: int) -> tuple[dict[str, Callable[[], None]], di
                     f"groups of {choice.group}, {choice.nano_batches} nano-batches, tolerance {choice.tolerance:g}, "
                     f"{plan.summary.exchange.bytes_total} bytes a layer"
                 )
-        fixed = plan_placed_documents(held["whole"], dispatchers["joint"].settings)
+        fixed = plan_placed(held["whole"], dispatchers["joint"].settings)
         in_order = [length for row in held["whole"] for length in row]
         steps[f"{mix}, fixed"] = models.planned(fixed, in_order, dispatchers["joint"])
         steps |= {f"{mix}, {strategy}": models.plain(rows) for strategy, rows in held.items()}

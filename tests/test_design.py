@@ -65,7 +65,7 @@ def test_a_step_goes_through_the_listed_files(tmp_path):
 
 def test_named_files_exist():
     named = set(re.findall(r"`((?:[\w]+/)+[\w]*(?:\.py)?)`", DESIGN))
-    assert {"planner/joint/", "planner/schedule.py"} <= named
+    assert {"planner/joint.py", "planner/schedule.py"} <= named
     assert not {name for name in named if not ((ROOT / name).exists() or (ROOT.parent / name).exists())}
 
 

@@ -16,8 +16,7 @@ from benchmarks.gpu.models import HEADS, dispatcher_of, gradients, planned_loss,
 from benchmarks.gpu.setting import Setting
 from benchmarks.harness import run_ranks
 from benchmarks.harness.models import documents_of
-from hf_distca.planner.build import plan_placed
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 
 LEARNING_RATE = 1e-3
 TIMES_STOCK = 4.0

@@ -35,11 +35,11 @@ from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.settings import document_layout
 from hf_distca.plan import AttentionKind, MicroBatchPlan
-from hf_distca.planner.build import loads_as_packed, plan_placed
+from hf_distca.planner.build import loads_as_packed
 from hf_distca.planner.cost import as_lengths
 from hf_distca.planner.layout import check_capacity
-from hf_distca.planner.metrics import bytes_moved, exchange_figures, loads_of
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.metrics import bytes_by_link, exchange_figures, loads_of
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH, node_sizes, nodes_of
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import rows_by_stage
@@ -210,7 +210,8 @@ def _figures(
     tasks = np.concatenate([each.tasks for each in plans])
     rows = tasks["stop"] - tasks["start"]
     nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
-    exchange = exchange_figures(plans, row_bytes, nodes, options.node_bandwidth, options.network_bandwidth)
+    moved = np.sum([bytes_by_link(each, row_bytes, nodes) for each in plans], axis=0)
+    exchange = exchange_figures(moved, nodes, options.node_bandwidth, options.network_bandwidth)
     rank, dtype = busiest_rank(plan, settings), getattr(torch, options.dtype)
     core_attention = count_core_attention(plan, kind, dtype, rank, Use(settings.kernel))
     figures = {
@@ -228,7 +229,7 @@ def _figures(
         return figures
     lengths = np.array(documents, np.int64)
     packed = loads_as_packed(lengths, settings)
-    sent, received = np.sum([bytes_moved(each, row_bytes) for each in plans], axis=0)
+    sent, received = moved.sum(axis=0)
     shown = ("lengths", "ranks", "tokens_per_rank", *PLANNED, "attention_kernel", "dtype")
     return figures | {
         "histogram": histogram(lengths),

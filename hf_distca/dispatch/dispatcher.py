@@ -15,7 +15,7 @@ from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import get_kernel
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
-from hf_distca.planner.micro_batch import plan_placed_documents
+from hf_distca.planner.micro_batch import plan_placed
 from hf_distca.planner.settings import Choices, PlanSettings
 
 
@@ -152,7 +152,7 @@ class Dispatcher:
         plans = []
         for index in range(count and max(count, at_least)):
             held = [rank[index] if index < len(rank) else [] for rank in gathered]
-            plan = plan_placed_documents([lengths or FILLER_LENGTHS for lengths in held], self.settings)
+            plan = plan_placed([lengths or FILLER_LENGTHS for lengths in held], self.settings)
             plans.append(replace(plan, fillers=held.count([])))
         return plans
 

@@ -4,8 +4,8 @@ Each pass has three steps:
 
 1. Flows: how many pairs each worker gives to which other (`plan_flows`). Few large flows are cheapest, since bytes
    grow with the square root of the pairs moved.
-2. Sources: each flow is taken from the documents where giving costs least (`Source.take`).
-3. Places: flows out of one stretch of a document lie side by side, where together they cost least (`BalancingPass`).
+2. Sources: each flow is taken from the documents where giving costs least (`take`).
+3. Places: flows out of one stretch of a document lie side by side, where together they cost least (`balancing_pass`).
 
 Rounding to whole rows leaves small differences, so passes are repeated until every worker is within the tolerance.
 
@@ -15,12 +15,11 @@ on the rank that holds them if it is on the node; other rows go to workers with 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from hf_distca.plan import TASK, AttentionKind, Layout, Plan
-from hf_distca.planner.balancing_pass import BalancingPass, Problem
+from hf_distca.planner.balancing_pass import Problem, balancing_pass
 from hf_distca.planner.cost import Workers, pairs, row_reaching
 from hf_distca.planner.intervals import FloatArray, IntArray, Table, by_document, cut_at, joined, merged, moved_by
 from hf_distca.planner.layout import assemble, check_settings, layout_of_kind
@@ -46,13 +45,11 @@ def balance(
     """Choose tasks for one kind of layer so that all workers finish together, with few bytes sent, in one stage.
 
     Args:
-        workers: worker r < layout.ranks is rank r; further ones hold no rows. None for the ranks alone, at the speeds
-            of the settings.
+        workers: ranks, then workers that hold no rows. None for the ranks alone, at the speeds of the settings.
         nodes: [workers] node of each worker, numbered in the order of the ranks. None for the nodes of the settings.
-        groups: [workers] group of each worker, from 0 on, each of whole nodes; nothing moves between groups. None for
-            one group.
-        tolerance: [workers] as balance_tolerance, which it replaces, equal within a group. If whole rows cannot reach
-            it, the best plan found is returned. 0 is as fine as rows allow and takes several times as long.
+        groups: [workers] group of each worker, from 0 on, each of whole nodes; nothing moves between groups.
+        tolerance: [workers] in place of balance_tolerance, equal within a group. If whole rows cannot reach it, the
+            best plan found is returned. 0 is as fine as rows allow and takes several times as long.
 
     Raises:
         ValueError: settings out of range, fewer workers than ranks, or nodes that do not match the workers.
@@ -68,7 +65,7 @@ def balance(
         tolerance = np.full(len(workers), settings.balance_tolerance)
     check_settings(float(tolerance.min()), settings.balance_block_size)
     layout = layout_of_kind(layout, kind)
-    problem = Problem.of(layout, kind, settings, workers, tolerance)
+    problem = Problem(layout, kind, settings, workers, tolerance)
     group = np.zeros(len(workers), np.int64) if groups is None else np.asarray(groups)
     if nodes is None:
         tasks = _over_groups(problem, group)
@@ -76,13 +73,15 @@ def balance(
         check_nodes(nodes, layout.ranks, len(workers))
         node = np.asarray(nodes)
         first = np.unique(node, return_index=True)[1]
-        over_nodes = replace(
-            problem,
-            layout=layout_of_nodes(problem.layout, node),
-            workers=workers_of_nodes(workers, node),
-            tolerance=tolerance[first] * NODES_SHARE,
-        )
+        # 1. Each node is one worker, and the touching rows of its ranks are one segment.
+        *rows, rank = (layout.segments[name] for name in ("document", "start", "stop", "rank"))
+        on_nodes = assemble(layout.lengths, (*rows, node[rank]), int(node[: layout.ranks].max()) + 1, by_document=True)
+        speed = np.bincount(node, workers.speed)
+        busy = np.bincount(node, np.asarray(workers.speed) * np.asarray(workers.base_load))
+        as_workers = Workers(tuple(speed.tolist()), tuple((busy / speed).tolist()))
+        over_nodes = Problem(on_nodes, kind, settings, as_workers, tolerance[first] * NODES_SHARE)
         of_nodes = _over_groups(over_nodes, group[first])
+        # 2. The tasks of each node go to its workers.
         limits = ideals_inside(problem.loads(problem.as_laid_out), workers, group) * (1 + tolerance)
         tasks = tasks_of_workers(of_nodes, problem, node, limits)
         ideal = ideals_inside(problem.loads(tasks), workers, node)
@@ -106,7 +105,6 @@ def _passes(
     """Repeat passes until all workers finish in time, and return the best pass's tasks.
 
     Args:
-        tasks: [tasks] of dtype TASK.
         ideal: [workers] time at which all workers of the same group would finish together.
         limits: [workers] a worker that finishes by this time gives nothing.
         enough: [workers] time by which each worker has to finish.
@@ -121,7 +119,7 @@ def _passes(
     for share in AIM:
         if least <= 1 or not len(tasks):
             break
-        tasks = BalancingPass(problem, tasks, ideal + share * (limits - ideal), limits, groups).run()
+        tasks = balancing_pass(problem, tasks, ideal + share * (limits - ideal), limits, groups)
         finish = latest(tasks)
         if finish < least:
             best, least = tasks, finish
@@ -141,35 +139,8 @@ def check_nodes(nodes: Sequence[int], ranks: int, workers: int) -> None:
         )
 
 
-def layout_of_nodes(layout: Layout, nodes: IntArray) -> Layout:
-    """Return the layout with nodes in place of ranks; touching rows of a node are one segment.
-
-    Args:
-        nodes: [workers] node of each worker; ranks are on nodes 0, 1, 2, … in order.
-    """
-    segments = layout.segments
-    return assemble(
-        layout.lengths,
-        (segments["document"], segments["start"], segments["stop"], nodes[segments["rank"]]),
-        int(nodes[: layout.ranks].max()) + 1,
-        by_document=True,
-    )
-
-
-def workers_of_nodes(workers: Workers, nodes: IntArray) -> Workers:
-    """Return nodes as workers, with the summed speed and the mean base load, weighted by speed, of their workers."""
-    speed = np.bincount(nodes, workers.speed)
-    busy = np.bincount(nodes, np.asarray(workers.speed) * np.asarray(workers.base_load))
-    return Workers(tuple(speed.tolist()), tuple((busy / speed).tolist()))
-
-
 def ideals_inside(loads: IntArray, workers: Workers, nodes: IntArray) -> FloatArray:
-    """Return [workers] when all workers of the same node would finish together.
-
-    Args:
-        loads: [workers] pairs of each worker.
-        nodes: [workers] node of each worker.
-    """
+    """Return [workers] when all workers of the same node would finish together, for [workers] loads and nodes."""
     if not any(workers.base_load):
         even: FloatArray = (np.bincount(nodes, loads) / np.bincount(nodes, workers.speed))[nodes]
         return even
@@ -182,16 +153,7 @@ def ideals_inside(loads: IntArray, workers: Workers, nodes: IntArray) -> FloatAr
 
 
 def tasks_of_workers(tasks: Table, problem: Problem, nodes: IntArray, limit: FloatArray) -> Table:
-    """Give the tasks of each node to workers of that node.
-
-    Args:
-        tasks: [tasks] of dtype TASK, whose workers are nodes.
-        nodes: [workers] node of each worker.
-        limit: [workers] when each worker may finish.
-
-    Returns:
-        Tasks of the same rows, sorted and merged.
-    """
+    """Give the tasks of nodes to workers of each node, so that worker w finishes by limit[w] if it can."""
     workers, window, block = problem.workers, problem.pair_window, problem.block
     given, held = cut_at(tasks, by_document(problem.layout.segments))
     stays = nodes[held["rank"]] == given["worker"]

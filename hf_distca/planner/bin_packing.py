@@ -22,10 +22,8 @@ def pack_in_order(documents: Iterable[tuple[int, Item]], capacity: int) -> Itera
     """Fill one bin after another, as nearly as possible in the given order, and yield the items of each.
 
     A document that does not fit waits for the next bin, while shorter ones behind it may still go in. A bin is closed
-    when it is full or more than 16 documents wait. Only the documents needed are read from `documents`.
-
-    Args:
-        documents: (tokens, item) of each document, each of at most `capacity` tokens.
+    when it is full or more than 16 documents wait. Only the documents needed are read from `documents`: pairs of
+    tokens, at most `capacity`, and an item.
     """
     source = iter(documents)
     waiting: list[tuple[int, Item]] = []
@@ -48,10 +46,9 @@ def pack_in_order(documents: Iterable[tuple[int, Item]], capacity: int) -> Itera
 
 
 def place_evenly(lengths: Sequence[int], bins: int, capacity: int) -> list[int] | None:
-    """Put each document, in the given order, into the bin with the fewest tokens; longest first is most even.
+    """Return the bin of each document: in the given order, the bin with the fewest tokens; longest first is most even.
 
-    Returns:
-        The bin of each document, or None if a document does not fit.
+    None if a document does not fit.
     """
     # An entry is load · bins + bin: one integer, so that the heap compares quickly.
     loads = list(range(bins))
@@ -66,16 +63,10 @@ def place_evenly(lengths: Sequence[int], bins: int, capacity: int) -> list[int] 
 
 
 def place_tightly(lengths: Sequence[int], capacity: int) -> list[int]:
-    """Put each document, in the given order, into the fullest bin with room, or into a new bin.
+    """Return the bin of each document: in the given order, the fullest bin with room, or a new bin.
 
     With the longest first this is best-fit decreasing. It needs at most 11/9 of the fewest possible bins, and usually
-    exactly the fewest.
-
-    Args:
-        lengths: tokens of each document, the longest first, none above `capacity`.
-
-    Returns:
-        The bin of each document, numbered from 0 in the order of opening.
+    exactly the fewest. No document may be longer than `capacity`.
     """
     bins_of: dict[int, list[int]] = {}  # room -> bins with exactly this room
     rooms: list[int] = []  # its keys, smallest first
@@ -105,9 +96,6 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
     Longest first, each document goes to the rank with the fewest tokens. If that leaves no room for a document, each
     goes to the fullest rank that has room. If that fails too, ranks are filled one after another in the order of the
     documents. The last order always fits documents that GlobalBatchSampler has packed into a bin for each rank.
-
-    Returns:
-        For each rank the indices of its documents, ordered so that its rows can be halved between two documents.
 
     Raises:
         ValueError: a document is longer than tokens_per_rank, or the documents do not fit.

@@ -9,24 +9,19 @@ from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, NanoBatch, Pla
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import whole_documents
 from hf_distca.planner.intervals import IntArray, local_tasks
-from hf_distca.planner.layout import (
-    fixed_layout,
-    joint_layout,
-    layout_of_kind,
-    mirrored,
-    split_documents,
-    split_placed,
-)
-from hf_distca.planner.metrics import CountedPlan, exchange_figures, figures_of_bytes, loads_of
+from hf_distca.planner.joint import joint_layout
+from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored, split_documents, split_placed
+from hf_distca.planner.metrics import CountedPlan, count_plan, exchange_figures, loads_of
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.seconds import FloatArray, StepCosts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import usual_stages, with_stages
 
 
-def local_plan(layout: Layout, window: int | None) -> Plan:
-    """Return the plan in which every rank computes the rows that it holds."""
-    return Plan(layout, local_tasks(layout.segments), layout.ranks, window)
+def local_plan(layout: Layout, kind: AttentionKind) -> Plan:
+    """Return the plan of a kind of attention in which every rank computes the rows that it holds."""
+    layout = layout_of_kind(layout, kind)
+    return Plan(layout, local_tasks(layout.segments), layout.ranks, kind.window)
 
 
 def nano_batches_as_set(lengths: IntArray, settings: PlanSettings) -> tuple[NanoBatch, ...]:
@@ -42,9 +37,8 @@ def nano_batches_as_set(lengths: IntArray, settings: PlanSettings) -> tuple[Nano
     sizes = settings.node_sizes
     layouts = []
     for number, group in enumerate(groups):
-        # Each layout gives one row more to its first ranks. Mirroring the second gives its extra rows to the last
-        # ranks, so no rank holds more than without nano-batches. Mirroring also reverses the nodes, which are reversed
-        # before.
+        # Each layout gives one row more to its first ranks. Mirroring the second, with its nodes, gives its extra rows
+        # to the last ranks, so no rank holds more than without nano-batches.
         if settings.document_layout == "fixed":
             layout = fixed_layout([lengths[group].tolist()], settings.ranks)
         else:
@@ -62,11 +56,7 @@ def nano_batches_as_set(lengths: IntArray, settings: PlanSettings) -> tuple[Nano
 
 
 def nano_batches_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> tuple[NanoBatch, ...]:
-    """Balance the core attention of documents that stay on the ranks where they lie, in one stage.
-
-    Args:
-        placed: for each rank, lengths of its documents in the order of its rows.
-    """
+    """Balance documents that stay where they lie, given as the lengths of each rank's documents, in one stage."""
     lengths = lengths_of(placed)
     stops = np.cumsum([len(row) for row in placed])
     return _on_ranks(lengths, np.split(np.arange(len(lengths)), stops[:-1]), settings)
@@ -78,11 +68,7 @@ def lengths_of(placed: Sequence[Sequence[int]]) -> IntArray:
 
 
 def _on_ranks(lengths: IntArray, on_ranks: Sequence[IntArray], settings: PlanSettings) -> tuple[NanoBatch, ...]:
-    """Plan whole documents on their ranks; a nano-batch has the first or the last ones of each rank.
-
-    Args:
-        on_ranks: for each rank, its documents in the order of its rows.
-    """
+    """Plan each rank's whole documents, in the order of its rows; a nano-batch has the first or the last of them."""
     cuts = split_placed([lengths[documents].tolist() for documents in on_ranks]) if settings.ping_pong else None
     divided = [list(on_ranks)]
     if cuts is not None:
@@ -97,11 +83,6 @@ def _balanced(groups: Sequence[IntArray], layouts: Sequence[Layout], settings: P
         NanoBatch(group, layout, {kind: balance(layout, kind, settings) for kind in settings.kinds})
         for group, layout in zip(groups, layouts, strict=True)
     )
-
-
-def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
-    """Plan documents that stay where they lie, see `nano_batches_placed`."""
-    return finished(lengths_of(placed), nano_batches_placed(placed, settings), settings)
 
 
 def finished(
@@ -119,27 +100,25 @@ def finished(
         counted: for each nano-batch, the counts of its plans; none to count them.
     """
     count, together = stages or usual_stages(len(nano_batches)), stages is not None
+    nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+    counted = counted or [
+        {kind: count_plan(plan, kind, settings.bytes_per_value, nodes) for kind, plan in nano.plans.items()}
+        for nano in nano_batches
+    ]
     staged = []
-    for number, nano in enumerate(nano_batches):
-        most = {kind: of_kind.most_rows for kind, of_kind in counted[number].items()} if counted else {}
-        plans = {
-            kind: with_stages(plan, settings.buffer_rows(kind), stages=count, together=together, most=most.get(kind))
-            for kind, plan in nano.plans.items()
-        }
+    for nano, counts in zip(nano_batches, counted, strict=True):
+        plans = {}
+        for kind, plan in nano.plans.items():
+            most, buffer_rows = counts[kind].most_rows, settings.buffer_rows(kind)
+            plans[kind] = with_stages(plan, buffer_rows, stages=count, together=together, most=most)
         staged.append(replace(nano, plans=plans))
     kind = settings.dominant_kind
     packed = loads_as_packed(lengths, settings)
-    dominant = [nano.plans[kind] for nano in staged]
-    planned = np.sum([loads_of(plan) for plan in dominant], axis=0)
-    nodes, row_bytes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node)), settings.row_bytes(kind)
-    if counted:
-        figures = figures_of_bytes(np.sum([nano[kind].forward_bytes for nano in counted], axis=0), nodes)
-    else:
-        figures = exchange_figures(dominant, row_bytes, nodes)
+    planned = np.sum([loads_of(nano.plans[kind]) for nano in nano_batches], axis=0)
     summary = PlanSummary(
         packed_max_over_mean=float(packed.max() / packed.mean()),
         max_over_mean=float(planned.max() / planned.mean()),
-        exchange=figures,
+        exchange=exchange_figures(np.sum([counts[kind].forward_bytes for counts in counted], axis=0), nodes),
     )
     return MicroBatchPlan(tuple(staged), summary, choice=choice)
 
@@ -154,12 +133,10 @@ def packed_seconds(lengths: IntArray, settings: PlanSettings, costs: StepCosts) 
     for of_kind in costs.kinds:
         seconds = seconds + of_kind.layers * costs.launches * (1 + costs.backward_factor)
         each = of_kind.layers * (of_kind.forward.pair + of_kind.backward.pair)
-        seconds = seconds + each * loads_of(local_plan(layout_of_kind(packed, of_kind.kind), of_kind.kind.window))
+        seconds = seconds + each * loads_of(local_plan(packed, of_kind.kind))
     return costs.until_done(seconds, float(seconds.max()))
 
 
 def loads_as_packed(lengths: IntArray, settings: PlanSettings) -> IntArray:
     """Return [ranks] int64: query-key pairs in a layer of the dominant kind if documents are packed in order."""
-    kind = settings.dominant_kind
-    packed = layout_of_kind(fixed_layout([lengths.tolist()], settings.ranks), kind)
-    return loads_of(local_plan(packed, kind.window))
+    return loads_of(local_plan(fixed_layout([lengths.tolist()], settings.ranks), settings.dominant_kind))

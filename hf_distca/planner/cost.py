@@ -15,7 +15,6 @@ BALANCE_TOLERANCE = 0.01
 
 Below this value bytes still grow, while the time of a step no longer changes measurably.
 """
-
 MOST_TOKENS = 2**31 - 1
 """Maximum number of tokens whose query-key pairs fit into 64 bits."""
 
@@ -52,10 +51,7 @@ def pairs(start: NDArray[np.int64] | int, stop: NDArray[np.int64], window: int |
 def pairs(
     start: NDArray[np.int64] | int, stop: NDArray[np.int64] | int, window: int | None = None
 ) -> NDArray[np.int64] | int:
-    """Return the query-key pairs of query rows [start, stop) of one document.
-
-    Row p attends to p + 1 keys, or to min(p + 1, window) with a sliding window. Rows are integers or arrays of them.
-    """
+    """Return the query-key pairs of query rows [start, stop); row p attends to min(p + 1, window) keys."""
     if window is None:
         return (stop * (stop + 1) - start * (start + 1)) // 2
     return _pairs_before(stop, window) - _pairs_before(start, window)
@@ -88,12 +84,9 @@ def row_reaching(amount: NDArray[np.float64] | float, window: int | None = None)
         if amount > ramp:
             return (window or 1) + (amount - ramp) / (window or 1)
         return math.sqrt(2.0 * max(amount, 0.0) + 0.25) - 0.5
-    amount = np.maximum(np.asarray(amount, np.float64), 0.0)
+    amount = np.maximum(amount, 0.0)
     inside: NDArray[np.float64] = np.sqrt(2.0 * amount + 0.25) - 0.5
-    if window is None:
-        return inside
-    result: NDArray[np.float64] = np.where(amount <= ramp, inside, window + (amount - ramp) / window)
-    return result
+    return inside if window is None else np.where(amount <= ramp, inside, window + (amount - ramp) / window)
 
 
 def pairs_at(row: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]:
@@ -101,8 +94,7 @@ def pairs_at(row: NDArray[np.float64], window: int | None = None) -> NDArray[np.
     if window is None:
         return row * (row + 1) / 2
     inside = np.minimum(row, window)
-    amount: NDArray[np.float64] = inside * (inside + 1) / 2 + (row - inside) * window
-    return amount
+    return np.asarray(inside * (inside + 1) / 2 + (row - inside) * window)
 
 
 @dataclass(frozen=True)
@@ -113,7 +105,7 @@ class Workers:
 
     Attributes:
         speed: pairs per unit of time, relative to the usual worker (1.0).
-        base_load: time that a worker spends outside core attention, in pairs of a worker of speed 1.0.
+        base_load: time outside core attention, in pairs of a worker of speed 1.0.
     """
 
     speed: tuple[float, ...]
@@ -140,23 +132,16 @@ class Workers:
 
     def finishing(self, loads: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return [workers] float64: when each worker finishes, for [workers] pairs."""
-        done: NDArray[np.float64] = np.asarray(self.base_load) + loads / np.asarray(self.speed)
-        return done
+        return np.asarray(np.asarray(self.base_load) + loads / np.asarray(self.speed))
 
     def ideal(self, total: int) -> float:
         """Return the earliest time at which all workers can finish `total` pairs, divided at will.
 
         This is the level t with Σ speed · max(t − base, 0) = total, or the largest base load if that is later.
         """
-        by_base = sorted(zip(self.base_load, self.speed, strict=True))
-        speed = amount = level = 0.0
-        for base, own in by_base:
-            if speed and level <= base:
-                break
-            speed += own
-            amount += own * base
-            level = (total + amount) / speed
-        return max(level, by_base[-1][0])
+        base, speed = np.array(sorted(zip(self.base_load, self.speed, strict=True))).T
+        levels = (total + np.cumsum(base * speed)) / np.cumsum(speed)  # if the workers up to each one share the pairs
+        return float(max(levels.min(), base[-1]))
 
 
 def as_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

@@ -16,26 +16,18 @@ from hf_distca.planner.routes import ExchangedRows
 
 @dataclass(frozen=True, eq=False)
 class Halos:
-    """Rows of one rank in a row that has room for a halo before every segment.
+    """Rows of one rank in an extended row that has room for a halo of `width` rows before every segment.
 
-    In the extended row each segment follows `width` rows. These hold the document's rows before the segment; where the
-    document has none they stay zero, as a causal convolution pads.
-
-    Attributes:
-        rows: rows of the extended row.
-        places: [local rows] place of each local row.
-        messages: halo rows that lie on other ranks.
-        received_places: places of the received rows, in the order of the sending ranks.
-        local_rows: local rows that are a halo on this rank too.
-        local_places: their places.
+    A halo holds the document's rows before the segment; where the document has none it stays zero, as a causal
+    convolution pads.
     """
 
-    rows: int
-    places: IntArray
-    messages: ExchangedRows
-    received_places: IntArray
-    local_rows: IntArray
-    local_places: IntArray
+    rows: int  # of the extended row
+    places: IntArray  # [local rows] place of each local row
+    messages: ExchangedRows  # halo rows that lie on other ranks
+    received_places: IntArray  # places of the received rows, in the order of the sending ranks
+    local_rows: IntArray  # local rows that are a halo on this rank too
+    local_places: IntArray  # their places
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,28 +36,17 @@ class Chains:
 
     States are numbered: first the states of this rank's cut segments, in row order, then states that arrive. Forward,
     states of earlier segments arrive. Backward, gradients of later segments return.
-
-    Attributes:
-        cut: this rank's segments of cut documents, among all its segments.
-        messages: states that go to other ranks, one for each pair of an earlier and a later segment.
-        received: for each arriving state, the cut segment of this rank that needs it.
-        earlier: for each cut segment, the states of all earlier segments, in document order.
-        later: for each cut segment, the gradients of all later segments, in document order.
     """
 
-    cut: IntArray
-    messages: ExchangedRows
-    received: IntArray
-    earlier: tuple[tuple[int, ...], ...]
-    later: tuple[tuple[int, ...], ...]
+    cut: IntArray  # this rank's segments of cut documents, among all its segments
+    messages: ExchangedRows  # states that go to other ranks, one for each pair of an earlier and a later segment
+    received: IntArray  # for each arriving state, the cut segment of this rank that needs it
+    earlier: tuple[tuple[int, ...], ...]  # for each cut segment, states of all earlier segments, in document order
+    later: tuple[tuple[int, ...], ...]  # for each cut segment, gradients of all later segments, in document order
 
 
 def halos(layout: Layout, rank: int, width: int) -> Halos:
-    """Return the places of a rank's rows and halos.
-
-    Args:
-        width: rows before a row that a convolution reads: its kernel size - 1.
-    """
+    """Return the places of a rank's rows and halos, for a convolution whose kernel has width + 1 rows."""
     segments = layout.segments
     nth = np.arange(len(segments)) - np.searchsorted(segments["rank"], segments["rank"])
     begins = segments["offset"] + width * nth  # of each halo, in the extended row of its rank
@@ -107,15 +88,13 @@ def chains(layout: Layout, rank: int) -> Chains:
     arrived[received] = len(cut) + np.arange(len(received))
     returned = np.full(len(from_), -1)
     returned[sent] = len(cut) + np.arange(len(sent))
-    before: list[list[int]] = [[] for _ in cut]
-    after: list[list[int]] = [[] for _ in cut]
-    for pair in np.flatnonzero((source == rank) | (target == rank)).tolist():
-        first, last = own[from_[pair]], own[to[pair]]
-        if last >= 0:
-            before[last].append(int(first if first >= 0 else arrived[pair]))
-        if first >= 0:
-            after[first].append(int(last if last >= 0 else returned[pair]))
-    return Chains(cut, messages, own[to[received]], tuple(map(tuple, before)), tuple(map(tuple, after)))
+    state = np.where(own[from_] >= 0, own[from_], arrived)
+    gradient = np.where(own[to] >= 0, own[to], returned)
+    before, after = (
+        tuple(tuple(of_pairs[ends == segment].tolist()) for segment in range(len(cut)))
+        for of_pairs, ends in ((state, own[to]), (gradient, own[from_]))
+    )
+    return Chains(cut, messages, own[to[received]], before, after)
 
 
 def chained(segments: NDArray[np.void]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
@@ -135,11 +114,10 @@ def chained(segments: NDArray[np.void]) -> tuple[IntArray, IntArray, IntArray, I
 def _messages(
     source: IntArray, target: IntArray, item: IntArray, rank: int, ranks: int
 ) -> tuple[IntArray, IntArray, ExchangedRows]:
-    """Return which transfers a rank sends and receives, in the order in which they travel.
+    """Return which transfers a rank sends and receives, in the order in which they travel, and their messages.
 
     Args:
-        source: [transfers] rank that has an item.
-        target: [transfers] rank that needs the item; with `source` itself it does not travel.
+        source: [transfers] rank that has an item, which does not travel if `target` is the same.
         item: [transfers] number of the item at its source.
     """
     sent = np.flatnonzero((source == rank) & (target != rank))

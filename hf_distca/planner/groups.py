@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from hf_distca.plan import AttentionKind, Layout, NanoBatch, Plan
 from hf_distca.planner.balance import balance
 from hf_distca.planner.build import local_plan
-from hf_distca.planner.layout import assemble, joint_layout, layout_of_kind, mirrored, split_documents
+from hf_distca.planner.joint import joint_layout
+from hf_distca.planner.layout import assemble, mirrored, split_documents
 from hf_distca.planner.seconds import StepCosts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.walk import document_seconds
@@ -284,7 +285,7 @@ def _tasks(
     sizes = placing.sizes
     inside = set(np.cumsum(settings.node_sizes or (settings.ranks,)).tolist()) <= set(np.cumsum(sizes).tolist())
     if max(sizes) == 1:
-        plan = local_plan(layout_of_kind(layout, kind), kind.window)
+        plan = local_plan(layout, kind)
     else:
         flat = replace(settings, ranks_per_node=1) if inside else settings
         groups = np.repeat(np.arange(len(sizes)), sizes)

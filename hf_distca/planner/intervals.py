@@ -4,8 +4,6 @@ A table is a structured array with the fields document, start and stop, such as 
 `compress` copy its entries some 20 times as fast as indexing with an array.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,8 +29,7 @@ def table_of(dtype: np.dtype[np.void], **columns: IntArray | int) -> Table:
 
 def row_counts(table: Table) -> IntArray:
     """Return [n] rows of each entry."""
-    rows: IntArray = table["stop"] - table["start"]
-    return rows
+    return np.asarray(table["stop"] - table["start"])
 
 
 def rows_before(table: Table) -> IntArray:
@@ -47,10 +44,7 @@ def by_document(table: Table) -> Table:
 
 
 def overlaps(table: Table, ordered: Table) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Cut the rows of a table at the borders of an ordered one.
-
-    Args:
-        ordered: disjoint rows by (document, start) that hold all rows of `table`.
+    """Cut the rows of a table at the borders of an ordered one: disjoint rows by (document, start) that hold them all.
 
     Returns:
         For each piece, in the order of `table`: its index in `table`, its index in `ordered`, start and stop.
@@ -77,11 +71,7 @@ def cut_at(table: Table, ordered: Table) -> tuple[Table, Table]:
 
 
 def union(tasks: Table) -> Table:
-    """Return the rows of each worker once, by (worker, document, start).
-
-    Args:
-        tasks: fields as of TASK; rows may overlap or be empty.
-    """
+    """Return the rows of each worker once, by (worker, document, start); rows may overlap or be empty."""
     tasks = tasks.compress(tasks["stop"] > tasks["start"])
     tasks = tasks.take(np.lexsort((tasks["start"], tasks["document"], tasks["worker"])))
     if not len(tasks):
@@ -95,17 +85,11 @@ def union(tasks: Table) -> Table:
     return tasks.compress(stop > tasks["start"])
 
 
-def merge_touching(table: Table, place: str) -> Table:
-    """Join entries that follow and touch each other in one place.
-
-    Args:
-        place: field that must be equal, such as "rank" or "worker".
-    """
-    touches = (
-        (table[place][1:] == table[place][:-1])
-        & (table["document"][1:] == table["document"][:-1])
-        & (table["start"][1:] == table["stop"][:-1])
-    )
+def merge_touching(table: Table, place: str | None = None) -> Table:
+    """Join entries that follow and touch each other, if the field `place` is equal, such as "rank" or "worker"."""
+    touches = table["start"][1:] == table["stop"][:-1]
+    for name in ("document", *([place] if place else [])):
+        touches &= table[name][1:] == table[name][:-1]
     if not touches.any():
         return table
     first = np.flatnonzero(np.append(True, ~touches))
@@ -114,26 +98,16 @@ def merge_touching(table: Table, place: str) -> Table:
     return joined
 
 
-def grain(block: int, too_coarse: Callable[[int], bool]) -> int:
-    """Return the coarsest multiple on which cuts may fall: a block, half a block, a quarter, … one row.
-
-    Args:
-        block: rows of a kernel block.
-        too_coarse: whether rounding to multiples of so many rows moves too much; never called with 1.
-    """
+def grain(block: int, pairs_a_row: float, most: float) -> int:
+    """Return the coarsest multiple for a cut that moves at most `most` pairs: a block, half a block, … one row."""
     rows = block
-    while rows > 1 and too_coarse(rows):
+    while rows > 1 and rows * pairs_a_row > most:
         rows = -(-rows // 2)
     return rows
 
 
 def expand(starts: IntArray, counts: IntArray) -> IntArray:
-    """Return start, start + 1, … of every range, one range after another.
-
-    Args:
-        starts: [n] first number of each range.
-        counts: [n] how many numbers each range has; 0 or more.
-    """
+    """Return start, start + 1, …, `counts` numbers in all, of every range, one range after another."""
     offsets = np.repeat(starts - (np.cumsum(counts) - counts), counts)
     return offsets + np.arange(len(offsets))
 
@@ -153,15 +127,8 @@ def moved_by(table: Table, rows: int) -> Table:
 
 def local_tasks(segments: Table) -> Table:
     """Return [tasks] of dtype TASK: every rank computes the rows of its segments."""
-    return merged(
-        table_of(
-            TASK,
-            document=segments["document"],
-            start=segments["start"],
-            stop=segments["stop"],
-            worker=segments["rank"],
-        )
-    )
+    document, start, stop, rank = (segments[name] for name in ("document", "start", "stop", "rank"))
+    return merged(table_of(TASK, document=document, start=start, stop=stop, worker=rank))
 
 
 def merged(tasks: Table) -> Table:

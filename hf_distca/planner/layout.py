@@ -6,10 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import SEGMENT, AttentionKind, Layout
-from hf_distca.planner import nodes
-from hf_distca.planner.cost import BALANCE_TOLERANCE, as_lengths
+from hf_distca.planner.cost import as_lengths
 from hf_distca.planner.intervals import ROWS, expand, merge_touching, overlaps, row_counts, rows_before, table_of
-from hf_distca.planner.joint.place import place_on_ranks
 
 
 def fixed_layout(placed: Sequence[Sequence[int]], ranks: int | None = None) -> Layout:
@@ -45,38 +43,6 @@ def fixed_layout(placed: Sequence[Sequence[int]], ranks: int | None = None) -> L
     return assemble(lengths, (document, begin - stops[document], end - stops[document], rank), ranks)
 
 
-def joint_layout(
-    lengths: Sequence[int] | NDArray[np.int64],
-    ranks: int,
-    tokens_per_rank: int,
-    *,
-    window: int | None = None,
-    balance_tolerance: float = BALANCE_TOLERANCE,
-    balance_block_size: int = 128,
-    node_sizes: Sequence[int] | None = None,
-) -> Layout:
-    """Place documents so that every rank has equal tokens and, as far as possible, equal attention.
-
-    Query rows then stay where they are, and only K/V rows of cut documents travel. Every rank holds total / ranks
-    rows, rounded down or up.
-
-    Args:
-        balance_tolerance: how far above the mean a rank's pairs may be, as a fraction of the mean.
-        balance_block_size: rows of a kernel block; cuts fall on its multiples where tokens and balance allow.
-        node_sizes: [nodes] consecutive ranks of each node; documents are cut between nodes only if necessary. None if
-            all links are alike.
-
-    Raises:
-        ValueError: a length below 1, settings out of range, or more tokens than the ranks take.
-    """
-    array = as_lengths(lengths)
-    check_settings(balance_tolerance, balance_block_size)
-    check_capacity(array, ranks, tokens_per_rank)
-    sizes = (1,) * ranks if node_sizes is None else nodes.node_sizes(ranks, node_sizes)
-    placed = place_on_ranks(array, sizes, window, balance_tolerance, balance_block_size)
-    return assemble(array, tuple(placed.T), ranks, by_document=True)
-
-
 def check_settings(balance_tolerance: float, balance_block_size: int) -> None:
     """Raise ValueError for planner settings that are out of range."""
     if not 0 <= balance_tolerance < float("inf"):
@@ -106,11 +72,9 @@ def assemble(
     *,
     by_document: bool = False,
 ) -> Layout:
-    """Return the layout of some segments.
+    """Return the layout of segments given as document, start, stop and rank, [segments] each.
 
-    Args:
-        columns: document, start, stop and rank, [segments] each.
-        by_document: sort the segments of a rank by document; otherwise they keep the given order.
+    A rank has its segments in the given order, or by document.
     """
     document, start, stop, rank = columns
     order = np.lexsort((start, document, rank)) if by_document else np.argsort(rank, kind="stable")
@@ -153,10 +117,9 @@ def halves(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 
 
 def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]] | None:
-    """Divide documents into two nano-batches, see `halves`; each has at least a quarter of the tokens.
+    """Divide documents into two nano-batches of a quarter of the tokens or more, see `halves`.
 
-    Returns:
-        None if a document has more than half of the tokens, or a group has fewer tokens than ranks.
+    None if a document has more than half of the tokens, or a group has fewer tokens than ranks.
     """
     if len(lengths) < 2 or 2 * int(lengths.max()) > int(lengths.sum()):
         return None
@@ -165,11 +128,9 @@ def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
 
 
 def split_placed(placed: Sequence[Sequence[int]]) -> list[int] | None:
-    """Find where to divide the documents of every rank into two parts of about equal tokens.
+    """Return how many documents of each rank come first if its documents are divided in two of about equal tokens.
 
-    Returns:
-        For each rank, the number of documents in the first part. None if on some rank every cut between documents
-        leaves a part with less than SMALLEST_SHARE of the tokens.
+    None if on some rank every cut between documents leaves a part with less than SMALLEST_SHARE of the tokens.
     """
     cuts = []
     for lengths in placed:

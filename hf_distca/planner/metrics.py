@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from hf_distca.plan import AttentionKind, ExchangeFigures, Plan
 from hf_distca.planner.cost import RowBytes, pairs
 from hf_distca.planner.intervals import IntArray, Table, joined, row_counts
+from hf_distca.planner.moves import rows_by_stage, rows_to_move
 from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
-from hf_distca.planner.routes.moves import rows_by_stage, rows_to_move
 from hf_distca.planner.seconds import Tasks
 
 WITHIN, BETWEEN = 0, 1
@@ -31,15 +31,10 @@ def query_rows_of(plan: Plan) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class RowsMoved:
-    """Rows that travel in one layer's forward: [2, 2, workers], by link and direction as in `bytes_by_link`.
+    """Rows that travel in one layer's forward: [2, 2, workers], by link and direction as in `bytes_by_link`."""
 
-    Attributes:
-        queries: rows of Q; as many rows of O come back.
-        keys: rows of K/V, forwarded rows included.
-    """
-
-    queries: IntArray
-    keys: IntArray
+    queries: IntArray  # rows of Q; as many rows of O come back
+    keys: IntArray  # rows of K/V, forwarded rows included
 
     @classmethod
     def of(cls, plan: Plan, nodes: Sequence[int]) -> "RowsMoved":
@@ -54,14 +49,13 @@ class RowsMoved:
 
     def forward_bytes(self, row_bytes: RowBytes) -> IntArray:
         """Return [2, 2, workers] bytes of the forward: Q, K and V are sent; as many rows of O come back."""
-        moved: IntArray = self.queries * row_bytes.q + self.queries[:, ::-1] * row_bytes.o + self.keys * row_bytes.kv
-        return moved
+        moved = self.queries * row_bytes.q + self.queries[:, ::-1] * row_bytes.o + self.keys * row_bytes.kv
+        return np.asarray(moved)
 
     def backward_bytes(self, row_bytes: RowBytes) -> IntArray:
         """Return [2, 2, workers] bytes of the backward: Q, O, dO, K and V are sent; dQ, dK and dV come back."""
         there = self.queries * (row_bytes.q + 2 * row_bytes.o) + self.keys * row_bytes.kv
-        moved: IntArray = there + self.queries[:, ::-1] * row_bytes.q + self.keys[:, ::-1] * row_bytes.kv
-        return moved
+        return np.asarray(there + self.queries[:, ::-1] * row_bytes.q + self.keys[:, ::-1] * row_bytes.kv)
 
 
 def _by_link(moves: Table, nodes: Sequence[int], chosen: NDArray[np.bool_] | bool = True) -> IntArray:
@@ -75,49 +69,25 @@ def _by_link(moves: Table, nodes: Sequence[int], chosen: NDArray[np.bool_] | boo
 
 
 def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> IntArray:
-    """Return [2, 2, workers] int64: bytes of one layer's forward by link and direction.
+    """Return [2, 2, workers] int64: bytes of a layer's forward, within and between [workers] nodes, sent and received.
 
-    Links are WITHIN and BETWEEN nodes, directions are sent and received. If the plan has nodes itself, forwarded K/V
-    rows cross to a node once.
-
-    Args:
-        nodes: [workers] node of each worker.
+    If the plan has nodes itself, forwarded K/V rows cross to a node once.
     """
     return RowsMoved.of(plan, nodes).forward_bytes(row_bytes)
 
 
 def bytes_moved(plan: Plan, row_bytes: RowBytes) -> IntArray:
     """Return [2, workers] int64: bytes that each worker sends and receives in one layer's forward."""
-    moved: IntArray = bytes_by_link(plan, row_bytes, plan.nodes or (0,) * plan.workers).sum(axis=0)
-    return moved
+    return np.asarray(bytes_by_link(plan, row_bytes, (0,) * plan.workers).sum(axis=0))
 
 
 def exchange_figures(
-    plans: Sequence[Plan],
-    row_bytes: RowBytes,
-    nodes: Sequence[int],
-    node_bandwidth: float = NODE_BANDWIDTH,
-    network_bandwidth: float = NETWORK_BANDWIDTH,
-) -> ExchangeFigures:
-    """Count the bytes of exchanges.
-
-    Args:
-        plans: one for each nano-batch, all for one kind of attention.
-        nodes: [workers] node of each worker, from 0 on.
-        node_bandwidth: GB/s that a worker sends, and receives, inside its node.
-        network_bandwidth: GB/s that a worker sends, and receives, between nodes.
-    """
-    moved = np.sum([bytes_by_link(plan, row_bytes, nodes) for plan in plans], axis=0)
-    return figures_of_bytes(moved, nodes, node_bandwidth, network_bandwidth)
-
-
-def figures_of_bytes(
     moved: IntArray,
     nodes: Sequence[int],
     node_bandwidth: float = NODE_BANDWIDTH,
     network_bandwidth: float = NETWORK_BANDWIDTH,
 ) -> ExchangeFigures:
-    """Sum [2, 2, workers] bytes by link and direction; for other arguments see `exchange_figures`."""
+    """Sum [2, 2, workers] bytes, all nano-batches together, for [workers] nodes from 0 on and bandwidths in GB/s."""
     of_nodes = moved @ np.equal.outer(nodes, np.unique(nodes))
     return ExchangeFigures(
         bytes_total=int(moved[:, 0].sum()),
@@ -142,41 +112,25 @@ def link_seconds(
 
 @dataclass(frozen=True, eq=False)
 class CountedPlan:
-    """Counts of a plan that a schedule needs: groups of tasks and rows that travel.
+    """Counts of a plan that a schedule needs: groups of tasks and rows that travel."""
 
-    Attributes:
-        local: tasks whose queries and keys are the worker's own.
-        remote_kv: tasks of local queries on received keys.
-        remote_query: tasks of received queries on all of their keys.
-        most_rows: K/V rows that the busiest rank sends, or receives, in a layer; with rows that it gathers for itself.
-        ranks: number of workers that hold rows; the workers after them are dedicated servers.
-        forwards: whether K/V rows are forwarded inside nodes.
-        connected: [ranks] the same number for ranks that exchange rows, directly or over other ranks.
-    """
-
-    local: Tasks
-    remote_kv: Tasks
-    remote_query: Tasks
+    local: Tasks  # tasks whose queries and keys are the worker's own
+    remote_kv: Tasks  # tasks of local queries on received keys
+    remote_query: Tasks  # tasks of received queries on all of their keys
     among_ranks: RowsMoved
     with_servers: RowsMoved
     row_bytes: RowBytes
     stages: int
-    most_rows: int
-    ranks: int
-    forwards: bool
+    most_rows: int  # K/V rows that the busiest rank sends, or receives, with rows that it gathers for itself
+    ranks: int  # workers that hold rows; the workers after them are dedicated servers
+    forwards: bool  # whether K/V rows are forwarded inside nodes
     windowed: bool
-    connected: IntArray
+    connected: IntArray  # [ranks] the same number for ranks that exchange rows, directly or over other ranks
 
     @property
     def forward_bytes(self) -> IntArray:
         """[2, 2, workers] bytes of one layer's forward by link and direction, as in `bytes_by_link`."""
         return self.among_ranks.forward_bytes(self.row_bytes) + self.with_servers.forward_bytes(self.row_bytes)
-
-    @property
-    def bytes_moved(self) -> IntArray:
-        """[2, workers] bytes that each worker sends and receives in one layer's forward."""
-        moved: IntArray = self.forward_bytes.sum(axis=0)
-        return moved
 
     @property
     def servers(self) -> int:
@@ -187,39 +141,40 @@ class CountedPlan:
 def count_plan(
     plan: Plan, kind: AttentionKind, bytes_per_value: int, nodes: Sequence[int] | None = None
 ) -> CountedPlan:
-    """Count a plan's tasks and rows.
+    """Count a plan's tasks and rows, for [workers] nodes; None for the plan's nodes, or one node for all.
 
     If K/V rows travel in stages, every stage is taken to be full; uneven stages may take one more.
-
-    Args:
-        nodes: [workers] node of each worker; None for the plan's nodes, or one node for all.
     """
     nodes = nodes or plan.nodes or (0,) * plan.workers
     ranks = plan.layout.ranks
     tasks, first, second = rows_to_move(replace(plan, stage_rows=None))
-    rows, sent, in_place = (
-        row_counts(tasks),
-        tasks["keys_stop"] - tasks["keys_start"],
-        tasks["stop"] - tasks["keys_stop"],
-    )
-    here = tasks["source"] == tasks["target"]
+    rows, here = row_counts(tasks), tasks["source"] == tasks["target"]
+    sent, in_place = tasks["keys_stop"] - tasks["keys_start"], tasks["stop"] - tasks["keys_stop"]
     every = pairs(tasks["start"], tasks["stop"], plan.window)
     inside = np.where(in_place > 0, pairs(in_place - rows, in_place, plan.window), 0)
 
     def summed(chosen: NDArray[np.bool_], keys: IntArray, amount: IntArray) -> Tasks:
         worker = tasks["target"][chosen]
-        of_rows, of_keys, of_pairs = (
-            np.bincount(worker, values[chosen], plan.workers).astype(np.float64) for values in (rows, keys, amount)
-        )
+        counts = (np.bincount(worker, each[chosen], plan.workers).astype(np.float64) for each in (rows, keys, amount))
+        of_rows, of_keys, of_pairs = counts
         return Tasks(of_rows, of_keys, of_pairs, (of_rows > 0).astype(np.float64))
 
     # Servers get their rows in exchanges apart.
     moves = joined(first, second)
-    source, target = (np.concatenate([tasks[end], moves[end]]) for end in ("source", "target"))
     among_ranks, with_servers = (
         RowsMoved(*(_by_link(table, nodes, (table["target"] < ranks) == to_ranks) for table in (tasks, moves)))
         for to_ranks in (True, False)
     )
+    # Ranks that exchange rows, directly or over other ranks, get the lowest number of any of them.
+    source, target = (np.concatenate([tasks[end], moves[end]]) for end in ("source", "target"))
+    among = (source != target) & (target < ranks)
+    source, target = source[among], target[among]
+    lowest, before = np.arange(ranks), np.zeros(0, np.int64)
+    while not np.array_equal(lowest, before):
+        before = lowest.copy()
+        np.minimum.at(lowest, target, lowest[source])
+        np.minimum.at(lowest, source, lowest[target])
+        lowest = lowest[lowest]
     return CountedPlan(
         local=summed(in_place > 0, in_place, inside),
         remote_kv=summed(here & (sent > 0), sent, every - inside),
@@ -232,18 +187,5 @@ def count_plan(
         ranks=ranks,
         forwards=plan.nodes is not None,
         windowed=plan.window is not None,
-        connected=_connected(source, target, ranks),
+        connected=lowest,
     )
-
-
-def _connected(source: IntArray, target: IntArray, ranks: int) -> IntArray:
-    """Return [ranks] the same number for ranks that exchange rows, directly or over other ranks."""
-    among = (source != target) & (target < ranks)
-    source, target = source[among], target[among]
-    lowest, before = np.arange(ranks), np.zeros(0, np.int64)
-    while not np.array_equal(lowest, before):
-        before = lowest.copy()
-        np.minimum.at(lowest, target, lowest[source])
-        np.minimum.at(lowest, source, lowest[target])
-        lowest = lowest[lowest]
-    return lowest

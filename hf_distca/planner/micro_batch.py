@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.build import finished, nano_batches_as_set, plan_placed
+from hf_distca.planner.build import finished, lengths_of, nano_batches_as_set, nano_batches_placed
 from hf_distca.planner.choose import choose, choose_placed
 from hf_distca.planner.settings import PlanSettings
 
@@ -24,7 +24,7 @@ def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBat
     return choose(array, settings, settings.choices)
 
 
-def plan_placed_documents(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
+def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
     """Balance the core attention of documents that stay on the ranks where they lie.
 
     With `settings.choices` the fastest of several plans is taken.
@@ -33,5 +33,5 @@ def plan_placed_documents(placed: Sequence[Sequence[int]], settings: PlanSetting
         placed: for each rank, lengths of its documents in the order of its rows.
     """
     if settings.choices is None:
-        return plan_placed(placed, settings)
+        return finished(lengths_of(placed), nano_batches_placed(placed, settings), settings)
     return choose_placed(placed, settings, settings.choices)

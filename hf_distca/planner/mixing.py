@@ -19,25 +19,15 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class CountedCuts:
-    """Counts of a nano-batch on which the seconds of mixing layers depend.
-
-    Attributes:
-        rows: [ranks] rows.
-        cut: [ranks] rows of cut documents.
-        continued: [ranks] rows of segments with earlier segments.
-        segments: [ranks] segments of cut documents.
-        whole: [ranks] documents that are not cut.
-        halos: [2, ranks] by link, within and between nodes: the larger number of halos that a rank sends and receives.
-        states: [2, ranks] the same for pairs of A and B.
-    """
+    """Counts of a nano-batch on which the seconds of mixing layers depend, [ranks] each."""
 
     rows: IntArray
-    cut: IntArray
-    continued: IntArray
-    segments: IntArray
-    whole: IntArray
-    halos: IntArray
-    states: IntArray
+    cut: IntArray  # rows of cut documents
+    continued: IntArray  # rows of segments with earlier segments
+    segments: IntArray  # segments of cut documents
+    whole: IntArray  # documents that are not cut
+    halos: IntArray  # [2, ranks] within and between nodes: the larger number of halos that a rank sends and receives
+    states: IntArray  # [2, ranks] the same for pairs of A and B
 
     @property
     def runs(self) -> IntArray:
@@ -45,21 +35,12 @@ class CountedCuts:
         return self.segments + (self.whole > 0)
 
     def bytes_moved(self, halo: float, state: float) -> float:
-        """Return the bytes that the busiest rank sends or receives in a layer's forward.
-
-        Args:
-            halo: bytes of a halo.
-            state: bytes of A and B.
-        """
+        """Return the bytes that the busiest rank sends or receives in a layer's forward, from bytes of one of each."""
         return float((halo * self.halos + state * self.states).sum(axis=0).max())
 
 
 def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
-    """Count the segments of a layout and the messages between them.
-
-    Args:
-        nodes: [workers] node of each worker, ranks first.
-    """
+    """Count the segments of a layout and the messages between them, from [workers] nodes, ranks first."""
     segments, ranks = layout.segments, layout.ranks
     order, nth, earlier, later = chained(segments)
     rank = segments["rank"][order]
@@ -71,12 +52,11 @@ def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
 
     def messages(source: IntArray, target: IntArray) -> IntArray:
         away, node = source != target, np.asarray(nodes)
-        found = np.zeros((2, 2, ranks), np.int64)
-        for link, here in enumerate((node[source] == node[target], node[source] != node[target])):
-            for direction, ends in enumerate((source, target)):
-                found[link, direction] = np.bincount(ends[away & here], minlength=ranks)
-        larger: IntArray = found.max(axis=1)
-        return larger
+        link = np.where(node[source] == node[target], 0, ranks)[away]
+        larger: IntArray = np.maximum(
+            *(np.bincount(link + ends[away], minlength=2 * ranks) for ends in (source, target))
+        )
+        return larger.reshape(2, ranks)
 
     continued = np.flatnonzero(nth > 0)
     return CountedCuts(
@@ -102,10 +82,6 @@ class MixingLayers:
         layers: number of mixing layers for each layer with attention.
         launches: seconds of a layer's forward per nano-batch, whatever its size.
         factor: [ranks] time of computation in this direction on each rank, as a multiple of its costs.
-
-    Attributes:
-        computed: seconds of computation.
-        waited: seconds that ranks wait for exchanges in `walk`.
     """
 
     def __init__(
@@ -122,7 +98,7 @@ class MixingLayers:
         self._exchanges = any(nano.states.any() for nano in nano_batches)
         launch = launches if self._exchanges else launches / len(nano_batches)  # without cuts one call has all rows
         self.computed: FloatArray = np.zeros_like(factor)
-        self.waited: FloatArray = np.zeros_like(factor)
+        self.waited: FloatArray = np.zeros_like(factor)  # for exchanges in `walk`
         # Acts of a nano-batch up to each pause: seconds, whether to wait for an exchange, seconds, bytes to send,
         # seconds. The whole documents of both nano-batches lie between the sending of states and the wait for them.
         parts: list[list[_Act]] = [[], [], []]
@@ -162,12 +138,7 @@ class MixingLayers:
         return ended
 
     def _sent(self, clock: FloatArray, size: NDArray[Any], free: FloatArray) -> FloatArray:
-        """Return when a nano-batch's rows or states arrive.
-
-        Args:
-            size: [2, ranks] bytes by link.
-            free: [2, ranks] when each link has carried what was sent before; changed in place.
-        """
+        """Return when [2, ranks] bytes by link arrive; changes when each link is `free`."""
         clock = clock + self._links.start
         takes_part = size.any(axis=0)
         ready = float(clock[takes_part].max(initial=0.0))  # every sender has reached this point

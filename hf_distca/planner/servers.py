@@ -10,12 +10,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, Plan
+from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.balance import balance, ideals_inside
-from hf_distca.planner.balancing_pass import BalancingPass, Problem
+from hf_distca.planner.balancing_pass import Problem, balancing_pass
 from hf_distca.planner.cost import Workers, pairs
 from hf_distca.planner.intervals import by_document, cut_at, merged, moved_by
-from hf_distca.planner.metrics import RowsMoved, exchange_figures, link_seconds, loads_of, query_rows_of
+from hf_distca.planner.metrics import (
+    RowsMoved,
+    bytes_by_link,
+    exchange_figures,
+    link_seconds,
+    loads_of,
+    query_rows_of,
+)
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import usual_stages, with_stages
@@ -32,43 +39,11 @@ def plan_with_servers(
     ranks_serve: bool,
     server_nodes: Sequence[int | None] | None = None,
 ) -> MicroBatchPlan:
-    """Plan tasks for ranks and servers on the layouts of a plan.
-
-    Args:
-        workers: see `balance_with_servers`; base loads are for one nano-batch.
-    """
-    stages = usual_stages(len(plan.nano_batches))
-    nano_batches = []
-    for nano in plan.nano_batches:
-        plans = {}
-        for kind in nano.plans:
-            of_kind = balance_with_servers(nano.layout, kind, workers, settings, ranks_serve, server_nodes)
-            plans[kind] = with_stages(of_kind, settings.buffer_rows(kind), stages=stages)
-        nano_batches.append(replace(nano, plans=plans))
-    kind = settings.dominant_kind
-    dominant = [nano.plans[kind] for nano in nano_batches]
-    loads = np.sum([loads_of(plan) + settings.row_overhead * query_rows_of(plan) for plan in dominant], axis=0)
-    every = Workers(workers.speed, tuple(len(dominant) * load for load in workers.base_load))
-    finishing = every.finishing(loads)[0 if ranks_serve else settings.ranks :]
-    exchange = exchange_figures(dominant, settings.row_bytes(kind), dominant[0].nodes or range(len(workers)))
-    max_over_mean = float(finishing.max() / finishing.mean())
-    summary = replace(plan.summary, max_over_mean=max_over_mean, exchange=exchange)
-    return replace(plan, nano_batches=tuple(nano_batches), summary=summary)
-
-
-def balance_with_servers(
-    layout: Layout,
-    kind: AttentionKind,
-    workers: Workers,
-    settings: PlanSettings,
-    ranks_serve: bool = True,
-    server_nodes: Sequence[int | None] | None = None,
-) -> Plan:
-    """Choose tasks so that ranks and servers finish together.
+    """Plan tasks on the layouts of a plan so that ranks and servers finish together.
 
     Args:
         workers: the ranks, then at least one server. A rank's base load is its work besides core attention while
-            servers compute.
+            servers compute a nano-batch.
         ranks_serve: whether ranks compute core attention too; otherwise servers compute all of it.
         server_nodes: [servers] node of each server, None for a node of its own; None if every server has a node of its
             own. Ignored if all links are alike.
@@ -76,32 +51,49 @@ def balance_with_servers(
     Raises:
         ValueError: there is no server, or settings are out of range.
     """
-    ranks = layout.ranks
-    servers = len(workers) - ranks
+    ranks, servers = settings.ranks, len(workers) - settings.ranks
     if servers < 1:
         raise ValueError(
             f"{len(workers)} workers for {ranks} ranks leave no server; describe at least one worker more than there "
             "are ranks"
         )
-    if not ranks_serve:
-        workers = Workers((IDLE,) * ranks + workers.speed[ranks:], (0.0,) * len(workers))
+    computing = workers if ranks_serve else Workers((IDLE,) * ranks + workers.speed[ranks:], (0.0,) * len(workers))
     nodes = None if settings.nodes is None else list(settings.nodes)
     if nodes is not None:
         for node in server_nodes or [None] * servers:
             nodes.append(max(nodes) + 1 if node is None else node)
-    plan = balance(layout, kind, settings, workers, nodes)
-    return plan if ranks_serve else _without_ranks(plan, workers)
+    stages = usual_stages(len(plan.nano_batches))
+    nano_batches = []
+    for nano in plan.nano_batches:
+        plans = {}
+        for kind in nano.plans:
+            of_kind = balance(nano.layout, kind, settings, computing, nodes)
+            of_kind = of_kind if ranks_serve else without_ranks(of_kind, workers.speed)
+            plans[kind] = with_stages(of_kind, settings.buffer_rows(kind), stages=stages)
+        nano_batches.append(replace(nano, plans=plans))
+    kind = settings.dominant_kind
+    dominant = [nano.plans[kind] for nano in nano_batches]
+    loads = np.sum([loads_of(plan) + settings.row_overhead * query_rows_of(plan) for plan in dominant], axis=0)
+    every = Workers(workers.speed, tuple(len(dominant) * load for load in workers.base_load))
+    finishing = every.finishing(loads)[0 if ranks_serve else ranks :]
+    in_nodes, row_bytes = nodes or range(len(workers)), settings.row_bytes(kind)
+    moved = np.sum([bytes_by_link(plan, row_bytes, in_nodes) for plan in dominant], axis=0)
+    summary = replace(
+        plan.summary,
+        max_over_mean=float(finishing.max() / finishing.mean()),
+        exchange=exchange_figures(moved, in_nodes),
+    )
+    return replace(plan, nano_batches=tuple(nano_batches), summary=summary)
 
 
-def _without_ranks(plan: Plan, workers: Workers) -> Plan:
-    """Give the tasks left on ranks to the servers that finish first, the largest first."""
+def without_ranks(plan: Plan, speeds: Sequence[float]) -> Plan:
+    """Give the tasks left on ranks to the servers that finish first, the largest first; `speeds` are of workers."""
     tasks, ranks = plan.tasks.copy(), plan.layout.ranks
     cost = pairs(tasks["start"], tasks["stop"], plan.window)
-    speed = np.asarray(workers.speed[ranks:])
-    loads = np.bincount(tasks["worker"], weights=cost, minlength=len(workers))[ranks:]
+    loads = np.bincount(tasks["worker"], weights=cost, minlength=plan.workers)[ranks:]
     left = np.flatnonzero(tasks["worker"] < ranks)
     for index in left[np.argsort(-cost[left], kind="stable")].tolist():
-        server = int(np.argmin((loads + cost[index]) / speed))
+        server = int(np.argmin((loads + cost[index]) / np.asarray(speeds[ranks:])))
         loads[server] += cost[index]
         tasks["worker"][index] = ranks + server
     return replace(plan, tasks=merged(tasks))
@@ -110,16 +102,10 @@ def _without_ranks(plan: Plan, workers: Workers) -> Plan:
 def plan_lost(
     plan: Plan, workers: Collection[int], kind: AttentionKind, settings: PlanSettings, pairs_per_second: float
 ) -> Plan:
-    """Give the tasks of lost workers to the ranks so that they finish soon.
+    """Return a plan of the tasks of lost workers alone, over the ranks, in stages of its own.
 
-    Ranks with equal arguments find equal plans.
-
-    Args:
-        pairs_per_second: query-key pairs that a rank computes in a second, forward and backward together.
-
-    Returns:
-        A plan of the lost tasks alone, over the ranks, in stages of its own. Tasks are cut at blocks' boundaries only,
-        and where segments and the plan's tasks end.
+    Ranks with equal arguments find equal plans. Tasks are cut at blocks' boundaries only, and where segments and the
+    plan's tasks end. A rank computes `pairs_per_second`, forward and backward together.
     """
     local = local_tasks(plan, workers)
     candidates = [local, _spread(local, kind, settings, None)]
@@ -149,16 +135,12 @@ def seconds_of(plan: Plan, kind: AttentionKind, settings: PlanSettings, pairs_pe
 
 
 def _spread(local: Plan, kind: AttentionKind, settings: PlanSettings, nodes: Sequence[int] | None) -> Plan:
-    """Balance the tasks of a plan over equal ranks in one pass: few moves, the largest first.
-
-    Args:
-        nodes: [ranks] node of each rank; nothing leaves a node. None: any rank gives to any other.
-    """
+    """Balance the tasks of a plan over equal ranks, inside [ranks] nodes or anywhere, in one pass of few moves."""
     ranks = local.workers
     # An infinite tolerance keeps cuts on the blocks' boundaries.
-    problem = Problem.of(local.layout, kind, settings, Workers.uniform(ranks), np.full(ranks, np.inf))
+    problem = Problem(local.layout, kind, settings, Workers.uniform(ranks), np.full(ranks, np.inf))
     group = np.asarray(nodes or (0,) * ranks)
     tasks = moved_by(local.tasks, problem.origin)
     limits = ideals_inside(problem.loads(tasks), problem.workers, group) * (1 + settings.balance_tolerance)
-    tasks = BalancingPass(problem, tasks, limits, limits, group).run()
+    tasks = balancing_pass(problem, tasks, limits, limits, group)
     return replace(local, tasks=moved_by(tasks, -problem.origin))

@@ -18,16 +18,11 @@ COARSER = (0.1, 0.3)
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices of the planner for every micro-batch, made by predicted seconds.
-
-    Attributes:
-        groups: whether documents may stay inside smaller groups of ranks; otherwise all ranks are one group.
-        tolerances: tolerances of balance, the finest first.
-    """
+    """Choices of the planner for every micro-batch, made by predicted seconds."""
 
     costs: StepCosts
-    groups: bool = True
-    tolerances: tuple[float, ...] = (BALANCE_TOLERANCE, *COARSER)
+    groups: bool = True  # whether documents may stay inside smaller groups of ranks
+    tolerances: tuple[float, ...] = (BALANCE_TOLERANCE, *COARSER)  # of balance, the finest first
     nano_batches: tuple[int, ...] = (1, 2)
 
     @classmethod
@@ -40,12 +35,7 @@ class Choices:
         coarser: bool = True,
         nano_batches: tuple[int, ...] = (1, 2),
     ) -> "Choices":
-        """Return the choices that the settings allow.
-
-        Args:
-            settings: give the finest tolerance, and whether there may be two nano-batches.
-            nano_batches: numbers of nano-batches to try if there may be two.
-        """
+        """Return the choices that the settings allow, with their tolerance as the finest."""
         tolerance = settings.balance_tolerance
         tolerances = tuple(each for each in COARSER if each > tolerance) if coarser else ()
         return cls(costs, groups, (tolerance, *tolerances), nano_batches if settings.ping_pong else (1,))
@@ -67,7 +57,7 @@ class PlanSettings:
         row_overhead: Cost of a query row besides its pairs, in query-key pairs.
         gather_cost: Cost of gathering a byte of K and V on a rank, in bytes sent.
         ping_pong: Whether to divide micro-batches into two nano-batches where possible.
-        exchange_buffer_bytes: Size of an exchange buffer for K and V rows; a rank has several (`planner/stages.py`).
+        exchange_buffer_bytes: Size of an exchange buffer for K and V rows; a rank has several.
         kernel: Name of the attention kernel; "auto" takes the device's kernel that suits most models.
         ranks_per_node: Number of consecutive ranks that share a node: one number, or one for each node. With 1, or
             with all ranks on one node, all links are alike.
@@ -128,11 +118,7 @@ class PlanSettings:
         return RowBytes.of_kind(kind, self.bytes_per_value)
 
     def workers(self, rows: NDArray[np.int64]) -> Workers | None:
-        """Return the speeds of ranks; None if all ranks are alike.
-
-        Args:
-            rows: [ranks] rows that each rank holds; a rank computes them besides core attention.
-        """
+        """Return the speeds of ranks that hold [ranks] rows besides; None if all ranks are alike."""
         if not self.slowness:
             return None
         besides = np.array(self.slowness) * rows * self.row_work

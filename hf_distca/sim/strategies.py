@@ -252,10 +252,12 @@ def planned(
         for nano in plan.nano_batches
     ]
     tokens = [nano.layout.tokens for nano in plan.nano_batches]
-    moved = max(int(np.sum([each[kind].bytes_moved for each in counted], axis=0).max()) for kind in settings.kinds)
+    moved = max(
+        int(np.sum([each[kind].forward_bytes for each in counted], axis=(0, 1)).max()) for kind in settings.kinds
+    )
     costs = setup.costs
     walked = predict_step(counted, [nano.layout for nano in plan.nano_batches], costs, nodes)
-    step = StepTime(**vars(walked), bytes_bottleneck=moved, tokens_most=int(np.sum(tokens, axis=0).max()))
+    step = StepTime(**vars(walked), bytes_bottleneck=int(np.max(moved)), tokens_most=int(np.sum(tokens, axis=0).max()))
     if costs.mixing is not None:
         cuts = [count_cuts(nano.layout, nodes) for nano in plan.nano_batches]
         in_mixing = sum(each.bytes_moved(costs.mixing.halo, costs.mixing.state) for each in cuts)

@@ -16,8 +16,7 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import TASK, AttentionKind, MicroBatchPlan, Plan
-from hf_distca.planner.build import plan_placed
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.planner.settings import Choices, PlanSettings
 from tests.models_and_batches import (

@@ -16,7 +16,7 @@ from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind, MicroBatchPlan
-from hf_distca.planner.build import plan_placed
+from hf_distca.planner.micro_batch import plan_placed
 from hf_distca.planner.settings import PlanSettings
 from tests.counting import Counting, Sums, bound_plan, counted, empty_model, fake_group, without_numbers
 from tests.dispatch.test_equality import assert_same_step, gradients_of, planned_step

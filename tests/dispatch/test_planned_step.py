@@ -11,8 +11,7 @@ from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.kernels import AttentionParams
 from hf_distca.patches.head import plan_head
-from hf_distca.planner.build import plan_placed
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import CHUNK_BYTES, assert_same_step, cut_rows, gradients_of, planned_step
 from tests.models_and_batches import (

@@ -11,8 +11,7 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.split import join_results, join_states, split_argument
-from hf_distca.planner.build import plan_placed
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import cut_rows, planned_step
 from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model

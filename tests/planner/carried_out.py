@@ -1,14 +1,57 @@
-"""Routes carried out by hand: every row of every rank in Python dictionaries, sent, computed and returned.
+"""Plans of all kinds, and their routes carried out by hand.
 
 A row is what it is, (document, row): the value of a Q row, and of a K/V row, is its name. Attention of a query row
 gives the list of K/V rows that it saw. Its gradient gives every K/V row the list of queries that saw it.
 """
 
+import itertools
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
+from hypothesis import strategies as st
 
+from hf_distca.plan import SEGMENT, TASK, Layout, Plan
 from hf_distca.planner.routes import make_routes
+from tests.planner.plan_checks import rows_of
+
+
+def cut(draw, length):
+    """[(start, stop)] that cover rows [0, length)."""
+    cuts = sorted(draw(st.sets(st.integers(1, length), max_size=4)) | {0, length})
+    return list(itertools.pairwise(cuts))
+
+
+@st.composite
+def drawn_plans(draw, most_ranks=4, most_servers=2):
+    """Plans of documents cut anywhere, their segments and tasks anywhere."""
+    ranks = draw(st.integers(1, most_ranks))
+    workers = ranks + draw(st.integers(0, most_servers))
+    lengths = draw(st.lists(st.integers(1, 12), max_size=5))
+    held, tasks = [], []
+    for document, length in enumerate(lengths):
+        held += [(draw(st.integers(0, ranks - 1)), document, *rows) for rows in cut(draw, length)]
+        tasks += [(draw(st.integers(0, workers - 1)), document, *rows) for rows in cut(draw, length)]
+    segments, filled = [], [0] * ranks
+    for rank, document, start, stop in sorted(draw(st.permutations(held)), key=lambda segment: segment[0]):
+        segments.append((document, start, stop, rank, filled[rank]))
+        filled[rank] += stop - start
+    layout = Layout(np.array(lengths, np.int64), np.array(segments, SEGMENT), ranks)
+    by_worker = [(document, start, stop, worker) for worker, document, start, stop in sorted(tasks)]
+    return Plan(layout, np.array(by_worker, TASK), workers, draw(st.sampled_from([None, 1, 2, 3, 5, 20])))
+
+
+@st.composite
+def drawn_with_nodes(draw, most_ranks=6):
+    """Plans that know of nodes, which have any numbers of ranks."""
+    plan = draw(drawn_plans(most_ranks))
+    nodes = draw(st.lists(st.integers(0, 2), min_size=plan.workers, max_size=plan.workers))
+    return replace(plan, nodes=tuple(sorted(nodes)))
+
+
+def plans_of_all_kinds():
+    """Plans with nodes, and without."""
+    return drawn_plans() | drawn_with_nodes()
 
 
 def routes_of(plan):
@@ -17,13 +60,8 @@ def routes_of(plan):
 
 
 def local_rows(plan, worker):
-    """{local row: (document, row)} of the rows that a worker holds, none for a server."""
-    held = plan.layout.of_rank(worker).tolist()
-    return {
-        offset + row - start: (document, row)
-        for document, start, stop, _, offset in held
-        for row in range(start, stop)
-    }
+    """[(document, row)] of the local rows of a worker, none for a server."""
+    return rows_of(plan.layout.of_rank(worker))
 
 
 def messages_of(routes, stage, hop=1):
@@ -34,18 +72,14 @@ def messages_of(routes, stage, hop=1):
 
 
 def exchange(routes, stage, values):
-    """What every worker receives, "queries" or the keys of a stage: {received row: (worker, local row, value)}.
-
-    Args:
-        values: for each worker {local row: value}.
-    """
-    received = [{} for _ in routes]
+    """What every worker receives, "queries" or the keys of a stage: [(worker, local row, value)] by received row."""
+    received = [[] for _ in routes]
     for source, target, row in sent_rows(messages_of(routes, stage)):
-        received[target][len(received[target])] = (source, row, values[source][row])
+        received[target].append((source, row, values[source][row]))
     if stage != "queries":
-        first = [dict(rows) for rows in received]
+        first = [list(rows) for rows in received]
         for source, target, row in sent_rows(messages_of(routes, stage, hop=2)):
-            received[target][len(received[target])] = first[source][row]
+            received[target].append(first[source][row])
     return received
 
 
@@ -53,31 +87,26 @@ def sent_rows(messages):
     """(source, target, number of the row at the source) of every row, in the order in which each target has them."""
     for source, theirs in enumerate(messages):
         assert theirs.send_counts.sum() == len(theirs.send_rows)
-        sent = np.split(theirs.send_rows, np.cumsum(theirs.send_counts)[:-1])
-        for target, rows in enumerate(sent):
+        for target, rows in enumerate(np.split(theirs.send_rows, np.cumsum(theirs.send_counts)[:-1])):
             assert messages[target].recv_counts[source] == len(rows)
             for row in rows.tolist():
                 yield source, target, row
 
 
-def tasks_of(group):
-    """[(q_rows, k_rows, pairs)] of each task of a group, as lists of numbers of rows."""
-    q_rows = np.split(group.q_rows, np.cumsum(group.q_lens)[:-1]) if len(group.q_lens) else []
-    k_rows = np.split(group.k_rows, np.cumsum(group.k_lens)[:-1]) if len(group.k_lens) else []
-    assert group.q_lens.sum() == len(group.q_rows)
-    assert group.k_lens.sum() == len(group.k_rows)
-    return list(
-        zip([q.tolist() for q in q_rows], [k.tolist() for k in k_rows], group.task_pairs.tolist(), strict=True)
-    )
-
-
-def visible(queries, keys, window, causal):
-    """[(query, key)] that a kernel computes: all of them, or bottom-right causal with a window."""
-    for i, query in enumerate(queries):
-        place = len(keys) - len(queries) + i  # of the query's own key
-        for j, key in enumerate(keys):
-            if not causal or (j <= place and (window is None or place - j < window)):
-                yield query, key
+def visible(group, window, causal):
+    """[(query, key)] that a kernel computes for a group: all of each task, or bottom-right causal with a window."""
+    assert (group.q_lens.sum(), group.k_lens.sum()) == (len(group.q_rows), len(group.k_rows))
+    found, q_end, k_end = [], 0, 0
+    for q_len, k_len, pairs in zip(
+        group.q_lens.tolist(), group.k_lens.tolist(), group.task_pairs.tolist(), strict=True
+    ):
+        q_end, k_end = q_end + q_len, k_end + k_len
+        for i, j in itertools.product(range(-q_len, 0), range(-k_len, 0)):
+            if not causal or (j <= i and (window is None or i - j < window)):
+                found.append((int(group.q_rows[q_end + i]), int(group.k_rows[k_end + j])))
+                pairs -= 1
+        assert pairs == 0
+    return found
 
 
 def carried_out(plan):
@@ -91,46 +120,36 @@ def carried_out(plan):
     assert all(len(mine.stages) == len(stages) for mine in routes)
     local = [local_rows(plan, worker) for worker in range(plan.workers)]
     queries, *keys = (exchange(routes, stage, local) for stage in ("queries", *stages))
-    seen = [defaultdict(list) for _ in routes]
-    seen_by = [defaultdict(list) for _ in routes]
+    seen, seen_by = ([defaultdict(list) for _ in routes] for _ in range(2))
     for worker, mine in enumerate(routes):
         assert mine.local_rows == len(local[worker])
         # (rank, local row, value) of what the numbers of a group stand for; results go to that rank and row.
-        held = {row: (worker, row, value) for row, value in local[worker].items()}
+        held = [(worker, row, value) for row, value in enumerate(local[worker])]
         calls = [(mine.local, held, held, True)]
+        asked_for = set()
         for stage, theirs in zip(mine.stages, keys, strict=True):
             calls += [
                 (stage.remote_kv, held, theirs[worker], plan.window is not None),
                 (stage.remote_query, queries[worker], theirs[worker], True),
                 (stage.remote_query_prefix, queries[worker], theirs[worker], False),
             ]
+            # Nothing travels that is not used, and nothing twice.
+            assert {row for group, *_ in calls[-3:] for row in group.k_rows} == set(range(len(theirs[worker])))
+            asked_for |= {row for group, *_ in calls[-2:] for row in group.q_rows}
+        assert asked_for == set(range(len(queries[worker])))
+        assert all(rank != worker for rank, *_ in queries[worker])
+        exchanges = [queries[worker], *(theirs[worker] for theirs in keys)]
+        if plan.window is None:  # else rows that windows of two stages reach travel twice
+            exchanges = [exchanges[0], list(itertools.chain(*exchanges[1:]))]
+        assert all(len({row[:2] for row in received}) == len(received) for received in exchanges)
         for group, asking, asked, causal in calls:
-            for q_rows, k_rows, pairs in tasks_of(group):
-                counted = 0
-                for query, key in visible(q_rows, k_rows, plan.window, causal):
-                    q_rank, q_row, q_value = asking[query]
-                    k_rank, k_row, k_value = asked[key]
-                    seen[q_rank][q_row].append(k_value)
-                    seen_by[k_rank][k_row].append(q_value)
-                    counted += 1
-                assert pairs == counted
-        for group, *_ in calls:  # else results would be written to a row twice at once
+            # Else results would be written to a row twice at once.
             assert len(set(group.q_rows.tolist())) == len(group.q_rows)
-        # Nothing travels that is not used, and nothing twice.
-        asking = {
-            row for stage in mine.stages for row in (*stage.remote_query.q_rows, *stage.remote_query_prefix.q_rows)
-        }
-        assert asking == set(queries[worker])
-        for stage, theirs in zip(mine.stages, keys, strict=True):
-            groups = (stage.remote_query, stage.remote_query_prefix, stage.remote_kv)
-            assert {row for group in groups for row in group.k_rows.tolist()} == set(theirs[worker])
-        for received in (queries, *keys):
-            came = [(rank, row) for rank, row, _ in received[worker].values()]
-            assert len(set(came)) == len(came)
-        if plan.window is None:
-            came = [(rank, row) for theirs in keys for rank, row, _ in theirs[worker].values()]
-            assert len(set(came)) == len(came)
-        assert all(rank != worker for rank, *_ in queries[worker].values())
+            for query, key in visible(group, plan.window, causal):
+                q_rank, q_row, q_value = asking[query]
+                k_rank, k_row, k_value = asked[key]
+                seen[q_rank][q_row].append(k_value)
+                seen_by[k_rank][k_row].append(q_value)
     _check_hops(plan, routes)
     return seen, seen_by
 
@@ -139,29 +158,26 @@ def _check_hops(plan, routes):
     """Where a plan knows of nodes, a K/V row crosses to a node once (in a stage, with a window), and all that ranks do
     beyond that is to forward it inside nodes."""
     ranks, node = plan.layout.ranks, plan.nodes
-    crossed = defaultdict(set)
+    crossed = []
     for stage in range(len(routes[0].stages)):
-        of_stage = stage if plan.window else None
-        for source, target, row in sent_rows(messages_of(routes, stage)):
-            if node and target < ranks and node[source] != node[target]:
-                assert (source, row) not in crossed[of_stage, node[target]]
-                crossed[of_stage, node[target]].add((source, row))
+        crossed += [
+            (stage if plan.window else None, node[target], source, row)
+            for source, target, row in sent_rows(messages_of(routes, stage))
+            if node and target < ranks and node[source] != node[target]
+        ]
         passed = list(sent_rows(messages_of(routes, stage, hop=2)))
         assert all(node[source] == node[target] and source != target < ranks for source, target, _ in passed)
         assert {mine.stages[stage].forwarded.crossing for mine in routes} == {bool(passed)}
+    assert len(set(crossed)) == len(crossed)
 
 
 def check(plan):
     """Every query sees exactly the keys that it must, each once, and every key gets back exactly its queries."""
     seen, seen_by = carried_out(plan)
     for rank in range(plan.workers):
-        local = local_rows(plan, rank)
-        wanted_keys, wanted_queries = {}, {}
-        for number, (document, row) in local.items():
-            reach = plan.window or row + 1
-            wanted_keys[number] = [(document, key) for key in range(max(row - reach + 1, 0), row + 1)]
-            last = plan.layout.lengths[document] if plan.window is None else row + plan.window
-            queries = range(row, min(last, plan.layout.lengths[document]))
-            wanted_queries[number] = [(document, query) for query in queries]
-        assert {number: sorted(keys) for number, keys in seen[rank].items()} == wanted_keys
-        assert {number: sorted(queries) for number, queries in seen_by[rank].items()} == wanted_queries
+        for number, (document, row) in enumerate(local_rows(plan, rank)):
+            reach = plan.window or int(plan.layout.lengths[document])
+            last = min(row + reach, plan.layout.lengths[document])
+            assert sorted(seen[rank][number]) == [(document, key) for key in range(max(row - reach + 1, 0), row + 1)]
+            assert sorted(seen_by[rank][number]) == [(document, query) for query in range(row, last)]
+        assert max([*seen[rank], *seen_by[rank]], default=-1) < len(local_rows(plan, rank))

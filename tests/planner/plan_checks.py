@@ -23,39 +23,32 @@ def balanced(
     return balance(layout, kind, PlanSettings(layout.ranks, 1 << 30, **settings), workers, nodes)
 
 
+def rows_of(table: Any) -> list[tuple[int, int]]:
+    """(document, row) of all rows of a table, entry after entry; no entry is empty."""
+    assert (table["start"] < table["stop"]).all()
+    return [(document, row) for document, start, stop, *_ in table.tolist() for row in range(start, stop)]
+
+
 def check_layout(layout: Layout) -> None:
     """Every row of every document once; each rank's rows [0, n) without a gap, in the order of segments."""
-    seen: set[tuple[int, int]] = set()
+    every = [(document, row) for document, length in enumerate(layout.lengths) for row in range(length)]
+    assert sorted(rows_of(layout.segments)) == every
     filled = [0] * layout.ranks
-    previous = (-1, -1)
-    for document, start, stop, rank, offset in layout.segments.tolist():
-        assert 0 <= start < stop <= layout.lengths[document]
-        assert (rank, offset) > previous
+    assert sorted(layout.segments["rank"]) == layout.segments["rank"].tolist()
+    for _, start, stop, rank, offset in layout.segments.tolist():
         assert offset == filled[rank]
-        previous = (rank, offset)
         filled[rank] += stop - start
-        rows = {(document, row) for row in range(start, stop)}
-        assert not rows & seen
-        seen |= rows
-    assert len(seen) == layout.lengths.sum()
     assert layout.tokens.tolist() == filled
 
 
 def check_plan(plan: Plan) -> None:
     """Every row computed once; tasks sorted, and none that touch on one worker."""
     check_layout(plan.layout)
-    seen: set[tuple[int, int]] = set()
-    tasks = plan.tasks.tolist()
-    assert [(w, d, s) for d, s, _, w in tasks] == sorted((w, d, s) for d, s, _, w in tasks)
-    for document, start, stop, worker in tasks:
-        assert 0 <= start < stop
-        assert 0 <= worker < plan.workers
-        rows = {(document, row) for row in range(start, stop)}
-        assert not rows & seen
-        seen |= rows
-    assert seen == {(d, row) for d, length in enumerate(plan.layout.lengths) for row in range(length)}
-    ends = {(d, stop, w) for d, _, stop, w in tasks}
-    assert not ends & {(d, start, w) for d, start, _, w in tasks}
+    assert sorted(rows_of(plan.tasks)) == sorted(rows_of(plan.layout.segments))
+    tasks = [(worker, document, start, stop) for document, start, stop, worker in plan.tasks.tolist()]
+    assert tasks == sorted(tasks)
+    assert {worker for worker, *_ in tasks} <= set(range(plan.workers))
+    assert not {(*task[:2], task[3]) for task in tasks} & {task[:3] for task in tasks}
 
 
 def loads_by_row(plan: Plan) -> list[int]:
@@ -68,26 +61,23 @@ def loads_by_row(plan: Plan) -> list[int]:
 
 def bytes_by_row(plan: Plan, row_bytes: RowBytes) -> tuple[list[int], list[int]]:
     """(sent, received) by each worker, counted row by row: the readable form of metrics.bytes_moved."""
-    home = {
-        (document, row): rank
-        for document, start, stop, rank, _ in plan.layout.segments.tolist()
-        for row in range(start, stop)
-    }
+    ranks = plan.layout.segments["rank"].repeat(plan.layout.segments["stop"] - plan.layout.segments["start"])
+    home = dict(zip(rows_of(plan.layout.segments), ranks.tolist(), strict=True))
     sent, received = [0] * plan.workers, [0] * plan.workers
+
+    def move(source: int, target: int, size: int) -> None:
+        if source != target:
+            sent[source] += size
+            received[target] += size
+
     keys: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for document, start, stop, worker in plan.tasks.tolist():
         first = 0 if plan.window is None else max(0, start - plan.window + 1)
         keys[worker] |= {(document, row) for row in range(first, stop)}
         for row in range(start, stop):
-            owner = home[document, row]
-            if owner != worker:
-                sent[owner] += row_bytes.q
-                received[worker] += row_bytes.q
-                sent[worker] += row_bytes.o
-                received[owner] += row_bytes.o
+            move(home[document, row], worker, row_bytes.q)
+            move(worker, home[document, row], row_bytes.o)
     for worker, rows in keys.items():
         for row in rows:
-            if home[row] != worker:
-                sent[home[row]] += row_bytes.kv
-                received[worker] += row_bytes.kv
+            move(home[row], worker, row_bytes.kv)
     return sent, received

@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 
 from benchmarks.planner_inputs import measure
 from hf_distca.plan import TASK, AttentionKind
-from hf_distca.planner.balance import ideals_inside, layout_of_nodes, tasks_of_workers, workers_of_nodes
-from hf_distca.planner.balancing_pass import Price, Problem, Source, plan_flows
+from hf_distca.planner.balance import ideals_inside, tasks_of_workers
+from hf_distca.planner.balancing_pass import Price, Problem, plan_flows, take
 from hf_distca.planner.cost import RowBytes, Workers, pairs
-from hf_distca.planner.layout import fixed_layout, joint_layout
+from hf_distca.planner.joint import joint_layout
+from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import BETWEEN, bytes_by_link, loads_of, query_rows_of
-from hf_distca.planner.nodes import node_sizes
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.plan_checks import balanced, check_plan, loads_by_row
 
@@ -19,15 +19,15 @@ def tasks(plan):
     return [tuple(task) for task in plan.tasks.tolist()]
 
 
-def test_equal_ranks_keep_everything():
+def test_ranks_keep_what_they_can():
     plan = balanced(fixed_layout([[300, 200], [200, 300]]))
     assert tasks(plan) == [(0, 0, 300, 0), (1, 0, 200, 0), (2, 0, 200, 1), (3, 0, 300, 1)]
-
-
-def test_one_long_document_gives_one_task_in_whole_blocks():
+    # One long document gives one task in whole blocks.
     plan = balanced(fixed_layout([[4096], [1024] * 4]), balance_tolerance=0.2, balance_block_size=16)
     assert tasks(plan)[:3] == [(0, 0, 2112, 0), (0, 2960, 4096, 0), (0, 2112, 2960, 1)]
     assert measure(plan).max_over_mean <= 1.2
+    plan = balanced(fixed_layout([[32768]] + [[2048] * 16] * 511))
+    assert measure(plan).max_over_mean <= 1.01
 
 
 def test_a_moved_task_lies_where_it_costs_least():
@@ -50,17 +50,22 @@ def test_the_tolerance_is_what_is_reached(layout, tolerance):
         assert metrics.max_over_mean > 1 + 0.9 * tolerance  # what it allows is used
 
 
-def test_one_document_over_many_ranks():
-    plan = balanced(fixed_layout([[32768]] + [[2048] * 16] * 511))
-    assert measure(plan).max_over_mean <= 1.01
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"workers": Workers.uniform(1)}, "2 ranks, but only 1 workers"),
         ({"balance_tolerance": -1}, "balance_tolerance must be 0 or more"),
         ({"balance_tolerance": float("nan")}, "balance_tolerance must be 0 or more"),
+        *(
+            (
+                {"nodes": nodes, "workers": Workers.uniform(workers)},
+                f"nodes must have one number per worker, {workers} in all",
+            )
+            for nodes, workers in (((0,), 2), ((1, 0), 2), ((0, 2), 2), ((0, 1, 3), 3))
+        ),
+        ({"ranks_per_node": 3}, "ranks_per_node=3 does not divide the 2 ranks that train together; give"),
+        ({"ranks_per_node": (2, 2)}, "ranks_per_node=2,2 adds up to 4 ranks, but 2 ranks train"),
+        ({"ranks_per_node": (2, 0)}, "ranks_per_node=2,0 adds up to 2 ranks"),
         ({"balance_block_size": 0}, "balance_block_size must be at least 1"),
     ],
 )
@@ -83,20 +88,13 @@ def problems(draw):
     count = layout.ranks + draw(st.integers(0, 3))
     speeds = draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=count, max_size=count))
     bases = draw(st.lists(st.sampled_from([0.0, 0.0, 1e3, 1e5]), min_size=count, max_size=count))
-    return layout, Workers(tuple(speeds), tuple(bases)), draw(nodes_of_workers(layout.ranks, count))
-
-
-@st.composite
-def nodes_of_workers(draw, ranks, workers):
-    """Where links differ, ranks on consecutive nodes of any sizes, and servers among them or on nodes of their own."""
-    if draw(st.booleans()):
-        return None
+    # Where links differ, ranks are on consecutive nodes of any sizes, and servers among them or on nodes of their own.
     nodes = [0]
-    for _ in range(ranks - 1):
-        nodes.append(nodes[-1] + draw(st.integers(0, 1)))
-    for _ in range(workers - ranks):
-        nodes.append(draw(st.integers(0, max(nodes) + 1)))
-    return tuple(nodes)
+    for worker in range(1, count):
+        nodes.append(
+            nodes[-1] + draw(st.integers(0, 1)) if worker < layout.ranks else draw(st.integers(0, max(nodes) + 1))
+        )
+    return layout, Workers(tuple(speeds), tuple(bases)), draw(st.sampled_from([None, tuple(nodes)]))
 
 
 @settings(max_examples=300)
@@ -159,17 +157,14 @@ def test_a_rest_on_both_sides_costs_gathering(gather_cost, expected):
     assert len(left) == expected
 
 
-@pytest.mark.parametrize(
-    ("surplus", "partners", "flows"),
-    [
+def test_flows():
+    for surplus, partners, flows in (
         ([5.0, -9.0, -6.0, -2.0], {}, {0: [(2, 5.0)]}),  # to the tightest room that takes all
         ([12.0, -9.0, -6.0, -2.0], {}, {0: [(1, 9.0), (2, 3.0)]}),  # beyond every room, to the largest first
         ([5.0, -9.0, -6.0, -2.0], {0: {0, 1, 3}}, {0: [(1, 5.0)]}),  # to a partner that takes all
         ([5.0, 4.0, -5.0, -9.0, -4.0], {0: {0, 1}, 1: {0, 1}}, {0: [(3, 5.0)], 1: [(3, 4.0)]}),  # partners share
-    ],
-)
-def test_flows(surplus, partners, flows):
-    assert plan_flows(surplus, partners) == flows
+    ):
+        assert plan_flows(surplus, partners) == flows
 
 
 @given(st.lists(st.integers(-50, 50), min_size=1, max_size=12), st.sets(st.integers(0, 11)))
@@ -187,54 +182,19 @@ def test_flows_end_every_surplus_that_there_is_room_for(surplus, near):
     assert sum(extra for extra in left if extra > 0) == pytest.approx(max(wanted - room, 0))
 
 
-def test_reach_is_where_rows_cost_least():
-    price = Price(rows=16384, kv=4096, window=None)
-    flow = 1e8
-    ends = np.linspace((2 * flow) ** 0.5 + 1, 60000, 100001)
-    costs = price.of(np.sqrt(ends**2 - 2 * flow), ends, np.zeros(1))
-    assert ends[costs.argmin()] == pytest.approx(price.reach * (2 * flow) ** 0.5, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("stops", "window", "amount", "known", "expected"),
-    [
+def test_pairs_are_taken_from_these_tasks():
+    for stops, window, amount, known, expected in (
         ([1000, 30000, 900], None, 1e6, [0, 0, 0], {1: 1e6}),  # a small amount comes from one task
         ([1000] * 3, None, pairs(0, 1000) * 1.5, [0, 0, 0], {0: 500500.0, 1: 250250.0}),  # a large one from several
         ([5000, 5000], None, 1e5, [0, 5000], {1: 1e5}),  # from the task whose keys the taker has
         ([1, 1, 1], 1, 0.7572, [0, 0, 0], {0: 0.7572}),  # parts of rows are not collected from several tasks
-    ],
-)
-def test_pairs_are_taken_from_these_tasks(stops, window, amount, known, expected):
-    source = Source(np.zeros(len(stops), np.int64), np.array(stops), Price(16384, 4096, window))
-    assert source.take(amount, np.array(known)) == expected
+    ):
+        high = pairs(0, np.array(stops), window).astype(float)
+        assert take(Price(16384, 4096, window), np.zeros(len(stops)), high, amount, np.array(known)) == expected
 
 
-@pytest.mark.parametrize(
-    ("ranks", "per_node", "message"),
-    [
-        (20, 8, "ranks_per_node=8 does not divide the 20 ranks that train together; give"),
-        (4, 0, "ranks_per_node=0 does not divide the 4 ranks"),
-        (20, (8, 8), "ranks_per_node=8,8 adds up to 16 ranks, but 20 ranks train"),
-        (4, (4, 0), "ranks_per_node=4,0 adds up to 4 ranks"),
-        (4, (), "ranks_per_node= adds up to 0 ranks"),
-    ],
-)
-def test_node_sizes_that_do_not_fit(ranks, per_node, message):
-    with pytest.raises(ValueError, match=message):
-        node_sizes(ranks, per_node)
-
-
-def test_nodes_hold_what_their_ranks_hold():
-    layout = layout_of_nodes(fixed_layout([[4], [6, 2], [3]], 3), np.array([0, 0, 1]))
-    assert layout.segments.tolist() == [(0, 0, 4, 0, 0), (1, 0, 6, 0, 4), (2, 0, 2, 0, 10), (3, 0, 3, 1, 0)]
-    layout = layout_of_nodes(fixed_layout([[9, 3]], 4), np.array([0, 0, 1, 1]))  # 3 rows on each rank
-    assert layout.segments.tolist() == [(0, 0, 6, 0, 0), (0, 6, 9, 1, 0), (1, 0, 3, 1, 3)]
-
-
-def test_nodes_are_as_fast_as_their_workers_and_begin_as_late():
-    workers, nodes = Workers((1.0, 3.0, 2.0), (4.0, 0.0, 5.0)), np.array([0, 0, 1])
-    assert workers_of_nodes(workers, nodes) == Workers((4.0, 2.0), (1.0, 5.0))
-    ideal = ideals_inside(np.array([20, 0, 6]), workers, nodes)
+def test_workers_of_a_node_finish_together():
+    ideal = ideals_inside(np.array([20, 0, 6]), Workers((1.0, 3.0, 2.0), (4.0, 0.0, 5.0)), np.array([0, 0, 1]))
     assert ideal.tolist() == [6.0, 6.0, 8.0]  # (20 + 1 · 4) / 4, and 5 + 6 / 2
 
 
@@ -255,7 +215,7 @@ def test_nodes_are_as_fast_as_their_workers_and_begin_as_late():
 )  # fmt: skip
 def test_rows_of_other_nodes_go_to_those_with_room(rows, window, limit, of_nodes, expected):
     settings = PlanSettings(4, 64, balance_block_size=8)
-    problem = Problem.of(fixed_layout(rows), AttentionKind(window), settings, Workers.uniform(4), np.full(4, 0.01))
+    problem = Problem(fixed_layout(rows), AttentionKind(window), settings, Workers.uniform(4), np.full(4, 0.01))
     tasks = tasks_of_workers(np.array(of_nodes, TASK), problem, np.array([0, 0, 1, 1]), np.full(4, limit))
     assert tasks.tolist() == expected
 
@@ -279,12 +239,3 @@ def test_keys_cross_to_a_node_once():
     moved = bytes_by_link(plan, RowBytes(q=1, kv=1000000, o=1), nodes)
     assert len(there) >= 2
     assert moved[BETWEEN, 0].sum() // 1000000 == there["stop"].max()
-
-
-@pytest.mark.parametrize(
-    ("nodes", "workers"),
-    [((0, 0, 1), 4), ((1, 1, 0, 0), 4), ((0, 0, 2, 2), 4), ((0, 1, 0, 1), 4), ((0, 0, 1, 1, 3), 5)],
-)
-def test_nodes_that_are_not_numbered_in_order_are_refused(nodes, workers):
-    with pytest.raises(ValueError, match=f"nodes must have one number per worker, {workers} in all"):
-        balanced(fixed_layout([[8]] * 4), workers=Workers.uniform(workers), nodes=nodes)

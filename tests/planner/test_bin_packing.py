@@ -17,12 +17,9 @@ def packed(lengths, capacity):
     return list(pack_in_order(zip(lengths, range(len(lengths)), strict=True), capacity))
 
 
-def test_in_order_a_document_waits_for_sixteen_others_at_most():
+def test_in_order_a_document_waits_for_sixteen_others_at_most_and_no_more_are_read_than_needed():
     assert packed([3, 4, 2, 1, 5], 6) == [[0, 2, 3], [1], [4]]
     assert packed([1] + [6] * 40, 6) == [[number] for number in range(41)]
-
-
-def test_in_order_takes_no_more_documents_than_it_needs():
     source = iter([(4, "a"), (2, "b"), (1, "c")])
     assert next(pack_in_order(source, 6)) == ["a", "b"]
     assert next(source) == (1, "c")
@@ -59,29 +56,20 @@ def on_ranks(lengths, ranks, tokens_per_rank):
     return [documents.tolist() for documents in whole_documents(np.array(lengths), ranks, tokens_per_rank)]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "tokens_per_rank", "expected"),
-    [
-        # 7 | 5, then 4 to the second, 3 to the first, 1 to the second: 10 and 10; in halves 7 + 3 and 5 + (4, 1).
-        ([3, 7, 1, 5, 4], 10, [[1, 0], [3, 2, 4]]),
-        # 6 6 | 4 4 4: evenly 6 4 4 and 6 4 need 14; tightly 6 6 and 4 4 4.
-        ([6, 4, 6, 4, 4], 12, [[0, 2], [1, 4, 3]]),
-        # Longest first, 2 is left over both ways: evenly 5 3 | 3 3 2, tightly 5 3 | 3 3 2. So in their order.
-        ([5, 2, 2, 3, 3, 3], 9, [[0, 1, 2], [3, 5, 4]]),
-    ],
-    ids=["evenly", "tightly", "in order"],
-)
-def test_whole_documents_on_two_ranks(lengths, tokens_per_rank, expected):
-    assert on_ranks(lengths, 2, tokens_per_rank) == expected
+def test_whole_documents_on_two_ranks():
+    def on_ranks(lengths, tokens_per_rank):
+        return [documents.tolist() for documents in whole_documents(np.array(lengths), 2, tokens_per_rank)]
 
-
-def test_documents_that_do_not_fit():
+    # 7 | 5, then 4 to the second, 3 to the first, 1 to the second: 10 and 10; in halves 7 + 3 and 5 + (4, 1).
+    assert on_ranks([3, 7, 1, 5, 4], 10) == [[1, 0], [3, 2, 4]]
+    # 6 6 | 4 4 4: evenly 6 4 4 and 6 4 need 14; tightly 6 6 and 4 4 4.
+    assert on_ranks([6, 4, 6, 4, 4], 12) == [[0, 2], [1, 4, 3]]
+    # Longest first, 2 is left over both ways: evenly 5 3 | 3 3 2, tightly 5 3 | 3 3 2. So in their order.
+    assert on_ranks([5, 2, 2, 3, 3, 3], 9) == [[0, 1, 2], [3, 5, 4]]
     with pytest.raises(ValueError, match=r"document 1 has 11 tokens.*holds 10; raise tokens_per_rank.*long_documents"):
-        on_ranks([3, 11], 2, 10)
-    with pytest.raises(
-        ValueError, match="3 documents of 18 tokens do not fit on 2 ranks of 10 without cutting a document"
-    ):
-        on_ranks([6, 6, 6], 2, 10)
+        on_ranks([3, 11], 10)
+    with pytest.raises(ValueError, match="3 documents of 18 tokens do not fit on 2 ranks of 10 without cutting"):
+        on_ranks([6, 6, 6], 10)
 
 
 @pytest.mark.parametrize(

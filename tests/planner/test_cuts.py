@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hf_distca.planner.cuts import chains, halos
 from hf_distca.planner.layout import fixed_layout
-from tests.planner.drawn_plans import drawn_plans
+from tests.planner.carried_out import drawn_plans
 
 
 def test_halo_rows_written_out():

@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
+from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import (
     SMALLEST_SHARE,
     fixed_layout,
-    joint_layout,
     layout_of_kind,
     mirrored,
     split_documents,

@@ -17,7 +17,7 @@ from hf_distca.planner.metrics import (
     loads_of,
     query_rows_of,
 )
-from tests.planner.drawn_plans import drawn_plans
+from tests.planner.carried_out import drawn_plans
 from tests.planner.plan_checks import bytes_by_row, loads_by_row
 
 BYTES = RowBytes(q=100, kv=10, o=1000)

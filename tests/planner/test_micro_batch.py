@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.build import plan_placed
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.metrics import loads_of
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.carried_out import check

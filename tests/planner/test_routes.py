@@ -6,16 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.plan import TASK, Plan
+from hf_distca.plan import TASK, AttentionKind, Plan
 from hf_distca.planner.build import local_plan
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.intervals import table_of
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import bytes_by_link
+from hf_distca.planner.moves import MOVE, forward_inside_nodes
 from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
-from hf_distca.planner.routes.moves import MOVE, forward_inside_nodes
-from tests.planner.carried_out import check, exchange, local_rows, messages_of, routes_of
-from tests.planner.drawn_plans import plans_of_all_kinds
+from tests.planner.carried_out import check, exchange, local_rows, messages_of, plans_of_all_kinds, routes_of
 from tests.planner.test_stages import quarters
 
 BYTES = RowBytes(q=100, kv=10, o=1000)
@@ -86,7 +85,7 @@ def test_nothing_moves(lengths, ranks, tasks, workers, expected):
 )
 @settings(deadline=None)
 def test_where_nothing_moves_each_rank_computes_its_rows_and_nothing_crosses(placed, window):
-    plan = local_plan(fixed_layout(placed), window)
+    plan = local_plan(fixed_layout(placed), AttentionKind(window))
     assert nothing_moves(plan)
     for rank, lengths in enumerate(placed):
         routes = make_routes(plan, rank)

@@ -20,8 +20,7 @@ from hf_distca.planner.servers import (
     seconds_of,
 )
 from hf_distca.planner.settings import PlanSettings
-from tests.planner.carried_out import carried_out, local_rows
-from tests.planner.drawn_plans import plans_of_all_kinds
+from tests.planner.carried_out import carried_out, local_rows, plans_of_all_kinds
 from tests.planner.plan_checks import bytes_by_row, check_plan, loads_by_row
 
 ROWS = [[3000, 500], [700] * 5]

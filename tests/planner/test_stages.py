@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hf_distca.plan import TASK, Plan
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.moves import rows_to_move
 from hf_distca.planner.routes import make_routes
-from hf_distca.planner.routes.moves import rows_to_move
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import SMALLEST_STAGE, STAGES_ALONE, rows_by_stage, with_stages
-from tests.planner.drawn_plans import plans_of_all_kinds
+from tests.planner.carried_out import plans_of_all_kinds
 
 
 def quarters(length, ranks=4):

@@ -11,7 +11,7 @@ from hf_distca.planner.intervals import local_tasks
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import CountedPlan, RowsMoved, bytes_by_link, count_plan
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.routes.make import make_routes
+from hf_distca.planner.routes import make_routes
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links, Tasks
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.walk import walk_layer

@@ -44,7 +44,7 @@ MOVE = np.dtype(
 """Rows [start, stop) of a document that go from a rank to a worker."""
 CUT_TASK = np.dtype(
     [
-        *((name, np.int64) for name in MOVE.names or ()),
+        *MOVE.descr,
         ("keys_start", np.int64),  # first K/V row that is read
         ("keys_stop", np.int64),  # K/V rows below this row are sent to the worker; others are read in place
     ]
@@ -57,7 +57,6 @@ PIECE = 128
 """Least rows of a piece, a kernel block: rows that several ranks of a node read are divided among them in pieces."""
 PARTS = 8
 """Inverse of the share of a stage by which it may exceed its rows, and below which rows of a path stay together."""
-_SET_BITS = 62
 _WHOLE = 1 << 40
 """Size of a stage that holds everything."""
 _GOLDEN = (5**0.5 - 1) / 2
@@ -142,13 +141,10 @@ def _set_keys(tasks: Table, segment_start: IntArray, window: int | None) -> None
 
 
 def _in_stages_of_windows(tasks: Table, stage_rows: int, window: int, ranks: int) -> tuple[IntArray, Table]:
-    """Cut tasks of windowed attention so that each has all its keys in one stage.
+    """Cut tasks of windowed attention so that each has all its keys in one stage, and return the task of each piece.
 
     Rows within reach of the windows of two stages travel in both. A stage has at most `stage_rows` received rows, or
-    two windows if that is more.
-
-    Returns:
-        The task of each piece, and the pieces with their stage; 0 if a piece receives no rows.
+    two windows if that is more. A piece that receives no rows is in stage 0.
     """
     lengths, keys, target = row_counts(tasks), tasks["keys_stop"] - tasks["keys_start"], tasks["target"]
     # A query has the place of its own key among the rows sent to the worker, one task after another.
@@ -166,9 +162,7 @@ def _in_stages_of_windows(tasks: Table, stage_rows: int, window: int, ranks: int
 
 
 def forward_inside_nodes(moves: Table, nodes: Sequence[int] | None, ranks: int) -> tuple[Table, Table, IntArray]:
-    """Let rows that several ranks of another node receive cross to that node once.
-
-    The path of a document's rows does not depend on other documents. Servers get their rows directly.
+    """Let rows that several ranks of another node receive cross to that node once; servers get theirs directly.
 
     Returns:
         Moves of both hops, and for each of the second hop the index of the first hop's move that it forwards whole.
@@ -219,20 +213,17 @@ def forward_inside_nodes(moves: Table, nodes: Sequence[int] | None, ranks: int) 
 
 
 def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, ranks: int) -> tuple[Table, Table]:
-    """Divide the K/V rows of full attention into stages.
+    """Divide the K/V rows of full attention into stages; `via` is the first hop's move that each second one forwards.
 
     The rows on one path, from one rank to another and on to the same others, are divided evenly over the stages; few
     rows over few stages. So every rank has about equally much to receive and to compute in each stage. A stage exceeds
     `stage_rows` by an eighth at most, or by a row of each path.
-
-    Args:
-        via: [second] move of the first hop that each move of the second forwards.
     """
     stages = -(-int(rows_by_stage(first, second, ranks).max(initial=0)) // stage_rows)
     if stages <= 1:
         return first, second
-    others = np.zeros(len(first), np.int64)
-    np.bitwise_or.at(others, via, np.int64(1) << (second["target"] % _SET_BITS))
+    others = np.zeros(len(first), np.int64)  # the set of other ranks, as bits
+    np.bitwise_or.at(others, via, np.int64(1) << (second["target"] % 62))
     order = np.lexsort((first["start"], first["document"], others, first["target"], first["source"]))
     first, others, via = first.take(order), others[order], np.argsort(order)[via]
     ends = np.stack([first["source"], first["target"], others])
@@ -267,13 +258,3 @@ def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, rank
         if least == 1 or rows_by_stage(firsts, seconds, ranks).max() <= stage_rows * (1 + 1 / PARTS):
             return firsts, seconds
         least //= 2
-
-
-def nothing_moves(plan: Plan) -> bool:
-    """Return whether every rank holds rows, all of whole documents, and computes exactly these."""
-    layout, tasks = plan.layout, plan.tasks
-    if layout.has_cuts or not layout.tokens.all():
-        return False
-    rank = np.empty(len(layout.lengths), np.int64)
-    rank[layout.segments["document"]] = layout.segments["rank"]
-    return bool(np.array_equal(rank[tasks["document"]], tasks["worker"]))

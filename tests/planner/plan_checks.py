@@ -1,12 +1,11 @@
 """What every layout and every plan must be, checked row by row."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from hf_distca.plan import AttentionKind, Layout, Plan
 from hf_distca.planner.balance import balance
-from hf_distca.planner.cost import RowBytes, Workers
+from hf_distca.planner.cost import Workers
 from hf_distca.planner.settings import PlanSettings
 
 FULL = AttentionKind()
@@ -57,27 +56,3 @@ def loads_by_row(plan: Plan) -> list[int]:
     for _, start, stop, worker in plan.tasks.tolist():
         loads[worker] += sum(min(row + 1, plan.window or row + 1) for row in range(start, stop))
     return loads
-
-
-def bytes_by_row(plan: Plan, row_bytes: RowBytes) -> tuple[list[int], list[int]]:
-    """(sent, received) by each worker, counted row by row: the readable form of metrics.bytes_moved."""
-    ranks = plan.layout.segments["rank"].repeat(plan.layout.segments["stop"] - plan.layout.segments["start"])
-    home = dict(zip(rows_of(plan.layout.segments), ranks.tolist(), strict=True))
-    sent, received = [0] * plan.workers, [0] * plan.workers
-
-    def move(source: int, target: int, size: int) -> None:
-        if source != target:
-            sent[source] += size
-            received[target] += size
-
-    keys: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    for document, start, stop, worker in plan.tasks.tolist():
-        first = 0 if plan.window is None else max(0, start - plan.window + 1)
-        keys[worker] |= {(document, row) for row in range(first, stop)}
-        for row in range(start, stop):
-            move(home[document, row], worker, row_bytes.q)
-            move(worker, home[document, row], row_bytes.o)
-    for worker, rows in keys.items():
-        for row in rows:
-            move(home[row], worker, row_bytes.kv)
-    return sent, received

@@ -228,14 +228,3 @@ def test_a_surplus_stays_on_its_node():
     assert plan.nodes == (0, 0, 1, 1)
     assert loads.max() <= 1.01 * loads.mean()
     assert bytes_by_link(plan, RowBytes(), plan.nodes)[BETWEEN].sum() == 0
-
-
-def test_keys_cross_to_a_node_once():
-    layout = fixed_layout([[8192], [16], [16], [16]])
-    nodes = (0, 0, 1, 1)
-    plan = balanced(layout, nodes=nodes)
-    there = plan.tasks[plan.tasks["worker"] >= 2]
-    there = there[there["document"] == 0]
-    moved = bytes_by_link(plan, RowBytes(q=1, kv=1000000, o=1), nodes)
-    assert len(there) >= 2
-    assert moved[BETWEEN, 0].sum() // 1000000 == there["stop"].max()

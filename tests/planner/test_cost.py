@@ -1,50 +1,55 @@
+"""Costs, and the tables of rows on which the planner computes."""
+
+import itertools
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hf_distca.plan import AttentionKind
+from hf_distca.plan import TASK, AttentionKind
 from hf_distca.planner.cost import RowBytes, Workers, as_lengths, pairs, pairs_at, row_reaching
+from hf_distca.planner.intervals import ROWS, grain, merge_touching, overlaps, union
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_pairs_of_arrays_are_those_of_numbers(window):
+def test_pairs_and_their_inverse(window):
     starts, stops = np.array([0, 1, 5, 7]), np.array([0, 9, 8, 200])
     expected = [sum(min(p + 1, window or p + 1) for p in range(*rows)) for rows in zip(starts, stops, strict=True)]
     assert pairs(starts, stops, window).tolist() == expected
     assert [pairs(int(a), int(b), window) for a, b in zip(starts, stops, strict=True)] == expected
-
-
-@pytest.mark.parametrize("window", [None, 1, 7])
-def test_row_reaching_inverts_pairs(window):
-    rows = np.array([0, 1, 6, 7, 8, 1000])
+    rows = np.array([0, 1, 3, 6, 1000])
     amounts = pairs(0, rows, window)
     np.testing.assert_allclose(row_reaching(amounts, window), rows, atol=1e-9)
+    np.testing.assert_allclose([row_reaching(float(amount), window) for amount in amounts], rows, atol=1e-9)
     np.testing.assert_allclose(pairs_at(rows.astype(float), window), amounts)
 
 
-@pytest.mark.parametrize(
-    ("kind", "bytes_per_value", "expected"),
-    [
-        (AttentionKind(), 2, RowBytes()),
-        (AttentionKind(40, q_heads=14, kv_heads=2, dim_qk=64, dim_v=64), 4, RowBytes(q=3584, kv=1024, o=3584)),
-        (AttentionKind(None, q_heads=16, kv_heads=16, dim_qk=192, dim_v=128), 2, RowBytes(6144, 10240, 4096)),
-    ],
-    ids=["llama-3-8b", "groups", "latent"],
-)
-def test_row_bytes_of_a_kind(kind, bytes_per_value, expected):
-    assert RowBytes.of_kind(kind, bytes_per_value) == expected
+def test_row_bytes_of_a_kind():
+    assert RowBytes.of_kind(AttentionKind(), 2) == RowBytes()
+    kind = AttentionKind(None, q_heads=16, kv_heads=8, dim_qk=192, dim_v=128)
+    assert RowBytes.of_kind(kind, 4) == RowBytes(q=12288, kv=10240, o=8192)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("make", "message"),
     [
-        ({"q_heads": 32, "kv_heads": 5}, "kv_heads must divide q_heads, got q_heads=32 and kv_heads=5"),
-        ({"dim_v": 0}, "dim_v must be positive, got 0"),
-        ({"window": 0}, "window must be positive, got 0"),
+        (lambda: AttentionKind(q_heads=32, kv_heads=5), "kv_heads must divide q_heads, got q_heads=32 and kv_heads=5"),
+        (lambda: AttentionKind(dim_v=0), "dim_v must be positive, got 0"),
+        (lambda: Workers((1.0,), (0.0, 0.0)), "1 speeds and 2 base loads"),
+        (lambda: Workers((), ()), "0 speeds"),
+        (lambda: Workers((0.0,), (0.0,)), "speeds must be positive"),
+        (lambda: Workers((float("nan"),), (0.0,)), "speeds must be positive"),
+        (lambda: Workers((1.0,), (-1.0,)), "base loads must be finite and not negative"),
+        (lambda: as_lengths([1, 0]), "document 1 has length 0"),
+        (lambda: as_lengths([1.5]), "must be 64-bit integers"),
+        (lambda: as_lengths([True]), "must be 64-bit integers"),
+        (lambda: as_lengths([2**31]), "more than"),
     ],
 )
-def test_kinds_that_do_not_exist(sizes, message):
+def test_refused(make, message):
     with pytest.raises(ValueError, match=message):
-        AttentionKind(**sizes)
+        make()
 
 
 def test_ideal_time_fills_workers_up_to_one_level():
@@ -54,26 +59,46 @@ def test_ideal_time_fills_workers_up_to_one_level():
     assert Workers((1.0, 1.0), (50.0, 0.0)).ideal(30) == 50  # a base load above the level
 
 
-@pytest.mark.parametrize(
-    ("speed", "base", "message"),
-    [
-        ((1.0,), (0.0, 0.0), "1 speeds and 2 base loads"),
-        ((), (), "0 speeds"),
-        ((0.0,), (0.0,), "speeds must be positive"),
-        ((1.0,), (-1.0,), "base loads must be finite and not negative"),
-        ((float("nan"),), (0.0,), "speeds must be positive"),
-    ],
+def test_touching_rows_and_cuts():
+    table = np.array([(0, 0, 2, 0), (0, 2, 5, 0), (0, 6, 7, 0), (1, 7, 8, 0), (1, 8, 9, 1)], TASK)
+    assert merge_touching(table, "worker").tolist() == [(0, 0, 5, 0), (0, 6, 7, 0), (1, 7, 8, 0), (1, 8, 9, 1)]
+    # A cut leaves the block as far as it must.
+    assert [grain(128, 1, most) for most in (128, 127, 40, 0)] == [128, 64, 32, 1]
+    assert grain(12, 1, 2) == 2
+
+
+# (document, start, stop, worker), possibly without a row.
+TASKS = st.builds(
+    lambda document, start, rows, worker: (document, start, start + rows, worker),
+    *(st.integers(0, most) for most in (3, 9, 6, 2)),
 )
-def test_workers_refuse(speed, base, message):
-    with pytest.raises(ValueError, match=message):
-        Workers(speed, base)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [([1, 0], "document 1 has length 0"), ([1.5], "must be 64-bit integers"), ([True], "must be 64-bit integers"),
-     ([2**31], "more than")],
-)  # fmt: skip
-def test_lengths_refused(lengths, message):
-    with pytest.raises(ValueError, match=message):
-        as_lengths(lengths)
+@given(st.lists(TASKS, max_size=8))
+def test_unions_are_those_of_sets(drawn):
+    found = union(np.array(drawn, TASK)).tolist()
+    assert found == sorted(found, key=lambda task: (task[3], *task[:2]))
+    listed = [(worker, document, row) for document, start, stop, worker in found for row in range(start, stop)]
+    wanted = {(worker, document, row) for document, start, stop, worker in drawn for row in range(start, stop)}
+    assert listed == sorted(wanted)
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.sets(st.integers(1, 11))), min_size=1, max_size=4), st.data())
+def test_overlaps_are_those_of_sets(documents, data):
+    ordered = []
+    for document, (length, cuts) in enumerate(documents):
+        bounds = sorted({0, length} | {cut for cut in cuts if cut < length})
+        ordered += [(document, start, stop) for start, stop in itertools.pairwise(bounds)]
+    drawn = []
+    for _ in range(data.draw(st.integers(0, 6))):
+        document = data.draw(st.integers(0, len(documents) - 1))
+        start = data.draw(st.integers(0, documents[document][0] - 1))
+        drawn.append((document, start, data.draw(st.integers(start + 1, documents[document][0]))))
+    found = overlaps(np.array(drawn, ROWS), np.array(ordered, ROWS))
+    wanted = [
+        (first, second, max(start, begin), min(stop, end))
+        for first, (document, start, stop) in enumerate(drawn)
+        for second, (other, begin, end) in enumerate(ordered)
+        if document == other and max(start, begin) < min(stop, end)
+    ]
+    assert list(zip(*(each.tolist() for each in found), strict=True)) == wanted

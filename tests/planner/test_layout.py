@@ -15,28 +15,48 @@ from hf_distca.planner.layout import (
 )
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from tests.planner.plan_checks import check_layout, check_plan
+from tests.planner.plan_checks import check_layout, check_plan, rows_of
+
+LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 700)), max_size=25)
 
 
 def segments(layout):
     return [tuple(segment) for segment in layout.segments.tolist()]
 
 
-def test_fixed_layout_keeps_every_row_on_its_rank_or_divides_it_evenly():
-    layout = fixed_layout([[3, 2], [], [4]])
-    assert segments(layout) == [(0, 0, 3, 0, 0), (1, 0, 2, 0, 3), (2, 0, 4, 2, 0)]
-    layout = fixed_layout([[], [1], [8]], 9)
-    assert layout.tokens.tolist() == [0, 0, 0, 1, 0, 0, 3, 3, 2]
-    assert segments(layout) == [(0, 0, 1, 3, 0), (1, 0, 3, 6, 0), (1, 3, 6, 7, 0), (1, 6, 8, 8, 0)]
+@settings(max_examples=60)
+@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 4))
+def test_fixed_layouts_hold_every_row_once_and_mirror(rows, span):
+    layout = fixed_layout(rows, len(rows) * span)
+    check_layout(layout)
+    shares = [divmod(sum(row), span) for row in rows]
+    assert layout.tokens.tolist() == [share + (rank < extra) for share, extra in shares for rank in range(span)]
+    # Row after row, documents lie in their order.
+    assert rows_of(layout.segments) == sorted(rows_of(layout.segments))
+    check_layout(mirrored(layout))
+    assert mirrored(layout).tokens.tolist() == layout.tokens.tolist()[::-1]
+    assert segments(mirrored(mirrored(layout))) == segments(layout)
 
 
-def test_joint_layout_cuts_the_end_of_one_long_document():
+def test_joint_layouts_written_out():
     # Each rank ends up with half of the rows; the long document is cut once, at a block's boundary.
     layout = joint_layout([4096, 2048, 1024, 1024], 2, 4096)
     cuts = [row[1:3] for row in segments(layout) if row[0] == 0]
     assert len(cuts) == 2
     assert all(start % 128 == 0 for start, _ in cuts)
     assert sorted(row[1:3] for row in segments(joint_layout([5] * 6, 3, 10))) == [(0, 5)] * 6  # nothing to cut
+    # No document is cut between nodes that fits into one: each long one is more than a rank takes, but not a node.
+    layout = joint_layout([96, 96, 32, 32], 4, 64, node_sizes=(2, 2), balance_block_size=16)
+    assert layout.tokens.tolist() == [64] * 4
+    nodes = [{rank // 2 for document, *_, rank, _ in segments(layout) if document == which} for which in range(4)]
+    assert nodes in ([{0}, {1}, {0}, {1}], [{0}, {1}, {1}, {0}])
+    # Three ranks with as many rows and pairs each: the long documents go to the node of two.
+    layout = joint_layout([64] * 3, 3, 64, node_sizes=(1, 2))
+    assert segments(layout) == [(2, 0, 64, 0, 0), (0, 0, 64, 1, 0), (1, 0, 64, 2, 0)]
+    # Found by a search: one rank held the last segment of a document and its head.
+    layout = joint_layout([1, 1, 1, 3, 7, 41, 56, 56], 8, 21, balance_block_size=16)
+    check_layout(layout)
+    assert layout.tokens.tolist() == [21] * 6 + [20] * 2
 
 
 @pytest.mark.parametrize(
@@ -55,23 +75,6 @@ def test_joint_layout_cuts_the_end_of_one_long_document():
 def test_layouts_refuse(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 700)), max_size=25)
-
-
-def test_joint_layout_cuts_no_document_between_nodes_that_fits_into_one():
-    # Each long document is more than a rank takes, but not more than a node.
-    layout = joint_layout([96, 96, 32, 32], 4, 64, node_sizes=(2, 2), balance_block_size=16)
-    assert layout.tokens.tolist() == [64] * 4
-    nodes = [{rank // 2 for document, *_, rank, _ in segments(layout) if document == which} for which in range(4)]
-    assert nodes in ([{0}, {1}, {0}, {1}], [{0}, {1}, {1}, {0}])
-
-
-def test_joint_layout_gives_larger_nodes_more():
-    # Three ranks with as many rows and pairs each: the long documents go to the node of two.
-    layout = joint_layout([64] * 3, 3, 64, node_sizes=(1, 2))
-    assert segments(layout) == [(2, 0, 64, 0, 0), (0, 0, 64, 1, 0), (1, 0, 64, 2, 0)]
 
 
 @settings(max_examples=250)
@@ -95,25 +98,6 @@ def test_joint_layouts_hold_every_row_once_with_tokens_equal(lengths, sizes, win
         assert segments(layout) == segments(joint_layout(lengths, ranks, most, **settings))
 
 
-@settings(max_examples=60)
-@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 4))
-def test_fixed_layouts_hold_every_row_once(rows, span):
-    layout = fixed_layout(rows, len(rows) * span)
-    check_layout(layout)
-    shares = [divmod(sum(row), span) for row in rows]
-    assert layout.tokens.tolist() == [share + (rank < extra) for share, extra in shares for rank in range(span)]
-    # Row after row, documents lie in their order.
-    placed = [(document, start) for document, start, *_ in segments(layout)]
-    assert placed == sorted(placed)
-
-
-def test_joint_layout_of_documents_cut_at_both_ends():
-    # Found by a search: one rank held the last segment of a document and its head.
-    layout = joint_layout([1, 1, 1, 3, 7, 41, 56, 56], 8, 21, balance_block_size=16)
-    check_layout(layout)
-    assert layout.tokens.tolist() == [21] * 6 + [20] * 2
-
-
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 70))
 def test_chunks_are_documents_whose_rows_stay_where_they_are(lengths, ranks, chunk):
     layout = fixed_layout([lengths], ranks)
@@ -123,21 +107,11 @@ def test_chunks_are_documents_whose_rows_stay_where_they_are(lengths, ranks, chu
     for document, length in enumerate(lengths):
         for row in range(length):
             numbers.setdefault((document, row // chunk), len(numbers))
-    assert chunked.lengths.sum() == sum(lengths)
     assert len(chunked.lengths) == len(numbers)
-    assert rows_of(chunked) == {
-        (rank, offset): (numbers[document, row // chunk], row % chunk)
-        for (rank, offset), (document, row) in rows_of(layout).items()
-    }
-
-
-def rows_of(layout):
-    """The document and the row in it that lie at each place of each rank."""
-    return {
-        (rank, offset + row - start): (document, row)
-        for document, start, stop, rank, offset in layout.segments.tolist()
-        for row in range(start, stop)
-    }
+    for rank in range(ranks):
+        rows = rows_of(layout.of_rank(rank))
+        in_chunks = [(numbers[document, row // chunk], row % chunk) for document, row in rows]
+        assert rows_of(chunked.of_rank(rank)) == in_chunks
 
 
 @pytest.mark.parametrize("chunk", [16, 96])
@@ -156,21 +130,16 @@ def test_chunks_are_planned_beside_whole_documents(chunk):
         assert nano.plans[kinds[1]].layout is nano.layout
 
 
-def documents_split(lengths, ranks=1):
-    groups = split_documents(np.array(lengths, np.int64), ranks)
-    return groups and [group.tolist() for group in groups]
-
-
-def test_documents_go_to_the_smaller_group_longest_first():
-    assert documents_split([5, 4, 3, 2]) == [[0, 3], [1, 2]]
-    assert documents_split([2, 3, 4, 5]) == [[0, 3], [1, 2]]
-    assert documents_split([1, 1, 1]) == [[0, 2], [1]]
-
-
 @given(LENGTHS, st.integers(1, 9))
-def test_every_document_is_in_one_group_of_a_quarter_or_more(lengths, ranks):
-    groups = documents_split(lengths, ranks)
-    total = sum(lengths)
+def test_documents_are_divided_into_two_groups_of_a_quarter_or_more(lengths, ranks):
+    def documents_split(lengths, ranks=1):
+        groups = split_documents(np.array(lengths, np.int64), ranks)
+        return groups and [group.tolist() for group in groups]
+
+    # Longest first, each goes to the smaller group.
+    assert documents_split([5, 4, 3, 2]) == documents_split([2, 3, 4, 5]) == [[0, 3], [1, 2]]
+    assert documents_split([1, 1, 1]) == [[0, 2], [1]]
+    groups, total = documents_split(lengths, ranks), sum(lengths)
     if groups is None:
         # Groups of at least a quarter would have sufficed.
         assert len(lengths) < 2 or 2 * max(lengths) > total or total < 4 * ranks
@@ -182,21 +151,10 @@ def test_every_document_is_in_one_group_of_a_quarter_or_more(lengths, ranks):
 
 @given(st.lists(LENGTHS, max_size=4))
 def test_rows_are_cut_where_both_parts_have_their_share(rows):
-    def parts(row, cut):
-        return sum(row[:cut]), sum(row[cut:])
-
+    least = [[min(sum(row[:cut]), sum(row[cut:])) for cut in range(1, len(row))] for row in rows]
     cuts = split_placed(rows)
     if cuts is None:
-        assert any(all(min(parts(row, cut)) < SMALLEST_SHARE * sum(row) for cut in range(1, len(row))) for row in rows)
+        assert any(max(parts, default=-1) < SMALLEST_SHARE * sum(row) for row, parts in zip(rows, least, strict=True))
         return
-    for row, cut in zip(rows, cuts, strict=True):
-        assert min(parts(row, cut)) == max(min(parts(row, other)) for other in range(1, len(row)))
-        assert min(parts(row, cut)) >= SMALLEST_SHARE * sum(row)
-
-
-@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 3))
-def test_mirrored_twice_is_the_layout(rows, span):
-    layout = fixed_layout(rows, len(rows) * span)
-    check_layout(mirrored(layout))
-    assert mirrored(layout).tokens.tolist() == layout.tokens.tolist()[::-1]
-    assert mirrored(mirrored(layout)).segments.tolist() == layout.segments.tolist()
+    for row, cut, parts in zip(rows, cuts, least, strict=True):
+        assert parts[cut - 1] == max(parts) >= SMALLEST_SHARE * sum(row)

@@ -8,28 +8,32 @@ from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes, Workers
-from hf_distca.planner.metrics import loads_of
+from hf_distca.planner.metrics import bytes_moved, loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.carried_out import check
-from tests.planner.plan_checks import bytes_by_row, check_plan, loads_by_row
+from tests.planner.plan_checks import check_plan, loads_by_row
 
 LAYOUTS = ["joint", "fixed"]
 
 
-def halves(lengths, ranks, tokens_per_rank, layout):
-    settings = PlanSettings(ranks, tokens_per_rank, document_layout=layout, ping_pong=True)
-    return plan_micro_batch(lengths, settings)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_second_nano_batch_is_mirrored(layout):
-    # 5 rows on 3 ranks are 2, 2, 1, and 4 rows are 2, 1, 1: mirrored, every rank is full.
-    plan = halves([3, 2, 2, 2], 3, 3, layout)
-    assert [nano.documents.tolist() for nano in plan.nano_batches] == [[0, 3], [1, 2]]
-    assert [nano.layout.tokens.tolist() for nano in plan.nano_batches] == [[2, 2, 1], [1, 1, 2]]
-    assert plan.tokens.tolist() == [3, 3, 3]
+def test_two_nano_batches():
+    for layout in LAYOUTS:
+        # 5 rows on 3 ranks are 2, 2, 1, and 4 rows are 2, 1, 1: mirrored, every rank is full.
+        plan = plan_micro_batch([3, 2, 2, 2], PlanSettings(3, 3, document_layout=layout, ping_pong=True))
+        assert [nano.documents.tolist() for nano in plan.nano_batches] == [[0, 3], [1, 2]]
+        assert [nano.layout.tokens.tolist() for nano in plan.nano_batches] == [[2, 2, 1], [1, 1, 2]]
+        # Packed in order, ranks have rows of 3 | 2 and 1 | 1 and 2: 6, 3 + 1 and 2 + 3 pairs.
+        assert plan.summary.packed_max_over_mean == pytest.approx(6 / 5)
+    # The summary counts both.
+    settings = PlanSettings(2, 2500, document_layout="fixed", ping_pong=True)
+    plan = plan_micro_batch([1500, 1200, 900, 700, 400, 300], settings)
+    plans = [only for nano in plan.nano_batches for only in nano.plans.values()]
+    loads = np.sum([loads_by_row(each) for each in plans], axis=0)
+    moved = np.sum([bytes_moved(each, RowBytes()) for each in plans], axis=0)
+    assert plan.summary.max_over_mean == pytest.approx(loads.max() / loads.mean())
+    assert plan.summary.exchange.bytes_bottleneck == moved.max() > 0
 
 
 def test_what_is_mirrored_has_its_nodes_in_the_reverse_order():
@@ -40,18 +44,6 @@ def test_what_is_mirrored_has_its_nodes_in_the_reverse_order():
     for nano in plan_micro_batch([192, 192, 64, 64], settings).nano_batches:
         of_rank = [set(nano.layout.of_rank(rank)["document"].tolist()) for rank in range(4)]
         assert of_rank[0].isdisjoint(of_rank[1] | of_rank[2] | of_rank[3])
-
-
-def test_the_summary_counts_both_nano_batches():
-    # Packed in order, ranks have rows of 3 | 2 and 1 | 1 and 2: 6, 3 + 1 and 2 + 3 pairs.
-    summary = halves([3, 2, 2, 2], 3, 3, "fixed").summary
-    assert summary.packed_max_over_mean == pytest.approx(6 / 5)
-    plan = halves([1500, 1200, 900, 700, 400, 300], 2, 2500, "fixed")
-    plans = [only for nano in plan.nano_batches for only in nano.plans.values()]
-    loads = np.sum([loads_by_row(each) for each in plans], axis=0)
-    moved = np.sum([bytes_by_row(each, RowBytes()) for each in plans], axis=0)
-    assert plan.summary.max_over_mean == pytest.approx(loads.max() / loads.mean())
-    assert plan.summary.exchange.bytes_bottleneck == moved.max() > 0
 
 
 BLOCK, TOLERANCE = 4, 0.1
@@ -117,12 +109,10 @@ def test_rows_of_every_rank_are_divided():
     ]
     assert list(plan.held_by(1)) == [(2, 0, 2), (3, 0, 6)]
     assert list(plan.held_by(2)) == [(4, 0, 1), (5, 0, 1), (6, 0, 1)]
-
-
-@pytest.mark.parametrize(("rows", "ping_pong"), [([[4, 4], [8]], True), ([[4, 4], [2, 6]], False)])
-def test_rows_that_are_not_divided(rows, ping_pong):
-    (nano,) = plan_placed(rows, PlanSettings(2, 8, ping_pong=ping_pong)).nano_batches
-    lengths = [length for row in rows for length in row]
-    assert nano.documents.tolist() == list(range(len(lengths)))
-    assert nano.layout.lengths.tolist() == lengths
-    assert nano.layout.tokens.tolist() == [8, 8]
+    # Rows stay in one part where a rank has one document, or with one nano-batch.
+    for rows, ping_pong in (([[4, 4], [8]], True), ([[4, 4], [2, 6]], False)):
+        (nano,) = plan_placed(rows, PlanSettings(2, 8, ping_pong=ping_pong)).nano_batches
+        lengths = [length for row in rows for length in row]
+        assert nano.documents.tolist() == list(range(len(lengths)))
+        assert nano.layout.lengths.tolist() == lengths
+        assert nano.layout.tokens.tolist() == [8, 8]

@@ -6,18 +6,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.plan import TASK, AttentionKind, Plan
+from hf_distca.plan import TASK, AttentionKind, ExchangeFigures, Plan
 from hf_distca.planner.build import local_plan
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.intervals import table_of
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import bytes_by_link
+from hf_distca.planner.metrics import (
+    BETWEEN,
+    WITHIN,
+    bytes_by_link,
+    exchange_figures,
+    link_seconds,
+    loads_of,
+    query_rows_of,
+)
 from hf_distca.planner.moves import MOVE, forward_inside_nodes
 from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
 from tests.planner.carried_out import check, exchange, local_rows, messages_of, plans_of_all_kinds, routes_of
+from tests.planner.plan_checks import loads_by_row
 from tests.planner.test_stages import quarters
 
 BYTES = RowBytes(q=100, kv=10, o=1000)
+NODES = (0, 0, 1, 1)
 
 
 @settings(max_examples=500)
@@ -26,8 +36,10 @@ def test_every_query_sees_its_keys_once_and_results_go_home(plan, stage_rows):
     check(replace(plan, stage_rows=stage_rows))
 
 
-def halves(group, window=None):
+def halves(q_lens, k_lens, window=None):
     """[(query rows and keys of each task, rows of its queries, of its keys, pairs)] of each half of a group."""
+    q, k = np.array(q_lens, np.int64), np.array(k_lens, np.int64)
+    group = TaskGroup(q, k, np.arange(q.sum()), np.arange(k.sum()), q if window else q * (2 * k - q + 1) // 2)
     return [
         (list(zip(*(each.tolist() for each in (half.q_lens, half.k_lens)), strict=True)),
          *(each.tolist() for each in (half.q_rows, half.k_rows, half.task_pairs)))
@@ -35,64 +47,46 @@ def halves(group, window=None):
     ]  # fmt: skip
 
 
-def group(q_lens, k_lens):
-    q, k = np.array(q_lens, np.int64), np.array(k_lens, np.int64)
-    return TaskGroup(q, k, np.arange(q.sum()), np.arange(k.sum()), q * (2 * k - q + 1) // 2)
-
-
 def test_halves_of_the_pairs():
-    assert halves(group([], [])) == [([], [], [], [])] * 2
-    assert halves(group([1], [1])) == [([(1, 1)], [0], [0], [1]), ([], [], [], [])]
-    assert halves(group([2, 2], [2, 2])) == [([(2, 2)], [0, 1], [0, 1], [3]), ([(2, 2)], [2, 3], [2, 3], [3])]
-
-
-def test_a_task_in_the_middle_is_cut_into_its_first_queries_with_their_keys_and_the_others():
-    # 1 + 2 + 3 pairs and 4; the first three queries see three keys, the last one all.
-    assert halves(group([4], [4])) == [([(3, 3)], [0, 1, 2], [0, 1, 2], [6]), ([(1, 4)], [3], [0, 1, 2, 3], [4])]
+    assert halves([], []) == [([], [], [], [])] * 2
+    assert halves([1], [1]) == [([(1, 1)], [0], [0], [1]), ([], [], [], [])]
+    assert halves([2, 2], [2, 2]) == [([(2, 2)], [0, 1], [0, 1], [3]), ([(2, 2)], [2, 3], [2, 3], [3])]
+    # A task in the middle is cut into its first queries with their keys, and the others. 1 + 2 + 3 pairs and 4: the
+    # first three queries see three keys, the last one all.
+    assert halves([4], [4]) == [([(3, 3)], [0, 1, 2], [0, 1, 2], [6]), ([(1, 4)], [3], [0, 1, 2, 3], [4])]
     # 3, then 6 + 7 + 8 of a task that has five keys before its own rows, then 1: cut where 9 of 25 are done.
-    first, second = halves(group([2, 3, 1], [2, 8, 1]))
+    first, second = halves([2, 3, 1], [2, 8, 1])
     assert first == ([(2, 2), (1, 6)], [0, 1, 2], [*range(8)], [3, 6])
     assert second == ([(2, 8), (1, 1)], [3, 4, 5], [*range(2, 11)], [15, 1])
     # Each row sees one key.
-    first, second = halves(replace(group([4], [4]), task_pairs=np.array([4])), window=1)
-    assert (first[0], second[0]) == ([(2, 2)], [(2, 4)])
+    assert [half[0] for half in halves([4], [4], window=1)] == [[(2, 2)], [(2, 4)]]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "ranks", "tasks", "workers", "expected"),
-    [
-        (
-            [[2, 3], [4]],
-            None,
-            [(0, 0, 2, 0), (1, 0, 1, 0), (1, 1, 3, 0), (2, 0, 4, 1)],
-            3,
-            True,
-        ),  # in two parts
-        ([[2, 3], [4]], None, [(0, 0, 2, 0), (1, 0, 3, 1), (2, 0, 4, 1)], 2, False),  # a document elsewhere
-        ([[2, 3], [4]], None, [(0, 0, 2, 0), (1, 0, 3, 0), (2, 0, 2, 1), (2, 2, 4, 2)], 3, False),  # rows at a server
-        ([[2], []], None, [(0, 0, 2, 0)], 2, False),  # a rank without rows
+def test_nothing_moves():
+    for lengths, ranks, tasks, workers, expected in (
+        ([[2, 3], [4]], 2, [(0, 0, 2, 0), (1, 0, 1, 0), (1, 1, 3, 0), (2, 0, 4, 1)], 3, True),  # in two parts
+        ([[2, 3], [4]], 2, [(0, 0, 2, 0), (1, 0, 3, 1), (2, 0, 4, 1)], 2, False),  # a document elsewhere
+        ([[2, 3], [4]], 2, [(0, 0, 2, 0), (1, 0, 3, 0), (2, 0, 2, 1), (2, 2, 4, 2)], 3, False),  # rows at a server
+        ([[2], []], 2, [(0, 0, 2, 0)], 2, False),  # a rank without rows
         ([[2, 4]], 2, [(0, 0, 2, 0), (1, 0, 1, 0), (1, 1, 4, 1)], 2, False),  # a document on two ranks
-    ],
-)
-def test_nothing_moves(lengths, ranks, tasks, workers, expected):
-    plan = Plan(fixed_layout(lengths, ranks), np.array(sorted(tasks, key=lambda task: task[3]), TASK), workers)
-    assert nothing_moves(plan) == expected
+    ):
+        plan = Plan(fixed_layout(lengths, ranks), np.array(tasks, TASK), workers)
+        assert nothing_moves(plan) == expected
 
 
 @given(
     st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=4),
     st.sampled_from([None, 1, 3]),
 )
-@settings(deadline=None)
 def test_where_nothing_moves_each_rank_computes_its_rows_and_nothing_crosses(placed, window):
     plan = local_plan(fixed_layout(placed), AttentionKind(window))
     assert nothing_moves(plan)
     for rank, lengths in enumerate(placed):
         routes = make_routes(plan, rank)
-        assert not any(each.crossing for each in (routes.queries, *(stage.keys for stage in routes.stages)))
+        (stage,) = routes.stages
+        assert routes.queries.crossing is stage.keys.crossing is False
         assert routes.local.q_lens.tolist() == routes.local.k_lens.tolist() == lengths
         assert routes.local.q_rows.tolist() == list(range(sum(lengths)))
-        assert [len(stage.remote_kv.q_lens) + len(stage.remote_query.q_lens) for stage in routes.stages] == [0]
 
 
 @settings(max_examples=150)
@@ -117,6 +111,43 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
     within = node[:, None] == node
     by_link = [[of_link.sum(1).tolist(), of_link.sum(0).tolist()] for of_link in (moved * within, moved * ~within)]
     assert by_link == bytes_by_link(plan, BYTES, node).tolist()
+    assert loads_of(plan).tolist() == loads_by_row(plan)
+    assert query_rows_of(plan).sum() == plan.layout.lengths.sum()
+
+
+def plan_of(rows, tasks):
+    return Plan(fixed_layout(rows), np.array(tasks, TASK), 4)
+
+
+def test_bytes_within_and_between_nodes():
+    # Ranks 0 and 1 are one node, 2 and 3 the other. Rank 0 holds 4 rows; ranks 2 and 3 compute the last two.
+    plan = plan_of([[4], [], [], []], [(0, 0, 2, 0), (0, 2, 3, 2), (0, 3, 4, 3)])
+    moved = bytes_by_link(plan, BYTES, NODES)
+    assert moved[WITHIN].tolist() == [[0] * 4, [0] * 4]
+    assert moved[BETWEEN].tolist() == [[200 + 30 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 40]]
+    # Rows 0 to 2 are read by both: they go to rank 2 once, which forwards them.
+    forwarded = bytes_by_link(replace(plan, nodes=NODES), BYTES, NODES)
+    assert forwarded[WITHIN].tolist() == [[0, 0, 30, 0], [0, 0, 0, 30]]
+    assert forwarded[BETWEEN].tolist() == [[200 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 10]]
+    # 30 bytes at 1e-9 GB/s, 2000 at 100 times as much.
+    assert link_seconds(forwarded, 1e-9, 1e-7) == pytest.approx(30)
+    assert link_seconds(forwarded, 1e-9, 1e-9) == pytest.approx(2000)
+    # With two other nano-batches, workers send 240, 2000, 30, 0 within nodes and receive 2000, 240, 0, 30;
+    # between them they send 240, 240, 1000, 3000 and receive 2000, 2000, 130, 350.
+    within = plan_of([[4], [], [], []], [(0, 0, 2, 0), (0, 2, 4, 1)])
+    between = plan_of([[], [4], [], []], [(0, 0, 2, 1), (0, 2, 4, 3)])
+    added = forwarded + sum(bytes_by_link(each, BYTES, NODES) for each in (within, between))
+    assert exchange_figures(added, NODES) == ExchangeFigures(
+        bytes_total=6750,
+        bytes_bottleneck=4000,
+        bytes_within_nodes=2270,
+        bytes_within_nodes_bottleneck=2000,
+        bytes_within_nodes_busiest_node=2240,
+        bytes_between_nodes=4480,
+        bytes_between_nodes_bottleneck=3000,
+        bytes_between_nodes_busiest_node=4000,
+        link_seconds=pytest.approx(3000 / 50e9),
+    )
 
 
 def test_rows_on_one_path_are_divided_evenly_over_the_stages():
@@ -139,7 +170,7 @@ def test_rows_on_one_path_are_divided_evenly_over_the_stages():
 
 def test_rows_that_are_forwarded():
     # Each rank of two nodes of two computes its own two rows of a document of eight.
-    plan = replace(quarters(8, 4), nodes=(0, 0, 1, 1))
+    plan = replace(quarters(8, 4), nodes=NODES)
     check(plan)
     routes = routes_of(plan)
     # Ranks 2 and 3 read rows 0 to 3, two from each of ranks 0 and 1: they cross to one of them, and are forwarded to
@@ -150,32 +181,26 @@ def test_rows_that_are_forwarded():
     assert [mine.send_rows.tolist() for mine in forwarded[2:]] == [[0, 1], [0, 1]]
     # Rank 2 has rows 0 and 1, then 2 and 3 that rank 3 has forwarded; rank 3 rows 2 to 5, then 0 and 1.
     came = exchange(routes, 0, [local_rows(plan, worker) for worker in range(4)])
-    assert [[row for *_, (_, row) in came[rank].values()] for rank in (2, 3)] == [[0, 1, 2, 3], [2, 3, 4, 5, 0, 1]]
+    assert [[row for *_, (_, row) in came[rank]] for rank in (2, 3)] == [[0, 1, 2, 3], [2, 3, 4, 5, 0, 1]]
 
 
-def hops_of(rows, readers, document=0, targets=None, nodes=None):
+def hops_of(rows, targets, nodes, document=0):
     """[(source, target, first row, row behind the last)] of both hops of rows on rank 0 that other ranks read."""
-    targets = 1 + np.arange(readers) if targets is None else np.array(targets)
-    moves = table_of(MOVE, document=np.full(len(targets), document), stop=rows, target=targets)
-    hops = forward_inside_nodes(moves, nodes or (0,) + (1,) * readers, int(targets.max()) + 1)
+    moves = table_of(MOVE, document=np.full(len(targets), document), stop=rows, target=np.array(targets))
+    hops = forward_inside_nodes(moves, nodes, max(targets) + 1)
     return [[tuple(move) for move in hop[["source", "target", "start", "stop"]].tolist()] for hop in hops[:2]]
 
 
-@pytest.mark.parametrize(
-    ("rows", "first", "second"),
-    [
-        # Half and half: both readers receive and send as much.
-        (257, [(0, 1, 0, 129), (0, 2, 129, 257)], [(1, 2, 0, 129), (2, 1, 129, 257)]),
-        (255, [(0, 1, 0, 255)], [(1, 2, 0, 255)]),  # less than two blocks stay together
-    ],
-)
-def test_rows_that_two_ranks_read_cross_to_both_of_them(rows, first, second):
-    assert hops_of(rows, 2) == [first, second]
+def test_rows_that_two_ranks_read_cross_to_both_of_them():
+    # Half and half: both readers receive and send as much. Less than two blocks stay together.
+    first, second = hops_of(257, [1, 2], (0, 1, 1))
+    assert (first, second) == ([(0, 1, 0, 129), (0, 2, 129, 257)], [(1, 2, 0, 129), (2, 1, 129, 257)])
+    assert hops_of(255, [1, 2], (0, 1, 1)) == [[(0, 1, 0, 255)], [(1, 2, 0, 255)]]
 
 
 def test_rows_are_forwarded_whatever_the_number_of_documents_and_nodes():
     nodes, targets = [rank // 8 for rank in range(4096)], [8, 9, 4088, 4089]
     # Times nodes, and behind them rows: more than 63 bits.
-    few, many = (hops_of(100, 4, document, targets, nodes) for document in (0, 50_000))
+    few, many = (hops_of(100, targets, nodes, document) for document in (0, 50_000))
     assert few == many
     assert sum(stop - start for *_, start, stop in few[0]) == 2 * 100

@@ -70,8 +70,15 @@ def balance(
     if nodes is None:
         tasks = _over_groups(problem, group)
     else:
-        check_nodes(nodes, layout.ranks, len(workers))
         node = np.asarray(nodes)
+        # Nodes of ranks are the first ones, in the order of the ranks.
+        steps, named = np.diff(node[: layout.ranks], prepend=0), np.unique(node)
+        in_order = len(node) > 0 and node[0] == 0 and bool(np.all((steps == 0) | (steps == 1)))
+        if len(node) != len(workers) or not in_order or not np.array_equal(named, np.arange(len(named))):
+            raise ValueError(
+                f"nodes must have one number per worker, {len(workers)} in all: 0, 1, 2, … in the order of the "
+                f"{layout.ranks} ranks, then the nodes of dedicated servers; got {tuple(nodes)!r:.120}"
+            )
         first = np.unique(node, return_index=True)[1]
         # 1. Each node is one worker, and the touching rows of its ranks are one segment.
         *rows, rank = (layout.segments[name] for name in ("document", "start", "stop", "rank"))
@@ -124,19 +131,6 @@ def _passes(
         if finish < least:
             best, least = tasks, finish
     return best
-
-
-def check_nodes(nodes: Sequence[int], ranks: int, workers: int) -> None:
-    """Raise ValueError unless nodes of workers are numbered so that nodes of ranks are the first ones, in order."""
-    of_ranks = np.asarray(nodes[:ranks])
-    steps = np.diff(of_ranks, prepend=0)
-    named = np.unique(np.asarray(nodes))
-    in_order = len(of_ranks) and of_ranks[0] == 0 and bool(np.all((steps == 0) | (steps == 1)))
-    if len(nodes) != workers or not in_order or not np.array_equal(named, np.arange(len(named))):
-        raise ValueError(
-            f"nodes must have one number per worker, {workers} in all: 0, 1, 2, … in the order of the {ranks} ranks, "
-            f"then the nodes of dedicated servers; got {tuple(nodes)!r:.120}"
-        )
 
 
 def ideals_inside(loads: IntArray, workers: Workers, nodes: IntArray) -> FloatArray:

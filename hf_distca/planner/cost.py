@@ -21,10 +21,7 @@ MOST_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes of one exchanged row: Q and O of all query heads, K and V together of all key-value heads.
-
-    The defaults are Llama-3-8B in bfloat16: 32 query heads, 8 key-value heads, head_dim 128.
-    """
+    """Bytes of an exchanged row: Q, K and V together, O, of all heads; by default of Llama-3-8B in bfloat16."""
 
     q: int = 8192
     kv: int = 4096
@@ -33,11 +30,8 @@ class RowBytes:
     @classmethod
     def of_kind(cls, kind: AttentionKind, bytes_per_value: int) -> "RowBytes":
         """Return the bytes of rows of a kind of attention."""
-        return cls(
-            q=kind.q_heads * kind.dim_qk * bytes_per_value,
-            kv=kind.kv_heads * (kind.dim_qk + kind.dim_v) * bytes_per_value,
-            o=kind.q_heads * kind.dim_v * bytes_per_value,
-        )
+        values = (kind.q_heads * kind.dim_qk, kind.kv_heads * (kind.dim_qk + kind.dim_v), kind.q_heads * kind.dim_v)
+        return cls(*(each * bytes_per_value for each in values))
 
 
 @overload

@@ -3,9 +3,8 @@
 Only cut documents cost bytes: rows from row s on need K/V rows [0, s) of their document. So there are three phases:
 
 1. A document too large for one rank is cut from its end (`cut_large`). Besides its segment a rank takes the shortest
-   documents. So every cut lies as early in the document as possible. When these are used up, the head of the same
-   document fills the rank, since the segment needs the head's K/V rows anyway. The rows before all cuts are divided,
-   so that no single rank sends their K/V rows to all later segments.
+   documents, so that every cut lies as early as possible, or else the head of the same document, whose K/V rows the
+   segment needs anyway. The rows before all cuts are divided, so that no single rank sends them to all later segments.
 2. Other documents stay whole (`place_whole`). Longest first, each goes to the rank with the most missing pairs per
    missing token, so that every rank's need falls towards the shortest documents. Once the remaining documents hardly
    matter in pairs, each goes to the rank with the most room.

@@ -134,13 +134,11 @@ def split_placed(placed: Sequence[Sequence[int]]) -> list[int] | None:
     """
     cuts = []
     for lengths in placed:
-        if len(lengths) < 2:
+        *before, total = np.cumsum(lengths).tolist() or [0]
+        smaller = [min(first, total - first) for first in before]
+        if max(smaller, default=-1) < SMALLEST_SHARE * total:
             return None
-        *before, total = np.cumsum(lengths).tolist()
-        cut = min(range(len(before)), key=lambda at: abs(2 * before[at] - total))
-        if min(before[cut], total - before[cut]) < SMALLEST_SHARE * total:
-            return None
-        cuts.append(cut + 1)
+        cuts.append(smaller.index(max(smaller)) + 1)
     return cuts
 
 

@@ -25,13 +25,7 @@ def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBat
 
 
 def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
-    """Balance the core attention of documents that stay on the ranks where they lie.
-
-    With `settings.choices` the fastest of several plans is taken.
-
-    Args:
-        placed: for each rank, lengths of its documents in the order of its rows.
-    """
+    """Plan documents that stay where they lie, as `plan_micro_batch`; `placed` are the lengths of each rank's rows."""
     if settings.choices is None:
         return finished(lengths_of(placed), nano_batches_placed(placed, settings), settings)
     return choose_placed(placed, settings, settings.choices)

@@ -47,27 +47,19 @@ def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
     rows = (segments["stop"] - segments["start"])[order]
     is_cut = rows < layout.lengths[segments["document"][order]]
 
-    def summed(values: IntArray) -> IntArray:
-        return np.bincount(rank, values, ranks).astype(np.int64)
-
     def messages(source: IntArray, target: IntArray) -> IntArray:
         away, node = source != target, np.asarray(nodes)
         link = np.where(node[source] == node[target], 0, ranks)[away]
-        larger: IntArray = np.maximum(
-            *(np.bincount(link + ends[away], minlength=2 * ranks) for ends in (source, target))
-        )
-        return larger.reshape(2, ranks)
+        of_ends = [np.bincount(link + ends[away], minlength=2 * ranks) for ends in (source, target)]
+        return np.maximum(*of_ends).reshape(2, ranks)
 
     continued = np.flatnonzero(nth > 0)
-    return CountedCuts(
-        layout.tokens,
-        summed(rows * is_cut),
-        summed(rows * (nth > 0)),
-        summed(is_cut),
-        summed(~is_cut),
-        messages(rank[continued - 1], rank[continued]),
-        messages(rank[earlier], rank[later]),
+    counts = (
+        np.bincount(rank, values, ranks).astype(np.int64)
+        for values in (rows, rows * is_cut, rows * (nth > 0), is_cut, ~is_cut)
     )
+    halos, states = messages(rank[continued - 1], rank[continued]), messages(rank[earlier], rank[later])
+    return CountedCuts(*counts, halos, states)
 
 
 _Act = tuple[int, FloatArray | float, bool, FloatArray, NDArray[Any] | None, FloatArray | float]

@@ -30,28 +30,14 @@ from hf_distca.planner.intervals import (
     union,
 )
 
-MOVE = np.dtype(
-    [
-        ("document", np.int64),
-        ("start", np.int64),  # first row
-        ("stop", np.int64),  # one past the last row
-        ("source", np.int64),  # the rank that sends the rows, possibly to itself
-        ("target", np.int64),  # the worker that receives them
-        ("at", np.int64),  # number of row `start` among the holder's local rows
-        ("stage", np.int64),
-    ]
-)
-"""Rows [start, stop) of a document that go from a rank to a worker."""
-CUT_TASK = np.dtype(
-    [
-        *MOVE.descr,
-        ("keys_start", np.int64),  # first K/V row that is read
-        ("keys_stop", np.int64),  # K/V rows below this row are sent to the worker; others are read in place
-    ]
-)
+MOVE = np.dtype([(name, np.int64) for name in ("document", "start", "stop", "source", "target", "at", "stage")])
+"""Rows [start, stop) of a document that go from a rank, possibly to itself, to a worker. `at` is the number of row
+`start` among the holder's local rows."""
+CUT_TASK = np.dtype([*MOVE.descr, ("keys_start", np.int64), ("keys_stop", np.int64)])
 """Task whose query rows lie in one segment, and the move of these rows to the worker that computes them.
 
-With full attention a local task reads keys of its segment in place. With a window it reads all keys in place or none.
+K/V rows are read from `keys_start` on. Those below `keys_stop` are sent to the worker, others are read in place. With
+full attention a local task reads keys of its segment in place. With a window it reads all keys in place or none.
 """
 PIECE = 128
 """Least rows of a piece, a kernel block: rows that several ranks of a node read are divided among them in pieces."""
@@ -100,24 +86,17 @@ def rows_by_stage(first: Table, second: Table, ranks: int) -> IntArray:
     moves = joined(first, second)
     moves = moves.compress(moves["target"] < ranks)
     stages = int(moves["stage"].max(initial=0)) + 1
-    sent_received = [
-        np.bincount(moves["stage"] * ranks + moves[end], row_counts(moves), stages * ranks).reshape(stages, ranks)
-        for end in ("source", "target")
-    ]
-    return np.stack(sent_received, axis=1).astype(np.int64)
+    numbers = (moves["stage"] * ranks + moves[end] for end in ("source", "target"))
+    counted = [np.bincount(number, row_counts(moves), stages * ranks).reshape(stages, ranks) for number in numbers]
+    return np.stack(counted, axis=1).astype(np.int64)
 
 
 def _moves(rows: Table, held: Table, dtype: np.dtype[np.void]) -> Table:
     """Return moves of rows that lie in one segment each, `held`, to their workers."""
-    return table_of(
-        dtype,
-        document=rows["document"],
-        start=rows["start"],
-        stop=rows["stop"],
-        source=held["rank"],
-        target=rows["worker"],
-        at=held["offset"] + rows["start"] - held["start"],
-    )
+    document, start, stop = rows["document"], rows["start"], rows["stop"]
+    at = held["offset"] + start - held["start"]
+    ends = {"source": held["rank"], "target": rows["worker"]}
+    return table_of(dtype, document=document, start=start, stop=stop, at=at, **ends)
 
 
 def _parts(moves: Table, which: IntArray, first: IntArray, last: IntArray) -> Table:

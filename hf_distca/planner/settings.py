@@ -61,10 +61,8 @@ class PlanSettings:
         kernel: Name of the attention kernel; "auto" takes the device's kernel that suits most models.
         ranks_per_node: Number of consecutive ranks that share a node: one number, or one for each node. With 1, or
             with all ranks on one node, all links are alike.
-        choices: Choices that the planner makes for every micro-batch instead of the layout, tolerance and number of
-            nano-batches above; None for no choice.
-        slowness: [ranks] time that each rank takes for the same work, as a multiple of a usual rank; empty if all
-            ranks are alike.
+        choices: Choices that the planner makes for every micro-batch, instead of the settings above; None for none.
+        slowness: [ranks] time of each rank for the same work, as a multiple of a usual rank; empty if all are alike.
         row_work: Cost of a row besides core attention, in query-key pairs. It matters where ranks differ in speed.
 
     Raises:
@@ -106,12 +104,8 @@ class PlanSettings:
     @property
     def dominant_kind(self) -> AttentionKind:
         """Kind of the costliest layers, for which the joint layout is made: rows reach farthest."""
-
-        def cost(kind: AttentionKind) -> tuple[float, int]:
-            reach = min(inf if most is None else most for most in (kind.window, kind.chunk))
-            return reach, kind.q_heads * (kind.dim_qk + kind.dim_v)
-
-        return max(self.kinds, key=cost)
+        reach = {kind: min(kind.window or inf, kind.chunk or inf) for kind in self.kinds}
+        return max(self.kinds, key=lambda kind: (reach[kind], kind.q_heads * (kind.dim_qk + kind.dim_v)))
 
     def row_bytes(self, kind: AttentionKind) -> RowBytes:
         """Return the size of a row of Q, of K and V, and of O in one layer."""

@@ -109,13 +109,11 @@ def _over_groups(problem: Problem, groups: IntArray) -> Table:
 def _passes(
     problem: Problem, tasks: Table, ideal: FloatArray, limits: FloatArray, enough: FloatArray, groups: IntArray
 ) -> Table:
-    """Repeat passes until all workers finish in time, and return the best pass's tasks.
+    """Repeat passes until all workers finish by the time that is `enough`, and return the best pass's tasks.
 
     Args:
         ideal: [workers] time at which all workers of the same group would finish together.
-        limits: [workers] a worker that finishes by this time gives nothing.
-        enough: [workers] time by which each worker has to finish.
-        groups: [workers] groups between which nothing moves.
+        limits, groups: as in `balancing_pass`.
     """
 
     def latest(tasks: Table) -> float:
@@ -136,8 +134,7 @@ def _passes(
 def ideals_inside(loads: IntArray, workers: Workers, nodes: IntArray) -> FloatArray:
     """Return [workers] when all workers of the same node would finish together, for [workers] loads and nodes."""
     if not any(workers.base_load):
-        even: FloatArray = (np.bincount(nodes, loads) / np.bincount(nodes, workers.speed))[nodes]
-        return even
+        return np.asarray((np.bincount(nodes, loads) / np.bincount(nodes, workers.speed))[nodes])
     ideal = np.zeros(len(workers))
     for number in range(int(nodes.max()) + 1):
         here = np.flatnonzero(nodes == number)

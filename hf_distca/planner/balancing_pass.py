@@ -36,11 +36,6 @@ class Problem:
     Args:
         layout: rows are counted from 0 on.
         tolerance: [workers] how far above the ideal time a worker may finish, as a fraction of that time.
-
-    Attributes:
-        pair_window: window by which a row counts pairs; None for full causal attention.
-        gather_bytes: cost of gathering a row of K and V on the rank itself, in bytes sent.
-        as_laid_out: [tasks] of dtype TASK: every rank computes the rows that it holds.
     """
 
     def __init__(
@@ -49,10 +44,10 @@ class Problem:
         self.workers, self.tolerance = workers, tolerance
         self.block, self.window = settings.balance_block_size, kind.window
         self.origin = round(settings.row_overhead / self.block) * self.block
-        self.pair_window = None if kind.window is None else kind.window + self.origin
+        self.pair_window = None if kind.window is None else kind.window + self.origin  # by which a row counts pairs
         self.layout = Layout(layout.lengths + self.origin, moved_by(layout.segments, self.origin), layout.ranks)
         self.row_bytes = settings.row_bytes(kind)
-        self.gather_bytes = settings.gather_cost * self.row_bytes.kv
+        self.gather_bytes = settings.gather_cost * self.row_bytes.kv  # cost of gathering a row of K/V, in bytes sent
         self.as_laid_out = local_tasks(self.layout.segments)
 
     def loads(self, tasks: Table) -> IntArray:
@@ -66,14 +61,11 @@ class Price:
 
     Attributes:
         rows: bytes of Q and O of one row, as far as they count.
-        kv: bytes of K and V of one row.
-        origin: first row of every document, see `Problem`.
-        pair_window: window by which a row counts pairs.
         reach: where the cheapest rows of F pairs end, in units of √(2F).
     """
 
     def __init__(self, rows: float, kv: float, window: int | None, origin: int = 0) -> None:
-        self.rows, self.kv, self.window, self.origin = rows, kv, window, origin
+        self.rows, self.kv, self.window = rows, kv, window
         self.pair_window = None if window is None else window + origin
         # F pairs in [s, e) mean e² − s² = 2F, and the bytes (e − s)·rows + e·kv are least where
         # s = e / r with r = 1 + kv / rows, so e = √(2F)·r / √(r² − 1).
@@ -83,22 +75,18 @@ class Price:
     def of(self, start: FloatArray, stop: FloatArray, known: FloatArray | IntArray) -> FloatArray:
         """Return the bytes of rows [start, stop) for a worker that has K/V rows [origin, known) of the document."""
         first = known if self.window is None else np.maximum(start - self.window + 1, known)
-        result: FloatArray = (stop - start) * self.rows + np.maximum(stop - first, 0.0) * self.kv
-        return result
+        return np.asarray((stop - start) * self.rows + np.maximum(stop - first, 0.0) * self.kv)
 
 
 def take(price: Price, low: FloatArray, high: FloatArray, amount: float, known: IntArray) -> dict[int, float]:
-    """Choose the pairs to give from each task of a worker, for `amount` pairs in all at the least cost found.
+    """Return by task the pairs to give of a worker's tasks, `amount` in all, at the least cost found.
 
     The rows lie where the bytes are least, or at the task's end. Where they lie in the end is chosen later.
 
     Args:
         low: [tasks] pairs of the document's rows before the task.
-        high: [tasks] pairs of the document's rows up to the end of what is left of the task; lowered by what is taken.
+        high: [tasks] the same up to the end of what is left of the task; lowered by what is taken.
         known: [tasks] the taker already has the document's K/V rows up to this row.
-
-    Returns:
-        The pairs by index of the task.
     """
     window = price.pair_window
     start = row_reaching(low, window)

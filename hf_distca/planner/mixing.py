@@ -59,7 +59,7 @@ def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
         for values in (rows, rows * is_cut, rows * (nth > 0), is_cut, ~is_cut)
     )
     halos, states = messages(rank[continued - 1], rank[continued]), messages(rank[earlier], rank[later])
-    return CountedCuts(*counts, halos, states)
+    return CountedCuts(*counts, halos=halos, states=states)
 
 
 _Act = tuple[int, FloatArray | float, bool, FloatArray, NDArray[Any] | None, FloatArray | float]

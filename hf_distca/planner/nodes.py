@@ -18,19 +18,16 @@ def node_sizes(ranks: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ..
     Raises:
         ValueError: a number is not positive, or the numbers do not add up to the ranks.
     """
+    advice = "give the number of ranks of every node, in the order of the ranks, or 1 where all links are equally fast"
     if isinstance(ranks_per_node, int):
         if ranks_per_node < 1 or ranks % ranks_per_node:
             raise ValueError(
-                f"ranks_per_node={ranks_per_node} does not divide the {ranks} ranks that train together; give the "
-                "number of ranks of every node, in the order of the ranks, or 1 where all links are equally fast"
+                f"ranks_per_node={ranks_per_node} does not divide the {ranks} ranks that train together; {advice}"
             )
         return (ranks_per_node,) * (ranks // ranks_per_node)
-    sizes = tuple(ranks_per_node)
+    sizes, named = tuple(ranks_per_node), ",".join(map(str, ranks_per_node))
     if min(sizes, default=0) < 1 or sum(sizes) != ranks:
-        raise ValueError(
-            f"ranks_per_node={','.join(map(str, sizes))} adds up to {sum(sizes)} ranks, but {ranks} ranks train; give "
-            "the number of ranks of every node, in the order of the ranks, or 1 where all links are equally fast"
-        )
+        raise ValueError(f"ranks_per_node={named} adds up to {sum(sizes)} ranks, but {ranks} ranks train; {advice}")
     return sizes
 
 

@@ -100,12 +100,10 @@ class Stage:
 
     Attributes:
         forwarded: exchange of forwarded rows inside nodes; they come last among the received rows.
-        remote_kv: q_rows are local, k_rows received. With full attention the keys lie before the segment and are all
-            visible; results are merged with local ones. With a window a task has its whole window, bottom-right
-            causal.
-        remote_query: q_rows are received query rows, k_rows received key rows, bottom-right causal.
-        remote_query_prefix: received queries against keys before them, all of them visible; empty with one stage or a
-            window.
+        remote_kv: local queries. With full attention the received keys lie before the segment and are all visible;
+            results are merged with local ones. With a window a task has its whole window, bottom-right causal.
+        remote_query: received queries and keys, bottom-right causal.
+        remote_query_prefix: received queries and all keys before them; empty with one stage or a window.
     """
 
     keys: ExchangedRows
@@ -119,17 +117,13 @@ class Stage:
 class Routes:
     """Routes of one rank for one plan.
 
-    Attributes:
-        queries: exchange of Q rows, and of O, dO and dQ rows; never to the rank itself.
-        local: local tasks, whose queries and keys lie in one segment of this rank; q_rows and k_rows are local.
-        stages: exchanges of K/V rows, in order, with the tasks of each. Received key rows of each stage are counted
-            apart. Servers receive theirs in the first stage.
+    Received key rows of each stage are counted apart. Servers receive theirs in the first stage.
     """
 
     local_rows: int
-    queries: ExchangedRows
-    local: TaskGroup
-    stages: tuple[Stage, ...]
+    queries: ExchangedRows  # rows of Q, and of O, dO and dQ; never to the rank itself
+    local: TaskGroup  # tasks whose queries and keys lie in one segment of this rank; all rows are local
+    stages: tuple[Stage, ...]  # exchanges of K/V rows, in order, with the tasks of each
 
 
 def make_routes(plan: Plan, rank: int) -> Routes:

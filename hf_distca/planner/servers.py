@@ -15,14 +15,7 @@ from hf_distca.planner.balance import balance, ideals_inside
 from hf_distca.planner.balancing_pass import Problem, balancing_pass
 from hf_distca.planner.cost import Workers, pairs
 from hf_distca.planner.intervals import by_document, cut_at, merged, moved_by
-from hf_distca.planner.metrics import (
-    RowsMoved,
-    bytes_by_link,
-    exchange_figures,
-    link_seconds,
-    loads_of,
-    query_rows_of,
-)
+from hf_distca.planner.metrics import RowsMoved, bytes_by_link, exchange_figures, link_seconds, loads_of, query_rows_of
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import usual_stages, with_stages

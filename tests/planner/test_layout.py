@@ -5,14 +5,7 @@ from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.joint import joint_layout
-from hf_distca.planner.layout import (
-    SMALLEST_SHARE,
-    fixed_layout,
-    layout_of_kind,
-    mirrored,
-    split_documents,
-    split_placed,
-)
+from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.plan_checks import check_layout, check_plan, rows_of
@@ -128,33 +121,3 @@ def test_chunks_are_planned_beside_whole_documents(chunk):
             assert np.array_equal(nano.plans[kind].layout.tokens, nano.layout.tokens)
         assert nano.plans[kinds[0]].layout.lengths.max() == min(chunk, nano.layout.lengths.max())
         assert nano.plans[kinds[1]].layout is nano.layout
-
-
-@given(LENGTHS, st.integers(1, 9))
-def test_documents_are_divided_into_two_groups_of_a_quarter_or_more(lengths, ranks):
-    def documents_split(lengths, ranks=1):
-        groups = split_documents(np.array(lengths, np.int64), ranks)
-        return groups and [group.tolist() for group in groups]
-
-    # Longest first, each goes to the smaller group.
-    assert documents_split([5, 4, 3, 2]) == documents_split([2, 3, 4, 5]) == [[0, 3], [1, 2]]
-    assert documents_split([1, 1, 1]) == [[0, 2], [1]]
-    groups, total = documents_split(lengths, ranks), sum(lengths)
-    if groups is None:
-        # Groups of at least a quarter would have sufficed.
-        assert len(lengths) < 2 or 2 * max(lengths) > total or total < 4 * ranks
-        return
-    assert sorted(groups[0] + groups[1]) == list(range(len(lengths)))
-    assert all(group == sorted(group) for group in groups)
-    assert all(sum(lengths[document] for document in group) >= max(ranks, total / 4) for group in groups)
-
-
-@given(st.lists(LENGTHS, max_size=4))
-def test_rows_are_cut_where_both_parts_have_their_share(rows):
-    least = [[min(sum(row[:cut]), sum(row[cut:])) for cut in range(1, len(row))] for row in rows]
-    cuts = split_placed(rows)
-    if cuts is None:
-        assert any(max(parts, default=-1) < SMALLEST_SHARE * sum(row) for row, parts in zip(rows, least, strict=True))
-        return
-    for row, cut, parts in zip(rows, cuts, least, strict=True):
-        assert parts[cut - 1] == max(parts) >= SMALLEST_SHARE * sum(row)

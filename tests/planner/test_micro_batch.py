@@ -77,7 +77,12 @@ def test_plans(layout, window, lengths, nodes, server_nodes, ping_pong, stage_ro
     assert micro_batch.tokens.min() == sum(lengths) // ranks
     numbers = np.concatenate([nano.documents for nano in micro_batch.nano_batches])
     assert sorted(numbers.tolist()) == list(range(len(lengths)))
-    assert len(micro_batch.nano_batches) == 1 or min(n.layout.tokens.min() for n in micro_batch.nano_batches) > 0
+    tokens, total = [nano.layout.tokens for nano in micro_batch.nano_batches], sum(lengths)
+    if len(tokens) == 2:  # every rank has rows of each, and each has a quarter of all rows or more
+        assert np.min(tokens) > 0
+        assert min(map(sum, tokens)) >= total / 4
+    elif ping_pong:
+        assert len(lengths) == 1 or 2 * max(lengths) > total or total < 4 * ranks
     known = len(nodes) not in (1, ranks)
     of_servers = [node and len(nodes) - 1 for node in server_nodes]
     if server_nodes:
@@ -109,8 +114,8 @@ def test_rows_of_every_rank_are_divided():
     ]
     assert list(plan.held_by(1)) == [(2, 0, 2), (3, 0, 6)]
     assert list(plan.held_by(2)) == [(4, 0, 1), (5, 0, 1), (6, 0, 1)]
-    # Rows stay in one part where a rank has one document, or with one nano-batch.
-    for rows, ping_pong in (([[4, 4], [8]], True), ([[4, 4], [2, 6]], False)):
+    # Rows stay in one part where a rank has one document, or hardly any rows beside it, or with one nano-batch.
+    for rows, ping_pong in (([[4, 4], [8]], True), ([[4, 4], [7, 1]], True), ([[4, 4], [2, 6]], False)):
         (nano,) = plan_placed(rows, PlanSettings(2, 8, ping_pong=ping_pong)).nano_batches
         lengths = [length for row in rows for length in row]
         assert nano.documents.tolist() == list(range(len(lengths)))

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.plan import TASK, AttentionKind, ExchangeFigures, Plan
-from hf_distca.planner.build import local_plan
+from hf_distca.plan import TASK, ExchangeFigures, Plan
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.intervals import table_of
 from hf_distca.planner.layout import fixed_layout
@@ -21,7 +20,7 @@ from hf_distca.planner.metrics import (
     query_rows_of,
 )
 from hf_distca.planner.moves import MOVE, forward_inside_nodes
-from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
+from hf_distca.planner.routes import TaskGroup, nothing_moves
 from tests.planner.carried_out import check, exchange, local_rows, messages_of, plans_of_all_kinds, routes_of
 from tests.planner.plan_checks import loads_by_row
 from tests.planner.test_stages import quarters
@@ -72,21 +71,6 @@ def test_nothing_moves():
     ):
         plan = Plan(fixed_layout(lengths, ranks), np.array(tasks, TASK), workers)
         assert nothing_moves(plan) == expected
-
-
-@given(
-    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=4),
-    st.sampled_from([None, 1, 3]),
-)
-def test_where_nothing_moves_each_rank_computes_its_rows_and_nothing_crosses(placed, window):
-    plan = local_plan(fixed_layout(placed), AttentionKind(window))
-    assert nothing_moves(plan)
-    for rank, lengths in enumerate(placed):
-        routes = make_routes(plan, rank)
-        (stage,) = routes.stages
-        assert routes.queries.crossing is stage.keys.crossing is False
-        assert routes.local.q_lens.tolist() == routes.local.k_lens.tolist() == lengths
-        assert routes.local.q_rows.tolist() == list(range(sum(lengths)))
 
 
 @settings(max_examples=150)

@@ -114,11 +114,12 @@ class DistCAMixin(_Trainer):
 
     # Data
 
-    def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader[Any]:
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Return a loader of this rank's rows, for training and evaluation alike."""
         if not self._packs:
             with lengths_read_on_host(self, dataset):
-                return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
+                return super()._get_dataloader(dataset, *args, **kwargs)
+        is_training = kwargs.get("is_training", False)
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
         # The place has no capacity before training begins.
         capacity = int(self._progress.place.order.get(CAPACITY, 0)) if is_training else 0
@@ -293,13 +294,15 @@ class DistCAMixin(_Trainer):
 
     # Saving and resuming
 
-    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, int]:
         """Set up the state as Trainer does; return the first epoch and its completed micro-batches."""
-        epochs, _ = super()._init_training_state(max_steps, steps_per_epoch, *args, **kwargs)
+        epochs, _ = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
         place = self._progress.place
         if self.args.ignore_data_skip:
             place = DataPlace(place.order, epochs)
-        elif place.steps == steps_per_epoch:
+        elif place.steps == num_update_steps_per_epoch:
             place = DataPlace(place.order, place.epoch + 1)
         self._progress.begin(place)
         if self.state.global_step >= max_steps and self.is_world_process_zero():

@@ -10,7 +10,6 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
-    Trainer,
     TrainingArguments,
 )
 from transformers.training_args import OptimizerNames
@@ -102,7 +101,8 @@ class Given:
     """
 
     def __init__(self, trainer: type, named: Mapping[str, Any]) -> None:
-        self.named, self.args = named, named.get("args")
+        self.named = named
+        self.args: Any = named.get("args")
         self.packs = named.get("data_collator") is None
         of_trl = (base.__name__ for base in trainer.__mro__ if base.__module__.split(".")[0] == "trl")
         self.trl_trainer = next((name for name in of_trl if name.endswith("Trainer")), "")
@@ -347,7 +347,7 @@ TRAINER: tuple[Rule, ...] = (
 """Trainers that cannot train exactly as launched."""
 
 
-def check_trainer(trainer: Trainer) -> None:
+def check_trainer(trainer: Any) -> None:
     """Raise ValueError unless a trainer with model and accelerator can train exactly as launched."""
     args, model, accelerator = trainer.args, trainer.model, trainer.accelerator
     check(ROWS_ARE_PLACED, accelerator.parallelism_config)

@@ -9,7 +9,6 @@ import torch
 from accelerate import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
 from hf_distca import DistCAConfig
 from hf_distca.refusal import check
@@ -52,45 +51,39 @@ def test_towers_are_what_text_gives_no_gradient():
 
 
 def test_the_dtype_of_computation():
-    for argument, launch, divided, expected in (
+    for argument, launch, sizes, expected in (
         ("bf16", "no", None, torch.bfloat16),
         ("", "bf16", None, torch.bfloat16),
         ("", "fp16", None, torch.float16),
         ("", "no", None, torch.float32),
-        ("", "no", (2, True), torch.bfloat16),
-        ("", "no", (1, True), torch.float32),
-        ("fp16", "no", (2, True), torch.float16),
+        ("", "no", 2, torch.bfloat16),
+        ("", "no", 1, torch.float32),
+        ("fp16", "no", 2, torch.float16),
     ):
         args: Any = SimpleNamespace(bf16=argument == "bf16", fp16=argument == "fp16")
-        model: Any = SimpleNamespace(dtype=torch.float32, is_distributed_loading_by_transformers=divided is not None)
-        if divided is not None:
-            sizes = SimpleNamespace(dp_size=divided[0], fsdp_mixed_precision=divided[1])
-            model.config = SimpleNamespace(distributed_config=sizes)
+        config = SimpleNamespace(distributed_config=SimpleNamespace(dp_size=sizes, fsdp_mixed_precision=True))
+        model: Any = SimpleNamespace(dtype=torch.float32, config=config)
+        model.is_distributed_loading_by_transformers = sizes is not None
         accelerator: Any = SimpleNamespace(mixed_precision=launch)
         assert dtype_of_computation(model, args, accelerator) is expected
 
 
 def test_what_brings_gradients_together():
-    for kind, cls, engine, expected in (
-        ("NO", nn.Module, None, True),
-        ("MULTI_GPU", nn.Module, None, False),
-        ("MULTI_GPU", DistributedDataParallel, None, True),
-        ("FSDP", nn.Module, None, False),
-        ("FSDP", FullyShardedDataParallel, None, True),
-        ("DEEPSPEED", nn.Module, None, False),
-        ("DEEPSPEED", nn.Module, object(), True),
+    for kind, cls, expected in (
+        ("MULTI_GPU", nn.Module, False),
+        ("FSDP", nn.Module, False),
+        ("FSDP", FullyShardedDataParallel, True),
+        ("DEEPSPEED", nn.Module, False),
     ):
         model: Any = cls.__new__(cls)  # without a group
         nn.Module.__init__(model)
         model._fsdp_wrapped_module = nn.Module()
-        accelerator: Any = SimpleNamespace(distributed_type=DistributedType[kind], deepspeed_engine_wrapped=engine)
+        accelerator: Any = SimpleNamespace(distributed_type=DistributedType[kind], deepspeed_engine_wrapped=None)
         assert is_wrapped(model, accelerator) is expected
     # A model that was divided at load: by FSDP, or it trains on the same data.
-    model = nn.Module()
     model.is_distributed_loading_by_transformers = True
     for sizes, expected in ((None, True), (1, True), (2, False)):
-        config = None if sizes is None else SimpleNamespace(data_parallel_size=sizes)
-        accelerator = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, parallelism_config=config)
+        accelerator.parallelism_config = None if sizes is None else SimpleNamespace(data_parallel_size=sizes)
         assert is_wrapped(model, accelerator) is expected
 
 

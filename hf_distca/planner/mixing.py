@@ -54,12 +54,12 @@ def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
         return np.maximum(*of_ends).reshape(2, ranks)
 
     continued = np.flatnonzero(nth > 0)
-    counts = (
+    cut, follow, segments_cut, whole = (
         np.bincount(rank, values, ranks).astype(np.int64)
-        for values in (rows, rows * is_cut, rows * (nth > 0), is_cut, ~is_cut)
+        for values in (rows * is_cut, rows * (nth > 0), is_cut, ~is_cut)
     )
     halos, states = messages(rank[continued - 1], rank[continued]), messages(rank[earlier], rank[later])
-    return CountedCuts(*counts, halos=halos, states=states)
+    return CountedCuts(layout.tokens, cut, follow, segments_cut, whole, halos, states)
 
 
 _Act = tuple[int, FloatArray | float, bool, FloatArray, NDArray[Any] | None, FloatArray | float]

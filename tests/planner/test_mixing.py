@@ -57,11 +57,8 @@ def test_a_cut_document_waits_for_halos_and_states():
     assert walk(four)[0] == [4 + 3 + (4 * 2 + 4 * 3 + 2 * 0.5) + 31 + 4 * 4] * 2
 
 
-def test_whole_documents_do_not_wait():
-    assert walk(WHOLE) == ([30 * 7 + 0.5] * 2, [0, 0], [30 * 7 + 0.5] * 2)
-
-
 def test_exchanges_hide_behind_the_other_nano_batch_and_whole_documents():
+    assert walk(WHOLE) == ([30 * 7 + 0.5] * 2, [0, 0], [30 * 7 + 0.5] * 2)
     for direction in ("forward", "backward"):
         ends, waited, computed = walk(CUT, WHOLE, direction=direction)
         assert waited == [0.0, 0.0]
@@ -83,12 +80,6 @@ def step_costs(**changed: float) -> StepCosts:
     return StepCosts((KindCosts(KIND, 1, kernel, kernel),), 5e-7, 5e-7, 1.0, 0.0, Links(link, link), mixing=mixing)
 
 
-def chosen_group(costs: StepCosts, lengths: list[int]) -> int:
-    plan = plan_micro_batch(lengths, replace(SETTINGS, choices=Choices(costs)))
-    assert plan.choice.seconds == pytest.approx(predict_plan(plan, SETTINGS, costs).seconds, rel=1e-3)
-    return plan.choice.group
-
-
 def test_the_backward_takes_its_share():
     costs = replace(step_costs(), backward_factor=2.0)
     plan = plan_micro_batch([100, 100], replace(SETTINGS, document_layout="whole"))
@@ -96,10 +87,11 @@ def test_the_backward_takes_its_share():
 
 
 def test_documents_are_cut_only_as_long_as_a_cut_is_cheap():
-    lengths = [4000, 500, 500, 400]
-    assert chosen_group(step_costs(), lengths) == 2
-    for dear in ({"state": 1e8}, {"continued": 1e-4}):
-        assert chosen_group(step_costs(**dear), lengths) == 1
+    for changed, group in (({}, 2), ({"state": 1e8}, 1), ({"continued": 1e-4}, 1)):
+        costs = step_costs(**changed)
+        plan = plan_micro_batch([4000, 500, 500, 400], replace(SETTINGS, choices=Choices(costs)))
+        assert plan.choice.group == group
+        assert plan.choice.seconds == pytest.approx(predict_plan(plan, SETTINGS, costs).seconds, rel=1e-3)
 
 
 def test_equal_tokens_matter_more_the_more_layers_mix():

@@ -335,7 +335,7 @@ def bound_plan(
     """The plan bound to one of the ranks of a fake group."""
     exchange = Exchange(SimpleNamespace(exchange=group, node=group, closed=False))
     runtime = Runtime(device, exchange, MetaKernel(), Recorder(device), **options)
-    return BoundPlan.bind(plan, rank, runtime)
+    return BoundPlan(plan, rank, runtime)
 
 
 def counted(model: PreTrainedModel, bound: BoundPlan) -> Counting:

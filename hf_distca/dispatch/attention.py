@@ -12,14 +12,13 @@ different sizes, which autograd would reject.
 Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_distca.dispatch.bound import BoundPlan, LocalTasks
+from hf_distca.dispatch.bound import BoundGroup, BoundPlan
 from hf_distca.dispatch.checkpoints import is_checkpointed, is_recomputation
 from hf_distca.dispatch.executor import CoreAttention, without_autocast
 from hf_distca.dispatch.recorder import Work
@@ -70,9 +69,10 @@ def disaggregated_attention(
             kept_results.keep(key, (o_THE.detach(), lse_TH))
         return o_THE
     parts = []
-    for nano, *qkv in zip(
-        plan.nano_batches, *(_by_nano_batch(x_T, plan) for x_T in (q_THD, k_TGD, v_TGE)), strict=True
-    ):
+    # The backward of slices, instead of a split, would copy each slice into zeros of all rows.
+    sizes = [nano.rows for nano in plan.nano_batches]
+    divided = [(x_T,) if len(sizes) == 1 else torch.split(x_T, sizes) for x_T in (q_THD, k_TGD, v_TGE)]
+    for nano, *qkv in zip(plan.nano_batches, *divided, strict=True):
         if kind not in nano.routes:
             raise ValueError(
                 f"a layer has {kind}, but the plan was made for {'; '.join(map(str, (*plan.local, *nano.routes)))}; "
@@ -81,11 +81,11 @@ def disaggregated_attention(
         key = (module, nano.index)
         were_kept = recomputes and key in kept_results
         known = kept_results.take(key) if were_kept else None
+        kept: Kept = "nothing"
         # Results kept through a checkpoint outlive the rows that the first forward received.
-        receives_again = keeps or were_kept or not plan.runtime.keep_received
-        # With sinks, the worker's O and LSE are not final.
-        kept: Kept = "nothing" if receives_again else "results" if sinks_H is None else "received"
-        parts.append((CoreAttention(plan.runtime, nano, kind, params, layer=layer, kept=kept, known=known), qkv))
+        if plan.runtime.keep_received and not keeps and not were_kept:
+            kept = "results" if sinks_H is None else "received"  # with sinks, the worker's O and LSE are not final
+        parts.append((CoreAttention(plan.runtime, nano, kind, params, layer, kept, known), qkv))
 
     # The order is the same whether both nano-batches are here or take turns: ranks stay in step even if nano-batches
     # take turns on some ranks only. A recomputation keeps the order too: checkpointing matches saved tensors by order.
@@ -102,12 +102,6 @@ def disaggregated_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _by_nano_batch(x_T: Tensor, plan: BoundPlan) -> Sequence[Tensor]:
-    """Split rows by nano-batch. The backward of slices would copy each slice into zeros of all rows."""
-    rows = [nano.rows for nano in plan.nano_batches]
-    return (x_T,) if len(rows) == 1 else torch.split(x_T, rows)
-
-
 class _Local(torch.autograd.Function):
     """Core attention of all rows of a rank where nothing moves."""
 
@@ -115,7 +109,7 @@ class _Local(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: BoundPlan,
-        tasks: LocalTasks,
+        tasks: BoundGroup,
         params: AttentionParams,
         layer: int | None,
         known: tuple[Tensor, ...] | None,
@@ -162,7 +156,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.core.end().results.of_local_rows()
+        return None, *ctx.core.end().results.of("local")
 
 
 class _Compute(torch.autograd.Function):
@@ -195,7 +189,7 @@ class _Receive(torch.autograd.Function):
         known, core.known = core.known, None  # autograd keeps them, or hooks that offload them
         if known is None:
             ended = core.end()
-            known, received = _with_sinks(ended.results.of_local_rows(), sinks_H), ended.kept()
+            known, received = _with_sinks(ended.results.of("local"), sinks_H), ended.kept()
         ctx.received = tuple(received)
         return _save(ctx, (q_THD, k_TGD, v_TGE), known, sinks_H, *received.values())
 

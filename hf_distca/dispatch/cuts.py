@@ -17,7 +17,7 @@ Shape suffixes: T local rows of a nano-batch, X rows with room for halos, C chan
 a state, R rows or states that arrive.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,12 +27,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hf_distca.dispatch.checkpoints import KeptResults, is_checkpointed, is_recomputation
-from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
+from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route, bound_route
 from hf_distca.dispatch.recorder import NOT_MEASURED, Recorder, Work
-from hf_distca.dispatch.rows import IndexBuffer, RowSum, row_index
+from hf_distca.dispatch.rows import IndexBuffer, RowSum
 from hf_distca.plan import Direction, Layout
 from hf_distca.planner.cuts import Chains, Halos, chains, halos
-from hf_distca.planner.routes import ExchangedRows
 
 
 class Packing(NamedTuple):
@@ -45,11 +44,6 @@ class Packing(NamedTuple):
 
     cu_seqlens: Tensor
     seq_idx: Tensor
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    apply: Any = function.apply
-    return apply(*args)
 
 
 class BoundCuts:
@@ -107,7 +101,7 @@ class BoundHalos:
         self.places_T = buffer.place(table.places)
         self.received_places_R = buffer.place(table.received_places)
         self.local_rows, self.local_places = buffer.place(table.local_rows), buffer.place(table.local_places)
-        self.route = _route(table.messages, buffer)
+        self.route = bound_route(table.messages, buffer)
         local = len(table.places)
         rows_of = {"rows": np.arange(local), "local": table.local_rows, "ranks": table.messages.send_rows}
         self.sums = RowSum(rows_of, local, buffer)
@@ -115,26 +109,14 @@ class BoundHalos:
 
 
 class BoundChains:
-    """States that cut segments exchange, as index tensors, see `Chains`.
-
-    Attributes:
-        cut: this rank's segments of cut documents, among all its segments.
-        continued: for each of them, whether earlier segments of its document exist.
-        continues: for each of them, whether later segments exist.
-    """
+    """States that cut segments exchange, see `Chains`."""
 
     def __init__(self, table: Chains, buffer: IndexBuffer) -> None:
         self.cut: tuple[int, ...] = tuple(table.cut.tolist())
         self.earlier, self.later = table.earlier, table.later
-        self.continued, self.continues = tuple(map(bool, table.earlier)), tuple(map(bool, table.later))
         self.received = buffer.place(table.received)
-        self.route = _route(table.messages, buffer)
+        self.route = bound_route(table.messages, buffer)
         buffer.send()
-
-
-def _route(messages: ExchangedRows, buffer: IndexBuffer) -> Route:
-    rows = row_index(messages.send_rows, buffer)
-    return Route(messages.send_counts.tolist(), messages.recv_counts.tolist(), messages.crossing, rows)
 
 
 class _Exchange:
@@ -168,7 +150,7 @@ class _Exchange:
         self.known = kept.take(self._key) if recomputes and self._key in kept else None
         self._buffer: ExchangeBuffer | None = None
 
-    def keep(self, received: Sequence[Tensor]) -> None:
+    def keep(self, received: Iterable[Tensor]) -> None:
         """Keep what arrived for a recomputation, if there will be one."""
         if self._keeps:
             self._kept.keep(self._key, tuple(each.detach() for each in received))
@@ -191,23 +173,25 @@ class _Exchange:
 
 
 class HaloExchange(_Exchange):
-    """Exchange of the rows before each segment."""
+    """Exchange of the rows before each segment.
+
+    Attributes:
+        d_x_XC: gradient of the rows with halos, while the halos' part travels.
+    """
 
     def __init__(self, bound: BoundHalos, *args: Any, **kwargs: Any) -> None:
         super().__init__("halos", *args, **kwargs)
         self.bound = bound
-        self.d_extended_XC: Tensor | None = None
+        self.d_x_XC: Tensor | None = None
 
     def send(self, x_TC: Tensor) -> Tensor:
         """Start the exchange and return a token for `receive`."""
-        token: Tensor = _apply(_SendHalos, self, x_TC)
+        token: Tensor = _SendHalos.apply(self, x_TC)
         return token
 
     def receive(self, token: Tensor, x_TC: Tensor) -> Tensor:
         """Return the rows with each segment's halo before it: x_XC."""
-        x_XC: Tensor
-        x_XC, received_RC = _apply(_ReceiveHalos, self, token, x_TC)
-        self.keep([received_RC])
+        x_XC: Tensor = _ReceiveHalos.apply(self, token, x_TC)
         return x_XC
 
 
@@ -223,7 +207,7 @@ class _SendHalos(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
         exchange, bound = ctx.exchange, ctx.exchange.bound
-        d_x_XC, exchange.d_extended_XC = exchange.d_extended_XC, None
+        d_x_XC, exchange.d_x_XC = exchange.d_x_XC, None
         (returned_RC,) = exchange.wait("backward")
         d_x_TC, d_local = d_x_XC.index_select(0, bound.places_T), d_x_XC.index_select(0, bound.local_places)
         return None, bound.sums.add_up([d_x_TC, d_local, returned_RC])
@@ -231,21 +215,21 @@ class _SendHalos(torch.autograd.Function):
 
 class _ReceiveHalos(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: HaloExchange, token: Tensor, x_TC: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, exchange: HaloExchange, token: Tensor, x_TC: Tensor) -> Tensor:
         ctx.exchange, bound = exchange, exchange.bound
-        received_RC = exchange.wait("forward")[0].clone() if exchange.known is None else exchange.known[0]
+        (received_RC,) = exchange.wait("forward") if exchange.known is None else exchange.known
+        exchange.keep(map(torch.clone, [received_RC]))  # cloned only if kept: the exchange reuses its memory
         x_XC = x_TC.new_zeros((bound.rows, *x_TC.shape[1:]))
         x_XC.index_copy_(0, bound.places_T, x_TC)
         x_XC.index_copy_(0, bound.local_places, x_TC.index_select(0, bound.local_rows))
         x_XC.index_copy_(0, bound.received_places_R, received_RC)
-        ctx.mark_non_differentiable(received_RC)
-        return x_XC, received_RC
+        return x_XC
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_x_XC: Tensor, _received: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_x_XC: Tensor) -> tuple[Tensor | None, ...]:
         exchange, bound = ctx.exchange, ctx.exchange.bound
-        exchange.d_extended_XC = d_x_XC
+        exchange.d_x_XC = d_x_XC
         exchange.start(bound.route, [d_x_XC.index_select(0, bound.received_places_R)], back=True)
         return None, d_x_XC.new_empty(0), None
 
@@ -264,7 +248,6 @@ class StateExchange(_Exchange):
         shapes: of A and of B.
 
     Attributes:
-        own: A, and B or the gradients of S_in, of all cut segments of this rank, while they are exchanged.
         states: S_in of this rank's continued segments, in the backward.
     """
 
@@ -273,7 +256,8 @@ class StateExchange(_Exchange):
     ) -> None:
         super().__init__("states", *args, **kwargs)
         self.bound, self._shapes = bound, shapes
-        self.own: list[Tensor] = []
+        # A, and B or the gradients of S_in, of all cut segments of this rank, while they are exchanged.
+        self._own: list[Tensor] = []
         self.states: Sequence[Tensor] = ()
 
     def send(self, transitions: Sequence[Transition], anchors: Sequence[Tensor]) -> Tensor:
@@ -284,7 +268,7 @@ class StateExchange(_Exchange):
             anchors: tensors that need a gradient on every rank or on none.
         """
         factors, offsets = [a for a, _ in transitions], [b for _, b in transitions]
-        token: Tensor = _apply(_SendStates, self, *factors, *offsets, *anchors)
+        token: Tensor = _SendStates.apply(self, *factors, *offsets, *anchors)
         return token
 
     def receive(
@@ -296,10 +280,9 @@ class StateExchange(_Exchange):
             rows: results of this rank that need a gradient on every rank or on none; they are returned, to be used in
                 their place.
         """
-        rows, *states = _apply(_ReceiveStates, self, token, rows, *(factor for factor, _ in transitions))
-        self.keep(states)
+        rows, *states = _ReceiveStates.apply(self, token, rows, *(factor for factor, _ in transitions))
         arrived = iter(states)
-        return rows, [next(arrived) if continued else None for continued in self.bound.continued]
+        return rows, [next(arrived) if earlier else None for earlier in self.bound.earlier]
 
     def exchange(
         self,
@@ -310,19 +293,19 @@ class StateExchange(_Exchange):
         back: bool = False,
     ) -> None:
         """Start to send A, and B or gradients of S_in, of all cut segments: zeros where no rank reads them."""
-        self.own = []
+        self._own = []
         for shape, parts in zip(self._shapes, (factors, states), strict=True):
             column = torch.zeros((len(parts), *shape), dtype=torch.float32, device=device)
             for number, part in enumerate(parts):
                 if part is not None:
                     column[number] = part
-            self.own.append(column)
-        columns = [column.index_select(0, self.bound.received) for column in self.own] if back else self.own
+            self._own.append(column)
+        columns = [column.index_select(0, self.bound.received) for column in self._own] if back else self._own
         self.start(self.bound.route, columns, back=back)
 
     def arrived(self, direction: Direction) -> tuple[list[Tensor], list[Tensor]]:
         """Return A, and B or gradients of S_in, of all segments that a table of `Chains` numbers."""
-        own, self.own = self.own, []
+        own, self._own = self._own, []
         factors, states = ([*ours, *theirs] for ours, theirs in zip(own, self.wait(direction), strict=True))
         return factors, states
 
@@ -347,14 +330,14 @@ class _SendStates(torch.autograd.Function):
         d_factors: list[Tensor | None] = []
         gradients: list[Tensor | None] = []
         for earlier, later in zip(exchange.bound.earlier, exchange.bound.later, strict=True):
-            gradient = None
-            if later:
-                gradient = d_states[later[-1]].clone()  # not in memory that is used again
-                for number in reversed(later[:-1]):
-                    gradient = d_states[number] + _transposed_times(factors[number], gradient)
+            gradient = _chained(later[::-1], factors, d_states, _transposed_times) if later else None
             gradients.append(gradient)
             state = next(states) if earlier else None
-            d_factors.append(None if state is None or gradient is None else _outer(gradient, state, factors[0].dim()))
+            d_factor = None
+            if state is not None and gradient is not None:
+                of_matrix = factors[0].dim() == 3
+                d_factor = gradient @ state.mT if of_matrix else (gradient * state).sum((1, 2))
+            d_factors.append(d_factor)
         return None, *d_factors, *gradients, *[None] * ctx.others
 
 
@@ -363,17 +346,11 @@ class _ReceiveStates(torch.autograd.Function):
     def forward(
         ctx: Any, exchange: StateExchange, token: Tensor, rows: Tensor, *factors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        before: list[Tensor] = []
-        if exchange.known is not None:
-            before = list(exchange.known)
-        else:
+        ctx.exchange, before = exchange, exchange.known
+        if before is None:
             of_all, offsets = exchange.arrived("forward")
-            for earlier in filter(None, exchange.bound.earlier):
-                state = offsets[earlier[0]].clone()  # not in memory that is used again
-                for number in earlier[1:]:
-                    state = offsets[number] + _times(of_all[number], state)
-                before.append(state)
+            before = tuple(_chained(each, of_all, offsets, _times) for each in exchange.bound.earlier if each)
+        exchange.keep(before)
         ctx.states = len(before)
         ctx.save_for_backward(*before, *factors)
         return rows, *before
@@ -385,9 +362,21 @@ class _ReceiveStates(torch.autograd.Function):
         saved = ctx.saved_tensors  # unpacked once, as checkpoints want it
         exchange.states, factors = saved[: ctx.states], saved[ctx.states :]
         arrived = iter(d_before)
-        d_states = [next(arrived) if continued else None for continued in exchange.bound.continued]
+        d_states = [next(arrived) if earlier else None for earlier in exchange.bound.earlier]
         exchange.exchange(factors, d_states, d_rows.device, back=True)
         return None, d_rows.new_empty(0), d_rows, *[None] * len(factors)
+
+
+Times = Callable[[Tensor, Tensor], Tensor]
+
+
+def _chained(numbers: Sequence[int], factors: list[Tensor], offsets: list[Tensor], times: Times) -> Tensor:
+    """Return the offset of the last number plus its factor times the same of the numbers before."""
+    first, *others = numbers
+    state = offsets[first].clone()  # not in memory that is used again
+    for number in others:
+        state = offsets[number] + times(factors[number], state)
+    return state
 
 
 def _times(factor: Tensor, state_HKV: Tensor) -> Tensor:
@@ -398,8 +387,3 @@ def _times(factor: Tensor, state_HKV: Tensor) -> Tensor:
 def _transposed_times(factor: Tensor, gradient_HKV: Tensor) -> Tensor:
     """Return Aᵀ·dS, for A [H, K, K] or [H]."""
     return _times(factor.mT if factor.dim() == 3 else factor, gradient_HKV)
-
-
-def _outer(gradient_HKV: Tensor, state_HKV: Tensor, dims: int) -> Tensor:
-    """Return the gradient of A from that of A·S, for A with so many dimensions."""
-    return gradient_HKV @ state_HKV.mT if dims == 3 else (gradient_HKV * state_HKV).sum((1, 2))

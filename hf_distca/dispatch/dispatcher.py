@@ -132,7 +132,7 @@ class Dispatcher:
             keep_received=self.keep_received,
             keep_core_attention=self.keep_core_attention,
         )
-        return BoundPlan.bind(plan, self.groups.rank, runtime)
+        return BoundPlan(plan, self.groups.rank, runtime)
 
     def plan_lengths(self, micro_batches: Sequence[Sequence[int]], at_least: int = 0) -> list[MicroBatchPlan]:
         """Plan micro-batches from the lengths of the documents on this rank; tokens stay on their rank.

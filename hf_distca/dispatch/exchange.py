@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.rows import ALL_ROWS, RowIndex, copy_rows
+from hf_distca.dispatch.rows import ALL_ROWS, IndexBuffer, IntArray, RowIndex, copy_rows, row_index
 from hf_distca.kernels.contract import aligned
+from hf_distca.planner.routes import ExchangedRows
 
 LAYOUTS_KEPT = 8
 """Buffer layouts kept per slot: one per direction and kind of attention, of which models have up to four."""
@@ -44,6 +45,16 @@ class Route:
     crossing: bool
     rows: RowIndex = field(default_factory=lambda: ALL_ROWS, compare=False)
     forwarded: "Route | None" = None
+
+
+def bound_route(messages: ExchangedRows, buffer: IndexBuffer, peers: slice | IntArray = ALL_ROWS) -> Route:
+    """Return the route of the rows that these peers exchange; the rows of further workers come last and are left out.
+
+    Args:
+        peers: workers that are the ranks of the exchange's group; all ranks of the plan or those of a node.
+    """
+    sent, received = messages.send_counts[peers].tolist(), messages.recv_counts[peers].tolist()
+    return Route(sent, received, messages.crossing, row_index(messages.send_rows[: sum(sent)], buffer))
 
 
 class ExchangeBuffer:
@@ -133,23 +144,19 @@ def _fill(targets: Sequence[Tensor], columns: Sequence[Tensor], rows: RowIndex) 
             copy_rows(target, column, rows)
 
 
-def _widths(columns: Columns) -> list[int]:
-    return [math.prod(shape) * dtype.itemsize for shape, dtype in columns]
-
-
 def _row_bytes(columns: Columns) -> int:
-    return sum(map(aligned, _widths(columns)))
+    return sum(aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in columns)
 
 
 def _views(rows_NB: Tensor, columns: Columns) -> list[Tensor]:
     """Return views of each column in rows of bytes."""
     views, start = [], 0
-    for width, (shape, dtype) in zip(_widths(columns), columns, strict=True):
+    for shape, dtype in columns:
+        width = math.prod(shape) * dtype.itemsize
         column_NB = rows_NB[:, start : start + width]
-        views.append(
-            column_NB.view(dtype).view(-1, *shape) if len(rows_NB) else rows_NB.new_empty((0, *shape), dtype=dtype)
-        )
         start += aligned(width)
+        empty = not len(rows_NB)
+        views.append(rows_NB.new_empty((0, *shape), dtype=dtype) if empty else column_NB.view(dtype).view(-1, *shape))
     return views
 
 
@@ -163,7 +170,7 @@ class Exchange:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._buffers: dict[Hashable, list[ExchangeBuffer]] = {}  # by slot, one per layout
-        self._memory_B: dict[tuple[Hashable, str], Tensor] = {}
+        self._memory_B: dict[Hashable, dict[str, Tensor]] = {}  # by slot, and part of `ExchangeBuffer`
 
     def buffer(self, slot: Hashable, route: Route, like: Sequence[Tensor]) -> ExchangeBuffer:
         """Return the buffer of a slot for rows of a route; its contents are those of the slot's last buffer.
@@ -187,25 +194,23 @@ class Exchange:
         if route.forwarded is not None:
             rows["received"] += sum(route.forwarded.received)
             rows["forwarded"] = sum(route.forwarded.sent)
+        memory_B = self._memory_B.setdefault(slot, {})
         sizes = {part: count * _row_bytes(columns) for part, count in rows.items()}
-        grows = [part for part, size in sizes.items() if self._size(slot, part) < size]
+        grows = [part for part, size in sizes.items() if part not in memory_B or len(memory_B[part]) < size]
         if grows:  # free the memory before more is taken
             known.clear()
         else:
             del known[: 1 - LAYOUTS_KEPT]  # drop layouts of earlier plans
         for part in grows:
-            self._memory_B.pop((slot, part), None)
-            self._memory_B[slot, part] = torch.empty(rounded_up(sizes[part]), dtype=torch.uint8, device=like[0].device)
-        memory_B = {part: self._memory_B[slot, part][:size] for part, size in sizes.items()}
-        known.append(ExchangeBuffer(self._groups, route, columns, memory_B))
+            memory_B.pop(part, None)
+            memory_B[part] = torch.empty(rounded_up(sizes[part]), dtype=torch.uint8, device=like[0].device)
+        parts_B = {part: memory_B[part][:size] for part, size in sizes.items()}
+        known.append(ExchangeBuffer(self._groups, route, columns, parts_B))
         return known[-1]
 
     def size(self) -> int:
         """Return the bytes of all slots."""
-        return sum(memory_B.numel() for memory_B in self._memory_B.values())
-
-    def _size(self, slot: Hashable, part: str) -> int:
-        return self._memory_B[slot, part].numel() if (slot, part) in self._memory_B else -1
+        return sum(part_B.numel() for memory_B in self._memory_B.values() for part_B in memory_B.values())
 
 
 def rounded_up(size: int) -> int:

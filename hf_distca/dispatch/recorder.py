@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -70,24 +71,24 @@ class Span(NamedTuple):
     rows: Rows = NO_ROWS
 
 
+@dataclass(eq=False)
 class Recording:
     """Spans that a listener asked for with `Recorder.listen`."""
 
-    def __init__(self, recorder: "Recorder", kinds: frozenset[Kind], most: int | None) -> None:
-        self.kinds = kinds
-        self.spans: deque[Span] = deque(maxlen=most)
-        self._recorder = recorder
+    recorder: "Recorder"
+    kinds: frozenset[Kind]
+    spans: deque[Span]
 
     def take(self) -> list[Span]:
         """Return the spans since the last call, in the order of their ends; waits for queued work on CUDA."""
-        self._recorder.drain(wait=True)
+        self.recorder.drain(wait=True)
         spans = list(self.spans)
         self.spans.clear()
         return spans
 
     def stop(self) -> None:
         """Stop listening."""
-        self._recorder.forget(self)
+        self.recorder.forget(self)
 
 
 class Recorder:
@@ -110,7 +111,7 @@ class Recorder:
 
     def listen(self, *kinds: Kind, most: int | None = None) -> Recording:
         """Record spans of these kinds, or of all kinds if none is named; keep only the latest `most`."""
-        recording = Recording(self, frozenset(kinds or KINDS), most)
+        recording = Recording(self, frozenset(kinds or KINDS), deque(maxlen=most))
         self._recordings.append(recording)
         self._kinds |= recording.kinds
         return recording
@@ -134,9 +135,9 @@ class Recorder:
         return measured(Span(kind, part, work, 0.0, 0.0, pairs, rows))
 
     def clock(self) -> tuple[float, float]:
-        """Return the device clock's offset from `time.perf_counter`, and the most by which the offset is too large.
+        """Return the device clock's offset from `time.perf_counter` and its largest error, in seconds.
 
-        Both are in seconds. On CUDA it waits for queued work.
+        On CUDA it waits for queued work.
         """
         if self._device.type != "cuda":
             return 0.0, 0.0

@@ -125,7 +125,7 @@ def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> B
     )
     with live, live.making("plan"):
         in_one_go = isinstance(kernel, FlashMemory)
-        return BoundPlan.bind(plan, rank, runtime, kept_results=CountedResults(live), in_one_go=in_one_go)
+        return BoundPlan(plan, rank, runtime, kept_results=CountedResults(live), in_one_go=in_one_go)
 
 
 def run_core_attention(bound: BoundPlan, kind: AttentionKind, dtype: torch.dtype) -> None:

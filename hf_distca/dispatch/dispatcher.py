@@ -60,32 +60,26 @@ class Dispatcher:
         self.recorder = Recorder(self.device)
         self.keep_received, self.keep_core_attention = keep_received, keep_core_attention
         self.remote: RemoteWorkers | None = None
-        error: Exception | None = None
-        try:
+        with self.groups.raised_together(in_world=True):
             # Leave SMs for the blocks of the exchange; a single rank exchanges nothing.
             sm_margin = EXCHANGE_CTAS if self.groups.ranks > 1 else 0
             self.kernel = get_kernel(settings.kernel, self.device, sm_margin=sm_margin)
-        except (ImportError, ValueError) as caught:
-            error = caught
-        self.groups.raise_together(error, in_world=True)
-        self.groups.raise_together(self._wrong_settings(), in_world=True)
-        self.groups.connect_nodes(settings.nodes)
-        self.exchange = Exchange(self.groups)
-
-    def _wrong_settings(self) -> ValueError | None:
-        if self.settings.ranks != self.groups.ranks:
-            return ValueError(
-                f"PlanSettings.ranks is {self.settings.ranks}, but {self.groups.ranks} ranks run; set it to that"
-            )
         # Compare the kernel's own name: "auto" depends on the installed packages.
-        mine = (self.settings, self.kernel.name, self.keep_received, self.keep_core_attention)
+        mine = (settings, self.kernel.name, keep_received, keep_core_attention)
         others = self.groups.all_gather(mine)
-        if any(other != others[0] for other in others):
-            return ValueError(
+        error = None
+        if settings.ranks != self.groups.ranks:
+            error = ValueError(
+                f"PlanSettings.ranks is {settings.ranks}, but {self.groups.ranks} ranks run; set it to that"
+            )
+        elif any(other != others[0] for other in others):
+            error = ValueError(
                 f"settings differ between ranks, so they would make different plans; this rank has {mine}. Start all "
                 "ranks with the same settings"
             )
-        return None
+        self.groups.raise_together(error, in_world=True)
+        self.groups.connect_nodes(settings.nodes)
+        self.exchange = Exchange(self.groups)
 
     def choose_by(self, choices: Choices | None) -> None:
         """Plan micro-batches with these choices from now on; every rank gives the same."""
@@ -96,10 +90,9 @@ class Dispatcher:
         return self.settings.choices
 
     def close(self) -> None:
-        """Close the process groups of this dispatcher with their threads and connections.
+        """Close the process groups of this dispatcher, on every rank at the same point.
 
-        Every rank calls it at the same point. Afterwards the dispatcher cannot be used; the model works outside
-        planned steps, or with a new dispatcher.
+        Afterwards the model works outside planned steps, or with a new dispatcher.
         """
         self.groups.close()
 
@@ -123,15 +116,8 @@ class Dispatcher:
         remote = None
         if self.remote is not None:
             plan, remote = self.remote.bind(plan, self.settings)
-        runtime = Runtime(
-            self.device,
-            self.exchange,
-            self.kernel,
-            self.recorder,
-            remote,
-            keep_received=self.keep_received,
-            keep_core_attention=self.keep_core_attention,
-        )
+        ours = self.device, self.exchange, self.kernel, self.recorder
+        runtime = Runtime(*ours, remote, self.keep_received, self.keep_core_attention)
         return BoundPlan(plan, self.groups.rank, runtime)
 
     def plan_lengths(self, micro_batches: Sequence[Sequence[int]], at_least: int = 0) -> list[MicroBatchPlan]:
@@ -171,12 +157,8 @@ class Dispatcher:
         Raises:
             ValueError: A batch is not packed without padding. Every rank raises it, also for another rank's batch.
         """
-        error, lengths = None, []
-        try:
+        with self.groups.raised_together():
             lengths = [batch_document_lengths(batch) for batch in batches]
-        except ValueError as caught:
-            error = caught
-        self.groups.raise_together(error)
         plans = self.plan_lengths(lengths, at_least)
         fillers = [filler_batch(self.device) for _ in range(len(plans) - len(batches))]
         return [

@@ -6,7 +6,7 @@ No group of the training framework is touched: its collectives and ours never wa
 import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
@@ -188,16 +188,24 @@ class Groups:
         """Raise ValueError on every rank, of the mesh or the world, if any rank has an error, with all errors."""
         _raise_any(error, partial(self.all_gather, in_world=in_world))
 
+    def raised_together(self, *, in_world: bool = False) -> AbstractContextManager[None]:
+        """Raise an error inside the context as `raise_together` does."""
+        return _raised_together(partial(self.all_gather, in_world=in_world))
+
+
+def raised_together(timeout_s: float) -> AbstractContextManager[None]:
+    """Raise an error inside the context on every process, before groups exist. A collective of the world."""
+    return _raised_together(partial(_gather_in_world, timeout_s=timeout_s))
+
 
 @contextmanager
-def raised_together(timeout_s: float) -> Iterator[None]:
-    """Raise an error inside the context on every process, before groups exist. A collective of the world."""
+def _raised_together(gather: Callable[[str | None], list[str | None]]) -> Iterator[None]:
     error = None
     try:
         yield
     except (ValueError, TypeError, ImportError) as caught:
         error = caught
-    _raise_any(error, partial(_gather_in_world, timeout_s=timeout_s))
+    _raise_any(error, gather)
 
 
 def _raise_any(error: Exception | None, gather: Callable[[str | None], list[str | None]]) -> None:

@@ -56,14 +56,10 @@ def _all_rows(lengths: Sequence[int], window: int | None, buffer: IndexBuffer) -
 class GradientSum:
     """Sources of the gradient of rows at one place.
 
-    Args:
-        early: sources that are added to a total as soon as they are there, to free their memory.
-        late: sources that are added up together at the end, in this order.
-
     Attributes:
-        early: sum of the total and the source, by source.
+        early: sums of the total and one source, which is added as soon as it is there, to free its memory.
         whole: early sources with each row once and in order: as the first source, they are the total.
-        late: sum of the total, if there are early sources, and all late sources.
+        late: sum of the total, if there are early sources, and all late sources, in order.
     """
 
     def __init__(
@@ -78,9 +74,6 @@ class GradientSum:
 
 class BoundRoutes:
     """Routes of one rank for one kind of attention, see `hf_distca.planner.routes.Routes`.
-
-    Args:
-        buffer: to be sent before the index tensors are used.
 
     Attributes:
         rows: rows at each place: local rows, and received queries.
@@ -201,15 +194,7 @@ class BoundRoutes:
 
 
 class BoundNanoBatch:
-    """Nano-batch on one rank: tasks of kinds of attention for which nothing moves, and routes of all other kinds.
-
-    Args:
-        local: kinds for which nothing moves in any nano-batch.
-
-    Attributes:
-        rows: rows of the nano-batch that this rank holds.
-        last_position: largest position of a row in its document; -1 without rows.
-    """
+    """Nano-batch on one rank: tasks of kinds of attention for which nothing moves, and routes of all other kinds."""
 
     def __init__(
         self, index: int, nano_batch: NanoBatch, rank: int, turn: Turn, local: Set[AttentionKind], buffer: IndexBuffer
@@ -236,7 +221,7 @@ class BoundNanoBatch:
 
     @cached_property
     def positions(self) -> Tensor:
-        """[rows] position in its document of each row that this rank holds."""
+        """[rows] position of each row in its document."""
         ranges = [np.arange(start, stop) for _, start, stop, *_ in self._mine.tolist()]
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ranges])).to(self._device)
 
@@ -345,11 +330,7 @@ class BoundPlan:
 
     @property
     def document_rows(self) -> tuple[int, ...]:
-        """Rows of each document that a layer is called with on this rank, in row order.
-
-        Raises:
-            ValueError: on every rank, if any document is cut between ranks.
-        """
+        """Rows of each document that a layer is called with on this rank, in row order."""
         if self.cuts_documents:
             raise ValueError(
                 "a layer mixes the rows of a document other than by attention, but the plan cuts documents between "
@@ -359,7 +340,7 @@ class BoundPlan:
 
     @property
     def positions(self) -> Tensor:
-        """[rows] position in its document of each row that a layer is called with on this rank."""
+        """[rows] position of each row in its document."""
         return torch.cat([nano.positions for nano in self.nano_batches])
 
     @property

@@ -10,8 +10,8 @@ A and B alone, and ranks exchange these instead of waiting for each other:
 The backward is the forward in reverse, on the gradients of S_in. A rank keeps S_in of its own segments and nothing of
 other ranks.
 
-As core attention, each exchange is two autograd nodes, so that the other nano-batch can run in between. Both nodes
-take a rank's own rows along: the backward reaches them on every rank in the same order, even without a cut segment.
+Each exchange is two autograd nodes, so that the other nano-batch can run in between. Both nodes take a rank's own rows
+along: the backward reaches them on every rank in the same order, even without a cut segment.
 
 Shape suffixes: T local rows of a nano-batch, X rows with room for halos, C channels, H heads, K rows and V columns of
 a state, R rows or states that arrive.
@@ -123,9 +123,7 @@ class _Exchange:
     """Exchange of one module on one nano-batch, shared by the nodes of its forward and backward.
 
     Args:
-        name: of what travels.
-        kept: memory of what a first forward kept for its recomputation.
-        keep: whether checkpointed forwards keep what they received.
+        keep: whether checkpointed forwards keep what they received in `kept`.
 
     Attributes:
         known: what the first forward received, in a recomputation that does not exchange again.
@@ -151,12 +149,10 @@ class _Exchange:
         self._buffer: ExchangeBuffer | None = None
 
     def keep(self, received: Iterable[Tensor]) -> None:
-        """Keep what arrived for a recomputation, if there will be one."""
         if self._keeps:
             self._kept.keep(self._key, tuple(each.detach() for each in received))
 
     def start(self, route: Route, like: Sequence[Tensor], *, back: bool = False) -> None:
-        """Start to send columns along a route; `back`, to return a column per received row."""
         self._buffer = self._exchange.buffer((self._name, 0, self._nano_batch, frozenset()), route, like)
         if back:
             self._buffer.return_received(like)

@@ -26,17 +26,13 @@ class Dispatcher:
     settings.
 
     Args:
-        settings: Settings of plans. `settings.ranks` is the number of ranks that train together; `settings.kernel`
-            names the attention kernel.
-        device: Device of this rank.
-        mesh: Ranks that train together. None takes all ranks.
+        mesh: Ranks that train together, `settings.ranks` in number. None takes all ranks.
         keep_received: Keep received Q, K and V rows from the forward pass for the backward pass.
         keep_core_attention: Under gradient checkpointing, keep O and log-sum-exp of core attention for the backward
             pass instead of exchanging and computing again.
         exchange_timeout: Seconds until an exchange with a rank that does not answer fails.
 
     Attributes:
-        recorder: Recorder of the time that waits, kernel calls and other work take.
         remote: Dedicated attention servers for the plans that are bound from now on; None for none.
 
     Raises:
@@ -100,9 +96,6 @@ class Dispatcher:
         """Bind a plan to this rank: make its index tensors on the device, once per micro-batch.
 
         With dedicated servers, the tasks are planned again for the current servers.
-
-        Raises:
-            ValueError: The plan was made for other nodes than those of the dispatcher's settings.
         """
         for nano in plan.nano_batches:
             for of_kind in nano.plans.values():
@@ -129,9 +122,6 @@ class Dispatcher:
         Args:
             micro_batches: For each micro-batch, the lengths of this rank's documents in the order of its rows.
             at_least: Least number of plans to make if any rank has a micro-batch.
-
-        Returns:
-            One plan for each micro-batch of the rank that has the most; empty if no rank has any.
         """
         gathered = self.groups.all_gather([list(map(int, lengths)) for lengths in micro_batches])
         count = max(map(len, gathered))
@@ -151,8 +141,7 @@ class Dispatcher:
             at_least: Least number of batches to return if any rank has one: the micro-batches of an optimizer step.
 
         Returns:
-            The batches with their plans, and batches of one row without a target where other ranks have more. Empty
-            if no rank has any.
+            The batches with their plans, and batches of one row without a target where other ranks have more.
 
         Raises:
             ValueError: A batch is not packed without padding. Every rank raises it, also for another rank's batch.
@@ -174,9 +163,6 @@ class Dispatcher:
         Args:
             batch: `input_ids` [1, T] and one of `document_lengths`, `cu_seq_lens_q` and `position_ids` that restart at
                 0 with each document.
-
-        Raises:
-            ValueError: The batch is not packed without padding. Every rank raises it, also for another rank's batch.
         """
         (planned,) = self.plan_batches([batch])
         return self.prepare(planned)

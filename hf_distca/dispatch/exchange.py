@@ -32,12 +32,10 @@ class Route:
     """Rows of one kind that go from ranks to other ranks, and back.
 
     Attributes:
-        sent: rows to each rank.
-        received: rows from each rank.
+        sent: [ranks] number of rows to each rank; received: from each rank.
         crossing: whether any rank sends such rows to another; the same on every rank.
         rows: the rows to send, ordered by receiving rank; not compared.
-        forwarded: received rows that then go to other ranks of the node; its ranks are those of the node. None if no
-            rank forwards rows.
+        forwarded: received rows that then go to other ranks of the node. None if no rank forwards rows.
     """
 
     sent: list[int]
@@ -48,11 +46,7 @@ class Route:
 
 
 def bound_route(messages: ExchangedRows, buffer: IndexBuffer, peers: slice | IntArray = ALL_ROWS) -> Route:
-    """Return the route of the rows that these peers exchange; the rows of further workers come last and are left out.
-
-    Args:
-        peers: workers that are the ranks of the exchange's group; all ranks of the plan or those of a node.
-    """
+    """Return the route of the rows that these peers exchange; rows of further workers come last and are left out."""
     sent, received = messages.send_counts[peers].tolist(), messages.recv_counts[peers].tolist()
     return Route(sent, received, messages.crossing, row_index(messages.send_rows[: sum(sent)], buffer))
 
@@ -64,13 +58,11 @@ class ExchangeBuffer:
     uses the buffer again. One transfer is under way at a time: `wait` follows each method that starts a transfer.
 
     Args:
-        columns: of a row, side by side.
         memory_B: bytes of `sent`, `received` and `forwarded`; without "received" one memory serves for both.
 
     Attributes:
         sent: columns of rows at the rank that holds them, ordered by receiving rank: [rows, *row shape] each.
-        received: columns of rows at the rank that reads them, in the order of the sending ranks; rows that other ranks
-            of the node forwarded follow.
+        received: columns at the rank that reads them, by sending rank; rows that the node forwarded follow.
         forwarded: columns of received rows that this rank forwards, ordered by receiving rank.
     """
 
@@ -91,11 +83,7 @@ class ExchangeBuffer:
         self._arriving = self.received
 
     def send(self, columns: Sequence[Tensor] = (), rows: RowIndex = ALL_ROWS) -> Self:
-        """Start to send rows of the columns, ordered by receiving rank, to the ranks that read the rows.
-
-        Args:
-            columns: [N, …] each; none if the rows are in `sent` already.
-        """
+        """Start to send rows of the columns, by receiving rank; without columns the rows are in `sent` already."""
         _fill(self.sent, columns, rows)
         return self._start(0, self.received)
 
@@ -149,7 +137,6 @@ def _row_bytes(columns: Columns) -> int:
 
 
 def _views(rows_NB: Tensor, columns: Columns) -> list[Tensor]:
-    """Return views of each column in rows of bytes."""
     views, start = [], 0
     for shape, dtype in columns:
         width = math.prod(shape) * dtype.itemsize
@@ -175,11 +162,9 @@ class Exchange:
     def buffer(self, slot: Hashable, route: Route, like: Sequence[Tensor]) -> ExchangeBuffer:
         """Return the buffer of a slot for rows of a route; its contents are those of the slot's last buffer.
 
-        Every rank starts the same transfers in the same order, with the same columns and the same `route.crossing`.
-
         Args:
             slot: rows that are under way or in use at once need different slots.
-            like: one tensor per column, with the column's row shape, dtype and device.
+            like: one tensor per column, with the column's row shape, dtype and device; the same on every rank.
         """
         if self._groups.closed:
             self._groups.check_open()

@@ -8,7 +8,7 @@ heads, G key/value heads, D head dim of queries and keys, E head dim of values.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -44,7 +44,6 @@ class CoreAttention:
     """One core attention of one layer on one nano-batch: its forward, then its backward.
 
     Attributes:
-        layer: index of the layer, for the recorder; None if the model does not give one.
         kept: received rows that the forward keeps for the backward.
         known: O and LSE of the first forward, for its recomputation, which exchanges and computes nothing.
         lost: lost servers of the plan: the ranks compute these servers' tasks, and no others.
@@ -80,10 +79,6 @@ class Pass:
     Args:
         inputs: INPUTS with all local rows.
         received: rows that the forward kept for this backward.
-
-    Attributes:
-        results: what kernel calls and other workers have computed so far.
-        left: phases that have not run yet.
     """
 
     def __init__(
@@ -95,11 +90,11 @@ class Pass:
         self.local: Columns = dict(zip(INPUTS[direction], inputs, strict=True))
         self.received = dict(received)
         self.work = Work(core.layer, nano.index, direction)
-        self.results: Outputs | Gradients
+        self.results: _Outputs | _Gradients
         if direction == "forward":
-            self.results, self.left = Outputs(self.routes, self.local), deque(self.routes.forward)
+            self.results, self.left = _Outputs(self.routes, self.local), deque(self.routes.forward)
         else:
-            self.results, self.left = Gradients(self.routes, self.local), deque(self.routes.backward[core.kept])
+            self.results, self.left = _Gradients(self.routes, self.local), deque(self.routes.backward[core.kept])
         self._keeps = direction == "forward" and core.kept != "nothing"
         self._under_way: dict[Transfer, ExchangeBuffer] = {}
         self._call: RemoteCall
@@ -138,14 +133,14 @@ class Pass:
                 self._start(transfer)
 
     def _compute(self, call: KernelCall, group: BoundGroup) -> None:
-        inputs, kernel = [], self.runtime.kernel
+        inputs = []
         for name in INPUTS[self.work.direction]:
             place, stage, index = call.queries, 0, group.q_rows
             if name in ("k", "v"):
                 place, stage, index = call.keys, call.stage, group.k_rows
             inputs.append(take(self.local[name] if place == "local" else self.received[name, stage], index))
         params = self.core.params if call.causal else replace(self.core.params, causal=False)
-        run: Callable[..., tuple[Tensor, ...]] = kernel.backward if "do" in self.local else kernel.forward
+        run: Callable[..., tuple[Tensor, ...]] = getattr(self.runtime.kernel, self.work.direction)
         with self.runtime.recorder.span("kernel", call.name, self.work, group.pairs):
             part = run(*inputs, group.shapes, params)
         self.results.add(call, group, part)
@@ -179,7 +174,7 @@ class Pass:
                     routes.gateway_sums[stage].add_up([column_R[:received], forwarded_N])
                 buffer.return_received()
             case _:  # write dK and dV to the memory from which they are sent back
-                assert isinstance(self.results, Gradients)
+                assert isinstance(self.results, _Gradients)
                 for name, column_R in zip(transfer.columns, buffer.received, strict=True):
                     self.results.add_up(name, stage, out=column_R)
                 if transfer.rows == "forwarded":
@@ -216,7 +211,7 @@ class Pass:
                     self.received[name, transfer.stage] = rows_R.clone() if self._keeps else rows_R
 
 
-class Outputs:
+class _Outputs:
     """O and log-sum-exp of the queries at each place, put together in a forward."""
 
     def __init__(self, routes: BoundRoutes, local: Columns) -> None:
@@ -225,7 +220,6 @@ class Outputs:
         self._so_far: dict[Location, tuple[Tensor, ...]] = {}
 
     def add(self, call: KernelCall, group: BoundGroup, part: tuple[Tensor, ...]) -> None:
-        """Add results of a kernel call."""
         if not call.first:
             o_NHE, lse_NH = self._at(call.queries)
             merge_rows(o_NHE, lse_NH, group.q_rows, *part)
@@ -235,11 +229,9 @@ class Outputs:
             self._put(call.queries, group.q_rows, part)
 
     def add_from_ranks(self, _stage: int, columns: Columns) -> None:
-        """Add results of local queries that other ranks computed."""
         self._put("local", self._routes.queries.rows, (columns["o"], columns["lse"]))
 
     def add_from_servers(self, answers: Mapping[int, Columns], repaired: tuple[Tensor, ...] | None) -> None:
-        """Add results that servers computed, and for lost servers the ranks."""
         for asked in self._routes.servers:
             if columns := answers.get(asked.server):
                 self._put("local", asked.q_rows, (columns["o"], columns["lse"]))
@@ -268,12 +260,12 @@ class Outputs:
             self._so_far[place] = o_NHE, lse_NH
         return self._so_far[place]
 
-    def _put(self, place: Location, index: RowIndex, part: Sequence[Tensor]) -> None:
+    def _put(self, place: Location, index: RowIndex, part: Iterable[Tensor]) -> None:
         for x_N, rows_Q in zip(self._at(place), part, strict=True):
             put(x_N, index, rows_Q)
 
 
-class Gradients:
+class _Gradients:
     """dQ, dK and dV of the rows at each place, added up in a backward over the sources that the plan declares.
 
     The place of received keys is their stage.
@@ -288,19 +280,16 @@ class Gradients:
         self._repaired: tuple[Tensor, ...] | None = None
 
     def add(self, call: KernelCall, _group: BoundGroup, part: tuple[Tensor, ...]) -> None:
-        """Add gradients of a kernel call."""
         keys_at: Location | int = "local" if call.keys == "local" else call.stage
         places = call.queries, keys_at, keys_at
         for name, place, rows_N in zip(self._no_rows, places, part, strict=True):
             self._add(name, place, call.group, rows_N)
 
     def add_from_ranks(self, stage: int, columns: Columns) -> None:
-        """Add gradients of local rows that other ranks computed."""
         for name, rows_N in columns.items():
             self._add(name, "local", ("ranks", stage), rows_N)
 
     def add_from_servers(self, answers: Mapping[int, Columns], repaired: tuple[Tensor, ...] | None) -> None:
-        """Add gradients that servers computed, and for lost servers the ranks."""
         self._repaired = repaired
         for name in self._no_rows:
             parts = []

@@ -49,7 +49,6 @@ class Groups:
     connection, and unreachable ranks fail here.
 
     Args:
-        device: device of exchanged tensors; the exchange uses the default group's backend for this device.
         timeout_s: seconds after which an exchange with a silent peer fails.
         mesh: one of several meshes side by side that share no rank; None on every process for all ranks of the world.
 

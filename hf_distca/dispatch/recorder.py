@@ -19,11 +19,9 @@ Kind = Literal["step", "section", "phase", "kernel", "wait", "send", "call", "se
 """Kind of a span.
 
 - step, section: an optimizer step, and a section of one.
-- phase: a phase of a schedule; kernel, wait and send spans lie within phases.
-- kernel, wait, send: a kernel call, a wait for an exchange, the start of an exchange.
+- phase: a phase of a schedule; kernel calls, waits for exchanges and starts of exchanges (send) lie within phases.
 - call: a call to a server, from the departure of its rows to the arrival of the results, by the host's clock.
-- server: computing time of the server within a call, added after the call. Its place in the call is unknown; it is put
-  at the end.
+- server: computing time of the server within a call. Its place in the call is unknown; it is put at the end.
 """
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -56,7 +54,6 @@ class Span(NamedTuple):
 
     Attributes:
         part: name of the step, section, phase, exchange, group of tasks or server.
-        work: the core attention; None outside of any.
         begin, end: seconds on the device's clock, from an arbitrary origin.
         pairs: query-key pairs of a kernel call, here or at a server.
         rows: for the start of an exchange, the rows that it carries.

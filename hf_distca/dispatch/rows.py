@@ -119,11 +119,7 @@ class RowSum:
 
     Args:
         sources_S: for each source by name, the row of the sum to which each of the source's rows is added.
-        buffer: to be sent before the sum is used.
         in_place: whether the first source may be overwritten.
-
-    Attributes:
-        sources: names of the sources, in order.
     """
 
     def __init__(

@@ -22,6 +22,7 @@ from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, St
 from hf_distca.planner.settings import Choices, PlanSettings
 from tests.models_and_batches import (
     SMALL_LLAMA4,
+    changed,
     in_nodes,
     in_stages,
     random_documents,
@@ -65,6 +66,7 @@ class Case:
         layout: "random" cuts each document into tasks for ranks drawn at random, as no good plan would: every rank
             gives queries away, computes others' and returns them.
         checkpointing: reentrant or not; None for none.
+        local: windows of layers for which nothing moves; None: not looked at.
     """
 
     ranks: int = 2
@@ -76,6 +78,7 @@ class Case:
     ping_pong: bool | None = None
     checkpointing: bool | None = None
     lora: bool = False
+    local: tuple[int | None, ...] | None = None
 
     @property
     def flat(self) -> tuple[int, ...]:
@@ -158,6 +161,8 @@ def run_case(case: Case) -> list[Step]:
         settings = replace(settings, tokens_per_rank=150, choices=choices(settings.kinds, CHOSEN[case.layout]))
     if case.ping_pong is not None:
         settings = replace(settings, ping_pong=case.ping_pong)
+    if case.local is not None:
+        settings = replace(settings, balance_tolerance=0.3)
     dispatcher = Dispatcher(settings, torch.device("cpu"), keep_received=case.keep_received)
     if case.layout in ("fixed", "random"):
         plan = plan_placed([row or FILLER for row in case.lengths], settings)
@@ -180,8 +185,10 @@ def run_case(case: Case) -> list[Step]:
         model.zero_grad()
         tasks = cut_at_random(plan, number) if case.layout == "random" else plan
         step_plan = in_nodes(in_stages(tasks, stage_rows), settings.nodes if in_hops else None)
+        bound = dispatcher.bind(step_plan)
+        if case.local is not None:
+            assert {kind.window for kind in bound.local} == {*case.local}
         if case.layout == "random":
-            bound = dispatcher.bind(step_plan)
             assert any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values()) == in_hops
         loss = planned_step(model, step_plan, dispatcher, random_documents(case.flat))
         steps.append((loss, gradients_of(model)))
@@ -213,14 +220,11 @@ def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
         table = np.array(cut, TASK)
         return replace(plan, tasks=table[np.lexsort((table["start"], table["document"], table["worker"]))])
 
-    nano_batches = [
-        replace(nano, plans={kind: tasks(of_kind) for kind, of_kind in nano.plans.items()})
-        for nano in plan.nano_batches
-    ]
-    return replace(plan, nano_batches=tuple(nano_batches))
+    return changed(plan, tasks)
 
 
 MIXED = (30, 66, 1, 31)
+EQUAL, EQUAL_IN_WINDOWS = ((60, 40), (60, 40)), ((70, 64), (32, 38, 31, 33))
 GROUPED = (150, 40, 40, 40, 90, 90)
 ON_RANKS = ((40, 17, 9, 33), (25, 3, 50, 21), (30, 30, 1, 28), (44, 2, 31, 20))
 ALONE = {"stage_rows": (None,)}
@@ -264,6 +268,11 @@ CASES = {
     "lora": Case(lora=True, **ALONE),
     "lora-checkpoint": Case(lora=True, checkpointing=False, **ALONE),
     "lora-reentrant": Case(lora=True, checkpointing=True, **ALONE),
+    **{
+        f"{windows}-stay-turns-{turns}": Case(2, rows, "fixed", "gemma2", ping_pong=turns, local=windows, **ALONE)
+        for windows, rows in (((12, None), EQUAL), ((12,), EQUAL_IN_WINDOWS))
+        for turns in (False, True)
+    },
     "sinks-of-one-rank": Case(1, model="gpt_oss", **ALONE),
 }
 

@@ -1,6 +1,9 @@
 """What a planned layer launches, copies and moves on a GPU, counted on meta tensors: see `tests.counting`."""
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +11,12 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
+from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.kernels import get_kernel
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.build import plan_placed
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.counting import (
@@ -91,12 +97,16 @@ def run(
     bound = bound_plan(small_plan(model, layout, turns, stage_rows, nodes), RANK, group, device)
     if turns:
         plan_layers(model)
-    if checkpoint != "none":
-        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
-    mode = counted(model, bound)
+    mode = counted_with(checkpoint, model, bound)
     assert len(bound.nano_batches) == 1 + turns
     assert bound.ran.layers_in_turns == turns * bound.ran.layers
     return mode, bound.runtime.kernel
+
+
+def counted_with(checkpoint: str, model: PreTrainedModel, bound: BoundPlan) -> Counting:
+    if checkpoint != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
+    return counted(model, bound)
 
 
 # Of one layer and step, forward and backward, on one of 4 ranks; attention and exchanges are calls.
@@ -201,11 +211,15 @@ def test_binding_is_one_copy(group, model_type, layout):
 
 def test_lora(group):
     with without_numbers():
-        model = empty_model("llama", **{**SMALL, **MODELS["llama"]})
-        adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        mode, kernel = run(get_peft_model(model, adapter), group, "joint", True)
+        mode, kernel = run(with_lora(empty_model("llama", **{**SMALL, **MODELS["llama"]})), group, "joint", True)
     check_rows(kernel)
     assert_within(inner_layer(mode, "full"), (45, 34, 73, 8, 10, 40110))
+
+
+def with_lora(model: PreTrainedModel) -> PreTrainedModel:
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    adapted.enable_input_require_grads()
+    return adapted
 
 
 def test_autocast(group):
@@ -216,3 +230,131 @@ def test_autocast(group):
             _, kernel = run(model, group, "joint", True, device=CPU)
     check_rows(kernel)
     assert {x.itemsize for _, x in kernel.inputs} == {2}
+
+
+# A micro-batch planned without exchange runs like stock padding-free training.
+
+ON_RANKS = [[160, 96]] * 4
+
+
+def placed(model_type: str, turns: bool, on_ranks: list[list[int]]) -> tuple[PreTrainedModel, MicroBatchPlan]:
+    model = empty_model(model_type, **{**SMALL, **MODELS[model_type]})
+    kinds = tuple(layers_by_kind(model))
+    plan_layers(model)
+    return model, plan_placed(on_ranks, PlanSettings(RANKS, 2048, kinds, balance_tolerance=0.3, ping_pong=turns))
+
+
+def of_layer(mode: Counting, layer: int) -> Sums:
+    return replace(Sums.of([c for c in mode.calls if c.owner == "dispatch" and c.layer == layer]), views=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "checkpoint", "turns"),
+    [
+        ("llama", "none", False),
+        ("llama", "reentrant", True),
+        ("llama with LoRA", "non-reentrant", True),
+        ("gemma3_text", "none", True),
+        ("gemma3_text", "non-reentrant", False),
+    ],
+)
+def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(group, monkeypatch, model_type, checkpoint, turns):
+    """With no launch, copy, gather, merge or exchange besides; without routes, and bound by one copy."""
+    monkeypatch.setattr("hf_distca.dispatch.bound.make_routes", lambda *_: pytest.fail("made routes"))
+    model_type, *lora = model_type.split(" with ")
+    with without_numbers():
+        model, plan = placed(model_type, turns, ON_RANKS)
+        assert len(plan.nano_batches) == 1 + turns
+        with Counting() as binding:
+            bound = bound_plan(plan, RANK, group)
+        mode = counted_with(checkpoint, with_lora(model) if lora else model, bound)
+    assert [call.name for call in binding.calls if call.launches] == ["copy_"]
+    full, window = (160 * 161 + 96 * 97) // 2, 96 * 97 // 2 * 2 + 64 * 96
+    for kind, tasks in bound.local.items():
+        assert sorted(tasks.shapes.q_lens) == [96, 160]
+        assert tasks.pairs == {None: full, 96: window}[kind.window]
+    layers = model.config.num_hidden_layers
+    # In the last layer of each kind, whose backward is the first, the kernel makes a tensor that it uses again.
+    inner = layers - len(bound.local)
+    assert [of_layer(mode, layer) for layer in range(inner)] == [Sums(attention=2)] * inner
+    assert bound.runtime.exchange.size() == 0
+    assert (bound.ran.layers, bound.ran.layers_in_turns) == (layers * (1 if checkpoint == "none" else 2), 0)
+    assert len(bound.kept_results) == 0
+    if (model_type, checkpoint) == ("llama", "none"):
+        # Q, K, V and O as the model has them, [B, H, T, D], and as kernels take them, in both directions; two of LSE,
+        # of the kernel; two of O, of autograd, which has it as a result.
+        views = Counter(c.name for c in mode.calls if c.owner == "dispatch" and c.layer == 1 and c.what == "view")
+        assert views == {"squeeze": 4, "transpose": 6, "unsqueeze": 4, "permute": 2, "detach": 2}
+
+
+def test_a_recomputation_calls_the_kernel_where_results_are_not_kept(group):
+    with without_numbers():
+        model, plan = placed("llama", False, ON_RANKS)
+        mode = counted_with("non-reentrant", model, bound_plan(plan, RANK, group, keep_core_attention=False))
+    assert of_layer(mode, 1) == Sums(attention=3)
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["one", "two"])
+def test_ranks_keep_step_where_one_kind_of_layer_moves(group, turns):
+    """Full attention moves, sliding windows do not: these exchange nothing on any rank, the others alike on all."""
+    exchanges = []
+    for rank in range(RANKS):
+        with without_numbers():
+            model, plan = placed("gemma3_text", turns, [[1024, 1024], *[[512] * 4] * 3])
+            bound = bound_plan(plan, rank, group)
+            mode = counted(model, bound)
+        assert [kind.window for kind in bound.local] == [96]
+        exchanges.append([of_layer(mode, layer).exchanges for layer in range(5)])
+        assert [of_layer(mode, layer).attention for layer in (1, 3)] == [2 * len(bound.nano_batches)] * 2
+    assert exchanges == [exchanges[0]] * RANKS
+    assert (exchanges[0][1::2], min(exchanges[0][::2]) > 0) == ([0, 0], True)
+
+
+# Planned steps as the CUDA build of torch runs them, on fake tensors: the varlen kernel is asked with tensors of CUDA,
+# and every branch for CUDA is taken. Streams, events and pinned memory are stand-ins.
+
+CUDA = torch.device("cuda", 0)
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+MORE = {
+    "mistral": HEADS | {"sliding_window": 96},
+    "mixtral": HEADS | {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None},
+    "olmo2": HEADS,
+    "phi3": HEADS | {"sliding_window": None},
+}
+
+
+def event(enable_timing: bool = False) -> SimpleNamespace:
+    """`torch.cuda.Event`, of a device on which everything is over at once."""
+    return SimpleNamespace(
+        record=lambda: None, query=lambda: True, synchronize=lambda: None, elapsed_time=lambda _after: 0.0
+    )
+
+
+@pytest.mark.cuda_build
+@pytest.mark.skipif(
+    not torch.backends.cuda.is_built() or torch.cuda.is_available(),
+    reason="needs torch's CUDA build, and no GPU: where there is one, make gpu shows more",
+)
+@pytest.mark.parametrize("model_type", [*MODELS, *MORE])
+@pytest.mark.parametrize(
+    ("layout", "turns", "checkpoint", "stage_rows"),
+    [
+        ("joint", False, "none", None),
+        ("fixed", True, "none", None),
+        ("joint", True, "non-reentrant", None),
+        ("joint", True, "reentrant", None),
+        ("joint", False, "none", 200),
+        ("fixed", True, "non-reentrant", 100),
+    ],
+)
+def test_step_on_fake_cuda(group, monkeypatch, model_type, layout, turns, checkpoint, stage_rows):
+    monkeypatch.setattr("torch.cuda.Event", event)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _device: (9, 0))
+    assert get_kernel("auto", CUDA).name == "torch_varlen"
+    with without_numbers(CUDA):
+        model = empty_model(model_type, CUDA, **{**SMALL, **{**MODELS, **MORE}[model_type]})
+        mode, kernel = run(model, group, layout, turns, checkpoint, CUDA, stage_rows)
+    check_rows(kernel)
+    kinds = {call.what for call in mode.calls if call.owner == "dispatch"}
+    assert {"attention", "exchange", "copy", "view"} <= kinds
+    assert all(parameter.grad.device == CUDA for parameter in model.model.layers.parameters())

@@ -317,9 +317,9 @@ def bound_plan(
 
 def counted(model: PreTrainedModel, bound: BoundPlan) -> Counting:
     """Count a planned step of the model, forward and backward; to be called inside `without_numbers`."""
-    mode = Counting(bound.device)
+    mode = Counting(bound.runtime.device)
     decoder = base_model(model).base_model
-    zeros = torch.zeros((1, bound.rows), dtype=torch.long, device=bound.device)
+    zeros = torch.zeros((1, bound.rows), dtype=torch.long, device=bound.runtime.device)
     hooks = []
     for number, layer in enumerate(decoder.layers):
         hooks += [

@@ -132,7 +132,7 @@ def _run_local(
     work = Work(layer, plan.nano_batches[0].index, direction)
     compute: Callable[..., tuple[Tensor, ...]] = getattr(runtime.kernel, direction)
     with (
-        without_autocast(plan.device.type),
+        without_autocast(runtime.device.type),
         runtime.recorder.span("phase", "run local", work),
         runtime.recorder.span("kernel", "local", work, tasks.pairs),
     ):

@@ -285,6 +285,10 @@ class BoundPlan:
     Attributes:
         nano_batches: nano-batches whose rows the layer is called with.
         local: tasks of all these rows, for kinds where nothing moves; the same kinds on every rank.
+        rows: rows that the layer is called with on this rank.
+        is_part: whether the layer is called with one nano-batch of two.
+        exchanges: whether ranks exchange rows in any layer; the same on every rank.
+        cuts_documents: whether any document lies in several segments; the same on every rank.
         kept_results: kept O and LSE, by attention module and nano-batch.
         pause: called between the start of an exchange and the wait for it; lets the other nano-batch run.
     """
@@ -312,21 +316,15 @@ class BoundPlan:
         )
         self.local = self.nano_batches[0].local
         if len(turns) > 1:
-            lengths = {
-                kind: [n for nano in self.nano_batches for n in nano.local[kind].shapes.q_lens] for kind in kinds
+            first, second = (nano.local for nano in self.nano_batches)
+            self.local = {
+                kind: _all_rows((*first[kind].shapes.q_lens, *second[kind].shapes.q_lens), kind.window, buffer)
+                for kind in first
             }
-            self.local = {kind: _all_rows(lengths[kind], kind.window, buffer) for kind in self.local}
         buffer.send()
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the rows."""
-        return self.runtime.device
-
-    @property
-    def rows(self) -> int:
-        """Rows that a layer is called with on this rank."""
-        return sum(nano.rows for nano in self.nano_batches)
+        self.rows, self.is_part = sum(nano.rows for nano in self.nano_batches), False
+        self.exchanges = any(nano.routes for nano in self.nano_batches)
+        self.cuts_documents = any(nano.layout.has_cuts for nano in plan.nano_batches)
 
     @property
     def document_rows(self) -> tuple[int, ...]:
@@ -353,23 +351,9 @@ class BoundPlan:
         """Number of stages of K/V rows, the most of any nano-batch and kind of attention."""
         return max((len(routes.keys) for nano in self.nano_batches for routes in nano.routes.values()), default=1)
 
-    @property
-    def exchanges(self) -> bool:
-        """Whether ranks exchange rows in any layer; the same on every rank."""
-        return any(nano.routes for nano in self.nano_batches)
-
-    @property
-    def cuts_documents(self) -> bool:
-        """Whether any document of the micro-batch lies in several segments; the same on every rank."""
-        return any(nano.layout.has_cuts for nano in self.plan.nano_batches)
-
-    @property
-    def is_part(self) -> bool:
-        """Whether the plan covers one nano-batch of two."""
-        return len(self.nano_batches) < len(self.plan.nano_batches)
-
     def of_nano_batch(self, index: int, pause: Callable[[], None]) -> "BoundPlan":
         """Return the plan for a layer that runs on the rows of one nano-batch; `pause` lets the other one run."""
         part, nano = copy(self), self.nano_batches[index]
         part.nano_batches, part.local, part.pause = (nano,), nano.local, pause
+        part.rows, part.is_part = nano.rows, True
         return part

@@ -35,15 +35,10 @@ from hf_distca.planner.cuts import Chains, Halos, chains, halos
 
 
 class Packing(NamedTuple):
-    """Documents side by side, as kernels of transformers' modules take them.
+    """Documents side by side, as kernels of transformers' modules take them."""
 
-    Attributes:
-        cu_seqlens: [documents + 1] int32, first row of each document, then the number of rows.
-        seq_idx: [1, rows] int32, document of each row.
-    """
-
-    cu_seqlens: Tensor
-    seq_idx: Tensor
+    cu_seqlens: Tensor  # [documents + 1] int32, first row of each document, then the number of rows
+    seq_idx: Tensor  # [1, rows] int32, document of each row
 
 
 class BoundCuts:
@@ -281,17 +276,12 @@ class StateExchange(_Exchange):
         return rows, [next(arrived) if earlier else None for earlier in self.bound.earlier]
 
     def exchange(
-        self,
-        factors: Sequence[Tensor | None],
-        states: Sequence[Tensor | None],
-        device: torch.device,
-        *,
-        back: bool = False,
+        self, factors: Sequence[Tensor | None], states: Sequence[Tensor | None], like: Tensor, *, back: bool = False
     ) -> None:
         """Start to send A, and B or gradients of S_in, of all cut segments: zeros where no rank reads them."""
         self._own = []
         for shape, parts in zip(self._shapes, (factors, states), strict=True):
-            column = torch.zeros((len(parts), *shape), dtype=torch.float32, device=device)
+            column = like.new_zeros((len(parts), *shape), dtype=torch.float32)
             for number, part in enumerate(parts):
                 if part is not None:
                     column[number] = part
@@ -314,7 +304,7 @@ class _SendStates(torch.autograd.Function):
         anchor = tensors[-1]
         assert anchor is not None
         if exchange.known is None:
-            exchange.exchange(tensors[:cut], tensors[cut : 2 * cut], anchor.device)
+            exchange.exchange(tensors[:cut], tensors[cut : 2 * cut], anchor)
         return anchor.new_empty(0)
 
     @staticmethod
@@ -359,7 +349,7 @@ class _ReceiveStates(torch.autograd.Function):
         exchange.states, factors = saved[: ctx.states], saved[ctx.states :]
         arrived = iter(d_before)
         d_states = [next(arrived) if earlier else None for earlier in exchange.bound.earlier]
-        exchange.exchange(factors, d_states, d_rows.device, back=True)
+        exchange.exchange(factors, d_states, d_rows, back=True)
         return None, d_rows.new_empty(0), d_rows, *[None] * len(factors)
 
 

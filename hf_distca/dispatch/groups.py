@@ -99,9 +99,8 @@ class Groups:
         """
         if nodes is None and not self._side_by_side:
             return
-        mine = [self.members[self.rank]]
-        if nodes is not None:
-            mine = [member for member, node in zip(self.members, nodes, strict=True) if node == nodes[self.rank]]
+        of_ranks = nodes or range(self.ranks)
+        mine = [member for member, node in zip(self.members, of_ranks, strict=True) if node == of_ranks[self.rank]]
         of_world = self._in_world(mine)
         if any(len(members) > 1 for members in of_world):
             self.node = self._connected(of_world, len(mine), "distca node")
@@ -115,15 +114,10 @@ class Groups:
         """Return a group for exchanges, with all pairs of ranks connected; None for a single rank."""
         backend = backends.exchange_backend(self._device)
         sent, received = torch.zeros((2, ranks), dtype=torch.uint8, device=self._device)
+        options: dict[str, Any] = {"backend": backend, "timeout": self._timeout, "group_desc": name}
+        options["device_id"] = self._device if backend == dist.Backend.NCCL else None
         try:
-            group = _new_group(
-                lists,
-                backend=backend,
-                timeout=self._timeout,
-                pg_options=backends.exchange_options(backend),
-                group_desc=name,
-                device_id=self._device if backend == dist.Backend.NCCL else None,
-            )
+            group = _new_group(lists, pg_options=backends.exchange_options(backend), **options)
             if ranks == 1:
                 dist.destroy_process_group(group)
                 return None

@@ -32,9 +32,9 @@ NOT_MEASURED = nullcontext()
 
 
 class Work(NamedTuple):
-    """One core attention; `layer` is None if the model does not give an index."""
+    """One core attention."""
 
-    layer: int | None
+    layer: int | None  # None if the model does not give an index
     nano_batch: int
     direction: Direction
 

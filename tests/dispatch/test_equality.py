@@ -1,7 +1,6 @@
 """Ranks with disaggregated attention against one process with stock attention on the same global batch."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,11 +14,10 @@ from transformers import PreTrainedModel
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
-from hf_distca.plan import TASK, AttentionKind, MicroBatchPlan, Plan
+from hf_distca.plan import TASK, MicroBatchPlan, Plan
 from hf_distca.planner.build import plan_placed
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from tests.models_and_batches import (
     SMALL_LLAMA4,
     changed,
@@ -51,8 +49,6 @@ FILLER = (1,)
 """Models cannot run on no rows at all: a rank without documents holds one token without a target."""
 NODES = {3: (1, 2), 4: (2, 2)}
 """How many ranks share each node. With fewer ranks there are none that could forward rows."""
-CHOSEN = {"groups of 1": (1e3, 1e3), "groups of 2": (1e12, 1e3), "groups of 4": (1e12, 1e12)}
-"""Bytes a second inside nodes and between them, by the groups that are best then for the documents below."""
 CHUNK_BYTES = 4 * 64 * 20
 """The loss is computed over chunks of 20 rows."""
 
@@ -90,15 +86,14 @@ class Case:
 
 def cut_rows(plan: MicroBatchPlan, rank: int, documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The rows of one rank of a plan."""
-    rows, positions, targets = [], [], []
-    for nano in plan.nano_batches:
-        for number, start, stop, _, _ in nano.layout.of_rank(rank).tolist():
-            document = documents[nano.documents[number]]
-            shifted = torch.cat([document[1:], torch.tensor([-100])])
-            rows.append(document[start:stop])
-            positions.append(torch.arange(start, stop))
-            targets.append(shifted[start:stop])
-    batch = {"input_ids": rows, "position_ids": positions, "shift_labels": targets}
+    held = list(plan.held_by(rank))
+    batch = {
+        "input_ids": [documents[number][start:stop] for number, start, stop in held],
+        "position_ids": [torch.arange(start, stop) for _, start, stop in held],
+        "shift_labels": [
+            torch.cat([documents[number][1:], torch.tensor([-100])])[start:stop] for number, start, stop in held
+        ],
+    }
     return {name: torch.cat(parts)[None] for name, parts in batch.items()}
 
 
@@ -149,16 +144,10 @@ def step_of_one_process(model_type: str, lora: bool, lengths: tuple[int, ...]) -
 def run_case(case: Case) -> list[Step]:
     """Planned steps on every rank, one for each of `steps_of`."""
     config, windows, _ = MODELS[case.model]
+    kinds, nodes = small_kinds(*windows, chunk=config.get("attention_chunk_size")), NODES.get(case.ranks, 1)
     settings = PlanSettings(
-        ranks=case.ranks,
-        tokens_per_rank=4096,
-        kinds=small_kinds(*windows, chunk=config.get("attention_chunk_size")),
-        document_layout="joint",
-        balance_block_size=8,
-        ranks_per_node=NODES.get(case.ranks, 1),
+        case.ranks, 4096, kinds, document_layout="joint", balance_block_size=8, ranks_per_node=nodes
     )
-    if case.layout in CHOSEN:
-        settings = replace(settings, tokens_per_rank=150, choices=choices(settings.kinds, CHOSEN[case.layout]))
     if case.ping_pong is not None:
         settings = replace(settings, ping_pong=case.ping_pong)
     if case.local is not None:
@@ -168,8 +157,6 @@ def run_case(case: Case) -> list[Step]:
         plan = plan_placed([row or FILLER for row in case.lengths], settings)
     else:
         plan = plan_micro_batch(case.lengths, settings)
-    if case.layout in CHOSEN:
-        assert plan.choice.group == int(case.layout.split()[-1])
     model = small_model(case.model, **config).train()
     plan_head(model, CHUNK_BYTES)
     if case.ping_pong:
@@ -200,13 +187,6 @@ def steps_of(case: Case) -> list[tuple[int | None, bool]]:
     return list(itertools.product(case.stage_rows, (False, True) if case.ranks in NODES else (False,)))
 
 
-def choices(kinds: Sequence[AttentionKind], bandwidths: tuple[float, float]) -> Choices:
-    """All choices, with costs of attention alone."""
-    kernel = KernelCost(0.0, 0.0, 0.0, 1e-6)
-    links = Links(*(LinkCost(0.0, bandwidth) for bandwidth in bandwidths))
-    return Choices(StepCosts(tuple(KindCosts(kind, 1, kernel, kernel) for kind in kinds), 0.0, 0.0, 2.0, 0.0, links))
-
-
 def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
     """The same layout, each document in up to five tasks for workers drawn at random."""
     random = np.random.default_rng(seed)
@@ -225,7 +205,6 @@ def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
 
 MIXED = (30, 66, 1, 31)
 EQUAL, EQUAL_IN_WINDOWS = ((60, 40), (60, 40)), ((70, 64), (32, 38, 31, 33))
-GROUPED = (150, 40, 40, 40, 90, 90)
 ON_RANKS = ((40, 17, 9, 33), (25, 3, 50, 21), (30, 30, 1, 28), (44, 2, 31, 20))
 ALONE = {"stage_rows": (None,)}
 
@@ -244,10 +223,6 @@ CASES = {
     "fixed-three": Case(3, ((100,), (50, 50), (25,) * 4), "fixed", keep_received=True),
     "fixed-odd": Case(4, ((256,), (1,), (), (31, 33)), "fixed"),
     "fixed-two-ranks-without-rows": Case(4, ((200,), (56,), (), ()), "fixed", keep_received=True),
-    "chosen-1": Case(4, GROUPED, "groups of 1"),
-    "chosen-1-last-fits-nowhere": Case(4, (140, 140, 90, 90, 60, 60, 15), "groups of 1"),
-    "chosen-2": Case(4, GROUPED, "groups of 2"),
-    "chosen-4": Case(4, (310, 64, 64), "groups of 4"),
     **{f"{model}-joint": Case(2, (128, *MIXED), model=model) for model in ("mistral", "gemma2", "llama4_text")},
     **{
         f"{model}-fixed": Case(4, ((128,), MIXED, MIXED, MIXED), "fixed", model)

@@ -83,7 +83,7 @@ def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
 def _groups_of_dispatcher(ranks_per_node: int | tuple[int, ...] = 1) -> tuple[list[Any], list[int], str]:
     """What a new dispatcher does before any layer; the number of groups before, with and after it; its error then."""
     found: list[Any] = []
-    new_group, all_to_all, world = dist.new_group, dist.all_to_all_single, dist.distributed_c10d._world
+    new_group, all_to_all, groups = dist.new_group, dist.all_to_all_single, dist.distributed_c10d._world.pg_map
 
     def recorded_group(ranks: list[int] | None = None, **options: Any) -> Any:
         found.append((options["group_desc"], options["backend"], ranks))
@@ -93,17 +93,17 @@ def _groups_of_dispatcher(ranks_per_node: int | tuple[int, ...] = 1) -> tuple[li
         found.append((group.group_desc, received, sent))
         return all_to_all(output, input, received, sent, group=group)
 
-    count = [len(world.pg_map)]
+    count = [len(groups)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", recorded_group)
         patch.setattr(dist, "all_to_all_single", recorded_exchange)
         patch.setattr(backends, "device_uuid", lambda device: f"GPU-{dist.get_rank()}")
         patch.setattr(backends, "check_devices", lambda *args: found.append(args))
         dispatcher = Dispatcher(PlanSettings(dist.get_world_size(), 64, KINDS, ranks_per_node=ranks_per_node), CPU)
-    count.append(len(world.pg_map))
+    count.append(len(groups))
     dispatcher.close()
     dispatcher.close()
-    count.append(len(world.pg_map))
+    count.append(len(groups))
     with pytest.raises(RuntimeError) as error:
         dispatcher.plan_lengths([[3]])
     return found, count, str(error.value)

@@ -1,7 +1,7 @@
 """Count what a planned step launches, copies and moves, without a GPU: on meta tensors, which have no numbers.
 
-A whole model runs forward and backward on tensors of the device "meta", or on torch's fake tensors of the CPU or of
-CUDA. It is one of several ranks, whose group is c10d's "fake" one. A dispatch mode sees every operator:
+A whole model runs forward and backward on tensors of the device "meta", or on torch's fake tensors of CUDA. It is one
+of several ranks, whose group is c10d's "fake" one. A dispatch mode sees every operator:
 
   launches   operators that run on the device: one each, two where they fill with zeros first; none without an element
   copies     those of the launches that only move numbers: copy_, clone, cat, index_select, to another dtype, …
@@ -41,7 +41,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.recorder import Recorder
-from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.kernels.varlen import TorchVarlenKernel
 from hf_distca.models.decoder import base_model
 from hf_distca.models.kinds import layers_by_kind
@@ -277,17 +276,8 @@ def without_numbers(device: torch.device = META) -> Iterator[None]:
             stack.enter_context(patch("torch.get_autocast_dtype", lambda _device: torch.bfloat16))
         else:
             stack.enter_context(patch("hf_distca.dispatch.rows.host_bytes", _with_numbers))
-            if device.type == "cpu":  # host and device are one there: no numbers at all
-                stack.enter_context(patch("hf_distca.dispatch.bound.IndexBuffer", _NoNumbers))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
-
-
-class _NoNumbers(IndexBuffer):
-    """Hands out tensors that will never hold the numbers."""
-
-    def place(self, numbers: np.ndarray) -> Tensor:
-        return torch.empty(numbers.shape, dtype=torch.from_numpy(numbers[:0]).dtype)
 
 
 def _with_numbers(size: int, *, pinned: bool) -> Tensor:

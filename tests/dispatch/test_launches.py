@@ -33,7 +33,6 @@ from tests.counting import (
 )
 from tests.models_and_batches import in_nodes, in_stages
 
-CPU = torch.device("cpu")
 RANKS, RANK, BLOCK = 4, 1, 16
 LENGTHS = [700, 300, 200, 200, 130, 111, 100, 90, 60, 50, 40, 37, 20, 10]
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 64, "pad_token_id": 0}
@@ -184,16 +183,6 @@ def with_lora(model: PreTrainedModel) -> PreTrainedModel:
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     adapted.enable_input_require_grads()
     return adapted
-
-
-def test_autocast(group):
-    """Weights in float32: kernels are given bfloat16 all the same. On the CPU, where sums take other operators."""
-    with without_numbers(CPU):
-        model = empty_model("llama", CPU, torch.float32, **{**SMALL, **MODELS["llama"]})
-        with torch.autocast("cpu", torch.bfloat16):
-            _, kernel = run(model, group, "joint", True, device=CPU)
-    check_rows(kernel)
-    assert {x.itemsize for _, x in kernel.inputs} == {2}
 
 
 # A micro-batch planned without exchange runs like stock padding-free training.

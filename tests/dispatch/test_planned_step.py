@@ -57,11 +57,18 @@ def dispatcher_of_all_ranks(**settings) -> Dispatcher:
 
 
 def _step_in_bfloat16() -> tuple[float, dict]:
+    """A step whose weights are in float32; kernels are given bfloat16."""
     dispatcher, model = dispatcher_of_all_ranks(), small_model()
     plan_head(model, CHUNK_BYTES)
-    with torch.autocast("cpu", torch.bfloat16):
+    kernel, dtypes = dispatcher.kernel, []
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
+        for name in ("forward", "backward"):
+            run = getattr(kernel, name)
+            patch.setattr(kernel, name, lambda *args, run=run: dtypes.append(args[2].dtype) or run(*args))
         plan = plan_micro_batch(LENGTHS, dispatcher.settings)
-        return planned_step(model, plan, dispatcher, random_documents(LENGTHS)), gradients_of(model)
+        loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
+    assert set(dtypes) == {torch.bfloat16}
+    return loss, gradients_of(model)
 
 
 def test_autocast(rank_pools):

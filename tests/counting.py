@@ -60,7 +60,7 @@ FILLED_FIRST = {"slice_backward", "select_backward", "index_select_backward"}
 """Zeros of the whole shape, then a copy into a part."""
 OVERWRITTEN = {"copy_", "fill_", "zero_", "index_copy_"}
 """In place, without reading what was there."""
-BY_ROWS = {"index_select", "index_copy_", "index_add_", "embedding"}
+BY_ROWS = {"index_select", "index_copy_", "embedding"}
 """Touch the rows that an index names, not all of them."""
 
 
@@ -204,8 +204,7 @@ def _moved(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
         if fresh or "out" in kwargs:  # as many rows are read as written
             indices = sum(_bytes(x) for x in read if not x.is_floating_point())
             return 2 * sum(map(_bytes, fresh or [kwargs["out"]])) + indices
-        source = _bytes(args[3])
-        return source + _bytes(args[2]) + source * (2 if name == "index_add_" else 1)
+        return 2 * _bytes(args[3]) + _bytes(args[2])
     if name in FILLED_FIRST:
         return 2 * _bytes(args[0]) + sum(map(_bytes, fresh))
     return sum(map(_bytes, written + read + fresh))

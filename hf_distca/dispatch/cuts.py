@@ -42,15 +42,11 @@ class Packing(NamedTuple):
 
 
 class BoundCuts:
-    """Segments of one rank in a nano-batch, and what they exchange.
-
-    Attributes:
-        sizes: rows of each segment, in row order.
-    """
+    """Segments of one rank in a nano-batch, and what they exchange."""
 
     def __init__(self, layout: Layout, rank: int, buffer: IndexBuffer) -> None:
         mine = layout.of_rank(rank)
-        self.sizes: tuple[int, ...] = tuple((mine["stop"] - mine["start"]).tolist())
+        self.sizes: tuple[int, ...] = tuple((mine["stop"] - mine["start"]).tolist())  # rows, in row order
         self._layout, self._rank, self._buffer = layout, rank, buffer
         self._halos: dict[int, BoundHalos] = {}
         self._packings: dict[tuple[int, ...], Packing] = {}
@@ -85,11 +81,7 @@ class BoundCuts:
 
 
 class BoundHalos:
-    """Halos as index tensors, see `Halos`.
-
-    Attributes:
-        sums: sum of gradients of local rows over the rows themselves, halos on this rank and halos on other ranks.
-    """
+    """Halos as index tensors, see `Halos`."""
 
     def __init__(self, table: Halos, buffer: IndexBuffer) -> None:
         self.rows = table.rows
@@ -98,6 +90,7 @@ class BoundHalos:
         self.local_rows, self.local_places = buffer.place(table.local_rows), buffer.place(table.local_places)
         self.route = bound_route(table.messages, buffer)
         local = len(table.places)
+        # Gradients of local rows come from the rows themselves, from halos on this rank and on other ranks.
         rows_of = {"rows": np.arange(local), "local": table.local_rows, "ranks": table.messages.send_rows}
         self.sums = RowSum(rows_of, local, buffer)
         buffer.send()
@@ -164,16 +157,12 @@ class _Exchange:
 
 
 class HaloExchange(_Exchange):
-    """Exchange of the rows before each segment.
-
-    Attributes:
-        d_x_XC: gradient of the rows with halos, while the halos' part travels.
-    """
+    """Exchange of the rows before each segment."""
 
     def __init__(self, bound: BoundHalos, *args: Any, **kwargs: Any) -> None:
         super().__init__("halos", *args, **kwargs)
         self.bound = bound
-        self.d_x_XC: Tensor | None = None
+        self.d_x_XC: Tensor | None = None  # gradient of the rows with halos, while the halos' part travels
 
     def send(self, x_TC: Tensor) -> Tensor:
         """Start the exchange and return a token for `receive`."""
@@ -237,9 +226,6 @@ class StateExchange(_Exchange):
 
     Args:
         shapes: of A and of B.
-
-    Attributes:
-        states: S_in of this rank's continued segments, in the backward.
     """
 
     def __init__(
@@ -249,13 +235,12 @@ class StateExchange(_Exchange):
         self.bound, self._shapes = bound, shapes
         # A, and B or the gradients of S_in, of all cut segments of this rank, while they are exchanged.
         self._own: list[Tensor] = []
-        self.states: Sequence[Tensor] = ()
+        self.states: Sequence[Tensor] = ()  # S_in of this rank's continued segments, in the backward
 
     def send(self, transitions: Sequence[Transition], anchors: Sequence[Tensor]) -> Tensor:
         """Start the exchange and return a token for `receive`.
 
         Args:
-            transitions: of each cut segment.
             anchors: tensors that need a gradient on every rank or on none.
         """
         factors, offsets = [a for a, _ in transitions], [b for _, b in transitions]

@@ -86,17 +86,11 @@ class Dispatcher:
         return self.settings.choices
 
     def close(self) -> None:
-        """Close the process groups of this dispatcher, on every rank at the same point.
-
-        Afterwards the model works outside planned steps, or with a new dispatcher.
-        """
+        """Close the process groups of this dispatcher, on every rank at the same point; the model stays usable."""
         self.groups.close()
 
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
-        """Bind a plan to this rank: make its index tensors on the device, once per micro-batch.
-
-        With dedicated servers, the tasks are planned again for the current servers.
-        """
+        """Bind a plan to this rank, once per micro-batch; with dedicated servers, tasks are planned for them again."""
         for nano in plan.nano_batches:
             for of_kind in nano.plans.values():
                 nodes = of_kind.nodes and of_kind.nodes[: self.groups.ranks]
@@ -116,8 +110,8 @@ class Dispatcher:
     def plan_lengths(self, micro_batches: Sequence[Sequence[int]], at_least: int = 0) -> list[MicroBatchPlan]:
         """Plan micro-batches from the lengths of the documents on this rank; tokens stay on their rank.
 
-        A collective call. A rank with fewer micro-batches than another, or without documents in one, takes part with a
-        single row without a target: models cannot run on zero rows.
+        A collective call. A rank without documents in a micro-batch takes part with a single row without a target:
+        models cannot run on zero rows.
 
         Args:
             micro_batches: For each micro-batch, the lengths of this rank's documents in the order of its rows.

@@ -57,10 +57,6 @@ class Groups:
         exchange: group of the exchanges; None with one rank.
         node: group of the exchanges inside this rank's node; None for a node of one rank.
         failures: errors of the ranks of all meshes, by world rank.
-
-    Raises:
-        RuntimeError: this rank cannot reach the others, or not in time.
-        ValueError: on every rank, if ranks share a GPU over NCCL.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, mesh: RankMesh | None = None) -> None:
@@ -94,8 +90,7 @@ class Groups:
         """Connect the ranks of each node by a group of their own. A collective of the world.
 
         Args:
-            nodes: [ranks] node of each rank of the mesh; None if no rows are forwarded. Some meshes may have nodes and
-                others none.
+            nodes: [ranks] node of each rank of the mesh; None if the mesh forwards no rows.
         """
         if nodes is None and not self._side_by_side:
             return

@@ -38,9 +38,9 @@ class RemoteCall(Protocol):
         """Wait for the results. A collective.
 
         Returns:
-            results: by server index, this rank's columns by name, [rows, …] on the rank's device: o and lse of a
-                forward; dq, dk and dv of a backward. Servers without rows of this rank are missing.
-            lost: indices of the servers that failed to give some rank its results; the same on every rank.
+            By server index, this rank's columns by name, [rows, …] on the rank's device: o and lse of a forward; dq,
+            dk and dv of a backward; nothing of servers without rows of this rank. And the indices of the servers that
+            failed to give some rank its results, the same on every rank.
         """
 
 
@@ -55,10 +55,9 @@ class RemotePlan(Protocol):
         params: AttentionParams,
         rows: Mapping[str, Tensor],
     ) -> RemoteCall:
-        """Send this rank's rows of one core attention to the servers.
+        """Send this rank's rows of one core attention to every server that has tasks, the same on every rank.
 
         Args:
-            servers: every server that has tasks; the same servers on every rank.
             rows: the rank's rows by column name, [T, …] each: q, k and v; in a backward also do, o and lse.
         """
 

@@ -33,8 +33,7 @@ class IndexBuffer:
     """Buffer that places numbers on the host and returns device tensors, which hold the numbers after `send`.
 
     Args:
-        in_one_go: add up rows of all sources by one kernel, as on a GPU, instead of source by source; None chooses by
-            device.
+        in_one_go: sum rows of all sources by one kernel, instead of source by source; None: if not on the CPU.
     """
 
     def __init__(self, device: torch.device, in_one_go: bool | None = None) -> None:

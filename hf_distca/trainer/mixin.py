@@ -24,8 +24,8 @@ from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, UpcomingBatc
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
 from hf_distca.trainer.parallel import (
     forget_evaluation,
+    gathers_parameters,
     is_wrapped,
-    prepares_with_optimizer,
     share_on_cpu,
     whole_weights,
 )
@@ -263,7 +263,10 @@ class DistCAMixin(_Trainer):
         Raises:
             ValueError: before training, if FSDP, ZeRO-1 or ZeRO-2 prepares the model for training only.
         """
-        if prepares_with_optimizer(self.accelerator) and not is_wrapped(self.model_wrapped, self.accelerator):
+        # ZeRO-3 alone prepares a model without its optimizer; DDP has nothing to prepare.
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        early = sharded and not gathers_parameters(self.accelerator)
+        if early and not is_wrapped(self.model_wrapped, self.accelerator):
             raise Run.EARLY_EVALUATION.error()
         self._evaluated = []
         with self.meter.paused():

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -81,9 +80,6 @@ def predicted_attention(
 ) -> float:
     """Return the predicted seconds of core attention of the busiest rank in micro-batches that have run.
 
-    Plans that were chosen by costs carry a prediction. For other plans, the busiest rank takes a share of the measured
-    time of all ranks, by query-key pairs. If the rank takes longer, it is slow, or the shapes of its tasks are worse.
-
     Args:
         layers: number of layers of each kind of attention.
         seen: [ranks] seconds measured in the kernels of each rank for these micro-batches.
@@ -91,7 +87,8 @@ def predicted_attention(
     choices = [plan.choice for plan in plans if plan.choice is not None]
     if len(choices) == len(plans):
         return float(np.sum([choice.attention for choice in choices], axis=0).max())
-    # [ranks] pairs weighted by the width of the heads. Workers beyond the ranks are servers, whose number changes.
+    # Without a prediction, the busiest rank takes its share of the time of all ranks, by [ranks] query-key pairs
+    # weighted by the width of the heads. Workers beyond the ranks are servers, whose number changes.
     pairs_of_ranks = sum(
         loads_of(of_kind)[: len(seen)].astype(np.float64) * layers[kind] * kind.q_heads * (kind.dim_qk + kind.dim_v)
         for plan in plans
@@ -254,18 +251,18 @@ class Remedies:
             self._wrong["imbalance_degree"] = lambda degree: degree > 1.1
         if ping_pong and settings.ping_pong is True:
             self._wrong["ping_pong_share"] = lambda share: share < 0.1
-        self._steps, self._sums = 0, defaultdict[str, float](float)
+        self._seen: list[tuple[int, Mapping[str, float]]] = []
 
     def see(self, figures: Mapping[str, float], steps: int) -> None:
         """Add means over some steps, from `StepMeter.figures`; empty figures change nothing."""
-        for name in self._wrong if figures else ():
-            self._sums[name] += figures[name] * steps
-        self._steps += steps if figures else 0
-        if self._steps < STEPS:
+        if figures:
+            self._seen.append((steps, figures))
+        total = sum(steps for steps, _ in self._seen)
+        if total < STEPS:
             return
         for name, is_wrong in list(self._wrong.items()):
-            mean = self._sums[name] / self._steps
+            mean = sum(figures[name] * steps for steps, figures in self._seen) / total
             if is_wrong(mean):
                 logger.warning("mean of the last steps: %s", REMEDIES[name].format(self._settings, mean))
                 del self._wrong[name]
-        self._steps, self._sums = 0, defaultdict(float)
+        self._seen = []

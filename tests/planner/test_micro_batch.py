@@ -26,6 +26,8 @@ def test_two_nano_batches():
         assert [nano.layout.tokens.tolist() for nano in plan.nano_batches] == [[2, 2, 1], [1, 1, 2]]
         # Packed in order, ranks have rows of 3 | 2 and 1 | 1 and 2: 6, 3 + 1 and 2 + 3 pairs.
         assert plan.summary.packed_max_over_mean == pytest.approx(6 / 5)
+    # Two documents of a token are not divided: in each nano-batch every rank has to have rows.
+    assert len(plan_micro_batch([1, 1], PlanSettings(2, 1, ping_pong=True)).nano_batches) == 1
     # The summary counts both.
     settings = PlanSettings(2, 2500, document_layout="fixed", ping_pong=True)
     plan = plan_micro_batch([1500, 1200, 900, 700, 400, 300], settings)

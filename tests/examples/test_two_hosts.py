@@ -52,7 +52,7 @@ def test_the_example_trains_on_two_hosts(hosts, checkpoint, tmp_path):
         "SLURM_JOB_NODELIST": "host[1-2]",
         "SLURM_JOB_NUM_NODES": "2",
     }
-    options = "--max_documents 8 --tokens_per_rank 512 --long_documents split --max_steps 2"
+    options = "--max_documents 8 --tokens_per_rank 512 --long_documents split --max_steps 2 --logging_steps 1"
     done = subprocess.run(
         ["./slurm.sh", CONFIGS / "ddp.yaml", *finetune(checkpoint, tmp_path, options)],
         cwd=EXAMPLES,

@@ -126,24 +126,17 @@ class Run:
     """What is set in a training.
 
     Attributes:
-        arguments: of both trainers' arguments.
-        model: makes the model, for an attention implementation.
-        adapter: of PEFT, that the model gets.
         example: changes an example, given its index.
         given: makes other arguments of both trainers, anew for each, of its model.
-        environment: variables that `accelerate launch` sets.
         patched: stands something in for the training.
         refused: strategies that refuse it, with a part of the error.
-        only: strategies under which a feature is tried.
         needs: package without which it is not tried.
         steps_without_targets: number of first steps without a target: one process would divide by zero.
         rounds: whether the training computes in bfloat16.
         slack: factor of the errors that are allowed in float32.
-        planned: arguments of hf_distca's trainer, in place of both trainers'.
-        given_planned: makes other arguments of hf_distca's trainer.
-        alone: arguments of the trainer in one process, in place of both trainers'.
-        sft: whether it is TRL's trainer.
-        calls: of the trainer: "train", "evaluate", and "new trainer", which goes on with the model.
+        planned, given_planned: what hf_distca's trainer gets in place of `arguments` and `given`.
+        alone: what the trainer in one process gets in place of `arguments`.
+        calls: "train", "evaluate", and "new trainer", which goes on with the model.
         resumes: checkpoint from which hf_distca's trainer resumes, in the folder of the strategy.
         after: called with hf_distca's trainer in the end; gives a further result.
     """

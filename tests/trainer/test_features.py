@@ -18,7 +18,7 @@ from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.tensor_parallel import config_on_a_rank
-from hf_distca.trainer.memory import log_memory, shards_of
+from hf_distca.trainer.memory import log_memory, sharing_of
 from hf_distca.trainer.refusals import Resume
 from hf_distca.trainer.resuming import agreed_checkpoint
 from tests.logged import Messages
@@ -216,7 +216,7 @@ def _refusals_and_memory(folder: str) -> tuple[list[str], dict[str, Any]]:
             "heads": (kind.q_heads, kind.kv_heads),
             "features": alone.config.intermediate_size,
             "numbers": parameter_bytes(base, 1),
-            "shards": shards_of(trainer.accelerator, trainer.model, trainer.dispatcher.groups.ranks),
+            "shards": sharing_of(trainer.accelerator, trainer.model, trainer.dispatcher.groups.ranks)[1],
         }
 
 

@@ -16,9 +16,8 @@ from tests.gpu.test_parts import SMALL
 
 def test_a_failure_or_a_number_out_of_bounds_is_wrong_and_does_not_end_the_part(capsys):
     findings = Findings()
-    findings.at_most(1.0, 1.0, "as much")
-    findings.at_most(1.5, 1.0, "more")
-    findings.at_most(math.nan, 1.0, "none")
+    for value, what in ((1.0, "as much"), (1.5, "more"), (math.nan, "none")):
+        findings.at_most(value, 1.0, what)
     with findings.trying("first"):
         raise KeyError("lost")
     assert findings.wrong == [

@@ -71,14 +71,14 @@ def _timed(
             given, taken = (torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
             run: Callable[[], object] = partial(dist.all_to_all_single, taken, given, route.received, route.sent)
         else:
-            run = partial(_exchange_once, buffer)
+            run = partial(_there, buffer)
         times.append(groups.all_gather(seconds_of(run, device)))
         spent += (1 + REPEATS) * max(times[-1])
         sizes.append(float(rows * ROW_BYTES))
     return np.array(sizes), np.array(times)
 
 
-def _exchange_once(buffer: ExchangeBuffer) -> None:
+def _there(buffer: ExchangeBuffer) -> None:
     buffer.send().wait()
 
 
@@ -90,6 +90,18 @@ def _buffer(
     sent, received = ([rows * (rank == other) for rank in range(groups.ranks)] for other in (receiver, sender))
     route, column = Route(sent, received, crossing=True), torch.empty((0, ROW_BYTES), dtype=torch.uint8, device=device)
     return exchange.buffer("links", route, [column]), route
+
+
+def measured_exchange(
+    groups: Groups, device: torch.device, ranks_per_node: int | tuple[int, ...], *, limit_s: float = inf
+) -> Links:
+    """Measure exchanges inside nodes, between nodes, and beside computation. A collective of the world."""
+    inside, across = peers_of(groups.ranks, ranks_per_node)
+    within = measured_link(groups, device, inside, limit_s=limit_s)
+    between = within if across == inside else measured_link(groups, device, across, limit_s=limit_s)
+    slower = inside if within.bandwidth < between.bandwidth else across
+    start, busy = _beside_computation(groups, device, slower)
+    return Links(within, between, start, busy)
 
 
 def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[int], list[int]]:
@@ -159,17 +171,11 @@ def with_links(
             Over gloo both are the same.
     """
     profiles: list[DeviceProfile] = groups.all_gather(profile)
-    inside, across = peers_of(groups.ranks, ranks_per_node)
-
-    def measured(**options: Any) -> tuple[LinkCost, LinkCost]:
-        within = measured_link(groups, device, inside, **options)
-        return within, within if across == inside else measured_link(groups, device, across, **options)
-
-    within, between = measured(limit_s=limit_s)
-    slower = inside if within.bandwidth < between.bandwidth else across
-    exchange = links = Links(within, between, *_beside_computation(groups, device, slower))
+    exchange = links = measured_exchange(groups, device, ranks_per_node, limit_s=limit_s)
     if collectives and device.type == "cuda":
-        links = Links(*measured(alone=True))
+        inside, across = peers_of(groups.ranks, ranks_per_node)
+        within = measured_link(groups, device, inside, alone=True)
+        links = Links(within, within if across == inside else measured_link(groups, device, across, alone=True))
     sharing = ranks_per_core(groups) if device.type == "cpu" else 1.0
     changes: dict[str, Any] = {}
     for name in ("flops_per_second", "bytes_per_second", "launches"):

@@ -15,7 +15,7 @@ from accelerate.utils import parse_flag_from_env
 from torch.cuda import device_count, is_available
 
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.pool.child import ChildServer
+from hf_distca.pool.child import serve_from_child
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.nixl import address_towards
 from hf_distca.pool.rank.pool import Pool
@@ -127,7 +127,7 @@ def serve_if_server(launch: Launch | None, timeout_s: float) -> None:
         except dist.DistError:  # the process that has the store is gone, and rank 0 with it
             return True
 
-    ChildServer(command, token + "\n", has_ended).run()
+    serve_from_child(command, token + "\n", has_ended)
     raise SystemExit(0)
 
 
@@ -151,8 +151,8 @@ def open_pool(
         token_file: for servers from outside: file with the run's token, made if there is none.
     """
     groups, store = dispatcher.groups, None if launch is None else launch.store
-    token, directory, memory, error = b"", None, None, None
-    place: tuple[str, int] | None = None
+    directory, memory, error = None, None, None
+    told: tuple[bytes, tuple[str, int] | None] = b"", None
     if groups.rank == 0:
         try:
             host, port = parse_address(address, setting="attention_server_address")
@@ -164,10 +164,10 @@ def open_pool(
                 token = read_token(path)
             ended = (lambda: None) if store is None else partial(store.set, "ended", "")
             directory = Directory(host, port, token, ended=ended)
-            place = directory.host, directory.port
+            told = token, (directory.host, directory.port)
         except (OSError, ValueError) as caught:
             error = caught
-    (token, place), *_ = groups.all_gather((token, place))
+    (token, place), *_ = groups.all_gather(told)
     if place is not None:
         try:
             choice = Choice(transport)

@@ -46,11 +46,11 @@ SPANS = 1 << 16
 
 
 class Member(NamedTuple):
-    """A server that takes part, with this rank's link to it; `rank_beside` is the first rank on its host, if any."""
+    """A server that takes part."""
 
     name: str
     link: ServerLink
-    rank_beside: int | None
+    rank_beside: int | None  # the first rank on the server's host
 
 
 class Pool:
@@ -112,7 +112,7 @@ class Pool:
         """Connect to servers; those to which every rank has a link take part. A collective."""
         links: dict[int, ServerLink] = {}
         failures: dict[int, tuple[str, bool]] = {}
-        hello = rank_hello(self._groups.rank, self._groups.ranks, self.memory)
+        hello = rank_hello(self._groups.rank, self.memory)
         connect_s = min(CONNECT_S, self.timeout_s)
         for server, info in joined.items():
             try:

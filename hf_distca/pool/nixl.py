@@ -95,7 +95,7 @@ class NixlAgent:
         self._ends: Counter[str] = Counter()  # of each peer
         errors = [one for one in vars(bindings).values() if isinstance(one, type) and issubclass(one, Exception)]
         # The further ones are for numbers that are no addresses, and for what is no base64.
-        self._errors = (*errors, RuntimeError, TypeError, ValueError)
+        self._errors: tuple[type[Exception], ...] = (*errors, RuntimeError, TypeError, ValueError)
         sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent = api.nixl_agent(self.name, api.nixl_agent_config(backends=[], sync_mode=sync))
         # An agent's default thread asks for news without a pause, and takes a core from whoever computes.

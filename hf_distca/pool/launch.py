@@ -32,16 +32,11 @@ _OF_THE_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process takes part in a launch whose last processes are servers.
-
-    Attributes:
-        store: the launcher's, where rank 0 leaves the address and the token for servers.
-        serves_on: device of this process if it is a server; None: it is a rank.
-    """
+    """How this process takes part in a launch whose last processes are servers."""
 
     servers: int
-    store: dist.Store | None
-    serves_on: str | None = None
+    store: dist.Store | None  # the launcher's, where rank 0 leaves the address and the token for servers
+    serves_on: str | None = None  # device of this process if it is a server; None: it is a rank
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the connection: Trainer saves its arguments, and with them this."""
@@ -51,9 +46,8 @@ class Launch:
 def split_launch(servers: int, *, cpu: bool) -> Launch:
     """Decide which processes of this launch are ranks and which, the last ones, are attention servers.
 
-    Call it before anything looks at the world. From then on ranks are a world without servers: accelerate, DDP, FSDP2
-    and DeepSpeed see ranks alone. A server belongs to no world; `serve_if_server` makes it serve. ValueError on every
-    process, where the launch has too few processes, or a server's host no GPU for it.
+    Call it before anything looks at the world: ranks are then a world without servers. ValueError on every process,
+    where the launch has too few processes, or a server's host no GPU for it.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     ranks = world - servers
@@ -68,13 +62,8 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
             "that; make DistCATrainingArguments first in the script"
         )
     own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store: dist.Store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=own_store and rank == 0,
-        wait_for_workers=False,
-        multi_tenant=own_store,
-    )
+    options = {"is_master": own_store and rank == 0, "wait_for_workers": False, "multi_tenant": own_store}
+    store: dist.Store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), **options)
     # The launcher's store outlives a restart of all processes, and with it what they left there.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"hf_distca/attention_servers/{restarts}", store)
@@ -108,8 +97,7 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
 def serve_if_server(launch: Launch | None, timeout_s: float) -> None:
     """Serve until training ends, then raise SystemExit, if this process is a server of its launch; else return.
 
-    A child process serves: a lost server must not hurt the run. `timeout_s` is how long the server waits for the ranks
-    once it knows their address.
+    `timeout_s` is how long the server waits for the ranks once it knows their address.
     """
     if launch is None or launch.serves_on is None:
         return
@@ -143,7 +131,7 @@ def open_pool(
 ) -> Pool:
     """Let servers take part in a dispatcher's plans: those of this launch, which are waited for, or any from outside.
 
-    A collective. ValueError on every rank, where the address, the token or the transport cannot be used.
+    A collective. ValueError on every rank: the address, the token or the transport cannot be used.
 
     Args:
         launch: None where servers come from outside.

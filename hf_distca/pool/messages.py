@@ -1,8 +1,7 @@
 """Messages between ranks, servers and the directory: plain structures, and a plan as raw tables.
 
 A message travels as JSON: its name, its fields and the number of bytes that follow. `decode` checks the types of all
-fields, and receivers compare sizes before they allocate memory. Messages come only from peers that know the run's
-token, and nothing further is checked.
+fields, and receivers compare sizes before they allocate memory. Peers know the run's token: no more is checked.
 """
 
 import json
@@ -120,7 +119,7 @@ class PlanTables:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tables; ValueError where the numbers make no plan."""
+        """Bytes of all tables; ValueError: the numbers make no plan."""
         if not 0 < self.ranks <= self.worker < self.workers <= WORKERS:
             raise ValueError(f"worker {self.worker} is no server of {self.ranks} ranks and {self.workers} workers")
         sizes = [count * dtype.itemsize for counts in self.tables for count, dtype in self._each(counts)]
@@ -141,23 +140,22 @@ class PlanTables:
             for kind, table in zip(self.kinds, tasks, strict=True):
                 yield nano_batch, kind, Plan(layout_of_kind(layout, kind), table, self.workers, kind.window)
 
-    def _each(self, counts: Sequence[int]) -> list[tuple[int, np.dtype[Any]]]:
-        dtypes = (np.dtype(np.int64), SEGMENT, *(TASK for _ in self.kinds))
-        return list(zip(counts, dtypes, strict=True))
+    def _each(self, counts: Sequence[int]) -> Iterator[tuple[int, np.dtype[Any]]]:
+        return zip(counts, (np.dtype(np.int64), SEGMENT, *(TASK for _ in self.kinds)), strict=True)
 
 
 def plan_tables(
     plan_id: int, worker: int, nano_batches: Sequence[NanoBatch]
 ) -> tuple[PlanTables, list[NDArray[np.uint8]]]:
     """Return the message that sends a plan to one of its workers, and the tables that follow."""
-    kinds = tuple(nano_batches[0].plans)
-    plan = nano_batches[0].plans[kinds[0]]
+    plans = nano_batches[0].plans
     tables = [
-        [nano.layout.lengths, nano.layout.segments, *(nano.plans[kind].tasks for kind in kinds)]
+        [nano.layout.lengths, nano.layout.segments, *(nano.plans[kind].tasks for kind in plans)]
         for nano in nano_batches
     ]
     counts = tuple(tuple(map(len, row)) for row in tables)
-    message = PlanTables(plan_id, plan.layout.ranks, plan.workers, worker, kinds, counts)
+    plan = next(iter(plans.values()))
+    message = PlanTables(plan_id, plan.layout.ranks, plan.workers, worker, tuple(plans), counts)
     return message, [np.ascontiguousarray(table).view(np.uint8) for row in tables for table in row]
 
 

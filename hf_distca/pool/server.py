@@ -46,25 +46,21 @@ _WILDCARDS = ("0.0.0.0", "::")
 
 
 class ServedTasks:
-    """This server's tasks of one plan: one nano-batch, one kind of attention.
-
-    Attributes:
-        key_sums: how dK and dV of received rows are added up.
-        rows: for each kind of rows ("queries", "keys") and each rank, the rank's slice of the received rows.
-        ranks: ranks that have rows here.
-    """
+    """This server's tasks of one plan: one nano-batch, one kind of attention."""
 
     def __init__(self, plan: Plan, worker: int, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, worker)
         keys, tasks = routes.stages[0].keys, routes.stages[0].remote_query
         self.group = BoundGroup(tasks, buffer)
+        # For each kind of rows and each rank, the rank's slice of the received rows.
         self.rows: dict[str, list[slice]] = {}
         for kind, exchanged in (("queries", routes.queries), ("keys", keys)):
             stops = [0, *np.cumsum(exchanged.recv_counts[: plan.layout.ranks]).tolist()]
             self.rows[kind] = list(map(slice, stops, stops[1:]))
+        # Adds up dK and dV of received rows.
         self.key_sums = RowSum({"tasks": tasks.k_rows}, self.rows["keys"][-1].stop, buffer)
         received = (routes.queries.recv_counts + keys.recv_counts)[: plan.layout.ranks]
-        self.ranks = frozenset(np.flatnonzero(received).tolist())
+        self.ranks = frozenset(np.flatnonzero(received).tolist())  # which have rows here
         # Counted from a task's first key on; with a window that is where the first row's window begins.
         self.pairs = int(np.sum(pairs(tasks.k_lens - tasks.q_lens, tasks.k_lens, plan.window)))
 
@@ -244,7 +240,7 @@ class AttentionServer:
                         other.refuse(f"rank {link.rank} left in the middle of call {call_id}")
 
     def _take(self, link: RankLink, message: Message, size: int) -> None:
-        """Deal with one message that `size` bytes follow; LinkLost where the connection must end."""
+        """Deal with one message that `size` bytes follow; LinkLost: the connection must end."""
         try:
             if isinstance(message, Call):
                 self._kernel_of(message)
@@ -311,7 +307,7 @@ class AttentionServer:
             return assembly
 
     def _kernel_of(self, call: Call) -> Kernel:
-        """Return the kernel that computes a call; raise ValueError if none can."""
+        """Return the kernel that computes a call; ValueError: none can."""
         need = Need(getattr(torch, call.dtype), call.kind.dim_qk, call.kind.dim_v, params_of(call))
         if need not in self._kernels:
             try:
@@ -366,7 +362,7 @@ class AttentionServer:
             link.outbox.put(partial(link.transport.send, Reply(call.call_id, seconds, tasks.pairs), own, ROWS_S))
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """Return a context with the server's GPU: a thread begins with the first one, and Triton takes that."""
+        # A thread begins with the first GPU, and Triton takes that.
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 

@@ -181,8 +181,8 @@ class Arena(Memory):
 def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
     """Make the memory of this process's rows: an `Arena` for NIXL, or `Memory` for TCP, with the reason.
 
-    AUTO takes NIXL where that needs no open port of UCX: with RDMA devices. Else UCX may listen on the interface of
-    `address`. ValueError: NIXL was asked for and cannot be used.
+    AUTO takes NIXL where UCX needs no open port: with RDMA devices. Else UCX listens on the interface of `address`.
+    ValueError: NIXL was asked for and cannot be used.
     """
     if choice is Choice.TCP:
         return Memory(device)
@@ -209,9 +209,9 @@ class Transport:
     def send(
         self, message: Call | Reply, rows: Sequence[Tensor], timeout_s: float, answer: Sequence[Tensor] = ()
     ) -> None:
-        """Send a message with its rows; the rows of the reply to a call are received into `answer`.
+        """Send a message with its rows, which for a call must not change before its reply has been received.
 
-        Rows of a call must not change before its reply is received, rows of a reply may change when this returns.
+        The rows of the reply are received into `answer`.
         """
         self._channel.send(message, _buffers(rows), timeout_s)
 

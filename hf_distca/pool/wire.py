@@ -1,8 +1,8 @@
 """Authenticated connections between ranks, servers and the directory, and the listener that accepts them.
 
-A message is its size in four bytes and JSON (`messages`), never a pickled object. Rows follow their message on the
-same socket, straight from and into tensors. Both ends first prove that they know the run's token, by HMAC-SHA256 over
-two nonces. Nothing is encrypted: the token keeps strangers out of a network whose wires are trusted.
+A message is its size in four bytes and JSON (`messages`), never a pickled object; rows follow their message on the
+same socket. Both ends first prove that they know the run's token, by HMAC-SHA256 over two nonces. Nothing is
+encrypted: the token keeps strangers out of a network whose wires are trusted.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ class Channel:
         self._ended_because = ""
 
     def fileno(self) -> int:
-        """Let `select` wait for a message or the end of the connection."""
+        """Return the descriptor of the connection, for `select`."""
         return self._sock.fileno()
 
     def hung_up(self) -> bool:
@@ -89,10 +89,10 @@ class Channel:
         return bool(poll.poll(0))
 
     def prove(self, token: bytes, service: str, timeout_s: float, *, connects: bool) -> None:
-        """Prove to each other that both ends know the token; raise ProtocolError where the other end does not.
+        """Prove to each other that both ends know the token, within `timeout_s`; ProtocolError: the other does not.
 
         The proofs name the side, so that none can be sent back, and the service, so that a connection to the directory
-        cannot be led to a server. `timeout_s` is for all of the handshake.
+        cannot be led to a server.
         """
         greeting = _GREETING + b"%d " % VERSION
         ours = greeting + secrets.token_bytes(32)

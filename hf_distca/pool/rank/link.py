@@ -29,8 +29,8 @@ class Answer(Future[Reply]):
 class ServerLink:
     """Calls to one server and their replies; nothing but `wait` blocks the caller.
 
-    A link that failed once stays failed, for the reason `lost`; a server that comes back gets a new one. Connecting
-    takes at most `connect_s`, and the server's welcome again; travelling rows may stand still for `rows_s`.
+    A link that failed once stays failed, for the reason `lost`; a server that comes back gets a new one. Travelling
+    rows may stand still for `rows_s`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ServerLink:
         return answer.result()
 
     def fail(self, reason: str) -> None:
-        """End the link because of something seen elsewhere; whoever waits gets LinkLost with the reason."""
+        """End the link; whoever waits gets LinkLost with the reason."""
         with self._lock:
             if self.lost:
                 return

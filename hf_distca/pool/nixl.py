@@ -106,13 +106,10 @@ class NixlAgent:
         with self._failures(f"could not start UCX with {config}"):
             self._agent.create_backend("UCX", {"engine_config": config})
 
-    def register(self, memory: Piece, space: Space) -> None:
-        """Let peers reach some memory of this process from now on."""
+    def register(self, memory: Piece, space: Space) -> str:
+        """Register memory, and return what a peer needs to reach all memory registered so far, in base64."""
         with self._failures(f"could not register {memory[1]} bytes of {space.kind}"):
             self._agent.register_memory([(*memory, space.device, "")], space.kind)
-
-    def metadata(self) -> str:
-        """Return what a peer needs to reach this process and all memory registered so far, in base64."""
         return base64.b64encode(self._agent.get_agent_metadata()).decode()
 
     def meet(self, peer: str, metadata: str) -> None:

@@ -172,10 +172,9 @@ class Arena(Memory):
     def _grow(self, size: int) -> None:
         pinned = self.stream is not None and self.space == HOST
         slab = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
-        self.agent.register((slab.data_ptr(), size), self.space)
+        self.metadata = self.agent.register((slab.data_ptr(), size), self.space)
         self._slabs.append(slab)
         self._free.append(_Block(len(self._slabs) - 1, 0, size))
-        self.metadata = self.agent.metadata()
 
 
 def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:

@@ -56,14 +56,11 @@ class Strangers:
             lambda: self.raw(self.bytes(1, 10, 100, 5000)),
             self.part_of_a_handshake,
             lambda: self.authenticated(b"", make_token()),
+            lambda: self.random.choice([self.raw, self.authenticated])(b""),
             lambda: self.authenticated(self.start() + self.bytes(1, 28, 3000)),
-            self.part_of_a_message,
+            lambda: self.authenticated(self.start() + self.oversized() + bytes(1000)),
             self.changed_message,
             self.changed_fields,
-            lambda: self.authenticated(
-                self.start() + (2 ** self.random.randint(17, 32) - 1).to_bytes(4, "big") + bytes(1000)
-            ),
-            lambda: self.random.choice([self.raw, self.authenticated])(b""),
         ]
         if self.sane.nixl:
             self.valid.append(message(replace(call, places=Places(((4096, 1000),), (), ""))))
@@ -87,6 +84,9 @@ class Strangers:
         """Nothing, or a sane first message: never a changed one, which might become that of a true peer."""
         return self.random.choice([b"", self.hello])
 
+    def oversized(self):
+        return (2 ** self.random.randint(17, 32) - 1).to_bytes(4, "big")
+
     def raw(self, data):
         sock = socket.create_connection(("127.0.0.1", self.port), 5)
         sock.sendall(data)
@@ -102,15 +102,13 @@ class Strangers:
         whole = framed(b"hf_distca %d " % VERSION + self.bytes(32)) + framed(self.bytes(32))
         return self.raw(whole[: self.random.randint(0, len(whole))])
 
-    def part_of_a_message(self):
-        whole = self.hello + self.random.choice(self.valid)
-        return self.authenticated(whole[: self.random.randint(0, len(whole) - 1)])
-
     def changed_message(self):
+        """A part of a message, or a message with some other bytes."""
         whole = bytearray(self.random.choice(self.valid))
         for _ in range(self.random.randint(0, 4)):
             whole[self.random.randrange(len(whole))] = self.random.randrange(256)
-        return self.authenticated(self.hello + whole)
+        length = self.random.choice([len(whole), self.random.randint(0, len(whole) - 1)])
+        return self.authenticated(self.hello + whole[:length])
 
     def changed_fields(self):
         whole = self.random.choice(self.valid)

@@ -119,12 +119,12 @@ def test_members_of_the_directory_take_part_until_they_leave_it_or_training_ends
     assert left.lost == "closed by this rank"
     # Who left is dropped once more, which does nothing.
     assert directory.drop.call_args_list == [call(7), call(1, "")]
-    assert pool.workers(1).speed == (1.0, 2.0)
+    assert pool.speeds.workers(1, pool.servers, False).speed == (1.0, 2.0)
     later = pool.link(8)
     pool.recorder.add(Span("server", "8", WORK, 0.0, 1.0, pairs=600))  # six times a rank's 100 pairs/s
     for _ in range(2):  # learned once
         pool.refresh()
-        assert pool.workers(1).speed == (1.0, 4.0)
+        assert pool.speeds.workers(1, pool.servers, False).speed == (1.0, 4.0)
     pool.close()
     assert (pool.servers, later.lost) == ((), "closed by this rank")
     assert directory.method_calls[-2:] == [call.end(), call.close()]

@@ -136,7 +136,7 @@ def trained(transport, port, folder, servers, moment, timeout_s, options):
     recording = dispatcher.recorder.listen(*OBSERVED)
     for step in range(STEPS):
         if step == given.learns:  # learned speeds may leave a server without tasks
-            pool.workers = lambda nano_batches: Workers.uniform(ranks + len(pool.servers))
+            pool.speeds.workers = lambda *_, **__: Workers.uniform(ranks + len(pool.servers))
         if step == FAULTY_STEP:
             reach("between steps")
         if rank == 0 and given.comes_back and step == FAULTY_STEP + 1:

@@ -26,7 +26,6 @@ from hf_distca.dispatch.rows import take
 from hf_distca.kernels import AttentionParams
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
-from hf_distca.planner.cost import Workers
 from hf_distca.planner.servers import plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
@@ -155,10 +154,6 @@ class Pool:
             logging.WARNING,
         )
 
-    def workers(self, nano_batches: int) -> Workers:
-        """Return speeds and base loads of the ranks and, after them, of `servers`, for so many nano-batches."""
-        return self.speeds.workers(self._groups.ranks, self.servers, takes_turns=nano_batches > 1)
-
     def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, "_PlanAtServers | None"]:
         """Plan tasks again for ranks and, behind them, `servers`, and send the plan to the servers."""
         servers, nodes = self.servers, settings.nodes
@@ -168,7 +163,7 @@ class Pool:
         if nodes is not None:
             beside = [self._members[server].rank_beside for server in servers]
             server_nodes = [None if rank is None else nodes[rank] for rank in beside]
-        workers = self.workers(len(plan.nano_batches))
+        workers = self.speeds.workers(self._groups.ranks, servers, takes_turns=len(plan.nano_batches) > 1)
         plan = plan_with_servers(plan, workers, settings, ranks_serve=self.ranks_serve, server_nodes=server_nodes)
         plan_id = next(self._plan_ids)
         if self._groups.rank == 0:

@@ -62,8 +62,13 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
             "that; make DistCATrainingArguments first in the script"
         )
     own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    options = {"is_master": own_store and rank == 0, "wait_for_workers": False, "multi_tenant": own_store}
-    store: dist.Store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), **options)
+    store: dist.Store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=own_store and rank == 0,
+        wait_for_workers=False,
+        multi_tenant=own_store,
+    )
     # The launcher's store outlives a restart of all processes, and with it what they left there.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"hf_distca/attention_servers/{restarts}", store)

@@ -104,11 +104,11 @@ def test_nothing_is_waited_for_longer_than_it_may_take_and_a_message_that_cannot
     with pytest.raises(LinkLost, match="sending made no progress"):
         near.send(REPLY, [bytes(50_000_000)], 0.1)
     assert time.monotonic() - begin < 30
-    outbox, later = Outbox(far), Mock()
+    outbox, later = Outbox(near), Mock()
     outbox.put(Mock(side_effect=LinkLost("closed")))
     outbox.put(later)
     with pytest.raises(LinkLost, match="closed"):
-        far.receive(60)
+        near.receive(60)
     outbox.finish(60)
     later.assert_not_called()
 

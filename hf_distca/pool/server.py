@@ -51,7 +51,7 @@ class ServedTasks:
     def __init__(self, plan: Plan, worker: int, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, worker)
         keys, tasks = routes.stages[0].keys, routes.stages[0].remote_query
-        self.group = BoundGroup(tasks, buffer)
+        self.group = BoundGroup.bind(tasks, buffer)
         # For each kind of rows and each rank, the rank's slice of the received rows.
         self.rows: dict[str, list[slice]] = {}
         for kind, exchanged in (("queries", routes.queries), ("keys", keys)):

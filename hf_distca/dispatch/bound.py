@@ -35,7 +35,7 @@ class BoundGroup:
     """Tasks of one kernel call, as index tensors of their rows among local or received rows."""
 
     def __init__(self, group: TaskGroup, buffer: IndexBuffer) -> None:
-        self.shapes = TaskShapes.placed(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
+        self.shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
         self.q_rows = row_index(group.q_rows, buffer)
         self.k_rows = row_index(group.k_rows, buffer)
         self.pairs = group.pairs
@@ -50,7 +50,7 @@ class LocalTasks:
 
     def __init__(self, lengths: list[int], window: int | None, buffer: IndexBuffer) -> None:
         self.lengths = lengths
-        self.shapes = TaskShapes.placed(lengths, lengths, buffer.place)
+        self.shapes = TaskShapes.build(lengths, lengths, buffer.place)
         self.pairs = sum(pairs(0, length, window) for length in lengths)
 
 

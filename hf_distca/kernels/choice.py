@@ -7,7 +7,7 @@ import torch
 from .contract import AttentionParams, Kernel, Need
 from .cpu import CpuKernel
 from .reference import ReferenceKernel
-from .varlen import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel, TorchVarlenKernel
+from .versions import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel, TorchVarlenKernel
 
 KERNELS: dict[str, type[Kernel]] = {
     "reference": ReferenceKernel,

@@ -75,10 +75,9 @@ class TaskShapes:
     tasks need appears twice.
 
     Attributes:
-        q_lens: query rows of each task; may be 0.
-        k_lens: key/value rows of each task; may be 0. With causal attention k_lens[i] >= q_lens[i].
-        cu_q: [T + 1] int32 on the device, first packed query row of each task, then the total; cu_k likewise.
-        max_q: largest of q_lens, 0 without tasks; max_k likewise.
+        q_lens, k_lens: rows of each task; may be 0. With causal attention k_lens[i] >= q_lens[i].
+        cu_q, cu_k: [T + 1] int32 on the device, first packed row of each task, then the total.
+        max_q, max_k: largest of q_lens and of k_lens, 0 without tasks.
     """
 
     q_lens: tuple[int, ...]

@@ -91,7 +91,7 @@ class CpuKernel:
         dq_QHD, dk_KGD, dv_KGE = (torch.zeros(x.shape, dtype=x.dtype) for x in (q_QHD, k_KGD, v_KGE))
         for call in _calls(shapes, params, q_QHD):
             do, q, o, lse = (call.rows_of(x) for x in (do_QHE, q_QHD, o_QHE, lse_QH))
-            dq, dk, dv = _backward(do, q, call.keys_of(k_KGD), call.keys_of(v_KGE), o, lse, call, params)
+            dq, dk, dv = _backward((do, q, call.keys_of(k_KGD), call.keys_of(v_KGE), o, lse), call, params)
             call.rows_of(dq_QHD).add_(dq)
             call.keys_of(dk_KGD).add_(dk)
             call.keys_of(dv_KGE).add_(dv)
@@ -207,21 +207,13 @@ def _forward(
     return _by_head(o_BGME, heads), _by_head(lse_BGM1, heads).squeeze(-1)
 
 
-def _backward(
-    do_BHRE: Tensor,
-    q_BHRD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSE: Tensor,
-    o_BHRE: Tensor,
-    lse_BHR: Tensor,
-    call: _Call,
-    params: AttentionParams,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients that these pairs add, from o and lse over all keys of the rows."""
+def _backward(tensors: tuple[Tensor, ...], call: _Call, params: AttentionParams) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients that these pairs add, from do, q, k, v, and o and lse over all keys of the rows."""
     if params.softcap is None:
-        tensors, options = (do_BHRE, q_BHRD, k_BGSD, v_BGSE, o_BHRE, lse_BHR), {"attn_mask": call.mask}
-        dq, dk, dv = _flash_backward(*tensors, 0.0, call.causal, **options, scale=params.scale)
+        options = {"attn_mask": call.mask, "scale": params.scale}
+        dq, dk, dv = _flash_backward(*tensors, 0.0, call.causal, **options)
         return dq, dk, dv
+    do_BHRE, q_BHRD, k_BGSD, v_BGSE, o_BHRE, lse_BHR = tensors
     by_rows = do_BHRE, q_BHRD, o_BHRE, lse_BHR.unsqueeze(-1)
     do_BGME, q_BGMD, o_BGME, lse_BGM1 = (_by_kv_head(x, k_BGSD.shape[1]) for x in by_rows)
     t_BGMS = (q_BGMD @ k_BGSD.mT).mul_(params.scale / params.softcap).tanh_()

@@ -41,7 +41,7 @@ class FlashVarlenKernel:
         forward_grid, backward_grid: thread blocks of a kernel whose number depends on the longest task.
         distribution: name of the package for pip. A module of the name alone proves nothing: flash-attn brings a
             folder of FlashAttention-4 along, which cannot be imported without packages that it does not ask for.
-        functions: names of the functions for forward and backward; `has` is a further name, present from `newer` on.
+        functions: names of the functions for forward and backward; then names that show a version to be new enough.
         causal: the argument for `AttentionParams.causal`.
         no_window: both sides of a window that sees all keys.
         no_softcap: a forward's softcap where scores are not capped.
@@ -67,8 +67,7 @@ class FlashVarlenKernel:
     distribution = ""
     module = ""
     install = ""
-    functions: tuple[str, str]
-    has: tuple[str, ...] = ()
+    functions: tuple[str, ...]
     newer = "a newer one"
     causal = "causal"
     no_window: int | None = -1
@@ -79,13 +78,13 @@ class FlashVarlenKernel:
 
     def __init__(self, module: Any = None, **options: Any) -> None:
         module = self.load() if module is None else module
-        lacking = [name for name in (*self.functions, *self.has) if not hasattr(module, name)]
+        lacking = [name for name in self.functions if not hasattr(module, name)]
         if lacking:
             raise ImportError(
                 f"kernel {self.name!r}: the {self.distribution} package has no {' and '.join(lacking)}; install "
                 f"{self.newer}: {self.install}"
             )
-        self._forward, self._backward = (getattr(module, name) for name in self.functions)
+        self._forward, self._backward = (getattr(module, name) for name in self.functions[:2])
         self._options = options
 
     @classmethod

@@ -24,8 +24,8 @@ class FlashAttnKernel(FlashVarlenKernel):
     distribution = "flash-attn"
     module = "flash_attn.flash_attn_interface"
     install = "pip install 'hf-distca[flash-attn]' (it needs CUDA); kernel 'torch_varlen' comes with torch"
-    functions = ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward")
-    has = ("_wrapped_flash_attn_varlen_forward",)  # with the window as two numbers
+    # The last came with the window as two numbers.
+    functions = ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward", "_wrapped_flash_attn_varlen_forward")
     newer = "2.7 or later"
     forward_options: ClassVar = {"dropout_p": 0.0}
     backward_options: ClassVar = {"dropout_p": 0.0, "alibi_slopes": None}

@@ -113,10 +113,9 @@ class Simulation:
         best_plain: name of the fastest strategy without plans, of those that cut the fewest documents.
         best_planned: name of the strategy that plans by default; or of the fastest planned strategy on as many GPUs,
             where that is at least 2 % faster.
-        load: [ranks] seconds of core attention in the first micro-batch, with plain packing, `best_plain` and
-            `best_planned`.
+        load: [ranks] seconds of core attention in the first micro-batch, with plain packing and these two.
         over_packing, over_best: `best_planned` compared with plain packing, and with `best_plain`.
-        speed_up, attention_speed_up: step of `best_plain` over that of `best_planned`, and core attention alone.
+        attention_speed_up: core attention of `best_plain` over that of `best_planned`.
     """
 
     ranks: int
@@ -211,24 +210,22 @@ def simulate(
         ratios = before / after
         return Gain(float(before.sum() / after.sum()), float(ratios.min()), float(ratios.max()))
 
+    shown = (PLAIN, plain.name, planned.name)
     return Simulation(
-        setup.ranks,
-        setup.tokens_per_rank,
-        len(lengths),
-        int(lengths.sum()),
-        histogram(lengths),
-        tuple(figures.values()),
-        plain.name,
-        planned.name,
-        {
-            name: tuple(round(seconds, 6) for seconds in load[name].tolist())
-            for name in (PLAIN, plain.name, planned.name)
-        },
-        gain_over(PLAIN),
-        gain_over(plain.name),
-        plain.step_seconds / planned.step_seconds,
-        plain.attention_seconds / planned.attention_seconds,
-        tuple(advice(tuple(figures.values()), plain, planned, setup.tokens_per_rank)),
+        ranks=setup.ranks,
+        tokens_per_rank=setup.tokens_per_rank,
+        documents=len(lengths),
+        tokens=int(lengths.sum()),
+        histogram=histogram(lengths),
+        strategies=tuple(figures.values()),
+        best_plain=plain.name,
+        best_planned=planned.name,
+        load={name: tuple(round(seconds, 6) for seconds in load[name].tolist()) for name in shown},
+        over_packing=gain_over(PLAIN),
+        over_best=gain_over(plain.name),
+        speed_up=plain.step_seconds / planned.step_seconds,
+        attention_speed_up=plain.attention_seconds / planned.attention_seconds,
+        advice=tuple(advice(tuple(figures.values()), plain, planned, setup.tokens_per_rank)),
     )
 
 

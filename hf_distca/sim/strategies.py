@@ -200,8 +200,8 @@ def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> 
     """Predict a step of whole documents balanced over groups of ranks and divided evenly inside each group.
 
     Each document is cut into 2 · context equal parts. The first rank of a group gets the first and the last part, and
-    so on, so that ranks of a group compute alike. Each rank gathers K and V of its group in every layer. Groups of one
-    rank exchange nothing. WLB-LLM and the paper's baseline divide documents in this way.
+    so on, so that ranks of a group compute alike, as in WLB-LLM and the paper's baseline. Each rank gathers K and V of
+    its group in every layer.
     """
     most = setup.tokens_per_rank * context
     pieces, cut = _cut(lengths, most)
@@ -220,28 +220,22 @@ def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> 
 def planned(
     lengths: IntArray, setup: Setup, settings: PlanSettings, servers: int = 0
 ) -> tuple[StepTime, MicroBatchPlan]:
-    """Predict a step with planned core attention, and return its plan too.
-
-    Args:
-        settings: settings of the plan, whose kinds are those on a GPU.
-    """
+    """Predict a step with planned core attention, and return its plan too; settings have the kinds on a GPU."""
     plan = plan_micro_batch(lengths.tolist(), settings)
     if servers:
-        workers = Workers.uniform(settings.ranks + servers)
-        plan = plan_with_servers(plan, workers, settings, ranks_serve=True)
+        plan = plan_with_servers(plan, Workers.uniform(settings.ranks + servers), settings, ranks_serve=True)
     nodes = list(nodes_of(node_sizes(settings.ranks, settings.ranks_per_node)))
     nodes += [max(nodes) + 1 + index for index in range(servers)]
     counted = [
         {kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes) for kind, of_kind in nano.plans.items()}
         for nano in plan.nano_batches
     ]
-    tokens = [nano.layout.tokens for nano in plan.nano_batches]
+    layouts, costs = [nano.layout for nano in plan.nano_batches], setup.costs
+    most = int(np.sum([layout.tokens for layout in layouts], axis=0).max())
     moved = max(int(np.sum([each[kind].bytes_moved for each in counted], axis=0).max()) for kind in settings.kinds)
-    costs = setup.costs
-    walked = predict_step(counted, [nano.layout for nano in plan.nano_batches], costs, nodes)
-    step = StepTime(**vars(walked), bytes_bottleneck=moved, tokens_most=int(np.sum(tokens, axis=0).max()))
+    step = StepTime(**vars(predict_step(counted, layouts, costs, nodes)), bytes_bottleneck=moved, tokens_most=most)
     if costs.mixing is not None:
-        cuts = [count_cuts(nano.layout, nodes) for nano in plan.nano_batches]
+        cuts = [count_cuts(layout, nodes) for layout in layouts]
         in_mixing = sum(each.bytes_moved(costs.mixing.halo, costs.mixing.state) for each in cuts)
         runs = int(np.sum([each.runs for each in cuts], axis=0).max())
         step = replace(step, mixing_runs=runs, mixing_bytes=in_mixing)

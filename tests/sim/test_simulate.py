@@ -43,6 +43,8 @@ def test_context_parallelism_shares_every_document_and_gathers_keys():
     assert step.attention.tolist() == [PER_PAIR * 36 / 2] * 2
     assert step.waited.max() == 3 * 3 * 4 * row_bytes
     assert step.bytes_bottleneck == 4 * row_bytes
+    of_two_groups = data_and_context_parallel(np.array([8, 2]), replace(setup, ranks=4), 2)
+    assert of_two_groups.attention.tolist() == [PER_PAIR * pairs / 2 for pairs in (36, 36, 3, 3)]
 
 
 LENGTHS = np.array([1500, 200, 120, 90, 70, 60])

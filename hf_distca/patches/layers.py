@@ -122,7 +122,7 @@ class _PlannedLayer(nn.Module):
         del kwargs[PLAN_KEY]
         first, second = (nano.rows for nano in plan.nano_batches)
         sizes = (first, second)
-        outside = ThreadState.now(plan.device.type)
+        outside = ThreadState.now(plan.runtime.device.type)
         split_args = [split_argument(f"argument {i}", value, sizes) for i, value in enumerate(args)]
         split_kwargs = {name: split_argument(name, value, sizes) for name, value in kwargs.items()}
         arguments = []

@@ -61,10 +61,8 @@ def repeated_layers(model: PreTrainedModel) -> int | None:
         (type(layer), reaches[i % len(reaches)], sum(p.numel() for p in layer.parameters()))
         for i, layer in enumerate(decoder_layers(model))
     ]
-    for period in range(1, len(layers) // 3 + 1):
-        if all(layer == layers[i % period] for i, layer in enumerate(layers)):
-            return period
-    return None
+    periods = range(1, len(layers) // 3 + 1)
+    return next((p for p in periods if all(layer == layers[i % p] for i, layer in enumerate(layers))), None)
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:

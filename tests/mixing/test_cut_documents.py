@@ -144,8 +144,8 @@ def _order() -> list[str]:
 
 
 def test_whole_documents_of_both_nano_batches_are_computed_while_states_travel(rank_pools):
-    for events in rank_pools[2].run(_order):
-        assert events == ["send", "send", "compute_whole", "compute_whole", "receive", "receive"]
+    events, _ = rank_pools[2].run(_order)  # the other rank has no whole documents
+    assert events == ["send", "send", "compute_whole", "compute_whole", "receive", "receive"]
 
 
 @pytest.mark.parametrize("rough", [{"dtype": torch.bfloat16}, {"autocast": True}], ids=["weights", "autocast"])

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from hf_distca.patches.loss import DeferredLogits, apply_steps
+from hf_distca.patches.head import DeferredLogits
+from hf_distca.patches.loss import apply_steps
 
 WEIGHT_VD = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])
 HIDDEN_1TD = torch.tensor([[[1.0, 2.0], [3.0, -1.0], [0.0, 1.0], [2.0, 2.0]]])
@@ -18,14 +19,11 @@ TARGET_T = torch.tensor([0, 2, -100, 1])
 class SmallHead:
     """Three words of two hidden features; notes what is computed, and of how many rows."""
 
-    vocabulary = 3
+    out_features, chunk_rows = 3, 100
 
     def __init__(self, divides: bool = True) -> None:
         self.divides = divides
         self.computed: list[tuple[str, int]] = []
-
-    def fits(self, rows: int) -> bool:
-        return True
 
     def _of(self, name: str, hidden: Tensor, steps) -> Tensor:
         self.computed.append((name, hidden.shape[:-1].numel()))

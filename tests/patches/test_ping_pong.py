@@ -62,13 +62,13 @@ def prepared(model: Any, ping_pong: bool = True, **options: Any) -> Dispatcher:
 
 def step(model: Any, dispatcher: Dispatcher, stage_rows: int | None = None) -> tuple[Step, BoundPlan]:
     """Loss and gradients of all ranks, and the plan that they followed."""
-    bound: list[BoundPlan] = []
-    bind = dispatcher.bind
-    dispatcher.bind = lambda plan: bound.append(bind(plan)) or bound[-1]
     plan = in_stages(plan_micro_batch(LENGTHS, dispatcher.settings), stage_rows)
-    loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
+    bound = dispatcher.bind(plan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatcher, "bind", lambda plan: bound)
+        loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
     grads = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients_of(model).items()}
-    return (loss, grads), bound[0]
+    return (loss, grads), bound
 
 
 def batch_of(dispatcher: Dispatcher, lengths: list[int] = LENGTHS) -> dict[str, Any]:

@@ -105,6 +105,7 @@ def test_mask_is_made_only_where_it_is_needed():
     assert isinstance(distca_mask(1, 5, 5), DeferredMask)
     assert not isinstance(distca_mask(2, 5, 5), DeferredMask)
     assert not isinstance(distca_mask(1, 5, 9, q_offset=4), DeferredMask)
+    assert not isinstance(distca_mask(1, 5, 5, q_offset=4), DeferredMask)
     padding = torch.tensor([[False, True, True]])
     assert distca_mask(1, 3, 3, attention_mask=padding).tolist() == [
         [[[False, False, False], [False, True, False], [False, True, True]]]

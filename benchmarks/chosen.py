@@ -7,13 +7,12 @@ is faster. Strategies that hold more than 16384 tokens on a GPU are left out: th
 Run: PYTHONPATH=. python benchmarks/chosen.py [--batches 8]
 """
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
-from harness import print_json, print_rows
+from harness import options_parser, print_json, print_rows
 from numpy.typing import NDArray
 
 from hf_distca.planner.seconds import LinkCost
@@ -41,12 +40,6 @@ def grid_documents(tokens: int) -> Iterator[tuple[str, Draw, IntArray | None]]:
 
 
 def setup_of(ranks_per_node: int, network: float) -> tuple[Setup, PlanSettings]:
-    """Who trains, and the settings of plans.
-
-    Args:
-        ranks_per_node: GPUs of a node.
-        network: GB/s a GPU between nodes.
-    """
     between = LinkCost(H100.exchange.between.latency, network * 1e9)
     profile = replace(
         H100, links=replace(H100.links, between=between), exchange=replace(H100.exchange, between=between)
@@ -69,7 +62,6 @@ def compared(lengths: IntArray, setup: Setup, settings: PlanSettings) -> float:
 
 
 def networks(count: int) -> Iterator[dict[str, float | str]]:
-    """The ratio over `count` micro-batches of each kind of documents on each network."""
     for ranks_per_node in (1, 8):
         for network in NETWORKS:
             setup, settings = setup_of(ranks_per_node, network)
@@ -82,9 +74,7 @@ def networks(count: int) -> Iterator[dict[str, float | str]]:
 
 
 def main() -> None:
-    """Simulate, print a table and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=8, help="micro-batches of each network (default: 8)")
+    parser = options_parser(__doc__, batches=(8, "micro-batches of each network"))
     found = list(networks(parser.parse_args().batches))
     print_rows(found)
     print_json(networks=found)

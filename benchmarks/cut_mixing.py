@@ -85,7 +85,6 @@ def step(module: nn.Module, x: Tensor, bound: Any = None) -> tuple[Tensor, Tenso
 
 
 def prepare(name: str, tokens: int, share: int) -> Callable[[], dict[str, float]]:
-    """What takes a round on this rank."""
     follow_tensors()
     rank, quarter = dist.get_rank(), tokens // RANKS
     module = make_module(name, share)
@@ -147,11 +146,8 @@ def errors(name: str, tokens: int, share: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Take the rounds, print tables and one JSON object."""
-    parser = rounds_parser(__doc__, 5)
-    parser.add_argument("--tokens", type=int, default=1 << 14, help="of the document (default: 16384)")
-    parser.add_argument("--share", type=int, default=4, help="a module has 1 in so many heads (default: 4)")
-    options = parser.parse_args()
+    numbers = {"tokens": (1 << 14, "of the document"), "share": (4, "a module has 1 in so many heads")}
+    options = rounds_parser(__doc__, rounds=5, **numbers).parse_args()
     arguments = [(name, options.tokens, options.share) for name in MODULES]
     with Ranks(RANKS, prepare, *arguments[0]) as delta, Ranks(RANKS, prepare, *arguments[1]) as scan:
 

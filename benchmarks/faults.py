@@ -17,7 +17,6 @@ grew to 0.5 by step 500; without, to 5e-8.
 Run: python benchmarks/faults.py [--kills 100] [--transport tcp]
 """
 
-import argparse
 import logging
 import random
 import sys
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import end_with_parent, free_port, print_json, run_ranks, table
+from harness import end_with_parent, free_port, options_parser, print_json, run_ranks, table
 from harness.models import rows_of_rank
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -70,14 +69,12 @@ class Losses(logging.Handler):
         self.all = self.in_a_call = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Count it if a server was lost."""
         message = record.getMessage()
         self.all += "lost attention server" in message
         self.in_a_call += "computed by the ranks" in message
 
 
 def serve(port: int, transport: Choice, joined: Connection) -> None:
-    """A server's process; reports when it has joined."""
     end_with_parent()
     torch.set_num_threads(1)
     server = AttentionServer(TOKEN, CPU, get_kernel("cpu", CPU), transport=transport)
@@ -108,7 +105,6 @@ class Killer(threading.Thread):
         self._servers: list[tuple[Any, Connection]] = []
 
     def run(self) -> None:
-        """Kill until there were enough or time is up."""
         end = time.monotonic() + MOST_SECONDS
         while self.killed < self._kills and time.monotonic() < end:
             while len(self._servers) < ALIVE:
@@ -124,7 +120,6 @@ class Killer(threading.Thread):
         self._enough.touch()
 
     def close(self) -> None:
-        """End what is left."""
         self.join()
         for process, _ in self._servers:
             process.kill()
@@ -139,11 +134,7 @@ class Killer(threading.Thread):
 def train(
     port: int | None, transport: Choice, steps: int | None, enough: str
 ) -> tuple[list[float], list[Tensor], tuple[int, int]]:
-    """Train on every rank.
-
-    Args:
-        port: where servers join; None: without servers.
-        steps: how many; None: until the file `enough` is there.
+    """Train on every rank, without servers if `port` is None, until the file `enough` is there if `steps` is None.
 
     Returns:
         The loss of every step, the parameters at the end, and how many servers were lost, in a call or at all.
@@ -199,10 +190,7 @@ def train(
 
 
 def main() -> None:
-    """Train twice, print a table and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="servers to kill")
-    parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
+    parser = options_parser(__doc__, kills=(100, "servers to kill"), seed=(0, "of victims and moments"))
     parser.add_argument("--transport", type=Choice, choices=(Choice.TCP, Choice.NIXL), default=Choice.TCP)
     options = parser.parse_args()
     port, transport = free_port(), options.transport

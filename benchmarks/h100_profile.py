@@ -52,7 +52,6 @@ def attention(rows: list[list[float]]) -> tuple[KernelCost, Accuracy]:
 
 
 def main() -> None:
-    """Fit and write."""
     raw = json.loads(DATA.read_text())
     forward, accuracy = attention(raw["attention"])
     _, _, _, output, norm, _, _ = next(row for row in raw["linear"] if row[1] == 1)

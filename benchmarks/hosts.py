@@ -48,7 +48,6 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
 
     def host_of(self, rank: int) -> int:
-        """0 or 1."""
         return rank // self._ranks_per_host
 
     def move_in(self, rank: int) -> None:
@@ -80,5 +79,4 @@ class Hosts:
 
 
 def ip(*words: str) -> None:
-    """Run the ip command."""
     subprocess.run(["ip", *words], check=True)

@@ -10,14 +10,13 @@ delta rule. A rank has 32,768 tokens. Strategies:
   chosen    the fastest plan for each micro-batch, as training chooses
 """
 
-import argparse
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from harness import print_json, print_rows
+from harness import options_parser, print_json, print_rows
 from transformers import Qwen3NextConfig
 
 from hf_distca.models.fake import model_of_config
@@ -33,7 +32,6 @@ LONGEST = (32768, 131072)
 
 
 def steps(every: list[IntArray], setup: Setup, settings: PlanSettings, strategy: str) -> list[StepTime]:
-    """The predicted step of each micro-batch."""
     if strategy == "whole":
         return [data_and_context_parallel(lengths, setup, 1) for lengths in every]
     if strategy == "chosen":
@@ -42,10 +40,7 @@ def steps(every: list[IntArray], setup: Setup, settings: PlanSettings, strategy:
 
 
 def main() -> None:
-    """Simulate, print a table and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=8, help="micro-batches of each setting (default: 8)")
-    count = parser.parse_args().batches
+    count = options_parser(__doc__, batches=(8, "micro-batches of each setting")).parse_args().batches
     shape = model_shape(model_of_config(Qwen3NextConfig(), torch.bfloat16))
     profile = DeviceProfile.load("h100")
     found: list[dict[str, Any]] = []

@@ -8,10 +8,8 @@ beside the estimate of hf_distca.memory.
 Run: python benchmarks/long_document.py [--tokens 262144]
 """
 
-import argparse
-
 import torch
-from harness import print_json, run_ranks, table
+from harness import options_parser, print_json, run_ranks, table
 from harness.one_document import OneDocument, reference, take_one_document
 
 from hf_distca.memory.micro_batch import Use, count_core_attention
@@ -30,10 +28,7 @@ def estimated(case: OneDocument) -> list[float]:
 
 
 def main() -> None:
-    """Run the document, compare with float64, print tables and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1 << 18, help="of the document (default: 262144)")
-    tokens = parser.parse_args().tokens
+    tokens = options_parser(__doc__, tokens=(1 << 18, "of the document")).parse_args().tokens
     case = OneDocument(tokens, RANKS, HEADS, HEAD_DIM, BUFFER_BYTES, WITH_GRADIENT)
     draw = torch.randperm(tokens, generator=torch.Generator().manual_seed(0))
     sampled = sorted(draw[:SAMPLES].tolist())

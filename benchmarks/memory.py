@@ -63,13 +63,11 @@ def step_of_loss(tokens: int, chunk_bytes: int) -> Round:
 
 
 def loss_case(tokens: int, chunk_bytes: int) -> Round:
-    """A step of the loss in a process of its own."""
     (figures,) = run_ranks(1, step_of_loss, tokens, chunk_bytes)
     return figures
 
 
 def loss_cases(tokens: list[int]) -> dict[str, Case]:
-    """The cases of the loss by name."""
     return {
         f"{count} {variant}": partial(loss_case, count, chunk_bytes)
         for count in tokens
@@ -83,7 +81,6 @@ def exchange_case(document: OneDocument) -> Round:
 
 
 def exchange_cases(tokens: int) -> dict[str, Case]:
-    """The cases of the exchange by name."""
     whole = OneDocument(tokens, 2, 1, 128, None)
     return {
         "document in one stage": partial(exchange_case, whole),
@@ -93,7 +90,6 @@ def exchange_cases(tokens: int) -> dict[str, Case]:
 
 
 def take(cases: dict[str, Case]) -> Round:
-    """Each case once."""
     return {f"{name}, {unit}": value for name, case in cases.items() for unit, value in case().items()}
 
 
@@ -105,11 +101,9 @@ def in_stages(taken: Round) -> float:
 
 
 def main() -> None:
-    """Measure, print tables and one JSON object."""
-    parser = rounds_parser(__doc__, rounds=3)
+    parser = rounds_parser(__doc__, rounds=3, document=(1 << 18, "tokens of the exchange's document"))
     parser.add_argument("--only", choices=("loss", "exchange"), required=True, help="what is measured")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192], help="of the loss's document")
-    parser.add_argument("--document", type=int, default=1 << 18, help="tokens of the exchange's (default: 262144)")
     options = parser.parse_args()
     of_loss = options.only == "loss"
     cases = loss_cases(options.tokens) if of_loss else exchange_cases(options.document)

@@ -7,14 +7,13 @@ there was a model. The estimate is made of the model's config and the plan alone
 Run: python benchmarks/memory_estimate.py [--tokens 4096]
 """
 
-import argparse
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import begin_peak, follow_tensors, peak, print_json, run_ranks
+from harness import begin_peak, follow_tensors, options_parser, peak, print_json, run_ranks
 from harness.models import documents_of, rows_of_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,16 +41,7 @@ STEPS, MICRO_BATCHES = 3, 2
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration of a training.
-
-    Attributes:
-        ranks: processes.
-        autocast: whether in bfloat16.
-        checkpointing: whether decoder layers are checkpointed.
-        documents: that share a micro-batch's tokens evenly.
-        tokens: on each rank.
-        sizes: fields of LlamaConfig.
-    """
+    """A configuration of a training, whose documents share a micro-batch's tokens evenly."""
 
     ranks: int
     autocast: bool
@@ -62,17 +52,14 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each document of a micro-batch."""
         return [self.ranks * self.tokens // self.documents] * self.documents
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of autocast."""
         return torch.bfloat16 if self.autocast else None
 
 
 def cases(tokens: int, sizes: dict[str, Any]) -> dict[str, Case]:
-    """The configurations, by what they are called."""
     return {
         "1 rank, float32": Case(1, False, False, 1, tokens, sizes),
         "1 rank, bfloat16, checkpoints": Case(1, True, True, 1, tokens, sizes),
@@ -84,9 +71,8 @@ def cases(tokens: int, sizes: dict[str, Any]) -> dict[str, Case]:
 def train(case: Case) -> int:
     """Train, on one of the ranks; the most resident bytes above those at the start."""
     follow_tensors()
-    _train(
-        replace(case, tokens=64, sizes={**case.sizes, "hidden_size": 64, "intermediate_size": 64})
-    )  # loads libraries
+    small = {**case.sizes, "hidden_size": 64, "intermediate_size": 64}
+    _train(replace(case, tokens=64, sizes=small))  # loads libraries
     before = begin_peak()
     _train(case)
     return peak() - before
@@ -135,10 +121,7 @@ def estimated(case: Case) -> list[int]:
 
 
 def main() -> None:
-    """Measure, print a table and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096, help="on each rank (default: 4096)")
-    options = parser.parse_args()
+    options = options_parser(__doc__, tokens=(4096, "on each rank")).parse_args()
     results = {}
     for name, case in cases(options.tokens, SIZES).items():
         guessed, taken = estimated(case), run_ranks(case.ranks, train, case)

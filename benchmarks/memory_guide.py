@@ -7,12 +7,11 @@ NCCL take themselves is left out of a GPU's memory.
 PYTHONPATH=. python benchmarks/memory_guide.py
 """
 
-import argparse
 from typing import Any
 
 import torch
-from harness import print_json, table
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from harness import options_parser, print_json, table
+from transformers import LlamaConfig, Qwen3Config
 
 from hf_distca.config import DistCAConfig
 from hf_distca.memory.counter import MemoryCounter, Training
@@ -22,26 +21,15 @@ from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.refusals import check_model
 from hf_distca.planner.settings import PlanSettings
 
-
-def _config(
-    of: type[PreTrainedConfig], vocabulary: int, hidden: int, mlp: int, layers: int, heads: int, **others: Any
-) -> PreTrainedConfig:
-    """With 8 key-value heads, which all have."""
-    return of(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        **others,
-    )
-
-
+NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+CONFIGS = {
+    "Llama-3.2-1B": (LlamaConfig, (128256, 2048, 8192, 16, 32), {"tie_word_embeddings": True}),
+    "Llama-3.1-8B": (LlamaConfig, (128256, 4096, 14336, 32, 32), {}),
+    "Qwen3-32B": (Qwen3Config, (151936, 5120, 25600, 64, 64), {"head_dim": 128}),
+}
 MODELS = {
-    "Llama-3.2-1B": _config(LlamaConfig, 128256, 2048, 8192, 16, 32, tie_word_embeddings=True),
-    "Llama-3.1-8B": _config(LlamaConfig, 128256, 4096, 14336, 32, 32),
-    "Qwen3-32B": _config(Qwen3Config, 151936, 5120, 25600, 64, 64, head_dim=128),
+    name: config(**dict(zip(NAMES, sizes, strict=True)), num_key_value_heads=8, **others)
+    for name, (config, sizes, others) in CONFIGS.items()
 }
 """The shapes of their config.json."""
 RANKS = {"Llama-3.2-1B": (8,), "Llama-3.1-8B": (8, 32), "Qwen3-32B": (32,)}
@@ -52,8 +40,7 @@ GB = 10**9
 
 
 def main() -> None:
-    """Count, print a table and one JSON object."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    options_parser(__doc__).parse_args()
     found: list[dict[str, Any]] = []
     for name, config in MODELS.items():
         model = model_of_config(config, torch.float32)

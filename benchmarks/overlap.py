@@ -85,13 +85,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """Documents and variants that are measured behind a link.
-
-    Attributes:
-        lengths: of the documents.
-        variants: by name; the rate of the link is chosen for the first one, which waits.
-        ranks_per_host: on each of the two hosts.
-    """
+    """Documents and variants that are measured behind a link, whose rate is chosen for the first variant."""
 
     lengths: Sequence[int]
     variants: Mapping[str, Variant]
@@ -106,7 +100,6 @@ def several(tokens: int) -> Case:
 
 
 def one_document(tokens: int) -> Case:
-    """One document on both hosts."""
     variants = {"waiting": Variant(waits=True, whole=True), "own first": Variant(whole=True), "stages": Variant()}
     return Case([2 * tokens], variants)
 
@@ -126,18 +119,13 @@ def nodes(tokens: int) -> Case:
 
 
 class WaitingExchange(Exchange):
-    """Waits for every exchange where it is started.
-
-    Args:
-        dispatcher: whose exchanges; the waits are reported to its recorder.
-    """
+    """Waits for every exchange of a dispatcher where it is started, and reports the waits to its recorder."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         super().__init__(dispatcher.groups)
         self._recorder = dispatcher.recorder
 
     def buffer(self, *args: Any, **kwargs: Any) -> "WaitingBuffer":
-        """A buffer whose transfers are waited for where they are started."""
         return WaitingBuffer(super().buffer(*args, **kwargs), self._recorder)
 
 
@@ -148,7 +136,6 @@ class WaitingBuffer:
         self._buffer, self._recorder = buffer, recorder
 
     def __getattr__(self, name: str) -> Any:
-        """Attribute of the buffer; starts of transfers wait."""
         found = getattr(self._buffer, name)
         return partial(self._waited_for, found) if name in TRANSFERS else found
 
@@ -160,8 +147,6 @@ class WaitingBuffer:
 
 
 def in_one_stage(plan: MicroBatchPlan) -> MicroBatchPlan:
-    """The plan with all K and V rows in one exchange."""
-
     def whole(nano: Any) -> Any:
         return replace(nano, plans={kind: replace(each, stage_rows=None) for kind, each in nano.plans.items()})
 
@@ -269,7 +254,6 @@ def hidden(variant: str, ending: str) -> Callable[[Round], float]:
 
 
 def derived(case: Case) -> dict[str, Callable[[Round], float]]:
-    """Ratios of a case within a round."""
     ratios: dict[str, Callable[[Round], float]] = {}
     if "flat" in case.variants:
         for kind in ("", " waiting"):
@@ -294,7 +278,6 @@ def derived(case: Case) -> dict[str, Callable[[Round], float]]:
 
 
 def main() -> None:
-    """Make the hosts, run a rank on each, print tables and one JSON object."""
     parser = rounds_parser(__doc__, rounds=12)
     parser.add_argument("--tokens", type=int, help="of a rank; default 4096, with --nodes or --one-document 2048")
     parser.add_argument("--rate-mbit", type=float, help="of the limited link; by default it is found by trying")

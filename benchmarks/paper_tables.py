@@ -7,10 +7,9 @@ the paper has. Gradient synchronisation, the optimizer and pipeline parallelism 
 ranges of speed-ups over all of its settings, on H200.
 """
 
-import argparse
 from collections.abc import Iterator
 
-from harness import print_json, print_rows
+from harness import options_parser, print_json, print_rows
 
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
@@ -42,10 +41,7 @@ def settings() -> Iterator[tuple[str, str, str, int]]:
 
 
 def main() -> None:
-    """Simulate, print a table and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=8, help="micro-batches of each setting (default: 8)")
-    count = parser.parse_args().batches
+    count = options_parser(__doc__, batches=(8, "micro-batches of each setting")).parse_args().batches
     profile = DeviceProfile.load("h100")
     found = []
     for model, corpus, longest, gpus in settings():

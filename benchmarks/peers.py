@@ -26,7 +26,6 @@ states.
 Run: OMP_NUM_THREADS=1 python benchmarks/peers.py [--rounds 6] [--tokens 16384]
 """
 
-import argparse
 import os
 import queue
 import random
@@ -44,7 +43,7 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
-from harness import Ranks, Round, begin_peak, follow_tensors, over, peak, report
+from harness import Ranks, Round, begin_peak, follow_tensors, options_parser, over, peak, report
 from harness.models import attend_packed, documents_of, llama
 from harness.rounds import Measured
 from tokenizers import Tokenizer
@@ -126,13 +125,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Case:
-    """Documents and steps of a training.
-
-    Attributes:
-        lengths: of the documents of every optimizer step, their number divisible by that of the ranks.
-        steps: that will be asked for.
-        folder: for output.
-    """
+    """A training: the documents of every optimizer step, in number divisible by the ranks; and its steps."""
 
     lengths: Sequence[int]
     steps: int
@@ -140,7 +133,6 @@ class Case:
 
     @property
     def data(self) -> Examples:
-        """The documents."""
         return [{"input_ids": document.tolist()} for document in documents_of(self.lengths)]
 
     def arguments(self, **others: Any) -> dict[str, Any]:
@@ -160,7 +152,6 @@ class Case:
         return {**usual, **others}
 
     def model(self, attention: str) -> nn.Module:
-        """The same weights every time."""
         return llama(max(self.lengths), attention, **SIZES)
 
 
@@ -257,7 +248,6 @@ class Halted(TrainerCallback):
             self._logged.put(error)
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        """Wait for the first step."""
         self._go.get()
 
     def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, float], **_: Any) -> None:
@@ -293,7 +283,6 @@ class Halted(TrainerCallback):
 
 
 def enter(rank: int) -> None:
-    """Set the rank in the environment, for accelerate."""
     os.environ["LOCAL_RANK"] = str(rank)
 
 
@@ -319,7 +308,6 @@ def prepare(
 
 
 def together(of_ranks: Sequence[Figures]) -> Figures:
-    """Figures of all ranks as those of the whole."""
     found: Figures = {}
     for name, first in of_ranks[0].items():
         each = [rank[name] for rank in of_ranks]
@@ -333,7 +321,6 @@ def together(of_ranks: Sequence[Figures]) -> Figures:
 
 
 def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Between losses of the same steps, relative."""
     return max(abs(a / b - 1) for a, b in zip(losses, others, strict=True))
 
 
@@ -367,11 +354,7 @@ def first_loss(case: Case, **settings: Any) -> float:
 
 
 def main() -> None:
-    """Measure, print tables and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6, help="how many (default: 6)")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of a step (default: {TOKENS})")
-    options = parser.parse_args()
+    options = options_parser(__doc__, rounds=(6, "how many"), tokens=(TOKENS, "of a step")).parse_args()
     lengths = {mix: [length * options.tokens // TOKENS for length in of_mix] for mix, of_mix in MIXES.items()}
     rounds: list[dict[str, float]] = [{} for _ in range(options.rounds)]
     strategies, ratios = {}, {}

@@ -50,7 +50,6 @@ def plans(ranks: int, choices: bool) -> dict[str, list[Callable[[], object]]]:
 
 
 def main() -> None:
-    """Measure, print tables and one JSON object."""
     parser = rounds_parser(__doc__, rounds=12)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256], help="how many (default: 8 64 256)")
     parser.add_argument("--choices", action="store_true", help="plans chosen by seconds")

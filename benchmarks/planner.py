@@ -26,14 +26,15 @@ are node-aware / flat by input, where the flat plan's figure is not 0. Bytes wit
 both in the same way; links carry 450 GB/s inside a node and 50 GB/s between nodes. The last line is one JSON object.
 """
 
-import argparse
 import csv
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
-from harness import print_json, spread, table
-from planner_inputs import DATA, measure, plan_once, read_batches, timed
+from harness import options_parser, print_json, spread, table
+from planner_inputs import DATA, PlanMetrics, measure, plan_once, read_batches, timed
 
 from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes
 from hf_distca.planner.metrics import BETWEEN, WITHIN, bytes_by_link, link_seconds
@@ -76,20 +77,14 @@ class Planned:
     """One plan of ranks in nodes.
 
     Attributes:
-        max_over_mean: pairs of the most loaded rank over the mean.
-        tokens_max_over_mean: tokens of the fullest rank over the mean.
-        bytes_total: bytes that all ranks send in one layer's forward.
-        busiest: bytes of the busiest rank, the larger of those it sends and receives over links of any kind.
-        busiest_within_node: the same, of those inside its node.
+        metrics: over links of any kind.
+        busiest_within_node: bytes of the busiest rank inside its node, the larger of those it sends and receives.
         bytes_between_nodes: that all ranks send to other nodes.
         link_seconds: that the busiest link takes.
         plan_ms: planning time.
     """
 
-    max_over_mean: float
-    tokens_max_over_mean: float
-    bytes_total: int
-    busiest: int
+    metrics: PlanMetrics
     busiest_within_node: int
     bytes_between_nodes: int
     link_seconds: float
@@ -97,41 +92,28 @@ class Planned:
 
 
 def planned(batch: dict[str, Any], kind: str, tolerance: float, ranks_per_node: int | None, repeats: int) -> Planned:
-    """Plan one input on ranks in nodes, of which the plan knows or, with None, does not."""
     plan, plan_ms = timed(partial(plan_once, batch, IN_NODES, kind, tolerance, ranks_per_node), repeats)
-    metrics, moved = measure(plan), bytes_by_link(plan, RowBytes(), nodes_of(node_sizes(IN_NODES, RANKS_PER_NODE)))
-    return Planned(
-        metrics.max_over_mean,
-        metrics.tokens_max_over_mean,
-        metrics.bytes_total,
-        metrics.bytes_bottleneck,
-        int(moved[WITHIN].max()),
-        int(moved[BETWEEN, 0].sum()),
-        link_seconds(moved),
-        plan_ms,
-    )
+    moved = bytes_by_link(plan, RowBytes(), nodes_of(node_sizes(IN_NODES, RANKS_PER_NODE)))
+    within, between = int(moved[WITHIN].max()), int(moved[BETWEEN, 0].sum())
+    return Planned(measure(plan), within, between, link_seconds(moved), plan_ms)
 
 
 def node_aware_over_flat(pairs: dict[str, tuple[Planned, Planned]]) -> dict[str, Any]:
-    """The figures of node-aware and flat plans, by input."""
     figures: dict[str, Any] = {"plans": len(pairs)}
     for side, prefix in enumerate(("", "flat_")):
         plans = [pair[side] for pair in pairs.values()]
         figures[f"{prefix}plans_with_bytes_between_nodes"] = sum(plan.bytes_between_nodes > 0 for plan in plans)
-        figures[f"{prefix}percent_above_mean_worst"] = max(100 * (plan.max_over_mean - 1) for plan in plans)
-        figures[f"{prefix}tokens_max_over_mean_worst"] = max(plan.tokens_max_over_mean for plan in plans)
+        figures[f"{prefix}percent_above_mean_worst"] = max(100 * (plan.metrics.max_over_mean - 1) for plan in plans)
+        figures[f"{prefix}tokens_max_over_mean_worst"] = max(plan.metrics.tokens_max_over_mean for plan in plans)
         figures[f"{prefix}plan_ms"] = spread([plan.plan_ms for plan in plans])
-    for name, beside in (
-        ("bytes_between_nodes", "bytes_between_nodes"),
-        ("busiest_within_node", "busiest"),
-        ("link_seconds", "link_seconds"),
-        ("bytes_total", "bytes_total"),
-    ):
-        found = {
-            batch: getattr(aware, name) / getattr(flat, beside)
-            for batch, (aware, flat) in pairs.items()
-            if getattr(flat, beside)
-        }
+    sides: dict[str, tuple[Callable[[Planned], float], Callable[[Planned], float]]] = {
+        "bytes_between_nodes": (attrgetter("bytes_between_nodes"),) * 2,
+        "busiest_within_node": (attrgetter("busiest_within_node"), attrgetter("metrics.bytes_bottleneck")),
+        "link_seconds": (attrgetter("link_seconds"),) * 2,
+        "bytes_total": (attrgetter("metrics.bytes_total"),) * 2,
+    }
+    for name, (of_aware, of_flat) in sides.items():
+        found = {batch: of_aware(aware) / of_flat(flat) for batch, (aware, flat) in pairs.items() if of_flat(flat)}
         worst = max(found, key=found.__getitem__)
         figures[f"{name}_ratio"] = spread(list(found.values()))
         figures |= {f"{name}_ratio_worst": found[worst], f"{name}_ratio_worst_input": worst}
@@ -139,7 +121,6 @@ def node_aware_over_flat(pairs: dict[str, tuple[Planned, Planned]]) -> dict[str,
 
 
 def print_figures(title: str, by_plan: dict[str, dict[str, Any]]) -> None:
-    """Print a table with a line for each kind of plan and tolerance."""
     columns = [name for name in next(iter(by_plan.values())) if not name.endswith("_input")]
     print(title)
     table(["figure", *by_plan], [[name, *(_shown(figures[name]) for figures in by_plan.values())] for name in columns])
@@ -151,10 +132,7 @@ def _shown(figure: Any) -> str:
 
 
 def main() -> None:
-    """Run all comparisons and print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="runs per timing (default: 3)")
-    repeats, batches = parser.parse_args().repeats, read_batches()
+    repeats, batches = options_parser(__doc__, repeats=(3, "runs per timing")).parse_args().repeats, read_batches()
     figures = {
         f"{kind}, at {tolerance}": beside_reference(batches, kind, tolerance, repeats)
         for tolerance in TOLERANCES

@@ -24,7 +24,6 @@ DATA = Path(__file__).parent / "data"
 
 
 def read_batches() -> list[dict[str, Any]]:
-    """The documents: data/README.md describes them."""
     with gzip.open(DATA / "planner_batches.json.gz", "rt") as file:
         batches: list[dict[str, Any]] = json.load(file)["batches"]
     return batches

@@ -70,7 +70,6 @@ class Calibration:
     step: float
 
     def setup(self, tokens: int) -> Setup:
-        """A simulation's."""
         layers = SIZES["num_hidden_layers"]
         hidden, mlp = SIZES["hidden_size"], SIZES["intermediate_size"]
         model = replace(ModelShape.llama(layers, hidden, mlp, 4, 4, 1024, 64))
@@ -113,7 +112,6 @@ class Steps:
             self.steps[f"{mix}, planned"] = self._models.planned(plan, self.lengths(mix), self._dispatcher)
 
     def lengths(self, mix: str) -> list[int]:
-        """Lengths of the documents of a mix."""
         return [length * self.tokens // PER_RANK for length in LENGTHS[mix]]
 
     def calibrate(self, seconds: dict[str, float]) -> Calibration:
@@ -140,7 +138,6 @@ class Steps:
         return replace(free, token=token, step=others[0] - token * few)
 
     def predict(self, mix: str, calibration: Calibration) -> dict[str, float]:
-        """Seconds of both strategies."""
         lengths, setup = self.lengths(mix), calibration.setup(self.tokens)
         plain = on_ranks(whole_rows(lengths, RANKS), setup)
         balanced = predict_plan(self.plans[mix], self.settings, setup.costs)
@@ -176,10 +173,7 @@ def prepare(tokens: int) -> Callable[[], Round]:
 
 
 def main() -> None:
-    """Measure, predict, print a table and one JSON object."""
-    parser = rounds_parser(__doc__, rounds=8)
-    parser.add_argument("--tokens", type=int, default=PER_RANK, help=f"of a rank (default: {PER_RANK})")
-    options = parser.parse_args()
+    options = rounds_parser(__doc__, rounds=8, tokens=(PER_RANK, "of a rank")).parse_args()
     with Ranks(RANKS, prepare, options.tokens) as ranks:
         rounds = take_rounds(options, lambda: ranks.take()[0]).ours
     found = {}

@@ -7,7 +7,6 @@ seconds of a query-key pair. What balanced steps take is predicted from these tw
 busiest rank, and from the bytes that balancing moves at the speed of the network; nothing is fitted to balanced steps.
 """
 
-import argparse
 import gzip
 import json
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import print_json, table
+from harness import options_parser, print_json, table
 
 from hf_distca.planner.build import plan_placed
 from hf_distca.planner.cost import RowBytes, pairs
@@ -62,7 +61,6 @@ class Run:
 
     @classmethod
     def of(cls, run: dict[str, Any]) -> "Run":
-        """A run as the file has it."""
         return cls(
             mode=run["mode"],
             data=run["dp"],
@@ -109,7 +107,6 @@ class Step:
 
 
 def described(run: Run) -> list[Step]:
-    """Return what is known of each step of a run."""
     describe = {BALANCED: _balanced, WHOLE: _whole}.get(run.mode, _baseline)
     return [describe(run, rows) for rows in run.steps]
 
@@ -191,11 +188,6 @@ def sharing(fit: np.ndarray, run: Run) -> Run:
 
 
 def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """The figures of one set.
-
-    Args:
-        runs: of it; those called "baseline" are fitted to.
-    """
     baseline = [run for run in runs if run.mode == "baseline"]
     steps, measured = [step for run in baseline for step in described(run)], _seconds(baseline)
     columns = np.array([(step.rows, step.pairs) for step in steps])
@@ -231,8 +223,7 @@ def _seconds(runs: Sequence[Run]) -> np.ndarray:
 
 
 def main() -> None:
-    """Read the sets, predict, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_parser(__doc__)
     parser.add_argument("file", type=Path, help="measured steps as JSON, gzipped or not")
     path = parser.parse_args().file
     raw = path.read_bytes()

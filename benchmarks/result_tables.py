@@ -44,24 +44,20 @@ def table_of(*names: str) -> Callable[[Callable[[], Rows]], Callable[[], Rows]]:
 
 
 def result(name: str) -> Any:
-    """Return what a benchmark found."""
     return json.loads((RESULTS / f"{name}.json").read_text())["result"]
 
 
 def command(name: str) -> str:
-    """Return the command of a committed result."""
     found: str = json.loads((RESULTS / f"{name}.json").read_text())["command"]
     return re.sub(r" --against \S+", "", found)
 
 
 def quartiles(spread: dict[str, float]) -> str:
-    """Return a median with its quartiles."""
     return f"{spread['median']:.2f} ({spread['lower']:.2f} to {spread['upper']:.2f})"
 
 
 @table_of("typical_data")
 def expectations() -> Rows:
-    """Expected speed-up over the best other strategy, on 8 and 64 GPUs."""
     found: dict[str, dict[int, Any]] = {}
     for row in result("typical_data")["settings"]:
         found.setdefault(row["documents"], {})[row["ranks"]] = row
@@ -73,7 +69,6 @@ def expectations() -> Rows:
 
 @table_of("typical_data")
 def one_strategy() -> Rows:
-    """Expected speed-up over the best single strategy."""
     yield (
         "documents",
         "GPUs",
@@ -93,7 +88,6 @@ def gain_by_formula(row: dict[str, float]) -> float:
 
 @table_of("typical_data")
 def plain_packing() -> Rows:
-    """The formula beside simulated steps of plain packing."""
     yield "documents", "GPUs", "attention dropped", "r", "m", "t", "w", "formula", "simulated"
     for row in result("typical_data")["settings"]:
         terms = (f"{row[name]:.2f}" for name in ("r", "m", "t", "w"))
@@ -103,7 +97,6 @@ def plain_packing() -> Rows:
 
 @table_of("predicted_steps")
 def predicted_steps() -> Rows:
-    """Steps of two CPU ranks, predicted and measured."""
     yield "documents, strategy", "measured, s", "predicted / measured: median (quartiles)"
     for name, found in result("predicted_steps")["steps"].items():
         if "seconds" in found:
@@ -113,7 +106,6 @@ def predicted_steps() -> Rows:
 
 @table_of("reference_steps")
 def reference_steps() -> Rows:
-    """Steps of the reference system on GPUs, predicted and measured."""
     yield "set", "R² of the baseline", "balanced: error, mean", "90 %", "whole documents: error, mean", "90 %"
     for name, found in result("reference_steps").items():
         balanced = (f"{found[f'balanced_error_{which}']:.1%}" for which in ("mean", "p90"))
@@ -123,7 +115,6 @@ def reference_steps() -> Rows:
 
 @table_of("hybrid_steps")
 def hybrid_steps() -> Rows:
-    """Steps of a hybrid, simulated: documents whole and across ranks."""
     yield (
         "documents, longest",
         "GPUs",
@@ -167,7 +158,6 @@ def paper_tables() -> Rows:
 
 @table_of("chosen")
 def chosen_networks() -> Rows:
-    """Chosen plans on networks of several speeds."""
     found = result("chosen")["networks"]
     kinds = list(dict.fromkeys(row["documents"] for row in found))
     by_network: dict[tuple[int, float], dict[str, Any]] = {}
@@ -180,7 +170,6 @@ def chosen_networks() -> Rows:
 
 @table_of("typical_data")
 def chosen_data_sets() -> Rows:
-    """Chosen plans beside all other strategies on data sets."""
     yield "documents", "GPUs", "median", "worst", "micro-batches below 0.99"
     for row in result("typical_data")["settings"]:
         median, worst = (f"{row['over_best_fitting'][name]:.2f}" for name in ("median", "worst"))
@@ -189,7 +178,6 @@ def chosen_data_sets() -> Rows:
 
 @table_of(*STEP_TIMES)
 def step_time() -> Rows:
-    """Steps of CPU ranks with the defaults, beside the best other strategy."""
     yield "ranks", "documents", "best other", "whole documents", "packed in order", "joint layout"
     for name, ranks in STEP_TIMES.items():
         found = result(name)["derived"]
@@ -200,7 +188,6 @@ def step_time() -> Rows:
 
 @table_of("peers")
 def peers() -> Rows:
-    """The same documents by five strategies."""
     found = result("peers")
     yield "ranks", "documents", "strategy", "losses differ by", "m", "MiB", "tokens/s", "speed-up of hf_distca"
     for name, of_strategy in found["strategies"].items():
@@ -221,7 +208,6 @@ def peers() -> Rows:
 
 @table_of("peers")
 def peers_ulysses() -> Rows:
-    """Losses of Ulysses for the same documents."""
     found = result("peers")
     yield "rows, attention", "loss of the first step"
     yield "all documents in one row", found["strategies"]["2 ranks, one long, Ulysses"]["first_loss"]
@@ -231,7 +217,6 @@ def peers_ulysses() -> Rows:
 
 @table_of("overlap", "overlap_one_document")
 def overlap() -> Rows:
-    """Share of the exchange that is hidden behind computation."""
     yield (
         "documents",
         "hidden by",
@@ -256,7 +241,6 @@ def _hidden(found: dict[str, str], how: str) -> tuple[str, str]:
 
 @table_of("overlap_nodes")
 def overlap_nodes() -> Rows:
-    """Plans that know of nodes beside flat ones."""
     found = result("overlap_nodes")["derived"]
     yield "node-aware plan over flat plan", "as users have them", "every exchange waited for"
     for what, key in (
@@ -270,7 +254,6 @@ def overlap_nodes() -> Rows:
 
 @table_of("planner")
 def planner() -> Rows:
-    """Bytes that plans move, over the bytes of the reference planner's plans."""
     found = result("planner")
     yield (
         "layout",
@@ -295,7 +278,6 @@ def planner() -> Rows:
 
 @table_of("planner")
 def planner_nodes() -> Rows:
-    """Plans that know of nodes beside flat ones, counted."""
     found = result("planner")["nodes"]
     yield "layout", "bytes between nodes", "largest", "time of the busiest link", "largest", "planning, ms"
     for layout in ("fixed", "joint"):
@@ -307,7 +289,6 @@ def planner_nodes() -> Rows:
 
 @table_of("plan_time")
 def plan_time() -> Rows:
-    """Time of choosing a plan."""
     found = result("plan_time")["figures"]
     keys = [re.fullmatch(r"chosen, (\d+) ranks, (.*), ms", key) for key in found]
     ranks = list(dict.fromkeys(key[1] for key in keys if key))
@@ -319,7 +300,6 @@ def plan_time() -> Rows:
 
 @table_of("dispatch")
 def dispatch() -> Rows:
-    """CPU time of dispatching one layer, without the kernels."""
     found = result("dispatch")["figures"]
     yield "layout", "nano-batches", "layer, ms", "of it dispatching", "of it collectives", "the model alone"
     for layout in ("joint", "fixed"):
@@ -331,7 +311,6 @@ def dispatch() -> Rows:
 
 @table_of("checkpointing")
 def checkpointing() -> Rows:
-    """Core attention kept through gradient checkpoints."""
     found = result("checkpointing")
     yield "figure", "ratio"
     yield "step that keeps core attention over one that computes it again", f"{found['step_ratio']:.2f}"
@@ -340,7 +319,6 @@ def checkpointing() -> Rows:
 
 @table_of("memory_loss", "memory_exchange", "long_document", "memory_estimate")
 def memory() -> Rows:
-    """Memory of the loss, of an exchange and of long documents."""
     loss, document, estimate = result("memory_loss")["derived"], result("long_document"), result("memory_estimate")
     estimated = [ratio for of in estimate["configurations"].values() for ratio in of["estimated_over_measured"]]
     yield "figure", "ratio"
@@ -366,7 +344,6 @@ def _from_to(ratios: list[float]) -> str:
 
 @table_of("memory_guide")
 def memory_guide() -> Rows:
-    """The most tokens of a rank that fit."""
     found = result("memory_guide")["guide"]
     sizes = list(found[0]["longest"])
     yield "model", "GPUs", "strategy", *(f"{size} GB" for size in sizes)
@@ -377,13 +354,11 @@ def memory_guide() -> Rows:
 
 
 def by_transport(name: str) -> list[tuple[str, Any]]:
-    """Return what a benchmark found with rows over each transport."""
     return [("TCP", result(name)), ("NIXL", result(f"{name}_nixl"))]
 
 
 @table_of("servers", "servers_nixl")
 def servers() -> Rows:
-    """A rank with one attention server."""
     yield "rows over", "speed-up (quartiles)", "rank's finishing time / server's (quartiles)"
     for transport, found in by_transport("servers"):
         yield transport, *(quartiles(found["of_rounds"][figure]) for figure in ("speedup", "finish_ratio"))
@@ -391,20 +366,17 @@ def servers() -> Rows:
 
 @table_of("faults", "faults_nixl")
 def faults() -> Rows:
-    """A training whose servers are killed."""
     yield "rows over", "servers killed", "while computing", "steps", "steps lost"
     for transport, found in by_transport("faults"):
         yield transport, *(str(found[figure]) for figure in ("kills", "in_a_call", "steps", "lost"))
 
 
 def table(name: str) -> str:
-    """Return a table in Markdown."""
     header, *rows = TABLES[name][0]()
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows)) + "\n"
 
 
 def commands(name: str) -> str:
-    """Return the commands that made a table's figures, as a block of code."""
     return "\n".join(["```", *dict.fromkeys(map(command, TABLES[name][1])), "```"]) + "\n"
 
 

@@ -10,32 +10,27 @@ half's projections and MLP. Two variants, interleaved in shuffled order in one r
   alone   the rank computes everything itself, with the same kernel and no pool
   server  core attention is shared with the server, balanced by finishing time
 
-The first steps, in which the rank learns speeds and its base load, do not count. A virtual core shares its
-processor with strangers, so both processes time a small kernel at once before and after each step; the medians are
-over the half of the steps in which the slower of these readings was smallest. Those of all steps stand beside them.
+The first steps, in which the rank learns speeds and its base load, do not count. Every round has one step of each
+variant; figures are medians and quartiles over the rounds:
 
+  speedup       a step alone over one with the server
   finish_ratio  when the rank is done over when the server is: the rank's own attention and what it does between
                 the phases of an attention that the server has rows of, over the server's time in its kernel and,
                 where nothing else is computed meanwhile (one document), the time in which rows travel. 1.0: both
-                are done at once; the median over the counted steps
-  of_rounds     of every round, in which each variant has one step: its speed-up and finish_ratio, median and quartiles
+                are done at once
 
 Run: python benchmarks/servers.py [--rounds 6] [--documents 16384] [--transport tcp]
 """
 
-import argparse
 import random
-import statistics
 import sys
-import threading
 import time
-from multiprocessing import Pipe, get_context
-from multiprocessing.connection import Connection
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 import torch
-from harness import Probe, end_with_parent, print_json, spread, table
+from harness import end_with_parent, options_parser, print_json, spread, table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_distca import Dispatcher, PlanSettings
@@ -50,21 +45,17 @@ from hf_distca.pool.server import AttentionServer
 from hf_distca.pool.token import make_token
 from hf_distca.pool.transport import Choice, make_memory
 
+CPU = torch.device("cpu")
 LEARNING = 4
 """Steps with the server that are left out."""
 
 
-def serve(port: int, token: bytes, transport: Choice, readings: Connection) -> None:
-    """The server's process: serves on threads, and takes a reading when it is asked to."""
+def serve(port: int, token: bytes, transport: Choice) -> None:
+    """The server's process; it ends with the training."""
     end_with_parent()
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    server = AttentionServer(token, device, get_kernel("cpu", device), transport=transport)
-    threading.Thread(target=server.run, args=("127.0.0.1", port, 60, lambda line: None), daemon=True).start()
-    calm = Probe()
-    while readings.recv():
-        readings.send(calm.take())
-    server.stop()
+    server = AttentionServer(token, CPU, get_kernel("cpu", CPU), transport=transport)
+    server.run("127.0.0.1", port, 60, lambda line: None)
 
 
 def plan_of(lengths: list[int], settings: PlanSettings) -> MicroBatchPlan:
@@ -78,11 +69,9 @@ def plan_of(lengths: list[int], settings: PlanSettings) -> MicroBatchPlan:
 
 
 def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any]:
-    """Steps of both variants on the rank."""
     token = make_token()
     directory = Directory("127.0.0.1", 0, token)
-    ours, theirs = Pipe()
-    process = get_context("spawn").Process(target=serve, args=(directory.port, token, transport, theirs))
+    process = get_context("spawn").Process(target=serve, args=(directory.port, token, transport))
     process.start()
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -99,7 +88,7 @@ def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any
     )
     model = LlamaForCausalLM(config)
     plan_layers(model)
-    kernel = get_kernel("cpu", torch.device("cpu"))
+    kernel = get_kernel("cpu", CPU)
     settings = PlanSettings(
         ranks=1,
         tokens_per_rank=sum(lengths),
@@ -108,8 +97,8 @@ def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any
         row_overhead=kernel.row_overhead,
         gather_cost=kernel.gather_cost,
     )
-    dispatchers = {variant: Dispatcher(settings, torch.device("cpu")) for variant in ("alone", "server")}
-    memory = make_memory(transport, torch.device("cpu"), "127.0.0.1")
+    dispatchers = {variant: Dispatcher(settings, CPU) for variant in ("alone", "server")}
+    memory = make_memory(transport, CPU, "127.0.0.1")
     pool = dispatchers["server"].remote = Pool(dispatchers["server"], token, directory, memory)
     pool.wait_for(1, 60)
     if len(pool.servers) != 1:
@@ -118,36 +107,22 @@ def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any
     tokens = torch.randint(0, 1024, (1, sum(lengths)))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     batch = {"input_ids": tokens, "position_ids": positions, "labels": tokens, "shift_labels": tokens}
-    calm = Probe()
     recorder = dispatchers["server"].recorder
     recording = recorder.listen(*OBSERVED)
-
-    def reading() -> float:
-        ours.send(True)
-        own = calm.take()
-        return max(own, ours.recv())
 
     def step(variant: str) -> dict[str, float]:
         pool.refresh()
         recording.take()
-        before, waited = reading(), recorder.seconds("wait")
-        kernel = recorder.seconds("kernel")
-        begin = time.perf_counter()
+        kernel, begin = recorder.seconds("kernel"), time.perf_counter()
         bound = dispatchers[variant].bind(plans[variant])
         model(**batch, distca_plan=bound).loss.backward()
         seconds = time.perf_counter() - begin
         model.zero_grad()
         seen = observe(recording.take())
-        return {
-            "reading": max(before, reading()),
-            "seconds": seconds,
-            "waited": recorder.seconds("wait") - waited,
-            "own": recorder.seconds("kernel") - kernel,
-            "between": seen.between_s,
-            "served": sum(served.seconds for served in seen.servers.values()),
-            "travel": sum(served.travel_s for served in seen.servers.values()) if len(lengths) == 1 else 0.0,
-            "share": seen.pairs / (2 * config.num_hidden_layers * sum(n * (n + 1) // 2 for n in lengths)),
-        }
+        own = recorder.seconds("kernel") - kernel + seen.between_s
+        travel = len(lengths) == 1  # nothing else is computed meanwhile
+        served = sum(each.seconds + travel * each.travel_s for each in seen.servers.values())
+        return {"seconds": seconds, "own": own, "served": served}
 
     step("alone")
     for _ in range(LEARNING):
@@ -159,83 +134,27 @@ def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any
             steps[variant].append(step(variant))
             print(".", end="", flush=True, file=sys.stderr)
     pool.close()
-    ours.send(False)
     process.join(10)
+    process.kill()
     return steps
 
 
 def main() -> None:
-    """Measure, print a table and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6, help="steps of each kind")
+    parser = options_parser(__doc__, rounds=(6, "steps of each kind"))
     parser.add_argument("--documents", type=int, nargs="+", default=[16384], help="1 or 2 lengths, in tokens")
     parser.add_argument("--transport", type=Choice, choices=(Choice.TCP, Choice.NIXL), default=Choice.TCP)
     options = parser.parse_args()
     torch.set_num_threads(1)
     steps = measure(options.documents, options.rounds, options.transport)
-    figures = {variant: summary(calmest(taken)) for variant, taken in steps.items()}
-    everything = {variant: statistics.median(step["seconds"] for step in taken) for variant, taken in steps.items()}
-    table(
-        [
-            "",
-            "step (median)",
-            "of all steps",
-            "waited",
-            "own attention",
-            "between",
-            "server busy",
-            "rows travel",
-            "own share",
-        ],
-        [
-            [
-                variant,
-                *(f"{f:.3f} s" for f in (figure["seconds"], everything[variant], *(figure[name] for name in PARTS))),
-                f"{figure['share']:.3f}",
-            ]
-            for variant, figure in figures.items()
-        ],
-    )
-    served = calmest(steps["server"])
-    print_json(
-        transport=options.transport,
-        speedup=figures["alone"]["seconds"] / figures["server"]["seconds"],
-        speedup_all=everything["alone"] / everything["server"],
-        finish_ratio=statistics.median(map(finish_ratio, served)),
-        of_rounds={
-            "speedup": spread(
-                [
-                    alone["seconds"] / server["seconds"]
-                    for alone, server in zip(steps["alone"], steps["server"], strict=True)
-                ]
-            ),
-            "finish_ratio": spread([finish_ratio(step) for step in steps["server"]]),
-        },
-        alone_s=figures["alone"]["seconds"],
-        server_s=figures["server"]["seconds"],
-        **{f"{name}_s": figures["server"][name] for name in PARTS},
-        own_share=figures["server"]["share"],
-        rounds=options.rounds,
-        documents=options.documents,
-    )
-
-
-PARTS = ("waited", "own", "between", "served", "travel")
-
-
-def calmest(steps: list[dict[str, float]]) -> list[dict[str, float]]:
-    """The half of the steps around which the small kernel was fastest."""
-    return sorted(steps, key=lambda step: step["reading"])[: (len(steps) + 1) // 2]
-
-
-def finish_ratio(step: dict[str, float]) -> float:
-    """When the rank is done over when the server is."""
-    return (step["own"] + step["between"]) / (step["served"] + step["travel"])
-
-
-def summary(steps: list[dict[str, float]]) -> dict[str, float]:
-    """The median of every figure."""
-    return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
+    pairs = list(zip(steps["alone"], steps["server"], strict=True))
+    of_rounds = {
+        "alone_s": spread([alone["seconds"] for alone, _ in pairs]),
+        "server_s": spread([server["seconds"] for _, server in pairs]),
+        "speedup": spread([alone["seconds"] / server["seconds"] for alone, server in pairs]),
+        "finish_ratio": spread([server["own"] / server["served"] for _, server in pairs]),
+    }
+    table(["", "median (quartiles)"], [[name, str(figure)] for name, figure in of_rounds.items()])
+    print_json(transport=options.transport, of_rounds=of_rounds, rounds=options.rounds, documents=options.documents)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,12 @@ shows the one whose gain is the median. Writes docs/step.svg; prints the numbers
 PYTHONPATH=. python benchmarks/step_picture.py [--batches 31]
 """
 
-import argparse
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from harness import print_json
+from harness import options_parser, print_json
 
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
@@ -78,16 +77,14 @@ def picture(steps: Sequence[Panel]) -> str:
 
 
 def main() -> None:
-    """Simulate, draw, print the numbers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=31, help="micro-batches to take the median of (default: 31)")
+    count = options_parser(__doc__, batches=(31, "micro-batches to take the median of")).parse_args().batches
     setup = Setup(LLAMA_8B, DeviceProfile.load("h100"), RANKS, TOKENS_PER_RANK)
     settings = PlanSettings(
         RANKS, TOKENS_PER_RANK, document_layout="joint", kinds=tuple(LLAMA_8B.layers), ping_pong=True
     )
     drawn = micro_batches(corpora()["prolong"], RANKS * TOKENS_PER_RANK, seed=0)
     pairs = []
-    for lengths in islice(drawn, parser.parse_args().batches):
+    for lengths in islice(drawn, count):
         packed, balanced = plain(lengths, setup), planned(lengths, setup, settings)[0]
         pairs.append((packed.seconds / balanced.seconds, packed, balanced))
     pairs.sort(key=lambda pair: pair[0])

@@ -191,10 +191,7 @@ def prepare(ranks: int, tokens: int, hosts: Hosts | None, rate_mbit: float | Non
 
 
 def main() -> None:
-    """Measure, print tables and one JSON object."""
-    parser = rounds_parser(__doc__, rounds=12)
-    parser.add_argument("--tokens", type=int, default=4096, help="of a rank (default: 4096)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    parser = rounds_parser(__doc__, rounds=12, tokens=(4096, "of a rank"), ranks=(2, "processes"))
     parser.add_argument("--rate-mbit", type=float, help="of the link between two hosts (default: one host)")
     options = parser.parse_args()
     limited = options.rate_mbit is not None

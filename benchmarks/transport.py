@@ -81,7 +81,6 @@ class Calls:
         self.round()  # which touches memory for the first time
 
     def round(self) -> Round:
-        """Take a round."""
         figures = {}
         cases = [(choice, mb) for choice in TRANSPORTS for mb in self._given]
         for choice, mb in self._order.sample(cases, len(cases)):
@@ -107,7 +106,6 @@ class Calls:
         return {"gbs": both_ways / seconds, "cpu_s_gb": cost / both_ways, "blocked_ms": 1e3 * blocked}
 
     def close(self) -> None:
-        """End the links and the server's process."""
         for link in self._links.values():
             link.close()
         self._server.send(False)
@@ -119,7 +117,6 @@ class Calls:
 
 
 def main() -> None:
-    """Measure; print tables and one JSON object."""
     parser = rounds_parser(__doc__, rounds=9)
     parser.add_argument("--mb", type=int, nargs="+", default=[1, 4, 16, 64, 256])
     options = parser.parse_args()

@@ -19,14 +19,13 @@ in the planned step:
 Run: PYTHONPATH=. python benchmarks/typical_data.py [--batches 64]
 """
 
-import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
-from harness import print_json, print_rows, spread
+from harness import options_parser, print_json, print_rows, spread
 from numpy.typing import NDArray
 
 from hf_distca.planner.settings import PlanSettings
@@ -42,7 +41,6 @@ FAST_ENOUGH = 0.99
 
 
 def data() -> Iterator[tuple[str, Draw]]:
-    """Yield kinds of documents, and how their lengths are drawn."""
     yield "chats", lognormal(800, 1.0)
     yield "agent traces", corpora()["agents"]
     yield "code and papers", lognormal(3000, 1.5)
@@ -74,7 +72,6 @@ def busiest_packed(lengths: NDArray[np.int64], setup: Setup) -> StepTime:
 
 
 def mean(steps: Sequence[StepTime], of_step: Callable[[StepTime], float]) -> float:
-    """Return the mean over micro-batches."""
     return float(np.mean([of_step(step) for step in steps]))
 
 
@@ -120,10 +117,7 @@ def comparison(steps: Mapping[str, Sequence[StepTime]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Simulate, print a table and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=64, help="micro-batches of each setting (default: 64)")
-    count = parser.parse_args().batches
+    count = options_parser(__doc__, batches=(64, "micro-batches of each setting")).parse_args().batches
     found = [
         {"documents": name, "ranks": ranks, **comparison(simulated(draw, ranks, count))}
         for name, draw in data()

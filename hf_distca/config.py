@@ -1,7 +1,7 @@
 """All settings of hf_distca in one dataclass."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from hf_distca.kernels import KERNEL_NAMES
 from hf_distca.units import AUTO, Bytes, Servers, Switch, Tokens, Tolerance, read_values
@@ -26,6 +26,11 @@ NOT_NEGATIVE = {
 """Settings that must be 0 or more, and the meaning of 0."""
 
 
+def setting(default: Any, help: str, **metadata: Any) -> Any:
+    """Return a field with a default, a help text and `choices`, as HfArgumentParser reads them."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
 @dataclass
 class DistCAConfig:
     """Settings for packing documents and balancing their core attention over ranks.
@@ -37,192 +42,144 @@ class DistCAConfig:
         ValueError: A value is out of range. The message names the value and what is expected.
     """
 
-    tokens_per_rank: Tokens = field(
-        default=cast(Any, 8192),
-        metadata={
-            "help": "Maximum number of tokens that a rank holds in a micro-batch, such as 32768 or 32k (k = 1024). "
-            "All ranks together hold whole documents of up to ranks * tokens_per_rank tokens, without padding. "
-            "Activation memory grows with this number.",
-        },
+    tokens_per_rank: Tokens = setting(
+        8192,
+        "Maximum number of tokens that a rank holds in a micro-batch, such as 32768 or 32k (k = 1024). All ranks "
+        "together hold whole documents of up to ranks * tokens_per_rank tokens, without padding. Activation memory "
+        "grows with this number.",
     )
-    long_documents: LongDocuments = field(
-        default="error",
-        metadata={
-            "help": "What happens to a document that is too long: 'error' refuses it, 'truncate' keeps its first "
-            "tokens, 'split' divides it into documents that fit. A document may have ranks * tokens_per_rank tokens, "
-            "or tokens_per_rank tokens where documents stay whole.",
-            "choices": get_args(LongDocuments),
-        },
+    long_documents: LongDocuments = setting(
+        "error",
+        "What happens to a document that is too long: 'error' refuses it, 'truncate' keeps its first tokens, 'split' "
+        "divides it into documents that fit. A document may have ranks * tokens_per_rank tokens, or tokens_per_rank "
+        "tokens where documents stay whole.",
+        choices=get_args(LongDocuments),
     )
-    document_layout: str = field(
-        default=AUTO,
-        metadata={
-            "help": "Where the tokens of documents are placed. 'joint' places tokens and core attention together and "
-            "moves the fewest bytes. 'fixed' packs documents in order and moves only core attention. 'whole' keeps "
-            "each document, of at most tokens_per_rank tokens, on one rank and moves only core attention. 'auto' is "
-            "'whole' for models with Mamba-1 or another module that mixes rows in order and "
-            "cannot take a part of a document. For other models 'auto' lets the planner choose for every micro-batch: "
-            "whole documents without exchange, documents inside groups of ranks or nodes, or the joint layout.",
-            "choices": DOCUMENT_LAYOUTS,
-        },
+    document_layout: str = setting(
+        AUTO,
+        "Where the tokens of documents are placed. 'joint' places tokens and core attention together and moves the "
+        "fewest bytes. 'fixed' packs documents in order and moves only core attention. 'whole' keeps each document, "
+        "of at most tokens_per_rank tokens, on one rank and moves only core attention. 'auto' is 'whole' for models "
+        "with Mamba-1 or another module that mixes rows in order and cannot take a part of a document. For other "
+        "models 'auto' lets the planner choose for every micro-batch: whole documents without exchange, documents "
+        "inside groups of ranks or nodes, or the joint layout.",
+        choices=DOCUMENT_LAYOUTS,
     )
-    balance_tolerance: Tolerance = field(
-        default=cast(Any, AUTO),
-        metadata={
-            "help": "How far the core attention of a rank may exceed the mean, as a fraction of the mean. A larger "
-            "value moves fewer bytes; a smaller value balances better and takes longer to plan. 0 balances to whole "
-            "rows. 'auto' lets the planner choose for every micro-batch by the predicted time.",
-        },
+    balance_tolerance: Tolerance = setting(
+        AUTO,
+        "How far the core attention of a rank may exceed the mean, as a fraction of the mean. A larger value moves "
+        "fewer bytes; a smaller value balances better and takes longer to plan. 0 balances to whole rows. 'auto' "
+        "lets the planner choose for every micro-batch by the predicted time.",
     )
-    balance_block_size: int = field(
-        default=128,
-        metadata={
-            "help": "Documents are cut at multiples of this many rows, the block size of attention kernels.",
-        },
+    balance_block_size: int = setting(
+        128, "Documents are cut at multiples of this many rows, the block size of attention kernels."
     )
-    attention_kernel: str = field(
-        default="auto",
-        metadata={
-            "help": "Kernel that computes core attention. 'auto' is the fastest installed kernel that supports the "
-            "model: 'cpu' on the CPU; on CUDA 'flash_attn_3' or 'flash_attn_4' on the GPUs that they are made for, "
-            "else 'torch_varlen' or 'flash_attn'.",
-            "choices": KERNEL_NAMES,
-        },
+    attention_kernel: str = setting(
+        "auto",
+        "Kernel that computes core attention. 'auto' is the fastest installed kernel that supports the model: 'cpu' "
+        "on the CPU; on CUDA 'flash_attn_3' or 'flash_attn_4' on the GPUs that they are made for, else "
+        "'torch_varlen' or 'flash_attn'.",
+        choices=KERNEL_NAMES,
     )
-    ping_pong: Switch = field(
-        default=cast(Any, AUTO),
-        metadata={
-            "help": "Divide every micro-batch into two nano-batches, so that one computes while the rows of the other "
-            "travel. It applies with more than one rank or with dedicated attention servers. 'auto' lets the planner "
-            "choose for every micro-batch."
-        },
+    ping_pong: Switch = setting(
+        AUTO,
+        "Divide every micro-batch into two nano-batches, so that one computes while the rows of the other travel. It "
+        "applies with more than one rank or with dedicated attention servers. 'auto' lets the planner choose for "
+        "every micro-batch.",
     )
-    exchange_buffer_bytes: Bytes = field(
-        default=cast(Any, 256 * 2**20),
-        metadata={
-            "help": "Size of an exchange buffer for K and V rows, such as 128MiB. A larger exchange is divided into "
-            "stages of one buffer; each stage travels while the stage before it is computed. Chosen plans may have "
-            "fewer stages if all rows fit into the buffers that a rank has. K, V and their gradients take at most six "
-            "times this memory, ten times where rows are forwarded inside nodes, and twice as much with ping-pong.",
-        },
+    exchange_buffer_bytes: Bytes = setting(
+        256 * 2**20,
+        "Size of an exchange buffer for K and V rows, such as 128MiB. A larger exchange is divided into stages of "
+        "one buffer; each stage travels while the stage before it is computed. Chosen plans may have fewer stages if "
+        "all rows fit into the buffers that a rank has. K, V and their gradients take at most six times this memory, "
+        "ten times where rows are forwarded inside nodes, and twice as much with ping-pong.",
     )
-    keep_core_attention: bool = field(
-        default=True,
-        metadata={
-            "help": "Under gradient checkpointing, keep the output and log-sum-exp of core attention for the backward "
-            "pass instead of exchanging rows and computing core attention again. This keeps one row of O and 4 bytes "
-            "per query head for each token and layer."
-        },
+    keep_core_attention: bool = setting(
+        True,
+        "Under gradient checkpointing, keep the output and log-sum-exp of core attention for the backward pass "
+        "instead of exchanging rows and computing core attention again. This keeps one row of O and 4 bytes per "
+        "query head for each token and layer.",
     )
-    keep_received: bool = field(
-        default=False,
-        metadata={
-            "help": "Keep the received Q, K and V rows for the backward pass instead of receiving them again. This "
-            "moves fewer bytes and takes more memory. It has no effect where keep_core_attention applies."
-        },
+    keep_received: bool = setting(
+        False,
+        "Keep the received Q, K and V rows for the backward pass instead of receiving them again. This moves fewer "
+        "bytes and takes more memory. It has no effect where keep_core_attention applies.",
     )
-    loss_chunk_bytes: Bytes = field(
-        default=cast(Any, 256 * 2**20),
-        metadata={
-            "help": "Maximum size of the float32 logits of a chunk of rows, such as 256MiB. The loss is computed "
-            "chunk by chunk, so that no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the "
-            "model does without hf_distca: for a second backward pass through the same loss, or for logits with "
-            "gradients after the forward pass under FSDP2.",
-        },
+    loss_chunk_bytes: Bytes = setting(
+        256 * 2**20,
+        "Maximum size of the float32 logits of a chunk of rows, such as 256MiB. The loss is computed chunk by chunk, "
+        "so that no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the model does without "
+        "hf_distca: for a second backward pass through the same loss, or for logits with gradients after the forward "
+        "pass under FSDP2.",
     )
-    mlp_chunk_rows: int = field(
-        default=0,
-        metadata={
-            "help": "Compute the MLPs of decoder layers over this many rows at a time, and again in the backward "
-            "pass. The memory between their projections then does not grow with tokens_per_rank, at the cost of one "
-            "more forward pass of the MLPs. 0 computes all rows at once; 4096 to 16384 keep a GPU busy. Experts are "
-            "not changed.",
-        },
+    mlp_chunk_rows: int = setting(
+        0,
+        "Compute the MLPs of decoder layers over this many rows at a time, and again in the backward pass. The "
+        "memory between their projections then does not grow with tokens_per_rank, at the cost of one more forward "
+        "pass of the MLPs. 0 computes all rows at once; 4096 to 16384 keep a GPU busy. Experts are not changed.",
     )
-    ranks_per_node: str = field(
-        default=AS_LAUNCHED,
-        metadata={
-            "help": "Number of training ranks that share a node, within which links (NVLink) are faster than between "
-            "nodes: one number, or one for each node in the order of the ranks, such as '8,8,4'. Plans keep exchanges "
-            "inside nodes where they can. 'auto' takes the nodes of the launch; 1 treats all links alike.",
-        },
+    ranks_per_node: str = setting(
+        AS_LAUNCHED,
+        "Number of training ranks that share a node, within which links (NVLink) are faster than between nodes: one "
+        "number, or one for each node in the order of the ranks, such as '8,8,4'. Plans keep exchanges inside nodes "
+        "where they can. 'auto' takes the nodes of the launch; 1 treats all links alike.",
     )
-    trace_steps: int = field(
-        default=0,
-        metadata={
-            "help": "Write a trace of this many steps, after the first three of a training, to trace_rank_N.json in "
-            "the output folder. The trace shows what each rank computed, exchanged and waited for; open it with "
-            "`hf-distca timeline` or ui.perfetto.dev. On GPUs the host waits for the device at the end of each traced "
-            "step. 0 measures and writes nothing.",
-        },
+    trace_steps: int = setting(
+        0,
+        "Write a trace of this many steps, after the first three of a training, to trace_rank_N.json in the output "
+        "folder. The trace shows what each rank computed, exchanged and waited for; open it with `hf-distca "
+        "timeline` or ui.perfetto.dev. On GPUs the host waits for the device at the end of each traced step. 0 "
+        "measures and writes nothing.",
     )
-    device_profile: str | None = field(
-        default=None,
-        metadata={
-            "help": "Costs of the device and its links, by which 'auto' settings are chosen: h100, cpu, or a file "
-            "that `hf-distca profile` wrote. None measures the costs when training begins, which takes some seconds, "
-            "and writes them to device_profile.json in the output folder, from where the same run takes them again. "
-            "Training corrects costs that are wrong by more than a tenth."
-        },
+    device_profile: str | None = setting(
+        None,
+        "Costs of the device and its links, by which 'auto' settings are chosen: h100, cpu, or a file that "
+        "`hf-distca profile` wrote. None measures the costs when training begins, which takes some seconds, and "
+        "writes them to device_profile.json in the output folder, from where the same run takes them again. Training "
+        "corrects costs that are wrong by more than a tenth.",
     )
-    exchange_timeout: float = field(
-        default=1800.0,
-        metadata={"help": "Seconds until an exchange with a rank that does not answer fails."},
+    exchange_timeout: float = setting(1800.0, "Seconds until an exchange with a rank that does not answer fails.")
+    attention_servers: Servers = setting(
+        0,
+        "Experimental: dedicated attention servers. A number N makes the last N processes of this launch servers, "
+        "and the others train. 'external' lets servers started with `hf-distca serve` join and leave at any time.",
     )
-    attention_servers: Servers = field(
-        default=cast(Any, 0),
-        metadata={
-            "help": "Experimental: dedicated attention servers. A number N makes the last N processes of this launch "
-            "servers, and the others train. 'external' lets servers started with `hf-distca serve` join and leave at "
-            "any time.",
-        },
+    ranks_serve: bool = setting(
+        True, "Let ranks compute core attention too while there are dedicated attention servers."
     )
-    ranks_serve: bool = field(
-        default=True,
-        metadata={"help": "Let ranks compute core attention too while there are dedicated attention servers."},
+    attention_server_address: str = setting(
+        "127.0.0.1:0",
+        "HOST:PORT on which rank 0 accepts attention servers. Port 0 takes a free port and logs it. Only servers "
+        "that know the run's token are accepted, but nothing is encrypted.",
     )
-    attention_server_address: str = field(
-        default="127.0.0.1:0",
-        metadata={
-            "help": "HOST:PORT on which rank 0 accepts attention servers. Port 0 takes a free port and logs it. Only "
-            "servers that know the run's token are accepted, but nothing is encrypted."
-        },
+    attention_server_token_file: str | None = setting(
+        None,
+        "File with the token that external servers need. It is made if it does not exist. None is "
+        "attention_server_token in output_dir.",
     )
-    attention_server_token_file: str | None = field(
-        default=None,
-        metadata={
-            "help": "File with the token that external servers need. It is made if it does not exist. None is "
-            "attention_server_token in output_dir."
-        },
+    attention_server_timeout: float = setting(
+        60.0, "Seconds until an attention server that does not answer counts as lost."
     )
-    attention_server_timeout: float = field(
-        default=60.0,
-        metadata={
-            "help": "Seconds until an attention server that does not answer counts as lost.",
-        },
-    )
-    attention_server_transport: str = field(
-        default="auto",
-        metadata={
-            "help": "Experimental: transport of rows to attention servers and back: tcp, nixl or auto. nixl must be "
-            "installed on both ends. auto is nixl where both ends have it and an RDMA device, and tcp elsewhere.",
-            "choices": TRANSPORTS,
-        },
+    attention_server_transport: str = setting(
+        "auto",
+        "Experimental: transport of rows to attention servers and back: tcp, nixl or auto. nixl must be installed on "
+        "both ends. auto is nixl where both ends have it and an RDMA device, and tcp elsewhere.",
+        choices=TRANSPORTS,
     )
 
     def __post_init__(self) -> None:
         read_values(self)
         self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
-        expected = {name: "positive" for name in POSITIVE if getattr(self, name) <= 0}
-        expected |= {
-            name: f"0 ({meaning}) or more" for name, meaning in NOT_NEGATIVE.items() if getattr(self, name) < 0
-        }
-        for setting in fields(DistCAConfig):
-            valid = setting.metadata.get("choices")
-            if valid and getattr(self, setting.name) not in valid:
-                expected[setting.name] = f"one of {list(valid)}"
-        for name, values in expected.items():
-            raise ValueError(f"{name} must be {values}, got {getattr(self, name)!r}")
+        for each in fields(DistCAConfig):
+            name, given, valid, expected = each.name, getattr(self, each.name), each.metadata.get("choices"), ""
+            if name in POSITIVE and given <= 0:
+                expected = "positive"
+            elif name in NOT_NEGATIVE and given < 0:
+                expected = f"0 ({NOT_NEGATIVE[name]}) or more"
+            elif valid and given not in valid:
+                expected = f"one of {list(valid)}"
+            if expected:
+                raise ValueError(f"{name} must be {expected}, got {given!r}")
 
     @property
     def planned_layout(self) -> str:

@@ -42,8 +42,3 @@ def check(rules: Iterable[Rule], subject: Any) -> None:
     for rule in rules:
         if rule.when(subject):
             raise rule.error(subject)
-
-
-def entries(table: type) -> tuple[Refusal, ...]:
-    """Return the entries of a table whose code raises each of them by its name."""
-    return tuple(entry for entry in vars(table).values() if isinstance(entry, Refusal))

@@ -20,8 +20,5 @@ def seen_by_a_backward() -> tuple[bool, float]:
 
 def test_another_thread_runs_it_here_and_on_ranks(rank_pools):
     assert [seen_by_a_backward(), *rank_pools[2].run(seen_by_a_backward)] == [(False, 3.0)] * 3
-
-
-def test_its_errors_are_raised():
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch.ones(()).backward()

@@ -49,7 +49,6 @@ def parts_of(setting: "Setting", gpus: int = 1) -> "list[Part]":
 
 
 def main() -> int:
-    """Run what the command line asks for; returns the exit status."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,12 +90,10 @@ def main() -> int:
 
 
 def command_of(name: str, findings: Path) -> list[str]:
-    """The command that runs one part."""
     return [sys.executable, "-m", "benchmarks.gpu", name, "--findings", str(findings)]
 
 
 def run_here(part: "Part", setting: "Setting", path: Path) -> int:
-    """Run one part in this process and leave its findings in a file."""
     from benchmarks.gpu.findings import Findings
     from benchmarks.gpu.runner import SHOW_STACK
 

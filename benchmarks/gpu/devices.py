@@ -23,7 +23,6 @@ def cuda_devices() -> int:
 
 
 def why_none() -> str:
-    """Message where there is no GPU."""
     return "no CUDA: NVIDIA's driver finds no GPU on this machine, so nothing was checked"
 
 

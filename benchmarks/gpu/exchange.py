@@ -47,7 +47,6 @@ def check_exchange(setting: Setting, ranks: int, run: Callable[..., list[Any]] =
 
 
 def rank_figures(setting: Setting) -> dict[int, dict[str, Any]]:
-    """The figures of one rank, by number of blocks."""
     if setting.on_cuda:
         setting = replace(setting, device=torch.device("cuda", dist.get_rank()))
         torch.cuda.set_device(setting.device)

@@ -40,7 +40,6 @@ class Findings:
 
     @contextmanager
     def trying(self, what: str) -> Iterator[None]:
-        """Note an error that is raised inside, and go on."""
         try:
             yield
         except Exception as error:

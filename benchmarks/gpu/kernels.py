@@ -37,14 +37,7 @@ class Case:
     """One kernel call.
 
     Attributes:
-        q_lens: query rows of the tasks.
-        k_lens: K/V rows of the tasks.
-        heads: query heads.
-        kv_heads: key-value heads.
-        dim_qk: head dim of queries and keys.
-        dim_v: head dim of values.
-        window: of the attention.
-        softcap: of the scores.
+        q_lens, k_lens: query rows and K/V rows of the tasks.
         causal: False: every row sees every key.
         received: the rows are columns of wider rows, as an exchange hands them over; else transposed, as layers do.
     """
@@ -62,7 +55,6 @@ class Case:
 
     @property
     def params(self) -> AttentionParams:
-        """The parameters of the call."""
         return AttentionParams(self.dim_qk**-0.5, window=self.window, softcap=self.softcap, causal=self.causal)
 
     @property
@@ -73,7 +65,6 @@ class Case:
 
 
 def cases(setting: Setting) -> dict[str, Case]:
-    """All cases by name."""
     n = setting.task_rows
     q_lens, k_lens = (n, 0, n // 4, n // 8, 1, 40), (n, 0, 2 * n + 3, n // 8, 9, 40)
     found = {f"head dim {d}": Case(q_lens, k_lens, dim_qk=d, dim_v=d) for d in setting.head_dims}
@@ -101,7 +92,6 @@ def cases(setting: Setting) -> dict[str, Case]:
 
 
 def calls_of(setting: Setting, name: str) -> dict[tuple[torch.dtype, str], Case]:
-    """The cases of a kernel, by dtype and name."""
     found, dtypes = cases(setting), (torch.bfloat16, torch.float16, torch.float32)
     if name in COMPILED:
         variants = {found[case].variant for case in VARIANTS}
@@ -128,7 +118,6 @@ def side_by_side(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torc
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """do, q, k and v."""
     q_rows, k_rows = sum(case.q_lens), sum(case.k_lens)
     of_queries = [(q_rows, case.heads, case.dim_v), (q_rows, case.heads, case.dim_qk)]
     of_keys = [(k_rows, case.kv_heads, case.dim_qk), (k_rows, case.kv_heads, case.dim_v)]

@@ -45,7 +45,6 @@ def new_model(
 def small_model(
     setting: Setting, implementation: str, model_type: str = "llama", heads: tuple[int, int] = HEADS, **config: Any
 ) -> PreTrainedModel:
-    """A model of two layers in float32."""
     q_heads, kv_heads = heads
     sizes = {
         "hidden_size": q_heads * setting.head_dim,
@@ -112,7 +111,6 @@ def stock_result(
 
 
 def targets_of(documents: Sequence[Tensor]) -> int:
-    """Number of predicted tokens."""
     return sum(max(len(document) - 1, 0) for document in documents)
 
 

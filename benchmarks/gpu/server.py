@@ -57,14 +57,12 @@ class Fate(TrainerCallback):
             self.close()
 
     def close(self) -> None:
-        """Kill the server if there is one."""
         if self._server is not None:
             self._server.kill()
             self._server.wait()
 
 
 def train(setting: Setting, fate: Fate | None, folder: str, **options: Any) -> list[float]:
-    """Losses of a few steps, with a server or without."""
     args = DistCATrainingArguments(
         tokens_per_rank=sum(setting.lengths),
         **{**arguments(setting, folder, STEPS), "learning_rate": 1e-3},

@@ -12,18 +12,15 @@ class Setting:
     """Sizes of all parts. The defaults suit one GPU with 70 GiB or more.
 
     Attributes:
-        device: where everything runs.
         dtype: of core attention.
         exact: dtype of the models that others are compared with.
         task_rows: query rows of the larger tasks that kernels are checked with.
-        head_dims: head dims that kernels are checked with.
         head_dim: of the small models that are compared step by step.
         lengths: documents of a compared step; they divide into two nano-batches.
         steps: optimizer steps that are compared.
         attention_rows: rows of the document that is computed beside an exchange.
-        repeats: calls of what is timed.
         wide: shape of the model that is trained.
-        tokens: tokens of its micro-batches.
+        tokens: of its micro-batches.
         plans: its steps, in which plans change and memory must stay flat.
         stock_steps: steps of the stock attentions beside it.
     """
@@ -55,15 +52,12 @@ class Setting:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Mixed precision as `bf16=True` has it, where core attention is computed in a half precision."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype.itemsize == 2)
 
     def synchronize(self) -> None:
-        """Wait until the device is done."""
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
 

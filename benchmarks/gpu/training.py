@@ -45,18 +45,15 @@ class Watch(TrainerCallback):
         self._begin = 0.0
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        """Start the clock."""
         self._setting.synchronize()
         self._begin = time.perf_counter()
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-        """Stop the clock."""
         self._setting.synchronize()
         self.seconds.append(time.perf_counter() - self._begin)
         self.memory.append(memory_taken(self._setting.device))
 
     def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, float], **_kwargs: Any) -> None:
-        """Take the loss and the norm."""
         if "loss" in logs:
             for name, values in self.logged.items():
                 values.append(float(logs[name]))
@@ -80,7 +77,6 @@ def micro_batches(setting: Setting) -> list[list[int]]:
 
 
 def tokens_of(batches: list[list[int]], vocabulary: int) -> list[list[list[int]]]:
-    """Token ids of the documents of each micro-batch."""
     torch.manual_seed(0)
     return [[torch.randint(3, vocabulary, (length,)).tolist() for length in lengths] for lengths in batches]
 
@@ -93,13 +89,11 @@ def collate(examples: list[list[list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def make_model(setting: Setting, implementation: str) -> PreTrainedModel:
-    """The model; the same weights every time."""
     config = {**setting.wide, "max_position_embeddings": setting.tokens, "use_cache": False}
     return new_model(setting, implementation, "llama", setting.dtype, config)
 
 
 def arguments(setting: Setting, folder: str, steps: int) -> dict[str, Any]:
-    """Arguments of both trainers."""
     on_cuda = setting.on_cuda
     return {
         "output_dir": folder,
@@ -166,7 +160,6 @@ def check_training(setting: Setting) -> Findings:
 
 
 def stock_attentions() -> list[str]:
-    """Those of transformers that run here."""
     return ["sdpa", *(["flash_attention_2"] if is_flash_attn_2_available() else [])]
 
 
@@ -190,13 +183,11 @@ def _check_logged(findings: Findings, what: str, ours: Watch, stock: Watch) -> N
 
 
 def _speed(setting: Setting, watch: Watch) -> dict[str, float]:
-    """Median of the steps after the first ones, and the tokens that it makes a second."""
     step_s = statistics.median(watch.seconds[WARM_UP:] or watch.seconds)
     return {"step_s": step_s, "tokens_per_second": setting.tokens / step_s}
 
 
 def _free() -> None:
-    """Give the memory of the last model back."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

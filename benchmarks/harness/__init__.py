@@ -1,33 +1,8 @@
 """Parts that benchmarks share: ranks on this machine, rounds and their reports, memory, provenance of figures."""
 
-from .figures import Spread, print_json, print_rows, rounded, spread, table
+from .figures import Spread, options_parser, print_json, print_rows, rounded, spread, table
 from .machine import provenance
 from .ranks import Ranks, end_with_parent, free_port, run_ranks
 from .resident import begin_peak, follow_tensors, peak
 from .rounds import Measured, Round, over, report, rounds_parser, take_rounds
-from .timing import Probe, median_seconds
-
-__all__ = [
-    "Measured",
-    "Probe",
-    "Ranks",
-    "Round",
-    "Spread",
-    "begin_peak",
-    "end_with_parent",
-    "follow_tensors",
-    "free_port",
-    "median_seconds",
-    "over",
-    "peak",
-    "print_json",
-    "print_rows",
-    "provenance",
-    "report",
-    "rounded",
-    "rounds_parser",
-    "run_ranks",
-    "spread",
-    "table",
-    "take_rounds",
-]
+from .timing import median_seconds

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,13 +12,7 @@ from .machine import provenance
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of figures.
-
-    Attributes:
-        lower: the lower quartile.
-        median: of all.
-        upper: the upper quartile.
-    """
+    """Quartiles of figures."""
 
     lower: float
     median: float
@@ -28,11 +23,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The quartiles of figures, the extreme ones among them.
-
-    >>> spread([4.0, 1.0, 3.0, 2.0, 5.0])
-    Spread(lower=2.0, median=3.0, upper=4.0)
-    """
+    """The quartiles of figures, the extreme ones among them."""
     if len(values) == 1:
         return Spread(values[0], values[0], values[0])
     return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
@@ -46,8 +37,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cells))
 
 
+def options_parser(description: str | None, **numbers: tuple[int, str]) -> ArgumentParser:
+    """The parser of a benchmark's options, those that take a number by name, with default and meaning."""
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    for name, (default, what) in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
+    return parser
+
+
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows of figures by name, numbers with three decimals."""
     shown = [
         [f"{figure:.3f}" if isinstance(figure, float) else str(figure) for figure in row.values()] for row in rows
     ]
@@ -60,11 +58,6 @@ def print_json(**figures: Any) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """The same with all numbers to four digits.
-
-    >>> rounded({"a": [0.123456, 2]})
-    {'a': [0.1235, 2]}
-    """
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, Spread):

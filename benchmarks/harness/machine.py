@@ -25,7 +25,6 @@ def provenance() -> dict[str, Any]:
 
 
 def command() -> str:
-    """Command of this run, as typed in the checkout."""
     script = Path(sys.argv[0])
     if script.name == "__main__.py":
         return shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])

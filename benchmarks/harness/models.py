@@ -39,7 +39,6 @@ def llama(
 
 
 def settings_of(model: nn.Module, ranks: int, tokens: int, device: torch.device, **config: Any) -> PlanSettings:
-    """Settings of plans of a model, with the defaults of all other settings."""
     options = DistCAConfig(tokens_per_rank=tokens, **config)
     return plan_settings(model, options, ranks=ranks, device=device, dtype=model.dtype)
 
@@ -93,7 +92,6 @@ class KernelNode(torch.autograd.Function):
         k_TGD: Tensor,
         v_TGD: Tensor,
     ) -> Tensor:
-        """O [T, H, D]."""
         o_THD, lse_TH = kernel.forward(q_THD, k_TGD, v_TGD, shapes, params)
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, o_THD, lse_TH)
         ctx.kernel, ctx.shapes, ctx.params = kernel, shapes, params
@@ -102,7 +100,6 @@ class KernelNode(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THD: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of Q, K and V."""
         return None, None, None, *ctx.kernel.backward(do_THD, *ctx.saved_tensors, ctx.shapes, ctx.params)
 
 

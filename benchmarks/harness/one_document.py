@@ -28,10 +28,6 @@ class OneDocument:
     """One document in float32, as many key-value heads as query heads.
 
     Attributes:
-        tokens: its length.
-        ranks: that it lies on.
-        heads: query heads.
-        head_dim: numbers of a head.
         buffer_bytes: K/V rows that travel at a time; None: all.
         with_gradient: of O, every so many rows have one: those whose number is divisible by this.
         documents: of equal lengths, that have so many tokens together.
@@ -47,17 +43,14 @@ class OneDocument:
 
     @property
     def kind(self) -> AttentionKind:
-        """Kind of attention of the layer."""
         return AttentionKind(None, self.heads, self.heads, self.head_dim, self.head_dim)
 
     @property
     def settings(self) -> PlanSettings:
-        """Settings of the plan."""
         buffer = {} if self.buffer_bytes is None else {"exchange_buffer_bytes": self.buffer_bytes}
         return PlanSettings(self.ranks, -(-self.tokens // self.ranks), (self.kind,), bytes_per_value=4, **buffer)
 
     def plan(self) -> MicroBatchPlan:
-        """The document's plan."""
         plan = plan_micro_batch([self.tokens // self.documents] * self.documents, self.settings)
         if self.buffer_bytes is not None:
             return plan
@@ -67,7 +60,6 @@ class OneDocument:
 
     @property
     def params(self) -> AttentionParams:
-        """Options of the layer's attention."""
         return AttentionParams(scale=self.head_dim**-0.5)
 
     def rows(self, name: str, numbers: Tensor) -> Tensor:
@@ -108,7 +100,6 @@ class Taken:
 
 
 def take_one_document(case: OneDocument, sampled: Sequence[int] = ()) -> Taken:
-    """Forward and backward on this rank."""
     follow_tensors()
     _take(replace(case, tokens=64 * case.ranks, documents=1))  # code that is loaded, threads that are started
     return _take(case, sampled)

@@ -13,12 +13,12 @@ import re
 import shlex
 import subprocess
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .figures import Spread, print_json, spread, table
+from .figures import Spread, options_parser, print_json, spread, table
 from .machine import CHECKOUT, commit
 from .ranks import end_with_parent
 
@@ -29,10 +29,8 @@ _MARK = "round: "
 """Begins the lines that one checkout's script sends to the other's."""
 
 
-def rounds_parser(description: str | None, rounds: int) -> ArgumentParser:
-    """The options that all benchmarks with rounds have."""
-    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"how many (default: {rounds})")
+def rounds_parser(description: str | None, rounds: int, **numbers: tuple[int, str]) -> ArgumentParser:
+    parser = options_parser(description, rounds=(rounds, "how many"), **numbers)
     parser.add_argument(
         "--against",
         type=Path,
@@ -112,7 +110,6 @@ class _Other:
         self.commit = answer["commit"]
 
     def take(self) -> Round:
-        """A round of the other checkout."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -132,7 +129,6 @@ def _send(message: Mapping) -> None:
 
 
 def over(numerator: str, denominator: str) -> Callable[[Round], float]:
-    """One figure of a round over another one."""
     return lambda taken: taken[numerator] / taken[denominator]
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -38,20 +39,15 @@ Findings are "ok", "advice" (could be better) or "wrong" (must be changed). The 
 else 0.
 """
 
-CONNECT = (
-    "connect the ranks first: see GLOO_SOCKET_IFNAME above, the launch, and for NCCL the output with NCCL_DEBUG=INFO"
-)
+CONNECT = "connect the ranks first: see GLOO_SOCKET_IFNAME above, the launch, and for NCCL NCCL_DEBUG=INFO's output"
 Rates = Mapping[tuple[int, int], float]
 """GB/s from a sender to a receiver."""
-LOOK = "check the network between these two ranks: every exchange waits for the slowest link"
 SLOW = 1 / 3
 """Fraction of the median rate of a kind of link, below which a link counts as slow."""
 NAME = "hf-distca"
 SAME_EVERYWHERE = (NAME, "torch", "transformers", "accelerate", "deepspeed", "attention_kernel")
 """Findings that must be the same on all ranks, which exchange rows in the same order."""
-AGREE = (
-    "ranks differ: install the same packages on every host; where GPUs differ, set attention_kernel to what all have"
-)
+AGREE = "ranks differ: install the same packages on every host, or set attention_kernel to what all GPUs have"
 EXPANDABLE = "expandable_segments:True"
 INTERFACE = "GLOO_SOCKET_IFNAME"
 HOW = f"set {INTERFACE} on every host to an interface that the others reach, such as eth0 (ip -brief address)"
@@ -76,34 +72,34 @@ class Finding:
         return "wrong" if self.needed else "advice" if self.change else "ok"
 
 
-def merged(by_rank: Sequence[Sequence[Finding]]) -> list[tuple[Finding, tuple[int, ...] | None]]:
-    """Merge the findings of all ranks; each finding comes with its ranks, or None for all ranks."""
+def report(by_rank: Sequence[Sequence[Finding]], rates: Rates, *, as_json: bool, shown: bool = True) -> int:
+    """Print the findings of all ranks, each once and with its ranks; return the exit status."""
     ranks_of: dict[str, dict[Finding, list[int]]] = {}
     for rank, findings in enumerate(by_rank):
         for finding in findings:
             ranks_of.setdefault(finding.name, {}).setdefault(finding, []).append(rank)
-    found: list[tuple[Finding, tuple[int, ...] | None]] = []
+    found: list[tuple[Finding, list[int] | None]] = []
     for name, forms in ranks_of.items():
+        differ = name in SAME_EVERYWHERE and len({form.found for form in forms}) > 1
         for finding, ranks in forms.items():
-            if len({form.found for form in forms}) > 1 and name in SAME_EVERYWHERE and not finding.needed:
-                finding = replace(finding, change=AGREE, needed=True)
-            found.append((finding, tuple(ranks) if len(ranks) < len(by_rank) else None))
-    return found
-
-
-def table(found: Sequence[tuple[Finding, tuple[int, ...] | None]]) -> str:
-    """Return findings as text: state, name, result and ranks; below each, what to change."""
-    width = max(len(finding.name) for finding, _ in found)
-    lines = []
-    for finding, ranks in found:
-        runs = [
-            [rank for _, rank in run] for _, run in groupby(enumerate(ranks or ()), lambda pair: pair[1] - pair[0])
-        ]
-        named = ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
-        of_ranks = "" if ranks is None else f" ({'ranks' if ranks[1:] else 'rank'} {named})"
-        lines.append(f"{finding.state:<6}  {finding.name:<{width}}  {finding.found}{of_ranks}")
-        lines += [f"{'':<{width + 8}}  -> {finding.change}"] if finding.change else []
-    return "\n".join(lines)
+            finding = replace(finding, change=AGREE, needed=True) if differ and not finding.needed else finding
+            found.append((finding, ranks if len(ranks) < len(by_rank) else None))
+    if shown and as_json:
+        listed = [{**asdict(finding), "state": finding.state, "ranks": ranks} for finding, ranks in found]
+        links = [{"sender": pair[0], "receiver": pair[1], "rate": rate} for pair, rate in rates.items()]
+        print(json.dumps({"findings": listed, "links": links}))
+    elif shown:
+        width = max(map(len, ranks_of))
+        for finding, of_ranks in found:
+            runs = groupby(enumerate(of_ranks or ()), lambda pair: pair[1] - pair[0])
+            ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
+            named = ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in ends)
+            where = "" if of_ranks is None else f" ({'ranks' if of_ranks[1:] else 'rank'} {named})"
+            print(f"{finding.state:<6}  {finding.name:<{width}}  {finding.found}{where}")
+            if finding.change:
+                print(f"{'':<{width + 8}}  -> {finding.change}")
+        sys.stdout.flush()
+    return int(any(finding.needed for finding, _ in found))
 
 
 def version_findings() -> list[Finding]:
@@ -249,7 +245,7 @@ def run(options: argparse.Namespace) -> int:
     mine = [*version_findings(), *device_findings(device, local)]
     mine += launch_findings(os.environ, cuda=cuda, cores=cores, threads=threads)
     if world == 1 or "LOCAL_RANK" not in os.environ:
-        return _report([mine], {}, options)
+        return report([mine], {}, as_json=options.json)
     if cuda:
         torch.cuda.set_device(device)
     try:
@@ -257,34 +253,24 @@ def run(options: argparse.Namespace) -> int:
         groups = Groups(device, options.timeout)
         of_nodes = ranks_per_node(None, options.timeout)
     except (RuntimeError, ValueError) as error:  # ranks are not connected, so each prints its own findings
-        return _report([[*mine, Finding("connection", str(error), CONNECT, needed=True)]], {}, options)
+        unconnected = Finding("connection", str(error), CONNECT, needed=True)
+        return report([[*mine, unconnected]], {}, as_json=options.json)
     by_rank, rates, sizes = groups.all_gather(mine), link_rates(groups, device), node_sizes(world, of_nodes)
     dist.destroy_process_group()
     nodes = f"{len(sizes)}, of {', '.join(map(str, sorted(set(sizes))))} ranks" if len(sizes) > 1 else "one"
     of_all = [Finding("nodes", nodes), *link_findings(rates, nodes_of(sizes))]
-    return _report([[*each, *of_all] for each in by_rank], rates, options, shown=groups.rank == 0)
+    return report([[*each, *of_all] for each in by_rank], rates, as_json=options.json, shown=groups.rank == 0)
 
 
 def link_findings(rates: Rates, nodes: Sequence[int]) -> list[Finding]:
     """Return findings on links within and between nodes; `nodes` is [ranks] the node of each rank."""
     findings = []
+    change = "check the network between these two ranks: every exchange waits for the slowest link"
     for where in ("within", "between"):
         of_kind = {pair: rates[pair] for pair in rates if (where == "within") == (nodes[pair[0]] == nodes[pair[1]])}
         if of_kind:
             (sender, receiver), slowest = min(of_kind.items(), key=lambda link: link[1])
             middle = median(of_kind.values())
             text = f"{middle:.2f} GB/s; the slowest, rank {sender} to {receiver}, {slowest:.2f}"
-            findings.append(Finding(f"links {where} nodes", text, LOOK if slowest < SLOW * middle else ""))
+            findings.append(Finding(f"links {where} nodes", text, change if slowest < SLOW * middle else ""))
     return findings
-
-
-def _report(by_rank: list[list[Finding]], rates: Rates, options: argparse.Namespace, *, shown: bool = True) -> int:
-    """Print findings and return the exit status."""
-    findings = merged(by_rank)
-    if shown and options.json:
-        found = [{**asdict(finding), "state": finding.state, "ranks": ranks} for finding, ranks in findings]
-        links = [{"sender": pair[0], "receiver": pair[1], "rate": rate} for pair, rate in rates.items()]
-        print(json.dumps({"findings": found, "links": links}))
-    elif shown:
-        print(table(findings), flush=True)
-    return int(any(finding.needed for finding, _ in findings))

@@ -46,10 +46,7 @@ def fake_model(name: str) -> PreTrainedModel:
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """Return the config of a model.
-
-    Args:
-        name: a name of `MODELS`, a config.json, a folder with one, or a name on the hub.
+    """Return the config of a model: one of `MODELS`, a config.json, a folder with one, or a name on the hub.
 
     Raises:
         InputError: there is no config, or transformers does not know the model.
@@ -101,10 +98,10 @@ def mixing_of(model: PreTrainedModel, plan: MicroBatchPlan, settings: PlanSettin
 
 def mixing_table(figures: dict[str, float]) -> str:
     """Return the figures of `mixing_of` as lines."""
-    packed, other = f"{figures['runs']}", f"{figures['runs_unpacked']}"
+    without = f"{figures['runs_unpacked']} without a kernel that takes packed documents"
     lines = {
         "mixing layers": f"{figures['layers']}, {figures['segments']} segments of cut documents on all ranks",
-        "kernel runs, busiest rank": f"{packed} a layer; {other} without a kernel that takes packed documents",
+        "kernel runs, busiest rank": f"{figures['runs']} a layer; {without}",
         "state that a cut moves": f"{figures['state_bytes'] / 1e6:.2f} MB a layer",
         "states and halos, busiest rank": f"{figures['bytes_bottleneck'] / 1e6:.2f} MB a layer",
     }

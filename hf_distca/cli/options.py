@@ -16,26 +16,21 @@ from hf_distca.units import read_tokens
 
 MOST_RANKS = 4096
 """Planning 4096 ranks of 32768 tokens takes 16 s on two busy cores; time grows with ranks squared."""
-MOST_TOKENS = 2**27
-"""Maximum number of tokens of a rank, more than any device holds."""
-MOST_BATCHES = 100_000
 LEAST_STAGE = 128
 """Minimum number of K/V rows in a stage: shorter stages are too many to plan."""
 LONGEST_WAIT = 1e8
 """Seconds of the longest wait: three years."""
 RANKS_PER_NODE = 8
 """Default of the command line: the number of GPUs in most hosts."""
+HEADS = {"q_heads": (32, "query heads"), "kv_heads": (8, "key-value heads"), "head_dim": (128, "size of a head")}
+"""Options of a layer's heads, with the numbers of Llama-3-8B."""
 GB = 1e9
 
 
 def number(
     expected: str, read: Callable[[str], Any] = int, least: float = 1, most: float = 2**31 - 1, why: str = ""
 ) -> Callable[[str], Any]:
-    """Return a parser of numbers from `least` to `most`.
-
-    Args:
-        read: converts the text; raises ValueError if the text is no number.
-    """
+    """Return a parser of numbers from `least` to `most`; `read` raises ValueError if a text is no number."""
 
     def parse(text: str) -> Any:
         try:
@@ -58,21 +53,11 @@ port = number(FROM_ZERO, least=0, most=65535)
 threads = number(POSITIVE, most=4096)
 ranks = number(POSITIVE, most=MOST_RANKS, why=": planning would not end in time")
 servers = number(FROM_ZERO, least=0, most=MOST_RANKS, why=": planning would not end in time")
-batches = number(POSITIVE, most=MOST_BATCHES, why=": simulating would not end in time")
-tokens = number(POSITIVE, read_tokens, most=MOST_TOKENS, why=": no device holds so many")
+batches = number(POSITIVE, most=100_000, why=": simulating would not end in time")
+tokens = number(POSITIVE, read_tokens, most=2**27, why=": no device holds so many")
 gigabytes = number("a positive number of gigabytes", float, least=1e-9, most=1e9)
 seconds = number("0 or a positive number of seconds", float, least=0, most=LONGEST_WAIT)
 positive_seconds = number("a positive number of seconds", float, least=1e-9, most=LONGEST_WAIT)
-
-
-def check_stages(settings: PlanSettings) -> None:
-    """Raise InputError if exchange buffers hold too few rows to plan their stages in time."""
-    rows = settings.exchange_buffer_bytes // settings.row_bytes(settings.dominant_kind).kv
-    if rows < LEAST_STAGE:
-        raise InputError(
-            f"--exchange-buffer-bytes {settings.exchange_buffer_bytes} holds {rows} rows of K and V, but stages of "
-            f"fewer than {LEAST_STAGE} rows are too many to plan; raise --exchange-buffer-bytes"
-        )
 
 
 def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -> None:
@@ -81,8 +66,7 @@ def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -
     for name in names:
         setting = settings[name]
         options: dict[str, Any] = {"default": setting.default, "help": setting.metadata["help"].replace("%", "%%")}
-        is_switch = name in SWITCHES or setting.type is bool
-        if is_switch:
+        if name in SWITCHES or setting.type is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
             options |= {"type": setting.type, "choices": setting.metadata.get("choices")}
@@ -93,17 +77,24 @@ def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
-def config_of(options: argparse.Namespace) -> DistCAConfig:
-    """Return the settings from the given options, with defaults for all others."""
-    names = {setting.name for setting in fields(DistCAConfig)}
-    return DistCAConfig(
-        **{name: value for name, value in vars(options).items() if name in names and value is not None}
-    )
+def add_planning_options(
+    parser: argparse.ArgumentParser, *settings: str, within: float | None, between: float | None
+) -> None:
+    """Add options of documents, ranks, nodes and output.
 
-
-def add_node_options(parser: argparse.ArgumentParser, within: float | None, between: float | None) -> None:
-    """Add the options of nodes and their links; `within` and `between` are default bandwidths, None the profile's."""
-    parser.add_argument(
+    Args:
+        within: default GB/s of a rank inside its node; None for the profile's.
+        between: default GB/s of a rank between nodes; None for the profile's.
+    """
+    add = parser.add_argument
+    add("--lengths", required=True, metavar="SOURCE", help="where document lengths come from, see above")
+    add("--split", default="train", help="split of a data set (default: train)")
+    add("--column", help="column with lengths or lists of tokens (default: length, or input_ids)")
+    add("--seed", type=seed, default=0, help="seed for drawing documents (default: 0)")
+    add("--ranks", required=True, type=ranks, metavar="N", help=f"number of ranks that train, at most {MOST_RANKS}")
+    add_settings(parser, "tokens_per_rank", required=True, metavar="T", type=tokens)
+    add_settings(parser, *settings)
+    add(
         "--ranks-per-node",
         metavar="K",
         help="ranks that share a node: one number, or one for each node in the order of the ranks, such as 8,8,4; 1 "
@@ -113,23 +104,38 @@ def add_node_options(parser: argparse.ArgumentParser, within: float | None, betw
     for name, default, where in links:
         shown = "the profile's" if default is None else f"{default:g}"
         what = f"bandwidth of a rank {where}, in each direction (default: {shown})"
-        parser.add_argument(name, type=gigabytes, default=default, metavar="GB/S", help=what)
+        add(name, type=gigabytes, default=default, metavar="GB/S", help=what)
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add("--report", metavar="FILE.html", help="write a report: one file with pictures and tables, for a browser")
+
+
+def config_of(options: argparse.Namespace) -> DistCAConfig:
+    """Return the settings from the given options, with defaults for all others."""
+    names = {setting.name for setting in fields(DistCAConfig)}
+    return DistCAConfig(
+        **{name: value for name, value in vars(options).items() if name in names and value is not None}
+    )
 
 
 def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:
     """Return the number of ranks of each node, [nodes]; raise ValueError if nodes do not add up to `ranks`."""
     full, left = divmod(ranks, RANKS_PER_NODE)
-    default = (*[RANKS_PER_NODE] * full, *[left] * (left > 0))
-    planned = config.planning(ranks, default)["ranks_per_node"]
+    planned = config.planning(ranks, (*[RANKS_PER_NODE] * full, *[left] * (left > 0)))["ranks_per_node"]
     return node_sizes(ranks, min(planned, ranks) if isinstance(planned, int) else planned)
 
 
-def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--json` and `--report`."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument(
-        "--report", metavar="FILE.html", help="write a report: one file with pictures and tables, for a browser"
-    )
+def plan_settings_of(config: DistCAConfig, ranks: int, document_layout: str, **of_model: Any) -> PlanSettings:
+    """Return settings of plans; raise ValueError if they contradict each other or cannot be planned in time."""
+    nodes = nodes_of_ranks(config, ranks)
+    planning = {**config.planning(ranks), "ranks_per_node": nodes, "document_layout": document_layout}
+    settings = PlanSettings(**planning, **of_model)
+    rows = settings.exchange_buffer_bytes // settings.row_bytes(settings.dominant_kind).kv
+    if rows < LEAST_STAGE:
+        raise InputError(
+            f"--exchange-buffer-bytes {settings.exchange_buffer_bytes} holds {rows} rows of K and V, but stages of "
+            f"fewer than {LEAST_STAGE} rows are too many to plan; raise --exchange-buffer-bytes"
+        )
+    return settings
 
 
 def check_writable(*names: str | None) -> None:

@@ -14,22 +14,18 @@ from transformers import PreTrainedModel
 from hf_distca.cli import InputError
 from hf_distca.cli.model import fake_model, memory_of, memory_table, mixing_of, mixing_table
 from hf_distca.cli.options import (
-    MOST_RANKS,
+    HEADS,
     RANKS_PER_NODE,
-    add_node_options,
-    add_output_options,
+    add_planning_options,
     add_settings,
-    check_stages,
     check_writable,
     config_of,
     gigabytes,
-    nodes_of_ranks,
+    plan_settings_of,
     positive,
-    ranks,
-    tokens,
     write,
 )
-from hf_distca.cli.sources import SOURCES, add_source_options, documents_of, one_micro_batch
+from hf_distca.cli.sources import SOURCES, documents_of, one_micro_batch
 from hf_distca.kernels import KERNELS
 from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
 from hf_distca.models.kinds import layers_by_kind
@@ -48,8 +44,6 @@ from hf_distca.sim.model import MODELS
 from hf_distca.sim.report.plan import plan_report
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-HEADS = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
-"""Default heads: those of Llama-3-8B."""
 MANY_RANKS, LEAST_BLOCKS = 512, 8
 """Beyond 512 ranks, each needs at least 8 blocks of rows: balancing smaller shares takes too many moves."""
 PLANNED = ("document_layout", "balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong")
@@ -74,16 +68,12 @@ some 2 GB more.
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    add_source_options(parser)
+    add_planning_options(parser, *PLANNED, within=NODE_BANDWIDTH, between=NETWORK_BANDWIDTH)
     add = parser.add_argument
-    add("--ranks", required=True, type=ranks, metavar="N", help=f"number of ranks, at most {MOST_RANKS}")
-    add_settings(parser, "tokens_per_rank", required=True, metavar="T", type=tokens)
-    add_settings(parser, *PLANNED)
-    add_node_options(parser, NODE_BANDWIDTH, NETWORK_BANDWIDTH)
     add_settings(
         parser, "attention_kernel", default="torch_varlen", choices=tuple(KERNELS), help="kernel whose costs are used"
     )
-    for (name, value), what in zip(HEADS.items(), ("query heads", "key-value heads", "size of a head"), strict=True):
+    for name, (value, what) in HEADS.items():
         add(f"--{name.replace('_', '-')}", type=positive, help=f"{what} of a layer (default: {value})")
     add("--window", type=positive, metavar="W", help="sliding window in tokens (default: full attention)")
     add("--dtype", choices=tuple(BYTES), default="bfloat16", help="dtype of activations (default: bfloat16)")
@@ -101,7 +91,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="memory of a device: show the longest rows that fit, with --model",
     )
     add("--dump", metavar="FILE", help="write the documents, segments and tasks of the plan as JSON")
-    add_output_options(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -111,7 +100,6 @@ def run(options: argparse.Namespace) -> None:
     model = _model(options)
     try:
         settings = _settings(options, model)
-        check_stages(settings)
         began = time.perf_counter()
         plan = _plan(lengths, settings, options)
         plan_ms = (time.perf_counter() - began) * 1e3
@@ -161,15 +149,17 @@ def _model(options: argparse.Namespace) -> PreTrainedModel | None:
 
 def _settings(options: argparse.Namespace, model: PreTrainedModel | None) -> PlanSettings:
     config = config_of(options)
-    kernel, nodes = KERNELS[config.attention_kernel], nodes_of_ranks(config, options.ranks)
+    kernel = KERNELS[config.attention_kernel]
     if model is None:
-        q_heads, kv_heads, head_dim = (getattr(options, name) or value for name, value in HEADS.items())
+        q_heads, kv_heads, head_dim = (getattr(options, name) or value for name, (value, _) in HEADS.items())
         kinds: tuple[AttentionKind, ...] = (AttentionKind(options.window, q_heads, kv_heads, head_dim, head_dim),)
         layout = config.planned_layout
     else:
         kinds, layout = tuple(layers_by_kind(model)), document_layout(model, config)
-    return PlanSettings(
-        **{**config.planning(options.ranks), "ranks_per_node": nodes, "document_layout": layout},
+    return plan_settings_of(
+        config,
+        options.ranks,
+        layout,
         kinds=kinds,
         bytes_per_value=BYTES[options.dtype],
         row_overhead=kernel.row_overhead,
@@ -182,7 +172,8 @@ def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options:
     rows = [row for row in lengths if isinstance(row, list)]
     documents = documents_of(lengths)
     ranks, tokens = settings.ranks, settings.tokens_per_rank
-    if len(rows) > ranks:
+    stay = bool(rows) and settings.document_layout == "fixed"
+    if len(rows) > ranks or (stay and len(rows) < ranks):
         raise InputError(f"{options.lengths} holds {len(rows)} rows, but --ranks is {ranks}; give a row per rank")
     check_capacity(as_lengths(documents), ranks, tokens)
     if ranks > MANY_RANKS and sum(documents) < ranks * LEAST_BLOCKS * settings.balance_block_size:
@@ -190,10 +181,8 @@ def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options:
             f"{sum(documents)} tokens on {ranks} ranks leave fewer than {LEAST_BLOCKS} blocks of "
             f"{settings.balance_block_size} rows to each; give more documents, or at most {MANY_RANKS} ranks"
         )
-    if not rows or settings.document_layout != "fixed":
+    if not stay:
         return plan_micro_batch(documents, settings)
-    if len(rows) != ranks:
-        raise InputError(f"got {len(rows)} rows of documents for {ranks} ranks; give one row per rank, or set --ranks")
     for rank, row in enumerate(rows):
         if sum(row) > tokens:
             raise InputError(f"row {rank} holds {sum(row)} tokens, but a rank holds {tokens}; raise --tokens-per-rank")

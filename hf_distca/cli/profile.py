@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_distca.cli import InputError
 from hf_distca.cli.doctor import device_of, number_of_processes
-from hf_distca.cli.options import add_settings, check_writable, positive
+from hf_distca.cli.options import HEADS, add_settings, check_writable, positive
 from hf_distca.dispatch.groups import Groups, ranks_per_node
 from hf_distca.kernels import AttentionParams, Need, get_kernel
 from hf_distca.measure.device import measured_profile
@@ -43,9 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--output", required=True, metavar="FILE", help="file to write")
     add_settings(parser, "attention_kernel")
-    add("--q-heads", type=positive, default=32, help="query heads (default: 32)")
-    add("--kv-heads", type=positive, default=8, help="key-value heads (default: 8)")
-    add("--head-dim", type=positive, default=128, help="size of a head (default: 128)")
+    for name, (value, what) in HEADS.items():
+        add(f"--{name.replace('_', '-')}", type=positive, default=value, help=f"{what} (default: {value})")
     add("--hidden", type=positive, default=4096, help="hidden size of the model (default: 4096)")
     add(
         "--dtype",
@@ -58,9 +57,8 @@ def run(options: argparse.Namespace) -> None:
     """Measure and write; raise InputError if kernel, heads or file cannot be used."""
     if os.environ.get("RANK", "0") == "0":  # rank 0 writes the file
         check_writable(options.output)
-    device, (world, _) = device_of(os.environ), number_of_processes(os.environ)
+    device, (world, _), groups = device_of(os.environ), number_of_processes(os.environ), None
     on_gpu = device.type == "cuda"
-    groups = None
     if world > 1 and "LOCAL_RANK" in os.environ:
         if on_gpu:
             torch.cuda.set_device(device)

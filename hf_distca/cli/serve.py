@@ -4,7 +4,6 @@ import argparse
 import logging
 import signal
 import sys
-from typing import Any
 
 import torch
 
@@ -67,9 +66,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Serve until training ends, or the process gets SIGINT or SIGTERM; raise InputError if it cannot serve."""
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
+    devices = {"cpu": torch.device("cpu")}
+    devices |= {f"cuda:{index}": torch.device("cuda", index) for index in range(torch.cuda.device_count())}
+    devices |= {"cuda": devices["cuda:0"]} if "cuda:0" in devices else {}
     try:
         token = parse_token(sys.stdin.readline()) if options.token_file == "-" else read_token(options.token_file)
-        device = _device(options.device)
+        device = devices.get(options.device)
+        if device is None:
+            raise InputError(f"no device {options.device!r} on this host; set --device to {' or '.join(devices)}")
         kernel = get_kernel(options.attention_kernel, device)
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
@@ -77,9 +81,11 @@ def run(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     # The needs of ranks are known when they call; "auto" may then choose another kernel.
     choose = (lambda need: get_kernel("auto", device, [need])) if options.attention_kernel == "auto" else None
-    place: dict[str, Any] = {"host": options.bind, "port": options.port, "transport": Choice(options.transport)}
+    transport = Choice(options.transport)
     try:
-        server = AttentionServer(token, device, kernel, choose=choose, **place)
+        server = AttentionServer(
+            token, device, kernel, choose=choose, host=options.bind, port=options.port, transport=transport
+        )
     except ValueError as error:
         raise InputError(str(error)) from error
     except OSError as error:
@@ -96,19 +102,3 @@ def run(options: argparse.Namespace) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
         server.close()
-
-
-def _device(name: str) -> torch.device:
-    """Return the torch device of this name; raise ValueError if there is no such device."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"{name!r} is not a device; use cpu, or a GPU such as cuda:0") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {name!r} cannot serve; use cpu, or a GPU such as cuda:0")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise ValueError(f"device {name!r} does not exist: {count} GPUs were found; use cpu or another GPU")
-        device = torch.device("cuda", device.index or 0)
-    return device

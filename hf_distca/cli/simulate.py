@@ -14,26 +14,22 @@ from hf_distca.cli.model import fake_model, read_config
 from hf_distca.cli.options import (
     GB,
     RANKS_PER_NODE,
-    add_node_options,
-    add_output_options,
-    add_settings,
+    add_planning_options,
     batches,
-    check_stages,
     check_writable,
     config_of,
     nodes_of_ranks,
+    plan_settings_of,
     positive,
-    ranks,
     servers,
-    tokens,
     write,
 )
-from hf_distca.cli.sources import SOURCES, add_source_options, drawn_micro_batches
+from hf_distca.cli.sources import SOURCES, drawn_micro_batches
+from hf_distca.config import DistCAConfig
 from hf_distca.memory.simulated import gpu_memory
 from hf_distca.models.settings import document_layout
 from hf_distca.models.shape import model_shape
-from hf_distca.planner.seconds import LinkCost, Links
-from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.seconds import Links
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import MODELS, ModelShape
 from hf_distca.sim.report.simulation import simulation_report
@@ -54,11 +50,9 @@ for all strategies. Memory is counted as hf-distca plan --model does, with the m
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    add_source_options(parser)
+    settings = ("balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong")
+    add_planning_options(parser, *settings, within=None, between=None)
     add = parser.add_argument
-    add("--ranks", required=True, type=ranks, metavar="N", help="number of ranks that train")
-    add_settings(parser, "tokens_per_rank", required=True, metavar="T", type=tokens)
-    add_settings(parser, "balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong")
     add(
         "--model",
         default="llama-8b",
@@ -70,7 +64,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="h100",
         help="costs of the device: h100, cpu, or a file that hf-distca profile wrote (default: h100)",
     )
-    add_node_options(parser, None, None)
     add("--tensor-parallel", type=positive, default=1, metavar="G", help="GPUs that share each layer (default: 1)")
     add(
         "--servers",
@@ -86,7 +79,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="gradient checkpointing: run layers again in the backward pass (default: on)",
     )
     add("--batches", type=batches, default=16, metavar="B", help="micro-batches to draw (default: 16)")
-    add_output_options(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -100,12 +92,10 @@ def run(options: argparse.Namespace) -> None:
         model = None if options.model in MODELS else fake_model(options.model)
         layout = "joint" if model is None else document_layout(model, config)
         setup = _setup(options, MODELS[options.model] if model is None else model_shape(model))
-        settings = PlanSettings(
-            **{**config.planning(setup.ranks), "ranks_per_node": setup.ranks_per_node, "document_layout": layout},
-            kinds=tuple(map(setup.on_a_gpu, setup.model.layers)),
-            bytes_per_value=setup.profile.bytes_per_value,
+        kinds = tuple(map(setup.on_a_gpu, setup.model.layers))
+        settings = plan_settings_of(
+            config, setup.ranks, layout, kinds=kinds, bytes_per_value=setup.profile.bytes_per_value
         )
-        check_stages(settings)
         result = simulate(
             drawn_micro_batches(options, options.ranks * options.tokens_per_rank),
             setup,
@@ -130,13 +120,11 @@ def run(options: argparse.Namespace) -> None:
 
 def _setup(options: argparse.Namespace, model: ModelShape) -> Setup:
     profile = DeviceProfile.load(options.profile)
-
-    def given(link: LinkCost, bandwidth: float | None) -> LinkCost:
-        return link if bandwidth is None else replace(link, bandwidth=bandwidth * GB)
+    bandwidths = {"within": options.node_bandwidth, "between": options.network_bandwidth}
 
     def with_given_bandwidths(links: Links) -> Links:
-        within, between = given(links.within, options.node_bandwidth), given(links.between, options.network_bandwidth)
-        return replace(links, within=within, between=between)
+        given = {where: rate * GB for where, rate in bandwidths.items() if rate is not None}
+        return replace(links, **{each: replace(getattr(links, each), bandwidth=given[each]) for each in given})
 
     for kind in model.layers:
         if kind.q_heads % options.tensor_parallel:
@@ -157,12 +145,10 @@ def _setup(options: argparse.Namespace, model: ModelShape) -> Setup:
 
 def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> dict[str, Any]:
     """Return the simulated training's arguments that differ from the defaults."""
-    config = config_of(options)
-    changed = {
-        setting.name: getattr(config, setting.name)
-        for setting in fields(config)
-        if getattr(config, setting.name) != setting.default and setting.name != "ranks_per_node"  # the launch gives it
-    }
+    config, default = config_of(options), DistCAConfig()
+    # The launch gives the nodes.
+    changed = {name: value for name, value in vars(config).items() if value != getattr(default, name)}
+    changed.pop("ranks_per_node", None)
     best = next(strategy for strategy in result.strategies if strategy.name == result.best_planned)
     # Newer versions of transformers deprecate the older name.
     new, old = "activation_checkpointing", "gradient_checkpointing"

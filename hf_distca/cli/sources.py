@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.cli import InputError
-from hf_distca.cli.options import seed
 from hf_distca.planner.cost import as_lengths
 from hf_distca.sim.lengths import Draw, IntArray, corpora, lognormal, micro_batches, of_documents
 
@@ -33,23 +32,8 @@ COLUMNS = ("length", "input_ids")
 """Columns that are tried if none is named."""
 
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name the source of document lengths."""
-    add = parser.add_argument
-    add("--lengths", required=True, metavar="SOURCE", help="where document lengths come from, see above")
-    add("--split", default="train", help="split of a data set (default: train)")
-    add("--column", help="column with lengths or lists of tokens (default: length, or input_ids)")
-    add("--seed", type=seed, default=0, help="seed for drawing documents (default: 0)")
-
-
 def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | list[list[int]]:
-    """Return the documents of a file, or a micro-batch drawn from any other source.
-
-    Args:
-        tokens: maximum number of a micro-batch's tokens, on all ranks together.
-
-    Returns:
-        Length of each document in tokens; a list per rank if a file has rows.
+    """Return the document lengths of a file, a list per rank if it has rows, or at most `tokens` tokens of documents.
 
     Raises:
         InputError: there is no such source, or it holds no lengths.
@@ -61,11 +45,7 @@ def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | lis
 
 
 def drawn_micro_batches(options: argparse.Namespace, tokens: int) -> Iterator[IntArray]:
-    """Yield micro-batches without end: [documents] lengths in tokens, drawn from the source.
-
-    Raises:
-        InputError: as in `one_micro_batch`.
-    """
+    """Yield [documents] lengths of micro-batches without end, drawn from the source as in `one_micro_batch`."""
     source: str = options.lengths
     known, first = corpora(), None
     draw: Draw
@@ -94,10 +74,7 @@ def documents_of(lengths: list[int] | list[list[int]]) -> list[int]:
 
 
 def _of_file(path: str, column: str | None) -> list[int] | list[list[int]] | None:
-    """Read document lengths from a file; None if the name is not that of a file.
-
-    A table (.csv, .jsonl or .parquet) has a column; JSON has a list of lengths, or a list of lists.
-    """
+    """Read document lengths from a table or from JSON; None if the name is not that of a file."""
     suffix, is_file = Path(path).suffix, Path(path).is_file()
     if not is_file and suffix not in (".json", *TABLES):
         return None
@@ -127,12 +104,7 @@ def _of_file(path: str, column: str | None) -> list[int] | list[list[int]] | Non
 
 
 def _of_data(source: str, column: str | None, *, table: str | None = None, split: str = "train") -> NDArray[np.int64]:
-    """Return the document lengths of a table or data set (from the hub, a folder of files or a saved folder).
-
-    Args:
-        column: with lengths or lists of tokens; None takes the first of `COLUMNS` in the data set.
-        table: format of `datasets` if the source is a table.
-    """
+    """Return the document lengths of a data set, or of a table of this format of `datasets`."""
     import pyarrow
     from datasets import load_dataset, load_from_disk
 

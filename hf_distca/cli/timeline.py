@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hf_distca.cli import InputError
 from hf_distca.cli.options import check_writable, write
-from hf_distca.timeline.steps import TraceError, read_traces, steps_of, svg_of
+from hf_distca.timeline.steps import read_traces, steps_of, svg_of
 
 DESCRIPTION = """\
 Join the traces of all ranks and show one step: the time that each rank spent in core attention, in waits for rows, and
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
             )
     try:
         joined = read_traces(paths)
-    except TraceError as error:
+    except ValueError as error:
         raise InputError(str(error)) from error
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}; name the files that training wrote") from error

@@ -1,7 +1,7 @@
 """Measure the profile of a device: attention kernel calls, matrix products and memory."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from statistics import median
@@ -100,7 +100,6 @@ def measured_kernel(
 
     Args:
         kind: its window and chunks are left out.
-        most_rows: query rows of the longest measured task.
         limit_s: seconds after which no larger number of rows is begun.
     """
     queries = [rows for rows in QUERIES[device.type] if rows <= most_rows]
@@ -124,24 +123,20 @@ def measured_kernel(
             times.append((seconds_of(forward, device), seconds_of(backward, device)))
     forward_s, backward_s = np.array(times).T
     fitted, others = map(list, held_out(len(calls)))
-    first = _fitted(_tasks(calls, fitted), forward_s[fitted])
-    accuracy = Accuracy.of(first.seconds(_tasks(calls, others)), forward_s[others])
-    every = _tasks(calls, range(len(calls)))
-    return _fitted(every, forward_s), _fitted(every, backward_s), accuracy
+    q_rows, k_rows, amount = np.array(calls, np.float64).T
+    every = Tasks(q_rows, k_rows, amount, np.ones_like(q_rows))
+    first, unseen = (Tasks(q_rows[part], k_rows[part], amount[part], every.calls[part]) for part in (fitted, others))
+    accuracy = Accuracy.of(fitted_cost(first, forward_s[fitted]).seconds(unseen), forward_s[others])
+    return fitted_cost(every, forward_s), fitted_cost(every, backward_s), accuracy
 
 
-def _fitted(tasks: Tasks, seconds: FloatArray) -> KernelCost:
+def fitted_cost(tasks: Tasks, seconds: FloatArray) -> KernelCost:
     """Fit costs to measured calls, each weighted by its seconds per query row.
 
     This is the weight of a call in a step with equally many query rows in calls of each kind. With equal weights,
     short calls would distort the costs of long calls, on which a step spends its time.
     """
     return KernelCost.fitted(tasks, seconds, seconds / tasks.rows)
-
-
-def _tasks(calls: Sequence[tuple[int, int, int]], chosen: Sequence[int]) -> Tasks:
-    rows, keys, amount = np.array([calls[index] for index in chosen], np.float64).T
-    return Tasks(rows, keys, amount, np.ones_like(rows))
 
 
 def name_of(device: torch.device) -> str:

@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -35,14 +35,7 @@ OVERLAP_ROWS = 4096
 def measured_link(
     groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False, limit_s: float = inf
 ) -> LinkCost:
-    """Measure an exchange in which every rank sends to another rank. A collective of the world.
-
-    Args:
-        peers: [ranks] receiver of each rank's rows.
-        alone: use the default group, which may use all of a link and leaves no room for attention; else the exchange's
-            group.
-        limit_s: seconds after which no larger size is begun.
-    """
+    """Measure an exchange in which every rank sends to another rank, for arguments see `_timed`. A collective."""
     sizes, by_rank = _timed(groups, device, peers, alone=alone, limit_s=limit_s)
     return LinkCost.fitted(sizes, by_rank.max(1))
 
@@ -61,48 +54,48 @@ def link_rates(groups: Groups, device: torch.device) -> dict[tuple[int, int], fl
 def _timed(
     groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False, limit_s: float = inf
 ) -> tuple[FloatArray, FloatArray]:
-    """Return [sizes] bytes and [sizes, ranks] seconds of exchanges in which every rank sends to another rank."""
+    """Return [sizes] bytes and [sizes, ranks] seconds of exchanges in which every rank sends to another rank.
+
+    Args:
+        peers: [ranks] receiver of each rank's rows.
+        alone: use the default group, which may use all of a link and leaves no room for attention; else the exchange's
+            group.
+        limit_s: seconds after which no larger size is begun.
+    """
     exchange, sizes, times, spent = Exchange(groups), [], [], 0.0
     for number, rows in enumerate(EXCHANGED_ROWS):
         if number >= FEWEST and spent > limit_s:
             break
-        sent, received = _counts(groups, peers, rows)
+        buffer, route = _buffer(exchange, groups, peers, rows, device)
         if alone:
             given, taken = (torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-            seconds = seconds_of(partial(dist.all_to_all_single, taken, given, received, sent), device)
+            run: Callable[[], object] = partial(dist.all_to_all_single, taken, given, route.received, route.sent)
         else:
-            seconds = seconds_of(partial(_exchanged, _buffer(exchange, sent, received, device)), device)
-        times.append(groups.all_gather(seconds))
+            run = partial(_there, buffer)
+        times.append(groups.all_gather(seconds_of(run, device)))
         spent += (1 + REPEATS) * max(times[-1])
         sizes.append(float(rows * ROW_BYTES))
     return np.array(sizes), np.array(times)
 
 
-def _counts(groups: Groups, peers: Sequence[int], rows: int) -> tuple[list[int], list[int]]:
-    """Return the rows that this rank sends to each rank and receives from each rank, [ranks] each."""
+def _there(buffer: ExchangeBuffer) -> None:
+    buffer.send().wait()
+
+
+def _buffer(
+    exchange: Exchange, groups: Groups, peers: Sequence[int], rows: int, device: torch.device
+) -> tuple[ExchangeBuffer, Route]:
+    """Return a buffer for rows of ROW_BYTES from each rank to its peer, and their route."""
     receiver, sender = peers[groups.rank], peers.index(groups.rank)
     sent, received = ([rows * (rank == other) for rank in range(groups.ranks)] for other in (receiver, sender))
-    return sent, received
-
-
-def _buffer(exchange: Exchange, sent: list[int], received: list[int], device: torch.device) -> ExchangeBuffer:
-    """Return a buffer for rows of ROW_BYTES."""
-    column = torch.empty((0, ROW_BYTES), dtype=torch.uint8, device=device)
-    return exchange.buffer("links", Route(sent, received, crossing=True), [column])
-
-
-def _exchanged(buffer: ExchangeBuffer) -> None:
-    buffer.send().wait()
+    route, column = Route(sent, received, crossing=True), torch.empty((0, ROW_BYTES), dtype=torch.uint8, device=device)
+    return exchange.buffer("links", route, [column]), route
 
 
 def measured_exchange(
     groups: Groups, device: torch.device, ranks_per_node: int | tuple[int, ...], *, limit_s: float = inf
 ) -> Links:
-    """Measure exchanges inside nodes, between nodes, and beside computation. A collective of the world.
-
-    Args:
-        limit_s: seconds for each kind of link after which no larger size is begun.
-    """
+    """Measure exchanges inside nodes, between nodes, and beside computation. A collective of the world."""
     inside, across = peers_of(groups.ranks, ranks_per_node)
     within = measured_link(groups, device, inside, limit_s=limit_s)
     between = within if across == inside else measured_link(groups, device, across, limit_s=limit_s)
@@ -132,8 +125,8 @@ def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[in
 def _beside_computation(groups: Groups, device: torch.device, peers: Sequence[int]) -> tuple[float, float]:
     """Measure a rank's own time for an exchange: seconds to start it, and per byte while the rank computes."""
     exchange = Exchange(groups)
-    buffer, smallest = (
-        _buffer(exchange, *_counts(groups, peers, rows), device) for rows in (OVERLAP_ROWS, EXCHANGED_ROWS[0])
+    (buffer, _), (smallest, _) = (
+        _buffer(exchange, groups, peers, rows, device) for rows in (OVERLAP_ROWS, EXCHANGED_ROWS[0])
     )
     x = torch.randn(256, 256, device=device)
     starts, alone = [], []

@@ -77,14 +77,9 @@ class MemoryCounter:
         self._counted: dict[Any, tuple[MicroBatchPlan, dict[Part, int]]] = {}
 
     def count(self, plan: MicroBatchPlan, training: Training, rank: int | None = None) -> RankMemory:
-        """Count the memory of a micro-batch.
-
-        Args:
-            rank: rank whose memory is counted; None for the rank that exchanges the most.
-        """
-        state = model_state(
-            self._model, training.strategy, training.shards or self._settings.ranks, mixed=training.mixed
-        )
+        """Count the memory of a micro-batch on a rank; None for the rank that exchanges the most."""
+        shards = training.shards or self._settings.ranks
+        state = model_state(self._model, training.strategy, shards, mixed=training.mixed)
         rank = busiest_rank(plan, self._settings) if rank is None else rank
         autocasts = training.mixed and training.strategy == "ddp"
         key = id(plan), rank, training.mixed, autocasts, repr(training.checkpointing)
@@ -96,7 +91,10 @@ class MemoryCounter:
         return RankMemory(state, self._counted[key][1])
 
     def longest(self, available: int, training: Training) -> int:
-        """Return the most tokens per rank that fit into the available bytes, see `longest_documents`."""
+        """Return the most tokens per rank, a multiple of STEP, that fit into the available bytes; 0 if none do.
+
+        Memory of `longest_documents` is counted at STEP times powers of two and interpolated linearly.
+        """
 
         def needed(tokens: int) -> int:
             if tokens not in self._longest:
@@ -104,7 +102,13 @@ class MemoryCounter:
                 self._longest[tokens] = plan_micro_batch(longest_documents(settings), settings)
             return self.count(self._longest[tokens], training).total
 
-        return longest_tokens(needed, available)
+        low, high = 0, STEP
+        while high <= MOST and needed(high) <= available:
+            low, high = high, 2 * high
+        if low == 0 or high > MOST:
+            return low
+        slope = (needed(high) - needed(low)) / (high - low)
+        return low + int((available - needed(low)) / slope) // STEP * STEP
 
     def _count(self, plan: MicroBatchPlan, training: Training, rank: int) -> dict[Part, int]:
         """Return peak bytes by part of a micro-batch."""
@@ -133,20 +137,6 @@ def longest_documents(settings: PlanSettings) -> list[int]:
     if settings.document_layout == "whole":
         return [settings.tokens_per_rank] * settings.ranks
     return [settings.tokens_per_rank * settings.ranks]
-
-
-def longest_tokens(needed: Callable[[int], int], available: int) -> int:
-    """Return the most tokens, a multiple of STEP, whose `needed` bytes are `available`; 0 if not even STEP.
-
-    Memory is counted at STEP times powers of two and interpolated linearly.
-    """
-    low, high = 0, STEP
-    while high <= MOST and needed(high) <= available:
-        low, high = high, 2 * high
-    if low == 0 or high > MOST:
-        return low
-    slope = (needed(high) - needed(low)) / (high - low)
-    return low + int((available - needed(low)) / slope) // STEP * STEP
 
 
 def count_by_layers(

@@ -78,14 +78,11 @@ class LiveMemory(TorchDispatchMode):
             return
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), size, part
         self._bytes[part] += size
-        if _on_device(self._bytes) > _on_device(self.peak):
+        most, now = (sizes.total() - sizes["host"] for sizes in (self.peak, self._bytes))
+        if now > most:
             self.peak = self._bytes.copy()
 
     def _free(self, key: int) -> None:
         if key in self._alive:
             _, size, part = self._alive.pop(key)
             self._bytes[part] -= size
-
-
-def _on_device(sizes: Counter[Part]) -> int:
-    return sizes.total() - sizes["host"]

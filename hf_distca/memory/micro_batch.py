@@ -7,28 +7,23 @@ Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of qu
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from transformers.integrations import moe
 
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.recorder import Recorder
-from hf_distca.kernels import AttentionParams
+from hf_distca.kernels import KERNELS, AttentionParams
 from hf_distca.memory.live import LiveMemory, Part
-from hf_distca.memory.stand_ins import (
-    COUNTED_FUNCTIONS,
-    CountedExchange,
-    CountedResults,
-    FlashMemory,
-    any_grouped_mm,
-    counted_kernel,
-)
+from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, CountedExchange, CountedResults, FlashMemory
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import fake_tensors
 from hf_distca.models.mixing import halo_widths
@@ -70,8 +65,7 @@ def count_micro_batch(model: nn.Module, plan: MicroBatchPlan, rank: int, use: Us
     All gradients and exchange buffers exist from the start, as after an earlier micro-batch of the step.
 
     Args:
-        model: a model of fake tensors, its decoder layers prepared for ping-pong if the plan needs it. Its
-            checkpointing is changed as `use` says.
+        model: a model of fake tensors, with prepared layers if the plan needs them; `use` sets its checkpointing.
     """
     live = LiveMemory()
     live.belong([*model.parameters(), *model.buffers()], "weights")
@@ -82,7 +76,8 @@ def count_micro_batch(model: nn.Module, plan: MicroBatchPlan, rank: int, use: Us
         nano.cuts.bind(halo_widths(base))
     first: Any = next(model.parameters())
     mode: FakeTensorMode = first.fake_mode
-    with mode, live, any_grouped_mm():
+    # Of fake tensors torch's grouped_mm takes only bfloat16; transformers' other function makes the same tensors.
+    with mode, live, patch.object(moe, "_can_use_grouped_mm", lambda *_: False):
         for kind in plan.nano_batches[0].plans:
             run_core_attention(bound, kind, use.autocast or base.dtype)  # makes the exchange buffers
         with live.making("gradients"):
@@ -113,19 +108,18 @@ def count_core_attention(
 
 def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> BoundPlan:
     """Return a plan bound to a rank, whose row numbers, exchanges and kept results are counted."""
-    kernel = counted_kernel(use.kernel)
+    on_cpu = use.kernel in ("cpu", "reference")
     runtime = Runtime(
         HOST,
         CountedExchange(live),
-        kernel,
+        KERNELS[use.kernel]() if on_cpu else FlashMemory(use.kernel),
         Recorder(HOST),
         keep_received=use.keep_received,
         keep_core_attention=use.keep_core_attention,
-        functions=COUNTED_FUNCTIONS if isinstance(kernel, FlashMemory) else {},
+        functions={} if on_cpu else COUNTED_FUNCTIONS,
     )
     with live, live.making("plan"):
-        in_one_go = isinstance(kernel, FlashMemory)
-        return BoundPlan.bind(plan, rank, runtime, kept_results=CountedResults(live), in_one_go=in_one_go)
+        return BoundPlan.bind(plan, rank, runtime, kept_results=CountedResults(live), in_one_go=not on_cpu)
 
 
 def run_core_attention(bound: BoundPlan, kind: AttentionKind, dtype: torch.dtype) -> None:
@@ -170,21 +164,15 @@ def _checkpoint(model: Any, checkpointing: Mapping[str, Any] | None, live: LiveM
     offload = options.pop("offload", False)
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable(options or {"use_reentrant": False}, **every)
-    for module in model.modules() if offload else ():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = _offloaded(module._gradient_checkpointing_func, live)
-
-
-def _offloaded(checkpoint: Any, live: LiveMemory) -> Any:
-    """Return a checkpoint whose inputs go to the host, which is the same device here."""
 
     def to_host(x: Tensor) -> Tensor:
         with live.making("host"):
-            return x.clone()
+            return x.clone()  # the host is the same device here
 
-    @wraps(checkpoint)
-    def offloaded(*args: Any, **kwargs: Any) -> Any:
+    def offloaded(checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
         with saved_tensors_hooks(to_host, torch.clone):
             return checkpoint(*args, **kwargs)
 
-    return offloaded
+    for module in model.modules() if offload else ():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = partial(offloaded, module._gradient_checkpointing_func)

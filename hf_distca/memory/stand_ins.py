@@ -4,18 +4,16 @@ Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G k
 and keys, E head dim of values.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations import moe
 
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
-from hf_distca.kernels import KERNELS, Kernel
+from hf_distca.kernels import KERNELS
 from hf_distca.memory.live import LiveMemory
 from hf_distca.models.mixing import DELTA_RULE, KIMI_DELTA_RULE, SCAN
 from hf_distca.sim.model import CHUNK
@@ -33,7 +31,7 @@ class FlashMemory:
         self.name, self.row_overhead, self.gather_cost = name, stands_for.row_overhead, stands_for.gather_cost
 
     def check(self, *_: Any) -> None:
-        """Accept every need: nothing is computed."""
+        """Accept every need."""
 
     def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         """Return empty results."""
@@ -53,11 +51,6 @@ class FlashMemory:
         return dq_QHD, dk_KGD, dv_KGE
 
 
-def counted_kernel(name: str) -> Kernel:
-    """Return a kernel of this name for a step that is only counted; CPU kernels run as they are."""
-    return KERNELS[name]() if name in ("cpu", "reference") else FlashMemory(name)
-
-
 class RecurrenceMemory:
     """Recurrence that takes the memory of its kernel and computes nothing.
 
@@ -75,12 +68,10 @@ class RecurrenceMemory:
 
     def __call__(self, *args: Tensor, **options: Any) -> Any:
         """Return an empty result, and an empty state where the function returns one."""
-        tensors = [*args, *(options[name] for name in ("g", "beta") if name in options)]
-        is_rule = "g" in options
+        tensors, is_rule = [*args, *(options[name] for name in ("g", "beta") if name in options)], "g" in options
         apply: Any = _RecurrenceMemory.apply
         out, final = apply(self._values, is_rule, *tensors)
-        wants_state = options.get("output_final_state") or options.get("return_final_states")
-        return (out, final) if is_rule or wants_state else out
+        return (out, final) if is_rule or options.get("return_final_states") else out
 
 
 class _RecurrenceMemory(torch.autograd.Function):
@@ -111,19 +102,6 @@ COUNTED_FUNCTIONS = {
 }
 
 
-@contextmanager
-def any_grouped_mm() -> Iterator[None]:
-    """Let experts of any dtype multiply fake tensors; torch's grouped_mm takes only bfloat16 there.
-
-    The fallback of transformers makes the same tensors.
-    """
-    able, moe._can_use_grouped_mm = moe._can_use_grouped_mm, lambda *_: False
-    try:
-        yield
-    finally:
-        moe._can_use_grouped_mm = able
-
-
 class _NoGroup:
     """Group of ranks whose operations, and the work that they return, are done at once."""
 
@@ -140,7 +118,7 @@ class CountedExchange(Exchange):
         self._live = live
 
     def buffer(self, slot: Hashable, route: Route, like: Sequence[Tensor]) -> ExchangeBuffer:
-        """Return a buffer as `Exchange.buffer` does, and count its memory."""
+        """Return a buffer whose memory is counted."""
         with self._live.making("exchange buffers"):
             return super().buffer(slot, route, like)
 
@@ -153,6 +131,6 @@ class CountedResults(KeptResults):
         self._live = live
 
     def keep(self, key: Hashable, tensors: tuple[Tensor, ...]) -> None:
-        """Keep tensors as `KeptResults.keep` does, and count them."""
+        """Keep tensors and count them."""
         self._live.belong(tensors, "kept O")
         super().keep(key, tensors)

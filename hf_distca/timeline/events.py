@@ -7,7 +7,7 @@ wait.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hf_distca.dispatch.recorder import Kind, Span
@@ -54,7 +54,17 @@ def rank_trace(
         events.append(piece(span, span.kind, COMPUTE, span.end, **more))
     here = members.index(rank)  # rows that stay on the rank do not travel
     lanes: list[float] = []  # time at which each lane becomes free
-    for number, send, wait in _exchanges(spans):
+    waits: defaultdict[Any, deque[Span]] = defaultdict(deque)
+    for span in sorted(spans, key=lambda span: span.begin):
+        if span.kind == "wait":
+            waits[span.work, span.part].append(span)
+    # Ranks start exchanges in the same order, whether or not any row crosses, and so number them alike.
+    sends = sorted((span for span in spans if span.kind == "send"), key=lambda span: span.begin)
+    for number, send in enumerate(sends):
+        waiting = waits[send.work, send.part]
+        if not (send.rows.sent and waiting):
+            continue
+        wait = waiting.popleft()
         lane = next((lane for lane, free in enumerate(lanes) if free <= send.begin), len(lanes))
         lanes[lane : lane + 1] = [wait.end]
         sent, received = (sum(rows) - rows[here] for rows in (send.rows.sent, send.rows.received))
@@ -83,19 +93,3 @@ def rank_trace(
         "displayTimeUnit": "ms",
         "otherData": {"rank": rank, "ranks": world, "clock_error_us": error_s * 1e6},
     }
-
-
-def _exchanges(spans: Sequence[Span]) -> Iterator[tuple[int, Span, Span]]:
-    """Yield the start of each exchange and its wait, in order, with a number that all ranks share.
-
-    Ranks start exchanges in the same order, whether or not any row crosses.
-    """
-    waits: defaultdict[Any, deque[Span]] = defaultdict(deque)
-    for span in sorted(spans, key=lambda span: span.begin):
-        if span.kind == "wait":
-            waits[span.work, span.part].append(span)
-    sends = sorted((span for span in spans if span.kind == "send"), key=lambda span: span.begin)
-    for number, send in enumerate(sends):
-        waiting = waits[send.work, send.part]
-        if send.rows.sent and waiting:
-            yield number, send, waiting.popleft()

@@ -27,10 +27,6 @@ WIDTH, ROW, LEFT, RIGHT, TOP, BOTTOM = 1000, 18, 80, 240, 64, 40
 """Sizes of the picture in pixels: time axis, row of a rank, and margins."""
 
 
-class TraceError(ValueError):
-    """Error of a file that is not a trace of a training; names the file and the reason."""
-
-
 @dataclass
 class RankStep:
     """Step of one rank, in nanoseconds since the common zero of all ranks.
@@ -59,7 +55,7 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
     """Join traces, each of one or several ranks, into one trace that json.dump can write.
 
     Raises:
-        TraceError: a file is not a trace from training, two files have the same rank, or trainings differ.
+        ValueError: a file is not a trace from training, two files have the same rank, or trainings differ.
         OSError: a file cannot be read.
     """
     joined: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
@@ -73,16 +69,16 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
             worlds.add(about["ranks"])
             error = max(error, float(about["clock_error_us"]))
             found = {event["pid"] for event in events}
-            steps_of(content)
+            steps_of(content)  # which reads all that a trace must have
         except (ValueError, KeyError, TypeError) as wrong:
-            raise TraceError(f"{path} is not a trace that training wrote with trace_steps: {wrong!r}") from wrong
+            raise ValueError(f"{path} is not a trace that training wrote with trace_steps: {wrong!r}") from wrong
         for rank in sorted(found):
             if rank in seen:
-                raise TraceError(f"{path} and {seen[rank]} are both of rank {rank}; give one file per rank")
+                raise ValueError(f"{path} and {seen[rank]} are both of rank {rank}; give one file per rank")
             seen[rank] = path
         joined["traceEvents"] += events
     if len(worlds) != 1:
-        raise TraceError(
+        raise ValueError(
             f"the traces come from trainings with {sorted(worlds)} ranks, which cannot be joined; give the files of "
             "one training"
         )
@@ -117,8 +113,7 @@ def steps_of(joined: dict[str, Any]) -> dict[str, list[RankStep]]:
 def runs(step: RankStep, begin: int, end: int, count: int) -> Iterator[tuple[int, int, Activity | None]]:
     """Divide a time into `count` equal cells and join neighbours in whose middle the rank does the same.
 
-    Yields:
-        First cell, one past the last cell, and the activity; None outside the rank's step.
+    Yields the first cell, one past the last cell, and the activity; None outside the rank's step.
     """
     activities = (*NAMES, None)
     middles = begin + (np.arange(count) + 0.5) * (end - begin) / count

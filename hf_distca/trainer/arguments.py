@@ -28,9 +28,6 @@ class DistCAArguments(DistCAConfig, _Arguments):
     @dataclass
     class MyArguments(hf_distca.DistCAArguments, OthersArguments): ...
     ```
-
-    Raises:
-        ValueError: A setting contradicts packed training with an exact loss.
     """
 
     per_device_train_batch_size: int = field(
@@ -73,11 +70,8 @@ class DistCAArguments(DistCAConfig, _Arguments):
     def serve_if_server(self) -> None:
         """Serve until training ends if this process is an attention server of its launch; else return at once.
 
-        Call it right after the arguments are made, so that a server loads neither data nor model. Without this call
-        a server starts to serve when the trainer is made.
-
-        Raises:
-            SystemExit: Training has ended. Nothing else of the script runs in a server.
+        Call it right after the arguments are made, so that a server loads neither data nor model. Nothing else of the
+        script runs in a server: SystemExit ends it. Without this call a server serves when the trainer is made.
         """
         serve_if_server(self.attention_server_launch, self.attention_server_timeout)
 
@@ -100,11 +94,7 @@ class DistCAArguments(DistCAConfig, _Arguments):
 
 @dataclass
 class DistCATrainingArguments(DistCAArguments, TrainingArguments):
-    """`transformers.TrainingArguments` with the settings of `DistCAConfig`.
-
-    Raises:
-        ValueError: A setting contradicts packed training with an exact loss.
-    """
+    """`transformers.TrainingArguments` with the settings of `DistCAConfig`."""
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]  # noqa: RUF012 - as there
 

@@ -1,4 +1,4 @@
-"""Build a dispatcher for the trainer and for custom training loops, and let attention servers take part."""
+"""Build a dispatcher for the trainer and for custom training loops."""
 
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,8 @@ from hf_distca.models.settings import plan_settings
 from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.prepare import prepare_model
-from hf_distca.pool.launch import TOKEN_FILE, open_pool
-from hf_distca.pool.rank.pool import Pool
-from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.costs import choices_of
-from hf_distca.trainer.memory import checkpointing_of, log_memory_on_gpu
+from hf_distca.trainer.memory import checkpointing_of, log_memory
 from hf_distca.trainer.parallel import (
     allow_for_towers,
     data_parallel_mesh,
@@ -54,14 +51,11 @@ def make_dispatcher(
         device: Device of this rank.
         dtype: Dtype of core attention. None takes the model's. Under autocast give autocast's dtype.
         mesh: Ranks that train together: one dimension of a device mesh, or a process group. None takes all ranks.
-        checkpointing: Whether layers run again in the backward pass; this affects the choice of plans. None takes the
-            model's current setting.
+        checkpointing: Whether layers run again in the backward pass. None takes the model's current setting.
         folder: Folder in which the measured costs of the device are kept for the same run. None keeps nothing.
 
     Raises:
-        ValueError: The model cannot be planned, or the kernel does not support its attention. Also if nodes do not add
-            up to the number of ranks, settings differ between ranks, or launched processes are not connected. The
-            message says what to change.
+        ValueError: on every rank, if the model, kernel, nodes, settings or processes do not fit; with what to change.
         RuntimeError: This rank cannot reach the others.
         ImportError: The package of the kernel is not installed.
     """
@@ -114,21 +108,7 @@ def prepare_trainer(trainer: Trainer) -> Dispatcher:
         planned = dispatcher.settings.ping_pong or args.mlp_chunk_rows or mixing_layers(model)
         gather_whole_layers(model, [*(plan_layers(model) if planned else []), *adapted_heads(model)])
     check_agreement(args, dispatcher)
-    if args.device.type == "cuda":  # the memory of other devices is unknown
-        log_memory_on_gpu(model, dispatcher, args, accelerator)
+    if args.device.type == "cuda" and dispatcher.groups.rank == 0:  # the memory of other devices is unknown
+        memory = torch.cuda.get_device_properties(dispatcher.device).total_memory
+        log_memory(model, dispatcher, args, accelerator, memory)
     return dispatcher
-
-
-def open_servers(args: DistCAArguments, dispatcher: Dispatcher) -> Pool | None:
-    """Let the attention servers of the arguments take part; None without servers. A collective."""
-    if args.attention_servers == 0:
-        return None
-    return open_pool(
-        dispatcher,
-        args.attention_server_launch,
-        address=args.attention_server_address,
-        token_file=args.attention_server_token_file or f"{args.output_dir}/{TOKEN_FILE}",
-        ranks_serve=args.ranks_serve,
-        timeout_s=args.attention_server_timeout,
-        transport=args.attention_server_transport,
-    )

@@ -4,9 +4,10 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,10 +59,6 @@ def choices_of(
     """Return the planner's choices and costs; None if nothing is chosen. A collective.
 
     Nothing is chosen with dedicated servers: every plan is then balanced again for the servers that are present.
-
-    Args:
-        checkpointing: whether layers run again in the backward pass.
-        folder: keeps measured costs for the same run; None keeps nothing.
     """
     settings = dispatcher.settings
     chooses = config.chooses or config.device_profile is not None
@@ -99,7 +96,12 @@ def _measured_profile(model: PreTrainedModel, dispatcher: Dispatcher, folder: Pa
         f"{settings.bytes_per_value} bytes a value, at most {settings.tokens_per_rank} tokens a rank, "
         f"torch {torch.__version__}"
     )
-    kept: DeviceProfile | None = groups.all_gather(_kept(folder, source), in_world=True)[0]
+    kept: DeviceProfile | None = None
+    if folder is not None:
+        with suppress(ValueError):  # there is none, or a run ended while it wrote
+            kept = DeviceProfile.load(str(folder / PROFILE_FILE))
+    # Ranks that share layers belong to several groups of ranks, and need the same plans.
+    kept = groups.all_gather(kept if kept is not None and kept.source == source else None, in_world=True)[0]
     if kept is not None:
         return kept
     profile = measured_profile(
@@ -112,7 +114,6 @@ def _measured_profile(model: PreTrainedModel, dispatcher: Dispatcher, folder: Pa
         limit_s=LIMIT_S,
     )
     measured = with_links(profile, groups, device, settings.ranks_per_node, collectives=False, limit_s=LIMIT_S)
-    # Ranks that share layers belong to several groups of ranks, and need the same plans.
     agreed: DeviceProfile = groups.all_gather(replace(measured, source=source), in_world=True)[0]
     if folder is not None and groups.members[groups.rank] == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,32 +121,8 @@ def _measured_profile(model: PreTrainedModel, dispatcher: Dispatcher, folder: Pa
     return agreed
 
 
-def _kept(folder: Path | None, source: str) -> DeviceProfile | None:
-    """Return the profile kept in a folder, if it is of this source."""
-    try:
-        profile = None if folder is None else DeviceProfile.load(str(folder / PROFILE_FILE))
-    except ValueError:  # there is none, or a run ended while it wrote
-        return None
-    return profile if profile is not None and profile.source == source else None
-
-
-class Observed(NamedTuple):
-    """Seconds of a rank in a step: kernel calls, and time between core attentions of the first forward pass."""
-
-    kernel: float
-    between: float
-
-
-class Step(NamedTuple):
-    """A watched step: its plans, the times of each rank, and the mean seconds of the ranks for the whole step."""
-
-    plans: tuple[MicroBatchPlan, ...]
-    seen: tuple[Observed, ...]
-    seconds: float = 0.0
-
-
-def observe(spans: Sequence[Span]) -> Observed:
-    """Sum one rank's kernel calls, waits and phases of a step."""
+def observe(spans: Sequence[Span]) -> tuple[float, float]:
+    """Return a rank's seconds of a step in kernel calls, and between core attentions of the first forward pass."""
     kernel = sum(span.end - span.begin for span in spans if span.kind == "kernel")
     begins = [span.begin for span in spans if span.work is not None and span.work.direction == "backward"]
     first_backward = min(begins, default=np.inf)
@@ -154,22 +131,16 @@ def observe(spans: Sequence[Span]) -> Observed:
     for begin, end in forward:
         between += max(begin - until, 0.0)
         until = max(until, end)
-    return Observed(kernel, between)
+    return kernel, between
 
 
 @dataclass(frozen=True)
 class Corrections:
-    """Ratios of observed to measured costs.
-
-    Attributes:
-        attention: ratio for kernel calls, in the mean of the ranks.
-        other: ratio for all other computation.
-        slowness: [ranks] time of each rank over the mean; empty if all ranks are alike.
-    """
+    """Ratios of observed to measured costs."""
 
     attention: float = 1.0
-    other: float = 1.0
-    slowness: tuple[float, ...] = ()
+    other: float = 1.0  # of all computation besides kernel calls
+    slowness: tuple[float, ...] = ()  # [ranks] time of each rank over the mean; empty if all ranks are alike
 
     def applied(self, costs: StepCosts) -> StepCosts:
         """Return the corrected costs."""
@@ -181,16 +152,29 @@ class Corrections:
         mixing = costs.mixing and costs.mixing.scaled(self.other)
         return replace(costs, kinds=tuple(kinds), slowness=self.slowness, mixing=mixing, **others)
 
-    def after(self, costs: StepCosts, settings: PlanSettings, steps: Sequence[Step]) -> "Corrections":
+    def after(
+        self, costs: StepCosts, settings: PlanSettings, plans: Sequence[Sequence[MicroBatchPlan]], seen: FloatArray
+    ) -> "Corrections":
         """Return corrections for the observed steps, or these corrections if the error is at most `MOST_OFF`.
 
         Args:
             costs: as measured, without corrections.
+            plans: micro-batches of each step.
+            seen: [steps, 2, ranks] seconds as `observe` returns them.
         """
-        every = [_ratios(costs, settings, step) for step in steps]
-        attention, other = np.median([each.mean(axis=1) for each in every], axis=0).tolist()
+        expected = []
+        for of_step in plans:
+            kernel = np.sum([predict_plan(plan, settings, costs).attention for plan in of_step], axis=0)
+            first = of_step[0]
+            nano_batches = 1 if first.summary.exchange.bytes_total == 0 else len(first.nano_batches)
+            between = (costs.depth - 1) * (first.tokens * costs.between + nano_batches * costs.launches)
+            expected.append((kernel, between if costs.depth > 1 else kernel))
+        if costs.depth == 1:  # there is no time between layers
+            seen = seen[:, [0, 0]]
+        every = seen / np.maximum(expected, 1e-9)
+        attention, other = np.median(every.mean(axis=2), axis=0).tolist()
         # A rank counts as slow if all its work is slow in all steps; the smallest ratio counts.
-        beside = np.concatenate([each / each.mean(axis=1, keepdims=True) for each in every])
+        beside = (every / every.mean(axis=2, keepdims=True)).reshape(-1, every.shape[2])
         slowness = np.clip(1.0, beside.min(axis=0), beside.max(axis=0))
         if np.abs(slowness - 1).max() <= MOST_OFF:
             slowness = np.ones(len(slowness))
@@ -201,19 +185,6 @@ class Corrections:
         return Corrections(attention, other, () if np.all(slowness == 1) else tuple(slowness.tolist()))
 
 
-def _ratios(costs: StepCosts, settings: PlanSettings, step: Step) -> FloatArray:
-    """[2, ranks] observed over expected seconds, of kernel calls and of other work."""
-    kernel = np.sum([predict_plan(plan, settings, costs).attention for plan in step.plans], axis=0)
-    first = step.plans[0]
-    nano_batches = 1 if first.summary.exchange.bytes_total == 0 else len(first.nano_batches)
-    between = (costs.depth - 1) * (first.tokens * costs.between + nano_batches * costs.launches)
-    seen = np.array(step.seen).T
-    if costs.depth == 1:  # there is no time between layers
-        seen, between = np.stack([seen[0], seen[0]]), kernel
-    ratios: FloatArray = seen / np.maximum(np.stack([kernel, between]), 1e-9)
-    return ratios
-
-
 class LearnedCosts(TrainerCallback):
     """Compare steps with the measured costs, and correct the costs on all ranks at the same step.
 
@@ -222,13 +193,11 @@ class LearnedCosts(TrainerCallback):
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-        choices = dispatcher.settings.choices
-        self._measured = None if choices is None else choices.costs
+        self._dispatcher, self._choices = dispatcher, dispatcher.settings.choices  # with the costs as measured
         self._corrections = Corrections()
         self._recording: Recording | None = None
-        self._plans: list[MicroBatchPlan] = []  # of the step
-        self._watched: list[tuple[tuple[MicroBatchPlan, ...], Observed, float]] = []  # with the seconds of each step
+        self._plans: list[list[MicroBatchPlan]] = []  # of each watched step
+        self._seen: list[tuple[float, float, float]] = []  # seconds of each: as `observe` returns, and of the step
         self._began = 0.0
         self.besides = 0.0
 
@@ -236,57 +205,47 @@ class LearnedCosts(TrainerCallback):
         """Start recording if this step is watched."""
         step = state.global_step + 1
         first = step in EARLY_STEPS or step % EVERY_STEPS == EVERY_STEPS // 2
-        if self._measured is not None and (first or self._watched):
-            self._plans = []
+        if self._choices is not None and (first or self._plans):
+            self._plans.append([])
             self._recording = self._dispatcher.recorder.listen("kernel", "wait", "phase")
             self._began = time.perf_counter()
 
     def count(self, plan: MicroBatchPlan) -> None:
         """Note a micro-batch that is about to run."""
         if self._recording is not None:
-            self._plans.append(plan)
+            self._plans[-1].append(plan)
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         """Correct the costs after the last watched step; a collective at that step."""
-        if self._recording is None or self._measured is None:
+        if self._recording is None or self._choices is None:
             return
-        observed = observe(self._recording.take())
-        self._watched.append((tuple(self._plans), observed, time.perf_counter() - self._began))
+        self._seen.append((*observe(self._recording.take()), time.perf_counter() - self._began))
         self._recording.stop()
         self._recording = None
-        if len(self._watched) < WATCHED_STEPS:
+        if len(self._seen) < WATCHED_STEPS:
             return
+        measured, groups, settings = self._choices.costs, self._dispatcher.groups, self._dispatcher.settings
         # Ranks that share layers belong to several groups and need the same plans: the first group's steps count.
-        plans, *mine = zip(*self._watched, strict=True)
-        self._watched = []
-        groups, settings = self._dispatcher.groups, self._dispatcher.settings
-        every = groups.all_gather((groups.members, *mine), in_world=True)
-        _, seen, seconds = zip(*(every[member] for member in every[0][0]), strict=True)
-        steps = [
-            Step(of_step, by_rank, float(np.mean(times)))
-            for of_step, by_rank, times in zip(plans, zip(*seen, strict=True), zip(*seconds, strict=True), strict=True)
-        ]
-        corrections = self._corrections.after(self._measured, settings, steps)
+        every = groups.all_gather((groups.members, self._seen), in_world=True)
+        seen = np.array([every[member][1] for member in every[0][0]]).transpose(1, 2, 0)  # [steps, 3, ranks]
+        plans, self._plans, self._seen = self._plans, [], []
+        corrections = self._corrections.after(measured, settings, plans, seen[:, :2])
         if corrections is not self._corrections:
             logger.info("measured costs differ from training steps; plans now use the corrections %s", corrections)
-            self._correct(corrections)
-        costs = self._corrections.applied(self._measured)
-        besides = [
-            step.seconds - sum(predict_plan(plan, settings, costs).seconds for plan in step.plans) for step in steps
-        ]
-        self.besides = max(float(np.median(besides)), 0.0)
+            self._correct(self._choices, corrections)
+        costs = self._corrections.applied(measured)
+        predicted = [sum(predict_plan(plan, settings, costs).seconds for plan in of_step) for of_step in plans]
+        self.besides = max(float(np.median(seen[:, 2].mean(axis=1) - predicted)), 0.0)
 
-    def _correct(self, corrections: Corrections) -> None:
-        choices = self._dispatcher.settings.choices
-        if choices is not None and self._measured is not None:
-            self._corrections = corrections
-            self._dispatcher.choose_by(replace(choices, costs=corrections.applied(self._measured)))
+    def _correct(self, choices: Choices, corrections: Corrections) -> None:
+        self._corrections = corrections
+        self._dispatcher.choose_by(replace(choices, costs=corrections.applied(choices.costs)))
 
     def save(self, folder: Path) -> None:
         """Write the corrections into a checkpoint, so that a resumed training makes the same plans."""
-        if self._measured is not None:
+        if self._choices is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            content = {"measured": repr(self._measured), "corrections": asdict(self._corrections)}
+            content = {"measured": repr(self._choices.costs), "corrections": asdict(self._corrections)}
             (folder / CORRECTIONS_FILE).write_text(json.dumps(content), encoding="utf-8")
 
     def resume(self, folder: Path | None) -> None:
@@ -294,11 +253,13 @@ class LearnedCosts(TrainerCallback):
 
         Corrections for other measured costs are ignored, because they belong to other devices or settings.
         """
-        self._watched = []  # an earlier training may have ended among watched steps
-        if self._measured is None:
+        if self._recording is not None:  # an earlier training ended among watched steps
+            self._recording.stop()
+        self._recording, self._plans, self._seen = None, [], []
+        if self._choices is None:
             return
         file = None if folder is None else folder / CORRECTIONS_FILE
         content = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {}
         content = self._dispatcher.groups.all_gather(content, in_world=True)[0]
-        kept = content["corrections"] if content.get("measured") == repr(self._measured) else {}
-        self._correct(Corrections(**{**kept, "slowness": tuple(kept.get("slowness", ()))}))
+        kept = content["corrections"] if content.get("measured") == repr(self._choices.costs) else {}
+        self._correct(self._choices, Corrections(**{**kept, "slowness": tuple(kept.get("slowness", ()))}))

@@ -30,18 +30,14 @@ class PackedLoaders:
     """Make loaders of data sets that hf_distca packs."""
 
     def __init__(self, trainer: Any, dispatcher: Dispatcher) -> None:
-        self._trainer, self._args, self._dispatcher = trainer, trainer.args, dispatcher
-        # Keeps the data set alive, so that no other object gets its id.
-        self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
-
-    @property
-    def _columns(self) -> Columns:
-        """Columns to use: with `remove_unused_columns` only the columns that the trainer keeps."""
+        self._args, self._dispatcher = trainer.args, dispatcher
         model_inputs: frozenset[str] | None = None
         if self._args.remove_unused_columns:
-            self._trainer._set_signature_columns_if_needed()
-            model_inputs = frozenset(self._trainer._signature_columns or ())
-        return Columns(self._args.length_column_name, model_inputs)
+            trainer._set_signature_columns_if_needed()
+            model_inputs = frozenset(trainer._signature_columns or ())
+        self._columns = Columns(self._args.length_column_name, model_inputs)
+        # Keeps the data set alive, so that no other object gets its id.
+        self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
 
     def lengths(self, dataset: Any) -> tuple[NDArray[np.int64], str]:
         """Return [documents] int64 lengths and the fingerprint of a data set, read once. A collective of the world.
@@ -69,10 +65,9 @@ class PackedLoaders:
     def loader(self, dataset: Any, *, shuffle: bool, capacity: int = 0) -> DataLoader[Any]:
         """Return a loader of this rank's rows, prepared by accelerate.
 
-        Batches of a data set with a length are planned; batches of a stream are still to be planned.
+        Batches of a data set with a length are planned; batches of a stream, which keeps its order, are still to be.
 
         Args:
-            shuffle: draw documents anew in each epoch; a stream keeps its own order.
             capacity: maximum number of tokens of a global micro-batch; 0 means ranks · tokens_per_rank.
         """
         args, groups = self._args, self._dispatcher.groups
@@ -96,26 +91,18 @@ class PackedLoaders:
                 choices=self._dispatcher.choices,
             )
             options = {"batch_sampler": sampler, "collate_fn": DistCACollator(groups.rank)}
+        names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
         loader: DataLoader[Any] = DataLoader(
             dataset,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
             worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+            **{name: getattr(args, f"dataloader_{name}") for name in names},
             **options,
         )
         config: Any = args.accelerator_config
         # Undivided: the loader already knows its rank.
+        alone = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}
         prepared: DataLoader[Any] = prepare_data_loader(
-            loader,
-            device=self._dispatcher.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=True,
-            dispatch_batches=False,
-            non_blocking=config.non_blocking,
+            loader, self._dispatcher.device, put_on_device=True, non_blocking=config.non_blocking, **alone
         )
         return prepared
 

@@ -3,7 +3,6 @@
 import logging
 from typing import Any, cast
 
-import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -23,19 +22,6 @@ LEFT = 0.95
 """Fraction of a device's memory for tensors; CUDA, NCCL and gaps between tensors take the rest."""
 
 
-def log_memory_on_gpu(
-    model: nn.Module, dispatcher: Dispatcher, args: DistCAArguments, accelerator: Accelerator
-) -> None:
-    """Call `log_memory` on rank 0; a model that cannot be counted trains nevertheless."""
-    if dispatcher.groups.rank != 0:
-        return
-    memory = torch.cuda.get_device_properties(dispatcher.device).total_memory
-    try:
-        log_memory(model, dispatcher, args, accelerator, memory)
-    except Exception as error:  # a model may read values, which meta tensors do not have
-        logger.warning("cannot estimate the memory for training %s: %s", type(model).__name__, error)
-
-
 def log_memory(
     model: nn.Module, dispatcher: Dispatcher, args: DistCAArguments, accelerator: Accelerator, memory: int
 ) -> None:
@@ -48,14 +34,15 @@ def log_memory(
         memory: bytes of the rank's device.
     """
     settings, trainer, ranks = dispatcher.settings, cast(Any, args), dispatcher.groups.ranks
-    training = Training(
-        strategy_of(accelerator, model),
-        trainer.bf16 or trainer.fp16 or settings.bytes_per_value < base_model(model).dtype.itemsize,
-        checkpointing_of(args, accelerator),
-        shards_of(accelerator, model, ranks),
-    )
+    strategy, shards = sharing_of(accelerator, model, ranks)
+    mixed = trainer.bf16 or trainer.fp16 or settings.bytes_per_value < base_model(model).dtype.itemsize
+    training = Training(strategy, mixed, checkpointing_of(args, accelerator), shards)
     plan = plan_micro_batch(longest_documents(settings), settings)
-    counted = MemoryCounter(model, settings, args).count(plan, training, rank=ranks - 1)
+    try:
+        counted = MemoryCounter(model, settings, args).count(plan, training, rank=ranks - 1)
+    except Exception as error:  # a model may read values, which meta tensors do not have; it trains nevertheless
+        logger.warning("cannot estimate the memory for training %s: %s", type(model).__name__, error)
+        return
     parts: dict[str, int] = {**counted.state._asdict(), **{str(part): size for part, size in counted.parts.items()}}
     total = sum(parts.values())
     listed = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
@@ -70,22 +57,17 @@ def log_memory(
         )
 
 
-def strategy_of(accelerator: Accelerator, model: nn.Module) -> Strategy:
-    """Return how ranks share the model's state; one rank alone counts as DDP."""
+def sharing_of(accelerator: Accelerator, model: nn.Module, ranks: int) -> tuple[Strategy, int]:
+    """Return how ranks share the model's state, and the number of shards under FSDP or ZeRO; with HSDP fewer."""
     if is_divided_at_load(model):
-        return "fsdp2" if isinstance(base_model(model), FSDPModule) else "ddp"
+        strategy: Strategy = "fsdp2" if isinstance(base_model(model), FSDPModule) else "ddp"
+        return strategy, int(base_model(model).config.distributed_config.fsdp_size)
+    config = accelerator.parallelism_config
+    shards = ranks if config is None or not config.dp_shard_enabled else int(config.dp_shard_size)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         stages: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
-        return stages.get(accelerator.state.deepspeed_plugin.zero_stage, "ddp")
-    return "fsdp2" if accelerator.distributed_type == DistributedType.FSDP else "ddp"
-
-
-def shards_of(accelerator: Accelerator, model: nn.Module, ranks: int) -> int:
-    """Return the number of shards of the model's state under FSDP or ZeRO; with HSDP fewer than ranks."""
-    if is_divided_at_load(model):
-        return int(base_model(model).config.distributed_config.fsdp_size)
-    config = accelerator.parallelism_config
-    return ranks if config is None or not config.dp_shard_enabled else int(config.dp_shard_size)
+        return stages.get(accelerator.state.deepspeed_plugin.zero_stage, "ddp"), shards
+    return "fsdp2" if accelerator.distributed_type == DistributedType.FSDP else "ddp", shards
 
 
 def checkpointing_of(args: DistCAArguments, accelerator: Accelerator) -> dict[str, Any] | None:

@@ -115,47 +115,33 @@ def predicted_attention(
     return float(sum(seen) * np.max(pairs_of_ranks) / max(np.sum(pairs_of_ranks), 1.0))
 
 
-class ModelFlops:
-    """Count floating point operations as model FLOPs utilization (MFU) defines them.
+def flops_counter(model: nn.Module, shared_by: int) -> Callable[[MicroBatchPlan], float]:
+    """Return a function that counts floating point operations of a micro-batch on all ranks, forward and backward.
 
-    Each active parameter of a token takes two operations forward and four backward; two backward if it is frozen. Core
-    attention counts likewise, by query-key pairs that are not masked.
-
-    Args:
-        shared_by: number of processes that share each layer's heads, by tensor parallelism.
+    Operations are counted as model FLOPs utilization (MFU) defines them. Each active parameter of a token takes two
+    forward and four backward; two backward if it is frozen. Core attention counts likewise, by query-key pairs that
+    are not masked. Each layer's heads are `shared_by` so many processes, by tensor parallelism.
     """
+    base, layers = base_model(model), layers_by_kind(model)
+    met = weights_met(base)
+    head = getattr(base.get_output_embeddings(), "weight", None)
+    if head is not None:
+        met[head] = float(count_of(head))
+    of_token = sum(count * (6.0 if weight.requires_grad else 4.0) for weight, count in met.items())
 
-    def __init__(self, model: nn.Module, shared_by: int) -> None:
-        base = base_model(model)
-        self._layers, self._shared_by = layers_by_kind(model), shared_by
-        met = weights_met(base)
-        head = getattr(base.get_output_embeddings(), "weight", None)
-        if head is not None:
-            met[head] = float(count_of(head))
-        self._of_token = sum(count * (6.0 if weight.requires_grad else 4.0) for weight, count in met.items())
-
-    def of(self, plan: MicroBatchPlan) -> float:
-        """Return the operations of a micro-batch on all ranks, forward and backward."""
-        total = self._of_token * float(plan.tokens.sum())
+    def count_flops(plan: MicroBatchPlan) -> float:
+        total = of_token * float(plan.tokens.sum())
         for nano in plan.nano_batches:
             for kind, of_kind in nano.plans.items():
-                of_pair = 6.0 * kind.q_heads * (kind.dim_qk + kind.dim_v) * self._shared_by
-                count = float(np.sum(pairs(0, of_kind.layout.lengths, of_kind.window)))
-                total += self._layers[kind] * of_pair * count
+                of_pair = 6.0 * kind.q_heads * (kind.dim_qk + kind.dim_v) * shared_by
+                total += layers[kind] * of_pair * float(np.sum(pairs(0, of_kind.layout.lengths, of_kind.window)))
         return total
+
+    return count_flops
 
 
 class StepMeter(TrainerCallback):
-    """Collect figures of micro-batches and return them when the trainer logs.
-
-    Args:
-        pool: dedicated servers; None without servers.
-        processes: number of training processes, each with one device.
-        costs: learned costs, with the time of steps outside their micro-batches.
-
-    Attributes:
-        steps: optimizer steps since figures were last returned.
-    """
+    """Collect figures of micro-batches and return them when the trainer logs."""
 
     def __init__(
         self, dispatcher: Dispatcher, model: nn.Module, pool: Pool | None, processes: int, costs: LearnedCosts
@@ -165,16 +151,13 @@ class StepMeter(TrainerCallback):
         is_cuda = self._device.type == "cuda"
         self._peak_flops = peak_flops(torch.cuda.get_device_name(self._device) if is_cuda else "")
         shared_by = max(processes // dispatcher.groups.ranks, 1)
-        self._flops = None if self._peak_flops is None else ModelFlops(model, shared_by)
-        self._reset()
+        self._flops_of = None if self._peak_flops is None else flops_counter(model, shared_by)
+        self.on_train_begin()
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
         """Reset the figures, which leave out start-up and the rest of an earlier training."""
-        self._reset()
-
-    def _reset(self) -> None:
         self._counted: list[tuple[MicroBatchPlan, Ran, int]] = []
-        self.steps = 0
+        self.steps = 0  # since figures were last returned
         self._since = time.perf_counter()
         self._measured_before = self._measured()
 
@@ -239,8 +222,8 @@ class StepMeter(TrainerCallback):
                 "plans_without_exchange": mean(each.bytes_total == 0 for each in moved),
                 "plans_within_nodes": mean(each.bytes_total > 0 and each.bytes_between_nodes == 0 for each in moved),
             }
-        if self._flops is not None and self._peak_flops is not None:
-            figures["mfu"] = sum(map(self._flops.of, plans)) / (elapsed * devices * self._peak_flops)
+        if self._flops_of is not None and self._peak_flops is not None:
+            figures["mfu"] = sum(map(self._flops_of, plans)) / (elapsed * devices * self._peak_flops)
         if self._dispatcher.settings.nodes is not None:
             figures |= {
                 "exchange_bytes_within_nodes": mean(each.bytes_within_nodes_bottleneck for each in moved),
@@ -254,7 +237,7 @@ class StepMeter(TrainerCallback):
             figures["memory_peak_gib"] = torch.cuda.max_memory_allocated(self._device) / GIB
             figures["memory_reserved_gib"] = torch.cuda.memory_reserved(self._device) / GIB
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._reset()
+        self.on_train_begin()
         return figures
 
 
@@ -289,11 +272,9 @@ class Remedies:
 
     def see(self, figures: Mapping[str, float], steps: int) -> None:
         """Add means over some steps, from `StepMeter.figures`; empty figures change nothing."""
-        if not figures or not steps:
-            return
-        self._steps += steps
-        for name in self._wrong:
+        for name in self._wrong if figures else ():
             self._sums[name] += figures[name] * steps
+        self._steps += steps if figures else 0
         if self._steps < STEPS:
             return
         for name, is_wrong in list(self._wrong.items()):

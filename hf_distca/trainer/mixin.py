@@ -15,8 +15,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.models.decoder import mixing_layers
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
+from hf_distca.pool.launch import TOKEN_FILE, open_pool
+from hf_distca.pool.rank.pool import Pool
 from hf_distca.trainer.arguments import DistCAArguments
-from hf_distca.trainer.assembly import open_servers, prepare_trainer
+from hf_distca.trainer.assembly import prepare_trainer
 from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, UpcomingBatches, is_stream, lengths_read_on_host
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
@@ -27,7 +29,7 @@ from hf_distca.trainer.parallel import (
     share_on_cpu,
     whole_weights,
 )
-from hf_distca.trainer.refusals import Given, Run, check_given, given_arguments
+from hf_distca.trainer.refusals import Given, Run, by_name, check_given
 from hf_distca.trainer.resuming import (
     CAPACITY,
     DataPlace,
@@ -64,15 +66,14 @@ class DistCAMixin(_Trainer):
       batches, and only core attention moves.
 
     Raises:
-        ValueError: The model, the arguments or the data set cannot be trained this way. Every rank raises it before
-            training begins, with the reason.
+        ValueError: on every rank before training, with the reason, if this model or data set cannot be trained.
     """
 
     args: DistCAArguments
     model: PreTrainedModel
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = given_arguments(type(self), super().__init__, args, kwargs)
+        given = Given(type(self), by_name(super().__init__, args, kwargs))
         if isinstance(given.args, DistCAArguments):
             given.args.serve_if_server()  # before a server loads anything; its arguments are incomplete
             given = self._prepare_given(given)
@@ -81,7 +82,17 @@ class DistCAMixin(_Trainer):
         self._packs = given.packs
         super().__init__(**given.named)
         self.dispatcher = dispatcher = prepare_trainer(self)
-        self.pool = open_servers(self.args, dispatcher)
+        self.pool: Pool | None = None
+        if self.args.attention_servers != 0:
+            self.pool = open_pool(
+                dispatcher,
+                self.args.attention_server_launch,
+                address=self.args.attention_server_address,
+                token_file=self.args.attention_server_token_file or f"{self.args.output_dir}/{TOKEN_FILE}",
+                ranks_serve=self.args.ranks_serve,
+                timeout_s=self.args.attention_server_timeout,
+                transport=self.args.attention_server_transport,
+            )
         self._costs = LearnedCosts(dispatcher)
         self.meter = StepMeter(dispatcher, self.model, self.pool, self.args.world_size, self._costs)
         self._tracer = StepTracer(dispatcher, self.args) if self.args.trace_steps else None
@@ -103,22 +114,12 @@ class DistCAMixin(_Trainer):
 
     # Data
 
-    def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Any = None,
-        is_training: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> DataLoader[Any]:
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Return a loader of this rank's rows, for training and evaluation alike."""
         if not self._packs:
             with lengths_read_on_host(self, dataset):
-                return super()._get_dataloader(
-                    dataset, description, batch_size, sampler_fn, is_training, *args, **kwargs
-                )
+                return super()._get_dataloader(dataset, *args, **kwargs)
+        is_training = kwargs.get("is_training", False)
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
         # The place has no capacity before training begins.
         capacity = int(self._progress.place.order.get(CAPACITY, 0)) if is_training else 0
@@ -196,26 +197,16 @@ class DistCAMixin(_Trainer):
                 self.pool.close()
 
     def close(self) -> None:
-        """Close the process groups of this trainer, at the same point on every rank.
-
-        The trainer cannot be used afterwards. Its model can, with another trainer.
-        """
+        """Close this trainer's process groups, at the same point on every rank; only its model can be used again."""
         self.dispatcher.close()
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Run `Trainer.training_step`, and bind the next micro-batch before Trainer waits for this loss.
-
-        Raises:
-            ValueError: on every rank, if the model is not wrapped for several ranks.
-        """
+        """Run `Trainer.training_step`, and bind the next micro-batch before Trainer waits for this loss."""
         if model is not self._wrapped:
             error = None
             if self.args.world_size > 1 and not is_wrapped(model, self.accelerator):
-                error = Run.NOT_WRAPPED.error(
-                    model=type(model).__name__,
-                    processes=self.args.world_size,
-                    strategy=self.accelerator.distributed_type,
-                )
+                facts = {"processes": self.args.world_size, "strategy": self.accelerator.distributed_type}
+                error = Run.NOT_WRAPPED.error(model=type(model).__name__, **facts)
             self.dispatcher.groups.raise_together(error)
             self._wrapped = model
         self._section("forward")
@@ -266,16 +257,7 @@ class DistCAMixin(_Trainer):
         with self.dispatcher.groups.failures.reported():
             return super().evaluate(*args, **kwargs)
 
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader[Any],
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-        *args: Any,
-        **kwargs: Any,
-    ) -> EvalLoopOutput:
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate with the mean loss over the targets of all micro-batches.
 
         Raises:
@@ -285,13 +267,11 @@ class DistCAMixin(_Trainer):
             raise Run.EARLY_EVALUATION.error()
         self._evaluated = []
         with self.meter.paused():
-            output = super().evaluation_loop(
-                dataloader, description, True, ignore_keys, metric_key_prefix, *args, **kwargs
-            )
+            output = super().evaluation_loop(*args, **kwargs)
         if self._evaluated and output.metrics is not None:
             loss, targets = map(sum, zip(*self._evaluated, strict=True))
             loss = sum(self.dispatcher.groups.all_gather(loss)) / max(targets, 1)
-            output.metrics[f"{metric_key_prefix}_loss"] = loss
+            output.metrics.update({name: loss for name in output.metrics if name.endswith("_loss")})  # one name
         return output
 
     def prediction_step(
@@ -329,8 +309,7 @@ class DistCAMixin(_Trainer):
             logger.warning(
                 "nothing is left to train: the checkpoint is of step %s, and training ends at step %s. Raise "
                 "max_steps or num_train_epochs, which count from the first step of the first run",
-                self.state.global_step,
-                max_steps,
+                *(self.state.global_step, max_steps),
             )
         return place.epoch, place.steps * self.args.gradient_accumulation_steps
 
@@ -338,13 +317,11 @@ class DistCAMixin(_Trainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with disk_errors_named(folder):
             if self.args.should_save:
-                self._progress.place.save(folder)
+                self._progress.save(folder)
                 self._costs.save(folder)
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
-    def save_model(
-        self, output_dir: str | None = None, _internal_call: bool = False, *args: Any, **kwargs: Any
-    ) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False, **kwargs: Any) -> None:
         """Save the whole model, so that `from_pretrained()` loads it; checkpoints may hold it in shards.
 
         Every rank calls it. Under FSDP and ZeRO-3, rank 0 gathers the weights in host memory.
@@ -353,4 +330,4 @@ class DistCAMixin(_Trainer):
             if not _internal_call or output_dir is None:  # not a checkpoint
                 around.enter_context(whole_weights(self.accelerator, self.deepspeed))
                 around.enter_context(disk_errors_named(Path(output_dir or str(self.args.output_dir))))
-            super().save_model(output_dir, _internal_call, *args, **kwargs)
+            super().save_model(output_dir, _internal_call, **kwargs)

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
-    Trainer,
     TrainingArguments,
 )
 from transformers.training_args import OptimizerNames
@@ -45,12 +43,6 @@ def _only(path: str, allowed: tuple[Any, ...], reason: str) -> Rule:
 
 # Arguments by themselves
 
-
-def _liger(args: Any) -> Mapping[str, Any]:
-    """Return the kernels that the user chose; none without Liger."""
-    return (args.liger_kernel_config or {}) if getattr(args, "use_liger_kernel", False) else {}
-
-
 PACKED = "documents are packed by their lengths, without padding, and stay apart"
 ARGUMENTS: tuple[Rule, ...] = (
     _only("label_smoothing_factor", (0.0,), "targets of packed documents are already shifted, and it shifts again"),
@@ -69,16 +61,16 @@ ARGUMENTS: tuple[Rule, ...] = (
         "liger_kernel_config={0.liger_kernel_config} is set",
         "Liger's loss would replace the loss of planned steps, which is exact across ranks and never holds all logits",
         f"remove {' and '.join(map(repr, LIGERS_LOSSES))} from liger_kernel_config",
-        lambda args: any(_liger(args).get(name) for name in LIGERS_LOSSES),
+        lambda args: args.use_liger_kernel and any(map((args.liger_kernel_config or {}).get, LIGERS_LOSSES)),
     ),
     Rule(
         "mlp_chunk_rows={0.mlp_chunk_rows} is set with use_liger_kernel=True",
         "it would have no effect: Liger replaces the MLPs that are computed in chunks",
         "set mlp_chunk_rows=0, or liger_kernel_config={{'swiglu': False, 'geglu': False}}",
         lambda args: (
-            getattr(args, "use_liger_kernel", False)
+            args.use_liger_kernel
             and args.mlp_chunk_rows
-            and any(_liger(args).get(name, True) for name in ("swiglu", "geglu"))
+            and any((args.liger_kernel_config or {}).get(name, True) for name in ("swiglu", "geglu"))
         ),
     ),
 )
@@ -100,41 +92,31 @@ NOT_CONNECTED = Rule(
 # Arguments of a trainer, before it is built
 
 
-@dataclass(frozen=True)
 class Given:
-    """Arguments with which a trainer is about to be built, by the names of its `__init__`."""
+    """Arguments with which a trainer is about to be built, by the names of its `__init__`.
 
-    trainer: type
-    named: Mapping[str, Any]
+    Attributes:
+        packs: whether hf_distca packs documents; with a custom collator, the trainer makes the batches.
+        trl_trainer: name of the TRL trainer that the class is based on; empty if there is none.
+    """
 
-    @property
-    def args(self) -> Any:
-        """Arguments of training."""
-        return self.named.get("args")
-
-    @property
-    def packs(self) -> bool:
-        """Whether hf_distca packs documents; with a custom collator, the trainer makes the batches."""
-        return self.named.get("data_collator") is None
-
-    @property
-    def trl_trainer(self) -> str:
-        """Name of the TRL trainer that the class is based on; empty if there is none."""
-        names = (base.__name__ for base in self.trainer.__mro__ if base.__module__.split(".")[0] == "trl")
-        return next((name for name in names if name.endswith("Trainer")), "")
+    def __init__(self, trainer: type, named: Mapping[str, Any]) -> None:
+        self.named = named
+        self.args: Any = named.get("args")
+        self.packs = named.get("data_collator") is None
+        of_trl = (base.__name__ for base in trainer.__mro__ if base.__module__.split(".")[0] == "trl")
+        self.trl_trainer = next((name for name in of_trl if name.endswith("Trainer")), "")
 
 
-def given_arguments(
-    trainer: type, init: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Given:
-    """Return the arguments of a trainer for its bound `__init__` by name; raise TypeError if there are too many."""
+def by_name(init: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a bound `__init__` by name; raise TypeError if there are too many."""
     parameters = inspect.signature(init).parameters.values()
     named = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     if len(args) > len(named):
         raise TypeError(
             f"{init.__qualname__} takes {len(named)} positional arguments, got {len(args)}; pass the others by name"
         )
-    return Given(trainer, {**dict(zip(named, args, strict=False)), **kwargs})
+    return {**dict(zip(named, args, strict=False)), **kwargs}
 
 
 def _none(name: str, reason: str, remedy: str) -> Rule:
@@ -267,28 +249,6 @@ SFT_TRAINER: tuple[Rule, ...] = (
 # Model and launch, once the trainer is built
 
 
-def launched(trainer: Any) -> Any:
-    """Return what the rules of `TRAINER` read of a trainer with model and accelerator."""
-    args, model, accelerator = trainer.args, trainer.model, trainer.accelerator
-    base = base_model(model)
-    divided = model.config.distributed_config if is_divided_at_load(model) else None
-    # DDP would wait for the gradients of trained parts that text does not reach.
-    towers = trained_towers(base) if accelerator.distributed_type in DDP and divided is None else []
-    checkpointing = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else {}
-    return SimpleNamespace(
-        trainer=trainer,
-        args=args,
-        model=model,
-        model_class=type(base).__name__,
-        adapted=base is not model,
-        optimizer=OptimizerNames(args.optim).value,
-        tp_size=trainer.get_tp_size(),
-        divided=divided,
-        reentrant=bool(checkpointing.get("use_reentrant")),
-        towers=", ".join(towers),
-    )
-
-
 NO_GRADIENT = (
     "{0.towers} of {0.model_class} get no gradient from batches of text, so DDP would leave ranks with different "
     "weights"
@@ -387,13 +347,30 @@ TRAINER: tuple[Rule, ...] = (
 """Trainers that cannot train exactly as launched."""
 
 
-def check_trainer(trainer: Trainer) -> None:
+def check_trainer(trainer: Any) -> None:
     """Raise ValueError unless a trainer with model and accelerator can train exactly as launched."""
-    check(ROWS_ARE_PLACED, trainer.accelerator.parallelism_config)
-    facts = launched(trainer)
+    args, model, accelerator = trainer.args, trainer.model, trainer.accelerator
+    check(ROWS_ARE_PLACED, accelerator.parallelism_config)
+    base: Any = base_model(model)
+    divided = base.config.distributed_config if is_divided_at_load(model) else None
+    # DDP would wait for the gradients of trained parts that text does not reach.
+    towers = trained_towers(base) if accelerator.distributed_type in DDP and divided is None else []
+    checkpointing = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else {}
+    facts = SimpleNamespace(
+        trainer=trainer,
+        args=args,
+        model=model,
+        model_class=type(base).__name__,
+        adapted=base is not model,
+        optimizer=OptimizerNames(args.optim).value,
+        tp_size=trainer.get_tp_size(),
+        divided=divided,
+        reentrant=bool(checkpointing.get("use_reentrant")),
+        towers=", ".join(towers),
+    )
     check(TRAINER, facts)
     if facts.reentrant:
-        check_reentrant(facts.model)
+        check_reentrant(model)
 
 
 # A run, and resuming

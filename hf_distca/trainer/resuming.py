@@ -12,9 +12,8 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from transformers import TrainerCallback
@@ -56,21 +55,18 @@ def agreed_checkpoint(
 ) -> str | None:
     """Return the folder of the checkpoint to resume from; None to begin anew. A collective.
 
-    Args:
-        resume_from_checkpoint: as Trainer.train takes it.
-
     Raises:
         ValueError: on every rank, if any rank finds no complete checkpoint with optimizer state. Also if DeepSpeed
             cannot load that state on this number of ranks.
     """
     checkpoint, error, saved_by = None, None, 0
-    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     if resume_from_checkpoint:
         try:
             checkpoint = _complete_checkpoint(resume_from_checkpoint, str(args.output_dir), accelerator)
         except (ValueError, OSError) as caught:
             error = caught
     groups.raise_together(error, in_world=True)
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     options = {} if deepspeed is None else deepspeed.deepspeed_config.get("checkpoint", {})
     if checkpoint is not None and deepspeed is not None and not options.get("load_universal"):
         shards = (
@@ -120,6 +116,15 @@ def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
             raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=by_rank)
 
 
+def _drawn(args: DistCAArguments) -> DataOrder:
+    """Return how documents are drawn from a data set with a length and divided into optimizer steps."""
+    strategy, seed = args.train_sampling_strategy, args.seed if args.data_seed is None else args.data_seed
+    return {
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "train_sampling_strategy": strategy if strategy == "sequential" else f"{strategy} with seed {seed}",
+    }
+
+
 def data_order(trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, packs: bool) -> DataOrder:
     """Return the order of a trainer's documents. A collective of the world for a data set with a length."""
     args, dataset, ranks = trainer.args, trainer.train_dataset, dispatcher.groups.ranks
@@ -130,15 +135,9 @@ def data_order(trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, 
             "train_dataset": f"{len(dataset)} examples" if hasattr(dataset, "__len__") else "a stream",
         }
     if is_stream(dataset):
-        return {
-            "ranks": ranks,
-            "tokens_per_rank": args.tokens_per_rank,
-            "long_documents": args.long_documents,
-            # Streams of `datasets` shuffle differently in a worker process than in the rank itself.
-            "dataloader_num_workers": args.dataloader_num_workers,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "train_dataset": "a stream",
-        }
+        # Streams of `datasets` shuffle differently in a worker process than in the rank itself.
+        names = ("tokens_per_rank", "long_documents", "dataloader_num_workers", "gradient_accumulation_steps")
+        return {"ranks": ranks, **{name: getattr(args, name) for name in names}, "train_dataset": "a stream"}
     lengths, fingerprint = loaders.lengths(dataset)
     return {
         CAPACITY: ranks * args.tokens_per_rank,
@@ -149,32 +148,12 @@ def data_order(trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, 
     }
 
 
-def _drawn(args: DistCAArguments) -> DataOrder:
-    """Return how documents are drawn from a data set with a length and divided into optimizer steps."""
-    strategy, seed = args.train_sampling_strategy, args.seed if args.data_seed is None else args.data_seed
-    return {
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "train_sampling_strategy": strategy if strategy == "sequential" else f"{strategy} with seed {seed}",
-    }
-
-
-@dataclass(frozen=True)
-class DataPlace:
-    """Place in the training data between two optimizer steps.
-
-    Attributes:
-        epoch: completed passes over the data.
-        steps: completed optimizer steps of the present pass.
-    """
+class DataPlace(NamedTuple):
+    """Place in the training data between two optimizer steps."""
 
     order: DataOrder
-    epoch: int = 0
-    steps: int = 0
-
-    def save(self, checkpoint: Path) -> None:
-        """Write the place into a checkpoint folder, and make the folder if needed."""
-        checkpoint.mkdir(parents=True, exist_ok=True)
-        (checkpoint / PLACE_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+    epoch: int = 0  # completed passes over the data
+    steps: int = 0  # completed optimizer steps of the present pass
 
 
 class DataProgress(TrainerCallback):
@@ -191,12 +170,17 @@ class DataProgress(TrainerCallback):
     def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
         """Count a completed pass; `on_epoch_end` is also called if training stops within a pass."""
         if self._in_pass:
-            self.place = replace(self.place, epoch=self.place.epoch + 1, steps=0)
+            self.place = DataPlace(self.place.order, self.place.epoch + 1)
         self._in_pass = True
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Count a completed step."""
-        self.place = replace(self.place, steps=self.place.steps + 1)
+        self.place = self.place._replace(steps=self.place.steps + 1)
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the place into a checkpoint folder, and make the folder if needed."""
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / PLACE_FILE).write_text(json.dumps(self.place._asdict(), indent=2) + "\n")
 
 
 def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments, groups: Groups) -> DataPlace:
@@ -210,12 +194,7 @@ def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments
     place, error = DataPlace(order), None
     if checkpoint is not None and not args.ignore_data_skip:
         try:
-            file = Path(checkpoint) / PLACE_FILE
-            if not file.is_file():
-                raise Resume.NO_PLACE.error(checkpoint=checkpoint, file=PLACE_FILE)
-            place = DataPlace(**json.loads(file.read_text()))
-            if differences := _differences(place.order, order, groups.ranks):
-                raise Resume.OTHER_ORDER.error(differences="; ".join(differences))
+            place = _kept_place(Path(checkpoint), order, groups.ranks)
         except (ValueError, OSError) as caught:
             error = caught
     groups.raise_together(error, in_world=True)
@@ -223,28 +202,32 @@ def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments
         logger.warning(
             "%s is %s, but micro-batches still hold at most %s tokens, as in the checkpoint. To use larger ones set "
             "ignore_data_skip=True, which begins a new pass over the data",
-            CAPACITY,
-            order[CAPACITY],
-            place.order[CAPACITY],
+            *(CAPACITY, order[CAPACITY], place.order[CAPACITY]),
         )
     return place
 
 
-def _differences(stored: DataOrder, present: DataOrder, ranks: int) -> list[str]:
-    """Return the settings by which documents would come in another order, with the required values."""
+def _kept_place(checkpoint: Path, order: DataOrder, ranks: int) -> DataPlace:
+    """Return a checkpoint's place; raise ValueError if documents would come in another order."""
+    if not (checkpoint / PLACE_FILE).is_file():
+        raise Resume.NO_PLACE.error(checkpoint=checkpoint, file=PLACE_FILE)
+    place = DataPlace(**json.loads((checkpoint / PLACE_FILE).read_text()))
+    stored = place.order
     if CAPACITY in stored:  # earlier versions stored only the layout "whole"
         stored = {LAYOUT: CUTTING, **stored}
     wrong = [
-        f"{name} is {present.get(name)}, but must be {stored.get(name)}"
-        for name in {**stored, **present}
-        if name != CAPACITY and present.get(name) != stored.get(name)
+        f"{name} is {order.get(name)}, but must be {stored.get(name)}"
+        for name in {**stored, **order}
+        if name != CAPACITY and order.get(name) != stored.get(name)
     ]
-    if CAPACITY in present and CAPACITY in stored and int(present[CAPACITY]) < int(stored[CAPACITY]):
+    if CAPACITY in order and CAPACITY in stored and int(order[CAPACITY]) < int(stored[CAPACITY]):
         wrong.append(
-            f"{CAPACITY} is {present[CAPACITY]}, but must be at least {stored[CAPACITY]}: with {ranks} ranks, "
+            f"{CAPACITY} is {order[CAPACITY]}, but must be at least {stored[CAPACITY]}: with {ranks} ranks, "
             f"tokens_per_rank={-(-int(stored[CAPACITY]) // ranks)}"
         )
-    return wrong
+    if wrong:
+        raise Resume.OTHER_ORDER.error(differences="; ".join(wrong))
+    return place
 
 
 @contextmanager
@@ -255,24 +238,18 @@ def disk_errors_named(folder: Path) -> Iterator[None]:
     except Exception as error:
         if getattr(error, "filename", None) is not None:
             raise  # the file is named already
-        number = _system_error(error, folder)
+        number = getattr(error, "errno", None)
+        if match := re.search(r"os error (\d+)", str(error)):  # an error of Rust
+            number = int(match[1])
+        elif not isinstance(error, OSError):
+            try:  # torch.save reports "basic_ios::clear" or a wrong position: check whether the disk takes some bytes
+                with tempfile.TemporaryFile(dir=folder) as file:
+                    file.write(bytes(1 << 20))
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as refusal:
+                number = refusal.errno
         if number not in DISK_ERRORS:
             raise
         remedy = f"{folder} is incomplete: remove it, and free disk space or set another output_dir"
         raise OSError(number, f"{os.strerror(number)}; {remedy}", str(folder)) from error
-
-
-def _system_error(error: Exception, folder: Path) -> int:
-    """Return the system's error number behind an error; 0 if there is none."""
-    if isinstance(error, OSError):
-        return error.errno or 0
-    if match := re.search(r"os error (\d+)", str(error)):  # an error of Rust
-        return int(match[1])
-    try:  # torch.save reports "basic_ios::clear" or a wrong position: check whether the disk takes some bytes
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(1 << 20))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as refusal:
-        return refusal.errno or 0
-    return 0

@@ -28,11 +28,7 @@ MEANS = ("entropy", "mean_token_accuracy")
 
 @dataclass
 class DistCASFTConfig(DistCAArguments, SFTConfig):
-    """`trl.SFTConfig` with the settings of `DistCAConfig`.
-
-    Raises:
-        ValueError: A setting contradicts packed training with an exact loss.
-    """
+    """`trl.SFTConfig` with the settings of `DistCAConfig`."""
 
     max_length: int | None = field(
         default=None,
@@ -52,10 +48,6 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
 
     The arguments are those of `trl.SFTTrainer`; `args` is a `DistCASFTConfig`. A model that is given by name is loaded
     with `attn_implementation="distca"`.
-
-    Raises:
-        ValueError: The model, the arguments or the data set cannot be trained this way. Every rank raises it before
-            training begins, with the reason.
     """
 
     def __init__(self, model: Any, args: DistCASFTConfig, *others: Any, **kwargs: Any) -> None:

@@ -30,7 +30,7 @@ class StepTracer(TrainerCallback):
     """
 
     def __init__(self, dispatcher: Dispatcher, args: DistCAArguments) -> None:
-        self._dispatcher, self._recorder, self._args = dispatcher, dispatcher.recorder, args
+        self._dispatcher, self._args = dispatcher, args
         self._recording: Recording | None = None
         self.on_train_begin()
 
@@ -38,7 +38,7 @@ class StepTracer(TrainerCallback):
         """Forget an earlier training."""
         self._drop()
         self._steps = self._traced = 0
-        self._zero: tuple[float, float] | None = None  # see `rank_trace`
+        self._zero = 0.0, 0.0  # see `rank_trace`
         self._spans: list[Span] = []
 
     def _drop(self) -> None:
@@ -52,17 +52,18 @@ class StepTracer(TrainerCallback):
         self._drop()
         if self._steps < STEPS_BEFORE or self._traced == self._args.trace_steps:
             return
-        if self._zero is None:
+        recorder = self._dispatcher.recorder
+        if self._traced == 0:
             self._zero = self._common_zero()
-        self._recording = self._recorder.listen(*TRACED)
-        self._step.enter_context(self._recorder.span("step", f"step {number}"))
+        self._recording = recorder.listen(*TRACED)
+        self._step.enter_context(recorder.span("step", f"step {number}"))
         self.section("batches")
 
     def section(self, name: str) -> None:
         """Begin another section of a recorded step."""
         if self._recording is not None:
             self._section.close()
-            self._section.enter_context(self._recorder.span("section", name))
+            self._section.enter_context(self._dispatcher.recorder.span("section", name))
 
     def on_pre_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
         """Begin the section of the optimizer: all gradients are computed."""
@@ -108,7 +109,7 @@ class StepTracer(TrainerCallback):
             entered = time.perf_counter()
             groups.meet()
             rounds.append((entered, time.perf_counter()))
-        offset, error = self._recorder.clock()
+        offset, error = self._dispatcher.recorder.clock()
         mine = [left - entered for entered, left in rounds]
         times_of_ranks, errors = zip(*groups.all_gather((mine, error), in_world=True), strict=True)
         longest = [max(times) for times in zip(*times_of_ranks, strict=True)]
@@ -116,7 +117,6 @@ class StepTracer(TrainerCallback):
         return rounds[best][1] + offset, longest[best] + max(errors)
 
     def _write(self) -> None:
-        assert self._zero is not None
         groups, rank = self._dispatcher.groups, self._args.process_index
         path = Path(str(self._args.output_dir)) / f"trace_rank_{rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)

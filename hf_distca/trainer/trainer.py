@@ -16,7 +16,7 @@ CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejecte
 """Columns from which TRL's trainers make tokens and labels."""
 
 
-def with_tokens(given: dict[str, Any], model: Any) -> dict[str, Any]:
+def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """Return a trainer's arguments with data sets that have a column `input_ids`, and with the tokenizer.
 
     Text is tokenized by `processing_class`, or a tokenizer inside it, else by the tokenizer of the model of this name.
@@ -31,7 +31,11 @@ def with_tokens(given: dict[str, Any], model: Any) -> dict[str, Any]:
     def tokenized(dataset: Any, name: str) -> Any:
         if isinstance(dataset, dict):
             return {key: tokenized(each, f"{name}[{key!r}]") for key, each in dataset.items()}
-        first = _first_example(dataset)
+        first: Any = None  # the first example, if reading it does not consume it
+        if isinstance(dataset, datasets.IterableDataset):
+            first = next(iter(dataset), None)
+        elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
+            first = dataset[0]
         if not isinstance(first, Mapping) or "input_ids" in first:
             return dataset
         if chats := [column for column in CHATS if column in first]:
@@ -51,9 +55,8 @@ def with_tokens(given: dict[str, Any], model: Any) -> dict[str, Any]:
         with args.main_process_first():
             return dataset.map(_tokenize, fn_kwargs={"tokenizer": tokenizer, "field": field}, **options)
 
-    for name in ("train_dataset", "eval_dataset"):
-        given[name] = tokenized(given.get(name), name)
-    return given
+    datasets_of = {name: tokenized(given.get(name), name) for name in ("train_dataset", "eval_dataset")}
+    return {**given, **datasets_of}
 
 
 def _tokenize(batch: Mapping[str, list[str]], tokenizer: Any, field: str) -> dict[str, Any]:
@@ -61,15 +64,6 @@ def _tokenize(batch: Mapping[str, list[str]], tokenizer: Any, field: str) -> dic
     end = tokenizer.eos_token or ""
     texts = [text if text.endswith(end) else text + end for text in batch[field]]
     return {"input_ids": tokenizer(texts, verbose=False)["input_ids"]}  # not truncated: plans handle the length
-
-
-def _first_example(dataset: Any) -> Any:
-    """Return the first example if reading it does not consume it; else None."""
-    if isinstance(dataset, datasets.IterableDataset):
-        return next(iter(dataset), None)
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
-        return dataset[0]
-    return None
 
 
 class DistCATrainer(DistCAMixin, Trainer):
@@ -80,10 +74,6 @@ class DistCATrainer(DistCAMixin, Trainer):
     - `model` may be a name. The model is then loaded with `attn_implementation="distca"` and `args.model_init_kwargs`.
     - A data set without `input_ids` is tokenized with `processing_class`: the text in the column
       `args.dataset_text_field`, with an end-of-sequence token after each document.
-
-    Raises:
-        ValueError: The model, the arguments or the data set cannot be trained this way. Every rank raises it before
-            training begins, with the reason.
     """
 
     def _prepare_given(self, given: Given) -> Given:

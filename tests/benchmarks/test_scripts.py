@@ -63,8 +63,11 @@ def test_plans_that_know_of_nodes_beside_flat_ones():
     # Of each of the 32 long documents, K and V of rows 0 to 383 go to the rank that has the others: with the nodes
     # known to one of the same node, else from one half of the ranks to the other.
     moved = 384 * 4096
-    assert flat == planner.Planned(1.0, 1.0, 32 * moved, moved, 0, 32 * moved, moved / 50 / 1e9, flat.plan_ms)
-    assert aware == planner.Planned(1.0, 1.0, 32 * moved, moved, moved, 0, moved / 450 / 1e9, aware.plan_ms)
+    assert flat == planner.Planned(flat.metrics, 0, 32 * moved, moved / 50 / 1e9, flat.plan_ms)
+    assert aware == planner.Planned(aware.metrics, moved, 0, moved / 450 / 1e9, aware.plan_ms)
+    for metrics in (flat.metrics, aware.metrics):
+        balance = (metrics.max_over_mean, metrics.tokens_max_over_mean)
+        assert (balance, metrics.bytes_total, metrics.bytes_bottleneck) == ((1.0, 1.0), 32 * moved, moved)
     figures = planner.node_aware_over_flat({"alike-s0": (aware, flat)})
     names = ("bytes_between_nodes", "busiest_within_node", "link_seconds", "bytes_total")
     assert [figures[f"{name}_ratio_worst"] for name in names] == [0.0, 1.0, pytest.approx(1 / 9), 1.0]

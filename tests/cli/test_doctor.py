@@ -1,8 +1,8 @@
 import json
 import subprocess
 from types import SimpleNamespace
+from unittest.mock import Mock
 
-import pytest
 import torch
 from packaging.requirements import Requirement
 
@@ -13,30 +13,31 @@ from hf_distca.cli.doctor import (
     device_findings,
     launch_findings,
     link_findings,
-    merged,
     package_findings,
-    table,
+    report,
 )
 from tests.launch import ROOT, cpu_environment, launcher
 
 ALONE = ", which no other host reaches"
+SLOW = ": threads that wait for a core slow all down"
 
 
-def of_launch(name, cuda=False, cores=8, threads=1, **environment):
-    """Finding of this name on a made-up launch, as a tuple; None if there is none."""
-    found = launch_findings(environment, cuda=cuda, cores=cores, threads=threads)
+def of_launch(name, cuda=False, threads=1, **environment):
+    """State, result and change of the finding of this name on a made-up launch with 8 cores; None if there is none."""
+    found = launch_findings(environment, cuda=cuda, cores=8, threads=threads)
     return next(((each.state, each.found, each.change) for each in found if each.name == name), None)
 
 
-def launch(processes, local=None):
-    return {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(local or processes), "LOCAL_RANK": "0"}
+def launch(processes, local=None, **more):
+    return {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(local or processes), "LOCAL_RANK": "0", **more}
 
 
-def test_findings_of_ranks_are_merged():
+def test_findings_of_ranks_are_merged(capsys):
     torch_, old = Finding("torch", "2.13.0"), Finding("torch", "2.9.0, needs >=2.11", "pip install torch", True)
     device, peft, newer = Finding("device", "cpu", "look"), Finding("peft", "0.18"), Finding("peft", "0.19")
     by_rank = [[torch_, device, peft], [torch_, device, newer], [old, device], [torch_, device]]
-    assert table(merged(by_rank)).splitlines() == [  # ranks may differ in peft, but not in torch
+    assert report(by_rank, {}, as_json=False) == 1
+    assert capsys.readouterr().out.splitlines() == [  # ranks may differ in peft, but not in torch
         "wrong   torch   2.13.0 (ranks 0-1, 3)",
         f"                -> {AGREE}",
         "wrong   torch   2.9.0, needs >=2.11 (rank 2)",
@@ -62,33 +63,17 @@ def test_versions_are_compared_with_requirements():
     ]
 
 
-SLOW = ": threads that wait for a core slow all down"
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "expected"),
-    [
-        ("processes", launch(8, 4), ("ok", "8, of which 4 on a host", "")),
-        ("OMP_NUM_THREADS", launch(8, 4) | {"threads": 2}, ("ok", "2 threads in each of 4 processes on 8 cores", "")),
-        (
-            "OMP_NUM_THREADS",
-            launch(4) | {"threads": 8},
-            ("advice", "8 threads in each of 4 processes on 8 cores", f"set OMP_NUM_THREADS=2{SLOW}"),
-        ),
-        (
-            "OMP_NUM_THREADS",
-            launch(9),
-            ("advice", "1 threads in each of 9 processes on 8 cores", "launch at most 8 processes on this host"),
-        ),
-    ],
-)
-def test_processes_and_threads(name, given, expected):
-    assert of_launch(name, **given) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "cuda", "environment", "state"),
-    [
+def test_processes_threads_and_settings_of_the_environment():
+    assert of_launch("processes", **launch(8, 4)) == ("ok", "8, of which 4 on a host", "")
+    for processes, threads, change in (
+        (launch(8, 4), 2, ""),
+        (launch(4), 8, f"set OMP_NUM_THREADS=2{SLOW}"),
+        (launch(9), 1, "launch at most 8 processes on this host"),
+    ):
+        found = f"{threads} threads in each of {processes['LOCAL_WORLD_SIZE']} processes on 8 cores"
+        expected = ("advice" if change else "ok", found, change)
+        assert of_launch("OMP_NUM_THREADS", threads=threads, **processes) == expected
+    for name, cuda, environment, state in (
         ("processes", False, {}, "ok"),
         ("processes", False, {"WORLD_SIZE": "8"}, "wrong"),
         ("ACCELERATE_USE_CPU", False, {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_DEEPSPEED": "true"}, "wrong"),
@@ -100,35 +85,26 @@ def test_processes_and_threads(name, given, expected):
         ("PYTORCH_ALLOC_CONF", True, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "ok"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", True, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "advice"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", True, {}, None),
-    ],
-)
-def test_settings_of_the_environment(name, cuda, environment, state):
-    found = of_launch(name, cuda=cuda, **environment)
-    assert (found and found[0]) == state
+    ):
+        found = of_launch(name, cuda=cuda, **environment)
+        assert (found and found[0]) == state, environment
 
 
-@pytest.mark.parametrize(
-    ("named", "address", "several", "state", "found"),
-    [
-        ("eth0", None, True, "ok", "eth0"),
-        ("eth0,ib0", None, True, "wrong", "eth0,ib0, but this host has no interface ib0, only lo, eth0"),
-        (None, "10.0.0.7", True, "ok", "not set; this host's name 'a' resolves to 10.0.0.7"),
-        (None, None, True, "wrong", "not set; this host's name 'a' resolves to no address" + ALONE),
-        (None, "127.0.1.1", True, "wrong", "not set; this host's name 'a' resolves to 127.0.1.1" + ALONE),
-        (None, "127.0.1.1", False, "ok", "not set; this host's name 'a' resolves to 127.0.1.1"),
-    ],
-)
-def test_addresses_that_gloo_gives(monkeypatch, named, address, several, state, found):
-    def resolved(host):
-        if address is None:
-            raise OSError
-        return address
-
+def test_addresses_that_gloo_gives(monkeypatch):
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     monkeypatch.setattr("socket.gethostname", lambda: "a")
-    monkeypatch.setattr("socket.gethostbyname", resolved)
-    environment = launch(8, 4 if several else 8) | ({"GLOO_SOCKET_IFNAME": named} if named else {})
-    assert of_launch("GLOO_SOCKET_IFNAME", **environment) == (state, found, HOW if state == "wrong" else "")
+    for named, local, address, state, found in (
+        ("eth0", 4, None, "ok", "eth0"),
+        ("eth0,ib0", 4, None, "wrong", "eth0,ib0, but this host has no interface ib0, only lo, eth0"),
+        (None, 4, "10.0.0.7", "ok", "not set; this host's name 'a' resolves to 10.0.0.7"),
+        (None, 4, None, "wrong", "not set; this host's name 'a' resolves to no address" + ALONE),
+        (None, 4, "127.0.1.1", "wrong", "not set; this host's name 'a' resolves to 127.0.1.1" + ALONE),
+        (None, 8, "127.0.1.1", "ok", "not set; this host's name 'a' resolves to 127.0.1.1"),
+    ):
+        resolve = Mock(return_value=address, side_effect=None if address else OSError)
+        monkeypatch.setattr("socket.gethostbyname", resolve)
+        environment = launch(8, local) | ({"GLOO_SOCKET_IFNAME": named} if named else {})
+        assert of_launch("GLOO_SOCKET_IFNAME", **environment) == (state, found, HOW if state == "wrong" else "")
 
 
 def test_a_gpu_that_no_kernel_supports(monkeypatch):
@@ -153,8 +129,7 @@ def test_slow_links_are_named():
     rates = {(0, 1): 400.0, (1, 0): 390.0, (0, 2): 40.0, (2, 0): 42.0, (1, 2): 41.0, (2, 1): 9.0}
     within, between = link_findings(rates, (0, 0, 1))
     assert within == Finding("links within nodes", "395.00 GB/s; the slowest, rank 1 to 0, 390.00")
-    assert between.found == "40.50 GB/s; the slowest, rank 2 to 1, 9.00"
-    assert between.state == "advice"
+    assert (between.found, between.state) == ("40.50 GB/s; the slowest, rank 2 to 1, 9.00", "advice")
 
 
 def test_one_process(monkeypatch, run):
@@ -165,11 +140,8 @@ def test_one_process(monkeypatch, run):
     status, printed, _ = run("doctor", "--json")
     states = {finding["name"]: finding["state"] for finding in json.loads(printed)["findings"]}
     assert (status, states["GLOO_SOCKET_IFNAME"]) == (1, "wrong")
-
-
-@pytest.mark.parametrize("timeout", ["nan", "inf", "0", "x"])
-def test_a_wait_is_a_number_of_seconds(run, timeout):
-    assert "--timeout: must be " in run("doctor", "--timeout", timeout)[2]
+    for timeout in ("nan", "inf", "0", "x"):
+        assert "--timeout: must be " in run("doctor", "--timeout", timeout)[2]
 
 
 def test_a_launch():
@@ -178,7 +150,6 @@ def test_a_launch():
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     found = {each["name"]: each for each in printed["findings"]}
-    assert found["processes"]["found"] == "2 on one host"
-    assert found["nodes"]["found"] == "one"
+    assert (found["processes"]["found"], found["nodes"]["found"]) == ("2 on one host", "one")
     assert found["links within nodes"]["found"].endswith(f"{min(link['rate'] for link in printed['links']):.2f}")
     assert found["torch"]["ranks"] is None

@@ -16,21 +16,12 @@ print("heavy:", *sorted({"torch", "transformers", "numpy"} & set(sys.modules)))
 """
 
 
-def test_help_and_version_import_nothing_heavy():
+def test_help_and_version_import_nothing_heavy(run):
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     *_, version, heavy = done.stdout.splitlines()
     assert (version, heavy) == (f"hf-distca {hf_distca.__version__}", "heavy:")
-
-
-def test_alone_it_shows_its_help(run):
     status, shown, _ = run()
     assert (status, shown.startswith("usage: hf-distca")) == (0, True)
-    for tool, what_for in TOOLS.items():
-        assert tool in shown
-        assert what_for.split(",")[0] in shown
-
-
-def test_an_unknown_tool_is_an_error_in_one_line(run):
+    assert all(tool in shown and what_for.split(",")[0] in shown for tool, what_for in TOOLS.items())
     status, _, error = run("plam")
-    assert status == 2
-    assert "invalid choice: 'plam'" in error
+    assert (status, error.count("\n"), "invalid choice: 'plam'" in error) == (2, 1, True)

@@ -15,7 +15,7 @@ import hf_distca
 from hf_distca.cli.main import TOOLS
 from hf_distca.collator.refusals import Data
 from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
-from hf_distca.refusal import Refusal, entries
+from hf_distca.refusal import Refusal
 from hf_distca.trainer.metrics import METRICS, PREFIX
 from hf_distca.trainer.refusals import (
     ARGUMENTS,
@@ -166,6 +166,13 @@ before training begins. The message says what was found, why it cannot work and 
 conditions; [Feature compatibility](features.md) and [Model compatibility](compatibility.md) show which were tested.
 Models that are refused here still train with stock attention (`attn_implementation="sdpa"`) and transformers' Trainer.
 """
+
+
+def entries(table: type) -> tuple[Refusal, ...]:
+    """Entries of a table whose code raises each of them by its name."""
+    return tuple(entry for entry in vars(table).values() if isinstance(entry, Refusal))
+
+
 REFUSALS: dict[str, tuple[Refusal, ...]] = {
     "Models": entries(Models),
     "Adapters": (PROMPT_LEARNING, ALORA, *ADAPTERS.values()),

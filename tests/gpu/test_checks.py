@@ -17,7 +17,6 @@ from tests.gpu.test_parts import SMALL
 def test_a_failure_or_a_number_out_of_bounds_is_wrong_and_does_not_end_the_part(capsys):
     findings = Findings()
     findings.at_most(1.0, 1.0, "as much")
-    assert findings.wrong == []
     findings.at_most(1.5, 1.0, "more")
     findings.at_most(math.nan, 1.0, "none")
     with findings.trying("first"):
@@ -64,15 +63,13 @@ def test_of_a_kernel_that_is_compiled_there_are_few_variants():
     assert {name for dtype, name in every if dtype == torch.float16} == set(cases(SMALL))
 
 
-def test_deviations():
+def test_deviations_and_side_by_side_rows():
     want = torch.tensor([2.0, -4.0, -torch.inf], dtype=torch.float64)
     assert deviation(torch.tensor([2.0, -3.0, -torch.inf]), want) == 0.25
     assert deviation(torch.tensor([2.0, -torch.inf, -torch.inf]), want) == math.inf
     assert deviation(torch.tensor([2.0, -4.0, 0.0]), want) == math.inf
     assert deviation(torch.tensor([0.01]), torch.zeros(1, dtype=torch.float64)) == pytest.approx(0.1)
-
-
-def test_received_rows_lie_in_wider_rows_at_multiples_of_16_bytes():
+    # Received rows lie in wider rows, at multiples of 16 bytes.
     views = side_by_side([(3, 7, 5), (3, 1, 8)], torch.bfloat16, torch.device("cpu"))
     assert [tuple(view.shape) for view in views] == [(3, 7, 5), (3, 1, 8)]
     assert [view.storage_offset() * 2 % 16 for view in views] == [0, 0]

@@ -21,27 +21,20 @@ def test_bytes_by_part_when_they_are_the_most():
     assert live.peak == {"activations": 4 * KB, "loss": 12 * KB}
 
 
-def test_tensors_that_exist_can_be_counted_as_another_part():
-    live = LiveMemory()
-    weight = torch.empty(KB)
+def test_tensors_of_another_part_and_tensors_on_the_host():
+    live, weight = LiveMemory(), torch.empty(KB)
     live.belong([weight], "weights")
     with live:
         result = torch.empty(KB)
         live.belong([result, weight], "gradients")
         live.begin()
-    assert live.peak == {"weights": 0, "activations": 0, "gradients": 8 * KB}
-
-
-def test_tensors_on_the_host_take_nothing():
-    live = LiveMemory()
-    with live:
+        assert live.peak == {"weights": 0, "activations": 0, "gradients": 8 * KB}
         with live.making("host"):
-            away = torch.empty(100 * KB)
-        here = torch.empty(KB)
+            away = torch.empty(100 * KB)  # takes nothing of the device
         del away
         more = torch.empty(KB)
-    assert here.shape == more.shape
-    assert live.peak == {"host": 0, "activations": 8 * KB}
+    assert more.shape == (KB,)
+    assert live.peak == {"weights": 0, "activations": 4 * KB, "gradients": 8 * KB, "host": 0}
 
 
 def test_weights_that_autocast_copies():

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
+from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.exchange import rounded_up
-from hf_distca.memory.counter import STEP, count_by_layers, longest_tokens
+from hf_distca.memory.counter import MemoryCounter, count_by_layers
 from hf_distca.memory.live import LiveMemory
 from hf_distca.memory.micro_batch import Use, bound_plan, count_core_attention, count_micro_batch, run_core_attention
 from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, RecurrenceMemory
@@ -43,23 +45,17 @@ def counted(use: Use, *, dtype: torch.dtype = torch.float32, **config) -> dict[s
     return count_micro_batch(model, plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds())), 0, use)
 
 
-def test_each_checkpointed_layer_adds_its_input_and_kept_o():
+def test_checkpointed_layers():
     less, more = (counted(CHECKPOINTING, num_hidden_layers=layers) for layers in (2, 3))
     assert (less["kept O"], more["kept O"]) == (2 * KEPT_O, 3 * KEPT_O)
     assert more["activations"] - less["activations"] == TOKENS * HIDDEN * 4
     assert less["backward"] > less["loss"]  # a layer is computed again at the peak
     for use in (FLASH, Use("torch_varlen", checkpointing={}, keep_core_attention=False)):
         assert "kept O" not in counted(use)
-
-
-def test_offloaded_checkpoints_are_on_the_host():
+    # Offloaded checkpoints are on the host; the last layer's input and results are back.
     parts = counted(Use("torch_varlen", checkpointing={"offload": True}), num_hidden_layers=3)
     assert parts["kept O"] == 0
-    # The last layer's input and results are back.
     assert parts["host"] >= 2 * TOKENS * (2 * HIDDEN + HEADS) * 4
-
-
-def test_every_other_layer_checkpointed():
     parts = counted(Use("torch_varlen", checkpointing={"every_n_layers": 2}), num_hidden_layers=4)
     assert parts["kept O"] == 2 * KEPT_O
 
@@ -70,17 +66,18 @@ def test_weights_and_gradients_are_those_of_the_model():
     parts = counted(FLASH)
     assert parts["weights"] == parameters * 4 + buffers
     assert parts["gradients"] == parameters * 4
+    assert "exchange buffers" not in parts  # a rank alone sends nothing
     assert counted(FLASH, dtype=torch.bfloat16)["gradients"] == parameters * 2
 
 
-@pytest.mark.parametrize(("kernel", "in_one_go"), [("torch_varlen", True), ("cpu", False)])
-def test_rows_are_added_up_as_by_the_device_of_the_kernel(kernel, in_one_go):
+def test_rows_are_added_up_as_by_the_device_of_the_kernel():
     (kind,) = small_kinds()
     plan = plan_micro_batch([3 * TOKENS], PlanSettings(3, TOKENS, small_kinds()))
-    bound = bound_plan(plan, 2, Use(kernel), LiveMemory())
-    with fake_tensors(), Counting(torch.device("cpu")) as seen:
-        run_core_attention(bound, kind, torch.float32)
-    assert any(call.name == "sum_rows" for call in seen.calls) == in_one_go
+    for kernel in ("torch_varlen", "cpu"):
+        bound = bound_plan(plan, 2, Use(kernel), LiveMemory())
+        with fake_tensors(), Counting(torch.device("cpu")) as seen:
+            run_core_attention(bound, kind, torch.float32)
+        assert any(call.name == "sum_rows" for call in seen.calls) == (kernel == "torch_varlen")
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear", "bamba"])
@@ -126,11 +123,6 @@ def test_a_recurrence_keeps_what_it_reads_and_makes_states_of_chunks():
         assert scan(hidden, dt, A, B, C, return_final_states=True)[1].shape == (1, 4, 16, 8)
 
 
-def test_a_rank_alone_sends_nothing():
-    plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds()))
-    assert "exchange buffers" not in count_core_attention(plan, small_kinds()[0], torch.float32, 0, FLASH)
-
-
 def test_exchange_buffers_of_forwarded_rows():
     kind, buffer = AttentionKind(q_heads=1, kv_heads=1, dim_qk=16, dim_v=16), 1 << 15
     settings = PlanSettings(
@@ -146,13 +138,10 @@ def test_exchange_buffers_of_forwarded_rows():
         parts = count_core_attention(plan, kind, torch.float32, rank, FLASH)
         # Rows of K and V of 128 bytes: sent; received, also by the second hop; and forwarded to others. Each of five
         # stages has its own memory.
+        counts = [(stage.keys, stage.forwarded) for stage in stages]
         rows = [
-            (
-                stage.keys.send_counts.sum(),
-                stage.keys.recv_counts.sum() + stage.forwarded.recv_counts.sum(),
-                stage.forwarded.send_counts.sum(),
-            )
-            for stage in stages
+            (keys.send_counts.sum(), keys.recv_counts.sum() + hop.recv_counts.sum(), hop.send_counts.sum())
+            for keys, hop in counts
         ]
         slots = [np.max(rows[first::SLOTS_IN_HOPS], axis=0) for first in range(SLOTS_IN_HOPS)]
         expected = sum(rounded_up(128 * int(count)) for slot in slots for count in slot)
@@ -190,39 +179,25 @@ def test_a_deep_model_is_counted_by_a_few_layers(model_type, config, period, use
     assert count_by_layers(count, deep, period) == count(deep)
 
 
-@pytest.mark.parametrize(
-    ("available", "longest"), [(0, 0), (1023, 0), (1024, 1024), (7 * 1024 + 5, 7168), (10**6, 976 * 1024)]
-)
-def test_the_longest_rows_that_fit(available, longest):
-    asked = []
+def test_the_longest_rows_that_fit(monkeypatch):
+    counter = MemoryCounter(small_model(), PlanSettings(1, 8192, small_kinds()), DistCAConfig())
+    for available, longest in ((0, 0), (1023, 0), (1024, 1024), (7 * 1024 + 5, 7168), (10**6, 976 * 1024)):
+        monkeypatch.setattr(counter, "count", lambda plan, _: SimpleNamespace(total=int(plan.tokens.sum())))
+        assert counter.longest(available, None) == longest
 
-    def needed(tokens):
-        asked.append(tokens)
-        return tokens
+    def growing_faster(plan, _):
+        tokens = int(plan.tokens.sum())
+        return SimpleNamespace(total=tokens + max(0, tokens - 5000))
 
-    assert longest_tokens(needed, available) == longest
-    assert all(tokens % STEP == 0 for tokens in asked)
-
-
-def test_where_memory_grows_faster_with_length_no_more_than_fit():
-    def needed(tokens):
-        return tokens + max(0, tokens - 5000)
-
-    assert needed(longest_tokens(needed, 9000)) <= 9000
+    monkeypatch.setattr(counter, "count", growing_faster)
+    assert counter.longest(9000, None) == 6144
 
 
 def _buffers(lengths: list[int], ping_pong: bool, ranks_per_node: tuple[int, ...] | int) -> tuple[int, int]:
     """Bytes that the exchange of this rank took in a layer's forward and backward, and those that are counted."""
     (kind,) = small_kinds()
-    settings = PlanSettings(
-        dist.get_world_size(),
-        TOKENS,
-        (kind,),
-        4,
-        exchange_buffer_bytes=200 * 128,
-        ping_pong=ping_pong,
-        ranks_per_node=ranks_per_node,
-    )
+    nodes = {"exchange_buffer_bytes": 200 * 128, "ping_pong": ping_pong, "ranks_per_node": ranks_per_node}
+    settings = PlanSettings(dist.get_world_size(), TOKENS, (kind,), 4, **nodes)
     plan = plan_micro_batch(lengths, settings)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     bound = dispatcher.bind(plan)

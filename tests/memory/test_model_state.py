@@ -15,14 +15,11 @@ def model():
     return model_of_config(AutoConfig.for_model("llama", **SMALL), torch.float32)
 
 
-def test_parameters_are_counted_once():
+def test_parameters_are_counted_once_and_quantized_weights_as_they_are():
     assert parameter_bytes(model()) == 4 * ALL
     tied = model_of_config(AutoConfig.for_model("llama", **SMALL, tie_word_embeddings=True), torch.bfloat16)
     assert parameter_bytes(tied) == 2 * (ALL - 64 * 32)
     assert parameter_bytes(tied, 4) == 4 * (ALL - 64 * 32)
-
-
-def test_quantized_weights_count_as_they_are():
     packed = torch.nn.Linear(8, 4, bias=False)  # 32 numbers, two in a byte
     packed.weight = torch.nn.Parameter(torch.zeros(16, 1, dtype=torch.uint8), requires_grad=False)
     assert (parameter_bytes(packed), parameter_bytes(packed, 4), parameter_bytes(packed, trained=True)) == (16, 16, 0)

@@ -4,7 +4,6 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
@@ -60,44 +59,33 @@ def joined_of(folder: Path) -> dict:
     return read_traces(sorted(folder.glob("trace_rank_*.json")))
 
 
-class Slice(NamedTuple):
-    """A slice of a track, in nanoseconds."""
-
-    begin: int
-    end: int
-    name: str
-    category: str
-    arguments: dict
-
-    @property
-    def took(self) -> int:
-        return self.end - self.begin
-
-
-def slices_of(events: list[dict], rank: int) -> list[Slice]:
-    """The slices of a rank's computation, outer before inner ones; none sticks out of another one."""
+def slices_of(events: list[dict], rank: int) -> list[dict]:
+    """The slices of a rank's computation with their ends, outer before inner ones; none sticks out of another one."""
     named = [event for event in events if event["pid"] == rank and event["name"] == "thread_name"]
     (track,) = (event["tid"] for event in named if event["args"]["name"] == "compute")
-    found = []
-    for event in events:
-        if (event["ph"], event["pid"], event["tid"]) == ("X", rank, track):
-            begin, took = (round(event[name] * 1000) for name in ("ts", "dur"))
-            found.append(Slice(begin, begin + took, event["name"], event["cat"], event["args"]))
-    found.sort(key=lambda each: (each.begin, -each.end))
-    around: list[Slice] = []
+    found = [
+        {**event, "begin": (begin := round(event["ts"] * 1000)), "end": begin + round(event["dur"] * 1000)}
+        for event in events
+        if (event["ph"], event["pid"], event["tid"]) == ("X", rank, track)
+    ]
+    found.sort(key=lambda each: (each["begin"], -each["end"]))
+    around: list[dict] = []
     for each in found:
-        while around and around[-1].end <= each.begin:
+        while around and around[-1]["end"] <= each["begin"]:
             around.pop()
-        assert not around or each.end <= around[-1].end
+        assert not around or each["end"] <= around[-1]["end"]
         around.append(each)
     return found
 
 
-def within(outer: Slice, slices: list[Slice], *categories: str) -> list[Slice]:
+def within(outer: dict, slices: list[dict], *categories: str) -> list[dict]:
     """The slices of these categories that lie in another one."""
-    return [
-        each for each in slices if each.category in categories and outer.begin <= each.begin and each.end <= outer.end
-    ]
+    inside = [each for each in slices if outer["begin"] <= each["begin"] and each["end"] <= outer["end"]]
+    return [each for each in inside if each["cat"] in categories]
+
+
+def seconds(slices: list[dict]) -> float:
+    return sum(each["end"] - each["begin"] for each in slices) / 1e9
 
 
 def test_slices_nest_and_arrows_connect(traced):
@@ -113,20 +101,20 @@ def test_slices_nest_and_arrows_connect(traced):
     assert {(left["pid"], came["pid"]) for left, came in arrows} == {(0, 1), (1, 0)}
     for rank in (0, 1):
         slices = slices_of(events, rank)
-        steps = [each for each in slices if each.category == "step"]
-        assert [step.name for step in steps] == ["step 4", "step 5"]
+        steps = [each for each in slices if each["cat"] == "step"]
+        assert [step["name"] for step in steps] == ["step 4", "step 5"]
         for step in steps:
             sections = within(step, slices, "section")
-            assert [each.name for each in sections] == ["batches", "forward", "backward", "between", "optimizer"]
-            assert sum(each.took for each in sections) == pytest.approx(step.took, rel=0.02)
+            assert [each["name"] for each in sections] == ["batches", "forward", "backward", "between", "optimizer"]
+            assert seconds(sections) == pytest.approx(seconds([step]), rel=0.02)
             for section in sections:
                 _check_phases(section, slices)
         crossing = [e for e in events if e["pid"] == rank and e.get("cat") == "exchange" and e["args"]["rows_sent"]]
         assert sum(left["pid"] == rank for left, _ in arrows) == len(crossing) > 8
         for phase, category in (("s", "send"), ("f", "wait")):
-            times = [each for each in slices if each.category == category]
+            times = [each for each in slices if each["cat"] == category]
             for event in (event for event in ends[phase].values() if event["pid"] == rank):
-                assert any(each.begin <= event["ts"] * 1000 <= each.end for each in times)
+                assert any(each["begin"] <= event["ts"] * 1000 <= each["end"] for each in times)
     # Viewers take these tracks for the main thread, and draw an arrow to the enclosing slice only if asked.
     assert not {event["tid"] for event in events} & {0, *(event["pid"] for event in events)}
     assert {event.get("bp") for event in ends["f"].values()} == {"e"}
@@ -135,41 +123,36 @@ def test_slices_nest_and_arrows_connect(traced):
     assert all(left["ts"] < came["ts"] + clock_error for left, came in arrows)  # rows leave before they arrive
 
 
-def _check_phases(section: Slice, slices: list[Slice]) -> None:
+def _check_phases(section: dict, slices: list[dict]) -> None:
     """Phases lie in forward and backward; kernel calls, waits and starts of exchanges lie in phases."""
     phases = within(section, slices, "phase")
     # With checkpoints the backward computes forwards again, but for what was kept of core attention.
-    directions = {"forward": {"forward"}, "backward": {"backward"}}.get(section.name, set())
-    assert {phase.arguments["direction"] for phase in phases} == directions
-    assert {phase.arguments["nano_batch"] for phase in phases} == ({0, 1} if phases else set())
-    inner = 0
-    for phase in phases:
-        named = re.sub(r"(wait|run|send) ", "", phase.name).replace("; ", ", ").split(", ")
-        parts = within(phase, slices, "kernel", "wait", "send")
-        assert {part.name for part in parts} <= set(named)
-        inner += len(parts)
-    assert inner == len(within(section, slices, "kernel", "wait", "send"))
+    directions = {"forward": {"forward"}, "backward": {"backward"}}.get(section["name"], set())
+    assert {phase["args"]["direction"] for phase in phases} == directions
+    assert {phase["args"]["nano_batch"] for phase in phases} == ({0, 1} if phases else set())
+    parts = [within(phase, slices, "kernel", "wait", "send") for phase in phases]
+    for phase, inner in zip(phases, parts, strict=True):
+        named = re.sub(r"(wait|run|send) ", "", phase["name"]).replace("; ", ", ").split(", ")
+        assert {part["name"] for part in inner} <= set(named)
+    assert sum(map(len, parts)) == len(within(section, slices, "kernel", "wait", "send"))
 
 
 def test_times_are_those_of_a_clock(traced):
     folder, results = traced
     events = joined_of(folder)["traceEvents"]
-    for rank, (seconds, waits, *_) in enumerate(results):
+    for rank, (by_clock, waits, *_) in enumerate(results):
         slices = slices_of(events, rank)
-        steps = [each for each in slices if each.category == "step"]
-        for step, by_clock, waited in zip(steps, seconds[BEFORE:], waits[BEFORE:], strict=True):
-            if step.name == "step 5":  # the other's batches were asked for before ranks met for a common zero
-                assert step.took / 1e9 == pytest.approx(by_clock, rel=0.02)
-            assert sum(each.took for each in within(step, slices, "wait")) / 1e9 == pytest.approx(waited, rel=0.02)
+        steps = [each for each in slices if each["cat"] == "step"]
+        for step, taken, waited in zip(steps, by_clock[BEFORE:], waits[BEFORE:], strict=True):
+            if step["name"] == "step 5":  # the other's batches were asked for before ranks met for a common zero
+                assert seconds([step]) == pytest.approx(taken, rel=0.02)
+            assert seconds(within(step, slices, "wait")) == pytest.approx(waited, rel=0.02)
 
 
-def test_nothing_is_measured_when_nobody_asks(rank_pools, tmp_path):
+def test_traces_end_with_a_training_and_are_only_written_if_asked_for(rank_pools, tmp_path):
     for *_, kinds in rank_pools[2].run(_trained, str(tmp_path), 0, BEFORE + 1):
         assert kinds == ALWAYS
     assert not list(tmp_path.glob("trace*"))
-
-
-def test_a_training_that_ends_early_is_traced(rank_pools, tmp_path):
     (_, _, _, kinds), *_ = rank_pools[1].run(_trained, str(tmp_path), 3, BEFORE + 1)
     assert kinds == ALWAYS
     assert list(steps_of(joined_of(tmp_path))) == ["step 4"]
@@ -195,9 +178,12 @@ def test_the_command_joins_and_draws(traced, tmp_path, capsys):
         assert sum(rank["sections_ms"].values()) == pytest.approx(rank["step_ms"], rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_cannot_be_drawn(traced, capsys):
+    folder, _ = traced
+    step = {"ph": "X", "pid": 5, "tid": 6, "name": "step 4", "cat": "step", "ts": 0.0}
+    broken = {"traceEvents": [step], "otherData": {"ranks": 2, "clock_error_us": 1.0}}
+    (folder.parent / "broken.json").write_text(json.dumps(broken))
+    for arguments, message in (
         (["--step", "9"], "the trace has no step 9; choose one of step 4, step 5"),
         (["{folder}/trace_rank_0.json"], "are both of rank 0; give one file per rank"),
         (["{folder}/nothing.json"], "No such file"),
@@ -205,12 +191,6 @@ def test_the_command_joins_and_draws(traced, tmp_path, capsys):
         (["tests"], "tests has no trace_rank_*.json"),
         ([__file__], "is not a trace that training wrote with trace_steps"),
         (["{folder}/../broken.json"], "is not a trace that training wrote with trace_steps: KeyError('dur')"),
-    ],
-)
-def test_what_cannot_be_drawn(traced, capsys, arguments, message):
-    folder, _ = traced
-    step = {"ph": "X", "pid": 5, "tid": 6, "name": "step 4", "cat": "step", "ts": 0.0}
-    broken = {"traceEvents": [step], "otherData": {"ranks": 2, "clock_error_us": 1.0}}
-    (folder.parent / "broken.json").write_text(json.dumps(broken))
-    assert main(["timeline", str(folder), *(argument.format(folder=folder) for argument in arguments)]) == 2
-    assert message in capsys.readouterr().err
+    ):
+        assert main(["timeline", str(folder), *(argument.format(folder=folder) for argument in arguments)]) == 2
+        assert message in capsys.readouterr().err

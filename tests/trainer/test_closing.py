@@ -17,11 +17,9 @@ from tests.trainer.small_trainers import LENGTHS, make_trainer
 class LoaderProcesses(TrainerCallback):
     """Counts the processes that read data while training goes on."""
 
-    def __init__(self) -> None:
-        self.most = 0
+    most = 0
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Count."""
         self.most = max(self.most, len(multiprocessing.active_children()))
 
 
@@ -32,9 +30,8 @@ def _held() -> tuple[int, int, int]:
     return len(dist.distributed_c10d._world.pg_map), threads, len(multiprocessing.active_children())
 
 
-def _trainers_one_after_another(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"read by": [], "held": [], "losses": []}
-    model = small_model()
+def _trainers_one_after_another(folder: str) -> None:
+    model, closed, losses = small_model(), [], []
     for workers in (1, 0, 0):
         trainer = make_trainer(
             folder,
@@ -48,29 +45,24 @@ def _trainers_one_after_another(folder: str) -> dict[str, Any]:
         readers = LoaderProcesses()
         trainer.add_callback(readers)
         trainer.train()
-        found["read by"].append((readers.most, len(multiprocessing.active_children())))
-        found["open"] = _held()
-        found["losses"] += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        groups, _ = trainer.dispatcher.groups, trainer.close()
-        trainer.close()
-        found["held"].append(_held())
+        assert (readers.most, len(multiprocessing.active_children())) == (workers, 0)
+        before, groups = _held(), trainer.dispatcher.groups
+        losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        for _ in range(2):
+            trainer.close()
+        closed.append(_held())
+    # Each trained on from where the one before had come to.
+    assert losses[0] > losses[1] > losses[2]
+    assert closed == [(1, closed[0][1], 0)] * 3
+    assert before[0] == 3
+    assert before[1] > closed[0][1]
     with pytest.raises(RuntimeError, match=r"groups of this dispatcher are closed; make a new trainer or dispatcher"):
         trainer.evaluate()
     with pytest.raises(RuntimeError, match="closed"):
         groups.any_of([True])
     with torch.no_grad():
-        found["logits"] = tuple(model(input_ids=torch.tensor([[3, 4, 5]])).logits.shape)
-    return found
+        assert model(input_ids=torch.tensor([[3, 4, 5]])).logits.shape == (1, 3, 64)
 
 
 def test_nothing_is_left_of_a_closed_trainer(rank_pools, tmp_path):
-    for found in rank_pools[2].run(_trainers_one_after_another, str(tmp_path)):
-        assert found["read by"] == [(1, 0), (0, 0), (0, 0)]
-        assert found["held"][0] == found["held"][1] == found["held"][2]
-        groups, threads, processes = found["held"][0]
-        assert (groups, processes) == (1, 0)
-        assert found["open"][0] == 3
-        assert found["open"][1] > threads
-        # Each trained on from where the one before had come to.
-        assert found["losses"][0] > found["losses"][1] > found["losses"][2]
-        assert found["logits"] == (1, 3, 64)
+    rank_pools[2].run(_trainers_one_after_another, str(tmp_path))

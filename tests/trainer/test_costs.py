@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,102 +19,71 @@ from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, Mi
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.trainer.assembly import make_dispatcher
-from hf_distca.trainer.costs import PROFILE_FILE, Corrections, Observed, Step, _kept, choices_of, observe
+from hf_distca.trainer.costs import PROFILE_FILE, Corrections, choices_of, observe
 from tests.models_and_batches import exchanging, small_model
 from tests.trainer.small_trainers import make_trainer
 
 CPU = torch.device("cpu")
 
 
-def choices(ranks: int = 4, **changes):
-    """What may be chosen with the profile of an H100, and the settings of the plans."""
+def choices(ranks: int = 4, checkpointing: bool = False, **changes: Any) -> Any:
+    """What may be chosen with the profile of an H100."""
     config = hf_distca.DistCAConfig(**{"device_profile": "h100", **changes})
     model = small_model(implementation="distca")
-    settings = hf_distca.plan_settings(model, config, ranks=ranks, device=CPU)
-    dispatcher = SimpleNamespace(settings=settings)
-    return choices_of(model, dispatcher, config, checkpointing=False), settings
+    dispatcher: Any = SimpleNamespace(settings=hf_distca.plan_settings(model, config, ranks=ranks, device=CPU))
+    return choices_of(model, dispatcher, config, checkpointing=checkpointing)
 
 
-def set_by_hand() -> dict:
-    return {"device_profile": None, **exchanging(small_model())}
-
-
-@pytest.mark.parametrize("changes", [set_by_hand(), {"attention_servers": "external"}, {"ranks": 1}])
-def test_nothing_is_chosen_where_all_is_set_with_servers_or_alone(changes):
-    assert choices(**changes)[0] is None
-
-
-def test_costs_are_those_of_the_profile_and_the_model():
-    found, settings = choices()
-    profile = DeviceProfile.load("h100")
-    assert found.groups
-    assert found.tolerances == (0.01, 0.1, 0.3)
-    assert found.nano_batches == (1, 2)
-    assert found.costs.exchange == profile.exchange
-    ((kind, layers, forward, _),) = [tuple(vars(each).values()) for each in found.costs.kinds]
-    assert (kind, layers) == (settings.kinds[0], small_model().config.num_hidden_layers)
-    assert forward == profile.kernel(kind, "forward")
-    assert found.costs.backward_factor == 2.0
-
-
-def test_what_is_set_is_kept():
-    assert not choices(document_layout="joint")[0].groups
-    assert choices(balance_tolerance=0.2)[0].tolerances == (0.2,)
-    assert choices(ping_pong=False)[0].nano_batches == (1,)
-    assert choices(ping_pong=True)[0].nano_batches == (2,)
+def test_what_may_be_chosen_and_by_which_costs():
+    found, profile, config = choices(), DeviceProfile.load("h100"), small_model().config
+    assert (bool(found.groups), found.tolerances, found.nano_batches) == (True, (0.01, 0.1, 0.3), (1, 2))
+    assert (found.costs.exchange, found.costs.backward_factor) == (profile.exchange, 2.0)
+    (costs,) = found.costs.kinds
+    assert (costs.kind, costs.layers) == (AttentionKind(None, 4, 2, 8, 8), config.num_hidden_layers)
+    assert costs.forward == profile.kernel(costs.kind, "forward")
+    # Core attention that is computed again counts in the backward.
+    kept, again = (choices(checkpointing=True, keep_core_attention=keep).costs.kinds[0] for keep in (True, False))
+    assert again.backward == kept.backward.plus(kept.forward)
+    # What is set is kept.
+    assert not choices(document_layout="joint").groups
+    assert choices(balance_tolerance=0.2).tolerances == (0.2,)
+    assert [choices(ping_pong=on).nano_batches for on in (False, True)] == [(1,), (2,)]
     with pytest.raises(ValueError, match="no device profile at 'h900'"):
         choices(device_profile="h900")
+    # Nothing is chosen where all is set, with servers, or alone.
+    all_set = {"device_profile": None, **exchanging(small_model())}
+    assert [choices(**changes) for changes in (all_set, {"attention_servers": "external"}, {"ranks": 1})] == [None] * 3
 
 
-def test_core_attention_that_is_computed_again_counts_in_the_backward():
-    model = small_model(implementation="distca")
-    backward = []
-    for kept in (True, False):
-        config = hf_distca.DistCAConfig(device_profile="h100", keep_core_attention=kept)
-        dispatcher = SimpleNamespace(settings=hf_distca.plan_settings(model, config, ranks=2, device=CPU))
-        found = choices_of(model, dispatcher, config, checkpointing=True)
-        backward.append(found.costs.kinds[0].backward)
-        forward = found.costs.kinds[0].forward
-    assert backward[1] == backward[0].plus(forward)
-
-
-def _measured(folder) -> list:
-    """Choices of two dispatchers of a run on this rank; the second takes the costs that the first has kept."""
+def _measured(folder: Path) -> list[tuple[Any, str]]:
+    """Costs of dispatchers on this rank, one after another, and what is kept; the last one is of another run."""
     found = []
-    for _ in range(2):
-        config = hf_distca.DistCAConfig(tokens_per_rank=64)
+    for tokens in (64, 64, 32):
+        config = hf_distca.DistCAConfig(tokens_per_rank=tokens)
         dispatcher = make_dispatcher(small_model(implementation="distca"), config, CPU, folder=folder)
-        found.append(dispatcher.settings.choices)
+        found.append((dispatcher.settings.choices.costs, DeviceProfile.load(str(folder / PROFILE_FILE)).source))
         # Nothing to exchange for: documents that balance whole are not cut.
-        plan = plan_micro_batch([30, 30, 30, 30], dispatcher.settings)
-        assert plan.choice.group == 1
-        assert plan.summary.exchange.bytes_total == 0
+        plan = plan_micro_batch([tokens // 2 - 2] * 4, dispatcher.settings)
         placed = dispatcher.plan_lengths([[20, 5]])[0]
+        assert plan.choice.group == 1
         assert placed.choice.seconds > 0
-        assert placed.summary.exchange.bytes_total == 0
+        assert plan.summary.exchange.bytes_total == placed.summary.exchange.bytes_total == 0
         dispatcher.close()
     return found
 
 
-def test_a_profile_that_was_not_written_whole_is_measured_again(tmp_path):
-    (tmp_path / PROFILE_FILE).write_text("{")
-    assert _kept(tmp_path, "here") is None
-    kept = replace(DeviceProfile.load("cpu"), source="here")
-    kept.save(tmp_path / PROFILE_FILE)
-    assert _kept(tmp_path, "here") == kept
-    assert _kept(tmp_path, "elsewhere") is None
-
-
 def test_costs_are_measured_once_agreed_on_and_kept(rank_pools, tmp_path):
-    first, second = rank_pools[2].run(_measured, tmp_path / "run")
+    (tmp_path / PROFILE_FILE).write_text("{")  # was not written whole
+    first, second = rank_pools[2].run(_measured, tmp_path)
     assert first == second
-    measured, kept = first
-    assert measured == kept
-    assert "at most 64 tokens a rank" in DeviceProfile.load(str(tmp_path / "run" / PROFILE_FILE)).source
-    cost = measured.costs
-    assert cost.kinds[0].forward.seconds is not None
-    assert min(cost.before, cost.after, cost.launches, cost.exchange.start) > 0
-    assert cost.exchange.within.bandwidth > 1e6
+    (costs, source), again, (other, source_of_other) = first
+    assert again == (costs, source)
+    assert other != costs
+    assert "at most 64 tokens a rank" in source
+    assert "at most 32 tokens a rank" in source_of_other
+    assert costs.kinds[0].forward.seconds is not None
+    assert min(costs.before, costs.after, costs.launches, costs.exchange.start) > 0
+    assert costs.exchange.within.bandwidth > 1e6
 
 
 # Corrections
@@ -137,13 +107,15 @@ KERNEL = LAYERS * 3.0 * 10  # of a rank: 10 pairs
 BETWEEN = (LAYERS - 1) * (4.0 * 4 + 1.0)
 
 
-def corrected(*steps: Sequence[tuple[float, float]], known: Corrections = NONE) -> Corrections:
+def corrected(
+    *steps: Sequence[tuple[float, float]],
+    known: Corrections = NONE,
+    costs: StepCosts = COSTS,
+    between: float = BETWEEN,
+) -> Corrections:
     """After steps in which each rank's kernel calls, and other work, take so many times as long as measured."""
-    watched = [
-        Step((PLAN,), tuple(Observed(kernel * KERNEL, between * BETWEEN) for kernel, between in step))
-        for step in steps
-    ]
-    return known.after(COSTS, SETTINGS, watched)
+    seen = np.array(steps).transpose(0, 2, 1) * np.array([[KERNEL], [between]])
+    return known.after(costs, SETTINGS, [[PLAN]] * len(steps), seen)
 
 
 def test_costs_that_are_about_right_stay():
@@ -158,14 +130,15 @@ def test_costs_that_are_off_are_scaled_by_the_median_of_the_steps():
     assert (costs.kinds[0].forward.pair, costs.kinds[0].backward.pair) == (2.0, 4.0)
     assert (costs.before, costs.after, costs.head, costs.launches) == (0.5, 1.5, 2.5, 0.5)
     assert costs.exchange == COSTS.exchange
+    # Of one layer only kernel calls are seen: there is no time between layers.
+    one = replace(COSTS, kinds=(replace(COSTS.kinds[0], layers=1),))
+    assert corrected([(2.0 / LAYERS, 9.0)] * 2, costs=one) == Corrections(2.0, 2.0)
 
 
 def test_mixing_layers_count_as_other_work():
     costs = replace(COSTS, mixing=MixingCosts(6, 1.0, 1.0, 9.0, 1.0, 0.0, 1.0, 1.0))
     # Three layers with attention: two mixing layers of 3 s a token after each.
-    other = (LAYERS - 1) * (4.0 * (4 + 2 * 3) + 1.0)
-    watched = [Step((PLAN,), (Observed(KERNEL, 2 * other),) * 2)]
-    found = NONE.after(costs, SETTINGS, watched)
+    found = corrected([(1.0, 2.0)] * 2, costs=costs, between=(LAYERS - 1) * (4.0 * (4 + 2 * 3) + 1.0))
     assert (found.attention, found.other) == pytest.approx((1.0, 2.0))
     assert found.applied(costs).mixing == MixingCosts(6, 2.0, 2.0, 18.0, 2.0, 0.0, 1.0, 1.0)
 
@@ -178,18 +151,9 @@ def test_a_rank_that_is_slower_for_a_while():
     # As expected now: nothing changes. When it has recovered, all are alike again.
     assert corrected(slower, known=slow) is slow
     assert corrected([(1.0, 1.0), (1.0, 1.0)], known=slow) == NONE
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [[(1.0, 1.0), (2.0, 1.0)]],  # its tasks are of shapes that costs tell little of
-        [[(1.0, 1.0), (1.0, 2.0)]],
-        [[(1.0, 1.0), (2.0, 2.0)], [(1.0, 1.0), (1.0, 1.0)]],  # something disturbed it in one step
-    ],
-)
-def test_a_rank_is_not_slow_that_is_so_in_some_ways_only(steps):
-    assert corrected(*steps).slowness == ()
+    # It is not slow whose tasks are of shapes that costs tell little of, or that was disturbed in one step.
+    for steps in ([[(1.0, 1.0), (2.0, 1.0)]], [[(1.0, 1.0), (1.0, 2.0)]], [slower, [(1.0, 1.0), (1.0, 1.0)]]):
+        assert corrected(*steps).slowness == ()
 
 
 def test_what_a_rank_sees():
@@ -205,13 +169,13 @@ def test_what_a_rank_sees():
         Span("phase", "", backward, 20.0, 25.0),
         Span("phase", "", forward, 30.0, 31.0),  # of the next micro-batch
     ]
-    assert observe(spans) == Observed(kernel=5.0, between=0.5 + 4.0)
+    assert observe(spans) == (5.0, 0.5 + 4.0)
 
 
 AUTO = {"document_layout": "auto", "balance_tolerance": "auto", "ping_pong": "auto"}
 
 
-def _trained(folder: Path) -> tuple:
+def _trained(folder: Path) -> tuple[Any, ...]:
     """Of a training whose measured costs are far off: the costs before and after, and what it logged; then those of
     one that resumes from its checkpoint."""
     folder.mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.tensor_parallel import config_on_a_rank
-from hf_distca.trainer.memory import log_memory, shards_of
+from hf_distca.trainer.memory import log_memory, sharing_of
 from tests.logged import Messages
 from tests.models_and_batches import random_documents, reference_step, relative_error, small_model
 from tests.ranks import RankPool
@@ -151,7 +151,7 @@ def _memory(trainer: Any) -> dict[str, Any]:
         "heads": (kind.q_heads, kind.kv_heads),
         "features": alone.config.intermediate_size,
         "numbers": parameter_bytes(base, 1),
-        "shards": shards_of(trainer.accelerator, trainer.model, trainer.dispatcher.groups.ranks),
+        "shards": sharing_of(trainer.accelerator, trainer.model, trainer.dispatcher.groups.ranks)[1],
     }
 
 

@@ -1,4 +1,4 @@
-"""Loaders of data sets, without a training."""
+"""Loaders of data sets, and micro-batches that are fetched and bound while the device works on the one before."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
 
-from hf_distca.collator.padding_free import CollatorWithLengths
+from hf_distca.collator.padding_free import CollatorWithLengths, batch_document_lengths
+from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import PlanSettings
-from hf_distca.trainer.loaders import PackedLoaders, is_stream, lengths_read_on_host
+from hf_distca.trainer.loaders import PackedLoaders, UpcomingBatches, is_stream, lengths_read_on_host
 from tests.trainer.small_trainers import make_trainer
 
 
@@ -21,12 +23,6 @@ class Stream(IterableDataset):
 
     def __len__(self) -> int:
         return 2
-
-
-def test_a_stream_that_has_a_length_is_a_stream():
-    assert is_stream(Stream())
-    assert is_stream(iter([]))
-    assert not is_stream([])
 
 
 def test_loaders_are_made_as_the_arguments_say(tmp_path):
@@ -41,6 +37,10 @@ def test_loaders_are_made_as_the_arguments_say(tmp_path):
     loader = trainer.get_train_dataloader()
     assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (1, True, 3)
     assert (loader.pin_memory, loader._non_blocking, loader.device) == (True, True, trainer.args.device)
+    # Also of evaluations, and by a custom collator.
+    trainer = make_trainer(str(tmp_path), "flattened", lengths=[40, 30], per_device_eval_batch_size=2)
+    batch = next(iter(trainer.get_eval_dataloader()._loader))
+    assert batch["document_lengths"] == batch_document_lengths(batch) == (40, 30)
 
 
 def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(tmp_path):
@@ -66,19 +66,97 @@ def test_whatever_a_data_set_raises_reaches_all_processes_of_the_world(tmp_path,
 
     trainer, seen = make_trainer(str(tmp_path)), []
     groups = trainer.dispatcher.groups
-    monkeypatch.setattr(groups, "raise_together", lambda error, **options: seen.append((error, options)))
+    monkeypatch.setattr(groups, "raise_together", lambda error, **options: seen.append((str(error), options)))
     trainer._loaders.lengths(Faulty([{"input_ids": [1]}]))
-    ((error, options),) = seen
-    assert (str(error), options) == ("stale file handle", {"in_world": True})
+    assert seen == [("stale file handle", {"in_world": True})]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "dispatch_batches", "expected"),
-    [([], None, False), (Stream(), None, True), (Stream(), False, False), ([], True, True)],
-)
-def test_lengths_are_read_by_the_collator_unless_rank_0_reads_for_all(dataset, dispatch_batches, expected):
-    args: Any = SimpleNamespace(accelerator_config=SimpleNamespace(dispatch_batches=dispatch_batches))
-    trainer: Any = SimpleNamespace(data_collator=list, args=args)
-    with lengths_read_on_host(trainer, dataset):
-        assert isinstance(trainer.data_collator, CollatorWithLengths) is not expected
-    assert trainer.data_collator is list
+def test_lengths_are_read_by_the_collator_unless_rank_0_reads_for_all():
+    for dataset, by_rank_0, expected in (
+        ([], None, False),
+        (Stream(), None, True),  # although it has a length
+        (Stream(), False, False),
+        ([], True, True),
+    ):
+        assert is_stream(dataset) == isinstance(dataset, Stream)
+        args: Any = SimpleNamespace(accelerator_config=SimpleNamespace(dispatch_batches=by_rank_0))
+        trainer: Any = SimpleNamespace(data_collator=list, args=args)
+        with lengths_read_on_host(trainer, dataset):
+            assert isinstance(trainer.data_collator, CollatorWithLengths) is not expected
+        assert trainer.data_collator is list
+    assert is_stream(iter([]))
+
+
+# Ahead
+
+
+def test_batches_are_bound_one_ahead_and_fetched_ahead_only_of_the_same_loader():
+    bound: list[str] = []
+
+    def upcoming(remote: object = None) -> UpcomingBatches:
+        bound.clear()
+        binder: Any = SimpleNamespace(remote=remote, bind=lambda plan: bound.append(plan) or f"{plan} bound")
+        return UpcomingBatches(binder)
+
+    def loader(plans: str) -> Iterator[dict[str, Any]]:
+        return iter([{PLAN_KEY: plan} for plan in plans])
+
+    batches, data = upcoming(), loader("abcd")
+    for count, plans, ahead in ((2, "ab", "abc"), (1, "c", "abcd"), (2, "d", "abcd")):
+        fetched = batches.fetch(data, count)
+        assert fetched == list(loader(plans))  # with one that was fetched before
+        batches.begin_step(fetched)
+        for plan in plans:
+            assert batches.bind(plan) == f"{plan} bound"
+            batches.bind_next()
+        assert bound == [*ahead]
+    assert batches.fetch(data, 2) == []
+    assert batches.bind("of an evaluation") == "of an evaluation bound"
+    batches = upcoming()
+    batches.begin_step(batches.fetch(loader("ab"), 1))
+    batches.bind("a")
+    batches.bind_next()
+    assert batches.fetch(loader("cd"), 2) == list(loader("cd"))
+    batches = upcoming(remote=object())  # a pool of servers is asked when it is time
+    batches.begin_step(batches.fetch(loader("ab"), 2))
+    batches.bind("a")
+    batches.bind_next()
+    assert bound == ["a"]
+
+
+class Steps(TrainerCallback):
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def on_step_end(self, *_args, **_kwargs) -> None:
+        self.events.append("optimizer")
+
+
+@pytest.mark.parametrize("source", ["packed", "flattened"])
+def test_training_binds_ahead(tmp_path, monkeypatch, source):
+    trainer = make_trainer(
+        str(tmp_path), source, lengths=[150] * 4, gradient_accumulation_steps=2, max_steps=2, save_strategy="no"
+    )
+    events: list[str] = []
+    trainer.add_callback(Steps(events))
+    bind, compute_loss, collator = trainer.dispatcher.bind, trainer.compute_loss, trainer.data_collator
+    monkeypatch.setattr(trainer.dispatcher, "bind", lambda plan: (events.append("bind"), bind(plan))[1])
+    # Trainer looks at the loss, and waits for it, before it counts these.
+    monkeypatch.setattr(trainer, "floating_point_ops", lambda _inputs: (events.append("waited"), 0)[1])
+    monkeypatch.setattr(trainer, "compute_loss", lambda *a, **k: (events.append("forward"), compute_loss(*a, **k))[1])
+    trainer.train()
+    step = ["bind", "forward", "bind", "waited", "forward", "waited", "optimizer"]
+    expected = [*step, *step]
+    if source == "packed":  # the loader plans: the first batch of the next step is known
+        expected = [*step[:5], "bind", *step[5:], "forward", "bind", "waited", "forward", "waited", "optimizer"]
+    assert events == expected
+    assert trainer.data_collator is collator
+
+
+def test_ranks_are_not_asked_again_in_an_epoch_that_has_ended(tmp_path, monkeypatch):
+    trainer, asked = make_trainer(str(tmp_path), "stream", max_steps=1), []
+    plan_batches = trainer.dispatcher.plan_batches
+    monkeypatch.setattr(trainer.dispatcher, "plan_batches", lambda *a, **k: asked.append(1) or plan_batches(*a, **k))
+    ended = iter([])
+    assert [trainer.get_batch_samples(ended, 2, trainer.args.device)[0] for _ in range(3)] == [[], [], []]
+    assert len(asked) == 1

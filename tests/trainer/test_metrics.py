@@ -1,6 +1,5 @@
 """Figures of a training by a clock that the test turns, predictions, and warnings with remedies."""
 
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +15,11 @@ from hf_distca.models.settings import plan_settings
 from hf_distca.plan import ExchangeFigures, PlanChoice, PlanSummary
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer import metrics
-from hf_distca.trainer.metrics import ModelFlops, Remedies, StepMeter, predicted_attention
+from hf_distca.trainer.metrics import Remedies, StepMeter, flops_counter, predicted_attention
 from tests.models_and_batches import small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
+
+CPU = torch.device("cpu")
 
 
 class Clock(TrainerCallback):
@@ -77,7 +78,7 @@ def figures_of(clock: Clock, moved=MOVED, nodes: Any = None, choice: Any = None,
         settings=SimpleNamespace(nodes=nodes),
         recorder=SimpleNamespace(seconds=clock.seconds),
         groups=SimpleNamespace(all_gather=lambda value: [value], ranks=2),
-        device=torch.device("cpu"),
+        device=CPU,
     )
     pool = None if servers is None else SimpleNamespace(servers=servers)
     meter = StepMeter(dispatcher, small_model(), pool, 2, SimpleNamespace(besides=0.5))
@@ -94,29 +95,16 @@ def figures_of(clock: Clock, moved=MOVED, nodes: Any = None, choice: Any = None,
     return figures
 
 
-def test_bytes_of_nodes_are_logged_where_ranks_share_nodes(clock):
+def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
     figures = figures_of(clock)
     assert figures["exchange_bytes"] == 1.5
-    assert not [name for name in figures if "node" in name]
+    assert not {name for name in figures if "node" in name} | {"mfu", "step_ms", "attention_servers"} & figures.keys()
     assert {name: value for name, value in figures_of(clock, nodes=(0, 0, 1)).items() if "node" in name} == {
         "exchange_bytes_within_nodes": 3.5,
         "exchange_bytes_between_nodes": 6.5,
         "busiest_node_bytes_within": 4.5,
         "busiest_node_bytes_between": 7.5,
     }
-
-
-@pytest.mark.parametrize(("peak", "mfu"), [(None, None), (100.0, 2 * 50.0 / (4.0 * 3 * 100.0))])
-def test_figures_of_devices(monkeypatch, clock, peak, mfu):
-    monkeypatch.setattr(metrics, "peak_flops", lambda name: peak)
-    monkeypatch.setattr(ModelFlops, "of", lambda self, plan: 50.0)
-    figures = figures_of(clock, servers=[7])
-    assert (figures["tokens_per_second"], figures["tokens_per_second_per_device"]) == (12.0, 4.0)
-    assert (figures["exposed_exchange_share"], figures["imbalance_degree_packed"]) == (0.5, 1.5)
-    assert (figures.get("mfu"), figures["attention_servers"], figures["attention_ms"]) == (mfu, 1, 500.0)
-
-
-def test_figures_of_plans_that_were_chosen(clock):
     # Bytes in all, the busiest worker's, and inside nodes three times; then between nodes.
     moved = [[0] * 9, [7, 7, 7, 7, 7, 0, 0, 0, 0], *[[7, 7, 4, 4, 4, 3, 3, 3, 0]] * 2]
     choice = PlanChoice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3)
@@ -125,28 +113,35 @@ def test_figures_of_plans_that_were_chosen(clock):
     assert figures["gain_predicted"] == pytest.approx(1.2)
     assert (figures["plans_without_exchange"], figures["plans_within_nodes"]) == (0.25, 0.25)
     assert figures["attention_ms_predicted"] == pytest.approx(4 * 100.0 / 2)
+    monkeypatch.setattr(metrics, "peak_flops", lambda name: 100.0)
+    monkeypatch.setattr(metrics, "flops_counter", lambda model, shared_by: lambda plan: 50.0)
+    figures = figures_of(clock, servers=[7])
+    assert (figures["tokens_per_second"], figures["tokens_per_second_per_device"]) == (12.0, 4.0)
+    assert (figures["exposed_exchange_share"], figures["imbalance_degree_packed"]) == (0.5, 1.5)
+    assert (figures["attention_servers"], figures["attention_ms"]) == (1, 500.0)
+    assert figures["mfu"] == 2 * 50.0 / (4.0 * 3 * 100.0)
 
 
 def test_model_flops_are_those_of_weights_and_pairs():
     model = small_model()
     for parameter in model.model.layers[0].parameters():
         parameter.requires_grad_(False)
-    config, rows = model.config, [5, 3]
-    settings = plan_settings(model, DistCAConfig(tokens_per_rank=8), ranks=1, device=torch.device("cpu"))
-    plan = plan_micro_batch(rows, settings)
+    config = model.config
+    plan = plan_micro_batch([5, 3], plan_settings(model, DistCAConfig(tokens_per_rank=8), ranks=1, device=CPU))
     of_layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
     rest = model.model.norm.weight.numel() + model.lm_head.weight.numel()
     weights = 4 * of_layers[0] + 6 * (sum(of_layers[1:]) + rest)
     heads = config.num_attention_heads * (config.hidden_size // config.num_attention_heads)
     attention = config.num_hidden_layers * 3 * 4 * heads * (15 + 6)
-    assert ModelFlops(model, shared_by=1).of(plan) == pytest.approx(8 * weights + attention)
+    assert flops_counter(model, shared_by=1)(plan) == pytest.approx(8 * weights + attention)
+    assert flops_counter(model, shared_by=2)(plan) == pytest.approx(8 * weights + 2 * attention)
 
 
 def test_predicted_attention_time():
     """Two micro-batches stay on the two ranks; pairs of such short documents can be counted by hand."""
     model = small_model()
     config = DistCAConfig(tokens_per_rank=4, document_layout="whole", balance_tolerance=100.0, ping_pong=False)
-    settings = plan_settings(model, config, ranks=2, device=torch.device("cpu"))
+    settings = plan_settings(model, config, ranks=2, device=CPU)
     plans = [plan_micro_batch([4, 2, 2], settings), plan_micro_batch([3], settings)]
     busiest, other, layers = 10 + 6, 3 + 3, layers_by_kind(model)
     expected = (7.0 + 4.0) * busiest / (busiest + other)
@@ -160,28 +155,28 @@ def test_predicted_attention_time():
 
 
 FINE = {"imbalance_degree": 1.01, "exposed_exchange_share": 0.02, "ping_pong_share": 1.0}
-WRONG = {"imbalance_degree": 1.3, "exposed_exchange_share": 0.25, "ping_pong_share": 0.01}
-REMEDY = {
-    "imbalance_degree": "(it is 0.3)",
-    "exposed_exchange_share": "hf-distca doctor",
-    "ping_pong_share": "raise tokens_per_rank",
+WRONG = {
+    "imbalance_degree": (1.3, "(it is 0.3)"),
+    "exposed_exchange_share": (0.25, "hf-distca doctor"),
+    "ping_pong_share": (0.01, "raise tokens_per_rank"),
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_each_problem_is_logged_once_with_the_remedy(caplog, name):
-    remedies = Remedies(DistCAConfig(balance_tolerance=0.3, ping_pong=True), ping_pong=True)
-    for _ in range(30):
-        remedies.see({**FINE, name: WRONG[name]}, 10)
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert f"distca/{name} is {WRONG[name]:.2f}" in record.message
-    assert REMEDY[name] in record.message
+def test_each_problem_is_logged_once_with_the_remedy(caplog):
+    for name, (value, remedy) in WRONG.items():
+        caplog.clear()
+        remedies = Remedies(DistCAConfig(balance_tolerance=0.3, ping_pong=True), ping_pong=True)
+        for _ in range(30):
+            remedies.see({**FINE, name: value}, 10)
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert f"distca/{name} is {value:.2f}" in record.message
+        assert remedy in record.message
 
 
 def test_what_needs_no_remedy(caplog):
     remedies = Remedies(DistCAConfig(), ping_pong=True)
-    remedies.see(WRONG, 49)  # few steps
+    remedies.see({name: value for name, (value, _) in WRONG.items()}, 49)  # few steps
     remedies.see({}, 1)
     remedies.see(FINE, 1000)  # means over all steps since: most were fine
     remedies.see({**FINE, "imbalance_degree": 1.3, "ping_pong_share": 0.0}, 50)  # chosen by the planner

@@ -1,25 +1,20 @@
-"""Ranks never train apart, on GPUs or CPUs; see `test_strategies.py` for whole trainings."""
+"""Ranks never train apart, on GPUs or CPUs, and log their memory; see `test_strategies.py` for whole trainings."""
 
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from accelerate import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
 from hf_distca import DistCAConfig
 from hf_distca.refusal import check
 from hf_distca.trainer.assembly import make_dispatcher
-from hf_distca.trainer.parallel import (
-    dtype_of_computation,
-    is_wrapped,
-    join_on_cpu,
-    share_on_cpu,
-    trained_towers,
-)
+from hf_distca.trainer.memory import checkpointing_of, log_memory
+from hf_distca.trainer.parallel import dtype_of_computation, is_wrapped, join_on_cpu, share_on_cpu, trained_towers
 from hf_distca.trainer.refusals import LOSES_DEEPSPEED, NOT_CONNECTED, TRAINER, Run
 from tests.models_and_batches import random_documents, small_model
 from tests.refused import refused
@@ -55,58 +50,41 @@ def test_towers_are_what_text_gives_no_gradient():
     assert trained_towers(with_frozen_tower("distca")) == trained_towers(small_model()) == []
 
 
-@pytest.mark.parametrize(
-    ("argument", "launch", "divided", "expected"),
-    [
+def test_the_dtype_of_computation():
+    for argument, launch, sizes, expected in (
         ("bf16", "no", None, torch.bfloat16),
         ("", "bf16", None, torch.bfloat16),
         ("", "fp16", None, torch.float16),
         ("", "no", None, torch.float32),
-        ("", "no", (2, True), torch.bfloat16),
-        ("", "no", (1, True), torch.float32),
-        ("fp16", "no", (2, True), torch.float16),
-    ],
-)
-def test_the_dtype_of_computation(argument, launch, divided, expected):
-    args: Any = SimpleNamespace(bf16=argument == "bf16", fp16=argument == "fp16")
-    model: Any = SimpleNamespace(dtype=torch.float32, is_distributed_loading_by_transformers=divided is not None)
-    if divided is not None:
-        sizes = SimpleNamespace(dp_size=divided[0], fsdp_mixed_precision=divided[1])
-        model.config = SimpleNamespace(distributed_config=sizes)
-    accelerator: Any = SimpleNamespace(mixed_precision=launch)
-    assert dtype_of_computation(model, args, accelerator) is expected
+        ("", "no", 2, torch.bfloat16),
+        ("", "no", 1, torch.float32),
+        ("fp16", "no", 2, torch.float16),
+    ):
+        args: Any = SimpleNamespace(bf16=argument == "bf16", fp16=argument == "fp16")
+        config = SimpleNamespace(distributed_config=SimpleNamespace(dp_size=sizes, fsdp_mixed_precision=True))
+        model: Any = SimpleNamespace(dtype=torch.float32, config=config)
+        model.is_distributed_loading_by_transformers = sizes is not None
+        accelerator: Any = SimpleNamespace(mixed_precision=launch)
+        assert dtype_of_computation(model, args, accelerator) is expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "cls", "engine", "expected"),
-    [
-        ("NO", nn.Module, None, True),
-        ("MULTI_GPU", nn.Module, None, False),
-        ("MULTI_GPU", DistributedDataParallel, None, True),
-        ("FSDP", nn.Module, None, False),
-        ("FSDP", FullyShardedDataParallel, None, True),
-        ("DEEPSPEED", nn.Module, None, False),
-        ("DEEPSPEED", nn.Module, object(), True),
-    ],
-)
-def test_what_brings_gradients_together(kind, cls, engine, expected):
-    model = cls.__new__(cls)  # without a group
-    nn.Module.__init__(model)
-    model._fsdp_wrapped_module = nn.Module()
-    accelerator: Any = SimpleNamespace(distributed_type=DistributedType[kind], deepspeed_engine_wrapped=engine)
-    assert is_wrapped(model, accelerator) is expected
-
-
-def test_a_model_divided_at_load_is_wrapped_by_fsdp_or_trains_on_the_same_data():
-    model: Any = nn.Module()
+def test_what_brings_gradients_together():
+    for kind, cls, expected in (
+        ("MULTI_GPU", nn.Module, False),
+        ("FSDP", nn.Module, False),
+        ("FSDP", FullyShardedDataParallel, True),
+        ("DEEPSPEED", nn.Module, False),
+    ):
+        model: Any = cls.__new__(cls)  # without a group
+        nn.Module.__init__(model)
+        model._fsdp_wrapped_module = nn.Module()
+        accelerator: Any = SimpleNamespace(distributed_type=DistributedType[kind], deepspeed_engine_wrapped=None)
+        assert is_wrapped(model, accelerator) is expected
+    # A model that was divided at load: by FSDP, or it trains on the same data.
     model.is_distributed_loading_by_transformers = True
     for sizes, expected in ((None, True), (1, True), (2, False)):
-        config = None if sizes is None else SimpleNamespace(data_parallel_size=sizes)
-        accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, parallelism_config=config)
+        accelerator.parallelism_config = None if sizes is None else SimpleNamespace(data_parallel_size=sizes)
         assert is_wrapped(model, accelerator) is expected
-
-
-# Processes on CPUs
 
 
 @pytest.fixture
@@ -123,9 +101,8 @@ def launched(monkeypatch):
     return arguments
 
 
-@pytest.mark.parametrize(
-    ("launch", "use_cpu", "backend"),
-    [
+def test_processes_on_cpus_join_and_share_a_model(launched):
+    for launch, use_cpu, backend in (
         ({}, True, None),
         ({"strategy": "FSDP"}, True, None),
         ({"strategy": "DEEPSPEED"}, False, "gloo"),
@@ -134,15 +111,10 @@ def launched(monkeypatch):
         ({"gpu": True}, False, None),
         ({"gpu": True, "strategy": "DEEPSPEED"}, False, None),
         ({"processes": 1}, False, None),
-    ],
-)
-def test_processes_without_a_gpu_join(launched, launch, use_cpu, backend):
-    args = launched(**launch)
-    join_on_cpu(args)
-    assert (args.use_cpu, args.ddp_backend) == (use_cpu, backend)
-
-
-def test_fsdp_and_models_divided_at_load_are_shared_among_processes_on_cpus(launched):
+    ):
+        args = launched(**launch)
+        join_on_cpu(args)
+        assert (args.use_cpu, args.ddp_backend) == (use_cpu, backend)
     for strategy, divided, expected in [("FSDP", False, "GPU"), ("", True, "GPU"), ("", False, "CPU")]:
         args = launched(strategy=strategy)
         args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
@@ -160,3 +132,43 @@ def test_launches_that_would_train_alone_or_without_deepspeed(launched):
     with refused(NOT_CONNECTED):  # in a custom loop
         make_dispatcher(small_model(), DistCAConfig(), torch.device("cpu"))
     check((LOSES_DEEPSPEED, NOT_CONNECTED), launched(strategy="DEEPSPEED", use_cpu=True, processes=1))
+
+
+# Memory
+
+
+def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog):
+    model = small_model(hidden_size=64, intermediate_size=8192)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    arguments = {"tokens_per_rank": 8192, "activation_checkpointing": True, "bf16": True}
+    trainer = make_trainer(str(tmp_path), model=model, max_steps=1, save_strategy="no", **arguments)
+    of_trainer = (trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator)
+    with caplog.at_level("INFO", "hf_distca.trainer.memory"):
+        for memory in (10**10, 10**8):
+            log_memory(*of_trainer, memory)
+    fits, _, warning = (record for record in caplog.records if record.name == "hf_distca.trainer.memory")
+    assert fits.message.startswith("memory with 8192 tokens on each rank: ")
+    assert " of 10.0 GB (" in fits.message
+    assert warning.levelname == "WARNING"
+    assert warning.message.startswith("tokens_per_rank=8192 will not fit: ")
+    # The model is as it was.
+    assert not model.is_gradient_checkpointing
+    assert next(model.parameters()).grad is None
+    trainer.train()
+    # A model that cannot be counted trains nevertheless.
+    log_memory(torch.nn.Linear(1, 1), *of_trainer[1:], 10**10)
+    assert caplog.records[-1].message.startswith("cannot estimate the memory for training Linear: ")
+
+
+EVERY = {"every_n_layers": 2}
+
+
+def test_how_layers_are_checkpointed():
+    plugin = SimpleNamespace(activation_checkpointing=True, activation_checkpointing_offload=True)
+    for arguments, fsdp, expected in (
+        ({"gradient_checkpointing": False}, None, None),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": EVERY}, plugin, EVERY),
+        ({"gradient_checkpointing": False}, plugin, {"offload": True}),
+    ):
+        accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=fsdp))
+        assert checkpointing_of(SimpleNamespace(**arguments), accelerator) == expected

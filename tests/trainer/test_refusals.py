@@ -1,6 +1,6 @@
 """What cannot be trained exactly is refused before any work starts, on every rank."""
 
-import time
+import re
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -25,38 +25,20 @@ import hf_distca
 from hf_distca.collator.refusals import Data
 from hf_distca.models.decoder import decoder_attentions
 from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
-from hf_distca.refusal import check
+from hf_distca.refusal import Rule, check
 from hf_distca.trainer import refusals
-from hf_distca.trainer.refusals import PADDING, Given, check_given
+from hf_distca.trainer.refusals import PADDING, SUMMED_GRADIENTS, Given, check_given, check_trainer
 from tests.models_and_batches import small_model
-from tests.ranks import RankPool
 from tests.refused import refused
 from tests.survey.tiny import tiny_config
 from tests.trainer.features import with_tower
 from tests.trainer.launches import CHECKPOINTING
 from tests.trainer.small_trainers import make_trainer
 
-
-def arguments(tmp_path, **options):
-    return hf_distca.DistCATrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, **options
-    )
-
-
-def trainer(tmp_path, model=None, collator=None, documents=((1, 2, 3),), **options):
-    dataset = datasets.Dataset.from_dict({"input_ids": [list(document) for document in documents]})
-    return hf_distca.DistCATrainer(
-        model=model or small_model(),
-        args=arguments(tmp_path, **options),
-        train_dataset=dataset,
-        data_collator=collator,
-    )
-
-
 # Tables
 
 
-def settings(**changes):
+def settings(**changes: Any) -> Any:
     # Arguments of TRL's trainer, which have those of transformers, changed after they were checked.
     args = hf_distca.DistCASFTConfig("unused", use_cpu=True, bf16=False, report_to=[])
     loading = {name: changes.pop(name) for name in list(changes) if hasattr(args.accelerator_config, name)}
@@ -65,42 +47,42 @@ def settings(**changes):
     return args
 
 
-def given(args=None, trainer=hf_distca.DistCATrainer, **named):
+def given(args: Any = None, trainer: type = hf_distca.DistCATrainer, **named: Any) -> Given:
     return Given(trainer, {"args": settings() if args is None else args, **named})
 
 
-def launched(args=None, model=None, tensor=1, optimizers=(None, None), **changes):
+def launched(args: Any = None, model: Any = None, tensor: int = 1, **changes: Any) -> Any:
     # A trainer as it would be launched, with tensor parallelism of this size.
-    accelerator = SimpleNamespace(
-        state=SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=changes.pop("backend", DynamoBackend.NO))),
-        mixed_precision=changes.pop("mixed_precision", "no"),
-        is_fsdp2=changes.pop("is_fsdp2", False),
-        distributed_type=changes.pop("distributed_type", DistributedType.NO),
-    )
-    facts = {"is_deepspeed_enabled": False, "model_accepts_loss_kwargs": True, **changes}
-    facts |= dict(zip(("optimizer", "lr_scheduler"), optimizers, strict=True))
-    args, model = args or settings(), model or small_model()
-    return refusals.launched(
-        SimpleNamespace(args=args, model=model, accelerator=accelerator, get_tp_size=lambda: tensor, **facts)
+    backend = SimpleNamespace(backend=changes.pop("backend", DynamoBackend.NO))
+    accelerator = {"mixed_precision": "no", "is_fsdp2": False, "distributed_type": DistributedType.NO}
+    accelerator |= {name: changes.pop(name) for name in accelerator if name in changes}
+    facts = {"is_deepspeed_enabled": False, "model_accepts_loss_kwargs": True, "optimizer": None, "lr_scheduler": None}
+    return SimpleNamespace(
+        args=args or settings(),
+        model=model or small_model(),
+        get_tp_size=lambda: tensor,
+        accelerator=SimpleNamespace(
+            state=SimpleNamespace(dynamo_plugin=backend), parallelism_config=None, **accelerator
+        ),
+        **{**facts, **changes},
     )
 
 
-def divided(adapters=False, tp_plan=(), **sizes):
+def divided(adapters: bool = False, tp_plan: tuple[str, ...] = (), **sizes: int) -> Any:
     # A model that was divided when it was loaded, of which only facts are looked at.
     sized = SimpleNamespace(**{"pp_size": 1, "dp_replicate_size": 1, **sizes})
-    model = SimpleNamespace(config=SimpleNamespace(distributed_config=sized), tp_plan=dict.fromkeys(tp_plan, NORMS))
+    model = SimpleNamespace(config=SimpleNamespace(distributed_config=sized))
+    model.tp_plan = dict.fromkeys(tp_plan, SUMMED_GRADIENTS)
     model.is_distributed_loading_by_transformers = True
     if adapters:
         model.get_base_model = lambda: divided(**sizes)
     return model
 
 
-NORMS = "replicated_with_grad_allreduce"
-ADAFACTOR = {"optim": "adafactor"}
 DDP = {"distributed_type": DistributedType.MULTI_CPU}
 REENTRANT = {CHECKPOINTING: True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-ZERO = {"is_deepspeed_enabled": True}
 LIGER = {"use_liger_kernel": True}
+NO_MLPS = {**LIGER, "liger_kernel_config": {"swiglu": False, "geglu": False}}
 
 
 def each(**values: Any) -> list[Callable[[], Any]]:
@@ -134,7 +116,7 @@ CASES: dict[str, list[Callable[[], Any]]] = {
     "ROWS_ARE_PLACED": [lambda: SimpleNamespace(cp_size=2), lambda: SimpleNamespace(cp_size=1, sp_size=2)],
     "LOADED_ALREADY": [lambda: given(SimpleNamespace(model_init_kwargs={"dtype": "bfloat16"}), model=small_model())],
     "SFT_ARGUMENTS": [
-        lambda: arguments("unused"),
+        lambda: hf_distca.DistCATrainingArguments("unused", use_cpu=True, report_to=[]),
         lambda: settings(gradient_checkpointing_kwargs={"selective": True}),
     ],
     "SFT_TRAINER": [
@@ -147,77 +129,91 @@ CASES: dict[str, list[Callable[[], Any]]] = {
         lambda: launched(model=divided(pp_size=4)),
         lambda: launched(model=divided(adapters=True), tensor=2),
         lambda: launched(settings(attention_servers="external"), divided(), tensor=2),
-        lambda: launched(settings(gradient_accumulation_steps=2), divided(tp_plan=["norm"]), tensor=2),
+        lambda: launched(settings(gradient_accumulation_steps=2), divided(tp_plan=("norm",)), tensor=2),
         lambda: launched(mixed_precision="fp16"),
-        lambda: launched(settings(**ADAFACTOR), is_fsdp2=True),
-        lambda: launched(optimizers=(1, None), **ZERO),
+        lambda: launched(settings(optim="adafactor"), is_fsdp2=True),
+        lambda: launched(optimizer=1, is_deepspeed_enabled=True),
         lambda: launched(model_accepts_loss_kwargs=False),
         lambda: launched(settings(**REENTRANT), with_tower("distca"), **DDP),
         lambda: launched(settings(ddp_find_unused_parameters=False), with_tower("distca"), **DDP),
     ],
 }
 """A subject for each rule of each table, in the order of the rules."""
-TABLES = {name: rules if isinstance(rules := getattr(refusals, name), tuple) else (rules,) for name in CASES}
+
+
+def rules_of(table: str) -> tuple[Rule, ...]:
+    rules = getattr(refusals, table)
+    return rules if isinstance(rules, tuple) else (rules,)
 
 
 @pytest.mark.parametrize("table", CASES)
 def test_each_rule_refuses_its_case(table):
-    subjects = [make() for make in CASES[table]]
-    assert [next(rule for rule in TABLES[table] if rule.when(it)) for it in subjects] == list(TABLES[table])
-    assert [str(rule.error(it)) for rule, it in zip(TABLES[table], subjects, strict=True)]  # texts have their values
+    for rule, make in zip(rules_of(table), CASES[table], strict=True):
+        with refused(rule):
+            check_trainer(make()) if table == "TRAINER" else check(rules_of(table), make())
 
 
 def test_values_in_messages():
     def message(table: str, number: int) -> str:
-        return str(TABLES[table][number].error(CASES[table][number]()))
+        return str(rules_of(table)[number].error(CASES[table][number]()))
 
     assert message("ARGUMENTS", 5).startswith("label_names=['targets'] is set, but ")
     assert message("ARGUMENTS", 12).endswith("or liger_kernel_config={'swiglu': False, 'geglu': False}")
     assert message("GIVEN", 1).startswith("args are NoneType, but ")
     assert message("PACKING", 5).startswith("accelerator_config.even_batches=False is set, but ")
     assert "(sp_size=2)" in message("ROWS_ARE_PLACED", 1)
-    assert "'adamw_torch" in message("TRAINER", 8)
-    towers = "model.vision_tower, model.multi_modal_projector of Gemma3ForConditionalGeneration get no gradient"
-    assert towers in message("TRAINER", 10)
+    for number, text in (
+        (8, "'adamw_torch"),
+        (10, "model.vision_tower, model.multi_modal_projector of Gemma3ForConditionalGeneration get no gradient"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            check_trainer(CASES["TRAINER"][number]())
 
 
 def test_what_is_not_refused():
-    check(refusals.ARGUMENTS, settings(**LIGER, label_names=["labels"], eval_packing=False))
-    check(refusals.ARGUMENTS, settings(mlp_chunk_rows=16))
-    no_mlps = {"swiglu": False, "geglu": False}
-    check(refusals.ARGUMENTS, settings(mlp_chunk_rows=16, **LIGER, liger_kernel_config=no_mlps))
+    for args in (settings(**LIGER, label_names=["labels"], eval_packing=False), settings(mlp_chunk_rows=16)):
+        check(refusals.ARGUMENTS, args)
+    check(refusals.ARGUMENTS, settings(mlp_chunk_rows=16, **NO_MLPS))
     check_given(given(trainer=hf_distca.DistCASFTTrainer))
     collated = settings(per_device_train_batch_size=4, train_sampling_strategy="group_by_length")
     check_given(given(collated, data_collator=DataCollatorWithFlattening()))
     check(refusals.SFT_ARGUMENTS, settings(gradient_checkpointing_kwargs={"use_reentrant": False}))
-    check(TABLES["LOADED_ALREADY"], given(settings(model_init_kwargs={"dtype": "bfloat16"}), model="name"))
-    check(refusals.TRAINER, launched(settings(gradient_accumulation_steps=2), divided(), tensor=2))
-    check(refusals.TRAINER, launched(settings(gradient_accumulation_steps=2), divided(tp_plan=["norm"])))
-    check(refusals.TRAINER, launched(model=divided(adapters=True)))
-    check(refusals.TRAINER, launched(settings(**ADAFACTOR)))
-    check(refusals.TRAINER, launched(settings(**REENTRANT), with_tower("distca")))
-    check(refusals.TRAINER, launched(settings(ddp_find_unused_parameters=True), with_tower("distca"), **DDP))
-
-
-# Refused by a trainer
+    loading = settings(model_init_kwargs={"dtype": "bfloat16"})
+    check(rules_of("LOADED_ALREADY"), given(loading, model="name"))
+    for trainer in (
+        launched(settings(gradient_accumulation_steps=2), divided(), tensor=2),
+        launched(settings(gradient_accumulation_steps=2), divided(tp_plan=("norm",))),
+        launched(model=divided(adapters=True)),
+        launched(settings(optim="adafactor")),
+        launched(settings(**REENTRANT), with_tower("distca")),
+        launched(settings(ddp_find_unused_parameters=True), with_tower("distca"), **DDP),
+    ):
+        check_trainer(trainer)
 
 
 def test_trainers_check_the_tables(tmp_path):
+    def trainer(model: Any = None, documents: Any = ((1, 2, 3),), compute_metrics: Any = None, **options: Any) -> Any:
+        dataset = datasets.Dataset.from_dict({"input_ids": [list(document) for document in documents]})
+        options = {"use_cpu": True, "report_to": [], "disable_tqdm": True, **options}
+        args = hf_distca.DistCATrainingArguments(str(tmp_path), **options)
+        model = model or small_model()
+        return hf_distca.DistCATrainer(model, args, train_dataset=dataset, compute_metrics=compute_metrics)
+
     with refused(refusals.ARGUMENTS[0]):
-        arguments(tmp_path, label_smoothing_factor=0.1)
+        trainer(label_smoothing_factor=0.1)
     with refused(refusals.PACKING[0]):
-        trainer(tmp_path, per_device_train_batch_size=4)
+        trainer(per_device_train_batch_size=4)
     with refused(refusals.GIVEN[2]):
-        hf_distca.DistCATrainer(small_model(), arguments(tmp_path), compute_metrics=print)
+        trainer(compute_metrics=print)
     with refused(refusals.ROWS_ARE_PLACED[0]):
         check_given(given(settings(parallelism_config=SimpleNamespace(cp_size=2))))
     with refused(Data.LONG, limit_name="ranks · tokens_per_rank", limit=64, length=65):
-        trainer(tmp_path, documents=[[1] * 65], tokens_per_rank=64).train()
+        trainer(documents=[[1] * 65], tokens_per_rank=64).train()
     with pytest.raises(NotImplementedError, match="evaluate"):
-        trainer(tmp_path).predict(None)
+        trainer().predict(None)
     sharing = {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 64}
     with refused(Models.REENTRANT, module="layers.1.self_attn"):
-        trainer(tmp_path, small_model("gemma4_text", **sharing), **REENTRANT)
+        trainer(small_model("gemma4_text", **sharing), **REENTRANT)
 
 
 # Models
@@ -226,8 +222,7 @@ def test_trainers_check_the_tables(tmp_path):
 def tiny(model_type: str, auto: Any = AutoModelForCausalLM, **changes: Any) -> Any:
     """A tiny model on the meta device, with changes to its config."""
     config = tiny_config(model_type)
-    for name, value in changes.items():
-        setattr(config, name, value)
+    vars(config).update(changes)
     with torch.device("meta"):
         return auto.from_config(config, attn_implementation="eager" if model_type == "bloom" else "distca")
 
@@ -239,40 +234,36 @@ def with_dropout(name: str, value: Any, *model: str, **config: Any) -> Any:
     return made
 
 
+def adapted(name: str, **settings: Any) -> Any:
+    """A small model with an adapter of PEFT."""
+    if not hasattr(peft, name):
+        pytest.skip(f"peft {peft.__version__} has no {name}")
+    return peft.get_peft_model(small_model(), getattr(peft, name)(**settings, task_type="CAUSAL_LM"))
+
+
 def plan(model: Any) -> Any:
     config = hf_distca.DistCAConfig(ping_pong=True)
     return hf_distca.plan_settings(model, config, ranks=2, device=torch.device("cpu"))
 
 
-REFUSED_ADAPTERS = [
-    (PROMPT_LEARNING, "PromptTuningConfig", {"num_virtual_tokens": 4}),
-    (PROMPT_LEARNING, "PrefixTuningConfig", {"num_virtual_tokens": 4}),
-    (ALORA, "LoraConfig", {"r": 4, "target_modules": ["q_proj"], "alora_invocation_tokens": [5]}),
-    (ADAPTERS["ADALORA"], "AdaLoraConfig", {"total_step": 10, "target_modules": ["q_proj"]}),
-    (ADAPTERS["POLY"], "PolyConfig", {"r": 4, "target_modules": ["q_proj"]}),
-    (ADAPTERS["LILY"], "LilyConfig", {"r": 4, "target_modules": ["q_proj"]}),
-    (ADAPTERS["SHADOW"], "ShadowConfig", {"shadow_num_hidden_layers": 1}),
-]
-
-
-@pytest.mark.parametrize(("entry", "config", "settings"), REFUSED_ADAPTERS, ids=[each[1] for each in REFUSED_ADAPTERS])
-def test_an_adapter_that_would_be_wrong(entry, config, settings):
-    if not hasattr(peft, config):
-        pytest.skip(f"peft {peft.__version__} has no {config}")
-    model = peft.get_peft_model(small_model(), getattr(peft, config)(**settings, task_type="CAUSAL_LM"))
-    with refused(entry):
-        plan(model)
-
-
-DROPOUT = torch.nn.Dropout(0.2)
+Q = {"r": 4, "target_modules": ["q_proj"]}
 WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
+    (PROMPT_LEARNING, {}, lambda: adapted("PromptTuningConfig", num_virtual_tokens=4)),
+    (PROMPT_LEARNING, {}, lambda: adapted("PrefixTuningConfig", num_virtual_tokens=4)),
+    (ALORA, {}, lambda: adapted("LoraConfig", **Q, alora_invocation_tokens=[5])),
+    (ADAPTERS["ADALORA"], {}, lambda: adapted("AdaLoraConfig", total_step=10, target_modules=["q_proj"])),
+    (ADAPTERS["POLY"], {}, lambda: adapted("PolyConfig", **Q)),
+    (ADAPTERS["LILY"], {}, lambda: adapted("LilyConfig", **Q)),
+    (ADAPTERS["SHADOW"], {}, lambda: adapted("ShadowConfig", shadow_num_hidden_layers=1)),
     (Models.DROPOUT_IN_CONFIG, {"name": "attention_dropout"}, lambda: small_model(attention_dropout=0.1)),
     (Models.DROPOUT_IN_CONFIG, {"name": "attn_pdrop", "value": 0.1}, lambda: small_model("gpt2")),
     (Models.DROPOUT_IN_LAYER, {"value": 0.2}, lambda: with_dropout("attention_dropout", 0.2)),
     (
         Models.DROPOUT_IN_LAYER,
         {"name": "dropout", "value": 0.2},
-        lambda: with_dropout("dropout", DROPOUT, "bert", attention_probs_dropout_prob=0.0, is_decoder=True),
+        lambda: with_dropout(
+            "dropout", torch.nn.Dropout(0.2), "bert", attention_probs_dropout_prob=0.0, is_decoder=True
+        ),
     ),
     (Models.OWN_MASK, {"model": "DogeForCausalLM"}, lambda: small_model("doge")),
     (Models.OTHER_ATTENTION, {"name": "sdpa"}, lambda: small_model(implementation="sdpa")),
@@ -304,12 +295,9 @@ def test_models_that_are_not_refused():
     assert plan(tiny("gpt2", AutoModel)).kinds  # without a head there is no loss: a custom loop computes one
 
 
-def test_layers_of_an_unknown_type():
+def test_layers_of_an_unknown_type_or_that_do_not_take_the_plan(monkeypatch):
     with pytest.raises(ValueError, match=r"layers of type \['indexed_attention'\].*model with stock attention"):
         plan(tiny("deepseek_v32"))
-
-
-def test_a_layer_that_does_not_take_the_plan(monkeypatch):
     model = tiny("qwen3_next")
     layer = type(model.model.layers[0])
     monkeypatch.setattr(layer, "forward", lambda self, hidden_states, position_embeddings=None: hidden_states)
@@ -319,46 +307,11 @@ def test_a_layer_that_does_not_take_the_plan(monkeypatch):
 
 # Every rank
 
-MODELS: list[tuple[Callable[[bool], Any], Callable[[bool], dict[str, Any]], str]] = [
-    (
-        lambda other: small_model(implementation="sdpa" if other else "distca"),
-        lambda other: {},
-        "LlamaForCausalLM runs attn_implementation='sdpa', but plans do not reach that attention",
-    ),
-    (
-        lambda other: small_model("gpt2", attn_pdrop=0.1 if other else 0.0),
-        lambda other: {},
-        "attn_pdrop is 0.1, but ranks cannot draw the same dropped attention weights",
-    ),
-    (lambda other: small_model(), lambda other: {"torch_compile": other}, "torch.compile is set for the whole model"),
-    (
-        lambda other: small_model(),
-        lambda other: {"attention_kernel": "torch_varlen" if other else "auto"},
-        "kernel 'torch_varlen' computes on CUDA, got cpu",
-    ),
-    (
-        lambda other: without_mlps(small_model()) if other else small_model(),
-        lambda other: {"mlp_chunk_rows": 16},
-        "mlp_chunk_rows=16 has no effect on",
-    ),
-    (
-        lambda other: with_tower("distca"),
-        lambda other: {"ddp_find_unused_parameters": not other},
-        "ddp_find_unused_parameters=False is set, but model.vision_tower",
-    ),
-]
-"""Models and arguments of ranks, of which rank 1 alone cannot be trained; and the error."""
-SETTINGS: list[dict[str, Any]] = [
-    {"tokens_per_rank": 96},
-    {"balance_tolerance": 0.1},
-    {"attention_kernel": "reference"},
-    {"keep_received": True},
-    {"ranks_per_node": 1},
-    {"seed": 2},
-    {"long_documents": "split"},
-    {"gradient_accumulation_steps": 2},
-]
-"""Settings of rank 1 alone."""
+SETTINGS: dict[str, Any] = {
+    **{"tokens_per_rank": 96, "balance_tolerance": 0.1, "attention_kernel": "reference", "keep_received": True},
+    **{"ranks_per_node": 1, "seed": 2, "long_documents": "split", "gradient_accumulation_steps": 2},
+}
+"""Settings of rank 1 alone, one at a time."""
 DATA = {
     "ranks were given different data sets (rank 0: 1 documents, 3 tokens; rank 1: 1": [[1, 2, 4]],
     "rank 1: 2 documents, 4 tokens": [[1, 2, 3], [1]],
@@ -367,40 +320,36 @@ DATA = {
 """Documents of rank 1 alone, by the error."""
 
 
-def _errors(folder: str) -> list[str]:
-    """What this rank raises for each of these, and for nodes of another number of ranks."""
-    other, errors = torch.distributed.get_rank() == 1, []
-
-    def raised(make: Callable[[], Any]) -> None:
-        with pytest.raises(ValueError, match=r".") as error:
-            make()
-        errors.append(str(error.value))
-
-    for model, arguments, _ in MODELS:
-        raised(lambda m=model, a=arguments: make_trainer(folder, model=m(other), exchange_timeout=20, **a(other)))
-    for settings in SETTINGS:
-        raised(lambda settings=settings: make_trainer(folder, **(settings if other else {})))
-    for documents in DATA.values():
+def _raise_together(folder: str) -> None:
+    """Give rank 1 alone what cannot be trained, or what differs; then both ranks a number of nodes that is wrong."""
+    other, without_mlps = torch.distributed.get_rank() == 1, small_model()
+    for layer in without_mlps.model.layers if other else ():
+        layer.mlp = torch.nn.Identity()
+    wrong: dict[str, dict[str, Any]] = {
+        "LlamaForCausalLM runs attn_implementation='sdpa', but plans do not reach that attention": {
+            "model": small_model(implementation="sdpa" if other else "distca")
+        },
+        "torch.compile is set for the whole model": {"torch_compile": other},
+        "kernel 'torch_varlen' computes on CUDA, got cpu": {"attention_kernel": "torch_varlen" if other else "auto"},
+        "mlp_chunk_rows=16 has no effect on": {"model": without_mlps, "mlp_chunk_rows": 16},
+        "ddp_find_unused_parameters=False is set, but model.vision_tower": {
+            **{"model": with_tower("distca"), "ddp_find_unused_parameters": not other}
+        },
+    }
+    for message, options in wrong.items():
+        with pytest.raises(ValueError, match=f"^rank 1: ValueError: {re.escape(message)}"):
+            make_trainer(folder, exchange_timeout=20, **options)
+    for name, value in SETTINGS.items():
+        with pytest.raises(ValueError, match=r"differs? between ranks"):
+            make_trainer(folder, **({name: value} if other else {}))
+    for message, documents in DATA.items():
         made = make_trainer(folder)
         made.train_dataset = [{"input_ids": document} for document in (documents if other else [[1, 2, 3]])]
-        raised(made.get_train_dataloader)
-    raised(lambda: make_trainer(folder, ranks_per_node="2,1"))
-    return errors
+        with pytest.raises(ValueError, match=re.escape(message)):
+            made.get_train_dataloader()
+    with pytest.raises(ValueError, match=r"^ranks_per_node=2,1 adds up to 3 ranks, but 2 ranks train"):
+        make_trainer(folder, ranks_per_node="2,1")
 
 
-def without_mlps(model):
-    for layer in model.model.layers:
-        layer.mlp = torch.nn.Identity()
-    return model
-
-
-def test_every_rank_raises_where_one_cannot_train(tmp_path, rank_pools: dict[int, RankPool]):
-    begun = time.monotonic()
-    for errors in rank_pools[2].run(_errors, str(tmp_path)):
-        of_models, of_settings = errors[: len(MODELS)], errors[len(MODELS) : -len(DATA) - 1]
-        for error, (_, _, message) in zip(of_models, MODELS, strict=True):
-            assert error.startswith(f"rank 1: ValueError: {message}")
-        assert [("differ" in error and "between ranks" in error) for error in of_settings] == [True] * len(SETTINGS)
-        assert [message in error for message, error in zip(DATA, errors[-len(DATA) - 1 :], strict=False)] == [True] * 3
-        assert errors[-1].startswith("ranks_per_node=2,1 adds up to 3 ranks, but 2 ranks train; give the number")
-    assert time.monotonic() - begun < 60
+def test_every_rank_raises_where_one_cannot_train(tmp_path, rank_pools):
+    rank_pools[2].run(_raise_together, str(tmp_path))

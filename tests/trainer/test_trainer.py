@@ -14,59 +14,49 @@ from tests.trainer import liger
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 
-def _one_step_of_everything(folder: str, source: str, workers: int, **arguments: Any) -> tuple[list[dict], dict, int]:
+def _one_step_of_everything(folder: str, source: str, arguments: dict[str, Any]) -> tuple[list[dict], dict, int]:
     """One optimizer step over all documents, and an evaluation on them before it."""
-    trainer = make_trainer(
-        folder,
-        source,
-        max_steps=1,
-        learning_rate=0.0,
-        save_strategy="no",
-        dataloader_num_workers=workers,
-        **{"gradient_accumulation_steps": 8, **arguments},
-        **({"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2} if source == "flattened" else {}),
-    )
+    step = {"max_steps": 1, "learning_rate": 0.0, "save_strategy": "no", "gradient_accumulation_steps": 8}
+    batches = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2} if source == "flattened" else {}
+    trainer = make_trainer(folder, source, **{**step, **batches, **arguments})
     trainer.train()
     return trainer.state.log_history, trainer.evaluate(), trainer.args.world_size
 
 
-def _one_step_with_strategy(folder: str, strategy: str) -> tuple[list[dict], dict, int]:
-    # Three micro-batches of two documents on each of two ranks: batch_rebalance fills up what is not full.
-    return _one_step_of_everything(
-        folder, "flattened", 0, train_sampling_strategy=strategy, gradient_accumulation_steps=3
-    )
+def check_logs(logged: dict[str, Any], of_other_rank: dict[str, Any]) -> None:
+    figures = {name.removeprefix(PREFIX): figure for name, figure in logged.items() if name.startswith(PREFIX)}
+    # Planned evenly, so that the busiest rank should take hardly more than the mean.
+    assert 0.5 * figures["attention_ms"] <= figures["attention_ms_predicted"] < 1.05 * figures["attention_ms"]
+    assert of_other_rank["distca/attention_ms"] == figures["attention_ms"]
+    assert 1.0 <= figures["imbalance_degree"] < 1.05 < figures["imbalance_degree_packed"]
+    assert min(figures[name] for name in ("tokens_per_second", "exchange_bytes", "exchange_wait_seconds")) > 0
+    # All that transformers does not log itself, and as trackers show it.
+    assert logged.keys() - {f"{PREFIX}{name}" for name in figures} <= {
+        *("loss", "grad_norm", "learning_rate", "epoch", "step")
+    }
+    assert rewrite_logs(logged)["train/distca/imbalance_degree"] == figures["imbalance_degree"]
 
 
-@pytest.mark.parametrize(("source", "workers"), [("packed", 2), ("stream", 0), ("flattened", 0)])
-def test_loss_is_that_of_all_documents(rank_pools, tmp_path, source, workers):
+@pytest.mark.parametrize(
+    ("source", "arguments"),
+    [
+        ("packed", {"dataloader_num_workers": 2}),
+        ("stream", {}),
+        ("flattened", {}),
+        # Three micro-batches of two documents on each of two ranks: batch_rebalance fills up what is not full.
+        ("flattened", {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3}),
+        ("flattened", {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 3}),
+    ],
+)
+def test_loss_is_that_of_all_documents(rank_pools, tmp_path, source, arguments):
     loss, _ = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
-    for history, evaluation, world_size in rank_pools[2].run(_one_step_of_everything, str(tmp_path), source, workers):
+    results = rank_pools[2].run(_one_step_of_everything, str(tmp_path), source, arguments)
+    for history, evaluation, world_size in results:
         assert world_size == 2
         assert history[0]["loss"] == pytest.approx(loss, rel=1e-6)
         assert evaluation["eval_loss"] == pytest.approx(loss, rel=1e-6)
-
-
-@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
-def test_stock_sampling_strategies_hold_with_a_collator_of_the_users(rank_pools, tmp_path, strategy):
-    loss, _ = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
-    for history, _, _ in rank_pools[2].run(_one_step_with_strategy, str(tmp_path), strategy):
-        assert history[0]["loss"] == pytest.approx(loss, rel=1e-6)
-
-
-def test_logs_of_a_step(rank_pools, tmp_path):
-    (history, _, _), (others, _, _) = rank_pools[2].run(_one_step_of_everything, str(tmp_path), "packed", 0)
-    figures = {name.removeprefix(PREFIX): figure for name, figure in history[0].items() if name.startswith(PREFIX)}
-    # Planned evenly, so that the busiest rank should take hardly more than the mean.
-    assert 0.5 * figures["attention_ms"] <= figures["attention_ms_predicted"] < 1.05 * figures["attention_ms"]
-    assert others[0]["distca/attention_ms"] == figures["attention_ms"]
-    assert figures["tokens_per_second"] > 0
-    assert 1.0 <= figures["imbalance_degree"] < 1.05 < figures["imbalance_degree_packed"]
-    assert figures["exchange_bytes"] > 0
-    assert figures["exchange_wait_seconds"] > 0
-    # All that transformers does not log itself, and as trackers show it.
-    others_figures = {"loss", "grad_norm", "learning_rate", "epoch", "step"}
-    assert {name for name in history[0] if not name.startswith(PREFIX)} <= others_figures
-    assert rewrite_logs(history[0])["train/distca/imbalance_degree"] == figures["imbalance_degree"]
+    if source == "packed":
+        check_logs(results[0][0][0], results[1][0][0])
 
 
 @pytest.mark.parametrize("source", ["packed", "list", "stream", "transform"])
@@ -93,8 +83,8 @@ def _share_of_turns(folder: str, hooked: bool) -> float:
 
 
 def test_ping_pong_share_is_of_what_ran(rank_pools, tmp_path):
-    assert rank_pools[2].run(_share_of_turns, str(tmp_path), False) == [1.0, 1.0]
-    assert rank_pools[2].run(_share_of_turns, str(tmp_path), True) == [0.5, 0.5]
+    for hooked, share in ((False, 1.0), (True, 0.5)):
+        assert rank_pools[2].run(_share_of_turns, str(tmp_path), hooked) == [share, share]
 
 
 def test_documents_without_targets(tmp_path):
@@ -109,9 +99,8 @@ def test_documents_without_targets(tmp_path):
     assert trainer.evaluate()["eval_loss"] == 0.0
     # A micro-batch without targets leaves the mean of the others as it is.
     loss, _ = reference_step(small_model(implementation="sdpa"), random_documents([5]))
-    assert make_trainer(str(tmp_path), lengths=[5, 1], tokens_per_rank=5).evaluate()["eval_loss"] == pytest.approx(
-        loss
-    )
+    evaluated = make_trainer(str(tmp_path), lengths=[5, 1], tokens_per_rank=5).evaluate()
+    assert evaluated["eval_loss"] == pytest.approx(loss)
 
 
 def tokens_of_an_epoch(trainer: Any, epoch: int = 0) -> list[list[int]]:
@@ -121,17 +110,14 @@ def tokens_of_an_epoch(trainer: Any, epoch: int = 0) -> list[list[int]]:
     return [batch["input_ids"][0].tolist() for batch in loader]
 
 
-def test_sequential_order(tmp_path):
-    trainer = make_trainer(
-        str(tmp_path), lengths=[3, 4, 5, 6], tokens_per_rank=8, train_sampling_strategy="sequential", ping_pong=False
-    )
+def test_the_order_of_documents(tmp_path):
+    sequential = {"tokens_per_rank": 8, "train_sampling_strategy": "sequential", "ping_pong": False}
+    trainer = make_trainer(str(tmp_path), lengths=[3, 4, 5, 6], **sequential)
     first, second, third, fourth = (document.tolist() for document in random_documents([3, 4, 5, 6]))
     batches = tokens_of_an_epoch(trainer)
     assert [sorted(batch) for batch in batches] == [sorted(first + second), sorted(third), sorted(fourth)]
     assert tokens_of_an_epoch(trainer, epoch=1) == batches
 
-
-def test_what_the_order_is_drawn_from(tmp_path):
     def drawn(**seeds: int) -> list[list[int]]:
         return tokens_of_an_epoch(make_trainer(str(tmp_path), tokens_per_rank=200, **seeds))
 
@@ -161,15 +147,8 @@ def test_a_plan_that_reaches_no_attention(tmp_path):
 
 def test_evaluation_with_liger_makes_no_logits_either(tmp_path, monkeypatch):
     liger.install(monkeypatch)
-    trainer = make_trainer(
-        str(tmp_path),
-        max_steps=2,
-        save_strategy="no",
-        optim="sgd",
-        learning_rate=0.3,
-        loss_chunk_bytes=4 * 64 * 20,
-        use_liger_kernel=True,
-    )
+    arguments = {"optim": "sgd", "learning_rate": 0.3, "loss_chunk_bytes": 4 * 64 * 20, "use_liger_kernel": True}
+    trainer = make_trainer(str(tmp_path), max_steps=2, save_strategy="no", **arguments)
     assert trainer.args.liger_kernel_config == {"fused_linear_cross_entropy": False, "cross_entropy": False}
     trainer.train()
     assert vars(trainer.model.model.norm)["forward"].__func__ is liger._norm

@@ -19,11 +19,7 @@ def fake_tensors() -> FakeTensorMode:
 
 
 def model_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a causal language model of a config, in training mode.
-
-    Raises:
-        ValueError: transformers has no causal language model of this config.
-    """
+    """Return a causal language model of a config, in training mode; raise ValueError if transformers has none."""
     with fake_tensors():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION_NAME, dtype=dtype

@@ -70,11 +70,7 @@ def layer_types(config: PreTrainedConfig) -> list[str]:
 
 
 def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
-    """Return the reach of each layer's attention, or a single reach that all layers share.
-
-    Raises:
-        ValueError: a layer's type is unknown, see `layers_by_kind`.
-    """
+    """Return the reach of each layer's attention, or a single reach that all layers share."""
     config = config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:

@@ -78,11 +78,7 @@ def plan_settings(
 
 
 def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
-    """Return the document layout for a model: "whole" if the documents of one of its modules cannot be cut.
-
-    Raises:
-        ValueError: the setting cuts documents of such a model.
-    """
+    """Return the document layout for a model: "whole" if documents of one of its modules cannot be cut."""
     module = uncuttable(model)
     if module is None:
         return config.planned_layout

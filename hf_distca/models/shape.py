@@ -44,11 +44,7 @@ def count_of(parameter: Any) -> int:
 
 
 def model_shape(model: nn.Module) -> ModelShape:
-    """Return the shape of a model for simulations: its active parameters before and after core attention.
-
-    Args:
-        model: a transformers model, or a PEFT model around one; its weights may be on the meta device.
-    """
+    """Return the shape of a model for simulations: its active parameters before and after core attention."""
     base, layers = base_model(model), layers_by_kind(model)
     hidden = base.config.get_text_config(decoder=True).hidden_size
     weights, mixing = weights_met(base), mixing_shape(base)

@@ -27,11 +27,7 @@ MESH = "tp"
 
 
 def kind_on_a_rank(kind: AttentionKind, model: PreTrainedModel, attention: nn.Module) -> AttentionKind:
-    """Return a layer's kind of attention with the heads of one rank.
-
-    Raises:
-        ValueError: the heads cannot be divided among the ranks.
-    """
+    """Return a layer's kind of attention with the heads of one rank; raise ValueError if ranks cannot divide heads."""
     ranks: int = getattr(model, "tp_size", None) or 1
     name = next(name for name, module in model.named_modules() if module is attention)
     of_layer = re.sub(r"\.\d+(?=\.|$)", ".*", name) + "."

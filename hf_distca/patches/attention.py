@@ -185,11 +185,7 @@ def _eager_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Compute attention with soft-capped scores or sinks, which "sdpa" refuses or ignores: [B, T, H, E].
-
-    Args:
-        mask: boolean [B, 1, T, S]; None for plain causal attention.
-    """
+    """Compute attention with soft-capped scores or sinks, which "sdpa" refuses or ignores: [B, T, H, E]."""
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     scores_BHTS = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -212,9 +208,6 @@ def scaled_by_position(module: Any, query_BHTD: Tensor, plan: BoundPlan) -> Tens
 
     In layers without rotary embedding, Llama 4 scales queries by a factor that grows with the position. The model
     counts positions from the first row of the call, across documents.
-
-    Args:
-        module: an attention layer with attn_temperature_tuning.
     """
     if module.use_rope or max(plan.rows, plan.last_position + 1) < module.floor_scale:  # every factor is 1
         return query_BHTD
@@ -239,8 +232,6 @@ def distca_mask(
 
     A planned step has batch size 1, no padding and no cache. Other steps get their mask at once, and so do models that
     compute with the mask.
-
-    Args: see `transformers.masking_utils.sdpa_mask`.
     """
     make = partial(
         sdpa_mask, batch_size, q_length, kv_length, q_offset=q_offset, attention_mask=attention_mask, **kwargs

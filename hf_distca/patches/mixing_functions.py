@@ -87,11 +87,7 @@ class MixingCall:
 
 
 def planned_functions(stock: dict[str, Any]) -> dict[str, Function]:
-    """Return functions for planned steps by the names of those that they replace.
-
-    Args:
-        stock: global names of a file of transformers.
-    """
+    """Return functions for planned steps by the names of those that they replace, among a file's global names."""
     planned: dict[str, Function] = {
         CONVOLUTION: _convolution,
         DELTA_RULE: _delta_rule,

@@ -20,7 +20,7 @@ Sizes = tuple[int, ...]
 
 
 class Parts(NamedTuple):
-    """What is divided into parts, for error messages: whose arguments, and the remedy if they cannot be divided."""
+    """Whose arguments are divided into parts, and the remedy if they cannot be divided, for error messages."""
 
     owner: str
     remedy: str
@@ -81,11 +81,7 @@ def _row_dim(value: Tensor, rows: int) -> int | None:
 
 
 def join_results(name: str, results: tuple[Any, ...], sizes: Sizes, parts: Parts = NANO_BATCHES) -> Any:
-    """Join the results of a module for all parts.
-
-    Raises:
-        ValueError: the results' types or shapes do not say how to join them.
-    """
+    """Join the results of a module for all parts; raise ValueError if types or shapes do not say how."""
     first = results[0]
     if all(isinstance(result, Tensor) for result in results):
         if _is_stacked(first) and tuple(result.shape[2] for result in results) == sizes:
@@ -127,11 +123,7 @@ class PartStates(UserDict[str, tuple[Tensor, ...]]):
 
 
 def join_states(value: Any, parts: tuple[Any, ...]) -> None:
-    """Join the states that a layer left for each part, if the argument holds such states.
-
-    Args:
-        parts: shares of the argument from `split_argument`.
-    """
+    """Join the states that a layer left for each part of an argument, if the argument holds such states."""
     if isinstance(value, UserDict):
         for key in parts[0].data:
             value[key] = tuple(torch.cat(each, 2) for each in zip(*(part.data[key] for part in parts), strict=True))

@@ -83,7 +83,7 @@ features: $(SETUP)
 # What calls into other libraries, trains under accelerate as users launch it, and what a GPU would be given: PyPI's
 # torch is the CUDA build.
 VERSION_TESTS := tests/test_imports.py tests/kernels/test_contract.py tests/kernels/test_flash_varlen.py \
-	tests/kernels/test_fused_triton.py tests/dispatch/test_cuda_build.py tests/gpu \
+	tests/kernels/test_fused_triton.py tests/dispatch/test_launches.py::test_step_on_fake_cuda tests/gpu \
 	tests/collator tests/dispatch/test_groups.py tests/patches/test_planned_attention.py \
 	tests/patches/test_unplanned.py tests/patches/test_compile.py tests/trainer/test_features.py \
 	tests/trainer/test_parallel.py tests/trainer/test_strategies.py -k "not test_strategies or fsdp2 or zero3"

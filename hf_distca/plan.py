@@ -51,9 +51,6 @@ class AttentionKind:
         window: row p attends to rows max(0, p - window + 1) to p; None for full causal attention.
         kv_heads: key-value heads, which divide the query heads.
         chunk: row p attends to rows from p - p % chunk on at most; None for no chunks.
-
-    Raises:
-        ValueError: a number is not positive, or kv_heads does not divide q_heads.
     """
 
     window: int | None = None
@@ -122,9 +119,8 @@ class Plan:
         layout: with chunked attention its documents are the chunks.
         tasks: [tasks] of dtype TASK, sorted by (worker, document, start). They cover every row of every document once.
             A task needs K/V rows [first, stop): first = 0, or the window's edge.
-        workers: number of workers. Workers 0 to ranks-1 are the ranks themselves (in-place servers); further ones are
-            dedicated servers, which hold no rows.
-        window: row p attends to rows max(0, p - window + 1) to p; None for full causal attention.
+        workers: number of workers: the ranks themselves (in-place servers), then dedicated servers without rows.
+        window: of `AttentionKind`.
         stage_rows: the most K/V rows that a rank sends, or receives, in one stage, give or take an eighth. With a
             window a rank may receive two windows. None: all rows travel at once.
         nodes: [workers] node of each worker. A K/V row that several ranks of another node read goes to one of them,
@@ -158,11 +154,8 @@ class ExchangeFigures:
     """Bytes of the exchanges in one layer's forward, all nano-batches together.
 
     A bottleneck is the busiest worker. A busiest node counts all its workers together. Their bytes are the larger of
-    bytes sent and bytes received. Without nodes in the plan, each rank is a node.
-
-    Attributes:
-        bytes_total: bytes that cross between workers, within nodes and between nodes.
-        link_seconds: seconds that the busiest link of a worker takes for its bytes.
+    bytes sent and bytes received. Without nodes in the plan, each rank is a node. `link_seconds` is the time that the
+    busiest link of a worker takes.
     """
 
     bytes_total: int
@@ -196,9 +189,9 @@ class PlanChoice:
 
     Attributes:
         group: ranks of a group that share documents; 1 if every document lies on one rank.
-        seconds: predicted seconds of the forward and backward.
-        attention: [ranks] predicted seconds of core attention.
-        packed_seconds: predicted seconds if each rank computed its share of the documents packed in order.
+        seconds: of the forward and backward.
+        attention: [ranks] seconds of core attention.
+        packed_seconds: if each rank computed its share of the documents packed in order.
     """
 
     group: int

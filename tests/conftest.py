@@ -2,16 +2,13 @@ import gc
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-import torch
 from hypothesis import settings
 
-from tests.backward_thread import backward_in_a_thread, with_backward_in_a_thread
 from tests.launch import cpu_environment
-from tests.ranks import RankPool
+from tests.ranks import RankPool, backward_in_a_thread, with_backward_in_a_thread
 
 LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.(launches|comparison)) ", re.M)
 """Imports of files that launch, or train on processes of their own."""
@@ -31,15 +28,14 @@ def rank_pools() -> Iterator[dict[int, RankPool]]:
 
 
 @pytest.fixture
-def backward_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def backward_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every backward runs in a thread of its own, in this process and on `rank_pools`: as on a GPU."""
     run = RankPool.run
-
-    def run_so(pool: RankPool, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        return run(pool, with_backward_in_a_thread, function, *args, **options)
-
-    monkeypatch.setattr(RankPool, "run", run_so)
-    monkeypatch.setattr(torch.Tensor, "backward", backward_in_a_thread)
+    monkeypatch.setattr(
+        RankPool, "run", lambda pool, *args, **options: run(pool, with_backward_in_a_thread, *args, **options)
+    )
+    with backward_in_a_thread():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
 """Count what a planned step launches, copies and moves, without a GPU: on meta tensors, which have no numbers.
 
-A whole model runs forward and backward on tensors of the device "meta", or on torch's fake tensors of the CPU or of
-CUDA. It is one of several ranks, whose group is c10d's "fake" one. A dispatch mode sees every operator:
+A whole model runs forward and backward on tensors of the device "meta", or on torch's fake tensors of CUDA. It is one
+of several ranks, whose group is c10d's "fake" one. A dispatch mode sees every operator:
 
   launches   operators that run on the device: one each, two where they fill with zeros first; none without an element
   copies     those of the launches that only move numbers: copy_, clone, cat, index_select, to another dtype, …
@@ -12,7 +12,7 @@ Matrix products, attention kernels and exchanges are counted apart from other la
 wait for the device raises. An operator belongs to the innermost frame of hf_distca or transformers; in a backward node
 of torch's own, to where the node's forward was called, which has the same sequence number.
 
-Run: python -m tests.counting [--layouts joint fixed] [--ranks 0 1 2 3 4 5 6 7] [--no-ping-pong]
+Run: python -m tests.counting [--no-ping-pong]
 """
 
 import argparse
@@ -41,7 +41,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.recorder import Recorder
-from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.kernels.varlen import TorchVarlenKernel
 from hf_distca.models.decoder import base_model
 from hf_distca.models.kinds import layers_by_kind
@@ -61,7 +60,7 @@ FILLED_FIRST = {"slice_backward", "select_backward", "index_select_backward"}
 """Zeros of the whole shape, then a copy into a part."""
 OVERWRITTEN = {"copy_", "fill_", "zero_", "index_copy_"}
 """In place, without reading what was there."""
-BY_ROWS = {"index_select", "index_copy_", "index_add_", "embedding"}
+BY_ROWS = {"index_select", "index_copy_", "embedding"}
 """Touch the rows that an index names, not all of them."""
 
 
@@ -88,7 +87,10 @@ class Call:
 
 @dataclass
 class Sums:
-    """Numbers of operators, and the bytes that they move."""
+    """Numbers of operators, and the bytes that they move.
+
+    Launches and bytes are those besides matrix products, attention kernels and exchanges.
+    """
 
     launches: int = 0
     copies: int = 0
@@ -99,17 +101,10 @@ class Sums:
 
     @staticmethod
     def of(calls: Sequence[Call]) -> "Sums":
-        """Launches and bytes are those besides matrix products, attention kernels and exchanges."""
         kinds = Counter(call.what for call in calls)
         own = [call for call in calls if call.what in ("launch", "copy")]
-        return Sums(
-            launches=sum(call.launches for call in own),
-            copies=kinds["copy"],
-            views=kinds["view"],
-            attention=kinds["attention"],
-            exchanges=kinds["exchange"],
-            moved=sum(call.moved for call in own),
-        )
+        launches, moved = sum(call.launches for call in own), sum(call.moved for call in own)
+        return Sums(launches, *(kinds[what] for what in ("copy", "view", "attention", "exchange")), moved)
 
 
 class Counting(TorchDispatchMode):
@@ -133,13 +128,13 @@ class Counting(TorchDispatchMode):
             _check_no_wait(func, args, kwargs)
         result = func(*args, **kwargs)
         if self._is_here((args, kwargs, result)):
-            self.calls.append(self._call(func, args, kwargs, result))
+            self._record(func, args, kwargs, result)
         return result
 
     def _is_here(self, tree: Any) -> bool:
         return any(x.device.type == self.device.type for x in _tensors(tree))
 
-    def _call(self, func: Any, args: Any, kwargs: Any, result: Any) -> Call:
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func._schema.name.split("::")[1]
         what, launches = _what(func, name, result, args)
         owner, node = _owner(), torch._C._current_autograd_node()
@@ -152,7 +147,7 @@ class Counting(TorchDispatchMode):
             # A node takes its number just before its forward comes here.
             self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, (owner, layer))
         moved = _moved(func, name, args, kwargs, result) if launches else 0
-        return Call(name, what, owner, layer, node is not None, launches, moved)
+        self.calls.append(Call(name, what, owner, layer, node is not None, launches, moved))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -186,8 +181,13 @@ def _what(func: Any, name: str, result: Any, args: Any) -> tuple[str, int]:
 
 def _moved(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     """Bytes that the operator reads and writes."""
-    if func.namespace == "hf_distca":
-        return OURS[name](*args)
+    if name == "merge_into":  # the part is read, and as many rows of the result are read and written
+        _, _, o_part, lse_part, rows = args
+        return 3 * (_bytes(o_part) + _bytes(lse_part)) + (0 if rows is None else _bytes(rows))
+    if name == "sum_rows":  # each addend is read, and each row that has one is written; read too where it is added to
+        out, rows, ends, addends, _, onto = args
+        tables = sum(map(_bytes, (ends, addends))) + (0 if rows is None else _bytes(rows))
+        return (len(addends) + (len(ends) - 1) * (2 if onto else 1)) * out[:1].numel() * out.itemsize + tables
     written, read = [], []
     schema = func._schema.arguments
     given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
@@ -202,32 +202,12 @@ def _moved(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     fresh = [x for x in _tensors(result) if not any(x is other for other in written)]
     if name in BY_ROWS:
         if fresh or "out" in kwargs:  # as many rows are read as written
-            return 2 * sum(map(_bytes, fresh or [kwargs["out"]])) + sum(
-                _bytes(x) for x in read if not x.is_floating_point()
-            )
-        source = _bytes(args[3])
-        return source + _bytes(args[2]) + source * (2 if name == "index_add_" else 1)
+            indices = sum(_bytes(x) for x in read if not x.is_floating_point())
+            return 2 * sum(map(_bytes, fresh or [kwargs["out"]])) + indices
+        return 2 * _bytes(args[3]) + _bytes(args[2])
     if name in FILLED_FIRST:
         return 2 * _bytes(args[0]) + sum(map(_bytes, fresh))
     return sum(map(_bytes, written + read + fresh))
-
-
-def _moved_by_merge(o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor, rows: Tensor | None) -> int:
-    """The part is read, and as many rows of the result are read and written."""
-    return 3 * (_bytes(o_part) + _bytes(lse_part)) + (0 if rows is None else _bytes(rows))
-
-
-def _moved_by_sum(
-    out: Tensor, rows: Tensor | None, ends: Tensor, addends: Tensor, sources: list[Tensor], onto: bool
-) -> int:
-    """Each addend is read, and each row that has one is written; read too where it is added to."""
-    row = out[:1].numel() * out.itemsize
-    tables = sum(map(_bytes, (ends, addends))) + (0 if rows is None else _bytes(rows))
-    return len(addends) * row + (len(ends) - 1) * row * (2 if onto else 1) + tables
-
-
-OURS = {"merge_into": _moved_by_merge, "sum_rows": _moved_by_sum}
-"""Operators of hf_distca, each one launch."""
 
 
 def _bytes(x: Tensor) -> int:
@@ -238,11 +218,9 @@ def _bytes(x: Tensor) -> int:
 def _owner() -> str | None:
     """The package that asked for the operator that is being called; None if it is neither of the two."""
     frame = sys._getframe(3)
-    while frame is not None:
-        if owner := _owner_of(frame.f_code.co_filename):
-            return owner
+    while frame is not None and _owner_of(frame.f_code.co_filename) is None:
         frame = frame.f_back
-    return None
+    return frame and _owner_of(frame.f_code.co_filename)
 
 
 @cache
@@ -268,12 +246,10 @@ class MetaKernel(TorchVarlenKernel):
         """It asks for a GPU."""
 
     def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
         self.inputs += zip(("q", "k", "v"), args, strict=False)
         return super().forward(*args)
 
     def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`."""
         self.inputs += zip(("do", "q", "k", "v", "o"), args, strict=False)
         return super().backward(*args)
 
@@ -299,18 +275,8 @@ def without_numbers(device: torch.device = META) -> Iterator[None]:
             stack.enter_context(patch("torch.get_autocast_dtype", lambda _device: torch.bfloat16))
         else:
             stack.enter_context(patch("hf_distca.dispatch.rows.host_bytes", _with_numbers))
-            if device.type == "cpu":  # host and device are one there: no numbers at all
-                stack.enter_context(patch("hf_distca.dispatch.bound.IndexBuffer", _NoNumbers))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
-
-
-class _NoNumbers(IndexBuffer):
-    """Hands out tensors that will never hold the numbers."""
-
-    def place(self, numbers: np.ndarray) -> Tensor:
-        """The tensor, see `IndexBuffer.place`."""
-        return torch.empty(numbers.shape, dtype=torch.from_numpy(numbers[:0]).dtype)
 
 
 def _with_numbers(size: int, *, pinned: bool) -> Tensor:
@@ -335,30 +301,25 @@ def bound_plan(
     """The plan bound to one of the ranks of a fake group."""
     exchange = Exchange(SimpleNamespace(exchange=group, node=group, closed=False))
     runtime = Runtime(device, exchange, MetaKernel(), Recorder(device), **options)
-    return BoundPlan.bind(plan, rank, runtime)
+    return BoundPlan(plan, rank, runtime)
 
 
 def counted(model: PreTrainedModel, bound: BoundPlan) -> Counting:
     """Count a planned step of the model, forward and backward; to be called inside `without_numbers`."""
-    mode = Counting(bound.device)
+    mode = Counting(bound.runtime.device)
     decoder = base_model(model).base_model
-    batch = {
-        name: torch.zeros((1, bound.rows), dtype=torch.long, device=bound.device)
-        for name in ("input_ids", "position_ids")
-    }
+    zeros = torch.zeros((1, bound.rows), dtype=torch.long, device=bound.runtime.device)
     hooks = []
     for number, layer in enumerate(decoder.layers):
         hooks += [
             layer.register_forward_pre_hook(lambda *_, number=number: setattr(mode, "layer", number)),
             layer.register_forward_hook(lambda *_: setattr(mode, "layer", None)),
         ]
-    try:
-        with mode:
-            hidden = decoder(**batch, use_cache=False, distca_plan=bound).last_hidden_state
-            hidden.backward(torch.zeros_like(hidden))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with mode:
+        output = decoder(input_ids=zeros, position_ids=zeros, use_cache=False, distca_plan=bound)
+        output.last_hidden_state.backward(torch.zeros_like(output.last_hidden_state))
+    for hook in hooks:
+        hook.remove()
     return mode
 
 
@@ -377,40 +338,32 @@ INNER_LAYER = 1
 RANKS, TOKENS = 8, 32768
 
 
-def one_long_document(tokens: int = RANKS * TOKENS) -> list[int]:
+def one_long_document() -> list[int]:
     """A document of 100000 tokens, the rest short ones of some 600 tokens."""
-    draw = np.random.default_rng(0)
+    draw, left = np.random.default_rng(0), RANKS * TOKENS - 100_000
     lengths = [100_000]
-    while sum(lengths) < tokens:
-        lengths.append(min(int(np.clip(draw.lognormal(6.4, 1.0), 32, 16384)), tokens - sum(lengths)))
+    while left:
+        lengths.append(min(int(np.clip(draw.lognormal(6.4, 1.0), 32, 16384)), left))
+        left -= lengths[-1]
     return lengths
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Counts what one layer launches and moves, on meta tensors.")
-    parser.add_argument("--layouts", nargs="+", default=["joint", "fixed"])
-    parser.add_argument("--ranks", nargs="+", type=int, default=list(range(RANKS)), help="the table has their mean")
     parser.add_argument("--no-ping-pong", dest="ping_pong", action="store_false")
-    args = parser.parse_args()
+    ping_pong = parser.parse_args().ping_pong
     with fake_group(RANKS) as group, without_numbers():
         model = empty_model("llama", **LLAMA_3_8B)
-        if args.ping_pong:
+        if ping_pong:
             plan_layers(model)
-        for layout in args.layouts:
-            plan = plan_micro_batch(
-                one_long_document(),
-                PlanSettings(
-                    RANKS,
-                    TOKENS,
-                    tuple(layers_by_kind(model)),
-                    document_layout=layout,
-                    row_overhead=MetaKernel.row_overhead,
-                    ping_pong=args.ping_pong,
-                ),
+        kinds, overhead = tuple(layers_by_kind(model)), MetaKernel.row_overhead
+        for layout in ("joint", "fixed"):
+            settings = PlanSettings(
+                RANKS, TOKENS, kinds, document_layout=layout, row_overhead=overhead, ping_pong=ping_pong
             )
-            by_rank = [counted(model, bound_plan(plan, rank, group)).calls for rank in args.ranks]
-            calls = [[call for call in calls if call.layer == INNER_LAYER] for calls in by_rank]
-            _print_table(layout, calls)
+            plan = plan_micro_batch(one_long_document(), settings)
+            by_rank = [counted(model, bound_plan(plan, rank, group)).calls for rank in range(RANKS)]
+            _print_table(layout, [[call for call in calls if call.layer == INNER_LAYER] for calls in by_rank])
 
 
 def _print_table(layout: str, calls: list[list[Call]]) -> None:

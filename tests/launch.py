@@ -1,4 +1,4 @@
-"""Launching scripts as users do, on CPU processes."""
+"""Launches of scripts, as users make them, on CPU processes."""
 
 import json
 import os
@@ -22,50 +22,19 @@ LOG = "log"
 
 
 def launch(strategy: str, script: Path, run: dict[str, Any], folder: Path, ranks: int = 2) -> dict[str, Any]:
-    """The result of one training; see `run_launch`."""
-    process = run_launch(strategy, script, {"run": run}, folder, ranks)
-    print(process.stdout[-6000:])
-    assert process.returncode == 0
-    return results_of(folder)["run"]
-
-
-def results_of(folder: Path) -> dict[str, Any]:
-    """Results of the runs that the script finished."""
-    file = folder / "result.json"
-    return json.loads(file.read_text()) if file.exists() else {}
-
-
-def run_launch(
-    strategy: str, script: Path, runs: dict[str, dict[str, Any]], folder: Path, ranks: int = 2
-) -> subprocess.CompletedProcess[str]:
-    """Launch a script that does the runs one after another in the same processes; stdout holds both streams.
-
-    Args:
-        runs: what it is to do, by name. Each is given its own output folder.
-    """
-    options = write_options(runs, folder)
+    """Launch a script that does one run, and return the run's result."""
+    run = {**run, "arguments": {"output_dir": str(folder / "run"), **run.get("arguments", {})}}
+    options, result = folder / "options.json", folder / "result.json"
+    options.write_text(json.dumps({"output": str(result), "runs": {"run": run}}))
+    command = [*launcher(strategy, ranks), str(script), str(options)]
     with (folder / LOG).open("w") as log:
-        process: subprocess.CompletedProcess[str] = subprocess.run(
-            [*launcher(strategy, ranks), str(script), str(options)],
-            env=cpu_environment(),
-            cwd=ROOT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=280,
+        done = subprocess.run(
+            command, env=cpu_environment(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=280
         )
-    process.stdout = (folder / LOG).read_text()
-    return process
-
-
-def write_options(runs: dict[str, dict[str, Any]], folder: Path) -> Path:
-    """Write the file of runs for a script; each run gets an output folder."""
-    runs = {
-        name: {**run, "arguments": {"output_dir": str(folder / name), **run.get("arguments", {})}}
-        for name, run in runs.items()
-    }
-    options = folder / "options.json"
-    options.write_text(json.dumps({"output": str(folder / "result.json"), "runs": runs}))
-    return options
+    print((folder / LOG).read_text()[-6000:])
+    assert done.returncode == 0
+    results: dict[str, dict[str, Any]] = json.loads(result.read_text())
+    return results["run"]
 
 
 def launcher(strategy: str, ranks: int, python: str = sys.executable) -> list[str]:

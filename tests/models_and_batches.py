@@ -1,6 +1,6 @@
 """Small models and global batches for tests, and the single process they are compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.models.mixing import uncuttable
-from hf_distca.plan import AttentionKind, MicroBatchPlan
+from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 
 SMALL_KIND = AttentionKind(q_heads=4, kv_heads=2, dim_qk=8, dim_v=8)
 SMALL = {
@@ -43,17 +43,18 @@ def small_kinds(*windows: int | None, chunk: int | None = None) -> tuple[Attenti
 
 def in_stages(plan: MicroBatchPlan, stage_rows: int | None) -> MicroBatchPlan:
     """The plan with so many K/V rows a rank and stage, None for one stage, whatever it was made with."""
-    return _changed(plan, stage_rows=stage_rows)
+    return changed(plan, lambda of_kind: replace(of_kind, stage_rows=stage_rows))
 
 
 def in_nodes(plan: MicroBatchPlan, nodes: tuple[int, ...] | None) -> MicroBatchPlan:
     """The plan whose K/V rows are passed on inside these nodes, None for all directly, whatever it was made with."""
-    return _changed(plan, nodes=nodes)
+    return changed(plan, lambda of_kind: replace(of_kind, nodes=nodes))
 
 
-def _changed(plan: MicroBatchPlan, **fields: Any) -> MicroBatchPlan:
+def changed(plan: MicroBatchPlan, change: Callable[[Plan], Plan]) -> MicroBatchPlan:
+    """The plan with the plans of all nano-batches and kinds of layers changed."""
     nano_batches = [
-        replace(nano, plans={kind: replace(only, **fields) for kind, only in nano.plans.items()})
+        replace(nano, plans={kind: change(of_kind) for kind, of_kind in nano.plans.items()})
         for nano in plan.nano_batches
     ]
     return replace(plan, nano_batches=tuple(nano_batches))

@@ -9,10 +9,12 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 TIMEOUT_S = 90
 PRELOADED = [
@@ -121,11 +123,31 @@ def _in_own_process(
     function(*args)
 
 
+@contextmanager
+def backward_in_a_thread() -> Iterator[None]:
+    """Let every backward run in a thread of its own, as autograd has one for each CUDA device."""
+    import torch
+
+    backward = torch.Tensor.backward
+
+    def in_a_thread(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(backward, tensor, *args, **options).result()
+
+    with patch.object(torch.Tensor, "backward", in_a_thread):
+        yield
+
+
+def with_backward_in_a_thread(function: Callable[..., Any], *args: Any) -> Any:
+    with backward_in_a_thread():
+        return function(*args)
+
+
 def free_port() -> int:
     """A TCP port on the loopback interface that nobody listens to.
 
-    It lies below those that Linux gives to outgoing connections (32768 to 60999): a server that tries to reach it
-    before anybody listens could be given the very port, and connect to itself.
+    It lies below those of outgoing connections (32768 to 60999): who tries to reach it before anybody listens could be
+    given the very port, and connect to itself.
     """
     while True:
         port = 20000 + secrets.randbelow(12768)  # not from `random`, which trainers seed
@@ -136,13 +158,8 @@ def free_port() -> int:
 
 def become_rank(rank: int, size: int, port: int) -> None:
     """Let this process be a rank of a new world over gloo, as a launcher would."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
 
     # As in a process that is launched: what a forkserver has made would make processes that import everything anew.

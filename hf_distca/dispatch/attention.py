@@ -2,8 +2,8 @@
 
 A kind of attention for which nothing moves is one node: one kernel call on all rows, in each direction. Other kinds
 take three nodes, so that two nano-batches can take turns between them. Send, Compute and Receive run the forward's
-phases up to the first pause, the second pause and the end. The backward runs in reverse order: Receive up to the first
-pause, Compute up to the second, Send to the end. See `hf_distca.planner.schedule` for the phases.
+phases up to the first pause, the second pause and the end; the backward runs in reverse order. See
+`hf_distca.planner.schedule` for the phases.
 
 The engine runs backward nodes in the reverse order of their creation. The backward's exchanges therefore follow from
 the forward's order on every rank alike. Only an empty token travels between nodes: forward and backward hand over
@@ -12,14 +12,15 @@ different sizes, which autograd would reject.
 Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_distca.dispatch.bound import BoundPlan, LocalTasks
+from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.checkpoints import is_checkpointed, is_recomputation
 from hf_distca.dispatch.executor import CoreAttention, without_autocast
 from hf_distca.dispatch.recorder import Work
@@ -46,10 +47,6 @@ def disaggregated_attention(
         sinks_H: learned attention sinks, one logit per query head (gpt-oss), or None.
         module: the attention layer, the key of results kept through a checkpoint.
         chunk: rows of the layer's attention chunks; None for no chunks.
-
-    Raises:
-        ValueError: the plan has another number of rows or lacks the layer's kind of attention, or the kernel cannot
-            compute it.
     """
     if q_THD.shape[0] != plan.rows:
         raise ValueError(
@@ -61,18 +58,20 @@ def disaggregated_attention(
     kept_results, recomputes = plan.kept_results, is_recomputation()
     keeps = plan.runtime.keep_core_attention and not recomputes and is_checkpointed(module is None or module.training)
     layer = getattr(module, "layer_idx", None)
-    if (tasks := plan.local.get(kind)) is not None:
+    if kind in plan.local:
         key = (module, plan.nano_batches[0].index)
         known = kept_results.take(key) if recomputes else None
+        run = partial(_run_local, plan, kind, params, layer)
         o_THE: Tensor
-        o_THE, lse_TH = _Local.apply(plan, tasks, params, layer, known, q_THD, k_TGD, v_TGE, sinks_H)
+        o_THE, lse_TH = _Local.apply(run, known, q_THD, k_TGD, v_TGE, sinks_H)
         if keeps:
             kept_results.keep(key, (o_THE.detach(), lse_TH))
         return o_THE
     parts = []
-    for nano, *qkv in zip(
-        plan.nano_batches, *(_by_nano_batch(x_T, plan) for x_T in (q_THD, k_TGD, v_TGE)), strict=True
-    ):
+    # The backward of slices, instead of a split, would copy each slice into zeros of all rows.
+    sizes = [nano.rows for nano in plan.nano_batches]
+    divided = [(x_T,) if len(sizes) == 1 else torch.split(x_T, sizes) for x_T in (q_THD, k_TGD, v_TGE)]
+    for nano, *qkv in zip(plan.nano_batches, *divided, strict=True):
         if kind not in nano.routes:
             raise ValueError(
                 f"a layer has {kind}, but the plan was made for {'; '.join(map(str, (*plan.local, *nano.routes)))}; "
@@ -81,11 +80,11 @@ def disaggregated_attention(
         key = (module, nano.index)
         were_kept = recomputes and key in kept_results
         known = kept_results.take(key) if were_kept else None
+        kept: Kept = "nothing"
         # Results kept through a checkpoint outlive the rows that the first forward received.
-        receives_again = keeps or were_kept or not plan.runtime.keep_received
-        # With sinks, the worker's O and LSE are not final.
-        kept: Kept = "nothing" if receives_again else "results" if sinks_H is None else "received"
-        parts.append((CoreAttention(plan.runtime, nano, kind, params, layer=layer, kept=kept, known=known), qkv))
+        if plan.runtime.keep_received and not keeps and not were_kept:
+            kept = "results" if sinks_H is None else "received"  # with sinks, the worker's O and LSE are not final
+        parts.append((CoreAttention(plan.runtime, nano, kind, params, layer, kept, known), qkv))
 
     # The order is the same whether both nano-batches are here or take turns: ranks stay in step even if nano-batches
     # take turns on some ranks only. A recomputation keeps the order too: checkpointing matches saved tensors by order.
@@ -102,53 +101,42 @@ def disaggregated_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _by_nano_batch(x_T: Tensor, plan: BoundPlan) -> Sequence[Tensor]:
-    """Split rows by nano-batch. The backward of slices would copy each slice into zeros of all rows."""
-    rows = [nano.rows for nano in plan.nano_batches]
-    return (x_T,) if len(rows) == 1 else torch.split(x_T, rows)
-
-
 class _Local(torch.autograd.Function):
     """Core attention of all rows of a rank where nothing moves."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        plan: BoundPlan,
-        tasks: LocalTasks,
-        params: AttentionParams,
-        layer: int | None,
-        known: tuple[Tensor, ...] | None,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGE: Tensor,
-        sinks_H: Tensor | None,
+        ctx: Any, run: Callable[..., tuple[Tensor, ...]], known: tuple[Tensor, ...] | None, *qkv_sinks: Any
     ) -> tuple[Tensor, ...]:
-        ctx.plan, ctx.tasks, ctx.params, ctx.layer = plan, tasks, params, layer
-        if known is None:
-            known = _with_sinks(_in_one_call(ctx, "forward", q_THD, k_TGD, v_TGE), sinks_H)
-        return _save(ctx, (q_THD, k_TGD, v_TGE), known, sinks_H)
+        ctx.run, (*qkv, sinks_H) = run, qkv_sinks
+        return _save(ctx, qkv, _with_sinks(run("forward", *qkv), sinks_H) if known is None else known, sinks_H)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, sinks_H = ctx.saved_tensors
-        gradients = _in_one_call(ctx, "backward", do_THE, *inputs)
-        return *[None] * 5, *gradients, _sink_gradient(ctx, do_THE, inputs[3], inputs[4], sinks_H)
+        gradients = ctx.run("backward", do_THE, *inputs)
+        return None, None, *gradients, _sink_gradient(ctx, do_THE, inputs[3], inputs[4], sinks_H)
 
 
-def _in_one_call(ctx: Any, direction: Direction, *inputs: Tensor) -> tuple[Tensor, ...]:
+def _run_local(
+    plan: BoundPlan,
+    kind: AttentionKind,
+    params: AttentionParams,
+    layer: int | None,
+    direction: Direction,
+    *inputs: Any,
+) -> tuple[Tensor, ...]:
     """Make the kernel call on all rows as a phase of its own."""
-    runtime, tasks = ctx.plan.runtime, ctx.tasks
-    work = Work(ctx.layer, ctx.plan.nano_batches[0].index, direction)
-    compute = runtime.kernel.forward if direction == "forward" else runtime.kernel.backward
+    runtime, tasks = plan.runtime, plan.local[kind]
+    work = Work(layer, plan.nano_batches[0].index, direction)
+    compute: Callable[..., tuple[Tensor, ...]] = getattr(runtime.kernel, direction)
     with (
-        without_autocast(ctx.plan.device.type),
+        without_autocast(runtime.device.type),
         runtime.recorder.span("phase", "run local", work),
         runtime.recorder.span("kernel", "local", work, tasks.pairs),
     ):
-        results: tuple[Tensor, ...] = compute(*inputs, tasks.shapes, ctx.params)
-        return results
+        return compute(*inputs, tasks.shapes, params)
 
 
 class _Send(torch.autograd.Function):
@@ -162,7 +150,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.core.end().results.of_local_rows()
+        return None, *ctx.core.end().results.of("local")
 
 
 class _Compute(torch.autograd.Function):
@@ -182,22 +170,14 @@ class _Compute(torch.autograd.Function):
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        core: CoreAttention,
-        token: Tensor,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGE: Tensor,
-        sinks_H: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        ctx.core, received = core, {}
+    def forward(ctx: Any, core: CoreAttention, token: Tensor, *qkv_sinks: Any) -> tuple[Tensor, ...]:
+        ctx.core, received, (*qkv, sinks_H) = core, {}, qkv_sinks
         known, core.known = core.known, None  # autograd keeps them, or hooks that offload them
         if known is None:
             ended = core.end()
-            known, received = _with_sinks(ended.results.of_local_rows(), sinks_H), ended.kept()
+            known, received = _with_sinks(ended.results.of("local"), sinks_H), ended.kept()
         ctx.received = tuple(received)
-        return _save(ctx, (q_THD, k_TGD, v_TGE), known, sinks_H, *received.values())
+        return _save(ctx, qkv, known, sinks_H, *received.values())
 
     @staticmethod
     @once_differentiable
@@ -208,9 +188,7 @@ class _Receive(torch.autograd.Function):
         return None, do_THE.new_empty(0), None, None, None, _sink_gradient(ctx, do_THE, inputs[3], inputs[4], sinks_H)
 
 
-def _save(
-    ctx: Any, qkv: tuple[Tensor, ...], results: tuple[Tensor, ...], *others: Tensor | None
-) -> tuple[Tensor, ...]:
+def _save(ctx: Any, qkv: list[Tensor], results: tuple[Tensor, ...], *others: Tensor | None) -> tuple[Tensor, ...]:
     """Save a node's inputs and results, O and LSE, for the backward; return the results."""
     ctx.save_for_backward(*qkv, *results, *others)
     ctx.mark_non_differentiable(results[1])

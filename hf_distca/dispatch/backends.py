@@ -13,8 +13,7 @@ EXCHANGE_CTAS = 8
 """Most thread blocks (CTAs) of an NCCL exchange; each takes room on an SM from attention.
 
 NCCL's own limit is 32, a quarter of an H100's 132 SMs. In MagiAttention's measurements all-to-all exchanges ran fully
-under attention that left 4 to 8 SMs free ("How to Ensure Kernels Actually Overlap"). Not measured here yet: the part
-"exchange blocks" of `make gpu` measures it.
+under attention that left 4 to 8 SMs free ("How to Ensure Kernels Actually Overlap"); `make gpu` measures it.
 """
 
 
@@ -61,15 +60,14 @@ def check_devices(backend: str, uuids: Sequence[str | None]) -> None:
 
 def unreachable(rank: int, error: Exception) -> RuntimeError:
     """Return the error of a rank that gloo did not connect, with the address that gloo used."""
-    host = socket.gethostname()
-    address = "no address"
+    host, address = socket.gethostname(), "no address"
     with suppress(OSError):
         address = socket.gethostbyname(host)
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
     return RuntimeError(
         f"rank {rank} cannot reach the other ranks over gloo, which carries control messages: {error}\nUnless "
         "another rank failed before, check the network: gloo gives other ranks the address of the interface named by "
-        f"GLOO_SOCKET_IFNAME ({'not set' if interface is None else interface} on this host), and without it the "
+        f"GLOO_SOCKET_IFNAME ({interface} on this host), and without it the "
         f"address that the host's name resolves to ({host!r} here to {address}). Where other hosts cannot reach that "
         "address, set GLOO_SOCKET_IFNAME on every host to an interface that they can reach, such as eth0; `ip -brief "
         "address` lists interfaces"

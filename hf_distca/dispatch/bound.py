@@ -1,9 +1,10 @@
 """A plan bound to one rank: routes as index tensors on the device, and schedules, ready for every layer."""
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -11,14 +12,14 @@ from torch import Tensor
 
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.cuts import BoundCuts
-from hf_distca.dispatch.exchange import Exchange, Route
+from hf_distca.dispatch.exchange import Exchange, Route, bound_route
 from hf_distca.dispatch.recorder import NO_ROWS, Recorder, Rows
 from hf_distca.dispatch.remote import RemotePlan, ServerRows
-from hf_distca.dispatch.rows import IndexBuffer, IntArray, RowSum, names_all, row_index
+from hf_distca.dispatch.rows import ALL_ROWS, IndexBuffer, IntArray, RowIndex, RowSum, names_all, row_index
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.routes import ExchangedRows, Routes, TaskGroup, make_routes, nothing_moves
+from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
 from hf_distca.planner.schedule import Group, Kept, Location, Schedule, Transfer, Turn, make_schedule, stage_slots
 
 Source = tuple[str, int]
@@ -31,50 +32,38 @@ TOTAL: Source = "total", 0
 """The sum over earlier sources."""
 
 
-class BoundGroup:
-    """Tasks of one kernel call, as index tensors of their rows among local or received rows."""
+class BoundGroup(NamedTuple):
+    """Tasks of one kernel call, with index tensors of their rows among local or received rows."""
 
-    def __init__(self, group: TaskGroup, buffer: IndexBuffer) -> None:
-        self.shapes = TaskShapes.placed(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
-        self.q_rows = row_index(group.q_rows, buffer)
-        self.k_rows = row_index(group.k_rows, buffer)
-        self.pairs = group.pairs
+    shapes: TaskShapes
+    pairs: int
+    q_rows: RowIndex = ALL_ROWS
+    k_rows: RowIndex = ALL_ROWS
+
+    @staticmethod
+    def bind(group: TaskGroup, buffer: IndexBuffer) -> "BoundGroup":
+        """Return a group whose index tensors are valid once the buffer is sent."""
+        shapes = TaskShapes.placed(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
+        return BoundGroup(shapes, group.pairs, row_index(group.q_rows, buffer), row_index(group.k_rows, buffer))
 
 
-class LocalTasks:
-    """A rank's tasks for a kind of attention where nothing moves: all rows in one kernel call.
-
-    Args:
-        lengths: rows of each document, or chunk, in the order of the rank's rows.
-    """
-
-    def __init__(self, lengths: list[int], window: int | None, buffer: IndexBuffer) -> None:
-        self.lengths = lengths
-        self.shapes = TaskShapes.placed(lengths, lengths, buffer.place)
-        self.pairs = sum(pairs(0, length, window) for length in lengths)
+def _all_rows(lengths: Sequence[int], window: int | None, buffer: IndexBuffer) -> BoundGroup:
+    """Return a rank's tasks for a kind of attention where nothing moves: all documents, or chunks, in row order."""
+    shapes = TaskShapes.placed(lengths, lengths, buffer.place)
+    return BoundGroup(shapes, sum(pairs(0, length, window) for length in lengths))
 
 
 class GradientSum:
     """Sources of the gradient of rows at one place.
 
-    Args:
-        early: sources that are added to a total as soon as they are there, to free their memory.
-        late: sources that are added up together at the end, in this order.
-
     Attributes:
-        early: sum of the total and the source, by source.
+        early: sums of the total and one source, which is added as soon as it is there, to free its memory.
         whole: early sources with each row once and in order: as the first source, they are the total.
-        late: sum of the total, if there are early sources, and all late sources.
+        late: sum of the total, if there are early sources, and all late sources, in order.
     """
 
     def __init__(
-        self,
-        rows: int,
-        early: RowsOfSources,
-        late: RowsOfSources,
-        buffer: IndexBuffer,
-        *,
-        in_place: bool = True,
+        self, rows: int, early: RowsOfSources, late: RowsOfSources, buffer: IndexBuffer, *, in_place: bool = True
     ) -> None:
         self.rows = rows
         total = {TOTAL: np.arange(rows)}
@@ -85,9 +74,6 @@ class GradientSum:
 
 class BoundRoutes:
     """Routes of one rank for one kind of attention, see `hf_distca.planner.routes.Routes`.
-
-    Args:
-        buffer: to be sent before the index tensors are used.
 
     Attributes:
         rows: rows at each place: local rows, and received queries.
@@ -111,19 +97,19 @@ class BoundRoutes:
         if plan.nodes is not None and any(stage.forwarded.crossing for stage in stages):
             self._peers = np.flatnonzero(np.equal(plan.nodes[:ranks], plan.nodes[rank]))
         self.forwards = self._peers is not None
-        self.queries = _route(routes.queries, slice(ranks), routes.queries.crossing, buffer)
+        self.queries = bound_route(routes.queries, buffer, slice(ranks))
         self.rows: dict[Location, int] = {"local": routes.local_rows, "received": sum(self.queries.received)}
         self.keys: list[Route] = []
         self.gateway_sums: list[RowSum] = []
         for stage in stages:
-            # If one stage forwards rows, every stage exchanges rows: all stages share the same memory.
-            route = _route(stage.keys, slice(ranks), stage.keys.crossing or self.forwards, buffer)
+            route = bound_route(stage.keys, buffer, slice(ranks))
             if self._peers is not None:
-                hop = stage.forwarded
-                crossing = hop.crossing and len(self._peers) > 1
-                route = replace(route, forwarded=_route(hop, self._peers, crossing, buffer))
+                hop = bound_route(stage.forwarded, buffer, self._peers)
+                hop = replace(hop, crossing=hop.crossing and len(self._peers) > 1)
+                # If one stage forwards rows, every stage exchanges rows: all stages share the same memory.
+                route = replace(route, crossing=True, forwarded=hop)
                 received = sum(route.received)
-                sources = {"received": np.arange(received), "forwarded": hop.send_rows}
+                sources = {"received": np.arange(received), "forwarded": stage.forwarded.send_rows}
                 self.gateway_sums.append(RowSum(sources, received, buffer))
             self.keys.append(route)
         self.slots = stage_slots(len(stages), forwards=self.forwards)
@@ -146,11 +132,40 @@ class BoundRoutes:
             halves = (later, earlier) if len(later.q_lens) else (earlier, later)
             local = {("local 1/2", 0): halves[0], ("local 2/2", 0): halves[1]}
             tasks |= local
-        self.groups = {name: BoundGroup(group, buffer) for name, group in tasks.items() if len(group.q_lens)}
+        self.groups = {name: BoundGroup.bind(group, buffer) for name, group in tasks.items() if len(group.q_lens)}
         self.merges = several and plan.window is None
 
-        # 3. Sources of gradients, and the order of all that.
-        self.gradients = self._declared(routes, local, remote, buffer)
+        # 3. Sources of gradients by place, those of dk and dv alike. An exchange lists the rows of ranks first.
+        queries, keys = routes.queries, [stage.keys for stage in stages]
+        sent_q, sent_k = sum(self.queries.sent), [sum(route.sent) for route in self.keys]
+        of_tasks_q: RowsOfSources = {
+            name: group.q_rows for name, group in (local | remote).items() if "query" not in name[0]
+        }
+        of_tasks_k: RowsOfSources = {name: group.k_rows for name, group in local.items()}
+        of_tasks_k |= {("ranks", n): keys[n].send_rows[:sent] for n, sent in enumerate(sent_k)}
+        received_q: RowsOfSources = {name: group.q_rows for name, group in remote.items() if "query" in name[0]}
+        of_ranks_q: RowsOfSources = {("ranks", 0): queries.send_rows[:sent_q]}
+        of_servers_k: RowsOfSources = {}
+        if self.servers:
+            of_ranks_q["servers", 0] = queries.send_rows[sent_q:]
+            of_servers_k["servers", 0] = keys[0].send_rows[sent_k[0] :]
+        self.gradients: dict[tuple[str, Location | int], GradientSum] = {}
+        of_places: list[tuple[str, Location, RowsOfSources, RowsOfSources]] = [
+            ("dq", "local", of_tasks_q, of_ranks_q),
+            ("dq", "received", received_q, {}),
+            ("dk", "local", of_tasks_k, of_servers_k),
+        ]
+        for name, place, early, late in of_places:
+            # With several stages the gradients of tasks, and dk and dv of other ranks, are added to totals at once.
+            early, late = (early, late) if several else ({}, early | late)
+            self.gradients[name, place] = GradientSum(self.rows[place], early, late, buffer)
+        for n, route in enumerate(self.keys):
+            rows = sum(route.received) + (0 if route.forwarded is None else sum(route.forwarded.received))
+            readers: RowsOfSources = {name: group.k_rows for name, group in remote.items() if name[1] == n}
+            self.gradients["dk", n] = GradientSum(rows, {}, readers, buffer, in_place=False)
+        self.gradients |= {("dv", place): sums for (name, place), sums in self.gradients.items() if name == "dk"}
+
+        # 4. The order of all that.
         schedule = partial(
             make_schedule,
             turn=turn,
@@ -162,42 +177,6 @@ class BoundRoutes:
         )
         self.forward = schedule("forward")
         self.backward: dict[Kept, Schedule] = {kept: schedule("backward", kept=kept) for kept in get_args(Kept)}
-
-    def _declared(
-        self, routes: Routes, local: dict[Group, TaskGroup], remote: dict[Group, TaskGroup], buffer: IndexBuffer
-    ) -> dict[tuple[str, Location | int], GradientSum]:
-        """Return the sources of dq, dk and dv by place; dk and dv have the same.
-
-        With several stages the gradients of tasks, and dk and dv of other ranks, are added to totals at once.
-        """
-        queries, keys = routes.queries, [stage.keys for stage in routes.stages]
-        of_tasks_q: RowsOfSources = {
-            name: group.q_rows for name, group in (local | remote).items() if "query" not in name[0]
-        }
-        of_tasks_k: RowsOfSources = {name: group.k_rows for name, group in local.items()}
-        of_tasks_k |= {("ranks", n): keys[n].send_rows[: sum(route.sent)] for n, route in enumerate(self.keys)}
-        received_q: RowsOfSources = {name: group.q_rows for name, group in remote.items() if "query" in name[0]}
-        # An exchange lists the rows of ranks first, then the rows of servers.
-        of_ranks_q: RowsOfSources = {("ranks", 0): queries.send_rows[: sum(self.queries.sent)]}
-        of_servers_k: RowsOfSources = {}
-        if self.servers:
-            of_ranks_q["servers", 0] = queries.send_rows[sum(self.queries.sent) :]
-            of_servers_k["servers", 0] = keys[0].send_rows[sum(self.keys[0].sent) :]
-
-        def declared(rows: int, early: RowsOfSources, late: RowsOfSources) -> GradientSum:
-            several = len(keys) > 1
-            return GradientSum(rows, early if several else {}, late if several else early | late, buffer)
-
-        gradients: dict[tuple[str, Location | int], GradientSum] = {
-            ("dq", "local"): declared(self.rows["local"], of_tasks_q, of_ranks_q),
-            ("dq", "received"): declared(self.rows["received"], received_q, {}),
-            ("dk", "local"): declared(self.rows["local"], of_tasks_k, of_servers_k),
-        }
-        for stage, route in enumerate(self.keys):
-            rows = sum(route.received) + (0 if route.forwarded is None else sum(route.forwarded.received))
-            readers: RowsOfSources = {name: group.k_rows for name, group in remote.items() if name[1] == stage}
-            gradients["dk", stage] = GradientSum(rows, {}, readers, buffer, in_place=False)
-        return gradients | {("dv", place): sums for (name, place), sums in gradients.items() if name == "dk"}
 
     def rows_of(self, transfer: Transfer) -> Rows:
         """Return the rows of a transfer between ranks, for the recorder; NO_ROWS if no rank sends rows to another."""
@@ -214,62 +193,44 @@ class BoundRoutes:
         return Rows(tuple(sent), tuple(received))
 
 
-def _route(messages: ExchangedRows, peers: slice | IntArray, crossing: bool, buffer: IndexBuffer) -> Route:
-    """Return the route of the rows that ranks exchange, without the rows of servers."""
-    sent, received = messages.send_counts[peers].tolist(), messages.recv_counts[peers].tolist()
-    return Route(sent, received, crossing, row_index(messages.send_rows[: sum(sent)], buffer))
-
-
 class BoundNanoBatch:
-    """Nano-batch on one rank: tasks of kinds of attention for which nothing moves, and routes of all other kinds.
-
-    Args:
-        local: kinds for which nothing moves in any nano-batch.
-
-    Attributes:
-        rows: rows of the nano-batch that this rank holds.
-        last_position: largest position of a row in its document; -1 without rows.
-    """
+    """Nano-batch on one rank: tasks of kinds of attention for which nothing moves, and routes of all other kinds."""
 
     def __init__(
-        self,
-        index: int,
-        nano_batch: NanoBatch,
-        rank: int,
-        turn: Turn,
-        local: Set[AttentionKind],
-        buffer: IndexBuffer,
+        self, index: int, nano_batch: NanoBatch, rank: int, turn: Turn, local: Set[AttentionKind], buffer: IndexBuffer
     ) -> None:
         self.index = index
         self.rows = int(nano_batch.layout.tokens[rank])
         self._layout, self._mine = nano_batch.layout, nano_batch.layout.of_rank(rank)
         self.last_position = int(self._mine["stop"].max(initial=0)) - 1
-        self.local: dict[AttentionKind, LocalTasks] = {}
+        self.local: dict[AttentionKind, BoundGroup] = {}
         self.routes: dict[AttentionKind, BoundRoutes] = {}
         for kind, plan in nano_batch.plans.items():
             if kind in local:
-                self.local[kind] = LocalTasks(plan.layout.of_rank(rank)["stop"].tolist(), plan.window, buffer)
+                self.local[kind] = _all_rows(plan.layout.of_rank(rank)["stop"].tolist(), plan.window, buffer)
             else:
                 self.routes[kind] = BoundRoutes(plan, rank, turn, buffer)
-        self._plans, self._rank, self._buffer = nano_batch.plans, rank, buffer.another()
+        self._plans, self._rank, self._device = nano_batch.plans, rank, buffer.device
+        self._new_buffer = partial(IndexBuffer, buffer.device, buffer.in_one_go)
         self._repairs: dict[tuple[AttentionKind, frozenset[int]], BoundRoutes] = {}
 
     @cached_property
     def cuts(self) -> BoundCuts:
         """Segments of documents, and what modules that mix rows in order exchange between them."""
-        return BoundCuts(self._layout, self._rank, self._buffer.another())
+        return BoundCuts(self._layout, self._rank, self._new_buffer())
 
     @cached_property
     def positions(self) -> Tensor:
-        """[rows] position in its document of each row that this rank holds."""
+        """[rows] position of each row in its document."""
         ranges = [np.arange(start, stop) for _, start, stop, *_ in self._mine.tolist()]
-        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ranges])).to(self._buffer.device)
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ranges])).to(self._device)
 
-    def repair(self, kind: AttentionKind, lost: frozenset[int], remote: RemotePlan) -> BoundRoutes:
+    def repair(self, kind: AttentionKind, lost: frozenset[int], remote: RemotePlan | None) -> BoundRoutes:
         """Return the routes by which the ranks compute the tasks of lost servers."""
+        assert remote is not None  # a plan with servers is bound with them
         if (kind, lost) not in self._repairs:
+            buffer = self._new_buffer()
             rest = remote.repair(self._plans[kind], kind, lost)
-            buffer = self._buffer.another()
             self._repairs[kind, lost] = BoundRoutes(rest, self._rank, "alone", buffer)
             buffer.send()
         return self._repairs[kind, lost]
@@ -318,9 +279,16 @@ class BoundPlan:
     This is a plain class on purpose: FSDP2 copies dataclasses, dicts and named tuples among a module's arguments.
     Accelerate moves anything that has a `to`.
 
+    Args:
+        in_one_go: see `IndexBuffer`.
+
     Attributes:
         nano_batches: nano-batches whose rows the layer is called with.
         local: tasks of all these rows, for kinds where nothing moves; the same kinds on every rank.
+        rows: rows that the layer is called with on this rank.
+        is_part: whether the layer is called with one nano-batch of two.
+        exchanges: whether ranks exchange rows in any layer; the same on every rank.
+        cuts_documents: whether any document lies in several segments; the same on every rank.
         kept_results: kept O and LSE, by attention module and nano-batch.
         pause: called between the start of an exchange and the wait for it; lets the other nano-batch run.
     """
@@ -328,62 +296,39 @@ class BoundPlan:
     def __init__(
         self,
         plan: MicroBatchPlan,
-        runtime: Runtime,
-        nano_batches: tuple[BoundNanoBatch, ...],
-        local: dict[AttentionKind, LocalTasks],
-        kept_results: KeptResults,
-        ran: Ran,
-        pause: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.plan, self.runtime, self.nano_batches, self.local = plan, runtime, nano_batches, local
-        self.kept_results, self.ran, self.pause = kept_results, ran, pause
-
-    @classmethod
-    def bind(
-        cls,
-        plan: MicroBatchPlan,
         rank: int,
         runtime: Runtime,
         *,
         kept_results: KeptResults | None = None,
         in_one_go: bool | None = None,
-    ) -> "BoundPlan":
-        """Return a plan bound to a rank; `in_one_go` is for its `IndexBuffer`."""
+    ) -> None:
+        self.plan, self.runtime, self.ran = plan, runtime, Ran()
+        self.pause: Callable[[], None] = lambda: None
+        self.kept_results = KeptResults() if kept_results is None else kept_results
         turns: tuple[Turn, ...] = ("alone",) if len(plan.nano_batches) == 1 else ("first", "second")
         buffer = IndexBuffer(runtime.device, in_one_go)
         kinds = {
             kind for kind in plan.nano_batches[0].plans if all(nothing_moves(n.plans[kind]) for n in plan.nano_batches)
         }
-        nano_batches = tuple(
+        self.nano_batches = tuple(
             BoundNanoBatch(index, nano, rank, turn, kinds, buffer)
             for index, (nano, turn) in enumerate(zip(plan.nano_batches, turns, strict=True))
         )
-        local = nano_batches[0].local
-        if len(nano_batches) > 1:
-            local = {
-                kind: LocalTasks([n for nano in nano_batches for n in nano.local[kind].lengths], kind.window, buffer)
-                for kind in local
+        self.local = self.nano_batches[0].local
+        if len(turns) > 1:
+            first, second = (nano.local for nano in self.nano_batches)
+            self.local = {
+                kind: _all_rows((*first[kind].shapes.q_lens, *second[kind].shapes.q_lens), kind.window, buffer)
+                for kind in first
             }
         buffer.send()
-        return cls(plan, runtime, nano_batches, local, KeptResults() if kept_results is None else kept_results, Ran())
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the rows."""
-        return self.runtime.device
-
-    @property
-    def rows(self) -> int:
-        """Rows that a layer is called with on this rank."""
-        return sum(nano.rows for nano in self.nano_batches)
+        self.rows, self.is_part = sum(nano.rows for nano in self.nano_batches), False
+        self.exchanges = any(nano.routes for nano in self.nano_batches)
+        self.cuts_documents = any(nano.layout.has_cuts for nano in plan.nano_batches)
 
     @property
     def document_rows(self) -> tuple[int, ...]:
-        """Rows of each document that a layer is called with on this rank, in row order.
-
-        Raises:
-            ValueError: on every rank, if any document is cut between ranks.
-        """
+        """Rows of each document that a layer is called with on this rank, in row order."""
         if self.cuts_documents:
             raise ValueError(
                 "a layer mixes the rows of a document other than by attention, but the plan cuts documents between "
@@ -393,7 +338,7 @@ class BoundPlan:
 
     @property
     def positions(self) -> Tensor:
-        """[rows] position in its document of each row that a layer is called with on this rank."""
+        """[rows] position of each row in its document."""
         return torch.cat([nano.positions for nano in self.nano_batches])
 
     @property
@@ -406,22 +351,9 @@ class BoundPlan:
         """Number of stages of K/V rows, the most of any nano-batch and kind of attention."""
         return max((len(routes.keys) for nano in self.nano_batches for routes in nano.routes.values()), default=1)
 
-    @property
-    def exchanges(self) -> bool:
-        """Whether ranks exchange rows in any layer; the same on every rank."""
-        return any(nano.routes for nano in self.nano_batches)
-
-    @property
-    def cuts_documents(self) -> bool:
-        """Whether any document of the micro-batch lies in several segments; the same on every rank."""
-        return any(nano.layout.has_cuts for nano in self.plan.nano_batches)
-
-    @property
-    def is_part(self) -> bool:
-        """Whether the plan covers one nano-batch of two."""
-        return len(self.nano_batches) < len(self.plan.nano_batches)
-
     def of_nano_batch(self, index: int, pause: Callable[[], None]) -> "BoundPlan":
         """Return the plan for a layer that runs on the rows of one nano-batch; `pause` lets the other one run."""
-        nano = self.nano_batches[index]
-        return BoundPlan(self.plan, self.runtime, (nano,), nano.local, self.kept_results, self.ran, pause)
+        part, nano = copy(self), self.nano_batches[index]
+        part.nano_batches, part.local, part.pause = (nano,), nano.local, pause
+        part.rows, part.is_part = nano.rows, True
+        return part

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""Hooks that pack and unpack a tensor that autograd saves."""
+"""Pack and unpack a tensor that autograd saves."""
 
 Checkpoints = tuple[int, bool]
 """Number of checkpoints around a place in a forward, and whether gradients are on: reentrant ones turn them off."""
@@ -31,7 +31,7 @@ class KeptResults:
         return len(self._kept)
 
     def __contains__(self, key: Hashable) -> bool:
-        """Return whether tensors were kept under a key, even ambiguous ones that `take` does not return."""
+        """Return whether tensors were kept under a key, even if `take` does not return them."""
         return key in self._kept
 
     def keep(self, key: Hashable, tensors: tuple[Tensor, ...]) -> None:

@@ -10,14 +10,14 @@ A and B alone, and ranks exchange these instead of waiting for each other:
 The backward is the forward in reverse, on the gradients of S_in. A rank keeps S_in of its own segments and nothing of
 other ranks.
 
-As core attention, each exchange is two autograd nodes, so that the other nano-batch can run in between. Both nodes
-take a rank's own rows along: the backward reaches them on every rank in the same order, even without a cut segment.
+Each exchange is two autograd nodes, so that the other nano-batch can run in between. Both nodes take a rank's own rows
+along: the backward reaches them on every rank in the same order, even without a cut segment.
 
 Shape suffixes: T local rows of a nano-batch, X rows with room for halos, C channels, H heads, K rows and V columns of
 a state, R rows or states that arrive.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,41 +27,26 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hf_distca.dispatch.checkpoints import KeptResults, is_checkpointed, is_recomputation
-from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
+from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route, bound_route
 from hf_distca.dispatch.recorder import NOT_MEASURED, Recorder, Work
-from hf_distca.dispatch.rows import IndexBuffer, RowSum, row_index
+from hf_distca.dispatch.rows import IndexBuffer, RowSum
 from hf_distca.plan import Direction, Layout
 from hf_distca.planner.cuts import Chains, Halos, chains, halos
-from hf_distca.planner.routes import ExchangedRows
 
 
 class Packing(NamedTuple):
-    """Documents side by side, as kernels of transformers' modules take them.
+    """Documents side by side, as kernels of transformers' modules take them."""
 
-    Attributes:
-        cu_seqlens: [documents + 1] int32, first row of each document, then the number of rows.
-        seq_idx: [1, rows] int32, document of each row.
-    """
-
-    cu_seqlens: Tensor
-    seq_idx: Tensor
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    apply: Any = function.apply
-    return apply(*args)
+    cu_seqlens: Tensor  # [documents + 1] int32, first row of each document, then the number of rows
+    seq_idx: Tensor  # [1, rows] int32, document of each row
 
 
 class BoundCuts:
-    """Segments of one rank in a nano-batch, and what they exchange.
-
-    Attributes:
-        sizes: rows of each segment, in row order.
-    """
+    """Segments of one rank in a nano-batch, and what they exchange."""
 
     def __init__(self, layout: Layout, rank: int, buffer: IndexBuffer) -> None:
         mine = layout.of_rank(rank)
-        self.sizes: tuple[int, ...] = tuple((mine["stop"] - mine["start"]).tolist())
+        self.sizes: tuple[int, ...] = tuple((mine["stop"] - mine["start"]).tolist())  # rows, in row order
         self._layout, self._rank, self._buffer = layout, rank, buffer
         self._halos: dict[int, BoundHalos] = {}
         self._packings: dict[tuple[int, ...], Packing] = {}
@@ -96,54 +81,37 @@ class BoundCuts:
 
 
 class BoundHalos:
-    """Halos as index tensors, see `Halos`.
-
-    Attributes:
-        sums: sum of gradients of local rows over the rows themselves, halos on this rank and halos on other ranks.
-    """
+    """Halos as index tensors, see `Halos`."""
 
     def __init__(self, table: Halos, buffer: IndexBuffer) -> None:
         self.rows = table.rows
         self.places_T = buffer.place(table.places)
         self.received_places_R = buffer.place(table.received_places)
         self.local_rows, self.local_places = buffer.place(table.local_rows), buffer.place(table.local_places)
-        self.route = _route(table.messages, buffer)
+        self.route = bound_route(table.messages, buffer)
         local = len(table.places)
+        # Gradients of local rows come from the rows themselves, from halos on this rank and on other ranks.
         rows_of = {"rows": np.arange(local), "local": table.local_rows, "ranks": table.messages.send_rows}
         self.sums = RowSum(rows_of, local, buffer)
         buffer.send()
 
 
 class BoundChains:
-    """States that cut segments exchange, as index tensors, see `Chains`.
-
-    Attributes:
-        cut: this rank's segments of cut documents, among all its segments.
-        continued: for each of them, whether earlier segments of its document exist.
-        continues: for each of them, whether later segments exist.
-    """
+    """States that cut segments exchange, see `Chains`."""
 
     def __init__(self, table: Chains, buffer: IndexBuffer) -> None:
         self.cut: tuple[int, ...] = tuple(table.cut.tolist())
         self.earlier, self.later = table.earlier, table.later
-        self.continued, self.continues = tuple(map(bool, table.earlier)), tuple(map(bool, table.later))
         self.received = buffer.place(table.received)
-        self.route = _route(table.messages, buffer)
+        self.route = bound_route(table.messages, buffer)
         buffer.send()
-
-
-def _route(messages: ExchangedRows, buffer: IndexBuffer) -> Route:
-    rows = row_index(messages.send_rows, buffer)
-    return Route(messages.send_counts.tolist(), messages.recv_counts.tolist(), messages.crossing, rows)
 
 
 class _Exchange:
     """Exchange of one module on one nano-batch, shared by the nodes of its forward and backward.
 
     Args:
-        name: of what travels.
-        kept: memory of what a first forward kept for its recomputation.
-        keep: whether checkpointed forwards keep what they received.
+        keep: whether checkpointed forwards keep what they received in `kept`.
 
     Attributes:
         known: what the first forward received, in a recomputation that does not exchange again.
@@ -168,13 +136,11 @@ class _Exchange:
         self.known = kept.take(self._key) if recomputes and self._key in kept else None
         self._buffer: ExchangeBuffer | None = None
 
-    def keep(self, received: Sequence[Tensor]) -> None:
-        """Keep what arrived for a recomputation, if there will be one."""
+    def keep(self, received: Iterable[Tensor]) -> None:
         if self._keeps:
             self._kept.keep(self._key, tuple(each.detach() for each in received))
 
     def start(self, route: Route, like: Sequence[Tensor], *, back: bool = False) -> None:
-        """Start to send columns along a route; `back`, to return a column per received row."""
         self._buffer = self._exchange.buffer((self._name, 0, self._nano_batch, frozenset()), route, like)
         if back:
             self._buffer.return_received(like)
@@ -196,18 +162,16 @@ class HaloExchange(_Exchange):
     def __init__(self, bound: BoundHalos, *args: Any, **kwargs: Any) -> None:
         super().__init__("halos", *args, **kwargs)
         self.bound = bound
-        self.d_extended_XC: Tensor | None = None
+        self.d_x_XC: Tensor | None = None  # gradient of the rows with halos, while the halos' part travels
 
     def send(self, x_TC: Tensor) -> Tensor:
         """Start the exchange and return a token for `receive`."""
-        token: Tensor = _apply(_SendHalos, self, x_TC)
+        token: Tensor = _SendHalos.apply(self, x_TC)
         return token
 
     def receive(self, token: Tensor, x_TC: Tensor) -> Tensor:
         """Return the rows with each segment's halo before it: x_XC."""
-        x_XC: Tensor
-        x_XC, received_RC = _apply(_ReceiveHalos, self, token, x_TC)
-        self.keep([received_RC])
+        x_XC: Tensor = _ReceiveHalos.apply(self, token, x_TC)
         return x_XC
 
 
@@ -223,7 +187,7 @@ class _SendHalos(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
         exchange, bound = ctx.exchange, ctx.exchange.bound
-        d_x_XC, exchange.d_extended_XC = exchange.d_extended_XC, None
+        d_x_XC, exchange.d_x_XC = exchange.d_x_XC, None
         (returned_RC,) = exchange.wait("backward")
         d_x_TC, d_local = d_x_XC.index_select(0, bound.places_T), d_x_XC.index_select(0, bound.local_places)
         return None, bound.sums.add_up([d_x_TC, d_local, returned_RC])
@@ -231,21 +195,21 @@ class _SendHalos(torch.autograd.Function):
 
 class _ReceiveHalos(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: HaloExchange, token: Tensor, x_TC: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, exchange: HaloExchange, token: Tensor, x_TC: Tensor) -> Tensor:
         ctx.exchange, bound = exchange, exchange.bound
-        received_RC = exchange.wait("forward")[0].clone() if exchange.known is None else exchange.known[0]
+        (received_RC,) = exchange.wait("forward") if exchange.known is None else exchange.known
+        exchange.keep(map(torch.clone, [received_RC]))  # cloned only if kept: the exchange reuses its memory
         x_XC = x_TC.new_zeros((bound.rows, *x_TC.shape[1:]))
         x_XC.index_copy_(0, bound.places_T, x_TC)
         x_XC.index_copy_(0, bound.local_places, x_TC.index_select(0, bound.local_rows))
         x_XC.index_copy_(0, bound.received_places_R, received_RC)
-        ctx.mark_non_differentiable(received_RC)
-        return x_XC, received_RC
+        return x_XC
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_x_XC: Tensor, _received: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_x_XC: Tensor) -> tuple[Tensor | None, ...]:
         exchange, bound = ctx.exchange, ctx.exchange.bound
-        exchange.d_extended_XC = d_x_XC
+        exchange.d_x_XC = d_x_XC
         exchange.start(bound.route, [d_x_XC.index_select(0, bound.received_places_R)], back=True)
         return None, d_x_XC.new_empty(0), None
 
@@ -262,10 +226,6 @@ class StateExchange(_Exchange):
 
     Args:
         shapes: of A and of B.
-
-    Attributes:
-        own: A, and B or the gradients of S_in, of all cut segments of this rank, while they are exchanged.
-        states: S_in of this rank's continued segments, in the backward.
     """
 
     def __init__(
@@ -273,18 +233,18 @@ class StateExchange(_Exchange):
     ) -> None:
         super().__init__("states", *args, **kwargs)
         self.bound, self._shapes = bound, shapes
-        self.own: list[Tensor] = []
-        self.states: Sequence[Tensor] = ()
+        # A, and B or the gradients of S_in, of all cut segments of this rank, while they are exchanged.
+        self._own: list[Tensor] = []
+        self.states: Sequence[Tensor] = ()  # S_in of this rank's continued segments, in the backward
 
     def send(self, transitions: Sequence[Transition], anchors: Sequence[Tensor]) -> Tensor:
         """Start the exchange and return a token for `receive`.
 
         Args:
-            transitions: of each cut segment.
             anchors: tensors that need a gradient on every rank or on none.
         """
         factors, offsets = [a for a, _ in transitions], [b for _, b in transitions]
-        token: Tensor = _apply(_SendStates, self, *factors, *offsets, *anchors)
+        token: Tensor = _SendStates.apply(self, *factors, *offsets, *anchors)
         return token
 
     def receive(
@@ -296,33 +256,27 @@ class StateExchange(_Exchange):
             rows: results of this rank that need a gradient on every rank or on none; they are returned, to be used in
                 their place.
         """
-        rows, *states = _apply(_ReceiveStates, self, token, rows, *(factor for factor, _ in transitions))
-        self.keep(states)
+        rows, *states = _ReceiveStates.apply(self, token, rows, *(factor for factor, _ in transitions))
         arrived = iter(states)
-        return rows, [next(arrived) if continued else None for continued in self.bound.continued]
+        return rows, [next(arrived) if earlier else None for earlier in self.bound.earlier]
 
     def exchange(
-        self,
-        factors: Sequence[Tensor | None],
-        states: Sequence[Tensor | None],
-        device: torch.device,
-        *,
-        back: bool = False,
+        self, factors: Sequence[Tensor | None], states: Sequence[Tensor | None], like: Tensor, *, back: bool = False
     ) -> None:
         """Start to send A, and B or gradients of S_in, of all cut segments: zeros where no rank reads them."""
-        self.own = []
+        self._own = []
         for shape, parts in zip(self._shapes, (factors, states), strict=True):
-            column = torch.zeros((len(parts), *shape), dtype=torch.float32, device=device)
+            column = like.new_zeros((len(parts), *shape), dtype=torch.float32)
             for number, part in enumerate(parts):
                 if part is not None:
                     column[number] = part
-            self.own.append(column)
-        columns = [column.index_select(0, self.bound.received) for column in self.own] if back else self.own
+            self._own.append(column)
+        columns = [column.index_select(0, self.bound.received) for column in self._own] if back else self._own
         self.start(self.bound.route, columns, back=back)
 
     def arrived(self, direction: Direction) -> tuple[list[Tensor], list[Tensor]]:
         """Return A, and B or gradients of S_in, of all segments that a table of `Chains` numbers."""
-        own, self.own = self.own, []
+        own, self._own = self._own, []
         factors, states = ([*ours, *theirs] for ours, theirs in zip(own, self.wait(direction), strict=True))
         return factors, states
 
@@ -335,7 +289,7 @@ class _SendStates(torch.autograd.Function):
         anchor = tensors[-1]
         assert anchor is not None
         if exchange.known is None:
-            exchange.exchange(tensors[:cut], tensors[cut : 2 * cut], anchor.device)
+            exchange.exchange(tensors[:cut], tensors[cut : 2 * cut], anchor)
         return anchor.new_empty(0)
 
     @staticmethod
@@ -347,14 +301,14 @@ class _SendStates(torch.autograd.Function):
         d_factors: list[Tensor | None] = []
         gradients: list[Tensor | None] = []
         for earlier, later in zip(exchange.bound.earlier, exchange.bound.later, strict=True):
-            gradient = None
-            if later:
-                gradient = d_states[later[-1]].clone()  # not in memory that is used again
-                for number in reversed(later[:-1]):
-                    gradient = d_states[number] + _transposed_times(factors[number], gradient)
+            gradient = _chained(later[::-1], factors, d_states, _transposed_times) if later else None
             gradients.append(gradient)
             state = next(states) if earlier else None
-            d_factors.append(None if state is None or gradient is None else _outer(gradient, state, factors[0].dim()))
+            d_factor = None
+            if state is not None and gradient is not None:
+                of_matrix = factors[0].dim() == 3
+                d_factor = gradient @ state.mT if of_matrix else (gradient * state).sum((1, 2))
+            d_factors.append(d_factor)
         return None, *d_factors, *gradients, *[None] * ctx.others
 
 
@@ -363,17 +317,11 @@ class _ReceiveStates(torch.autograd.Function):
     def forward(
         ctx: Any, exchange: StateExchange, token: Tensor, rows: Tensor, *factors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        before: list[Tensor] = []
-        if exchange.known is not None:
-            before = list(exchange.known)
-        else:
+        ctx.exchange, before = exchange, exchange.known
+        if before is None:
             of_all, offsets = exchange.arrived("forward")
-            for earlier in filter(None, exchange.bound.earlier):
-                state = offsets[earlier[0]].clone()  # not in memory that is used again
-                for number in earlier[1:]:
-                    state = offsets[number] + _times(of_all[number], state)
-                before.append(state)
+            before = tuple(_chained(each, of_all, offsets, _times) for each in exchange.bound.earlier if each)
+        exchange.keep(before)
         ctx.states = len(before)
         ctx.save_for_backward(*before, *factors)
         return rows, *before
@@ -385,9 +333,21 @@ class _ReceiveStates(torch.autograd.Function):
         saved = ctx.saved_tensors  # unpacked once, as checkpoints want it
         exchange.states, factors = saved[: ctx.states], saved[ctx.states :]
         arrived = iter(d_before)
-        d_states = [next(arrived) if continued else None for continued in exchange.bound.continued]
-        exchange.exchange(factors, d_states, d_rows.device, back=True)
+        d_states = [next(arrived) if earlier else None for earlier in exchange.bound.earlier]
+        exchange.exchange(factors, d_states, d_rows, back=True)
         return None, d_rows.new_empty(0), d_rows, *[None] * len(factors)
+
+
+Times = Callable[[Tensor, Tensor], Tensor]
+
+
+def _chained(numbers: Sequence[int], factors: list[Tensor], offsets: list[Tensor], times: Times) -> Tensor:
+    """Return the offset of the last number plus its factor times the same of the numbers before."""
+    first, *others = numbers
+    state = offsets[first].clone()  # not in memory that is used again
+    for number in others:
+        state = offsets[number] + times(factors[number], state)
+    return state
 
 
 def _times(factor: Tensor, state_HKV: Tensor) -> Tensor:
@@ -398,8 +358,3 @@ def _times(factor: Tensor, state_HKV: Tensor) -> Tensor:
 def _transposed_times(factor: Tensor, gradient_HKV: Tensor) -> Tensor:
     """Return Aᵀ·dS, for A [H, K, K] or [H]."""
     return _times(factor.mT if factor.dim() == 3 else factor, gradient_HKV)
-
-
-def _outer(gradient_HKV: Tensor, state_HKV: Tensor, dims: int) -> Tensor:
-    """Return the gradient of A from that of A·S, for A with so many dimensions."""
-    return gradient_HKV @ state_HKV.mT if dims == 3 else (gradient_HKV * state_HKV).sum((1, 2))

@@ -26,17 +26,13 @@ class Dispatcher:
     settings.
 
     Args:
-        settings: Settings of plans. `settings.ranks` is the number of ranks that train together; `settings.kernel`
-            names the attention kernel.
-        device: Device of this rank.
-        mesh: Ranks that train together. None takes all ranks.
+        mesh: Ranks that train together, `settings.ranks` in number. None takes all ranks.
         keep_received: Keep received Q, K and V rows from the forward pass for the backward pass.
         keep_core_attention: Under gradient checkpointing, keep O and log-sum-exp of core attention for the backward
             pass instead of exchanging and computing again.
         exchange_timeout: Seconds until an exchange with a rank that does not answer fails.
 
     Attributes:
-        recorder: Recorder of the time that waits, kernel calls and other work take.
         remote: Dedicated attention servers for the plans that are bound from now on; None for none.
 
     Raises:
@@ -60,32 +56,26 @@ class Dispatcher:
         self.recorder = Recorder(self.device)
         self.keep_received, self.keep_core_attention = keep_received, keep_core_attention
         self.remote: RemoteWorkers | None = None
-        error: Exception | None = None
-        try:
+        with self.groups.raised_together(in_world=True):
             # Leave SMs for the blocks of the exchange; a single rank exchanges nothing.
             sm_margin = EXCHANGE_CTAS if self.groups.ranks > 1 else 0
             self.kernel = get_kernel(settings.kernel, self.device, sm_margin=sm_margin)
-        except (ImportError, ValueError) as caught:
-            error = caught
-        self.groups.raise_together(error, in_world=True)
-        self.groups.raise_together(self._wrong_settings(), in_world=True)
-        self.groups.connect_nodes(settings.nodes)
-        self.exchange = Exchange(self.groups)
-
-    def _wrong_settings(self) -> ValueError | None:
-        if self.settings.ranks != self.groups.ranks:
-            return ValueError(
-                f"PlanSettings.ranks is {self.settings.ranks}, but {self.groups.ranks} ranks run; set it to that"
-            )
         # Compare the kernel's own name: "auto" depends on the installed packages.
-        mine = (self.settings, self.kernel.name, self.keep_received, self.keep_core_attention)
+        mine = (settings, self.kernel.name, keep_received, keep_core_attention)
         others = self.groups.all_gather(mine)
-        if any(other != others[0] for other in others):
-            return ValueError(
+        error = None
+        if settings.ranks != self.groups.ranks:
+            error = ValueError(
+                f"PlanSettings.ranks is {settings.ranks}, but {self.groups.ranks} ranks run; set it to that"
+            )
+        elif any(other != others[0] for other in others):
+            error = ValueError(
                 f"settings differ between ranks, so they would make different plans; this rank has {mine}. Start all "
                 "ranks with the same settings"
             )
-        return None
+        self.groups.raise_together(error, in_world=True)
+        self.groups.connect_nodes(settings.nodes)
+        self.exchange = Exchange(self.groups)
 
     def choose_by(self, choices: Choices | None) -> None:
         """Plan micro-batches with these choices from now on; every rank gives the same."""
@@ -96,21 +86,11 @@ class Dispatcher:
         return self.settings.choices
 
     def close(self) -> None:
-        """Close the process groups of this dispatcher with their threads and connections.
-
-        Every rank calls it at the same point. Afterwards the dispatcher cannot be used; the model works outside
-        planned steps, or with a new dispatcher.
-        """
+        """Close the process groups of this dispatcher, on every rank at the same point; the model stays usable."""
         self.groups.close()
 
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
-        """Bind a plan to this rank: make its index tensors on the device, once per micro-batch.
-
-        With dedicated servers, the tasks are planned again for the current servers.
-
-        Raises:
-            ValueError: The plan was made for other nodes than those of the dispatcher's settings.
-        """
+        """Bind a plan to this rank, once per micro-batch; with dedicated servers, tasks are planned for them again."""
         for nano in plan.nano_batches:
             for of_kind in nano.plans.values():
                 nodes = of_kind.nodes and of_kind.nodes[: self.groups.ranks]
@@ -123,29 +103,19 @@ class Dispatcher:
         remote = None
         if self.remote is not None:
             plan, remote = self.remote.bind(plan, self.settings)
-        runtime = Runtime(
-            self.device,
-            self.exchange,
-            self.kernel,
-            self.recorder,
-            remote,
-            keep_received=self.keep_received,
-            keep_core_attention=self.keep_core_attention,
-        )
-        return BoundPlan.bind(plan, self.groups.rank, runtime)
+        ours = self.device, self.exchange, self.kernel, self.recorder
+        runtime = Runtime(*ours, remote, self.keep_received, self.keep_core_attention)
+        return BoundPlan(plan, self.groups.rank, runtime)
 
     def plan_lengths(self, micro_batches: Sequence[Sequence[int]], at_least: int = 0) -> list[MicroBatchPlan]:
         """Plan micro-batches from the lengths of the documents on this rank; tokens stay on their rank.
 
-        A collective call. A rank with fewer micro-batches than another, or without documents in one, takes part with a
-        single row without a target: models cannot run on zero rows.
+        A collective call. A rank without documents in a micro-batch takes part with a single row without a target:
+        models cannot run on zero rows.
 
         Args:
             micro_batches: For each micro-batch, the lengths of this rank's documents in the order of its rows.
             at_least: Least number of plans to make if any rank has a micro-batch.
-
-        Returns:
-            One plan for each micro-batch of the rank that has the most; empty if no rank has any.
         """
         gathered = self.groups.all_gather([list(map(int, lengths)) for lengths in micro_batches])
         count = max(map(len, gathered))
@@ -165,18 +135,13 @@ class Dispatcher:
             at_least: Least number of batches to return if any rank has one: the micro-batches of an optimizer step.
 
         Returns:
-            The batches with their plans, and batches of one row without a target where other ranks have more. Empty
-            if no rank has any.
+            The batches with their plans, and batches of one row without a target where other ranks have more.
 
         Raises:
             ValueError: A batch is not packed without padding. Every rank raises it, also for another rank's batch.
         """
-        error, lengths = None, []
-        try:
+        with self.groups.raised_together():
             lengths = [batch_document_lengths(batch) for batch in batches]
-        except ValueError as caught:
-            error = caught
-        self.groups.raise_together(error)
         plans = self.plan_lengths(lengths, at_least)
         fillers = [filler_batch(self.device) for _ in range(len(plans) - len(batches))]
         return [
@@ -192,9 +157,6 @@ class Dispatcher:
         Args:
             batch: `input_ids` [1, T] and one of `document_lengths`, `cu_seq_lens_q` and `position_ids` that restart at
                 0 with each document.
-
-        Raises:
-            ValueError: The batch is not packed without padding. Every rank raises it, also for another rank's batch.
         """
         (planned,) = self.plan_batches([batch])
         return self.prepare(planned)

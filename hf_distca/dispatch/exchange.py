@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.rows import ALL_ROWS, RowIndex, copy_rows
+from hf_distca.dispatch.rows import ALL_ROWS, IndexBuffer, IntArray, RowIndex, copy_rows, row_index
 from hf_distca.kernels.contract import aligned
+from hf_distca.planner.routes import ExchangedRows
 
 LAYOUTS_KEPT = 8
 """Buffer layouts kept per slot: one per direction and kind of attention, of which models have up to four."""
@@ -31,12 +32,10 @@ class Route:
     """Rows of one kind that go from ranks to other ranks, and back.
 
     Attributes:
-        sent: rows to each rank.
-        received: rows from each rank.
+        sent: [ranks] number of rows to each rank; received: from each rank.
         crossing: whether any rank sends such rows to another; the same on every rank.
         rows: the rows to send, ordered by receiving rank; not compared.
-        forwarded: received rows that then go to other ranks of the node; its ranks are those of the node. None if no
-            rank forwards rows.
+        forwarded: received rows that then go to other ranks of the node. None if no rank forwards rows.
     """
 
     sent: list[int]
@@ -46,6 +45,12 @@ class Route:
     forwarded: "Route | None" = None
 
 
+def bound_route(messages: ExchangedRows, buffer: IndexBuffer, peers: slice | IntArray = ALL_ROWS) -> Route:
+    """Return the route of the rows that these peers exchange; rows of further workers come last and are left out."""
+    sent, received = messages.send_counts[peers].tolist(), messages.recv_counts[peers].tolist()
+    return Route(sent, received, messages.crossing, row_index(messages.send_rows[: sum(sent)], buffer))
+
+
 class ExchangeBuffer:
     """Rows of one slot, from their departure to their return.
 
@@ -53,13 +58,11 @@ class ExchangeBuffer:
     uses the buffer again. One transfer is under way at a time: `wait` follows each method that starts a transfer.
 
     Args:
-        columns: of a row, side by side.
         memory_B: bytes of `sent`, `received` and `forwarded`; without "received" one memory serves for both.
 
     Attributes:
         sent: columns of rows at the rank that holds them, ordered by receiving rank: [rows, *row shape] each.
-        received: columns of rows at the rank that reads them, in the order of the sending ranks; rows that other ranks
-            of the node forwarded follow.
+        received: columns at the rank that reads them, by sending rank; rows that the node forwarded follow.
         forwarded: columns of received rows that this rank forwards, ordered by receiving rank.
     """
 
@@ -80,11 +83,7 @@ class ExchangeBuffer:
         self._arriving = self.received
 
     def send(self, columns: Sequence[Tensor] = (), rows: RowIndex = ALL_ROWS) -> Self:
-        """Start to send rows of the columns, ordered by receiving rank, to the ranks that read the rows.
-
-        Args:
-            columns: [N, …] each; none if the rows are in `sent` already.
-        """
+        """Start to send rows of the columns, by receiving rank; without columns the rows are in `sent` already."""
         _fill(self.sent, columns, rows)
         return self._start(0, self.received)
 
@@ -133,23 +132,18 @@ def _fill(targets: Sequence[Tensor], columns: Sequence[Tensor], rows: RowIndex) 
             copy_rows(target, column, rows)
 
 
-def _widths(columns: Columns) -> list[int]:
-    return [math.prod(shape) * dtype.itemsize for shape, dtype in columns]
-
-
 def _row_bytes(columns: Columns) -> int:
-    return sum(map(aligned, _widths(columns)))
+    return sum(aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in columns)
 
 
 def _views(rows_NB: Tensor, columns: Columns) -> list[Tensor]:
-    """Return views of each column in rows of bytes."""
     views, start = [], 0
-    for width, (shape, dtype) in zip(_widths(columns), columns, strict=True):
+    for shape, dtype in columns:
+        width = math.prod(shape) * dtype.itemsize
         column_NB = rows_NB[:, start : start + width]
-        views.append(
-            column_NB.view(dtype).view(-1, *shape) if len(rows_NB) else rows_NB.new_empty((0, *shape), dtype=dtype)
-        )
         start += aligned(width)
+        empty = not len(rows_NB)
+        views.append(rows_NB.new_empty((0, *shape), dtype=dtype) if empty else column_NB.view(dtype).view(-1, *shape))
     return views
 
 
@@ -163,16 +157,14 @@ class Exchange:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._buffers: dict[Hashable, list[ExchangeBuffer]] = {}  # by slot, one per layout
-        self._memory_B: dict[tuple[Hashable, str], Tensor] = {}
+        self._memory_B: dict[Hashable, dict[str, Tensor]] = {}  # by slot, and part of `ExchangeBuffer`
 
     def buffer(self, slot: Hashable, route: Route, like: Sequence[Tensor]) -> ExchangeBuffer:
         """Return the buffer of a slot for rows of a route; its contents are those of the slot's last buffer.
 
-        Every rank starts the same transfers in the same order, with the same columns and the same `route.crossing`.
-
         Args:
             slot: rows that are under way or in use at once need different slots.
-            like: one tensor per column, with the column's row shape, dtype and device.
+            like: one tensor per column, with the column's row shape, dtype and device; the same on every rank.
         """
         if self._groups.closed:
             self._groups.check_open()
@@ -187,25 +179,23 @@ class Exchange:
         if route.forwarded is not None:
             rows["received"] += sum(route.forwarded.received)
             rows["forwarded"] = sum(route.forwarded.sent)
+        memory_B = self._memory_B.setdefault(slot, {})
         sizes = {part: count * _row_bytes(columns) for part, count in rows.items()}
-        grows = [part for part, size in sizes.items() if self._size(slot, part) < size]
+        grows = [part for part, size in sizes.items() if part not in memory_B or len(memory_B[part]) < size]
         if grows:  # free the memory before more is taken
             known.clear()
         else:
             del known[: 1 - LAYOUTS_KEPT]  # drop layouts of earlier plans
         for part in grows:
-            self._memory_B.pop((slot, part), None)
-            self._memory_B[slot, part] = torch.empty(rounded_up(sizes[part]), dtype=torch.uint8, device=like[0].device)
-        memory_B = {part: self._memory_B[slot, part][:size] for part, size in sizes.items()}
-        known.append(ExchangeBuffer(self._groups, route, columns, memory_B))
+            memory_B.pop(part, None)
+            memory_B[part] = torch.empty(rounded_up(sizes[part]), dtype=torch.uint8, device=like[0].device)
+        parts_B = {part: memory_B[part][:size] for part, size in sizes.items()}
+        known.append(ExchangeBuffer(self._groups, route, columns, parts_B))
         return known[-1]
 
     def size(self) -> int:
         """Return the bytes of all slots."""
-        return sum(memory_B.numel() for memory_B in self._memory_B.values())
-
-    def _size(self, slot: Hashable, part: str) -> int:
-        return self._memory_B[slot, part].numel() if (slot, part) in self._memory_B else -1
+        return sum(part_B.numel() for memory_B in self._memory_B.values() for part_B in memory_B.values())
 
 
 def rounded_up(size: int) -> int:

@@ -8,9 +8,9 @@ heads, G key/value heads, D head dim of queries and keys, E head dim of values.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -39,38 +39,26 @@ def without_autocast(device_type: str) -> AbstractContextManager[None]:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else NOT_MEASURED
 
 
+@dataclass(eq=False)
 class CoreAttention:
     """One core attention of one layer on one nano-batch: its forward, then its backward.
 
-    Args:
-        layer: index of the layer, for the recorder; None if the model does not give one.
+    Attributes:
         kept: received rows that the forward keeps for the backward.
         known: O and LSE of the first forward, for its recomputation, which exchanges and computes nothing.
         lost: lost servers of the plan: the ranks compute these servers' tasks, and no others.
-
-    Attributes:
         running: the pass that has begun and not ended.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        nano: BoundNanoBatch,
-        kind: AttentionKind,
-        params: AttentionParams,
-        *,
-        layer: int | None = None,
-        kept: Kept = "nothing",
-        known: tuple[Tensor, ...] | None = None,
-        lost: frozenset[int] = frozenset(),
-    ) -> None:
-        self.runtime, self.nano, self.kind, self.params = runtime, nano, kind, params
-        self.layer, self.kept, self.known, self.lost = layer, kept, known, lost
-        self.routes: BoundRoutes = nano.routes[kind]
-        if lost:
-            assert runtime.remote is not None  # a plan with servers is bound with them
-            self.routes = nano.repair(kind, lost, runtime.remote)
-        self.running: Pass
+    runtime: Runtime
+    nano: BoundNanoBatch
+    kind: AttentionKind
+    params: AttentionParams
+    layer: int | None = None
+    kept: Kept = "nothing"
+    known: tuple[Tensor, ...] | None = None
+    lost: frozenset[int] = frozenset()
+    running: "Pass" = field(init=False)
 
     def begin(self, direction: Direction, *inputs: Tensor, received: ReceivedRows | None = None) -> None:
         """Begin a pass and run its phases up to the first pause."""
@@ -91,56 +79,46 @@ class Pass:
     Args:
         inputs: INPUTS with all local rows.
         received: rows that the forward kept for this backward.
-
-    Attributes:
-        results: what kernel calls and other workers have computed so far.
     """
 
     def __init__(
-        self, core: CoreAttention, direction: Direction, inputs: Sequence[Tensor], received: ReceivedRows
+        self, core: CoreAttention, direction: Direction, inputs: Iterable[Tensor], received: ReceivedRows
     ) -> None:
-        self.core, self.runtime, self.routes = core, core.runtime, core.routes
+        self.core, self.runtime = core, core.runtime
+        nano, kind, lost = core.nano, core.kind, core.lost
+        self.routes = nano.repair(kind, lost, core.runtime.remote) if lost else nano.routes[kind]
         self.local: Columns = dict(zip(INPUTS[direction], inputs, strict=True))
         self.received = dict(received)
-        self.work = Work(core.layer, core.nano.index, direction)
-        self.results: Outputs | Gradients
-        self._call_kernel: Callable[..., tuple[Tensor, ...]]
+        self.work = Work(core.layer, nano.index, direction)
+        self.results: _Outputs | _Gradients
         if direction == "forward":
-            self.results, self._call_kernel = Outputs(self.routes, self.local), self.runtime.kernel.forward
-            self._left = deque(self.routes.forward)
+            self.results, self.left = _Outputs(self.routes, self.local), deque(self.routes.forward)
         else:
-            self.results, self._call_kernel = Gradients(self.routes, self.local), self.runtime.kernel.backward
-            self._left = deque(self.routes.backward[core.kept])
+            self.results, self.left = _Gradients(self.routes, self.local), deque(self.routes.backward[core.kept])
         self._keeps = direction == "forward" and core.kept != "nothing"
         self._under_way: dict[Transfer, ExchangeBuffer] = {}
-        self._servers = Servers(core, self.work)
+        self._call: RemoteCall
 
     def go_on(self) -> None:
         """Run the phases up to the next pause, or to the end."""
         # Autocast belongs to the thread: restore it at each pause, for the other nano-batch.
         with without_autocast(self.runtime.device.type):
-            while self._left:
-                phase = self._left.popleft()
+            while self.left:
+                phase = self.left.popleft()
                 with self.runtime.recorder.span("phase", phase.name, self.work):
                     self._run(phase)
                 if phase.pause:
                     break
-        done = not any(phase.run or phase.send for phase in self._left)
+        done = not any(phase.run or phase.send for phase in self.left)
         if done and self.work.direction == "backward" and not self.routes.servers:
             self.local.clear()  # free the memory while the last rows travel
             self.received.clear()
-
-    def run_through(self) -> tuple[Tensor, ...]:
-        """Run all phases without a pause for another nano-batch, and return the results of local rows."""
-        while self._left:
-            self.go_on()
-        return self.results.of_local_rows()
 
     def kept(self) -> ReceivedRows:
         """Return the received rows, O and LSE that the backward needs, after the forward."""
         if self.core.kept != "results":
             return self.received if self._keeps else {}
-        o_RHE, lse_RH = self.results.of_received_queries()
+        o_RHE, lse_RH = self.results.of("received")
         return {**self.received, ("o", 0): o_RHE, ("lse", 0): lse_RH}
 
     def _run(self, phase: Phase) -> None:
@@ -154,92 +132,86 @@ class Pass:
             with recorder.span("send", transfer.name, self.work, rows=rows):
                 self._start(transfer)
 
-    def _start(self, transfer: Transfer) -> None:
-        """Start a transfer."""
-        routes, stage, local = self.routes, transfer.stage, self.local
-        match transfer.rows, transfer.back:
-            case "servers", _:
-                self._servers.ask({name: local[name] for name in transfer.columns})
-            case "queries", False:
-                columns = [local[name] for name in transfer.columns]
-                self._buffer(transfer, columns).send(columns, routes.queries.rows)
-            case "queries", True:
-                results = self.results.of_received_queries()
-                self._buffer(transfer, results).return_received(results)
-            case "keys", False:
-                columns = [local["k"], local["v"]]
-                self._buffer(transfer, columns).send(columns, routes.keys[stage].rows)
-            case "forwarded", False:
-                forwarded = routes.keys[stage].forwarded
-                assert forwarded is not None
-                self._buffer(transfer, [local["k"], local["v"]]).forward(forwarded.rows)
-            case "forwarded", True:
-                buffer = self._buffer(transfer, [local["k"], local["v"]])
-                self._write_key_gradients(stage, buffer)
-                buffer.return_forwarded()
-            case "keys", True:
-                buffer = self._buffer(transfer, [local["k"], local["v"]])
-                if routes.forwards:  # a gateway adds what came for its copies
-                    received = sum(routes.keys[stage].received)
-                    for column_R, forwarded_N in zip(buffer.received, buffer.forwarded, strict=True):
-                        routes.gateway_sums[stage].add_up([column_R[:received], forwarded_N])
-                else:
-                    self._write_key_gradients(stage, buffer)
-                buffer.return_received()
-
-    def _buffer(self, transfer: Transfer, like: Sequence[Tensor]) -> ExchangeBuffer:
-        """Return the buffer of a transfer that starts."""
-        routes = self.routes
-        # Rows that are in use at once have different slots.
-        slot, route = ("queries", 0), routes.queries
-        if transfer.rows != "queries":
-            slot, route = ("keys", routes.slots[transfer.stage]), routes.keys[transfer.stage]
-        slot_of_pass = (*slot, self.core.nano.index, bool(self.core.lost))
-        buffer = self._under_way[transfer] = self.runtime.exchange.buffer(slot_of_pass, route, like)
-        return buffer
-
-    def _write_key_gradients(self, stage: int, buffer: ExchangeBuffer) -> None:
-        """Write dK and dV of a stage's received rows to the memory from which the rows are sent back."""
-        assert isinstance(self.results, Gradients)
-        for name, column_R in zip(("dk", "dv"), buffer.received, strict=True):
-            self.results.add_up(name, stage, out=column_R)
-
-    def _finish(self, transfer: Transfer) -> None:
-        """Wait for a transfer and take the rows that have arrived."""
-        match transfer.rows, transfer.back:
-            case "servers", _:
-                self.results.add_from_servers(*self._servers.wait())
-            case "queries" | "keys", True:
-                self.results.add_from_ranks(transfer.stage, self._arrived(transfer))
-            case ("keys", False) | ("forwarded", True) if self.routes.forwards:
-                self._arrived(transfer)  # more rows come to the same memory, or go on from there
-            case _:
-                # The exchange reuses its memory before the backward.
-                for name, rows_R in self._arrived(transfer).items():
-                    self.received[name, transfer.stage] = rows_R.clone() if self._keeps else rows_R
-
-    def _arrived(self, transfer: Transfer) -> Columns:
-        """Wait for a transfer between ranks and return its columns."""
-        buffer = self._under_way.pop(transfer)
-        span = self.runtime.recorder.span("wait", transfer.name, self.work) if buffer.under_way else NOT_MEASURED
-        with span:
-            return dict(zip(transfer.columns, buffer.wait(), strict=True))
-
     def _compute(self, call: KernelCall, group: BoundGroup) -> None:
-        """Make a kernel call and add its results."""
-        rows = []
+        inputs = []
         for name in INPUTS[self.work.direction]:
             place, stage, index = call.queries, 0, group.q_rows
             if name in ("k", "v"):
                 place, stage, index = call.keys, call.stage, group.k_rows
-            rows.append(take(self.local[name] if place == "local" else self.received[name, stage], index))
+            inputs.append(take(self.local[name] if place == "local" else self.received[name, stage], index))
         params = self.core.params if call.causal else replace(self.core.params, causal=False)
+        run: Callable[..., tuple[Tensor, ...]] = getattr(self.runtime.kernel, self.work.direction)
         with self.runtime.recorder.span("kernel", call.name, self.work, group.pairs):
-            part = self._call_kernel(*rows, group.shapes, params)
+            part = run(*inputs, group.shapes, params)
         self.results.add(call, group, part)
 
+    def _start(self, transfer: Transfer) -> None:
+        core, routes, local, stage = self.core, self.routes, self.local, transfer.stage
+        if transfer.rows == "servers":
+            assert self.runtime.remote is not None  # a plan with servers is bound with them
+            columns = {name: local[name] for name in transfer.columns}
+            self._call = self.runtime.remote.start(self.work, routes.servers, core.kind, core.params, columns)
+            return
+        # Rows that are in use at once have different slots.
+        if transfer.rows == "queries":
+            slot, route = ("queries", 0), routes.queries
+            moved = self.results.of("received") if transfer.back else [local[name] for name in transfer.columns]
+        else:
+            slot, route, moved = ("keys", routes.slots[stage]), routes.keys[stage], [local["k"], local["v"]]
+        buffer = self.runtime.exchange.buffer((*slot, core.nano.index, bool(core.lost)), route, moved)
+        self._under_way[transfer] = buffer
+        match transfer.rows, transfer.back:
+            case (("queries" | "keys"), False):
+                buffer.send(moved, route.rows)
+            case "queries", True:
+                buffer.return_received(moved)
+            case "forwarded", False:
+                assert route.forwarded is not None
+                buffer.forward(route.forwarded.rows)
+            case "keys", True if routes.forwards:  # a gateway adds what came for its copies
+                received = sum(route.received)
+                for column_R, forwarded_N in zip(buffer.received, buffer.forwarded, strict=True):
+                    routes.gateway_sums[stage].add_up([column_R[:received], forwarded_N])
+                buffer.return_received()
+            case _:  # write dK and dV to the memory from which they are sent back
+                assert isinstance(self.results, _Gradients)
+                for name, column_R in zip(transfer.columns, buffer.received, strict=True):
+                    self.results.add_up(name, stage, out=column_R)
+                if transfer.rows == "forwarded":
+                    buffer.return_forwarded()
+                else:
+                    buffer.return_received()
 
-class Outputs:
+    def _finish(self, transfer: Transfer) -> None:
+        """Wait for a transfer and take the rows that have arrived."""
+        recorder, core = self.runtime.recorder, self.core
+        if transfer.rows == "servers":
+            with recorder.span("wait", "servers", self.work):
+                answers, lost = self._call.collect()
+            repaired = None
+            if lost:
+                repair = CoreAttention(self.runtime, core.nano, core.kind, core.params, core.layer, lost=lost)
+                again = Pass(repair, self.work.direction, self.local.values(), {})
+                while again.left:
+                    again.go_on()
+                repaired = again.results.of("local")
+            self.results.add_from_servers(answers, repaired)
+            return
+        buffer = self._under_way.pop(transfer)
+        with recorder.span("wait", transfer.name, self.work) if buffer.under_way else NOT_MEASURED:
+            columns: Columns = dict(zip(transfer.columns, buffer.wait(), strict=True))
+        match transfer.rows, transfer.back:
+            case (("queries" | "keys"), True):
+                self.results.add_from_ranks(transfer.stage, columns)
+            case ("keys", False) | ("forwarded", True) if self.routes.forwards:
+                pass  # more rows come to the same memory, or go on from there
+            case _:
+                # The exchange reuses its memory before the backward.
+                for name, rows_R in columns.items():
+                    self.received[name, transfer.stage] = rows_R.clone() if self._keeps else rows_R
+
+
+class _Outputs:
     """O and log-sum-exp of the queries at each place, put together in a forward."""
 
     def __init__(self, routes: BoundRoutes, local: Columns) -> None:
@@ -248,7 +220,6 @@ class Outputs:
         self._so_far: dict[Location, tuple[Tensor, ...]] = {}
 
     def add(self, call: KernelCall, group: BoundGroup, part: tuple[Tensor, ...]) -> None:
-        """Add results of a kernel call."""
         if not call.first:
             o_NHE, lse_NH = self._at(call.queries)
             merge_rows(o_NHE, lse_NH, group.q_rows, *part)
@@ -258,26 +229,17 @@ class Outputs:
             self._put(call.queries, group.q_rows, part)
 
     def add_from_ranks(self, _stage: int, columns: Columns) -> None:
-        """Add results of local queries that other ranks computed."""
         self._put("local", self._routes.queries.rows, (columns["o"], columns["lse"]))
 
     def add_from_servers(self, answers: Mapping[int, Columns], repaired: tuple[Tensor, ...] | None) -> None:
-        """Add results that servers computed, and for lost servers the ranks."""
         for asked in self._routes.servers:
             if columns := answers.get(asked.server):
                 self._put("local", asked.q_rows, (columns["o"], columns["lse"]))
             elif repaired is not None:
                 self._put("local", asked.q_rows, [take(x_T, asked.q_rows) for x_T in repaired])
 
-    def of_received_queries(self) -> tuple[Tensor, ...]:
-        """Return O and LSE of received queries, in the dtypes in which the results travel."""
-        return self._final("received")
-
-    def of_local_rows(self) -> tuple[Tensor, ...]:
-        """Return O and LSE of local rows."""
-        return self._final("local")
-
-    def _final(self, place: Location) -> tuple[Tensor, ...]:
+    def of(self, place: Location) -> tuple[Tensor, ...]:
+        """Return O and LSE of the queries at a place, in the dtypes in which the results travel."""
         o_NHE, lse_NH = self._at(place)
         return o_NHE.to(self._q_THD.dtype), lse_NH
 
@@ -298,12 +260,12 @@ class Outputs:
             self._so_far[place] = o_NHE, lse_NH
         return self._so_far[place]
 
-    def _put(self, place: Location, index: RowIndex, part: Sequence[Tensor]) -> None:
+    def _put(self, place: Location, index: RowIndex, part: Iterable[Tensor]) -> None:
         for x_N, rows_Q in zip(self._at(place), part, strict=True):
             put(x_N, index, rows_Q)
 
 
-class Gradients:
+class _Gradients:
     """dQ, dK and dV of the rows at each place, added up in a backward over the sources that the plan declares.
 
     The place of received keys is their stage.
@@ -318,19 +280,16 @@ class Gradients:
         self._repaired: tuple[Tensor, ...] | None = None
 
     def add(self, call: KernelCall, _group: BoundGroup, part: tuple[Tensor, ...]) -> None:
-        """Add gradients of a kernel call."""
         keys_at: Location | int = "local" if call.keys == "local" else call.stage
         places = call.queries, keys_at, keys_at
         for name, place, rows_N in zip(self._no_rows, places, part, strict=True):
             self._add(name, place, call.group, rows_N)
 
     def add_from_ranks(self, stage: int, columns: Columns) -> None:
-        """Add gradients of local rows that other ranks computed."""
         for name, rows_N in columns.items():
             self._add(name, "local", ("ranks", stage), rows_N)
 
     def add_from_servers(self, answers: Mapping[int, Columns], repaired: tuple[Tensor, ...] | None) -> None:
-        """Add gradients that servers computed, and for lost servers the ranks."""
         self._repaired = repaired
         for name in self._no_rows:
             parts = []
@@ -340,13 +299,11 @@ class Gradients:
                 parts.append(self._zeros(name, rows, self._dtype) if came is None else came[name])
             self._add(name, "local", ("servers", 0), torch.cat(parts))
 
-    def of_received_queries(self) -> tuple[Tensor, ...]:
-        """Return dQ of received queries."""
-        return (self.add_up("dq", "received").to(self._dtype),)
-
-    def of_local_rows(self) -> tuple[Tensor, ...]:
-        """Return dQ, dK and dV of local rows."""
-        gradients = [self.add_up(name, "local") for name in self._no_rows]
+    def of(self, place: Location) -> tuple[Tensor, ...]:
+        """Return dQ of received queries, or dQ, dK and dV of local rows."""
+        if place == "received":
+            return (self.add_up("dq", place).to(self._dtype),)
+        gradients = [self.add_up(name, place) for name in self._no_rows]
         for total_T, more_T in zip(gradients, self._repaired or (), strict=False):
             total_T.add_(more_T)
         return tuple(total_T.to(self._dtype) for total_T in gradients)
@@ -376,31 +333,3 @@ class Gradients:
     def _zeros(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
         like = self._no_rows[name]
         return like.new_zeros((rows, *like.shape[1:]), dtype=dtype)
-
-
-class Servers:
-    """Tasks of one pass at dedicated servers, and at the ranks if a server is lost."""
-
-    def __init__(self, core: CoreAttention, work: Work) -> None:
-        self._core, self._work = core, work
-        self._columns: Columns = {}
-        self._call: RemoteCall | None = None
-
-    def ask(self, columns: Columns) -> None:
-        """Start a call to all servers of the plan, with all local rows."""
-        core = self._core
-        assert core.runtime.remote is not None  # a plan with servers is bound with them
-        self._columns = columns
-        self._call = core.runtime.remote.start(self._work, core.routes.servers, core.kind, core.params, columns)
-
-    def wait(self) -> tuple[Mapping[int, Columns], tuple[Tensor, ...] | None]:
-        """Return the columns of each server that answered; and the ranks' results if any server was lost."""
-        core, call = self._core, self._call
-        assert call is not None
-        with core.runtime.recorder.span("wait", "servers", self._work):
-            answers, lost = call.collect()
-        if not lost:
-            return answers, None
-        inputs = [self._columns[name] for name in INPUTS[self._work.direction]]
-        repair = CoreAttention(core.runtime, core.nano, core.kind, core.params, layer=core.layer, lost=lost)
-        return answers, Pass(repair, self._work.direction, inputs, {}).run_through()

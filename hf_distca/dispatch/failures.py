@@ -17,9 +17,7 @@ _LOST_PARTNER = re.compile(r"gloo|NCCL|connection (closed|reset) by peer|timed o
 
 
 class Failures:
-    """Errors of the ranks that train together, readable by every rank.
-
-    Without these errors, a rank whose partner failed would report only a closed connection.
+    """Errors of the ranks that train together; without them, a failed rank's partners report a closed connection.
 
     Args:
         store: a store of these ranks alone that every rank reaches; None with one rank.
@@ -45,9 +43,12 @@ class Failures:
         except Exception as error:
             if self._depth > 1 or self._store is None:
                 raise
-            others: dict[int, str] = {}
+            others: list[str] = []
+            only_says_that_another_is_gone = isinstance(error, dist.DistError) or (
+                isinstance(error, RuntimeError) and _LOST_PARTNER.search(str(error))
+            )
             try:
-                if _lost_partner(error):
+                if only_says_that_another_is_gone:
                     others = self._others(self._store)
                 else:
                     self._store.set(self._key(self._rank), f"{type(error).__name__}: {error}")
@@ -55,24 +56,18 @@ class Failures:
                 logger.debug("cannot exchange errors with other ranks: %s", unreachable)
             if not others:
                 raise
-            raise RuntimeError("; ".join(f"rank {rank} failed: {why}" for rank, why in others.items())) from error
+            raise RuntimeError("; ".join(others)) from error
         finally:
             self._depth -= 1
 
     def _key(self, rank: int) -> str:
         return f"hf_distca/failures/{self._begun}/{rank}"
 
-    def _others(self, store: dist.Store) -> dict[int, str]:
-        """Return other ranks' errors, by rank, as soon as any rank has one; empty after `wait_s`."""
+    def _others(self, store: dist.Store) -> list[str]:
+        """Return other ranks' errors as soon as any rank has one; none after `wait_s`."""
         end = time.monotonic() + self._wait_s
         while True:
             found = [rank for rank in range(self._ranks) if rank != self._rank and store.check([self._key(rank)])]
             if found or time.monotonic() > end:
-                return {rank: store.get(self._key(rank)).decode() for rank in found}
+                return [f"rank {rank} failed: {store.get(self._key(rank)).decode()}" for rank in found]
             time.sleep(_PAUSE_S)
-
-
-def _lost_partner(error: Exception) -> bool:
-    """Return whether an error only says that another rank does not answer."""
-    lost = isinstance(error, RuntimeError) and _LOST_PARTNER.search(str(error)) is not None
-    return lost or isinstance(error, dist.DistError)

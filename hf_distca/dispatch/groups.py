@@ -5,9 +5,10 @@ No group of the training framework is touched: its collectives and ours never wa
 
 import logging
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -15,14 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_distca.dispatch.backends import (
-    check_devices,
-    device_uuid,
-    exchange_backend,
-    exchange_options,
-    indexed,
-    unreachable,
-)
+from hf_distca.dispatch import backends
 from hf_distca.dispatch.failures import Failures
 
 logger = logging.getLogger(__name__)
@@ -33,11 +27,7 @@ RankMesh = DeviceMesh | dist.ProcessGroup
 
 
 def mesh_ranks(mesh: RankMesh | None) -> list[int]:
-    """Return the world ranks that train together, in ascending order; without a mesh all ranks of the world.
-
-    Raises:
-        ValueError: the mesh has more than one dimension.
-    """
+    """Return the world ranks that train together, in ascending order; without a mesh all ranks of the world."""
     if not in_world():
         return [0]
     if mesh is None:
@@ -59,20 +49,14 @@ class Groups:
     connection, and unreachable ranks fail here.
 
     Args:
-        device: device of exchanged tensors; the exchange uses the default group's backend for this device.
         timeout_s: seconds after which an exchange with a silent peer fails.
-        mesh: ranks that train together, one of several meshes side by side that share no rank; None on every process
-            for all ranks of the world.
+        mesh: one of several meshes side by side that share no rank; None on every process for all ranks of the world.
 
     Attributes:
         members: world ranks of the mesh.
         exchange: group of the exchanges; None with one rank.
-        node: group of the exchanges inside this rank's node, see `connect_nodes`; None for a node of one rank.
+        node: group of the exchanges inside this rank's node; None for a node of one rank.
         failures: errors of the ranks of all meshes, by world rank.
-
-    Raises:
-        RuntimeError: this rank cannot reach the others, or not in time.
-        ValueError: on every rank, if ranks share a GPU over NCCL.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, mesh: RankMesh | None = None) -> None:
@@ -87,18 +71,18 @@ class Groups:
         self._control_of_world: dist.ProcessGroup | None = None
         store = None
         if world[1] > 1:
-            self._device = indexed(device)
+            self._device = backends.indexed(device)
             meshes = [self.members] if mesh is None else self._in_world(self.members)
             options: dict[str, Any] = {"backend": "gloo", "timeout": self._timeout}
             try:
                 self._control = self._control_of_world = _new_group(meshes, group_desc="distca control", **options)
                 if len(meshes) > 1:
                     self._control_of_world = dist.new_group(group_desc="distca control of the world", **options)
-                uuids = self.all_gather(device_uuid(self._device))
+                uuids = self.all_gather(backends.device_uuid(self._device))
             except RuntimeError as error:
-                raise unreachable(self.rank, error) from error
+                raise backends.unreachable(self.rank, error) from error
             store = self._control_of_world.get_group_store()
-            check_devices(exchange_backend(self._device), uuids)
+            backends.check_devices(backends.exchange_backend(self._device), uuids)
             self.exchange = self._connected(meshes, self.ranks, "distca exchange")
         self.failures = Failures(store, *world)
 
@@ -106,39 +90,29 @@ class Groups:
         """Connect the ranks of each node by a group of their own. A collective of the world.
 
         Args:
-            nodes: [ranks] node of each rank of the mesh; None if no rows are forwarded. Some meshes may have nodes and
-                others none.
-
-        Raises:
-            RuntimeError: this rank cannot reach the others of its node, or not in time.
+            nodes: [ranks] node of each rank of the mesh; None if the mesh forwards no rows.
         """
         if nodes is None and not self._side_by_side:
             return
-        mine = [self.members[self.rank]]
-        if nodes is not None:
-            mine = [member for member, node in zip(self.members, nodes, strict=True) if node == nodes[self.rank]]
+        of_ranks = nodes or range(self.ranks)
+        mine = [member for member, node in zip(self.members, of_ranks, strict=True) if node == of_ranks[self.rank]]
         of_world = self._in_world(mine)
         if any(len(members) > 1 for members in of_world):
             self.node = self._connected(of_world, len(mine), "distca node")
 
     def _in_world(self, mine: list[int]) -> list[list[int]]:
         """Return the distinct lists of ranks of all processes. A collective of the world."""
-        of_world = gather_in_world(tuple(mine), self._timeout.total_seconds())
+        of_world = _gather_in_world(tuple(mine), self._timeout.total_seconds())
         return [list(ranks) for ranks in dict.fromkeys(of_world)]
 
     def _connected(self, lists: list[list[int]], ranks: int, name: str) -> dist.ProcessGroup | None:
         """Return a group for exchanges, with all pairs of ranks connected; None for a single rank."""
-        backend = exchange_backend(self._device)
+        backend = backends.exchange_backend(self._device)
         sent, received = torch.zeros((2, ranks), dtype=torch.uint8, device=self._device)
+        options: dict[str, Any] = {"backend": backend, "timeout": self._timeout, "group_desc": name}
+        options["device_id"] = self._device if backend == dist.Backend.NCCL else None
         try:
-            group = _new_group(
-                lists,
-                backend=backend,
-                timeout=self._timeout,
-                pg_options=exchange_options(backend),
-                group_desc=name,
-                device_id=self._device if backend == dist.Backend.NCCL else None,
-            )
+            group = _new_group(lists, pg_options=backends.exchange_options(backend), **options)
             if ranks == 1:
                 dist.destroy_process_group(group)
                 return None
@@ -200,30 +174,36 @@ class Groups:
 
     def raise_together(self, error: Exception | None, *, in_world: bool = False) -> None:
         """Raise ValueError on every rank, of the mesh or the world, if any rank has an error, with all errors."""
-        errors = self.all_gather(None if error is None else f"{type(error).__name__}: {error}", in_world=in_world)
-        _raise_any(error, errors)
+        _raise_any(error, partial(self.all_gather, in_world=in_world))
+
+    def raised_together(self, *, in_world: bool = False) -> AbstractContextManager[None]:
+        """Raise an error inside the context as `raise_together` does."""
+        return _raised_together(partial(self.all_gather, in_world=in_world))
+
+
+def raised_together(timeout_s: float) -> AbstractContextManager[None]:
+    """Raise an error inside the context on every process, before groups exist. A collective of the world."""
+    return _raised_together(partial(_gather_in_world, timeout_s=timeout_s))
 
 
 @contextmanager
-def raised_together(timeout_s: float) -> Iterator[None]:
-    """Raise an error inside the context on every process, before groups exist. A collective of the world."""
+def _raised_together(gather: Callable[[str | None], list[str | None]]) -> Iterator[None]:
     error = None
     try:
         yield
     except (ValueError, TypeError, ImportError) as caught:
         error = caught
-    message = None if error is None else f"{type(error).__name__}: {error}"
-    _raise_any(error, gather_in_world(message, timeout_s))
+    _raise_any(error, gather)
 
 
-def _raise_any(error: Exception | None, errors: Sequence[str | None]) -> None:
-    """Raise if any rank has an error: this rank's own if all are the same, else all messages."""
-    failed = {rank: message for rank, message in enumerate(errors) if message is not None}
-    if not failed:
-        return
-    if len(set(failed.values())) == 1 and len(failed) == len(errors) and error is not None:
+def _raise_any(error: Exception | None, gather: Callable[[str | None], list[str | None]]) -> None:
+    """Raise if any rank has an error: this rank's own if all have the same, else all messages."""
+    errors = gather(None if error is None else f"{type(error).__name__}: {error}")
+    failed = [f"rank {rank}: {message}" for rank, message in enumerate(errors) if message is not None]
+    if error is not None and len(set(errors)) == 1:
         raise error
-    raise ValueError("; ".join(f"rank {rank}: {message}" for rank, message in failed.items())) from error
+    if failed:
+        raise ValueError("; ".join(failed)) from error
 
 
 def in_world() -> bool:
@@ -231,12 +211,8 @@ def in_world() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def gather_in_world(value: Value, timeout_s: float) -> list[Value]:
-    """Return every process's value, in the order of world ranks. A collective of the world, on the CPU.
-
-    Raises:
-        RuntimeError: this process cannot reach the others in time.
-    """
+def _gather_in_world(value: Value, timeout_s: float) -> list[Value]:
+    """Return every process's value, in the order of world ranks. A collective of the world, on the CPU."""
     if not in_world() or dist.get_world_size() == 1:
         return [value]
     gathered = [value] * dist.get_world_size()
@@ -245,17 +221,14 @@ def gather_in_world(value: Value, timeout_s: float) -> list[Value]:
         dist.all_gather_object(gathered, value, group=world)
         dist.destroy_process_group(world)
     except RuntimeError as error:
-        raise unreachable(dist.get_rank(), error) from error
+        raise backends.unreachable(dist.get_rank(), error) from error
     return gathered
 
 
 def _new_group(lists: list[list[int]], **options: Any) -> dist.ProcessGroup:
     """Create a group of each list of ranks, in one order on every process, and return this process's group."""
-    groups = [dist.new_group(ranks, **options) for ranks in lists]
-    mine: dist.ProcessGroup = next(
-        group for ranks, group in zip(lists, groups, strict=True) if dist.get_rank() in ranks
-    )
-    return mine
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, **options) for ranks in lists]
+    return groups[[dist.get_rank() in ranks for ranks in lists].index(True)]
 
 
 def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, ...]:
@@ -266,15 +239,12 @@ def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, 
 
     Returns:
         One number for all nodes, or one for each, as `PlanSettings.ranks_per_node`.
-
-    Raises:
-        RuntimeError: this process cannot reach the others in time.
     """
     if not in_world():
         return 1
     rank = dist.get_rank()
     # The host of every process, and the first rank that was launched with the process there.
-    places = gather_in_world((socket.gethostname(), rank - dist.get_node_local_rank(fallback_rank=0)), timeout_s)
+    places = _gather_in_world((socket.gethostname(), rank - dist.get_node_local_rank(fallback_rank=0)), timeout_s)
     members = mesh_ranks(mesh)
     found = [places[member] for member in members]
     # A node is a run of consecutive ranks with the same place: ranks numbered round-robin across hosts are alone.

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -18,11 +19,9 @@ Kind = Literal["step", "section", "phase", "kernel", "wait", "send", "call", "se
 """Kind of a span.
 
 - step, section: an optimizer step, and a section of one.
-- phase: a phase of a schedule; kernel, wait and send spans lie within phases.
-- kernel, wait, send: a kernel call, a wait for an exchange, the start of an exchange.
+- phase: a phase of a schedule; kernel calls, waits for exchanges and starts of exchanges (send) lie within phases.
 - call: a call to a server, from the departure of its rows to the arrival of the results, by the host's clock.
-- server: computing time of the server within a call, added after the call. Its place in the call is unknown; it is put
-  at the end.
+- server: computing time of the server within a call. Its place in the call is unknown; it is put at the end.
 """
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -33,9 +32,9 @@ NOT_MEASURED = nullcontext()
 
 
 class Work(NamedTuple):
-    """One core attention; `layer` is None if the model does not give an index."""
+    """One core attention."""
 
-    layer: int | None
+    layer: int | None  # None if the model does not give an index
     nano_batch: int
     direction: Direction
 
@@ -55,7 +54,6 @@ class Span(NamedTuple):
 
     Attributes:
         part: name of the step, section, phase, exchange, group of tasks or server.
-        work: the core attention; None outside of any.
         begin, end: seconds on the device's clock, from an arbitrary origin.
         pairs: query-key pairs of a kernel call, here or at a server.
         rows: for the start of an exchange, the rows that it carries.
@@ -70,24 +68,24 @@ class Span(NamedTuple):
     rows: Rows = NO_ROWS
 
 
+@dataclass(eq=False)
 class Recording:
     """Spans that a listener asked for with `Recorder.listen`."""
 
-    def __init__(self, recorder: "Recorder", kinds: frozenset[Kind], most: int | None) -> None:
-        self.kinds = kinds
-        self.spans: deque[Span] = deque(maxlen=most)
-        self._recorder = recorder
+    recorder: "Recorder"
+    kinds: frozenset[Kind]
+    spans: deque[Span]
 
     def take(self) -> list[Span]:
         """Return the spans since the last call, in the order of their ends; waits for queued work on CUDA."""
-        self._recorder.drain(wait=True)
+        self.recorder.drain(wait=True)
         spans = list(self.spans)
         self.spans.clear()
         return spans
 
     def stop(self) -> None:
         """Stop listening."""
-        self._recorder.forget(self)
+        self.recorder.forget(self)
 
 
 class Recorder:
@@ -110,7 +108,7 @@ class Recorder:
 
     def listen(self, *kinds: Kind, most: int | None = None) -> Recording:
         """Record spans of these kinds, or of all kinds if none is named; keep only the latest `most`."""
-        recording = Recording(self, frozenset(kinds or KINDS), most)
+        recording = Recording(self, frozenset(kinds or KINDS), deque(maxlen=most))
         self._recordings.append(recording)
         self._kinds |= recording.kinds
         return recording
@@ -134,9 +132,9 @@ class Recorder:
         return measured(Span(kind, part, work, 0.0, 0.0, pairs, rows))
 
     def clock(self) -> tuple[float, float]:
-        """Return the device clock's offset from `time.perf_counter`, and the most by which the offset is too large.
+        """Return the device clock's offset from `time.perf_counter` and its largest error, in seconds.
 
-        Both are in seconds. On CUDA it waits for queued work.
+        On CUDA it waits for queued work.
         """
         if self._device.type != "cuda":
             return 0.0, 0.0

@@ -3,35 +3,32 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from hf_distca.dispatch.recorder import Work
-from hf_distca.dispatch.rows import IndexBuffer, IntArray, row_index
+from hf_distca.dispatch.rows import IndexBuffer, row_index
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
-from hf_distca.planner.routes import ExchangedRows, Routes
+from hf_distca.planner.routes import Routes
 from hf_distca.planner.settings import PlanSettings
 
 
 class ServerRows:
-    """Rows of this rank that one dedicated server needs, as index tensors.
+    """Local query rows that one dedicated server computes, and local K/V rows that it needs, as index tensors.
 
-    Attributes:
+    Args:
         server: index among the plan's servers.
-        q_rows: local query rows that the server computes.
-        k_rows: local K/V rows that the server needs.
     """
 
     def __init__(self, server: int, routes: Routes, ranks: int, buffer: IndexBuffer) -> None:
-        self.server = server
-        q_rows, k_rows = (_rows_for(messages, ranks + server) for messages in (routes.queries, routes.stages[0].keys))
+        self.server, worker = server, ranks + server
+        q_rows, k_rows = (
+            np.split(messages.send_rows, np.cumsum(messages.send_counts))[worker]
+            for messages in (routes.queries, routes.stages[0].keys)
+        )
         self.q_rows, self.k_rows = row_index(q_rows, buffer), row_index(k_rows, buffer)
         self.q_count, self.k_count = len(q_rows), len(k_rows)
-
-
-def _rows_for(messages: ExchangedRows, worker: int) -> IntArray:
-    stop = int(messages.send_counts[: worker + 1].sum())
-    return messages.send_rows[stop - int(messages.send_counts[worker]) : stop]
 
 
 class RemoteCall(Protocol):
@@ -41,9 +38,9 @@ class RemoteCall(Protocol):
         """Wait for the results. A collective.
 
         Returns:
-            results: by server index, this rank's columns by name, [rows, …] on the rank's device: o and lse of a
-                forward; dq, dk and dv of a backward. Servers without rows of this rank are missing.
-            lost: indices of the servers that failed to give some rank its results; the same on every rank.
+            By server index, this rank's columns by name, [rows, …] on the rank's device: o and lse of a forward; dq,
+            dk and dv of a backward; nothing of servers without rows of this rank. And the indices of the servers that
+            failed to give some rank its results, the same on every rank.
         """
 
 
@@ -58,10 +55,9 @@ class RemotePlan(Protocol):
         params: AttentionParams,
         rows: Mapping[str, Tensor],
     ) -> RemoteCall:
-        """Send this rank's rows of one core attention to the servers.
+        """Send this rank's rows of one core attention to every server that has tasks, the same on every rank.
 
         Args:
-            servers: every server that has tasks; the same servers on every rank.
             rows: the rank's rows by column name, [T, …] each: q, k and v; in a backward also do, o and lse.
         """
 

@@ -1,7 +1,7 @@
 """Row numbers on the device, and gather, scatter and sums of rows by them.
 
-Contiguous rows need no index tensor. All index tensors of a plan go to the device in few copies: a copy per tensor
-would cost the host about ten microseconds, and from pageable memory a wait.
+All index tensors of a plan go to the device in few copies: a copy per tensor would cost the host about ten
+microseconds, and from pageable memory a wait.
 
 Shape suffixes: N rows, S rows of one source of a sum, W rows of a sum that are written, A addends of all of them; the
 letters after a row's letter are free.
@@ -33,8 +33,7 @@ class IndexBuffer:
     """Buffer that places numbers on the host and returns device tensors, which hold the numbers after `send`.
 
     Args:
-        in_one_go: add up rows of all sources by one kernel, as on a GPU, instead of source by source; None chooses by
-            device.
+        in_one_go: sum rows of all sources by one kernel, instead of source by source; None: if not on the CPU.
     """
 
     def __init__(self, device: torch.device, in_one_go: bool | None = None) -> None:
@@ -57,10 +56,6 @@ class IndexBuffer:
         self._used = aligned(stop)
         return self._device_B[start:stop].view(torch.from_numpy(dense[:0]).dtype)
 
-    def another(self) -> "IndexBuffer":
-        """Return an empty buffer with the same device and mode."""
-        return IndexBuffer(self.device, self.in_one_go)
-
     def send(self) -> None:
         """Send the placed numbers without waiting for their arrival; later numbers get other memory.
 
@@ -73,7 +68,7 @@ class IndexBuffer:
 
 
 def host_bytes(size: int, *, pinned: bool) -> Tensor:
-    """Return [size] uint8 on the host with undefined contents; pinned memory is for copies to a GPU."""
+    """Return [size] uint8 on the host; pinned memory is for copies to a GPU."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
@@ -81,8 +76,7 @@ def row_index(rows: IntArray, buffer: IndexBuffer) -> RowIndex:
     """Return an index of the given rows [N]; the index is valid once the buffer is sent."""
     if len(rows) == 0:
         return slice(0, 0)
-    contiguous = bool((np.diff(rows) == 1).all())
-    return slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else buffer.place(rows)
+    return slice(int(rows[0]), int(rows[-1]) + 1) if (np.diff(rows) == 1).all() else buffer.place(rows)
 
 
 def take(x: Tensor, index: RowIndex) -> Tensor:
@@ -124,14 +118,7 @@ class RowSum:
 
     Args:
         sources_S: for each source by name, the row of the sum to which each of the source's rows is added.
-        buffer: to be sent before the sum is used.
         in_place: whether the first source may be overwritten.
-
-    Attributes:
-        sources: names of the sources, in order.
-
-    Raises:
-        ValueError: there are more than MAX_SOURCES sources.
     """
 
     def __init__(
@@ -171,9 +158,7 @@ class RowSum:
                 total[index].add_(source)
             else:
                 total.index_add_(0, index, source.to(total.dtype))
-        if total is not out:
-            out.copy_(total)
-        return out
+        return out if total is out else out.copy_(total)
 
 
 def addend_table(

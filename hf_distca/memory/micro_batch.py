@@ -119,7 +119,7 @@ def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> B
         functions={} if on_cpu else COUNTED_FUNCTIONS,
     )
     with live, live.making("plan"):
-        return BoundPlan.bind(plan, rank, runtime, kept_results=CountedResults(live), in_one_go=not on_cpu)
+        return BoundPlan(plan, rank, runtime, kept_results=CountedResults(live), in_one_go=not on_cpu)
 
 
 def run_core_attention(bound: BoundPlan, kind: AttentionKind, dtype: torch.dtype) -> None:

@@ -119,7 +119,7 @@ class _PlannedLayer(nn.Module):
         sizes = first.rows, second.rows
         split_args = [split_argument(f"argument {i}", value, sizes) for i, value in enumerate(args)]
         split_kwargs = {name: split_argument(name, value, sizes) for name, value in kwargs.items()}
-        layer, outside, collector = getcurrent(), ThreadState(plan.device.type), _active_collector.get()
+        layer, outside, collector = getcurrent(), ThreadState(plan.runtime.device.type), _active_collector.get()
         results: list[Any] = [None, None]
         collected: list[dict[str, list[Any]]] = [{}, {}]
 

@@ -332,7 +332,7 @@ class Part:
         of_groups = zip(*(torch.split(x, [sum(each) for _, each in groups], 1) for x in rows), strict=True)
         self._calls = [(number, each, of_group) for (number, each), of_group in zip(groups, of_groups, strict=True)]
         self._results = {
-            index: recurrence.run(of_segment, None, chains.continued[number], chains.continues[number])
+            index: recurrence.run(of_segment, None, bool(chains.earlier[number]), bool(chains.later[number]))
             for index, (number, _, of_segment) in enumerate(self._calls)
             if number is not None
         }

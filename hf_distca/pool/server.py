@@ -58,7 +58,7 @@ class ServedTasks:
     def __init__(self, plan: Plan, worker: int, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, worker)
         keys, tasks = routes.stages[0].keys, routes.stages[0].remote_query
-        self.group = BoundGroup(tasks, buffer)
+        self.group = BoundGroup.bind(tasks, buffer)
         self.rows: dict[str, list[slice]] = {}
         for kind, exchanged in (("queries", routes.queries), ("keys", keys)):
             stops = [0, *np.cumsum(exchanged.recv_counts[: plan.layout.ranks]).tolist()]

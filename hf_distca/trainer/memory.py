@@ -25,13 +25,9 @@ LEFT = 0.95
 def log_memory(
     model: nn.Module, dispatcher: Dispatcher, args: DistCAArguments, accelerator: Accelerator, memory: int
 ) -> None:
-    """Log the memory of a rank whose rows are full, and warn if it does not fit.
+    """Log what a document over all ranks takes of a device's `memory` in bytes, and warn if it does not fit.
 
-    The counted micro-batch is one document over all ranks, which exchanges the most.
-
-    Args:
-        model: before it is wrapped for several ranks.
-        memory: bytes of the rank's device.
+    The model is not wrapped for several ranks yet. One document over all ranks exchanges the most.
     """
     settings, trainer, ranks = dispatcher.settings, cast(Any, args), dispatcher.groups.ranks
     strategy, shards = sharing_of(accelerator, model, ranks)

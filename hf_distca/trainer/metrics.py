@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -48,17 +47,11 @@ class Metric(NamedTuple):
 
 METRICS: dict[str, Metric] = {
     "tokens_per_second": Metric("tokens/s", "Tokens of all ranks per second"),
-    "tokens_per_second_per_device": Metric(
-        "tokens/s", "The same, divided by the number of training processes and attention servers"
-    ),
-    "imbalance_degree_packed": Metric(
-        "ratio", "Query-key pairs of the busiest rank over the mean, if the documents were packed in order"
-    ),
+    "tokens_per_second_per_device": Metric("tokens/s", "The same per training process and attention server"),
     "imbalance_degree": Metric("ratio", "Query-key pairs of the busiest rank over the mean, as planned"),
+    "imbalance_degree_packed": Metric("ratio", "The same if the documents were packed in order"),
     "attention_ms": Metric("ms per step", "Time in kernel calls of core attention, on the slowest rank"),
-    "attention_ms_predicted": Metric(
-        "ms per step", "The same if all ranks were equally fast: the busiest rank's share of the time of all ranks"
-    ),
+    "attention_ms_predicted": Metric("ms per step", "The same on the busiest rank, if all ranks were equally fast"),
     "exchange_bytes": Metric("bytes", "Bytes through the busiest rank in the forward pass of one layer"),
     "exchange_stages": Metric("stages", "Stages in which K and V rows travel in a layer"),
     "exchange_wait_seconds": Metric("s", "Time in waits for rows, on the rank that waited longest"),
@@ -67,22 +60,14 @@ METRICS: dict[str, Metric] = {
     "exchange_bytes_within_nodes": Metric("bytes", "Bytes of the busiest rank inside its node", NODES),
     "exchange_bytes_between_nodes": Metric("bytes", "Bytes of the busiest rank between nodes", NODES),
     "busiest_node_bytes_within": Metric("bytes", "Bytes inside the busiest node, all of its ranks together", NODES),
-    "busiest_node_bytes_between": Metric(
-        "bytes", "Bytes between the busiest node and others, all of its ranks together", NODES
-    ),
+    "busiest_node_bytes_between": Metric("bytes", "Bytes between the busiest node and others, all together", NODES),
     "step_ms": Metric("ms", "Time of an optimizer step", CHOSEN),
     "step_ms_predicted": Metric("ms", "The same as the planner's costs predict it", CHOSEN),
-    "gain_predicted": Metric(
-        "ratio", "Predicted time of the same documents packed in order, over that of the plans", CHOSEN
-    ),
+    "gain_predicted": Metric("ratio", "Predicted time of documents packed in order over that of the plans", CHOSEN),
     "plans_without_exchange": Metric("share", "Share of micro-batches in which no rows travel", CHOSEN),
     "plans_within_nodes": Metric("share", "Share of micro-batches in which rows travel only inside nodes", CHOSEN),
     "attention_servers": Metric("servers", "Dedicated attention servers that take part", SERVERS),
-    "mfu": Metric(
-        "share",
-        "Model FLOPs utilization in bfloat16, on GPUs whose peak is known (A100, H100, H200, H800, B200)",
-        CUDA,
-    ),
+    "mfu": Metric("share", "Model FLOPs utilization in bfloat16, on A100, H100, H200, H800 and B200", CUDA),
     "memory_peak_gib": Metric("GiB", "Most memory in use on this rank", CUDA),
     "memory_reserved_gib": Metric("GiB", "Memory that the CUDA allocator of this rank holds", CUDA),
 }
@@ -95,9 +80,6 @@ def predicted_attention(
 ) -> float:
     """Return the predicted seconds of core attention of the busiest rank in micro-batches that have run.
 
-    Plans that were chosen by costs carry a prediction. For other plans, the busiest rank takes a share of the measured
-    time of all ranks, by query-key pairs. If the rank takes longer, it is slow, or the shapes of its tasks are worse.
-
     Args:
         layers: number of layers of each kind of attention.
         seen: [ranks] seconds measured in the kernels of each rank for these micro-batches.
@@ -105,7 +87,8 @@ def predicted_attention(
     choices = [plan.choice for plan in plans if plan.choice is not None]
     if len(choices) == len(plans):
         return float(np.sum([choice.attention for choice in choices], axis=0).max())
-    # [ranks] pairs weighted by the width of the heads. Workers beyond the ranks are servers, whose number changes.
+    # Without a prediction, the busiest rank takes its share of the time of all ranks, by [ranks] query-key pairs
+    # weighted by the width of the heads. Workers beyond the ranks are servers, whose number changes.
     pairs_of_ranks = sum(
         loads_of(of_kind)[: len(seen)].astype(np.float64) * layers[kind] * kind.q_heads * (kind.dim_qk + kind.dim_v)
         for plan in plans
@@ -268,18 +251,18 @@ class Remedies:
             self._wrong["imbalance_degree"] = lambda degree: degree > 1.1
         if ping_pong and settings.ping_pong is True:
             self._wrong["ping_pong_share"] = lambda share: share < 0.1
-        self._steps, self._sums = 0, defaultdict[str, float](float)
+        self._seen: list[tuple[int, Mapping[str, float]]] = []
 
     def see(self, figures: Mapping[str, float], steps: int) -> None:
         """Add means over some steps, from `StepMeter.figures`; empty figures change nothing."""
-        for name in self._wrong if figures else ():
-            self._sums[name] += figures[name] * steps
-        self._steps += steps if figures else 0
-        if self._steps < STEPS:
+        if figures:
+            self._seen.append((steps, figures))
+        total = sum(steps for steps, _ in self._seen)
+        if total < STEPS:
             return
         for name, is_wrong in list(self._wrong.items()):
-            mean = self._sums[name] / self._steps
+            mean = sum(figures[name] * steps for steps, figures in self._seen) / total
             if is_wrong(mean):
                 logger.warning("mean of the last steps: %s", REMEDIES[name].format(self._settings, mean))
                 del self._wrong[name]
-        self._steps, self._sums = 0, defaultdict(float)
+        self._seen = []

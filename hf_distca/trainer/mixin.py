@@ -24,8 +24,8 @@ from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, UpcomingBatc
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
 from hf_distca.trainer.parallel import (
     forget_evaluation,
+    gathers_parameters,
     is_wrapped,
-    prepares_with_optimizer,
     share_on_cpu,
     whole_weights,
 )
@@ -173,8 +173,7 @@ class DistCAMixin(_Trainer):
 
         Raises:
             RuntimeError: Another rank failed. The message says which one and why.
-            ValueError: The checkpoint is incomplete or does not fit this run. Also if the trainer has trained before
-                under DeepSpeed, or the model is not wrapped for several ranks. Every rank raises it before training.
+            ValueError: on every rank, before training, if checkpoint, data or the model's state do not fit this run.
         """
         if self.is_deepspeed_enabled and self.deepspeed is not None:
             if self.state.global_step:
@@ -258,12 +257,11 @@ class DistCAMixin(_Trainer):
             return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate with the mean loss over the targets of all micro-batches.
-
-        Raises:
-            ValueError: before training, if FSDP, ZeRO-1 or ZeRO-2 prepares the model for training only.
-        """
-        if prepares_with_optimizer(self.accelerator) and not is_wrapped(self.model_wrapped, self.accelerator):
+        """Evaluate with the mean loss over the targets of all micro-batches."""
+        # ZeRO-3 alone prepares a model without its optimizer; DDP has nothing to prepare.
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        early = sharded and not gathers_parameters(self.accelerator)
+        if early and not is_wrapped(self.model_wrapped, self.accelerator):
             raise Run.EARLY_EVALUATION.error()
         self._evaluated = []
         with self.meter.paused():
@@ -322,10 +320,7 @@ class DistCAMixin(_Trainer):
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False, **kwargs: Any) -> None:
-        """Save the whole model, so that `from_pretrained()` loads it; checkpoints may hold it in shards.
-
-        Every rank calls it. Under FSDP and ZeRO-3, rank 0 gathers the weights in host memory.
-        """
+        """Save the whole model for `from_pretrained()`; every rank calls it, and rank 0 gathers shards on its host."""
         with ExitStack() as around:
             if not _internal_call or output_dir is None:  # not a checkpoint
                 around.enter_context(whole_weights(self.accelerator, self.deepspeed))

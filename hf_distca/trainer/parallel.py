@@ -22,12 +22,11 @@ DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 def join_on_cpu(args: Any) -> None:
     """Let arguments that have not looked up the world connect the processes of a CPU launch over gloo."""
-    if launched_processes() == 1 or torch.accelerator.is_available():
-        return
-    if asked_for("DEEPSPEED", args.deepspeed):
-        args.ddp_backend = args.ddp_backend or "gloo"
-    else:
-        args.use_cpu = True
+    if launched_processes() > 1 and not torch.accelerator.is_available():
+        if asked_for("DEEPSPEED", args.deepspeed):
+            args.ddp_backend = args.ddp_backend or "gloo"
+        else:
+            args.use_cpu = True
 
 
 def share_on_cpu(args: Any, model: Any = None) -> None:
@@ -128,12 +127,6 @@ def gathers_parameters(accelerator: Accelerator) -> bool:
     return plugin is not None and plugin.hf_ds_config.is_zero3()
 
 
-def prepares_with_optimizer(accelerator: Accelerator) -> bool:
-    """Return whether a model is prepared only together with its optimizer, thus not before training."""
-    fsdp, deepspeed = (getattr(accelerator.state, f"{name}_plugin", None) for name in ("fsdp", "deepspeed"))
-    return fsdp is not None or (deepspeed is not None and not gathers_parameters(accelerator))
-
-
 def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> None:
     """Let ZeRO-3 gather the parameters of a whole layer, of one of these classes, when the layer begins.
 
@@ -143,23 +136,19 @@ def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> 
         return
     from deepspeed.utils import set_z3_leaf_modules
 
+    def with_input_gradient(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # DeepSpeed reduces a layer's gradients in a full backward hook. Without an input that requires a gradient, as
+        # with LoRA, that hook runs before the layer's backward pass and releases the parameters too early.
+        inputs = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in layer.parameters())
+        if not trains or not inputs or any(x.requires_grad for x in inputs):
+            return args
+        return tuple(x.detach().requires_grad_() if x is inputs[0] else x for x in args)
+
     set_z3_leaf_modules(model, list(layers))
     for layer in model.modules():
         if isinstance(layer, tuple(layers)):
-            layer.register_forward_pre_hook(_with_input_gradient)
-
-
-def _with_input_gradient(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Let the layer's input require a gradient if one of the layer's parameters does.
-
-    DeepSpeed reduces the gradients of such a layer in a full backward hook. Without an input that requires a gradient,
-    as with LoRA, that hook runs before the layer's backward pass and releases the parameters too early.
-    """
-    inputs = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
-    trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in layer.parameters())
-    if not trains or not inputs or any(x.requires_grad for x in inputs):
-        return args
-    return tuple(x.detach().requires_grad_() if x is inputs[0] else x for x in args)
+            layer.register_forward_pre_hook(with_input_gradient)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,16 +33,11 @@ SUMMED_GRADIENTS = "replicated_with_grad_allreduce"
 def _only(path: str, allowed: tuple[Any, ...], reason: str) -> Rule:
     """Return the rule of an argument with restricted values, the recommended value first; it may be missing."""
 
-    def value(args: Any) -> Any:
-        for name in path.split("."):
-            args = getattr(args, name, allowed[0])
-        return args
+    def refuses(args: Any) -> bool:
+        return reduce(lambda holder, name: getattr(holder, name, allowed[0]), path.split("."), args) not in allowed
 
-    found, remedy = f"{path}={{0.{path}!r}} is set", f"set {' or '.join(map(repr, allowed))}"
-    return Rule(found, reason, remedy, lambda args: value(args) not in allowed)
+    return Rule(f"{path}={{0.{path}!r}} is set", reason, f"set {' or '.join(map(repr, allowed))}", refuses)
 
-
-# Arguments by themselves
 
 PACKED = "documents are packed by their lengths, without padding, and stay apart"
 ARGUMENTS: tuple[Rule, ...] = (

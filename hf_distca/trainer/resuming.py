@@ -56,8 +56,7 @@ def agreed_checkpoint(
     """Return the folder of the checkpoint to resume from; None to begin anew. A collective.
 
     Raises:
-        ValueError: on every rank, if any rank finds no complete checkpoint with optimizer state. Also if DeepSpeed
-            cannot load that state on this number of ranks.
+        ValueError: on every rank, if any rank finds no complete checkpoint, or DeepSpeed has shards for other ranks.
     """
     checkpoint, error, saved_by = None, None, 0
     if resume_from_checkpoint:
@@ -185,8 +184,6 @@ class DataProgress(TrainerCallback):
 
 def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments, groups: Groups) -> DataPlace:
     """Return the place to train from: the checkpoint's, or the start, also with `ignore_data_skip`. A collective.
-
-    Micro-batches of a resumed training have the size of the checkpoint's, which may be smaller than that of `order`.
 
     Raises:
         ValueError: on every rank, if the remaining documents would come in another order than before.

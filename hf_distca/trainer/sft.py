@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_distca.plan import ATTENTION_NAME, PLAN_KEY
 from hf_distca.refusal import check
@@ -59,14 +59,7 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
         super().__init__(model, args, *others, **kwargs)
         check(SFT_TRAINER, self)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return TRL's loss over the targets of all ranks, and note the number of targets for its metrics."""
         mode = "train" if self.model.training else "eval"
         loaders = self.accelerator.gradient_state
@@ -76,9 +69,7 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
         if mode == "eval":  # otherwise TRL divides the loss of experts by the micro-batches of the last step
             self.current_gradient_accumulation_steps = 1
         plan, tokens = inputs[PLAN_KEY].plan, self._total_train_tokens
-        result = super().compute_loss(
-            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
-        )
+        result = super().compute_loss(model, inputs, *args, **kwargs)
         # Not the mixin's method, which never returns 0.
         targets: Any = super(DistCAMixin, self)._get_num_items_in_batch([inputs], self.args.device)
         self._targets[mode].append(float(targets))

@@ -1,7 +1,6 @@
 """Ranks with disaggregated attention against one process with stock attention on the same global batch."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,13 +14,13 @@ from transformers import PreTrainedModel
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
-from hf_distca.plan import TASK, AttentionKind, MicroBatchPlan, Plan
+from hf_distca.plan import TASK, MicroBatchPlan, Plan
 from hf_distca.planner.build import plan_placed
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from tests.models_and_batches import (
     SMALL_LLAMA4,
+    changed,
     in_nodes,
     in_stages,
     random_documents,
@@ -50,8 +49,6 @@ FILLER = (1,)
 """Models cannot run on no rows at all: a rank without documents holds one token without a target."""
 NODES = {3: (1, 2), 4: (2, 2)}
 """How many ranks share each node. With fewer ranks there are none that could forward rows."""
-CHOSEN = {"groups of 1": (1e3, 1e3), "groups of 2": (1e12, 1e3), "groups of 4": (1e12, 1e12)}
-"""Bytes a second inside nodes and between them, by the groups that are best then for the documents below."""
 CHUNK_BYTES = 4 * 64 * 20
 """The loss is computed over chunks of 20 rows."""
 
@@ -65,6 +62,7 @@ class Case:
         layout: "random" cuts each document into tasks for ranks drawn at random, as no good plan would: every rank
             gives queries away, computes others' and returns them.
         checkpointing: reentrant or not; None for none.
+        local: windows of layers for which nothing moves; None: not looked at.
     """
 
     ranks: int = 2
@@ -76,6 +74,7 @@ class Case:
     ping_pong: bool | None = None
     checkpointing: bool | None = None
     lora: bool = False
+    local: tuple[int | None, ...] | None = None
 
     @property
     def flat(self) -> tuple[int, ...]:
@@ -87,15 +86,14 @@ class Case:
 
 def cut_rows(plan: MicroBatchPlan, rank: int, documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The rows of one rank of a plan."""
-    rows, positions, targets = [], [], []
-    for nano in plan.nano_batches:
-        for number, start, stop, _, _ in nano.layout.of_rank(rank).tolist():
-            document = documents[nano.documents[number]]
-            shifted = torch.cat([document[1:], torch.tensor([-100])])
-            rows.append(document[start:stop])
-            positions.append(torch.arange(start, stop))
-            targets.append(shifted[start:stop])
-    batch = {"input_ids": rows, "position_ids": positions, "shift_labels": targets}
+    held = list(plan.held_by(rank))
+    batch = {
+        "input_ids": [documents[number][start:stop] for number, start, stop in held],
+        "position_ids": [torch.arange(start, stop) for _, start, stop in held],
+        "shift_labels": [
+            torch.cat([documents[number][1:], torch.tensor([-100])])[start:stop] for number, start, stop in held
+        ],
+    }
     return {name: torch.cat(parts)[None] for name, parts in batch.items()}
 
 
@@ -146,25 +144,19 @@ def step_of_one_process(model_type: str, lora: bool, lengths: tuple[int, ...]) -
 def run_case(case: Case) -> list[Step]:
     """Planned steps on every rank, one for each of `steps_of`."""
     config, windows, _ = MODELS[case.model]
+    kinds, nodes = small_kinds(*windows, chunk=config.get("attention_chunk_size")), NODES.get(case.ranks, 1)
     settings = PlanSettings(
-        ranks=case.ranks,
-        tokens_per_rank=4096,
-        kinds=small_kinds(*windows, chunk=config.get("attention_chunk_size")),
-        document_layout="joint",
-        balance_block_size=8,
-        ranks_per_node=NODES.get(case.ranks, 1),
+        case.ranks, 4096, kinds, document_layout="joint", balance_block_size=8, ranks_per_node=nodes
     )
-    if case.layout in CHOSEN:
-        settings = replace(settings, tokens_per_rank=150, choices=choices(settings.kinds, CHOSEN[case.layout]))
     if case.ping_pong is not None:
         settings = replace(settings, ping_pong=case.ping_pong)
+    if case.local is not None:
+        settings = replace(settings, balance_tolerance=0.3)
     dispatcher = Dispatcher(settings, torch.device("cpu"), keep_received=case.keep_received)
     if case.layout in ("fixed", "random"):
         plan = plan_placed([row or FILLER for row in case.lengths], settings)
     else:
         plan = plan_micro_batch(case.lengths, settings)
-    if case.layout in CHOSEN:
-        assert plan.choice.group == int(case.layout.split()[-1])
     model = small_model(case.model, **config).train()
     plan_head(model, CHUNK_BYTES)
     if case.ping_pong:
@@ -180,8 +172,10 @@ def run_case(case: Case) -> list[Step]:
         model.zero_grad()
         tasks = cut_at_random(plan, number) if case.layout == "random" else plan
         step_plan = in_nodes(in_stages(tasks, stage_rows), settings.nodes if in_hops else None)
+        bound = dispatcher.bind(step_plan)
+        if case.local is not None:
+            assert {kind.window for kind in bound.local} == {*case.local}
         if case.layout == "random":
-            bound = dispatcher.bind(step_plan)
             assert any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values()) == in_hops
         loss = planned_step(model, step_plan, dispatcher, random_documents(case.flat))
         steps.append((loss, gradients_of(model)))
@@ -191,13 +185,6 @@ def run_case(case: Case) -> list[Step]:
 def steps_of(case: Case) -> list[tuple[int | None, bool]]:
     """Rows of a stage, and whether rows are forwarded inside nodes, of each step."""
     return list(itertools.product(case.stage_rows, (False, True) if case.ranks in NODES else (False,)))
-
-
-def choices(kinds: Sequence[AttentionKind], bandwidths: tuple[float, float]) -> Choices:
-    """All choices, with costs of attention alone."""
-    kernel = KernelCost(0.0, 0.0, 0.0, 1e-6)
-    links = Links(*(LinkCost(0.0, bandwidth) for bandwidth in bandwidths))
-    return Choices(StepCosts(tuple(KindCosts(kind, 1, kernel, kernel) for kind in kinds), 0.0, 0.0, 2.0, 0.0, links))
 
 
 def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
@@ -213,15 +200,11 @@ def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
         table = np.array(cut, TASK)
         return replace(plan, tasks=table[np.lexsort((table["start"], table["document"], table["worker"]))])
 
-    nano_batches = [
-        replace(nano, plans={kind: tasks(of_kind) for kind, of_kind in nano.plans.items()})
-        for nano in plan.nano_batches
-    ]
-    return replace(plan, nano_batches=tuple(nano_batches))
+    return changed(plan, tasks)
 
 
 MIXED = (30, 66, 1, 31)
-GROUPED = (150, 40, 40, 40, 90, 90)
+EQUAL, EQUAL_IN_WINDOWS = ((60, 40), (60, 40)), ((70, 64), (32, 38, 31, 33))
 ON_RANKS = ((40, 17, 9, 33), (25, 3, 50, 21), (30, 30, 1, 28), (44, 2, 31, 20))
 ALONE = {"stage_rows": (None,)}
 
@@ -240,10 +223,6 @@ CASES = {
     "fixed-three": Case(3, ((100,), (50, 50), (25,) * 4), "fixed", keep_received=True),
     "fixed-odd": Case(4, ((256,), (1,), (), (31, 33)), "fixed"),
     "fixed-two-ranks-without-rows": Case(4, ((200,), (56,), (), ()), "fixed", keep_received=True),
-    "chosen-1": Case(4, GROUPED, "groups of 1"),
-    "chosen-1-last-fits-nowhere": Case(4, (140, 140, 90, 90, 60, 60, 15), "groups of 1"),
-    "chosen-2": Case(4, GROUPED, "groups of 2"),
-    "chosen-4": Case(4, (310, 64, 64), "groups of 4"),
     **{f"{model}-joint": Case(2, (128, *MIXED), model=model) for model in ("mistral", "gemma2", "llama4_text")},
     **{
         f"{model}-fixed": Case(4, ((128,), MIXED, MIXED, MIXED), "fixed", model)
@@ -264,6 +243,11 @@ CASES = {
     "lora": Case(lora=True, **ALONE),
     "lora-checkpoint": Case(lora=True, checkpointing=False, **ALONE),
     "lora-reentrant": Case(lora=True, checkpointing=True, **ALONE),
+    **{
+        f"{windows}-stay-turns-{turns}": Case(2, rows, "fixed", "gemma2", ping_pong=turns, local=windows, **ALONE)
+        for windows, rows in (((12, None), EQUAL), ((12,), EQUAL_IN_WINDOWS))
+        for turns in (False, True)
+    },
     "sinks-of-one-rank": Case(1, model="gpt_oss", **ALONE),
 }
 

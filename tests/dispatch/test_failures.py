@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from hf_distca.dispatch.failures import Failures
 
-CLOSED = "[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+CLOSED = RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
 
 
 class Unreachable(dist.Store):
@@ -32,62 +32,48 @@ def evaluate_twice_within(failures: Failures, error: Exception) -> None:
         fail(failures, error)
 
 
-def left_behind(store: dist.Store, error: Exception) -> Failures:
-    """Rank 0 of three, once rank 1 has failed with the error."""
+def stays(failures: Failures, error: Exception) -> bool:
+    """Whether a rank raises its own error."""
     with pytest.raises(type(error)) as raised:
-        fail(Failures(store, 1, 3), error)
-    assert raised.value is error
-    return Failures(store, 0, 3, wait_s=0.2)
+        fail(failures, error)
+    return raised.value is error
 
 
-@pytest.mark.parametrize(
-    "lost", [RuntimeError(CLOSED), dist.DistBackendError("NCCL error"), dist.DistNetworkError("")]
-)
+def left_behind(store: dist.Store, error: Exception, wait_s: float = 0.2) -> Failures:
+    """Rank 0 of three, once rank 1 has failed with the error."""
+    assert stays(Failures(store, 1, 3), error)
+    return Failures(store, 0, 3, wait_s)
+
+
+@pytest.mark.parametrize("lost", [CLOSED, dist.DistBackendError("NCCL error"), dist.DistNetworkError("")])
 def test_a_rank_that_lost_its_partner_says_why(lost):
-    failures = left_behind(dist.HashStore(), KeyError("text"))
+    store = dist.HashStore()
     with pytest.raises(RuntimeError, match=r"^rank 1 failed: KeyError: 'text'$") as raised:
-        fail(failures, lost)
+        fail(left_behind(store, KeyError("text")), lost)
     assert raised.value.__cause__ is lost
+    # What rank 0 only reports is not reported again as an error of its own.
+    with pytest.raises(RuntimeError, match=r"^rank 1 failed: KeyError: 'text'$"):
+        fail(Failures(store, 2, 3, wait_s=0.2), CLOSED)
 
 
-@pytest.mark.parametrize("own", [ValueError(CLOSED), RuntimeError("shapes differ")])
+@pytest.mark.parametrize("own", [ValueError(str(CLOSED)), RuntimeError("shapes differ")])
 def test_an_error_of_its_own_stays_and_waits_for_no_rank(own):
-    left_behind(store := dist.HashStore(), ValueError("boom"))
     begin = time.monotonic()
-    with pytest.raises(type(own)) as raised:
-        fail(Failures(store, 0, 3, wait_s=600.0), own)
-    assert raised.value is own
+    assert stays(left_behind(dist.HashStore(), ValueError("boom"), wait_s=600.0), own)
     assert time.monotonic() - begin < 300.0
 
 
-@pytest.mark.parametrize("store", [dist.HashStore(), None], ids=["partner left no error", "one rank alone"])
-def test_a_lost_connection_without_an_error_to_report(store):
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        fail(Failures(store, 0, 2, wait_s=0.2), RuntimeError(CLOSED))
+@pytest.mark.parametrize("store", [dist.HashStore(), Unreachable(), None], ids=["no error left", "gone", "one rank"])
+@pytest.mark.parametrize("error", [CLOSED, ValueError("boom")])
+def test_an_error_stays_where_there_is_no_other(store, error):
+    assert stays(Failures(store, 0, 2, wait_s=0.2), error)
 
 
-@pytest.mark.parametrize("error", [RuntimeError(CLOSED), ValueError("boom")])
-def test_a_store_that_is_gone_hides_no_error(error):
-    with pytest.raises(type(error)) as raised:
-        fail(Failures(Unreachable(), 0, 2), error)
-    assert raised.value is error
-
-
-def test_what_failed_before_is_forgotten():
-    store = dist.HashStore()
-    failures = left_behind(store, ValueError("boom"))
+def test_what_failed_before_is_forgotten_and_an_evaluation_belongs_to_its_training():
+    failures = left_behind(dist.HashStore(), ValueError("boom"))
     with failures.reported():
         pass
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        fail(failures, RuntimeError(CLOSED))
-
-
-def test_an_evaluation_within_a_training():
-    store = dist.HashStore()
-    failures = left_behind(store, ValueError("boom"))
+    assert stays(failures, CLOSED)
     with pytest.raises(RuntimeError, match="rank 1 failed: ValueError: boom") as raised:
-        evaluate_twice_within(failures, RuntimeError(CLOSED))
-    assert str(raised.value.__cause__) == CLOSED
-    # What rank 0 only reports is not reported again as an error of its own.
-    with pytest.raises(RuntimeError, match=r"^rank 1 failed: ValueError: boom$"):
-        fail(Failures(store, 2, 3, wait_s=0.2), RuntimeError(CLOSED))
+        evaluate_twice_within(left_behind(dist.HashStore(), ValueError("boom")), CLOSED)
+    assert raised.value.__cause__ is CLOSED

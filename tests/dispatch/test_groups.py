@@ -11,39 +11,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from hf_distca.dispatch import backends
 from hf_distca.dispatch import groups as groups_module
-from hf_distca.dispatch.backends import (
-    EXCHANGE_CTAS,
-    check_devices,
-    device_uuid,
-    exchange_backend,
-    exchange_options,
-    indexed,
-    unreachable,
-)
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups, mesh_ranks, raised_together, ranks_per_node
-from hf_distca.plan import AttentionKind
 from hf_distca.planner.settings import PlanSettings
+from tests.models_and_batches import small_kinds
 from tests.ranks import RankPool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
-KINDS = (AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8),)
+KINDS = small_kinds()
 
 
-@pytest.mark.parametrize(
-    ("default", "device", "backend"),
-    [
-        ("gloo", "cpu", "gloo"),
-        ("gloo", "cuda", "gloo"),
-        ("cuda:nccl", "cuda", "nccl"),
-        ("cpu:gloo,cuda:nccl", "cpu", "gloo"),
-        ("cpu:gloo", "cuda", "gloo"),
-    ],
-)
-def test_the_exchange_takes_the_default_groups_backend(monkeypatch, default, device, backend):
-    monkeypatch.setattr(dist, "get_backend_config", lambda: default)
-    assert exchange_backend(torch.device(device)) == backend
+def test_the_exchange_takes_the_default_groups_backend(monkeypatch):
+    for default, on_cpu, on_cuda in (
+        ("gloo", "gloo", "gloo"),
+        ("cpu:gloo,cuda:nccl", "gloo", "nccl"),
+        ("cuda:nccl", "gloo", "nccl"),
+        ("cpu:gloo", "gloo", "gloo"),
+    ):
+        monkeypatch.setattr(dist, "get_backend_config", lambda default=default: default)
+        assert [backends.exchange_backend(device) for device in (CPU, CUDA)] == [on_cpu, on_cuda]
 
 
 @pytest.mark.parametrize("fields", [("cga_cluster_size", "max_ctas", "min_ctas"), ("blocking",)], ids=["new", "old"])
@@ -54,29 +42,30 @@ def test_nccl_leaves_attention_its_sms(monkeypatch, fields):
         return SimpleNamespace(urgent=is_high_priority_stream, config=SimpleNamespace(**dict.fromkeys(fields, -1)))
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    made = exchange_options("nccl")
+    made = backends.exchange_options("nccl")
     assert made.urgent is True
-    wanted = {"cga_cluster_size": 0, "max_ctas": EXCHANGE_CTAS}
+    wanted = {"cga_cluster_size": 0, "max_ctas": backends.EXCHANGE_CTAS}
     assert vars(made.config) == {name: wanted.get(name, -1) for name in fields}
-    assert exchange_options("gloo") is None
+    assert backends.exchange_options("gloo") is None
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="a build of torch without NCCL")
 def test_the_options_are_those_of_torch():
-    made = exchange_options("nccl")
+    made = backends.exchange_options("nccl")
     assert made.is_high_priority_stream is True
-    assert (made.config.max_ctas, made.config.cga_cluster_size) == (EXCHANGE_CTAS, 0)
+    assert (made.config.max_ctas, made.config.cga_cluster_size) == (backends.EXCHANGE_CTAS, 0)
 
 
 def test_ranks_that_share_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
-    assert [indexed(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")] == [torch.device("cuda", 3), CUDA, CPU]
-    assert (device_uuid(CUDA), device_uuid(CPU)) == ("GPU-cuda:1", None)
-    check_devices("nccl", ["a", "b", "c"])
-    check_devices("gloo", shared := ["a", "b", "a", "b"])
+    found = [backends.indexed(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")]
+    assert found == [torch.device("cuda", 3), CUDA, CPU]
+    assert (backends.device_uuid(CUDA), backends.device_uuid(CPU)) == ("GPU-cuda:1", None)
+    backends.check_devices("nccl", ["a", "b", "c"])
+    backends.check_devices("gloo", shared := ["a", "b", "a", "b"])
     with pytest.raises(ValueError, match=r"share one: ranks \[0, 2\] on a; ranks \[1, 3\] on b\. Start one.*use gloo"):
-        check_devices("nccl", shared)
+        backends.check_devices("nccl", shared)
 
 
 def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
@@ -84,20 +73,17 @@ def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
     monkeypatch.setattr(socket, "gethostbyname", {"node3": "127.0.1.1"}.__getitem__)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     error = RuntimeError("connect: timed out")
-    assert "(not set on this host)" in str(unreachable(2, error))
+    assert "(not set on this host)" in str(backends.unreachable(2, error))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    message = str(unreachable(2, error))
+    message = str(backends.unreachable(2, error))
     assert message.startswith("rank 2 cannot reach the other ranks over gloo")
     assert all(part in message for part in (str(error), "(eth7 on this host)", "('node3' here to 127.0.1.1)"))
 
 
 def _groups_of_dispatcher(ranks_per_node: int | tuple[int, ...] = 1) -> tuple[list[Any], list[int], str]:
-    """What becomes of groups and rows when a dispatcher is made; groups before, with and after it; what it then says.
-
-    No layer has run.
-    """
+    """What a new dispatcher does before any layer; the number of groups before, with and after it; its error then."""
     found: list[Any] = []
-    new_group, all_to_all, world = dist.new_group, dist.all_to_all_single, dist.distributed_c10d._world
+    new_group, all_to_all, groups = dist.new_group, dist.all_to_all_single, dist.distributed_c10d._world.pg_map
 
     def recorded_group(ranks: list[int] | None = None, **options: Any) -> Any:
         found.append((options["group_desc"], options["backend"], ranks))
@@ -107,17 +93,17 @@ def _groups_of_dispatcher(ranks_per_node: int | tuple[int, ...] = 1) -> tuple[li
         found.append((group.group_desc, received, sent))
         return all_to_all(output, input, received, sent, group=group)
 
-    count = [len(world.pg_map)]
+    count = [len(groups)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", recorded_group)
         patch.setattr(dist, "all_to_all_single", recorded_exchange)
-        patch.setattr(groups_module, "device_uuid", lambda device: f"GPU-{dist.get_rank()}")
-        patch.setattr(groups_module, "check_devices", lambda *args: found.append(args))
+        patch.setattr(backends, "device_uuid", lambda device: f"GPU-{dist.get_rank()}")
+        patch.setattr(backends, "check_devices", lambda *args: found.append(args))
         dispatcher = Dispatcher(PlanSettings(dist.get_world_size(), 64, KINDS, ranks_per_node=ranks_per_node), CPU)
-    count.append(len(world.pg_map))
+    count.append(len(groups))
     dispatcher.close()
     dispatcher.close()
-    count.append(len(world.pg_map))
+    count.append(len(groups))
     with pytest.raises(RuntimeError) as error:
         dispatcher.plan_lengths([[3]])
     return found, count, str(error.value)
@@ -154,7 +140,7 @@ def _start(last: str) -> str:
         return str(raised.value)
     with pytest.MonkeyPatch.context() as patch:
         if last == "control":
-            patch.setattr(groups_module, "exchange_backend", lambda device: 1 / 0)
+            patch.setattr(backends, "exchange_backend", lambda device: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 Groups(CPU, 1.0)
     return ""
@@ -175,15 +161,16 @@ def _two_by_two() -> dict[str, Any]:
     groups = Groups(CPU, 60.0, mesh["dp"])
     rank = dist.get_rank()
     replica, shard = divmod(rank, 2)
-    if shard == 0:
-        with pytest.raises(ValueError, match="wrong in one mesh"):
-            groups.raise_together(ValueError("wrong in one mesh"))
-    else:
-        with pytest.raises(ValueError, match=r"^rank 0: ValueError: wrong on one rank$"):
-            groups.raise_together(ValueError("wrong on one rank") if replica == 0 else None)
+    with pytest.raises(ValueError, match=r"^rank 1: ImportError: no kernel named 1$"), raised_together(60.0):
+        _import_kernel(rank)
+    # The same error on all ranks stays as it is; one rank's error names the rank.
+    wrong = [["wrong", "wrong"], ["wrong", None]][shard]
+    error = wrong[replica] and ValueError(wrong[replica])
+    with pytest.raises(ValueError, match=[r"^wrong$", r"^rank 0: ValueError: wrong$"][shard]):
+        groups.raise_together(error)
     with pytest.raises(ValueError, match="has the dimensions"):
         mesh_ranks(mesh)
-    documents = [[40, 3], [9, 30]][replica] if shard == 0 else [[20], [25, 25]][replica]
+    documents = [[[40, 3], [20]], [[9, 30], [25, 25]]][replica][shard]
     # Different plans side by side, one of them with rows that travel.
     dispatcher = Dispatcher(PlanSettings(2, 64, KINDS, balance_block_size=8), CPU, mesh["dp"].get_group())
     (plan,) = dispatcher.plan_lengths([documents])
@@ -202,6 +189,11 @@ def _two_by_two() -> dict[str, Any]:
         "met": _met(groups),
         "failed": _failed(groups),
     }
+
+
+def _import_kernel(rank: int) -> None:
+    if rank == 1:
+        raise ImportError(f"no kernel named {rank}")
 
 
 def _exchanged(group: dist.ProcessGroup) -> list[int]:
@@ -234,41 +226,25 @@ def _failed(groups: Groups) -> str:
     return str(raised.value)
 
 
-def test_groups_of_a_mesh_dispatch_by_themselves(rank_pools):
+def test_groups_of_a_mesh_dispatch_by_themselves(rank_pools, monkeypatch):
     results = rank_pools[4].run(_two_by_two)
     assert [result["place"] for result in results] == [(0, 2, [0, 2]), (0, 2, [1, 3]), (1, 2, [0, 2]), (1, 2, [1, 3])]
     assert [result["lengths"] for result in results] == [[3, 9, 30, 40], [20, 25, 25]] * 2
     assert [result["received"] for result in results] == [[0, 20], [10, 30], [1, 21], [11, 31]]
     assert [result["any"] for result in results] == [[False, True], [True, False]] * 2
     # Ranks 0 and 2 share a node twice; 1 and 3 have no nodes, then one each.
-    shared, none = ([[first, second], [first, second], None] for first, second in ((0, 20), (1, 21))), [None] * 3
-    first, second = shared
-    assert [result["nodes"] for result in results] == [first, none, second, none]
+    assert [result["nodes"] for result in results] == [
+        [[0, 20], [0, 20], None],
+        [None] * 3,
+        [[1, 21], [1, 21], None],
+        [None] * 3,
+    ]
     assert [(result["world"], result["met"], result["left"]) for result in results] == [([0, 1, 2, 3], 4, 0)] * 4
     assert [result["failed"] for result in results] == ["'text'", *["rank 0 failed: KeyError: 'text'"] * 3]
-
-
-def _wrong_before_there_are_groups() -> str:
-    try:
-        with raised_together(60.0):
-            if dist.get_rank() == 1:
-                raise ImportError("a kernel is missing")
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_what_a_rank_lacks_is_refused_on_every_rank(rank_pools):
-    assert rank_pools[2].run(_wrong_before_there_are_groups) == ["rank 1: ImportError: a kernel is missing"] * 2
-
-
-def test_ranks_of_a_group_in_an_order_of_its_own(monkeypatch):
+    # A group may list its ranks in an order of its own.
     monkeypatch.setattr(groups_module, "in_world", lambda: True)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [3, 1])
     assert mesh_ranks(SimpleNamespace()) == [1, 3]
-
-
-# Which ranks share a node, on ranks that a test places on made-up hosts.
 
 
 def _found(hosts: str, local_ranks: list[int | None], mesh_shape: tuple[int, int] | None) -> tuple[Any, list[str]]:
@@ -298,23 +274,17 @@ def _found(hosts: str, local_ranks: list[int | None], mesh_shape: tuple[int, int
         # With tensor parallelism of two, ranks 0 and 2 train together, and so do 1 and 3.
         ("aabb", [0, 1, 0, 1], (2, 2), [1] * 4, ["1, 1"] * 2),
         ("aaab", [0, 1, 2, 0], (2, 2), [2, 1, 2, 1], ["2", "1, 1"]),
-        ("aaab", [0, 1, 2, 0], (4, 1), [(3, 1)] * 4, ["3, 1"]),
+        # By local ranks alone, rank 2 would be on the node of rank 1.
+        ("abaa", [0, 0, 1, 2], None, [(1, 1, 2)] * 4, ["1, 1, 2"]),
     ],
 )
 def test_nodes_of_a_launch(rank_pools, hosts, local_ranks, shape, found, logged):
     results = rank_pools[4].run(_found, hosts, local_ranks, shape)
-    told = [[f"ranks on each node, as launched: {sizes}"] for sizes in logged]
     assert [sizes for sizes, _ in results] == found
+    if hosts == "abaa":
+        assert results[0][1].pop(0).startswith("ranks that share a host are not numbered one after another")
+    told = [[f"ranks on each node, as launched: {sizes}"] for sizes in logged]
     assert [messages for _, messages in results] == told + [[]] * (4 - len(told))
-
-
-def test_ranks_that_are_numbered_across_hosts(rank_pools):
-    # By local ranks alone, rank 2 would be on the node of rank 1.
-    results = rank_pools[4].run(_found, "abaa", [0, 0, 1, 2], None)
-    assert [sizes for sizes, _ in results] == [(1, 1, 2)] * 4
-    warning, told = results[0][1]
-    assert warning.startswith("ranks that share a host are not numbered one after another")
-    assert told.startswith("ranks on each node")
 
 
 def test_without_a_world_all_links_are_alike():

@@ -1,6 +1,9 @@
 """What a planned layer launches, copies and moves on a GPU, counted on meta tensors: see `tests.counting`."""
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +11,12 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
+from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.kernels import get_kernel
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.build import plan_placed
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.counting import (
@@ -27,7 +33,6 @@ from tests.counting import (
 )
 from tests.models_and_batches import in_nodes, in_stages
 
-CPU = torch.device("cpu")
 RANKS, RANK, BLOCK = 4, 1, 16
 LENGTHS = [700, 300, 200, 200, 130, 111, 100, 90, 60, 50, 40, 37, 20, 10]
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 64, "pad_token_id": 0}
@@ -58,23 +63,10 @@ def group() -> Iterator[dist.ProcessGroup]:
         yield group
 
 
-def small_plan(
-    model: PreTrainedModel,
-    layout: str,
-    turns: bool,
-    stage_rows: int | None = None,
-    nodes: tuple[int, ...] | None = None,
-) -> MicroBatchPlan:
-    settings = PlanSettings(
-        RANKS,
-        sum(LENGTHS) // RANKS,
-        tuple(layers_by_kind(model)),
-        document_layout=layout,
-        balance_block_size=BLOCK,
-        row_overhead=MetaKernel.row_overhead,
-        ping_pong=turns,
-    )
-    return in_nodes(in_stages(plan_micro_batch(LENGTHS, settings), stage_rows), nodes)
+def small_plan(model: PreTrainedModel, layout: str, turns: bool) -> MicroBatchPlan:
+    kinds, tokens, overhead = tuple(layers_by_kind(model)), sum(LENGTHS) // RANKS, MetaKernel.row_overhead
+    options = {"document_layout": layout, "balance_block_size": BLOCK, "row_overhead": overhead, "ping_pong": turns}
+    return plan_micro_batch(LENGTHS, PlanSettings(RANKS, tokens, kinds, **options))
 
 
 def run(
@@ -88,83 +80,73 @@ def run(
     nodes: tuple[int, ...] | None = None,
 ) -> tuple[Counting, MetaKernel]:
     """One step of a model; to be called inside `without_numbers`."""
-    bound = bound_plan(small_plan(model, layout, turns, stage_rows, nodes), RANK, group, device)
+    plan = in_nodes(in_stages(small_plan(model, layout, turns), stage_rows), nodes)
+    bound = bound_plan(plan, RANK, group, device)
     if turns:
         plan_layers(model)
-    if checkpoint != "none":
-        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
-    mode = counted(model, bound)
+    mode = counted_with(checkpoint, model, bound)
     assert len(bound.nano_batches) == 1 + turns
     assert bound.ran.layers_in_turns == turns * bound.ran.layers
     return mode, bound.runtime.kernel
 
 
-# Of one layer and step, forward and backward, on one of 4 ranks; attention and exchanges are calls.
+def counted_with(checkpoint: str, model: PreTrainedModel, bound: BoundPlan) -> Counting:
+    if checkpoint != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
+    return counted(model, bound)
+
+
+# Of one layer and step, forward and backward, on one of 4 ranks; attention and exchanges are calls. K/V rows come in
+# one stage or five, six in all with two nano-batches; on two nodes in two hops each.
 BOUNDS = """
-model        layer    layout halves checkpoint  launches    copies     views attention exchanges        KB
-llama        full     joint   1  none                  29        23        40         7         7     67800
-llama        full     fixed   1  none                  22        16        45         5         7     39030
-llama        full     joint   2  none                  45        34        73         8        10     40110
-llama        full     fixed   2  none                  60        48        68        10        14     91011
-llama        full     joint   1  reentrant             29        23        48         7         7     67800
-llama        full     joint   2  non-reentrant         45        34       105         8        10     40110
-llama        full     joint   2  reentrant             46        35        94         8        10     40241
-qwen2        full     joint   2  none                  45        34        73         8        10     10888
-gpt_oss      full     joint   1  none                  52        35        41         7         7    152974
-gpt_oss      sliding  joint   1  none                  49        33        73         5         7    134931
-gpt_oss      full     joint   2  none                  69        38        59         8        10    126976
-gpt_oss      sliding  joint   2  none                  87        57       146        10        14    129809
-gpt_oss      full     fixed   2  none                  96        61        81        10        14    175501
-gpt_oss      sliding  fixed   2  none                  88        55       176         8        14    133870
-gpt_oss      full     joint   2  non-reentrant         69        38        95         8        10    126976
-gpt_oss      sliding  joint   2  non-reentrant         87        57       182        10        14    129809
-gemma3_text  full     fixed   2  none                  60        48        68        10        14     21575
-gemma3_text  sliding  fixed   2  none                  43        33       174         8        14     11016
-gemma3_text  full     joint   2  reentrant             46        35        94         8        10     10352
-gemma3_text  sliding  joint   2  reentrant             50        43       165        10        14     11053
+model        layer    layout  halves  checkpoint     stages launches  copies  views  attention  exchanges       KB
+llama        full     joint   1       none           one          29      23     40          7          7    67800
+llama        full     fixed   1       none           one          22      16     45          5          7    39030
+llama        full     joint   2       none           one          45      34     73          8         10    40110
+llama+lora   full     joint   2       none           one          45      34     73          8         10    40110
+llama        full     fixed   2       none           one          60      48     68         10         14    91011
+llama        full     joint   1       reentrant      one          29      23     48          7          7    67800
+llama        full     joint   2       non-reentrant  one          45      34    105          8         10    40110
+llama        full     joint   2       reentrant      one          46      35     94          8         10    40241
+qwen2        full     joint   2       none           one          45      34     73          8         10    10888
+gpt_oss      full     joint   1       none           one          52      35     41          7          7   152974
+gpt_oss      sliding  joint   1       none           one          49      33     73          5          7   134931
+gpt_oss      full     joint   2       none           one          69      38     59          8         10   126976
+gpt_oss      sliding  joint   2       none           one          87      57    146         10         14   129809
+gpt_oss      full     fixed   2       none           one          96      61     81         10         14   175501
+gpt_oss      sliding  fixed   2       none           one          88      55    176          8         14   133870
+gpt_oss      full     joint   2       non-reentrant  one          69      38     95          8         10   126976
+gpt_oss      sliding  joint   2       non-reentrant  one          87      57    182         10         14   129809
+gemma3_text  full     fixed   2       none           one          60      48     68         10         14    21575
+gemma3_text  sliding  fixed   2       none           one          43      33    174          8         14    11016
+gemma3_text  full     joint   2       reentrant      one          46      35     94          8         10    10352
+gemma3_text  sliding  joint   2       reentrant      one          50      43    165         10         14    11053
+llama        full     joint   1       none           five        104      52    110         25         19   185660
+llama        full     joint   2       none           five        108      62    133         18         22   149354
+gpt_oss      full     joint   1       none           five        156      91    130         27         19   282411
+gpt_oss      sliding  joint   1       none           five         93      56    168          9         19   184310
+llama        full     joint   1       none           hops        134      72    140         25         34   185472
+llama        full     joint   2       none           hops        132      78    161         18         40   156671
 """
 ROWS = [line.split() for line in BOUNDS.strip().splitlines()[1:]]
-CASES = list(dict.fromkeys((row[0], *row[2:5]) for row in ROWS))
+CASES = list(dict.fromkeys((row[0], *row[2:6]) for row in ROWS))
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_layer(group, case):
     """What dispatch costs an inner layer does not creep up; nothing waits; kernels get rows as they need them."""
-    model_type, layout, halves, checkpoint = case
+    model_type, layout, halves, checkpoint, stages = case
+    model_type, *lora = model_type.split("+")
+    nodes, stage_rows = (0, 0, 1, 1) if stages == "hops" else None, None if stages == "one" else 200
     with without_numbers():
         model = empty_model(model_type, **{**SMALL, **MODELS[model_type]})
-        mode, kernel = run(model, group, layout, halves == "2", checkpoint)
+        model = with_lora(model) if lora else model
+        mode, kernel = run(model, group, layout, halves == "2", checkpoint, stage_rows=stage_rows, nodes=nodes)
     check_rows(kernel)
-    for kind, bounds in ((row[1], tuple(map(int, row[5:]))) for row in ROWS if (row[0], *row[2:5]) == case):
-        assert_within(inner_layer(mode, kind), bounds)
-
-
-STAGED_BOUNDS = """
-model        layer    nodes   halves                launches    copies     views attention exchanges        KB
-llama        full     none    1                          104        52       110        25        19    185660
-llama        full     none    2                          108        62       133        18        22    149354
-gpt_oss      full     none    1                          156        91       130        27        19    282411
-gpt_oss      sliding  none    1                           93        56       168         9        19    184310
-llama        full     two     1                          134        72       140        25        34    185472
-llama        full     two     2                          132        78       161        18        40    156671
-"""
-
-
-@pytest.mark.parametrize("row", STAGED_BOUNDS.strip().splitlines()[1:])
-def test_layer_in_stages(group, row):
-    """K/V rows come in five stages, six in all with two nano-batches; on two nodes in two hops each."""
-    model_type, kind, nodes, halves, *bounds = row.split()
-    with without_numbers():
-        model = empty_model(model_type, **{**SMALL, **MODELS[model_type]})
-        at = (0, 0, 1, 1) if nodes == "two" else None
-        mode, kernel = run(model, group, "joint", halves == "2", stage_rows=200, nodes=at)
-    check_rows(kernel)
-    assert_within(inner_layer(mode, kind), tuple(map(int, bounds)))
-
-
-def assert_within(counts: tuple[int, ...], bounds: tuple[int, ...]) -> None:
-    exceeded = any(count > bound for count, bound in zip(counts, bounds, strict=True))
-    assert not exceeded, f"counted {counts}, at most {bounds}"
+    for kind, bounds in ((row[1], tuple(map(int, row[6:]))) for row in ROWS if (row[0], *row[2:6]) == case):
+        counts = inner_layer(mode, kind)
+        exceeded = any(count > bound for count, bound in zip(counts, bounds, strict=True))
+        assert not exceeded, f"counted {counts}, at most {bounds}"
 
 
 def check_rows(kernel: MetaKernel) -> None:
@@ -181,9 +163,7 @@ def inner_layer(mode: Counting, kind: str) -> tuple[int, ...]:
     """
     numbers = {call.layer for call in mode.calls if call.layer is not None}
     first, last = (1, 1) if kind == "sliding" else (0, max(numbers))
-    sums = Sums.of(
-        [c for c in mode.calls if c.owner == "dispatch" and c.layer == (first if c.backward else last)],
-    )
+    sums = Sums.of([c for c in mode.calls if c.owner == "dispatch" and c.layer == (first if c.backward else last)])
     return sums.launches, sums.copies, sums.views, sums.attention, sums.exchanges, -(-sums.moved // 1000)
 
 
@@ -199,20 +179,135 @@ def test_binding_is_one_copy(group, model_type, layout):
     assert mode.calls[-1].moved > 1000
 
 
-def test_lora(group):
+def with_lora(model: PreTrainedModel) -> PreTrainedModel:
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    adapted.enable_input_require_grads()
+    return adapted
+
+
+# A micro-batch planned without exchange runs like stock padding-free training.
+
+ON_RANKS = [[160, 96]] * 4
+
+
+def placed(model_type: str, turns: bool, on_ranks: list[list[int]]) -> tuple[PreTrainedModel, MicroBatchPlan]:
+    model = empty_model(model_type, **{**SMALL, **MODELS[model_type]})
+    kinds = tuple(layers_by_kind(model))
+    plan_layers(model)
+    return model, plan_placed(on_ranks, PlanSettings(RANKS, 2048, kinds, balance_tolerance=0.3, ping_pong=turns))
+
+
+def of_layer(mode: Counting, layer: int) -> Sums:
+    return replace(Sums.of([c for c in mode.calls if c.owner == "dispatch" and c.layer == layer]), views=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "checkpoint", "turns"),
+    [
+        ("llama", "none", False),
+        ("llama", "reentrant", True),
+        ("llama with LoRA", "non-reentrant", True),
+        ("gemma3_text", "none", True),
+        ("gemma3_text", "non-reentrant", False),
+    ],
+)
+def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(group, monkeypatch, model_type, checkpoint, turns):
+    """With no launch, copy, gather, merge or exchange besides; without routes, and bound by one copy."""
+    monkeypatch.setattr("hf_distca.dispatch.bound.make_routes", lambda *_: pytest.fail("made routes"))
+    model_type, *lora = model_type.split(" with ")
     with without_numbers():
-        model = empty_model("llama", **{**SMALL, **MODELS["llama"]})
-        adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        mode, kernel = run(get_peft_model(model, adapter), group, "joint", True)
-    check_rows(kernel)
-    assert_within(inner_layer(mode, "full"), (45, 34, 73, 8, 10, 40110))
+        model, plan = placed(model_type, turns, ON_RANKS)
+        assert len(plan.nano_batches) == 1 + turns
+        with Counting() as binding:
+            bound = bound_plan(plan, RANK, group)
+        mode = counted_with(checkpoint, with_lora(model) if lora else model, bound)
+    assert [call.name for call in binding.calls if call.launches] == ["copy_"]
+    full, window = (160 * 161 + 96 * 97) // 2, 96 * 97 // 2 * 2 + 64 * 96
+    for kind, tasks in bound.local.items():
+        assert sorted(tasks.shapes.q_lens) == [96, 160]
+        assert tasks.pairs == {None: full, 96: window}[kind.window]
+    layers = model.config.num_hidden_layers
+    # In the last layer of each kind, whose backward is the first, the kernel makes a tensor that it uses again.
+    inner = layers - len(bound.local)
+    assert [of_layer(mode, layer) for layer in range(inner)] == [Sums(attention=2)] * inner
+    assert bound.runtime.exchange.size() == 0
+    assert (bound.ran.layers, bound.ran.layers_in_turns) == (layers * (1 if checkpoint == "none" else 2), 0)
+    assert len(bound.kept_results) == 0
+    if (model_type, checkpoint) == ("llama", "none"):
+        # Q, K, V and O as the model has them, [B, H, T, D], and as kernels take them, in both directions; two of LSE,
+        # of the kernel; two of O, of autograd, which has it as a result.
+        views = Counter(c.name for c in mode.calls if c.owner == "dispatch" and c.layer == 1 and c.what == "view")
+        assert views == {"squeeze": 4, "transpose": 6, "unsqueeze": 4, "permute": 2, "detach": 2}
 
 
-def test_autocast(group):
-    """Weights in float32: kernels are given bfloat16 all the same. On the CPU, where sums take other operators."""
-    with without_numbers(CPU):
-        model = empty_model("llama", CPU, torch.float32, **{**SMALL, **MODELS["llama"]})
-        with torch.autocast("cpu", torch.bfloat16):
-            _, kernel = run(model, group, "joint", True, device=CPU)
+def test_a_recomputation_calls_the_kernel_where_results_are_not_kept(group):
+    with without_numbers():
+        model, plan = placed("llama", False, ON_RANKS)
+        mode = counted_with("non-reentrant", model, bound_plan(plan, RANK, group, keep_core_attention=False))
+    assert of_layer(mode, 1) == Sums(attention=3)
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["one", "two"])
+def test_ranks_keep_step_where_one_kind_of_layer_moves(group, turns):
+    """Full attention moves, sliding windows do not: these exchange nothing on any rank, the others alike on all."""
+    exchanges = []
+    for rank in range(RANKS):
+        with without_numbers():
+            model, plan = placed("gemma3_text", turns, [[1024, 1024], *[[512] * 4] * 3])
+            bound = bound_plan(plan, rank, group)
+            mode = counted(model, bound)
+        assert [kind.window for kind in bound.local] == [96]
+        exchanges.append([of_layer(mode, layer).exchanges for layer in range(5)])
+        assert [of_layer(mode, layer).attention for layer in (1, 3)] == [2 * len(bound.nano_batches)] * 2
+    assert exchanges == [exchanges[0]] * RANKS
+    assert (exchanges[0][1::2], min(exchanges[0][::2]) > 0) == ([0, 0], True)
+
+
+# Planned steps as the CUDA build of torch runs them, on fake tensors: the varlen kernel is asked with tensors of CUDA,
+# and every branch for CUDA is taken. Streams, events and pinned memory are stand-ins.
+
+CUDA = torch.device("cuda", 0)
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+MORE = {
+    "mistral": HEADS | {"sliding_window": 96},
+    "mixtral": HEADS | {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None},
+    "olmo2": HEADS,
+    "phi3": HEADS | {"sliding_window": None},
+}
+
+
+def event(enable_timing: bool = False) -> SimpleNamespace:
+    """`torch.cuda.Event`, of a device on which everything is over at once."""
+    return SimpleNamespace(
+        record=lambda: None, query=lambda: True, synchronize=lambda: None, elapsed_time=lambda _after: 0.0
+    )
+
+
+@pytest.mark.cuda_build
+@pytest.mark.skipif(
+    not torch.backends.cuda.is_built() or torch.cuda.is_available(),
+    reason="needs torch's CUDA build, and no GPU: where there is one, make gpu shows more",
+)
+@pytest.mark.parametrize("model_type", [*MODELS, *MORE])
+@pytest.mark.parametrize(
+    ("layout", "turns", "checkpoint", "stage_rows"),
+    [
+        ("joint", False, "none", None),
+        ("fixed", True, "none", None),
+        ("joint", True, "non-reentrant", None),
+        ("joint", True, "reentrant", None),
+        ("joint", False, "none", 200),
+        ("fixed", True, "non-reentrant", 100),
+    ],
+)
+def test_step_on_fake_cuda(group, monkeypatch, model_type, layout, turns, checkpoint, stage_rows):
+    monkeypatch.setattr("torch.cuda.Event", event)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _device: (9, 0))
+    assert get_kernel("auto", CUDA).name == "torch_varlen"
+    with without_numbers(CUDA):
+        model = empty_model(model_type, CUDA, **{**SMALL, **{**MODELS, **MORE}[model_type]})
+        mode, kernel = run(model, group, layout, turns, checkpoint, CUDA, stage_rows)
     check_rows(kernel)
-    assert {x.itemsize for _, x in kernel.inputs} == {2}
+    kinds = {call.what for call in mode.calls if call.owner == "dispatch"}
+    assert {"attention", "exchange", "copy", "view"} <= kinds
+    assert all(parameter.grad.device == CUDA for parameter in model.model.layers.parameters())

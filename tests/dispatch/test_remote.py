@@ -1,6 +1,7 @@
 """What a dispatcher asks of workers that hold no rows, and what it makes of their answers: they are made up here."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.recorder import Work
@@ -29,87 +31,70 @@ from tests.models_and_batches import random_documents, reference_step, small_kin
 CPU = torch.device("cpu")
 LENGTHS = [120, 7, 64, 1, 33, 70]
 QUERY_COLUMNS = ("q", "do", "o", "lse")
+Rows = Mapping[str, Tensor]
 
 
 class Servers:
-    """Servers that compute at once what they are sent.
+    """Two servers of the next micro-batch, which compute at once what they are sent.
 
     Args:
-        dispatcher: whose ranks they serve.
-        servers: how many.
-        lost: a server, and at which collection of a micro-batch it is found lost; None: nobody is.
+        lost: a server, and at which collection it is found lost; None: none is.
 
     Attributes:
         events: what is asked of them, in order.
     """
 
-    def __init__(self, dispatcher: Dispatcher, servers: int, lost: tuple[int, int] | None = None) -> None:
-        self.groups, self.servers, self.lost = dispatcher.groups, servers, lost
+    def __init__(self, dispatcher: Dispatcher, lost: tuple[int, int] | None) -> None:
+        self.groups, self.lost, self.collections = dispatcher.groups, lost, 0
         self.events: list[tuple[Any, ...]] = []
 
-    def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, "PlanAtServers"]:
-        workers = Workers.uniform(settings.ranks + self.servers)
-        plan = plan_with_servers(plan, workers, settings, ranks_serve=True)
+    def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, "Servers"]:
+        self.settings = settings
+        self.plan = plan_with_servers(plan, Workers.uniform(settings.ranks + 2), settings, ranks_serve=True)
         self.events.append(("bind", len(plan.nano_batches)))
-        return plan, PlanAtServers(self, plan, settings)
-
-
-class PlanAtServers:
-    """A plan, of which every rank sends the same servers its rows in the same order."""
-
-    def __init__(self, owner: Servers, plan: MicroBatchPlan, settings: PlanSettings) -> None:
-        self.owner, self.plan, self.settings, self.collections = owner, plan, settings, 0
+        return self.plan, self
 
     def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
         workers = [plan.layout.ranks + server for server in lost]
         repaired = plan_lost(plan, workers, kind, self.settings, pairs_per_second=1e6)
-        self.owner.events.append(("repair", loads_of(local_tasks(plan, workers)).max(), loads_of(repaired).max()))
+        self.events.append(("repair", loads_of(local_tasks(plan, workers)).max(), loads_of(repaired).max()))
         return repaired
 
     def start(
-        self,
-        work: Work,
-        servers: Sequence[ServerRows],
-        kind: AttentionKind,
-        params: AttentionParams,
-        rows: Mapping[str, Tensor],
+        self, work: Work, servers: Sequence[ServerRows], kind: AttentionKind, params: AttentionParams, rows: Rows
     ) -> SimpleNamespace:
-        groups, nano = self.owner.groups, self.plan.nano_batches[work.nano_batch]
+        ranks, nano = self.groups.ranks, self.plan.nano_batches[work.nano_batch]
         plan = nano.plans[kind]
-        busy = sorted({int(worker) - groups.ranks for worker in plan.tasks["worker"] if worker >= groups.ranks})
+        busy = sorted({int(worker) - ranks for worker in plan.tasks["worker"] if worker >= ranks})
         assert [asked.server for asked in servers] == busy
-        assert all(len(column_T) == nano.layout.tokens[groups.rank] for column_T in rows.values())
-        self.owner.events.append(("start", *work, tuple(rows)))
+        assert all(len(column_T) == nano.layout.tokens[self.groups.rank] for column_T in rows.values())
+        self.events.append(("start", *work, tuple(rows)))
         sent = {asked.server: _rows_of(asked, rows) for asked in servers}
+        of_ranks = self.groups.all_gather(sent)
         answers = {
-            server: compute(plan, groups.ranks + server, [rank[server] for rank in groups.all_gather(sent)], params)
-            for server in busy
+            asked.server: compute(plan, ranks + asked.server, [rank[asked.server] for rank in of_ranks], params)
+            for asked in servers
         }
-        mine = {asked.server: answers[asked.server][groups.rank] for asked in servers if asked.q_count + asked.k_count}
-        return SimpleNamespace(collect=lambda: self._collect(work, mine))
+        mine = {
+            asked.server: answers[asked.server][self.groups.rank] for asked in servers if asked.q_count + asked.k_count
+        }
+        return SimpleNamespace(collect=partial(self._collect, work, mine))
 
-    def _collect(
-        self, work: Work, answers: dict[int, dict[str, Tensor]]
-    ) -> tuple[dict[int, dict[str, Tensor]], frozenset[int]]:
-        self.owner.events.append(("collect", *work))
-        lost = frozenset[int]()
-        if self.owner.lost is not None and self.collections >= self.owner.lost[1]:
-            lost = frozenset({self.owner.lost[0]})
+    def _collect(self, work: Work, answers: dict[int, Rows]) -> tuple[dict[int, Rows], frozenset[int]]:
+        self.events.append(("collect", *work))
+        is_lost = self.lost is not None and self.collections >= self.lost[1]
         self.collections += 1
+        lost = frozenset({self.lost[0]} if is_lost else ())
         return {server: answer for server, answer in answers.items() if server not in lost}, lost
 
 
-def _rows_of(asked: ServerRows, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _rows_of(asked: ServerRows, rows: Rows) -> Rows:
     sent = {name: take(x, asked.q_rows if name in QUERY_COLUMNS else asked.k_rows) for name, x in rows.items()}
-    assert {name: len(x) for name, x in sent.items()} == {
-        name: asked.q_count if name in QUERY_COLUMNS else asked.k_count for name in rows
-    }
+    assert (len(sent["q"]), len(sent["k"])) == (asked.q_count, asked.k_count)
     return sent
 
 
-def compute(
-    plan: Plan, worker: int, received: Sequence[Mapping[str, Tensor]], params: AttentionParams
-) -> list[dict[str, Tensor]]:
+def compute(plan: Plan, worker: int, received: Sequence[Rows], params: AttentionParams) -> list[Rows]:
     """A worker's results of what the ranks sent, rank by rank."""
     routes, kernel = make_routes(plan, worker), CpuKernel()
     group, messages = routes.stages[0].remote_query, {"q": routes.queries, "k": routes.stages[0].keys}
@@ -133,35 +118,28 @@ def compute(
     return answers
 
 
+def model_of(window: int | None, implementation: str = "distca") -> PreTrainedModel:
+    return small_model("llama" if window is None else "mistral", implementation, sliding_window=window)
+
+
 def step_with_servers(
-    ping_pong: bool, lost: tuple[int, int] | None, model: str, window: int | None, others: dict[str, Any]
+    ping_pong: bool, lost: tuple[int, int] | None, window: int | None, others: dict[str, Any]
 ) -> tuple[Step, list[tuple[Any, ...]]]:
     """Loss and gradients of a planned step with two servers, and what was asked of these."""
-    settings = PlanSettings(
-        ranks=dist.get_world_size(),
-        tokens_per_rank=4096,
-        kinds=small_kinds(window),
-        balance_block_size=8,
-        ping_pong=ping_pong,
-        **others,
-    )
-    dispatcher = Dispatcher(settings, CPU)
-    dispatcher.remote = remote = Servers(dispatcher, 2, lost)
-    made = small_model(model, **_config(window))
+    ranks, kinds = dist.get_world_size(), small_kinds(window)
+    settings = PlanSettings(ranks, 4096, kinds, balance_block_size=8, ping_pong=ping_pong, **others)
+    dispatcher, model = Dispatcher(settings, CPU), model_of(window)
+    dispatcher.remote = remote = Servers(dispatcher, lost)
     if ping_pong:
-        plan_layers(made)
-    loss = planned_step(made, plan_micro_batch(LENGTHS, settings), dispatcher, random_documents(LENGTHS))
-    return (loss, gradients_of(made)), remote.events
+        plan_layers(model)
+    loss = planned_step(model, plan_micro_batch(LENGTHS, settings), dispatcher, random_documents(LENGTHS))
+    return (loss, gradients_of(model)), remote.events
 
 
-def _config(window: int | None) -> dict[str, int]:
-    return {} if window is None else {"sliding_window": window}
-
-
-def events_of(pool, ping_pong=False, lost=None, model="llama", window=None, **others):
+def events_of(pool, ping_pong=False, lost=None, window=None, **others):
     """What every rank asks of servers in a step; the step is that of one process without servers."""
-    expected = reference_step(small_model(model, "sdpa", **_config(window)), random_documents(LENGTHS))
-    results = pool.run(step_with_servers, ping_pong, lost, model, window, others)
+    expected = reference_step(model_of(window, "sdpa"), random_documents(LENGTHS))
+    results = pool.run(step_with_servers, ping_pong, lost, window, others)
     for got, events in results:
         assert_same_step(got, expected)
         assert events == results[0][1]
@@ -193,19 +171,16 @@ def test_what_a_lost_server_did_not_give_is_computed_by_the_rank(rank_pools, col
     events_of(rank_pools[1], ping_pong, lost=(1, collection))
 
 
-def test_windows(rank_pools):
-    events_of(rank_pools[1], model="mistral", window=24)
+def test_two_ranks_and_windows(rank_pools):
+    for lost in (None, (0, 2)):
+        events_of(rank_pools[2], ping_pong=True, lost=lost)
+    events_of(rank_pools[1], window=24)
 
 
-@pytest.mark.parametrize("lost", [None, (0, 2)], ids=["all-there", "lost"])
-def test_two_ranks(rank_pools, lost):
-    events_of(rank_pools[2], ping_pong=True, lost=lost)
-
-
-@pytest.mark.parametrize(("model", "window"), [("llama", None), ("mistral", 24)])
-def test_ranks_on_nodes_share_what_a_lost_server_was_to_compute(rank_pools, model, window):
+@pytest.mark.parametrize("window", [None, 24])
+def test_ranks_on_nodes_share_what_a_lost_server_was_to_compute(rank_pools, window):
     # Packed in order, rank 0 holds most of the attention, and of what is lost. A buffer has 8 rows: there are stages.
     layout = {"document_layout": "fixed", "ranks_per_node": 2, "exchange_buffer_bytes": 512}
-    events = events_of(rank_pools[4], lost=(0, 1), model=model, window=window, **layout)
+    events = events_of(rank_pools[4], lost=(0, 1), window=window, **layout)
     ((_, at_home, shared),) = [event for event in events if event[0] == "repair"]
     assert shared < at_home

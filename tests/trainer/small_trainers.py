@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import accelerate
@@ -32,11 +33,9 @@ def make_trainer(
     """A trainer on CPU, on as many ranks as there are.
 
     Args:
-        folder: for its output.
         source: what the data is: "packed", a data set with a length; "list"; "transform", a data set that makes its
             examples when it is asked for them; "stream"; or "flattened", with a padding-free collator.
         lengths: of the documents.
-        model: what is trained; a small LLaMA by default.
         columns: of every example, besides input_ids.
         sharded: let accelerate take the processes for GPUs, so that FSDP2 and tensor parallelism may divide the model.
         environment: variables that `accelerate launch` sets for a strategy; DDP by default.
@@ -47,26 +46,14 @@ def make_trainer(
     os.environ["ACCELERATE_USE_CPU"] = str(not sharded and environment is None).lower()
     os.environ.update(environment or {})
     model = model or small_model()
+    few = {"logging_steps": 1, "lr_scheduler_type": "constant", "dataloader_num_workers": 0, "seed": 1}
+    small = {"balance_block_size": 8, "tokens_per_rank": 160, **exchanging(model)}
+    quiet = {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
     with _taken_for_gpus() if sharded else nullcontext():
-        args = hf_distca.DistCATrainingArguments(
-            output_dir=folder,
-            report_to=[],
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            **{
-                "logging_steps": 1,
-                "lr_scheduler_type": "constant",
-                "dataloader_num_workers": 0,
-                "balance_block_size": 8,
-                "tokens_per_rank": 160,
-                "seed": 1,
-                **exchanging(model),
-                **arguments,
-            },
-        )
+        args = hf_distca.DistCATrainingArguments(output_dir=folder, **{**quiet, **few, **small, **arguments})
     documents = [{"input_ids": document.tolist(), **(columns or {})} for document in random_documents(lengths)]
     if source == "stream":
-        dataset: Any = datasets.IterableDataset.from_generator(Documents(documents))
+        dataset: Any = datasets.IterableDataset.from_generator(partial(iter, documents))  # which can be pickled
     elif source == "list":
         dataset = documents
     elif source == "transform":
@@ -96,16 +83,6 @@ def _taken_for_gpus() -> Iterator[None]:
     finally:
         accelerate.PartialState._prepare_backend, training_args.is_torch_bf16_gpu_available = backend, bf16
         del os.environ["ACCELERATE_TORCH_DEVICE"]
-
-
-class Documents:
-    """Gives documents one after another, as often as asked; unlike a lambda it can be pickled."""
-
-    def __init__(self, documents: list[dict]) -> None:
-        self._documents = documents
-
-    def __call__(self):
-        yield from self._documents
 
 
 def allow_bf16() -> None:

@@ -90,37 +90,22 @@ def test_lengths_are_read_by_the_collator_unless_rank_0_reads_for_all():
 # Ahead
 
 
-def test_batches_are_bound_one_ahead_and_fetched_ahead_only_of_the_same_loader():
-    bound: list[str] = []
-
-    def upcoming(remote: object = None) -> UpcomingBatches:
-        bound.clear()
+def test_nothing_is_bound_ahead_of_another_loader_or_of_servers():
+    def batches_ahead(remote: object, count: int) -> tuple[UpcomingBatches, list[str]]:
+        bound: list[str] = []
         binder: Any = SimpleNamespace(remote=remote, bind=lambda plan: bound.append(plan) or f"{plan} bound")
-        return UpcomingBatches(binder)
+        upcoming = UpcomingBatches(binder)
+        upcoming.begin_step(upcoming.fetch(iter([{PLAN_KEY: "a"}, {PLAN_KEY: "b"}]), count))
+        assert upcoming.bind("a") == "a bound"
+        upcoming.bind_next()
+        return upcoming, bound
 
-    def loader(plans: str) -> Iterator[dict[str, Any]]:
-        return iter([{PLAN_KEY: plan} for plan in plans])
-
-    batches, data = upcoming(), loader("abcd")
-    for count, plans, ahead in ((2, "ab", "abc"), (1, "c", "abcd"), (2, "d", "abcd")):
-        fetched = batches.fetch(data, count)
-        assert fetched == list(loader(plans))  # with one that was fetched before
-        batches.begin_step(fetched)
-        for plan in plans:
-            assert batches.bind(plan) == f"{plan} bound"
-            batches.bind_next()
-        assert bound == [*ahead]
-    assert batches.fetch(data, 2) == []
-    assert batches.bind("of an evaluation") == "of an evaluation bound"
-    batches = upcoming()
-    batches.begin_step(batches.fetch(loader("ab"), 1))
-    batches.bind("a")
-    batches.bind_next()
-    assert batches.fetch(loader("cd"), 2) == list(loader("cd"))
-    batches = upcoming(remote=object())  # a pool of servers is asked when it is time
-    batches.begin_step(batches.fetch(loader("ab"), 2))
-    batches.bind("a")
-    batches.bind_next()
+    upcoming, bound = batches_ahead(None, 1)
+    assert bound == ["a", "b"]
+    other = [{PLAN_KEY: "c"}, {PLAN_KEY: "d"}]
+    assert upcoming.fetch(iter(other), 2) == other
+    assert upcoming.bind("of an evaluation") == "of an evaluation bound"
+    _, bound = batches_ahead(object(), 2)  # a pool of servers is asked when it is time
     assert bound == ["a"]
 
 

@@ -41,7 +41,7 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import rows_by_stage
 from hf_distca.sim.lengths import histogram
 from hf_distca.sim.model import MODELS
-from hf_distca.sim.report.plan import plan_report
+from hf_distca.sim.report import plan_report
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MANY_RANKS, LEAST_BLOCKS = 512, 8

@@ -10,7 +10,7 @@ from benchmarks.gpu.findings import Findings, StepResult, compare
 from benchmarks.gpu.kernels import calls_of, cases, check_kernel, deviation, side_by_side, why_missing
 from benchmarks.gpu.training import Watch, _check_logged, _check_memory
 from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.kernels.versions import Version
+from hf_distca.kernels.varlen import FlashVarlenKernel
 from tests.gpu.test_parts import SMALL
 
 
@@ -47,7 +47,7 @@ def test_a_kernel_that_is_not_installed_is_skipped(monkeypatch):
     assert findings.wrong == []
     assert why_missing("flash_attn") == findings.skipped
     assert why_missing("torch_varlen") == ""
-    monkeypatch.setattr(Version, "installed", True)  # but it cannot be imported
+    monkeypatch.setattr(FlashVarlenKernel, "missing", str)  # but it cannot be imported
     findings = check_kernel(SMALL, "flash_attn")
     (wrong,) = findings.wrong
     assert "is installed, but cannot be imported: ModuleNotFoundError" in wrong

@@ -288,24 +288,32 @@ class _Search:
 
         The seconds are exact up to `limit`.
         """
-        least = self._until_done(float(self._seconds.max() / self._speeds.max()) / max(self.partitions[level]))
+        longest = float(self._seconds.max() / self._speeds.max()) / max(self.partitions[level])
+        least = self._costs.until_done(self._evenly_s, longest)
         if least > limit:
             return least
         placing = self._placing(level)
-        return inf if placing is None else self._until_done(placing.slowest)
-
-    def _until_done(self, slowest: float) -> float:
-        """Return the seconds until all ranks have computed, from the slowest rank's seconds."""
-        return self._costs.until_done(self._evenly_s, slowest)
+        return inf if placing is None else self._until_placed(placing)
 
     def _placing(self, level: int) -> Placing | None:
         """Return the placing of documents in the groups of a level; None if they do not fit."""
         if level not in self._placings:
             sizes = self.partitions[level]
-            self._placings[level] = place_in_groups(
-                self._lengths, self._seconds, sizes, self._settings.tokens_per_rank, self._speeds
+            place = partial(
+                place_in_groups, self._lengths, self._seconds, sizes, self._settings.tokens_per_rank, self._speeds
             )
+            placing = place()
+            if placing is not None and max(sizes) == 1 and self._costs.ranks_per_core > 1:
+                # Idle ranks leave their cores to others, so as many ranks as there are cores should be done last.
+                uneven = place(fill_to=placing.slowest)
+                if uneven is not None and not uneven.left and self._until_placed(uneven) < self._until_placed(placing):
+                    placing = uneven
+            self._placings[level] = placing
         return self._placings[level]
+
+    def _until_placed(self, placing: Placing) -> float:
+        """Return the seconds until the ranks of all groups have computed."""
+        return self._costs.until_done(np.repeat(placing.seconds, placing.sizes), placing.slowest)
 
     def _worth(self, level: int, besides: float = 0.0) -> bool:
         """Return whether a level could be faster than the best plan so far.
@@ -318,7 +326,7 @@ class _Search:
         enough = self._best.choice.seconds * (1 - GOOD_ENOUGH)
         if level > max(self._level(), self._inside) and self._best.waited <= WAITING:
             # Larger groups exchange more, so they have to compute more evenly.
-            enough = self._until_done(self._best.placing.slowest) * (1 - GOOD_ENOUGH)
+            enough = self._until_placed(self._best.placing) * (1 - GOOD_ENOUGH)
         return self._slowest(level, enough) * (1 + besides) < enough
 
     def _level(self) -> int:

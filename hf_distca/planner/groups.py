@@ -93,7 +93,13 @@ class Placing:
 
 
 def place_in_groups(
-    lengths: IntArray, seconds: FloatArray, sizes: tuple[int, ...], tokens_per_rank: int, speeds: FloatArray
+    lengths: IntArray,
+    seconds: FloatArray,
+    sizes: tuple[int, ...],
+    tokens_per_rank: int,
+    speeds: FloatArray,
+    *,
+    fill_to: float = 0.0,
 ) -> Placing | None:
     """Give documents to groups of equal work: the costliest first, each to the group with the least work.
 
@@ -101,6 +107,7 @@ def place_in_groups(
         seconds: [documents] seconds of computing each document.
         sizes: [groups] ranks of each group.
         speeds: [ranks] work per second of each rank, in seconds of a usual rank.
+        fill_to: seconds up to which one group after another gets work, once each has a document.
 
     Returns:
         None if a document is too long for every group, or a group would have fewer tokens than ranks.
@@ -111,7 +118,10 @@ def place_in_groups(
         return Placing.of_all(seconds, speeds)
     speed_of = np.add.reduceat(speeds, np.cumsum((0, *sizes[:-1]))).tolist()
     room = [size * tokens_per_rank for size in sizes]
-    group_of, loads = _give_out(lengths, seconds, room, speed_of)
+    if fill_to:
+        group_of, loads = _filled(lengths, seconds, room, speed_of, fill_to)
+    else:
+        group_of, loads = _give_out(lengths, seconds, room, speed_of)
     if any(size * tokens_per_rank - space < size for size, space in zip(sizes, room, strict=True)):
         return None
     by_group = np.argsort(group_of, kind="stable")
@@ -190,6 +200,29 @@ def _give_out(
             chosen.append(-1)
     bin_of = np.empty(len(order), np.int64)
     bin_of[order] = chosen
+    return bin_of, work
+
+
+def _filled(
+    lengths: IntArray, costs: FloatArray, room: list[int], speeds: list[float], fill_to: float
+) -> tuple[IntArray, list[float]]:
+    """Give each document, the costliest first, to the bin with the most work that stays below `fill_to`.
+
+    Empty bins get a document first. If no bin stays below, the bin with the least work gets the document.
+
+    Args, returns: as in `_give_out`.
+    """
+    work = [0.0] * len(room)
+    bin_of = np.full(len(costs), -1)
+    for document in np.argsort(-costs, kind="stable").tolist():
+        size, cost = int(lengths[document]), float(costs[document])
+        fitting = [each for each, space in enumerate(room) if space >= size]
+        below = [each for each in fitting if min(work) > 0 and work[each] + cost / speeds[each] <= fill_to]
+        if fitting:
+            chosen = max(below, key=work.__getitem__) if below else min(fitting, key=work.__getitem__)
+            bin_of[document] = chosen
+            room[chosen] -= size
+            work[chosen] += cost / speeds[chosen]
     return bin_of, work
 
 

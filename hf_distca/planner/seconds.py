@@ -205,13 +205,19 @@ class StepCosts:
     def until_done(self, work: FloatArray | float, longest: float) -> float:
         """Return the seconds until all ranks are done.
 
+        Ranks that share cores take turns. A rank that is done leaves its core to the others, until every rank that
+        still computes has a core of its own.
+
         Args:
-            work: [ranks] seconds that each rank computes.
+            work: [ranks] seconds that each rank computes while all share their cores; one number if all are alike.
             longest: seconds of the rank that is done last, if no rank shared its cores.
         """
         if self.ranks_per_core == 1:
             return longest
-        return max(float(np.mean(work)), longest / self.ranks_per_core)
+        in_order = np.sort(np.atleast_1d(work))
+        active = np.arange(len(in_order), 0, -1) / len(in_order)
+        in_turns = np.diff(in_order, prepend=0.0) @ np.maximum(active, 1 / self.ranks_per_core)
+        return max(float(in_turns), longest / self.ranks_per_core)
 
     def row_work(self, kind: AttentionKind) -> float:
         """Return the cost of a row besides core attention, in query-key pairs of layers of a kind."""

@@ -65,6 +65,25 @@ def test_ranks_that_share_cores_need_no_balance():
     assert exchanges(chosen(lengths, ranks_per_core=2.0))
 
 
+def test_ranks_that_share_cores_take_turns():
+    """Four ranks on two cores, with 4, 2, 1 and 1 seconds while all compute."""
+    shared = replace(costs(FREE, FREE), ranks_per_core=2.0)
+    # One second of four ranks, one of two at double speed, and two of one at double speed.
+    assert shared.until_done(np.array([4.0, 1, 2, 1]), 4.0) == 1 + 1 / 2 + 2 / 2
+    assert shared.until_done(np.array([1.0] * 4), 6.0) == 3.0
+    assert shared.until_done(2.0, 2.0) == 2.0
+    assert costs(FREE, FREE).until_done(np.array([4.0, 1, 2, 1]), 4.0) == 4.0
+
+
+def test_as_many_ranks_as_there_are_cores_are_done_last():
+    """The other ranks get fewer documents than an even share, so that no core idles."""
+    plan = chosen([60, *[30] * 6], SLOW, SLOW, tokens=128, ranks_per_core=2.0)
+    assert plan.choice.group == 1
+    assert sorted(plan.tokens.tolist()) == [30, 60, 60, 90]
+    alone = chosen([60, *[30] * 6], SLOW, SLOW, tokens=128)
+    assert sorted(alone.tokens.tolist()) == [60] * 4
+
+
 def test_slow_links_between_nodes_are_not_used():
     plan = chosen([60, *[10] * 12], FREE, SLOW)
     assert plan.choice.group == 2

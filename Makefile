@@ -74,8 +74,8 @@ $(DOCS_SETUP): pyproject.toml constraints.txt
 survey: $(SETUP)
 	$(BIN)/python -m pytest -m survey --numprocesses 2 --dist loadfile tests/survey tests/docs
 
-# What users turn on; `python -m tests.trainer.features` writes its page anew. With bitsandbytes, bases in
-# 4 bits too: it is not among what is set up, because peft imports it, and with it torch's compiler, in every process.
+# What users turn on, as docs/reference/features.md has it. With bitsandbytes, bases in 4 bits too: it is not among what
+# is set up, because peft imports it, and with it torch's compiler, in every process.
 features: $(SETUP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quantized]'
 	$(BIN)/python -m pytest -m features
@@ -86,7 +86,7 @@ VERSION_TESTS := tests/test_imports.py tests/kernels/test_contract.py tests/kern
 	tests/kernels/test_fused_triton.py tests/dispatch/test_launches.py::test_step_on_fake_cuda tests/gpu \
 	tests/collator tests/dispatch/test_groups.py tests/patches/test_planned_attention.py \
 	tests/patches/test_unplanned.py tests/patches/test_compile.py tests/trainer/test_features.py \
-	tests/trainer/test_parallel.py tests/trainer/test_strategies.py -k "not test_strategies or fsdp2 or zero3"
+	tests/trainer/test_parallel.py
 
 # uv, because pip knows no way to take the oldest. What these versions need in turn is as new as they let it be.
 oldest: RESOLUTION := lowest-direct

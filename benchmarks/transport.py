@@ -73,7 +73,7 @@ class Calls:
         self._process.start()
         self._memory = {choice: make_memory(choice, CPU, "127.0.0.1") for choice in TRANSPORTS}
         self._links = {
-            choice: ServerLink("127.0.0.1", port, token, rank_hello(0, 1, memory), 30, 60, memory)
+            choice: ServerLink("127.0.0.1", port, token, rank_hello(0, memory), 30, 60, memory)
             for (choice, memory), port in zip(self._memory.items(), self._server.recv(), strict=True)
         }
         self._given = {mb: torch.randint(0, 100, (mb * 1024, *ROWS.shape)).to(torch.bfloat16) for mb in sizes}

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from hf_distca.collator.documents import IGNORED_TARGET, PlannedDocuments, TokenDocument
+from hf_distca.collator.documents import IGNORED_TARGET, PlannedDocuments
 from hf_distca.plan import PLAN_KEY
 
 
@@ -18,8 +19,8 @@ class DistCACollator:
     shifted in the whole document: the row before a cut predicts the first token after the cut. The end of a document
     has -100. There is no `attention_mask`: the plan says which rows attend to which.
 
-    The example has two documents of 4 and 2 tokens on two ranks of 3 tokens. The first document is cut: its last token
-    lies on rank 1, at position 3, and is the target of rank 0's last row.
+    The example has two documents of 4 and 2 tokens on two ranks of 3 tokens. The last token of the first document lies
+    on rank 1, and is the target of rank 0's last row.
 
         >>> from torch.utils.data import DataLoader
         >>> from hf_distca.collator.lengths import document_lengths, fit_documents
@@ -37,19 +38,9 @@ class DistCACollator:
         ...         collate_fn=DistCACollator(rank),
         ...     )
         ...     batch = next(iter(loader))
-        ...     for name in ("input_ids", "position_ids", "labels", "shift_labels"):
-        ...         print(rank, name, batch[name].tolist())
-        ...     print(rank, "distca_plan", batch["distca_plan"].tokens.tolist())
-        0 input_ids [[11, 12, 13]]
-        0 position_ids [[0, 1, 2]]
-        0 labels [[12, 13, 14]]
-        0 shift_labels [[12, 13, 14]]
-        0 distca_plan [3, 3]
-        1 input_ids [[14, 21, 22]]
-        1 position_ids [[3, 0, 1]]
-        1 labels [[-100, 22, -100]]
-        1 shift_labels [[-100, 22, -100]]
-        1 distca_plan [3, 3]
+        ...     print(rank, *(batch[name].tolist() for name in ("input_ids", "position_ids", "labels")))
+        0 [[11, 12, 13]] [[0, 1, 2]] [[12, 13, 14]]
+        1 [[14, 21, 22]] [[3, 0, 1]] [[-100, 22, -100]]
 
     Args:
         rank: Rank whose rows to collate.
@@ -69,39 +60,38 @@ class DistCACollator:
                 "batch_sampler"
             )
         (planned,) = features
-        filler = TokenDocument(np.array([self.filler_token_id]), np.array([IGNORED_TARGET]))
-        held = list(planned.plan.held_by(self.rank))
-        rows = [
-            excerpt_document(planned.excerpts[document], planned.documents).rows(start, stop)
-            if document < len(planned.excerpts)
-            else filler
-            for document, start, stop in held
-        ]
-        return {**rows_batch(rows, [start for _, start, _ in held]), PLAN_KEY: planned.plan}
+        batch = []
+        for document, start, stop in planned.plan.held_by(self.rank):
+            if document < len(planned.excerpts):
+                rows = excerpt_document(planned.excerpts[document], planned.documents)[:, start:stop]
+            else:
+                rows = np.array([[self.filler_token_id], [IGNORED_TARGET]])
+            batch.append((start, rows))
+        return {**rows_batch(batch), PLAN_KEY: planned.plan}
 
 
-def excerpt_document(excerpt: np.void, documents: Sequence[TokenDocument] | dict[int, TokenDocument]) -> TokenDocument:
-    """Return the tokens and targets of one EXCERPT of whole documents, given by their index in the data set."""
-    rows = documents[excerpt["document"]].rows(excerpt["start"], excerpt["stop"])
-    if excerpt["stop"] == excerpt["end"]:
-        # A token that truncation dropped is no target.
-        rows = TokenDocument(rows.input_ids, np.append(rows.targets[:-1], IGNORED_TARGET))
+def excerpt_document(
+    excerpt: np.void, documents: Sequence[NDArray[np.int64]] | dict[int, NDArray[np.int64]]
+) -> NDArray[np.int64]:
+    """Return [2, L] tokens and targets of an EXCERPT of documents from `token_document`, by index in the data set."""
+    rows = documents[excerpt["document"]][:, excerpt["start"] : excerpt["stop"]]
+    if excerpt["stop"] == excerpt["end"]:  # a token that truncation dropped is no target
+        rows = rows.copy()
+        rows[1, -1] = IGNORED_TARGET
     return rows
 
 
-def rows_batch(rows: Sequence[TokenDocument], starts: Sequence[int]) -> dict[str, torch.Tensor]:
+def rows_batch(parts: Sequence[tuple[int, NDArray[np.int64]]]) -> dict[str, torch.Tensor]:
     """Concatenate rows of documents into a model's inputs, each [1, all rows] int64; labels are already shifted.
 
     Args:
-        rows: consecutive rows of each document.
-        starts: position of the first row of each in its document.
+        parts: position of the first row in its document, and [2, L] tokens and targets.
     """
+    rows = np.concatenate([rows for _, rows in parts], axis=1)
     columns = {
-        "input_ids": [part.input_ids for part in rows],
-        "position_ids": [
-            np.arange(start, start + len(part.input_ids)) for start, part in zip(starts, rows, strict=True)
-        ],
-        "labels": [part.targets for part in rows],
-        "shift_labels": [part.targets for part in rows],
+        "input_ids": rows[0],
+        "position_ids": np.concatenate([start + np.arange(rows.shape[1]) for start, rows in parts]),
+        "labels": rows[1],
+        "shift_labels": rows[1].copy(),
     }
-    return {name: torch.from_numpy(np.concatenate(parts)).unsqueeze(0) for name, parts in columns.items()}
+    return {name: torch.from_numpy(column).unsqueeze(0) for name, column in columns.items()}

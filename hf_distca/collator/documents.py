@@ -1,7 +1,7 @@
 """Read and check documents of a user's data set, and plan each global micro-batch of them."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,18 +20,6 @@ logger = logging.getLogger(__name__)
 
 IGNORED_TARGET = -100
 """Target of a row without loss, as everywhere in Hugging Face."""
-
-
-@dataclass(frozen=True, eq=False)
-class TokenDocument:
-    """Tokens of a document, [L] int64, and the target of each row: the next label in the whole document, or -100."""
-
-    input_ids: NDArray[np.int64]
-    targets: NDArray[np.int64]
-
-    def rows(self, start: int, stop: int) -> "TokenDocument":
-        """Return rows [start, stop) with their targets."""
-        return TokenDocument(self.input_ids[start:stop], self.targets[start:stop])
 
 
 @dataclass(frozen=True)
@@ -57,13 +45,15 @@ class Columns:
 ANY_COLUMNS = Columns()
 
 
-def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> TokenDocument:
-    """Check one example and shift its labels.
+def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> NDArray[np.int64]:
+    """Check one example, called `name` in errors, and shift its labels.
 
     Args:
         example: `input_ids` [L]; optionally `labels` [L], `attention_mask` [L] of ones and the length column. Labels
             are unshifted, with -100 for no loss; without labels every token is a label.
-        name: name of the example in errors.
+
+    Returns:
+        [2, L] int64: tokens, and the target of each row, which is the next label or -100.
 
     Raises:
         ValueError: a column is missing, unknown or malformed, or lengths disagree.
@@ -86,18 +76,7 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> T
             raise Data.PADDED.error(name=name, length=length)
     if columns.length in used and (stated := int(example[columns.length])) != length:
         raise Data.WRONG_LENGTH.error(name=name, length=length, column=columns.length, stated=stated)
-    return TokenDocument(input_ids, np.append(labels[1:], IGNORED_TARGET))
-
-
-def fetch_documents(dataset: Any, indices: Sequence[int], columns: Columns) -> list[TokenDocument]:
-    """Return documents checked by `token_document`, in one batched read if the data set supports that."""
-    if hasattr(dataset, "__getitems__"):
-        examples = dataset.__getitems__(list(indices))
-    else:
-        examples = [dataset[index] for index in indices]
-    return [
-        token_document(example, f"document {index}", columns) for index, example in zip(indices, examples, strict=True)
-    ]
+    return np.stack([input_ids, np.append(labels[1:], IGNORED_TARGET)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,12 +87,12 @@ class PlannedDocuments:
         plan: plan of all ranks. Its documents are the excerpts in order, then one-token fillers until every rank holds
             a row: a rank without rows would be missing in every exchange.
         excerpts: [excerpts] of dtype EXCERPT, the tokens of the data set behind each document of the plan.
-        documents: whole documents of which this rank holds rows, by their index in the data set.
+        documents: whole documents of which this rank holds rows, from `token_document`, by index in the data set.
     """
 
     plan: MicroBatchPlan
     excerpts: NDArray[np.void]
-    documents: dict[int, TokenDocument]
+    documents: dict[int, NDArray[np.int64]]
 
 
 class RankDocuments(Dataset[PlannedDocuments]):
@@ -163,9 +142,14 @@ class RankDocuments(Dataset[PlannedDocuments]):
         plan = replace(plan, fillers=len(fillers))
         held = {document for document, _, _ in plan.held_by(self.rank) if document < len(excerpts)}  # else a filler
         indices = np.unique(excerpts["document"][sorted(held)]).tolist()
-        documents = dict(zip(indices, fetch_documents(self.dataset, indices, self.columns), strict=True))
-        for index, document in documents.items():
-            length, planned = len(document.input_ids), self.lengths[index]
+        if hasattr(self.dataset, "__getitems__"):  # one batched read
+            examples = self.dataset.__getitems__(indices)
+        else:
+            examples = [self.dataset[index] for index in indices]
+        documents = {}
+        for index, example in zip(indices, examples, strict=True):
+            documents[index] = token_document(example, f"document {index}", self.columns)
+            length, planned = documents[index].shape[1], self.lengths[index]
             if length != planned:
                 raise Data.CHANGED_LENGTH.error(
                     index=index, length=length, planned=planned, column=self.columns.length

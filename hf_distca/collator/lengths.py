@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from hf_distca.collator.documents import ANY_COLUMNS, Columns, fetch_documents, token_document
+from hf_distca.collator.documents import ANY_COLUMNS, Columns, token_document
 from hf_distca.collator.refusals import Data
 
 logger = logging.getLogger(__name__)
@@ -36,20 +36,37 @@ def document_lengths(dataset: Any, columns: Columns = ANY_COLUMNS, progress: boo
     """
     if len(dataset) == 0:
         raise Data.EMPTY.error()
+    counts: dict[str, NDArray[Any]] = {}
     # With a transform, column_names lists the transform's inputs, not its outputs.
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         columns.used(dataset.column_names)
+        tokens = [column for column in ("input_ids", "labels") if column in dataset.column_names]
+        kinds = [field.type for field in dataset.features.arrow_schema if field.name in tokens]
         if columns.length in dataset.column_names:
-            return _given_lengths(dataset, columns.length)
-        stored = [field.type for field in dataset.features.arrow_schema if field.name in ("input_ids", "labels")]
-        if all(pa.types.is_list(kind) or pa.types.is_large_list(kind) for kind in stored):  # not tensors
-            return _stored_lengths(dataset, progress)
-    indices = tqdm(range(len(dataset)), "Document lengths", unit=" documents", disable=not progress)
-    return np.fromiter(
-        (len(token_document(dataset[index], f"document {index}", columns).input_ids) for index in indices),
-        np.int64,
-        len(dataset),
-    )
+            given = np.asarray(dataset.select_columns([columns.length]).with_format("numpy")[:][columns.length])
+            if given.ndim != 1 or given.dtype.kind not in "iu":
+                raise Data.LENGTH_COLUMN.error(column=columns.length, kind=dataset.features[columns.length])
+            counts = {"input_ids": given}
+        elif all(pa.types.is_list(kind) or pa.types.is_large_list(kind) for kind in kinds):  # not tensors
+            # Tables hold the lengths of lists, so that no Python objects are made of tokens.
+            tables = dataset.select_columns(tokens).with_format("arrow").iter(batch_size=READ_BATCH)
+            batches = [
+                # A missing list counts as empty.
+                [pc.fill_null(pc.list_value_length(table[column]), 0).to_numpy() for column in tokens]
+                for table in tqdm(tables, "Document lengths", -(-len(dataset) // READ_BATCH), disable=not progress)
+            ]
+            counts = dict(zip(tokens, map(np.concatenate, zip(*batches, strict=True)), strict=True))
+    if not counts:
+        indices = tqdm(range(len(dataset)), "Document lengths", unit=" documents", disable=not progress)
+        read = (token_document(dataset[index], f"document {index}", columns).shape[1] for index in indices)
+        return np.fromiter(read, np.int64, len(dataset))
+    lengths = counts["input_ids"]
+    for index in np.flatnonzero(lengths <= 0)[:1]:
+        raise Data.EMPTY_DOCUMENT.error(name=f"document {index}", stated=f" (length {lengths[index]})")
+    labels = counts.get("labels", lengths)
+    for index in np.flatnonzero(labels != lengths)[:1]:
+        raise Data.LABELS.error(name=f"document {index}", labels=labels[index], length=lengths[index])
+    return lengths.astype(np.int64)
 
 
 def dataset_fingerprint(dataset: Any, lengths: NDArray[np.int64], columns: Columns = ANY_COLUMNS) -> str:
@@ -62,39 +79,8 @@ def dataset_fingerprint(dataset: Any, lengths: NDArray[np.int64], columns: Colum
     sample = np.unique(np.linspace(0, len(lengths) - 1, FINGERPRINT_DOCUMENTS, dtype=np.int64))
     # One at a time: 64 long documents at once may not fit in memory.
     for index in sample.tolist():
-        (document,) = fetch_documents(dataset, [index], columns)
-        digest.update(document.input_ids.astype("<i8").tobytes())
-        digest.update(document.targets.astype("<i8").tobytes())
+        digest.update(token_document(dataset[index], f"document {index}", columns).astype("<i8").tobytes())
     return digest.hexdigest()
-
-
-def _given_lengths(dataset: datasets.Dataset, length_column: str) -> NDArray[np.int64]:
-    lengths = np.asarray(dataset.select_columns([length_column]).with_format("numpy")[:][length_column])
-    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-        raise Data.LENGTH_COLUMN.error(column=length_column, kind=dataset.features[length_column])
-    _check_no_empty(lengths)
-    return lengths.astype(np.int64)
-
-
-def _stored_lengths(dataset: datasets.Dataset, progress: bool) -> NDArray[np.int64]:
-    """Return the lengths of stored lists, without making Python objects of tokens."""
-    columns = [column for column in ("input_ids", "labels") if column in dataset.column_names]
-    tables = dataset.select_columns(columns).with_format("arrow").iter(batch_size=READ_BATCH)
-    found: list[list[NDArray[np.int32]]] = [
-        # A missing list counts as empty.
-        [pc.fill_null(pc.list_value_length(table[column]), 0).to_numpy() for column in columns]
-        for table in tqdm(tables, "Document lengths", -(-len(dataset) // READ_BATCH), disable=not progress)
-    ]
-    lengths, labels = (np.concatenate([counts[column] for counts in found]) for column in (0, -1))
-    _check_no_empty(lengths)
-    for index in np.flatnonzero(labels != lengths)[:1]:
-        raise Data.LABELS.error(name=f"document {index}", labels=labels[index], length=lengths[index])
-    return lengths.astype(np.int64)
-
-
-def _check_no_empty(lengths: NDArray[Any]) -> None:
-    for index in np.flatnonzero(lengths <= 0)[:1]:
-        raise Data.EMPTY_DOCUMENT.error(name=f"document {index}", stated=f" (length {lengths[index]})")
 
 
 EXCERPT = np.dtype(

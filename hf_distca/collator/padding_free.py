@@ -32,32 +32,27 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
     if attention_mask is not None and not (attention_mask.shape == input_ids.shape and (attention_mask == 1).all()):
         raise Data.BATCH_MASK.error()
     tokens = input_ids.shape[1]
-    if batch.get("document_lengths") is not None:
-        name, lengths = "document_lengths", tuple(batch["document_lengths"])
-    elif batch.get("cu_seq_lens_q") is not None:
-        name, lengths = "cu_seq_lens_q", tuple(batch["cu_seq_lens_q"].diff().tolist())
-    elif batch.get("position_ids") is not None:
-        return _lengths_by_position(batch["position_ids"], tokens)
+    if (lengths := batch.get("document_lengths")) is not None:
+        name = "document_lengths"
+    elif (offsets := batch.get("cu_seq_lens_q")) is not None:
+        name, lengths = "cu_seq_lens_q", offsets.diff().tolist()
+    elif (position_ids := batch.get("position_ids")) is not None:
+        if position_ids.shape != input_ids.shape:
+            raise Data.POSITIONS.error(found=f"have the shape {tuple(position_ids.shape)} for {tokens} tokens")
+        positions_T = position_ids[0]
+        if tokens == 0 or positions_T[0] != 0:
+            raise Data.POSITIONS.error(found=f"begin with {positions_T[:5].tolist()}")
+        jumps = (positions_T[1:] != positions_T[:-1] + 1) & (positions_T[1:] != 0)
+        for at in jumps.nonzero().flatten()[:1].tolist():
+            raise Data.POSITIONS.error(found=f"go from {positions_T[at]} to {positions_T[at + 1]} at row {at + 1}")
+        starts = (positions_T == 0).nonzero().flatten()
+        name, lengths = "position_ids", torch.cat([starts, starts.new_tensor([tokens])]).diff().tolist()
     else:
         raise Data.NO_BOUNDARIES.error(fields=sorted(batch))
     if sum(lengths) != tokens or any(length < 1 for length in lengths):
-        shown = f"{lengths[:10]}{'…' if len(lengths) > 10 else ''}"
+        shown = f"{tuple(lengths[:10])}{'…' if len(lengths) > 10 else ''}"
         raise Data.WRONG_BOUNDARIES.error(name=name, lengths=shown, total=sum(lengths), tokens=tokens)
-    return lengths
-
-
-def _lengths_by_position(position_ids: torch.Tensor, tokens: int) -> tuple[int, ...]:
-    if position_ids.shape != (1, tokens):
-        raise Data.POSITIONS.error(found=f"have the shape {tuple(position_ids.shape)} for {tokens} tokens")
-    positions_T = position_ids[0]
-    if tokens == 0 or positions_T[0] != 0:
-        raise Data.POSITIONS.error(found=f"begin with {positions_T[:5].tolist()}")
-    breaks = ((positions_T[1:] != positions_T[:-1] + 1) & (positions_T[1:] != 0)).nonzero().flatten()
-    if len(breaks):
-        at = int(breaks[0])
-        raise Data.POSITIONS.error(found=f"go from {positions_T[at]} to {positions_T[at + 1]} at row {at + 1}")
-    starts = (positions_T == 0).nonzero().flatten()
-    return tuple(torch.cat([starts, starts.new_tensor([tokens])]).diff().tolist())
+    return tuple(lengths)
 
 
 class CollatorWithLengths:

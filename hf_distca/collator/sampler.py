@@ -78,12 +78,18 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         self.epoch = 0
         self._choices = choices
         self._lengths = lengths
-        if shuffle:
-            self._batches = self._count_shuffled()
-        else:
+        if not shuffle:
             filled = list(pack_in_order(zip(lengths.tolist(), range(len(excerpts)), strict=True), capacity))
             self._in_order = [list(chain(*filled[first : first + bins])) for first in range(0, len(filled), bins)]
             self._batches = len(self._in_order)
+            return
+        # Micro-batches are nearly full, with room for every random placement.
+        longest_first: list[int] = np.sort(lengths)[::-1].tolist()
+        fewest = -(-sum(longest_first) // (capacity * bins))
+        self._batches = min(fewest + fewest // SPARE_BATCHES, len(longest_first))
+        if place_evenly(longest_first, self._batches * bins, capacity) is None:
+            # Few documents per bin: even filling leaves no room for the last ones.
+            self._batches = max(place_tightly(longest_first, capacity)) // bins + 1
 
     def __len__(self) -> int:
         return self._batches
@@ -101,29 +107,10 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         for batch in self._shuffled() if self.shuffle else self._in_order:
             yield [GlobalMicroBatch(self.excerpts[batch], self._choices())]
 
-    def _count_shuffled(self) -> int:
-        """Return the number of micro-batches of an epoch: nearly full, with room for every random placement."""
-        longest_first: list[int] = np.sort(self._lengths)[::-1].tolist()
-        fewest = -(-sum(longest_first) // (self.capacity * self.bins))
-        with_spare = min(fewest + fewest // SPARE_BATCHES, len(longest_first))
-        if place_evenly(longest_first, with_spare * self.bins, self.capacity) is not None:
-            return with_spare
-        # Few documents per bin: even filling leaves no room for the last ones.
-        return max(place_tightly(longest_first, self.capacity)) // self.bins + 1
-
     def _shuffled(self) -> list[NDArray[np.int64]]:
         """Return the excerpts of each micro-batch of this epoch."""
         random = np.random.default_rng((self.seed, self.epoch))
         shuffled = random.permutation(len(self.excerpts))
-        # Placing first fills one bin of each micro-batch, so no micro-batch stays empty.
-        bin_in_batch, batch_of = np.divmod(self._place(shuffled), self._batches)
-        # Placing starts the first micro-batches with the longest documents: give them a random place in the epoch.
-        batch_of = random.permutation(self._batches)[batch_of]
-        order = np.lexsort((bin_in_batch, batch_of))
-        return np.split(shuffled[order], np.cumsum(np.bincount(batch_of, minlength=self._batches))[:-1])
-
-    def _place(self, shuffled: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the bin of each excerpt of `shuffled`."""
         lengths, bins = self._lengths[shuffled], self._batches * self.bins
         # Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that different processors agree.
         mantissa, exponent = np.frexp(lengths)
@@ -140,6 +127,11 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
             chosen = place_evenly(longest_first, bins, self.capacity)
             if chosen is None:
                 chosen = place_tightly(longest_first, self.capacity)
+        # Placing first fills one bin of each micro-batch, so no micro-batch stays empty.
         bin_of = np.empty(len(lengths), np.int64)
         bin_of[order] = chosen
-        return bin_of
+        bin_in_batch, batch_of = np.divmod(bin_of, self._batches)
+        # Placing starts the first micro-batches with the longest documents: give them a random place in the epoch.
+        batch_of = random.permutation(self._batches)[batch_of]
+        order = np.lexsort((bin_in_batch, batch_of))
+        return np.split(shuffled[order], np.cumsum(np.bincount(batch_of, minlength=self._batches))[:-1])

@@ -7,10 +7,11 @@ from typing import Any
 import datasets
 import numpy as np
 from datasets.distributed import split_dataset_by_node
+from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_distca.collator.collation import excerpt_document, rows_batch
-from hf_distca.collator.documents import ANY_COLUMNS, Columns, TokenDocument, token_document
+from hf_distca.collator.documents import ANY_COLUMNS, Columns, token_document
 from hf_distca.collator.lengths import cut_documents, fit_documents, warn_truncated
 from hf_distca.collator.refusals import Data
 from hf_distca.planner.bin_packing import pack_in_order
@@ -62,18 +63,22 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        documents = ((len(document.input_ids), document) for document in self._documents())
+        documents = ((document.shape[1], document) for document in self._documents())
         for packed in pack_in_order(documents, self.tokens_per_rank):
-            lengths = tuple(len(document.input_ids) for document in packed)
-            yield {**rows_batch(packed, [0] * len(packed)), "document_lengths": lengths}
+            lengths = tuple(document.shape[1] for document in packed)
+            yield {**rows_batch([(0, document) for document in packed]), "document_lengths": lengths}
 
-    def _documents(self) -> Iterator[TokenDocument]:
-        limit = self.tokens_per_rank
+    def _documents(self) -> Iterator[NDArray[np.int64]]:
+        share, limit = self.dataset, self.tokens_per_rank
+        if not self._splits_itself:
+            worker = get_worker_info()
+            workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
+            share = islice(iter(share), self.rank + worker_id * self.ranks, None, self.ranks * workers)
         truncated = dropped = 0
-        for number, example in enumerate(self._share()):
+        for number, example in enumerate(share):
             name = f"document {number} of rank {self.rank}'s stream"
             document = token_document(example, name, self.columns)
-            length = len(document.input_ids)
+            length = document.shape[1]
             if length > limit and self.long_documents == "error":
                 raise Data.LONG_IN_STREAM.error(name=name, length=length, limit=limit)
             if length > limit and self.long_documents == "truncate":
@@ -84,10 +89,3 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
                     warn_truncated(truncated, dropped, limit, "tokens_per_rank")
             for excerpt in cut_documents(np.array([length]), limit, self.long_documents):
                 yield excerpt_document(excerpt, [document])
-
-    def _share(self) -> Iterable[Any]:
-        if self._splits_itself:
-            return self.dataset
-        worker = get_worker_info()
-        workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
-        return islice(iter(self.dataset), self.rank + worker_id * self.ranks, None, self.ranks * workers)

@@ -26,68 +26,62 @@ _POLL_S = 0.5
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
-class ChildServer:
-    """Serves from a child process, and from another one where a child dies.
+def serve_from_child(command: Sequence[str], text: str, has_ended: Callable[[], bool]) -> None:
+    """Serve from a child process until training ends, a SIGINT or SIGTERM comes, or no child can serve any more.
 
     Args:
         text: standard input of the child; no more than a pipe holds.
         has_ended: whether training has ended; asked twice a second, until it has.
     """
+    child: subprocess.Popen[bytes] | None = None
+    over = False
 
-    def __init__(self, command: Sequence[str], text: str, has_ended: Callable[[], bool]) -> None:
-        self._command, self._text, self._has_ended = command, text, has_ended
-        self._child: subprocess.Popen[bytes] | None = None
-        self._over = False
+    def is_over() -> bool:
+        nonlocal over
+        if not over and has_ended():
+            over = True
+        return over
 
-    def run(self) -> None:
-        """Serve until training ends, this process gets SIGINT or SIGTERM, or no child can serve any more."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: self._forward(number))
-        for left in reversed(range(STARTS)):
-            code, why = self._serve()
-            if code == 0 or self._is_over():
-                return
-            if code == CANNOT_SERVE or not left:
-                _report(f"{why}; training goes on without it")
-                return
-            _report(f"{why}; training goes on, and another one starts in {AGAIN_S:g} s")
-            again = time.monotonic() + AGAIN_S
-            while time.monotonic() < again:
-                if self._is_over():
-                    return
-                time.sleep(min(_POLL_S, AGAIN_S))
+    def forward(number: int, _: object) -> None:
+        nonlocal over
+        over = True
+        if child is not None:
+            child.send_signal(number)
 
-    def _serve(self) -> tuple[int, str]:
-        """Start a child and wait for its end; return its exit code, and the same in words."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, forward)
+    for left in reversed(range(STARTS)):
         source, sink = os.pipe()
-        os.write(sink, self._text.encode())
+        os.write(sink, text.encode())
         os.close(sink)
         try:
-            child = self._child = subprocess.Popen(self._command, stdin=source, preexec_fn=_die_with_parent)
+            child = subprocess.Popen(command, stdin=source, preexec_fn=_die_with_parent)
         except OSError as error:
-            return 1, f"could not be started ({error})"
-        finally:
-            os.close(source)
-        _report(f"process {child.pid} serves and may die; the launcher watches its parent, process {os.getpid()}")
-        kill_at = float("inf")
-        while child.returncode is None:
-            if self._is_over():
-                kill_at = min(kill_at, time.monotonic() + END_S)
-            if time.monotonic() > kill_at:
-                child.kill()
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(_POLL_S)
-        code = child.returncode
-        return code, f"process {child.pid} {f'was killed by signal {-code}' if code < 0 else f'ended with {code}'}"
-
-    def _is_over(self) -> bool:
-        self._over = self._over or self._has_ended()
-        return self._over
-
-    def _forward(self, number: int) -> None:
-        self._over = True
-        if self._child is not None:
-            self._child.send_signal(number)
+            code, why = 1, f"could not be started ({error})"
+        else:
+            _report(f"process {child.pid} serves and may die; the launcher watches its parent, process {os.getpid()}")
+            kill_at = float("inf")
+            while child.returncode is None:
+                if is_over():
+                    kill_at = min(kill_at, time.monotonic() + END_S)
+                if time.monotonic() > kill_at:
+                    child.kill()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_POLL_S)
+            code = child.returncode
+            why = f"process {child.pid} {f'was killed by signal {-code}' if code < 0 else f'ended with {code}'}"
+        os.close(source)
+        if code == 0 or is_over():
+            return
+        if code == CANNOT_SERVE or not left:
+            _report(f"{why}; training goes on without it")
+            return
+        _report(f"{why}; training goes on, and another one starts in {AGAIN_S:g} s")
+        again = time.monotonic() + AGAIN_S
+        while time.monotonic() < again:
+            if is_over():
+                return
+            time.sleep(min(_POLL_S, AGAIN_S))
 
 
 def _die_with_parent() -> None:

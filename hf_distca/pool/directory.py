@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import select
 import threading
 import time
 from collections.abc import Callable
@@ -25,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 ALIVE_S = 2.0
 """Seconds between two messages of a member that it is alive."""
+ANSWER_S = 10.0
+"""Most seconds for an answer, or a message that has begun."""
 
-_ANSWER_S = 10.0
 _RETRY_S = 0.5
 
 
@@ -59,7 +59,7 @@ class Directory:
             if channel is not None:
                 if refusal:
                     with suppress(LinkLost):  # the server has left by itself
-                        channel.refuse(refusal, _ANSWER_S)
+                        channel.refuse(refusal, ANSWER_S)
                 channel.shut_down()
 
     def end(self) -> None:
@@ -68,7 +68,7 @@ class Directory:
             self._ended = True
             for hello, channel in self._members.values():
                 try:
-                    channel.send(End(), timeout_s=_ANSWER_S)
+                    channel.send(End(), timeout_s=ANSWER_S)
                 except LinkLost as error:
                     logger.warning(
                         "cannot report to server %s:%d that training ended: %s", hello.host, hello.port, error
@@ -80,13 +80,13 @@ class Directory:
         self._listener.close()
 
     def _serve(self, channel: Channel, hello: Message) -> None:
-        """Keep one member."""
+        """Keep one member until it leaves."""
         hello = reachable(hello, channel.peer_host)
         member = next(self._ids)
         with self._lock:
-            channel.send(ServerWelcome(member), timeout_s=_ANSWER_S)
+            channel.send(ServerWelcome(member), timeout_s=ANSWER_S)
             if self._ended:
-                channel.send(End(), timeout_s=_ANSWER_S)
+                channel.send(End(), timeout_s=ANSWER_S)
             self._members[member] = (hello, channel)
         logger.info("server %d joined: %s:%d on %s", member, hello.host, hello.port, hello.device)
         try:
@@ -111,53 +111,22 @@ def reachable(hello: Message, came_from: str) -> ServerHello:
     return replace(hello, host=hello.host or came_from)
 
 
-class Membership:
-    """A server's connection to the directory after its welcome, used by one thread."""
+def join(
+    host: str, port: int, token: bytes, hello: ServerHello, wait_s: float, give_up: Callable[[], bool]
+) -> tuple[Channel, int]:
+    """Join the directory, which may not be there yet, and return the connection to it and the id of the membership.
 
-    def __init__(self, channel: Channel, member: int) -> None:
-        self.id = member
-        self._channel = channel
-        self._last_alive = time.monotonic()
-
-    @classmethod
-    def join(
-        cls,
-        host: str,
-        port: int,
-        token: bytes,
-        hello: ServerHello,
-        wait_s: float,
-        give_up: Callable[[], bool] = lambda: False,
-    ) -> "Membership":
-        """Join the directory, which may not be there yet: try for `wait_s`, or until `give_up`; then LinkLost.
-
-        ProtocolError: the directory has another token, refuses this server, or is no directory.
-        """
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                channel = connect(host, port, token, DIRECTORY, _ANSWER_S)
-                try:
-                    return cls(channel, channel.ask(hello, ServerWelcome, _ANSWER_S).server)
-                except LinkLost:
-                    channel.close()
-                    raise
-            except ProtocolError:
-                raise  # another try would end alike
-            except LinkLost as error:
-                if time.monotonic() + _RETRY_S > deadline or give_up():
-                    raise LinkLost(f"no training run answered within {wait_s:g} s; the last error: {error}") from error
-            time.sleep(_RETRY_S)
-
-    def poll(self, timeout_s: float) -> Message | None:
-        """Wait for End or Refused for so long at most, and send now and then that this server is alive."""
-        if time.monotonic() - self._last_alive > ALIVE_S:
-            self._last_alive = time.monotonic()
-            self._channel.send(Alive(), timeout_s=_ANSWER_S)
-        if not select.select([self._channel], [], [], timeout_s)[0]:
-            return None
-        return self._channel.receive(_ANSWER_S)[0]
-
-    def close(self) -> None:
-        """Leave."""
-        self._channel.close()
+    LinkLost: no directory has answered for `wait_s`, or until `give_up`. ProtocolError: the directory has another
+    token, refuses this server, or is no directory.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            channel, welcome = connect(host, port, token, DIRECTORY, hello, ServerWelcome, ANSWER_S)
+            return channel, welcome.server
+        except ProtocolError:
+            raise  # another try would end alike
+        except LinkLost as error:
+            if time.monotonic() + _RETRY_S > deadline or give_up():
+                raise LinkLost(f"no training run answered within {wait_s:g} s; the last error: {error}") from error
+        time.sleep(_RETRY_S)

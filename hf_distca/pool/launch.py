@@ -15,7 +15,7 @@ from accelerate.utils import parse_flag_from_env
 from torch.cuda import device_count, is_available
 
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.pool.child import ChildServer
+from hf_distca.pool.child import serve_from_child
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.nixl import address_towards
 from hf_distca.pool.rank.pool import Pool
@@ -32,16 +32,11 @@ _OF_THE_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process takes part in a launch whose last processes are servers.
-
-    Attributes:
-        store: the launcher's, where rank 0 leaves the address and the token for servers.
-        serves_on: device of this process if it is a server; None: it is a rank.
-    """
+    """How this process takes part in a launch whose last processes are servers."""
 
     servers: int
-    store: dist.Store | None
-    serves_on: str | None = None
+    store: dist.Store | None  # the launcher's, where rank 0 leaves the address and the token for servers
+    serves_on: str | None = None  # device of this process if it is a server; None: it is a rank
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the connection: Trainer saves its arguments, and with them this."""
@@ -51,9 +46,8 @@ class Launch:
 def split_launch(servers: int, *, cpu: bool) -> Launch:
     """Decide which processes of this launch are ranks and which, the last ones, are attention servers.
 
-    Call it before anything looks at the world. From then on ranks are a world without servers: accelerate, DDP, FSDP2
-    and DeepSpeed see ranks alone. A server belongs to no world; `serve_if_server` makes it serve. ValueError on every
-    process, where the launch has too few processes, or a server's host no GPU for it.
+    Call it before anything looks at the world: ranks are then a world without servers. ValueError on every process,
+    where the launch has too few processes, or a server's host no GPU for it.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     ranks = world - servers
@@ -108,8 +102,7 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
 def serve_if_server(launch: Launch | None, timeout_s: float) -> None:
     """Serve until training ends, then raise SystemExit, if this process is a server of its launch; else return.
 
-    A child process serves: a lost server must not hurt the run. `timeout_s` is how long the server waits for the ranks
-    once it knows their address.
+    `timeout_s` is how long the server waits for the ranks once it knows their address.
     """
     if launch is None or launch.serves_on is None:
         return
@@ -127,7 +120,7 @@ def serve_if_server(launch: Launch | None, timeout_s: float) -> None:
         except dist.DistError:  # the process that has the store is gone, and rank 0 with it
             return True
 
-    ChildServer(command, token + "\n", has_ended).run()
+    serve_from_child(command, token + "\n", has_ended)
     raise SystemExit(0)
 
 
@@ -143,7 +136,7 @@ def open_pool(
 ) -> Pool:
     """Let servers take part in a dispatcher's plans: those of this launch, which are waited for, or any from outside.
 
-    A collective. ValueError on every rank, where the address, the token or the transport cannot be used.
+    A collective. ValueError on every rank: the address, the token or the transport cannot be used.
 
     Args:
         launch: None where servers come from outside.
@@ -151,8 +144,8 @@ def open_pool(
         token_file: for servers from outside: file with the run's token, made if there is none.
     """
     groups, store = dispatcher.groups, None if launch is None else launch.store
-    token, directory, memory, error = b"", None, None, None
-    place: tuple[str, int] | None = None
+    directory, memory, error = None, None, None
+    told: tuple[bytes, tuple[str, int] | None] = b"", None
     if groups.rank == 0:
         try:
             host, port = parse_address(address, setting="attention_server_address")
@@ -164,10 +157,10 @@ def open_pool(
                 token = read_token(path)
             ended = (lambda: None) if store is None else partial(store.set, "ended", "")
             directory = Directory(host, port, token, ended=ended)
-            place = directory.host, directory.port
+            told = token, (directory.host, directory.port)
         except (OSError, ValueError) as caught:
             error = caught
-    (token, place), *_ = groups.all_gather((token, place))
+    (token, place), *_ = groups.all_gather(told)
     if place is not None:
         try:
             choice = Choice(transport)

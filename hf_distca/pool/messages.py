@@ -1,8 +1,7 @@
 """Messages between ranks, servers and the directory: plain structures, and a plan as raw tables.
 
 A message travels as JSON: its name, its fields and the number of bytes that follow. `decode` checks the types of all
-fields, and receivers compare sizes before they allocate memory. Messages come only from peers that know the run's
-token, and nothing further is checked.
+fields, and receivers compare sizes before they allocate memory. Peers know the run's token: no more is checked.
 """
 
 import json
@@ -21,7 +20,6 @@ from hf_distca.planner.layout import layout_of_kind
 
 WORKERS = 2**17
 """Most ranks and servers of a plan."""
-
 PLAN_BYTES = 2**28
 """Most bytes of a plan's tables."""
 
@@ -49,28 +47,21 @@ class NixlPeer:
 
 @dataclass(frozen=True)
 class Places:
-    """Address and bytes of each tensor of a call (`rows`) and of its reply (`answer`) in a rank's memory.
-
-    `metadata` are empty unless the rank has registered more memory since its last call.
-    """
+    """Address and bytes of each tensor of a call (`rows`) and of its reply (`answer`) in a rank's memory."""
 
     rows: tuple[tuple[int, int], ...]
     answer: tuple[tuple[int, int], ...]
-    metadata: str
+    metadata: str  # empty unless the rank has registered more memory since its last call
 
 
 @dataclass(frozen=True)
 class RankHello:
-    """The first message of a rank to a server; without `nixl` its rows travel over TCP, for the reason `why_tcp`.
-
-    `required`: rows may travel only over NIXL.
-    """
+    """The first message of a rank to a server."""
 
     rank: int
-    ranks: int
     nixl: NixlPeer | None = None
-    why_tcp: str = ""
-    required: bool = False
+    why_tcp: str = ""  # the reason why rows travel over TCP, without `nixl`
+    required: bool = False  # rows may travel only over NIXL
 
 
 @dataclass(frozen=True)
@@ -117,29 +108,24 @@ class End:
 
 @dataclass(frozen=True)
 class PlanTables:
-    """A micro-batch's plan, from rank 0 to the server that is worker `worker`; the tables follow.
+    """A micro-batch's plan, from rank 0 to the server that is worker `worker`; the tables follow."""
 
-    Attributes:
-        plan_id: a later plan has a larger one.
-        tables: for each nano-batch its numbers of documents, segments, and tasks of every kind of attention.
-    """
-
-    plan_id: int
+    plan_id: int  # a later plan has a larger one
     ranks: int
     workers: int
     worker: int
     kinds: tuple[AttentionKind, ...]
-    tables: tuple[tuple[int, ...], ...]
+    tables: tuple[tuple[int, ...], ...]  # of a nano-batch: numbers of documents, segments and tasks of every kind
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tables; ValueError where the numbers make no plan."""
+        """Bytes of all tables; ValueError: the numbers make no plan."""
         if not 0 < self.ranks <= self.worker < self.workers <= WORKERS:
             raise ValueError(f"worker {self.worker} is no server of {self.ranks} ranks and {self.workers} workers")
-        total = sum(count * dtype.itemsize for counts in self.tables for count, dtype in self._each(counts))
-        if min((count for counts in self.tables for count in counts), default=-1) < 0 or total > PLAN_BYTES:
-            raise ValueError(f"tables of {total} bytes are not from 0 to {PLAN_BYTES}")
-        return total
+        sizes = [count * dtype.itemsize for counts in self.tables for count, dtype in self._each(counts)]
+        if min(sizes, default=-1) < 0 or sum(sizes) > PLAN_BYTES:
+            raise ValueError(f"tables of {sum(sizes)} bytes are not from 0 to {PLAN_BYTES}")
+        return sum(sizes)
 
     def read(self, payload: bytearray) -> Iterator[tuple[int, AttentionKind, Plan]]:
         """Rebuild the plan of each nano-batch and kind of attention from the tables."""
@@ -154,23 +140,22 @@ class PlanTables:
             for kind, table in zip(self.kinds, tasks, strict=True):
                 yield nano_batch, kind, Plan(layout_of_kind(layout, kind), table, self.workers, kind.window)
 
-    def _each(self, counts: Sequence[int]) -> list[tuple[int, np.dtype[Any]]]:
-        dtypes = (np.dtype(np.int64), SEGMENT, *(TASK for _ in self.kinds))
-        return list(zip(counts, dtypes, strict=True))
+    def _each(self, counts: Sequence[int]) -> Iterator[tuple[int, np.dtype[Any]]]:
+        return zip(counts, (np.dtype(np.int64), SEGMENT, *(TASK for _ in self.kinds)), strict=True)
 
 
 def plan_tables(
     plan_id: int, worker: int, nano_batches: Sequence[NanoBatch]
 ) -> tuple[PlanTables, list[NDArray[np.uint8]]]:
     """Return the message that sends a plan to one of its workers, and the tables that follow."""
-    kinds = tuple(nano_batches[0].plans)
-    plan = nano_batches[0].plans[kinds[0]]
+    plans = nano_batches[0].plans
     tables = [
-        [nano.layout.lengths, nano.layout.segments, *(nano.plans[kind].tasks for kind in kinds)]
+        [nano.layout.lengths, nano.layout.segments, *(nano.plans[kind].tasks for kind in plans)]
         for nano in nano_batches
     ]
     counts = tuple(tuple(map(len, row)) for row in tables)
-    message = PlanTables(plan_id, plan.layout.ranks, plan.workers, worker, kinds, counts)
+    plan = next(iter(plans.values()))
+    message = PlanTables(plan_id, plan.layout.ranks, plan.workers, worker, tuple(plans), counts)
     return message, [np.ascontiguousarray(table).view(np.uint8) for row in tables for table in row]
 
 

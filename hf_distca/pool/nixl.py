@@ -29,7 +29,6 @@ from hf_distca.pool.wire import LinkLost
 
 CHUNK_BYTES = 32 << 20
 """Most bytes of one transfer: longer ones are made one after another, each with its own time-out."""
-
 WAKE_US = 100_000
 """After so many microseconds without an event UCX's thread looks for itself."""
 
@@ -82,30 +81,35 @@ class NixlAgent:
         api, bindings = import_module(f"{package}._api"), import_module(f"{package}._bindings")
         if "NIXL_LOG_LEVEL" not in os.environ:  # NIXL's own; else it prints a line for every agent
             logging.getLogger("nixl").setLevel(logging.WARNING)
+        self.listens_on = ""
+        if not has_rdma():
+            found = psutil.net_if_addrs().items()
+            self.listens_on = next((name for name, each in found if address in {one.address for one in each}), "")
+            if not self.listens_on:
+                raise ValueError(
+                    f"no network interface of this host has the address {address}, to which NIXL binds its port; use "
+                    "an address of an interface of this host"
+                )
         self.name = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._ends: Counter[str] = Counter()  # of each peer
-        self.listens_on = "" if has_rdma() else _interface_of(address)
-        config = f"NET_DEVICES={self.listens_on}" if self.listens_on else "TLS=^tcp"
-        found = vars(bindings).values()
-        self._errors = tuple(one for one in found if isinstance(one, type) and issubclass(one, Exception))
-        self._errors += (RuntimeError, TypeError, ValueError)  # for numbers that are no addresses, and no base64
+        errors = [one for one in vars(bindings).values() if isinstance(one, type) and issubclass(one, Exception)]
+        # The further ones are for numbers that are no addresses, and for what is no base64.
+        self._errors: tuple[type[Exception], ...] = (*errors, RuntimeError, TypeError, ValueError)
         sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent = api.nixl_agent(self.name, api.nixl_agent_config(backends=[], sync_mode=sync))
         # An agent's default thread asks for news without a pause, and takes a core from whoever computes.
         settings = bindings.nixlAgentConfig()
         settings.useProgThread, settings.syncMode, settings.pthrDelay = True, sync.value, WAKE_US
         self._agent.agent = bindings.nixlAgent(self.name, settings)
+        config = f"NET_DEVICES={self.listens_on}" if self.listens_on else "TLS=^tcp"
         with self._failures(f"could not start UCX with {config}"):
             self._agent.create_backend("UCX", {"engine_config": config})
 
-    def register(self, memory: Piece, space: Space) -> None:
-        """Let peers reach some memory of this process from now on."""
+    def register(self, memory: Piece, space: Space) -> str:
+        """Register memory, and return what a peer needs to reach all memory registered so far, in base64."""
         with self._failures(f"could not register {memory[1]} bytes of {space.kind}"):
             self._agent.register_memory([(*memory, space.device, "")], space.kind)
-
-    def metadata(self) -> str:
-        """Return what a peer needs to reach this process and all memory registered so far, in base64."""
         return base64.b64encode(self._agent.get_agent_metadata()).decode()
 
     def meet(self, peer: str, metadata: str) -> None:
@@ -145,34 +149,30 @@ class NixlAgent:
         LinkLost: the peer is `gone`, or a chunk took `timeout_s`. Nobody may use the memory at both ends again: rows
         may still arrive.
         """
-        descriptors = self._agent.get_xfer_descs
         for own, other in zip(_chunks(local), _chunks(remote), strict=True):
             handle: Any = None
             try:
                 with self._failures(f"{operation.lower()} failed"):
-                    here = descriptors([(*own, space.device)], space.kind)
-                    there = descriptors([(*other, peer.device)], peer.memory)
+                    here = self._agent.get_xfer_descs([(*own, space.device)], space.kind)
+                    there = self._agent.get_xfer_descs([(*other, peer.device)], peer.memory)
                     handle = self._agent.initialize_xfer(operation, here, there, peer.name)
-                    self._wait(handle, timeout_s, gone)
+                    state = self._agent.transfer(handle)
+                    begin = time.monotonic()
+                    pause, longest = _POLL_S
+                    while state == "PROC":
+                        if time.monotonic() - begin > timeout_s:
+                            raise LinkLost(f"no rows moved for {timeout_s:g} s")
+                        if gone():
+                            raise LinkLost("the peer left")
+                        time.sleep(pause)
+                        pause = min(2 * pause, longest)
+                        state = self._agent.check_xfer_state(handle)
+                    if state != "DONE":
+                        raise LinkLost(f"NIXL: a transfer ended as {state}")
             finally:
                 if handle is not None:
                     with contextlib.suppress(*self._errors):  # NIXL keeps a transfer that is still under way
                         self._agent.release_xfer_handle(handle)
-
-    def _wait(self, handle: Any, timeout_s: float, gone: Callable[[], bool]) -> None:
-        state = self._agent.transfer(handle)
-        begin = time.monotonic()
-        pause, longest = _POLL_S
-        while state == "PROC":
-            if time.monotonic() - begin > timeout_s:
-                raise LinkLost(f"no rows moved for {timeout_s:g} s")
-            if gone():
-                raise LinkLost("the peer left")
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-            state = self._agent.check_xfer_state(handle)
-        if state != "DONE":
-            raise LinkLost(f"NIXL: a transfer ended as {state}")
 
     @contextlib.contextmanager
     def _failures(self, what: str) -> Iterator[None]:
@@ -180,17 +180,6 @@ class NixlAgent:
             yield
         except self._errors as error:
             raise LinkLost(f"NIXL {what}: {error}") from error
-
-
-def _interface_of(address: str) -> str:
-    """Return the name of the network interface that has an address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
-            return str(name)
-    raise ValueError(
-        f"no network interface of this host has the address {address}, to which NIXL binds its port; use an address "
-        "of an interface of this host"
-    )
 
 
 def _chunks(pieces: Sequence[Piece]) -> list[Piece]:

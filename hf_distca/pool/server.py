@@ -5,9 +5,10 @@ G key/value heads, D head dim of queries and keys, E head dim of values; N rows 
 """
 
 import logging
+import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,8 +25,8 @@ from hf_distca.kernels.speed import measure_speed
 from hf_distca.plan import AttentionKind, Plan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.routes import make_routes
-from hf_distca.pool.directory import Membership
-from hf_distca.pool.messages import Call, End, Message, PlanTables, RankHello, Refused, Reply, ServerHello
+from hf_distca.pool.directory import ALIVE_S, ANSWER_S, join
+from hf_distca.pool.messages import Alive, Call, End, Message, PlanTables, RankHello, Refused, Reply, ServerHello
 from hf_distca.pool.transport import Choice, Memory, choose, make_memory
 from hf_distca.pool.wire import SERVER, Channel, LinkLost, Listener, MismatchError, Outbox, PeerLeft, ProtocolError
 
@@ -33,10 +34,8 @@ logger = logging.getLogger(__name__)
 
 KEPT = 8
 """Number of the latest plans that are kept: more than ranks have in use at once."""
-
 PLAN_WAIT_S = 30.0
 """Most seconds that a call waits for its plan."""
-
 ROWS_S = 60.0
 """Most seconds for which travelling rows of a call or a reply may stand still."""
 
@@ -47,25 +46,21 @@ _WILDCARDS = ("0.0.0.0", "::")
 
 
 class ServedTasks:
-    """This server's tasks of one plan: one nano-batch, one kind of attention.
-
-    Attributes:
-        key_sums: how dK and dV of received rows are added up.
-        rows: for each kind of rows ("queries", "keys") and each rank, the rank's slice of the received rows.
-        ranks: ranks that have rows here.
-    """
+    """This server's tasks of one plan: one nano-batch, one kind of attention."""
 
     def __init__(self, plan: Plan, worker: int, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, worker)
         keys, tasks = routes.stages[0].keys, routes.stages[0].remote_query
         self.group = BoundGroup.bind(tasks, buffer)
+        # For each kind of rows and each rank, the rank's slice of the received rows.
         self.rows: dict[str, list[slice]] = {}
         for kind, exchanged in (("queries", routes.queries), ("keys", keys)):
             stops = [0, *np.cumsum(exchanged.recv_counts[: plan.layout.ranks]).tolist()]
             self.rows[kind] = list(map(slice, stops, stops[1:]))
+        # Adds up dK and dV of received rows.
         self.key_sums = RowSum({"tasks": tasks.k_rows}, self.rows["keys"][-1].stop, buffer)
         received = (routes.queries.recv_counts + keys.recv_counts)[: plan.layout.ranks]
-        self.ranks = frozenset(np.flatnonzero(received).tolist())
+        self.ranks = frozenset(np.flatnonzero(received).tolist())  # which have rows here
         # Counted from a task's first key on; with a window that is where the first row's window begins.
         self.pairs = int(np.sum(pairs(tasks.k_lens - tasks.q_lens, tasks.k_lens, plan.window)))
 
@@ -83,21 +78,11 @@ class RankLink:
         self.gone = False  # nothing from this rank counts any more
         self.outbox = Outbox(channel)
 
-    def reply(self, reply: Reply, rows: Sequence[Tensor]) -> None:
-        """Queue a reply."""
-        self.outbox.put(partial(self.transport.send, reply, rows, ROWS_S))
-
     def refuse(self, reason: str) -> None:
         """Send the rank the reason, then end the connection; its own thread notices."""
         self.gone = True
         self.outbox.put(partial(self.channel.refuse, reason))
         self.outbox.put(self.channel.shut_down)
-
-    def finish(self) -> None:
-        """Send what is queued, within reason, and end the connection."""
-        self.gone = True
-        self.outbox.finish(_FLUSH_S)
-        self.transport.close()
 
 
 @dataclass(eq=False)
@@ -110,127 +95,13 @@ class Assembly:
     missing: set[int]
     links: dict[int, RankLink] = field(default_factory=dict)
 
-    def rows_of(self, rank: int) -> list[Tensor]:
-        """Return the slices that one rank's rows go into, in the order in which it sends them."""
-        own = self.tasks.rows
-        return [self.received[spec.name][own[spec.rows][rank]] for spec in self.call.request()]
-
-
-class Calls:
-    """The latest plans, and the calls that are made of them: puts calls together and hands out the complete ones.
-
-    All ranks' threads and the computing one use it. A rank has at most two calls in flight, one of each nano-batch:
-    nothing else limits them here.
-    """
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._changed = threading.Condition()
-        self._plans: dict[int, ServedPlan] = {}
-        self.links: dict[int, RankLink] = {}
-        self._open: dict[int, Assembly] = {}  # by id of the call
-        self._complete: list[Assembly] = []
-        self._closed = False
-
-    def join(self, link: RankLink) -> None:
-        """Take in a rank that has connected; an older connection of the rank is ended."""
-        with self._changed:
-            older = self.links.get(link.rank)
-            if older is not None:
-                self._remove(older)
-                older.refuse("the rank has connected again")
-            self.links[link.rank] = link
-            if link.rank == 0:
-                self._plans.clear()  # rank 0 may begin anew
-
-    def leave(self, link: RankLink) -> None:
-        """Give up the calls that miss rows of a rank that is gone, and refuse the others in them."""
-        with self._changed:
-            self._remove(link)
-            self._changed.notify_all()
-
-    def add_plan(self, plan_id: int, plan: ServedPlan) -> None:
-        """Add a plan and forget the oldest."""
-        with self._changed:
-            self._plans[plan_id] = plan
-            while len(self._plans) > KEPT:
-                del self._plans[min(self._plans)]
-            self._changed.notify_all()
-
-    def begin(self, link: RankLink, call: Call) -> Assembly:
-        """Make room for the rows of a call that a rank begins to send, once its plan is here: a call may overtake it.
-
-        LinkLost: the plan does not come, or does not fit, or a rank that has rows for the call is not connected.
-        """
-        deadline = time.monotonic() + PLAN_WAIT_S
-        number = call.plan_id
-        with self._changed:
-            while number not in self._plans:
-                if number < min(self._plans, default=0):
-                    raise ProtocolError(f"plan {number} is no longer kept; the latest is {max(self._plans)}")
-                if time.monotonic() > deadline or link.gone or link.channel.hung_up():
-                    raise ProtocolError(f"plan {number} did not arrive within {PLAN_WAIT_S:g} s")
-                self._changed.wait(0.5)
-            tasks = self._plans[number].get((call.nano_batch, call.kind))
-            if tasks is None or link.rank not in tasks.ranks:
-                raise ProtocolError(
-                    f"plan {number} has no tasks of nano-batch {call.nano_batch}, {call.kind}, for rank {link.rank}"
-                )
-            absent = tasks.ranks - self.links.keys()
-            if absent or link.gone:
-                rank = min(absent, default=link.rank)
-                raise LinkLost(f"call {call.call_id} needs rows of rank {rank}, which is not connected")
-            assembly = self._open.get(call.call_id)
-            if assembly is None:
-                received = {
-                    spec.name: self._memory.empty(spec, tasks.rows[spec.rows][-1].stop) for spec in call.request()
-                }
-                assembly = self._open[call.call_id] = Assembly(call, tasks, received, set(tasks.ranks))
-            if assembly.call != call or link.rank in assembly.links:
-                raise ProtocolError(f"call {call.call_id} differs from the call of other ranks, or was made twice")
-            assembly.links[link.rank] = link
-            return assembly
-
-    def arrived(self, link: RankLink, assembly: Assembly) -> None:
-        """Note that all rows of a rank are in their place."""
-        with self._changed:
-            assembly.missing.discard(link.rank)
-            call_id = assembly.call.call_id
-            if not assembly.missing and self._open.get(call_id) is assembly:  # else the call was given up
-                del self._open[call_id]
-                self._complete.append(assembly)
-                self._changed.notify_all()
-
-    def next(self) -> Assembly | None:
-        """Wait for the next complete call; None after `close`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._complete or self._closed)
-            return None if self._closed else self._complete.pop(0)
-
-    def close(self) -> None:
-        """Hand out no more calls."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def _remove(self, link: RankLink) -> None:
-        if self.links.get(link.rank) is not link:
-            return  # the rank has connected again
-        del self.links[link.rank]
-        for call_id, assembly in list(self._open.items()):
-            if link.rank in assembly.missing:
-                del self._open[call_id]
-                for other in assembly.links.values():
-                    if other is not link:
-                        other.refuse(f"rank {link.rank} left in the middle of call {call_id}")
-
 
 class AttentionServer:
     """Computes core attention for the ranks of one run. It keeps plans, and nothing between calls.
 
     All ranks connect before the first call that needs their rows. Rank 0 sends plans; every rank that has rows here in
     a plan's nano-batch and kind of attention sends a call for each direction of each layer. What does not fit the plan
-    ends the connection that it came on, and no other.
+    ends the connection that it came on, and no other. A rank has at most two calls in flight, one of each nano-batch.
 
     `choose` finds another kernel for what `kernel` cannot do. ValueError where the transport cannot be used.
     """
@@ -249,9 +120,14 @@ class AttentionServer:
         self._token, self._device, self._kernel, self._choose = token, device, kernel, choose
         self._kernels: dict[Need, Kernel] = {}
         self._memory = make_memory(transport, device, host)
-        self._calls = Calls(self._memory)
-        self._stopping = threading.Event()
         self.tasks, self.busy_s = 0, 0.0
+        self._stopping = threading.Event()
+        self._changed = threading.Condition()  # for everything below: each rank has a thread, and the kernel has one
+        self._links: dict[int, RankLink] = {}  # by rank
+        self._plans: dict[int, ServedPlan] = {}  # by id
+        self._open: dict[int, Assembly] = {}  # by id of the call
+        self._complete: list[Assembly] = []
+        self._closed = False
         self._computing = threading.Thread(target=self._compute_calls, name="compute", daemon=True)
         self._listener = Listener(host, port, token, SERVER, self._serve)
         self.host, self.port = self._listener.host, self._listener.port
@@ -271,13 +147,13 @@ class AttentionServer:
         while not self._stopping.is_set():
             report(f"joining {where}")
             try:
-                member = Membership.join(join_host, join_port, self._token, hello, wait_s, self._stopping.is_set)
+                channel, member = join(join_host, join_port, self._token, hello, wait_s, self._stopping.is_set)
             except LinkLost:
                 if self._stopping.is_set():
                     break
                 raise
-            last = self._stay(member, f"joined {where} as server {member.id}", report)
-            member.close()
+            last = self._stay(channel, f"joined {where} as server {member}", report)
+            channel.close()
             if isinstance(last, End):
                 report("training has ended")
                 return
@@ -292,27 +168,32 @@ class AttentionServer:
     def close(self) -> None:
         """End all connections; a call that is being computed is finished first."""
         self._listener.close()
-        self._calls.close()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         self._computing.join()
 
-    def _stay(self, member: Membership, joined: str, report: Callable[[str], None]) -> Message | None:
+    def _stay(self, channel: Channel, joined: str, report: Callable[[str], None]) -> Message | None:
         """Be a member until a last message comes, or (None) the directory is lost or `stop` is called."""
         report(joined)
-        before, begin = (len(self._calls.links), self.tasks, self.busy_s), time.monotonic()
-        while not self._stopping.is_set():
-            try:
-                if (last := member.poll(_POLL_S)) is not None:
-                    return last
-            except LinkLost as error:
-                logger.warning("lost the connection to the directory: %s", error)
-                return None
-            seconds = time.monotonic() - begin
-            if seconds >= STATUS_S:
-                now = (len(self._calls.links), self.tasks, self.busy_s)
-                if now != before:
-                    rate, busy = (now[1] - before[1]) / seconds, (now[2] - before[2]) / seconds
-                    report(f"{joined}; {now[0]} ranks; {rate:.1f} tasks/s; busy {busy:.0%}")
-                before, begin = now, time.monotonic()
+        before = (len(self._links), self.tasks, self.busy_s)
+        begin = last_alive = time.monotonic()
+        try:
+            while not self._stopping.is_set():
+                if time.monotonic() - last_alive > ALIVE_S:
+                    last_alive = time.monotonic()
+                    channel.send(Alive(), timeout_s=ANSWER_S)
+                if select.select([channel], [], [], _POLL_S)[0]:
+                    return channel.receive(ANSWER_S)[0]
+                seconds = time.monotonic() - begin
+                if seconds >= STATUS_S:
+                    now = (len(self._links), self.tasks, self.busy_s)
+                    if now != before:
+                        rate, busy = (now[1] - before[1]) / seconds, (now[2] - before[2]) / seconds
+                        report(f"{joined}; {now[0]} ranks; {rate:.1f} tasks/s; busy {busy:.0%}")
+                    before, begin = now, time.monotonic()
+        except LinkLost as error:
+            logger.warning("lost the connection to the directory: %s", error)
         return None
 
     def _serve(self, channel: Channel, hello: Message) -> None:
@@ -321,7 +202,14 @@ class AttentionServer:
             raise ProtocolError(f"a rank begins with its hello, got {type(hello).__name__}")
         with self._on_device():
             link = RankLink(channel, hello, self._memory)
-            self._calls.join(link)
+            with self._changed:
+                older = self._links.get(link.rank)
+                if older is not None:
+                    self._remove(older)
+                    older.refuse("the rank has connected again")
+                self._links[link.rank] = link
+                if link.rank == 0:
+                    self._plans.clear()  # rank 0 may begin anew
             link.outbox.put(partial(channel.send, link.welcome))
             try:
                 while True:
@@ -332,17 +220,39 @@ class AttentionServer:
                 link.refuse(str(error))
                 raise
             finally:
-                self._calls.leave(link)
-                link.finish()
+                link.gone = True
+                with self._changed:
+                    self._remove(link)
+                    self._changed.notify_all()
+                link.outbox.finish(_FLUSH_S)
+                link.transport.close()
+
+    def _remove(self, link: RankLink) -> None:
+        """Give up the calls that miss rows of a rank that is gone, and refuse the other ranks in these calls."""
+        if self._links.get(link.rank) is not link:
+            return  # the rank has connected again
+        del self._links[link.rank]
+        for call_id, assembly in list(self._open.items()):
+            if link.rank in assembly.missing:
+                del self._open[call_id]
+                for other in assembly.links.values():
+                    if other is not link:
+                        other.refuse(f"rank {link.rank} left in the middle of call {call_id}")
 
     def _take(self, link: RankLink, message: Message, size: int) -> None:
-        """Deal with one message that `size` bytes follow; LinkLost where the connection must end."""
+        """Deal with one message that `size` bytes follow; LinkLost: the connection must end."""
         try:
             if isinstance(message, Call):
                 self._kernel_of(message)
-                assembly = self._calls.begin(link, message)
-                link.transport.receive(message, size, assembly.rows_of(link.rank), ROWS_S)
-                self._calls.arrived(link, assembly)
+                assembly = self._begin(link, message)
+                own = assembly.tasks.rows
+                rows = [assembly.received[spec.name][own[spec.rows][link.rank]] for spec in message.request()]
+                link.transport.receive(message, size, rows, ROWS_S)
+                with self._changed:
+                    assembly.missing.discard(link.rank)
+                    if not assembly.missing and self._open.get(message.call_id) is assembly:  # else it was given up
+                        self._complete.append(self._open.pop(message.call_id))
+                        self._changed.notify_all()
             elif isinstance(message, PlanTables) and link.rank == 0 and size == message.bytes:
                 tables, buffer = bytearray(size), IndexBuffer(self._device)
                 link.channel.receive_payload([tables], ROWS_S)
@@ -351,15 +261,53 @@ class AttentionServer:
                     for nano_batch, kind, plan in message.read(tables)
                 }
                 buffer.send()
-                self._calls.add_plan(message.plan_id, plan)
+                with self._changed:
+                    self._plans[message.plan_id] = plan
+                    while len(self._plans) > KEPT:
+                        del self._plans[min(self._plans)]
+                    self._changed.notify_all()
             else:
                 name = type(message).__name__
                 raise ProtocolError(f"rank {link.rank} sent an unexpected {name} with {size} bytes")
         except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
             raise ProtocolError(f"the server cannot use this {type(message).__name__}: {error}") from error
 
+    def _begin(self, link: RankLink, call: Call) -> Assembly:
+        """Make room for the rows of a call that a rank begins to send, once its plan is here: a call may overtake it.
+
+        LinkLost: the plan does not come, or does not fit, or a rank that has rows for the call is not connected.
+        """
+        deadline = time.monotonic() + PLAN_WAIT_S
+        number = call.plan_id
+        with self._changed:
+            while number not in self._plans:
+                if number < min(self._plans, default=0):
+                    raise ProtocolError(f"plan {number} is no longer kept; the latest is {max(self._plans)}")
+                if time.monotonic() > deadline or link.gone or link.channel.hung_up():
+                    raise ProtocolError(f"plan {number} did not arrive within {PLAN_WAIT_S:g} s")
+                self._changed.wait(0.5)
+            tasks = self._plans[number].get((call.nano_batch, call.kind))
+            if tasks is None or link.rank not in tasks.ranks:
+                raise ProtocolError(
+                    f"plan {number} has no tasks of nano-batch {call.nano_batch}, {call.kind}, for rank {link.rank}"
+                )
+            absent = tasks.ranks - self._links.keys()
+            if absent or link.gone:
+                rank = min(absent, default=link.rank)
+                raise LinkLost(f"call {call.call_id} needs rows of rank {rank}, which is not connected")
+            assembly = self._open.get(call.call_id)
+            if assembly is None:
+                received = {
+                    spec.name: self._memory.empty(spec, tasks.rows[spec.rows][-1].stop) for spec in call.request()
+                }
+                assembly = self._open[call.call_id] = Assembly(call, tasks, received, set(tasks.ranks))
+            if assembly.call != call or link.rank in assembly.links:
+                raise ProtocolError(f"call {call.call_id} differs from the call of other ranks, or was made twice")
+            assembly.links[link.rank] = link
+            return assembly
+
     def _kernel_of(self, call: Call) -> Kernel:
-        """Return the kernel that computes a call; raise ValueError if none can."""
+        """Return the kernel that computes a call; ValueError: none can."""
         need = Need(getattr(torch, call.dtype), call.kind.dim_qk, call.kind.dim_v, params_of(call))
         if need not in self._kernels:
             try:
@@ -374,7 +322,12 @@ class AttentionServer:
     def _compute_calls(self) -> None:
         """Compute calls in the order of arrival, in one thread."""
         with self._on_device():
-            while (assembly := self._calls.next()) is not None:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._complete or self._closed)
+                    if self._closed:
+                        return
+                    assembly = self._complete.pop(0)
                 try:
                     self._compute_call(assembly)
                 except Exception as error:  # the kernel's, for instance out of memory: the server goes on
@@ -406,10 +359,10 @@ class AttentionServer:
         self.tasks += len(group.shapes.q_lens)
         for rank, link in assembly.links.items():
             own = [x_N[tasks.rows[spec.rows][rank]] for spec, x_N in zip(call.reply(), staged, strict=True)]
-            link.reply(Reply(call.call_id, seconds, tasks.pairs), own)
+            link.outbox.put(partial(link.transport.send, Reply(call.call_id, seconds, tasks.pairs), own, ROWS_S))
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """Return a context with the server's GPU: a thread begins with the first one, and Triton takes that."""
+        # A thread begins with the first GPU, and Triton takes that.
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 

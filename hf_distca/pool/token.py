@@ -5,13 +5,9 @@ import secrets
 import stat
 import string
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 TOKEN_BYTES = 32
-
-
-def make_token() -> bytes:
-    """Return a new random token."""
-    return secrets.token_bytes(TOKEN_BYTES)
 
 
 def parse_token(text: str) -> bytes:
@@ -25,18 +21,18 @@ def parse_token(text: str) -> bytes:
     )
 
 
+def make_token() -> bytes:
+    """Return a new random token."""
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
 def write_token(path: Path, token: bytes) -> None:
     """Write a token to a file that only its owner can read, replacing a file of that name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A new file, renamed: an old one might be open elsewhere, or be readable by others.
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        fresh.touch(0o600, exist_ok=False)
-        fresh.write_text(token.hex() + "\n")
-        fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
+    with NamedTemporaryFile("w", dir=path.parent, delete=False) as fresh:
+        fresh.write(token.hex() + "\n")
+    os.replace(fresh.name, path)
 
 
 def read_token(path: str | Path) -> bytes:

@@ -10,7 +10,7 @@ Shape suffixes: N rows; what follows a row's N is free.
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
@@ -26,10 +26,9 @@ from hf_distca.pool.wire import Buffer, Channel, LinkLost, MismatchError, Protoc
 
 SLAB_BYTES = 64 << 20
 """Bytes of the first slab; every further one is as large as all before it, so that there are few."""
-
 PROBE_BYTES = 16
 PROBE_S = 5.0
-"""For the first contact with a rank over NIXL, at most."""
+"""Most seconds for the first contact with a rank over NIXL."""
 
 _ALIGNMENT = 4096
 
@@ -42,61 +41,35 @@ class Choice(StrEnum):
     NIXL = "nixl"
 
 
-class SideCopies:
-    """Copies from and into a GPU's memory on a side stream, beside what the GPU computes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    def start(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Copy rows, (to, from) [N, …] each, as they are when the current stream has come here.
-
-        The rows may be dropped at once. Returns a callable for any thread that waits for the copies.
-        """
-        self._follow()
-        with torch.cuda.stream(self._stream):
-            for to_N, x_N in copies:
-                to_N.copy_(x_N, non_blocking=True)
-                x_N.record_stream(self._stream)
-        wait: Callable[[], None] = self._stream.record_event().synchronize
-        return wait
-
-    def fence(self) -> Callable[[], bool]:
-        """Return a callable that polls whether the GPU has done all work queued here and on the current stream."""
-        self._follow()
-        is_done: Callable[[], bool] = self._stream.record_event().query
-        return is_done
-
-    def _follow(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-
-
 class Memory:
-    """Memory of one process's rows, for all its links: of the host, pinned where `device` is a GPU, for rows over TCP.
-
-    `why` is the reason for TCP.
-    """
+    """Host memory of one process's rows over TCP, pinned where `device` is a GPU; `why` is the reason for TCP."""
 
     def __init__(self, device: torch.device, why: str = "TCP was asked for") -> None:
         self.why = why
-        self.copies = SideCopies(device) if device.type == "cuda" else None
+        # Rows are copied beside what the GPU computes.
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def empty(self, spec: TensorSpec, rows: int) -> Tensor:
         """Return [rows, *spec.shape] with undefined contents, contiguous, to receive into."""
         return self._tensor((rows, *spec.shape), getattr(torch, spec.dtype))
 
     def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Put rows, [N, …] each on the device, where they can be sent from; they may be dropped afterwards.
+        """Copy rows, [N, …] each on the device, to where they can be sent from; the given rows may be dropped.
 
-        Returns the rows there, contiguous, and a function that waits until they are there, for any thread.
+        Returns the copies, contiguous, and a function by which any thread waits for them.
         """
-        if self.copies is None:
+        if self.stream is None:
             return [x_N.detach().contiguous() for x_N in tensors], lambda: None
         staged = [self._tensor(tuple(x_N.shape), x_N.dtype) for x_N in tensors]
-        return staged, self.copies.start(zip(staged, (x_N.detach() for x_N in tensors), strict=True))
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            for to_N, x_N in zip(staged, tensors, strict=True):
+                to_N.copy_(x_N.detach(), non_blocking=True)
+                x_N.record_stream(self.stream)
+        return staged, self.stream.record_event().synchronize
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=self.copies is not None)
+        return torch.empty(shape, dtype=dtype, pin_memory=self.stream is not None)
 
 
 class _Block(NamedTuple):
@@ -116,18 +89,15 @@ class _Loan:
 class Arena(Memory):
     """Memory registered with NIXL: of the GPU that computes, where NIXL can reach it, else of the host.
 
-    Registering costs too much for every call. Memory comes in few large slabs, each registered once and kept until the
-    process ends. A block of a slab is free again when the last tensor that shares it is dropped; on a GPU, when the
-    work queued until then is done.
-
-    LinkLost: `agent` can register no memory. `required`: rows may travel only over NIXL. `metadata` is what a peer
-    needs to reach all memory registered so far.
+    Registering costs too much for every call, so memory comes in few large slabs that are kept until the process ends.
+    A block of a slab is free again when the last tensor that shares it is dropped; on a GPU, when the work queued
+    until then is done. LinkLost: `agent` can register no memory. `required`: rows may travel only over NIXL.
     """
 
     def __init__(self, agent: NixlAgent, device: torch.device, *, required: bool) -> None:
         super().__init__(device)
         self.agent, self.required = agent, required
-        self.metadata = ""
+        self.metadata = ""  # what a peer needs to reach all memory registered so far
         self._lock = threading.Lock()
         self._slabs: list[Tensor] = []
         self._free: list[_Block] = []  # in order, neighbours merged
@@ -144,8 +114,8 @@ class Arena(Memory):
         self.probe = self._tensor((PROBE_BYTES,), torch.uint8)
 
     def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """See `Memory.stage`: rows are copied to registered memory, on the host by `ready`."""
-        if self.copies is not None:
+        """See `Memory.stage`; on the host the returned function makes the copies."""
+        if self.stream is not None:
             return super().stage(tensors)
         copies = [(self._tensor(tuple(x_N.shape), x_N.dtype), x_N.detach()) for x_N in tensors]
 
@@ -164,32 +134,31 @@ class Arena(Memory):
         size = torch.Size(shape).numel() * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype, device=self._device)
+        padded = -(-size // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
-            block = self._take(-(-size // _ALIGNMENT) * _ALIGNMENT)
+            self._merge()
+            fitting = next((place for place, free in enumerate(self._free) if free.stop - free.start >= padded), None)
+            if fitting is None:
+                self._grow(max(padded, sum(slab.nbytes for slab in self._slabs)))
+                fitting = len(self._free) - 1
+            slab, start, stop = self._free.pop(fitting)
+            block = _Block(slab, start, start + padded)
+            if block.stop < stop:
+                self._free.insert(fitting, block._replace(start=block.stop, stop=stop))
         loan = _Loan(self._slabs[block.slab].data_ptr() + block.start, size, self.space)
         weakref.finalize(loan, self._returned.append, block).atexit = False
         on_host = self.space == HOST
         raw = torch.from_numpy(np.asarray(loan)) if on_host else torch.as_tensor(loan, device=self._device)
         return raw.view(dtype).view(shape)
 
-    def _take(self, size: int) -> _Block:
-        """Return a free block, from an existing slab if possible."""
-        self._merge()
-        fitting = next((place for place, free in enumerate(self._free) if free.stop - free.start >= size), None)
-        if fitting is None:
-            self._grow(max(size, sum(slab.nbytes for slab in self._slabs)))
-            fitting = len(self._free) - 1
-        slab, start, stop = self._free.pop(fitting)
-        if start + size < stop:
-            self._free.insert(fitting, _Block(slab, start + size, stop))
-        return _Block(slab, start, start + size)
-
     def _merge(self) -> None:
         """Take back returned blocks, once no GPU reads them any more: peers do not wait for its streams."""
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
-        if returned:
-            # Nobody reads what the host has dropped.
-            self._cooling.append(((lambda: True) if self.copies is None else self.copies.fence(), returned))
+        if self.stream is None:  # nobody reads what the host has dropped
+            self._free += returned
+        elif returned:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self._cooling.append((self.stream.record_event().query, returned))
         while self._cooling and self._cooling[0][0]():
             self._free += self._cooling.popleft()[1]
         merged: list[_Block] = []
@@ -201,19 +170,18 @@ class Arena(Memory):
         self._free = merged
 
     def _grow(self, size: int) -> None:
-        pinned = self.copies is not None and self.space == HOST
+        pinned = self.stream is not None and self.space == HOST
         slab = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
-        self.agent.register((slab.data_ptr(), size), self.space)
+        self.metadata = self.agent.register((slab.data_ptr(), size), self.space)
         self._slabs.append(slab)
         self._free.append(_Block(len(self._slabs) - 1, 0, size))
-        self.metadata = self.agent.metadata()
 
 
 def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
     """Make the memory of this process's rows: an `Arena` for NIXL, or `Memory` for TCP, with the reason.
 
-    AUTO takes NIXL where that needs no open port of UCX: with RDMA devices. Else UCX may listen on the interface of
-    `address`. ValueError: NIXL was asked for and cannot be used.
+    AUTO takes NIXL where UCX needs no open port: with RDMA devices. Else UCX listens on the interface of `address`.
+    ValueError: NIXL was asked for and cannot be used.
     """
     if choice is Choice.TCP:
         return Memory(device)
@@ -227,10 +195,10 @@ def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
         raise ValueError(f"attention_server_transport='nixl' cannot be used: {error}") from error
 
 
-class TcpTransport:
+class Transport:
     """Either end of TCP, and the interface of every transport. The rank's end makes calls, which the server's answers.
 
-    One thread may send while another receives. After an error a transport is of no more use. Rows are contiguous,
+    One thread may send while another receives; after an error a transport is of no more use. Rows are contiguous,
     [N, …] each, lie in the `Memory` of the transport, and may stand still for `timeout_s`; then LinkLost.
     """
 
@@ -240,9 +208,9 @@ class TcpTransport:
     def send(
         self, message: Call | Reply, rows: Sequence[Tensor], timeout_s: float, answer: Sequence[Tensor] = ()
     ) -> None:
-        """Send a message with its rows; the rows of the reply to a call are received into `answer`.
+        """Send a message with its rows, which for a call must not change before its reply has been received.
 
-        Rows of a call must not change before its reply is received, rows of a reply may change when this returns.
+        The rows of the reply are received into `answer`.
         """
         self._channel.send(message, _buffers(rows), timeout_s)
 
@@ -258,18 +226,18 @@ class TcpTransport:
         """Let go of the other end; nobody uses this one any more, and its connection is down."""
 
 
-class NixlRankEnd:
-    """A rank's end of NIXL."""
+class _NixlRankEnd(Transport):
+    """A rank's end of NIXL, which names places and moves nothing."""
 
     def __init__(self, channel: Channel, memory: Arena) -> None:
-        self._channel, self._memory = channel, memory
+        super().__init__(channel)
+        self._memory = memory
         self._known = memory.metadata  # from the hello
         self._open: dict[int, list[Tensor]] = {}  # by id of the call; single operations on a dict are atomic
 
     def send(
         self, message: Call | Reply, rows: Sequence[Tensor], timeout_s: float, answer: Sequence[Tensor] = ()
     ) -> None:
-        """See `TcpTransport.send`."""
         assert isinstance(message, Call)
         metadata = self._memory.metadata
         news = "" if metadata == self._known else metadata
@@ -279,21 +247,20 @@ class NixlRankEnd:
         self._channel.send(replace(message, places=places), timeout_s=timeout_s)
 
     def receive(self, message: Call | Reply, size: int, rows: Sequence[Tensor], timeout_s: float) -> None:
-        """See `TcpTransport.receive`: the server has written the rows before it sent the message."""
-        self._open.pop(message.call_id, None)
+        self._open.pop(message.call_id, None)  # the server has written the rows before it sent the message
 
     def close(self) -> None:
-        """See `TcpTransport.close`."""
         for rows in self._open.values():
             self._memory.keep(rows)
         self._open.clear()
 
 
-class NixlServerEnd:
-    """A server's end of NIXL, which moves the rows; LinkLost where it cannot reach the rank."""
+class _NixlServerEnd(Transport):
+    """A server's end of NIXL, which moves the rows; LinkLost where the server cannot reach the rank."""
 
     def __init__(self, channel: Channel, memory: Arena, peer: NixlPeer) -> None:
-        self._channel, self._memory, self._peer = channel, memory, peer
+        super().__init__(channel)
+        self._memory, self._peer = memory, peer
         self._answers: dict[int, Sequence[Piece]] = {}  # by id of the call; single operations on a dict are atomic
         memory.agent.meet(peer.name, peer.metadata)
         probe = memory.empty(TensorSpec("probe", "keys", (PROBE_BYTES // 2,), "bfloat16"), 1)
@@ -306,12 +273,10 @@ class NixlServerEnd:
     def send(
         self, message: Call | Reply, rows: Sequence[Tensor], timeout_s: float, answer: Sequence[Tensor] = ()
     ) -> None:
-        """See `TcpTransport.send`."""
         self._move("WRITE", rows, self._answers.pop(message.call_id, []), timeout_s)
         self._channel.send(message, timeout_s=timeout_s)
 
     def receive(self, message: Call | Reply, size: int, rows: Sequence[Tensor], timeout_s: float) -> None:
-        """See `TcpTransport.receive`."""
         assert isinstance(message, Call)
         places = message.places
         if places is None:
@@ -323,7 +288,6 @@ class NixlServerEnd:
         self._move("READ", rows, places.rows, timeout_s)
 
     def close(self) -> None:
-        """See `TcpTransport.close`."""
         self._memory.agent.forget(self._peer.name)
 
     def _move(
@@ -334,23 +298,18 @@ class NixlServerEnd:
         if [size for _, size in own] != [size for _, size in places]:
             raise ProtocolError("the memory that the rank names differs in size from the tensors")
         try:
-            memory.agent.transfer(
-                operation, own, memory.space, places, self._peer, timeout_s, gone=self._channel.hung_up
-            )
+            memory.agent.transfer(operation, own, memory.space, places, self._peer, timeout_s, self._channel.hung_up)
         except BaseException:
             memory.keep(rows)
             raise
 
 
-Transport = TcpTransport | NixlRankEnd | NixlServerEnd
-
-
-def rank_hello(rank: int, ranks: int, memory: Memory) -> RankHello:
+def rank_hello(rank: int, memory: Memory) -> RankHello:
     """Return the hello of a rank whose rows lie in this memory."""
     if not isinstance(memory, Arena):
-        return RankHello(rank, ranks, why_tcp=memory.why)
+        return RankHello(rank, why_tcp=memory.why)
     peer = NixlPeer(memory.agent.name, memory.metadata, memory.probe.data_ptr(), *memory.space)
-    return RankHello(rank, ranks, peer, required=memory.required)
+    return RankHello(rank, peer, required=memory.required)
 
 
 def choose(channel: Channel, memory: Memory, hello: RankHello) -> tuple[Transport, RankWelcome]:
@@ -363,7 +322,7 @@ def choose(channel: Channel, memory: Memory, hello: RankHello) -> tuple[Transpor
         why = why or f"at the server: {memory.why}"
     elif hello.nixl is not None:
         try:
-            return NixlServerEnd(channel, memory, hello.nixl), RankWelcome("NIXL", "both ends have it")
+            return _NixlServerEnd(channel, memory, hello.nixl), RankWelcome("NIXL", "both ends have it")
         except LinkLost as error:
             why = str(error)
     if hello.required:
@@ -376,14 +335,14 @@ def choose(channel: Channel, memory: Memory, hello: RankHello) -> tuple[Transpor
             f"the server uses NIXL only, but this rank cannot: {why}; serve with --transport auto, or set "
             "attention_server_transport='nixl'"
         )
-    return TcpTransport(channel), RankWelcome("TCP", why[:1000])
+    return Transport(channel), RankWelcome("TCP", why[:1000])
 
 
 def rank_end(channel: Channel, memory: Memory, welcome: RankWelcome) -> Transport:
     """Return the rank's end of the transport that a server has chosen."""
     if isinstance(memory, Arena) and welcome.transport == "NIXL":
-        return NixlRankEnd(channel, memory)
-    return TcpTransport(channel)
+        return _NixlRankEnd(channel, memory)
+    return Transport(channel)
 
 
 def _buffers(rows: Sequence[Tensor]) -> list[Buffer]:

@@ -1,8 +1,8 @@
 """Authenticated connections between ranks, servers and the directory, and the listener that accepts them.
 
-A message is its size in four bytes and JSON (`messages`), never a pickled object. Rows follow their message on the
-same socket, straight from and into tensors. Both ends first prove that they know the run's token, by HMAC-SHA256 over
-two nonces. Nothing is encrypted: the token keeps strangers out of a network whose wires are trusted.
+A message is its size in four bytes and JSON (`messages`), never a pickled object; rows follow their message on the
+same socket. Both ends first prove that they know the run's token, by HMAC-SHA256 over two nonces. Nothing is
+encrypted: the token keeps strangers out of a network whose wires are trusted.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from hf_distca.pool.messages import Message, Refused, decode, encode
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 MESSAGE_BYTES = 64 * 1024
 """Most bytes of a message without the rows that follow it."""
 
@@ -57,9 +57,10 @@ class MismatchError(ProtocolError):
 
 
 class Channel:
-    """One end of a connection. One thread may send while another receives; after an error it is of no more use.
+    """One end of a connection; one thread may send while another receives.
 
     Sending and receiving raise LinkLost where the connection breaks or stands still for `timeout_s` (None: for ever).
+    After an error the channel is of no more use.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -78,7 +79,7 @@ class Channel:
         self._ended_because = ""
 
     def fileno(self) -> int:
-        """Let `select` wait for a message or the end of the connection."""
+        """Return the descriptor of the connection, for `select`."""
         return self._sock.fileno()
 
     def hung_up(self) -> bool:
@@ -88,10 +89,10 @@ class Channel:
         return bool(poll.poll(0))
 
     def prove(self, token: bytes, service: str, timeout_s: float, *, connects: bool) -> None:
-        """Prove to each other that both ends know the token; raise ProtocolError where the other end does not.
+        """Prove to each other that both ends know the token, within `timeout_s`; ProtocolError: the other does not.
 
         The proofs name the side, so that none can be sent back, and the service, so that a connection to the directory
-        cannot be led to a server. `timeout_s` is for all of the handshake.
+        cannot be led to a server.
         """
         greeting = _GREETING + b"%d " % VERSION
         ours = greeting + secrets.token_bytes(32)
@@ -138,16 +139,6 @@ class Channel:
         with self._losses("receiving", socket.SO_RCVTIMEO, timeout_s):
             for buffer in buffers:
                 self._fill(buffer)
-
-    def ask(self, hello: Message, welcome: type[M], timeout_s: float) -> M:
-        """Send the first message of a connection and return the answer; MismatchError where the peer refuses."""
-        self.send(hello, timeout_s=timeout_s)
-        answer, _ = self.receive(timeout_s)
-        if isinstance(answer, Refused):
-            raise MismatchError(f"refused: {answer.reason}")
-        if not isinstance(answer, welcome):
-            raise ProtocolError(f"the peer answers {type(answer).__name__}, expected {welcome.__name__}")
-        return answer
 
     def refuse(self, reason: str, timeout_s: float | None = None) -> None:
         """Send the reason why the connection ends."""
@@ -224,25 +215,33 @@ def is_loopback(host: str) -> bool:
         return False  # a name
 
 
-def connect(host: str, port: int, token: bytes, service: str, timeout_s: float) -> Channel:
-    """Connect to a service and shake hands, for `timeout_s` each."""
+def connect(
+    host: str, port: int, token: bytes, service: str, hello: Message, welcome: type[M], timeout_s: float
+) -> tuple[Channel, M]:
+    """Connect to a service, and return the connection and the answer to a hello; MismatchError: the peer refuses.
+
+    `timeout_s` is for each of connecting, the handshake and the answer.
+    """
     try:
         channel = Channel(socket.create_connection((host, port), timeout_s))
     except (OSError, OverflowError) as error:  # OverflowError: there is no such port
         raise LinkLost(f"cannot connect to {host}:{port}: {error}") from error
     try:
         channel.prove(token, service, timeout_s, connects=True)
+        channel.send(hello, timeout_s=timeout_s)
+        answer, _ = channel.receive(timeout_s)
+        if isinstance(answer, Refused):
+            raise MismatchError(f"refused: {answer.reason}")
+        if not isinstance(answer, welcome):
+            raise ProtocolError(f"the peer answers {type(answer).__name__}, expected {welcome.__name__}")
+        return channel, answer
     except LinkLost as error:
         channel.close()
         raise type(error)(f"{host}:{port}: {error}") from error
-    return channel
 
 
 class Outbox:
-    """Sends messages in order on its own thread, so that nobody waits for a slow connection.
-
-    A send that fails ends the connection, and what is queued behind it is dropped.
-    """
+    """A thread that sends messages in order; one that fails ends the connection, and later ones are dropped."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -274,12 +273,11 @@ class Outbox:
 
 
 class Listener:
-    """Accepts connections and gives each a thread, which serves a peer that has proved to know the token.
-
-    Strangers cost at most HANDSHAKES threads for `handshake_s` each. Nothing that a peer sends ends the listener.
+    """Accepts connections, and serves each peer that proves to know the token in a thread.
 
     `serve` gets the connection, which is closed afterwards, and its first message, within `handshake_s` again. The
-    listener logs LinkLost, and sends a ProtocolError's text to the peer; a MismatchError is only sent.
+    listener logs LinkLost, and sends a ProtocolError's text to the peer; a MismatchError is only sent. Strangers cost
+    at most HANDSHAKES threads for `handshake_s` each.
     """
 
     def __init__(
@@ -318,32 +316,29 @@ class Listener:
 
     def _accept_all(self) -> None:
         while not self._closed:
+            sock = None
             try:
                 sock = self._socket.accept()[0]
-                try:
-                    self._accept(sock)
-                except BaseException:
-                    sock.close()
-                    raise
+                channel = Channel(sock)
+                name = f"peer {channel.name}"
+                thread = threading.Thread(target=self._meet, args=(channel,), name=name, daemon=True)
+                with self._lock:
+                    if len(self._strangers) >= HANDSHAKES:
+                        oldest = next(iter(self._strangers))
+                        del self._strangers[oldest]
+                        oldest.shut_down("too many handshakes at once")
+                    thread.start()  # the thread waits for the lock before it ends
+                    self._peers[channel] = thread
+                    self._strangers[channel] = None
             except TimeoutError:
                 pass
             except (OSError, RuntimeError) as error:  # also when there are no more file descriptors or threads
+                if sock is not None:
+                    sock.close()
                 if not self._closed:
                     self._warn(f"a connection could not be accepted: {error}")
                     time.sleep(0.01)
         self._socket.close()
-
-    def _accept(self, sock: socket.socket) -> None:
-        channel = Channel(sock)
-        thread = threading.Thread(target=self._meet, args=(channel,), name=f"peer {channel.name}", daemon=True)
-        with self._lock:
-            if len(self._strangers) >= HANDSHAKES:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                oldest.shut_down("too many handshakes at once")
-            thread.start()  # the thread waits for the lock before it ends
-            self._peers[channel] = thread
-            self._strangers[channel] = None
 
     def _meet(self, channel: Channel) -> None:
         """Serve one peer in its thread."""

@@ -1,17 +1,23 @@
+"""Batches of planned micro-batches and of streams."""
+
 import doctest
+import logging
 
 import datasets
 import numpy as np
 import pytest
+from accelerate.data_loader import prepare_data_loader
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
 
 from hf_distca.collator import collation
 from hf_distca.collator.collation import DistCACollator
 from hf_distca.collator.documents import RankDocuments
 from hf_distca.collator.lengths import document_lengths, fit_documents
 from hf_distca.collator.refusals import Data
-from hf_distca.collator.sampler import GlobalMicroBatch
+from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch
+from hf_distca.collator.streams import StreamPacker
 from hf_distca.planner.settings import PlanSettings
 from tests.refused import refused
 
@@ -23,11 +29,10 @@ def collate(examples, settings, long_documents="error", filler=0):
     lengths = document_lengths(examples, progress=False)
     limit = settings.ranks * settings.tokens_per_rank
     micro_batch = GlobalMicroBatch(fit_documents(lengths, limit, long_documents, "limit"))
-    batches = []
-    for rank in range(settings.ranks):
-        planned = RankDocuments(examples, lengths, settings, rank)[micro_batch]
-        batches.append(DistCACollator(rank, filler)([planned]))
-    return batches
+    return [
+        DistCACollator(rank, filler)([RankDocuments(examples, lengths, settings, rank)[micro_batch]])
+        for rank in range(settings.ranks)
+    ]
 
 
 def fixed(ranks, tokens_per_rank):
@@ -35,8 +40,11 @@ def fixed(ranks, tokens_per_rank):
 
 
 def values(batch):
+    """Tokens, positions and labels of the rows."""
     assert set(batch) == {*NAMES, "distca_plan"}
-    return {name: batch[name].tolist() for name in NAMES}
+    *rows, shift_labels = (batch[name].tolist() for name in NAMES)
+    assert rows[-1] == shift_labels
+    return [row for (row,) in rows]
 
 
 def test_the_example_in_the_docstring():
@@ -51,44 +59,37 @@ def test_labels_of_the_user_are_shifted_before_cutting():
         {"input_ids": [21, 22], "labels": [21, 22]},
     ]
     first, second = collate(examples, fixed(2, 3))
-    assert list(values(first).values()) == [[[11, 12, 13]], [[0, 1, 2]], *[[[-100, 13, 14]]] * 2]
-    assert list(values(second).values()) == [[[14, 21, 22]], [[3, 0, 1]], *[[[-100, 22, -100]]] * 2]
+    assert values(first) == [[11, 12, 13], [0, 1, 2], [-100, 13, 14]]
+    assert values(second) == [[14, 21, 22], [3, 0, 1], [-100, 22, -100]]
     assert first["labels"].data_ptr() != first["shift_labels"].data_ptr()
 
 
-def test_a_rank_without_rows_gets_a_filler():
-    batches = collate([{"input_ids": [5, 6]}], PlanSettings(4, 8), filler=99)
-    assert sorted(batch["input_ids"].tolist() for batch in batches) == [[[5]], [[6]], [[99]], [[99]]]
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        (PlanSettings(4, 8), [[5], [6], [99], [99]]),
+        (PlanSettings(3, 8, document_layout="whole"), [[5, 6], [99], [99]]),
+    ],
+)
+def test_a_rank_without_rows_gets_a_filler(settings, rows):
+    batches = collate([{"input_ids": [5, 6]}], settings, filler=99)
+    assert sorted(batch["input_ids"][0].tolist() for batch in batches) == rows
     for batch in batches:
-        assert batch["distca_plan"].tokens.tolist() == [1, 1, 1, 1]
         assert batch["distca_plan"].fillers == 2
         if batch["input_ids"].tolist() == [[99]]:
-            assert values(batch)["labels"] == values(batch)["shift_labels"] == [[-100]]
-            assert values(batch)["position_ids"] == [[0]]
+            assert values(batch) == [[99], [0], [-100]]
 
 
-def test_a_rank_without_a_whole_document_gets_a_filler():
-    batches = collate([{"input_ids": [5, 6, 7]}], PlanSettings(2, 8, document_layout="whole"), filler=99)
-    assert [batch["input_ids"].tolist() for batch in batches] == [[[5, 6, 7]], [[99]]]
-    assert [batch["distca_plan"].fillers for batch in batches] == [1, 1]
-
-
-def test_split_keeps_the_target_across_the_cut():
+def test_long_documents_are_cut():
+    """A cut keeps the target across it; truncation drops the target too."""
     lengths = np.array([5])
     excerpts = fit_documents(lengths, 3, "split", "limit")
-    examples = [{"input_ids": [1, 2, 3, 4, 5]}]
-    reader = RankDocuments(examples, lengths, fixed(1, 3), 0)
+    reader = RankDocuments([{"input_ids": [1, 2, 3, 4, 5]}], lengths, fixed(1, 3), 0)
     first, second = (DistCACollator(0)([reader[GlobalMicroBatch(excerpts[[i]])]]) for i in range(2))
-    assert values(first)["labels"] == [[2, 3, 4]]
-    assert values(second)["input_ids"] == [[4, 5]]
-    assert values(second)["position_ids"] == [[0, 1]]
-    assert values(second)["labels"] == [[5, -100]]
-
-
-def test_truncate_drops_targets_too():
+    assert values(first) == [[1, 2, 3], [0, 1, 2], [2, 3, 4]]
+    assert values(second) == [[4, 5], [0, 1], [5, -100]]
     (batch,) = collate([{"input_ids": [1, 2, 3, 4, 5]}], fixed(1, 3), "truncate")
-    assert values(batch)["input_ids"] == [[1, 2, 3]]
-    assert values(batch)["labels"] == [[2, 3, -100]]
+    assert values(batch) == [[1, 2, 3], [0, 1, 2], [2, 3, -100]]
 
 
 @given(
@@ -102,12 +103,9 @@ def test_the_rows_of_all_ranks_are_the_documents(lengths, ranks, layout, balance
     examples = [{"input_ids": [1000 * d + p for p in range(length)]} for d, length in enumerate(lengths)]
     settings = PlanSettings(ranks, 500, document_layout=layout, balance_block_size=balance_block_size)
     batches = collate(examples, settings, filler=-1)
-    rows = []
-    for rank, batch in enumerate(batches):
-        flat = {name: batch[name][0].tolist() for name in NAMES}
-        assert flat["labels"] == flat["shift_labels"]
-        assert len(flat["input_ids"]) == batch["distca_plan"].tokens[rank] > 0
-        rows += zip(flat["input_ids"], flat["position_ids"], flat["labels"], strict=True)
+    tokens = batches[0]["distca_plan"].tokens
+    assert [batch["input_ids"].numel() for batch in batches] == tokens.tolist()
+    rows = [row for batch in batches for row in zip(*values(batch), strict=True)]
     expected = [
         (1000 * d + p, p, 1000 * d + p + 1 if p + 1 < length else -100)
         for d, length in enumerate(lengths)
@@ -116,29 +114,31 @@ def test_the_rows_of_all_ranks_are_the_documents(lengths, ranks, layout, balance
     assert sorted(row for row in rows if row[0] != -1) == expected
     assert all(row == (-1, 0, -100) for row in rows if row[0] == -1)
     # Equal tokens: within the unit that fillers and rounding leave.
-    tokens = batches[0]["distca_plan"].tokens
-    assert tokens.max() <= -(-tokens.sum() // ranks)
+    assert 0 < tokens.min() <= tokens.max() <= -(-tokens.sum() // ranks)
 
 
-def test_only_documents_with_rows_here_are_read():
+@pytest.mark.parametrize("batched", [False, True])
+def test_only_documents_with_rows_here_are_read(batched):
     class Reading(list):
-        read: list
-
         def __getitem__(self, index):
-            self.read.append(index)
+            read.append(index)
             return super().__getitem__(index)
 
-    examples = Reading([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}, {"input_ids": [5, 6]}])
-    examples.read = []
+    class Batched:
+        def __getitems__(self, indices):
+            return [examples[index] for index in indices]
+
+    read, examples = [], Reading([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}, {"input_ids": [5, 6]}])
     excerpts = fit_documents(np.array([2, 2, 2]), 6, "error", "limit")
-    RankDocuments(examples, np.array([2, 2, 2]), fixed(3, 2), rank=1)[GlobalMicroBatch(excerpts)]
-    assert examples.read == [1]
+    reader = RankDocuments(Batched() if batched else examples, np.array([2, 2, 2]), fixed(3, 2), rank=1)
+    assert reader[GlobalMicroBatch(excerpts)].documents[1].tolist() == [[3, 4], [4, -100]]
+    assert read == [1]
 
 
 def test_a_datasets_dataset_gives_the_same():
     examples = [{"input_ids": [1, 2, 3], "labels": [1, -100, 3]}, {"input_ids": [4, 5], "labels": [4, 5]}]
     dataset = datasets.Dataset.from_list([{**e, "length": len(e["input_ids"])} for e in examples])
-    for settings in (fixed(2, 3), fixed(1, 5), PlanSettings(2, 3)):
+    for settings in (fixed(2, 3), PlanSettings(2, 3)):
         for ours, listed in zip(collate(dataset, settings), collate(examples, settings), strict=True):
             assert values(ours) == values(listed)
     dataset.set_format("torch")
@@ -146,8 +146,7 @@ def test_a_datasets_dataset_gives_the_same():
 
 
 def test_faulty_examples():
-    good = [{"input_ids": [1, 2], "attention_mask": [1, 1]}]
-    assert values(collate(good, fixed(1, 2))[0])["input_ids"] == [[1, 2]]
+    assert collate([{"input_ids": [1, 2], "attention_mask": [1, 1]}], fixed(1, 2))
     for mask in ([1, 0], [1, 1, 1]):
         with refused(Data.PADDED, name="document 0", length=2):
             collate([{"input_ids": [1, 2], "attention_mask": mask}], fixed(1, 2))
@@ -162,3 +161,99 @@ def test_faulty_examples():
         reader[GlobalMicroBatch(fit_documents(np.array([2]), 4, "error", "limit"))]
     with pytest.raises(ValueError, match="DistCACollator got 2 items of type dict"):
         DistCACollator(0)([{"input_ids": [1]}, {"input_ids": [2]}])
+
+
+def test_accelerate_passes_every_batch_and_the_epoch():
+    lengths = np.random.default_rng(0).integers(1, 150, 40)
+    rows = [[1000 * document + p for p in range(n)] for document, n in enumerate(lengths)]
+    dataset = datasets.Dataset.from_dict({"input_ids": rows})
+    settings = PlanSettings(2, 100, balance_block_size=8)
+
+    def loader_of(rank, workers=0):
+        return DataLoader(
+            RankDocuments(dataset, lengths, settings, rank),
+            batch_sampler=GlobalBatchSampler(fit_documents(lengths, 200, "error", "limit"), 200),
+            collate_fn=DistCACollator(rank),
+            num_workers=workers,
+        )
+
+    def tokens(loader):
+        return [batch["input_ids"][0].tolist() for batch in loader]
+
+    loader = prepare_data_loader(loader_of(0, workers=2), num_processes=1, process_index=0, put_on_device=False)
+    first, other = tokens(loader), tokens(loader_of(1))
+    assert first == tokens(loader_of(0))
+    assert all(len(batch) <= 100 for batch in first + other)
+    assert sorted(token for batch in first + other for token in batch) == sorted(
+        token for row in rows for token in row
+    )
+    assert len(first) == len(loader)
+    second = tokens(loader)
+    assert second != first
+    for epoch, expected in enumerate((first, second)):
+        loader.set_epoch(epoch)
+        assert tokens(loader) == expected
+
+
+# Streams
+
+EXAMPLES: list[dict] = [
+    {"input_ids": [100 * d + p for p in range(length)]}
+    for d, length in enumerate([3, 2, 4, 1, 5, 2, 2, 6, 1, 3, 4, 2])
+]
+EXAMPLES[2]["labels"] = [-100, *EXAMPLES[2]["input_ids"][1:]]  # the first token is no target anyway
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(EXAMPLES)
+
+
+def hub_stream(num_shards):
+    return datasets.Dataset.from_list(EXAMPLES).to_iterable_dataset(num_shards=num_shards)
+
+
+@pytest.mark.parametrize("make", [Stream, lambda: hub_stream(1), lambda: hub_stream(4)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_and_workers_share_the_stream(make, workers):
+    seen = []
+    for rank in range(2):
+        documents = 0
+        for batch in DataLoader(StreamPacker(make(), 2, rank, 6), batch_size=None, num_workers=workers):
+            assert batch["input_ids"].numel() <= 6
+            start = 0
+            for length in batch["document_lengths"]:
+                tokens, positions, labels, shifted = (
+                    batch[name][0, start : start + length].tolist() for name in NAMES
+                )
+                assert tokens == EXAMPLES[tokens[0] // 100]["input_ids"]
+                assert positions == list(range(length))
+                assert labels == shifted == [*tokens[1:], -100]
+                seen.append(tokens[0] // 100)
+                start += length
+                documents += 1
+            assert start == batch["input_ids"].numel()
+        assert documents >= 4
+    assert sorted(seen) == list(range(len(EXAMPLES)))
+
+
+def test_long_documents_of_a_stream_are_cut(caplog):
+    examples = [{"input_ids": list(range(8))}] * 5
+    with caplog.at_level(logging.WARNING):
+        batches = list(StreamPacker(examples, 1, 0, 6, "truncate"))
+    assert [batch["input_ids"].tolist() for batch in batches] == [[[0, 1, 2, 3, 4, 5]]] * 5
+    assert batches[0]["labels"].tolist() == [[1, 2, 3, 4, 5, -100]]
+    (first, second) = StreamPacker(examples[:1], 1, 0, 6, "split")
+    assert (first["labels"].tolist(), second["labels"].tolist()) == ([[1, 2, 3, 4, 5, 6]], [[7, -100]])
+    # After 1, 2 and 4 documents.
+    assert [message.split(";")[1].split()[0] for message in caplog.messages] == ["2", "4", "8"]
+
+
+def test_faulty_streams():
+    with refused(Data.LONG_IN_STREAM, name="document 1 of rank 0's stream", length=7, limit=6):
+        list(StreamPacker([{"input_ids": [1]}, {"input_ids": [1] * 7}], 1, 0, 6))
+    with refused(Data.EMPTY_DOCUMENT, name="document 1 of rank 0's stream"):
+        list(StreamPacker([{"input_ids": [1]}, {"input_ids": []}], 1, 0, 6))
+    for rank, tokens, error in ((2, 6, "give one from 0 to 1"), (0, 0, "tokens_per_rank is 0")):
+        with pytest.raises(ValueError, match=error):  # before the first document is read
+            StreamPacker(EXAMPLES, 2, rank, tokens)

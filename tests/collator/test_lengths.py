@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_distca.collator import lengths as lengths_module
-from hf_distca.collator.documents import ANY_COLUMNS, Columns, fetch_documents, token_document
+from hf_distca.collator.documents import ANY_COLUMNS, Columns, token_document
 from hf_distca.collator.lengths import dataset_fingerprint, document_lengths, fit_documents
 from hf_distca.collator.refusals import Data
 from tests.refused import refused
@@ -34,35 +33,25 @@ def lengths_of(dataset, columns=ANY_COLUMNS):
     return document_lengths(dataset, columns, progress=False)
 
 
-def test_lengths_are_computed(make):
+def test_lengths_are_computed(make, capfd):
     lengths = lengths_of(make(TWO))
     assert (lengths.dtype, lengths.tolist()) == (np.int64, [3, 2])
-
-
-def test_lengths_come_from_the_column_without_reading_tokens(monkeypatch):
-    monkeypatch.setattr(lengths_module, "_stored_lengths", None)
-    assert lengths_of(as_dataset({**TWO, "length": [3, 2]})).tolist() == [3, 2]
-    assert lengths_of(as_dataset({**TWO, "tokens": [3, 2]}), Columns("tokens")).tolist() == [3, 2]
-
-
-def test_lengths_respect_an_indices_mapping():
-    dataset = as_dataset({"input_ids": [[0] * (i + 1) for i in range(2500)]})
-    assert lengths_of(dataset.select([2499, 7, 0, 1800])).tolist() == [2500, 8, 1, 1801]
-    with_column = dataset.map(lambda e: {"length": len(e["input_ids"])}).select([2499, 7])
-    assert lengths_of(with_column).tolist() == [2500, 8]
-
-
-def test_lengths_of_a_data_set_that_tokenizes_when_read():
-    dataset = datasets.Dataset.from_dict({"text": ["abc", "de"]})
-    dataset.set_transform(lambda batch: {"input_ids": [[ord(c) for c in text] for text in batch["text"]]})
-    assert lengths_of(dataset).tolist() == [3, 2]
-
-
-def test_progress_only_where_asked(make, capfd):
-    lengths_of(make(TWO))
     assert capfd.readouterr().err == ""
     document_lengths(make(TWO), progress=True)
     assert "Document lengths" in capfd.readouterr().err
+
+
+def test_lengths_of_stored_documents():
+    dataset = as_dataset({"input_ids": [[0] * (i % 7 + 1) for i in range(2500)]})
+    assert lengths_of(dataset.select([2499, 7, 0, 1800])).tolist() == [1, 1, 1, 2]
+    assert lengths_of(dataset.select(range(6, 2500))).tolist() == [i % 7 + 1 for i in range(6, 2500)]
+    # A column is trusted without reading tokens.
+    assert lengths_of(as_dataset({**TWO, "length": [7, 2]}).select([1, 0])).tolist() == [2, 7]
+    assert lengths_of(as_dataset({**TWO, "tokens": [7, 2]}), Columns("tokens")).tolist() == [7, 2]
+    # One that tokenizes when it is read.
+    dataset = as_dataset({"text": ["abc", "de"]})
+    dataset.set_transform(lambda batch: {"input_ids": [[ord(c) for c in text] for text in batch["text"]]})
+    assert lengths_of(dataset).tolist() == [3, 2]
 
 
 MANY = [[1]] * 1500
@@ -87,18 +76,24 @@ def test_data_sets_that_are_refused(make, columns, entry, values):
         lengths_of(make(columns))
 
 
-def test_length_columns_that_are_refused():
+def test_columns_that_are_refused():
     with refused(Data.EMPTY_DOCUMENT, name="document 1", stated=" (length 0)"):
         lengths_of(as_dataset({**TWO, "length": [3, 0]}))
     with refused(Data.LENGTH_COLUMN, column="length"):
         lengths_of(as_dataset({**TWO, "length": ["three", "two"]}))
     with refused(Data.WRONG_LENGTH, name="document 1", length=2, stated=9):
         lengths_of(as_list({**TWO, "length": [3, 9]}))
+    for input_ids in ([[1, 2]], [0.5], ["a"], 3):
+        with refused(Data.NOT_INTEGERS, name="document 0", column="input_ids"):
+            lengths_of([{"input_ids": input_ids}])
+    features = datasets.Features({"input_ids": datasets.Array2D((1, 3), "int64")})
+    with refused(Data.NOT_INTEGERS, name="document 0", column="input_ids", shape=(1, 3)):
+        lengths_of(datasets.Dataset.from_dict({"input_ids": [[[1, 2, 3]]]}, features=features))
 
 
-@pytest.mark.parametrize("column", ["labels", "length"])
+@pytest.mark.parametrize("column", [{"labels": TWO["input_ids"]}, {"length": [3, 2]}])
 def test_columns_that_the_model_does_not_take_are_left_out(make, column):
-    dataset = make({**TWO, "text": ["a b c", "d e"], column: [[1, 2, 3], [4, 5]] if column == "labels" else [3, 2]})
+    dataset = make({**TWO, "text": ["a b c", "d e"], **column})
     columns = Columns(model_inputs=frozenset(["input_ids", "position_ids"]))
     assert lengths_of(dataset, columns).tolist() == [3, 2]
     assert dataset_fingerprint(dataset, np.array([3, 2]), columns) == fingerprint(make(TWO))
@@ -110,76 +105,40 @@ def fingerprint(dataset):
     return dataset_fingerprint(dataset, lengths_of(dataset))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_other_data_has_another_fingerprint(make):
+    others = [
         {"input_ids": [[1, 2], [3, 4, 5]]},
         {"input_ids": [[1, 2, 3], [4, 6]]},
         {"input_ids": [[4, 5], [1, 2, 3]]},
         {"input_ids": [[1, 2, 3], [4, 5], [6]]},
         {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, -100, 3], [4, 5]]},
-    ],
-)
-def test_other_data_has_another_fingerprint(make, other):
-    assert fingerprint(make(TWO)) == fingerprint(as_list(TWO)) != fingerprint(make(other))
-    assert len(fingerprint(make(other))) == 64
-
-
-def test_the_fingerprint_covers_every_length_and_the_last_document():
-    documents = [[7] * 3 for _ in range(5000)]
-    base = fingerprint(as_dataset({"input_ids": documents}))
-    for at, changed in ((3333, [7] * 4), (4999, [7, 7, 8])):
-        others = [*documents[:at], changed, *documents[at + 1 :]]
-        assert fingerprint(as_dataset({"input_ids": others})) != base
-
-
-# Documents
+    ]
+    assert fingerprint(make(TWO)) == fingerprint(as_list(TWO))
+    assert len({fingerprint(make(data)) for data in (TWO, *others)}) == len(others) + 1
+    # Every length counts, and the last document.
+    documents = [[7] * 3 for _ in range(500)]
+    base = fingerprint(make({"input_ids": documents}))
+    for at, changed in ((333, [7] * 4), (499, [7, 7, 8])):
+        assert fingerprint(make({"input_ids": [*documents[:at], changed, *documents[at + 1 :]]})) != base
 
 
 def test_targets_are_the_next_tokens():
     document = token_document({"input_ids": [5, 6, 7]}, "document 0", ANY_COLUMNS)
-    assert (document.input_ids.tolist(), document.targets.tolist()) == ([5, 6, 7], [6, 7, -100])
-    assert document.input_ids.dtype == document.targets.dtype == np.int64
+    assert (document.dtype, document.tolist()) == (np.int64, [[5, 6, 7], [6, 7, -100]])
     document = token_document({"input_ids": [5, 6, 7], "labels": [-100, -100, 9]}, "document 0", ANY_COLUMNS)
-    assert document.targets.tolist() == [-100, 9, -100]
-
-
-@pytest.mark.parametrize("input_ids", [[[1, 2]], [0.5], ["a"], 3])
-def test_input_ids_that_are_no_list_of_integers(input_ids):
-    with refused(Data.NOT_INTEGERS, name="document 0", column="input_ids"):
-        token_document({"input_ids": input_ids}, "document 0", ANY_COLUMNS)
-
-
-def test_tensor_columns_are_read_document_by_document():
-    features = datasets.Features({"input_ids": datasets.Array2D((1, 3), "int64")})
-    dataset = datasets.Dataset.from_dict({"input_ids": [[[1, 2, 3]]]}, features=features)
-    with refused(Data.NOT_INTEGERS, name="document 0", column="input_ids", shape=(1, 3)):
-        lengths_of(dataset)
-
-
-def test_documents_are_fetched_together_where_the_data_set_offers_that():
-    class Batched:
-        def __getitems__(self, indices):
-            return [{"input_ids": [index] * 2} for index in indices]
-
-    assert [d.input_ids.tolist() for d in fetch_documents(Batched(), [4, 1], ANY_COLUMNS)] == [[4, 4], [1, 1]]
+    assert document.tolist() == [[5, 6, 7], [-100, 9, -100]]
 
 
 # Documents that are too long
 
-LENGTHS = np.array([3, 9, 4, 5])
-
 
 def fit(policy, limit=4):
-    return fit_documents(LENGTHS, limit, policy, "ranks · tokens_per_rank").tolist()
+    return fit_documents(np.array([3, 9, 4, 5]), limit, policy, "ranks · tokens_per_rank").tolist()
 
 
-def test_documents_within_the_limit_stay_whole():
+def test_policies_for_long_documents(caplog):
     whole = [(0, 0, 3, 3), (1, 0, 9, 9), (2, 0, 4, 4), (3, 0, 5, 5)]
     assert [fit(policy, limit=9) for policy in ("error", "truncate", "split")] == [whole] * 3
-
-
-def test_policies_for_documents_beyond_the_limit(caplog):
     with refused(Data.LONG, count=2, documents=4, limit_name="ranks · tokens_per_rank", limit=4, longest=1, length=9):
         fit("error")
     with caplog.at_level(logging.WARNING):
@@ -188,12 +147,9 @@ def test_policies_for_documents_beyond_the_limit(caplog):
         assert not caplog.messages
         assert fit("truncate") == [(0, 0, 3, 3), (1, 0, 4, 4), (2, 0, 4, 4), (3, 0, 4, 4)]
     assert caplog.messages == ["Truncated 2 documents to ranks · tokens_per_rank = 4 tokens; 6 tokens are dropped."]
-
-
-@pytest.mark.parametrize(("policy", "limit"), [("drop", 4), ("split", 0)])
-def test_a_policy_or_limit_that_is_none(policy, limit):
-    with pytest.raises(ValueError, match=f"tokens_per_rank is {limit} and the policy for long documents '{policy}'"):
-        fit(policy, limit)
+    for policy, limit in (("drop", 4), ("split", 0)):
+        with pytest.raises(ValueError, match=f"is {limit} and the policy for long documents '{policy}'"):
+            fit(policy, limit)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 20))

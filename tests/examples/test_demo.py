@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hf_distca.cli.main import main
-from tests.examples.running import EXAMPLES, run
+from tests.examples.running import EXAMPLES, run_forked
 from tests.launch import ROOT
 
 
@@ -15,7 +15,7 @@ def printed(checkpoint, tmp_path_factory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("demo")
     options = ["--tokens_per_rank", "512", "--steps", "6"]
     command = ["demo.py", "--model_name_or_path", str(checkpoint), "--output_dir", str(folder), *options]
-    return run(command, ranks=2, DS_ACCELERATOR="cpu"), str(folder)
+    return run_forked(command, folder / "printed", DS_ACCELERATOR="cpu"), str(folder)
 
 
 def test_both_trainings_have_the_same_losses(printed):
@@ -35,9 +35,6 @@ def test_both_trainings_have_the_same_losses(printed):
     apart = re.search(r"losses differ by ([\de.-]+) at most", printed[0])[1]
     assert float(apart) < 1e-4
     assert len(re.findall(r"rank \d  █+·*$", printed[0], re.M)) == 4
-
-
-def test_nothing_else_is_printed(printed):
     for noise in ("WARNING", "Warning", "it/s", "find_unused_parameters"):
         assert noise not in printed[0]
 

@@ -9,38 +9,67 @@ from importlib import import_module
 import pytest
 import trl
 from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.examples.running import EXAMPLES, finetune, finetune_command, run_forked, summary_of
+from tests.examples.running import EXAMPLES, finetune, run_forked, summary_of
 
 
 @pytest.fixture
 def examples(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
-    import finetune_llama
-    import sft_chat
+    return import_module("finetune_llama"), import_module("sft_chat")
 
-    return finetune_llama, sft_chat
+
+@pytest.fixture
+def make_checkpoint(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return import_module("make_checkpoint")
+
+
+def test_the_checkpoint_loads_like_any_other(checkpoint):
+    model, tokenizer = (kind.from_pretrained(checkpoint) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    assert model.config.to_dict().items() >= {"model_type": "llama", "vocab_size": 512, **sizes}.items()
+    assert len(tokenizer) == 512
+    inputs = tokenizer("def main():", return_tensors="pt")
+    assert model.generate(**inputs, max_new_tokens=3).shape[1] <= inputs["input_ids"].shape[1] + 3
+    text = (EXAMPLES / "make_checkpoint.py").read_text(encoding="utf-8") + "\t ünïcödé ✓\n\n"
+    tokens = tokenizer(text)["input_ids"]
+    assert tokens[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(tokens[1:]) == text
+    assert len(tokens) < len(text.encode()) / 1.5
+
+
+def test_sizes_that_do_not_divide(make_checkpoint, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", "--output", str(tmp_path), "--heads", "3"])
+    with pytest.raises(SystemExit):
+        make_checkpoint.main()
+    assert "got hidden_size 256, heads 3, kv_heads 2; expected" in capsys.readouterr().err
+
+
+def test_documents_are_whole_files(make_checkpoint):
+    texts = make_checkpoint.standard_library(progress=False)["text"][:]
+    assert len(texts) > 300
+    assert any("def dumps(obj, *," in text for text in texts)
+    sizes = [len(text.encode()) for text in texts]
+    assert 50 < min(sizes) <= max(sizes) <= 300_000
 
 
 def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
     data = tmp_path / "documents.jsonl"
-    data.write_text(
-        "".join(json.dumps({"body": f"def f{i}():\n    return {i}\n" * (i + 1)}) + "\n" for i in range(20))
-    )
-    options = f"--dataset_name {data} --dataset_text_field body --use_peft --tokens_per_rank 1024 --num_train_epochs 3"
-    summary, _ = finetune(checkpoint, tmp_path / "run", options)
-    assert summary["documents"] == 19
-    assert summary["loss_last"] < summary["loss_first"]
-    assert (tmp_path / "run" / "adapter_model.safetensors").exists()
+    bodies = (f"def f{i}():\n    return {i}\n" * (i + 1) for i in range(20))
+    data.write_text("".join(json.dumps({"body": body}) + "\n" for body in bodies))
+    options = f"--dataset_name {data} --dataset_text_field body --use_peft --tokens_per_rank 512 --num_train_epochs 3"
+    run_forked(finetune(checkpoint, tmp_path, options), tmp_path / "printed")
+    assert summary_of(tmp_path)["documents"] == 19
+    assert (tmp_path / "adapter_model.safetensors").exists()
 
 
 def test_ranks_that_share_layers(checkpoint, tmp_path):
     options = "--tp_size 2 --max_documents 40 --tokens_per_rank 512 --long_documents split"
     options += " --max_steps 4 --logging_steps 1"
-    run_forked(finetune_command(checkpoint, tmp_path, options), tmp_path / "printed", ranks=4, config="tp")
+    run_forked(finetune(checkpoint, tmp_path, options), tmp_path / "printed", ranks=4, config="tp")
     summary = summary_of(tmp_path)
-    assert summary["loss_first"] == pytest.approx(6.2, abs=0.3)  # ln 512
-    assert summary["loss_last"] < summary["loss_first"]
     assert summary["imbalance_degree_planned"] < 1.05 < summary["imbalance_degree_as_packed"]
     assert (tmp_path / "model.safetensors").exists()
 
@@ -50,11 +79,9 @@ def test_chats_about_the_standard_library(checkpoint, tmp_path):
     options = "--max_chats 20 --tokens_per_rank 512 --long_documents split --max_steps 12 --assistant_only_loss"
     paths = ["--model_name_or_path", str(checkpoint), "--output_dir", str(tmp_path)]
     printed = run_forked(["sft_chat.py", *paths, *settings.split(), *options.split()], tmp_path / "printed")
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = summary_of(tmp_path)
     assert summary["chats"] == 19
     assert 12 * 512 < summary["tokens"] <= 12 * 1024
-    assert summary["loss_first"] == pytest.approx(6.2, abs=0.3)  # ln 512
-    assert summary["loss_last"] < summary["loss_first"]
     assert 0 < summary["eval_mean_token_accuracy"] < 1
     assert f"{summary['eval_loss']:.6g}" in printed
     assert (tmp_path / "adapter_model.safetensors").exists()

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import hf_distca
-from tests.examples.running import finetune
+from tests.examples.running import finetune, run, summary_of
 from tests.launch import ROOT, cpu_environment
 
 
@@ -29,32 +29,23 @@ def clone(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(clone, tmp_path_factory) -> Path:
-    """The project's wheel, made with the setuptools that is there."""
-    folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(clone))
-    (wheel,) = folder.iterdir()
-    assert wheel.name == f"hf_distca-{hf_distca.__version__}-py3-none-any.whl"
-    return wheel
-
-
-@pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory) -> Path:
+def python(clone, tmp_path_factory) -> Path:
     """The Python of an environment with the wheel, and with what it declares, by links to what is installed here."""
-    folder = tmp_path_factory.mktemp("environment")
+    folder, pip = tmp_path_factory.mktemp("environment"), [sys.executable, "-m", "pip"]
+    wheels = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder / "wheels"]
+    run_outside([*pip, "wheel", *wheels, clone], ROOT.parent)
+    wheel = folder / "wheels" / f"hf_distca-{hf_distca.__version__}-py3-none-any.whl"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
-    pip("--python", str(python), "install", "--no-deps", "--no-index", "--no-compile", str(wheel))
+    run_outside([*pip, "--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel], ROOT.parent)
     (site,) = folder.glob("lib/python*/site-packages")
     (metadata,) = site.glob("hf_distca-*.dist-info")
-    for needed in closure(Distribution.at(metadata)):
-        link_files(needed, site)
+    for package in closure(Distribution.at(metadata)):
+        # What lies side by side in the site-packages here.
+        for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+            if not (site / name).exists():
+                (site / name).symlink_to(Path(str(package.locate_file(name))))
     return python
-
-
-def pip(*words: str) -> None:
-    """Run pip of this environment."""
-    run_outside([sys.executable, "-m", "pip", *words], ROOT.parent)
 
 
 def closure(package: Distribution) -> list[Distribution]:
@@ -73,21 +64,13 @@ def closure(package: Distribution) -> list[Distribution]:
     return list(found.values())
 
 
-def link_files(package: Distribution, site: Path) -> None:
-    """Let an environment have a package that is installed here: what lies side by side in its site-packages."""
-    for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
-        if not (site / name).exists():
-            (site / name).symlink_to(Path(str(package.locate_file(name))))
-
-
 def test_it_trains_the_example_on_two_ranks(python, clone, checkpoint, tmp_path):
     options = "--max_documents 20 --tokens_per_rank 512 --long_documents split --max_steps 12 --logging_steps 1"
-    summary, printed = finetune(
-        checkpoint, tmp_path, options, folder=clone / "examples", ranks=2, python=str(python), PYTHONPATH=""
-    )
+    command = finetune(checkpoint, tmp_path, options)
+    printed = run(command, clone / "examples", ranks=2, python=str(python), PYTHONPATH="")
+    summary = summary_of(tmp_path)
     assert summary["documents"] == 19
     assert summary["tokens"] > 19 * 30
-    assert summary["loss_first"] == pytest.approx(6.2, abs=0.3)  # ln 512
     assert summary["loss_last"] < summary["loss_first"] - 0.5
     assert summary["eval_loss"] < summary["loss_first"]
     assert summary["imbalance_degree_as_packed"] > 1.1

@@ -13,8 +13,17 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.exchange import Exchange
 from tests.models_and_batches import SMALL_HYBRID, exchanging, small_model
-from tests.trainer.comparison import ALONE, COMMON, LENGTHS, PLANNED, ROUNDING, TOKENS_PER_RANK, dataset_of, launched
-from tests.trainer.features import Pad
+from tests.trainer.comparison import (
+    ALONE,
+    COMMON,
+    LENGTHS,
+    PLANNED,
+    ROUNDING,
+    TOKENS_PER_RANK,
+    Pad,
+    dataset_of,
+    launched,
+)
 
 EVALUATED = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
 ON_NODES = {

@@ -6,11 +6,9 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from transformers import TrainerCallback
@@ -19,41 +17,24 @@ from hf_distca import DistCATrainingArguments
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool import launch as launches
-from hf_distca.pool import nixl as nixl_agent
+from hf_distca.pool import nixl
 from hf_distca.pool.launch import TOKEN_FILE, Launch, open_pool, serve_if_server, split_launch
-from hf_distca.pool.nixl import is_installed
 from hf_distca.pool.token import read_token
 from tests.launch import LOG, launch
 from tests.models_and_batches import small_kinds
+from tests.pool.ends import CPU, needs_nixl
 from tests.pool.servers import ServeCommand, wait_until
-from tests.pool.transport.ends import needs_nixl
 from tests.ranks import free_port
 from tests.trainer.launches import ARGUMENTS, LENGTHS, SCRIPT, STEPS, reference_losses
 from tests.trainer.small_trainers import make_trainer
 
 
-def attention_servers(history: list[dict]) -> list[int]:
+def attention_servers(history):
     return [entry["distca/attention_servers"] for entry in history if "distca/attention_servers" in entry]
 
 
-def strike(folder: Path, moments: dict[int, Path]) -> None:
-    """Kill the first server of a launch, wait for another one in its place, and stop the second at the end."""
-    killed, again, stopped = moments.values()
-
-    def signalled(server: int, number: signal.Signals, file: Path) -> None:
-        wait_until(file.with_suffix(".reached").exists, 300)
-        pids = re.findall(r"process (\d+) serves and may die", (folder / LOG).read_text())
-        os.kill(int(pids[server]), number)
-        file.touch()
-
-    signalled(0, signal.SIGKILL, killed)
-    wait_until(lambda: " as server 2" in (folder / LOG).read_text(), 300)
-    again.touch()
-    signalled(1, signal.SIGSTOP, stopped)
-
-
 def test_servers_of_the_same_launch(tmp_path):
-    transport = "nixl" if is_installed() else "tcp"
+    transport = "nixl" if nixl.is_installed() else "tcp"
     arguments = ARGUMENTS | {
         "attention_servers": 2,
         "attention_server_transport": transport,
@@ -61,12 +42,25 @@ def test_servers_of_the_same_launch(tmp_path):
         "save_strategy": "steps",  # the arguments are saved too
         "dataloader_num_workers": 1,
     }
-    moments = {3: tmp_path / "killed", 6: tmp_path / "again", STEPS: tmp_path / "stopped"}
-    pauses = {step: str(file) for step, file in moments.items()}
+    killed, again, stopped = (tmp_path / name for name in ("killed", "again", "stopped"))
+    pauses = {3: str(killed), 6: str(again), STEPS: str(stopped)}
     options = {"lengths": LENGTHS, "arguments": arguments, "pauses": pauses}
+
+    def log():
+        return (tmp_path / LOG).read_text()
+
+    def send(server, number, file):
+        """Send a server a signal in the pause that ends with a file."""
+        wait_until(file.with_suffix(".reached").exists, 300)
+        os.kill(int(re.findall(r"process (\d+) serves and may die", log())[server]), number)
+        file.touch()
+
     with ThreadPoolExecutor(1) as beside:
         training = beside.submit(launch, "zero2", SCRIPT, options, tmp_path, ranks=4)
-        strike(tmp_path, moments)
+        send(0, signal.SIGKILL, killed)
+        wait_until(lambda: " as server 2" in log(), 300)  # another one in its place
+        again.touch()
+        send(1, signal.SIGSTOP, stopped)
         result = training.result()
     assert result["world_size"] == 2
     assert result["losses"] == pytest.approx(reference_losses(), rel=2e-5)
@@ -79,11 +73,11 @@ def test_servers_of_the_same_launch(tmp_path):
 class Coming(TrainerCallback):
     """On rank 0, lets a server join, kills it when it has served, and lets another one join later."""
 
-    def __init__(self, port: int, folder: Path) -> None:
+    def __init__(self, port, folder):
         self._port, self._folder = port, folder
-        self.servers: list[ServeCommand] = []
+        self.servers = []
 
-    def on_step_begin(self, args, state, control, **_) -> None:
+    def on_step_begin(self, args, state, control, **_):
         if state.global_step in (1, 5):
             output = self._folder / f"server{state.global_step}"
             self.servers.append(ServeCommand(self._port, read_token(self._folder / TOKEN_FILE), output))
@@ -92,14 +86,17 @@ class Coming(TrainerCallback):
             self.servers[0].close()
 
 
-def trained_while_servers_come_and_go(folder: Path, port: int) -> tuple[list[list[float]], list[int]]:
+def trained_while_servers_come_and_go(folder, port):
     """Losses of a training without servers and of one with servers from outside, and the servers in each step."""
     losses, coming = [], Coming(port, folder)
-    for servers in (0, "external"):
-        address = {"attention_server_address": f"127.0.0.1:{port}"} if servers else {}
-        trainer = make_trainer(str(folder), max_steps=8, attention_servers=servers, **address)
-        if servers and dist.get_rank() == 0:
-            trainer.add_callback(coming)
+    serving = {"attention_servers": "external", "attention_server_address": f"127.0.0.1:{port}"}
+    for options in ({}, {**serving, "ranks_serve": False, "attention_server_timeout": 77.0}):
+        trainer = make_trainer(str(folder), max_steps=8, **options)
+        if options:
+            assert trainer.pool is trainer.dispatcher.remote
+            assert (trainer.pool.ranks_serve, trainer.pool.timeout_s) == (False, 77.0)
+            if dist.get_rank() == 0:
+                trainer.add_callback(coming)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
         trainer.close()
@@ -115,18 +112,14 @@ def test_servers_that_come_and_go(rank_pools, tmp_path):
     assert [numbers[step] for step in (0, 2, 4, 7)] == [0, 1, 0, 1]
 
 
-def opened_where_rank_1_lacks_nixl(port: int) -> str | None:
+def opened_where_rank_1_lacks_nixl(port):
     """What `open_pool` says on this rank when it is asked for NIXL."""
-    settings = PlanSettings(dist.get_world_size(), tokens_per_rank=64, kinds=small_kinds(None))
-    dispatcher = Dispatcher(settings, torch.device("cpu"))
+    dispatcher = Dispatcher(PlanSettings(dist.get_world_size(), tokens_per_rank=64, kinds=small_kinds(None)), CPU)
     options = {"token_file": "", "ranks_serve": True, "timeout_s": 20, "transport": "nixl"}
-    lacking = patch.object(nixl_agent, "_MODULES", ()) if dist.get_rank() == 1 else nullcontext()
-    try:
-        with lacking:
-            open_pool(dispatcher, Launch(1, None), address=f"127.0.0.1:{port}", **options)
-    except ValueError as error:
-        return str(error)
-    return None
+    lacking = patch.object(nixl, "_MODULES", ()) if dist.get_rank() == 1 else nullcontext()
+    with lacking, pytest.raises(ValueError, match="NIXL") as caught:
+        open_pool(dispatcher, Launch(1, None), address=f"127.0.0.1:{port}", **options)
+    return str(caught.value)
 
 
 @needs_nixl
@@ -147,7 +140,7 @@ def processes(monkeypatch):
     monkeypatch.setattr(PartialState, "_shared_state", {})
     monkeypatch.setattr(launches, "is_available", lambda: True)
 
-    def run(rank: int, world: int, servers: int, gpus: int, cpu: bool = False) -> Launch:
+    def run(rank, world, servers, gpus, cpu=False):
         monkeypatch.setattr(launches, "device_count", lambda: gpus)
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_USE_AGENT_STORE": True}
@@ -177,41 +170,18 @@ def test_a_server_takes_the_gpu_of_its_number(processes, cpu, gpus, device):
 
 
 def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_serve(tmp_path, monkeypatch):
-    served = []
-
-    class Child:
-        def __init__(self, command, text, has_ended):
-            self._asked = dict(zip(command[4::2], command[5::2], strict=True))
-
-        def run(self):
-            served.append(self._asked)
-
-    launch = Launch(1, dist.HashStore(), "cpu")
+    served, launch = [], Launch(1, dist.HashStore(), "cpu")
     for name, value in (("address", "10.0.0.1:1"), ("token", "00"), ("transport", "tcp")):
         launch.store.set(name, value)
     monkeypatch.setattr("hf_distca.trainer.arguments.split_launch", lambda servers, cpu: launch)
-    monkeypatch.setattr(launches, "ChildServer", Child)
+    monkeypatch.setattr(launches, "serve_from_child", lambda command, text, has_ended: served.append(command[4:]))
     arguments = DistCATrainingArguments(str(tmp_path), attention_servers=1, attention_server_timeout=7.0)
     assert served == []
-    with pytest.raises(SystemExit):
-        arguments.serve_if_server()
-    for ask in (lambda: arguments.device, lambda: arguments.process_index, lambda: arguments.n_gpu):
+    for ask in ("serve_if_server", "device", "process_index", "n_gpu"):
         with pytest.raises(SystemExit):
-            ask()
-    asked = {"--join": "10.0.0.1:1", "--token-file": "-", "--device": "cpu", "--wait": "7", "--transport": "tcp"}
-    assert served == [asked] * 4
+            getattr(arguments, ask)()
+    options = ["--join", "10.0.0.1:1", "--token-file", "-", "--device", "cpu", "--wait", "7", "--transport", "tcp"]
+    assert served == [options] * 4
     serve_if_server(None, 60)  # a rank does not serve
     serve_if_server(Launch(1, dist.HashStore()), 60)
     assert len(served) == 4
-
-
-def test_settings_reach_the_pool(tmp_path):
-    trainer = make_trainer(
-        str(tmp_path), attention_servers="external", ranks_serve=False, attention_server_timeout=7.0
-    )
-    try:
-        assert trainer.pool is trainer.dispatcher.remote
-        assert (trainer.pool.ranks_serve, trainer.pool.timeout_s) == (False, 7.0)
-        assert (tmp_path / TOKEN_FILE).exists()
-    finally:
-        trainer.pool.close()

@@ -4,16 +4,15 @@ Ranks train a small model for some optimizer steps of two micro-batches each and
 rank sees a fault as training does: nobody tells it.
 """
 
-from collections.abc import Iterator, Sequence
+import os
+import re
 from functools import cache
-from typing import Any
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.layers import plan_layers
@@ -23,7 +22,7 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.nixl import is_installed
 from hf_distca.pool.rank.pool import Pool
-from hf_distca.pool.rank.speeds import OBSERVED, Observed, observe
+from hf_distca.pool.rank.speeds import OBSERVED, observe
 from hf_distca.pool.transport import Choice
 from hf_distca.pool.wire import LinkLost
 from tests.dispatch.test_equality import cut_rows
@@ -37,8 +36,8 @@ from tests.models_and_batches import (
     small_kinds,
     small_model,
 )
-from tests.pool.servers import TOKEN, Fault, ServerProcess, alike, wait_until
-from tests.pool.transport.ends import memory_of
+from tests.pool.ends import CPU, TOKEN, memory_of
+from tests.pool.servers import SIGNALS, alike, start_server, state_of, wait_until
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
@@ -50,98 +49,106 @@ BATCHES = [[[120, 7, 1, 33, 64, 90], [50, 81, 40, 19]], [[30, 31, 99, 2, 96], [7
 EVALUATED = [61, 20, 18, 45]
 ATTENTIONS = 4
 """Of a micro-batch: two layers, forward and backward."""
-SECONDS = 600
-"""Longer than the ranks have time."""
-
-LLAMA: dict[str, Any] = {"model_type": "llama"}
-GEMMA: dict[str, Any] = {
-    "model_type": "gemma2",
-    "windows": (24, None),
-    "config": {"sliding_window": 24, "query_pre_attn_scalar": 8},
+CONFIGS = {
+    "llama": {},
+    "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 8},
+    "llama4_text": SMALL_LLAMA4,
+    # Without experts, which torch does not compute in float64.
+    "qwen3_next": {**SMALL_HYBRID, "mlp_only_layers": [0, 1]},
 }
-# Without experts, which torch does not compute in float64.
-HYBRID: dict[str, Any] = {"model_type": "qwen3_next", "config": {**SMALL_HYBRID, "mlp_only_layers": [0, 1]}}
+DEFAULTS = {
+    "model_type": "llama",
+    "ping_pong": False,
+    "document_layout": "joint",
+    "keep_received": False,
+    "ranks_serve": True,
+    "learns": 0,  # speeds are learned for so many steps
+    "comes_back": False,  # one more server joins after the faulty step
+    "cut": False,  # rank 1 loses its links in the faulty step
+}
 TCP, NIXL = Choice.TCP, Choice.NIXL
+TURNS = {"ping_pong": True}
+GEMMA = {**TURNS, "model_type": "gemma2"}
 
 
-def new_model(model_type: str, config: dict[str, Any], implementation: str = "distca") -> PreTrainedModel:
+def new_model(model_type, implementation="distca"):
     """In float64: in float32, rounding alone comes to more than 1e-5 in these steps on some processors."""
-    return small_model(model_type, implementation, **config).double()
+    return small_model(model_type, implementation, **CONFIGS[model_type]).double()
 
 
-def new_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+def new_optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
 
 
-def targets_of(lengths: Sequence[int]) -> int:
+def targets_of(lengths):
     return sum(length - 1 for length in lengths)
 
 
-def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Train with servers on every rank; `options["moment"]` says when the faults are triggered."""
+def trained(transport, port, folder, servers, moment, timeout_s, options):
+    """Train with servers on every rank, and with `options`; of servers the process, kind and place of the fault."""
+    given = SimpleNamespace(**DEFAULTS | options)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    faults: list[Fault] = options["faults"]
-    config = options.get("config", {})
+    config = CONFIGS[given.model_type]
+    windows = (24, None) if "sliding_window" in config else (None,)
     settings = PlanSettings(
         ranks,
         4096,
-        small_kinds(*options.get("windows", (None,)), chunk=config.get("attention_chunk_size")),
-        document_layout=options.get("document_layout", "joint"),
+        small_kinds(*windows, chunk=config.get("attention_chunk_size")),
+        document_layout=given.document_layout,
         balance_block_size=8,
-        ping_pong=options.get("ping_pong", False),
+        ping_pong=given.ping_pong,
         exchange_buffer_bytes=512,  # of 8 rows: what ranks exchange travels in stages, and so do repairs
     )
-    dispatcher = Dispatcher(settings, torch.device("cpu"), keep_received=options.get("keep_received", False))
+    dispatcher = Dispatcher(settings, CPU, keep_received=given.keep_received)
     directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
     log = Messages("hf_distca.pool")
-    memory = memory_of(options["transport"], "rank")
-    serving = {"ranks_serve": options.get("ranks_serve", True), "timeout_s": options["timeout_s"]}
+    memory, serving = memory_of(transport), {"ranks_serve": given.ranks_serve, "timeout_s": timeout_s}
     with patch("hf_distca.pool.rank.pool.measure_speed", alike):
         pool = dispatcher.remote = Pool(dispatcher, TOKEN, directory, memory, **serving)
 
-    def moment(name: str) -> None:
+    def reach(name):
         """If that is when the faults come, trigger them, and wait where they come by themselves."""
-        if rank == 0 and name == options["moment"]:
-            for fault in faults:
-                fault.trigger.touch()
-                if fault.where == "by itself":
-                    wait_until(fault.has_struck)
+        if rank == 0 and name == moment:
+            (folder / "trigger").touch()
+            before = directory.members().keys()
+            for pid, fault in servers:
+                if fault is not None and fault[1] == "by itself":
+                    os.kill(pid, SIGNALS[fault[0]])
+                    wait_until(lambda pid=pid: state_of(pid) in "TZX" or directory.members().keys() != before)
         if ranks > 1:
             dist.barrier()
 
-    if directory is not None:
-        wait_until(lambda: len(directory.members()) == servers)
-    moment("before joining")
-    model = new_model(options["model_type"], config)
-    if settings.ping_pong:
+    def loss_of(lengths, total):
+        plan = plan_micro_batch(lengths, settings)
+        batch = cut_rows(plan, rank, random_documents(lengths))
+        bound = dispatcher.bind(plan)
+        at_servers[-1] |= any(routes.servers for nano in bound.nano_batches for routes in nano.routes.values())
+        return model(**batch, labels=batch["shift_labels"], num_items_in_batch=total, distca_plan=bound).loss
+
+    if rank == 0:
+        wait_until(lambda: len(directory.members()) == len(servers))
+    reach("before joining")
+    model = new_model(given.model_type)
+    if given.ping_pong:
         plan_layers(model)
     optimizer = new_optimizer(model)
     members, at_servers = [], []
     recording = dispatcher.recorder.listen(*OBSERVED)
-
-    def loss_of(lengths: list[int], total: int) -> Tensor:
-        plan = plan_micro_batch(lengths, settings)
-        batch = cut_rows(plan, rank, random_documents(lengths))
-        bound = dispatcher.bind(plan)
-        at_servers[-1] += sum(bool(routes.servers) for nano in bound.nano_batches for routes in nano.routes.values())
-        return model(**batch, labels=batch["shift_labels"], num_items_in_batch=total, distca_plan=bound).loss
-
     for step in range(STEPS):
-        if step == options.get("learns", 0):  # learned speeds may leave a server without tasks
-            pool.workers = lambda nano_batches: Workers.uniform(ranks + len(pool.servers))
+        if step == given.learns:  # learned speeds may leave a server without tasks
+            pool.speeds.workers = lambda *_, **__: Workers.uniform(ranks + len(pool.servers))
         if step == FAULTY_STEP:
-            moment("between steps")
-        if rank == 0 and step == options.get("join_step"):
-            options["join_when"].touch()
-            wait_until(lambda: max(directory.members(), default=0) >= servers)
+            reach("between steps")
+        if rank == 0 and given.comes_back and step == FAULTY_STEP + 1:
+            (folder / "join").touch()
+            wait_until(lambda: max(directory.members(), default=0) >= len(servers))
         pool.refresh()
         members.append(len(pool.servers))
-        at_servers.append(0)
+        at_servers.append(False)
         if step == FAULTY_STEP:
-            moment("in a step")
-            if rank == 1 and options.get("cut"):
-                for server in pool.servers:
-                    lose(pool.link(server), in_a_call=options["cut"] == "in a call")
+            reach("in a step")
+            if rank == 1 and given.cut:
+                lose_in_a_call(pool.link(*pool.servers))
         total = sum(map(targets_of, BATCHES[step]))
         for lengths in BATCHES[step]:
             recording.take()
@@ -153,31 +160,22 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         if step == FAULTY_STEP:
-            moment("during evaluation")
+            reach("during evaluation")
         with torch.no_grad():
             evaluated = loss_of(EVALUATED, targets_of(EVALUATED))
         if ranks > 1:
             dist.all_reduce(evaluated)
     pool.close()
     log.end()
-    return {
-        "parameters": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
-        "evaluated": evaluated.item(),
-        "log": log.lines,
-        "members": members,
-        "at_servers": at_servers,
-        "observed": observed,
-    }
+    parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return parameters, evaluated.item(), log.lines, members, at_servers, observed
 
 
-def lose(link: Any, *, in_a_call: bool) -> None:
-    """Lose a link at once, or in a call whose reply comes, so that the server misses nobody."""
-    if not in_a_call:
-        link.fail("cut")
-        return
+def lose_in_a_call(link):
+    """Lose a link in a call whose reply comes, so that the server misses nobody."""
     wait = link.wait
 
-    def wait_and_lose(*args: Any) -> None:
+    def wait_and_lose(*args):
         wait(*args)
         link.fail("cut")
         raise LinkLost(link.lost)
@@ -186,15 +184,13 @@ def lose(link: Any, *, in_a_call: bool) -> None:
 
 
 @cache
-def expected(model_type: str) -> tuple[dict[str, Tensor], float]:
+def expected(model_type):
     """Parameters and evaluation of one process with transformers' own attention."""
-    configs = {"gemma2": GEMMA["config"], "llama4_text": SMALL_LLAMA4, "qwen3_next": HYBRID["config"]}
-    config = configs.get(model_type, {})
-    model = new_model(model_type, config, "eager" if model_type == "gemma2" else "sdpa")
+    model = new_model(model_type, "eager" if model_type == "gemma2" else "sdpa")
     optimizer = new_optimizer(model)
     for batches in BATCHES[:STEPS]:
         total = sum(map(targets_of, batches))
-        sums: dict[str, Any] = {}
+        sums = {}
         for lengths in batches:
             for name, grad in reference_step(model, random_documents(lengths))[1].items():
                 sums[name] = sums.get(name, 0) + grad * targets_of(lengths) / total
@@ -206,74 +202,69 @@ def expected(model_type: str) -> tuple[dict[str, Tensor], float]:
 
 
 @pytest.fixture
-def run(rank_pools, tmp_path) -> Iterator[Any]:
-    """Trains, and checks that parameters and evaluation are what they would be without servers."""
-    processes: list[ServerProcess] = []
+def run(rank_pools, tmp_path):
+    """Trains with servers that fail as given, and checks parameters and evaluation.
 
-    def run(
-        transport: Choice,
-        faults: Sequence[tuple[str, str] | None],  # of each server, its kind and where; None: it works
-        moment: str,
-        options: dict[str, Any],
-        ranks: int = 2,
-    ) -> list[dict[str, Any]]:
+    Returns log and numbers of members of rank 0, and what the ranks observed in the last micro-batch.
+    """
+    processes = []
+
+    def run(transport, faults, moment, options, ranks=2):
         if transport == NIXL and not is_installed():
             pytest.skip("needs nixl-cu12 or nixl-cu13")
-        port, join_when = free_port(), tmp_path / "join"
-        made = [fault and Fault(*fault, tmp_path / f"trigger{number}") for number, fault in enumerate(faults)]
-        processes.extend(ServerProcess(port, fault, transport=transport) for fault in made)
-        if "join_step" in options:  # one more server joins then
-            processes.append(ServerProcess(port, None, join_when, transport))
-        # A server that is killed or cut off is noticed at once.
-        timeout_s = 1 if any(fault and fault[0] == "hung" for fault in faults) else SECONDS
-        given = {"transport": transport, "faults": [fault for fault in made if fault], "moment": moment}
-        given |= {"timeout_s": timeout_s, "join_when": join_when, **options}
-        results: list[dict[str, Any]] = rank_pools[ranks].run(trained, port, len(made), given)
-        after, evaluated = expected(options["model_type"])
-        before = new_model(options["model_type"], options.get("config", {}))
-        for result in results:
-            assert result["evaluated"] == pytest.approx(evaluated, rel=1e-5)
-            assert result["members"] == results[0]["members"]
-            for name, parameter in before.named_parameters():
-                assert relative_error(result["parameters"][name], after[name]) < 1e-5, name
+        port, given = free_port(), {**DEFAULTS, **options}
+        for fault in faults:
+            in_a_call = fault is not None and fault[1] != "by itself"
+            processes.append(start_server(port, transport, (*fault, tmp_path / "trigger") if in_a_call else None))
+        servers = [(process.pid, fault) for process, fault in zip(processes, faults, strict=True)]
+        if given["comes_back"]:
+            processes.append(start_server(port, transport, None, tmp_path / "join"))
+        # A server that is killed or cut off is noticed at once; 600 s are longer than the ranks have time.
+        timeout_s = 1 if any(fault and fault[0] == "hung" for fault in faults) else 600
+        arguments = (transport, port, tmp_path, servers, moment, timeout_s, options)
+        results = rank_pools[ranks].run(trained, *arguments)
+        wanted, wanted_evaluated = expected(given["model_type"])
+        _, _, log, members, at_servers, _ = results[0]
+        for parameters, evaluated, _, others_members, _, _ in results:
+            assert evaluated == pytest.approx(wanted_evaluated, rel=1e-5)
+            assert members == others_members
+            for name, parameter in new_model(given["model_type"]).named_parameters():
+                assert relative_error(parameters[name], wanted[name]) < 1e-5, name
                 is_decay = name.endswith(("A_log", "dt_bias"))  # of a gated delta rule, which hardly change
-                assert is_decay or relative_error(parameter, after[name]) > 5e-4, name
-        carried = [line.partition("rows travel over ")[2] for line in results[0]["log"] if "takes part" in line]
+                assert is_decay or relative_error(parameter, wanted[name]) > 5e-4, name
+        assert at_servers[given["learns"] :] == list(map(bool, members))[given["learns"] :]
+        carried = [line.partition("rows travel over ")[2] for line in log if "takes part" in line]
         assert all(name.startswith(transport.upper()) for name in carried)
-        if moment == "never" and "cut" not in options:  # servers were told that training ended
-            assert [process.exit_code(10) for process in processes] == [0] * len(processes)
-        return results
+        if moment == "never" and not given["cut"]:  # servers were told that training ended
+            for process in processes:
+                process.join(10)
+            assert [process.exitcode for process in processes] == [0] * len(processes)
+        return log, members, [observed for *_, observed in results]
 
     yield run
     for process in processes:
-        process.close()
-
-
-def warnings(result: dict[str, Any]) -> list[str]:
-    return [line for line in result["log"] if line.startswith("WARNING")]
+        process.kill()
+        process.join()
 
 
 @pytest.mark.parametrize(
     ("transport", "servers", "ranks", "options"),
     [
-        (TCP, 2, 2, LLAMA),
-        (NIXL, 2, 2, {**LLAMA, "ping_pong": True}),
-        (TCP, 1, 2, {**LLAMA, "ranks_serve": False, "ping_pong": True}),
-        (TCP, 1, 2, {**LLAMA, "keep_received": True, "learns": STEPS - 1}),
-        (NIXL, 1, 2, {**GEMMA, "ping_pong": True}),
-        (TCP, 1, 2, {"model_type": "llama4_text", "config": SMALL_LLAMA4}),
-        (NIXL, 1, 1, {**LLAMA, "ping_pong": True}),
-        (TCP, 1, 2, {**HYBRID, "ping_pong": True}),
+        (TCP, 2, 2, {}),
+        (NIXL, 2, 2, TURNS),
+        (TCP, 1, 2, {**TURNS, "ranks_serve": False}),
+        (TCP, 1, 2, {"keep_received": True, "learns": STEPS - 1}),
+        (NIXL, 1, 2, GEMMA),
+        (TCP, 1, 2, {"model_type": "llama4_text"}),
+        (NIXL, 1, 1, TURNS),
+        (TCP, 1, 2, {**TURNS, "model_type": "qwen3_next"}),
     ],
-    ids=["tcp", "ping-pong", "ranks do not serve", "keep received", "gemma2", "llama4", "one rank", "hybrid"],
 )
 def test_without_faults(run, transport, servers, ranks, options):
-    results = run(transport, [None] * servers, "never", options, ranks)
-    assert results[0]["members"] == [servers] * STEPS
-    assert all(results[0]["at_servers"][options.get("learns", 0) :])
-    assert warnings(results[0]) == []
-    seen: list[Observed] = [result["observed"] for result in results]
-    if options["model_type"] == "llama" and ranks == 2:
+    log, members, seen = run(transport, [None] * servers, "never", options, ranks)
+    assert members == [servers] * STEPS
+    assert not [line for line in log if line.startswith("WARNING")]
+    if "model_type" not in options and ranks == 2:
         turns = 2 if options.get("ping_pong") else 1
         assert all(rank.calls == ATTENTIONS * turns for rank in seen)
         assert all((rank.pairs > 0) == (rank.seconds > 0) == options.get("ranks_serve", True) for rank in seen)
@@ -284,76 +275,47 @@ def test_without_faults(run, transport, servers, ranks, options):
             assert sum(rank.pairs for rank in seen) + sum(served) == ATTENTIONS * pairs
 
 
-IN_FORWARD = ("in a step", "forward", {**GEMMA, "ping_pong": True})
-IN_BACKWARD = ("in a step", "backward", {**LLAMA, "ranks_serve": False, "ping_pong": True})
-IN_EVALUATION = ("during evaluation", "forward", LLAMA)
-BETWEEN_STEPS = ("between steps", "by itself", {**LLAMA, "ping_pong": True})
-BEFORE_JOINING = ("before joining", "by itself", LLAMA)
+LEFT = r"lost attention server .*127\.0\.0\.1:.*1 servers left"
+LOST = r"lost attention server .*127\.0\.0\.1:.*computed by the ranks; 1 servers left"
+ALL_LOST = [LOST, "no server left, so ranks compute all tasks"]
+# Packed in order, documents lie on both ranks, which cannot do without each other in a repair.
+PACKED = {"document_layout": "fixed"}
+NO_RANKS = {**TURNS, "ranks_serve": False}
 
 
 @pytest.mark.parametrize(
-    ("transport", "kind", "case"),
+    ("transport", "faults", "moment", "options", "members", "warnings"),
     [
-        (TCP, "killed", IN_FORWARD),
-        (TCP, "hung", IN_FORWARD),
-        (TCP, "cut off", IN_BACKWARD),
-        (TCP, "killed", IN_EVALUATION),
-        (TCP, "hung", BETWEEN_STEPS),
-        (TCP, "cut off", BETWEEN_STEPS),
-        (TCP, "killed", BEFORE_JOINING),  # the directory knows the servers, no rank is connected to them
-        (NIXL, "killed", IN_BACKWARD),
-        (NIXL, "cut off", IN_FORWARD),
-        (NIXL, "hung", IN_BACKWARD),
-        (NIXL, "killed", BETWEEN_STEPS),
-        (NIXL, "hung", BEFORE_JOINING),
+        # Who was only cut off joins again; the others do not come back.
+        (TCP, [("killed", "forward"), None], "in a step", GEMMA, "221", [LOST]),
+        (TCP, [("hung", "forward"), None], "in a step", GEMMA, "221", [LOST]),
+        (TCP, [("cut off", "backward"), None], "in a step", NO_RANKS, "22[12]", [LOST]),
+        (TCP, [("killed", "forward"), None], "during evaluation", {}, "221", [LOST]),
+        # What hangs between steps shows in the next call only.
+        (TCP, [("hung", "by itself"), None], "between steps", TURNS, "221", [LOST]),
+        (TCP, [("cut off", "by itself"), None], "between steps", TURNS, "2[12][12]", [LEFT]),
+        # The directory knows the servers, no rank is connected to them.
+        (TCP, [("killed", "by itself"), None], "before joining", {}, "111", None),
+        (NIXL, [("killed", "backward"), None], "in a step", NO_RANKS, "221", [LOST]),
+        (NIXL, [("cut off", "forward"), None], "in a step", GEMMA, "22[12]", [LOST]),
+        (NIXL, [("hung", "backward"), None], "in a step", NO_RANKS, "221", [LOST]),
+        (NIXL, [("killed", "by itself"), None], "between steps", TURNS, "2[12]1", [LEFT]),
+        (NIXL, [("hung", "by itself"), None], "before joining", {}, "111", ["cannot take part"]),
+        (TCP, [("killed", "forward"), ("killed", "backward")], "in a step", PACKED, "220", ALL_LOST),
+        (NIXL, [("hung", "forward"), ("hung", "backward")], "in a step", PACKED, "220", ALL_LOST),
+        (NIXL, [("killed", "forward")], "in a step", {**TURNS, "comes_back": True}, "111", ["no server left"]),
+        # A server that one rank loses is lost to all.
+        (TCP, [None], "never", {**PACKED, "cut": True}, "11[01]", ["another rank lost it.: its tasks of this"]),
     ],
 )
-def test_a_server_fails(run, transport, kind, case):
-    moment, where, options = case
-    result = run(transport, [(kind, where), None], moment, options)[0]
-    if moment == "before joining":
-        assert result["members"][0] == 1
-        if kind == "hung":
-            assert "cannot take part" in warnings(result)[0]
-        return
-    (warning,) = warnings(result)
-    assert "lost attention server" in warning
-    assert "127.0.0.1:" in warning
-    assert "1 servers left" in warning
-    if where != "by itself" or kind == "hung":  # what hangs between steps shows in the next call only
-        assert result["members"][FAULTY_STEP] == 2
-        assert "computed by the ranks" in warning
-    # Who was only cut off joins again; the others do not come back.
-    assert result["members"][-1] == 1 or kind == "cut off"
-
-
-@pytest.mark.parametrize(("transport", "kind"), [(TCP, "killed"), (NIXL, "hung")])
-def test_all_servers_lost(run, transport, kind):
-    options = {**LLAMA, "document_layout": "fixed"}
-    result = run(transport, [(kind, "forward"), (kind, "backward")], "in a step", options)[0]
-    first, second = warnings(result)
-    assert "1 servers left" in first
-    assert "no server left, so ranks compute all tasks" in second
-    assert result["members"] == [2, 2, 0]
-    assert result["at_servers"][2:] == [0]
-
-
-def test_server_that_comes_back_takes_part_from_the_next_step(run):
-    options = {**LLAMA, "ping_pong": True, "join_step": FAULTY_STEP + 1}
-    result = run(NIXL, [("killed", "forward")], "in a step", options)[0]
-    assert result["members"] == [1, 1, 1]
-    assert all(result["at_servers"])
-    assert "no server left" in warnings(result)[0]
-    assert any(line.startswith("INFO attention server 1 ") and "takes part" in line for line in result["log"])
-
-
-@pytest.mark.parametrize("cut", ["in a call", "at once"])
-def test_a_server_that_one_rank_loses_is_lost_to_all(run, cut):
-    # Packed in order, documents lie on both ranks, which cannot do without each other in a repair.
-    results = run(TCP, [None], "never", {**LLAMA, "document_layout": "fixed", "cut": cut})
-    assert results[0]["members"][:2] == [1, 1]
-    (warning,) = warnings(results[0])
-    assert cut != "in a call" or "(another rank lost it): its tasks of this micro-batch" in warning
-    seen = [result["observed"] for result in results]
-    if results[0]["members"][-1] == 0:  # else it has joined again
+def test_servers_fail(run, transport, faults, moment, options, members, warnings):
+    log, counts, seen = run(transport, faults, moment, options)
+    assert re.fullmatch(members, "".join(map(str, counts)))
+    if warnings is not None:
+        given = [line for line in log if line.startswith("WARNING")]
+        assert len(given) == len(warnings)
+        assert all(map(re.search, warnings, given)), given
+    if options.get("comes_back"):
+        assert any(line.startswith("INFO attention server 1 ") and "takes part" in line for line in log)
+    if counts[-1] == 0:
         assert [rank.servers for rank in seen] == [{}, {}]

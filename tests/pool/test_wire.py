@@ -5,13 +5,13 @@ import logging
 import socket
 import threading
 import time
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from hf_distca.pool import wire
-from hf_distca.pool.messages import Alive, Refused, Reply, ServerWelcome
+from hf_distca.pool.messages import Alive, Reply, ServerWelcome
 from hf_distca.pool.wire import (
     HANDSHAKES,
     MESSAGE_BYTES,
@@ -26,17 +26,14 @@ from hf_distca.pool.wire import (
     connect,
     is_loopback,
 )
-from tests.pool.servers import TOKEN, wait_until
-from tests.pool.strangers import message
-from tests.pool.transport.ends import channels
+from tests.pool.ends import TOKEN, channels, message
+from tests.pool.servers import wait_until
 
-REPLY = Reply(3, 0.5, 7)
-GREETING = b"hf_distca %d " % VERSION
+REPLY, HELLO = Reply(3, 0.5, 7), ServerWelcome(5)
 
 
 @pytest.fixture
 def ends():
-    """Two channels, connected, whose peers are not asked for a token."""
     with channels() as both:
         yield both
 
@@ -55,16 +52,9 @@ def listen():
         listener.close()
 
 
-def met(listener, service="echo"):
-    return connect(listener.host, listener.port, TOKEN, service, 60)
-
-
-def greets(listener):
-    """Whether a peer is served."""
-    channel = met(listener)
-    answer = channel.ask(ServerWelcome(5), ServerWelcome, 60)
-    channel.close()
-    return answer == ServerWelcome(5)
+def met(listener, service="echo", hello=HELLO):
+    """The connection of a peer that is served."""
+    return connect(listener.host, listener.port, TOKEN, service, hello, ServerWelcome, 60)[0]
 
 
 def stranger(listener):
@@ -84,14 +74,6 @@ def is_open(sock):
     return False
 
 
-def test_what_is_an_address_of_this_host(ends):
-    assert ends[0].within_host
-    assert [host for host in ("127.0.0.2", "::1", "10.0.0.1", "fe80::2%eth0") if is_loopback(host)] == [
-        "127.0.0.2",
-        "::1",
-    ]
-
-
 def test_payloads_of_any_size_arrive_whole_and_messages_only_up_to_a_size(ends):
     near, far = ends
     sent = np.random.default_rng(0).integers(0, 255, 30_000_000, dtype=np.uint8)
@@ -105,9 +87,12 @@ def test_payloads_of_any_size_arrive_whole_and_messages_only_up_to_a_size(ends):
     near._sock.sendall((MESSAGE_BYTES + 1).to_bytes(4, "big"))  # no memory is made for it
     with pytest.raises(ProtocolError, match=f"a message of {MESSAGE_BYTES + 1} bytes, at most {MESSAGE_BYTES}"):
         far.receive(60)
+    assert near.within_host
+    hosts = ("127.0.0.2", "::1", "10.0.0.1", "fe80::2%eth0")
+    assert list(map(is_loopback, hosts)) == [True, True, False, False]
 
 
-def test_nothing_is_waited_for_longer_than_it_may_take(ends):
+def test_nothing_is_waited_for_longer_than_it_may_take_and_a_message_that_cannot_be_sent_ends_all(ends):
     near, far = ends
     begin = time.monotonic()
     with pytest.raises(LinkLost, match="receiving made no progress"):
@@ -119,84 +104,67 @@ def test_nothing_is_waited_for_longer_than_it_may_take(ends):
     with pytest.raises(LinkLost, match="sending made no progress"):
         near.send(REPLY, [bytes(50_000_000)], 0.1)
     assert time.monotonic() - begin < 30
-
-
-def test_a_message_that_cannot_be_sent_ends_the_connection_and_later_ones_are_dropped(ends):
-    def fail():
-        raise LinkLost("closed")
-
-    outbox = Outbox(ends[0])
-    outbox.put(fail)
-    outbox.put(lambda: ends[0].send(REPLY))
+    outbox, later = Outbox(near), Mock()
+    outbox.put(Mock(side_effect=LinkLost("closed")))
+    outbox.put(later)
     with pytest.raises(LinkLost, match="closed"):
-        ends[0].receive(60)
+        near.receive(60)
     outbox.finish(60)
-    with pytest.raises(PeerLeft):
-        ends[1].receive(60)
+    later.assert_not_called()
 
 
-@pytest.mark.parametrize(
-    ("greeting", "proof", "text"),
-    [
-        (GREETING + bytes(32), lambda other: bytes(32), "another token"),
-        (GREETING + bytes(32), lambda other: other, "another token"),  # reflected
-        (GREETING + bytes(32), lambda other: b"", "another token"),
-        (b"hf_distca 99 " + bytes(32), None, f"version 99, expected {VERSION}"),
-        (b"GET / HTTP/1.1", None, "does not speak this protocol"),
-    ],
-)
-def test_a_wrong_greeting_or_proof_is_noticed(ends, greeting, proof, text):
-    near, far = ends
+def test_a_wrong_greeting_or_proof_is_noticed_also_one_of_another_handshake():
+    heard, send = {}, Channel._send
 
-    def play():
-        near._send([greeting], 60)
-        near._receive(100, 60)
-        if proof is not None:
-            near._send([proof(near._receive(100, 60))], 60)
+    def hear(channel, parts, *rest):
+        heard.setdefault(channel, []).append(parts[0])
+        send(channel, parts, *rest)
 
-    thread = threading.Thread(target=play)
-    thread.start()
-    with pytest.raises(ProtocolError, match=text):
-        far.prove(TOKEN, "echo", 60, connects=False)
-    thread.join()
+    with channels() as (near, far), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "_send", hear)
+        thread = threading.Thread(target=far.prove, args=(TOKEN, "echo", 60), kwargs={"connects": False})
+        thread.start()
+        near.prove(TOKEN, "echo", 60, connects=True)
+        thread.join()
+    token, (greeting, proof), (other_greeting, other_proof) = "another token", heard[near], heard[far]
+    for connects, first, second, error in (
+        (False, greeting, lambda other: bytes(32), token),
+        (False, greeting, lambda other: other, token),  # reflected
+        (False, greeting, lambda other: b"", token),
+        (False, greeting, lambda other: proof, token),
+        (True, other_greeting, lambda other: other_proof, token),
+        (False, b"hf_distca 99 " + bytes(32), None, f"version 99, expected {VERSION}"),
+        (False, b"GET / HTTP/1.1", None, "does not speak this protocol"),
+    ):
+        with channels() as (near, far):
+
+            def play(channel=near, first=first, second=second):
+                channel._send([first], 60)
+                channel._receive(100, 60)
+                if second is not None:
+                    channel._send([second(channel._receive(100, 60))], 60)
+
+            thread = threading.Thread(target=play)
+            thread.start()
+            with pytest.raises(ProtocolError, match=error):
+                far.prove(TOKEN, "echo", 60, connects=connects)
+            thread.join()
 
 
 def test_only_a_peer_with_the_token_gets_an_answer_and_of_this_service_and_kind(listen):
     listener = listen()
     with pytest.raises(ProtocolError, match="another token, or is another service than directory"):
         met(listener, service="directory")
-    assert greets(listener)
-    channel = met(listener)
+    met(listener).close()
     with pytest.raises(ProtocolError, match="answers Alive, expected ServerWelcome"):
-        channel.ask(Alive(), ServerWelcome, 60)
-    channel.close()
-    silent = met(listen(handshake_s=0.1))  # knows the token and says nothing
+        met(listener, hello=Alive())
+    silent = Channel(stranger(listen(handshake_s=0.1)))
+    silent.prove(TOKEN, "echo", 60, connects=True)  # knows the token and says nothing
     with pytest.raises(PeerLeft):
         silent.receive(60)
     silent.close()
     with pytest.raises(LinkLost, match="cannot connect"):
-        connect("127.0.0.1", 2**62, TOKEN, "echo", 1)  # no such port
-
-
-def test_proofs_serve_in_no_other_handshake(monkeypatch):
-    heard, send = {}, Channel._send
-
-    def hear(channel, parts, *rest):
-        heard.setdefault(channel, []).append(parts)
-        send(channel, parts, *rest)
-
-    monkeypatch.setattr(Channel, "_send", hear)
-    with channels() as (near, far):
-        thread = threading.Thread(target=far.prove, args=(TOKEN, "echo", 60), kwargs={"connects": False})
-        thread.start()
-        near.prove(TOKEN, "echo", 60, connects=True)
-        thread.join()
-    for connects, said in ((True, heard[near]), (False, heard[far])):
-        with channels() as (near, far):
-            for parts in said:
-                send(near, parts, 60)
-            with pytest.raises(ProtocolError, match="another token"):
-                far.prove(TOKEN, "echo", 60, connects=not connects)
+        connect("127.0.0.1", 2**62, TOKEN, "echo", HELLO, ServerWelcome, 1)  # no such port
 
 
 @pytest.mark.parametrize("drip", [b"", b"\0"])
@@ -214,7 +182,7 @@ def test_a_server_that_is_silent_or_slow_times_out(drip):
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(LinkLost, match=r"timed out after 0\.3 s"):
-            connect("127.0.0.1", slow.getsockname()[1], TOKEN, "echo", 0.3)
+            connect("127.0.0.1", slow.getsockname()[1], TOKEN, "echo", HELLO, ServerWelcome, 0.3)
         given_up.set()
         thread.join()
 
@@ -222,7 +190,7 @@ def test_a_server_that_is_silent_or_slow_times_out(drip):
 def test_one_handshake_too_many_ends_the_oldest(listen):
     listener = listen()
     silent = [stranger(listener) for _ in range(2 * HANDSHAKES)]
-    assert greets(listener)
+    met(listener).close()
     # That was one more handshake: one less than the limit are left.
     wait_until(lambda: len(listener._peers) == HANDSHAKES - 1)
     assert all(map(is_open, silent[-3:]))
@@ -231,23 +199,28 @@ def test_one_handshake_too_many_ends_the_oldest(listen):
         sock.close()
 
 
-def test_errors_are_sent_to_the_peer_where_they_are_its_own(listen, caplog):
-    errors = [ProtocolError("not so"), MismatchError("not with you"), LinkLost("gone")]
-    given, answers = iter(errors), []
+def test_errors_are_sent_to_the_peer_where_they_are_its_own_and_closing_ends_all_connections(listen, caplog):
+    errors = [ProtocolError("not so"), MismatchError("not with you"), LinkLost("gone"), None]
+    given = iter(errors)
 
     def serve(channel, hello):
-        raise next(given)
+        if (error := next(given)) is not None:
+            raise error
+        channel.send(hello)
+        channel.receive()
 
     listener = listen(serve)
-    for _ in errors:
-        channel = met(listener)
-        channel.send(Alive())
-        with contextlib.suppress(PeerLeft):
-            answers.append(channel.receive()[0])
-        channel.close()
+    for error, expected in ((MismatchError, "not so"), (MismatchError, "not with you"), (PeerLeft, "closed")):
+        with pytest.raises(error, match=expected):
+            met(listener)
+    channel, silent = met(listener), stranger(listener)
     listener.close()
-    assert answers == [Refused("not so"), Refused("not with you")]
     assert [line.partition(": ")[2] for line in caplog.messages] == ["not so", "gone"]
+    with pytest.raises(PeerLeft):
+        channel.receive()
+    assert not is_open(silent)
+    silent.close()
+    channel.close()
 
 
 def test_a_flood_of_strangers_does_not_fill_the_log(listen, caplog):
@@ -257,33 +230,19 @@ def test_a_flood_of_strangers_does_not_fill_the_log(listen, caplog):
             with stranger(listener) as sock:
                 sock.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" * 4)
                 sock.recv(100)  # one that leaves at once is no refusal
-        assert greets(listener)
+        met(listener).close()
         wait_until(lambda: not listener._peers)
     assert 10 <= len(caplog.records) <= 15
     assert caplog.messages[-1].startswith("128 refusals so far, the latest: refused 127.0.0.1:")
 
 
-def test_closing_ends_all_connections(listen):
-    listener = listen(lambda channel, hello: channel.receive() and None)
-    channel, silent = met(listener), stranger(listener)
-    channel.send(Alive())
-    listener.close()
-    with pytest.raises(PeerLeft):
-        channel.receive()
-    assert not is_open(silent)
-    silent.close()
-    channel.close()
-
-
 def test_a_connection_that_cannot_be_served_is_closed(listen, monkeypatch, caplog):
-    def fail():
-        raise RuntimeError("can't start new thread")
-
     listener = listen()
     with monkeypatch.context() as patched:
-        failing = SimpleNamespace(Thread=lambda **_: SimpleNamespace(start=fail), Timer=threading.Timer)
+        failing = Mock(Timer=threading.Timer)
+        failing.Thread.return_value.start.side_effect = RuntimeError("can't start new thread")
         patched.setattr(wire, "threading", failing)
         with pytest.raises(LinkLost):
             met(listener)
-    assert greets(listener)
+    met(listener).close()
     assert "could not be accepted: can't start new thread" in caplog.text

@@ -1,22 +1,46 @@
-"""Trainings with planned attention beside transformers' Trainer with "sdpa" in one process, on the same documents."""
+"""Trainings with planned attention beside transformers' or TRL's trainer with "sdpa" in one process.
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+Both get the same documents. What is computed in float32 may differ by roundings of float32. What is computed in
+bfloat16 is held against one process in float32 as well: norms and weights may be at most twice as far from that
+process as those of one process in bfloat16 are.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import accelerate
 import datasets
+import peft
 import pytest
 import torch
-from transformers import training_args
+import torch.distributed as dist
+import trl
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, training_args
+from transformers.distributed import DistributedConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from tests.models_and_batches import random_documents
-from tests.trainer.features import SGD, Example, Feature
-from tests.trainer.launches import CHECKPOINTING
+import hf_distca
+from tests.models_and_batches import SMALL_HYBRID, exchanging, random_documents, small_model
+from tests.whole_logits import WholeLogits
 
+# Older transformers know it by its first name alone.
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in TrainingArguments.__dataclass_fields__
+)
+IGNORED = -100
 LENGTHS = [90, 50, 33, 19, 120, 40, 31, 1, 64, 64, 37, 27]
 PER_MICRO_BATCH, TOKENS_PER_RANK = 4, 96
 """Each four documents fill two ranks, so that micro-batches are the same for anybody who takes them in order."""
+VOCABULARY = 67
+"""A size that nothing else has: where a model has it, tensors of tokens × vocabulary are looked for."""
 COMMON: dict[str, Any] = {
     "report_to": [],
     "disable_tqdm": True,
@@ -29,39 +53,161 @@ COMMON: dict[str, Any] = {
     "max_steps": 2,
     "bf16": False,
     CHECKPOINTING: True,
-    **SGD,
+    "optim": "sgd",
+    "learning_rate": 0.3,
 }
 ALONE = {"use_cpu": True, "per_device_train_batch_size": PER_MICRO_BATCH, "per_device_eval_batch_size": 100}
 PLANNED = {"tokens_per_rank": TOKENS_PER_RANK, "balance_block_size": 8, "loss_chunk_bytes": 4096}
+EXACT_LOSS, EXACT = 1e-6, 1e-4
+"""Relative errors in float32: a few roundings of 2^-24 of a loss, and of gradients, whose summands have both signs."""
 ROUNDING = 2.0**-8
 """Relative error of rounding to bfloat16: of a loss under FSDP2, which rounds what a model returns; elsewhere of the
 losses of single targets, whose roundings are independent of one another, so that their mean is off by the root of the
 number of targets less."""
 TARGETS = sum(LENGTHS[:PER_MICRO_BATCH]) - PER_MICRO_BATCH
-LAUNCHED = {
-    "ddp": {"ACCELERATE_USE_CPU": "true"},
-    "fsdp2": {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_RESHARD_AFTER_FORWARD": "true",
-    },
-    "zero2": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
-    "zero3": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+FOLLOWED = re.compile(r"(eval_(\w+_)?)?(loss|grad_norm|entropy|mean_token_accuracy|num_tokens)")
+"""What is compared of a log."""
+HYBRID: dict[str, Any] = {"model_type": "qwen3_next", **SMALL_HYBRID}
+Example = dict[str, Any]
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How ranks share a training.
+
+    Attributes:
+        environment: variables that `accelerate launch` sets.
+        type: part of accelerate's name of the strategy.
+        ranks: number of processes.
+        shares: number of ranks with rows of their own.
+        divided: sizes of the mesh over which transformers divides the model.
+    """
+
+    environment: Mapping[str, str]
+    type: str
+    ranks: int = 2
+    shares: int = 2
+    divided: Mapping[str, int] = field(default_factory=dict)
+
+
+AS_GPUS = {"ACCELERATE_TORCH_DEVICE": "cpu"}
+"""With these accelerate takes processes for GPUs, so that a model may be divided; see `launched`."""
+STRATEGIES = {
+    "ddp": Strategy({"ACCELERATE_USE_CPU": "true"}, "MULTI_CPU"),
+    "fsdp2": Strategy(
+        {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+            "FSDP_RESHARD_AFTER_FORWARD": "true",
+        },
+        "FSDP",
+    ),
+    "zero2": Strategy({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, "DEEPSPEED"),
+    "zero3": Strategy({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "DEEPSPEED"),
+    "tp and fsdp": Strategy(AS_GPUS, "", 4, 2, {"tp_size": 2, "fsdp_size": 2}),
+    "tp, fsdp and ep": Strategy(AS_GPUS, "", 4, 2, {"tp_size": 2, "fsdp_size": 2, "ep_size": 2}),
+    "tp and replicas": Strategy(AS_GPUS, "", 4, 2, {"tp_size": 2, "dp_replicate_size": 2}),
+    "tp": Strategy(AS_GPUS, "", 4, 1, {"tp_size": 4}),
+    "fsdp by transformers": Strategy(AS_GPUS, "", 4, 4, {"fsdp_size": 4}),
+    "replicated shards": Strategy(AS_GPUS, "FSDP", 4, 4),
 }
-"""Variables of `accelerate launch` that decide the strategy."""
-TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+STRATEGIES["fsdp2 on four ranks"] = replace(STRATEGIES["fsdp2"], ranks=4, shares=4)
 
 
-def examples(feature: Feature) -> list[Example]:
-    """The documents as a feature changes them."""
-    return [
-        feature.example(index, {"input_ids": document.tolist()})
-        for index, document in enumerate(random_documents(LENGTHS))
-    ]
+def plain(implementation: str) -> nn.Module:
+    """The model that is trained where a run does not say otherwise."""
+    return small_model(implementation=implementation)
 
 
-def dataset_of(lengths: list[int]) -> datasets.Dataset:
+@dataclass(frozen=True)
+class Run:
+    """What is set in a training.
+
+    Attributes:
+        example: changes an example, given its index.
+        given: makes other arguments of both trainers, anew for each, of its model.
+        patched: stands something in for the training.
+        refused: strategies that refuse it, with a part of the error.
+        needs: package without which it is not tried.
+        steps_without_targets: number of first steps without a target: one process would divide by zero.
+        rounds: whether the training computes in bfloat16.
+        slack: factor of the errors that are allowed in float32.
+        planned, given_planned: what hf_distca's trainer gets in place of `arguments` and `given`.
+        alone: what the trainer in one process gets in place of `arguments`.
+        calls: "train", "evaluate", and "new trainer", which goes on with the model.
+        resumes: checkpoint from which hf_distca's trainer resumes, in the folder of the strategy.
+        after: called with hf_distca's trainer in the end; gives a further result.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    model: Callable[[str], nn.Module] = plain
+    adapter: peft.PeftConfig | None = None
+    example: Callable[[int, Example], Example] = lambda index, example: example
+    given: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
+    environment: Mapping[str, str] = field(default_factory=dict)
+    patched: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
+    refused: Mapping[str, str] = field(default_factory=dict)
+    only: Collection[str] = ("ddp", "fsdp2", "zero2", "zero3")
+    needs: str = "torch"
+    steps_without_targets: int = 0
+    rounds: bool = False
+    slack: float = 1.0
+    planned: Mapping[str, Any] = field(default_factory=dict)
+    given_planned: Callable[[], dict[str, Any]] = lambda: {}
+    alone: Mapping[str, Any] = field(default_factory=dict)
+    sft: bool = False
+    calls: Sequence[str] = ("train",)
+    resumes: str | None = None
+    after: Callable[[Any], Any] = lambda trainer: None
+
+    def documents(self, without: int = 0) -> datasets.Dataset:
+        """Documents as the run changes them, but for the first ones."""
+        examples = [self.example(index, example) for index, example in enumerate(dataset_of(LENGTHS))]
+        return datasets.Dataset.from_list(examples[without:])
+
+    def make_model(self, implementation: str, divided: Mapping[str, int], folder: str) -> Any:
+        """The model with its adapter, of which this rank has its part of a mesh."""
+        model: Any = self.model(implementation)
+        if divided:
+            if dist.get_rank() == 0:
+                model.save_pretrained(folder)
+            dist.barrier()
+            mesh = DistributedConfig(**divided)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, attn_implementation="distca", distributed_config=mesh, use_cache=False, dtype=torch.float32
+            )
+        if self.adapter is None:
+            return model
+        torch.manual_seed(0)
+        return peft.get_peft_model(model, copy.deepcopy(self.adapter))
+
+
+class Notes(TrainerCallback):
+    """A callback whose notes are compared."""
+
+    def __init__(self) -> None:
+        self.noted: dict[str, torch.Tensor] = {}
+
+
+class Pad:
+    """Pads a batch of documents, as collators do for models that compute one row for each."""
+
+    def __call__(self, examples: list[Example]) -> dict[str, torch.Tensor]:
+        """The batch."""
+        length = max(len(example["input_ids"]) for example in examples)
+        columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "attention_mask": []}
+        for example in examples:
+            ids = list(example["input_ids"])
+            padding = length - len(ids)
+            columns["input_ids"].append([*ids, *[0] * padding])
+            columns["labels"].append([*example.get("labels", ids), *[IGNORED] * padding])
+            columns["attention_mask"].append([1] * len(ids) + [0] * padding)
+        return {name: torch.tensor(rows) for name, rows in columns.items()}
+
+
+def dataset_of(lengths: Sequence[int]) -> datasets.Dataset:
     """Documents of these lengths."""
     return datasets.Dataset.from_list([{"input_ids": document.tolist()} for document in random_documents(lengths)])
 
@@ -70,9 +216,13 @@ def dataset_of(lengths: list[int]) -> datasets.Dataset:
 def launched(strategy: str, environment: Mapping[str, str]) -> Iterator[pytest.MonkeyPatch]:
     """While inside, this process has been launched for a strategy, on a device with bfloat16."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("ACCELERATE_USE_CPU", raising=False)
-        for variable, value in {**LAUNCHED[strategy], **environment}.items():
+        for left_behind in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP"):
+            patch.delenv(left_behind, raising=False)
+        for variable, value in {**STRATEGIES[strategy].environment, **environment}.items():
             patch.setenv(variable, value)
+        if STRATEGIES[strategy].environment is AS_GPUS:
+            gloo = ("gloo", accelerate.DistributedType.MULTI_GPU)
+            patch.setattr(accelerate.PartialState, "_prepare_backend", lambda self, *args, **kwargs: gloo)
         patch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         try:
@@ -80,3 +230,158 @@ def launched(strategy: str, environment: Mapping[str, str]) -> Iterator[pytest.M
         finally:
             torch.use_deterministic_algorithms(False)
             accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
+    """A rank's training with hf_distca, or the error with which it ended."""
+    how, output = STRATEGIES[strategy], f"{folder}/{strategy}/{name}"
+    # Before the arguments: once those know of ZeRO-3, a model's parameters are drawn in another way.
+    unset_hf_deepspeed_config()
+    model = run.make_model("distca", how.divided, f"{output}/model")
+    documents = run.documents()
+    given = {"model": model, "train_dataset": documents, "eval_dataset": documents}
+    given |= {**run.given(model), **run.given_planned()}
+    arguments = {**COMMON, **PLANNED, "tokens_per_rank": 2 * TOKENS_PER_RANK // how.shares, **exchanging(model)}
+    arguments |= {"output_dir": output, "dataloader_num_workers": 0, **run.arguments, **run.planned}
+    forwards = 0
+
+    def make() -> Any:
+        if run.sft:
+            trainer: Any = hf_distca.DistCASFTTrainer(args=hf_distca.DistCASFTConfig(**arguments), **given)
+        else:
+            trainer = hf_distca.DistCATrainer(args=hf_distca.DistCATrainingArguments(**arguments), **given)
+        kernel, forward = trainer.dispatcher.kernel, trainer.dispatcher.kernel.forward
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal forwards
+            forwards += 1
+            return forward(*args, **kwargs)
+
+        kernel.forward = counted
+        return trainer
+
+    looked = WholeLogits(VOCABULARY, rows=48) if model.config.vocab_size == VOCABULARY else nullcontext()
+    with launched(strategy, run.environment) as patch:
+        run.patched(patch)
+        try:
+            trainer, result = carry_out(run, make, looked, run.resumes and f"{folder}/{strategy}/{run.resumes}")
+        except (ValueError, ImportError, RuntimeError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        assert how.type in str(trainer.accelerator.distributed_type)
+        assert getattr(looked, "shapes", []) == []
+        settings, groups = trainer.dispatcher.settings, trainer.dispatcher.groups
+        result |= {
+            "kernel_forwards": forwards,
+            "heads": {(kind.q_heads, kind.kv_heads) for kind in settings.kinds},
+            "place": (groups.rank, groups.ranks),
+            "after": run.after(trainer),
+        }
+        trainer.close()
+    return result
+
+
+def train_alone(folder: str, run: Run, exact: bool = False) -> Result:
+    """What the trainer of others makes of a run in one process; with `exact` in float32, from the same weights."""
+    idle = run.steps_without_targets
+    arguments = {**COMMON, **ALONE, "max_steps": 2 - idle, "output_dir": folder, **run.arguments, **run.alone}
+    unset_hf_deepspeed_config()
+    model = run.make_model("sdpa", {}, folder)
+    if exact:
+        arguments["bf16"], model = False, model.float()
+    documents = run.documents(without=idle * PER_MICRO_BATCH)
+    given = {"model": model, "train_dataset": documents, "eval_dataset": documents}
+    given |= {} if run.sft else {"data_collator": Pad()}
+
+    def make() -> Any:
+        if run.sft:
+            return trl.SFTTrainer(args=trl.SFTConfig(**arguments), **{**given, **run.given(model)})
+        return Trainer(args=TrainingArguments(**arguments), **{**given, **run.given(model)})
+
+    with launched("ddp", {} if exact else run.environment) as patch:
+        run.patched(patch)
+        _, result = carry_out(run, make)
+    logged = {key: [0.0] * idle + values for key, values in result["logged"].items()}
+    return {**result, "logged": logged}
+
+
+def carry_out(
+    run: Run, make: Callable[[], Any], inside: Any = None, resume: str | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """The trainer after the run's calls; what it logged, what callbacks noted, how every trained weight changed."""
+    trainer = make()
+    before = {name: whole(p) for name, p in trainer.model.named_parameters() if p.requires_grad}
+    if trainer.is_deepspeed_enabled and trainer.args.bf16:  # what DeepSpeed starts from
+        before = {name: weight.bfloat16().float() for name, weight in before.items()}
+    history: list[dict[str, Any]] = []
+    with pytest.MonkeyPatch.context() as patch, inside or nullcontext():
+        # NEFTune's noise, as if it were drawn alike everywhere: its scale is by the length of the row.
+        patch.setattr(torch.Tensor, "uniform_", lambda noise, *between: noise.fill_(0.05))
+        for call in run.calls:
+            known = len(trainer.state.log_history) if call == "evaluate" else 0
+            if call == "train":
+                trainer.train(resume_from_checkpoint=resume)
+            elif call == "evaluate":
+                trainer.evaluate()
+            else:
+                trainer = make()
+            history += trainer.state.log_history[known:]
+    callbacks = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Notes)]
+    # FSDP's checkpoints put a name in between.
+    after = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in trainer.model.named_parameters()}
+    return trainer, {
+        "logged": {
+            key: [entry[key] for entry in history if key in entry]
+            for key in sorted({key for entry in history for key in entry if FOLLOWED.fullmatch(key)})
+        },
+        "learned": {name: whole(after[name]) - before[name] for name in before},
+        "noted": {name: whole(note) for callback in callbacks for name, note in callback.noted.items()},
+        "history": history,
+    }
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of a weight, of which ranks have shares; in float32 where the optimizer has it so."""
+    if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter).cpu().clone()
+    tensor = parameter.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float().clone()
+
+
+def errors(result: Result, expected: Result) -> tuple[float, float]:
+    """The largest relative errors: of losses; of what else is logged, learned and noted."""
+    losses, others = [0.0], [0.0]
+    assert result["logged"].keys() == expected["logged"].keys()
+    for key, wanted in expected["logged"].items():
+        relative = (
+            abs(a - b) / max(b, 1e-2 * max(wanted), 1e-6) for a, b in zip(result["logged"][key], wanted, strict=True)
+        )
+        (losses if key.endswith("loss") else others).extend(relative)
+    for kind in ("learned", "noted"):
+        assert result[kind].keys() == expected[kind].keys()
+        least = 1e-2 * max((wanted.norm() for wanted in expected[kind].values()), default=0.0)
+        for name, wanted in expected[kind].items():
+            others.append(float((result[kind][name] - wanted).norm() / max(wanted.norm(), least)))
+    return max(losses), max(others)
+
+
+def assert_equal(run: Run, result: Result, expected: Callable[..., Result], strategy: str) -> None:
+    """A training equals that of one process, or is refused.
+
+    Args:
+        expected: what one process gives, in float32 if called with True.
+    """
+    if strategy in run.refused:
+        assert run.refused[strategy] in result.get("error", "no error")
+        return
+    assert "error" not in result, result["error"]
+    losses, others = errors(result, expected())
+    if not run.rounds:
+        assert losses < EXACT_LOSS * run.slack
+        assert others < EXACT * run.slack
+        return
+    assert losses < (ROUNDING if "fsdp2" in strategy else ROUNDING / TARGETS**0.5)
+    _, of_one_process = errors(expected(), expected(True))
+    _, others = errors(result, expected(True))
+    assert others < 2 * of_one_process

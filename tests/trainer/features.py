@@ -1,81 +1,44 @@
-"""Features beside planned attention, and the page of them: `python -m tests.trainer.features` writes it."""
+"""Tables: features that users turn on beside planned attention, whole trainings, and what is trained at once."""
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+import sys
+from collections.abc import Callable
+from types import MethodType, ModuleType
 from typing import Any
 
 import peft
 import pytest
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
-from transformers import BitsAndBytesConfig, TrainerCallback
+from accelerate.parallelism_config import ParallelismConfig
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, DataCollatorWithFlattening, EarlyStoppingCallback
+from transformers.integrations import liger
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.trainer.refusals import Run as Refused
 from tests.models_and_batches import SMALL, small_model
-from tests.trainer import liger
-from tests.trainer.launches import CHECKPOINTING, HYBRID
+from tests.trainer.chats import chats, prompts, tokenizer
+from tests.trainer.comparison import (
+    CHECKPOINTING,
+    HYBRID,
+    IGNORED,
+    LENGTHS,
+    VOCABULARY,
+    Example,
+    Notes,
+    Run,
+    dataset_of,
+    plain,
+)
 
-STRATEGIES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 ZERO = ("zero2", "zero3")
-IGNORED = -100
-Example = dict[str, Any]
 
 
-def plain(implementation: str) -> nn.Module:
-    """The model that is trained where a feature does not say otherwise."""
-    return small_model(implementation=implementation)
-
-
-@dataclass(frozen=True)
-class Feature:
-    """Something that a training has or is asked for.
-
-    Attributes:
-        arguments: of the trainer's arguments.
-        model: makes the model, for an attention implementation.
-        example: changes an example, given its index.
-        given: makes other arguments of the trainer, anew for each training, of its model.
-        environment: variables that `accelerate launch` sets.
-        patched: stands something in for the training.
-        refused: strategies that refuse the feature, with a part of the error.
-        only: strategies under which the feature is tried.
-        needs: package without which the feature is not tried.
-        steps_without_targets: number of first steps without a target: one process would divide by zero.
-        rounds: whether the training computes in bfloat16.
-        note: remark for users.
-        planned: further arguments of hf_distca's trainer.
-    """
-
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    model: Callable[[str], nn.Module] = plain
-    example: Callable[[int, Example], Example] = lambda index, example: example
-    given: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
-    environment: Mapping[str, str] = field(default_factory=dict)
-    patched: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
-    refused: Mapping[str, str] = field(default_factory=dict)
-    only: Collection[str] = tuple(STRATEGIES)
-    needs: str = "torch"
-    steps_without_targets: int = 0
-    rounds: bool = False
-    note: str = ""
-    planned: Mapping[str, Any] = field(default_factory=dict)
-
-
-def adapted(base: Callable[[str], Any] = plain, **settings: Any) -> Callable[[str], nn.Module]:
-    """Make a model with LoRA, whose B is not 0 at first, so that all of LoRA gets gradients."""
-    return with_adapter(lambda: peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings), base)
-
-
-def with_adapter(config: Callable[[], peft.PeftConfig], base: Callable[[str], Any] = plain) -> Callable[[str], Any]:
-    """Make the model with an adapter of PEFT."""
-
-    def make(implementation: str) -> Any:
-        model = base(implementation)
-        torch.manual_seed(0)
-        return peft.get_peft_model(model, config())
-
-    return make
+def lora(*modules: str, **settings: Any) -> peft.LoraConfig:
+    """LoRA whose B is not 0 at first, so that all of LoRA gets gradients."""
+    return peft.LoraConfig(
+        r=4, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=list(modules), **settings
+    )
 
 
 def in_4_bits(implementation: str) -> nn.Module:
@@ -98,25 +61,15 @@ def in_4_bits(implementation: str) -> nn.Module:
     )
 
 
-def in_bfloat16(implementation: str) -> nn.Module:
-    """The weights themselves in bfloat16."""
-    return plain(implementation).to(torch.bfloat16)
+def model_of(**config: Any) -> Callable[[str], nn.Module]:
+    """Make a model of this configuration."""
+    return lambda implementation: small_model(implementation=implementation, **config)
 
 
-def targets_of(*documents: int) -> Callable[[int, Example], Example]:
-    """Only these documents have targets."""
-
-    def example(index: int, example: Example) -> Example:
-        ids = example["input_ids"]
-        return {**example, "labels": list(ids) if index in documents else [IGNORED] * len(ids)}
-
-    return example
-
-
-def answers_of_chats(index: int, example: Example) -> Example:
-    """Targets are every second turn of seven tokens; a chat of fewer has none."""
-    ids = example["input_ids"]
-    return {**example, "labels": [token if row // 7 % 2 else IGNORED for row, token in enumerate(ids)]}
+def gpt_oss(implementation: str) -> nn.Module:
+    """A model with experts and sinks, which transformers computes with its own functions only."""
+    config = {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}
+    return small_model("gpt_oss", "eager" if implementation == "sdpa" else implementation, **config)
 
 
 def with_tower(implementation: str) -> nn.Module:
@@ -139,289 +92,379 @@ def with_frozen_tower(implementation: str) -> nn.Module:
     return model
 
 
-class Average(TrainerCallback):
-    """An exponential moving average of the weights that are trained."""
+def targets_of(*documents: int) -> Callable[[int, Example], Example]:
+    """Only these documents have targets."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.average: dict[str, torch.Tensor] = {}
+    def example(index: int, example: Example) -> Example:
+        ids = example["input_ids"]
+        return {**example, "labels": list(ids) if index in documents else [IGNORED] * len(ids)}
+
+    return example
+
+
+def answers_of_chats(index: int, example: Example) -> Example:
+    """Targets are every second turn of seven tokens; a chat of fewer has none."""
+    ids = example["input_ids"]
+    return {**example, "labels": [token if row // 7 % 2 else IGNORED for row, token in enumerate(ids)]}
+
+
+class Average(Notes):
+    """An exponential moving average of the weights that are trained."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Take the weights in."""
         for name, parameter in model.named_parameters():
-            average = self.average.setdefault(name, torch.zeros_like(parameter))
-            average.lerp_(parameter.detach(), 0.25)
+            if parameter.requires_grad:
+                self.noted.setdefault(name, torch.zeros_like(parameter)).lerp_(parameter.detach(), 0.25)
 
 
-class Pad:
-    """Pads a batch of documents, as collators do for models that compute one row for each."""
+class Generates(Notes):
+    """The most probable continuation of a few words, by the model as it is after each step."""
 
-    def __call__(self, examples: list[Example]) -> dict[str, torch.Tensor]:
-        """The batch."""
-        length = max(len(example["input_ids"]) for example in examples)
-        columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "attention_mask": []}
-        for example in examples:
-            ids = list(example["input_ids"])
-            padding = length - len(ids)
-            columns["input_ids"].append([*ids, *[0] * padding])
-            columns["labels"].append([*example.get("labels", ids), *[IGNORED] * padding])
-            columns["attention_mask"].append([1] * len(ids) + [0] * padding)
-        return {name: torch.tensor(rows) for name, rows in columns.items()}
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Generate on every rank."""
+        prompt = torch.tensor([[5, 9, 17, 33]])
+        options = {"min_new_tokens": 4, "max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
+        self.noted[str(state.global_step)] = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
 
 
-SGD = {"optim": "sgd", "learning_rate": 0.3}
+def install_liger(patch: pytest.MonkeyPatch) -> None:
+    """Let transformers find a stand-in for liger-kernel, whose kernels need a GPU; it changes a LLaMA alike."""
+
+    def norm(self: Any, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.variance_epsilon).to(x.dtype)
+
+    def mlp(self: Any, x: Tensor) -> Tensor:
+        # Another function than the model's own: who trains equally computes with it.
+        return self.down_proj(nn.functional.gelu(self.gate_proj(x)) * self.up_proj(x))
+
+    def apply(model: Any, rms_norm: bool = True, swiglu: bool = True, **_: Any) -> None:
+        for module in model.modules():
+            if rms_norm and type(module).__name__ == "LlamaRMSNorm":
+                vars(module)["forward"] = MethodType(norm, module)
+            if swiglu and type(module).__name__ == "LlamaMLP":
+                vars(module)["forward"] = MethodType(mlp, module)
+
+    functions: Any = ModuleType("liger_kernel.transformers")
+    functions._apply_liger_kernel_to_instance = apply
+    patch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    patch.setitem(sys.modules, "liger_kernel.transformers", functions)
+    patch.setattr(liger, "is_liger_kernel_available", lambda: True)
+
+
+def count_forwards(patch: pytest.MonkeyPatch) -> None:
+    """Count plans under which ranks forward rows inside their node, in `forwarding` of the dispatcher."""
+    bind = Dispatcher.bind
+
+    def counted(self: Any, plan: Any) -> Any:
+        bound = bind(self, plan)
+        forwards = any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values())
+        self.forwarding = getattr(self, "forwarding", 0) + forwards
+        return bound
+
+    patch.setattr(Dispatcher, "bind", counted)
+
+
 BF16 = {"bf16": True}
-OF_TOWERS = "Gemma 3, on text: DDP is not to wait for the tower's gradients, FSDP2 not to look for layers it lacks"
-
-FEATURES: dict[str, Feature] = {
+FEATURES: dict[str, Run] = {
     # Adapters
-    "LoRA on q_proj only": Feature(model=adapted(target_modules=["q_proj"])),
-    "LoRA on v_proj only": Feature(model=adapted(target_modules=["v_proj"])),
-    "LoRA on MLPs only": Feature(model=adapted(target_modules=["gate_proj", "up_proj", "down_proj"])),
-    "LoRA on all linear layers": Feature(model=adapted(target_modules="all-linear")),
-    "DoRA": Feature(model=adapted(target_modules=["q_proj", "o_proj", "up_proj"], use_dora=True)),
-    "modules_to_save": Feature(
-        model=adapted(target_modules=["k_proj"], modules_to_save=["embed_tokens", "lm_head", "norm"])
+    "LoRA on q_proj only": Run(adapter=lora("q_proj")),
+    "LoRA on v_proj only": Run(adapter=lora("v_proj")),
+    "LoRA on MLPs only": Run(adapter=lora("gate_proj", "up_proj", "down_proj")),
+    "LoRA on all linear layers": Run(
+        adapter=lora("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     ),
-    "LoRA on q_proj and the head": Feature(model=adapted(target_modules=["q_proj", "lm_head"])),
-    "LoRA on a base in 4 bits": Feature(model=adapted(in_4_bits, target_modules="all-linear"), needs="bitsandbytes"),
-    "trainable_token_indices": Feature(
-        model=adapted(target_modules=["q_proj"], modules_to_save=["lm_head"], trainable_token_indices=[3, 4])
+    "DoRA": Run(adapter=lora("q_proj", "o_proj", "up_proj", use_dora=True)),
+    "modules_to_save": Run(adapter=lora("k_proj", modules_to_save=["embed_tokens", "lm_head", "norm"])),
+    "LoRA on q_proj and the head": Run(adapter=lora("q_proj", "lm_head")),
+    "LoRA on a base in 4 bits": Run(
+        model=in_4_bits, adapter=lora("q_proj", "v_proj", "up_proj", "down_proj"), needs="bitsandbytes"
     ),
-    "IA3": Feature(
-        model=with_adapter(
-            lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
-        )
+    "trainable_token_indices": Run(
+        adapter=lora("q_proj", modules_to_save=["lm_head"], trainable_token_indices=[3, 4])
     ),
-    "OFT": Feature(
-        model=with_adapter(lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj", "v_proj"])),
-        only=("ddp",),
-    ),
-    "LLaMA-Adapter": Feature(
-        model=with_adapter(lambda: peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM")),
-        only=("ddp",),
+    "IA3": Run(adapter=peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
+    "OFT": Run(adapter=peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj", "v_proj"]), only=("ddp",)),
+    "LLaMA-Adapter": Run(
+        adapter=peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM"), only=("ddp",)
     ),
     # Precision
-    "float32": Feature(),
-    "bf16": Feature(BF16, rounds=True),
-    "bf16 and LoRA on all linear layers": Feature(BF16, adapted(target_modules="all-linear"), rounds=True),
-    "bf16 and a micro-batch without targets": Feature(
+    "float32": Run(),
+    "bf16": Run(BF16, rounds=True),
+    "bf16 and LoRA on all linear layers": Run(
+        BF16,
+        adapter=lora("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        rounds=True,
+    ),
+    "bf16 and a micro-batch without targets": Run(
         {**BF16, "gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9), rounds=True
     ),
-    "weights in bfloat16": Feature({"learning_rate": 30.0, "max_steps": 1}, in_bfloat16, rounds=True),
-    "--mixed_precision bf16": Feature(
+    "weights in bfloat16": Run(
+        {"learning_rate": 30.0, "max_steps": 1}, lambda how: plain(how).to(torch.bfloat16), rounds=True
+    ),
+    "--mixed_precision bf16": Run(
         environment={"ACCELERATE_MIXED_PRECISION": "bf16"},
         refused=dict.fromkeys(ZERO, "mismatch TrainingArguments values"),
         rounds=True,
     ),
     # Steps
-    "a last incomplete step": Feature({"gradient_accumulation_steps": 2}),
-    "max_grad_norm": Feature({"max_grad_norm": 0.05}),
-    "no checkpoints": Feature({CHECKPOINTING: False}),
-    "neftune_noise_alpha": Feature(
-        {"neftune_noise_alpha": 5.0}, note="the noise shrinks with the length of the rank's row, as where others pack"
-    ),
-    "use_liger_kernel": Feature(
-        {"use_liger_kernel": True},
-        patched=liger.install,
-        note="the kernels of its layers; the loss stays that of planned steps. Tried with a stand-in in torch",
-    ),
-    "EMA callback": Feature(
-        given=lambda model: {"callbacks": [Average(model)]},
-        only=("ddp", "fsdp2", "zero2"),
-        note="ZeRO-3 gathers no weights for callbacks",
-    ),
-    "debug=underflow_overflow": Feature({"debug": "underflow_overflow"}),
-    "ZeRO-1": Feature(
-        environment={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, only=("zero2",), note="with `--zero_stage 1`"
-    ),
+    "a last incomplete step": Run({"gradient_accumulation_steps": 2}),
+    "max_grad_norm": Run({"max_grad_norm": 0.05}),
+    "no checkpoints": Run({CHECKPOINTING: False}),
+    "neftune_noise_alpha": Run({"neftune_noise_alpha": 5.0}),
+    "use_liger_kernel": Run({"use_liger_kernel": True}, patched=install_liger),
+    "EMA callback": Run(given=lambda model: {"callbacks": [Average()]}, only=("ddp", "fsdp2", "zero2")),
+    "debug=underflow_overflow": Run({"debug": "underflow_overflow"}),
+    "ZeRO-1": Run(environment={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, only=("zero2",)),
     # Optimizers
-    "adamw_torch": Feature({"optim": "adamw_torch", "learning_rate": 1e-2}),
-    "adafactor": Feature(
+    "adamw_torch": Run({"optim": "adamw_torch", "learning_rate": 1e-2}),
+    "adafactor": Run(
         {"optim": "adafactor", "learning_rate": 1e-2},
-        refused={
-            **dict.fromkeys(("fsdp2", *ZERO), "its moments need the rows and columns of whole weights"),
-        },
+        refused=dict.fromkeys(("fsdp2", *ZERO), "its moments need the rows and columns of whole weights"),
     ),
-    "optimizers": Feature(
+    "optimizers": Run(
         given=lambda model: {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), None)},
         refused={
             "fsdp2": "Passing `optimizers` is not allowed",
             **dict.fromkeys(ZERO, "transformers silently ignores it"),
         },
     ),
-    "optimizer_cls_and_kwargs": Feature(
+    "optimizer_cls_and_kwargs": Run(
         given=lambda model: {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9})}
     ),
     # Targets and masks
-    "chats of several turns": Feature(example=answers_of_chats),
-    "targets on one rank only": Feature(example=targets_of(3, 6)),
-    "a micro-batch without targets": Feature({"gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9)),
-    "a step without targets": Feature(example=targets_of(4, 5, 6, 7), steps_without_targets=1),
+    "chats of several turns": Run(example=answers_of_chats),
+    "targets on one rank only": Run(example=targets_of(3, 6)),
+    "a micro-batch without targets": Run({"gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9)),
+    "a step without targets": Run(example=targets_of(4, 5, 6, 7), steps_without_targets=1),
     # Models
-    "experts (Mixtral)": Feature(model=lambda how: small_model("mixtral", how, num_local_experts=4)),
-    "a hybrid (Qwen3-Next) with documents that are cut": Feature(
-        planned={"document_layout": "joint"}, model=lambda how: small_model(implementation=how, **HYBRID)
+    "experts (Mixtral)": Run(model=model_of(model_type="mixtral", num_local_experts=4)),
+    "a hybrid (Qwen3-Next) with documents that are cut": Run(
+        model=model_of(**HYBRID), planned={"document_layout": "joint"}
     ),
-    "tied embeddings and mlp_chunk_rows": Feature(
-        planned={"mlp_chunk_rows": 16}, model=lambda how: small_model(implementation=how, tie_word_embeddings=True)
+    "tied embeddings and mlp_chunk_rows": Run(
+        model=model_of(tie_word_embeddings=True), planned={"mlp_chunk_rows": 16}
     ),
-    "a frozen tower for images": Feature(model=with_frozen_tower, only=("ddp", "fsdp2"), note=OF_TOWERS),
-    "a tower for images": Feature(model=with_tower, only=("ddp", "fsdp2"), note=OF_TOWERS),
+    "a frozen tower for images": Run(model=with_frozen_tower, only=("ddp", "fsdp2")),
+    "a tower for images": Run(model=with_tower, only=("ddp", "fsdp2")),
 }
+"""Rows of docs/reference/features.md."""
 
+
+def save(trainer: Any) -> str:
+    """Save the model; the folder."""
+    folder = f"{trainer.args.output_dir}/saved"
+    trainer.save_model(folder)
+    return folder
+
+
+SAVED = 2
+ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3}
+WHOLE: dict[str, Any] = {
+    "arguments": {**ADAM, "max_steps": 4, "eval_on_start": True, "save_strategy": "steps", "save_steps": SAVED},
+    "model": model_of(vocab_size=VOCABULARY),
+    "calls": ("train", "evaluate"),
+}
+# The more a step has lowered the loss, the worse: the first is the best, and two later ones are waited for.
+BEST = {
+    **{**ADAM, "max_steps": 8, CHECKPOINTING: False, "eval_strategy": "steps", "eval_steps": 1},
+    **{"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "load_best_model_at_end": True},
+    **{"metric_for_best_model": "eval_most_loss", "greater_is_better": True},
+}
+BY_FSDP = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}  # --fsdp_activation_checkpointing true
+SFT: dict[str, Any] = {
+    "sft": True,
+    "calls": ("train", "evaluate"),
+    "alone": {"per_device_train_batch_size": 99, "per_device_eval_batch_size": 99, "max_length": None},
+    "planned": {"tokens_per_rank": 220, "gradient_accumulation_steps": 8},
+}
+"""A step takes all chats."""
+
+
+def on_chats(data: Callable[[], Any] = chats, **more: Any) -> Callable[[nn.Module], dict[str, Any]]:
+    """Give chats to train on, and to evaluate as two data sets."""
+    return lambda model: {
+        "train_dataset": data(),
+        "eval_dataset": {"few": data().select(range(5)), "all": data()},
+        "processing_class": tokenizer(),
+        **more,
+    }
+
+
+TRAININGS: dict[str, Run] = {
+    "evaluated and saved": Run(**WHOLE, after=save),
+    "resumed": Run(**WHOLE, resumes=f"evaluated and saved/checkpoint-{SAVED}"),
+    "evaluated before": Run(
+        calls=("evaluate", "train", "evaluate"),
+        refused=dict.fromkeys(("fsdp2", "zero2"), str(Refused.EARLY_EVALUATION.error())),
+    ),
+    "evaluated after": Run(calls=("train", "evaluate")),
+    "saved": Run(after=save),
+    "trained twice": Run(
+        calls=("train", "train", "evaluate"),
+        refused={"zero3": str(Refused.SECOND_TRAINING.error(trainer="DistCATrainer"))},
+    ),
+    "trained anew": Run(calls=("train", "new trainer", "train", "evaluate")),
+    "the best of several evaluations": Run(
+        BEST,
+        calls=("train", "evaluate"),
+        given=lambda model: {
+            "eval_dataset": {"few": dataset_of(LENGTHS[:5]), "most": dataset_of(LENGTHS[:10])},
+            "callbacks": [EarlyStoppingCallback(2), Generates()],
+        },
+    ),
+    "checkpointed by FSDP": Run({CHECKPOINTING: False}, environment=BY_FSDP),
+    "computed again": Run({CHECKPOINTING: False}, environment=BY_FSDP, planned={"keep_core_attention": False}),
+    # TRL
+    "answers of assistants": Run(
+        {"assistant_only_loss": True, CHECKPOINTING: False},
+        given=on_chats(peft_config=lora("q_proj", "v_proj")),
+        **SFT,
+    ),
+    "completions": Run(
+        {"loss_type": "dft", "max_length": 60},
+        given=on_chats(prompts),
+        **{**SFT, "alone": {**SFT["alone"], "max_length": 60}},
+    ),
+    "bf16 by default": Run({"bf16": None}, given=on_chats(peft_config=lora("q_proj", "v_proj")), rounds=True, **SFT),
+    # Their own loss is of each rank's rows.
+    "experts with a loss": Run(
+        model=model_of(model_type="mixtral", num_local_experts=4, router_aux_loss_coef=0.1),
+        given=on_chats(),
+        slack=500.0,
+        **SFT,
+    ),
+    # More micro-batches than the stream has: some are of a rank whose data has ended, or of all.
+    "chats of a stream": Run(
+        {"max_steps": 1},
+        given=on_chats(),
+        given_planned=lambda: {"train_dataset": chats().to_iterable_dataset(num_shards=2)},
+        **{**SFT, "planned": {**SFT["planned"], "gradient_accumulation_steps": 6}},
+    ),
+    # accelerate begins again with the first examples until all batches of a step have as many.
+    "chats by a collator": Run(
+        {"max_steps": 1},
+        given=lambda model: on_chats()(model) | {"train_dataset": chats(11).select([*range(11), *range(9)])},
+        given_planned=lambda: {
+            "train_dataset": chats(11),
+            "data_collator": DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True),
+        },
+        **{
+            **SFT,
+            "calls": ("train",),
+            "planned": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 5},
+        },
+    ),
+    # Models that ranks share
+    "norms of heads (Qwen3)": Run(model=model_of(model_type="qwen3")),
+    "a key/value head for each rank": Run(model=model_of(num_key_value_heads=4)),
+    "experts (gpt-oss)": Run(model=gpt_oss),
+    "mlp_chunk_rows": Run(planned={"mlp_chunk_rows": 32}),
+    # A step takes all documents.
+    "a stream": Run(
+        {"max_steps": 1, "gradient_accumulation_steps": 3},
+        planned={"tokens_per_rank": 640, "gradient_accumulation_steps": 1, "loss_chunk_bytes": 0},
+        given_planned=lambda: {"train_dataset": dataset_of(LENGTHS).to_iterable_dataset()},
+    ),
+    "a padding-free collator": Run(
+        planned={"per_device_train_batch_size": 2},
+        given_planned=lambda: {"data_collator": DataCollatorWithFlattening()},
+    ),
+    "two nodes": Run(
+        planned={"ranks_per_node": 2, "exchange_buffer_bytes": 1024},  # 16 rows
+        patched=count_forwards,
+        after=lambda trainer: trainer.dispatcher.forwarding,
+    ),
+    "parallelism_config": Run(
+        planned={
+            **{"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}},
+            "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+        }
+    ),
+}
 
 TOGETHER: list[tuple[str, tuple[str, ...]]] = [
     ("ddp", ("DoRA", "neftune_noise_alpha", "EMA callback", "a last incomplete step", "optimizer_cls_and_kwargs")),
     ("ddp", ("OFT", "max_grad_norm", "targets on one rank only", "optimizers")),
     ("ddp", ("LLaMA-Adapter", "chats of several turns", "no checkpoints")),
     ("ddp", ("a tower for images", "a step without targets")),
-    ("ddp", ("adafactor", "debug=underflow_overflow")),
+    ("ddp", ("adafactor", "debug=underflow_overflow", "trained twice")),
+    ("ddp", ("evaluated and saved",)),
+    ("ddp", ("bf16 and LoRA on all linear layers", "evaluated before", "saved")),
+    ("ddp", ("answers of assistants",)),
+    ("ddp", ("completions",)),
+    ("ddp", ("bf16 by default",)),
+    ("ddp", ("experts with a loss",)),
+    ("ddp", ("chats of a stream",)),
+    ("ddp", ("chats by a collator",)),
     ("fsdp2", ("LoRA on a base in 4 bits",)),
     ("fsdp2", ("modules_to_save", "a micro-batch without targets", "EMA callback")),
-    ("fsdp2", ("use_liger_kernel", "adamw_torch")),
-    ("fsdp2", ("--mixed_precision bf16", "LoRA on v_proj only")),
+    ("fsdp2", ("use_liger_kernel", "adamw_torch", "trained twice")),
+    ("fsdp2", ("--mixed_precision bf16", "LoRA on v_proj only", "evaluated after", "saved")),
     ("fsdp2", ("a frozen tower for images", "max_grad_norm")),
     ("fsdp2", ("a hybrid (Qwen3-Next) with documents that are cut",)),
-    ("zero3", ("a hybrid (Qwen3-Next) with documents that are cut",)),
+    ("fsdp2", ("evaluated and saved",)),
+    ("fsdp2", ("evaluated before",)),
+    ("fsdp2", ("the best of several evaluations",)),
+    ("fsdp2", ("checkpointed by FSDP",)),
+    ("fsdp2", ("computed again",)),
+    ("fsdp2", ("answers of assistants",)),
     ("zero2", ("trainable_token_indices", "a step without targets")),
     ("zero2", ("bf16 and a micro-batch without targets", "LoRA on MLPs only")),
     ("zero2", ("IA3", "chats of several turns", "optimizer_cls_and_kwargs")),
     ("zero2", ("ZeRO-1", "adamw_torch")),
+    ("zero2", ("evaluated and saved",)),
+    ("zero2", ("evaluated before",)),
+    ("zero3", ("a hybrid (Qwen3-Next) with documents that are cut",)),
     ("zero3", ("LoRA on q_proj only", "no checkpoints", "targets on one rank only")),
     ("zero3", ("LoRA on q_proj and the head", "a last incomplete step")),
-    ("zero3", ("LoRA on all linear layers", "bf16 and LoRA on all linear layers", "bf16")),
-    ("zero3", ("experts (Mixtral)", "float32")),
+    (
+        *("zero3",),
+        ("LoRA on all linear layers", "bf16 and LoRA on all linear layers", "bf16", "evaluated before", "saved"),
+    ),
+    ("zero3", ("experts (Mixtral)", "float32", "trained anew")),
     ("zero3", ("tied embeddings and mlp_chunk_rows", "neftune_noise_alpha")),
     ("zero3", ("weights in bfloat16",)),
+    ("zero3", ("evaluated and saved",)),
+    ("zero3", ("trained twice",)),
+    ("zero3", ("the best of several evaluations",)),
+    ("zero3", ("completions",)),
+    ("tp and fsdp", ("evaluated before", "saved", "max_grad_norm", "mlp_chunk_rows")),
+    ("tp and fsdp", ("bf16", "norms of heads (Qwen3)", "a stream", "no checkpoints")),
+    ("tp and fsdp", ("a hybrid (Qwen3-Next) with documents that are cut",)),
+    ("tp, fsdp and ep", ("experts (gpt-oss)",)),
+    ("tp and replicas", ("tied embeddings and mlp_chunk_rows", "a padding-free collator", "no checkpoints")),
+    ("tp", ("a key/value head for each rank", "no checkpoints")),
+    ("fsdp by transformers", ("LoRA on q_proj only", "evaluated before")),
+    ("replicated shards", ("parallelism_config", "evaluated after")),
+    ("fsdp2 on four ranks", ("two nodes", "bf16", "LoRA on v_proj only")),
 ]
-"""Features that are trained at once, by strategy: what `make test` tries; `make features` tries each by itself."""
+"""What is trained at once, by strategy: what `make test` tries; `make features` tries each feature by itself."""
 
 
-def together(*names: str) -> Feature:
-    """Return features as one; at most one of them has a model, or examples, of its own."""
-    each = [FEATURES[name] for name in names]
-    return Feature(
-        arguments={name: value for one in each for name, value in one.arguments.items()},
-        planned={name: value for one in each for name, value in one.planned.items()},
-        model=next((one.model for one in each if one.model is not plain), plain),
-        example=next((one.example for one in each if one.example is not Feature.example), Feature.example),
-        given=lambda model: {name: value for one in each for name, value in one.given(model).items()},
-        environment={name: value for one in each for name, value in one.environment.items()},
-        patched=lambda patch: [one.patched(patch) for one in each],
-        refused={strategy: text for one in each for strategy, text in one.refused.items()},
-        needs=next((one.needs for one in each if one.needs != "torch"), "torch"),
-        steps_without_targets=max(one.steps_without_targets for one in each),
-        rounds=any(one.rounds for one in each),
+def together(*names: str) -> Run:
+    """Return runs as one; at most one of them has a model, an adapter, examples or calls of its own."""
+    each = [(FEATURES | TRAININGS)[name] for name in names]
+    nothing = Run()
+
+    def only(field: str) -> Any:
+        """The value of the one that sets it."""
+        return next((value for run in each if (value := getattr(run, field)) != getattr(nothing, field)), None)
+
+    def merged(field: str) -> dict[str, Any]:
+        return {name: value for run in each for name, value in getattr(run, field).items()}
+
+    set_by_one = (
+        *("model", "adapter", "example", "needs", "steps_without_targets", "rounds", "slack", "given_planned"),
+        *("sft", "calls", "resumes", "after"),
     )
-
-
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy of a weight, of which ranks have shares; in float32 where the optimizer has it so."""
-    if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return safe_get_full_fp32_param(parameter).cpu().clone()
-    tensor = parameter.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float().clone()
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "features.md"
-TOP = """\
-# Feature compatibility
-
-What users turn on beside planned attention, and the result. Each row is trained with a tiny LLaMA on two ranks with
-ping-pong and gradient checkpointing, and compared with transformers' `Trainer` and "sdpa" in one process on the same
-documents. Computation is in float32 unless the row says otherwise.
-
-- *equal*: losses, gradient norms and the change of each weight are those of one process, within 1e-4. A bfloat16 run
-  is at most twice as far from one process in float32 as one process in bfloat16 is.
-- *refused*: every rank raises an error before the first step that says why and what to set.
-- *–*: not tested.
-
-[What is refused](refusals.md) has what no strategy can train.
-
-`tests/trainer/test_features.py` trains each row, and `python -m tests.trainer.features` writes this page.
-
-"""
-ARGUMENTS_TOP = """
-## Arguments of Trainer
-
-This table has all of transformers' `TrainingArguments` that affect data, loss or model. All others work as in
-`Trainer`.
-
-| argument | result |
-| --- | --- |
-"""
-TABLE = "see the table above"
-REFUSED = "see [What is refused](refusals.md)"
-METRICS = "no effect, because `compute_metrics` is refused"
-UNTRIED = "forwarded to `Trainer`; not tested here"
-ARGUMENTS: dict[str, tuple[str, ...]] = {
-    TABLE: (
-        *("bf16", "gradient_accumulation_steps", "max_grad_norm", "neftune_noise_alpha", "use_liger_kernel", "debug"),
-        *("activation_checkpointing", "gradient_checkpointing", "optim"),
-    ),
-    REFUSED: (
-        *("fp16", "liger_kernel_config", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cache"),
-        *("average_tokens_across_devices", "label_smoothing_factor", "label_names", "auto_find_batch_size"),
-        *("per_device_train_batch_size", "train_sampling_strategy", "accelerator_config"),
-        *("dataloader_in_order", "dataloader_drop_last"),
-    ),
-    "as `per_device_train_batch_size`": ("per_device_eval_batch_size",),
-    "counted over all ranks; an epoch is one pass over all documents": ("num_train_epochs", "max_steps"),
-    "seed of the order of documents": ("seed", "data_seed"),
-    "see [Resuming](../guides/resuming.md)": ("ignore_data_skip", "resume_from_checkpoint"),
-    "columns that the model does not take are removed, or refused": ("remove_unused_columns",),
-    "name of the column with document lengths": ("length_column_name",),
-    "tested in launches and by other tests": (
-        *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "eval_on_start", "eval_strategy"),
-        *("ddp_find_unused_parameters", "ddp_backend", "fsdp", "fsdp_config", "deepspeed", "use_cpu"),
-        *("parallelism_config", "dataloader_pin_memory", "logging_nan_inf_filter", "dataloader_num_workers"),
-        *("dataloader_persistent_workers", "dataloader_prefetch_factor"),
-    ),
-    METRICS: (
-        *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
-        *("include_for_metrics", "batch_eval_metrics"),
-    ),
-    UNTRIED: (
-        *("ddp_static_graph", "full_determinism", "include_num_input_tokens_seen"),
-        *("bf16_full_eval", "fp16_full_eval", "tf32", "torch_empty_cache_steps", "optim_args"),
-        *("optim_target_modules", "dataloader_multiprocessing_context", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
-    ),
-}
-"""What becomes of arguments that touch data, loss or model."""
-OTHERS = (
-    *("output_dir", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
-    *("adam_beta1", "adam_beta2", "adam_epsilon", "logging_strategy", "logging_steps", "logging_first_step"),
-    *("log_on_each_node", "log_level", "log_level_replica", "disable_tqdm", "report_to", "run_name", "project"),
-    *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "eval_steps", "eval_delay"),
-    *("save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit"),
-    *("enable_jit_checkpoint", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"),
-    *("hub_always_push", "hub_revision", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-    *("restore_callback_states_from_checkpoint", "ddp_timeout", "skip_memory_metrics", "do_train", "do_eval"),
-    *("do_predict", "local_rank"),
-)
-"""Arguments that touch neither data nor loss nor model: of optimizers, logs, checkpoints and the hub."""
-
-
-def page() -> str:
-    """The page of what is tested."""
-    head = f"| feature | {' | '.join(STRATEGIES.values())} | note |\n|{' --- |' * (len(STRATEGIES) + 2)}\n"
-    features = "".join(_row(name, feature) for name, feature in FEATURES.items())
-    arguments = "".join(
-        f"| {', '.join(f'`{name}`' for name in names)} | {what} |\n" for what, names in ARGUMENTS.items()
+    return Run(
+        **{
+            name: value
+            for name in ("arguments", "environment", "refused", "planned", "alone")
+            for value in [merged(name)]
+        },
+        **{name: value for name in set_by_one if (value := only(name)) is not None},
+        given=lambda model: {name: value for run in each for name, value in run.given(model).items()},
+        patched=lambda patch: [run.patched(patch) for run in each],
     )
-    return TOP + head + features + ARGUMENTS_TOP + arguments
-
-
-def _row(name: str, feature: Feature) -> str:
-    notes = "; ".join(dict.fromkeys([*feature.refused.values(), *([feature.note] if feature.note else [])]))
-    outcomes = (
-        "refused" if strategy in feature.refused else "equal" if strategy in feature.only else "–"
-        for strategy in STRATEGIES
-    )
-    return f"| {name} | {' | '.join(outcomes)} | {notes} |\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

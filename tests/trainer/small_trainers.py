@@ -2,8 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import datasets
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import DataCollatorWithFlattening, training_args
+from transformers import DataCollatorWithFlattening
 
 import hf_distca
 from tests.models_and_batches import exchanging, random_documents, small_model
@@ -26,7 +25,6 @@ def make_trainer(
     lengths: Sequence[int] = LENGTHS,
     model: Any = None,
     columns: dict[str, Any] | None = None,
-    sharded: bool = False,
     environment: dict[str, str] | None = None,
     **arguments: Any,
 ) -> Any:
@@ -37,20 +35,18 @@ def make_trainer(
             examples when it is asked for them; "stream"; or "flattened", with a padding-free collator.
         lengths: of the documents.
         columns: of every example, besides input_ids.
-        sharded: let accelerate take the processes for GPUs, so that FSDP2 and tensor parallelism may divide the model.
         environment: variables that `accelerate launch` sets for a strategy; DDP by default.
         arguments: of the trainer, instead of the ones here.
     """
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # which arguments before have left behind
-    os.environ["ACCELERATE_USE_CPU"] = str(not sharded and environment is None).lower()
+    os.environ["ACCELERATE_USE_CPU"] = str(environment is None).lower()
     os.environ.update(environment or {})
     model = model or small_model()
     few = {"logging_steps": 1, "lr_scheduler_type": "constant", "dataloader_num_workers": 0, "seed": 1}
     small = {"balance_block_size": 8, "tokens_per_rank": 160, **exchanging(model)}
     quiet = {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
-    with _taken_for_gpus() if sharded else nullcontext():
-        args = hf_distca.DistCATrainingArguments(output_dir=folder, **{**quiet, **few, **small, **arguments})
+    args = hf_distca.DistCATrainingArguments(output_dir=folder, **{**quiet, **few, **small, **arguments})
     documents = [{"input_ids": document.tolist(), **(columns or {})} for document in random_documents(lengths)]
     if source == "stream":
         dataset: Any = datasets.IterableDataset.from_generator(partial(iter, documents))  # which can be pickled
@@ -68,26 +64,6 @@ def make_trainer(
         eval_dataset=dataset,
         data_collator=DataCollatorWithFlattening() if source == "flattened" else None,
     )
-
-
-@contextmanager
-def _taken_for_gpus() -> Iterator[None]:
-    """While inside, accelerate and transformers look at CPU processes as if each had a GPU."""
-    backend, bf16 = accelerate.PartialState._prepare_backend, training_args.is_torch_bf16_gpu_available
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    gloo = ("gloo", accelerate.DistributedType.MULTI_GPU)
-    accelerate.PartialState._prepare_backend = lambda self, *args, **kwargs: gloo
-    allow_bf16()
-    try:
-        yield
-    finally:
-        accelerate.PartialState._prepare_backend, training_args.is_torch_bf16_gpu_available = backend, bf16
-        del os.environ["ACCELERATE_TORCH_DEVICE"]
-
-
-def allow_bf16() -> None:
-    """Let transformers take CPU processes for devices with bfloat16; with use_cpu there is no DeepSpeed."""
-    training_args.is_torch_bf16_gpu_available = lambda: True
 
 
 def parameters_hash(model: nn.Module) -> str:

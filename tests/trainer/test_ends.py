@@ -1,4 +1,4 @@
-"""Trainings that end before their time: all processes end with the reason; another launch goes on to the last bit."""
+"""Trainings that end before their time: all processes end with the reason; other processes go on to the last bit."""
 
 import errno
 import json
@@ -21,14 +21,13 @@ from hf_distca.trainer.refusals import Resume
 from hf_distca.trainer.resuming import disk_errors_named
 from tests.ranks import own_processes
 from tests.refused import refused
-from tests.trainer.comparison import LAUNCHED
-from tests.trainer.features import adapted, plain
-from tests.trainer.launches import CHECKPOINTING
-from tests.trainer.small_trainers import allow_bf16, make_trainer, parameters_hash
+from tests.trainer.comparison import CHECKPOINTING, STRATEGIES, Run, launched
+from tests.trainer.features import lora
+from tests.trainer.small_trainers import make_trainer, parameters_hash
 
 SAVED = 1
 """Step of the last whole checkpoint, in the middle of the first of two passes."""
-MODELS = {"ddp": adapted(target_modules="all-linear", lora_dropout=0.1), "fsdp2": plain}
+MODELS = {"ddp": Run(adapter=lora("q_proj", "o_proj", "up_proj", lora_dropout=0.1)), "fsdp2": Run()}
 ARGUMENTS: dict[str, Any] = {
     "max_steps": 3,
     "save_strategy": "steps",
@@ -66,47 +65,49 @@ def _full(*args: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _trainer(model: Any, folder: Path, strategy: str) -> Any:
-    allow_bf16()
-    trainer = make_trainer(str(folder), model=model, environment=LAUNCHED[strategy], **ARGUMENTS)
-    assert {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}[strategy] in str(trainer.accelerator.distributed_type)
+def _trainer(folder: Path, strategy: str) -> Any:
+    model = MODELS[strategy].make_model("distca", {}, "")
+    trainer = make_trainer(str(folder), model=model, environment=STRATEGIES[strategy].environment, **ARGUMENTS)
+    assert STRATEGIES[strategy].type in str(trainer.accelerator.distributed_type)
     return trainer
 
 
-def _note_result(trainer: Any, folder: Path) -> None:
-    """Write down what this rank logged and its parameters."""
+def _result(trainer: Any) -> dict[str, Any]:
+    """What this rank logged and its parameters."""
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     result = {name: [entry[name] for entry in logs] for name in ("loss", "grad_norm", "learning_rate")}
-    (folder / f"result-{dist.get_rank()}").write_text(json.dumps({**result, "hash": parameters_hash(trainer.model)}))
+    return {**result, "hash": parameters_hash(trainer.model)}
 
 
 def _whole_and_ended(folder: Path, strategy: str, end: str) -> None:
     """Train to the end, and in the same processes a training that ends before."""
-    trainer = _trainer(MODELS[strategy]("distca"), folder / "whole", strategy)
-    trainer.train()
-    _note_result(trainer, folder / "whole")
-    trainer = _trainer(MODELS[strategy]("distca"), folder / "ended", strategy)
-    trainer.add_callback(Ends(end, folder))
-    if end == "disk full" and dist.get_rank() == 0:
-        save = trainer._save_optimizer_and_scheduler
-        trainer._save_optimizer_and_scheduler = lambda to: (_full if trainer.state.global_step > SAVED else save)(to)
-    trainer.train()
+    with launched(strategy, {}):
+        trainer = _trainer(folder / "whole", strategy)
+        trainer.train()
+        (folder / "whole" / f"result-{dist.get_rank()}").write_text(json.dumps(_result(trainer)))
+        trainer = _trainer(folder / "ended", strategy)
+        trainer.add_callback(Ends(end, folder))
+        if end == "disk full" and dist.get_rank() == 0:
+            save = trainer._save_optimizer_and_scheduler
+            trainer._save_optimizer_and_scheduler = lambda to: (_full if trainer.state.global_step > SAVED else save)(
+                to
+            )
+        trainer.train()
 
 
-def _resumed(folder: Path, strategy: str, end: str) -> None:
-    trainer = _trainer(MODELS[strategy]("distca"), folder / "ended", strategy)
-    if end == "disk full":
-        half = folder / "ended" / f"checkpoint-{SAVED + 1}"
-        with refused(Resume.INCOMPLETE, checkpoint=half, file="trainer_state.json"):
-            trainer.train(resume_from_checkpoint=True)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(half)
-        dist.barrier()
-    trainer.train(resume_from_checkpoint=True)
-    _note_result(trainer, folder / "ended")
-    dist.barrier()
-    dist.destroy_process_group()
+def _resumed(folder: Path, strategy: str, end: str) -> dict[str, Any]:
+    with launched(strategy, {}):
+        trainer = _trainer(folder / "ended", strategy)
+        if end == "disk full":
+            half = folder / "ended" / f"checkpoint-{SAVED + 1}"
+            with refused(Resume.INCOMPLETE, checkpoint=half, file="trainer_state.json"):
+                trainer.train(resume_from_checkpoint=True)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(half)
+            dist.barrier()
+        trainer.train(resume_from_checkpoint=True)
+        return _result(trainer)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +118,9 @@ def _resumed(folder: Path, strategy: str, end: str) -> None:
         ("ddp", "disk full", [1, 1], ("OSError: [Errno 28]", "RuntimeError: rank 0 failed: OSError: [Errno 28]")),
     ],
 )
-def test_all_ranks_end_and_another_launch_goes_on(tmp_path, strategy, end, codes, messages):
-    for part in ("first", "second"):
-        (tmp_path / part).mkdir()
+def test_all_ranks_end_and_others_go_on(rank_pools, tmp_path, strategy, end, codes, messages):
     reached = tmp_path / "reached"
-    with own_processes(2, _whole_and_ended, tmp_path, strategy, end, folder=tmp_path / "first") as ranks:
+    with own_processes(2, _whole_and_ended, tmp_path, strategy, end, folder=tmp_path) as ranks:
         if end == "Ctrl-C":
             until = time.monotonic() + WAIT_S
             while not reached.exists() and time.monotonic() < until:
@@ -133,14 +132,9 @@ def test_all_ranks_end_and_another_launch_goes_on(tmp_path, strategy, end, codes
         ended = time.monotonic()
         assert [rank.exitcode for rank in ranks] == codes
     assert ended - float(reached.read_text()) < ENDS_WITHIN_S
-    for rank, message in enumerate(messages):
-        assert message in (tmp_path / "first" / f"output-{rank}").read_text(errors="replace")
-    with own_processes(2, _resumed, tmp_path, strategy, end, folder=tmp_path / "second") as ranks:
-        for rank in ranks:
-            rank.join(WAIT_S)
-        assert [rank.exitcode for rank in ranks] == [0, 0]
-    for rank in range(2):
-        whole, resumed = (json.loads((tmp_path / run / f"result-{rank}").read_text()) for run in ("whole", "ended"))
+    for rank, resumed in enumerate(rank_pools[2].run(_resumed, tmp_path, strategy, end)):
+        assert messages[rank] in (tmp_path / f"output-{rank}").read_text(errors="replace")
+        whole = json.loads((tmp_path / "whole" / f"result-{rank}").read_text())
         assert len(whole["loss"]) == 3
         assert resumed == whole
 

@@ -1,134 +1,80 @@
-"""Features under each strategy: two ranks with planned attention beside transformers' Trainer with "sdpa" in one
-process, on the same documents; or refused, with cause and remedy, on every rank.
+"""Features and whole trainings under each strategy, beside one process; or refused on every rank."""
 
-What is computed in float32 may differ by roundings of float32. What is computed in bfloat16 is held against one
-process in float32 as well: norms and weights may be at most twice as far from it as those of one process in bfloat16.
-"""
-
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache
-from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import datasets
+import peft
 import pytest
 import torch
-from torch import nn
-from transformers import Trainer, TrainingArguments
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers import AutoModelForCausalLM, TrainingArguments
 
-import hf_distca
-from tests.models_and_batches import exchanging
+from hf_distca.memory.model_state import parameter_bytes
+from hf_distca.models.decoder import base_model
+from hf_distca.models.fake import model_of_config
+from hf_distca.models.kinds import layers_by_kind
+from hf_distca.models.tensor_parallel import config_on_a_rank
+from hf_distca.trainer.memory import log_memory, sharing_of
+from hf_distca.trainer.refusals import Resume
+from hf_distca.trainer.resuming import agreed_checkpoint
+from tests.logged import Messages
+from tests.models_and_batches import random_documents, reference_step
+from tests.ranks import RankPool
+from tests.refused import refused
 from tests.trainer.comparison import (
-    ALONE,
-    COMMON,
-    PER_MICRO_BATCH,
-    PLANNED,
-    ROUNDING,
-    TARGETS,
-    TYPES,
-    examples,
+    AS_GPUS,
+    LENGTHS,
+    STRATEGIES,
+    Result,
+    Run,
+    assert_equal,
     launched,
+    plain,
+    train_alone,
+    train_planned,
 )
-from tests.trainer.features import (
-    ARGUMENTS,
-    FEATURES,
-    OTHERS,
-    PAGE,
-    TOGETHER,
-    Average,
-    Feature,
-    Pad,
-    page,
-    together,
-    whole,
-)
+from tests.trainer.features import FEATURES, SAVED, TOGETHER, model_of, together
+from tests.trainer.small_trainers import LENGTHS as OF_TRAINERS
+from tests.trainer.small_trainers import make_trainer
 
-EXACT_LOSS, EXACT = 1e-6, 1e-4
-"""Relative errors in float32: a few roundings of 2^-24 of a loss, and of gradients, whose summands have both signs."""
-Result = dict[str, Any]
-
-
-def trained(trainer: Trainer, model: nn.Module) -> Result:
-    """What a training gives: losses, norms, and by how much every trained weight and its average changed."""
-    before = {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}
-    if trainer.is_deepspeed_enabled and trainer.args.bf16:  # what DeepSpeed starts from
-        before = {name: weight.bfloat16().float() for name, weight in before.items()}
-    with pytest.MonkeyPatch.context() as patch:
-        # NEFTune's noise, as if it were drawn alike everywhere: its scale is by the length of the row.
-        patch.setattr(torch.Tensor, "uniform_", lambda noise, *between: noise.fill_(0.05))
-        trainer.train()
-    history = trainer.state.log_history
-    averages = [callback.average for callback in trainer.callback_handler.callbacks if isinstance(callback, Average)]
-    after = dict(trainer.model.named_parameters())
-    return {
-        "losses": [entry["loss"] for entry in history if "loss" in entry],
-        "norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
-        "learned": {name: whole(after[name]) - before[name] for name in before},
-        "averages": {name: whole(average) for each in averages for name, average in each.items()},
-        "history": history,
-    }
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "features.md"
 
 
 def planned(folder: str, names: tuple[str, ...], strategy: str) -> Result:
-    """A rank's training with hf_distca, or the error and how far it had come."""
-    feature = together(*names)
-    # Before the arguments: once those know of ZeRO-3, a model's parameters are drawn in another way.
-    unset_hf_deepspeed_config()
-    model = feature.model("distca")
-    given = {"model": model, "train_dataset": datasets.Dataset.from_list(examples(feature)), **feature.given(model)}
-    with launched(strategy, feature.environment) as patch:
-        feature.patched(patch)
-        try:
-            args = hf_distca.DistCATrainingArguments(
-                output_dir=folder,
-                **{**COMMON, **PLANNED, **exchanging(model), "dataloader_num_workers": 0, **feature.planned}
-                | feature.arguments,
-            )
-            trainer = hf_distca.DistCATrainer(args=args, **given)
-            result = trained(trainer, model)
-            result["strategy"] = str(trainer.accelerator.distributed_type)
-            trainer.close()
-        except (ValueError, ImportError, RuntimeError) as error:
-            result = {"error": f"{type(error).__name__}: {error}"}
-        return result
+    """A rank's training."""
+    return train_planned(folder, together(*names), strategy, ", ".join(names))
 
 
-def in_one_process(folder: str, feature: Feature, exact: bool = False) -> Result:
-    """What transformers' Trainer makes of a feature; with `exact` in float32, from the same weights."""
-    arguments = {**feature.arguments, "bf16": False} if exact else feature.arguments
-    idle = feature.steps_without_targets
-    alone = {**ALONE, "max_steps": 2 - idle}
-    model = feature.model("sdpa")
-    documents = datasets.Dataset.from_list(examples(feature)[idle * PER_MICRO_BATCH :])
-    if exact:
-        model = model.float()
-    with launched("ddp", {} if exact else feature.environment) as patch:
-        feature.patched(patch)
-        args = TrainingArguments(output_dir=folder, **{**COMMON, **alone, **arguments})
-        given = {"model": model, "args": args, "train_dataset": documents, "data_collator": Pad()}
-        result = trained(Trainer(**{**given, **feature.given(model)}), model)
-    return {**result, "losses": [0.0] * idle + result["losses"], "norms": [0.0] * idle + result["norms"]}
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[RankPool]:
+    """A pool of its own, which ends with its tests: the groups that it keeps take most of a core while it lives."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def run(rank_pools, zero_pools, four_ranks, tmp_path_factory) -> Callable[..., list[Result]]:
+    """Trains under a strategy once, and gives what became of it on each rank."""
+    folder = str(tmp_path_factory.mktemp("planned"))
+
+    @cache
+    def trains(strategy: str, *names: str) -> list[Result]:
+        pool = four_ranks if STRATEGIES[strategy].ranks == 4 else zero_pools.get(strategy, rank_pools[2])
+        return pool.run(planned, folder, names, strategy, keeps_groups=pool is not rank_pools[2])
+
+    return trains
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> Callable[..., Result]:
-    """What one process makes of features, trained once."""
-    folder = str(tmp_path_factory.mktemp("one"))
-    return cache(lambda names, exact=False: in_one_process(folder, together(*names), exact))
-
-
-@pytest.fixture(scope="module")
-def run(rank_pools, zero_pools, tmp_path_factory) -> Callable[[tuple[str, ...], str], list[Result]]:
-    """Trains features under a strategy, and gives what became of them on each rank."""
-    folder = str(tmp_path_factory.mktemp("two"))
-
-    def trains(names: tuple[str, ...], strategy: str) -> list[Result]:
-        pool = zero_pools.get(strategy, rank_pools[2])
-        return pool.run(planned, folder, names, strategy, keeps_groups=strategy in zero_pools)
-
-    return trains
+    """What one process makes of names, trained once."""
+    folder = str(tmp_path_factory.mktemp("alone"))
+    return cache(lambda names, exact=False: train_alone(folder, together(*names), exact))
 
 
 SINGLE = [(strategy, (name,)) for name, feature in FEATURES.items() for strategy in feature.only]
@@ -140,52 +86,169 @@ SINGLE = [(strategy, (name,)) for name, feature in FEATURES.items() for strategy
     [*TOGETHER, *(pytest.param(*each, marks=pytest.mark.further_strategy) for each in SINGLE if each not in TOGETHER)],
     ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
-def test_features(run, reference, strategy, names):
-    feature = together(*names)
-    pytest.importorskip(feature.needs)
-    for result in run(names, strategy):
-        if strategy in feature.refused:
-            assert feature.refused[strategy] in result.get("error", "no error")
-            continue
-        assert "error" not in result, result["error"]
-        assert TYPES[strategy] in result["strategy"]
-        expected = reference(names)
-        losses, others = errors(result, expected)
-        if not feature.rounds:
-            assert losses < EXACT_LOSS
-            assert others < EXACT
-            continue
-        assert losses < (ROUNDING if strategy == "fsdp2" else ROUNDING / TARGETS**0.5)
-        exact = reference(names, exact=True)
-        _, of_one_process = errors(expected, exact)
-        _, others = errors(result, exact)
-        assert others < 2 * of_one_process
+def test_trainings(run, reference, strategy, names):
+    training = together(*names)
+    pytest.importorskip(training.needs)
+    results = run(strategy, *names)
+    for result in results:
+        assert_equal(training, result, lambda exact=False: reference(names, exact), strategy)
+        if strategy not in training.refused:
+            # Ranks have the same weights, and layers run in turns, but for hooks of the debugger.
+            assert all(torch.equal(result["learned"][name], of_0) for name, of_0 in results[0]["learned"].items())
+            in_turns = max(entry.get("distca/ping_pong_share", 0.0) for entry in result["history"])
+            assert (in_turns > 0) is (STRATEGIES[strategy].shares > 1 and "debug=underflow_overflow" not in names)
 
 
 def test_each_feature_is_among_those_that_are_always_tried():
-    assert set(FEATURES) == {name for _, names in TOGETHER for name in names}
+    assert set(FEATURES) <= {name for _, names in TOGETHER for name in names}
     for strategy, names in TOGETHER:
-        assert all(strategy in FEATURES[name].only and strategy not in FEATURES[name].refused for name in names)
+        assert all(strategy not in FEATURES[name].refused for name in names if name in FEATURES)
 
 
-def errors(result: Result, expected: Result) -> tuple[float, float]:
-    """The largest relative errors: of losses; of gradients' norms, what each weight learned, and its average."""
-    losses = [abs(got - wanted) for got, wanted in zip(result["losses"], expected["losses"], strict=True)]
-    norms = zip(result["norms"], expected["norms"], strict=True)
-    others = [abs(got - wanted) / max(wanted, 1e-6) for got, wanted in norms]
-    assert result["learned"].keys() == expected["learned"].keys()
-    for kind in ("learned", "averages"):
-        least = 1e-2 * max((wanted.norm() for wanted in expected[kind].values()), default=0.0)
-        for name, wanted in expected[kind].items():
-            others.append(float((result[kind][name] - wanted).norm() / max(wanted.norm(), least)))
-    return max(losses) / max(expected["losses"]), max(others)
+def last_evaluation(result: Result) -> float:
+    return result["logged"]["eval_loss"][-1]
 
 
-def test_the_page_is_of_these_features():
-    assert PAGE.read_text() == page()
+@pytest.mark.parametrize(
+    ("strategy", "names"), [each for each in TOGETHER if any("saved" in name for name in each[1])]
+)
+def test_what_is_saved_is_what_was_trained(run, reference, strategy, names):
+    (result, *_), training = run(strategy, *names), together(*names)
+    if training.adapter is None:
+        model = AutoModelForCausalLM.from_pretrained(result["after"], attn_implementation="sdpa", dtype=torch.float32)
+    else:
+        model = peft.PeftModel.from_pretrained(training.model("sdpa"), result["after"], is_trainable=True)
+    loss, _ = reference_step(model, random_documents(LENGTHS))
+    assert loss == pytest.approx(last_evaluation(result), rel=1e-3 if training.rounds else 2e-5)
 
 
-def test_every_argument_of_trainer_is_accounted_for():
-    accounted = [*chain.from_iterable(ARGUMENTS.values()), *OTHERS]
-    assert len(accounted) == len(set(accounted))
-    assert {each.name for each in fields(TrainingArguments)} <= set(accounted)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_a_resumed_training_is_the_same_to_the_last_bit(run, strategy):
+    for whole, resumed in zip(run(strategy, "evaluated and saved"), run(strategy, "resumed"), strict=True):
+        assert resumed["logged"]["loss"] == whole["logged"]["loss"]
+        assert last_evaluation(resumed) == last_evaluation(whole)
+        assert all(torch.equal(resumed["learned"][name], weight) for name, weight in whole["learned"].items())
+        assert resumed["kernel_forwards"] < 0.85 * whole["kernel_forwards"]  # both evaluate twice
+    shards = {"fsdp2": "pytorch_model_fsdp_0", "zero3": f"global_step{SAVED}"}.get(strategy)
+    if shards is not None:
+        checkpoint = Path(whole["after"]).parent / f"checkpoint-{SAVED}"
+        assert len(list((checkpoint / shards).iterdir())) >= 2
+        assert not list(checkpoint.glob("*.safetensors"))
+
+
+def test_optimizer_shards_of_another_number_of_ranks(run):
+    checkpoint = str(Path(run("zero2", "evaluated and saved")[0]["after"]).parent / f"checkpoint-{SAVED}")
+    plugin = SimpleNamespace(deepspeed_config={})
+    accelerator: Any = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    groups: Any = SimpleNamespace(
+        ranks=2, all_gather=lambda value: [value] * groups.ranks, raise_together=lambda *_, **__: None
+    )
+    args: Any = SimpleNamespace(output_dir="")
+    assert agreed_checkpoint(checkpoint, args, accelerator, groups) == checkpoint
+    groups.ranks = 3
+    with refused(Resume.OTHER_SHARDS, checkpoint=checkpoint, saved_by=2, ranks=3):
+        agreed_checkpoint(checkpoint, args, accelerator, groups)
+    plugin.deepspeed_config = {"checkpoint": {"load_universal": True}}
+    assert agreed_checkpoint(checkpoint, args, accelerator, groups) == checkpoint
+
+
+def test_core_attention_is_kept_through_checkpoints_of_fsdp(run):
+    kept, again = (run("fsdp2", name)[0] for name in ("checkpointed by FSDP", "computed again"))
+    assert again["kernel_forwards"] == 2 * kept["kernel_forwards"] > 0
+
+
+# Models that ranks share
+
+TP_AND_FSDP = STRATEGIES["tp and fsdp"].divided
+HEADS = {"tp": (1, 1), **dict.fromkeys(("tp and fsdp", "tp and replicas"), (2, 1))}
+"""Query and key/value heads of a rank that has not all."""
+
+
+@pytest.mark.parametrize(("strategy", "names"), [each for each in TOGETHER if STRATEGIES[each[0]].ranks == 4])
+def test_rows_are_planned_for_the_heads_and_the_data_of_a_rank(run, strategy, names):
+    results, shares = run(strategy, *names), STRATEGIES[strategy].shares
+    for rank, result in enumerate(results):
+        assert result["place"] == (rank // (4 // shares), shares)
+        assert result["heads"] == {HEADS.get(strategy, (4, 2))}
+        # Ranks with the same rows log the same figures.
+        for key in ("loss", "distca/exchange_bytes"):
+            logs = [[entry[key] for entry in each["history"] if key in entry] for each in (result, results[0])]
+            assert logs[0] == logs[1]
+        assert (logs[0][0] == 0) is (shares == 1)
+
+
+def test_ranks_on_two_nodes_forward_rows(run):
+    for result in run("fsdp2 on four ranks", "two nodes", "bf16", "LoRA on v_proj only"):
+        assert result["after"] >= 2
+        for metric, least in (("exchange_stages", 1), ("exchange_bytes_between_nodes", 0)):
+            assert max(entry.get(f"distca/{metric}", 0.0) for entry in result["history"]) > least
+
+
+def _refusals_and_memory(folder: str) -> tuple[list[str], dict[str, Any]]:
+    """Errors of this rank for models, data and settings that cannot be trained; a rank's share of a model."""
+    rank = torch.distributed.get_rank()
+
+    def made(name: str, sizes: dict[str, int] = TP_AND_FSDP, config: Any = None, **arguments: Any) -> Any:
+        model = Run(model=model_of(**(config or {}))).make_model("distca", sizes, f"{folder}/{name}")
+        return make_trainer(f"{folder}/out", model=model, environment=AS_GPUS, save_strategy="no", **arguments)
+
+    errors = []
+    with launched("tp and fsdp", {}):
+        for case in [
+            {"name": "one head", "config": {"num_key_value_heads": 1}},
+            {"name": "stages", "sizes": {"pp_size": 4}},
+            {"name": "data", "lengths": OF_TRAINERS[: 11 if rank == 3 else 12]},
+            # Ranks 1 and 3 have the same heads, and agree with each other.
+            {"name": "settings", "tokens_per_rank": 96 if rank % 2 else 160},
+        ]:
+            with pytest.raises(ValueError, match="ranks") as error:
+                made(**case).get_train_dataloader()
+            errors.append(str(error.value))
+        trainer, messages = made("memory"), Messages("hf_distca.trainer.memory")
+        if rank == 0:  # alone, as in a training
+            log_memory(trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator, 10**10)
+        messages.end()
+        base = base_model(trainer.model)
+        alone = model_of_config(config_on_a_rank(base), torch.float32)
+        (kind,) = layers_by_kind(alone)
+        return errors, {
+            "logged": messages.lines,
+            "heads": (kind.q_heads, kind.kv_heads),
+            "features": alone.config.intermediate_size,
+            "numbers": parameter_bytes(base, 1),
+            "shards": sharing_of(trainer.accelerator, trainer.model, trainer.dispatcher.groups.ranks)[1],
+        }
+
+
+def test_refusals_and_memory_of_a_divided_model(four_ranks, tmp_path):
+    results = four_ranks.run(_refusals_and_memory, str(tmp_path), keeps_groups=True)
+    for (heads, stages, data, settings), _ in results:
+        assert (
+            "layers.0.self_attn has 1 key/value heads, which tensor parallelism cannot divide among 2 ranks" in heads
+        )
+        assert "(pp_size=4) gives ranks different layers" in stages
+        assert "different data sets (rank 0: 12 documents, 621 tokens; " in data
+        assert "rank 3: 11 documents, 590 tokens" in data
+        assert "settings of plans differs between ranks" in settings
+    memory = results[0][1]
+    whole, norms = sum(parameter.numel() for parameter in plain("sdpa").parameters()), 5 * 32
+    assert memory.pop("logged")[0].startswith("INFO memory with ")
+    assert memory == {"heads": (2, 1), "features": 24, "numbers": (whole - norms) // 2 + norms, "shards": 2}
+
+
+# The page
+
+
+def test_the_page_has_the_outcome_of_each_feature():
+    table, arguments = PAGE.read_text().split("## Arguments of Trainer")
+    rows = {row[0]: row[1:] for line in table.splitlines() if len(row := line.strip("| ").split(" | ")) > 4}
+    titles = ("ddp", "fsdp2", "zero2", "zero3")
+    for name, feature in FEATURES.items():
+        outcomes = ["refused" if s in feature.refused else "equal" if s in feature.only else "–" for s in titles]
+        assert rows[name][:4] == outcomes, name
+        assert all(text in rows[name][4] for text in feature.refused.values()), name
+    assert len(rows) == 2 + len(FEATURES)
+    cells = [line.split(" | ")[0] for line in arguments.splitlines() if line.startswith("| `")]
+    named = re.findall(r"`(\w+)`", " ".join(cells))
+    assert len(named) == len(set(named))
+    assert {each.name for each in fields(TrainingArguments)} <= set(named)

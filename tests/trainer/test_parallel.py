@@ -1,4 +1,4 @@
-"""Ranks never train apart, on GPUs or CPUs, and log their memory; see `test_strategies.py` for whole trainings."""
+"""Ranks never train apart, on GPUs or CPUs, and log their memory; see `test_features.py` for whole trainings."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -31,8 +31,8 @@ from hf_distca.trainer.refusals import PADDING, SUMMED_GRADIENTS, Given, check_g
 from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.survey.tiny import tiny_config
+from tests.trainer.comparison import CHECKPOINTING
 from tests.trainer.features import with_tower
-from tests.trainer.launches import CHECKPOINTING
 from tests.trainer.small_trainers import make_trainer
 
 # Tables

@@ -1,4 +1,4 @@
-"""What tests run under `accelerate launch`: one short training.
+"""A short training that tests run under `accelerate launch`.
 
     train_script.py OPTIONS.json
 
@@ -14,15 +14,12 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import datasets
 import torch
 import transformers
 
-import hf_distca
 from tests.logged import Messages
-from tests.models_and_batches import exchanging, random_documents, small_model
+from tests.trainer.small_trainers import make_trainer
 
 
 class Pauses(transformers.TrainerCallback):
@@ -41,45 +38,30 @@ class Pauses(transformers.TrainerCallback):
             time.sleep(0.05)
 
 
-def train(run: dict[str, Any]) -> dict[str, Any]:
-    """The losses, the logs and the servers' messages of a training."""
-    model = small_model()
-    args = hf_distca.DistCATrainingArguments(
-        disable_tqdm=True,
-        report_to=[],
-        logging_steps=1,
-        dataloader_pin_memory=False,
-        lr_scheduler_type="constant",
-        **{"bf16": False, **exchanging(model), **run["arguments"]},
-    )
-    documents = [{"input_ids": document.tolist()} for document in random_documents(run["lengths"])]
-    dataset = datasets.Dataset.from_list(documents)
+def main(file: str) -> None:
+    """Train as the run says."""
+    options = json.loads(Path(file).read_text())
+    run = options["runs"]["run"]
+    torch.set_num_threads(1)
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # with use_cpu there is no DeepSpeed
+    folder = run["arguments"].pop("output_dir")
     pool_log = Messages("hf_distca.pool")
-    trainer = hf_distca.DistCATrainer(model=model, args=args, train_dataset=dataset)
+    trainer = make_trainer(folder, lengths=run["lengths"], environment={}, **run["arguments"])
     trainer.add_callback(Pauses(run["pauses"]))
     trainer.train()
     pool_log.end()
-    return {
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "history": trainer.state.log_history,
-        "world_size": trainer.args.world_size,
-        "pool_log": pool_log.lines,
-    }
-
-
-def main(file: str) -> None:
-    """Train as the run says; rank 0 writes the result."""
-    options = json.loads(Path(file).read_text())
-    torch.set_num_threads(1)
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        transformers.training_args.is_torch_bf16_gpu_available = lambda: True
-    result = train(options["runs"]["run"])
     if int(os.environ["RANK"]) == 0:
+        history = trainer.state.log_history
+        result = {
+            "losses": [entry["loss"] for entry in history if "loss" in entry],
+            "history": history,
+            "world_size": trainer.args.world_size,
+            "pool_log": pool_log.lines,
+        }
         Path(options["output"]).write_text(json.dumps({"run": result}))
     # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -17,22 +17,20 @@ from hf_distca.pool.wire import SERVER, Buffer, LinkLost, Outbox, ProtocolError,
 
 
 class Answer(Future[Reply]):
-    """The reply to a call, whose rows are then in `results`.
-
-    `departed` is when the call was ready to be sent, `arrived` when the reply was complete, by `time.perf_counter`.
-    """
+    """The reply to a call, whose rows are then in `results`."""
 
     def __init__(self, results: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.results = results
+        # When the call was ready to be sent, and the reply complete, by `time.perf_counter`.
         self.departed = self.arrived = 0.0
 
 
 class ServerLink:
     """Calls to one server and their replies; nothing but `wait` blocks the caller.
 
-    A link that failed once stays failed, for the reason `lost`; a server that comes back gets a new one. Connecting
-    takes at most `connect_s`, and the server's welcome again; travelling rows may stand still for `rows_s`.
+    A link that failed once stays failed, for the reason `lost`; a server that comes back gets a new one. Travelling
+    rows may stand still for `rows_s`.
     """
 
     def __init__(
@@ -43,13 +41,8 @@ class ServerLink:
         self._lock, self._closing = threading.Lock(), threading.Lock()
         self._pending: dict[int, Answer] = {}  # by id of the call
         self.lost = ""
-        self._channel = connect(host, port, token, SERVER, connect_s)
+        self._channel, welcome = connect(host, port, token, SERVER, hello, RankWelcome, connect_s)
         self.within_host = self._channel.within_host
-        try:
-            welcome = self._channel.ask(hello, RankWelcome, connect_s)
-        except LinkLost as error:
-            self._channel.close()
-            raise type(error)(f"server {self._name}: {error}") from error
         self.carried_by = f"{welcome.transport} ({welcome.why})"
         self._transport = rank_end(self._channel, memory, welcome)
         self._outbox = Outbox(self._channel)
@@ -71,7 +64,7 @@ class ServerLink:
 
         Args:
             rows: of `call.request()`, [N, …] each; they must not change before the reply is here.
-            results: of `call.reply()` by name; the reply's rows are received into them.
+            results: of `call.reply()` by name, to receive into.
             ready: returns when the rows are in their place; called by the thread that sends.
         """
         answer = Answer(results)
@@ -85,7 +78,7 @@ class ServerLink:
         return answer
 
     def wait(self, answer: Answer, timeout_s: float) -> Reply:
-        """Wait for an answer so long at most, and fail the link if it does not come.
+        """Wait for an answer, and fail the link if none comes in time.
 
         LinkLost: the link has failed. What the results hold is undefined, and nobody writes to them any more.
         """
@@ -99,7 +92,7 @@ class ServerLink:
         return answer.result()
 
     def fail(self, reason: str) -> None:
-        """End the link because of something seen elsewhere; whoever waits gets LinkLost with the reason."""
+        """End the link; whoever waits gets LinkLost with the reason."""
         with self._lock:
             if self.lost:
                 return

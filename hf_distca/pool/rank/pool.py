@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,6 @@ from hf_distca.dispatch.rows import take
 from hf_distca.kernels import AttentionParams
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
-from hf_distca.planner.cost import Workers
 from hf_distca.planner.servers import plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
@@ -46,20 +46,20 @@ SPANS = 1 << 16
 
 
 class Member(NamedTuple):
-    """A server that takes part, with this rank's link to it; `rank_beside` is the first rank on its host, if any."""
+    """A server that takes part."""
 
     name: str
     link: ServerLink
-    rank_beside: int | None
+    rank_beside: int | None  # the first rank on the server's host
 
 
 class Pool:
     """The servers that take part, and how fast they are: what a `Dispatcher` has as `remote`.
 
-    Every rank makes one at the same point and calls `refresh` and `close` when every other does. `directory`, where
-    servers join, is on rank 0 only.
+    Every rank makes one at the same point and calls `refresh` and `close` when every other does.
 
     Args:
+        directory: where servers join; on rank 0 only.
         ranks_serve: whether ranks compute core attention too while there are servers.
         timeout_s: a server that does not answer for so long is lost.
     """
@@ -112,7 +112,7 @@ class Pool:
         """Connect to servers; those to which every rank has a link take part. A collective."""
         links: dict[int, ServerLink] = {}
         failures: dict[int, tuple[str, bool]] = {}
-        hello = rank_hello(self._groups.rank, self._groups.ranks, self.memory)
+        hello = rank_hello(self._groups.rank, self.memory)
         connect_s = min(CONNECT_S, self.timeout_s)
         for server, info in joined.items():
             try:
@@ -154,15 +154,8 @@ class Pool:
             logging.WARNING,
         )
 
-    def workers(self, nano_batches: int) -> Workers:
-        """Return speeds and base loads of the ranks and, after them, of `servers`, for so many nano-batches."""
-        return self.speeds.workers(self._groups.ranks, self.servers, takes_turns=nano_batches > 1)
-
-    def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, "PlanAtServers | None"]:
-        """Plan tasks again for the workers that are there now, and send the plan to the servers; see `RemoteWorkers`.
-
-        Servers are the plan's workers behind the ranks, in the order of `servers`.
-        """
+    def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, "_PlanAtServers | None"]:
+        """Plan tasks again for ranks and, behind them, `servers`, and send the plan to the servers."""
         servers, nodes = self.servers, settings.nodes
         if not servers:
             return plan, None
@@ -170,7 +163,7 @@ class Pool:
         if nodes is not None:
             beside = [self._members[server].rank_beside for server in servers]
             server_nodes = [None if rank is None else nodes[rank] for rank in beside]
-        workers = self.workers(len(plan.nano_batches))
+        workers = self.speeds.workers(self._groups.ranks, servers, takes_turns=len(plan.nano_batches) > 1)
         plan = plan_with_servers(plan, workers, settings, ranks_serve=self.ranks_serve, server_nodes=server_nodes)
         plan_id = next(self._plan_ids)
         if self._groups.rank == 0:
@@ -178,15 +171,12 @@ class Pool:
                 message, tables = plan_tables(plan_id, self._groups.ranks + index, plan.nano_batches)
                 with suppress(LinkLost):  # noticed by all ranks when its results are collected
                     self._members[server].link.send(message, [table.data for table in tables])
-        return plan, PlanAtServers(self, plan_id, servers, settings)
+        return plan, _PlanAtServers(self, plan_id, servers, settings)
 
     # In a step
 
     def without_lost(self, servers: Sequence[int]) -> frozenset[int]:
-        """Agree on servers of these ids that some rank has lost, go on without them, and return those that are gone.
-
-        A collective where any takes part.
-        """
+        """Go on without those of some servers that any rank has lost; return all that are gone. A collective."""
         here = [server for server in servers if server in self._members]
         if here:  # the same on every rank
             failed = self._groups.any_of([bool(self._members[server].link.lost) for server in here])
@@ -207,7 +197,7 @@ class Pool:
             self._directory.close()
 
     def _lose(self, servers: set[int], what: str) -> None:
-        """Go on without servers, the same on every rank; `what` becomes of their tasks, for the warning."""
+        """Go on without servers, the same on every rank; the warning says `what` becomes of their tasks."""
         for server in sorted(servers & set(self._members)):
             member = self._members.pop(server)
             reason = member.link.lost or "another rank lost it"
@@ -219,16 +209,18 @@ class Pool:
             self._log(f"lost attention server {member.name} ({reason}): {what}; {left}", logging.WARNING)
 
     def _log(self, message: str, level: int = logging.INFO) -> None:
-        """Log on rank 0."""
         if self._groups.rank == 0:
             logger.log(level, message)
 
 
-class PlanAtServers:
-    """The plan of one micro-batch at its servers, whose ids stand in the order of the plan's workers."""
+@dataclass
+class _PlanAtServers:
+    """The plan of one micro-batch at its servers: a `RemotePlan`. Ids of servers are in the order of its workers."""
 
-    def __init__(self, pool: Pool, plan_id: int, servers: tuple[int, ...], settings: PlanSettings) -> None:
-        self._pool, self._plan_id, self._servers, self._settings = pool, plan_id, servers, settings
+    pool: Pool
+    plan_id: int
+    servers: tuple[int, ...]
+    settings: PlanSettings
 
     def start(
         self,
@@ -237,17 +229,14 @@ class PlanAtServers:
         kind: AttentionKind,
         params: AttentionParams,
         rows: Mapping[str, Tensor],
-    ) -> "CallAtServers":
-        """See `hf_distca.dispatch.remote.RemotePlan.start`."""
-        pool, memory, q_T = self._pool, self._pool.memory, rows["q"]
-        dtype: Any = str(q_T.dtype).removeprefix("torch.")  # the server refuses others than it knows
-        call_id = next(pool.call_ids)
-        call = Call(self._plan_id, call_id, work.nano_batch, kind, work.direction, params.scale, params.softcap, dtype)
-        under_way = CallAtServers(
-            pool, work, q_T.device, {asked.server: self._servers[asked.server] for asked in servers}
-        )
+    ) -> "_CallAtServers":
+        memory, ids = self.pool.memory, {asked.server: self.servers[asked.server] for asked in servers}
+        dtype: Any = str(rows["q"].dtype).removeprefix("torch.")  # the server refuses others than it knows
+        call_id = next(self.pool.call_ids)
+        call = Call(self.plan_id, call_id, work.nano_batch, kind, work.direction, params.scale, params.softcap, dtype)
+        under_way = _CallAtServers(self.pool, work, rows["q"].device, ids)
         for asked in servers:
-            link = pool.link(self._servers[asked.server])
+            link = self.pool.link(ids[asked.server])
             if link is None or not asked.q_count + asked.k_count:
                 continue  # the server is lost, or needs no rows of this rank
             index = {"queries": asked.q_rows, "keys": asked.k_rows}
@@ -259,31 +248,32 @@ class PlanAtServers:
         return under_way
 
     def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
-        """See `hf_distca.dispatch.remote.RemotePlan.repair`."""
         workers = [plan.layout.ranks + server for server in lost]
-        return plan_lost(plan, workers, kind, self._settings, self._pool.speeds.pairs_per_second)
+        return plan_lost(plan, workers, kind, self.settings, self.pool.speeds.pairs_per_second)
 
 
-class CallAtServers:
-    """One core attention at servers of these ids; links and answers (`asked`) by a server's index in the plan."""
+@dataclass
+class _CallAtServers:
+    """One core attention at servers: a `RemoteCall`. Ids, links and answers are by a server's index in the plan."""
 
-    def __init__(self, pool: Pool, work: Work, device: torch.device, ids: Mapping[int, int]) -> None:
-        self._pool, self._work, self._device, self._ids = pool, work, device, ids
-        self.asked: dict[int, tuple[ServerLink, Answer]] = {}
+    pool: Pool
+    work: Work
+    device: torch.device
+    ids: Mapping[int, int]
+    asked: dict[int, tuple[ServerLink, Answer]] = field(default_factory=dict)
 
     def collect(self) -> tuple[dict[int, dict[str, Tensor]], frozenset[int]]:
-        """See `hf_distca.dispatch.remote.RemoteCall.collect`."""
-        recorder, work = self._pool.recorder, self._work
+        recorder = self.pool.recorder
         for server, (link, answer) in self.asked.items():
             with suppress(LinkLost):
-                reply, arrived = link.wait(answer, self._pool.timeout_s), answer.arrived
-                name = str(self._ids[server])
-                recorder.add(Span("call", name, work, answer.departed, arrived))
-                recorder.add(Span("server", name, work, arrived - reply.seconds, arrived, reply.pairs))
-        lost_ids = self._pool.without_lost(list(self._ids.values()))
-        lost = frozenset(server for server, id in self._ids.items() if id in lost_ids)
+                reply, arrived = link.wait(answer, self.pool.timeout_s), answer.arrived
+                name = str(self.ids[server])
+                recorder.add(Span("call", name, self.work, answer.departed, arrived))
+                recorder.add(Span("server", name, self.work, arrived - reply.seconds, arrived, reply.pairs))
+        lost_ids = self.pool.without_lost(list(self.ids.values()))
+        lost = frozenset(server for server, id in self.ids.items() if id in lost_ids)
         results = {
-            server: {name: x_N.to(self._device, non_blocking=True) for name, x_N in answer.results.items()}
+            server: {name: x_N.to(self.device, non_blocking=True) for name, x_N in answer.results.items()}
             for server, (_, answer) in self.asked.items()
             if server not in lost
         }

@@ -20,34 +20,23 @@ OBSERVED: tuple[Kind, ...] = ("phase", "kernel", "call", "server")
 
 @dataclass(order=True)
 class Served:
-    """A server's calls that a rank took part in: pairs and seconds of the server's kernel.
-
-    Attributes:
-        alone: calls of core attentions whose calls never began while the rank had another one under way.
-        travel_s: time of the calls that were alone without the kernel's: rows travel there and back.
-    """
+    """A server's calls that a rank took part in: pairs and seconds of the server's kernel."""
 
     pairs: int = 0
     seconds: float = 0.0
-    alone: int = 0
-    travel_s: float = 0.0
+    alone: int = 0  # calls of core attentions whose calls never began while the rank had another one under way
+    travel_s: float = 0.0  # of the calls that were alone, without the kernel: rows travel there and back
 
 
 @dataclass
 class Observed:
-    """Times of attention that a rank saw since the speeds were last corrected: pairs and seconds of its own kernel.
+    """Times of attention that a rank saw since the speeds were last corrected: pairs and seconds of its own kernel."""
 
-    Attributes:
-        calls: attentions of a nano-batch that servers took part in.
-        between_s: time that the rank worked outside of attention while servers computed.
-        servers: calls by server id.
-    """
-
-    calls: int = 0
+    calls: int = 0  # attentions of a nano-batch that servers took part in
     pairs: int = 0
     seconds: float = 0.0
-    between_s: float = 0.0
-    servers: dict[int, Served] = field(default_factory=dict)
+    between_s: float = 0.0  # time that the rank worked outside of attention while servers computed
+    servers: dict[int, Served] = field(default_factory=dict)  # by id
 
 
 def observe(spans: Sequence[Span]) -> Observed:
@@ -113,20 +102,21 @@ class Speeds:
         own = self._own
         if seconds > 0 and pairs:
             own = pairs / seconds
-            self._own = _smoothed(self._own, own)
+            self._own += SMOOTHING * (own - self._own)
         if calls := sum(seen.calls for seen in observed):
             between = sum(seen.between_s for seen in observed) / calls
-            self._base_load = _smoothed(self._base_load, between * own)
+            self._base_load += SMOOTHING * (between * own - self._base_load)
         for server in self._relative:
             parts = [seen.servers[server] for seen in observed if server in seen.servers]
             # Every rank saw some of a server's calls, and each of these whole.
             most = max(parts, default=Served())
             if most.seconds > 0:
-                self._relative[server] = _smoothed(self._relative[server], most.pairs / most.seconds / own)
+                seen_speed = most.pairs / most.seconds / own
+                self._relative[server] += SMOOTHING * (seen_speed - self._relative[server])
             # Who sends first waits for the other ranks' rows; the shortest is that of the rank that sent last.
             travel = [part.travel_s / part.alone for part in parts if part.alone]
             if travel:
-                self._travel[server] = _smoothed(self._travel[server], min(travel) * own)
+                self._travel[server] += SMOOTHING * (min(travel) * own - self._travel[server])
             elif not parts:
                 self._travel[server] *= 1 - FADING
 
@@ -136,11 +126,7 @@ class Speeds:
         With two nano-batches in turns, a rank does its other work, and rows travel, while a server computes: the
         work is the rank's base load. Without turns a server does nothing while rows travel: its own base load.
         """
-        base_load = (self._base_load,) * ranks + (0.0,) * len(servers)
-        if not takes_turns:
-            base_load = (0.0,) * ranks + tuple(self._travel[server] for server in servers)
-        return Workers((1.0,) * ranks + tuple(self._relative[server] for server in servers), base_load)
-
-
-def _smoothed(old: float, new: float) -> float:
-    return old + SMOOTHING * (new - old)
+        base_load = self._base_load if takes_turns else 0.0
+        travel = [0.0 if takes_turns else self._travel[server] for server in servers]
+        speed = (1.0,) * ranks + tuple(self._relative[server] for server in servers)
+        return Workers(speed, (base_load,) * ranks + tuple(travel))

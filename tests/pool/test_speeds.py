@@ -20,16 +20,12 @@ def known(speeds: Speeds, *, takes_turns: bool) -> tuple[tuple[float, ...], tupl
     return workers.speed, workers.base_load
 
 
-def seen(**served: int | float) -> Observed:
-    return Observed(calls=2, pairs=200, seconds=2.0, between_s=0.5, servers={7: Served(**served)} if served else {})
-
-
 def test_speeds_and_base_loads_move_halfway_to_what_was_seen(speeds):
     assert known(speeds, takes_turns=True) == ((1.0, 2.0), (0.0, 0.0))
     # The rank that saw most of the server's calls knows best: 400 pairs/s, four times a rank's. 0.25 s between the
     # phases of an attention are 25 pairs; rows travel 0.1 s for the rank that sends last, 10 pairs.
     served = ({"pairs": 100, "travel_s": 0.8}, {"pairs": 400, "travel_s": 0.2})
-    speeds.learn([seen(**each, seconds=1.0, alone=2) for each in served])
+    speeds.learn([Observed(2, 200, 2.0, 0.5, {7: Served(**each, seconds=1.0, alone=2)}) for each in served])
     assert known(speeds, takes_turns=True) == ((1.0, 3.0), (12.5, 0.0))  # in turns ranks work besides
     assert known(speeds, takes_turns=False) == ((1.0, 3.0), (0.0, 5.0))  # else servers wait for rows
     assert speeds.workers(2, [7], takes_turns=True).base_load == (12.5, 12.5, 0.0)
@@ -38,34 +34,34 @@ def test_speeds_and_base_loads_move_halfway_to_what_was_seen(speeds):
 def test_servers_are_compared_with_what_the_ranks_did_in_the_same_steps(speeds):
     # The ranks compute 200 pairs/s, twice what they were taken for, and the server eight times that.
     served = Served(pairs=1600, seconds=1.0, alone=2, travel_s=0.2)
-    speeds.learn([Observed(calls=2, pairs=200, seconds=1.0, between_s=0.5, servers={7: served})])
+    speeds.learn([Observed(2, 200, 1.0, 0.5, {7: served})])
     assert speeds.pairs_per_second == 75.0
     assert known(speeds, takes_turns=True) == ((1.0, 5.0), (25.0, 0.0))
     assert known(speeds, takes_turns=False)[1] == (0.0, 10.0)
 
 
-def test_a_step_without_servers_changes_only_the_ranks_speed_and_one_without_pairs_nothing(speeds):
+def test_a_server_that_was_far_once_is_tried_again_and_a_step_without_pairs_or_servers_changes_less(speeds):
     speeds.learn([Observed(seconds=1.0)])
     assert speeds.pairs_per_second == 50.0
-    speeds.learn([Observed(pairs=300, seconds=1.0)])
-    assert speeds.pairs_per_second == 100.0
-    assert known(speeds, takes_turns=False) == ((1.0, 2.0), (0.0, 0.0))
-
-
-def test_a_server_that_was_far_once_is_tried_again(speeds):
     far = []
     for observed in (
-        seen(pairs=200, seconds=1.0, alone=1, travel_s=10.0),
         Observed(pairs=200, seconds=2.0),
-        seen(pairs=200, seconds=1.0),  # no call was alone: nothing is known of the way, and it was used
+        Observed(2, 200, 2.0, 0.5, {7: Served(pairs=200, seconds=1.0, alone=1, travel_s=10.0)}),
+        Observed(pairs=200, seconds=2.0),
+        # No call was alone: nothing is known of the way, and it was used.
+        Observed(2, 200, 2.0, 0.5, {7: Served(pairs=200, seconds=1.0)}),
+        Observed(pairs=300, seconds=1.0),
     ):
         speeds.learn([observed])
-        far.append(known(speeds, takes_turns=False)[1][1])
+        far.append(known(speeds, takes_turns=False))
+    assert far[0] == ((1.0, 2.0), (0.0, 0.0))
+    assert [travel for _, (_, travel) in far] == [0.0, 500.0, 450.0, 450.0, 405.0]
+    assert speeds.pairs_per_second == 100.0
     speeds.joined(7, 100.0)  # as a new member
-    assert [*far, known(speeds, takes_turns=False)[1][1]] == [500.0, 450.0, 450.0, 0.0]
+    assert known(speeds, takes_turns=False)[1] == (0.0, 0.0)
 
 
-PING, PONG = Work(0, 0, "forward"), Work(0, 1, "forward")
+PING, PONG, BACKWARD = Work(0, 0, "forward"), Work(0, 1, "forward"), Work(0, 1, "backward")
 SEND, COLLECT = "run local; send q, q k v to servers", "wait o lse, o lse from servers"
 
 
@@ -101,7 +97,6 @@ def test_kernel_calls_and_the_time_between_phases_while_calls_to_servers_are_und
 
 
 def test_a_way_is_what_a_call_took_besides_the_servers_kernel_while_no_other_was_under_way():
-    backward = Work(0, 1, "backward")
     spans = [
         phase(PING, SEND, 0, 1),
         phase(PONG, SEND, 1, 2),  # while the first is under way
@@ -110,23 +105,20 @@ def test_a_way_is_what_a_call_took_besides_the_servers_kernel_while_no_other_was
         phase(PING, COLLECT, 2, 3),
         *answered(7, PONG, travel_s=99.0, seconds=1.75, pairs=40),
         phase(PONG, COLLECT, 3, 4),
-        phase(backward, SEND, 4, 5),
-        *answered(7, backward, travel_s=1.25, seconds=1.75, pairs=40),
-        phase(backward, COLLECT, 5, 6),
+        phase(BACKWARD, SEND, 4, 5),
+        *answered(7, BACKWARD, travel_s=1.25, seconds=1.75, pairs=40),
+        phase(BACKWARD, COLLECT, 5, 6),
     ]
-    expected = {
-        7: Served(pairs=120, seconds=5.25, alone=2, travel_s=2.5),
-        9: Served(pairs=30, seconds=1.0, alone=1, travel_s=0.25),
-    }
-    assert observe(spans) == Observed(calls=3, servers=expected)
+    servers = {7: Served(120, 5.25, alone=2, travel_s=2.5), 9: Served(30, 1.0, alone=1, travel_s=0.25)}
+    assert observe(spans) == Observed(calls=3, servers=servers)
     # On CUDA phases are known later than calls.
     assert observe(sorted(spans, key=lambda span: span.kind == "phase")) == observe(spans)
 
 
 def test_clocks_of_two_hosts_and_spans_whose_beginnings_were_not_kept_do_no_harm():
     spans = [*answered(7, PING, -0.5, 1.0, 10), *answered(7, PING, 2.0, 1.0, 20)]
-    assert observe(spans) == Observed(servers={7: Served(pairs=30, seconds=2.0, alone=2, travel_s=2.0)})
-    whole, (_, cut) = answered(7, PING, 1.0, 2.0, 20), answered(7, PING, 1.0, 2.0, 20)
+    assert observe(spans).servers == {7: Served(30, 2.0, alone=2, travel_s=2.0)}
+    whole, cut = answered(7, PING, 1.0, 2.0, 20), answered(7, PING, 1.0, 2.0, 20)[1]
     spans = [cut, phase(PING, COLLECT, 0, 1), phase(PONG, "run local", 5, 6)]
-    assert observe(spans) == Observed(calls=1, servers={7: Served(pairs=20, seconds=2.0)})
-    assert observe([*whole, cut]).servers == {7: Served(pairs=40, seconds=4.0, alone=1, travel_s=1.0)}
+    assert observe(spans) == Observed(calls=1, servers={7: Served(20, 2.0)})
+    assert observe([*whole, cut]).servers == {7: Served(40, 4.0, alone=1, travel_s=1.0)}

@@ -1,0 +1,195 @@
+"""One rank's pool, with servers behind links that do what the test says. A rank computes 50 pairs/s, a server 100."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import Mock, call
+
+import pytest
+import torch
+
+from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.recorder import Recorder, Span, Work
+from hf_distca.dispatch.remote import ServerRows
+from hf_distca.dispatch.rows import IndexBuffer
+from hf_distca.kernels import AttentionParams
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.routes import make_routes
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.pool.messages import RankHello, Reply, ServerHello
+from hf_distca.pool.rank.pool import Pool
+from hf_distca.pool.transport import Memory
+from hf_distca.pool.wire import LinkLost, MismatchError
+from tests.pool.ends import CPU, SLIM
+
+WORK = Work(3, 0, "forward")
+SETTINGS = PlanSettings(ranks=1, tokens_per_rank=64, kinds=(SLIM,), balance_block_size=8, ping_pong=False)
+
+
+def listed(*servers):
+    """Members of the directory by id, which is also their port."""
+    return {server: ServerHello("127.0.0.1", server, "cpu", 100.0) for server in servers}
+
+
+class FakeLink:
+    """A link to a server that computes for 1.75 s of 3 s; 7 is on the rank's host, 1 and 2 are not reached."""
+
+    def __init__(self, host, port, *rest):
+        self.made_with = (host, port, *rest)
+        if port in (1, 2):
+            raise (LinkLost if port == 1 else MismatchError)("nobody answers")
+        self.calls, self.lost, self.send = [], "", Mock()
+        self.within_host, self.carried_by = port == 7, "TCP (TCP was asked for)"
+
+    def call(self, call, rows, results, ready):
+        self.calls.append(call.call_id)
+        return SimpleNamespace(results=results, departed=10.0, arrived=13.0)
+
+    def wait(self, answer, timeout_s):
+        if self.lost:
+            raise LinkLost(self.lost)
+        return Reply(call_id=0, seconds=1.75, pairs=40)
+
+    def close(self):
+        self.lost = self.lost or "closed by this rank"
+
+
+@pytest.fixture
+def directory():
+    return Mock()
+
+
+@pytest.fixture
+def make_pool(monkeypatch, directory):
+    """Makes a rank's pool with servers; `groups` stands for the other ranks."""
+    monkeypatch.setattr("hf_distca.pool.rank.pool.ServerLink", FakeLink)
+    monkeypatch.setattr("hf_distca.pool.rank.pool.measure_speed", lambda *_: 50.0)
+
+    def make(*servers, groups=None, **options):
+        dispatcher = SimpleNamespace(groups=groups or Groups(CPU, 60), recorder=Recorder(CPU), kernel=None, device=CPU)
+        pool = Pool(dispatcher, b"token", directory, Memory(CPU), **options)
+        directory.members.return_value = listed(*servers)
+        pool.refresh()
+        return pool
+
+    return make
+
+
+def other_rank(changed, **methods):
+    """Groups of two ranks, the other of which computes as fast and says of servers what `changed` makes of it."""
+
+    def all_gather(value):
+        return [value, changed(value) if isinstance(value, tuple) else value]
+
+    return SimpleNamespace(rank=0, ranks=2, all_gather=all_gather, **methods)
+
+
+def test_results_come_by_name_and_what_they_took_is_recorded(make_pool):
+    pool = make_pool(7)
+    plan, at_servers = pool.bind(plan_micro_batch([64], SETTINGS), SETTINGS)
+    asked = ServerRows(0, make_routes(plan.nano_batches[0].plans[SLIM], 0), 1, IndexBuffer(CPU))
+    assert asked.q_count > 0
+    rows = {"q": torch.zeros(64, 2, 8), "k": torch.zeros(64, 1, 8), "v": torch.zeros(64, 1, 8)}
+    recording = pool.recorder.listen()
+    first, second = (at_servers.start(WORK, [asked], SLIM, AttentionParams(scale=0.5), rows) for _ in range(2))
+    assert recording.take() == []
+    results, lost = second.collect()
+    assert lost == frozenset()
+    assert {name: x_N.shape for name, x_N in results[0].items()} == {
+        "o": (asked.q_count, 2, 8),
+        "lse": (asked.q_count, 2),
+    }
+    assert recording.take() == [Span("call", "7", WORK, 10.0, 13.0), Span("server", "7", WORK, 11.25, 13.0, pairs=40)]
+    assert pool.link(7).calls == [0, 1]
+    pool.link(7).lost = "it is gone"
+    assert first.collect() == ({}, {0})
+    assert pool.servers == ()
+    assert recording.take() == []
+
+
+@pytest.mark.parametrize(("timeout_s", "connect_s"), [(60.0, 10.0), (4.0, 4.0)])
+def test_members_of_the_directory_take_part_until_they_leave_it_or_training_ends(
+    make_pool, directory, timeout_s, connect_s
+):
+    pool = make_pool(7, timeout_s=timeout_s)
+    left, hello = pool.link(7), RankHello(0, why_tcp="TCP was asked for")
+    assert left.made_with == ("127.0.0.1", 7, b"token", hello, connect_s, timeout_s, pool.memory)
+    directory.members.return_value = listed(8, 1)
+    pool.refresh()
+    assert pool.servers == (8,)
+    assert left.lost == "closed by this rank"
+    # Who left is dropped once more, which does nothing.
+    assert directory.drop.call_args_list == [call(7), call(1, "")]
+    assert pool.speeds.workers(1, pool.servers, False).speed == (1.0, 2.0)
+    later = pool.link(8)
+    pool.recorder.add(Span("server", "8", WORK, 0.0, 1.0, pairs=600))  # six times a rank's 100 pairs/s
+    for _ in range(2):  # learned once
+        pool.refresh()
+        assert pool.speeds.workers(1, pool.servers, False).speed == (1.0, 4.0)
+    pool.close()
+    assert (pool.servers, later.lost) == ((), "closed by this rank")
+    assert directory.method_calls[-2:] == [call.end(), call.close()]
+
+
+@pytest.mark.parametrize(("unreached", "refusal"), [(1, ""), (2, "nobody answers")])
+def test_a_server_that_a_rank_does_not_reach_takes_no_part(make_pool, directory, caplog, unreached, refusal):
+    def changed(value):  # the other rank does not reach server 8
+        return ({8: ("nobody answers", unreached == 2)}, set()) if len(value) == 2 else value
+
+    pool = make_pool(7, 8, unreached, groups=other_rank(changed, any_of=lambda flags: flags))
+    assert pool.servers == (7,)
+    # Refused where another try would end alike.
+    assert directory.drop.call_args_list == [call(server, refusal) for server in sorted((8, unreached))]
+    assert [line for line in caplog.messages if "takes part" not in line] == [
+        f"attention server {server} (127.0.0.1:{server}, cpu) cannot take part: nobody answers"
+        for server in sorted((8, unreached))
+    ]
+
+
+def test_a_server_that_another_rank_has_lost_is_lost_here_too(make_pool, directory, caplog):
+    asked, lost = [], set()
+
+    def changed(value):
+        return ({}, set()) if len(value) == 2 else ({}, set(lost), value[2])
+
+    groups = other_rank(changed, any_of=lambda flags: asked.append(flags) or [False, True])
+    pool = make_pool(7, 8, 9, groups=groups)
+    link = pool.link(8)
+    assert pool.without_lost([7, 8]) == {8}
+    assert pool.without_lost([8]) == {8}  # nobody is asked of a server that is gone
+    assert asked == [[False, False]]
+    assert link.lost == "closed by this rank"
+    directory.members.return_value = listed(7, 9)
+    pool.link(7).lost = "it is gone"
+    lost.add(9)
+    pool.refresh()
+    assert pool.servers == ()
+    between = "between steps; no call was running"
+    assert [line for line in caplog.messages if "lost" in line] == [
+        "lost attention server 8 (127.0.0.1:8, cpu) (another rank lost it): its tasks of this micro-batch are "
+        "computed by the ranks; 2 servers left",
+        f"lost attention server 7 (127.0.0.1:7, cpu) (it is gone): {between}; 1 servers left",
+        f"lost attention server 9 (127.0.0.1:9, cpu) (another rank lost it): {between}; no server left, so ranks "
+        "compute all tasks",
+    ]
+
+
+# Server 7 is on the host of this rank, 0, server 8 on that of rank 2, server 9 on one of its own.
+@pytest.mark.parametrize(("ranks_per_node", "nodes"), [((2, 1), (0, 0, 1, 0, 1, 2)), (1, None)])
+def test_servers_are_on_the_node_of_ranks_of_their_host(make_pool, ranks_per_node, nodes):
+    def gathered(value):
+        reached = isinstance(value, tuple) and len(value) == 2
+        return [value, ({}, set()), ({}, {7, 8})] if reached else [value] * 3
+
+    pool = make_pool(7, 8, 9, groups=SimpleNamespace(rank=0, ranks=3, all_gather=gathered))
+    settings = replace(SETTINGS, ranks=3, ranks_per_node=ranks_per_node)
+    plan, _ = pool.bind(plan_micro_batch([64], settings), settings)
+    assert plan.nano_batches[0].plans[SLIM].nodes == nodes
+
+
+def test_waiting_for_servers_ends_on_every_rank_when_one_says_so(make_pool, caplog):
+    # By this rank's clock there is an hour left, by the other's none.
+    told = []
+    pool = make_pool(groups=other_rank(lambda value: value, any_of=lambda flags: told.append(flags) or [True]))
+    pool.wait_for(3, 3600)
+    assert told == [[False]]
+    assert "0 of 3 attention servers joined within 3600 s" in caplog.text

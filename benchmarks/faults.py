@@ -88,11 +88,7 @@ def serve(port: int, transport: Choice, joined: Connection) -> None:
 
 
 class Killer(threading.Thread):
-    """Keeps servers running and kills one after another.
-
-    Attributes:
-        killed: how many so far.
-    """
+    """Keeps servers running and kills one after another."""
 
     def __init__(self, port: int, transport: Choice, kills: int, seed: int, enough: Path) -> None:
         super().__init__(daemon=True)

@@ -19,12 +19,7 @@ NETWORK_NAMESPACE = 0x40000000
 class Hosts:
     """Two network namespaces and the pair of devices that joins them; a context manager.
 
-    Args:
-        ranks_per_host: the first so many ranks are on the first host, the others on the second.
-
-    Attributes:
-        names: of the namespaces, others in every process, so that two checkouts can be measured in turns.
-        devices: by which each reaches the other, named likewise.
+    Names are others in every process, so that two checkouts can be measured in turns.
     """
 
     def __init__(self, ranks_per_host: int = 1) -> None:

@@ -74,7 +74,6 @@ class Variant:
         turns: halves of layers take turns.
         waits: every exchange is waited for where it is started.
         whole: K and V rows come all at once; else in the plan's stages.
-        ranks_per_node: that the plan knows of; 1 for a flat plan.
     """
 
     turns: bool = False

@@ -185,11 +185,8 @@ def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool =
     """Ulysses sequence parallelism of DeepSpeed through accelerate, ZeRO off, rows of packed documents.
 
     All ranks share every row, a rank has an equal part of its tokens, and in attention all of them of its share of the
-    heads. Loaders of as many ranks make as many rows, which are computed one after another.
-
-    Args:
-        case: what is trained; the tokens of every row must be a multiple of the ranks.
-        in_two_rows: whether the first document of a step has a row of its own. gloo needs rows of equal length.
+    heads. Loaders of as many ranks make as many rows, which are computed one after another. In two rows the first
+    document of a step has a row of its own; gloo needs rows of equal length.
     """
     # As accelerate's launcher sets them: with TrainingArguments' `deepspeed` transformers leaves `ddp_backend` out,
     # without which accelerate has no backend for CPUs, takes every process for the only one, and gives all of them

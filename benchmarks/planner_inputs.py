@@ -37,12 +37,7 @@ def plan_once(
     ranks_per_node: int | None = None,
     window: int | None = None,
 ) -> Plan:
-    """Plan one input.
-
-    Args:
-        ranks_per_node: that the plan knows of; None for a flat plan.
-        window: width of the sliding window; None for full causal attention.
-    """
+    """Plan one input, flat if `ranks_per_node` is None."""
     rows = batch["rows"][: ranks // (4 if batch["layout"] == "cp4" else 1)]
     sizes = None if ranks_per_node is None else node_sizes(ranks, ranks_per_node)
     if kind == "joint":

@@ -54,14 +54,7 @@ PER_RANK = 8192
 
 @dataclass(frozen=True)
 class Calibration:
-    """Costs measured in a round, apart from the predicted steps.
-
-    Attributes:
-        forward, backward: of the kernel.
-        link: between the ranks.
-        token: seconds of a token besides core attention.
-        step: seconds of a step besides tokens.
-    """
+    """Costs measured in a round: seconds of a token besides core attention, and of a step besides tokens, too."""
 
     forward: KernelCost
     backward: KernelCost

@@ -15,9 +15,9 @@ from harness import options_parser, print_json
 
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.drawing import Drawing
 from hf_distca.sim.lengths import corpora, micro_batches
 from hf_distca.sim.model import LLAMA_8B
-from hf_distca.sim.report.drawing import Drawing
 from hf_distca.sim.strategies import Setup, StepTime, plain, planned
 
 RANKS, TOKENS_PER_RANK = 8, 32768

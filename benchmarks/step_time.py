@@ -84,11 +84,7 @@ def packed_rows(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 class Models:
-    """The same model with distca and with plain packed attention, trained under DDP with AdamW; makes steps of them.
-
-    Attributes:
-        distca: to be prepared for plans before its first step.
-    """
+    """The same model with distca and with plain packed attention, trained under DDP with AdamW; makes steps."""
 
     def __init__(self, positions: int) -> None:
         PlainAttention("plain", get_kernel("auto", CPU))

@@ -49,13 +49,7 @@ def data() -> Iterator[tuple[str, Draw]]:
 
 
 def simulated(draw: Draw, ranks: int, count: int) -> dict[str, list[StepTime]]:
-    """Return what every strategy, and the busiest packed rank, take for the same micro-batches: [count] steps of each.
-
-    Args:
-        draw: gives document lengths.
-        ranks: GPUs.
-        count: micro-batches.
-    """
+    """What every strategy, and the busiest packed rank, take for the same micro-batches: [count] steps of each."""
     setup = Setup(LLAMA_8B, DeviceProfile.load("h100"), ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
     kinds = tuple(LLAMA_8B.layers)
     settings = PlanSettings(ranks, TOKENS_PER_RANK, kinds, ping_pong=True, ranks_per_node=RANKS_PER_NODE)
@@ -76,11 +70,7 @@ def mean(steps: Sequence[StepTime], of_step: Callable[[StepTime], float]) -> flo
 
 
 def comparison(steps: Mapping[str, Sequence[StepTime]]) -> dict[str, Any]:
-    """Return the figures of one kind of documents.
-
-    Args:
-        steps: of every strategy, of the same micro-batches.
-    """
+    """The figures of one kind of documents, from the steps of every strategy of the same micro-batches."""
     planned, plain, busiest = steps[CHOSEN], steps[PLAIN], steps[BUSIEST]
     seconds = mean(planned, lambda step: step.seconds)
     names = [name for name in steps if name not in (CHOSEN, BUSIEST)]

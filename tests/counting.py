@@ -41,7 +41,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.recorder import Recorder
-from hf_distca.kernels.varlen import TorchVarlenKernel
+from hf_distca.kernels.versions import TorchVarlenKernel
 from hf_distca.models.decoder import base_model
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.patches.layers import plan_layers

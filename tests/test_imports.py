@@ -45,7 +45,7 @@ ALLOWED = {
     | {"pool.launch", "pool.rank"},
     "sim": PLANNER,
     "measure": DISPATCH | {"sim"},
-    "timeline": {"plan", "dispatch.recorder", "sim.report"},
+    "timeline": {"plan", "dispatch.recorder", "sim.drawing"},
     "cli": DISPATCH
     | WIRE
     | {"config", "units", "version", "models", "patches", "measure", "memory", "sim", "timeline"}

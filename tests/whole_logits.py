@@ -26,6 +26,7 @@ class WholeLogits(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         tensors = (x for x in tree_iter(result) if isinstance(x, torch.Tensor) and x.is_floating_point())
         for tensor in tensors:
-            if self._vocabulary in tensor.shape and tensor.numel() > self._rows * self._vocabulary:
+            takes_memory = 0 not in tensor.stride()  # not expanded
+            if self._vocabulary in tensor.shape and tensor.numel() > self._rows * self._vocabulary and takes_memory:
                 self.shapes.append(tuple(tensor.shape))
         return result

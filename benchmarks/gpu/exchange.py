@@ -28,11 +28,7 @@ BLOCKS = (1, 4, 8, 16, 32)
 
 
 def check_exchange(setting: Setting, ranks: int, run: Callable[..., list[Any]] = run_ranks) -> Findings:
-    """Exchanges with numbers of blocks, alone and under attention; the slowest rank's figures.
-
-    Args:
-        run: runs a function with arguments on so many ranks; returns what each returned.
-    """
+    """Exchanges with numbers of blocks, alone and under attention; the slowest rank's figures."""
     findings = Findings()
     by_rank = run(ranks, rank_figures, setting)
     findings.figures |= {"ranks": ranks, "link": "between GPUs" if ranks > 1 else "none: a rank with itself"}

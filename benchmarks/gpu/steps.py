@@ -28,15 +28,7 @@ TIMEOUT_S = 20
 
 @dataclass(frozen=True)
 class Variant:
-    """Variant of a planned step.
-
-    Attributes:
-        layout: "joint", or "fixed": documents stay on their rank.
-        ping_pong: two nano-batches that take turns.
-        heads: query and key-value heads.
-        reentrant: kind of gradient checkpointing; None: none.
-        options: of the dispatcher.
-    """
+    """Variant of a planned step: `reentrant` is the kind of checkpointing, `options` are the dispatcher's."""
 
     layout: str = "joint"
     ping_pong: bool = True
@@ -160,11 +152,7 @@ def _losses(setting: Setting, implementation: str, *, exact: bool = False) -> li
 
 
 def check_two_ranks(setting: Setting, run: Callable[..., list[Any]] = run_ranks) -> Findings:
-    """One step of two ranks on one device over gloo in all variants, beside one process with stock attention.
-
-    Args:
-        run: runs a function with arguments on so many ranks; returns what each returned.
-    """
+    """One step of two ranks on one device over gloo in all variants, beside one process with stock attention."""
     findings = Findings()
     largest = findings.figures["largest_deviation_of_a_gradient"] = {}
     moved = findings.figures["bytes_moved"] = {}

@@ -29,13 +29,7 @@ BOUNDS = {"loss": 5e-3, "grad_norm": 2e-2}
 
 
 class Watch(TrainerCallback):
-    """Notes the time and the memory of every step, and what is logged of it.
-
-    Attributes:
-        seconds: by step.
-        memory: bytes that are taken after each step.
-        logged: by name, loss and norm of the gradients by step.
-    """
+    """Notes the time of every step, the bytes that are taken after it, and its loss and norm of the gradients."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting

@@ -21,11 +21,7 @@ VOCABULARY = 1024
 def llama(
     positions: int, implementation: str = "distca", dtype: torch.dtype = torch.float32, **sizes: Any
 ) -> nn.Module:
-    """A LLaMA with random weights, the same every time.
-
-    Args:
-        sizes: fields of LlamaConfig; without any, hidden size 256, an MLP of 688, 4 layers and 4 heads.
-    """
+    """A LLaMA with random weights, the same every time, of these sizes or of the usual ones."""
     usual = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = LlamaConfig(
         **{"vocab_size": VOCABULARY, **(sizes or usual)},
@@ -57,11 +53,7 @@ def rows_of_documents(documents: Sequence[Tensor], device: torch.device) -> dict
 def rows_of_rank(
     plan: MicroBatchPlan, rank: int, documents: Sequence[Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """Batch of a rank of a plan.
-
-    Args:
-        documents: [length] token ids of each document of the plan.
-    """
+    """Batch of a rank of a plan of documents, which are [length] token ids each."""
     segments = [
         (documents[nano.documents[index]], start, stop)
         for nano in plan.nano_batches
@@ -106,13 +98,7 @@ class KernelNode(torch.autograd.Function):
 def attend_packed(
     kernel: Kernel, shapes: TaskShapes, scaling: float, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, None]:
-    """Causal attention within each document of a packed row, in one kernel call; what transformers' layers expect.
-
-    Args:
-        query: Q [1, H, T, D].
-        key: K [1, G, T, D].
-        value: V [1, G, T, D].
-    """
+    """Causal attention within each document of a packed row, as transformers' layers ask for it: Q [1, H, T, D]."""
     qkv = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return KernelNode.apply(kernel, shapes, AttentionParams(scale=scaling), *qkv).unsqueeze(0), None
 

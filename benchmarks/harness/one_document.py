@@ -84,14 +84,7 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class Taken:
-    """Results of one rank.
-
-    Attributes:
-        peak_bytes: the most memory above what was there before q, k, v and do.
-        stages: exchanges of K/V rows.
-        rows: [T] numbers of the sampled rows that it holds.
-        results: o, dq, dk and dv of these rows by name.
-    """
+    """The most memory of a rank above what was there before q, k, v and do; o, dq, dk and dv of sampled rows [T]."""
 
     peak_bytes: int
     stages: int

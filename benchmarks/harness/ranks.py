@@ -33,13 +33,11 @@ def end_with_parent() -> None:
 class Ranks:
     """Processes with one thread each and a gloo group, that prepare something once and then take rounds of it.
 
-    A context manager: the processes start on entering it and end on leaving it, at once where an error leaves it or
-    this process is killed.
+    A context manager; the processes end at once where an error leaves it or this process is killed.
 
     Args:
-        prepare: a module-level function that every process calls once; returns what a round calls, without arguments.
-        enter: a module-level function that every process calls with its rank before there is a group: it may set the
-            environment variables that the group is made of.
+        prepare: every process calls it once; returns what a round calls, without arguments.
+        enter: every process calls it with its rank before there is a group, whose environment variables it may set.
     """
 
     def __init__(
@@ -73,11 +71,7 @@ class Ranks:
             process.kill()
 
     def take(self) -> list[Any]:
-        """One round on all ranks; what each returned, by rank.
-
-        Raises:
-            RuntimeError: a rank failed; with its traceback.
-        """
+        """One round on all ranks; what each returned, by rank. RuntimeError has the traceback of a failed rank."""
         for connection in self._connections:
             connection.send(None)
         results: dict[int, Any] = {}

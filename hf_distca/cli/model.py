@@ -96,18 +96,6 @@ def mixing_of(model: PreTrainedModel, plan: MicroBatchPlan, settings: PlanSettin
     }
 
 
-def mixing_table(figures: dict[str, float]) -> str:
-    """Return the figures of `mixing_of` as lines."""
-    without = f"{figures['runs_unpacked']} without a kernel that takes packed documents"
-    lines = {
-        "mixing layers": f"{figures['layers']}, {figures['segments']} segments of cut documents on all ranks",
-        "kernel runs, busiest rank": f"{figures['runs']} a layer; {without}",
-        "state that a cut moves": f"{figures['state_bytes'] / 1e6:.2f} MB a layer",
-        "states and halos, busiest rank": f"{figures['bytes_bottleneck'] / 1e6:.2f} MB a layer",
-    }
-    return "\n".join(f"{name:<30} {value}" for name, value in lines.items())
-
-
 def memory_of(
     model: PreTrainedModel, plan: MicroBatchPlan, settings: PlanSettings, options: argparse.Namespace
 ) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_distca.cli import InputError
-from hf_distca.cli.model import fake_model, memory_of, memory_table, mixing_of, mixing_table
+from hf_distca.cli.model import fake_model, memory_of, memory_table, mixing_of
 from hf_distca.cli.options import (
     HEADS,
     RANKS_PER_NODE,
@@ -41,7 +41,7 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import rows_by_stage
 from hf_distca.sim.lengths import histogram
 from hf_distca.sim.model import MODELS
-from hf_distca.sim.report.plan import plan_report
+from hf_distca.sim.report import plan_report
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MANY_RANKS, LEAST_BLOCKS = 512, 8
@@ -126,8 +126,6 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(figures))
         return
     print(_table(plan, figures, settings, options))
-    if figures.get("mixing"):
-        print(mixing_table(figures["mixing"]))
     if model is not None:
         print("", memory_table(figures["memory"], options.device_memory), sep="\n")
 
@@ -267,4 +265,12 @@ def _table(plan: MicroBatchPlan, figures: dict[str, Any], settings: PlanSettings
         f"tasks below {options.balance_block_size} rows": f"{figures['tasks_below_block']}",
         "planned in": f"{figures['plan_ms']:.1f} ms",
     }
+    if mixing := figures.get("mixing"):
+        runs, without = mixing["runs"], f"{mixing['runs_unpacked']} without a kernel that takes packed documents"
+        lines |= {
+            "mixing layers": f"{mixing['layers']}, {mixing['segments']} segments of cut documents on all ranks",
+            "kernel runs, busiest rank": f"{runs} a layer; {without}",
+            "state that a cut moves": f"{mixing['state_bytes'] / 1e6:.2f} MB a layer",
+            "states and halos, busiest rank": f"{mixing['bytes_bottleneck'] / 1e6:.2f} MB a layer",
+        }
     return "\n".join(f"{name:<30} {value}" for name, value in lines.items())

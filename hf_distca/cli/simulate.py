@@ -32,7 +32,7 @@ from hf_distca.models.shape import model_shape
 from hf_distca.planner.seconds import Links
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import MODELS, ModelShape
-from hf_distca.sim.report.simulation import simulation_report
+from hf_distca.sim.report import simulation_report
 from hf_distca.sim.simulate import Simulation, columns_of, simulate
 from hf_distca.sim.strategies import Setup
 from hf_distca.units import AUTO

@@ -43,13 +43,13 @@ class BoundGroup(NamedTuple):
     @staticmethod
     def bind(group: TaskGroup, buffer: IndexBuffer) -> "BoundGroup":
         """Return a group whose index tensors are valid once the buffer is sent."""
-        shapes = TaskShapes.placed(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
+        shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
         return BoundGroup(shapes, group.pairs, row_index(group.q_rows, buffer), row_index(group.k_rows, buffer))
 
 
 def _all_rows(lengths: Sequence[int], window: int | None, buffer: IndexBuffer) -> BoundGroup:
     """Return a rank's tasks for a kind of attention where nothing moves: all documents, or chunks, in row order."""
-    shapes = TaskShapes.placed(lengths, lengths, buffer.place)
+    shapes = TaskShapes.build(lengths, lengths, buffer.place)
     return BoundGroup(shapes, sum(pairs(0, length, window) for length in lengths))
 
 

@@ -7,7 +7,7 @@ import torch
 from .contract import AttentionParams, Kernel, Need
 from .cpu import CpuKernel
 from .reference import ReferenceKernel
-from .varlen import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel, TorchVarlenKernel
+from .versions import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel, TorchVarlenKernel
 
 KERNELS: dict[str, type[Kernel]] = {
     "reference": ReferenceKernel,
@@ -31,12 +31,14 @@ USUAL = Need(torch.bfloat16, 128, 128, AttentionParams(scale=128**-0.5))
 """What most models need; for a choice before the model is known."""
 
 
-def get_kernel(name: str, device: torch.device, needs: Sequence[Need] = (), *, sm_margin: int = 0) -> Kernel:
+def get_kernel(
+    name: str, device: torch.device, needs: Sequence[Need] = (), *, sm_margin: int = 0, hub: bool = True
+) -> Kernel:
     """Return a kernel by name, which runs on the device and can do what is needed.
 
     Args:
         name: one of KERNEL_NAMES; for "auto" see `choose_kernel`.
-        sm_margin: streaming multiprocessors of a GPU that the kernel leaves to others, where it can.
+        sm_margin, hub: see `FlashAttn3Kernel`.
 
     Raises:
         ValueError: no kernel has this name, or can do what is needed.
@@ -46,7 +48,7 @@ def get_kernel(name: str, device: torch.device, needs: Sequence[Need] = (), *, s
         return choose_kernel(device, needs, sm_margin=sm_margin)[0]
     if name not in KERNELS:
         raise ValueError(f"no kernel is named {name!r}; valid names: {', '.join(KERNEL_NAMES)}")
-    kernel = FlashAttn3Kernel(sm_margin) if name == "flash_attn_3" else KERNELS[name]()
+    kernel = FlashAttn3Kernel(sm_margin, hub=hub) if name == "flash_attn_3" else KERNELS[name]()
     for need in needs:
         kernel.check(need, device)
     return kernel
@@ -55,11 +57,7 @@ def get_kernel(name: str, device: torch.device, needs: Sequence[Need] = (), *, s
 def choose_kernel(
     device: torch.device, needs: Sequence[Need] = (), *, sm_margin: int = 0
 ) -> tuple[Kernel, dict[str, str]]:
-    """Choose the fastest kernel that is installed and can do what is needed. Nothing is downloaded.
-
-    Args:
-        device: a CPU takes "cpu"; for CUDA see `FASTEST_FIRST`.
-        needs: none: what most models need.
+    """Choose the fastest kernel that is installed and can do what is needed, or what most models need.
 
     Returns:
         The kernel, and by name the error of each faster kernel.
@@ -78,10 +76,7 @@ def choose_kernel(
     passed_over: dict[str, str] = {}
     for name in FASTEST_FIRST.get(major, ELSEWHERE):
         try:
-            kernel = FlashAttn3Kernel(sm_margin, hub=False) if name == "flash_attn_3" else KERNELS[name]()
-            for need in needs or (USUAL,):
-                kernel.check(need, device)
-            return kernel, passed_over
+            return get_kernel(name, device, needs or (USUAL,), sm_margin=sm_margin, hub=False), passed_over
         except (ImportError, ValueError) as error:
             passed_over[name] = str(error)
     reasons = "".join(f"\n- {reason}" for reason in passed_over.values())

@@ -6,7 +6,6 @@ multiple of G; query head h reads key/value head h // (H / G)), D head dim of qu
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
@@ -76,10 +75,9 @@ class TaskShapes:
     tasks need appears twice.
 
     Attributes:
-        q_lens: query rows of each task; may be 0.
-        k_lens: key/value rows of each task; may be 0. With causal attention k_lens[i] >= q_lens[i].
-        cu_q: [T + 1] int32 on the device, first packed query row of each task, then the total; cu_k likewise.
-        max_q: largest of q_lens, 0 without tasks; max_k likewise.
+        q_lens, k_lens: rows of each task; may be 0. With causal attention k_lens[i] >= q_lens[i].
+        cu_q, cu_k: [T + 1] int32 on the device, first packed row of each task, then the total.
+        max_q, max_k: largest of q_lens and of k_lens, 0 without tasks.
     """
 
     q_lens: tuple[int, ...]
@@ -98,17 +96,22 @@ class TaskShapes:
         return made
 
     @staticmethod
-    def build(q_lens: Sequence[int], k_lens: Sequence[int], device: torch.device | str) -> "TaskShapes":
-        """Return the shapes of tasks with these query and key/value rows, for a kernel on `device`."""
-        return TaskShapes.placed(
-            q_lens, k_lens, lambda numbers: torch.from_numpy(numbers).to(device, non_blocking=True)
-        )
-
-    @staticmethod
-    def placed(
-        q_lens: Sequence[int], k_lens: Sequence[int], place: Callable[[NDArray[np.int32]], Tensor]
+    def build(
+        q_lens: Sequence[int],
+        k_lens: Sequence[int],
+        device: torch.device | str | Callable[[NDArray[np.int32]], Tensor],
     ) -> "TaskShapes":
-        """Return the shapes as `build` does, where `place` copies numbers to the device, perhaps many together."""
+        """Return the shapes of tasks with these query and key/value rows.
+
+        Args:
+            device: where the kernel runs, or a function that copies numbers there, perhaps many together.
+        """
+
+        def place(numbers: NDArray[np.int32]) -> Tensor:
+            if isinstance(device, torch.device | str):
+                return torch.from_numpy(numbers).to(device, non_blocking=True)
+            return device(numbers)
+
         q_lens, k_lens = tuple(map(int, q_lens)), tuple(map(int, k_lens))
         if len(q_lens) != len(k_lens):
             raise ValueError(f"got {len(q_lens)} q_lens but {len(k_lens)} k_lens; give both for every task")
@@ -177,7 +180,17 @@ class Kernel(Protocol):
 
 def check_tensors(q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, causal: bool) -> None:
     """Raise ValueError unless the tensors of a kernel call fit one another and the shapes."""
-    q_rows, k_rows = _totals(shapes.q_lens, shapes.k_lens, causal)
+
+    def count() -> tuple[int, int]:
+        for i, (q_len, k_len) in enumerate(zip(shapes.q_lens, shapes.k_lens, strict=True)):
+            if causal and k_len < q_len:
+                raise ValueError(
+                    f"task {i} has {q_len} query rows but only {k_len} key/value rows; causal attention aligns the "
+                    "last query with the last key, so a task needs at least as many keys as queries"
+                )
+        return sum(shapes.q_lens), sum(shapes.k_lens)
+
+    q_rows, k_rows = shapes.once(("rows", causal), count)
     if q_QHD.dim() != 3 or k_KGD.dim() != 3 or v_KGE.dim() != 3:
         got = f"{list(q_QHD.shape)}, {list(k_KGD.shape)} and {list(v_KGE.shape)}"
         raise ValueError(f"kernels take q [Q, H, D], k [K, G, D] and v [K, G, E], got {got}")
@@ -198,16 +211,3 @@ def check_tensors(q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShape
             f"q, k and v must have one dtype, got {q_QHD.dtype}, {k_KGD.dtype} and {v_KGE.dtype}: cast them "
             "to one before the call (autocast does not reach into kernels)"
         )
-
-
-@lru_cache(maxsize=256)
-def _totals(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool) -> tuple[int, int]:
-    """Sum the rows and the keys of all tasks, once per micro-batch."""
-    if causal:
-        for i, (q_len, k_len) in enumerate(zip(q_lens, k_lens, strict=True)):
-            if k_len < q_len:
-                raise ValueError(
-                    f"task {i} has {q_len} query rows but only {k_len} key/value rows; causal attention aligns the "
-                    "last query with the last key, so a task needs at least as many keys as queries"
-                )
-    return sum(q_lens), sum(k_lens)

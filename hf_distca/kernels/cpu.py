@@ -10,9 +10,8 @@ read one key/value head.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from itertools import accumulate, count, groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,18 +60,14 @@ class CpuKernel:
         q_QHD, k_KGD, v_KGE = _one_head_dim(q_QHD, k_KGD, v_KGE)
         lse_QH = q_QHD.new_full(q_QHD.shape[:2], -torch.inf, dtype=_accumulator(dtype))
         o_QHE = lse_QH.new_zeros(*q_QHD.shape[:2], v_KGE.shape[2])
-        for call in _calls(shapes, params, q_QHD.shape[1]):
-            rows = call.rows_of(q_QHD), call.keys_of(k_KGD), call.keys_of(v_KGE)
-            if params.softcap is None:
-                o_BHRE, lse_BHR = _flash_forward(*rows, 0.0, call.causal, **call.options(q_QHD.dtype, params))
-            else:
-                o_BHRE, lse_BHR = _capped_forward(*rows, call.hidden, params.scale, params.softcap)
-            into = call.rows_of(o_QHE), call.rows_of(lse_QH)
+        for call in _calls(shapes, params, q_QHD):
+            part = _forward(call.rows_of(q_QHD), call.keys_of(k_KGD), call.keys_of(v_KGE), call, params)
+            o_BHRE, lse_BHR = call.rows_of(o_QHE), call.rows_of(lse_QH)
             if call.further:
-                merge_into(*into, o_BHRE, lse_BHR)
+                merge_into(o_BHRE, lse_BHR, *part)
             else:
-                into[0].copy_(o_BHRE)
-                into[1].copy_(lse_BHR)
+                o_BHRE.copy_(part[0])
+                lse_BHR.copy_(part[1])
         return o_QHE[..., :head_dim_v].to(dtype).contiguous(), lse_QH
 
     def backward(
@@ -93,98 +88,72 @@ class CpuKernel:
         # than in float32 where the processor has no matrix instructions for them.
         tensors = (x.to(_accumulator(dtype)) for x in (do_QHE, q_QHD, k_KGD, v_KGE, o_QHE))
         do_QHE, q_QHD, k_KGD, v_KGE, o_QHE = _one_head_dim(*tensors)
-        gradients = [torch.zeros(x.shape, dtype=x.dtype) for x in (q_QHD, k_KGD, v_KGE)]
-        for call in _calls(shapes, params, q_QHD.shape[1]):
+        dq_QHD, dk_KGD, dv_KGE = (torch.zeros(x.shape, dtype=x.dtype) for x in (q_QHD, k_KGD, v_KGE))
+        for call in _calls(shapes, params, q_QHD):
             do, q, o, lse = (call.rows_of(x) for x in (do_QHE, q_QHD, o_QHE, lse_QH))
-            rows = do, q, call.keys_of(k_KGD), call.keys_of(v_KGE), o, lse
-            if params.softcap is None:
-                found = _flash_backward(*rows, 0.0, call.causal, **call.options(q_QHD.dtype, params))
-            else:
-                found = _capped_backward(*rows, call.hidden, params.scale, params.softcap)
-            for at, (total, part) in enumerate(zip(gradients, found, strict=True)):
-                (call.keys_of(total) if at else call.rows_of(total)).add_(part)
-        widths = head_dim_qk, head_dim_qk, head_dim_v
-        dq_QHD, dk_KGD, dv_KGE = (
-            x[..., :width].to(dtype).contiguous() for x, width in zip(gradients, widths, strict=True)
-        )
-        return dq_QHD, dk_KGD, dv_KGE
+            dq, dk, dv = _backward((do, q, call.keys_of(k_KGD), call.keys_of(v_KGE), o, lse), call, params)
+            call.rows_of(dq_QHD).add_(dq)
+            call.keys_of(dk_KGD).add_(dk)
+            call.keys_of(dv_KGE).add_(dv)
+        dq_QHD, dk_KGD, dv_KGE = dq_QHD[..., :head_dim_qk], dk_KGD[..., :head_dim_qk], dv_KGE[..., :head_dim_v]
+        return dq_QHD.to(dtype).contiguous(), dk_KGD.to(dtype).contiguous(), dv_KGE.to(dtype).contiguous()
 
 
-class _Tasks(NamedTuple):
-    """Equal tasks that lie one after another."""
-
-    number: int
-    q_first: int
-    q_len: int
-    k_first: int
-    k_len: int
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of an op: of each task some query rows, against some keys.
+class _Call(NamedTuple):
+    """One call of an op on query rows of equal tasks that lie one after another, and on some keys of each.
 
     Attributes:
+        rows, keys: packed rows and keys of all tasks.
+        of_each: the keys of each task that are read.
         further: whether these rows' results over other keys came before.
-        hidden: [R, S] pairs that are not visible; None if all are.
+        mask: [R, S] added to scores, -inf where a row does not see a key; None if all pairs are visible.
     """
 
-    tasks: _Tasks
+    tasks: int
     rows: slice
     keys: slice
+    of_each: slice
     causal: bool = False
     further: bool = False
-    hidden: Tensor | None = None
+    mask: Tensor | None = None
 
     def rows_of(self, x_Q: Tensor) -> Tensor:
         """View query rows of a packed tensor [Q, H, ...] as [B, H, R, ...]."""
-        number, first, length, *_ = self.tasks
-        x_BQ: Tensor = x_Q[first : first + number * length].unflatten(0, (number, length))
-        return x_BQ[:, self.rows].transpose(1, 2)
+        x_BR: Tensor = x_Q[self.rows].unflatten(0, (self.tasks, -1))
+        return x_BR.transpose(1, 2)
 
     def keys_of(self, x_K: Tensor) -> Tensor:
         """View keys of a packed tensor [K, G, ...] as [B, G, S, ...]."""
-        number, *_, first, length = self.tasks
-        x_BK: Tensor = x_K[first : first + number * length].unflatten(0, (number, length))
-        return x_BK[:, self.keys].transpose(1, 2)
-
-    def options(self, dtype: torch.dtype, params: AttentionParams) -> dict[str, Any]:
-        """Return further arguments of the flash op."""
-        mask_RS = None
-        if self.hidden is not None:
-            mask_RS = torch.zeros(self.hidden.shape, dtype=dtype).masked_fill_(self.hidden, -torch.inf)
-        return {"attn_mask": mask_RS, "scale": params.scale}
+        x_BK: Tensor = x_K[self.keys].unflatten(0, (self.tasks, -1))
+        return x_BK[:, self.of_each].transpose(1, 2)
 
 
-def _calls(shapes: TaskShapes, params: AttentionParams, heads: int) -> Iterable[_Call]:
+def _calls(shapes: TaskShapes, params: AttentionParams, q_QHD: Tensor) -> Iterable[_Call]:
     """Return the calls that together compute each visible pair of all tasks once."""
     if params.softcap is not None or (params.window is not None and params.window < shapes.max_k):
-        return _blocks(shapes, params, heads)
+        return _blocks(shapes, params, q_QHD.shape[1], q_QHD.dtype)
     return shapes.once(("cpu", params.causal), lambda: list(_whole_tasks(shapes, params.causal)))
 
 
 def _whole_tasks(shapes: TaskShapes, causal: bool) -> Iterator[_Call]:
-    for tasks in _equal_tasks(shapes):
-        rows, before = slice(0, tasks.q_len), tasks.k_len - tasks.q_len
-        if not causal:
-            yield _Call(tasks, rows, slice(0, tasks.k_len))
-        else:
-            yield _Call(tasks, rows, slice(before, tasks.k_len), causal=True)
-            if before:
-                yield _Call(tasks, rows, slice(0, before), further=True)
+    for tasks, q_len, k_len, q_first, k_first in _equal_tasks(shapes):
+        rows, keys = slice(q_first, q_first + tasks * q_len), slice(k_first, k_first + tasks * k_len)
+        before = k_len - q_len if causal else 0
+        yield _Call(tasks, rows, keys, slice(before, k_len), causal)
+        if before:
+            yield _Call(tasks, rows, keys, slice(0, before), further=True)
 
 
-def _blocks(shapes: TaskShapes, params: AttentionParams, heads: int) -> Iterator[_Call]:
+def _blocks(shapes: TaskShapes, params: AttentionParams, heads: int, dtype: torch.dtype) -> Iterator[_Call]:
     """Yield blocks of rows of each task, with the keys that any of the rows sees."""
-    for tasks in _equal_tasks(shapes):
-        q_len, k_len = tasks.q_len, tasks.k_len
+    for tasks, q_len, k_len, q_first, k_first in _equal_tasks(shapes):
         before = k_len - q_len  # keys before the first row's own
         rows_at_once = max(SCORES_AT_ONCE // (heads * k_len), 1)
         if params.causal:  # small blocks leave little to be computed in vain at the edges of the mask
             rows_at_once = min(rows_at_once, 128)
         for start in range(0, q_len, rows_at_once):
             stop = min(start + rows_at_once, q_len)
-            first, last, hidden_RS = 0, k_len, None
+            first, last, mask_RS = 0, k_len, None
             if params.causal:
                 first = 0 if params.window is None else max(before + start - params.window + 1, 0)
                 last = before + stop
@@ -192,19 +161,20 @@ def _blocks(shapes: TaskShapes, params: AttentionParams, heads: int) -> Iterator
                 hidden_RS = key_S > own_R1
                 if params.window is not None:
                     hidden_RS |= key_S <= own_R1 - params.window
-            for task in range(tasks.number):
-                one = _Tasks(1, tasks.q_first + task * q_len, q_len, tasks.k_first + task * k_len, k_len)
-                yield _Call(one, slice(start, stop), slice(first, last), hidden=hidden_RS)
+                mask_RS = torch.zeros(hidden_RS.shape, dtype=dtype).masked_fill_(hidden_RS, -torch.inf)
+            for q, k in zip(range(q_first, q_first + tasks * q_len, q_len), count(k_first, k_len), strict=False):
+                rows, keys = slice(q + start, q + stop), slice(k + first, k + last)
+                yield _Call(1, rows, keys, slice(None), mask=mask_RS)
 
 
-def _equal_tasks(shapes: TaskShapes) -> Iterator[_Tasks]:
-    """Yield runs of equal neighbouring tasks; leave out tasks without a pair."""
+def _equal_tasks(shapes: TaskShapes) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield runs of equal neighbouring tasks: how many, rows and keys of each, and the first task's first of both."""
     starts = zip(accumulate(shapes.q_lens, initial=0), accumulate(shapes.k_lens, initial=0), strict=True)
     tasks = zip(shapes.q_lens, shapes.k_lens, starts, strict=False)
     for (q_len, k_len), run in groupby(tasks, key=lambda task: task[:2]):
+        (*_, (q_first, k_first)), *others = run
         if q_len and k_len:
-            (*_, (q_first, k_first)), *others = run
-            yield _Tasks(1 + len(others), q_first, q_len, k_first, k_len)
+            yield 1 + len(others), q_len, k_len, q_first, k_first
 
 
 def _one_head_dim(*tensors: Tensor) -> list[Tensor]:
@@ -219,45 +189,41 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _capped_forward(
-    q_BHRD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, hidden_RS: Tensor | None, scale: float, softcap: float
+def _forward(
+    q_BHRD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, call: _Call, params: AttentionParams
 ) -> tuple[Tensor, Tensor]:
-    """Return o_BHRE and lse_BHR with softcap."""
-    dtype, heads, kv_heads = _accumulator(q_BHRD.dtype), q_BHRD.shape[1], k_BGSD.shape[1]
-    q_BGMD, k_BGSD, v_BGSE = _by_kv_head(q_BHRD.to(dtype), kv_heads), k_BGSD.to(dtype), v_BGSE.to(dtype)
-    s_BGMS = (q_BGMD @ k_BGSD.mT).mul_(scale / softcap).tanh_().mul_(softcap)
-    s_BGMS = _hide(s_BGMS, hidden_RS, -torch.inf)
+    """Return o_BHRE and lse_BHR."""
+    if params.softcap is None:
+        options = {"attn_mask": call.mask, "scale": params.scale}
+        o_BHRE, lse_BHR = _flash_forward(q_BHRD, k_BGSD, v_BGSE, 0.0, call.causal, **options)
+        return o_BHRE, lse_BHR
+    dtype, heads = _accumulator(q_BHRD.dtype), q_BHRD.shape[1]
+    q_BGMD = _by_kv_head(q_BHRD.to(dtype), k_BGSD.shape[1])
+    s_BGMS = (q_BGMD @ k_BGSD.to(dtype).mT).mul_(params.scale / params.softcap).tanh_().mul_(params.softcap)
+    if call.mask is not None:
+        s_BGMS.unflatten(2, (-1, len(call.mask))).add_(call.mask)
     lse_BGM1 = s_BGMS.logsumexp(dim=-1, keepdim=True)
-    o_BGME = s_BGMS.sub_(lse_BGM1).exp_() @ v_BGSE
+    o_BGME = s_BGMS.sub_(lse_BGM1).exp_() @ v_BGSE.to(dtype)
     return _by_head(o_BGME, heads), _by_head(lse_BGM1, heads).squeeze(-1)
 
 
-def _capped_backward(
-    do_BHRE: Tensor,
-    q_BHRD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSE: Tensor,
-    o_BHRE: Tensor,
-    lse_BHR: Tensor,
-    hidden_RS: Tensor | None,
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients with softcap, complete for these rows."""
+def _backward(tensors: tuple[Tensor, ...], call: _Call, params: AttentionParams) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients that these pairs add, from do, q, k, v, and o and lse over all keys of the rows."""
+    if params.softcap is None:
+        options = {"attn_mask": call.mask, "scale": params.scale}
+        dq, dk, dv = _flash_backward(*tensors, 0.0, call.causal, **options)
+        return dq, dk, dv
+    do_BHRE, q_BHRD, k_BGSD, v_BGSE, o_BHRE, lse_BHR = tensors
     by_rows = do_BHRE, q_BHRD, o_BHRE, lse_BHR.unsqueeze(-1)
     do_BGME, q_BGMD, o_BGME, lse_BGM1 = (_by_kv_head(x, k_BGSD.shape[1]) for x in by_rows)
-    t_BGMS = (q_BGMD @ k_BGSD.mT).mul_(scale / softcap).tanh_()
-    p_BGMS = _hide((t_BGMS * softcap).sub_(lse_BGM1).exp_(), hidden_RS, 0.0)
+    t_BGMS = (q_BGMD @ k_BGSD.mT).mul_(params.scale / params.softcap).tanh_()
+    p_BGMS = (t_BGMS * params.softcap).sub_(lse_BGM1)
+    if call.mask is not None:
+        p_BGMS.unflatten(2, (-1, len(call.mask))).add_(call.mask)
+    p_BGMS.exp_()
     ds_BGMS = (do_BGME @ v_BGSE.mT).sub_((do_BGME * o_BGME).sum(-1, keepdim=True)).mul_(p_BGMS)
-    ds_BGMS.mul_(t_BGMS.square_().neg_().add_(1.0)).mul_(scale)  # the slope of the softcap is 1 - tanh²
+    ds_BGMS.mul_(t_BGMS.square_().neg_().add_(1.0)).mul_(params.scale)  # the slope of the softcap is 1 - tanh²
     return _by_head(ds_BGMS @ k_BGSD, q_BHRD.shape[1]), ds_BGMS.mT @ q_BGMD, p_BGMS.mT @ do_BGME
-
-
-def _hide(x_BGMS: Tensor, hidden_RS: Tensor | None, value: float) -> Tensor:
-    """Fill in a value for pairs that are not visible."""
-    if hidden_RS is not None:
-        x_BGMS.unflatten(2, (-1, len(hidden_RS))).masked_fill_(hidden_RS, value)
-    return x_BGMS
 
 
 def _by_kv_head(x_BHRD: Tensor, kv_heads: int) -> Tensor:

@@ -5,7 +5,7 @@ On CUDA each is one Triton kernel, see `fused_triton`. Fake tensors and profiler
 Shape suffixes: N rows of the result so far, Q rows of the part, H query heads, E head dim of values.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,15 +51,10 @@ def _merge(o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor) -> None:
     torch.logaddexp(lse, lse_part, out=lse)
 
 
-def _on_cuda(name: str) -> Callable[..., None]:
-    """Return a function of `fused_triton` by name."""
+def _on_cuda(name: str, *arguments: Any) -> None:
+    from . import fused_triton  # Triton comes with torch for CUDA only
 
-    def call(*arguments: Any) -> None:
-        from . import fused_triton  # Triton comes with torch for CUDA only
-
-        getattr(fused_triton, name)(*arguments)
-
-    return call
+    getattr(fused_triton, name)(*arguments)
 
 
 _library = torch.library.Library("hf_distca", "FRAGMENT")
@@ -68,6 +63,6 @@ for _schema in (
     "sum_rows(Tensor(a!) out, Tensor? rows, Tensor ends, Tensor addends, Tensor[] sources, bool onto) -> ()",
 ):
     _name = _library.define(_schema)
-    _library.impl(_name, _on_cuda(_name), "CUDA")
+    _library.impl(_name, partial(_on_cuda, _name), "CUDA")
     _library.impl(_name, lambda *_: None, "Meta")
 _library.impl("merge_into", _merge_on_cpu, "CPU")  # sums on the CPU go another way, see `hf_distca.dispatch.rows`

@@ -4,6 +4,8 @@ Shape suffixes: Q rows and K keys of one task, H query heads, G key/value heads,
 keys, E head dim of values.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ class ReferenceKernel:
         """See `Kernel.forward`."""
         check_tensors(q_QHD, k_KGD, v_KGE, shapes, params.causal)
         outputs, normalizers = [], []
-        for q_t, k_t, v_t in zip(*_split(shapes, [q_QHD], [k_KGD, v_KGE]), strict=True):
+        for q_t, k_t, v_t in _tasks(shapes, [q_QHD], [k_KGD, v_KGE]):
             heads = q_t.shape[1]
             scores_HQK, _ = _scores(q_t, _repeat(k_t, heads), params)
             lse_HQ = scores_HQK.logsumexp(dim=-1)
@@ -50,9 +52,8 @@ class ReferenceKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
         check_tensors(q_QHD, k_KGD, v_KGE, shapes, params.causal)
-        grads: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-        tasks = zip(*_split(shapes, [do_QHE, q_QHD, o_QHE, lse_QH], [k_KGD, v_KGE]), strict=True)
-        for do_t, q_t, o_t, lse_t, k_t, v_t in tasks:
+        dqs, dks, dvs = [], [], []
+        for do_t, q_t, o_t, lse_t, k_t, v_t in _tasks(shapes, [do_QHE, q_QHD, o_QHE, lse_QH], [k_KGD, v_KGE]):
             heads, kv_heads = q_t.shape[1], k_t.shape[1]
             k_KHD, v_KHE = _repeat(k_t, heads), _repeat(v_t, heads)
             scores_HQK, slope_HQK = _scores(q_t, k_KHD, params)
@@ -62,20 +63,18 @@ class ReferenceKernel:
             dp_HQK = torch.einsum("qhe,khe->hqk", do_t, v_KHE)
             delta_HQ = torch.einsum("qhe,qhe->hq", do_t, o_t)
             ds_HQK = p_HQK * (dp_HQK - delta_HQ.unsqueeze(-1)) * slope_HQK * params.scale
-            dq_QHD = torch.einsum("hqk,khd->qhd", ds_HQK, k_KHD)
+            dqs.append(torch.einsum("hqk,khd->qhd", ds_HQK, k_KHD))
             dk_KHD = torch.einsum("hqk,qhd->khd", ds_HQK, q_t)
-
-            grads[0].append(dq_QHD)
             # The query heads that share a key/value head add up their gradients.
-            grads[1].append(dk_KHD.unflatten(1, (kv_heads, heads // kv_heads)).sum(2))
-            grads[2].append(dv_KHE.unflatten(1, (kv_heads, heads // kv_heads)).sum(2))
-        dq_QHD, dk_KGD, dv_KGE = (_join(tasks, x) for tasks, x in zip(grads, (q_QHD, k_KGD, v_KGE), strict=True))
-        return dq_QHD, dk_KGD, dv_KGE
+            dks.append(dk_KHD.unflatten(1, (kv_heads, heads // kv_heads)).sum(2))
+            dvs.append(dv_KHE.unflatten(1, (kv_heads, heads // kv_heads)).sum(2))
+        return _join(dqs, q_QHD), _join(dks, k_KGD), _join(dvs, v_KGE)
 
 
-def _split(shapes: TaskShapes, by_query: list[Tensor], by_key: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Cut packed tensors by task, in float64."""
-    return [x.double().split(shapes.q_lens) for x in by_query] + [x.double().split(shapes.k_lens) for x in by_key]
+def _tasks(shapes: TaskShapes, by_query: list[Tensor], by_key: list[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield each task's rows of packed tensors, in float64."""
+    split = [x.double().split(shapes.q_lens) for x in by_query] + [x.double().split(shapes.k_lens) for x in by_key]
+    return zip(*split, strict=True)
 
 
 def _join(tasks: list[Tensor], like: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ Shape suffixes: T rows of the task, H query heads, G key/value heads, D head dim
 
 import statistics
 import time
-from typing import NamedTuple
 
 import torch
 
@@ -20,19 +19,11 @@ def peak_flops(name: str) -> float | None:
     return next((peak for model, peak in PEAK_FLOPS.items() if model in name), None)
 
 
-class Work(NamedTuple):
-    """One causal task that is computed to measure."""
-
-    tokens: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-
-
 COLUMNS = 512
 """Query heads times head dim of the pairs in which speeds are given: speeds of different work can be compared."""
-USUAL_WORK = Work(tokens=2048, q_heads=8, kv_heads=2, head_dim=64)
-FILLING_WORK = Work(tokens=16384, q_heads=32, kv_heads=8, head_dim=128)
+USUAL_WORK = 2048, 8, 2, 64
+"""Rows, query heads, key/value heads and head dim of the causal task that is computed."""
+FILLING_WORK = 16384, 32, 8, 128
 """For GPUs: 4096 blocks of 128 rows, many times as many as a GPU has room for. Little work would measure launches."""
 MEASURED_S = 0.5
 
@@ -41,12 +32,12 @@ def measure_speed(kernel: Kernel, device: torch.device) -> float:
     """Return the query-key pairs per second of a forward and backward, the median of at least three."""
     on_cuda = device.type == "cuda"
     work, dtype = (FILLING_WORK, torch.bfloat16) if on_cuda else (USUAL_WORK, torch.float32)
+    tokens, q_heads, kv_heads, head_dim = work
     q_THD, k_TGD, v_TGD, do_THD = (
-        torch.full((work.tokens, heads, work.head_dim), 0.1, dtype=dtype, device=device)
-        for heads in (work.q_heads, work.kv_heads, work.kv_heads, work.q_heads)
+        torch.full((tokens, heads, head_dim), 0.1, dtype=dtype, device=device)
+        for heads in (q_heads, kv_heads, kv_heads, q_heads)
     )
-    shapes = TaskShapes.build([work.tokens], [work.tokens], device)
-    params = AttentionParams(scale=work.head_dim**-0.5)
+    shapes, params = TaskShapes.build([tokens], [tokens], device), AttentionParams(scale=head_dim**-0.5)
     times: list[float] = []
     while len(times) < 4 or sum(times[1:]) < MEASURED_S:
         begin = time.perf_counter()
@@ -55,5 +46,5 @@ def measure_speed(kernel: Kernel, device: torch.device) -> float:
         if on_cuda:
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
-    pairs = work.tokens * (work.tokens + 1) / 2 * work.q_heads * work.head_dim / COLUMNS
+    pairs = tokens * (tokens + 1) / 2 * q_heads * head_dim / COLUMNS
     return pairs / statistics.median(times[1:])  # the first warms up

@@ -32,30 +32,33 @@ class Grid(NamedTuple):
     by_k: int
 
 
+OF_LONGEST_Q, OF_LONGEST = Grid(by_q=1, by_k=0), Grid(by_q=2, by_k=1)
+ALL_EVEN = Grid(by_q=0, by_k=0)
+"""Grid of blocks that fetch tasks, or are numbered through them: empty ones are few."""
+
+
 TaskRange = tuple[TaskShapes, slice, slice]
 """Neighbouring tasks that make one kernel call: their lengths, packed query rows and packed key/value rows."""
 
 
 def task_ranges(shapes: TaskShapes, grid: Grid, heads: int) -> tuple[TaskRange, ...]:
     """Return the kernel calls that together compute all tasks in the least time, for `heads` query heads."""
-    return shapes.once(
-        ("ranges", grid, heads), lambda: _ranges(shapes, cuts(shapes.q_lens, shapes.k_lens, grid, heads))
-    )
 
+    def ranges() -> tuple[TaskRange, ...]:
+        borders = cuts(shapes.q_lens, shapes.k_lens, grid, heads)
+        if len(borders) == 2:  # without a border inside, the shapes themselves serve
+            return ((shapes, slice(0, sum(shapes.q_lens)), slice(0, sum(shapes.k_lens))),)
+        found: list[TaskRange] = []
+        q_stop = k_stop = 0
+        for first, last in pairwise(borders):
+            q_lens, k_lens = shapes.q_lens[first:last], shapes.k_lens[first:last]
+            q, k = slice(q_stop, q_stop + sum(q_lens)), slice(k_stop, k_stop + sum(k_lens))
+            cu_q, cu_k = shapes.cu_q[first : last + 1] - q.start, shapes.cu_k[first : last + 1] - k.start
+            found.append((TaskShapes(q_lens, k_lens, cu_q, cu_k, max(q_lens), max(k_lens)), q, k))
+            q_stop, k_stop = q.stop, k.stop
+        return tuple(found)
 
-def _ranges(shapes: TaskShapes, borders: Sequence[int]) -> tuple[TaskRange, ...]:
-    """Return the ranges between borders; without a border inside, the shapes themselves serve."""
-    if len(borders) == 2:
-        return ((shapes, slice(0, sum(shapes.q_lens)), slice(0, sum(shapes.k_lens))),)
-    ranges: list[TaskRange] = []
-    q_stop = k_stop = 0
-    for first, last in pairwise(borders):
-        q_lens, k_lens = shapes.q_lens[first:last], shapes.k_lens[first:last]
-        q, k = slice(q_stop, q_stop + sum(q_lens)), slice(k_stop, k_stop + sum(k_lens))
-        cu_q, cu_k = shapes.cu_q[first : last + 1] - q.start, shapes.cu_k[first : last + 1] - k.start
-        ranges.append((TaskShapes(q_lens, k_lens, cu_q, cu_k, max(q_lens), max(k_lens)), q, k))
-        q_stop, k_stop = q.stop, k.stop
-    return tuple(ranges)
+    return shapes.once(("ranges", grid, heads), ranges)
 
 
 def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -> list[int]:

@@ -1,144 +1,197 @@
-"""Differences of FlashAttention's versions in one table, and the import of their packages."""
+"""FlashAttention's varlen kernels: from torch, and versions 2, 3 and 4 from their packages.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import import_module, metadata
-from types import ModuleType
-from typing import Any
+Shape suffixes: see `varlen`.
+"""
 
-from .split import Grid
+from typing import Any, ClassVar
 
-_OF_LONGEST_Q, _OF_LONGEST = Grid(by_q=1, by_k=0), Grid(by_q=2, by_k=1)
-_EVEN = Grid(by_q=0, by_k=0)  # blocks that fetch tasks, or are numbered through them: empty ones are few
+import torch
+from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
+
+from .contract import AttentionParams, Need, TaskShapes
+from .split import ALL_EVEN
+from .varlen import FlashVarlenKernel, MissingPackageError, lengths_of
+
+HUB_BUILD, HUB_VERSION = "kernels-community/flash-attn3", 1
+FIRST_WITH_FA4_WINDOWS = (2, 13)
 
 
-class MissingPackageError(ImportError):
-    """A kernel's package is not installed; other import errors are of installed packages."""
+class FlashAttnKernel(FlashVarlenKernel):
+    """FlashAttention-2 of the flash-attn package, 2.7 or later."""
+
+    name = "flash_attn"
+    distribution = "flash-attn"
+    module = "flash_attn.flash_attn_interface"
+    install = "pip install 'hf-distca[flash-attn]' (it needs CUDA); kernel 'torch_varlen' comes with torch"
+    # The last came with the window as two numbers.
+    functions = ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward", "_wrapped_flash_attn_varlen_forward")
+    newer = "2.7 or later"
+    forward_options: ClassVar = {"dropout_p": 0.0}
+    backward_options: ClassVar = {"dropout_p": 0.0, "alibi_slopes": None}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Version:
-    """One FlashAttention: its GPUs, its package, and the arguments of its varlen functions.
+class FlashAttn3Kernel(FlashVarlenKernel):
+    """FlashAttention-3 of the flash_attn_3 package, or of its build on the Hugging Face hub.
 
-    Attributes:
-        majors: major compute capabilities of the GPUs that it runs on; `gpus` names them in words.
-        softcap: whether scores can be capped.
-        forward_grid, backward_grid: thread blocks of a kernel whose number depends on the longest task.
-        distribution: name of the package for pip. A module of the name alone proves nothing: flash-attn brings a
-            folder of FlashAttention-4 along, which cannot be imported without packages that it does not ask for.
-        functions: names of the functions for forward and backward; `has` is a further name, present from `newer` on.
-        causal: the argument for `AttentionParams.causal`.
-        no_window: both sides of a window that sees all keys.
-        no_softcap: a forward's softcap where scores are not capped.
-        in_place: whether the backward takes do first and writes dq, dk and dv into given tensors, or takes do behind o
-            and returns dq, dk and dv.
-        forward, backward: further arguments of the function for this direction.
+    Args:
+        sm_margin: streaming multiprocessors that a forward leaves to exchanges: its blocks stay for the whole kernel
+            call. Blocks of a backward end one by one; the operator takes the number there too.
+        hub: without the package, take the hub's build by the `kernels` package, which downloads it.
     """
 
-    kernel: str
-    majors: Sequence[int] = range(8, 100)
-    gpus: str = "8.0 (Ampere) or later"
-    softcap: bool = True
-    forward_grid: Grid = _OF_LONGEST_Q
-    backward_grid: Grid = _OF_LONGEST
-    distribution: str = ""
-    module: str = ""
-    install: str = ""
-    functions: tuple[str, ...] = ()
-    has: tuple[str, ...] = ()
-    newer: str = "a newer one"
-    causal: str = "causal"
-    no_window: int | None = None
-    no_softcap: float | None = None
-    in_place: bool = True
-    forward: Mapping[str, Any] = field(default_factory=dict)
-    backward: Mapping[str, Any] = field(default_factory=dict)
+    name = "flash_attn_3"
+    majors = (9,)
+    gpus = "9.0 (Hopper)"
+    forward_grid = ALL_EVEN
+    distribution = "flash-attn-3"
+    module = "flash_attn_interface"
+    install = (
+        "pip install flash-attn-3 --find-links https://download.pytorch.org/whl/flash-attn-3/ (or build it from the "
+        "hopper folder of Dao-AILab/flash-attention)"
+    )
+    functions = ("fwd", "bwd")
+    causal = "is_causal"
+    forward_options: ClassVar = {"num_splits": 1}  # splits are for queries of few rows
 
-    @property
-    def installed(self) -> bool:
-        """Whether pip knows the package; imports nothing."""
+    def __init__(self, sm_margin: int = 0, *, hub: bool = True) -> None:
         try:
-            metadata.distribution(self.distribution)
-        except metadata.PackageNotFoundError:
-            return False
-        return True
+            self.load()  # registers the operators
+            operators: Any = torch.ops.flash_attn_3
+        except MissingPackageError as missing:
+            if not hub:
+                raise
+            try:
+                from kernels import get_kernel
+            except ModuleNotFoundError as error:
+                # Of another name: the package is there, and what it needs is not.
+                raise missing if error.name == "kernels" else error from None
+            operators = get_kernel(HUB_BUILD, version=HUB_VERSION).ops
+        super().__init__(operators, sm_margin=sm_margin)
 
-    @property
-    def needed(self) -> str:
-        """The error's text where the package is not installed."""
-        return f"kernel {self.kernel!r} needs the {self.distribution} package: {self.install}"
+    def _padded(self, head_dim_qk: int, head_dim_v: int, device: torch.device) -> tuple[int, int]:
+        if 128 < head_dim_qk <= 192 and 96 < head_dim_v <= 128:  # it was made for the 192 and 128 of latent attention
+            return -(-head_dim_qk // 8) * 8, -(-head_dim_v // 8) * 8
+        return super()._padded(head_dim_qk, head_dim_v, device)
 
-    def load(self) -> ModuleType:
-        """Import the module; raise MissingPackageError if the package is not installed, else ImportError."""
-        try:
-            return import_module(self.module)
-        # Built for another torch or CUDA, a package fails with an OSError or an AttributeError as well.
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            lacking = error.name if isinstance(error, ModuleNotFoundError) else None
-            if self.installed:
-                build = f"install a build for this torch and CUDA: {self.install}"
-                module = f"install what has {lacking}; PYTHONPATH ignores .pth files: add the folder that one names"
-                raise ImportError(
-                    f"kernel {self.kernel!r}: the {self.distribution} package is installed, but cannot be imported: "
-                    f"{why}; {build if lacking is None else module}"
-                ) from error
-            absent = f"{self.module}.".startswith(f"{lacking}.")
-            raise MissingPackageError(self.needed if absent else f"{self.needed} ({why})") from error
+    def _refusal(self, need: Need, capability: tuple[int, int]) -> str | None:
+        return _not_deterministic(self.name, need)
 
-    def functions_of(self, module: Any) -> list[Any]:
-        """Return the functions for forward and backward; raise ImportError if the package is too old."""
-        lacking = [name for name in (*self.functions, *self.has) if not hasattr(module, name)]
-        if lacking:
-            raise ImportError(
-                f"kernel {self.kernel!r}: the {self.distribution} package has no {' and '.join(lacking)}; install "
-                f"{self.newer}: {self.install}"
+
+class FlashAttn4Kernel(FlashVarlenKernel):
+    """FlashAttention-4 of the flash-attn-4 package; the first kernel call of each kind compiles some seconds."""
+
+    name = "flash_attn_4"
+    majors = (9, 10)
+    gpus = "9.0 (Hopper) or 10.x (Blackwell)"
+    forward_grid = backward_grid = ALL_EVEN
+    distribution = "flash-attn-4"
+    module = "flash_attn.cute.interface"
+    install = "pip install --pre flash-attn-4 (on CUDA 13: 'flash-attn-4[cu13]')"
+    functions = ("_flash_attn_fwd", "_flash_attn_bwd")
+    no_window = None
+    no_softcap = None
+    in_place = False
+    forward_options: ClassVar = {"return_lse": True}
+
+    def _padded(self, head_dim_qk: int, head_dim_v: int, device: torch.device) -> tuple[int, int]:
+        return _head_dims_of_4(head_dim_qk, head_dim_v, torch.cuda.get_device_capability(device)[0])
+
+    def _refusal(self, need: Need, capability: tuple[int, int]) -> str | None:
+        dims = need.head_dim_qk, need.head_dim_v
+        if capability[0] == 10 and _head_dims_of_4(*dims, 10) == (256, 256):
+            for option, value in {"softcap": need.params.softcap, "window": need.params.window}.items():
+                if value is not None:
+                    return (
+                        f"kernel {self.name!r} has no {option} for head dims of {dims[0]} and {dims[1]} on Blackwell, "
+                        f"got {value}; 'flash_attn' has"
+                    )
+        return None
+
+
+class TorchVarlenKernel(FlashVarlenKernel):
+    """`aten::_flash_attention_forward` and `_backward`: FlashAttention-2, unless the process has activated 3 or 4.
+
+    torch.nn.attention.activate_flash_attention_impl does so; the kernel then has the limits of that version.
+    """
+
+    name = "torch_varlen"
+    has_softcap = False
+
+    def __init__(self) -> None:
+        pass  # calls no package
+
+    def _refusal(self, need: Need, capability: tuple[int, int]) -> str | None:
+        active = current_flash_attention_impl()
+        if active is None:
+            return None
+        gpu = f"a GPU of compute capability {capability[0]}.{capability[1]}"
+        undo = "call torch.nn.attention.restore_flash_attention_impl(), or use a kernel of another name"
+        if (active, capability[0]) not in (("FA3", 9), ("FA4", 9), ("FA4", 10)):
+            return f"{active} is activated in torch, which does not run on {gpu} so; {undo}"
+        if active == "FA3":
+            return _not_deterministic(self.name, need)
+        version, window = tuple(int(part) for part in torch.__version__.split(".")[:2]), need.params.window
+        if window is not None and version < FIRST_WITH_FA4_WINDOWS:
+            return (
+                f"FA4 is activated in torch, and torch {torch.__version__} gives it no windows, got {window}; {undo}"
             )
-        return [getattr(module, name) for name in self.functions]
+        head_dim = -(-max(need.head_dim_qk, need.head_dim_v) // 8) * 8
+        if _head_dims_of_4(head_dim, head_dim, capability[0]) != (head_dim, head_dim):
+            return f"FA4 is activated in torch, and has no head dim of {head_dim} on {gpu}; {undo}"
+        return None
+
+    def _call_forward(
+        self, q_QHP: Tensor, k_KGP: Tensor, v_KGR: Tensor, shapes: TaskShapes, params: AttentionParams
+    ) -> tuple[Tensor, Tensor]:
+        o_QHR, lse_HQ, *_ = torch.ops.aten._flash_attention_forward.default(
+            *(q_QHP, k_KGP, v_KGR, *lengths_of(shapes)),
+            *(0.0, params.causal, False),  # dropout_p, is_causal, return_debug_mask
+            **_scale_and_window(params),
+        )
+        return o_QHR, lse_HQ
+
+    def _call_backward(
+        self, tensors: tuple[Tensor, ...], shapes: TaskShapes, params: AttentionParams
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # The state of a random number generator that nothing draws from without dropout.
+        rng_state, unused = tensors[0].new_empty(2, dtype=torch.uint64), tensors[0].new_empty(0)
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward.default(
+            *(*tensors, *lengths_of(shapes)),
+            *(0.0, params.causal, rng_state, unused),  # dropout_p, is_causal
+            **_scale_and_window(params),
+        )
+        return grads
 
 
-_OF_3 = "--find-links https://download.pytorch.org/whl/flash-attn-3/"
+def _scale_and_window(params: AttentionParams) -> dict[str, Any]:
+    left, right = (None, None) if params.window is None else (params.window - 1, 0)
+    return {"scale": params.scale, "window_size_left": left, "window_size_right": right}
 
-TORCH_VARLEN = Version(kernel="torch_varlen", softcap=False)
-FLASH_ATTN = Version(
-    kernel="flash_attn",
-    distribution="flash-attn",
-    module="flash_attn.flash_attn_interface",
-    install="pip install 'hf-distca[flash-attn]' (it needs CUDA); kernel 'torch_varlen' comes with torch",
-    functions=("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
-    has=("_wrapped_flash_attn_varlen_forward",),  # with the window as two numbers
-    newer="2.7 or later",
-    no_window=-1,
-    no_softcap=0.0,
-    forward={"dropout_p": 0.0},
-    backward={"dropout_p": 0.0, "alibi_slopes": None},
-)
-FLASH_ATTN_3 = Version(
-    kernel="flash_attn_3",
-    majors=(9,),
-    gpus="9.0 (Hopper)",
-    forward_grid=_EVEN,
-    distribution="flash-attn-3",
-    module="flash_attn_interface",
-    install=f"pip install flash-attn-3 {_OF_3} (or build it from the hopper folder of Dao-AILab/flash-attention)",
-    functions=("fwd", "bwd"),
-    causal="is_causal",
-    no_window=-1,
-    no_softcap=0.0,
-    forward={"num_splits": 1},  # splits are for queries of few rows
-)
-FLASH_ATTN_4 = Version(
-    kernel="flash_attn_4",
-    majors=(9, 10),
-    gpus="9.0 (Hopper) or 10.x (Blackwell)",
-    forward_grid=_EVEN,
-    backward_grid=_EVEN,
-    distribution="flash-attn-4",
-    module="flash_attn.cute.interface",
-    install="pip install --pre flash-attn-4 (on CUDA 13: 'flash-attn-4[cu13]')",
-    functions=("_flash_attn_fwd", "_flash_attn_bwd"),
-    in_place=False,
-    forward={"return_lse": True},
-)
-PACKAGES = {version.kernel: version for version in (FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4)}
-"""The versions that come in packages, by kernel."""
+
+def _head_dims_of_4(head_dim_qk: int, head_dim_v: int, major: int) -> tuple[int, int]:
+    """Return the least head dims of FlashAttention-4 that hold these, of at most 256 each.
+
+    Hopper (major 9) takes any multiples of 8 up to 256; Blackwell those up to 128, (192, 128) and (256, 256).
+    """
+    dim_qk, dim_v = -(-head_dim_qk // 8) * 8, -(-head_dim_v // 8) * 8
+    if major == 9 or max(dim_qk, dim_v) <= 128:
+        return dim_qk, dim_v
+    return (192, 128) if dim_qk <= 192 and dim_v <= 128 else (256, 256)
+
+
+def _not_deterministic(name: str, need: Need) -> str | None:
+    """Return the error's text where a deterministic backward is asked for that FlashAttention-3 does not have."""
+    if max(need.head_dim_qk, need.head_dim_v) <= 192 or not torch.are_deterministic_algorithms_enabled():
+        return None
+    return (
+        f"kernel {name!r} has no deterministic backward for head dims above 192, got {need.head_dim_qk} for queries "
+        f"and keys and {need.head_dim_v} for values; leave torch.use_deterministic_algorithms(False), or use "
+        "'flash_attn'"
+    )
+
+
+PACKAGES: dict[str, type[FlashVarlenKernel]] = {
+    kernel.name: kernel for kernel in (FlashAttnKernel, FlashAttn3Kernel, FlashAttn4Kernel)
+}
+"""The kernels that come in packages, by name."""

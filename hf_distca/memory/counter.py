@@ -1,8 +1,7 @@
 """Count of a rank's training memory, and the longest rows that fit."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -122,14 +121,21 @@ class MemoryCounter:
             prepare_model(prepared, options, ping_pong=self._settings.ping_pong)
             return count_micro_batch(prepared, plan, rank, use)
 
-        if self._by_config:
-            count = partial(of_config, dtype=torch.float32 if is_ddp else computed)
-            return count_by_layers(count, model.config, repeated_layers(model))
-        dtype = None if is_ddp else computed  # None for the model's own
-        if is_divided_at_load(model):  # a copy would be divided too, and ask other ranks for their shares
-            base = base_model(model)
-            return of_config(config_on_a_rank(base), dtype or base.dtype)
-        return count_micro_batch(model_after(model, dtype), plan, rank, use)
+        if not self._by_config:
+            dtype = None if is_ddp else computed  # None for the model's own
+            if is_divided_at_load(model):  # a copy would be divided too, and ask other ranks for their shares
+                base = base_model(model)
+                return of_config(config_on_a_rank(base), dtype or base.dtype)
+            return count_micro_batch(model_after(model, dtype), plan, rank, use)
+        config, period, weights = model.config, repeated_layers(model), torch.float32 if is_ddp else computed
+        if period is None:
+            return of_config(config, weights)
+        # The peak is near the end of the forward, when each layer holds what it keeps for its backward. Bytes
+        # therefore grow linearly with the number of layers, and shallow models tell how fast.
+        few = 2 if period == 1 else period
+        less, more = (of_config(with_layers(config, layers), weights) for layers in (few, few + period))
+        steps = (config.get_text_config(decoder=True).num_hidden_layers - few) / period
+        return {part: round(less.get(part, 0) + steps * (more[part] - less.get(part, 0))) for part in more}
 
 
 def longest_documents(settings: PlanSettings) -> list[int]:
@@ -137,19 +143,3 @@ def longest_documents(settings: PlanSettings) -> list[int]:
     if settings.document_layout == "whole":
         return [settings.tokens_per_rank] * settings.ranks
     return [settings.tokens_per_rank * settings.ranks]
-
-
-def count_by_layers(
-    count: Callable[[PreTrainedConfig], dict[Part, int]], config: PreTrainedConfig, period: int | None
-) -> dict[Part, int]:
-    """Return peak bytes by part of a model whose layers repeat every `period` layers, counted on shallow models.
-
-    The peak is near the end of the forward, when each layer holds what it keeps for its backward. Bytes therefore grow
-    linearly with the number of layers.
-    """
-    if period is None:
-        return count(config)
-    few = 2 if period == 1 else period
-    less, more = (count(with_layers(config, layers)) for layers in (few, few + period))
-    steps = (config.get_text_config(decoder=True).num_hidden_layers - few) / period
-    return {part: round(less.get(part, 0) + steps * (more[part] - less.get(part, 0))) for part in more}

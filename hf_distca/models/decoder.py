@@ -1,6 +1,7 @@
 """Modules of a model's decoder: its layers, and what attends or mixes along the row in them."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -20,12 +21,11 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the attention layers of a model's decoder by name."""
-    of_decoder = _attentions(model.get_decoder())  # leave out towers for images or sound
-    return of_decoder or _attentions(model)  # in some models get_decoder() returns another module
-
-
-def _attentions(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if is_attention(module)}
+    found: dict[str, nn.Module] = {}
+    # The decoder alone has no towers for images or sound. In some models get_decoder() returns another module.
+    for root in (model.get_decoder(), model):
+        found = found or {name: module for name, module in root.named_modules() if is_attention(module)}
+    return found
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -34,12 +34,10 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def _is_named_attention(module: nn.Module) -> bool:
-    """Return whether a module is named as transformers names a decoder's attention layers."""
     return type(module).__name__.endswith(("Attention", "MLA")) and hasattr(module, "layer_idx")
 
 
 def _calls_interface(module: nn.Module) -> bool:
-    """Return whether a module computes attention through transformers' AttentionInterface."""
     forwards = (vars(cls).get("forward") for cls in type(module).__mro__)
     return any(
         INTERFACE in inspect.unwrap(forward).__code__.co_names for forward in forwards if inspect.isroutine(forward)
@@ -47,22 +45,11 @@ def _calls_interface(module: nn.Module) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's decoder layers in order.
-
-    These are the layers that transformers can checkpoint and that have attention, or share a module list with such a
-    layer.
-    """
-    beside = {
-        id(layer)
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and any(map(has_attention, module))
-        for layer in module
-    }
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, GradientCheckpointingLayer) and (id(module) in beside or has_attention(module))
-    ]
+    """Return in order the checkpointable layers that have attention, or share a module list with such a layer."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    beside = {id(layer) for layers in lists if any(map(has_attention, layers)) for layer in layers}
+    checkpointable = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    return [layer for layer in checkpointable if id(layer) in beside or has_attention(layer)]
 
 
 def has_attention(layer: nn.Module) -> bool:
@@ -103,8 +90,15 @@ def takes_keywords(module: nn.Module) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
+def stock_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a module's class as transformers has it."""
+    forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
+    forward: Callable[..., Any] = next(each for each in forwards if not each.__module__.startswith("hf_distca."))
+    return forward
+
+
 def hands_on(module: nn.Module, name: str) -> bool:
     """Return whether an attention layer's forward names an argument of the attention function."""
-    forward: Any = next(vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
-    constants = inspect.unwrap(forward).__code__.co_consts
+    forward: Any = inspect.unwrap(stock_forward(module))
+    constants = forward.__code__.co_consts
     return any(name in (constant if isinstance(constant, tuple) else (constant,)) for constant in constants)

@@ -19,11 +19,7 @@ def fake_tensors() -> FakeTensorMode:
 
 
 def model_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a causal language model of a config, in training mode.
-
-    Raises:
-        ValueError: transformers has no causal language model of this config.
-    """
+    """Return a causal language model of a config, in training mode; raise ValueError if transformers has none."""
     with fake_tensors():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION_NAME, dtype=dtype
@@ -61,10 +57,8 @@ def repeated_layers(model: PreTrainedModel) -> int | None:
         (type(layer), reaches[i % len(reaches)], sum(p.numel() for p in layer.parameters()))
         for i, layer in enumerate(decoder_layers(model))
     ]
-    for period in range(1, len(layers) // 3 + 1):
-        if all(layer == layers[i % period] for i, layer in enumerate(layers)):
-            return period
-    return None
+    periods = range(1, len(layers) // 3 + 1)
+    return next((p for p in periods if all(layer == layers[i % p] for i, layer in enumerate(layers))), None)
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:

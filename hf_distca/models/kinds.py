@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_distca.kernels import AttentionParams
 from hf_distca.models.decoder import base_model, decoder_attentions, hands_on
 from hf_distca.models.tensor_parallel import kind_on_a_rank
 from hf_distca.plan import AttentionKind
@@ -42,8 +41,24 @@ def layers_by_kind(model: nn.Module) -> Counter[AttentionKind]:
     kinds: Counter[AttentionKind] = Counter()
     for module in decoder_attentions(model).values():
         layer: Any = module.layer_idx
+        window, chunk = reaches[(layer or 0) % len(reaches)]
+        if not hands_on(module, "sliding_window"):  # Moshi's config has a window that its layers ignore
+            window = None
         own = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
-        kind = _kind(own, module, reaches[(layer or 0) % len(reaches)])
+        q_heads = getattr(own, "num_attention_heads", None)
+        if q_heads is None:
+            raise ValueError(
+                f"{type(own).__name__} has no num_attention_heads, so the heads of {type(module).__name__} are "
+                "unknown and its attention cannot be planned; train this model with stock attention and transformers' "
+                "Trainer"
+            )
+        if getattr(own, "qk_nope_head_dim", None) is not None:  # latent attention: keys and values for every head
+            kv_heads, dim_qk, dim_v = q_heads, own.qk_nope_head_dim + own.qk_rope_head_dim, own.v_head_dim
+        else:
+            kv_heads = q_heads // getattr(module, "num_key_value_groups", 1)  # eager attention repeats K/V this often
+            dim_qk = getattr(module, "head_dim", None) or own.hidden_size // q_heads
+            dim_v = getattr(own, "v_head_dim", None) or dim_qk
+        kind = AttentionKind(window, q_heads, kv_heads, dim_qk, dim_v, chunk)
         kinds[kind_on_a_rank(kind, model, module)] += 1
     return kinds
 
@@ -55,11 +70,7 @@ def layer_types(config: PreTrainedConfig) -> list[str]:
 
 
 def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
-    """Return the reach of each layer's attention, or a single reach that all layers share.
-
-    Raises:
-        ValueError: a layer's type is unknown, see `layers_by_kind`.
-    """
+    """Return the reach of each layer's attention, or a single reach that all layers share."""
     config = config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
@@ -79,28 +90,3 @@ def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
             "attention and transformers' Trainer"
         )
     return [known[layer_type] for layer_type in types]
-
-
-def _kind(config: PreTrainedConfig, module: nn.Module, reach: Reach) -> AttentionKind:
-    """Return the kind of one attention layer, given its own config."""
-    window, chunk = reach
-    if not hands_on(module, "sliding_window"):  # Moshi's config has a window that its layers ignore
-        window = None
-    q_heads = getattr(config, "num_attention_heads", None)
-    if q_heads is None:
-        raise ValueError(
-            f"{type(config).__name__} has no num_attention_heads, so the heads of {type(module).__name__} are unknown "
-            "and its attention cannot be planned; train this model with stock attention and transformers' Trainer"
-        )
-    if getattr(config, "qk_nope_head_dim", None) is not None:  # latent attention: keys and values for every head
-        dim_qk = config.qk_nope_head_dim + config.qk_rope_head_dim
-        return AttentionKind(window, q_heads, q_heads, dim_qk, config.v_head_dim, chunk)
-    kv_heads = q_heads // getattr(module, "num_key_value_groups", 1)  # eager attention repeats K/V this often
-    head_dim = getattr(module, "head_dim", None) or config.hidden_size // q_heads
-    return AttentionKind(window, q_heads, kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim, chunk)
-
-
-def attention_params(config: PreTrainedConfig, kind: AttentionKind) -> AttentionParams:
-    """Return the kernel parameters of a model's layers of one kind."""
-    softcap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
-    return AttentionParams(scale=1.0, window=kind.window, softcap=softcap)

@@ -6,12 +6,11 @@ is known: it runs document by document, on whole documents.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from hf_distca.models.decoder import mixing_layers, mixing_modules
+from hf_distca.models.decoder import mixing_layers, mixing_modules, stock_forward
 
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULE = "torch_chunk_gated_delta_rule"
@@ -61,13 +60,6 @@ def functions(module: nn.Module) -> tuple[str, ...] | None:
     else:
         known = all(name in forward.__globals__ for name in names)
     return names if known and forward.__module__.startswith("transformers.") else None
-
-
-def stock_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward of a module's class as transformers has it."""
-    forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
-    forward: Callable[..., Any] = next(each for each in forwards if not each.__module__.startswith("hf_distca."))
-    return forward
 
 
 def halo_widths(model: nn.Module) -> set[int]:

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from collections.abc import Iterator
 from dis import get_instructions
 from typing import Any
 
@@ -16,6 +15,7 @@ from hf_distca.models.decoder import (
     hands_on,
     has_attention,
     mixing_layers,
+    stock_forward,
     takes_keywords,
 )
 from hf_distca.models.kinds import MIXING, layer_types
@@ -33,15 +33,18 @@ NO_DROPOUT = "ranks cannot draw the same dropped attention weights"
 EARLIER_ROWS = "a plan supports attention to earlier rows only"
 
 
+def _stock(condition: str, found: str, reason: str) -> Refusal:
+    return Refusal(found, reason, STOCK, condition=condition)
+
+
 class Models:
     """What is refused in a model."""
 
-    NO_INTERFACE = Refusal(
+    NO_INTERFACE = _stock(
+        "no attention interface (models with attention code of their own)",
         "{model} does not run its attention through transformers' AttentionInterface, in modules of a class "
         "...Attention with a layer_idx",
         "a plan reaches attention only there",
-        STOCK,
-        condition="no attention interface (models with attention code of their own)",
     )
     OTHER_ATTENTION = Refusal(
         "{model} runs attn_implementation={name!r}",
@@ -50,11 +53,10 @@ class Models:
         f"model.set_attn_implementation({ATTENTION_NAME!r})",
         condition=f"another `attn_implementation` than `{ATTENTION_NAME!r}`",
     )
-    OWN_MASK = Refusal(
+    OWN_MASK = _stock(
+        "layers that compute a mask of their own (Doge)",
         "the layers of {model} compute a custom mask from the values and add it to the causal mask",
         "a plan cannot express that mask",
-        STOCK,
-        condition="layers that compute a mask of their own (Doge)",
     )
     DROPOUT_IN_CONFIG = Refusal(
         "{name} is {value}",
@@ -68,23 +70,20 @@ class Models:
         "set it to 0.0 in every attention layer",
         condition="attention dropout in a layer",
     )
-    NO_POSITIONS = Refusal(
+    NO_POSITIONS = _stock(
+        "no `position_ids` (decoders of BART, Marian, Pegasus)",
         "{model} takes no position_ids",
         "it counts the positions of a whole row, and packed documents need positions that restart at 0",
-        STOCK,
-        condition="no `position_ids` (decoders of BART, Marian, Pegasus)",
     )
-    POSITIONS_FROM_PADDING = Refusal(
+    POSITIONS_FROM_PADDING = _stock(
+        "positions counted from the padding token (RoBERTa)",
         "{module} of {model} counts positions from its padding token",
         "packed documents need positions that begin at 0",
-        STOCK,
-        condition="positions counted from the padding token (RoBERTa)",
     )
-    NOT_CAUSAL = Refusal(
+    NOT_CAUSAL = _stock(
+        "attention that is not causal, or to an encoder (PaliGemma, BERT, Whisper)",
         "{module} of {model} is not causal: its rows attend to later rows or to an encoder's",
         EARLIER_ROWS,
-        STOCK,
-        condition="attention that is not causal, or to an encoder (PaliGemma, BERT, Whisper)",
     )
     NOT_DECODER = Refusal(
         "{module} of {model} is not causal: its rows attend to later rows",
@@ -92,36 +91,31 @@ class Models:
         f"set is_decoder=True in its config, or {STOCK}",
         condition="models that can be decoders, with `is_decoder=False` (BERT)",
     )
-    BIAS = Refusal(
+    BIAS = _stock(
+        "biases added to attention scores (Inkling)",
         "{module} of {model} adds a bias to its scores (position_bias) for each pair of a query and a key",
         "a plan does not exchange biases",
-        STOCK,
-        condition="biases added to attention scores (Inkling)",
     )
-    UNKNOWN_MIXING = Refusal(
+    UNKNOWN_MIXING = _stock(
+        "layers of unknown types that mix the rows of a document (indexers, n-gram embeddings)",
         "{config} has {expected} layers of the types {types}, and only in {known} of them a module is known that "
         "mixes along the row (with a convolution, or attention of its own)",
         "documents could not be kept apart in the others",
-        STOCK,
-        condition="layers of unknown types that mix the rows of a document (indexers, n-gram embeddings)",
     )
-    MIXING_WITHOUT_KEYWORDS = Refusal(
+    MIXING_WITHOUT_KEYWORDS = _stock(
+        "such layers without `**kwargs`",
         "{module}.forward has no **kwargs",
         "the plan would not reach the module in it that mixes along the row, and documents would mix",
-        STOCK,
-        condition="such layers without `**kwargs`",
     )
-    DROPS_KEYWORDS = Refusal(
+    DROPS_KEYWORDS = _stock(
+        "keywords are dropped on the way to attention (StableLM, Nemotron)",
         "{model} drops keywords on the way to its attention: {module}.forward takes none, or does not use them",
         "the plan is such a keyword",
-        STOCK,
-        condition="keywords are dropped on the way to attention (StableLM, Nemotron)",
     )
-    OWN_LOSS = Refusal(
+    OWN_LOSS = _stock(
+        "a loss without transformers' loss function (`GPT2ForTokenClassification`)",
         "{model} does not use transformers' loss function and takes the mean over its own rows",
         "ranks with different numbers of targets would have no exact loss",
-        STOCK,
-        condition="a loss without transformers' loss function (`GPT2ForTokenClassification`)",
     )
     CUT_MIXING = Refusal(
         "document_layout={layout!r} cuts documents",
@@ -191,78 +185,67 @@ def check_model(model: PreTrainedModel) -> None:
         ValueError: the model or one of its adapters is in the table.
     """
     for name, adapter in getattr(model, "peft_config", {}).items():
-        if refusal := _adapters_refusal(adapter):
+        refusal = ADAPTERS.get(adapter.peft_type)
+        if adapter.is_prompt_learning:
+            refusal = PROMPT_LEARNING
+        elif getattr(adapter, "alora_invocation_tokens", None):
+            refusal = ALORA
+        if refusal:
             raise refusal.error(name=name, kind=getattr(adapter.peft_type, "value", adapter.peft_type))
-    for error in _errors(base_model(model)):
-        raise error
-
-
-def _adapters_refusal(adapter: Any) -> Refusal | None:
-    if adapter.is_prompt_learning:
-        return PROMPT_LEARNING
-    if getattr(adapter, "alora_invocation_tokens", None):
-        return ALORA
-    return ADAPTERS.get(adapter.peft_type)
-
-
-def _errors(model: PreTrainedModel) -> Iterator[ValueError]:
-    """Yield an error for each reason why a planned step of a model would be wrong."""
-    config = model.config.get_text_config(decoder=True)
+    model = base_model(model)
+    config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
     attentions = decoder_attentions(model)
-    names = {"model": type(model).__name__, "stock": _stock(model)}
-    if not attentions:
-        yield Models.NO_INTERFACE.error(**names)
-    if config._attn_implementation != ATTENTION_NAME:
-        yield Models.OTHER_ATTENTION.error(**names, name=config._attn_implementation)
-    if config.model_type in CHANGING_MASKS:
-        yield Models.OWN_MASK.error(**names)
-    for name, value in config.to_dict().items():
-        if IN_CONFIG.fullmatch(name) and _probability(value) > 0:
-            yield Models.DROPOUT_IN_CONFIG.error(name=name, value=value)
-    for layer, module in attentions.items():
-        for name, value in (*vars(module).items(), *module.named_children()):
-            if IN_MODULE.fullmatch(name) and (probability := _probability(value)) > 0:
-                yield Models.DROPOUT_IN_LAYER.error(name=name, layer=layer, value=probability)
-    if not _takes_positions(model):
-        yield Models.NO_POSITIONS.error(**names)
-    for name, module in model.named_modules():
-        if hasattr(module, "create_position_ids_from_input_ids"):
-            yield Models.POSITIONS_FROM_PADDING.error(**names, module=name)
-    for name, module in attentions.items():
-        # A config that is not causal makes masks that are not, whatever the modules say.
-        if not (getattr(config, "is_causal", True) and getattr(module, "is_causal", True)):
-            refusal = Models.NOT_CAUSAL if getattr(config, "is_decoder", True) else Models.NOT_DECODER
-            yield refusal.error(**names, module=name)
-    for name, module in attentions.items():
-        if hands_on(module, "position_bias"):
-            yield Models.BIAS.error(**names, module=name)
-    mixing = mixing_layers(model)
-    expected = sum(layer_type in MIXING for layer_type in layer_types(config))
-    if len(mixing) < expected:
-        yield Models.UNKNOWN_MIXING.error(
-            **names, config=type(config).__name__, expected=expected, types=list(MIXING), known=len(mixing)
-        )
-    for module in mixing:
-        if not takes_keywords(module):
-            yield Models.MIXING_WITHOUT_KEYWORDS.error(**names, module=type(module).__name__)
-    for module in (*attentions.values(), *filter(has_attention, decoder_layers(model))):
-        if not _hands_keywords_on(module):
-            yield Models.DROPS_KEYWORDS.error(**names, module=type(module).__name__)
-    forward = inspect.unwrap(type(model).forward)
-    computes_loss = "labels" in inspect.signature(forward).parameters
-    is_stock = forward.__module__.startswith("transformers.")
-    if computes_loss and is_stock and "loss_function" not in forward.__code__.co_names:
-        yield Models.OWN_LOSS.error(**names)
-
-
-def _stock(model: PreTrainedModel) -> str:
-    """Return the names of the stock attention functions that a model supports, for a message."""
     flags = {
         "sdpa": "_supports_sdpa",
         "flash_attention_2": "_supports_flash_attn",
         "flex_attention": "_supports_flex_attn",
     }
-    return " or ".join(map(repr, ["eager", *(name for name, flag in flags.items() if getattr(model, flag, False))]))
+    stock = ["eager", *(name for name, flag in flags.items() if getattr(model, flag, False))]
+    names = {"model": type(model).__name__, "stock": " or ".join(map(repr, stock))}
+    if not attentions:
+        raise Models.NO_INTERFACE.error(**names)
+    if config._attn_implementation != ATTENTION_NAME:
+        raise Models.OTHER_ATTENTION.error(**names, name=config._attn_implementation)
+    if config.model_type in CHANGING_MASKS:
+        raise Models.OWN_MASK.error(**names)
+    for name, value in config.to_dict().items():
+        if IN_CONFIG.fullmatch(name) and _probability(value) > 0:
+            raise Models.DROPOUT_IN_CONFIG.error(name=name, value=value)
+    for layer, module in attentions.items():
+        for name, value in (*vars(module).items(), *module.named_children()):
+            if IN_MODULE.fullmatch(name) and (probability := _probability(value)) > 0:
+                raise Models.DROPOUT_IN_LAYER.error(name=name, layer=layer, value=probability)
+    taking = [model, decoder] if takes_keywords(model) else [model]
+    if not any("position_ids" in inspect.signature(each.forward).parameters for each in taking):
+        raise Models.NO_POSITIONS.error(**names)
+    for name, module in model.named_modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            raise Models.POSITIONS_FROM_PADDING.error(**names, module=name)
+    for name, module in attentions.items():
+        # A config that is not causal makes masks that are not, whatever the modules say.
+        if not (getattr(config, "is_causal", True) and getattr(module, "is_causal", True)):
+            refusal = Models.NOT_CAUSAL if getattr(config, "is_decoder", True) else Models.NOT_DECODER
+            raise refusal.error(**names, module=name)
+    for name, module in attentions.items():
+        if hands_on(module, "position_bias"):
+            raise Models.BIAS.error(**names, module=name)
+    mixing = mixing_layers(model)
+    expected = sum(layer_type in MIXING for layer_type in layer_types(config))
+    if len(mixing) < expected:
+        raise Models.UNKNOWN_MIXING.error(
+            **names, config=type(config).__name__, expected=expected, types=list(MIXING), known=len(mixing)
+        )
+    for module in mixing:
+        if not takes_keywords(module):
+            raise Models.MIXING_WITHOUT_KEYWORDS.error(**names, module=type(module).__name__)
+    for module in (*attentions.values(), *filter(has_attention, decoder_layers(model))):
+        if not _hands_keywords_on(module):
+            raise Models.DROPS_KEYWORDS.error(**names, module=type(module).__name__)
+    forward = inspect.unwrap(type(model).forward)
+    computes_loss = "labels" in inspect.signature(forward).parameters
+    is_stock = forward.__module__.startswith("transformers.")
+    if computes_loss and is_stock and "loss_function" not in forward.__code__.co_names:
+        raise Models.OWN_LOSS.error(**names)
 
 
 def _probability(value: object) -> float:
@@ -271,21 +254,12 @@ def _probability(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _takes_positions(model: PreTrainedModel) -> bool:
-    """Return whether a model's forward names position_ids, or passes keywords to a decoder whose forward does."""
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        return True
-    decoder: Any = model.get_decoder()
-    return takes_keywords(model) and "position_ids" in inspect.signature(decoder.forward).parameters
-
-
 def _hands_keywords_on(module: nn.Module) -> bool:
     """Return whether a module's forward accepts keywords that it does not name, and uses them."""
     if not takes_keywords(module):
         return False
-    forwards: list[Any] = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls)]
-    forward = next(forward for forward in forwards if not forward.__module__.startswith("hf_distca."))
-    code = inspect.unwrap(forward).__code__
+    forward: Any = inspect.unwrap(stock_forward(module))
+    code = forward.__code__
     keywords = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
     loaded = [step.argval for step in get_instructions(code) if step.opname.startswith("LOAD")]
     return any(keywords in (names if isinstance(names, tuple) else (names,)) for names in loaded)

@@ -7,9 +7,9 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import Kernel, Need, choose_kernel, get_kernel
+from hf_distca.kernels import AttentionParams, Need, choose_kernel, get_kernel
 from hf_distca.models.decoder import base_model, decoder_layers
-from hf_distca.models.kinds import attention_params, layers_by_kind
+from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.mixing import WHOLE, uncuttable
 from hf_distca.models.refusals import Models, check_layers, check_model
 from hf_distca.planner.settings import PlanSettings
@@ -54,8 +54,18 @@ def plan_settings(
     layout = document_layout(model, config)
     dtype = model.dtype if dtype is None else dtype
     kinds = tuple(layers_by_kind(model))
-    needs = [Need(dtype, kind.dim_qk, kind.dim_v, attention_params(model.config, kind)) for kind in kinds]
-    kernel = _kernel(config.attention_kernel, device, needs)
+    softcap = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    params = [AttentionParams(scale=1.0, window=kind.window, softcap=softcap) for kind in kinds]
+    needs = [Need(dtype, kind.dim_qk, kind.dim_v, each) for kind, each in zip(kinds, params, strict=True)]
+    if config.attention_kernel == AUTO:
+        kernel, passed_over = choose_kernel(device, needs)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            level = logging.WARNING if passed_over else logging.INFO
+            reasons = "".join(f"\n- {reason}" for reason in passed_over.values())
+            faster = f"; faster here, but not to be had:{reasons}" if reasons else ""
+            logger.log(level, "core attention is computed by kernel %r%s", kernel.name, faster)
+    else:
+        kernel = get_kernel(config.attention_kernel, device, needs)
     planning = config.planning(ranks, ranks_per_node)
     return PlanSettings(
         **{**planning, "document_layout": layout, "ping_pong": ping_pong and planning["ping_pong"]},
@@ -68,11 +78,7 @@ def plan_settings(
 
 
 def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
-    """Return the document layout for a model: "whole" if the documents of one of its modules cannot be cut.
-
-    Raises:
-        ValueError: the setting cuts documents of such a model.
-    """
+    """Return the document layout for a model: "whole" if documents of one of its modules cannot be cut."""
     module = uncuttable(model)
     if module is None:
         return config.planned_layout
@@ -89,16 +95,3 @@ def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
             WHOLE.get(type(module).__name__, "the module is not known"),
         )
     return "whole"
-
-
-def _kernel(name: str, device: torch.device, needs: list[Need]) -> Kernel:
-    """Return the kernel of this name; for "auto", rank 0 logs the choice and why faster kernels are unavailable."""
-    if name != "auto":
-        return get_kernel(name, device, needs)
-    kernel, passed_over = choose_kernel(device, needs)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        level = logging.WARNING if passed_over else logging.INFO
-        reasons = "".join(f"\n- {reason}" for reason in passed_over.values())
-        faster = f"; faster here, but not to be had:{reasons}" if reasons else ""
-        logger.log(level, "core attention is computed by kernel %r%s", kernel.name, faster)
-    return kernel

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_distca.models.decoder import base_model, has_attention, mixing_layers, mixing_modules
 from hf_distca.models.kinds import layers_by_kind
@@ -24,7 +24,9 @@ def weights_met(model: PreTrainedModel) -> dict[nn.Parameter, float]:
     Embedding and output head, which may be tied, are left out. Experts count by the share of experts that a token
     uses.
     """
-    share = _share_of_experts(model.config.get_text_config(decoder=True))
+    config = model.config.get_text_config(decoder=True)
+    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 1)
+    share = float(getattr(config, "num_experts_per_tok", None) or experts) / experts
     tables = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
     return {
         parameter: count_of(parameter) * (share if ".experts." in name else 1.0)
@@ -41,18 +43,8 @@ def count_of(parameter: Any) -> int:
     return int(state.shape.numel() if state is not None else parameter.numel())
 
 
-def _share_of_experts(config: PreTrainedConfig) -> float:
-    """Return the share of experts that a token uses."""
-    every = next((count for name in EXPERTS if (count := getattr(config, name, None))), 1)
-    return float(getattr(config, "num_experts_per_tok", None) or every) / every
-
-
 def model_shape(model: nn.Module) -> ModelShape:
-    """Return the shape of a model for simulations: its active parameters before and after core attention.
-
-    Args:
-        model: a transformers model, or a PEFT model around one; its weights may be on the meta device.
-    """
+    """Return the shape of a model for simulations: its active parameters before and after core attention."""
     base, layers = base_model(model), layers_by_kind(model)
     hidden = base.config.get_text_config(decoder=True).hidden_size
     weights, mixing = weights_met(base), mixing_shape(base)
@@ -99,8 +91,5 @@ def mixing_shape(model: PreTrainedModel) -> MixingShape | None:
     heads = getattr(module, "num_v_heads", None) or module.num_heads
     if SCAN in names:
         return MixingShape(*sizes, heads, (module.ssm_state_size, module.head_dim))
-    state = (
-        getattr(module, "head_k_dim", None) or module.head_dim,
-        getattr(module, "head_v_dim", None) or module.head_dim,
-    )
-    return MixingShape(*sizes, heads, state, delta_rule=True)
+    rows, columns = (getattr(module, name, None) or module.head_dim for name in ("head_k_dim", "head_v_dim"))
+    return MixingShape(*sizes, heads, (rows, columns), delta_rule=True)

@@ -27,14 +27,12 @@ MESH = "tp"
 
 
 def kind_on_a_rank(kind: AttentionKind, model: PreTrainedModel, attention: nn.Module) -> AttentionKind:
-    """Return a layer's kind of attention with the heads of one rank.
-
-    Raises:
-        ValueError: the heads cannot be divided among the ranks.
-    """
+    """Return a layer's kind of attention with the heads of one rank; raise ValueError if ranks cannot divide heads."""
     ranks: int = getattr(model, "tp_size", None) or 1
     name = next(name for name, module in model.named_modules() if module is attention)
-    if ranks == 1 or not _divides_heads(model, name):
+    of_layer = re.sub(r"\.\d+(?=\.|$)", ".*", name) + "."
+    rules = model.tp_plan.items() if ranks > 1 else ()
+    if not any(rule.startswith(of_layer) and style == TAKES_SHARES for rule, style in rules):
         return kind
     for heads, what in ((kind.q_heads, "query heads"), (kind.kv_heads, "key/value heads")):
         if heads % ranks:
@@ -46,23 +44,18 @@ def kind_on_a_rank(kind: AttentionKind, model: PreTrainedModel, attention: nn.Mo
     return replace(kind, q_heads=kind.q_heads // ranks, kv_heads=kind.kv_heads // ranks)
 
 
-def _divides_heads(model: PreTrainedModel, name: str) -> bool:
-    """Return whether ranks share the heads of the attention layer of this name."""
-    of_layer = re.sub(r"\.\d+(?=\.|$)", ".*", name) + "."
-    return any(rule.startswith(of_layer) and style == TAKES_SHARES for rule, style in model.tp_plan.items())
-
-
 def is_shared_out(parameter: Tensor) -> TypeGuard[DTensor]:
     """Return whether each rank holds and computes with a share of a parameter."""
-    return isinstance(parameter, DTensor) and MESH in _dimensions(parameter)
+    return isinstance(parameter, DTensor) and MESH in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def ranks_of_share(parameter: Tensor) -> int:
     """Return the number of ranks that share a parameter by tensor parallelism; 1 if each has all of it."""
     if not is_shared_out(parameter):
         return 1
-    of_dimension = zip(_dimensions(parameter), parameter.device_mesh.shape, parameter.placements, strict=True)
-    return next(ranks if placed.is_shard() else 1 for name, ranks, placed in of_dimension if name == MESH)
+    mesh = parameter.device_mesh
+    dimension = (mesh.mesh_dim_names or ()).index(MESH)
+    return mesh.shape[dimension] if parameter.placements[dimension].is_shard() else 1
 
 
 def is_divided_at_load(model: Any) -> bool:
@@ -95,7 +88,3 @@ def divided_config(
         if size := getattr(of_decoder, name, None):
             setattr(of_decoder, name, max(size // ranks, 1))
     return config
-
-
-def _dimensions(parameter: DTensor) -> tuple[str, ...]:
-    return parameter.device_mesh.mesh_dim_names or ()

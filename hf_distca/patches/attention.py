@@ -8,12 +8,13 @@ head dim of values.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan
@@ -21,6 +22,7 @@ from hf_distca.kernels import AttentionParams
 from hf_distca.models.kinds import Reach, attention_reaches
 from hf_distca.models.refusals import CHANGING_MASKS
 from hf_distca.patches.modules import uncompiled
+from hf_distca.plan import PLAN_KEY
 
 ELSEWHERE = "train this model with stock attention and transformers' Trainer"
 """Remedy where a plan cannot express a model's attention."""
@@ -35,17 +37,12 @@ class DeferredMask:
     """
 
     def __init__(self, local_size: int | None, added_by_model: bool, make: Callable[..., Tensor | None]) -> None:
-        self.local_size = local_size
-        self.added_by_model = added_by_model
-        self._make = make
-        self._made = False
-        self._mask: Tensor | None = None
+        self.local_size, self.added_by_model, self._make = local_size, added_by_model, make
 
+    @cached_property
     def tensor(self) -> Tensor | None:
-        """Return the mask as "sdpa" takes it: True where a row attends; None for plain causal attention."""
-        if not self._made:
-            self._mask, self._made = self._make(), True
-        return self._mask
+        """Mask as "sdpa" takes it: True where a row attends; None for plain causal attention."""
+        return self._make()
 
     def __getitem__(self, index: tuple[slice, ...]) -> "DeferredMask | Tensor":
         """Return the mask of selected rows, made now (for Gemma 4's logits); the mask of all rows stays deferred."""
@@ -68,10 +65,6 @@ def distca_attention(
     attention_mask: Tensor | DeferredMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    distca_plan: BoundPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute core attention of one layer: as planned if the batch carries a plan, else as "sdpa" does.
@@ -81,9 +74,8 @@ def distca_attention(
         key: [B, G, S, D].
         value: [B, G, S, E].
         scaling: factor on the scores; None for 1/√D.
-        sliding_window: rows of the layer's window; None for full attention.
-        s_aux: [H] learned attention sinks (gpt-oss).
-        distca_plan: the micro-batch's plan, under PLAN_KEY; None outside a planned step.
+        kwargs: sliding_window, rows of the layer's window; softcap; s_aux, [H] learned attention sinks (gpt-oss); and
+            in a planned step the micro-batch's plan.
 
     Returns:
         [B, T, H, E], and None for the attention weights, which are never materialised.
@@ -91,28 +83,13 @@ def distca_attention(
     Raises:
         ValueError: a planned step asks for an attention that a plan cannot express.
     """
-    if distca_plan is None:
-        mask = attention_mask.tensor() if isinstance(attention_mask, DeferredMask) else attention_mask
-        if softcap is None and s_aux is None:
-            kwargs["sliding_window"] = sliding_window
-            return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
-        return _eager_attention(module, query, key, value, mask, dropout, scaling, softcap, s_aux), None
-
-    out = _planned_attention(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout,
-        scaling,
-        sliding_window,
-        softcap,
-        s_aux,
-        distca_plan,
-        kwargs,
-    )
-    return out, None
+    plan = kwargs.pop(PLAN_KEY, None)
+    if plan is not None:
+        return _planned_attention(module, query, key, value, attention_mask, plan, dropout, scaling, **kwargs), None
+    mask = attention_mask.tensor if isinstance(attention_mask, DeferredMask) else attention_mask
+    if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+    return _eager_attention(module, query, key, value, mask, dropout, scaling, **kwargs), None
 
 
 @uncompiled("core attention follows a plan that is new with each micro-batch")
@@ -121,19 +98,18 @@ def _planned_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | DeferredMask | None,
+    mask: Tensor | DeferredMask | None,
+    plan: BoundPlan,
     dropout: float,
     scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    plan: BoundPlan,
-    kwargs: dict[str, Any],
+    /,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
 ) -> Tensor:
-    """Compute core attention of one layer as planned: [B, T, H, E]; for the arguments see `distca_attention`."""
-    chunk = attention_chunk(module)
-    reach = Reach(sliding_window, chunk)
-    for found in _refused(module, query, attention_mask, dropout, reach, kwargs):  # alike on every rank
+    reach = Reach(sliding_window, attention_chunk(module))
+    for found in _refused(module, query, mask, dropout, reach, kwargs):  # alike on every rank
         raise ValueError(f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')}) {found}")
     plan.ran.attentions += 1
     if getattr(module, "attn_temperature_tuning", False):
@@ -146,7 +122,7 @@ def _planned_attention(
     q_THD, k_TGD, v_TGE = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
     scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
     params = AttentionParams(scale=scale, window=sliding_window, softcap=softcap)
-    return disaggregated_attention(q_THD, k_TGD, v_TGE, s_aux, plan, params, module, chunk=chunk).unsqueeze(0)
+    return disaggregated_attention(q_THD, k_TGD, v_TGE, s_aux, plan, params, module, chunk=reach.chunk).unsqueeze(0)
 
 
 def attention_chunk(module: nn.Module) -> int | None:
@@ -161,7 +137,7 @@ def attention_chunk(module: nn.Module) -> int | None:
 def _refused(
     module: nn.Module,
     query: Tensor,
-    attention_mask: Tensor | DeferredMask | None,
+    mask: Tensor | DeferredMask | None,
     dropout: float,
     reach: Reach,
     kwargs: dict[str, Any],
@@ -177,16 +153,16 @@ def _refused(
             f"got a batch of {query.shape[0]} rows, but a planned step needs batch size 1 (rows packed without "
             "padding); pack all documents into one row"
         )
-    if isinstance(attention_mask, Tensor):
+    if isinstance(mask, Tensor):
         yield (
-            f"got an attention_mask of shape {list(attention_mask.shape)}, but a planned step has no padding to mask; "
+            f"got an attention_mask of shape {list(mask.shape)}, but a planned step has no padding to mask; "
             "pack documents without padding and leave attention_mask out"
         )
-    elif attention_mask is not None and attention_mask.added_by_model:
+    elif mask is not None and mask.added_by_model:
         yield f"adds a custom mask to the causal mask, and a plan cannot express it; {ELSEWHERE}"
-    elif attention_mask is not None and attention_mask.local_size not in (None, *reach):
+    elif mask is not None and mask.local_size not in (None, *reach):
         yield (
-            f"masks by a local size of {attention_mask.local_size}, but has sliding_window={reach.window} and chunks "
+            f"masks by a local size of {mask.local_size}, but has sliding_window={reach.window} and chunks "
             f"of {reach.chunk} rows. A plan supports only full, sliding-window and chunked attention; {ELSEWHERE}"
         )
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
@@ -204,14 +180,12 @@ def _eager_attention(
     mask: Tensor | None,
     dropout: float,
     scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
+    /,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
-    """Compute attention with soft-capped scores or sinks, which "sdpa" refuses or ignores: [B, T, H, E].
-
-    Args:
-        mask: boolean [B, 1, T, S]; None for plain causal attention.
-    """
+    """Compute attention with soft-capped scores or sinks, which "sdpa" refuses or ignores: [B, T, H, E]."""
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     scores_BHTS = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -234,9 +208,6 @@ def scaled_by_position(module: Any, query_BHTD: Tensor, plan: BoundPlan) -> Tens
 
     In layers without rotary embedding, Llama 4 scales queries by a factor that grows with the position. The model
     counts positions from the first row of the call, across documents.
-
-    Args:
-        module: an attention layer with attn_temperature_tuning.
     """
     if module.use_rope or max(plan.rows, plan.last_position + 1) < module.floor_scale:  # every factor is 1
         return query_BHTD
@@ -254,38 +225,19 @@ def distca_mask(
     q_length: int,
     kv_length: int,
     q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
     **kwargs: Any,
 ) -> Tensor | DeferredMask | None:
     """Return the mask that "sdpa" uses, deferred if the step may be planned.
 
     A planned step has batch size 1, no padding and no cache. Other steps get their mask at once, and so do models that
     compute with the mask.
-
-    Args: see `transformers.masking_utils.sdpa_mask`.
     """
-
-    def make(**changed: Any) -> Tensor | None:
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            use_vmap=use_vmap,
-            **{**kwargs, **changed},
-        )
-
-    if getattr(kwargs.get("config"), "model_type", None) in CHANGING_MASKS:
-        return make()
+    make = partial(
+        sdpa_mask, batch_size, q_length, kv_length, q_offset=q_offset, attention_mask=attention_mask, **kwargs
+    )
+    changes_masks = getattr(kwargs.get("config"), "model_type", None) in CHANGING_MASKS
     may_be_planned = batch_size == 1 and attention_mask is None and q_length == kv_length
-    if not may_be_planned or isinstance(q_offset, Tensor) or q_offset != 0:
+    if changes_masks or not may_be_planned or isinstance(q_offset, Tensor) or q_offset != 0:
         return make()
-    return DeferredMask(local_size, added_by_model=use_vmap, make=make)
+    return DeferredMask(kwargs.get("local_size"), kwargs.get("use_vmap", False), make)

@@ -18,13 +18,6 @@ from hf_distca.patches.modules import subclass
 
 logger = logging.getLogger(__name__)
 
-EXPERTS = "Expert"
-"""Part of a class name that marks a module as routing rows to experts.
-
-Such modules are not divided. The rows of an expert depend on all rows, and the model's loss collects the router's
-scores.
-"""
-
 
 def chunk_mlps(model: nn.Module, rows: int) -> None:
     """Make a model's decoder MLPs compute `rows` rows at a time, in place; call it before `prepare`.
@@ -37,14 +30,16 @@ def chunk_mlps(model: nn.Module, rows: int) -> None:
     subclasses: dict[type[nn.Module], type[nn.Module]] = {}
     left: dict[str, None] = {}
     chunked = 0
-    for layer in decoder_layers(model):
-        for module in layer.children():
-            if not type(module).__name__.endswith(("MLP", "MoE", "MoeBlock", "FeedForward")):
-                continue
-            if _why_not(module):
-                left[f"{type(module).__name__} {_why_not(module)}"] = None
-                continue
-            cls = type(module)
+    for module in (child for layer in decoder_layers(model) for child in layer.children()):
+        cls = type(module)
+        if not cls.__name__.endswith(("MLP", "MoE", "MoeBlock", "FeedForward")):
+            continue
+        # The rows of an expert depend on all rows, and the model's loss collects the router's scores.
+        if any("Expert" in type(inner).__name__ for inner in module.modules()):
+            left[f"{cls.__name__} routes rows to experts"] = None
+        elif "forward" in vars(module):
+            left[f"{cls.__name__} has another forward, such as Liger's"] = None
+        else:
             if not issubclass(cls, _ChunkedMLP):
                 module.__class__ = subclasses.setdefault(cls, subclass(cls, _ChunkedMLP))
             vars(module)["chunk_rows"] = rows
@@ -57,15 +52,6 @@ def chunk_mlps(model: nn.Module, rows: int) -> None:
         )
     if left:
         logger.warning("mlp_chunk_rows does not apply to some MLPs: %s", reasons)
-
-
-def _why_not(module: nn.Module) -> str:
-    """Return why a module of a decoder layer cannot be divided by rows; "" if it can."""
-    if any(EXPERTS in type(inner).__name__ for inner in module.modules()):
-        return "routes rows to experts"
-    if "forward" in vars(module):
-        return "has another forward, such as Liger's"
-    return ""
 
 
 class _ChunkedMLP(nn.Module):

@@ -1,19 +1,24 @@
 """Output head in a planned step: logits are computed on demand, and chunk by chunk for the loss.
 
+A model's own code scales and caps logits and passes them to `torch.nn.functional.cross_entropy`. `DeferredLogits`
+records element-wise changes, and cross entropy is computed over chunks of rows (`hf_distca.patches.loss`). Any other
+function gets a real tensor.
+
 `plan_head` gives the head a subclass of its own class. It gives the model a subclass whose forward lets the head defer
 its logits in a planned step with labels. Logits are computed inside a call of the head: only there are ZeRO-3's
 weights gathered and PEFT adapters active.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any, TypeGuard
+from types import EllipsisType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -21,14 +26,23 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.models.decoder import base_model
 from hf_distca.models.tensor_parallel import MESH, is_shared_out
 from hf_distca.patches.layers import HOOKS
-from hf_distca.patches.loss import REASON, ChunkedSum, DeferredLogits, Step, apply_steps, rows_of_chunk
+from hf_distca.patches.loss import ChunkedSum, Step, apply_steps, as_autocast
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.plan import PLAN_KEY
 
 logger = logging.get_logger(__name__)
 
+REASON = "logits of a planned step are deferred"
+"""Reason of the break in compiled code."""
 WRAPPERS = ("torch.distributed.", "deepspeed.", "hf_distca.")
 """Modules whose hooks on a head only gather and free weights, whether for a loss or for logits."""
+OF_SHAPE = ("shape", "size", "ndim", "dim", "numel", "dtype", "device", "layout")
+"""Attributes of a tensor that do not depend on its values."""
+VALUE_BY_VALUE = {
+    *("float", "double", "half", "bfloat16", "to", "tanh", "neg", "add", "radd", "sub"),
+    *("mul", "multiply", "rmul", "div", "divide", "true_divide", "truediv"),
+}
+"""Functions that change each value alone, if their other arguments are no tensors."""
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -82,8 +96,11 @@ def _deferring(forward: Callable[..., Any], model: Any = None) -> Callable[..., 
         head = (args[0] if model is None else model).get_output_embeddings()
         if not isinstance(head, PlannedHead) or not head.can_defer():
             return forward(*args, **kwargs)
-        with head.deferred():
+        head.defers = True
+        try:
             return forward(*args, **kwargs)
+        finally:
+            head.defers = False
 
     return deferring
 
@@ -93,17 +110,18 @@ class PlannedHead(nn.Module):
 
     Attributes:
         chunk_bytes: most bytes of a chunk's logits in float32; 0 for all logits at once.
+        defers: whether calls return deferred logits.
         is_plain: whether the head is just a linear layer.
         forward_in_shares: with tensor parallelism, the forward in which each rank computes a share of the vocabulary.
     """
 
     chunk_bytes = 0
+    defers = False
     is_plain: bool
     forward_in_shares: Forward | None = None
     out_features: int
     weight: Tensor
     bias: Tensor | None
-    _defers = False
 
     @uncompiled(REASON)
     def can_defer(self) -> bool:
@@ -118,27 +136,20 @@ class PlannedHead(nn.Module):
     def _obstacle(self) -> str | None:
         if "forward" in vars(self):
             return f"the forward of the head ({type(self).__name__}) has been replaced"
+        is_leaf = getattr(self, "_z3_leaf", False)  # else ZeRO-3 gathers weights at each call of their own module
         for name, module in self.named_modules(prefix="head"):
             for kind in HOOKS:
                 for hook in getattr(module, kind).values():
                     if not str(getattr(hook, "__module__", None)).startswith(WRAPPERS):
                         return f"{name} has a hook of its own, {hook!r}, which needs to see all of them"
-            if module is not self and (isinstance(module, FSDPModule) or _is_gathered_apart(self, module)):
+            by_zero_3 = not is_leaf and any(hasattr(p, "ds_id") for p in module.parameters())
+            if module is not self and (isinstance(module, FSDPModule) or by_zero_3):
                 return f"{name} gathers its weights apart from the rest of the head, for each chunk anew"
         return None
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Make calls of the head return deferred logits inside the context."""
-        self._defers = True
-        try:
-            yield
-        finally:
-            self._defers = False
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the head's logits, or deferred logits inside `deferred`."""
-        if self._defers and len(args) == 1 and not kwargs:
+        """Return the head's logits, or deferred logits."""
+        if self.defers and len(args) == 1 and not kwargs:
             return DeferredLogits(self, args[0])
         return super().__call__(*args, **kwargs)
 
@@ -152,18 +163,14 @@ class PlannedHead(nn.Module):
         return task(forward, hidden)
 
     @property
-    def vocabulary(self) -> int:
-        """Number of logits of a row."""
-        return self.out_features
-
-    @property
     def divides(self) -> bool:
         """Whether ranks may compute different numbers of parts; not if each part gathers weights."""
-        return self._defers or not any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.parameters())
+        return self.defers or not any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.parameters())
 
-    def fits(self, rows: int) -> bool:
-        """Return whether the logits of `rows` rows fit in one chunk."""
-        return rows <= self._rows()
+    @property
+    def chunk_rows(self) -> int:
+        """Most rows of a chunk; at least one."""
+        return max(1, self.chunk_bytes // (4 * self.out_features))
 
     def logits(self, hidden: Tensor, steps: Sequence[Step]) -> Tensor:
         """Return all logits [..., V] of hidden states [..., D]."""
@@ -173,7 +180,7 @@ class PlannedHead(nn.Module):
         """Return the indices [...] of the largest logits of hidden states [..., D]."""
 
         def task(forward: Forward, x: Tensor) -> Tensor:
-            chunks = x.reshape(-1, x.shape[-1]).split(self._rows())
+            chunks = x.reshape(-1, x.shape[-1]).split(self.chunk_rows)
             return torch.cat([apply_steps(forward(chunk), steps).argmax(-1) for chunk in chunks])
 
         with torch.no_grad():
@@ -181,24 +188,24 @@ class PlannedHead(nn.Module):
 
     def cross_entropy(self, hidden: Tensor, target: Tensor, steps: Sequence[Step], ignore_index: int) -> Tensor:
         """Return the sum of cross entropies for hidden states [T, D] and targets [T]."""
-        chunked_sum = ChunkedSum(target, ignore_index, steps, self._rows())
+        chunked = ChunkedSum(target, ignore_index, steps, self.chunk_rows)
 
         def task(forward: Forward, x: Tensor) -> Tensor:
-            return (
-                chunked_sum.of_linear(x, self.weight, self.bias) if self.is_plain else chunked_sum.of_head(forward, x)
-            )
+            return chunked.of_linear(x, self.weight, self.bias) if self.is_plain else chunked.of_head(forward, x)
 
         return self._call(hidden, task)
 
-    def _rows(self) -> int:
-        return rows_of_chunk(self.chunk_bytes, self.vocabulary)
-
     def _call(self, hidden: Tensor, task: Callable[[Forward, Tensor], Tensor]) -> Tensor:
         """Run a task in a call of the head, with whole weights."""
-        call = partial(super().__call__, hidden, task=task)
-        in_shards = {name: p for name, p in self.named_parameters() if _is_in_shards(p)}
+        result: Tensor
+        # FSDP2 must gather sharded parameters before use; tensor parallelism computes with shares.
+        in_shards = {
+            name: p
+            for name, p in self.named_parameters()
+            if isinstance(p, DTensor) and p.device_mesh.mesh_dim_names != (MESH,)
+        }
         if not in_shards or isinstance(self, FSDPModule):  # FSDP2 gathers them itself
-            result: Tensor = call()
+            result = super().__call__(hidden, task=task)
             return result
         if torch.is_grad_enabled() or self.forward_in_shares is not None:
             raise ValueError(
@@ -211,11 +218,152 @@ class PlannedHead(nn.Module):
         return result
 
 
-def _is_in_shards(parameter: Tensor) -> TypeGuard[DTensor]:
-    """Return whether FSDP2 must gather a parameter before use; tensor parallelism computes with shares."""
-    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != (MESH,)
+class DeferredLogits:
+    """Stand-in for logits [..., V] that supports torch's functions and a tensor's methods.
+
+    Args:
+        hidden: [..., D], input of the head.
+        steps: changes of the head's logits.
+        sample: [1], any value in the dtype of the changed logits.
+    """
+
+    def __init__(
+        self, head: PlannedHead, hidden: Tensor, steps: tuple[Step, ...] = (), sample: Tensor | None = None
+    ) -> None:
+        self._head, self._hidden, self._steps = head, hidden, steps
+        self._sample = as_autocast(hidden.new_empty(1)) if sample is None else sample
+        self._tensor: Tensor | None = None  # set once the logits are computed with gradients
+
+    def tensor(self, asked_by: str = "tensor") -> Tensor:
+        """Return the logits themselves, [..., V]."""
+        if self._tensor is not None:
+            return self._tensor
+        if self._hidden.shape[:-1].numel() > self._head.chunk_rows:
+            logger.warning_once(
+                f"{asked_by!r} reads all logits of a planned step at once, which takes memory for tokens × vocabulary "
+                "values. The loss does not need all logits: read some rows at a time, or only the loss"
+            )
+        tensor = self._head.logits(self._hidden, self._steps)
+        if torch.is_grad_enabled():
+            self._tensor = tensor
+        return tensor
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(Tensor, name)
+        if name in OF_SHAPE or (name.startswith("is_") and not callable(attribute)):
+            like = self._sample.expand(*self._hidden.shape[:-1], self._head.out_features)  # takes no memory
+            return getattr(like, name)
+        return partial(_method, attribute, self) if callable(attribute) else getattr(self.tensor(name), name)
+
+    def __repr__(self) -> str:
+        return f"DeferredLogits(shape={list(self.shape)}, dtype={self.dtype})"
+
+    def __len__(self) -> int:
+        return len(self._hidden)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tensor("iteration"))
+
+    @classmethod
+    @uncompiled(REASON)
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Handle a torch function that is called with deferred logits."""
+        kwargs = kwargs or {}
+        name = function.__name__
+        plain = name.strip("_") if name.startswith("__") else name
+        first, others = (args[0], args[1:]) if args else (None, ())
+        if isinstance(first, cls) and first._tensor is None:
+            result = first._without_logits(plain, function, others, kwargs)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = tree_map_only(cls, lambda logits: logits.tensor(plain), (args, kwargs))
+        if isinstance(first, cls) and (plain.endswith("_") or plain == "setitem"):
+            first._tensor = args[0]  # the in-place result replaces the deferred logits
+        return function(*args, **kwargs)
+
+    def _without_logits(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return the result of a function that does not need all logits; NotImplemented for any other function."""
+        hidden, last = self._hidden, self.ndim - 1
+        if name in VALUE_BY_VALUE:
+            return self._changed(lambda x: function(x, *args, **kwargs), (*args, *kwargs.values()))
+        if name in ("clone", "contiguous"):
+            return self._of(hidden)
+        if name in ("view", "reshape"):
+            shape = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
+            sizes = not kwargs and shape and all(isinstance(size, int) for size in shape)
+            if sizes and shape[-1] == self._head.out_features:
+                return self._of(hidden.reshape(*shape[:-1], hidden.shape[-1]))
+        if name == "getitem" and self._head.divides:
+            index = args[0] if isinstance(args[0], tuple) else (args[0],)
+            if all(type(part) in (int, slice, EllipsisType) for part in index):
+                dims = len(index) - (... in index)
+                reaches_last = dims == self.ndim or (... in index and index[-1] is not ...)
+                if dims <= self.ndim and (not reaches_last or index[-1] == slice(None)):
+                    return self._of(hidden[index])
+        if name == "split":
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            if self._head.divides and dim not in (-1, last):
+                return tuple(self._of(part) for part in function(hidden, *args, **kwargs))
+        if name == "argmax":
+            dim = kwargs.get("dim", args[0] if args else None)
+            if dim in (-1, last) and len(args) < 2 and not kwargs.keys() - {"dim"}:
+                return self._head.argmax(hidden, self._steps)
+        if name == "cross_entropy" and len(args) == 1:
+            return self._cross_entropy(*args, **kwargs)
+        return NotImplemented
+
+    def _of(self, hidden: Tensor) -> "DeferredLogits":
+        """Return the logits of other hidden states, such as a selection or another shape."""
+        return DeferredLogits(self._head, hidden, self._steps, self._sample)
+
+    def _changed(self, step: Step, others: Sequence[Any]) -> Any:
+        """Record an element-wise change by a function with these other arguments."""
+        if any(isinstance(x, Tensor | DeferredLogits) for x in others):
+            return NotImplemented
+        sample = step(self._sample)
+        if sample is self._sample:
+            return self
+        if sample.device != self._sample.device or not sample.is_floating_point():
+            return NotImplemented
+        return DeferredLogits(self._head, self._hidden, (*self._steps, step), sample)
+
+    def _cross_entropy(
+        self, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: Any
+    ) -> Any:
+        """Return the mean or sum of cross entropies over rows, given one target per row."""
+        is_plain = all(value is None or (name, value) == ("label_smoothing", 0) for name, value in others.items())
+        if not is_plain or target.dtype != torch.int64 or reduction not in ("sum", "mean"):
+            return NotImplemented
+        if self.ndim != 2 or target.shape != self.shape[:1] or not len(target):
+            return NotImplemented
+        total = self._head.cross_entropy(self._hidden, target, self._steps, ignore_index)
+        if reduction == "sum":
+            return total
+        count = (target != ignore_index).sum()
+        return torch.where(count > 0, total / count.clamp(min=1), torch.nan)  # without targets, gradients are 0
 
 
-def _is_gathered_apart(head: nn.Module, module: nn.Module) -> bool:
-    """Return whether ZeRO-3 gathers the weights of a module inside a head at each call of that module."""
-    return not getattr(head, "_z3_leaf", False) and any(hasattr(p, "ds_id") for p in module.parameters())
+def _method(function: Callable[..., Any], logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+    """Call a tensor's method on deferred logits."""
+    return DeferredLogits.__torch_function__(function, (), (logits, *args), kwargs)
+
+
+def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda logits, *args: _method(function, logits, *args)
+
+
+# Python looks up operators in the class, not through __getattr__.
+for _name in (
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
+    *("__pow__", "__neg__", "__abs__", "__matmul__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
+    *("__getitem__", "__setitem__", "__array__"),
+):
+    setattr(DeferredLogits, _name, _operator(getattr(Tensor, _name)))

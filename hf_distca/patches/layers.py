@@ -9,7 +9,8 @@ Greenlets share one thread, and with it saved-tensor hooks and autograd sequence
 backward take turns in the same way; threads would not share them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -52,8 +53,11 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     """
     check_layers(model)
     subclasses: dict[type[nn.Module], type[nn.Module]] = {}
-    outer = decoder_layers(model)
-    for layer in [*outer, *_inner_layers(outer)]:
+    layers = decoder_layers(model)
+    # Checkpointable layers inside decoder layers may mix along the row too.
+    inside = dict.fromkeys(module for layer in layers for module in layer.modules())
+    inner = [each for each in inside if isinstance(each, GradientCheckpointingLayer) and mixing_modules(each)]
+    for layer in dict.fromkeys([*layers, *inner]):
         cls = type(layer)
         if cls not in subclasses and not issubclass(cls, _PlannedLayer):
             subclasses[cls] = subclass(cls, _PlannedLayer)
@@ -61,18 +65,6 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
             layer.__class__ = subclasses[cls]
         vars(layer).update(attends=sum(map(is_attention, layer.modules())), mixes=plan_mixing(layer))
     return list(dict.fromkeys(type(layer) for layer in model.modules() if isinstance(layer, _PlannedLayer)))
-
-
-def _inner_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return checkpointable layers inside these decoder layers that mix along the row."""
-    inside = {id(module): module for layer in layers for module in layer.modules()}
-    for layer in layers:
-        inside.pop(id(layer), None)
-    return [
-        module
-        for module in inside.values()
-        if isinstance(module, GradientCheckpointingLayer) and mixing_modules(module)
-    ]
 
 
 class _PlannedLayer(nn.Module):
@@ -97,7 +89,6 @@ class _PlannedLayer(nn.Module):
     def _planned_forward(
         self, run: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        run = _seen_by_mixing(run) if self.mixes else run
         ran, attentions, mixing = plan.ran, plan.ran.attentions, plan.ran.mixing
         takes_turns = False
         exchanges = (self.attends and plan.exchanges) or (self.mixes and plan.cuts_documents)
@@ -105,8 +96,8 @@ class _PlannedLayer(nn.Module):
             ran.layers += 1
             takes_turns = len(plan.nano_batches) == 2 and bool(exchanges) and not self._is_watched()
             ran.layers_in_turns += takes_turns
-        result = self._in_turns(run, plan, args, kwargs) if takes_turns else run(*args, **kwargs)
         calls = 1 + takes_turns
+        result = self._in_turns(run, plan, args, kwargs) if takes_turns else self._run(run, args, kwargs)
         if ran.attentions - attentions < calls * self.attends or ran.mixing - mixing < calls * self.mixes:
             raise ValueError(
                 f"{type(self).__name__} did not pass its plan to every module that attends or mixes along the row, so "
@@ -115,25 +106,58 @@ class _PlannedLayer(nn.Module):
             )
         return result
 
+    def _run(self, run: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+        with layer_runs(kwargs[PLAN_KEY]) if self.mixes else nullcontext():
+            return run(*args, **kwargs)
+
     def _in_turns(
         self, run: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run both nano-batches in turns and return their joint result."""
+        """Run both nano-batches alternately, from pause to pause, in the same order on every rank."""
         del kwargs[PLAN_KEY]
-        first, second = (nano.rows for nano in plan.nano_batches)
-        sizes = (first, second)
-        outside = ThreadState.now(plan.runtime.device.type)
+        first, second = plan.nano_batches
+        sizes = first.rows, second.rows
         split_args = [split_argument(f"argument {i}", value, sizes) for i, value in enumerate(args)]
         split_kwargs = {name: split_argument(name, value, sizes) for name, value in kwargs.items()}
-        arguments = []
-        for index in range(2):
-            part = plan.of_nano_batch(index, pause=_pause(getcurrent(), outside))
-            part_kwargs = {name: pair[index] for name, pair in split_kwargs.items()}
-            arguments.append(([pair[index] for pair in split_args], {**part_kwargs, PLAN_KEY: part}))
-        result = _take_turns(run, arguments, sizes, outside)
+        layer, outside, collector = getcurrent(), ThreadState(plan.runtime.device.type), _active_collector.get()
+        results: list[Any] = [None, None]
+        collected: list[dict[str, list[Any]]] = [{}, {}]
+
+        def pause() -> None:
+            inside = outside.inside()
+            layer.switch()
+            inside.restore()
+
+        def run_one(index: int) -> None:
+            if collector is not None:  # transformers' records, one set per nano-batch
+                collected[index] = {key: [] for key in collector if not key.startswith("_")}
+                _active_collector.set(collected[index])
+            part = {name: pair[index] for name, pair in split_kwargs.items()}
+            part[PLAN_KEY] = plan.of_nano_batch(index, pause)
+            results[index] = self._run(run, (pair[index] for pair in split_args), part)
+
+        runners = [greenlet(run_one), greenlet(run_one)]
+        for runner in runners:
+            runner.gr_context = copy_context()
+        try:
+            for index, runner in enumerate(runners):
+                runner.switch(index)
+                outside.restore()
+            while not all(runner.dead for runner in runners):
+                for runner in runners:
+                    if not runner.dead:
+                        runner.switch()
+                        outside.restore()
+        finally:
+            for runner in runners:  # if one fails, the other leaves its contexts at once
+                runner.throw()
+            outside.restore()
+        for key in collected[0]:
+            for values in zip(collected[0][key], collected[1][key], strict=True):
+                collector[key].append(join_results(key, values, sizes))
         for value, pair in zip((*args, *kwargs.values()), (*split_args, *split_kwargs.values()), strict=True):
             join_states(value, pair)
-        return result
+        return join_results("output", tuple(results), sizes)
 
     def _is_watched(self) -> bool:
         """Return whether a module inside the layer has a user's hook, which must see all rows in one call."""
@@ -157,64 +181,3 @@ class _PlannedLayer(nn.Module):
                 )
                 return True
         return False
-
-
-def _seen_by_mixing(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a layer's forward that makes the plan known to the layer's mixing modules."""
-
-    def seen(*args: Any, **kwargs: Any) -> Any:
-        with layer_runs(kwargs[PLAN_KEY]):
-            return run(*args, **kwargs)
-
-    return seen
-
-
-def _pause(layer: greenlet, outside: ThreadState) -> Callable[[], None]:
-    """Return a function by which a nano-batch lets the other run."""
-
-    def pause() -> None:
-        inside = outside.inside()
-        layer.switch()
-        inside.restore()
-
-    return pause
-
-
-def _take_turns(
-    run: Callable[..., Any],
-    arguments: Sequence[tuple[list[Any], dict[str, Any]]],
-    sizes: tuple[int, int],
-    outside: ThreadState,
-) -> Any:
-    """Run both nano-batches alternately, from pause to pause, in the same order on every rank."""
-    outer = _active_collector.get()
-    results: list[Any] = [None, None]
-    collected: list[dict[str, list[Any]]] = [{}, {}]
-
-    def run_one(index: int) -> None:
-        args, kwargs = arguments[index]
-        if outer is not None:  # transformers' records, one set per nano-batch
-            collected[index] = {key: [] for key in outer if not key.startswith("_")}
-            _active_collector.set(collected[index])
-        results[index] = run(*args, **kwargs)
-
-    runners = [greenlet(run_one), greenlet(run_one)]
-    for runner in runners:
-        runner.gr_context = copy_context()
-    try:
-        for index, runner in enumerate(runners):
-            runner.switch(index)
-            outside.restore()
-        while not all(runner.dead for runner in runners):
-            for runner in runners:
-                if not runner.dead:
-                    runner.switch()
-                    outside.restore()
-    finally:
-        for runner in runners:  # if one fails, the other leaves its contexts at once
-            runner.throw()
-        outside.restore()
-    for key in collected[0]:
-        for values in zip(collected[0][key], collected[1][key], strict=True):
-            outer[key].append(join_results(key, values, sizes))
-    return join_results("output", tuple(results), sizes)

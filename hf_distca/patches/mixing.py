@@ -18,8 +18,8 @@ from transformers import Cache
 
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.checkpoints import Checkpoints, checkpoints_around
-from hf_distca.models.decoder import mixing_modules
-from hf_distca.models.mixing import LIGHTNING, functions, stock_forward
+from hf_distca.models.decoder import mixing_modules, stock_forward
+from hf_distca.models.mixing import LIGHTNING, functions
 from hf_distca.models.refusals import Models
 from hf_distca.patches.mixing_functions import MixingCall, lightning_attention, planned_functions
 from hf_distca.patches.modules import subclass, uncompiled
@@ -77,16 +77,11 @@ class _MixingModule(nn.Module):
         running = _running.get()
         if running is None:
             return super().forward(*args, **kwargs)
-        return self._planned_forward(super().forward, *running, args, kwargs)
+        return self._planned_forward(super().forward, *running, *args, **kwargs)
 
     @uncompiled("documents have lengths that are new with each micro-batch")
     def _planned_forward(
-        self,
-        stock: Callable[..., Any],
-        plan: BoundPlan,
-        around_layer: Checkpoints,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, stock: Callable[..., Any], plan: BoundPlan, around_layer: Checkpoints, /, *args: Any, **kwargs: Any
     ) -> Any:
         if checkpoints_around() != around_layer:
             raise Models.CHECKPOINT_INSIDE.error(module=type(self).__name__)
@@ -96,8 +91,8 @@ class _MixingModule(nn.Module):
             return _by_document(stock, plan.document_rows, args, kwargs)
         if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
             raise ValueError(CACHED)
-        with MixingCall(self, plan).runs() as call:
-            result = self.run(*args, **kwargs)
+        call = MixingCall(self, plan)
+        result = call.run(self.run, args, kwargs)
         if tuple(call.mixed) != self.names:
             raise ValueError(
                 f"{type(self).__name__} mixes rows by {call.mixed}, but a planned step knows it with "
@@ -137,12 +132,10 @@ def _by_document(stock: Callable[..., Any], sizes: Sizes, args: tuple[Any, ...],
     if not isinstance(results[0], tuple):
         return join_results("output", tuple(results), sizes, DOCUMENTS)
     rows, *others = zip(*results, strict=True)
-    return join_results("output", rows, sizes, DOCUMENTS), *(_joined(each, sizes) for each in others)
-
-
-def _joined(results: tuple[Any, ...], sizes: Sizes) -> Any:
-    """Join further rows that a module returns; return results per document, such as last states, as they are."""
-    try:
-        return join_results("output", results, sizes, DOCUMENTS)
-    except ValueError:
-        return results
+    joined = [join_results("output", rows, sizes, DOCUMENTS)]
+    for each in others:
+        try:
+            joined.append(join_results("output", each, sizes, DOCUMENTS))
+        except ValueError:  # not rows, but a result per document such as a last state
+            joined.append(each)
+    return tuple(joined)

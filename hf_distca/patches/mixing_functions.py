@@ -16,12 +16,12 @@ Shape suffixes: T rows, C channels, H heads, G groups of heads, K rows and V col
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from torch.nn import functional
 from hf_distca.dispatch.bound import BoundNanoBatch, BoundPlan
 from hf_distca.dispatch.cuts import HaloExchange, Packing, StateExchange, Transition
 from hf_distca.dispatch.executor import without_autocast
+from hf_distca.models.decoder import stock_forward
 from hf_distca.models.mixing import (
     CONVOLUTION,
     CONVOLUTION_AND_SCAN,
@@ -37,7 +38,6 @@ from hf_distca.models.mixing import (
     KIMI_DELTA_RULE,
     LIGHTNING,
     SCAN,
-    stock_forward,
 )
 
 Function = Callable[..., Any]
@@ -56,12 +56,11 @@ class MixingCall:
         self.module, self.plan = module, plan
         self.mixed: list[str] = []
 
-    @contextmanager
-    def runs(self) -> Iterator[Self]:
-        """Make the call known to the functions that the module calls."""
+    def run(self, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward whose functions find this call."""
         token = _call.set(self)
         try:
-            yield self
+            return forward(*args, **kwargs)
         finally:
             _call.reset(token)
 
@@ -88,11 +87,7 @@ class MixingCall:
 
 
 def planned_functions(stock: dict[str, Any]) -> dict[str, Function]:
-    """Return functions for planned steps by the names of those that they replace.
-
-    Args:
-        stock: global names of a file of transformers.
-    """
+    """Return functions for planned steps by the names of those that they replace, among a file's global names."""
     planned: dict[str, Function] = {
         CONVOLUTION: _convolution,
         DELTA_RULE: _delta_rule,
@@ -100,20 +95,15 @@ def planned_functions(stock: dict[str, Any]) -> dict[str, Function]:
         SCAN: _scan,
         CONVOLUTION_AND_SCAN: _convolution_and_scan,
     }
-    return {name: _replaced(name, stock[name], function) for name, function in planned.items() if name in stock}
 
-
-def _replaced(name: str, stock: Function, planned: Function) -> Function:
-    """Return the planned function with the function that it replaces as its first argument."""
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
+    def replaced(name: str, *args: Any, **kwargs: Any) -> Any:
         call = _call.get()
-        result = planned(call.plan.runtime.functions.get(name, stock), call, *args, **kwargs)
+        result = planned[name](call.plan.runtime.functions.get(name, stock[name]), call, *args, **kwargs)
         if result is not None:
             call.mixed += [CONVOLUTION, SCAN] if name == CONVOLUTION_AND_SCAN else [name]
         return result
 
-    return replaced
+    return {name: partial(replaced, name) for name in planned if name in stock}
 
 
 def _takes_packed(stock: Function, argument: str) -> bool:
@@ -150,11 +140,13 @@ def _convolution(
     return torch.cat(results).T.unsqueeze(0)
 
 
-Read = Any
-"""What `Recurrence.read` needs of a segment to turn the state before it into rows."""
+Read = Callable[[Tensor], Tensor]
+"""Function that turns the state before a segment into r·S in float32, [T, H, V]."""
+Result = tuple[Tensor, Read | None, Transition]
+"""Rows [1, T, H, V] of whole documents; or of a segment, with what the segment does to states."""
 
 
-class _Recurrence(Protocol):
+class Recurrence(NamedTuple):
     """A recurrence over the rows of one call of a mixing module.
 
     Attributes:
@@ -162,172 +154,15 @@ class _Recurrence(Protocol):
         values: [1, T, H, V], of the shape of the result.
         packed: whether whole documents may be computed in one call.
         shapes: of A and B.
+        run: computes whole documents, or a segment from a state of zeros. r and A are needed if the segment is
+            continued, with earlier segments; A and B if it continues, with later segments.
     """
 
     tensors: tuple[Tensor, ...]
     values: Tensor
     packed: bool
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
-
-    def run(
-        self, rows: Sequence[Tensor], packing: Packing | None, continued: bool = False, continues: bool = False
-    ) -> tuple[Tensor, Read, Transition]:
-        """Return the result of whole documents, or of a segment from a state of zeros and what it does to a state.
-
-        Args:
-            continued: whether earlier segments exist, so that A and r are needed.
-            continues: whether later segments exist, so that A and B are needed.
-        """
-
-    def read(self, read: Read, state: Tensor) -> Tensor:
-        """Return r·S in float32, [T, H, V]."""
-
-
-class _DeltaRule(_Recurrence):
-    """Gated delta rule with a decay for each head, or for each row of a state (Kimi Delta Attention)."""
-
-    def __init__(
-        self, stock: Function, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
-    ) -> None:
-        self.tensors, self.values = (query, key, value, g, beta), value
-        self.packed = _takes_packed(stock, "cu_seqlens")
-        self._stock, self._options = stock, options
-        heads, self._columns, self._rows = *value.shape[2:], key.shape[3]
-        self.shapes = (heads, self._rows, self._rows), (heads, self._rows, self._columns)
-
-    def run(
-        self, rows: Sequence[Tensor], packing: Packing | None, continued: bool = False, continues: bool = False
-    ) -> tuple[Tensor, Read, Transition]:
-        query, key, value, g, beta = rows
-        options = {**self._options, "g": g, "beta": beta, "initial_state": None, "output_final_state": continues}
-        if packing is not None:
-            options["cu_seqlens"] = packing.cu_seqlens
-        if continued:  # further columns of zero values, from a state of ones on the diagonal, become r and A
-            value = functional.pad(value, (0, self._rows))
-            state = functional.pad(torch.eye(self._rows, device=value.device), (self._columns, 0))
-            options["initial_state"] = state.expand(1, value.shape[2], -1, -1).contiguous()
-        out, final = self._stock(query, key, value, **options)
-        read = factor = offset = None
-        if continues:
-            offset, factor = final[0].float().split([self._columns, final.shape[3] - self._columns], 2)
-        if continued:
-            out, read = out.split([self._columns, self._rows], 3)
-        return out, read, (factor if continued else None, offset)
-
-    def read(self, read: Read, state: Tensor) -> Tensor:
-        return torch.einsum("thk,hkv->thv", read[0].float(), state)
-
-
-class _Scan(_Recurrence):
-    """State space of Mamba-2, whose decay is one number a head and row."""
-
-    def __init__(
-        self,
-        stock: Function,
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        *,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
-        **options: Any,
-    ) -> None:
-        self.tensors, self.values = (hidden_states, dt, B, C), hidden_states
-        self.packed = _takes_packed(stock, "seq_idx")
-        steps = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-        self._stock, self._options = stock, {**options, **steps}
-        self._decay_H, self._bias, self._softplus, self._limit = A, dt_bias, dt_softplus, dt_limit
-        heads, columns = hidden_states.shape[2:]
-        self.shapes = (heads,), (heads, columns, B.shape[3])
-
-    def run(
-        self, rows: Sequence[Tensor], packing: Packing | None, continued: bool = False, continues: bool = False
-    ) -> tuple[Tensor, Read, Transition]:
-        hidden, dt, B, C = rows
-        options = self._options if packing is None else {**self._options, "seq_idx": packing.seq_idx}
-        out = self._stock(hidden, dt, self._decay_H, B, C, return_final_states=continues, **options)
-        read = factor = offset = None
-        if continues:
-            out, final = out
-            offset = final[0].float()
-        if continued:
-            decays_TH = self._decays(dt[0])
-            read, factor = (decays_TH, C[0]), decays_TH[-1] if continues else None
-        return out, read, (factor, offset)
-
-    def _decays(self, dt_TH: Tensor) -> Tensor:
-        """Return by how much a state has decayed since the segment began, at each row."""
-        dt_TH = dt_TH.float()
-        if self._bias is not None:
-            dt_TH = dt_TH + self._bias.float()
-        if self._softplus:
-            dt_TH = functional.softplus(dt_TH)
-        return (self._decay_H.float() * dt_TH.clamp(*self._limit)).cumsum(0).exp()
-
-    def read(self, read: Read, state: Tensor) -> Tensor:
-        decays_TH, C_TGN = read
-        of_groups = state.unflatten(0, (C_TGN.shape[1], -1))
-        read_TGHV = torch.einsum("tgn,ghvn->tghv", C_TGN.float(), of_groups)
-        read_THV: Tensor = read_TGHV.flatten(1, 2) * decays_TH.unsqueeze(-1)
-        return read_THV
-
-
-class _Lightning(_Recurrence):
-    """Lightning attention, whose decay is one constant a head.
-
-    Transformers has the recurrence inside the module's forward. Here that forward runs on the projected rows, with
-    identities for all modules around the recurrence.
-
-    Args:
-        qkv: [1, T, H * 3 * K].
-    """
-
-    def __init__(self, module: Any, qkv: Tensor) -> None:
-        heads, size = module.num_attention_heads, module.head_dim
-        self.tensors, self.packed = (qkv,), False
-        self.values = qkv.unflatten(2, (heads, -1))[..., -size:]
-        self.shapes = (heads,), (heads, size, size)
-        self._stock: Function = stock_forward(module)
-        same = nn.Identity()
-        inner = {"act_fn": same, "qkv_proj": same, "norm": same, "out_proj": same, "output_gate": self._open_gate}
-        names = ("layer_idx", "head_dim", "num_attention_heads", "block_size")
-        decays = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-        self._inner = SimpleNamespace(**inner, **{name: getattr(module, name) for name in (*names, *decays)})
-
-    @staticmethod
-    def _open_gate(rows: Tensor) -> Tensor:
-        """Return a gate whose sigmoid is 1."""
-        return rows.new_full((), math.inf)
-
-    def run(
-        self, rows: Sequence[Tensor], packing: Packing | None, continued: bool = False, continues: bool = False
-    ) -> tuple[Tensor, Read, Transition]:
-        (qkv,) = rows
-        heads, size, _ = self.shapes[1]
-        out, final = self._stock(self._inner, qkv, None, None)
-        read = factor = None
-        if continued:
-            places_T = torch.arange(1, qkv.shape[1] + 1, device=qkv.device)
-            decays_TH = (-self._inner.slope_rate.float().view(1, heads) * places_T.unsqueeze(1)).exp()
-            read, factor = (decays_TH, qkv[0].unflatten(1, (heads, -1))[..., :size]), decays_TH[-1]
-        return out.unflatten(2, (heads, size)), read, (factor, final[0].float()) if continues else (None, None)
-
-    def read(self, read: Read, state: Tensor) -> Tensor:
-        decays_TH, q_THK = read
-        read_THV: Tensor = torch.einsum("thk,hkv->thv", q_THK.float(), state) * decays_TH.unsqueeze(-1)
-        return read_THV
-
-
-def lightning_attention(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """Run a module of lightning attention over each document; the rows have no padding that a mask would name."""
-    call = _call.get()
-    mixed = _recur(call, _Lightning(module, module.act_fn(module.qkv_proj(hidden_states))))
-    call.mixed.append(LIGHTNING)
-    gate = functional.sigmoid(module.output_gate(hidden_states))
-    return module.out_proj(gate * module.norm(mixed.flatten(2))), None
+    run: Callable[[Sequence[Tensor], Packing | None, bool, bool], Result]
 
 
 def _delta_rule(
@@ -344,20 +179,117 @@ def _delta_rule(
     cu_seqlens: None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a gated delta rule over each document."""
-    return _recur(call, _DeltaRule(stock, query, key, value, g, beta, **options)), None
+    """Compute a gated delta rule over each document.
+
+    The decay is a number for each head, or for each row of a state (Kimi Delta Attention).
+    """
+    heads, columns, state_rows = *value.shape[2:], key.shape[3]
+
+    def run(rows: Sequence[Tensor], packing: Packing | None, continued: bool, continues: bool) -> Result:
+        query, key, value, g, beta = rows
+        given = {**options, "g": g, "beta": beta, "initial_state": None, "output_final_state": continues}
+        if packing is not None:
+            given["cu_seqlens"] = packing.cu_seqlens
+        if continued:  # further columns of zero values, from a state of ones on the diagonal, become r and A
+            value = functional.pad(value, (0, state_rows))
+            state = functional.pad(torch.eye(state_rows, device=value.device), (columns, 0))
+            given["initial_state"] = state.expand(1, heads, -1, -1).contiguous()
+        out, final = stock(query, key, value, **given)
+        factor = offset = None
+        if continues:
+            offset, factor = final[0].float().split([columns, final.shape[3] - columns], 2)
+        if not continued:
+            return out, None, (None, offset)
+        out, r_1THK = out.split([columns, state_rows], 3)
+        return out, lambda state: torch.einsum("thk,hkv->thv", r_1THK[0].float(), state), (factor, offset)
+
+    shapes = (heads, state_rows, state_rows), (heads, state_rows, columns)
+    packed = _takes_packed(stock, "cu_seqlens")
+    return _recur(call, Recurrence((query, key, value, g, beta), value, packed, shapes, run)), None
 
 
 def _scan(
     stock: Function,
     call: MixingCall,
-    *tensors: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
     initial_states: None = None,
     return_final_states: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Compute the state space of Mamba-2 over each document."""
-    return _recur(call, _Scan(stock, *tensors, **options))
+    """Compute the state space of Mamba-2 over each document; the decay is one number a head and row."""
+    options |= {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+
+    def run(rows: Sequence[Tensor], packing: Packing | None, continued: bool, continues: bool) -> Result:
+        hidden, dt, B, C = rows
+        given = options if packing is None else {**options, "seq_idx": packing.seq_idx}
+        out = stock(hidden, dt, A, B, C, return_final_states=continues, **given)
+        offset = None
+        if continues:
+            out, final = out
+            offset = final[0].float()
+        if not continued:
+            return out, None, (None, offset)
+        # By how much a state has decayed since the segment began, at each row.
+        dt_TH = dt[0].float() if dt_bias is None else dt[0].float() + dt_bias.float()
+        dt_TH = functional.softplus(dt_TH) if dt_softplus else dt_TH
+        decays_TH = (A.float() * dt_TH.clamp(*dt_limit)).cumsum(0).exp()
+        C_TGN = C[0]
+
+        def read(state: Tensor) -> Tensor:
+            of_groups = state.unflatten(0, (C_TGN.shape[1], -1))
+            read_TGHV = torch.einsum("tgn,ghvn->tghv", C_TGN.float(), of_groups)
+            return read_TGHV.flatten(1, 2) * decays_TH.unsqueeze(-1)
+
+        return out, read, (decays_TH[-1] if continues else None, offset)
+
+    heads, columns = hidden_states.shape[2:]
+    shapes, packed = ((heads,), (heads, columns, B.shape[3])), _takes_packed(stock, "seq_idx")
+    return _recur(call, Recurrence((hidden_states, dt, B, C), hidden_states, packed, shapes, run))
+
+
+def lightning_attention(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Run a module of lightning attention over each document; the rows have no padding that a mask would name.
+
+    The decay is one constant a head. Transformers has the recurrence inside the module's forward. Here that forward
+    runs on the projected rows, with identities for all modules around the recurrence.
+    """
+    call, stock = _call.get(), stock_forward(module)
+    heads, size = module.num_attention_heads, module.head_dim
+    same = nn.Identity()
+    inner = SimpleNamespace(**vars(module), **dict(module.named_buffers(recurse=False)))
+    inner.act_fn = inner.qkv_proj = inner.norm = inner.out_proj = same
+    inner.output_gate = lambda rows: rows.new_full((), math.inf)  # its sigmoid is 1
+
+    def run(rows: Sequence[Tensor], packing: Packing | None, continued: bool, continues: bool) -> Result:
+        (qkv,) = rows
+        out, final = stock(inner, qkv, None, None)
+        out, offset = out.unflatten(2, (heads, size)), final[0].float() if continues else None
+        if not continued:
+            return out, None, (None, offset)
+        places_T1 = torch.arange(1, qkv.shape[1] + 1, device=qkv.device).unsqueeze(1)
+        decays_TH = (-inner.slope_rate.float().view(1, heads) * places_T1).exp()
+        q_THK = qkv[0].unflatten(1, (heads, -1))[..., :size]
+
+        def read(state: Tensor) -> Tensor:
+            read_THV: Tensor = torch.einsum("thk,hkv->thv", q_THK.float(), state) * decays_TH.unsqueeze(-1)
+            return read_THV
+
+        return out, read, (decays_TH[-1] if continues else None, offset)
+
+    qkv = module.act_fn(module.qkv_proj(hidden_states))
+    values = qkv.unflatten(2, (heads, -1))[..., -size:]
+    mixed = _recur(call, Recurrence((qkv,), values, False, ((heads,), (heads, size, size)), run))
+    call.mixed.append(LIGHTNING)
+    gate = functional.sigmoid(module.output_gate(hidden_states))
+    return module.out_proj(gate * module.norm(mixed.flatten(2))), None
 
 
 def _convolution_and_scan(stock: Function, call: MixingCall, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -371,7 +303,7 @@ def _convolution_and_scan(stock: Function, call: MixingCall, *args: Any, **kwarg
     return result
 
 
-def _recur(call: MixingCall, recurrence: _Recurrence) -> Tensor:
+def _recur(call: MixingCall, recurrence: Recurrence) -> Tensor:
     """Compute a recurrence over each document, [1, T, H, V].
 
     Cut segments come first: while their states travel, whole documents are computed, those of both nano-batches.
@@ -387,50 +319,45 @@ def _recur(call: MixingCall, recurrence: _Recurrence) -> Tensor:
 class Part:
     """A recurrence over the segments of one nano-batch; making it computes cut segments and sends their states."""
 
-    def __init__(self, call: MixingCall, nano: BoundNanoBatch, rows: list[Tensor], recurrence: _Recurrence) -> None:
+    def __init__(self, call: MixingCall, nano: BoundNanoBatch, rows: list[Tensor], recurrence: Recurrence) -> None:
         self._recurrence, self._cuts = recurrence, nano.cuts
         sizes, chains = nano.cuts.sizes, nano.cuts.chains
         numbers = {segment: number for number, segment in enumerate(chains.cut)}
         # Whole documents between cut segments share a call if the kernel takes them packed.
+        keys = [(numbers.get(segment), None if recurrence.packed else segment) for segment in range(len(sizes))]
         groups = [
-            (number, [sizes[segment] for segment in group])
-            for (number, _), group in groupby(
-                range(len(sizes)), lambda segment: (numbers.get(segment), None if recurrence.packed else segment)
-            )
+            (number, tuple(sizes[segment] for segment in group))
+            for (number, _), group in groupby(range(len(sizes)), keys.__getitem__)
         ]
         of_groups = zip(*(torch.split(x, [sum(each) for _, each in groups], 1) for x in rows), strict=True)
         self._calls = [(number, each, of_group) for (number, each), of_group in zip(groups, of_groups, strict=True)]
-        self._cut = {
-            number: recurrence.run(of_segment, None, bool(chains.earlier[number]), bool(chains.later[number]))
-            for number, _, of_segment in self._calls
+        self._results = {
+            index: recurrence.run(of_segment, None, bool(chains.earlier[number]), bool(chains.later[number]))
+            for index, (number, _, of_segment) in enumerate(self._calls)
             if number is not None
         }
         self._exchange = StateExchange(chains, recurrence.shapes, **call.exchange(nano))
-        self._transitions = [transition for _, _, transition in self._cut.values()]
+        self._transitions = [transition for _, _, transition in self._results.values()]
         self._token = self._exchange.send(self._transitions, rows)
-        self._empty = recurrence.values[:, :0]
-        self._whole: list[Tensor] | None = None
 
     def compute_whole(self) -> None:
         """Compute whole documents."""
-        self._whole = [
-            self._recurrence.run(rows, self._cuts.packing(tuple(sizes)))[0]
-            for number, sizes, rows in self._calls
-            if number is None
-        ]
+        for index, (number, sizes, rows) in enumerate(self._calls):
+            if number is None:
+                self._results[index] = self._recurrence.run(rows, self._cuts.packing(sizes), False, False)
 
     def finish(self) -> list[Tensor]:
         """Return all results, after adding to cut segments what the states before them change."""
-        if self._whole is None:
+        if len(self._results) < len(self._calls):
             self.compute_whole()
-        whole = iter(self._whole or [])
-        outputs = [next(whole) if number is None else self._cut[number][0] for number, _, _ in self._calls]
+        results = [self._results[index] for index in range(len(self._calls))]
         # Some result goes through the exchange on every rank, see `StateExchange.receive`.
-        passed = outputs or [self._empty]
-        passed[0], states = self._exchange.receive(self._token, passed[0], self._transitions)
+        outputs = [out for out, _, _ in results] or [self._recurrence.values[:, :0]]
+        outputs[0], states = self._exchange.receive(self._token, outputs[0], self._transitions)
         for index, (number, _, _) in enumerate(self._calls):
             if number is not None and (state := states[number]) is not None:
-                out, read = passed[index], self._cut[number][1]
+                _, read, _ = results[index]
+                assert read is not None  # the segment has a state before it
                 with without_autocast(state.device.type):
-                    passed[index] = (out.float() + self._recurrence.read(read, state)).to(out.dtype)
-        return passed
+                    outputs[index] = (outputs[index].float() + read(state)).to(outputs[index].dtype)
+        return outputs

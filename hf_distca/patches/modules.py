@@ -19,21 +19,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(reason: str) -> Callable[[Function], Function]:
-    """Decorate a function that compiled code calls without tracing it.
-
-    Args:
-        reason: shown by TORCH_LOGS=graph_breaks.
-    """
+    """Decorate a function that compiled code calls without tracing it; TORCH_LOGS=graph_breaks shows the reason."""
     decorator: Callable[[Function], Function] = torch.compiler.disable(reason=reason)
     return decorator
 
 
 def subclass(cls: type[nn.Module], *before: type, **members: Any) -> type[nn.Module]:
-    """Return a subclass with its base's name, by which PEFT, accelerate and checkpoints find modules.
-
-    Args:
-        before: bases that precede the class.
-    """
+    """Return a subclass with its base's name, by which PEFT, accelerate and checkpoints find modules."""
     return type(
         cls.__name__, (*before, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **members}
     )

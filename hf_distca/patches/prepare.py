@@ -1,6 +1,7 @@
 """All changes to transformers, and to a model before accelerate, DDP, FSDP2 or DeepSpeed wrap it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_distca.plan import ATTENTION_NAME
@@ -13,23 +14,18 @@ if TYPE_CHECKING:
 # transformers and its users are imported as late as possible: `register` is first called in the middle of imports.
 
 
-def _attention(*args: Any, **kwargs: Any) -> Any:
-    from hf_distca.patches.attention import distca_attention
+def _call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of `hf_distca.patches.attention`, which the first call imports."""
+    from hf_distca.patches import attention
 
-    return distca_attention(*args, **kwargs)
-
-
-def _mask(*args: Any, **kwargs: Any) -> Any:
-    from hf_distca.patches.attention import distca_mask
-
-    return distca_mask(*args, **kwargs)
+    return getattr(attention, name)(*args, **kwargs)
 
 
-def register(attention: Callable[..., Any] = _attention, mask: Callable[..., Any] = _mask) -> None:
-    """Register the attention function and its mask function; further calls are harmless.
+LATE_ATTENTION, LATE_MASK = partial(_call, "distca_attention"), partial(_call, "distca_mask")
 
-    By default `distca_attention` and `distca_mask` are imported at their first call.
-    """
+
+def register(attention: Callable[..., Any] = LATE_ATTENTION, mask: Callable[..., Any] = LATE_MASK) -> None:
+    """Register the attention function and its mask function; further calls are harmless."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, attention)

@@ -4,7 +4,8 @@ The parts of a decoder layer's rows are two nano-batches; the parts of a mixing 
 """
 
 from collections import UserDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,14 +20,13 @@ Sizes = tuple[int, ...]
 
 
 class Parts(NamedTuple):
-    """What is divided into parts, for error messages: whose arguments, and the remedy if they cannot be divided."""
+    """Whose arguments are divided into parts, and the remedy if they cannot be divided, for error messages."""
 
     owner: str
     remedy: str
 
 
 NANO_BATCHES = Parts("the decoder layer's", "set ping_pong=False for this model")
-
 CACHED = "a planned step cannot use cached keys and values; set model.config.use_cache = False"
 
 PLAIN = (bool, int, float, str, type(None), DeferredMask)
@@ -81,11 +81,7 @@ def _row_dim(value: Tensor, rows: int) -> int | None:
 
 
 def join_results(name: str, results: tuple[Any, ...], sizes: Sizes, parts: Parts = NANO_BATCHES) -> Any:
-    """Join the results of a module for all parts.
-
-    Raises:
-        ValueError: the results' types or shapes do not say how to join them.
-    """
+    """Join the results of a module for all parts; raise ValueError if types or shapes do not say how."""
     first = results[0]
     if all(isinstance(result, Tensor) for result in results):
         if _is_stacked(first) and tuple(result.shape[2] for result in results) == sizes:
@@ -127,41 +123,28 @@ class PartStates(UserDict[str, tuple[Tensor, ...]]):
 
 
 def join_states(value: Any, parts: tuple[Any, ...]) -> None:
-    """Join the states that a layer left for each part, if the argument holds such states.
-
-    Args:
-        parts: shares of the argument from `split_argument`.
-    """
+    """Join the states that a layer left for each part of an argument, if the argument holds such states."""
     if isinstance(value, UserDict):
         for key in parts[0].data:
             value[key] = tuple(torch.cat(each, 2) for each in zip(*(part.data[key] for part in parts), strict=True))
 
 
-@dataclass(frozen=True)
 class ThreadState:
     """Settings that contexts such as `torch.autocast` and `torch.no_grad` make for a thread.
 
     Two nano-batches of a layer share a thread: each restores its own settings when it goes on.
     """
 
-    device_type: str
-    autocast: bool
-    autocast_dtype: torch.dtype
-    grad: bool
-    default_dtype: torch.dtype
-    saved_tensors: Any
-
-    @staticmethod
-    def now(device_type: str) -> "ThreadState":
-        """Return the current state."""
-        return ThreadState(
-            device_type,
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_grad_enabled(),
-            torch.get_default_dtype(),
-            torch._C._autograd._top_saved_tensors_default_hooks(True),
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        getters_and_setters: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+            (partial(torch.is_autocast_enabled, device_type), partial(torch.set_autocast_enabled, device_type)),
+            (partial(torch.get_autocast_dtype, device_type), partial(torch.set_autocast_dtype, device_type)),
+            (torch.is_grad_enabled, torch.set_grad_enabled),
+            (torch.get_default_dtype, torch.set_default_dtype),
         )
+        self._settings = [(get, set_to, get()) for get, set_to in getters_and_setters]
+        self._saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def inside(self) -> "ThreadState":
         """Return the state of a nano-batch that is about to pause; self is the state around its layer.
@@ -170,8 +153,8 @@ class ThreadState:
             ValueError: a checkpoint or offloading context inside the layer is open: it would also take the other
                 nano-batch's saved tensors.
         """
-        inside = ThreadState.now(self.device_type)
-        if inside.saved_tensors != self.saved_tensors:
+        inside = ThreadState(self._device_type)
+        if inside._saved_tensors != self._saved_tensors:
             raise ValueError(
                 "a decoder layer has a checkpoint, or a context that handles saved tensors, around its attention, and "
                 "ping-pong cannot pause inside it; put it around the whole layer, or set ping_pong=False"
@@ -180,14 +163,9 @@ class ThreadState:
 
     def restore(self) -> None:
         """Restore the thread's state, except for saved-tensor hooks, which are the same across a pause."""
-        if torch.is_autocast_enabled(self.device_type) != self.autocast:
-            torch.set_autocast_enabled(self.device_type, self.autocast)
-        if torch.get_autocast_dtype(self.device_type) != self.autocast_dtype:
-            torch.set_autocast_dtype(self.device_type, self.autocast_dtype)
-        if torch.is_grad_enabled() != self.grad:
-            torch.set_grad_enabled(self.grad)
-        if torch.get_default_dtype() != self.default_dtype:
-            torch.set_default_dtype(self.default_dtype)
+        for get, set_to, value in self._settings:
+            if get() != value:
+                set_to(value)
 
 
 def _described(value: Any) -> str:

@@ -49,17 +49,12 @@ class Walked:
     mixing: FloatArray
 
 
-def walk_layer(
-    nano_batches: Sequence[CountedPlan],
-    kernel: KernelCost,
-    before: Sequence[FloatArray],
-    after: Sequence[FloatArray],
-    links: Links,
-    direction: Direction,
-    slowness: FloatArray | float = 1.0,
-    mixing: MixingLayers | None = None,
-) -> Walked:
-    """Walk one layer in the middle of a model.
+Key = tuple[int, str]
+"""A transfer by its nano-batch and name."""
+
+
+class LayerClocks:
+    """Clocks of all ranks in one layer in the middle of a model.
 
     Args:
         nano_batches: one or two, in the order of their rows.
@@ -68,18 +63,6 @@ def walk_layer(
         slowness: factor by which each rank's kernel calls are slower, or one number for all.
         mixing: mixing layers before the layer, which count as part of it.
     """
-    layer = _Layer(nano_batches, kernel, before, after, links, direction, slowness)
-    for _ in range(SETTLED):
-        walked = layer.walk(mixing)
-    return walked
-
-
-Key = tuple[int, str]
-"""A transfer by its nano-batch and name."""
-
-
-class _Layer:
-    """Clocks of all ranks in a layer; see `walk_layer` for the arguments."""
 
     def __init__(
         self,
@@ -89,11 +72,13 @@ class _Layer:
         after: Sequence[FloatArray],
         links: Links,
         direction: Direction,
-        slowness: FloatArray | float,
+        slowness: FloatArray | float = 1.0,
+        mixing: MixingLayers | None = None,
     ) -> None:
         ranks = nano_batches[0].ranks
         self._nano_batches, self._kernel, self._links = nano_batches, kernel, links
         self._before, self._after, self._slowness, self._direction = before, after, slowness, direction
+        self._mixing = mixing
         self._clock = np.zeros(ranks)
         self._links_free = np.zeros((2, ranks))
         self._servers_free = np.zeros(nano_batches[0].servers)
@@ -103,9 +88,15 @@ class _Layer:
         self._kernel_seconds = cache(self._kernel_seconds_of)
         self._sizes = cache(self._sizes_of)
 
-    def walk(self, mixing: MixingLayers | None) -> Walked:
+    def walked(self) -> Walked:
+        """Walk the layer until its time is settled."""
+        for _ in range(SETTLED):
+            walked = self._walk()
+        return walked
+
+    def _walk(self) -> Walked:
         """Walk the mixing layers, then let the nano-batches take turns, from pause to pause."""
-        begun = float(self._clock.max())
+        begun, mixing = float(self._clock.max()), self._mixing
         if mixing is not None:
             self._clock = mixing.walk(self._clock)
         self._attention, self._other, self._waited = (np.zeros_like(self._clock) for _ in range(3))
@@ -305,7 +296,8 @@ def predict_step(
             begin, end = (before, after) if direction == "forward" else in_backward
             kernel = of_kind.kernel(direction)
             mixing = _mixing_layers(cuts, costs, direction, slowness)
-            walked = walk_layer(counted, kernel, begin, end, costs.exchange, direction, slowness, mixing)
+            clocks = LayerClocks(counted, kernel, begin, end, costs.exchange, direction, slowness, mixing)
+            walked = clocks.walked()
             attention += of_kind.layers * walked.attention
             other += of_kind.layers * walked.other
             waited += of_kind.layers * walked.waited

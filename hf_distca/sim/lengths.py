@@ -59,10 +59,8 @@ def cut_at(draw: Draw, longest: int) -> Draw:
 def micro_batches(draw: Draw, tokens: int, seed: int, first: IntArray | None = None) -> Iterator[IntArray]:
     """Yield global micro-batches without end: documents drawn one after another as long as they fit.
 
-    A document longer than a whole micro-batch is cut to it.
-
     Args:
-        tokens: the most tokens of a micro-batch, on all ranks together.
+        tokens: the most tokens of a micro-batch, on all ranks together; a longer document is cut to these.
         first: lengths of documents that each micro-batch begins with, such as one long one.
     """
     random = np.random.default_rng(seed)

@@ -9,6 +9,7 @@ import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.cost import pairs
+from hf_distca.planner.seconds import FloatArray
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.lengths import IntArray, histogram
 from hf_distca.sim.strategies import CHOSEN, PLAIN, Setup, StepTime, Strategy, all_strategies
@@ -29,7 +30,7 @@ class StrategyFigures:
     """Figures of a strategy over many micro-batches.
 
     Attributes:
-        document_layout: layout of plans; None if nothing is planned.
+        document_layout: None if nothing is planned.
         attention_seconds: core attention of the busiest rank; the mean over micro-batches, as all that follow.
         attention_mean_seconds: core attention, mean over ranks.
         other_seconds: all other computation on the busiest rank.
@@ -38,13 +39,11 @@ class StrategyFigures:
         mfu: model FLOPs utilization: the model's operations over the GPUs' peak in the same time.
         bytes_bottleneck: bytes of the busiest rank in one layer's forward.
         tokens_most: the most rows that a rank ever holds.
-        rows_bytes: memory for rows on a GPU of the rank with the most rows; None if unknown.
+        rows_bytes: memory of a GPU for rows; None if unknown.
         state_bytes: memory of a GPU for weights, gradients and optimizer; None if not asked for.
         documents_cut: share of documents that lose context.
-        mixing_seconds: the part of `other_seconds` in layers that mix rows in order; 0 for a model without.
-        mixing_runs: runs of a recurrence's kernel in a layer's forward, on the rank with the most; whole documents
-            share one.
-        mixing_bytes: bytes of states and halos of the busiest rank in a mixing layer's forward.
+        mixing_seconds: the part of `other_seconds` in layers that mix rows in order.
+        mixing_runs: as in `StepTime`, like mixing_bytes.
     """
 
     name: str
@@ -69,48 +68,6 @@ class StrategyFigures:
     mixing_seconds: float
     mixing_runs: float
     mixing_bytes: float
-
-    @classmethod
-    def of(
-        cls,
-        strategy: Strategy,
-        steps: Sequence[StepTime],
-        every: Sequence[IntArray],
-        setup: Setup,
-        rows_bytes: int | None,
-        state_bytes: int | None,
-    ) -> "StrategyFigures":
-        """Return the figures of a strategy."""
-        gpus = (setup.ranks + strategy.servers) * setup.tensor_parallel
-        seconds = np.array([step.seconds for step in steps])
-        flops = sum(_flops(lengths, setup) for lengths in every)
-        attention, other, waited = (
-            np.array([getattr(step, name) for step in steps]) for name in ("attention", "other", "waited")
-        )  # [steps, ranks] each
-        return cls(
-            name=strategy.name,
-            document_layout=strategy.document_layout,
-            servers=strategy.servers,
-            gpus=gpus,
-            step_seconds=float(seconds.mean()),
-            attention_seconds=float(attention.max(1).mean()),
-            attention_mean_seconds=float(attention.mean()),
-            other_seconds=float(other.max(1).mean()),
-            other_mean_seconds=float(other.mean()),
-            exchange_seconds=float(waited.max(1).mean()),
-            exchange_mean_seconds=float(waited.mean()),
-            idle=float(1.0 - ((attention + other).mean(1) / seconds).mean()),
-            tokens_per_second=float(sum(lengths.sum() for lengths in every) / seconds.sum()),
-            mfu=float(flops / seconds.sum() / gpus / setup.profile.peak_flops),
-            bytes_bottleneck=float(np.mean([step.bytes_bottleneck for step in steps])),
-            tokens_most=max(step.tokens_most for step in steps),
-            rows_bytes=rows_bytes,
-            state_bytes=state_bytes,
-            documents_cut=sum(step.documents_cut for step in steps) / sum(map(len, every)),
-            mixing_seconds=float(np.mean([step.mixing.max() for step in steps])),
-            mixing_runs=float(np.mean([step.mixing_runs for step in steps])),
-            mixing_bytes=float(np.mean([step.mixing_bytes for step in steps])),
-        )
 
 
 def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
@@ -147,13 +104,6 @@ class Gain:
     least: float
     most: float
 
-    @classmethod
-    def of(cls, other: Sequence[StepTime], planned: Sequence[StepTime]) -> "Gain":
-        """Compare the steps of the same micro-batches."""
-        before, after = (np.array([step.seconds for step in steps]) for steps in (other, planned))
-        ratios = before / after
-        return cls(float(before.sum() / after.sum()), float(ratios.min()), float(ratios.max()))
-
 
 @dataclass(frozen=True)
 class Simulation:
@@ -163,10 +113,9 @@ class Simulation:
         best_plain: name of the fastest strategy without plans, of those that cut the fewest documents.
         best_planned: name of the strategy that plans by default; or of the fastest planned strategy on as many GPUs,
             where that is at least 2 % faster.
-        load: [ranks] seconds of core attention in the first micro-batch, with plain packing, `best_plain` and
-            `best_planned`.
+        load: [ranks] seconds of core attention in the first micro-batch, with plain packing and these two.
         over_packing, over_best: `best_planned` compared with plain packing, and with `best_plain`.
-        speed_up, attention_speed_up: step of `best_plain` over that of `best_planned`, and core attention alone.
+        attention_speed_up: core attention of `best_plain` over that of `best_planned`.
     """
 
     ranks: int
@@ -195,19 +144,57 @@ def simulate(
 ) -> Simulation:
     """Simulate micro-batches under `all_strategies`; the default `memory` leaves memory out."""
     every = list(islice(micro_batches, count))
-    steps: dict[str, list[StepTime]] = {}
+    lengths, flops = np.concatenate(every), 0.0
+    per_pair = {
+        kind: layers * kind.q_heads * (kind.dim_qk + kind.dim_v) for kind, layers in setup.model.layers.items()
+    }
+    for each in every:  # the model's operations, forward and backward, without recomputation
+        in_kinds = (float(np.sum(pairs(0 * each, each, kind.window))) * per_pair[kind] for kind in per_pair)
+        flops += 6.0 * setup.model.operations * float(each.sum()) + 6.0 * sum(in_kinds)
+
+    seconds: dict[str, FloatArray] = {}  # [steps] of each strategy
+    load: dict[str, FloatArray] = {}  # [ranks] in core attention of the first step
     figures: dict[str, StrategyFigures] = {}
     for strategy in all_strategies(setup, settings, servers):
-        of_strategy: list[StepTime] = []
+        steps: list[StepTime] = []
         largest, most = None, 0  # plan whose busiest rank exchanges the most, and these bytes
-        for lengths in every:
-            step, plan = strategy.step(lengths)
-            of_strategy.append(step)
+        for each in every:
+            step, plan = strategy.step(each)
+            steps.append(step)
             if step.bytes_bottleneck >= most:
                 largest, most = plan, step.bytes_bottleneck
-        in_bytes = memory(strategy, max(step.tokens_most for step in of_strategy), largest)
-        steps[strategy.name] = of_strategy
-        figures[strategy.name] = StrategyFigures.of(strategy, of_strategy, every, setup, *in_bytes)
+        tokens_most = max(step.tokens_most for step in steps)
+        rows_bytes, state_bytes = memory(strategy, tokens_most, largest)
+        name, gpus = strategy.name, (setup.ranks + strategy.servers) * setup.tensor_parallel
+        seconds[name], load[name] = np.array([step.seconds for step in steps]), steps[0].attention
+        attention, other, waited = (
+            np.array([getattr(step, what) for step in steps]) for what in ("attention", "other", "waited")
+        )  # [steps, ranks] each
+        figures[name] = StrategyFigures(
+            name=name,
+            document_layout=strategy.document_layout,
+            servers=strategy.servers,
+            gpus=gpus,
+            step_seconds=float(seconds[name].mean()),
+            attention_seconds=float(attention.max(1).mean()),
+            attention_mean_seconds=float(attention.mean()),
+            other_seconds=float(other.max(1).mean()),
+            other_mean_seconds=float(other.mean()),
+            exchange_seconds=float(waited.max(1).mean()),
+            exchange_mean_seconds=float(waited.mean()),
+            idle=float(1.0 - ((attention + other).mean(1) / seconds[name]).mean()),
+            tokens_per_second=float(lengths.sum() / seconds[name].sum()),
+            mfu=float(flops / seconds[name].sum() / gpus / setup.profile.peak_flops),
+            bytes_bottleneck=float(np.mean([step.bytes_bottleneck for step in steps])),
+            tokens_most=tokens_most,
+            rows_bytes=rows_bytes,
+            state_bytes=state_bytes,
+            documents_cut=sum(step.documents_cut for step in steps) / len(lengths),
+            mixing_seconds=float(np.mean([step.mixing.max() for step in steps])),
+            mixing_runs=float(np.mean([step.mixing_runs for step in steps])),
+            mixing_bytes=float(np.mean([step.mixing_bytes for step in steps])),
+        )
+
     # Strategies that cut more documents train on other data, so those that cut the fewest come first.
     plain = min(
         (each for each in figures.values() if each.document_layout is None),
@@ -217,35 +204,28 @@ def simulate(
     fastest, default = min(on_same_gpus, key=lambda each: each.step_seconds), figures[CHOSEN]
     # Users change a setting only where it pays.
     planned = fastest if default.step_seconds / fastest.step_seconds >= NOT_WORTH else default
-    lengths = np.concatenate(every)
+
+    def gain_over(name: str) -> Gain:
+        before, after = seconds[name], seconds[planned.name]
+        ratios = before / after
+        return Gain(float(before.sum() / after.sum()), float(ratios.min()), float(ratios.max()))
+
+    shown = (PLAIN, plain.name, planned.name)
     return Simulation(
-        setup.ranks,
-        setup.tokens_per_rank,
-        len(lengths),
-        int(lengths.sum()),
-        histogram(lengths),
-        tuple(figures.values()),
-        plain.name,
-        planned.name,
-        {
-            name: tuple(round(seconds, 6) for seconds in steps[name][0].attention.tolist())
-            for name in (PLAIN, plain.name, planned.name)
-        },
-        Gain.of(steps[PLAIN], steps[planned.name]),
-        Gain.of(steps[plain.name], steps[planned.name]),
-        plain.step_seconds / planned.step_seconds,
-        plain.attention_seconds / planned.attention_seconds,
-        tuple(advice(tuple(figures.values()), plain, planned, setup.tokens_per_rank)),
-    )
-
-
-def _flops(lengths: IntArray, setup: Setup) -> float:
-    """Count the operations of the model for a micro-batch, forward and backward, without recomputation."""
-    model = setup.model
-    matrices = 6.0 * model.operations * float(lengths.sum())
-    in_pairs = {kind: float(np.sum(pairs(np.zeros_like(lengths), lengths, kind.window))) for kind in model.layers}
-    return matrices + 6.0 * sum(
-        layers * in_pairs[kind] * kind.q_heads * (kind.dim_qk + kind.dim_v) for kind, layers in model.layers.items()
+        ranks=setup.ranks,
+        tokens_per_rank=setup.tokens_per_rank,
+        documents=len(lengths),
+        tokens=int(lengths.sum()),
+        histogram=histogram(lengths),
+        strategies=tuple(figures.values()),
+        best_plain=plain.name,
+        best_planned=planned.name,
+        load={name: tuple(round(seconds, 6) for seconds in load[name].tolist()) for name in shown},
+        over_packing=gain_over(PLAIN),
+        over_best=gain_over(plain.name),
+        speed_up=plain.step_seconds / planned.step_seconds,
+        attention_speed_up=plain.attention_seconds / planned.attention_seconds,
+        advice=tuple(advice(tuple(figures.values()), plain, planned, setup.tokens_per_rank)),
     )
 
 

@@ -52,11 +52,6 @@ class Setup:
     tensor_parallel: int = 1
     checkpointing: bool = True
 
-    @property
-    def backward_factor(self) -> float:
-        """Backward over forward of everything but core attention."""
-        return BACKWARD + self.checkpointing
-
     def on_a_gpu(self, kind: AttentionKind) -> AttentionKind:
         """Return a kind with the heads that one GPU of a rank has."""
         parts = self.tensor_parallel
@@ -65,50 +60,45 @@ class Setup:
     @property
     def costs(self) -> StepCosts:
         """Costs of a micro-batch on a GPU."""
-        model, profile = self.model, self.profile
-        kinds = tuple(
-            KindCosts(gpu, layers, profile.kernel(gpu, "forward"), profile.kernel(gpu, "backward"))
-            for kind, layers in model.layers.items()
-            for gpu in [self.on_a_gpu(kind)]
-        )
+        model, profile, gpus, shape = self.model, self.profile, self.tensor_parallel, self.model.mixing
+
+        def matrices(weights: int, touched: int) -> float:
+            """Return the seconds of a token in matrices and in reading and writing the hidden state."""
+            flops = 2.0 * weights / gpus / profile.flops_per_second
+            return flops + touched * model.hidden * profile.bytes_per_value / profile.bytes_per_second
+
+        mixing = None
+        if shape is not None:
+            mix, continued = (
+                2.0 * operations / gpus / profile.flops_per_second
+                + numbers / gpus * profile.bytes_per_value / profile.bytes_per_second
+                for operations, numbers in zip(shape.operations, shape.touched, strict=True)
+            )
+            mixing = MixingCosts(
+                shape.layers,
+                before=matrices(shape.before, TOUCHED_BEFORE),
+                mix=mix,
+                continued=continued,
+                after=matrices(shape.after, TOUCHED_AFTER),
+                run=profile.forward.call,
+                halo=shape.width * shape.channels / gpus * profile.bytes_per_value,
+                state=shape.state_bytes / gpus,
+            )
+        kinds = [(self.on_a_gpu(kind), layers) for kind, layers in model.layers.items()]
         return StepCosts(
-            kinds,
-            before=self._matrices(model.before, TOUCHED_BEFORE),
-            after=self._matrices(model.after, TOUCHED_AFTER),
-            backward_factor=self.backward_factor,
-            head=self._matrices(model.head, 0) * (1 + BACKWARD),  # chunks are computed once
+            tuple(
+                KindCosts(kind, layers, profile.kernel(kind, "forward"), profile.kernel(kind, "backward"))
+                for kind, layers in kinds
+            ),
+            before=matrices(model.before, TOUCHED_BEFORE),
+            after=matrices(model.after, TOUCHED_AFTER),
+            backward_factor=BACKWARD + self.checkpointing,
+            head=matrices(model.head, 0) * (1 + BACKWARD),  # chunks are computed once
             exchange=profile.exchange,
             launches=profile.launches,
             ranks_per_core=profile.ranks_per_core,
-            mixing=self._mixing,
+            mixing=mixing,
         )
-
-    @property
-    def _mixing(self) -> MixingCosts | None:
-        """Costs of a mixing layer on a GPU, at the rates of matrices and of memory; None for a model without."""
-        shape, profile, gpus = self.model.mixing, self.profile, self.tensor_parallel
-        if shape is None:
-            return None
-        mix, continued = (
-            2.0 * operations / gpus / profile.flops_per_second
-            + touched / gpus * profile.bytes_per_value / profile.bytes_per_second
-            for operations, touched in zip(shape.operations, shape.touched, strict=True)
-        )
-        return MixingCosts(
-            shape.layers,
-            before=self._matrices(shape.before, TOUCHED_BEFORE),
-            mix=mix,
-            continued=continued,
-            after=self._matrices(shape.after, TOUCHED_AFTER),
-            run=profile.forward.call,
-            halo=shape.width * shape.channels / gpus * profile.bytes_per_value,
-            state=shape.state_bytes / gpus,
-        )
-
-    def _matrices(self, weights: int, touched: int) -> float:
-        """Return the seconds of a token in matrices and in reading and writing the hidden state."""
-        flops = 2.0 * weights / self.tensor_parallel / self.profile.flops_per_second
-        return flops + touched * self.model.hidden * self.profile.bytes_per_value / self.profile.bytes_per_second
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,34 +149,33 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
         settings: settings of plans; each strategy sets its own layout.
         servers: dedicated attention servers; above 0 one more strategy uses them.
     """
+    found = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None))]
 
-    def by_plans(name: str, layout: str, settings: PlanSettings, servers: int = 0) -> Strategy:
+    def in_groups(name: str, context: int) -> None:
+        step = partial(data_and_context_parallel, setup=setup, context=context)
+        found.append(Strategy(name, lambda lengths: (step(lengths), None), context))
+
+    def by_plans(name: str, layout: str, settings: PlanSettings, servers: int = 0) -> None:
         step = partial(planned, setup=setup, settings=settings, servers=servers)
-        return Strategy(name, step, document_layout=layout, servers=servers)
+        found.append(Strategy(name, step, document_layout=layout, servers=servers))
 
-    def in_groups(name: str, context: int) -> Strategy:
-        return Strategy(name, lambda lengths: (data_and_context_parallel(lengths, setup, context), None), context)
-
-    found = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None)), in_groups("whole documents balanced", 1)]
-    context = 2
-    while setup.ranks % context == 0:
-        found.append(in_groups(f"context parallel, {setup.ranks // context} × {context}", context))
-        context *= 2
+    in_groups("whole documents balanced", context := 1)
+    while setup.ranks % (context := 2 * context) == 0:
+        in_groups(f"context parallel, {setup.ranks // context} × {context}", context)
     layouts = ("whole",) if settings.document_layout == "whole" else ("fixed", "joint")
     for layout in layouts:
-        found.append(by_plans(f"hf_distca, {layout}", layout, replace(settings, document_layout=layout)))
-    found.append(by_plans(CHOSEN, "auto", replace(settings, choices=Choices.beside(settings, setup.costs))))
+        by_plans(f"hf_distca, {layout}", layout, replace(settings, document_layout=layout))
+    by_plans(CHOSEN, "auto", replace(settings, choices=Choices.beside(settings, setup.costs)))
     if servers:
-        layout = layouts[-1]
-        by_servers = replace(settings, document_layout=layout)
-        found.append(by_plans(f"hf_distca, {layout}, {servers} servers", layout, by_servers, servers))
+        name, layout = f"hf_distca, {layouts[-1]}, {servers} servers", layouts[-1]
+        by_plans(name, layout, replace(settings, document_layout=layout), servers)
     return tuple(found)
 
 
 def plain(lengths: IntArray, setup: Setup) -> StepTime:
     """Predict a step of DDP or FSDP with documents packed into one row per rank of about equal tokens."""
     rows, cut = packed_rows(lengths, setup)
-    return _on_groups(rows, 1, setup, cut)
+    return on_ranks(rows, setup, cut=cut)
 
 
 def packed_rows(lengths: IntArray, setup: Setup) -> tuple[list[list[int]], int]:
@@ -198,8 +187,8 @@ def packed_rows(lengths: IntArray, setup: Setup) -> tuple[list[list[int]], int]:
         [ranks] lengths of the pieces in each row, and the number of cut documents.
     """
     pieces, cut = _cut(lengths, setup.tokens_per_rank)
+    rows: list[list[int]] = [[] for _ in range(setup.ranks)]
     heap = [(0, rank) for rank in range(setup.ranks)]
-    rows: list[list[int]] = [[] for _ in heap]
     for length in sorted(pieces, reverse=True):  # each piece goes to the rank with the fewest tokens
         tokens, rank = heap[0]
         rows[rank].append(length)
@@ -211,8 +200,8 @@ def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> 
     """Predict a step of whole documents balanced over groups of ranks and divided evenly inside each group.
 
     Each document is cut into 2 · context equal parts. The first rank of a group gets the first and the last part, and
-    so on, so that ranks of a group compute alike. Each rank gathers K and V of its group in every layer. Groups of one
-    rank exchange nothing. WLB-LLM and the paper's baseline divide documents in this way.
+    so on, so that ranks of a group compute alike, as in WLB-LLM and the paper's baseline. Each rank gathers K and V of
+    its group in every layer.
     """
     most = setup.tokens_per_rank * context
     pieces, cut = _cut(lengths, most)
@@ -225,39 +214,28 @@ def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> 
         groups[group].append(pieces[index])
         load[group] += cost[index]
         tokens[group] += pieces[index]
-    return _on_groups(groups, context, setup, cut)
-
-
-def on_ranks(rows: Sequence[Sequence[int]], setup: Setup) -> StepTime:
-    """Predict a step of whole documents that already lie on ranks, from [ranks] lists of lengths."""
-    return _on_groups(rows, 1, setup, 0)
+    return on_ranks(groups, setup, context, cut)
 
 
 def planned(
     lengths: IntArray, setup: Setup, settings: PlanSettings, servers: int = 0
 ) -> tuple[StepTime, MicroBatchPlan]:
-    """Predict a step with planned core attention, and return its plan too.
-
-    Args:
-        settings: settings of the plan, whose kinds are those on a GPU.
-    """
+    """Predict a step with planned core attention, and return its plan too; settings have the kinds on a GPU."""
     plan = plan_micro_batch(lengths.tolist(), settings)
     if servers:
-        workers = Workers.uniform(settings.ranks + servers)
-        plan = plan_with_servers(plan, workers, settings, ranks_serve=True)
+        plan = plan_with_servers(plan, Workers.uniform(settings.ranks + servers), settings, ranks_serve=True)
     nodes = list(nodes_of(node_sizes(settings.ranks, settings.ranks_per_node)))
     nodes += [max(nodes) + 1 + index for index in range(servers)]
     counted = [
         {kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes) for kind, of_kind in nano.plans.items()}
         for nano in plan.nano_batches
     ]
-    tokens = [nano.layout.tokens for nano in plan.nano_batches]
+    layouts, costs = [nano.layout for nano in plan.nano_batches], setup.costs
+    most = int(np.sum([layout.tokens for layout in layouts], axis=0).max())
     moved = max(int(np.sum([each[kind].bytes_moved for each in counted], axis=0).max()) for kind in settings.kinds)
-    costs = setup.costs
-    walked = predict_step(counted, [nano.layout for nano in plan.nano_batches], costs, nodes)
-    step = StepTime(**vars(walked), bytes_bottleneck=moved, tokens_most=int(np.sum(tokens, axis=0).max()))
+    step = StepTime(**vars(predict_step(counted, layouts, costs, nodes)), bytes_bottleneck=moved, tokens_most=most)
     if costs.mixing is not None:
-        cuts = [count_cuts(nano.layout, nodes) for nano in plan.nano_batches]
+        cuts = [count_cuts(layout, nodes) for layout in layouts]
         in_mixing = sum(each.bytes_moved(costs.mixing.halo, costs.mixing.state) for each in cuts)
         runs = int(np.sum([each.runs for each in cuts], axis=0).max())
         step = replace(step, mixing_runs=runs, mixing_bytes=in_mixing)
@@ -272,14 +250,19 @@ def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:
     return pieces, int((lengths > most).sum())
 
 
-def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut: int) -> StepTime:
-    """Predict a step in which groups of ranks share their own documents evenly."""
-    parts = 2 * context if context > 1 else 1
+def on_ranks(groups: Sequence[Sequence[int]], setup: Setup, context: int = 1, cut: int = 0) -> StepTime:
+    """Predict a step of documents that already lie on ranks, or on groups of ranks.
+
+    Args:
+        groups: lengths of each rank's documents, or of those that each group of `context` ranks shares evenly.
+        cut: number of documents that were cut.
+    """
+    costs, parts = setup.costs, 2 * context if context > 1 else 1
     tokens = np.array([sum(group) for group in groups], float) / context
     # Each of a document's equal parts reads the K/V rows up to its own end.
     keys = np.array([sum(n * (min(parts, n) + 1) / 2 for n in group) for group in groups]) / context
     attention, gathered, moved = np.zeros(len(groups)), np.zeros(len(groups)), 0.0
-    for of_kind in setup.costs.kinds:
+    for of_kind in costs.kinds:
         gpu = of_kind.kind
         in_pairs = np.array([sum(pairs(0, n, gpu.window) for n in group) for group in groups], float) / context
         tasks = Tasks(tokens, keys, in_pairs, np.ones(len(groups)))
@@ -291,7 +274,6 @@ def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut:
             # K and V are gathered in the forward and in the backward, and dK and dV are reduced.
             gathered += 3 * of_kind.layers * link.seconds(size)
             moved = max(moved, float(size.max()))
-    costs = setup.costs
     other = costs.token * tokens
     in_mixing = costs.mixing.layers * costs.mixing.token * (1 + costs.backward_factor) if costs.mixing else 0.0
     seconds = float((attention + other + gathered).max())

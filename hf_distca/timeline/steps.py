@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hf_distca.sim.report.drawing import Drawing, number, ticks
+from hf_distca.sim.drawing import Drawing, ticks
 
 Activity = Literal["attention", "waits", "other"]
 """Activity of a rank: core attention, waits for rows of other ranks, or anything else."""
@@ -143,7 +143,7 @@ def svg_of(name: str, steps: Sequence[RankStep]) -> str:
     for mark in marks:
         x = LEFT + WIDTH * mark / marks[-1]
         drawing.line(x, TOP - 4, x, bottom)
-        drawing.text(x, bottom + 18, f"{number(mark)} ms", "middle")
+        drawing.text(x, bottom + 18, f"{mark:,.10g} ms", "middle")
     drawing.text(LEFT + WIDTH + 24, TOP - 8, " + ".join(NAMES))
     for row, step in enumerate(steps):
         y = TOP + ROW * row

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -86,28 +85,26 @@ def run(mode: str, rows: list[list[int]], ms: list[float], **changes) -> dict:
 def test_what_is_known_of_a_step_of_the_reference(monkeypatch):
     reference = import_module("reference_steps")
 
-    def described(*words, **changes):
-        (step,) = reference.described(reference.Run.of(run(*words, [1.0], **changes)))
+    def described(mode, rows, **changes):
+        (step,) = reference.described(reference.Run.of(run(mode, rows, [1.0], **changes)))
         return step
 
-    rows = ((1,), (2,), (3,), (4,))
-    for pairing, expected in (("2i,2i+1", [[(1,), (2,)], [(3,), (4,)]]), ("i,i+dp", [[(1,), (3,)], [(2,), (4,)]])):
-        assert reference.Run.of(run("baseline", [], [], pairing=pairing)).rows_of_ranks(rows) == expected
     found = {mode: described(mode, [[8], [4, 4], [2] * 4, [8]]) for mode in ("baseline", "d2", "wlbllm")}
     assert (found["baseline"].rows, found["baseline"].pairs) == (2, 36 + 20)  # the first rank's
-    assert found["d2"].pairs < 36 + 20
-    assert found["d2"].moving > 0
+    assert (found["d2"].pairs < 36 + 20, found["d2"].moving > 0) == (True, True)
     assert found["baseline"].moving == found["wlbllm"].moving == 0
-    alone, shared = (described("baseline", [[8], [8]], cp=cp) for cp in (1, 2))
-    assert (shared.rows, shared.pairs) == (alone.rows / 2, alone.pairs / 2)
-    assert shared.moving > alone.moving == 0
+    # Strided: rank 0 has the first and the third row.
+    assert described("baseline", [[8], [4, 4], [2] * 4, [8]], pairing="i,i+dp").pairs == 36 + 20
+    assert described("baseline", [[8], [1], [8], [1]], pairing="i,i+dp").pairs == 2 * 36
+    shared = described("baseline", [[8], [8]], cp=2)
+    assert (shared.rows, shared.pairs, shared.moving > 0) == (1 / 2, 36 / 2, True)
     # Whole documents go to the group with the least work: 8 alone; 4, 2 and 2 together.
     monkeypatch.setattr(reference, "EVEN_TOKENS", 4)
-    whole = reference.Run.of(run("wlbllm", [[8, 4], [2, 2]], [1.0]))
-    (alone,), (shared,) = (reference.described(replace(whole, context=count)) for count in (1, 2))
+    (alone,), (shared,) = (
+        reference.described(reference.Run.of(run("wlbllm", [[8, 4], [2, 2]], [1.0], cp=count))) for count in (1, 2)
+    )
     assert (alone.rows, alone.pairs, alone.moving) == (1, 36, 0)
-    assert (shared.rows, shared.pairs) == (1, (36 + 10 + 3 + 3) / 2)
-    assert shared.moving > 0
+    assert (shared.rows, shared.pairs, shared.moving > 0) == (1, (36 + 10 + 3 + 3) / 2, True)
 
 
 def test_steps_of_the_reference_are_predicted_by_its_baseline_alone():

@@ -54,26 +54,19 @@ def test_every_strategy_trains_the_same_tokens(figures, small):
     assert 0 < found["tokens"] <= 2 * 8 * 4096
     for strategy in found["strategies"]:
         assert strategy["tokens_per_second"] * strategy["step_seconds"] * 2 == pytest.approx(found["tokens"])
-        assert 0 < strategy["mfu"] < 1
-        assert 0 <= strategy["idle"] < 1
+        assert (0 < strategy["mfu"] < 1, 0 <= strategy["idle"] < 1) == (True, True)
         assert strategy["tokens_most"] <= 4096 or not strategy["name"].startswith("hf_distca")
 
 
-def test_long_documents_beside_short_ones_pay(figures, without_memory):
+def test_long_documents_beside_short_ones_pay_and_equal_ones_do_not(figures, run, tmp_path, without_memory):
     found = figures(*SETTING, "--lengths", "wlbllm", "--ranks", "64", "--tokens-per-rank", "32768")
-    assert found["speed_up"] > 1.1
-    assert found["attention_speed_up"] > found["speed_up"]
+    assert found["attention_speed_up"] > found["speed_up"] > 1.1
     assert "× the speed of" in found["advice"][0]
-
-
-def test_documents_of_one_length_do_not_pay(run, tmp_path, without_memory):
     (tmp_path / "lengths.json").write_text(json.dumps([512] * 10))
     report = tmp_path / "report.html"
     command = [*SETTING, "--lengths", str(tmp_path / "lengths.json"), "--no-checkpointing", "--report", str(report)]
-    status, printed, _ = run(*command)
-    assert status == 0
-    assert "hf_distca, joint" in printed
-    assert "No gain expected: " in printed
+    printed = run(*command)[1]
+    assert ("hf_distca, joint" in printed, "No gain expected: " in printed) == (True, True)
     assert "<h1>No gain expected: " in report.read_text()
 
 
@@ -94,11 +87,8 @@ def test_the_chosen_plan_is_never_slower_than_other_strategies(figures, without_
     slow, fast = (by_name(figures(*SETTING, *options, *link)) for link in (("--network-bandwidth", "1"), ()))
     for strategies in (slow, fast):
         # Strategies that cut documents or give a rank more rows than it takes are not compared.
-        seconds = [
-            strategy["step_seconds"]
-            for strategy in strategies.values()
-            if not strategy["documents_cut"] and strategy["tokens_most"] <= 4096
-        ]
+        fair = [each for each in strategies.values() if not each["documents_cut"] and each["tokens_most"] <= 4096]
+        seconds = [each["step_seconds"] for each in fair]
         assert strategies["hf_distca, chosen"]["step_seconds"] <= 1.01 * min(seconds)
     assert slow["hf_distca, joint"]["step_seconds"] > 2 * slow["hf_distca, chosen"]["step_seconds"]
 
@@ -119,8 +109,7 @@ def test_the_chosen_plan_is_never_slower_than_other_strategies(figures, without_
 )
 def test_bad_options(run, options, message):
     status, _, error = run(*SETTING, "--lengths", "prolong", *options)
-    assert status == 2
-    assert message in error
+    assert (status, message in error) == (2, True), error
 
 
 def test_gpus_that_share_layers(figures, without_memory):
@@ -132,14 +121,11 @@ def test_gpus_that_share_layers(figures, without_memory):
     assert shared["step_seconds"] < 0.3 * alone["step_seconds"]
 
 
-def test_the_shape_of_a_model():
+def test_shapes_of_models():
     expected = ModelShape.llama(3, 512, 1024, 4, 2, 1000)
     found = model_shape(model_of_config(config_of_shape(expected), torch.float32))
     norms = 3 * 2 * 512 + 512  # of the layers, and the last one
     assert found == replace(expected, after=expected.after + norms // 3, parameters=expected.parameters + norms)
-
-
-def test_the_shape_of_a_hybrid():
     config = Qwen3NextConfig()  # Qwen3-Next 80B-A3B
     found = model_shape(model_of_config(config, torch.bfloat16))
     mixing = found.mixing

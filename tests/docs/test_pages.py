@@ -179,20 +179,7 @@ def texts_of(source: str) -> list[str]:
 
 def matches(quoted: str, text: str) -> bool:
     """Whether a quoted message is a text of the code, or a part of it; … in the quotation stands for anything."""
-    at = 0
-    for part in quoted.split("…"):
-        at = text.find(part, at)
-        if at < 0:
-            return False
-        at += len(part)
-    return True
-
-
-def test_quotations_are_found_among_other_texts():
-    text, logged = texts_of('f(f"rank {rank} failed: " f"{why}; start again", "lost %s (%.1f)")')
-    assert (text, logged) == ("rank … failed: …; start again", "lost … (…)")
-    assert matches("failed: …; start again", text)
-    assert not matches("rank … failed; start again", text)
+    return re.search(".*".join(map(re.escape, quoted.split("…"))), text, re.S) is not None
 
 
 @pytest.fixture(scope="module")
@@ -217,41 +204,34 @@ def test_shape_of_the_pages():
     assert len(README.split()) <= 1500
     for page in GUIDES:
         assert re.findall(r"^## (.*)$", PAGES[page], re.M) == ["Run it", "What you see", "What goes wrong"]
-    for page in ("docs/guides/will-it-pay.md", "docs/guides/servers.md"):
-        assert re.search(r"^\| `--[a-z-]+`", PAGES[page], re.M)
 
 
-def test_extras_and_versions_are_those_that_are_declared():
-    page = PAGES["docs/start/install.md"]
-    table = re.findall(r"^\| ((?:`[\w-]+`(?:, )?)+) \|", page, re.M)
+def in_first_column(page: str, pattern: str) -> set[str]:
+    """Names of a form in the first column of a page's tables, some of which share a cell."""
+    cells = re.findall(rf"^\| ((?:`{pattern}`(?:, )?)+) \|", PAGES[page], re.M)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_extras_versions_and_configs_are_those_that_are_declared():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {name for cell in table for name in re.findall(r"`([\w-]+)`", cell)} == set(
-        declared["optional-dependencies"]
-    )
+    assert in_first_column("docs/start/install.md", r"[\w-]+") == set(declared["optional-dependencies"])
     needs = dict(re.match(r"(\w+)>=([\d.]+)", need).groups() for need in declared["dependencies"] if ">=" in need)
     for name in ("torch", "transformers", "accelerate"):
-        assert f"{name} {needs[name]}" in page
+        assert f"{name} {needs[name]}" in PAGES["docs/start/install.md"]
+    shown = in_first_column("docs/start/launching.md", r"\w+\.yaml")
+    assert shown == {path.name for path in CONFIGS.glob("*.yaml")}
 
 
-def test_configs_are_those_of_the_examples():
-    shown = re.findall(r"^\| ((?:`\w+\.yaml`(?:, )?)+) \|", PAGES["docs/start/launching.md"], re.M)
-    names = {name for cell in shown for name in re.findall(r"`(\w+)\.yaml`", cell)}
-    assert names == {path.stem for path in CONFIGS.glob("*.yaml")}
-
-
-@pytest.mark.parametrize(("page", "tool"), [("will-it-pay", "simulate"), ("servers", "serve")])
-def test_defaults_of_options(page, tool, capsys):
-    with pytest.raises(SystemExit):
-        main([tool, "--help"])
-    described = re.split(r"^  (?=--)", capsys.readouterr().out, flags=re.M)
-    described = {text.split()[0].rstrip(","): " ".join(text.split()) for text in described}
-    rows = re.findall(r"^\| `(--[a-z-]+)`(?:, `--[a-z-]+`)? \| ([^|]*) \|", PAGES[f"docs/guides/{page}.md"], re.M)
-    assert len(rows) >= 5
-    for option, default in rows:
-        assert f"(default: {default.strip('`').split(',')[0]}" in described[option], option
-
-
-def test_settings_of_servers_and_their_defaults():
+def test_defaults_of_options_and_settings(capsys):
+    for page, tool in (("docs/guides/will-it-pay.md", "simulate"), ("docs/guides/servers.md", "serve")):
+        with pytest.raises(SystemExit):
+            main([tool, "--help"])
+        described = re.split(r"^  (?=--)", capsys.readouterr().out, flags=re.M)
+        described = {text.split()[0].rstrip(","): " ".join(text.split()) for text in described}
+        rows = re.findall(r"^\| `(--[a-z-]+)`(?:, `--[a-z-]+`)? \| ([^|]*) \|", PAGES[page], re.M)
+        assert len(rows) >= 5
+        for option, default in rows:
+            assert f"(default: {default.strip('`').split(',')[0]}" in described[option], option
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", PAGES["docs/guides/servers.md"], re.M)
     assert {name for name, _ in rows} == {name for name in SETTINGS if re.match("attention_server|ranks_serve", name)}
     for name, shown in rows:
@@ -287,10 +267,6 @@ def test_shown_plans_and_simulations_are_printed(before, command, lines, tmp_pat
     printed = capsys.readouterr().out.splitlines()
     assert lines
     assert not [line for line in lines if line not in printed and not line.startswith(("planned", "simulated"))]
-
-
-def test_one_simulation_of_the_readme_says_no():
-    assert [any("No gain expected" in line for line in lines) for _, _, lines in shown_runs()][:2].count(True) == 1
 
 
 @pytest.mark.survey
@@ -373,24 +349,14 @@ def test_all_tables_have_the_figures_of_the_results(tables):
     by = {"planner_nodes": "planner", "peers_ulysses": "peers"}
     by |= dict.fromkeys(("chosen_data_sets", "expectations", "plain_packing"), "one_strategy")
     assert {by.get(name, name) for name, _ in shown} - {"memory_guide"} <= {name for name, command in shown if command}
-    page = "before\n\n<!-- checkpointing -->\n\n<!-- checkpointing commands -->\nafter\n"
-    written = tables.written(page)
-    assert tables.table("checkpointing") in written
-    assert "python benchmarks/checkpointing.py" in written
-    assert tables.written(written.replace("0.", "9.")) == tables.written(written) == written
-    assert (written.startswith("before\n"), written.endswith("after\n")) == (True, True)
 
 
 def test_the_formula_gives_the_simulated_gains(tables):
-    settings = result("typical_data")["settings"]
-    assert {row["ranks"] for row in settings} == {8, 64}
-    for row in settings:
+    for row in result("typical_data")["settings"]:
         assert abs(tables.gain_by_formula(row) - row["over_plain"]) <= 0.02, row["documents"]
         assert (row["t"] * row["r"] + row["m"]) / (row["r"] + 1) >= tables.gain_by_formula(row) - 1e-3
     _, *rows = tables.paper_tables()
     assert len({(row[0], row[1], row[3:]) for row in rows}) == len(rows)  # rows that are equal share one
-    found = result("paper_tables")["settings"]
-    assert sum(len(row[2].split(", ")) for row in rows) * len({each["gpus"] for each in found}) == len(found)
 
 
 def test_gains_are_as_pages_summarise_them():
@@ -441,25 +407,21 @@ def test_figures_in_sentences_are_those_of_the_results():
 def test_bytes_of_rows_add_up():
     page = PAGES["docs/explanation/exchange.md"]
 
-    def rows(table):
-        cells = ([cell.strip() for cell in row.strip("| ").split("|")] for row in table.strip().splitlines())
-        return [
-            [int(cell.replace(",", "")) if re.fullmatch(r"[\d,]+", cell) else cell for cell in row] for row in cells
-        ]
+    def rows(table: str) -> list[list[str]]:
+        return [[cell.strip().replace(",", "") for cell in row.strip("| ").split("|")] for row in table.splitlines()]
 
-    q, kv, lse = (row[2] for row in rows(re.search(r"\| Q, O.*?(?=\n\n)", page, re.S)[0]))
+    q, kv, lse = (int(row[2]) for row in rows(re.search(r"\| Q, O.*?(?=\n\n)", page, re.S)[0]))
     row_bytes = import_module("hf_distca.planner.cost").RowBytes()
     assert (q, kv, q) == (row_bytes.q, row_bytes.kv, row_bytes.o)
     size_of = {"log-sum-exp": lse} | dict.fromkeys(("Q", "O", "dO", "dQ"), q)
     size_of |= dict.fromkeys(("K", "V", "dK", "dV"), kv // 2)
     tables = [rows(table)[2:] for table in re.findall(r"\| when \|.*?(?=\n\n)", page, re.S)]
     assert len(tables) == 2
-    for when, *cells in chain(*tables):
+    *sent, total = tables[0]
+    for when, *cells in chain(sent, tables[1]):
         for names, size in zip(cells[::2], cells[1::2], strict=False):
-            if names:
-                assert sum(size_of[name] for name in names.split(", ")) == size, when
-    *sent, (_, _, of_query, _, of_key) = tables[0]
-    assert [of_query, of_key] == [sum(row[column] for row in sent if len(row) > column) for column in (2, 4)]
+            assert not names or sum(size_of[name] for name in names.split()) == int(size), when
+    assert [int(total[at]) for at in (2, 4)] == [sum(int(row[at]) for row in sent if row[at:]) for at in (2, 4)]
 
 
 # The site and PyPI

@@ -10,15 +10,14 @@ from benchmarks.gpu.findings import Findings, StepResult, compare
 from benchmarks.gpu.kernels import calls_of, cases, check_kernel, deviation, side_by_side, why_missing
 from benchmarks.gpu.training import Watch, _check_logged, _check_memory
 from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.kernels.versions import Version
+from hf_distca.kernels.varlen import FlashVarlenKernel
 from tests.gpu.test_parts import SMALL
 
 
 def test_a_failure_or_a_number_out_of_bounds_is_wrong_and_does_not_end_the_part(capsys):
     findings = Findings()
-    findings.at_most(1.0, 1.0, "as much")
-    findings.at_most(1.5, 1.0, "more")
-    findings.at_most(math.nan, 1.0, "none")
+    for value, what in ((1.0, "as much"), (1.5, "more"), (math.nan, "none")):
+        findings.at_most(value, 1.0, what)
     with findings.trying("first"):
         raise KeyError("lost")
     assert findings.wrong == [
@@ -48,7 +47,7 @@ def test_a_kernel_that_is_not_installed_is_skipped(monkeypatch):
     assert findings.wrong == []
     assert why_missing("flash_attn") == findings.skipped
     assert why_missing("torch_varlen") == ""
-    monkeypatch.setattr(Version, "installed", True)  # but it cannot be imported
+    monkeypatch.setattr(FlashVarlenKernel, "missing", str)  # but it cannot be imported
     findings = check_kernel(SMALL, "flash_attn")
     (wrong,) = findings.wrong
     assert "is installed, but cannot be imported: ModuleNotFoundError" in wrong

@@ -1,18 +1,28 @@
-"""Choosing a kernel, describing a call, and what is refused."""
+"""Describing a call, what is refused, the reference against torch's autograd, and merging."""
+
+import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Need, TaskShapes, get_kernel
-from tests.kernels.cases import Case, make_inputs
+from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Need, TaskShapes, get_kernel, merge_into
+from hf_distca.kernels.fused import CHUNK
+from hf_distca.kernels.reference import ReferenceKernel
+from tests.kernels.cases import CASES, Case, expected, make_inputs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_unknown_name_lists_the_valid_ones() -> None:
+def test_kernels_by_name() -> None:
     with pytest.raises(ValueError, match="'sdpa'") as error:
         get_kernel("sdpa", CPU)
     assert all(name in str(error.value) for name in KERNEL_NAMES)
+    usual = [Need(torch.float32, 64, 64, AttentionParams(1.0))]
+    get_kernel("cpu", CPU, usual)
+    with pytest.raises(ValueError, match="got cuda; on CUDA use 'torch_varlen'"):
+        get_kernel("cpu", CUDA, usual)
+    get_kernel("reference", CUDA, [Need(torch.float16, 999, 1, AttentionParams(1.0, softcap=2.0))])
 
 
 def test_shapes_on_host_and_device() -> None:
@@ -23,18 +33,9 @@ def test_shapes_on_host_and_device() -> None:
     assert (shapes.max_q, shapes.max_k) == (3, 5)
     empty = TaskShapes.build([], [], "cpu")
     assert (empty.cu_q.tolist(), empty.max_q, empty.max_k) == ([0], 0, 0)
-    with pytest.raises(ValueError, match="got 2 q_lens but 1 k_lens"):
-        TaskShapes.build([1, 2], [3], "cpu")
-    with pytest.raises(ValueError, match="0 or more"):
-        TaskShapes.build([-1], [3], "cpu")
-
-
-def test_what_is_made_once() -> None:
-    shapes, made = TaskShapes.build([1], [1], "cpu"), []
-    for key in ("a", "b", "a"):
-        shapes.once(key, lambda key=key: made.append(key))
-    assert made == ["a", "b"]
-    assert TaskShapes.build([1], [1], "cpu").once("a", lambda: 5) == 5
+    for q_lens, message in (([1, 2], "got 2 q_lens but 1 k_lens"), ([-1], "0 or more")):
+        with pytest.raises(ValueError, match=message):
+            TaskShapes.build(q_lens, [3], "cpu")
 
 
 @pytest.mark.parametrize(
@@ -53,13 +54,10 @@ def test_refused_params(options: dict, message: str) -> None:
 @pytest.mark.parametrize("kernel_name", ["cpu", "reference", "torch_varlen"])
 def test_refused_tensors(kernel_name: str) -> None:
     kernel, params = get_kernel(kernel_name, CPU), AttentionParams(1.0)
-    case = Case(q_lens=(3,), k_lens=(5,))
-    inputs = make_inputs(case, torch.float32)
-    q, k, v, shapes = inputs.q, inputs.k, inputs.v, inputs.shapes
-    other = TaskShapes.build([3], [6], "cpu")
+    do, q, k, v, shapes = make_inputs(Case((3,), (5,)), torch.float32)
     for bad, message in [
         ((q, k.bfloat16(), v, shapes), "one dtype, got torch.float32, torch.bfloat16"),
-        ((q, k, v, other), "3 query rows and 6 key/value rows, but q, k and v have 3, 5 and 5"),
+        ((q, k, v, TaskShapes.build([3], [6], "cpu")), "3 query rows and 6 key/value rows, but q, k and v have 3, 5"),
         ((q, k[..., :8], v, shapes), "differ in head dim: 32 and 8"),
         ((q[:, :3], k, v, shapes), "q a multiple of it, got 2, 2 and 3"),
         ((q, k, v[:, :1], shapes), "got 2, 1 and 4"),
@@ -68,18 +66,109 @@ def test_refused_tensors(kernel_name: str) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             kernel.forward(*bad, params)
-        lse = torch.zeros(3, 4)
         with pytest.raises(ValueError, match=message):
-            kernel.backward(inputs.do, *bad[:3], inputs.do, lse, bad[3], params)
+            kernel.backward(do, *bad[:3], do, torch.zeros(3, 4), bad[3], params)
 
 
-def test_the_cpu_kernel_says_what_it_cannot_do() -> None:
-    get_kernel("cpu", CPU, [Need(torch.float32, 64, 64, AttentionParams(1.0))])
-    with pytest.raises(ValueError, match="got cuda; on CUDA use 'torch_varlen'"):
-        get_kernel("cpu", CUDA, [Need(torch.float32, 64, 64, AttentionParams(1.0))])
-    with pytest.raises(ValueError, match=r"computes in float32, .*, got torch.int8"):
-        get_kernel("cpu", CPU, [Need(torch.int8, 64, 64, AttentionParams(1.0))])
+def explicit_attention(q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, case: Case) -> tuple[Tensor, Tensor]:
+    """Differentiable attention over all packed rows at once, with one mask that says who sees whom."""
+    q_task = torch.repeat_interleave(torch.arange(len(case.q_lens)), torch.tensor(case.q_lens, dtype=torch.long))
+    k_task = torch.repeat_interleave(torch.arange(len(case.k_lens)), torch.tensor(case.k_lens, dtype=torch.long))
+    # A row's position is that of its own key.
+    q_position = torch.cat([torch.arange(k - q, k) for q, k in zip(case.q_lens, case.k_lens, strict=True)])
+    k_position = torch.cat([torch.arange(k) for k in case.k_lens])
+    visible = q_task[:, None] == k_task
+    if case.causal:
+        visible &= k_position <= q_position[:, None]
+    if case.window is not None:
+        visible &= k_position > q_position[:, None] - case.window
+    repeats = case.heads[0] // case.heads[1]
+    k_KHD, v_KHE = k_KGD.repeat_interleave(repeats, 1), v_KGE.repeat_interleave(repeats, 1)
+    scores = torch.einsum("qhd,khd->hqk", q_QHD, k_KHD) * case.scale
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    scores, seeing = scores.masked_fill(~visible, -math.inf), visible.any(1)
+    seen = torch.where(seeing[:, None], scores, 0.0)
+    lse = torch.where(seeing, seen.logsumexp(-1), -math.inf)
+    return torch.einsum("hqk,khe->qhe", seen.softmax(-1) * seeing[:, None], v_KHE), lse.T
 
 
-def test_the_reference_takes_everything() -> None:
-    get_kernel("reference", CUDA, [Need(torch.float16, 999, 1, AttentionParams(1.0, softcap=2.0))])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if sum(case.q_lens) and sum(case.k_lens)])
+def test_the_reference_matches_autograd_of_an_explicit_masked_softmax(name: str) -> None:
+    case = CASES[name]
+    inputs = make_inputs(case, torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    o, lse = explicit_attention(*leaves, case)
+    grads = torch.autograd.grad(o, leaves, inputs.do)
+    for got, want in zip(expected(case, inputs), (o.detach(), lse.detach(), *grads), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("window", "values"), [(None, [2.0, 4.0]), (1, [3.0, 8.0]), (2, [2.0, 5.5])])
+def test_equal_scores_average_the_values_seen(window: int | None, values: list[float]) -> None:
+    # Row 0 of the task is row 1 of its document: it sees values 1, 3; then 1, 3, 8. A window counts the row's own key.
+    q, k, v = (torch.tensor(x, dtype=torch.float64).reshape(-1, 1, 1) for x in ([0, 0], [5, 6, 7], [1, 3, 8]))
+    o, _ = ReferenceKernel().forward(q, k, v, TaskShapes.build([2], [3], "cpu"), AttentionParams(1.0, window=window))
+    assert o.flatten().tolist() == values
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("kernel_name", ["cpu", "reference"])
+def test_prefix_and_own_part_make_the_whole(kernel_name: str, softcap: float | None) -> None:
+    """Two calls over disjoint keys, merged, are one call over all of them."""
+    kernel, case = get_kernel(kernel_name, CPU), Case((30, 20, 8), (50, 20, 100), scale=0.3, softcap=softcap)
+    inputs = make_inputs(case, torch.float64)
+    prefix_lens = tuple(k - q for q, k in zip(case.q_lens, case.k_lens, strict=True))
+    # Of each task's keys, first those of the prefix, then those of its own rows.
+    both = [n for pair in zip(prefix_lens, case.q_lens, strict=True) for n in pair]
+    split = [x.split(both) for x in (inputs.k, inputs.v)]
+    own, prefix = ([torch.cat(pieces[first::2]) for pieces in split] for first in (1, 0))
+    own_call = TaskShapes.build(case.q_lens, case.q_lens, CPU), case.params
+    prefix_call = TaskShapes.build(case.q_lens, prefix_lens, CPU), AttentionParams(0.3, None, softcap, causal=False)
+
+    q, do = inputs.q, inputs.do
+    o, lse = kernel.forward(q, *own, *own_call)
+    merge_into(o, lse, *kernel.forward(q, *prefix, *prefix_call))
+    prefix_grads = kernel.backward(do, q, *prefix, o, lse, *prefix_call)
+    own_grads = kernel.backward(do, q, *own, o, lse, *own_call)
+    dk, dv = (
+        torch.cat([x for pair in zip(a.split(prefix_lens), b.split(case.q_lens), strict=True) for x in pair])
+        for a, b in zip(prefix_grads[1:], own_grads[1:], strict=True)
+    )
+    got = o, lse, prefix_grads[0] + own_grads[0], dk, dv
+    for got_one, want in zip(got, expected(case, inputs), strict=True):
+        torch.testing.assert_close(got_one, want, rtol=1e-12, atol=1e-12)
+
+
+LN3, LN4 = math.log(3), math.log(4)
+NONE = (0.0, -math.inf)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("so_far", "part", "merged"),
+    [
+        ((4.0, LN3), (8.0, 0.0), (5.0, LN4)),
+        ((4.0, LN3 + 1e4), (8.0, 1e4), (5.0, LN4 + 1e4)),
+        (NONE, (7.0, 0.5), (7.0, 0.5)),
+        ((7.0, 0.5), NONE, (7.0, 0.5)),
+        (NONE, NONE, NONE),
+    ],
+)
+def test_merge_by_hand(so_far: tuple, part: tuple, merged: tuple, dtype: torch.dtype) -> None:
+    o, o_part = (torch.full((1, 1, 2), x[0], dtype=dtype) for x in (so_far, part))
+    lse, lse_part = (torch.tensor([[x[1]]]) for x in (so_far, part))
+    merge_into(o, lse, o_part, lse_part)
+    assert o.flatten().tolist() == pytest.approx([merged[0]] * 2, rel=1e-3)
+    assert lse.item() == pytest.approx(merged[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [1, 4, CHUNK])
+def test_merge_by_index(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_distca.kernels.fused.CHUNK", chunk)
+    o, lse = torch.ones(4, 1, 2, dtype=dtype), torch.zeros(4, 1)
+    part, part_lse = torch.tensor([[[3.0, 5.0]], [[7.0, 9.0]]], dtype=dtype), torch.zeros(2, 1)
+    merge_into(o, lse, part, part_lse, torch.tensor([3, 1]))
+    assert o.squeeze(1).tolist() == [[1, 1], [4, 5], [1, 1], [2, 3]]
+    assert lse.flatten().tolist() == pytest.approx([0, math.log(2), 0, math.log(2)])

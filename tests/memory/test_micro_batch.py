@@ -13,11 +13,12 @@ from transformers import AutoConfig
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.exchange import rounded_up
-from hf_distca.memory.counter import MemoryCounter, count_by_layers
+from hf_distca.memory import counter
+from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.memory.live import LiveMemory
 from hf_distca.memory.micro_batch import Use, bound_plan, count_core_attention, count_micro_batch, run_core_attention
 from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, RecurrenceMemory
-from hf_distca.models.fake import fake_tensors, model_after, model_of_config, repeated_layers, with_layers
+from hf_distca.models.fake import fake_tensors, model_after, model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.mixing import DELTA_RULE, SCAN
 from hf_distca.models.shape import model_shape
@@ -159,7 +160,7 @@ def test_a_copy_of_a_model_takes_what_the_model_does():
     assert count_micro_batch(model_after(model), plan, 0, CHECKPOINTING) == expected
 
 
-@pytest.mark.parametrize("use", [FLASH, CHECKPOINTING], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("checkpointing", [None, {}], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize(
     ("model_type", "config", "period"),
     [
@@ -167,30 +168,31 @@ def test_a_copy_of_a_model_takes_what_the_model_does():
         ("gemma2", {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 4}, 2),
     ],
 )
-def test_a_deep_model_is_counted_by_a_few_layers(model_type, config, period, use):
+def test_a_deep_model_is_counted_by_a_few_layers(monkeypatch, model_type, config, period, checkpointing):
     deep = AutoConfig.for_model(model_type, **SMALL | {"num_hidden_layers": 8} | config)
-    plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds(*[None, 16][:period])))
-
-    def count(config):
-        return count_micro_batch(model_of_config(config, torch.float32), plan, 0, use)
-
-    assert repeated_layers(model_of_config(deep, torch.float32)) == period
-    assert with_layers(deep, 2).num_hidden_layers == 2
-    assert count_by_layers(count, deep, period) == count(deep)
+    model, depths = model_of_config(deep, torch.float32), []
+    settings = PlanSettings(1, TOKENS, small_kinds(*[None, 16][:period]), kernel="torch_varlen")
+    plan, training = plan_micro_batch([TOKENS], settings), Training("ddp", False, checkpointing)
+    monkeypatch.setattr(counter, "model_of_config", lambda *given: depths.append(given[0]) or model_of_config(*given))
+    few = MemoryCounter(model, settings, DistCAConfig(), by_config=True).count(plan, training)
+    assert [each.num_hidden_layers for each in depths] == [2, 2 + period]
+    monkeypatch.setattr(counter, "repeated_layers", lambda _: None)
+    assert MemoryCounter(model, settings, DistCAConfig(), by_config=True).count(plan, training) == few
+    assert depths[-1].num_hidden_layers == 8
 
 
 def test_the_longest_rows_that_fit(monkeypatch):
-    counter = MemoryCounter(small_model(), PlanSettings(1, 8192, small_kinds()), DistCAConfig())
+    memory = MemoryCounter(small_model(), PlanSettings(1, 8192, small_kinds()), DistCAConfig())
     for available, longest in ((0, 0), (1023, 0), (1024, 1024), (7 * 1024 + 5, 7168), (10**6, 976 * 1024)):
-        monkeypatch.setattr(counter, "count", lambda plan, _: SimpleNamespace(total=int(plan.tokens.sum())))
-        assert counter.longest(available, None) == longest
+        monkeypatch.setattr(memory, "count", lambda plan, _: SimpleNamespace(total=int(plan.tokens.sum())))
+        assert memory.longest(available, None) == longest
 
     def growing_faster(plan, _):
         tokens = int(plan.tokens.sum())
         return SimpleNamespace(total=tokens + max(0, tokens - 5000))
 
-    monkeypatch.setattr(counter, "count", growing_faster)
-    assert counter.longest(9000, None) == 6144
+    monkeypatch.setattr(memory, "count", growing_faster)
+    assert memory.longest(9000, None) == 6144
 
 
 def _buffers(lengths: list[int], ping_pong: bool, ranks_per_node: tuple[int, ...] | int) -> tuple[int, int]:

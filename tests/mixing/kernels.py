@@ -2,8 +2,8 @@
 
 from contextlib import contextmanager
 
+import pytest
 import torch
-from torch import Tensor
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -17,15 +17,7 @@ _convolution = modeling_bamba.causal_conv1d_fn.__wrapped__
 
 
 def chunk_gated_delta_rule(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    initial_state=None,
-    output_final_state=False,
-    use_qk_l2norm_in_kernel=False,
-    cu_seqlens: Tensor | None = None,
+    q, k, v, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None
 ):
     """As fla.ops.gated_delta_rule has it."""
     sizes = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
@@ -46,12 +38,11 @@ def mamba_chunk_scan_combined(
     B,
     C,
     chunk_size,
-    D=None,
+    D,
     dt_bias=None,
-    initial_states=None,
-    seq_idx: Tensor | None = None,
+    seq_idx=None,
     dt_softplus=False,
-    dt_limit=(0.0, float("inf")),
+    dt_limit=None,
     return_final_states=False,
 ):
     """As mamba_ssm.ops.triton.ssd_combined has it."""
@@ -73,23 +64,11 @@ def causal_conv1d_fn(x, weight, bias=None, activation=None):
 
 
 def mamba_split_conv1d_scan_combined(
-    zxbcdt,
-    conv1d_weight,
-    conv1d_bias,
-    dt_bias,
-    A,
-    D,
-    chunk_size,
-    seq_idx: Tensor | None = None,
-    outproj_weight=None,
+    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, seq_idx=None, outproj_weight=None
 ):
     """As mamba_ssm.ops.triton.ssd_combined has it; gives back the gate's rows, and adds nothing of other documents."""
     CALLS.append(("whole module", 1 if seq_idx is None else int(seq_idx.max()) + 1))
     return zxbcdt[..., : outproj_weight.shape[0]]
-
-
-def _kernel(name: str, stock):
-    return use_kernel_func_from_hub_with_fallback(name, __name__)(stock.__wrapped__)
 
 
 @contextmanager
@@ -103,12 +82,9 @@ def installed(*, fused: bool = False):
     }
     if fused:
         changes[modeling_bamba, "mamba2_split_conv1d_scan_combined"] = "mamba_split_conv1d_scan_combined"
-    before = {(file, name): getattr(file, name) for file, name in changes}
-    for (file, name), kernel in changes.items():
-        setattr(file, name, _kernel(kernel, before[file, name]))
     CALLS.clear()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for (file, name), kernel in changes.items():
+            stock = getattr(file, name).__wrapped__
+            patch.setattr(file, name, use_kernel_func_from_hub_with_fallback(kernel, __name__)(stock))
         yield CALLS
-    finally:
-        for (file, name), function in before.items():
-            setattr(file, name, function)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_distca import DistCAConfig
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
-from tests.dispatch.test_equality import planned_step
+from tests.dispatch.test_equality import gradients_of, planned_step
 from tests.mixing.plans import Ranks, cut_plan
 from tests.models_and_batches import random_documents, reference_step, relative_error
 from tests.survey.tiny import tiny_config
@@ -83,20 +83,12 @@ def step(
             layer.mlp.register_forward_hook(lambda *_: None)
     settings = dispatcher.settings
     plan = cut_plan(lengths, cut, settings) if cut else plan_micro_batch(lengths, settings)
-    bound: list[Any] = []
-    bind = dispatcher.bind
-    dispatcher.bind = lambda plan: bound.append(bind(plan)) or bound[-1]
+    bound = dispatcher.bind(plan)
+    dispatcher.bind = lambda plan: bound
     wrapped = DistributedDataParallel(model) if ddp else model
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = planned_step(wrapped, plan, dispatcher, random_documents(lengths))
-    ran = bound[0].ran
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return Step(loss, grads, (ran.mixing, ran.layers, ran.layers_in_turns))
-
-
-def run(model_type: str, lengths: list[int], cut: list[Ranks] | None, options: dict[str, Any]) -> Step:
-    """`step` with options by position, as ranks are given them."""
-    return step(model_type, lengths, cut, **options)
+    return Step(loss, gradients_of(model), (bound.ran.mixing, bound.ran.layers, bound.ran.layers_in_turns))
 
 
 def reference(model_type: str, lengths: list[int], lora: bool = False, **rough: Any) -> Step:

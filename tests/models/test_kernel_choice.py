@@ -26,30 +26,19 @@ def chosen(model, **options) -> str:
     return plan_settings(model, DistCAConfig(**options), ranks=1, device=CUDA, dtype=torch.bfloat16).kernel
 
 
-def test_it_is_said_which_and_why_not_a_faster_one(hopper, caplog):
-    assert chosen(small_model()) == "torch_varlen"
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    first, third, fourth = record.getMessage().splitlines()
+def test_it_is_said_which_and_why_not_a_faster_one(hopper, caplog, monkeypatch):
+    with caplog.at_level(logging.INFO):
+        assert chosen(small_model(), attention_kernel="torch_varlen") == "torch_varlen"  # named, and so not said
+        assert chosen(small_model()) == "torch_varlen"
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        assert chosen(small_model()) == "torch_varlen"
+    slower, fastest = caplog.records
+    first, third, fourth = slower.getMessage().splitlines()
     assert first == "core attention is computed by kernel 'torch_varlen'; faster here, but not to be had:"
     assert "pip install flash-attn-3" in third
     assert "pip install --pre flash-attn-4" in fourth
-
-
-def test_the_fastest_is_mentioned_in_passing(hopper, caplog, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with caplog.at_level(logging.INFO):
-        assert chosen(small_model()) == "torch_varlen"
-    (record,) = caplog.records
-    assert (record.levelno, record.getMessage()) == (
-        logging.INFO,
-        "core attention is computed by kernel 'torch_varlen'",
-    )
-
-
-def test_a_kernel_that_was_named_is_not_news(hopper, caplog):
-    assert chosen(small_model(), attention_kernel="torch_varlen") == "torch_varlen"
-    assert not caplog.records
+    assert fastest.getMessage() == "core attention is computed by kernel 'torch_varlen'"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO]
 
 
 def test_scores_that_are_capped_need_a_package(hopper):

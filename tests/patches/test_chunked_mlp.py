@@ -2,7 +2,6 @@
 
 import logging
 
-import peft
 import pytest
 from transformers import PreTrainedModel
 
@@ -12,7 +11,7 @@ from hf_distca.patches.chunked_mlp import chunk_mlps
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from tests.dispatch.test_equality import planned_step
+from tests.dispatch.test_equality import Step, assert_same_step, gradients_of, planned_step, with_lora
 from tests.dispatch.test_planned_step import dispatcher_of_all_ranks
 from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
 
@@ -21,58 +20,47 @@ ROWS = 10
 """Of a chunk: no rank's rows are a multiple of it."""
 
 
-def _step(model: PreTrainedModel) -> tuple[float, dict]:
-    loss = model(input_ids=random_documents([47])[0][None], labels=random_documents([47])[0][None]).loss
-    loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+def _model(model_type: str, rows: int, checkpointing: bool | None) -> PreTrainedModel:
+    model = small_model("llama" if model_type == "lora" else model_type, "eager").double().train()
+    if model_type == "lora":
+        model = with_lora(model)
+    if rows:
+        chunk_mlps(model, rows)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    return model
 
 
-def _model(model_type: str, adapter: bool = False) -> PreTrainedModel:
-    model = small_model(model_type, "eager").double().train()
-    if not adapter:
-        return model
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    return peft.get_peft_model(model, config)
+CASES = [("llama", None), ("gemma2", False), ("qwen3", None), ("phi3", True), ("lora", False), ("lora", True)]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3", "phi3", "lora"])
-@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+@pytest.mark.parametrize(("model_type", "checkpointing"), CASES)
 def test_same_loss_and_gradients(model_type, checkpointing):
-    results = []
-    for rows in (0, ROWS):
-        model = _model("llama" if model_type == "lora" else model_type, adapter=model_type == "lora")
-        if rows:
-            chunk_mlps(model, rows)
-        if checkpointing is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-            model.enable_input_require_grads()
-        results.append(_step(model))
-    (loss, grads), (got_loss, got) = results
+    steps = [reference_step(_model(model_type, rows, checkpointing), random_documents([47])) for rows in (0, ROWS)]
+    (loss, grads), (got_loss, got) = steps
     assert got_loss == pytest.approx(loss, rel=1e-12)
     assert got.keys() == grads.keys()
     assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-12
 
 
-def _planned(strategy: str, ping_pong: bool) -> tuple[float, dict]:
+def _planned(checkpointing: bool | None, ping_pong: bool) -> Step:
     dispatcher = dispatcher_of_all_ranks(ping_pong=ping_pong)
     model = small_model().train()
     if ping_pong:
         plan_layers(model)
     chunk_mlps(model, ROWS)
-    if strategy != "plain":
-        model.gradient_checkpointing_enable({"use_reentrant": strategy == "reentrant"})
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
     plan = plan_micro_batch(LENGTHS, dispatcher.settings)
-    loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters()}
+    return planned_step(model, plan, dispatcher, random_documents(LENGTHS)), gradients_of(model)
 
 
-@pytest.mark.parametrize("strategy", ["plain", "checkpoint", "reentrant"])
-@pytest.mark.parametrize("ping_pong", [False, True], ids=["alone", "ping-pong"])
-def test_planned_steps(rank_pools, strategy, ping_pong):
-    loss, grads = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
-    for got_loss, got in rank_pools[2].run(_planned, strategy, ping_pong):
-        assert got_loss == pytest.approx(loss, rel=1e-6)
-        assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
+@pytest.mark.parametrize(("checkpointing", "ping_pong"), [(None, True), (False, False), (True, True)])
+def test_planned_steps(rank_pools, checkpointing, ping_pong):
+    expected = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    for got in rank_pools[2].run(_planned, checkpointing, ping_pong):
+        assert_same_step(got, expected)
 
 
 def test_activations_do_not_grow_with_the_width_of_the_mlp():

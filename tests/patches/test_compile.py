@@ -4,17 +4,15 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.nn import Module
 
-from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.settings import PlanSettings
-from tests.dispatch.test_equality import CHUNK_BYTES, planned_step
-from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.dispatch.test_equality import CHUNK_BYTES, assert_same_step, gradients_of, planned_step
+from tests.dispatch.test_planned_step import dispatcher_of_all_ranks
+from tests.models_and_batches import random_documents, reference_step, small_model
 
 BATCHES = [[40, 7, 33], [24, 30, 25], [50, 41], [12, 13]]
 CORE_ATTENTION = "core attention follows a plan"
@@ -39,10 +37,7 @@ def compile_parts(model: Module, parts: str) -> Module:
 
 def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list[Counter], list[int]]:
     """Of each batch: loss and gradients, why and how often tracing has stopped so far, and how many graphs exist."""
-    settings = PlanSettings(
-        dist.get_world_size(), tokens_per_rank=4096, kinds=small_kinds(), balance_block_size=8, ping_pong=ping_pong
-    )
-    dispatcher = Dispatcher(settings, torch.device("cpu"))
+    dispatcher = dispatcher_of_all_ranks(ping_pong=ping_pong)
     model = small_model().train()
     plan_head(model, CHUNK_BYTES)
     if ping_pong:
@@ -55,8 +50,9 @@ def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list
     found, breaks, graphs = [], [], []
     for lengths in BATCHES:
         model.zero_grad()
-        loss = planned_step(compiled, plan_micro_batch(lengths, settings), dispatcher, random_documents(lengths))
-        found.append((loss, {name: p.grad.clone() for name, p in model.named_parameters()}))
+        plan = plan_micro_batch(lengths, dispatcher.settings)
+        loss = planned_step(compiled, plan, dispatcher, random_documents(lengths))
+        found.append((loss, gradients_of(model)))
         breaks.append(Counter())
         for why, count in counters["graph_break"].items():
             breaks[-1][next((known for known in (CORE_ATTENTION, TURNS, LOGITS) if known in why), why)] += count
@@ -75,10 +71,8 @@ def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list
 )
 def test_core_attention_alone_stays_uncompiled(rank_pools, parts, ping_pong, checkpointing, broken_by):
     ((found, breaks, graphs),) = rank_pools[1].run(_steps, parts, ping_pong, checkpointing)
-    for lengths, (got_loss, got) in zip(BATCHES, found, strict=True):
-        loss, grads = reference_step(small_model(), random_documents(lengths))
-        assert got_loss == pytest.approx(loss, rel=1e-6)
-        assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
+    for lengths, got in zip(BATCHES, found, strict=True):
+        assert_same_step(got, reference_step(small_model(), random_documents(lengths)))
     assert set(breaks[-1]) == broken_by
     # What is traced for one length, and then for any, serves every plan that follows.
     assert graphs[0] > 0

@@ -13,8 +13,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging
 
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.patches.head import adapted_heads, plan_head
-from hf_distca.patches.loss import ChunkedSum, DeferredLogits
+from hf_distca.patches.head import DeferredLogits, adapted_heads, plan_head
+from hf_distca.patches.loss import ChunkedSum
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import cut_rows
@@ -83,21 +83,11 @@ def test_models(name, targets):
     assert_same(model if is_mixture else model.double(), windows, within, num_items_in_batch=targets)
 
 
-FROZEN = {
-    "head": lambda name: "lm_head" not in name,
-    "all but the head": lambda name: "lm_head" in name,
-    "all but the bias": lambda name: name == "lm_head.bias",
+TRAINED = {
+    "all but the head": lambda name: "lm_head" not in name,
+    "the head": lambda name: "lm_head" in name,
+    "the bias of the head": lambda name: name == "lm_head.bias",
 }
-
-
-@pytest.mark.parametrize("frozen", FROZEN)
-def test_frozen(frozen):
-    model = small_model("phi").double()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(FROZEN[frozen](name))
-    assert_same(model)
-
-
 ADAPTERS = {
     "lora": {"target_modules": ["q_proj", "lm_head"]},
     "dora": {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
@@ -106,13 +96,18 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_adapters(adapter):
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **ADAPTERS[adapter])
-    model = peft.get_peft_model(small_model().double(), config)
+@pytest.mark.parametrize("part", [*TRAINED, *ADAPTERS])
+def test_parts_that_are_trained(part):
+    if part in TRAINED:
+        model = small_model("phi").double()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(TRAINED[part](name))
+    else:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **ADAPTERS[part])
+        model = peft.get_peft_model(small_model().double(), config)
     assert_same(model)
-    assert len(adapted_heads(model)) == (adapter != "below the head")
+    assert len(adapted_heads(model)) == (part in ("lora", "dora", "saved"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -139,11 +134,13 @@ def test_many_chunks_add_up_without_rounding_each_time():
     hidden_TD, weight_VD = torch.rand(512, 4).bfloat16(), torch.randn(7, 4).bfloat16()
     chunked = ChunkedSum(torch.randint(7, (512,)), ignore_index=-100, steps=[Tensor.float], rows=1)
     one = replace(chunked, rows=512)
-    (loss, (_, grad_VD, _)), (expected, (_, exact_VD, _)) = (
-        x.with_gradients(hidden_TD.to(dtype), weight_VD.to(dtype), None, (False, True, False))
-        for x, dtype in ((chunked, torch.bfloat16), (replace(one, steps=[]), torch.float64))
-    )
-    assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
+    weights_VD = [weight_VD.to(dtype).requires_grad_() for dtype in (torch.bfloat16, torch.float64)]
+    losses = [
+        x.of_linear(hidden_TD.to(weight_VD.dtype), weight_VD, None)
+        for x, weight_VD in zip((chunked, replace(one, steps=[])), weights_VD, strict=True)
+    ]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=2e-3)
+    (grad_VD,), (exact_VD,) = (torch.autograd.grad(*pair) for pair in zip(losses, weights_VD, strict=True))
     assert relative_error(grad_VD, exact_VD) < 5e-3
 
 
@@ -161,26 +158,13 @@ def test_targets_of_another_index_count_for_nothing(linear):
     assert weight_VD.grad.flatten().tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5])
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(torch.float64, 257.0), (torch.float32, 256.0)])
-def test_autocast_leaves_float64_as_it_is(dtype, expected):
+def test_autocast_leaves_float64_as_it_is():
     """As it does for a linear layer: 257 is none of the numbers of bfloat16."""
-    weight_VD = torch.tensor([[257.0], [0.0]], dtype=dtype)
     chunked = ChunkedSum(torch.tensor([1]), ignore_index=-100, steps=[], rows=1)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = chunked.of_linear(torch.ones(1, 1, dtype=dtype), weight_VD, None)
-    assert loss.item() == expected
-
-
-def test_evaluation():
-    model = small_model("gemma2", **MODELS["gemma2"][1]).eval()
-    batch = batch_of(WINDOW)
-    with torch.no_grad():
-        expected = model(**batch).loss
-        plan_head(model, CHUNK_BYTES)
-        with WholeLogits(VOCABULARY, ROWS) as watched:
-            got = model(**batch).loss
-    assert not watched.shapes
-    torch.testing.assert_close(got, expected)
+    for dtype, expected in ((torch.float64, 257.0), (torch.float32, 256.0)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = chunked.of_linear(torch.ones(1, 1, dtype=dtype), torch.tensor([[257.0], [0.0]], dtype=dtype), None)
+        assert loss.item() == expected
 
 
 @pytest.mark.parametrize("targets", [None, 70], ids=["mean", "sum"])
@@ -197,17 +181,21 @@ def test_rows_without_targets(rows, targets):
         torch.testing.assert_close(got[name], grads[name], rtol=1e-5, atol=1e-8, equal_nan=True)
 
 
-def test_who_reads_logits_gets_them():
+def test_who_reads_logits_gets_them_and_an_evaluation_needs_none():
     model = small_model("gemma2", **MODELS["gemma2"][1])
     batch = batch_of(WINDOW)
-    expected = model(**batch).logits
+    expected = model(**batch)
     plan_head(model, CHUNK_BYTES)
     logits = model(**batch).logits
     assert isinstance(logits, DeferredLogits)
-    assert (logits.shape, logits.dtype, logits.device) == (expected.shape, expected.dtype, expected.device)
-    torch.testing.assert_close(torch.log_softmax(logits, -1), torch.log_softmax(expected, -1))
-    (gradient,) = torch.autograd.grad((logits * 2).exp().sum(), model.lm_head.weight)
-    torch.testing.assert_close(gradient, torch.autograd.grad((expected * 2).exp().sum(), model.lm_head.weight)[0])
+    assert (logits.shape, logits.dtype, logits.device) == (expected.logits.shape, torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(torch.log_softmax(logits, -1), torch.log_softmax(expected.logits, -1))
+    gradients = [torch.autograd.grad((x * 2).exp().sum(), model.lm_head.weight) for x in (logits, expected.logits)]
+    torch.testing.assert_close(*gradients)
+    with torch.no_grad(), WholeLogits(VOCABULARY, ROWS) as watched:
+        evaluated = model.eval()(**batch)
+    assert not watched.shapes
+    torch.testing.assert_close(evaluated.loss, expected.loss)
 
 
 def test_without_labels_or_a_plan_logits_are_a_tensor():
@@ -224,28 +212,26 @@ def test_without_labels_or_a_plan_logits_are_a_tensor():
 def told(monkeypatch) -> list[str]:
     """What is logged once."""
     messages: list[str] = []
-    for name in ("head", "loss"):
-        monkeypatch.setattr(logging.get_logger(f"hf_distca.patches.{name}"), "warning_once", messages.append)
+    monkeypatch.setattr(logging.get_logger("hf_distca.patches.head"), "warning_once", messages.append)
     return messages
 
 
-def test_a_hook_of_the_users_sees_logits(told):
-    model = small_model()
-    plan_head(model, CHUNK_BYTES)
+def test_heads_that_give_all_logits(told):
+    hooked, replaced, wrapped = (small_model() for _ in range(3))
+    wrapped.lm_head = nn.Sequential(wrapped.lm_head)
+    for model in (hooked, replaced, wrapped):
+        plan_head(model, CHUNK_BYTES)
     seen = []
-    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
-    output = model(**batch_of((None,)))
-    assert output.logits is seen[0]
-    assert "the loss is computed from all logits at once: head has a hook of its own" in told[0]
-
-
-def test_a_forward_that_was_replaced(told):
-    model = small_model()
-    plan_head(model, CHUNK_BYTES)
-    forward = model.lm_head.forward
-    model.lm_head.forward = lambda x: forward(x)
-    assert type(model(**batch_of((None,))).logits) is Tensor
-    assert "the forward of the head (Linear) has been replaced" in told[0]
+    hooked.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
+    forward = replaced.lm_head.forward
+    replaced.lm_head.forward = lambda x: forward(x)
+    outputs = [model(**batch_of((None,))).logits for model in (hooked, replaced, wrapped)]
+    assert [type(logits) for logits in outputs] == [Tensor] * 3
+    assert outputs[0] is seen[0]
+    not_linear, hook, other = told
+    assert "its head is Sequential, not a linear layer" in not_linear
+    assert "the loss is computed from all logits at once: head has a hook of its own" in hook
+    assert "the forward of the head (Linear) has been replaced" in other
 
 
 def test_a_model_with_a_fused_loss_of_its_own():
@@ -312,11 +298,3 @@ def test_planning_twice_or_not_at_all():
     plan_head(model, CHUNK_BYTES)
     assert (type(model), type(model.lm_head)) == planned
     assert [str(kind) for kind in planned] == [str(cls), str(nn.Linear)]
-
-
-def test_a_head_that_is_not_linear(told):
-    model = small_model()
-    model.lm_head = nn.Sequential(model.lm_head)
-    plan_head(model, CHUNK_BYTES)
-    assert "its head is Sequential, not a linear layer" in told[0]
-    assert type(model(**batch_of((None,))).logits) is Tensor

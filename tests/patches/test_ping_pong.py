@@ -1,132 +1,116 @@
-"""Ping-pong execution: same loss and gradients, exchanges in the order that hides them, one call of one layer."""
+"""Ping-pong: same loss and gradients, exchanges in the order that hides them, whatever users have around layers."""
 
 from collections import UserDict
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers.modeling_utils
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from transformers import DynamicCache
+from transformers.utils import logging
 
+from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.models.kinds import layers_by_kind
+from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.split import join_results, join_states, split_argument
-from hf_distca.planner.build import plan_placed
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from tests.dispatch.test_equality import cut_rows, planned_step
-from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.dispatch.test_equality import (
+    CHUNK_BYTES,
+    Step,
+    assert_same_step,
+    cut_rows,
+    gradients_of,
+    planned_step,
+    with_lora,
+)
+from tests.models_and_batches import in_stages, random_documents, reference_step, relative_error, small_model
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
 LENGTHS = [120, 7, 90, 33, 64, 1, 48]
-ROWS = [[64, 30, 60], [100, 40, 2, 31, 77]]
-GEMMA = {
+HALF = (sum(LENGTHS) // 2, sum(LENGTHS) // 2 + 1)
+"""Rows of a rank of two."""
+SHARING = {  # the last layers read keys and values that earlier ones made
     "sliding_window": 24,
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 64,
+    "num_kv_shared_layers": 2,
 }
-MODELS = {
-    "llama": ({}, "sdpa"),
-    "qwen3": ({}, "sdpa"),
-    "mistral": ({"sliding_window": 24}, "sdpa"),
-    "gemma2": ({"sliding_window": 24, "query_pre_attn_scalar": 8}, "eager"),
-    "mixtral": ({"num_local_experts": 4}, "sdpa"),
-}
-SHARING = {  # the last layers read keys and values that earlier ones made
-    "gemma3n_text": ({**GEMMA, "num_kv_shared_layers": 2, "laurel_rank": 4}, "sdpa"),
-    "gemma4_text": ({**GEMMA, "num_kv_shared_layers": 2, "global_head_dim": 16}, "sdpa"),
-}
-GLOBAL_HEADS = ({**GEMMA, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}, "sdpa")
 
 
-def _dispatcher(model=None, **options) -> Dispatcher:
-    kinds = small_kinds() if model is None else tuple(layers_by_kind(model))
-    settings = PlanSettings(
-        ranks=dist.get_world_size(), tokens_per_rank=4096, kinds=kinds, balance_block_size=8, ping_pong=True
-    )
+def prepared(model: Any, ping_pong: bool = True, **options: Any) -> Dispatcher:
+    """A dispatcher of all ranks, for a model whose layers take turns."""
+    kinds = tuple(layers_by_kind(model))
+    settings = PlanSettings(dist.get_world_size(), 4096, kinds, balance_block_size=8, ping_pong=ping_pong)
+    if ping_pong:
+        plan_layers(model)
     return Dispatcher(settings, torch.device("cpu"), **options)
 
 
-def _step(model_type, config, fixed, checkpointing, keep_core_attention, keep_received):
-    model = small_model(model_type, **config).train()
-    dispatcher = _dispatcher(model, keep_received=keep_received, keep_core_attention=keep_core_attention)
-    plan_layers(model)
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    if fixed:
-        plan = plan_placed(ROWS, dispatcher.settings)
-        documents = random_documents([length for row in ROWS for length in row])
-    else:
-        plan = plan_micro_batch(LENGTHS, dispatcher.settings)
-        documents = random_documents(LENGTHS)
-    assert len(plan.nano_batches) == 2
-    loss = planned_step(model, plan, dispatcher, documents)
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+def step(model: Any, dispatcher: Dispatcher, stage_rows: int | None = None) -> tuple[Step, BoundPlan]:
+    """Loss and gradients of all ranks, and the plan that they followed."""
+    plan = in_stages(plan_micro_batch(LENGTHS, dispatcher.settings), stage_rows)
+    bound = dispatcher.bind(plan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatcher, "bind", lambda plan: bound)
+        loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
+    grads = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients_of(model).items()}
+    return (loss, grads), bound
 
 
-def _assert_equals_one_process(rank_pools, model_type, config, other, fixed, *options, ranks=2):
-    lengths = [length for row in ROWS for length in row] if fixed else LENGTHS
-    loss, grads = reference_step(small_model(model_type, other, **config), random_documents(lengths))
-    for got_loss, got in rank_pools[ranks].run(_step, model_type, config, fixed, *options):
-        assert got_loss == pytest.approx(loss, rel=1e-6)
-        assert got.keys() == grads.keys()
-        assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
+def batch_of(dispatcher: Dispatcher, lengths: list[int] = LENGTHS) -> dict[str, Any]:
+    """This rank's rows with labels and the bound plan."""
+    plan = plan_micro_batch(lengths, dispatcher.settings)
+    batch = cut_rows(plan, dist.get_rank(), random_documents(lengths))
+    return {**batch, "labels": batch["shift_labels"], "distca_plan": dispatcher.bind(plan)}
 
 
-OPTIONS = {  # checkpointing, keep_core_attention, keep_received
-    "plain": (None, True, False),
-    "keep-received": (None, True, True),
-    "checkpoint": (False, True, False),
-    "checkpoint-recompute": (False, False, True),
-    "reentrant": (True, True, False),
+CASES: dict[str, tuple[str, dict[str, Any], str, bool | None, dict[str, bool]]] = {
+    # Other checkpoints and models take turns in tests/dispatch/test_equality.py and in the survey.
+    "reentrant": ("llama", {}, "sdpa", True, {}),
+    "received rows kept": ("mistral", {"sliding_window": 24}, "sdpa", None, {"keep_received": True}),
+    "recomputed": (
+        *("gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 8}, "eager", False),
+        {"keep_core_attention": False, "keep_received": True},
+    ),
+    "shared keys": ("gemma3n_text", {**SHARING, "laurel_rank": 4}, "sdpa", None, {}),
+    "shared keys, recomputed": (
+        *("gemma3n_text", {**SHARING, "laurel_rank": 4}, "sdpa", False),
+        {"keep_core_attention": False},
+    ),
+    "shared keys of global heads": ("gemma4_text", {**SHARING, "global_head_dim": 16}, "sdpa", False, {}),
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "model_type", "options"),
-    [  # all options in both layouts, each model in both
-        ("joint", "llama", "plain"),
-        ("joint", "qwen3", "keep-received"),
-        ("joint", "mistral", "checkpoint"),
-        ("joint", "gemma2", "checkpoint-recompute"),
-        ("joint", "mixtral", "reentrant"),
-        ("fixed", "llama", "reentrant"),
-        ("fixed", "qwen3", "plain"),
-        ("fixed", "mistral", "keep-received"),
-        ("fixed", "gemma2", "checkpoint"),
-        ("fixed", "mixtral", "checkpoint-recompute"),
-    ],
-)
-def test_equals_one_process(rank_pools, layout, model_type, options):
-    _assert_equals_one_process(rank_pools, model_type, *MODELS[model_type], layout == "fixed", *OPTIONS[options])
+def _step(model_type: str, config: dict[str, Any], checkpointing: bool | None, options: dict[str, bool]) -> Step:
+    model = small_model(model_type, **config).train()
+    dispatcher = prepared(model, **options)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    done, bound = step(model, dispatcher)
+    assert bound.ran.layers_in_turns == bound.ran.layers > 0
+    return done
 
 
-@pytest.mark.parametrize("model_type", SHARING)
-@pytest.mark.parametrize(("checkpointing", "keep_core_attention"), [(None, True), (False, True), (False, False)])
-def test_layers_that_share_keys_and_values(rank_pools, model_type, checkpointing, keep_core_attention):
-    options = (False, checkpointing, keep_core_attention, False)
-    _assert_equals_one_process(rank_pools, model_type, *SHARING[model_type], *options)
-
-
-@pytest.mark.parametrize("checkpointing", [None, False, True])
-def test_layers_with_heads_of_their_own(rank_pools, checkpointing):
-    """Float32 itself is 1.3e-5 off for this model: planned gradients may be twice as far from those in float64."""
-    config, other = GLOBAL_HEADS
-    documents = random_documents([length for row in ROWS for length in row])
-    model = small_model("gemma4_text", other, **config)
-    loss, stock = reference_step(model, documents)
-    _, exact = reference_step(model.double(), documents)
-    stock_error = max(relative_error(stock[name], exact[name]) for name in exact)
-    for got_loss, got in rank_pools[2].run(_step, "gemma4_text", config, True, checkpointing, True, False):
-        assert got_loss == pytest.approx(loss, rel=1e-6)
-        assert max(relative_error(got[name], exact[name]) for name in exact) < 2 * stock_error
-
-
-def test_three_ranks(rank_pools):
-    _assert_equals_one_process(rank_pools, "llama", {}, "sdpa", False, *OPTIONS["plain"], ranks=3)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_one_process(rank_pools, case):
+    model_type, config, other, *options = CASES[case]
+    expected = reference_step(small_model(model_type, other, **config), random_documents(LENGTHS))
+    for got in rank_pools[2].run(_step, model_type, config, *options):
+        assert_same_step(got, expected)
 
 
 class RecordedBuffer:
@@ -153,15 +137,12 @@ class RecordedBuffer:
         return self._buffer.wait()
 
 
-def _events(checkpointing: bool, keep: bool) -> tuple[list[str], list[str]]:
-    """What happened in one step of one layer whose K/V rows move only, and what its schedules say."""
-    dispatcher = _dispatcher(keep_core_attention=keep)
+def _events(checkpointing: bool, keep: bool) -> list[str]:
+    """What happened in one step of one layer whose K/V rows alone move."""
     model = small_model(num_hidden_layers=1).train()
-    plan_layers(model)
+    dispatcher = prepared(model, keep_core_attention=keep)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # One document over both ranks in each nano-batch: rank 1 needs the K/V rows of rank 0.
-    plan = plan_micro_batch([128, 128], dispatcher.settings)
     events: list[str] = []
     exchange, kernel = dispatcher.exchange, dispatcher.kernel
     buffer_of, forward, backward = exchange.buffer, kernel.forward, kernel.backward
@@ -173,35 +154,10 @@ def _events(checkpointing: bool, keep: bool) -> tuple[list[str], list[str]]:
     exchange.buffer = recorded_buffer
     kernel.forward = lambda *args: events.append("compute") or forward(*args)
     kernel.backward = lambda *args: events.append("compute") or backward(*args)
-    documents = random_documents([128, 128])
-    batch = cut_rows(plan, dist.get_rank(), documents)
-    bound = dispatcher.bind(plan)
-    loss = model(**batch, labels=batch["shift_labels"], distca_plan=bound).loss
+    # One document over both ranks in each nano-batch: rank 1 needs the K/V rows of rank 0.
+    loss = model(**batch_of(dispatcher, [128, 128])).loss
     events.append("backward")
     loss.backward()
-    (first,), (second,) = (nano.routes.values() for nano in bound.nano_batches)
-    planned = _in_turns([(0, first, first.forward), (1, second, second.forward)])
-    planned += ["backward"]
-    planned += _in_turns([(1, second, second.backward["nothing"]), (0, first, first.backward["nothing"])])
-    return events, planned
-
-
-def _in_turns(schedules) -> list[str]:
-    """What schedules say when one runs up to its pause, then the other."""
-    events: list[str] = []
-    left = [(index, routes, list(schedule)) for index, routes, schedule in schedules]
-    while any(phases for _, _, phases in left):
-        for index, routes, phases in left:
-            while phases:
-                phase = phases.pop(0)
-                for verb, transfers in (("wait", phase.wait), ("send", phase.send)):
-                    if verb == "send":
-                        events += ["compute"] * len(phase.run)
-                    for transfer in transfers:
-                        if (routes.queries if transfer.rows == "queries" else routes.keys[0]).crossing:
-                            events.append(f"{verb} {transfer.rows}{' back' if transfer.back else ''} of {index}")
-                if phase.pause:
-                    break
     return events
 
 
@@ -218,161 +174,359 @@ def test_order_of_exchanges(rank_pools):
     plain, kept, recomputed = (
         rank_pools[2].run(_events, *options) for options in ((False, True), (True, True), (True, False))
     )
-    for events, planned in plain:
-        assert events == planned
-    for events, _ in (*plain, *kept):
+    for events in (*plain, *kept):
         assert [event for event in events if event != "compute"] == EXCHANGES
     # Local tasks of both nano-batches come when both exchanges have started.
-    forward = plain[1][0][: plain[1][0].index("backward")]
+    forward = plain[1][: plain[1].index("backward")]
     sent, waited = (["send keys of 0", "send keys of 1"], ["wait keys of 0", "compute", "wait keys of 1", "compute"])
     assert forward == [*sent, "compute", "compute", *waited]
     # Recomputing costs an exchange of each nano-batch, and the forward's kernel calls.
     before, after = (
         [sum(event.startswith(name) for event in events) for name in ("send", "compute")]
-        for events in (kept[0][0], recomputed[0][0])
+        for events in (kept[0], recomputed[0])
     )
-    computed = kept[0][0][: kept[0][0].index("backward")].count("compute")
+    computed = kept[0][: kept[0].index("backward")].count("compute")
     assert after == [before[0] + 2, before[1] + computed]
 
 
 def _recorded() -> tuple[dict, dict]:
     """The phases that were recorded of one step of two layers, and those of the schedules, by core attention."""
-    dispatcher = _dispatcher()
     model = small_model().train()
-    plan_layers(model)
-    documents = random_documents(LENGTHS)
-    plan = plan_micro_batch(LENGTHS, dispatcher.settings)
-    batch = cut_rows(plan, dist.get_rank(), documents)
-    bound = dispatcher.bind(plan)
+    dispatcher = prepared(model)
+    batch = batch_of(dispatcher)
     recording = dispatcher.recorder.listen()
-    model(**batch, labels=batch["shift_labels"], distca_plan=bound).loss.backward()
-    recorded: dict = {}
+    model(**batch).loss.backward()
     spans = recording.take()
-    for span in spans:
-        if span.kind == "phase":
-            recorded.setdefault(tuple(span.work), []).append(span.part)
-        else:  # kernel calls and waits lie within a phase of their core attention
-            assert any(
-                phase.kind == "phase"
-                and phase.work == span.work
-                and phase.begin <= span.begin <= span.end <= phase.end
-                for phase in spans
-            )
+    phases = [span for span in spans if span.kind == "phase"]
+    recorded: dict = {}
+    for phase in phases:
+        recorded.setdefault(tuple(phase.work), []).append(phase.part)
+    for span in spans:  # kernel calls and waits lie within a phase of their core attention
+        assert any(each.work == span.work and each.begin <= span.begin <= span.end <= each.end for each in phases)
     planned = {}
-    for nano in bound.nano_batches:
-        ((_, routes),) = nano.routes.items()
+    for nano in batch["distca_plan"].nano_batches:
+        (routes,) = nano.routes.values()
         for layer in range(model.config.num_hidden_layers):
             planned[layer, nano.index, "forward"] = [phase.name for phase in routes.forward]
             planned[layer, nano.index, "backward"] = [phase.name for phase in routes.backward["nothing"]]
     return recorded, planned
 
 
-def test_every_phase_of_every_layer_is_recorded(rank_pools):
+def test_every_phase_of_every_layer_is_carried_out_and_recorded(rank_pools):
     for recorded, planned in rank_pools[2].run(_recorded):
         assert recorded == planned
 
 
-def _seen_from_outside(ping_pong: bool) -> dict:
-    dispatcher = _dispatcher()
-    model = small_model("mixtral", num_local_experts=4, output_router_logits=True).train()
+def _seen_from_outside(ping_pong: bool) -> tuple[list, dict[str, Any]]:
+    planned, model = (small_model("mixtral", num_local_experts=4, output_router_logits=True) for _ in range(2))
+    dispatcher = prepared(planned)
+    model = planned if ping_pong else model
     calls = []
-    if ping_pong:
-        plan_layers(model)
     model.model.layers[0].register_forward_hook(lambda module, args, output: calls.append(list(output.shape)))
-    plan = plan_micro_batch(LENGTHS, dispatcher.settings)
-    batch = cut_rows(plan, dist.get_rank(), random_documents(LENGTHS))
-    output = model(**batch, labels=batch["shift_labels"], distca_plan=dispatcher.bind(plan), output_hidden_states=True)
+    output = model(**batch_of(dispatcher), output_hidden_states=True)
     output.loss.backward()
-    return {
-        "calls": calls,
-        "router_logits": [logits.detach() for logits in output.router_logits],
-        "hidden_states": [states.detach() for states in output.hidden_states],
-        "aux_loss": output.aux_loss.item(),
-        "gate": model.model.layers[0].mlp.gate.weight.grad,
-    }
+    gate = model.model.layers[0].mlp.gate.weight.grad
+    seen = {"router": output.router_logits, "hidden": output.hidden_states, "loss": output.aux_loss, "gate": gate}
+    return calls, torch.utils._pytree.tree_map(torch.Tensor.detach, seen)
 
 
 def test_routers_hidden_states_and_hooks_see_what_they_see_without(rank_pools):
-    plain, in_turns = (rank_pools[2].run(_seen_from_outside, ping_pong)[0] for ping_pong in (False, True))
-    assert in_turns["calls"] == plain["calls"]
-    assert in_turns["aux_loss"] == pytest.approx(plain["aux_loss"], rel=1e-6)
-    torch.testing.assert_close(in_turns["gate"], plain["gate"], rtol=1e-4, atol=1e-6)
-    for key in ("router_logits", "hidden_states"):
-        assert len(in_turns[key]) == len(plain[key])
-        for got, expected in zip(in_turns[key], plain[key], strict=True):
-            torch.testing.assert_close(got, expected)
+    (calls, plain), (calls_in_turns, in_turns) = (
+        rank_pools[2].run(_seen_from_outside, ping_pong)[0] for ping_pong in (False, True)
+    )
+    assert calls_in_turns == calls
+    torch.testing.assert_close(in_turns, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_layers_keep_their_name_and_stock_behaviour():
-    model, plain = small_model(), small_model(implementation="sdpa")
-    (subclass,) = plan_layers(model)
-    assert subclass.__name__ == "LlamaDecoderLayer"
-    assert plan_layers(model) == [subclass]  # once is enough
-    tokens = torch.arange(3, 15)[None]
-    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
+# The state of the thread
 
 
-def test_arguments_are_split_by_shape():
-    sizes = (2, 4)
-    hidden = torch.arange(12).view(1, 6, 2)
-    first, second = split_argument("hidden_states", hidden, sizes)
-    assert first.tolist() == [[[0, 1], [2, 3]]]
-    assert second.tolist() == [[[4, 5], [6, 7], [8, 9], [10, 11]]]
-    assert [part.tolist() for part in split_argument("cache_position", torch.arange(6), sizes)] == [
-        [0, 1],
-        [2, 3, 4, 5],
-    ]
-    (cos, sin), _ = split_argument("position_embeddings", (hidden, -hidden), sizes)
-    assert (cos.shape, sin.shape) == ((1, 2, 2), (1, 2, 2))
-    assert split_argument("per_type", {"full": hidden}, sizes)[1]["full"].shape == (1, 4, 2)
+@contextmanager
+def _default_dtype(dtype: torch.dtype = torch.float64):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+CONTEXTS = {
+    "none": nullcontext,
+    "autocast": lambda: torch.autocast("cpu", enabled=False),
+    "other dtype": lambda: torch.autocast("cpu", torch.float16),
+    "no gradients": torch.no_grad,
+    "default dtype": _default_dtype,
+}
+"""What a model might have around its attention."""
+
+
+def thread_state() -> tuple[str, ...]:
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return tuple(map(str, (*autocast, torch.is_grad_enabled(), torch.get_default_dtype())))
+
+
+def _seen_by_linear_layers(ping_pong: bool, context: str) -> dict[str, list]:
+    """The thread's state and the dtype of the result in each call of each linear layer, and after the model."""
+    model = small_model(num_hidden_layers=2).train()
+    dispatcher = prepared(model, ping_pong)
+    seen: dict[str, list] = {}
+
+    def watched(name, forward):
+        def call(x):
+            result = forward(x)
+            seen.setdefault(name, []).append((str(result.dtype), *thread_state()))
+            return result
+
+        return call
+
+    def surrounded(forward):
+        def call(*args, **kwargs):
+            with CONTEXTS[context]():
+                return forward(*args, **kwargs)
+
+        return call
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.forward = watched(name, module.forward)
+        if name.endswith("layers.0.self_attn"):
+            module.forward = surrounded(module.forward)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch_of(dispatcher)).loss
+        seen["after the model"] = [thread_state()]
+    loss.backward()
+    return seen
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_both_nano_batches_and_what_follows_see_the_thread_as_without_ping_pong(rank_pools, context):
+    (plain, _), (in_turns, _) = (rank_pools[2].run(_seen_by_linear_layers, ping_pong, context) for ping_pong in (0, 1))
+    assert len(plain) == 16
+    for name, calls in plain.items():
+        assert len(calls) == 1
+        assert in_turns[name] == calls * (2 if name.startswith("model.") else 1), name
+
+
+def _model(lora: bool, implementation: str = "distca") -> Any:
+    model = small_model(implementation=implementation).train()
+    return with_lora(model) if lora else model
+
+
+def _step_under_autocast(checkpointing: bool | None, lora: bool) -> tuple[Step, set[bool]]:
+    model = _model(lora)
+    dispatcher = prepared(model)
+    plan_head(model, CHUNK_BYTES)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    autocast: set[bool] = set()  # what the kernel finds
+    kernel = dispatcher.kernel
+    forward, backward = kernel.forward, kernel.backward
+    kernel.forward = lambda *args: autocast.add(torch.is_autocast_enabled("cpu")) or forward(*args)
+    kernel.backward = lambda *args: autocast.add(torch.is_autocast_enabled("cpu")) or backward(*args)
+    with torch.autocast("cpu", torch.bfloat16):
+        return step(model, dispatcher, stage_rows=30)[0], autocast
+
+
+@pytest.mark.parametrize(("checkpointing", "lora"), [(None, False), (False, True), (True, True)])
+def test_bfloat16_autocast(rank_pools, checkpointing, lora):
+    exact_loss, exact = reference_step(_model(lora, "sdpa"), random_documents(LENGTHS))
+    with torch.autocast("cpu", torch.bfloat16):
+        stock_loss, stock = reference_step(_model(lora, "sdpa"), random_documents(LENGTHS))
+    for (got_loss, got), autocast in rank_pools[2].run(_step_under_autocast, checkpointing, lora):
+        assert autocast == {False}
+        assert abs(got_loss - exact_loss) < 2 * abs(stock_loss - exact_loss) + 1e-3
+        assert got.keys() == exact.keys()
+        for name in exact:
+            assert relative_error(got[name], exact[name]) < 2 * relative_error(stock[name], exact[name]) + 1e-2, name
+
+
+# Checkpoints and hooks
+
+
+def _wrap_layers(model, wrapper) -> None:
+    layers = list(model.model.layers)
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: any(module is layer for layer in layers)
+    )
+
+
+CHECKPOINTS = {
+    "transformers": lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}),
+    "transformers reentrant": lambda model: model.gradient_checkpointing_enable({"use_reentrant": True}),
+    "fsdp": lambda model: _wrap_layers(model, checkpoint_wrapper),
+    "fsdp reentrant": lambda model: _wrap_layers(
+        model, lambda layer: checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.REENTRANT)
+    ),
+    "fsdp offloaded": lambda model: _wrap_layers(model, lambda layer: offload_wrapper(checkpoint_wrapper(layer))),
+}
+if hasattr(transformers.modeling_utils, "save_on_cpu"):  # from 5.23 on
+    CHECKPOINTS["transformers offloaded"] = lambda model: model.activation_checkpointing_enable(offload=True)
+"""Ways to checkpoint every decoder layer; "fsdp" is what accelerate does for fsdp_activation_checkpointing."""
+
+
+class _OffloadingHooks(torch.autograd.graph.saved_tensors_hooks):
+    """Stands in for save_on_cpu: there is no pinned memory without a GPU."""
+
+    shapes: list[tuple[int, ...]]
+
+    def __init__(self, pin_memory: bool, device_type: str = "cuda") -> None:
+        super().__init__(lambda x: self.shapes.append(tuple(x.shape)) or x.clone(), lambda x: x)
+
+
+def _checkpointed(way: str, ping_pong: bool, keep: bool) -> tuple[Step, int, list[tuple[int, ...]]]:
+    """A step, the kernel calls of its forwards, and the shapes of what it offloaded."""
+    model = small_model().train()
+    dispatcher = prepared(model, ping_pong, keep_core_attention=keep)
+    plan_head(model, CHUNK_BYTES)
+    CHECKPOINTS[way](model)
+    calls: list[int] = []
+    forward = dispatcher.kernel.forward
+    dispatcher.kernel.forward = lambda *args: calls.append(1) or forward(*args)
+    _OffloadingHooks.shapes = []
+    if "offloaded" in way:
+        torch.distributed.algorithms._checkpoint.checkpoint_wrapper.save_on_cpu = _OffloadingHooks
+        transformers.modeling_utils.save_on_cpu = _OffloadingHooks
+    done, bound = step(model, dispatcher)
+    assert len(bound.kept_results) == 0
+    computed = len(calls)
+    with torch.no_grad():
+        model.eval()(**batch_of(dispatcher))
+    assert len(bound.kept_results) == 0  # an evaluation keeps nothing
+    return done, computed, _OffloadingHooks.shapes
+
+
+@pytest.mark.parametrize("ping_pong", [False, True], ids=["plain", "ping-pong"])
+@pytest.mark.parametrize("way", CHECKPOINTS)
+def test_core_attention_is_computed_once_whatever_checkpoints_the_layer(rank_pools, way, ping_pong):
+    expected = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    once, twice = (rank_pools[2].run(_checkpointed, way, ping_pong, keep) for keep in (True, False))
+    for (kept, calls, offloaded), (recomputed, all_calls, others) in zip(once, twice, strict=True):
+        assert_same_step(kept, expected)
+        assert_same_step(recomputed, expected)
+        assert 2 * calls == all_calls
+        if "offloaded" in way:  # what is kept is offloaded with the checkpoint
+            results = [shape for shape in offloaded if shape not in others]
+            # O [rows, 4 heads, 8] and log-sum-exp [rows, 4] of 2 layers, of all rows or of those of either nano-batch.
+            assert len(results) == 2 * 2 * (1 + ping_pong)
+            assert {shape[1:] for shape in results} == {(4, 8), (4,)}
+            assert sum(shape[0] for shape in results if len(shape) == 3) // 2 in HALF
+
+
+def _attending_twice() -> list[Step]:
+    """Steps of DiffLlama: either kind of checkpoint, with received rows kept or not."""
+    steps = []
+    for reentrant, keep_received in ((False, False), (False, True), (True, False), (True, True)):
+        model = small_model("diffllama").train()
+        dispatcher = prepared(model, keep_received=keep_received)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        steps.append(step(model, dispatcher)[0])
+    return steps
+
+
+def test_a_module_that_attends_twice_in_a_checkpoint(rank_pools):
+    loss, grads = reference_step(small_model("diffllama", "eager"), random_documents(LENGTHS))
+    largest = max(grad.abs().max() for grad in grads.values())
+    for steps in rank_pools[2].run(_attending_twice):
+        for got_loss, got in steps:
+            assert got_loss == pytest.approx(loss, rel=1e-6)
+            for name, grad in grads.items():
+                assert (got[name] - grad).abs().max() < 1e-5 * max(grad.abs().max(), 0.1 * largest), name
+
+
+def _errors() -> tuple[str, str]:
+    """Of a model that changes a kept result in place, and of a checkpoint around the attention alone."""
+    changing = small_model().train()
+    changing.gradient_checkpointing_enable({"use_reentrant": False})
+    projection = changing.model.layers[1].self_attn.o_proj
+    forward = projection.forward
+    projection.forward = lambda x: forward(x.mul_(2))
+    inside = small_model().train()
+    for layer in inside.model.layers:
+        layer.self_attn = checkpoint_wrapper(layer.self_attn)
+    errors = []
+    for model, kind in ((changing, RuntimeError), (inside, ValueError)):
+        with pytest.raises(kind) as raised:
+            step(model, prepared(model))
+        errors.append(str(raised.value))
+    return errors[0], errors[1]
+
+
+def test_changed_results_and_checkpoints_inside_a_layer_are_refused(rank_pools):
+    for changed, inside in rank_pools[2].run(_errors):
+        assert "being modified inplace" in changed
+        assert "ping-pong cannot pause inside it; put it around the whole layer" in inside
+
+
+def _with_a_hook_on_one_rank() -> tuple[Step, list[int], list[str]]:
+    model = small_model().train()
+    dispatcher = prepared(model)
+    told: list[str] = []
+    logging.get_logger("hf_distca.patches.layers").warning_once = told.append
+    shapes: list[int] = []
+    if dist.get_rank() == 1:
+        model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: shapes.append(output.shape[1]))
+    done, bound = step(model, dispatcher)
+    return done, [bound.ran.layers, bound.ran.layers_in_turns, *shapes], told
+
+
+def test_ranks_stay_in_step_where_only_one_has_a_hook_inside_a_layer(rank_pools):
+    expected = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    (got, free, nothing), (got_hooked, hooked, told) = rank_pools[2].run(_with_a_hook_on_one_rank)
+    assert_same_step(got, expected)
+    assert_same_step(got_hooked, expected)
+    assert (free, nothing) == ([2, 2], [])
+    assert hooked[:2] == [2, 1]
+    assert hooked[2] in HALF  # all rows of the rank, once
+    (message,) = told
+    assert "ping-pong is off in every LlamaDecoderLayer, because a module inside has a hook" in message
+    assert "_with_a_hook_on_one_rank.<locals>.<lambda> on mlp (LlamaMLP)" in message
+
+
+# Arguments of a layer
+
+
+def test_arguments_are_split_by_shape_and_results_joined():
+    sizes, hidden = (2, 4), torch.arange(12).view(1, 6, 2)
+    stacked, masked, positions = torch.arange(72).view(4, 1, 6, 3), hidden[None, :, :, :1], torch.arange(6)
+    argument = {"full": (hidden, [-hidden]), "stacked": stacked, "mask": masked, "positions": positions}
+    parts = split_argument("x", argument, sizes)
+    assert parts[0]["full"][0].tolist() == [[[0, 1], [2, 3]]]
+    assert [list(part["stacked"].shape) for part in parts] == [[4, 1, 2, 3], [4, 1, 4, 3]]
+    assert parts[1]["mask"].shape == (1, 1, 4, 1)
+    for key in ("full", "stacked", "positions"):
+        joined = join_results("x", tuple(part[key] for part in parts), sizes)
+        torch.testing.assert_close(joined, argument[key], rtol=0, atol=0)
     assert split_argument("use_cache", False, sizes) == (False, False)
     assert split_argument("num_items_in_batch", torch.tensor(5), sizes) == (5, 5)
-
-
-def test_gradients_of_nano_batches_are_joined_in_one_copy():
-    hidden = torch.zeros(1, 6, 2, requires_grad=True)
-    first, second = split_argument("hidden_states", hidden, (2, 4))
-    assert type(first.grad_fn).__name__ == type(second.grad_fn).__name__ == "SplitWithSizesBackward0"
-
-
-@pytest.mark.parametrize(
-    ("value", "described"),
-    [
-        (torch.zeros(1, 1, 6, 6), r"a tensor of shape \[1, 1, 6, 6\]"),
-        (torch.zeros(2, 6), r"a tensor of shape \[2, 6\]"),
-        (torch.zeros(3), r"a tensor of shape \[3\]"),
-        (object(), "object"),
-    ],
-)
-def test_argument_that_cannot_be_split(value, described):
-    with pytest.raises(ValueError, match=rf"layer's memory \({described}\).*set ping_pong=False"):
-        split_argument("memory", value, (2, 4))
-
-
-def test_stacked_hidden_states():
-    whole = torch.arange(4 * 6 * 3).view(4, 1, 6, 3)
-    parts = split_argument("x", whole, (2, 4))
-    assert [list(part.shape) for part in parts] == [[4, 1, 2, 3], [4, 1, 4, 3]]
-    assert torch.equal(parts[1], whole[:, :, 2:])
-    assert torch.equal(join_results("x", parts, (2, 4)), whole)
+    # The backward joins gradients in one copy.
+    first, _ = split_argument("hidden_states", torch.zeros(1, 6, 2, requires_grad=True), sizes)
+    assert type(first.grad_fn).__name__ == "SplitWithSizesBackward0"
 
 
 def test_states_that_layers_leave_to_later_ones():
     whole = UserDict({"old": (torch.arange(6).view(1, 1, 6, 1),)})
     first, second = split_argument("x", whole, (2, 4))
     assert second["old"][0].flatten().tolist() == [2, 3, 4, 5]
-    first["new"] = (torch.zeros(1, 1, 2, 1), torch.ones(1, 1, 2, 1))
-    second["new"] = (torch.ones(1, 1, 4, 1), torch.zeros(1, 1, 4, 1))
+    first["new"], second["new"] = (torch.zeros(1, 1, 2, 1),), (torch.ones(1, 1, 4, 1),)
     join_states(whole, (first, second))
-    assert [state.flatten().tolist() for state in whole["new"]] == [[0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]]
+    assert whole["new"][0].flatten().tolist() == [0, 0, 1, 1, 1, 1]
     assert list(whole) == ["old", "new"]
 
 
-def test_cache():
-    with pytest.raises(ValueError, match=r"cannot use cached keys and values; set model\.config\.use_cache = False"):
-        split_argument("past_key_values", DynamicCache(), (2, 4))
-
-
-def test_output_that_cannot_be_joined():
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.zeros(1, 1, 6, 6), r"layer's memory \(a tensor of shape \[1, 1, 6, 6\]\).*set ping_pong=False"),
+        (torch.zeros(2, 6), r"a tensor of shape \[2, 6\]"),
+        (torch.zeros(3), r"a tensor of shape \[3\]"),
+        (object(), r"\(object\)"),
+        (DynamicCache(), r"cannot use cached keys and values; set model\.config\.use_cache = False"),
+    ],
+)
+def test_what_cannot_be_split_or_joined(value, message):
+    with pytest.raises(ValueError, match=message):
+        split_argument("memory", value, (2, 4))
     with pytest.raises(ValueError, match=r"cannot join the decoder layer's output.*got float; set"):
         join_results("output", (1.0, 2.0), (2, 4))

@@ -52,24 +52,16 @@ def test_batches(model_type, other, config, padding):
     torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_generate_with_cache(padded):
-    model, reference = pair(use_cache=True)
-    tokens = torch.arange(3, 15).view(2, 6)
-    mask = torch.ones_like(tokens)
-    if padded:
-        mask[0, :3] = 0
-    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask}
-    assert torch.equal(model.generate(tokens, **options), reference.generate(tokens, **options))
-
-
 @pytest.mark.parametrize(("model_type", "config"), [("llama", {}), ("doge", {}), ("gemma4_text", GEMMA)])
-def test_single_row_generate_and_static_cache(model_type, config):
+def test_generate(model_type, config):
     model, reference = pair(model_type, use_cache=True, **config)
-    tokens = torch.arange(3, 9)[None]
-    for options in ({}, {"cache_implementation": "static"}):
-        got = model.generate(tokens, max_new_tokens=5, do_sample=False, **options)
-        assert torch.equal(got, reference.generate(tokens, max_new_tokens=5, do_sample=False, **options))
+    row, rows = torch.arange(3, 9)[None], torch.arange(3, 15).view(2, 6)
+    mask = torch.ones_like(rows)
+    mask[0, :3] = 0
+    given = [(row, {}), (row, {"cache_implementation": "static"})]
+    for tokens, options in [*given, (rows, {"attention_mask": mask})] if model_type == "llama" else given:
+        options = {"max_new_tokens": 5, "do_sample": False, **options}
+        assert torch.equal(model.generate(tokens, **options), reference.generate(tokens, **options))
 
 
 def test_prefill_in_two_parts():
@@ -101,19 +93,19 @@ def test_training_gradients():
         torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 5])
-def test_logits_of_the_last_rows(kept):
-    model, reference = pair("gemma4_text", **GEMMA)
-    tokens = torch.arange(3, 15)[None]
-    with torch.no_grad():
-        got, expected = (each(tokens, logits_to_keep=kept).logits for each in (model, reference))
-    torch.testing.assert_close(got, expected)
+def test_logits_of_the_last_rows():
+    tokens, models = torch.arange(3, 15)[None], pair("gemma4_text", **GEMMA)
+    for kept in (0, 1, 5):
+        with torch.no_grad():
+            got, expected = (each(tokens, logits_to_keep=kept).logits for each in models)
+        torch.testing.assert_close(got, expected)
 
 
 def test_mask_is_made_only_where_it_is_needed():
     assert isinstance(distca_mask(1, 5, 5), DeferredMask)
     assert not isinstance(distca_mask(2, 5, 5), DeferredMask)
     assert not isinstance(distca_mask(1, 5, 9, q_offset=4), DeferredMask)
+    assert not isinstance(distca_mask(1, 5, 5, q_offset=4), DeferredMask)
     padding = torch.tensor([[False, True, True]])
     assert distca_mask(1, 3, 3, attention_mask=padding).tolist() == [
         [[[False, False, False], [False, True, False], [False, True, True]]]

@@ -14,7 +14,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes.make import make_routes
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links, Tasks
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.walk import walk_layer
+from hf_distca.planner.walk import LayerClocks
 
 NOWHERE = np.zeros((2, 2, 2), np.int64)
 
@@ -50,7 +50,7 @@ def walk(nano_batches, direction="forward", before: float = 0.0, after: float = 
     kernel = KernelCost(0, 0, 0, 1.0 if direction == "forward" else 2.0)
     links = Links(LinkCost(0.0, bandwidth), LinkCost(0.0, bandwidth))
     parts = ([np.full(2, seconds)] * len(nano_batches) for seconds in (before, after))
-    return walk_layer(nano_batches, kernel, *parts, links, direction)
+    return LayerClocks(nano_batches, kernel, *parts, links, direction).walked()
 
 
 def test_without_an_exchange_the_slowest_rank_is_the_step():
@@ -102,7 +102,7 @@ def test_ranks_that_share_no_documents_do_not_wait_for_each_other(connected, bus
     )
     before, after = np.array([2.0, 2, 7, 7]), np.zeros(4)
     links = Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf), busy=busy)
-    walked = walk_layer([plan], KernelCost(0, 0, 0, 1.0), [before], [after], links, "forward")
+    walked = LayerClocks([plan], KernelCost(0, 0, 0, 1.0), [before], [after], links, "forward").walked()
     assert walked.seconds == pytest.approx(seconds)
 
 

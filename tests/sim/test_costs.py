@@ -13,16 +13,18 @@ def tasks(*calls: tuple[float, float, float]) -> Tasks:
     return Tasks(rows, keys, pairs, np.ones(len(calls)))
 
 
-def test_seconds_of_a_call():
+def costs(found: KernelCost) -> list[float]:
+    return list(vars(found).values())
+
+
+def test_seconds_of_a_call_are_found_again():
     cost = KernelCost(call=1.0, row=0.5, key=0.25, pair=0.125)
     assert cost.seconds(tasks((2, 4, 8), (0, 0, 0))).tolist() == [4.0, 1.0]
-
-
-def test_costs_are_found_again():
     calls = tasks((128, 128, 8e3), (128, 4096, 5e5), (4096, 4096, 8e6), (2048, 8192, 1.5e7), (64, 64, 2e3))
     cost = KernelCost(2e-5, 1e-8, 3e-9, 1e-11)
-    found = KernelCost.fitted(calls, cost.seconds(calls))
-    assert list(vars(found).values()) == pytest.approx(list(vars(cost).values()), rel=1e-6)
+    assert costs(KernelCost.fitted(calls, cost.seconds(calls))) == pytest.approx(costs(cost), rel=1e-6)
+    # No cost is negative.
+    assert min(costs(KernelCost.fitted(tasks((1, 1, 1), (2, 2, 4), (3, 3, 9)), np.array([1.0, 1.0, 0.5])))) >= 0
 
 
 def test_weights_say_which_calls_count():
@@ -32,13 +34,7 @@ def test_weights_say_which_calls_count():
         assert found[index] == pytest.approx(times[index])
         assert found[1 - index] != pytest.approx(times[1 - index])
     # (r - 1)² + 4 (2r / 4 - 1)² is least at 1.5: 0.5. The best cost of a call, 1.6, misses by 1.8.
-    assert list(vars(KernelCost.fitted(calls, times, np.array([1.0, 4.0]))).values()) == pytest.approx([0, 1.5, 0, 0])
-
-
-def test_no_cost_is_negative():
-    calls = tasks((1, 1, 1), (2, 2, 4), (3, 3, 9))
-    found = KernelCost.fitted(calls, np.array([1.0, 1.0, 0.5]))
-    assert min(vars(found).values()) >= 0
+    assert costs(KernelCost.fitted(calls, times, np.array([1.0, 4.0]))) == pytest.approx([0, 1.5, 0, 0])
 
 
 def test_other_heads():
@@ -49,40 +45,32 @@ def test_other_heads():
 
 
 def test_a_link():
-    link = LinkCost(latency=1.0, bandwidth=10.0)
-    assert link.seconds(np.array([0.0, 10.0, 40.0])).tolist() == [0.0, 2.0, 5.0]
+    assert LinkCost(latency=1.0, bandwidth=10.0).seconds(np.array([0.0, 10.0, 40.0])).tolist() == [0.0, 2.0, 5.0]
     found = LinkCost.fitted(np.array([10.0, 40.0, 100.0]), np.array([2.0, 5.0, 11.0]))
     assert (found.latency, found.bandwidth) == pytest.approx((1.0, 10.0))
     assert LinkCost.fitted(np.array([10.0, 20.0]), np.array([1.0, 0.5])).bandwidth == np.inf
 
 
-def test_accuracy():
+def test_accuracy_on_what_lies_between_what_is_fitted_to():
+    assert held_out(8) == ([0, 2, 3, 5, 6, 7], [1, 4])
     found = Accuracy.of(np.array([1.0, 2.0, 6.0]), np.array([2.0, 2.0, 5.0]))
     assert (found.r2, found.worst_ratio, found.count) == (pytest.approx(1 - 2 / 6), 2.0, 3)
     assert Accuracy.of(np.array([6.0, 2.0]), np.array([2.0, 4.0])).worst_ratio == 3.0
     assert Accuracy.of(np.array([2.0, 2.0]), np.array([2.0, 2.0])) == Accuracy(1.0, 1.0, 2)
 
 
-def test_what_is_held_out_lies_between_what_is_fitted_to():
-    assert held_out(8) == ([0, 2, 3, 5, 6, 7], [1, 4])
-
-
-def test_profiles_of_the_package():
+def test_profiles(tmp_path):
     assert {path.stem for path in PROFILES.glob("*.json")} == {"h100", "cpu"}
     for name, worst_ratio in (("h100", 1.35), ("cpu", 2.0)):
         profile = DeviceProfile.load(name)
         assert profile.accuracy.r2 > 0.98
         assert profile.accuracy.worst_ratio < worst_ratio
         assert len(profile.source) > 40
+        profile.save(tmp_path / "mine.json")
+        assert DeviceProfile.load(str(tmp_path / "mine.json")) == profile
     h100 = DeviceProfile.load("h100")
     assert h100.exchange.within.bandwidth == 100e9 < h100.links.within.bandwidth
     assert h100.exchange.between == h100.links.between
-
-
-def test_a_profile_is_saved_and_read(tmp_path):
-    profile = DeviceProfile.load("h100")
-    profile.save(tmp_path / "mine.json")
-    assert DeviceProfile.load(str(tmp_path / "mine.json")) == profile
 
 
 @pytest.mark.parametrize("content", [None, "{", json.dumps({"name": "half"})])

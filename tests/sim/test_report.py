@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hf_distca.cli.main import main
-from hf_distca.sim.report.drawing import COLOURS, MARKS, short, stacks_picture, ticks
-from hf_distca.sim.report.page import POLICY, table_of_ranks
+from hf_distca.sim.drawing import COLOURS, MARKS, short, stacks_picture, ticks
+from hf_distca.sim.report import POLICY, table_of_ranks
 from tests.browser import in_browser, needs_chromium
 
 MOST_BYTES = 500_000
@@ -26,14 +26,13 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.open, self.tags = [], []
         self.feed(text)
         self.close()
         assert not self.open
 
     def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
+        self.handle_startendtag(tag, attributes)
         if tag not in VOID:
             self.open.append(tag)
 
@@ -59,19 +58,14 @@ def reports(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["simulate", "plan"])
-def text(reports, request):
-    return (reports / f"{request.param}.html").read_text(encoding="utf-8")
-
-
-def test_a_report_is_one_file_that_needs_nothing_else(text):
+@pytest.mark.parametrize("name", ["simulate", "plan"])
+def test_a_report_is_one_file_with_labels_in_which_a_colour_has_one_meaning(reports, name):
+    text = (reports / f"{name}.html").read_text(encoding="utf-8")
     assert len(text.encode()) <= MOST_BYTES
     assert "://" not in text
     assert not re.search(r"@import|url\(|<script|<(img|iframe|link)[^>]* src=", text)
     assert "Predictions, not measurements" in text
 
-
-def test_pictures_and_tables_have_labels(text):
     tags = Page(text).tags
     pictures = [attributes for tag, attributes in tags if tag == "svg"]
     assert len(pictures) >= 3
@@ -79,22 +73,18 @@ def test_pictures_and_tables_have_labels(text):
     assert sum(tag == "title" for tag, _ in tags) == sum(tag == "rect" for tag, _ in tags) + 1
     assert all(each["aria-label"] for tag, each in tags if tag == "table" and each.get("class") != "facts")
 
-
-def test_one_colour_has_one_meaning(text):
     classes = {name for style in re.findall(r'class="mark ([^"]*)"', text) for name in style.split()}
     assert classes <= {*MARKS, "documents", "tokens"}
     assert "#" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S).replace("&#", "")
 
 
-def light(colour: str) -> float:
-    """Return the relative luminance of a colour, as WCAG defines it."""
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
 @pytest.mark.parametrize("dark", [0, 1])
 def test_colours_differ_and_stand_out_from_the_page(dark):
+    def light(colour):  # relative luminance, as WCAG defines it
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
     colours = [COLOURS[name][dark] for name in MARKS]
     assert len(set(colours)) == len(colours)
     for name, least in {"ink": 4.5, "muted": 4.5, **{name: 3.0 for name in MARKS if name != "idle"}}.items():
@@ -102,20 +92,17 @@ def test_colours_differ_and_stand_out_from_the_page(dark):
         assert (lights[1] + 0.05) / (lights[0] + 0.05) >= least, name
 
 
-def test_ranks_are_in_a_table_if_they_can_be_read():
-    assert "<td>1.0</td>" in table_of_ranks("a", {"b": [1.0] * 256}, ".1f")
-    assert table_of_ranks("a", {"b": [1.0] * 257}, ".1f") == ""
-
-
 @pytest.mark.parametrize(("strong", "broken"), [(["a", "b"], 1), ([], 0), (["none"], 0)])
 def test_bars_that_are_far_too_long_are_broken_off(strong, broken):
-    rows = {name: [(size, "other", "other")] for name, size in {"a": 1.0, "b": 2.0, "c": 100.0, "none": 0.0}.items()}
+    rows = {name: [(size, "other", "other")] for name, size in {"a": 1.0, "b": 2.0, "c": 5.0, "none": 0.0}.items()}
     assert stacks_picture(rows, " s", strong).markup("bars").count('class="break"') == 2 * broken
 
 
-def test_numbers_on_axes():
+def test_numbers_on_axes_and_of_ranks():
     assert [short(count) for count in (512, 1024, 1536, 2**20)] == ["512", "1K", "1.5K", "1M"]
     assert [ticks(most) for most in (38.4, 2.966, 0)] == [[0, 10, 20, 30, 40], [0, 1, 2, 3], [0, 1]]
+    assert "<td>1.0</td>" in table_of_ranks("a", {"b": [1.0] * 256}, ".1f")
+    assert table_of_ranks("a", {"b": [1.0] * 257}, ".1f") == ""  # they cannot be read
 
 
 @needs_chromium

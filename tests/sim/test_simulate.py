@@ -25,23 +25,15 @@ SETTINGS = PlanSettings(2, 8, kinds=(KIND,), balance_block_size=1)
 PER_PAIR = 3 * (1 + 2)
 
 
-def test_rows_of_equal_tokens():
+def test_steps_without_plans():
     step = plain(np.array([4, 2, 2, 2]), SETUP)  # 4 and 2, 2 and 2
     assert step.seconds == PER_PAIR * 13
     assert step.attention.mean() == PER_PAIR * (13 + 6) / 2
     assert (step.tokens_most, step.documents_cut) == (6, 0)
-
-
-def test_what_a_rank_cannot_hold_is_cut():
     step = plain(np.array([10]), SETUP)
-    assert step.documents_cut == 1
-    assert step.seconds == PER_PAIR * 36  # 8 rows of ten
-
-
-def test_whole_documents_balanced():
+    assert (step.seconds, step.documents_cut) == (PER_PAIR * 36, 1)  # 8 rows of ten
     step = data_and_context_parallel(np.array([6, 4, 4, 2]), SETUP, 1)
-    assert step.seconds == PER_PAIR * (21 + 3)  # 6 and 2, 4 and 4
-    assert step.tokens_most == 8
+    assert (step.seconds, step.tokens_most) == (PER_PAIR * (21 + 3), 8)  # 6 and 2, 4 and 4
 
 
 def test_context_parallelism_shares_every_document_and_gathers_keys():
@@ -51,17 +43,25 @@ def test_context_parallelism_shares_every_document_and_gathers_keys():
     assert step.attention.tolist() == [PER_PAIR * 36 / 2] * 2
     assert step.waited.max() == 3 * 3 * 4 * row_bytes
     assert step.bytes_bottleneck == 4 * row_bytes
+    of_two_groups = data_and_context_parallel(np.array([8, 2]), replace(setup, ranks=4), 2)
+    assert of_two_groups.attention.tolist() == [PER_PAIR * pairs / 2 for pairs in (36, 36, 3, 3)]
+
+
+LENGTHS = np.array([1500, 200, 120, 90, 70, 60])
+OF_FOUR = replace(SETUP, ranks=4, tokens_per_rank=512)
 
 
 @pytest.mark.parametrize("layout", ["joint", "fixed"])
-def test_planned_attention_on_free_links_takes_the_mean(layout):
-    lengths = np.array([1500, 200, 120, 90, 70, 60])
-    setup = replace(SETUP, ranks=4, tokens_per_rank=512)
+def test_planned_attention_on_free_links_takes_the_mean_and_servers_their_share(layout):
     settings = PlanSettings(4, 512, kinds=(KIND,), document_layout=layout, balance_block_size=16)
-    step, plan = planned(lengths, setup, settings)
-    assert step.attention.max() == pytest.approx(PER_PAIR * float((lengths * (lengths + 1) / 2).sum()) / 4, rel=0.015)
+    step, plan = planned(LENGTHS, OF_FOUR, settings)
+    mean = PER_PAIR * float((LENGTHS * (LENGTHS + 1) / 2).sum()) / 4
+    assert step.attention.max() == pytest.approx(mean, rel=0.015)
     assert step.seconds == pytest.approx(step.attention.max(), rel=1e-6)
     assert plan.summary.max_over_mean < 1.011
+    helped, _ = planned(LENGTHS, OF_FOUR, settings, servers=2)
+    assert helped.attention.max() == pytest.approx(mean * 4 / 6, rel=0.05)
+    assert helped.seconds < step.seconds
 
 
 @pytest.mark.parametrize(("ranks_per_node", "place"), [(2, "within"), (1, "between")])
@@ -75,16 +75,6 @@ def test_planned_steps_take_the_exchange_and_no_collectives(ranks_per_node, plac
 
     assert seconds(links=slow) == seconds()
     assert seconds(exchange=slow) > seconds()
-
-
-def test_servers_take_their_share():
-    lengths = np.array([1500, 200, 120, 90, 70, 60])
-    setup = replace(SETUP, ranks=4, tokens_per_rank=512)
-    settings = PlanSettings(4, 512, kinds=(KIND,), balance_block_size=16)
-    alone, _ = planned(lengths, setup, settings)
-    helped, _ = planned(lengths, setup, settings, servers=2)
-    assert helped.attention.max() == pytest.approx(alone.attention.max() * 4 / 6, rel=0.05)
-    assert helped.seconds < alone.seconds
 
 
 def test_keys_are_read_by_each_part_of_a_document():
@@ -137,13 +127,11 @@ def test_gains_and_loads():
     assert found.load["plain packing"] == (3 * 3 * 36, 3 * 3 * (10 + 10))  # 8 of 12; 4 and 4
     assert sum(each["documents"] for each in found.histogram) == found.documents == 6
     assert sum(each["tokens"] for each in found.histogram) == found.tokens == 32
-
-
-def test_the_best_strategy_without_plans_cuts_the_fewest_documents():
-    found, by_name = figures_of([[12, 4]])
-    assert by_name["whole documents balanced"].documents_cut == 0.5
-    assert by_name["whole documents balanced"].step_seconds < by_name["context parallel, 1 × 2"].step_seconds
-    assert found.best_plain == "context parallel, 1 × 2"
+    # The best strategy without plans cuts the fewest documents.
+    whole, best = by_name["whole documents balanced"], by_name["context parallel, 1 × 2"]
+    assert whole.documents_cut > best.documents_cut == 0
+    assert whole.step_seconds < best.step_seconds
+    assert found.best_plain == best.name
 
 
 def strategy(name: str, **figures) -> StrategyFigures:
@@ -160,14 +148,10 @@ def test_advice_on_gains(seconds, pays):
     whole = replace(WHOLE, step_seconds=seconds)
     speed = f"{seconds:.2f}× the speed of whole, the best other strategy."
     no = f"No gain expected: {speed} Core attention is 30% of a step. Longer documents beside short ones would gain "
-    no += "more."
     yes = f"{speed} Set document_layout='joint', tokens_per_rank=512."
-    assert list(advice([whole, JOINT], whole, JOINT, 512)) == [yes if pays else no]
-
-
-def test_advice_on_long_waits():
+    assert list(advice([whole, JOINT], whole, JOINT, 512)) == [yes if pays else f"{no}more."]
     waits = replace(JOINT, exchange_seconds=0.06)
-    assert list(advice([WHOLE, waits], WHOLE, waits, 512))[1:] == [
+    assert list(advice([whole, waits], whole, waits, 512))[1:] == [
         "Ranks wait 6% of a step for exchanges. A larger tokens_per_rank hides more of them behind computation.",
         "A larger balance_tolerance moves fewer rows.",
     ]

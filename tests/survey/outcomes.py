@@ -5,7 +5,7 @@ come from a collator of transformers, with gradient checkpointing.
 """
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.config import DistCAConfig
-from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.models.settings import plan_settings
 from hf_distca.plan import PLAN_KEY
@@ -90,48 +89,42 @@ def outcome(model_type: str, pool: Any) -> Outcome:
 
 Step = tuple[float, dict[str, Any]]
 """Loss and gradients of one rank, or of both."""
+WAYS = ("trainer", "loop")
 
 
 def planned(model_type: str) -> tuple[str, list[Step]]:
     """On each rank: the error, if any, and else its steps in each of WAYS and that of the reference."""
     documents = random_documents(LENGTHS)
+    share = documents[dist.get_rank() :: 2]
+    targets, of_share = (sum(max(len(document) - 1, 0) for document in each) for each in (documents, share))
     try:
         model = _model(model_type, "distca")
         dispatcher = make_dispatcher(model, replace(CONFIG, **exchanging(model)), torch.device("cpu"))
-        steps = [_planned_step(model, way(model, dispatcher, documents)) for way in WAYS.values()]
-        return "", [*steps, _reference(model_type, documents)]
+        # As the trainer: rows of documents that are laid out anew.
+        plan = plan_micro_batch(LENGTHS, dispatcher.settings)
+        rows = cut_rows(plan, dist.get_rank(), documents)
+        batch = dispatcher.prepare({**rows, "labels": rows["shift_labels"], PLAN_KEY: plan})
+        steps = [_planned_step(model, batch, targets)]
+        # As in examples/accelerate_loop.py: documents as they lie, with checkpoints.
+        if model.supports_gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        collate = CollatorWithLengths(DataCollatorWithFlattening())
+        batch = dispatcher.plan_batch(collate([{"input_ids": document.tolist()} for document in share]))
+        steps.append(_planned_step(model, batch, targets))
+        # This rank's share of what one process computes with "eager", document by document.
+        part = of_share / targets
+        loss, gradients = reference_step(_model(model_type, "eager"), share)
+        return "", [*steps, (loss * part, {name: (grad * part).numpy() for name, grad in gradients.items()})]
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         return f"{_first_line(error)} ({last.filename.split('/')[-1]}:{last.lineno})", []
 
 
-def _in_trainer(model: PreTrainedModel, dispatcher: Dispatcher, documents: list[Tensor]) -> dict[str, Any]:
-    """This rank's batch as the trainer makes it: rows of documents that are laid out anew."""
-    plan = plan_micro_batch(LENGTHS, dispatcher.settings)
-    batch = cut_rows(plan, dist.get_rank(), documents)
-    return dispatcher.prepare({**batch, "labels": batch["shift_labels"], PLAN_KEY: plan})
-
-
-def _in_loop(model: PreTrainedModel, dispatcher: Dispatcher, documents: list[Tensor]) -> dict[str, Any]:
-    """This rank's batch as in examples/accelerate_loop.py: documents as they lie; from now on with checkpoints."""
-    if model.supports_gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    collate = CollatorWithLengths(DataCollatorWithFlattening())
-    return dispatcher.plan_batch(collate([{"input_ids": document.tolist()} for document in _share(documents)]))
-
-
-WAYS: dict[str, Callable[[PreTrainedModel, Dispatcher, list[Tensor]], dict[str, Any]]] = {
-    "trainer": _in_trainer,
-    "loop": _in_loop,
-}
-"""How a rank's batch is made."""
-
-
-def _planned_step(model: PreTrainedModel, batch: dict[str, Any]) -> Step:
+def _planned_step(model: PreTrainedModel, batch: dict[str, Any], targets: int) -> Step:
     """This rank's loss and gradients of a batch that carries a plan; raises if the model did not follow the plan."""
     bound = batch[PLAN_KEY]
     model.zero_grad()
-    loss = model(**batch, num_items_in_batch=torch.tensor(_targets(random_documents(LENGTHS)))).loss
+    loss = model(**batch, num_items_in_batch=torch.tensor(targets)).loss
     loss.backward()
     ran, nano_batches = bound.ran, len(bound.plan.nano_batches)
     assert ran.attentions > 0, ran
@@ -148,29 +141,12 @@ def _model(model_type: str, implementation: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation=implementation)
 
 
-def _share(documents: list[Tensor]) -> list[Tensor]:
-    return documents[dist.get_rank() :: 2]
-
-
-def _targets(documents: Sequence[Tensor]) -> int:
-    return sum(max(len(document) - 1, 0) for document in documents)
-
-
-def _reference(model_type: str, documents: list[Tensor]) -> Step:
-    """This rank's share of what one process computes with "eager", document by document."""
-    share = _share(documents)
-    part = _targets(share) / _targets(documents)
-    loss, gradients = reference_step(_model(model_type, "eager"), share)
-    return loss * part, {name: (grad * part).numpy() for name, grad in gradients.items()}
-
-
 def _sum(steps: Sequence[Step]) -> tuple[float, dict[str, Tensor]]:
     """The step of both ranks."""
     added: dict[str, Tensor] = {}
     for _, gradients in steps:
         for name, gradient in gradients.items():
-            tensor = torch.from_numpy(gradient)
-            added[name] = added[name] + tensor if name in added else tensor
+            added[name] = added.get(name, 0) + torch.from_numpy(gradient)
     return sum(loss for loss, _ in steps), added
 
 

@@ -1,58 +1,62 @@
-"""A trace of real steps of two ranks: nested, joined, drawn, and compared with clocks."""
+"""A trace of literal spans, and a trace of real steps of two ranks: nested, joined and drawn."""
 
 import json
 import re
-import time
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from transformers import TrainerCallback
 
 from hf_distca.cli.main import main
-from hf_distca.dispatch.recorder import ALWAYS
+from hf_distca.dispatch.recorder import ALWAYS, Rows, Span, Work
+from hf_distca.timeline.events import rank_trace
 from hf_distca.timeline.steps import read_traces, steps_of
 from tests.trainer.small_trainers import make_trainer
 
 BEFORE, TRACED = 3, 2
 
 
-class Stopwatch(TrainerCallback):
-    """Times of steps and of their waits by the process's clock: from when batches are asked for to the step's end.
-
-    It is the first callback at the end of a step.
-    """
-
-    def __init__(self, trainer) -> None:
-        self.seconds, self.waits = [], []
-        self._recorder, self._get = trainer.dispatcher.recorder, trainer.get_batch_samples
-        trainer.get_batch_samples = self._asked
-        trainer.callback_handler.callbacks.insert(0, self)
-
-    def _asked(self, *args, **kwargs):
-        self.began, self.waited = time.perf_counter(), self._recorder.seconds("wait")
-        return self._get(*args, **kwargs)
-
-    def on_step_end(self, *args, **kwargs) -> None:
-        self.seconds.append(time.perf_counter() - self.began)
-        self.waits.append(self._recorder.seconds("wait") - self.waited)
-
-
-def _trained(folder: str, trace_steps: int, steps: int) -> tuple[list[float], list[float], bool, frozenset]:
+def _trained(folder: str, trace_steps: int, steps: int) -> tuple[bool, frozenset]:
     """Under DDP with bfloat16, checkpoints and ping-pong; documents that leave two nano-batches with exchanges."""
     settings = {"bf16": True, "gradient_checkpointing": True, "document_layout": "fixed"}
     settings |= {"save_strategy": "no", "logging_strategy": "no", "trace_steps": trace_steps, "max_steps": steps}
     trainer = make_trainer(folder, lengths=[70, 60, 60, 50, 30, 30] * steps, **settings)
-    watch = Stopwatch(trainer)
     trainer.train()
-    return watch.seconds, watch.waits, trainer.model_wrapped is not trainer.model, trainer.dispatcher.recorder._kinds
+    return trainer.model_wrapped is not trainer.model, trainer.dispatcher.recorder._kinds
 
 
 @pytest.fixture(scope="module")
-def traced(rank_pools, tmp_path_factory):
-    """The folder of a training, and what its ranks measured of it."""
+def traced(rank_pools, tmp_path_factory) -> Path:
+    """The folder of a training."""
     folder = tmp_path_factory.mktemp("traced")
-    return folder, rank_pools[2].run(_trained, str(folder), TRACED, BEFORE + TRACED)
+    results = rank_pools[2].run(_trained, str(folder), TRACED, BEFORE + TRACED)
+    assert all(wrapped for wrapped, _ in results)  # by DDP
+    return folder
+
+
+def test_times_of_spans():
+    work = Work(3, 0, "forward")
+    spans = [
+        Span("step", "step 4", None, 10.0, 10.5),
+        Span("wait", "keys", work, 10.3, 10.4),
+        Span("send", "keys", work, 10.1, 10.2, rows=Rows((7, 2, 0), (7, 0, 5))),
+        Span("kernel", "local", work, 10.2, 10.25, pairs=9),
+    ]
+    trace = rank_trace(spans, rank=5, world=8, members=(5, 6, 7), zero=(9.5, 0.002))
+    assert trace["otherData"] == {"rank": 5, "ranks": 8, "clock_error_us": 2000.0}
+    shown = [event for event in trace["traceEvents"] if event["ph"] != "M"]
+    assert [(each["ph"], each["name"], each["ts"], each.get("dur")) for each in shown] == [
+        ("X", "step 4", 500_000.0, 500_000.0),
+        ("X", "keys", 600_000.0, 100_000.0),
+        ("X", "local", 700_000.0, 50_000.0),
+        ("X", "keys", 800_000.0, 100_000.0),
+        ("X", "keys", 600_000.0, 300_000.0),  # the exchange
+        ("s", "keys", 600_000.001, None),  # an arrow to rank 6, and one from rank 7
+        ("f", "keys", 899_999.999, None),
+    ]
+    of_work = {"layer": 3, "nano_batch": 0, "direction": "forward"}
+    assert shown[2]["args"] == of_work | {"pairs": 9}
+    assert shown[4]["args"] == of_work | {"rows_sent": 2, "rows_received": 5, "number": 0}
 
 
 def joined_of(folder: Path) -> dict:
@@ -89,9 +93,7 @@ def seconds(slices: list[dict]) -> float:
 
 
 def test_slices_nest_and_arrows_connect(traced):
-    folder, results = traced
-    assert all(wrapped for *_, wrapped, _ in results)  # by DDP
-    trace = joined_of(folder)
+    trace = joined_of(traced)
     events = trace["traceEvents"]
     # Both ends of every arrow are there, each inside the slice of its sending or waiting.
     ends = {phase: {event["id"]: event for event in events if event["ph"] == phase} for phase in "sf"}
@@ -137,30 +139,17 @@ def _check_phases(section: dict, slices: list[dict]) -> None:
     assert sum(map(len, parts)) == len(within(section, slices, "kernel", "wait", "send"))
 
 
-def test_times_are_those_of_a_clock(traced):
-    folder, results = traced
-    events = joined_of(folder)["traceEvents"]
-    for rank, (by_clock, waits, *_) in enumerate(results):
-        slices = slices_of(events, rank)
-        steps = [each for each in slices if each["cat"] == "step"]
-        for step, taken, waited in zip(steps, by_clock[BEFORE:], waits[BEFORE:], strict=True):
-            if step["name"] == "step 5":  # the other's batches were asked for before ranks met for a common zero
-                assert seconds([step]) == pytest.approx(taken, rel=0.02)
-            assert seconds(within(step, slices, "wait")) == pytest.approx(waited, rel=0.02)
-
-
 def test_traces_end_with_a_training_and_are_only_written_if_asked_for(rank_pools, tmp_path):
-    for *_, kinds in rank_pools[2].run(_trained, str(tmp_path), 0, BEFORE + 1):
+    for _, kinds in rank_pools[2].run(_trained, str(tmp_path), 0, BEFORE + 1):
         assert kinds == ALWAYS
     assert not list(tmp_path.glob("trace*"))
-    (_, _, _, kinds), *_ = rank_pools[1].run(_trained, str(tmp_path), 3, BEFORE + 1)
+    ((_, kinds),) = rank_pools[1].run(_trained, str(tmp_path), 3, BEFORE + 1)
     assert kinds == ALWAYS
     assert list(steps_of(joined_of(tmp_path))) == ["step 4"]
 
 
 def test_the_command_joins_and_draws(traced, tmp_path, capsys):
-    folder, _ = traced
-    joined, picture = tmp_path / "joined.json", tmp_path / "step.svg"
+    folder, joined, picture = traced, tmp_path / "joined.json", tmp_path / "step.svg"
     assert main(["timeline", str(folder), "--joined", str(joined), "--svg", str(picture)]) == 0
     title, header, *of_ranks = capsys.readouterr().out.splitlines()
     assert re.match(r"step 5: [\d.]+ ms, 2 ranks, clocks within [\d.e-]+ ms", title)
@@ -179,7 +168,7 @@ def test_the_command_joins_and_draws(traced, tmp_path, capsys):
 
 
 def test_what_cannot_be_drawn(traced, capsys):
-    folder, _ = traced
+    folder = traced
     step = {"ph": "X", "pid": 5, "tid": 6, "name": "step 4", "cat": "step", "ts": 0.0}
     broken = {"traceEvents": [step], "otherData": {"ranks": 2, "clock_error_us": 1.0}}
     (folder.parent / "broken.json").write_text(json.dumps(broken))

@@ -89,19 +89,16 @@ class Drawing:
             y = bottom - (bottom - top) * mark / marks[-1]
             self.line(left, y, right, y)
             if suffix:
-                self.text(left - 8, y + 4, f"{number(mark)}{suffix}", "end", "axis")
-
-    def markup(self, label: str) -> str:
-        """Return the SVG element; the label is for readers who do not see the picture."""
-        return self._element("", label, "")
+                self.text(left - 8, y + 4, f"{mark:,.10g}{suffix}", "end", "axis")
 
     def file(self, label: str) -> str:
         """Return the text of a separate file, with its own background for light and dark pages."""
         ground = f'<rect class="ground" width="{self.width:g}" height="{self.height:g}" rx="6"/>'
         first = f"<style>\n{style_sheet()}{OF_FILES}</style>{ground}"
-        return self._element('xmlns="http://www.w3.org/2000/svg" ', label, first) + "\n"
+        return self.markup(label, 'xmlns="http://www.w3.org/2000/svg" ', first) + "\n"
 
-    def _element(self, namespace: str, label: str, first: str) -> str:
+    def markup(self, label: str, namespace: str = "", first: str = "") -> str:
+        """Return the SVG element; the label is for readers who do not see the picture."""
         return (
             f'<svg {namespace}viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}" '
             f'height="{self.height:g}" role="img" aria-label="{escape(label)}">{first}{"".join(self._parts)}</svg>'
@@ -180,7 +177,7 @@ def stacks_picture(
     drawing = Drawing(WIDTH, bottom + 22)
     for mark in marks:
         drawing.line(left + mark * across, 0, left + mark * across, bottom)
-        drawing.text(left + mark * across, bottom + 16, f"{number(mark)}{unit}", "middle" if mark else "start", "axis")
+        drawing.text(left + mark * across, bottom + 16, f"{mark:,.10g}{unit}", "middle" if mark else "start", "axis")
     for index, (name, parts) in enumerate(rows.items()):
         x, y, left_over = left, index * pitch, limit
         style = "strong" if name in strong else "name"
@@ -205,11 +202,6 @@ def ticks(most: float, about: int = 4) -> list[float]:
     power = 10.0 ** floor(log10(most / about))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= most / about * 0.999)
     return [index * step for index in range(ceil(most / step - 0.001) + 1)]
-
-
-def number(value: float) -> str:
-    """Return a tick's number without trailing zeros."""
-    return f"{value:,.10g}"
 
 
 def short(count: float) -> str:

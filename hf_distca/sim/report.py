@@ -1,0 +1,278 @@
+"""Reports of a simulation and of a plan: one HTML file each that needs nothing else."""
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from hf_distca.sim.drawing import Drawing, lengths_picture, loads_picture, stacks_picture, style_sheet
+from hf_distca.sim.simulate import NOT_WORTH, columns_of
+from hf_distca.sim.strategies import PLAIN
+
+STYLE = Path(__file__).with_suffix(".css")
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+"""Content policy of the page: a browser runs no script and loads nothing from outside."""
+MOST_RANKS = 256
+"""Maximum number of ranks in a table; `--json` has all of them."""
+STEP_PARTS = {
+    "attention_mean_seconds": ("attention", "core attention"),
+    "other_mean_seconds": ("other", "other layers"),
+    "exchange_mean_seconds": ("waits", "waits for rows of other ranks"),
+}
+"""Parts of the mean rank's step: class and name, by field."""
+IDLE = ("idle", "idle until the slowest rank is done")
+MEAN = ("level", "mean of the ranks")
+COLUMNS = (
+    "attention, other: of the busiest rank. waits: of the rank that waits the longest. idle: share of the ranks' time "
+    "without computation. sent: the busiest rank's bytes in one layer's forward. cut: documents that lose context. "
+    "GB: memory of one GPU, with weights, gradients and optimizer divided over all GPUs as by FSDP2. A step of the "
+    "model was run on fake tensors and counted: a planned strategy with the plan that exchanges the most; the others "
+    "without an exchange, and context parallelism with K and V of its group besides. CUDA, NCCL and gaps between "
+    "tensors, some 2 GB, are left out."
+)
+"""Meaning of the columns of the table of strategies."""
+
+
+def simulation_report(figures: Mapping[str, Any]) -> str:
+    """Return one HTML file.
+
+    Args:
+        figures: the figures that `hf-distca simulate --json` prints: the fields of `Simulation`, `settings` (to be
+            copied), `setting` (the given settings), `profile`, `profile_source` and `simulated_in`.
+    """
+    given, strategies, best = figures["setting"], figures["strategies"], figures["best_plain"]
+    gain, pays = f"{figures['speed_up']:.2f}× the speed of {best}", figures["speed_up"] >= NOT_WORTH
+
+    settings = "".join(
+        f"    {name}={json.dumps(value) if isinstance(value, str) else repr(value)},\n"
+        for name, value in figures["settings"].items()
+    )
+    processes = figures["ranks"] * given["tensor_parallel"]
+    over_packing, over_best = (
+        f"{figures[which]['least']:.2f}× to {figures[which]['most']:.2f}×" for which in ("over_packing", "over_best")
+    )
+    advice = _section(
+        "What to do",
+        [
+            *figures["advice"],
+            f"By micro-batch, {over_packing} the speed of {PLAIN} and {over_best} that of {best}; on average "
+            f"{figures['attention_speed_up']:.2f}× for core attention alone.",
+            *([] if pays else ["Settings to try it all the same:"]),
+        ],
+        _code(f'args = hf_distca.DistCATrainingArguments(\n    output_dir="out",\n{settings})', "settings in Python"),
+        _code(f"accelerate launch --num_processes {processes} train.py", "the launch"),
+    )
+
+    compared, bars = [best, figures["best_planned"]], {}
+    for each in strategies:
+        parts = [(each[part], *shown) for part, shown in STEP_PARTS.items()]
+        idle = max(each["step_seconds"] - sum(size for size, _, _ in parts), 0.0)
+        bars[each["name"]] = [*parts, (idle, *IDLE)]
+    columns = [columns_of(each) | {"sent, MB": f"{each['bytes_bottleneck'] / 1e6:,.1f}"} for each in strategies]
+    by_strategy = _section(
+        "Strategies",
+        [
+            "Seconds of a step on the mean rank. Gradient synchronisation and the optimizer take equally long under "
+            "all strategies and are left out. The two strategies in bold are compared; bars far longer than theirs "
+            "are broken off."
+        ],
+        _figure(
+            "Seconds of a step by strategy, divided into core attention, other layers, waits and idle time",
+            stacks_picture(bars, " s", compared),
+            [*STEP_PARTS.values(), IDLE],
+        ),
+        _table("Means over all micro-batches", list(columns[0]), [list(each.values()) for each in columns], compared),
+        f"<p class='caption'>{COLUMNS}</p>",
+    )
+
+    planned = {each["name"] for each in strategies if each["document_layout"] is not None}
+    panels = [(name, load, "planned" if name in planned else "plain") for name, load in figures["load"].items()]
+    cut = strategies[0]["documents_cut"]
+    by_rank = _section(
+        "Load of the ranks in one step",
+        [
+            "Seconds of core attention that each rank computes in the first micro-batch: all layers, forward and "
+            "backward. All ranks wait for the busiest one.",
+            *(["Plain packing cuts the longest documents. Their parts attend to fewer tokens."] if cut else []),
+        ],
+        _figure(
+            "Core attention of each rank, before and after",
+            loads_picture(panels, " s"),
+            [("plain", "without plans"), ("planned", "planned by hf_distca"), MEAN],
+        ),
+        table_of_ranks("Core attention of each rank, seconds", figures["load"]),
+    )
+
+    facts = {
+        **given,
+        "device": f"{figures['profile']}: {figures['profile_source']}",
+        "simulated in": f"{figures['simulated_in']:.1f} s",
+    }
+    return _page(
+        "hf-distca simulate",
+        f"{gain}, the best alternative" if pays else f"No gain expected: {gain}",
+        "costs of the device were measured; steps, with the plans that training makes, were simulated.",
+        f"{given['batches']:,} micro-batches of {given['lengths']}: {figures['documents']:,} documents, "
+        f"{figures['tokens']:,} tokens. {figures['ranks']:,} ranks of {figures['tokens_per_rank']:,} tokens; "
+        f"{given['model']}; {figures['profile']}.",
+        [
+            advice,
+            _lengths(figures["histogram"]),
+            by_strategy,
+            by_rank,
+            _origin(facts, ["Every strategy trains the same micro-batches."]),
+        ],
+    )
+
+
+def plan_report(figures: Mapping[str, Any]) -> str:
+    """Return one HTML file.
+
+    Args:
+        figures: the figures that `hf-distca plan --json` prints with a report.
+    """
+    given, bins, ranks = figures["setting"], figures["histogram"], figures["by_rank"]
+    packed, planned, sent, received = (
+        [value / 1e6 for value in ranks[name]] for name in ("pairs_packed", "pairs", "bytes_sent", "bytes_received")
+    )
+    legend = [("planned", "planned"), MEAN]
+    load = _section(
+        "Load of the ranks, before and after",
+        [
+            "Millions of query-key pairs that each rank computes in a layer. They are core attention alone: the "
+            "whole step gains less, since other layers take their part of it. hf-distca simulate predicts both. "
+            f"The most tokens of a rank are {figures['tokens_max_over_mean']:.3f}× the mean."
+        ],
+        _figure(
+            "Query-key pairs of each rank, before and after",
+            loads_picture([("packed in order", packed, "plain"), ("planned", planned, "planned")], " M"),
+            [("plain", "packed in order"), *legend],
+        ),
+    )
+    columns = {"packed, million pairs": packed, "planned, million pairs": planned, "sent, MB": sent}
+    columns |= {"received, MB": received, "tokens": ranks["tokens"], "tasks": ranks["tasks"]}
+    in_bytes = _section(
+        "Bytes by rank",
+        [
+            "Megabytes that each rank sends and receives in one layer's forward: rows of Q, K and V, and O rows "
+            f"back. All ranks send {figures['bytes_total'] / 1e6:,.1f} MB, the busiest "
+            f"{figures['bytes_bottleneck'] / 1e6:,.1f} MB. K and V travel in {figures['stages']} stages; exchange "
+            f"buffers of the busiest rank take {figures['exchange_buffers'] / 1e6:,.1f} MB. {figures['tasks']:,} "
+            f"tasks in {figures['nano_batches']} nano-batches; the smallest has {figures['min_rows']:,} rows."
+        ],
+        _figure(
+            "Megabytes that each rank sends and receives",
+            loads_picture([("sent", sent, "planned"), ("received", received, "planned")], " MB"),
+            legend,
+        ),
+        table_of_ranks("Each rank", columns, ",.10g"),
+    )
+    return _page(
+        "hf-distca plan",
+        f"The busiest rank has {figures['max_over_mean']:.3f}× the mean core attention; packed in order, "
+        f"{figures['packed_max_over_mean']:.2f}×",
+        "everything here is counted from the plan of one micro-batch.",
+        f"{sum(each['documents'] for each in bins):,} documents, {sum(each['tokens'] for each in bins):,} tokens; "
+        f"{given['ranks']} ranks of at most {given['tokens_per_rank']:,} tokens.",
+        [_lengths(bins), load, in_bytes, _origin({**given, "planned in": f"{figures['plan_ms']:.1f} ms"})],
+    )
+
+
+def _page(tool: str, title: str, source: str, lead: str, sections: Sequence[str]) -> str:
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{escape(title)} – {escape(tool)}</title>
+<style>
+{style_sheet()}{STYLE.read_text(encoding="utf-8")}</style>
+</head>
+<body><main>
+<header><p class="eyebrow">{escape(tool)}</p><h1>{escape(title)}</h1>
+<p><strong>Predictions, not measurements:</strong> {escape(source)}</p>
+<p class="lead">{escape(lead)}</p></header>
+{"".join(sections)}
+</main></body>
+</html>
+"""
+
+
+def _section(title: str, sentences: Sequence[str], *parts: str) -> str:
+    paragraphs = "".join(f"<p>{escape(each)}</p>" for each in sentences)
+    return f"<section><h2>{escape(title)}</h2>{paragraphs}{''.join(parts)}</section>"
+
+
+def _figure(label: str, drawing: Drawing, legend: Sequence[tuple[str, str]]) -> str:
+    """Return a picture below its legend, a class and a name for each colour; readers who see neither get the label."""
+    keys = "".join(f'<li class="{style}">{escape(name)}</li>' for style, name in legend)
+    picture = f'<div class="picture" tabindex="0">{drawing.markup(label)}</div>'
+    return f'<figure><ul class="legend">{keys}</ul>{picture}</figure>'
+
+
+def _table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[str] = ()) -> str:
+    """Return a table whose first column heads the rows; rows whose first cell is in `marked` stand out."""
+    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
+    body = []
+    for first, *cells in rows:
+        highlight = ' class="marked"' if first in marked else ""
+        others = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        body.append(f'<tr{highlight}><th scope="row">{escape(first)}</th>{others}</tr>')
+    return (
+        f'<p class="caption" aria-hidden="true">{escape(caption)}</p>'
+        f'<div class="table" tabindex="0" role="region" aria-label="{escape(caption)}"><table '
+        f'aria-label="{escape(caption)}"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+    )
+
+
+def table_of_ranks(caption: str, columns: Mapping[str, Sequence[float]], numbers: str = ",.3f") -> str:
+    """Return a folded table with a row for each rank; empty if there are too many ranks to read.
+
+    Args:
+        columns: [ranks] values of each column, by its title.
+    """
+    of_ranks = list(zip(*columns.values(), strict=True))
+    if len(of_ranks) > MOST_RANKS:
+        return ""
+    rows = [[str(rank), *(format(value, numbers) for value in values)] for rank, values in enumerate(of_ranks)]
+    shown = _table(caption, ["rank", *columns], rows)
+    return f"<details><summary>{escape(caption)}</summary>{shown}</details>"
+
+
+def _code(text: str, label: str) -> str:
+    """Return a block to copy: a click selects all of the text."""
+    return f'<pre tabindex="0" aria-label="{escape(label)}">{escape(text)}</pre>'
+
+
+def _origin(given: Mapping[str, Any], sentences: Sequence[str] = ()) -> str:
+    """Return the section on the settings that were given."""
+    rows = "".join(
+        f'<tr><th scope="row">{escape(name.replace("_", " "))}</th><td>{escape(str(value))}</td></tr>'
+        for name, value in given.items()
+    )
+    return _section("Where this comes from", sentences, f'<table class="facts"><tbody>{rows}</tbody></table>')
+
+
+def _lengths(bins: Sequence[Mapping[str, Any]]) -> str:
+    """Return the section on documents by length, from bins of `histogram`."""
+    documents = tokens = 0.0
+    for longest in reversed(bins):  # those that hold half of the tokens
+        documents, tokens = documents + longest["document_share"], tokens + longest["token_share"]
+        if tokens >= 0.5:
+            break
+    return _section(
+        "Document lengths",
+        [
+            f"{documents:.1%} of the documents have {longest['shortest']:,} tokens or more; together they hold "
+            f"{tokens:.1%} of all tokens. The cost of core attention grows with the square of a document's length; "
+            "the cost of all other layers grows with the length."
+        ],
+        _figure(
+            "Shares of documents and of tokens by document length",
+            lengths_picture(bins),
+            [("documents", "share of documents"), ("tokens", "share of tokens")],
+        ),
+    )

@@ -1,1 +1,0 @@
-"""Reports of simulations and plans, one HTML file each."""

@@ -30,11 +30,11 @@ def log_memory(
     The model is not wrapped for several ranks yet. One document over all ranks exchanges the most.
     """
     settings, trainer, ranks = dispatcher.settings, cast(Any, args), dispatcher.groups.ranks
-    strategy, shards = sharing_of(accelerator, model, ranks)
-    mixed = trainer.bf16 or trainer.fp16 or settings.bytes_per_value < base_model(model).dtype.itemsize
-    training = Training(strategy, mixed, checkpointing_of(args, accelerator), shards)
-    plan = plan_micro_batch(longest_documents(settings), settings)
     try:
+        strategy, shards = sharing_of(accelerator, model, ranks)
+        mixed = trainer.bf16 or trainer.fp16 or settings.bytes_per_value < base_model(model).dtype.itemsize
+        training = Training(strategy, mixed, checkpointing_of(args, accelerator), shards)
+        plan = plan_micro_batch(longest_documents(settings), settings)
         counted = MemoryCounter(model, settings, args).count(plan, training, rank=ranks - 1)
     except Exception as error:  # a model may read values, which meta tensors do not have; it trains nevertheless
         logger.warning("cannot estimate the memory for training %s: %s", type(model).__name__, error)

@@ -56,17 +56,21 @@ def dispatcher_of_all_ranks(**settings) -> Dispatcher:
 
 
 def _step_in_bfloat16() -> tuple[float, dict]:
-    """A step whose weights are in float32; kernels are given bfloat16."""
+    """A step whose weights are in float32; kernels are given bfloat16, without autocast."""
     dispatcher, model = dispatcher_of_all_ranks(), small_model()
     plan_head(model, CHUNK_BYTES)
-    kernel, dtypes = dispatcher.kernel, []
+    kernel, seen = dispatcher.kernel, []
     with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
         for name in ("forward", "backward"):
             run = getattr(kernel, name)
-            patch.setattr(kernel, name, lambda *args, run=run: dtypes.append(args[2].dtype) or run(*args))
+            patch.setattr(
+                kernel,
+                name,
+                lambda *args, run=run: seen.append((args[2].dtype, torch.is_autocast_enabled("cpu"))) or run(*args),
+            )
         plan = plan_micro_batch(LENGTHS, dispatcher.settings)
         loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
-    assert set(dtypes) == {torch.bfloat16}
+    assert set(seen) == {(torch.bfloat16, False)}
     return loss, gradients_of(model)
 
 

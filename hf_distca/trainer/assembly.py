@@ -55,7 +55,7 @@ def make_dispatcher(
         folder: Folder in which the measured costs of the device are kept for the same run. None keeps nothing.
 
     Raises:
-        ValueError: on every rank, if the model, kernel, nodes, settings or processes do not fit; with what to change.
+        ValueError: The model, kernel, nodes, settings or launch do not fit. Every rank says what to change.
         RuntimeError: This rank cannot reach the others.
         ImportError: The package of the kernel is not installed.
     """

@@ -65,7 +65,7 @@ class PackedLoaders:
     def loader(self, dataset: Any, *, shuffle: bool, capacity: int = 0) -> DataLoader[Any]:
         """Return a loader of this rank's rows, prepared by accelerate.
 
-        Batches of a data set with a length are planned; batches of a stream, which keeps its order, are still to be.
+        A data set with a length gives planned batches. A stream keeps its order, and its batches are planned later.
 
         Args:
             capacity: maximum number of tokens of a global micro-batch; 0 means ranks · tokens_per_rank.

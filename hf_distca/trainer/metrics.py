@@ -103,7 +103,7 @@ def flops_counter(model: nn.Module, shared_by: int) -> Callable[[MicroBatchPlan]
 
     Operations are counted as model FLOPs utilization (MFU) defines them. Each active parameter of a token takes two
     forward and four backward; two backward if it is frozen. Core attention counts likewise, by query-key pairs that
-    are not masked. Each layer's heads are `shared_by` so many processes, by tensor parallelism.
+    are not masked. `shared_by` is the number of processes that share each layer's heads, by tensor parallelism.
     """
     base, layers = base_model(model), layers_by_kind(model)
     met = weights_met(base)

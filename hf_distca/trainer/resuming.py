@@ -56,7 +56,7 @@ def agreed_checkpoint(
     """Return the folder of the checkpoint to resume from; None to begin anew. A collective.
 
     Raises:
-        ValueError: on every rank, if any rank finds no complete checkpoint, or DeepSpeed has shards for other ranks.
+        ValueError: on every rank, if a rank finds no complete checkpoint, or one of DeepSpeed on more or fewer ranks.
     """
     checkpoint, error, saved_by = None, None, 0
     if resume_from_checkpoint:

@@ -92,7 +92,11 @@ class Dispatcher:
         self.groups.close()
 
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
-        """Bind a plan to this rank, once per micro-batch; with dedicated servers, tasks are planned for them again."""
+        """Bind a plan to this rank, once per micro-batch; with dedicated servers, tasks are planned for them again.
+
+        Raises:
+            ValueError: The plan was made for other nodes than those of the dispatcher's settings.
+        """
         for nano in plan.nano_batches:
             for of_kind in nano.plans.values():
                 nodes = of_kind.nodes and of_kind.nodes[: self.groups.ranks]
@@ -159,6 +163,9 @@ class Dispatcher:
         Args:
             batch: `input_ids` [1, T] and one of `document_lengths`, `cu_seq_lens_q` and `position_ids` that restart at
                 0 with each document.
+
+        Raises:
+            ValueError: The batch is not packed without padding. Every rank raises it, also for another rank's batch.
         """
         (planned,) = self.plan_batches([batch])
         return self.prepare(planned)

@@ -57,7 +57,10 @@ def get_kernel(
 def choose_kernel(
     device: torch.device, needs: Sequence[Need] = (), *, sm_margin: int = 0
 ) -> tuple[Kernel, dict[str, str]]:
-    """Choose the fastest kernel that is installed and can do what is needed, or what most models need.
+    """Choose the fastest kernel that is installed and can do what is needed. Nothing is downloaded.
+
+    Args:
+        needs: none for what most models need.
 
     Returns:
         The kernel, and by name the error of each faster kernel.

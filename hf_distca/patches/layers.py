@@ -170,7 +170,7 @@ class _PlannedLayer(nn.Module):
             ]
         for name, hooks in self._inner_hooks:
             for hook in hooks.values():
-                # transformers' recording of outputs; `_take_turns` joins the records.
+                # transformers' recording of outputs; `_in_turns` joins the records.
                 if "output_capturing_hook" in hook.__qualname__ or hook.__module__.startswith(OF_WEIGHTS):
                     continue
                 logger.warning_once(

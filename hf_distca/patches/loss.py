@@ -114,6 +114,7 @@ class _OfLinear(torch.autograd.Function):
                 if changed_CV is not logits_CV:
                     (grad_CV,) = torch.autograd.grad(changed_CV, logits_CV, grad_CV.to(changed_CV.dtype))
                 grad_CV = grad_CV.to(logits_CV.dtype)
+            del changed_CV  # free before the head's gradients
             if hidden_grad_TD is not None:
                 hidden_grad_TD[chunk] = grad_CV @ weight_VD
             if weight_grad_VD is not None and grad_CV.dtype == summed:
@@ -122,7 +123,7 @@ class _OfLinear(torch.autograd.Function):
                 weight_grad_VD += grad_CV.T @ hidden_TD[chunk]
             if bias_grad_V is not None:
                 bias_grad_V += grad_CV.sum(0, dtype=summed)
-            del logits_CV, changed_CV, grad_CV  # free before the next chunk
+            del logits_CV, grad_CV  # free before the next chunk
         ctx.gradients = hidden_grad_TD, weight_grad_VD, bias_grad_V
         return torch.stack(losses).sum()
 

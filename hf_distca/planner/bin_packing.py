@@ -95,7 +95,8 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
 
     Longest first, each document goes to the rank with the fewest tokens. If that leaves no room for a document, each
     goes to the fullest rank that has room. If that fails too, ranks are filled one after another in the order of the
-    documents. The last order always fits documents that GlobalBatchSampler has packed into a bin for each rank.
+    documents. The last order always fits documents that GlobalBatchSampler has packed into a bin for each rank. Each
+    rank's documents are ordered so that its rows can be halved between two of them.
 
     Raises:
         ValueError: a document is longer than tokens_per_rank, or the documents do not fit.

@@ -218,7 +218,8 @@ def _filled(
     for document in np.argsort(-costs, kind="stable").tolist():
         size, cost = int(lengths[document]), float(costs[document])
         fitting = [each for each, space in enumerate(room) if space >= size]
-        below = [each for each in fitting if min(work) > 0 and work[each] + cost / speeds[each] <= fill_to]
+        none_empty = min(work) > 0
+        below = [each for each in fitting if none_empty and work[each] + cost / speeds[each] <= fill_to]
         if fitting:
             chosen = max(below, key=work.__getitem__) if below else min(fitting, key=work.__getitem__)
             bin_of[document] = chosen

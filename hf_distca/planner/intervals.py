@@ -107,7 +107,7 @@ def grain(block: int, pairs_a_row: float, most: float) -> int:
 
 
 def expand(starts: IntArray, counts: IntArray) -> IntArray:
-    """Return start, start + 1, …, `counts` numbers in all, of every range, one range after another."""
+    """Return the numbers of [n] ranges, one range after another: `counts` numbers from each of `starts` on."""
     offsets = np.repeat(starts - (np.cumsum(counts) - counts), counts)
     return offsets + np.arange(len(offsets))
 

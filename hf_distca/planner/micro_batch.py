@@ -25,7 +25,7 @@ def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBat
 
 
 def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
-    """Plan documents that stay where they lie, as `plan_micro_batch`; `placed` are the lengths of each rank's rows."""
+    """Plan documents that stay on their ranks; `placed` has the lengths of each rank's documents, in order."""
     if settings.choices is None:
         return finished(lengths_of(placed), nano_batches_placed(placed, settings), settings)
     return choose_placed(placed, settings, settings.choices)

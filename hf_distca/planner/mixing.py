@@ -35,7 +35,7 @@ class CountedCuts:
         return self.segments + (self.whole > 0)
 
     def bytes_moved(self, halo: float, state: float) -> float:
-        """Return the bytes that the busiest rank sends or receives in a layer's forward, from bytes of one of each."""
+        """Return the busiest rank's bytes in a layer's forward, for the bytes of a halo and of a pair of A and B."""
         return float((halo * self.halos + state * self.states).sum(axis=0).max())
 
 
@@ -130,7 +130,7 @@ class MixingLayers:
         return ended
 
     def _sent(self, clock: FloatArray, size: NDArray[Any], free: FloatArray) -> FloatArray:
-        """Return when [2, ranks] bytes by link arrive; changes when each link is `free`."""
+        """Return [ranks] when [2, ranks] bytes by link have arrived; set when each link is `free` again."""
         clock = clock + self._links.start
         takes_part = size.any(axis=0)
         ready = float(clock[takes_part].max(initial=0.0))  # every sender has reached this point

@@ -216,7 +216,7 @@ class StepCosts:
             return longest
         in_order = np.sort(np.atleast_1d(work))
         active = np.arange(len(in_order), 0, -1) / len(in_order)
-        in_turns = np.diff(in_order, prepend=0.0) @ np.maximum(active, 1 / self.ranks_per_core)
+        in_turns = np.sum(np.diff(in_order, prepend=0.0) * np.maximum(active, 1 / self.ranks_per_core))
         return max(float(in_turns), longest / self.ranks_per_core)
 
     def row_work(self, kind: AttentionKind) -> float:

@@ -80,7 +80,7 @@ def plan_with_servers(
 
 
 def without_ranks(plan: Plan, speeds: Sequence[float]) -> Plan:
-    """Give the tasks left on ranks to the servers that finish first, the largest first; `speeds` are of workers."""
+    """Give the tasks left on ranks to the servers that finish first, the largest first, for [workers] speeds."""
     tasks, ranks = plan.tasks.copy(), plan.layout.ranks
     cost = pairs(tasks["start"], tasks["stop"], plan.window)
     loads = np.bincount(tasks["worker"], weights=cost, minlength=plan.workers)[ranks:]

@@ -232,14 +232,16 @@ class LearnedCosts(TrainerCallback):
         corrections = self._corrections.after(measured, settings, plans, seen[:, :2])
         if corrections is not self._corrections:
             logger.info("measured costs differ from training steps; plans now use the corrections %s", corrections)
-            self._correct(self._choices, corrections)
+            self._correct(corrections)
         costs = self._corrections.applied(measured)
         predicted = [sum(predict_plan(plan, settings, costs).seconds for plan in of_step) for of_step in plans]
         self.besides = max(float(np.median(seen[:, 2].mean(axis=1) - predicted)), 0.0)
 
-    def _correct(self, choices: Choices, corrections: Corrections) -> None:
-        self._corrections = corrections
-        self._dispatcher.choose_by(replace(choices, costs=corrections.applied(choices.costs)))
+    def _correct(self, corrections: Corrections) -> None:
+        present = self._dispatcher.settings.choices  # which a user may have changed
+        if present is not None and self._choices is not None:
+            self._corrections = corrections
+            self._dispatcher.choose_by(replace(present, costs=corrections.applied(self._choices.costs)))
 
     def save(self, folder: Path) -> None:
         """Write the corrections into a checkpoint, so that a resumed training makes the same plans."""
@@ -262,4 +264,4 @@ class LearnedCosts(TrainerCallback):
         content = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {}
         content = self._dispatcher.groups.all_gather(content, in_world=True)[0]
         kept = content["corrections"] if content.get("measured") == repr(self._choices.costs) else {}
-        self._correct(self._choices, Corrections(**{**kept, "slowness": tuple(kept.get("slowness", ()))}))
+        self._correct(Corrections(**{**kept, "slowness": tuple(kept.get("slowness", ()))}))

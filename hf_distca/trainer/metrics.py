@@ -60,7 +60,7 @@ METRICS: dict[str, Metric] = {
     "exchange_bytes_within_nodes": Metric("bytes", "Bytes of the busiest rank inside its node", NODES),
     "exchange_bytes_between_nodes": Metric("bytes", "Bytes of the busiest rank between nodes", NODES),
     "busiest_node_bytes_within": Metric("bytes", "Bytes inside the busiest node, all of its ranks together", NODES),
-    "busiest_node_bytes_between": Metric("bytes", "Bytes between the busiest node and others, all together", NODES),
+    "busiest_node_bytes_between": Metric("bytes", "Bytes between all ranks of the busiest node and others", NODES),
     "step_ms": Metric("ms", "Time of an optimizer step", CHOSEN),
     "step_ms_predicted": Metric("ms", "The same as the planner's costs predict it", CHOSEN),
     "gain_predicted": Metric("ratio", "Predicted time of documents packed in order over that of the plans", CHOSEN),

@@ -269,7 +269,8 @@ class DistCAMixin(_Trainer):
         if self._evaluated and output.metrics is not None:
             loss, targets = map(sum, zip(*self._evaluated, strict=True))
             loss = sum(self.dispatcher.groups.all_gather(loss)) / max(targets, 1)
-            output.metrics.update({name: loss for name in output.metrics if name.endswith("_loss")})  # one name
+            # Trainer's mean over batches has the only such name, with the prefix that the caller chose.
+            output.metrics.update({name: loss for name in output.metrics if name.endswith("_loss")})
         return output
 
     def prediction_step(

@@ -102,8 +102,8 @@ def test_a_stage_in_which_nothing_crosses_beside_others_that_are_forwarded():
 def test_few_sizes_of_a_role_are_kept_and_its_memory_grows_rarely():
     exchange = Exchange(Groups(CPU, 30))
 
-    def opened(rows, slot="slot"):
-        return exchange.buffer(slot, Route([rows], [rows], crossing=False), [torch.empty(0, 4)])
+    def opened(rows):
+        return exchange.buffer("slot", Route([rows], [rows], crossing=False), [torch.empty(0, 4)])
 
     newest = [opened(rows) for rows in range(20, 0, -1)][-LAYOUTS_KEPT:]
     assert all(opened(rows) is kept for rows, kept in zip(range(LAYOUTS_KEPT, 0, -1), newest, strict=True))

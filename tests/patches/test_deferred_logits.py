@@ -5,7 +5,6 @@ import torch
 from accelerate.utils import convert_to_fp32
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from hf_distca.patches.head import DeferredLogits
 from hf_distca.patches.loss import apply_steps
@@ -43,10 +42,6 @@ class SmallHead:
 def deferred(divides: bool = True) -> tuple[DeferredLogits, list[tuple[str, int]]]:
     head = SmallHead(divides)
     return DeferredLogits(head, HIDDEN_1TD), head.computed
-
-
-def as_tensors(value):
-    return tree_map(lambda x: x.tensor() if isinstance(x, DeferredLogits) else x, value)
 
 
 def model_loss(logits, scale: float = 1.0, **kwargs):

@@ -61,7 +61,7 @@ def test_a_module_that_is_not_causal(plan, monkeypatch):
     attend(plan, is_causal=True)  # what the call says goes before what the module says
 
 
-def test_masks_know_what_the_model_put_in(plan):
+def test_masks_know_what_the_model_put_in():
     assert distca_mask(1, 5, 5, local_size=3).local_size == 3
     assert distca_mask(1, 5, 5).local_size is None
     # A model that lets tokens of one image see each other, say, through transformers' masks.

@@ -60,6 +60,8 @@ def test_the_tolerance_is_what_is_reached(tolerance):
         ({"ranks_per_node": 2}, "ranks_per_node=2 does not divide the 3 ranks that train together; give"),
         ({"ranks_per_node": (2, 2)}, "ranks_per_node=2,2 adds up to 4 ranks, but 3 ranks train"),
         ({"ranks_per_node": (3, 0)}, "ranks_per_node=3,0 adds up to 3 ranks"),
+        ({"ranks_per_node": 0}, "ranks_per_node=0 does not divide the 3 ranks"),
+        ({"ranks_per_node": ()}, "ranks_per_node= adds up to 0 ranks"),
         ({"balance_block_size": 0}, "balance_block_size must be at least 1"),
     ],
 )

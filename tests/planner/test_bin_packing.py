@@ -52,10 +52,6 @@ def test_tightly_is_best_fit(lengths, capacity):
     assert np.min(rooms) >= 0
 
 
-def on_ranks(lengths, ranks, tokens_per_rank):
-    return [documents.tolist() for documents in whole_documents(np.array(lengths), ranks, tokens_per_rank)]
-
-
 def test_whole_documents_on_two_ranks():
     def on_ranks(lengths, tokens_per_rank):
         return [documents.tolist() for documents in whole_documents(np.array(lengths), 2, tokens_per_rank)]

@@ -132,6 +132,8 @@ def test_bytes_within_and_between_nodes():
         bytes_between_nodes_busiest_node=4000,
         link_seconds=pytest.approx(3000 / 50e9),
     )
+    figures = exchange_figures(bytes_by_link(within, BYTES, NODES), NODES, node_bandwidth=0.5)
+    assert figures.link_seconds == pytest.approx(2000 / 0.5e9)
 
 
 def test_rows_on_one_path_are_divided_evenly_over_the_stages():

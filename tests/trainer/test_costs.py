@@ -19,7 +19,7 @@ from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, Mi
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.trainer.assembly import make_dispatcher
-from hf_distca.trainer.costs import PROFILE_FILE, Corrections, choices_of, observe
+from hf_distca.trainer.costs import PROFILE_FILE, Corrections, LearnedCosts, choices_of, observe
 from tests.models_and_batches import exchanging, small_model
 from tests.trainer.small_trainers import make_trainer
 
@@ -170,6 +170,17 @@ def test_what_a_rank_sees():
         Span("phase", "", forward, 30.0, 31.0),  # of the next micro-batch
     ]
     assert observe(spans) == (5.0, 0.5 + 4.0)
+
+
+def test_choices_that_a_user_changed_stay():
+    found, chosen = choices(), []
+    groups = SimpleNamespace(all_gather=lambda value, **_: [value])
+    dispatcher: Any = SimpleNamespace(settings=SimpleNamespace(choices=found), groups=groups, choose_by=chosen.append)
+    costs = LearnedCosts(dispatcher)
+    for changed in (replace(found, tolerances=(0.2,)), None):
+        dispatcher.settings.choices = changed
+        costs.resume(None)
+    assert [each.tolerances for each in chosen] == [(0.2,)]
 
 
 AUTO = {"document_layout": "auto", "balance_tolerance": "auto", "ping_pong": "auto"}

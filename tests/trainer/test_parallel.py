@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from hf_distca import DistCAConfig
 from hf_distca.refusal import check
 from hf_distca.trainer.assembly import make_dispatcher
-from hf_distca.trainer.memory import checkpointing_of, log_memory
+from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of
 from hf_distca.trainer.parallel import dtype_of_computation, is_wrapped, join_on_cpu, share_on_cpu, trained_towers
 from hf_distca.trainer.refusals import LOSES_DEEPSPEED, NOT_CONNECTED, TRAINER, Run
 from tests.models_and_batches import random_documents, small_model
@@ -158,6 +158,21 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog):
     # A model that cannot be counted trains nevertheless.
     log_memory(torch.nn.Linear(1, 1), *of_trainer[1:], 10**10)
     assert caplog.records[-1].message.startswith("cannot estimate the memory for training Linear: ")
+
+
+def test_how_ranks_share_the_state_of_a_model():
+    for kind, stage, config, expected in (
+        ("MULTI_GPU", None, None, ("ddp", 4)),
+        ("FSDP", None, None, ("fsdp2", 4)),
+        ("FSDP", None, SimpleNamespace(dp_shard_enabled=True, dp_shard_size=2), ("fsdp2", 2)),
+        ("DEEPSPEED", 2, None, ("zero2", 4)),
+        ("DEEPSPEED", 0, None, ("ddp", 4)),
+    ):
+        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+        accelerator: Any = SimpleNamespace(
+            distributed_type=DistributedType[kind], parallelism_config=config, state=state
+        )
+        assert sharing_of(accelerator, nn.Module(), 4) == expected
 
 
 EVERY = {"every_n_layers": 2}

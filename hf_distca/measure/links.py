@@ -35,7 +35,14 @@ OVERLAP_ROWS = 4096
 def measured_link(
     groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False, limit_s: float = inf
 ) -> LinkCost:
-    """Measure an exchange in which every rank sends to another rank, for arguments see `_timed`. A collective."""
+    """Measure an exchange in which every rank sends to another rank. A collective of the world.
+
+    Args:
+        peers: [ranks] receiver of each rank's rows.
+        alone: use the default group, which may use all of a link and leaves no room for attention; else the exchange's
+            group.
+        limit_s: seconds after which no larger size is begun.
+    """
     sizes, by_rank = _timed(groups, device, peers, alone=alone, limit_s=limit_s)
     return LinkCost.fitted(sizes, by_rank.max(1))
 
@@ -54,14 +61,7 @@ def link_rates(groups: Groups, device: torch.device) -> dict[tuple[int, int], fl
 def _timed(
     groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False, limit_s: float = inf
 ) -> tuple[FloatArray, FloatArray]:
-    """Return [sizes] bytes and [sizes, ranks] seconds of exchanges in which every rank sends to another rank.
-
-    Args:
-        peers: [ranks] receiver of each rank's rows.
-        alone: use the default group, which may use all of a link and leaves no room for attention; else the exchange's
-            group.
-        limit_s: seconds after which no larger size is begun.
-    """
+    """Return [sizes] bytes and [sizes, ranks] seconds of exchanges, for arguments see `measured_link`."""
     exchange, sizes, times, spent = Exchange(groups), [], [], 0.0
     for number, rows in enumerate(EXCHANGED_ROWS):
         if number >= FEWEST and spent > limit_s:
@@ -95,7 +95,10 @@ def _buffer(
 def measured_exchange(
     groups: Groups, device: torch.device, ranks_per_node: int | tuple[int, ...], *, limit_s: float = inf
 ) -> Links:
-    """Measure exchanges inside nodes, between nodes, and beside computation. A collective of the world."""
+    """Measure exchanges inside nodes, between nodes, and beside computation. A collective of the world.
+
+    `limit_s` is for each kind of link, see `measured_link`.
+    """
     inside, across = peers_of(groups.ranks, ranks_per_node)
     within = measured_link(groups, device, inside, limit_s=limit_s)
     between = within if across == inside else measured_link(groups, device, across, limit_s=limit_s)

@@ -31,8 +31,13 @@ def write_token(path: Path, token: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # A new file, renamed: an old one might be open elsewhere, or be readable by others.
     with NamedTemporaryFile("w", dir=path.parent, delete=False) as fresh:
-        fresh.write(token.hex() + "\n")
-    os.replace(fresh.name, path)
+        try:
+            fresh.write(token.hex() + "\n")
+            fresh.flush()
+            os.replace(fresh.name, path)
+        except OSError:
+            os.unlink(fresh.name)
+            raise
 
 
 def read_token(path: str | Path) -> bytes:

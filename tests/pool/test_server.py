@@ -98,6 +98,8 @@ def test_results_and_pairs_are_those_of_the_reference(make_server, connect, nano
     assert {(need.dtype, need.params.softcap) for need in asked} == {(torch.float32, 2.0)}
     for dtype, tolerance in (("float64", 1e-9), ("bfloat16", 5e-2), ("float16", 1e-2)):
         number = run_calls(ranks, 6, nano_batches[:1], number, dtype=dtype, tolerance=tolerance)
+        precise = {spec.name: spec.dtype for spec in make_call(dtype=dtype).reply()}["lse"]
+        assert precise == ("float64" if dtype == "float64" else "float32")  # never a half precision
     for seed in range(8):
         rng = np.random.default_rng(seed)
         lengths, kinds = rng.integers(1, 90, rng.integers(1, 6)), (SLIM, replace(SLIM, window=40))

@@ -15,6 +15,9 @@ def test_a_token_survives_its_file_and_only_the_owner_can_read_it(tmp_path):
         path.chmod(mode)
         with pytest.raises(ValueError, match="chmod 600"):
             read_token(path)
+    with pytest.raises(IsADirectoryError):
+        write_token(path.parent, token)  # a folder cannot be replaced
+    assert list(tmp_path.iterdir()) == [path.parent]  # no token is left anywhere else
     for text in ("", "abc", "0" * 63, "0" * 66, "g" * 64, "é" * 64, "0" * 10000):
         with pytest.raises(ValueError, match="64 hexadecimal digits") as caught:
             parse_token(text)

@@ -176,7 +176,7 @@ class Pool:
     # In a step
 
     def without_lost(self, servers: Sequence[int]) -> frozenset[int]:
-        """Go on without those of some servers that any rank has lost; return all that are gone. A collective."""
+        """Go on without given servers that any rank has lost; return the given ones that are gone. A collective."""
         here = [server for server in servers if server in self._members]
         if here:  # the same on every rank
             failed = self._groups.any_of([bool(self._members[server].link.lost) for server in here])

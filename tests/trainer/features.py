@@ -331,7 +331,7 @@ TRAININGS: dict[str, Run] = {
     "experts with a loss": Run(
         model=model_of(model_type="mixtral", num_local_experts=4, router_aux_loss_coef=0.1),
         given=on_chats(),
-        slack=500.0,
+        within=(2e-4, 1e-2),
         **SFT,
     ),
     # More micro-batches than the stream has: some are of a rank whose data has ended, or of all.
@@ -455,7 +455,7 @@ def together(*names: str) -> Run:
         return {name: value for run in each for name, value in getattr(run, field).items()}
 
     set_by_one = (
-        *("model", "adapter", "example", "needs", "steps_without_targets", "rounds", "slack", "given_planned"),
+        *("model", "adapter", "example", "needs", "steps_without_targets", "rounds", "within", "given_planned"),
         *("sft", "calls", "resumes", "after"),
     )
     return Run(

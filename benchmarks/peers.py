@@ -184,9 +184,9 @@ def planned(case: Case, ranks: int) -> "Halted":
 def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool = False) -> "Halted":
     """Ulysses sequence parallelism of DeepSpeed through accelerate, ZeRO off, rows of packed documents.
 
-    All ranks share every row, a rank has an equal part of its tokens, and in attention all of them of its share of the
-    heads. Loaders of as many ranks make as many rows, which are computed one after another. In two rows the first
-    document of a step has a row of its own; gloo needs rows of equal length.
+    All ranks share every row. A rank has an equal part of the row's tokens; in attention it has all tokens and an
+    equal part of the heads. There are as many rows as ranks, and they are computed one after another. With two rows,
+    the first document of a step is alone in one row. gloo needs rows of equal length.
     """
     # As accelerate's launcher sets them: with TrainingArguments' `deepspeed` transformers leaves `ddp_backend` out,
     # without which accelerate has no backend for CPUs, takes every process for the only one, and gives all of them

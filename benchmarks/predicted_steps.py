@@ -54,7 +54,12 @@ PER_RANK = 8192
 
 @dataclass(frozen=True)
 class Calibration:
-    """Costs measured in a round: seconds of a token besides core attention, and of a step besides tokens, too."""
+    """Costs measured in a round, in seconds.
+
+    Attributes:
+        token: of a token, without core attention.
+        step: of a step, without its tokens.
+    """
 
     forward: KernelCost
     backward: KernelCost

@@ -36,7 +36,7 @@ from hf_distca.planner.cost import as_lengths
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import bytes_by_link, exchange_figures, loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
-from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH, node_sizes, nodes_of
+from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import rows_by_stage
 from hf_distca.sim.lengths import histogram
@@ -196,7 +196,7 @@ def _figures(
     loads = np.sum([loads_of(each) for each in plans], axis=0)
     tasks = np.concatenate([each.tasks for each in plans])
     rows = tasks["stop"] - tasks["start"]
-    nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+    nodes = settings.node_of_ranks
     moved = np.sum([bytes_by_link(each, row_bytes, nodes) for each in plans], axis=0)
     exchange = exchange_figures(moved, nodes, options.node_bandwidth, options.network_bandwidth)
     rank, dtype = busiest_rank(plan, settings), getattr(torch, options.dtype)

@@ -74,7 +74,7 @@ def documents_of(lengths: list[int] | list[list[int]]) -> list[int]:
 
 
 def _of_file(path: str, column: str | None) -> list[int] | list[list[int]] | None:
-    """Read document lengths from a table or from JSON; None if the name is not that of a file."""
+    """Read document lengths from a table or from JSON; None if no file has the name."""
     suffix, is_file = Path(path).suffix, Path(path).is_file()
     if not is_file and suffix not in (".json", *TABLES):
         return None

@@ -48,7 +48,7 @@ def document_lengths(dataset: Any, columns: Columns = ANY_COLUMNS, progress: boo
                 raise Data.LENGTH_COLUMN.error(column=columns.length, kind=dataset.features[columns.length])
             counts = {"input_ids": given}
         elif all(pa.types.is_list(kind) or pa.types.is_large_list(kind) for kind in kinds):  # not tensors
-            # Tables hold the lengths of lists, so that no Python objects are made of tokens.
+            # Arrow tables know the lengths of their lists, so tokens are not converted to Python objects.
             tables = dataset.select_columns(tokens).with_format("arrow").iter(batch_size=READ_BATCH)
             batches = [
                 # A missing list counts as empty.

@@ -135,7 +135,7 @@ class BoundRoutes:
         self.groups = {name: BoundGroup.bind(group, buffer) for name, group in tasks.items() if len(group.q_lens)}
         self.merges = several and plan.window is None
 
-        # 3. Sources of gradients by place, those of dk and dv alike. An exchange lists the rows of ranks first.
+        # 3. Sources of gradients by place; dk and dv have the same sources. An exchange lists the rows of ranks first.
         queries, keys = routes.queries, [stage.keys for stage in stages]
         sent_q, sent_k = sum(self.queries.sent), [sum(route.sent) for route in self.keys]
         of_tasks_q: RowsOfSources = {

@@ -136,7 +136,8 @@ class PlannedHead(nn.Module):
     def _obstacle(self) -> str | None:
         if "forward" in vars(self):
             return f"the forward of the head ({type(self).__name__}) has been replaced"
-        is_leaf = getattr(self, "_z3_leaf", False)  # else ZeRO-3 gathers weights at each call of their own module
+        # ZeRO-3 gathers the weights of a leaf at once, and other weights when their module is called.
+        is_leaf = getattr(self, "_z3_leaf", False)
         for name, module in self.named_modules(prefix="head"):
             for kind in HOOKS:
                 for hook in getattr(module, kind).values():

@@ -12,7 +12,6 @@ from hf_distca.planner.intervals import IntArray, local_tasks
 from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored, split_documents, split_placed
 from hf_distca.planner.metrics import CountedPlan, count_plan, exchange_figures, loads_of
-from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.seconds import FloatArray, StepCosts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import usual_stages, with_stages
@@ -100,7 +99,7 @@ def finished(
         counted: for each nano-batch, the counts of its plans; none to count them.
     """
     count, together = stages or usual_stages(len(nano_batches)), stages is not None
-    nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+    nodes = settings.node_of_ranks
     counted = counted or [
         {kind: count_plan(plan, kind, settings.bytes_per_value, nodes) for kind, plan in nano.plans.items()}
         for nano in nano_batches

@@ -25,7 +25,7 @@ from hf_distca.planner.groups import (
 )
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import CountedPlan, count_plan
-from hf_distca.planner.nodes import node_sizes, nodes_of
+from hf_distca.planner.nodes import node_sizes
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.stages import STAGES_ALONE, usual_stages
 from hf_distca.planner.walk import Walked, document_seconds, in_stages, predict_step
@@ -139,7 +139,7 @@ class _Search:
         )
         self._speeds = 1 / np.array(costs.slowness or (1.0,) * settings.ranks)
         sizes = node_sizes(settings.ranks, settings.ranks_per_node)
-        self._nodes, self._ranks_of_node = nodes_of(sizes), max(sizes)
+        self._ranks_of_node = max(sizes)
         self._costs = costs
         self._seconds = document_seconds(lengths, costs)
         self._evenly_s = float(self._seconds.sum() / self._speeds.sum())
@@ -404,7 +404,7 @@ class _Search:
         kept = np.zeros(len(placing.sizes), bool)
         kept[np.argsort(-placing.seconds, kind="stable")[:half]] = True
         kept[np.argsort(-np.where(kept, 0.0, longest), kind="stable")[:half]] = True
-        nodes = np.array(self._nodes)[np.repeat(kept, placing.sizes)]
+        nodes = np.array(settings.node_of_ranks)[np.repeat(kept, placing.sizes)]
         groups = np.flatnonzero(kept).tolist()
         part = Placing(
             tuple(placing.sizes[group] for group in groups),
@@ -424,7 +424,7 @@ class _Search:
         *,
         evenly: bool,
     ) -> Candidate:
-        nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+        nodes = settings.node_of_ranks
         count = partial(count_plan, bytes_per_value=settings.bytes_per_value, nodes=nodes)
         counted = [{kind: count(plan, kind) for kind, plan in nano.plans.items()} for nano in nano_batches]
         step, stages = self._fastest(nano_batches, counted, settings, (None, FEW_STAGES))
@@ -442,7 +442,7 @@ class _Search:
     ) -> tuple[Walked, int | None]:
         """Return the fastest of some numbers of stages, with the step that is predicted for it."""
         layouts = [nano.layout for nano in nano_batches]
-        nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+        nodes = settings.node_of_ranks
         steps: dict[tuple[int, ...], tuple[Walked, int | None]] = {}
         for option in options:
             count, together = option or usual_stages(len(nano_batches)), option is not None

@@ -108,7 +108,7 @@ def place_in_groups(
         seconds: [documents] seconds of computing each document.
         sizes: [groups] ranks of each group.
         speeds: [ranks] work per second of each rank, in seconds of a usual rank.
-        fill_to: seconds up to which one group after another gets work, once each has a document.
+        fill_to: seconds up to which groups are filled one after another, once each has a document; 0 for equal work.
 
     Returns:
         None if a document is too long for every group, or a group would have fewer tokens than ranks.

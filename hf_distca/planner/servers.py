@@ -16,7 +16,6 @@ from hf_distca.planner.balancing_pass import Problem, balancing_pass
 from hf_distca.planner.cost import Workers, pairs
 from hf_distca.planner.intervals import by_document, cut_at, merged, moved_by
 from hf_distca.planner.metrics import RowsMoved, bytes_by_link, exchange_figures, link_seconds, loads_of, query_rows_of
-from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import usual_stages, with_stages
 
@@ -121,7 +120,7 @@ def local_tasks(plan: Plan, workers: Collection[int]) -> Plan:
 def seconds_of(plan: Plan, kind: AttentionKind, settings: PlanSettings, pairs_per_second: float) -> float:
     """Return the seconds of the busiest rank's pairs and the busiest link's bytes, forward and backward of a layer."""
     loads = loads_of(plan) + settings.row_overhead * query_rows_of(plan)
-    nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+    nodes = settings.node_of_ranks
     moved, row_bytes = RowsMoved.of(plan, nodes), settings.row_bytes(kind)
     exchanges = (moved.forward_bytes(row_bytes), moved.backward_bytes(row_bytes))
     return float(loads.max()) / pairs_per_second + sum(map(link_seconds, exchanges))

@@ -102,6 +102,11 @@ class PlanSettings:
         return None if sizes is None else nodes_of(sizes)
 
     @property
+    def node_of_ranks(self) -> tuple[int, ...]:
+        """[ranks] node of each rank, also if all links are alike."""
+        return nodes_of(node_sizes(self.ranks, self.ranks_per_node))
+
+    @property
     def dominant_kind(self) -> AttentionKind:
         """Kind of the costliest layers, for which the joint layout is made: rows reach farthest."""
         reach = {kind: min(kind.window or inf, kind.chunk or inf) for kind in self.kinds}

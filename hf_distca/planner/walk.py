@@ -17,7 +17,6 @@ from hf_distca.plan import AttentionKind, Direction, Layout, MicroBatchPlan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.metrics import CountedPlan, count_plan
 from hf_distca.planner.mixing import CountedCuts, MixingLayers, count_cuts
-from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.schedule import Group, Transfer, Turn, make_schedule
 from hf_distca.planner.seconds import FloatArray, KernelCost, Links, StepCosts, Tasks
 from hf_distca.planner.settings import PlanSettings
@@ -320,7 +319,7 @@ def _mixing_layers(
 
 def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts) -> Walked:
     """Predict the seconds of a planned micro-batch."""
-    nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+    nodes = settings.node_of_ranks
     counted = [
         {kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes) for kind, of_kind in nano.plans.items()}
         for nano in plan.nano_batches

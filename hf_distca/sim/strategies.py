@@ -16,7 +16,7 @@ from hf_distca.planner.cost import RowBytes, Workers, pairs
 from hf_distca.planner.metrics import count_plan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.mixing import count_cuts
-from hf_distca.planner.nodes import node_sizes, nodes_of
+from hf_distca.planner.nodes import node_sizes
 from hf_distca.planner.seconds import KindCosts, MixingCosts, StepCosts, Tasks
 from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import Choices, PlanSettings
@@ -224,7 +224,7 @@ def planned(
     plan = plan_micro_batch(lengths.tolist(), settings)
     if servers:
         plan = plan_with_servers(plan, Workers.uniform(settings.ranks + servers), settings, ranks_serve=True)
-    nodes = list(nodes_of(node_sizes(settings.ranks, settings.ranks_per_node)))
+    nodes = list(settings.node_of_ranks)
     nodes += [max(nodes) + 1 + index for index in range(servers)]
     counted = [
         {kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes) for kind, of_kind in nano.plans.items()}

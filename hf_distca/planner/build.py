@@ -99,12 +99,11 @@ def finished(
         counted: for each nano-batch, the counts of its plans; none to count them.
     """
     count, together = stages or usual_stages(len(nano_batches)), stages is not None
-    nodes = settings.node_of_ranks
+    nodes, staged = settings.node_of_ranks, []
     counted = counted or [
         {kind: count_plan(plan, kind, settings.bytes_per_value, nodes) for kind, plan in nano.plans.items()}
         for nano in nano_batches
     ]
-    staged = []
     for nano, counts in zip(nano_batches, counted, strict=True):
         plans = {}
         for kind, plan in nano.plans.items():

@@ -31,7 +31,7 @@ def query_rows_of(plan: Plan) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class RowsMoved:
-    """Rows that travel in one layer's forward: [2, 2, workers], by link and direction as in `bytes_by_link`."""
+    """Rows that travel in one layer's forward: [2, 2, workers], within and between nodes, sent and received."""
 
     queries: IntArray  # rows of Q; as many rows of O come back
     keys: IntArray  # rows of K/V, forwarded rows included
@@ -49,8 +49,7 @@ class RowsMoved:
 
     def forward_bytes(self, row_bytes: RowBytes) -> IntArray:
         """Return [2, 2, workers] bytes of the forward: Q, K and V are sent; as many rows of O come back."""
-        moved = self.queries * row_bytes.q + self.queries[:, ::-1] * row_bytes.o + self.keys * row_bytes.kv
-        return np.asarray(moved)
+        return np.asarray(self.queries * row_bytes.q + self.queries[:, ::-1] * row_bytes.o + self.keys * row_bytes.kv)
 
     def backward_bytes(self, row_bytes: RowBytes) -> IntArray:
         """Return [2, 2, workers] bytes of the backward: Q, O, dO, K and V are sent; dQ, dK and dV come back."""
@@ -69,10 +68,7 @@ def _by_link(moves: Table, nodes: Sequence[int], chosen: NDArray[np.bool_] | boo
 
 
 def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> IntArray:
-    """Return [2, 2, workers] int64: bytes of a layer's forward, within and between [workers] nodes, sent and received.
-
-    If the plan has nodes itself, forwarded K/V rows cross to a node once.
-    """
+    """Return [2, 2, workers] bytes of a layer's forward, within and between [workers] nodes, sent and received."""
     return RowsMoved.of(plan, nodes).forward_bytes(row_bytes)
 
 

@@ -72,7 +72,7 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
     moves["stage"] = stage
     for table in (tasks, moves):
         table["document"] += table["stage"] * len(plan.layout.lengths)
-    first, second, via = forward_inside_nodes(moves, plan.nodes, ranks)
+    first, second, via = forward_inside_nodes(moves, plan.nodes or (0,) * plan.workers, ranks)
     if plan.window is None and plan.stage_rows is not None:
         first, second = _in_stages(first, second, via, plan.stage_rows, ranks)
     return tasks, first, second
@@ -140,16 +140,14 @@ def _in_stages_of_windows(tasks: Table, stage_rows: int, window: int, ranks: int
     return which, pieces
 
 
-def forward_inside_nodes(moves: Table, nodes: Sequence[int] | None, ranks: int) -> tuple[Table, Table, IntArray]:
+def forward_inside_nodes(moves: Table, nodes: Sequence[int], ranks: int) -> tuple[Table, Table, IntArray]:
     """Let rows that several ranks of another node receive cross to that node once; servers get theirs directly.
 
     Returns:
         Moves of both hops, and for each of the second hop the index of the first hop's move that it forwards whole.
     """
-    node = np.asarray((0,) if nodes is None else nodes)
-    crossing = np.zeros(len(moves), bool)
-    if nodes is not None:
-        crossing = (node[moves["source"]] != node[moves["target"]]) & (moves["target"] < ranks)
+    node = np.asarray(nodes)
+    crossing = (node[moves["source"]] != node[moves["target"]]) & (moves["target"] < ranks)
     crossed = moves.compress(crossing)
     if not len(crossed):
         return moves, crossed, np.zeros(0, np.int64)

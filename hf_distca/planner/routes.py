@@ -9,7 +9,7 @@ Routes are made once per micro-batch and used by every layer. There are three ki
   rows forwarded by another rank of the node come last, in the order (that rank, document, position).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -115,10 +115,7 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Routes of one rank for one plan.
-
-    Received key rows of each stage are counted apart. Servers receive theirs in the first stage.
-    """
+    """Routes of one rank for one plan; servers receive their key rows in the first stage."""
 
     local_rows: int
     queries: ExchangedRows  # rows of Q, and of O, dO and dQ; never to the rank itself
@@ -129,7 +126,6 @@ class Routes:
 def make_routes(plan: Plan, rank: int) -> Routes:
     """Return the routes of a worker; one at or above plan.layout.ranks is a dedicated server and holds no rows."""
     tasks, *hops = rows_to_move(plan)
-    ranks, workers = plan.layout.ranks, plan.workers
     stages = 1 + max(int(table["stage"].max(initial=0)) for table in (tasks, hops[0]))
 
     # 1. The tasks of this worker. Received queries are in the order of their arrival.
@@ -153,28 +149,22 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     made = []
     for stage in range(stages):
         first, second = (hop.compress(hop["stage"] == stage) for hop in hops)
-        crossing = bool(np.any((first["source"] != first["target"]) & (first["target"] < ranks)))
-        forwards = _ordered(second.compress(second["source"] == rank), "target")
         of_local, of_received = (reads.compress(reads["stage"] == stage) for reads in every_read)
-        if plan.window is None:
-            on_keys = _before_queries(remote_kv, of_local, arrived)
-        else:
-            on_keys = _up_to_queries(remote_kv, of_local, arrived, plan.window)
-        forwarded = _exchanged(second, rank, workers, len(second) > 0)
         made.append(
             Stage(
-                keys=_exchanged(first, rank, workers, crossing),
-                forwarded=replace(forwarded, send_rows=_find(forwards, arrived)),
-                remote_kv=on_keys,
+                keys=_exchanged(first, rank, plan),
+                forwarded=_exchanged(second, rank, plan, arrived),
+                remote_kv=_before_queries(remote_kv, of_local, arrived)
+                if plan.window is None
+                else _up_to_queries(remote_kv, of_local, arrived, plan.window),
                 remote_query=_up_to_queries(remote_query, of_received, arrived, plan.window),
                 remote_query_prefix=_before_queries(remote_query, of_received, arrived),
             )
         )
     q_lens, k_lens = row_counts(local), local["stop"] - local["keys_stop"]
-    sent = tasks.compress(tasks["source"] != tasks["target"])
     return Routes(
-        local_rows=int(plan.layout.tokens[rank]) if rank < ranks else 0,
-        queries=_exchanged(sent, rank, workers, bool(np.any(sent["target"] < ranks))),
+        local_rows=int(plan.layout.tokens[rank]) if rank < plan.layout.ranks else 0,
+        queries=_exchanged(tasks.compress(tasks["source"] != tasks["target"]), rank, plan),
         local=TaskGroup(
             q_lens,
             k_lens,
@@ -191,14 +181,16 @@ def _ordered(moves: Table, peer: str) -> Table:
     return moves.take(np.lexsort((moves["start"], moves["document"], moves[peer])))
 
 
-def _exchanged(moves: Table, rank: int, workers: int, crossing: bool) -> ExchangedRows:
-    """Return what one worker sends and receives of these rows."""
+def _exchanged(moves: Table, rank: int, plan: Plan, arrived: Table | None = None) -> ExchangedRows:
+    """Return what one worker sends and receives of these rows; with `arrived` it sends received rows on."""
     sent, came = _ordered(moves.compress(moves["source"] == rank), "target"), moves.compress(moves["target"] == rank)
     to, of = (
-        np.bincount(each[peer], row_counts(each), workers).astype(np.int64)
+        np.bincount(each[peer], row_counts(each), plan.workers).astype(np.int64)
         for each, peer in ((sent, "target"), (came, "source"))
     )
-    return ExchangedRows(expand(sent["at"], row_counts(sent)), to, of, crossing)
+    rows = expand(sent["at"], row_counts(sent)) if arrived is None else _find(sent, arrived)
+    crossing = np.any((moves["source"] != moves["target"]) & (moves["target"] < plan.layout.ranks))
+    return ExchangedRows(rows, to, of, bool(crossing))
 
 
 def _find(rows: Table, arrived: Table, reads: IntArray | None = None) -> IntArray:

@@ -100,9 +100,16 @@ def plan_lost(
     plan's tasks end. A rank computes `pairs_per_second`, forward and backward together.
     """
     local = local_tasks(plan, workers)
-    candidates = [local, _spread(local, kind, settings, None)]
-    if local.nodes is not None:
-        candidates.append(_spread(local, kind, settings, local.nodes))
+    ranks, candidates = local.workers, [local]
+    # An infinite tolerance keeps cuts on the blocks' boundaries.
+    problem = Problem(local.layout, kind, settings, Workers.uniform(ranks), np.full(ranks, np.inf))
+    tasks = moved_by(local.tasks, problem.origin)
+    for nodes in ((0,) * ranks, local.nodes):  # balanced in one pass of few moves: anywhere, or inside nodes
+        if nodes is not None:
+            group = np.asarray(nodes)
+            limits = ideals_inside(problem.loads(tasks), problem.workers, group) * (1 + settings.balance_tolerance)
+            spread = balancing_pass(problem, tasks, limits, limits, group)
+            candidates.append(replace(local, tasks=moved_by(spread, -problem.origin)))
     soonest = min(candidates, key=lambda plan: seconds_of(plan, kind, settings, pairs_per_second))
     return with_stages(soonest, settings.buffer_rows(kind), stages=usual_stages(1))
 
@@ -124,15 +131,3 @@ def seconds_of(plan: Plan, kind: AttentionKind, settings: PlanSettings, pairs_pe
     moved, row_bytes = RowsMoved.of(plan, nodes), settings.row_bytes(kind)
     exchanges = (moved.forward_bytes(row_bytes), moved.backward_bytes(row_bytes))
     return float(loads.max()) / pairs_per_second + sum(map(link_seconds, exchanges))
-
-
-def _spread(local: Plan, kind: AttentionKind, settings: PlanSettings, nodes: Sequence[int] | None) -> Plan:
-    """Balance the tasks of a plan over equal ranks, inside [ranks] nodes or anywhere, in one pass of few moves."""
-    ranks = local.workers
-    # An infinite tolerance keeps cuts on the blocks' boundaries.
-    problem = Problem(local.layout, kind, settings, Workers.uniform(ranks), np.full(ranks, np.inf))
-    group = np.asarray(nodes or (0,) * ranks)
-    tasks = moved_by(local.tasks, problem.origin)
-    limits = ideals_inside(problem.loads(tasks), problem.workers, group) * (1 + settings.balance_tolerance)
-    tasks = balancing_pass(problem, tasks, limits, limits, group)
-    return replace(local, tasks=moved_by(tasks, -problem.origin))

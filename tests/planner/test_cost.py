@@ -1,34 +1,38 @@
-"""Costs, and the tables of rows on which the planner computes."""
-
-import itertools
-
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, AttentionKind
 from hf_distca.planner.cost import RowBytes, Workers, as_lengths, pairs, pairs_at, row_reaching
-from hf_distca.planner.intervals import ROWS, grain, merge_touching, overlaps, union
+from hf_distca.planner.intervals import grain, merge_touching
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_pairs_and_their_inverse(window):
-    starts, stops = np.array([0, 1, 5, 7]), np.array([0, 9, 8, 200])
-    expected = [sum(min(p + 1, window or p + 1) for p in range(*rows)) for rows in zip(starts, stops, strict=True)]
-    assert pairs(starts, stops, window).tolist() == expected
-    assert [pairs(int(a), int(b), window) for a, b in zip(starts, stops, strict=True)] == expected
-    rows = np.array([0, 1, 3, 6, 1000])
-    amounts = pairs(0, rows, window)
-    np.testing.assert_allclose(row_reaching(amounts, window), rows, atol=1e-9)
-    np.testing.assert_allclose([row_reaching(float(amount), window) for amount in amounts], rows, atol=1e-9)
-    np.testing.assert_allclose(pairs_at(rows.astype(float), window), amounts)
+def test_pairs_and_their_inverse():
+    starts, stops, rows = np.array([0, 1, 5, 7]), np.array([0, 9, 8, 200]), np.array([0, 1, 3, 6, 1000])
+    for window in (None, 1, 3, 100):
+        expected = [sum(min(p + 1, window or p + 1) for p in range(*rows)) for rows in zip(starts, stops, strict=True)]
+        assert pairs(starts, stops, window).tolist() == expected
+        assert [pairs(int(a), int(b), window) for a, b in zip(starts, stops, strict=True)] == expected
+        amounts = pairs(0, rows, window)
+        np.testing.assert_allclose(row_reaching(amounts, window), rows, atol=1e-9)
+        np.testing.assert_allclose([row_reaching(float(amount), window) for amount in amounts], rows, atol=1e-9)
+        np.testing.assert_allclose(pairs_at(rows.astype(float), window), amounts)
 
 
-def test_row_bytes_of_a_kind():
+def test_bytes_workers_and_cuts():
     assert RowBytes.of_kind(AttentionKind(), 2) == RowBytes()
     kind = AttentionKind(None, q_heads=16, kv_heads=8, dim_qk=192, dim_v=128)
     assert RowBytes.of_kind(kind, 4) == RowBytes(q=12288, kv=10240, o=8192)
+    # The ideal time fills workers up to one level.
+    assert Workers.uniform(4).ideal(100) == 25
+    assert Workers((1.0, 1.0), (10.0, 0.0)).ideal(30) == 20
+    assert Workers((1.0, 3.0), (0.0, 0.0)).ideal(100) == 25
+    assert Workers((1.0, 1.0), (50.0, 0.0)).ideal(30) == 50  # a base load above the level
+    # Rows that touch are one entry, if on the same worker.
+    table = np.array([(0, 0, 2, 0), (0, 2, 5, 0), (0, 6, 7, 0), (1, 7, 8, 0), (1, 8, 9, 1)], TASK)
+    assert merge_touching(table, "worker").tolist() == [(0, 0, 5, 0), (0, 6, 7, 0), (1, 7, 8, 0), (1, 8, 9, 1)]
+    # A cut leaves the block as far as it must.
+    assert [grain(128, 1, most) for most in (128, 127, 40, 0)] == [128, 64, 32, 1]
+    assert grain(12, 1, 2) == 2
 
 
 @pytest.mark.parametrize(
@@ -50,55 +54,3 @@ def test_row_bytes_of_a_kind():
 def test_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_ideal_time_fills_workers_up_to_one_level():
-    assert Workers.uniform(4).ideal(100) == 25
-    assert Workers((1.0, 1.0), (10.0, 0.0)).ideal(30) == 20
-    assert Workers((1.0, 3.0), (0.0, 0.0)).ideal(100) == 25
-    assert Workers((1.0, 1.0), (50.0, 0.0)).ideal(30) == 50  # a base load above the level
-
-
-def test_touching_rows_and_cuts():
-    table = np.array([(0, 0, 2, 0), (0, 2, 5, 0), (0, 6, 7, 0), (1, 7, 8, 0), (1, 8, 9, 1)], TASK)
-    assert merge_touching(table, "worker").tolist() == [(0, 0, 5, 0), (0, 6, 7, 0), (1, 7, 8, 0), (1, 8, 9, 1)]
-    # A cut leaves the block as far as it must.
-    assert [grain(128, 1, most) for most in (128, 127, 40, 0)] == [128, 64, 32, 1]
-    assert grain(12, 1, 2) == 2
-
-
-# (document, start, stop, worker), possibly without a row.
-TASKS = st.builds(
-    lambda document, start, rows, worker: (document, start, start + rows, worker),
-    *(st.integers(0, most) for most in (3, 9, 6, 2)),
-)
-
-
-@given(st.lists(TASKS, max_size=8))
-def test_unions_are_those_of_sets(drawn):
-    found = union(np.array(drawn, TASK)).tolist()
-    assert found == sorted(found, key=lambda task: (task[3], *task[:2]))
-    listed = [(worker, document, row) for document, start, stop, worker in found for row in range(start, stop)]
-    wanted = {(worker, document, row) for document, start, stop, worker in drawn for row in range(start, stop)}
-    assert listed == sorted(wanted)
-
-
-@given(st.lists(st.tuples(st.integers(1, 12), st.sets(st.integers(1, 11))), min_size=1, max_size=4), st.data())
-def test_overlaps_are_those_of_sets(documents, data):
-    ordered = []
-    for document, (length, cuts) in enumerate(documents):
-        bounds = sorted({0, length} | {cut for cut in cuts if cut < length})
-        ordered += [(document, start, stop) for start, stop in itertools.pairwise(bounds)]
-    drawn = []
-    for _ in range(data.draw(st.integers(0, 6))):
-        document = data.draw(st.integers(0, len(documents) - 1))
-        start = data.draw(st.integers(0, documents[document][0] - 1))
-        drawn.append((document, start, data.draw(st.integers(start + 1, documents[document][0]))))
-    found = overlaps(np.array(drawn, ROWS), np.array(ordered, ROWS))
-    wanted = [
-        (first, second, max(start, begin), min(stop, end))
-        for first, (document, start, stop) in enumerate(drawn)
-        for second, (other, begin, end) in enumerate(ordered)
-        if document == other and max(start, begin) < min(stop, end)
-    ]
-    assert list(zip(*(each.tolist() for each in found), strict=True)) == wanted

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.planner.cuts import chains, halos
-from tests.planner.carried_out import drawn_plans
+from tests.planner.carried_out import drawn_plans, sent_rows
 from tests.planner.plan_checks import rows_of
 
 
@@ -15,17 +15,15 @@ def test_any_layout(width, plan):
     layout, ranks = plan.layout, plan.layout.ranks
     rows = [rows_of(layout.of_rank(rank)) for rank in range(ranks)]
     tables = [halos(layout, rank, width) for rank in range(ranks)]
-    sent = [_sent(table.messages) for table in tables]
-    crosses = any(sent[source][target] for source in range(ranks) for target in range(ranks))
-    assert {table.messages.crossing for table in tables} == {crosses}
+    sent = list(sent_rows([table.messages for table in tables]))
+    assert {table.messages.crossing for table in tables} == {bool(sent)}
     for rank, table in enumerate(tables):
         extended: list = [None] * table.rows
         for place, row in zip(table.places, rows[rank], strict=True):
             extended[place] = row
         for place, row in zip(table.local_places, table.local_rows, strict=True):
             extended[place] = rows[rank][row]
-        arrived = [rows[source][row] for source in range(ranks) for row in sent[source][rank]]
-        assert table.messages.recv_counts.tolist() == [len(sent[source][rank]) for source in range(ranks)]
+        arrived = [rows[source][row] for source, target, row in sent if target == rank]
         for place, row in zip(table.received_places, arrived, strict=True):
             extended[place] = row
         expected = []
@@ -34,10 +32,10 @@ def test_any_layout(width, plan):
         assert extended == expected
 
     links = [chains(layout, rank) for rank in range(ranks)]
-    sent = [_sent(table.messages) for table in links]
+    sent = list(sent_rows([table.messages for table in links]))
     names = [layout.of_rank(rank)[["document", "start"]][table.cut].tolist() for rank, table in enumerate(links)]
     for rank, table in enumerate(links):
-        arrived = [names[source][state] for source in range(ranks) for state in sent[source][rank]]
+        arrived = [names[source][state] for source, target, state in sent if target == rank]
         returned = []
         for target, theirs in enumerate(links):
             source = np.repeat(np.arange(ranks), theirs.messages.recv_counts)
@@ -47,8 +45,3 @@ def test_any_layout(width, plan):
             nth = of_document.index(segment)
             assert [[*names[rank], *arrived][state] for state in earlier] == of_document[:nth]
             assert [[*names[rank], *returned][state] for state in later] == of_document[nth + 1 :]
-
-
-def _sent(messages) -> list[list[int]]:
-    """For each rank, the items that go there."""
-    return [part.tolist() for part in np.split(messages.send_rows, np.cumsum(messages.send_counts)[:-1])]

@@ -257,8 +257,7 @@ class _Placement:
     def _cut_at(self, level: float, head_rows: dict[int, int] | None = None) -> tuple[list[Segment], bool]:
         """Cut so that every rank with a segment gets `level` times its share of pairs.
 
-        Args:
-            head_rows: rank -> rows of the head that the rank takes beside its segment, in any case.
+        A rank takes `head_rows` of the head beside its segment in any case.
 
         Returns:
             The segments, and whether the other documents fit into the remaining ranks.
@@ -284,8 +283,14 @@ class _Placement:
                 enough = aim + self.mean * self.slack / 2
                 if (head == first or head_rows) and stop - head <= room and filled(stop - head) <= enough:
                     break
-                rows = bisect_right(range(min(stop - head, room) + 1), aim, 1, key=filled) - 1
-                start = max(self._cut_near(stop - rows, stop - room, first), head)
+                row = stop - bisect_right(range(min(stop - head, room) + 1), aim, 1, key=filled) + 1
+                # The cut falls on a block's boundary if that moves few pairs, otherwise on a finer one. No head from
+                # row `first` on stays below a block.
+                multiple = grain(self.block, min(row, self.window or row), ROUNDING * self.slack * self.mean)
+                start = round(row / multiple) * multiple
+                if start - first < self.block:
+                    start = first + self.block if row - first >= self.block // 2 else first
+                start = max(start, stop - room, head)
                 if start >= stop:
                     break
                 tail = stop - start
@@ -301,17 +306,6 @@ class _Placement:
             if stop == self.stops[index] and not self._large(index):
                 break
         return cuts, True
-
-    def _cut_near(self, start: int, least: int, first: int) -> int:
-        """Return a cut near row `start`, at least `least`, that leaves no head from row `first` on below a block.
-
-        The cut falls on a block's boundary if that moves few pairs, otherwise on a finer one.
-        """
-        multiple = grain(self.block, min(start, self.window or start), ROUNDING * self.slack * self.mean)
-        row = round(start / multiple) * multiple
-        if row - first < self.block:
-            row = first + self.block if start - first >= self.block // 2 else first
-        return max(row, least)
 
     def place_whole(self) -> list[int]:
         """Place each piece on the rank with room that wishes it most, and return the indices that fit nowhere."""

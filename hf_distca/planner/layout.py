@@ -103,11 +103,6 @@ def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
     return Layout(row_counts(chunks), segments, layout.ranks)
 
 
-SMALLEST_SHARE = 0.25
-"""Least share of a rank's tokens in a nano-batch; a smaller nano-batch hides almost nothing and still costs
-exchanges."""
-
-
 def halves(lengths: IntArray) -> list[IntArray]:
     """Divide documents into two groups of about equal tokens: longest first, each to the smaller group."""
     second = np.zeros(len(lengths), bool)
@@ -127,21 +122,6 @@ def split_documents(lengths: IntArray, ranks: int) -> list[IntArray] | None:
         return None
     groups = halves(lengths)
     return groups if min(int(lengths[group].sum()) for group in groups) >= ranks else None
-
-
-def split_placed(placed: Sequence[Sequence[int]]) -> list[int] | None:
-    """Return how many documents of each rank come first if its documents are divided in two of about equal tokens.
-
-    None if on some rank every cut between documents leaves a part with less than SMALLEST_SHARE of the tokens.
-    """
-    cuts = []
-    for lengths in placed:
-        *before, total = np.cumsum(lengths).tolist() or [0]
-        smaller = [min(first, total - first) for first in before]
-        if max(smaller, default=-1) < SMALLEST_SHARE * total:
-            return None
-        cuts.append(smaller.index(max(smaller)) + 1)
-    return cuts
 
 
 def mirrored(layout: Layout) -> Layout:

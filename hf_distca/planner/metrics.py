@@ -17,16 +17,12 @@ WITHIN, BETWEEN = 0, 1
 """Indices of links inside a node and between nodes."""
 
 
-def loads_of(plan: Plan) -> IntArray:
-    """Return [workers] int64: query-key pairs that each worker computes."""
-    loads = np.zeros(plan.workers, np.int64)
-    np.add.at(loads, plan.tasks["worker"], pairs(plan.tasks["start"], plan.tasks["stop"], plan.window))
+def loads_of(plan: Plan, row_overhead: int = 0) -> IntArray:
+    """Return [workers] int64: query-key pairs that each worker computes, and `row_overhead` for each query row."""
+    loads, tasks = np.zeros(plan.workers, np.int64), plan.tasks
+    amount = pairs(tasks["start"], tasks["stop"], plan.window) + row_overhead * row_counts(tasks)
+    np.add.at(loads, tasks["worker"], amount)
     return loads
-
-
-def query_rows_of(plan: Plan) -> IntArray:
-    """Return [workers] int64: query rows that each worker computes."""
-    return np.bincount(plan.tasks["worker"], row_counts(plan.tasks), plan.workers).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)

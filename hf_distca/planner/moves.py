@@ -123,7 +123,7 @@ def _in_stages_of_windows(tasks: Table, stage_rows: int, window: int, ranks: int
     """Cut tasks of windowed attention so that each has all its keys in one stage, and return the task of each piece.
 
     Rows within reach of the windows of two stages travel in both. A stage has at most `stage_rows` received rows, or
-    two windows if that is more. A piece that receives no rows is in stage 0.
+    two windows if that is more.
     """
     lengths, keys, target = row_counts(tasks), tasks["keys_stop"] - tasks["keys_start"], tasks["target"]
     # A query has the place of its own key among the rows sent to the worker, one task after another.

@@ -81,17 +81,12 @@ class TaskGroup:
 
 @dataclass(frozen=True, eq=False)
 class ExchangedRows:
-    """Rows of one kind, Q or K and V, that this rank sends and receives.
-
-    Attributes:
-        crossing: whether any rank sends such a row to another rank. The value is the same on every rank, so that all
-            ranks skip an empty exchange or none does.
-    """
+    """Rows of one kind, Q or K and V, that this rank sends and receives."""
 
     send_rows: IntArray  # local rows, ordered by receiving worker; for forwarded rows, received rows
     send_counts: IntArray  # [workers] rows that go to each worker
     recv_counts: IntArray  # [workers] rows that come from each worker
-    crossing: bool
+    crossing: bool  # whether any rank sends such a row to another, so that all ranks skip an empty exchange or none
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,9 +139,15 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     arrived["at"] = before - before[np.searchsorted(arrived["stage"], arrived["stage"])]
     arrived = by_document(arrived)
 
-    # 3. For each stage: the exchanges, and the kernel calls on the rows.
-    every_read = [_reads(of, arrived) for of in (remote_kv, remote_query)]
-    made = []
+    # 3. The K/V rows that tasks read, by (task, document, start); rows that touch in a stage are one.
+    together, every_read, made = merge_touching(arrived, "stage"), [], []
+    for of in (remote_kv, remote_query):
+        keys = table_of(ROWS, document=of["document"], start=of["keys_start"], stop=of["keys_stop"])
+        task, other, start, stop = overlaps(keys, together)
+        document, stage_of = together["document"][other], together["stage"][other]
+        every_read.append(table_of(READ, document=document, start=start, stop=stop, task=task, stage=stage_of))
+
+    # 4. For each stage: the exchanges, and the kernel calls on the rows.
     for stage in range(stages):
         first, second = (hop.compress(hop["stage"] == stage) for hop in hops)
         of_local, of_received = (reads.compress(reads["stage"] == stage) for reads in every_read)
@@ -196,9 +197,8 @@ def _exchanged(moves: Table, rank: int, plan: Plan, arrived: Table | None = None
 def _find(rows: Table, arrived: Table, reads: IntArray | None = None) -> IntArray:
     """Return the positions of rows among the received rows of their stage, by (document, start), entry after entry.
 
-    Args:
-        reads: [n] increasing; rows of entries with the same number keep the order of their arrival, which may save
-            gathering them. None: all rows come in the order of the entries.
+    Rows of entries with the same number in `reads`, [n] increasing, keep the order of their arrival, which may save
+    gathering them.
     """
     which, other, start, stop = overlaps(rows, arrived)
     position, lengths = arrived["at"][other] + start - arrived["start"][other], stop - start
@@ -206,15 +206,6 @@ def _find(rows: Table, arrived: Table, reads: IntArray | None = None) -> IntArra
         order = np.lexsort((position, reads[which]))
         position, lengths = position[order], lengths[order]
     return expand(position, lengths)
-
-
-def _reads(tasks: Table, arrived: Table) -> Table:
-    """Return the received K/V rows that tasks read, by (task, document, start); rows that touch in a stage are one."""
-    keys = table_of(ROWS, document=tasks["document"], start=tasks["keys_start"], stop=tasks["keys_stop"])
-    rows = merge_touching(arrived, "stage")
-    task, other, start, stop = overlaps(keys, rows)
-    document, stage = rows["document"][other], rows["stage"][other]
-    return table_of(READ, document=document, start=start, stop=stop, task=task, stage=stage)
 
 
 def _up_to_queries(tasks: Table, reads: Table, arrived: Table, window: int | None) -> TaskGroup:

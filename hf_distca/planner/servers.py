@@ -15,7 +15,7 @@ from hf_distca.planner.balance import balance, ideals_inside
 from hf_distca.planner.balancing_pass import Problem, balancing_pass
 from hf_distca.planner.cost import Workers, pairs
 from hf_distca.planner.intervals import by_document, cut_at, merged, moved_by
-from hf_distca.planner.metrics import RowsMoved, bytes_by_link, exchange_figures, link_seconds, loads_of, query_rows_of
+from hf_distca.planner.metrics import RowsMoved, bytes_by_link, exchange_figures, link_seconds, loads_of
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import usual_stages, with_stages
 
@@ -37,11 +37,10 @@ def plan_with_servers(
         workers: the ranks, then at least one server. A rank's base load is its work besides core attention while
             servers compute a nano-batch.
         ranks_serve: whether ranks compute core attention too; otherwise servers compute all of it.
-        server_nodes: [servers] node of each server, None for a node of its own; None if every server has a node of its
-            own. Ignored if all links are alike.
+        server_nodes: [servers] node of each server, None for a node of its own. Ignored if all links are alike.
 
     Raises:
-        ValueError: there is no server, or settings are out of range.
+        ValueError: there is no server.
     """
     ranks, servers = settings.ranks, len(workers) - settings.ranks
     if servers < 1:
@@ -65,7 +64,7 @@ def plan_with_servers(
         nano_batches.append(replace(nano, plans=plans))
     kind = settings.dominant_kind
     dominant = [nano.plans[kind] for nano in nano_batches]
-    loads = np.sum([loads_of(plan) + settings.row_overhead * query_rows_of(plan) for plan in dominant], axis=0)
+    loads = np.sum([loads_of(plan, settings.row_overhead) for plan in dominant], axis=0)
     every = Workers(workers.speed, tuple(len(dominant) * load for load in workers.base_load))
     finishing = every.finishing(loads)[0 if ranks_serve else ranks :]
     in_nodes, row_bytes = nodes or range(len(workers)), settings.row_bytes(kind)
@@ -126,7 +125,7 @@ def local_tasks(plan: Plan, workers: Collection[int]) -> Plan:
 
 def seconds_of(plan: Plan, kind: AttentionKind, settings: PlanSettings, pairs_per_second: float) -> float:
     """Return the seconds of the busiest rank's pairs and the busiest link's bytes, forward and backward of a layer."""
-    loads = loads_of(plan) + settings.row_overhead * query_rows_of(plan)
+    loads = loads_of(plan, settings.row_overhead)
     nodes = settings.node_of_ranks
     moved, row_bytes = RowsMoved.of(plan, nodes), settings.row_bytes(kind)
     exchanges = (moved.forward_bytes(row_bytes), moved.backward_bytes(row_bytes))

@@ -1,3 +1,5 @@
+"""Costs of core attention, and tasks balanced by them."""
+
 import itertools
 
 import numpy as np
@@ -6,14 +8,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planner_inputs import measure
-from hf_distca.plan import AttentionKind
+from hf_distca.plan import TASK, AttentionKind
 from hf_distca.planner.balance import ideals_inside
 from hf_distca.planner.balancing_pass import Price, plan_flows, take
-from hf_distca.planner.cost import RowBytes, Workers, pairs
+from hf_distca.planner.cost import RowBytes, Workers, as_lengths, pairs, pairs_at, row_reaching
+from hf_distca.planner.intervals import grain, merge_touching
 from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import BETWEEN, bytes_by_link, loads_of, query_rows_of
+from hf_distca.planner.metrics import BETWEEN, bytes_by_link, loads_of
 from tests.planner.plan_checks import balanced, check_plan, loads_by_row
+
+
+def test_pairs_and_their_inverse():
+    starts, stops, rows = np.array([0, 1, 5, 7]), np.array([0, 9, 8, 200]), np.array([0, 1, 3, 6, 1000])
+    for window in (None, 1, 3, 100):
+        expected = [sum(min(p + 1, window or p + 1) for p in range(*rows)) for rows in zip(starts, stops, strict=True)]
+        assert pairs(starts, stops, window).tolist() == expected
+        assert [pairs(int(a), int(b), window) for a, b in zip(starts, stops, strict=True)] == expected
+        amounts = pairs(0, rows, window)
+        np.testing.assert_allclose(row_reaching(amounts, window), rows, atol=1e-9)
+        np.testing.assert_allclose([row_reaching(float(amount), window) for amount in amounts], rows, atol=1e-9)
+        np.testing.assert_allclose(pairs_at(rows.astype(float), window), amounts)
+
+
+def test_bytes_workers_and_cuts():
+    assert RowBytes.of_kind(AttentionKind(), 2) == RowBytes()
+    kind = AttentionKind(None, q_heads=16, kv_heads=8, dim_qk=192, dim_v=128)
+    assert RowBytes.of_kind(kind, 4) == RowBytes(q=12288, kv=10240, o=8192)
+    # The ideal time fills workers up to one level.
+    assert Workers.uniform(4).ideal(100) == 25
+    assert Workers((1.0, 1.0), (10.0, 0.0)).ideal(30) == 20
+    assert Workers((1.0, 3.0), (0.0, 0.0)).ideal(100) == 25
+    assert Workers((1.0, 1.0), (50.0, 0.0)).ideal(30) == 50  # a base load above the level
+    # Rows that touch are one entry, if on the same worker.
+    table = np.array([(0, 0, 2, 0), (0, 2, 5, 0), (0, 6, 7, 0), (1, 7, 8, 0), (1, 8, 9, 1)], TASK)
+    assert merge_touching(table, "worker").tolist() == [(0, 0, 5, 0), (0, 6, 7, 0), (1, 7, 8, 0), (1, 8, 9, 1)]
+    # A cut leaves the block as far as it must.
+    assert [grain(128, 1, most) for most in (128, 127, 40, 0)] == [128, 64, 32, 1]
+    assert grain(12, 1, 2) == 2
 
 
 def tasks(plan):
@@ -61,25 +93,34 @@ def test_the_tolerance_is_what_is_reached(tolerance):
     assert most[0] > 1 + 0.9 * tolerance  # what it allows is used
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"workers": Workers.uniform(1)}, "3 ranks, but only 1 workers"),
-        ({"balance_tolerance": -1}, "balance_tolerance must be 0 or more"),
-        ({"balance_tolerance": float("nan")}, "balance_tolerance must be 0 or more"),
-        *(
-            ({"nodes": nodes, "workers": Workers.uniform(workers)}, f"one number per worker, {workers} in all")
-            for nodes, workers in (((0, 0), 3), ((1, 1, 0), 3), ((0, 2, 2), 3), ((0, 1, 0), 3), ((0, 0, 1, 3), 4))
-        ),
-        ({"ranks_per_node": (3, 0)}, "ranks_per_node=3,0 adds up to 3 ranks"),
-        ({"ranks_per_node": 0}, "ranks_per_node=0 does not divide the 3 ranks"),
-        ({"ranks_per_node": ()}, "ranks_per_node= adds up to 0 ranks"),
-        ({"balance_block_size": 0}, "balance_block_size must be at least 1"),
-    ],
-)
-def test_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        balanced(fixed_layout([[1], [2], [3]]), **options)
+def test_refused():
+    def balance(**options):
+        return lambda: balanced(fixed_layout([[1], [2], [3]]), **options)
+
+    nodes = (((0, 0), 3), ((1, 1, 0), 3), ((0, 2, 2), 3), ((0, 1, 0), 3), ((0, 0, 1, 3), 4))
+    for make, message in (
+        (lambda: AttentionKind(q_heads=32, kv_heads=5), "kv_heads must divide q_heads, got q_heads=32 and kv_heads=5"),
+        (lambda: AttentionKind(dim_v=0), "dim_v must be positive, got 0"),
+        (lambda: Workers((1.0,), (0.0, 0.0)), "1 speeds and 2 base loads"),
+        (lambda: Workers((), ()), "0 speeds"),
+        (lambda: Workers((0.0,), (0.0,)), "speeds must be positive"),
+        (lambda: Workers((float("nan"),), (0.0,)), "speeds must be positive"),
+        (lambda: Workers((1.0,), (-1.0,)), "base loads must be finite and not negative"),
+        (lambda: as_lengths([1, 0]), "document 1 has length 0"),
+        (lambda: as_lengths([1.5]), "must be 64-bit integers"),
+        (lambda: as_lengths([True]), "must be 64-bit integers"),
+        (lambda: as_lengths([2**31]), "more than"),
+        (balance(workers=Workers.uniform(1)), "3 ranks, but only 1 workers"),
+        (balance(balance_tolerance=-1), "balance_tolerance must be 0 or more"),
+        (balance(balance_tolerance=float("nan")), "balance_tolerance must be 0 or more"),
+        *((balance(nodes=of, workers=Workers.uniform(n)), f"one number per worker, {n} in all") for of, n in nodes),
+        (balance(ranks_per_node=(3, 0)), "ranks_per_node=3,0 adds up to 3 ranks"),
+        (balance(ranks_per_node=0), "ranks_per_node=0 does not divide the 3 ranks"),
+        (balance(ranks_per_node=()), "ranks_per_node= adds up to 0 ranks"),
+        (balance(balance_block_size=0), "balance_block_size must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 ROW = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 900)), max_size=8)
@@ -112,13 +153,8 @@ def problems(draw):
 )
 def test_plans_compute_every_row_once_within_tolerance(problem, window, balance_tolerance, block):
     layout, workers, nodes = problem
-    options = {
-        "workers": workers,
-        "nodes": nodes,
-        "kind": AttentionKind(window),
-        "balance_tolerance": balance_tolerance,
-        "balance_block_size": block,
-    }
+    options = {"workers": workers, "nodes": nodes, "kind": AttentionKind(window)}
+    options |= {"balance_tolerance": balance_tolerance, "balance_block_size": block}
     plan = balanced(layout, **options)
     check_plan(plan)
     assert plan.nodes == nodes
@@ -137,7 +173,7 @@ def test_rows_count_too_in_whole_blocks():
     overheads = ((128, 128), (512, 512), (100, 128), (200, 256))
     for (row_overhead, counted), window in itertools.product(overheads, (None, 1024)):
         plan = balanced(fixed_layout([[8192], [512] * 16]), kind=AttentionKind(window), row_overhead=row_overhead)
-        costs = loads_of(plan) + counted * query_rows_of(plan)
+        costs = loads_of(plan, counted)
         assert costs.max() / costs.mean() <= 1.01
         assert loads_of(plan)[0] > 1.01 * loads_of(plan).mean()  # rank 0 has fewer rows, so it takes more pairs
 

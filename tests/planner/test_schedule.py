@@ -3,8 +3,6 @@
 import itertools
 from dataclasses import replace
 
-import pytest
-
 from hf_distca.planner.schedule import KernelCall, Phase, Transfer, make_schedule
 from hf_distca.planner.stages import stage_slots
 
@@ -121,12 +119,12 @@ def test_a_forward_written_out():
     )
 
 
-@pytest.mark.parametrize("forwards", [False, True])
-def test_servers_are_asked_first_and_waited_for_last(forwards):
-    for direction, asked, answered in (
-        ("forward", "q k v to servers", "o lse from servers"),
-        ("backward", "q do o lse k v to servers", "dq dk dv from servers"),
-    ):
+def test_servers_are_asked_first_and_waited_for_last():
+    names_of = {
+        "forward": ("q k v to servers", "o lse from servers"),
+        "backward": ("q do o lse k v to servers", "dq dk dv from servers"),
+    }
+    for (direction, (asked, answered)), forwards in itertools.product(names_of.items(), (False, True)):
         with_servers, without = (made(direction, "second", 1, forwards, servers=servers) for servers in (True, False))
         assert with_servers[0].name == f"{without[0].name}, {asked}"
         assert with_servers[-1].name == f"{without[-1].name}, {answered}"

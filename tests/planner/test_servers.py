@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from hf_distca.plan import TASK, AttentionKind, Plan
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import bytes_moved, loads_of, query_rows_of
+from hf_distca.planner.metrics import bytes_moved, loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.servers import local_tasks, plan_lost, plan_with_servers, seconds_of, without_ranks
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.carried_out import carried_out, local_rows, plans_of_all_kinds
-from tests.planner.plan_checks import check_plan, loads_by_row, rows_of
+from tests.planner.plan_checks import check_plan, rows_of
 
 ROWS = [[3000, 500], [700] * 5]
 SETTINGS = PlanSettings(ranks=2, tokens_per_rank=4096, balance_block_size=16)
@@ -66,16 +66,14 @@ def test_the_summary_counts_both_nano_batches(ranks_serve):
     assert plan.summary.exchange.bytes_bottleneck == moved.max()
     assert plan.summary.packed_max_over_mean == before.summary.packed_max_over_mean
     # Every rank has its base load once for each nano-batch.
-    cost = np.sum([np.array(loads_by_row(each)) + 32 * query_rows_of(each) for each in plans], axis=0)
+    cost = np.sum([loads_of(each, 32) for each in plans], axis=0)
     finishing = (np.array([4e5, 4e5, 0, 0]) + cost / [1, 1, 2, 1])[0 if ranks_serve else 2 :]
     assert plan.summary.max_over_mean == pytest.approx(finishing.max() / finishing.mean())
     assert 1 < plan.summary.max_over_mean < 1.02
 
 
-KIND = AttentionKind(q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)
-"""Rows of 32 bytes of Q, 32 of O, and 32 of K and V together."""
-SLOW, FAST = 1e-3, 1e15
-"""Pairs per second of ranks that bytes, or pairs, cost nothing beside."""
+KIND = AttentionKind(q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)  # rows of 32 bytes of Q, of O, and of K and V together
+SLOW, FAST = 1e-3, 1e15  # pairs per second of ranks that bytes, or pairs, cost nothing beside
 
 
 def settings_of(ranks, block, **others):

@@ -66,35 +66,35 @@ def test_one_layer():
     assert in_turns.waited.max() < alone.waited.max()
 
 
-@pytest.mark.parametrize(
-    ("connected", "busy", "seconds"),
-    [((0, 0, 2, 2), 0.0, 2 + 9), ((0, 0, 0, 0), 0.0, 7 + 9), ((0, 0, 2, 2), 1e-9, 7 + 9)],
-)
-def test_ranks_that_share_no_documents_do_not_wait_for_each_other(connected, busy, seconds):
+def test_ranks_that_share_no_documents_do_not_wait_for_each_other():
     """Ranks 0 and 1 reach the exchange after 2 seconds and compute for 9; ranks 2 and 3 after 7, for 1."""
     queries = np.zeros((2, 2, 4), np.int64)
     queries[0, 0, [0, 2]] = queries[0, 1, [1, 3]] = 1
     moved, nothing = RowsMoved(queries, queries * 0), RowsMoved(queries * 0, queries * 0)
-    plan = CountedPlan(
-        *(tasks(0, 0, 0, 0), tasks(0, 0, 0, 0), tasks(0, 9, 0, 1)),
-        *(moved, nothing, RowBytes(1, 1, 1), 1, 0, 4, False, False, np.array(connected)),
-    )
     before, after = np.array([2.0, 2, 7, 7]), np.zeros(4)
-    links = Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf), busy=busy)
-    walked = LayerClocks([plan], KernelCost(0, 0, 0, 1.0), [before], [after], links, "forward").walked()
-    assert walked.seconds == pytest.approx(seconds)
+    for connected, busy, seconds in (
+        ((0, 0, 2, 2), 0.0, 2 + 9),
+        ((0, 0, 0, 0), 0.0, 7 + 9),
+        ((0, 0, 2, 2), 1e-9, 7 + 9),
+    ):
+        plan = CountedPlan(
+            *(tasks(0, 0, 0, 0), tasks(0, 0, 0, 0), tasks(0, 9, 0, 1)),
+            *(moved, nothing, RowBytes(1, 1, 1), 1, 0, 4, False, False, np.array(connected)),
+        )
+        links = Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf), busy=busy)
+        walked = LayerClocks([plan], KernelCost(0, 0, 0, 1.0), [before], [after], links, "forward").walked()
+        assert walked.seconds == pytest.approx(seconds)
 
 
-def test_ranks_are_connected_by_exchanges_over_other_ranks():
+def test_what_is_counted_of_a_plan():
+    # Ranks are connected by exchanges over other ranks.
     layout = fixed_layout([[30, 5], [5], [40], []], 8)  # over ranks 0 and 1, 2 and 3, 4 and 5
     plan = Plan(layout, local_tasks(layout.segments), 8)
     assert count_plan(plan, AttentionKind(), 2).connected.tolist() == [0, 0, 2, 2, 4, 4, 6, 7]
     plan.tasks["worker"][plan.tasks["worker"] == 2] = 1
     assert count_plan(plan, AttentionKind(), 2).connected.tolist() == [0, 0, 0, 0, 4, 4, 6, 7]
-
-
-def test_stages_are_counted_as_if_all_were_full():
+    # Stages are counted as if all were full: 16 rows go to rank 1.
     layout = fixed_layout([[31]], 2)
-    plan = Plan(layout, local_tasks(layout.segments), 2)  # 16 rows go to rank 1
+    plan = Plan(layout, local_tasks(layout.segments), 2)
     stages = {rows: count_plan(replace(plan, stage_rows=rows), AttentionKind(), 2).stages for rows in (7, 8, 16, None)}
     assert stages == {7: 3, 8: 2, 16: 1, None: 1}

@@ -15,6 +15,8 @@ from hf_distca.planner.seconds import Tasks
 
 WITHIN, BETWEEN = 0, 1
 """Indices of links inside a node and between nodes."""
+BANDWIDTHS = (NODE_BANDWIDTH, NETWORK_BANDWIDTH)
+"""GB/s of these links."""
 
 
 def loads_of(plan: Plan, row_overhead: int = 0) -> IntArray:
@@ -74,12 +76,9 @@ def bytes_moved(plan: Plan, row_bytes: RowBytes) -> IntArray:
 
 
 def exchange_figures(
-    moved: IntArray,
-    nodes: Sequence[int],
-    node_bandwidth: float = NODE_BANDWIDTH,
-    network_bandwidth: float = NETWORK_BANDWIDTH,
+    moved: IntArray, nodes: Sequence[int], bandwidths: Sequence[float] = BANDWIDTHS
 ) -> ExchangeFigures:
-    """Sum [2, 2, workers] bytes, all nano-batches together, for [workers] nodes from 0 on and bandwidths in GB/s."""
+    """Sum [2, 2, workers] bytes, all nano-batches together, for [workers] nodes from 0 on."""
     of_nodes = moved @ np.equal.outer(nodes, np.unique(nodes))
     return ExchangeFigures(
         bytes_total=int(moved[:, 0].sum()),
@@ -90,16 +89,14 @@ def exchange_figures(
         bytes_between_nodes=int(moved[BETWEEN, 0].sum()),
         bytes_between_nodes_bottleneck=int(moved[BETWEEN].max()),
         bytes_between_nodes_busiest_node=int(of_nodes[BETWEEN].max()),
-        link_seconds=link_seconds(moved, node_bandwidth, network_bandwidth),
+        link_seconds=link_seconds(moved, bandwidths),
     )
 
 
-def link_seconds(
-    moved: NDArray[np.int64], node_bandwidth: float = NODE_BANDWIDTH, network_bandwidth: float = NETWORK_BANDWIDTH
-) -> float:
-    """Return the seconds that the busiest link takes for [2, 2, workers] bytes, at bandwidths in GB/s."""
-    within, between = (int(moved[link].max(initial=0)) for link in (WITHIN, BETWEEN))
-    return max(within / node_bandwidth, between / network_bandwidth) / 1e9
+def link_seconds(moved: IntArray, bandwidths: Sequence[float] = BANDWIDTHS) -> float:
+    """Return the seconds that the busiest link takes for [2, 2, workers] bytes."""
+    busiest = (int(of_link.max(initial=0)) for of_link in moved)
+    return max(size / bandwidth for size, bandwidth in zip(busiest, bandwidths, strict=True)) / 1e9
 
 
 @dataclass(frozen=True, eq=False)

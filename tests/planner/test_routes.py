@@ -133,8 +133,8 @@ def test_bytes_within_and_between_nodes():
     assert forwarded[WITHIN].tolist() == [[0, 0, 30, 0], [0, 0, 0, 30]]
     assert forwarded[BETWEEN].tolist() == [[200 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 10]]
     # 30 bytes at 1e-9 GB/s, 2000 at 100 times as much.
-    assert link_seconds(forwarded, 1e-9, 1e-7) == pytest.approx(30)
-    assert link_seconds(forwarded, 1e-9, 1e-9) == pytest.approx(2000)
+    assert link_seconds(forwarded, (1e-9, 1e-7)) == pytest.approx(30)
+    assert link_seconds(forwarded, (1e-9, 1e-9)) == pytest.approx(2000)
     # With two other nano-batches, workers send 240, 2000, 30, 0 within nodes and receive 2000, 240, 0, 30;
     # between them they send 240, 240, 1000, 3000 and receive 2000, 2000, 130, 350.
     others = ([[4], [], [], []], [(0, 0, 2, 0), (0, 2, 4, 1)]), ([[], [4], [], []], [(0, 0, 2, 1), (0, 2, 4, 3)])
@@ -151,7 +151,7 @@ def test_bytes_within_and_between_nodes():
         bytes_between_nodes_busiest_node=4000,
         link_seconds=pytest.approx(3000 / 50e9),
     )
-    assert exchange_figures(within, NODES, node_bandwidth=0.5).link_seconds == pytest.approx(2000 / 0.5e9)
+    assert exchange_figures(within, NODES, (0.5, 50)).link_seconds == pytest.approx(2000 / 0.5e9)
 
 
 def test_rows_on_one_path_are_divided_evenly_over_the_stages():

@@ -16,16 +16,22 @@ from hf_distca.patches.head import plan_head
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
-from tests.dispatch.test_equality import CHUNK_BYTES, assert_same_step, cut_rows, gradients_of, planned_step
 from tests.models_and_batches import (
+    CHUNK_BYTES,
     SMALL_KIND,
+    Step,
+    assert_same_step,
+    cut_rows,
+    dispatcher_of_all_ranks,
     in_nodes,
     in_stages,
+    planned_step,
     random_documents,
     reference_step,
     relative_error,
     small_kinds,
     small_model,
+    summed_step,
 )
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
@@ -50,12 +56,7 @@ def test_another_thread_runs_backwards_here_and_on_ranks(rank_pools):
         torch.ones(()).backward()
 
 
-def dispatcher_of_all_ranks(**settings) -> Dispatcher:
-    settings = {"tokens_per_rank": 4096, "balance_block_size": 8, "kinds": small_kinds(), **settings}
-    return Dispatcher(PlanSettings(ranks=dist.get_world_size(), **settings), CPU)
-
-
-def _step_in_bfloat16() -> tuple[float, dict]:
+def _step_in_bfloat16() -> Step:
     """A step whose weights are in float32; kernels are given bfloat16, without autocast."""
     dispatcher, model = dispatcher_of_all_ranks(), small_model()
     plan_head(model, CHUNK_BYTES)
@@ -68,10 +69,10 @@ def _step_in_bfloat16() -> tuple[float, dict]:
                 name,
                 lambda *args, run=run: seen.append((args[2].dtype, torch.is_autocast_enabled("cpu"))) or run(*args),
             )
-        plan = plan_micro_batch(LENGTHS, dispatcher.settings)
-        loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
+        bound = dispatcher.bind(plan_micro_batch(LENGTHS, dispatcher.settings))
+        step = planned_step(model, bound, random_documents(LENGTHS))
     assert set(seen) == {(torch.bfloat16, False)}
-    return loss, gradients_of(model)
+    return step
 
 
 def test_autocast(rank_pools):
@@ -84,7 +85,7 @@ def test_autocast(rank_pools):
             assert relative_error(got[name], exact[name]) < 2 * relative_error(stock[name], exact[name]) + 1e-2, name
 
 
-def _accumulated() -> tuple[float, dict]:
+def _accumulated() -> Step:
     """Two micro-batches whose plans are both alive; the second runs forward before the first runs backward."""
     dispatcher, model = dispatcher_of_all_ranks(), small_model()
     targets = sum(length - 1 for lengths in (LENGTHS, FURTHER) for length in lengths)
@@ -96,11 +97,7 @@ def _accumulated() -> tuple[float, dict]:
         losses.append(model(**batch, labels=batch["shift_labels"], num_items_in_batch=targets, distca_plan=bound).loss)
     for loss in losses:
         loss.backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    total = torch.stack(losses).sum().detach()
-    dist.all_reduce(total)
-    return total.item(), gradients_of(model)
+    return summed_step(model, sum(losses))
 
 
 def test_two_micro_batches_at_once(rank_pools):

@@ -25,8 +25,15 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.servers import local_tasks, plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
-from tests.dispatch.test_equality import Step, assert_same_step, gradients_of, planned_step
-from tests.models_and_batches import random_documents, reference_step, small_kinds, small_model
+from tests.models_and_batches import (
+    Step,
+    assert_same_step,
+    planned_step,
+    random_documents,
+    reference_step,
+    small_kinds,
+    small_model,
+)
 
 CPU = torch.device("cpu")
 LENGTHS = [120, 7, 64, 1, 33, 70]
@@ -132,8 +139,8 @@ def step_with_servers(
     dispatcher.remote = remote = Servers(dispatcher, lost)
     if ping_pong:
         plan_layers(model)
-    loss = planned_step(model, plan_micro_batch(LENGTHS, settings), dispatcher, random_documents(LENGTHS))
-    return (loss, gradients_of(model)), remote.events
+    bound = dispatcher.bind(plan_micro_batch(LENGTHS, settings))
+    return planned_step(model, bound, random_documents(LENGTHS)), remote.events
 
 
 def events_of(pool, ping_pong=False, lost=None, window=None, **others):

@@ -1,5 +1,6 @@
 """Small models and global batches for tests, planned steps, and the single process they are compared with."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from hf_distca.planner.settings import PlanSettings
 
 Step = tuple[float, dict[str, Tensor]]
 """Loss and gradients."""
+WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_checkpoint_wrapped_module\.")
 
 SMALL_KIND = AttentionKind(q_heads=4, kv_heads=2, dim_qk=8, dim_v=8)
 SMALL = {
@@ -144,7 +146,9 @@ def summed_step(model: nn.Module, loss: Tensor) -> Step:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    """Gradients by the names of parameters, without what DDP, compilation and checkpoints put before these."""
+    named = ((WRAPPERS.sub("", name), p.grad) for name, p in model.named_parameters())
+    return {name: gradient.clone() for name, gradient in named if gradient is not None}
 
 
 def reference_step(model: PreTrainedModel, documents: Sequence[Tensor]) -> Step:

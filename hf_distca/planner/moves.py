@@ -57,8 +57,7 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
         with a window once per worker and stage; and moves of the second hop, in which gateways forward rows.
     """
     segments, ranks = by_document(plan.layout.segments), plan.layout.ranks
-    pieces, held = cut_at(plan.tasks, segments)
-    tasks = _moves(pieces, held, CUT_TASK)
+    tasks, held = _moves(plan.tasks, segments, CUT_TASK)
     _set_keys(tasks, held["start"], plan.window)
     if plan.window is not None and plan.stage_rows is not None:
         which, tasks = _in_stages_of_windows(tasks, plan.stage_rows, plan.window, ranks)
@@ -66,10 +65,8 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
     reading = tasks.compress(tasks["keys_stop"] > tasks["keys_start"])
     keys = table_of(TASK, document=reading["document"], start=reading["keys_start"], stop=reading["keys_stop"])
     keys["worker"] = reading["target"] + plan.workers * reading["stage"]
-    pieces, held = cut_at(union(keys), segments)
-    stage, pieces["worker"] = np.divmod(pieces["worker"], plan.workers)
-    moves = _moves(pieces, held, MOVE)
-    moves["stage"] = stage
+    moves, _ = _moves(union(keys), segments, MOVE)
+    moves["stage"], moves["target"] = np.divmod(moves["target"], plan.workers)
     for table in (tasks, moves):
         table["document"] += table["stage"] * len(plan.layout.lengths)
     first, second, via = forward_inside_nodes(moves, plan.nodes or (0,) * plan.workers, ranks)
@@ -91,12 +88,12 @@ def rows_by_stage(first: Table, second: Table, ranks: int) -> IntArray:
     return np.stack(counted, axis=1).astype(np.int64)
 
 
-def _moves(rows: Table, held: Table, dtype: np.dtype[np.void]) -> Table:
-    """Return moves of rows that lie in one segment each, `held`, to their workers."""
-    document, start, stop = rows["document"], rows["start"], rows["stop"]
-    at = held["offset"] + start - held["start"]
-    ends = {"source": held["rank"], "target": rows["worker"]}
-    return table_of(dtype, document=document, start=start, stop=stop, at=at, **ends)
+def _moves(rows: Table, segments: Table, dtype: np.dtype[np.void]) -> tuple[Table, Table]:
+    """Return moves of rows to their workers, and the segment in which the rows of each move lie."""
+    pieces, held = cut_at(rows, segments)
+    columns = {name: pieces[name] for name in ("document", "start", "stop")}
+    at = held["offset"] + pieces["start"] - held["start"]
+    return table_of(dtype, **columns, source=held["rank"], target=pieces["worker"], at=at), held
 
 
 def _parts(moves: Table, which: IntArray, first: IntArray, last: IntArray) -> Table:

@@ -11,7 +11,7 @@ from hf_distca.planner.cost import RowBytes, pairs
 from hf_distca.planner.intervals import IntArray, Table, joined, row_counts
 from hf_distca.planner.moves import rows_by_stage, rows_to_move
 from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
-from hf_distca.planner.seconds import Tasks
+from hf_distca.planner.seconds import DIAGONAL_ROWS, Tasks
 
 WITHIN, BETWEEN = 0, 1
 """Indices of links inside a node and between nodes."""
@@ -152,12 +152,13 @@ def count_plan(
     sent, in_place = tasks["keys_stop"] - tasks["keys_start"], tasks["stop"] - tasks["keys_stop"]
     every = pairs(tasks["start"], tasks["stop"], plan.window)
     inside = np.where(in_place > 0, pairs(in_place - rows, in_place, plan.window), 0)
+    diagonal = rows * np.minimum(rows, DIAGONAL_ROWS)
 
-    def summed(chosen: NDArray[np.bool_], keys: IntArray, amount: IntArray) -> Tasks:
-        worker = tasks["target"][chosen]
-        counts = (np.bincount(worker, each[chosen], plan.workers).astype(np.float64) for each in (rows, keys, amount))
-        of_rows, of_keys, of_pairs = counts
-        return Tasks(of_rows, of_keys, of_pairs, (of_rows > 0).astype(np.float64))
+    def summed(chosen: NDArray[np.bool_], keys: IntArray, amount: IntArray, diagonal: IntArray) -> Tasks:
+        worker, amounts = tasks["target"][chosen], (rows, keys, amount, diagonal)
+        counts = (np.bincount(worker, each[chosen], plan.workers).astype(np.float64) for each in amounts)
+        of_rows, of_keys, of_pairs, of_diagonal = counts
+        return Tasks(of_rows, of_keys, of_pairs, (of_rows > 0).astype(np.float64), of_diagonal)
 
     # Servers get their rows in exchanges apart.
     moves = joined(first, second)
@@ -176,9 +177,9 @@ def count_plan(
         np.minimum.at(lowest, source, lowest[target])
         lowest = lowest[lowest]
     return CountedPlan(
-        local=summed(in_place > 0, in_place, inside),
-        remote_kv=summed(here & (sent > 0), sent, every - inside),
-        remote_query=summed(~here, sent, every),
+        local=summed(in_place > 0, in_place, inside, diagonal),
+        remote_kv=summed(here & (sent > 0), sent, every - inside, np.zeros_like(rows)),
+        remote_query=summed(~here, sent, every, diagonal),
         among_ranks=among_ranks,
         with_servers=with_servers,
         row_bytes=RowBytes.of_kind(kind, bytes_per_value),

@@ -18,7 +18,7 @@ NOWHERE = np.zeros((2, 2, 2), np.int64)
 
 def tasks(*pairs: float) -> Tasks:
     amount = np.array(pairs)
-    return Tasks(amount, amount, amount, (amount > 0).astype(float))
+    return Tasks(amount, amount, amount, (amount > 0).astype(float), 0 * amount)
 
 
 def counted(local: tuple[float, float], remote_query: tuple[float, float] = (0, 0), rows: int = 0) -> CountedPlan:
@@ -98,3 +98,11 @@ def test_what_is_counted_of_a_plan():
     plan = Plan(layout, local_tasks(layout.segments), 2)
     stages = {rows: count_plan(replace(plan, stage_rows=rows), AttentionKind(), 2).stages for rows in (7, 8, 16, None)}
     assert stages == {7: 3, 8: 2, 16: 1, None: 1}
+    # Rank 0 holds 1005 rows, rank 1 the other 995 and the short document: rows of short tasks are counted.
+    layout = fixed_layout([[2000, 10]], 2)
+    plan = Plan(layout, local_tasks(layout.segments), 2)
+    found = count_plan(plan, AttentionKind(), 2)
+    assert found.local.diagonal.tolist() == [1005 * 512, 995 * 512 + 10 * 10]
+    assert found.remote_kv.diagonal.tolist() == [0, 0]
+    plan.tasks["worker"][plan.tasks["worker"] == 1] = 0
+    assert count_plan(plan, AttentionKind(), 2).remote_query.diagonal.tolist() == [995 * 512 + 10 * 10, 0]

@@ -46,10 +46,7 @@ def pack_in_order(documents: Iterable[tuple[int, Item]], capacity: int) -> Itera
 
 
 def place_evenly(lengths: Sequence[int], bins: int, capacity: int) -> list[int] | None:
-    """Return the bin of each document: in the given order, the bin with the fewest tokens; longest first is most even.
-
-    None if a document does not fit.
-    """
+    """Return the bin with the fewest tokens for each document, in the given order; None if a document does not fit."""
     # An entry is load · bins + bin: one integer, so that the heap compares quickly.
     loads = list(range(bins))
     chosen = []

@@ -125,10 +125,7 @@ def finished(
 
 
 def packed_seconds(lengths: IntArray, settings: PlanSettings, costs: StepCosts) -> float:
-    """Return the seconds of a micro-batch of documents packed in order and computed without exchange.
-
-    Calls of the kernel are left out.
-    """
+    """Return the seconds of documents packed in order and computed without exchange, calls of the kernel left out."""
     packed = fixed_layout([lengths.tolist()], settings.ranks)
     seconds: FloatArray = np.multiply(costs.token, packed.tokens)
     for of_kind in costs.kinds:

@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from hf_distca.plan import AttentionKind
 
 BALANCE_TOLERANCE = 0.01
-"""Default for how far above the mean a worker's attention may lie, as a fraction of the mean.
-
-Below this value bytes still grow, while the time of a step no longer changes measurably.
-"""
+"""Default for how far above the mean a worker's attention may lie, as a fraction of the mean; below it bytes still
+grow, while the time of a step no longer changes measurably."""
 MOST_TOKENS = 2**31 - 1
 """Maximum number of tokens whose query-key pairs fit into 64 bits."""
 
@@ -75,17 +73,10 @@ def pairs_at(row: NDArray[np.float64], window: int | None = None) -> NDArray[np.
 
 @dataclass(frozen=True)
 class Workers:
-    """Speeds and base loads of the workers that compute core attention.
+    """Workers that compute core attention; worker w finishes at base_load[w] + pairs / speed[w]."""
 
-    Worker w finishes at base_load[w] + pairs / speed[w].
-
-    Attributes:
-        speed: pairs per unit of time, relative to the usual worker (1.0).
-        base_load: time outside core attention, in pairs of a worker of speed 1.0.
-    """
-
-    speed: tuple[float, ...]
-    base_load: tuple[float, ...]
+    speed: tuple[float, ...]  # pairs per unit of time, relative to the usual worker (1.0)
+    base_load: tuple[float, ...]  # time outside core attention, in pairs of a worker of speed 1.0
 
     def __post_init__(self) -> None:
         if not self.speed or len(self.speed) != len(self.base_load):

@@ -74,10 +74,7 @@ def check_capacity(lengths: IntArray, ranks: int, tokens_per_rank: int) -> None:
 
 
 def assemble(lengths: IntArray, columns: tuple[IntArray, ...], ranks: int, *, by_document: bool = False) -> Layout:
-    """Return the layout of segments given as document, start, stop and rank, [segments] each.
-
-    A rank has its segments in the given order, or by document.
-    """
+    """Return the layout of [segments] document, start, stop and rank, on each rank in this order or by document."""
     document, start, stop, rank = columns
     order = np.lexsort((start, document, rank)) if by_document else np.argsort(rank, kind="stable")
     segments = table_of(SEGMENT, document=document, start=start, stop=stop, rank=rank).take(order)

@@ -50,11 +50,10 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
-    """Return the tasks of a plan and the K/V rows that move for them.
+    """Return a plan's tasks, of dtype CUT_TASK, by (target, document, start), and moves of K/V rows in two hops.
 
-    Returns:
-        Cut tasks of dtype CUT_TASK, by (target, document, start); moves of the first hop, each row once per worker, or
-        with a window once per worker and stage; and moves of the second hop, in which gateways forward rows.
+    The first hop has each row once per worker, or with a window once per worker and stage. In the second hop gateways
+    forward rows.
     """
     segments, ranks = by_document(plan.layout.segments), plan.layout.ranks
     tasks, held = _moves(plan.tasks, segments, CUT_TASK)

@@ -91,21 +91,15 @@ class ExchangedRows:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """K/V rows that travel in one exchange, and the tasks that see them.
-
-    Attributes:
-        forwarded: exchange of forwarded rows inside nodes; they come last among the received rows.
-        remote_kv: local queries. With full attention the received keys lie before the segment and are all visible;
-            results are merged with local ones. With a window a task has its whole window, bottom-right causal.
-        remote_query: received queries and keys, bottom-right causal.
-        remote_query_prefix: received queries and all keys before them; empty with one stage or a window.
-    """
+    """K/V rows that travel in one exchange, and the tasks that see them."""
 
     keys: ExchangedRows
-    forwarded: ExchangedRows
+    forwarded: ExchangedRows  # inside nodes; these rows come last among the received rows
+    # Local queries. With full attention the received keys lie before the segment and are all visible; results are
+    # merged with local ones. With a window a task has its whole window, bottom-right causal.
     remote_kv: TaskGroup
-    remote_query: TaskGroup
-    remote_query_prefix: TaskGroup
+    remote_query: TaskGroup  # received queries and keys, bottom-right causal
+    remote_query_prefix: TaskGroup  # received queries and all keys before them; empty with one stage or a window
 
 
 @dataclass(frozen=True, eq=False)

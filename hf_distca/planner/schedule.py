@@ -67,18 +67,12 @@ dV. A lone nano-batch hides the way there behind one half and the way back behin
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows that travel together, with the named columns.
+    """Rows that travel together, with the named columns."""
 
-    Attributes:
-        rows: "queries" or "keys": rows between ranks, in the order of the routes; "forwarded": K/V rows forwarded
-            inside nodes; "servers": rows of both kinds, to dedicated servers.
-        columns: names of tensors in the kernel contract (q, k, v, o, lse, do, dq, dk, dv).
-        back: whether the columns return to the ranks that sent the rows.
-    """
-
+    # Rows between ranks, in the order of the routes; K/V rows forwarded inside nodes; rows of both kinds to servers.
     rows: Literal["queries", "keys", "forwarded", "servers"]
-    columns: tuple[str, ...]
-    back: bool = False
+    columns: tuple[str, ...]  # names of tensors in the kernel contract (q, k, v, o, lse, do, dq, dk, dv)
+    back: bool = False  # whether the columns return to the ranks that sent the rows
     stage: int = 0
 
     @cached_property
@@ -91,19 +85,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """Tasks that are computed in one kernel call.
-
-    Attributes:
-        causal: whether rows are aligned with keys at the end of each task; otherwise every row sees all keys of its
-            task.
-        first: whether the results are the first for their query rows; received query rows then have no further
-            results. Otherwise they are merged with earlier results.
-    """
+    """Tasks that are computed in one kernel call."""
 
     tasks: TaskName
     queries: Location
     keys: Location
-    causal: bool = True
+    causal: bool = True  # whether rows are aligned with keys at the end of each task; else every row sees all its keys
+    # Whether the results are the first for their query rows; else they are merged with earlier results. Received query
+    # rows have no results after the first.
     first: bool = True
     stage: int = 0
 

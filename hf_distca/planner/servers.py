@@ -64,9 +64,8 @@ def plan_with_servers(
         nano_batches.append(replace(nano, plans=plans))
     kind = settings.dominant_kind
     dominant = [nano.plans[kind] for nano in nano_batches]
-    loads = np.sum([loads_of(plan, settings.row_overhead) for plan in dominant], axis=0)
-    every = Workers(workers.speed, tuple(len(dominant) * load for load in workers.base_load))
-    finishing = every.finishing(loads)[0 if ranks_serve else ranks :]
+    each = [workers.finishing(loads_of(plan, settings.row_overhead)) for plan in dominant]
+    finishing = np.sum(each, axis=0)[0 if ranks_serve else ranks :]
     in_nodes, row_bytes = nodes or range(len(workers)), settings.row_bytes(kind)
     moved = np.sum([bytes_by_link(plan, row_bytes, in_nodes) for plan in dominant], axis=0)
     summary = replace(

@@ -13,10 +13,8 @@ EXCHANGE_BUFFER_BYTES = 1 << 28
 BUFFERS, BUFFERS_IN_HOPS = 3, 5
 """Numbers of buffers for sending, and for receiving: the stages that are in memory at once."""
 STAGES_ALONE = 4
-"""Number of stages of a lone nano-batch, if the stages are worth it.
-
-The first stage travels while local tasks are computed, each later one while an earlier stage is computed.
-"""
+"""Number of stages of a lone nano-batch, if the stages are worth it: the first one travels while local tasks are
+computed, each later one while an earlier stage is computed."""
 SMALLEST_STAGE = 1024
 """Least rows of a stage; fewer rows are not worth an exchange and kernel calls only to hide computation."""
 

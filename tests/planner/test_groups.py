@@ -126,9 +126,7 @@ def test_seconds_of_a_document():
         of_kind = StepCosts((KindCosts(kind, 2, kernel, kernel),), 1.0, 2.0, 3.0, 5.0, Links(LINK, LINK))
         expected = 10 * (2 * 3 * 4 + 5) + 4 * (0.5 * pairs + 0.375 * 10)
         assert document_seconds(np.array([10]), of_kind).tolist() == [expected]
-
-
-def test_a_short_document_costs_more_a_pair():
+    # A short document costs more a pair.
     of_kind = KindCosts(KIND, 1, KernelCost(0, 0, 0, 0, diagonal=1.0), KernelCost(0, 0, 0, 0))
     seconds = document_seconds(np.array([10, 600]), StepCosts((of_kind,), 0.0, 0.0, 0.0, 0.0, Links(LINK, LINK)))
     assert seconds.tolist() == [10 * 10, 600 * 512]

@@ -28,8 +28,8 @@ FLAT = {
 # kind: the same quantiles of what 64 ranks in nodes of 8 send to other nodes, and of what the busiest rank exchanges,
 # and the same tasks.
 NODES = {
-    "fixed": ((0.54, 1.68, 2.55), (20.49, 47.58, 61.84), 133398, 0),
-    "joint": ((0.0, 0.65, 0.96), (5.42, 15.64, 37.59), 134697, 0),
+    "fixed": ((0.54, 1.68, 2.55), (20.49, 47.58, 61.84), 133398, 150),
+    "joint": ((0.0, 0.65, 0.96), (5.42, 15.64, 37.59), 134697, 134),
 }
 
 

@@ -10,11 +10,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_distca.dispatch import backends
 from hf_distca.dispatch import groups as groups_module
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.failures import Failures
-from hf_distca.dispatch.groups import Groups, mesh_ranks, raised_together, ranks_per_node
+from hf_distca.dispatch.groups import (
+    EXCHANGE_CTAS,
+    Groups,
+    check_devices,
+    device_uuid,
+    exchange_backend,
+    exchange_options,
+    indexed,
+    mesh_ranks,
+    raised_together,
+    ranks_per_node,
+    unreachable,
+)
 from hf_distca.planner.settings import PlanSettings
 from tests.models_and_batches import small_kinds
 from tests.ranks import RankPool
@@ -27,7 +38,7 @@ def test_the_exchange_takes_the_default_groups_backend(monkeypatch):
     backend_on_cuda = {"gloo": "gloo", "cpu:gloo": "gloo", "cuda:nccl": "nccl", "cpu:gloo,cuda:nccl": "nccl"}
     for default, on_cuda in backend_on_cuda.items():
         monkeypatch.setattr(dist, "get_backend_config", lambda default=default: default)
-        assert [backends.exchange_backend(device) for device in (CPU, CUDA)] == ["gloo", on_cuda]
+        assert [exchange_backend(device) for device in (CPU, CUDA)] == ["gloo", on_cuda]
 
 
 @pytest.mark.parametrize("fields", [("cga_cluster_size", "max_ctas", "min_ctas"), ("blocking",), ()])
@@ -42,24 +53,24 @@ def test_nccl_leaves_attention_its_sms(monkeypatch, fields):
         monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
     elif not dist.is_nccl_available():
         pytest.skip("a build of torch without NCCL")
-    made, wanted = backends.exchange_options("nccl"), {"cga_cluster_size": 0, "max_ctas": backends.EXCHANGE_CTAS}
+    made, wanted = exchange_options("nccl"), {"cga_cluster_size": 0, "max_ctas": EXCHANGE_CTAS}
     assert made.is_high_priority_stream is True
     assert {name: getattr(made.config, name) for name in fields or wanted} == {
         name: wanted.get(name, -1) for name in fields or wanted
     }
-    assert backends.exchange_options("gloo") is None
+    assert exchange_options("gloo") is None
 
 
 def test_ranks_that_share_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
-    found = [backends.indexed(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")]
+    found = [indexed(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")]
     assert found == [torch.device("cuda", 3), CUDA, CPU]
-    assert (backends.device_uuid(CUDA), backends.device_uuid(CPU)) == ("GPU-cuda:1", None)
-    backends.check_devices("nccl", ["a", "b", "c"])
-    backends.check_devices("gloo", shared := ["a", "b", "a", "b"])
+    assert (device_uuid(CUDA), device_uuid(CPU)) == ("GPU-cuda:1", None)
+    check_devices("nccl", ["a", "b", "c"])
+    check_devices("gloo", shared := ["a", "b", "a", "b"])
     with pytest.raises(ValueError, match=r"share one: ranks \[0, 2\] on a; ranks \[1, 3\] on b\. Start one.*use gloo"):
-        backends.check_devices("nccl", shared)
+        check_devices("nccl", shared)
 
 
 def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
@@ -67,9 +78,9 @@ def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
     monkeypatch.setattr(socket, "gethostbyname", {"node3": "127.0.1.1"}.__getitem__)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     error = RuntimeError("connect: timed out")
-    assert "(not set on this host)" in str(backends.unreachable(2, error))
+    assert "(not set on this host)" in str(unreachable(2, error))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    message = str(backends.unreachable(2, error))
+    message = str(unreachable(2, error))
     assert message.startswith("rank 2 cannot reach the other ranks over gloo")
     assert all(part in message for part in (str(error), "(eth7 on this host)", "('node3' here to 127.0.1.1)"))
 
@@ -91,8 +102,8 @@ def _groups_of_dispatcher(ranks_per_node: int | tuple[int, ...] = 1) -> tuple[li
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", recorded_group)
         patch.setattr(dist, "all_to_all_single", recorded_exchange)
-        patch.setattr(backends, "device_uuid", lambda device: f"GPU-{dist.get_rank()}")
-        patch.setattr(backends, "check_devices", lambda *args: found.append(args))
+        patch.setattr(groups_module, "device_uuid", lambda device: f"GPU-{dist.get_rank()}")
+        patch.setattr(groups_module, "check_devices", lambda *args: found.append(args))
         dispatcher = Dispatcher(PlanSettings(dist.get_world_size(), 64, KINDS, ranks_per_node=ranks_per_node), CPU)
     count.append(len(groups))
     dispatcher.close()
@@ -131,7 +142,7 @@ def _start(last: str) -> str:
         return str(raised.value)
     if last == "control":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backends, "exchange_backend", lambda device: 1 / 0)
+            patch.setattr(groups_module, "exchange_backend", lambda device: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 Groups(CPU, 1.0)
     return ""

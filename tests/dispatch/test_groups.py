@@ -2,6 +2,7 @@
 
 import socket
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +28,10 @@ from hf_distca.dispatch.groups import (
     unreachable,
 )
 from hf_distca.planner.settings import PlanSettings
-from tests.models_and_batches import small_kinds
+from tests.models_and_batches import dispatcher_of_all_ranks, small_kinds
 from tests.ranks import RankPool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
-KINDS = small_kinds()
 
 
 def test_the_exchange_takes_the_default_groups_backend(monkeypatch):
@@ -41,23 +41,19 @@ def test_the_exchange_takes_the_default_groups_backend(monkeypatch):
         assert [exchange_backend(device) for device in (CPU, CUDA)] == ["gloo", on_cuda]
 
 
-@pytest.mark.parametrize("fields", [("cga_cluster_size", "max_ctas", "min_ctas"), ("blocking",), ()])
-def test_nccl_leaves_attention_its_sms(monkeypatch, fields):
-    """As far as a build of torch has the options: a newer build, an older one, and this one."""
-
-    def options(is_high_priority_stream):
+def test_nccl_leaves_attention_its_sms(monkeypatch):
+    """As far as a build of torch has the options."""
+    wanted = {"cga_cluster_size": 0, "max_ctas": EXCHANGE_CTAS}
+    if dist.is_nccl_available():
+        made = exchange_options("nccl")
+        assert made.is_high_priority_stream is True
+        assert {name: getattr(made.config, name) for name in wanted} == wanted
+    for fields in (("cga_cluster_size", "max_ctas", "min_ctas"), ("blocking",)):
         config = SimpleNamespace(**dict.fromkeys(fields, -1))
-        return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=config)
-
-    if fields:
-        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    elif not dist.is_nccl_available():
-        pytest.skip("a build of torch without NCCL")
-    made, wanted = exchange_options("nccl"), {"cga_cluster_size": 0, "max_ctas": EXCHANGE_CTAS}
-    assert made.is_high_priority_stream is True
-    assert {name: getattr(made.config, name) for name in fields or wanted} == {
-        name: wanted.get(name, -1) for name in fields or wanted
-    }
+        stand_in = SimpleNamespace(Options=partial(SimpleNamespace, config=config))
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", stand_in, raising=False)
+        assert exchange_options("nccl").is_high_priority_stream is True
+        assert vars(config) == {name: wanted.get(name, -1) for name in fields}
     assert exchange_options("gloo") is None
 
 
@@ -85,7 +81,7 @@ def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
     assert all(part in message for part in (str(error), "(eth7 on this host)", "('node3' here to 127.0.1.1)"))
 
 
-def _groups_of_dispatcher(ranks_per_node: int | tuple[int, ...] = 1) -> tuple[list[Any], list[int], str]:
+def _groups_of_dispatcher(ranks_per_node: int | tuple[int, ...]) -> tuple[list[Any], list[int], str]:
     """What a new dispatcher does before any layer; the number of groups before, with and after it; its error then."""
     found: list[Any] = []
     new_group, all_to_all, groups = dist.new_group, dist.all_to_all_single, dist.distributed_c10d._world.pg_map
@@ -104,7 +100,7 @@ def _groups_of_dispatcher(ranks_per_node: int | tuple[int, ...] = 1) -> tuple[li
         patch.setattr(dist, "all_to_all_single", recorded_exchange)
         patch.setattr(groups_module, "device_uuid", lambda device: f"GPU-{dist.get_rank()}")
         patch.setattr(groups_module, "check_devices", lambda *args: found.append(args))
-        dispatcher = Dispatcher(PlanSettings(dist.get_world_size(), 64, KINDS, ranks_per_node=ranks_per_node), CPU)
+        dispatcher = dispatcher_of_all_ranks(ranks_per_node=ranks_per_node)
     count.append(len(groups))
     dispatcher.close()
     dispatcher.close()
@@ -124,7 +120,7 @@ def test_ranks_are_connected_once_before_the_first_layer(rank_pools):
         ("distca exchange", "gloo", everyone),
         ("distca exchange", [1] * 3, [1] * 3),
     ]
-    assert rank_pools[1].run(_groups_of_dispatcher) == [([], [1, 1, 1], closed)]
+    assert rank_pools[1].run(_groups_of_dispatcher, 1) == [([], [1, 1, 1], closed)]
     # A single node is not connected apart; of several, every rank makes the groups of all.
     assert rank_pools[3].run(_groups_of_dispatcher, 3) == [(connected, [1, 3, 1], closed)] * 3
     nodes = [("distca world", "gloo", None), ("distca node", "gloo", [0]), ("distca node", "gloo", [1, 2])]
@@ -134,25 +130,24 @@ def test_ranks_are_connected_once_before_the_first_layer(rank_pools):
     ]
 
 
-def _start(last: str) -> str:
+def _start(comes: bool) -> str:
     """What rank 0 says whose partner comes as far as to make a group, or not at all."""
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError) as raised:
             Groups(CPU, 1.0)
         return str(raised.value)
-    if last == "control":
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(groups_module, "exchange_backend", lambda device: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                Groups(CPU, 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups_module, "exchange_backend", lambda device: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            _ = Groups(CPU, 1.0) if comes else 1 / 0
     return ""
 
 
-@pytest.mark.parametrize(("last", "told"), [("nothing", "reach the other ranks"), ("control", "exchange rows")])
-def test_a_rank_whose_partner_is_not_there(last, told):
+@pytest.mark.parametrize(("comes", "told"), [(False, "reach the other ranks"), (True, "exchange rows")])
+def test_a_rank_whose_partner_is_not_there(comes, told):
     pool = RankPool(2)
     try:
-        assert f"rank 0 cannot {told} over gloo" in pool.run(_start, last)[0]
+        assert f"rank 0 cannot {told} over gloo" in pool.run(_start, comes)[0]
     finally:
         pool.close()
 
@@ -174,7 +169,8 @@ def _two_by_two() -> tuple[Any, ...]:
         mesh_ranks(mesh)
     documents = [[[40, 3], [20]], [[9, 30], [25, 25]]][replica][shard]
     # Different plans side by side, one of them with rows that travel.
-    dispatcher = Dispatcher(PlanSettings(2, 64, KINDS, balance_block_size=8), CPU, mesh["dp"].get_group())
+    settings = PlanSettings(2, 64, small_kinds(), balance_block_size=8)
+    dispatcher = Dispatcher(settings, CPU, mesh["dp"].get_group())
     (plan,) = dispatcher.plan_lengths([documents])
     before = len(dist.distributed_c10d._world.pg_map)
     Groups(CPU, 60.0, mesh["dp"]).close()
@@ -225,6 +221,7 @@ def test_groups_of_a_mesh_dispatch_by_themselves(rank_pools, monkeypatch):
     # Ranks 0 and 2 share a node twice; 1 and 3 have no nodes, then one each.
     assert nodes == ([[0, 20], [0, 20], None], [None] * 3, [[1, 21], [1, 21], None], [None] * 3)
     assert failed == ("'text'", *["rank 0 failed: KeyError: 'text'"] * 3)
+    assert ranks_per_node(None, 60.0) == 1  # without a world
     # A group may list its ranks in an order of its own.
     monkeypatch.setattr(groups_module, "in_world", lambda: True)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [3, 1])
@@ -267,10 +264,6 @@ def test_nodes_of_a_launch(rank_pools, hosts, local_ranks, shape, found, logged)
         assert results[0][1].pop(0).startswith("ranks that share a host are not numbered one after another")
     told = [[f"ranks on each node, as launched: {sizes}"] for sizes in logged]
     assert [messages for _, messages in results] == told + [[]] * (4 - len(told))
-
-
-def test_without_a_world_all_links_are_alike():
-    assert ranks_per_node(None, 60.0) == 1
 
 
 # A rank that lost its partner says why the partner failed.

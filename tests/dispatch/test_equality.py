@@ -30,15 +30,13 @@ from tests.models_and_batches import (
     with_lora,
 )
 
+GEMMA2 = {"sliding_window": 12, "query_pre_attn_scalar": 8, "final_logit_softcapping": 0.05}
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12}
 MODELS = {
     "llama": ({}, (None,), "sdpa"),
     "mistral": ({"sliding_window": 24}, (24,), "sdpa"),
-    "gemma2": (
-        {"sliding_window": 12, "query_pre_attn_scalar": 8, "final_logit_softcapping": 0.05},
-        (12, None),
-        "eager",
-    ),
-    "gpt_oss": ({"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12}, (12, None), "eager"),
+    "gemma2": (GEMMA2, (12, None), "eager"),
+    "gpt_oss": (GPT_OSS, (12, None), "eager"),
     "llama4_text": (SMALL_LLAMA4, (None,), "sdpa"),
 }
 """Settings, windows, and the stock attention to compare with."""
@@ -53,30 +51,37 @@ class Case:
     """A planned step, in stages of several sizes, and with forwarded rows where ranks share nodes.
 
     Attributes:
-        lengths: of the documents; for the layouts "fixed" and "random" those of each rank.
-        layout: "random" cuts each document into tasks for ranks drawn at random, as no good plan would: every rank
-            gives queries away, computes others' and returns them.
+        lengths: of the documents, which the planner lays out; or of those that each rank holds.
+        at_random: cut each document into tasks for ranks drawn at random, as no good plan would: every rank gives
+            queries away, computes others' and returns them.
         checkpointing: reentrant or not; None for none.
         local: windows of layers for which nothing moves; None: not looked at.
     """
 
     ranks: int = 2
     lengths: tuple = (120, 7, 1, 33, 64)
-    layout: str = "joint"
     model: str = "llama"
+    at_random: bool = False
     stage_rows: tuple[int | None, ...] = (None, 70, 20)
     keep_received: bool = False
-    ping_pong: bool | None = None
+    ping_pong: bool = False
     checkpointing: bool | None = None
     lora: bool = False
     local: tuple[int | None, ...] | None = None
 
     @property
-    def flat(self) -> tuple[int, ...]:
-        """Lengths of all documents."""
-        if self.layout in ("fixed", "random"):
-            return tuple(length for row in self.lengths for length in row or FILLER)
-        return self.lengths
+    def on_ranks(self) -> list[tuple[int, ...]]:
+        """Lengths of the documents on each rank; none where the planner lays them out."""
+        return [row or FILLER for row in self.lengths] if isinstance(self.lengths[0], tuple) else []
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        return tuple(itertools.chain(*self.on_ranks)) or self.lengths
+
+    @property
+    def steps(self) -> list[tuple[int | None, bool]]:
+        """Rows of a stage, and whether rows are forwarded inside nodes, of each step."""
+        return list(itertools.product(self.stage_rows, (False, True) if self.ranks in NODES else (False,)))
 
 
 @cache
@@ -87,21 +92,14 @@ def step_of_one_process(model_type: str, lora: bool, lengths: tuple[int, ...]) -
 
 
 def run_case(case: Case) -> list[Step]:
-    """Planned steps on every rank, one for each of `steps_of`."""
+    """The case's steps on every rank."""
     config, windows, _ = MODELS[case.model]
-    kinds, nodes = small_kinds(*windows, chunk=config.get("attention_chunk_size")), NODES.get(case.ranks, 1)
-    settings = PlanSettings(
-        case.ranks, 4096, kinds, document_layout="joint", balance_block_size=8, ranks_per_node=nodes
-    )
-    if case.ping_pong is not None:
-        settings = replace(settings, ping_pong=case.ping_pong)
-    if case.local is not None:
-        settings = replace(settings, balance_tolerance=0.3)
+    kinds = small_kinds(*windows, chunk=config.get("attention_chunk_size"))
+    options = {"ranks_per_node": NODES.get(case.ranks, 1), "ping_pong": case.ping_pong}
+    tolerance = {} if case.local is None else {"balance_tolerance": 0.3}
+    settings = PlanSettings(case.ranks, 4096, kinds, balance_block_size=8, **options, **tolerance)
     dispatcher = Dispatcher(settings, torch.device("cpu"), keep_received=case.keep_received)
-    if case.layout in ("fixed", "random"):
-        plan = plan_placed([row or FILLER for row in case.lengths], settings)
-    else:
-        plan = plan_micro_batch(case.lengths, settings)
+    plan = plan_placed(case.on_ranks, settings) if case.on_ranks else plan_micro_batch(case.lengths, settings)
     model = small_model(case.model, **config).train()
     plan_head(model, CHUNK_BYTES)
     if case.ping_pong:
@@ -113,22 +111,16 @@ def run_case(case: Case) -> list[Step]:
         if case.checkpointing and case.lora:
             model.enable_input_require_grads()
     steps = []
-    for number, (stage_rows, in_hops) in enumerate(steps_of(case)):
+    for number, (stage_rows, in_hops) in enumerate(case.steps):
         model.zero_grad()
-        tasks = cut_at_random(plan, number) if case.layout == "random" else plan
-        step_plan = in_nodes(in_stages(tasks, stage_rows), settings.nodes if in_hops else None)
-        bound = dispatcher.bind(step_plan)
+        tasks = cut_at_random(plan, number) if case.at_random else plan
+        bound = dispatcher.bind(in_nodes(in_stages(tasks, stage_rows), settings.nodes if in_hops else None))
         if case.local is not None:
             assert {kind.window for kind in bound.local} == {*case.local}
-        if case.layout == "random":
+        if case.at_random:
             assert any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values()) == in_hops
-        steps.append(planned_step(model, bound, random_documents(case.flat)))
+        steps.append(planned_step(model, bound, random_documents(case.documents)))
     return steps
-
-
-def steps_of(case: Case) -> list[tuple[int | None, bool]]:
-    """Rows of a stage, and whether rows are forwarded inside nodes, of each step."""
-    return list(itertools.product(case.stage_rows, (False, True) if case.ranks in NODES else (False,)))
 
 
 def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
@@ -155,23 +147,20 @@ ALONE = {"stage_rows": (None,)}
 
 def at_random(model: str, *, ranks: int = 3, **options: bool) -> Case:
     """One stage, two or three, and seven or more."""
-    return Case(ranks, ON_RANKS[:ranks], "random", model, stage_rows=(None, 40, 11), **{"ping_pong": False, **options})
+    return Case(ranks, ON_RANKS[:ranks], model, True, (None, 40, 11), **options)
 
 
 CASES = {
     "joint-2": Case(),
     "joint-3-one": Case(3, (300,)),
     "joint-4-long": Case(4, (90, 200, 1, 2, 3)),
-    "fixed-long-and-short": Case(2, ((128,), (16,) * 8), "fixed", keep_received=True),
-    "fixed-no-rows": Case(2, ((96,), ()), "fixed"),
-    "fixed-three": Case(3, ((100,), (50, 50), (25,) * 4), "fixed", keep_received=True),
-    "fixed-odd": Case(4, ((256,), (1,), (), (31, 33)), "fixed"),
-    "fixed-two-ranks-without-rows": Case(4, ((200,), (56,), (), ()), "fixed", keep_received=True),
-    **{f"{model}-joint": Case(2, (128, *MIXED), model=model) for model in ("mistral", "gemma2", "llama4_text")},
-    **{
-        f"{model}-fixed": Case(4, ((128,), MIXED, MIXED, MIXED), "fixed", model)
-        for model in ("mistral", "gemma2", "llama4_text")
-    },
+    "fixed-long-and-short": Case(2, ((128,), (16,) * 8), keep_received=True),
+    "fixed-no-rows": Case(2, ((96,), ())),
+    "fixed-three": Case(3, ((100,), (50, 50), (25,) * 4), keep_received=True),
+    "fixed-odd": Case(4, ((256,), (1,), (), (31, 33))),
+    "fixed-two-ranks-without-rows": Case(4, ((200,), (56,), (), ()), keep_received=True),
+    **{f"{model}-joint": Case(2, (128, *MIXED), model) for model in ("mistral", "gemma2", "llama4_text")},
+    **{f"{model}-fixed": Case(4, ((128,), *[MIXED] * 3), model) for model in ("mistral", "gemma2", "llama4_text")},
     # Each model with and without each of: received rows kept, checkpoints, two nano-batches in turns.
     "random-gemma2": at_random("gemma2"),
     "random-llama-turns": at_random("llama", ping_pong=True),
@@ -188,7 +177,7 @@ CASES = {
     "lora-checkpoint": Case(lora=True, checkpointing=False, **ALONE),
     "lora-reentrant": Case(lora=True, checkpointing=True, **ALONE),
     **{
-        f"{windows}-stay-turns-{turns}": Case(2, rows, "fixed", "gemma2", ping_pong=turns, local=windows, **ALONE)
+        f"{windows}-stay-turns-{turns}": Case(2, rows, "gemma2", ping_pong=turns, local=windows, **ALONE)
         for windows, rows in (((12, None), EQUAL), ((12,), EQUAL_IN_WINDOWS))
         for turns in (False, True)
     },
@@ -200,8 +189,8 @@ CASES = {
 def test_equals_one_process(rank_pools, case, request):
     if case.stage_rows == (None,):
         request.getfixturevalue("backward_thread")
-    expected = step_of_one_process(case.model, case.lora, case.flat)
+    expected = step_of_one_process(case.model, case.lora, case.documents)
     for steps in rank_pools[case.ranks].run(run_case, case):
-        assert len(steps) == len(steps_of(case))
+        assert len(steps) == len(case.steps)
         for got in steps:
             assert_same_step(got, expected)

@@ -204,22 +204,6 @@ def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(group, monkeypa
             assert of_layer(counted_step(model, bound, "non-reentrant"), 1) == Sums(attention=3)
 
 
-@pytest.mark.parametrize("turns", [False, True], ids=["one", "two"])
-def test_ranks_keep_step_where_one_kind_of_layer_moves(group, turns):
-    """Full attention moves, sliding windows do not: these exchange nothing on any rank, the others alike on all."""
-    exchanges = []
-    for rank in range(RANKS):
-        with without_numbers():
-            model = made("gemma3_text")
-            bound = bound_plan(placed(model, [[1024, 1024], *[[512] * 4] * 3], turns), rank, group)
-            mode = counted_step(model, bound)
-        assert [kind.window for kind in bound.local] == [96]
-        exchanges.append([of_layer(mode, layer).exchanges for layer in range(5)])
-        assert [of_layer(mode, layer).attention for layer in (1, 3)] == [2 * len(bound.nano_batches)] * 2
-    assert exchanges == [exchanges[0]] * RANKS
-    assert (exchanges[0][1::2], min(exchanges[0][::2]) > 0) == ([0, 0], True)
-
-
 CUDA = torch.device("cuda", 0)
 
 

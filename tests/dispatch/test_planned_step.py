@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.recorder import NO_ROWS
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
@@ -128,17 +129,12 @@ def _recorded(nodes: tuple[int, ...] | None, stage_rows: int | None) -> tuple[li
     for direction, schedule in (("forward", routes.forward), ("backward", routes.backward["nothing"])):
         for phase in schedule:
             calls = [(call.name, routes.groups[call.group].pairs) for call in phase.run]
-            waits = [transfer for transfer in phase.wait if _crosses(routes, transfer)]
+            waits = [transfer for transfer in phase.wait if routes.rows_of(transfer) != NO_ROWS]
             expected += [("wait", transfer.name, 3, 0, direction, 0) for transfer in waits]
             expected += [("kernel", name, 3, 0, direction, pairs) for name, pairs in calls]
             expected += [("send", transfer.name, 3, 0, direction, 0) for transfer in phase.send]
             expected.append(("phase", phase.name, 3, 0, direction, 0))
     return spans, expected
-
-
-def _crosses(routes, transfer) -> bool:
-    route = routes.queries if transfer.rows == "queries" else routes.keys[transfer.stage]
-    return (route.forwarded if transfer.rows == "forwarded" else route).crossing
 
 
 @pytest.mark.parametrize(("nodes", "stage_rows"), [(None, None), (None, 20), ((0, 0, 1, 1), 20)])

@@ -5,6 +5,7 @@ import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -152,35 +153,36 @@ def test_a_rank_whose_partner_is_not_there(comes, told):
         pool.close()
 
 
-def _two_by_two() -> tuple[Any, ...]:
+def _two_by_two() -> None:
     """Two groups of two ranks, each of which dispatches by itself beside the other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    groups = Groups(CPU, 60.0, mesh["dp"])
-    rank = dist.get_rank()
-    replica, shard = divmod(rank, 2)
+    mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
+    groups, (replica, shard) = Groups(CPU, 60.0, mesh["dp"]), divmod(rank, 2)
+    assert (groups.rank, groups.ranks, groups.all_gather(rank)) == (replica, 2, [shard, 2 + shard])
+    assert groups.all_gather(rank, in_world=True) == [0, 1, 2, 3]
+    assert groups.any_of([rank == 3, rank == 0]) == [shard == 1, shard == 0]
+    with pytest.raises(ValueError, match="has the dimensions"):
+        mesh_ranks(mesh)
     with pytest.raises(ValueError, match=r"^rank 1: ImportError: no kernel$"), raised_together(60.0):
         _import_kernel(rank)
     # The same error on all ranks stays as it is; one rank's error names the rank.
-    wrong = [["wrong", "wrong"], ["wrong", None]][shard]
-    error = wrong[replica] and ValueError(wrong[replica])
+    wrong = [["wrong", "wrong"], ["wrong", None]][shard][replica]
     with pytest.raises(ValueError, match=[r"^wrong$", r"^rank 0: ValueError: wrong$"][shard]):
-        groups.raise_together(error)
-    with pytest.raises(ValueError, match="has the dimensions"):
-        mesh_ranks(mesh)
-    documents = [[[40, 3], [20]], [[9, 30], [25, 25]]][replica][shard]
+        groups.raise_together(wrong and ValueError(wrong))
     # Different plans side by side, one of them with rows that travel.
     settings = PlanSettings(2, 64, small_kinds(), balance_block_size=8)
     dispatcher = Dispatcher(settings, CPU, mesh["dp"].get_group())
-    (plan,) = dispatcher.plan_lengths([documents])
+    (plan,) = dispatcher.plan_lengths([[[[40, 3], [20]], [[9, 30], [25, 25]]][replica][shard]])
+    lengths = sorted(int(length) for nano in plan.nano_batches for length in nano.layout.lengths)
+    assert lengths == [[3, 9, 30, 40], [20, 25, 25]][shard]
+    came = [10 * shard + replica, 10 * (2 + shard) + replica]
+    assert _exchanged(dispatcher.groups.exchange) == came
     before = len(dist.distributed_c10d._world.pg_map)
     Groups(CPU, 60.0, mesh["dp"]).close()
     assert len(dist.distributed_c10d._world.pg_map) == before
-    assert groups.all_gather(rank, in_world=True) == [0, 1, 2, 3]
-    nodes = []
     for of_both in (((0, 0), None), ((0, 0), (0, 1)), (None, None)):  # nodes of the ranks of each mesh
-        of_nodes = Groups(CPU, 60.0, mesh["dp"])
-        of_nodes.connect_nodes(of_both[shard])
-        nodes.append(None if of_nodes.node is None else _exchanged(of_nodes.node))
+        of_nodes, nodes = Groups(CPU, 60.0, mesh["dp"]), of_both[shard]
+        of_nodes.connect_nodes(nodes)
+        assert (None if of_nodes.node is None else _exchanged(of_nodes.node)) == (came if nodes == (0, 0) else None)
     # How many processes of the world have come where the last one is late, once this one may go on.
     store = dist.distributed_c10d._get_default_store()
     time.sleep(0.3 * (rank == 3))
@@ -188,17 +190,8 @@ def _two_by_two() -> tuple[Any, ...]:
     groups.meet()
     assert store.add("come", 0) == 4
     # Rank 0 fails and takes the others with it, whichever mesh they are in.
-    error = KeyError("text") if rank == 0 else RuntimeError("Connection closed by peer")
-    with pytest.raises((KeyError, RuntimeError)) as failed, groups.failures.reported():
-        raise error
-    return (
-        (groups.rank, groups.ranks, groups.all_gather(rank)),
-        sorted(int(length) for nano in plan.nano_batches for length in nano.layout.lengths),
-        _exchanged(dispatcher.groups.exchange),
-        dispatcher.groups.any_of([rank == 3, rank == 0]),
-        nodes,
-        str(failed.value),
-    )
+    found = raised(groups.failures, KeyError("text") if rank == 0 else LOST)
+    assert str(found) == ("'text'" if rank == 0 else "rank 0 failed: KeyError: 'text'")
 
 
 def _import_kernel(rank: int) -> None:
@@ -213,14 +206,7 @@ def _exchanged(group: dist.ProcessGroup) -> list[int]:
 
 
 def test_groups_of_a_mesh_dispatch_by_themselves(rank_pools, monkeypatch):
-    places, lengths, received, flags, nodes, failed = zip(*rank_pools[4].run(_two_by_two), strict=True)
-    assert places == ((0, 2, [0, 2]), (0, 2, [1, 3]), (1, 2, [0, 2]), (1, 2, [1, 3]))
-    assert lengths == ([3, 9, 30, 40], [20, 25, 25]) * 2
-    assert received == ([0, 20], [10, 30], [1, 21], [11, 31])
-    assert flags == ([False, True], [True, False]) * 2
-    # Ranks 0 and 2 share a node twice; 1 and 3 have no nodes, then one each.
-    assert nodes == ([[0, 20], [0, 20], None], [None] * 3, [[1, 21], [1, 21], None], [None] * 3)
-    assert failed == ("'text'", *["rank 0 failed: KeyError: 'text'"] * 3)
+    rank_pools[4].run(_two_by_two)
     assert ranks_per_node(None, 60.0) == 1  # without a world
     # A group may list its ranks in an order of its own.
     monkeypatch.setattr(groups_module, "in_world", lambda: True)
@@ -272,16 +258,6 @@ LOST = RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer
 BOOM = ValueError("boom")
 
 
-class Unreachable(dist.Store):
-    """A store whose host is gone."""
-
-    def set(self, *args) -> None:
-        raise dist.DistNetworkError("Broken pipe")
-
-    def check(self, *args) -> bool:
-        raise dist.DistNetworkError("Broken pipe")
-
-
 def raised(failures: Failures, error: Exception, evaluates: bool = False) -> Exception:
     """What is raised where the error is, here or in a second evaluation: itself, or one that has it as its cause."""
     try:
@@ -316,7 +292,8 @@ def test_an_error_of_its_own_stays_and_so_does_one_without_another():
     for own in (ValueError(str(LOST)), RuntimeError("shapes differ")):
         failures, _ = left_behind(BOOM)
         assert raised(failures, own) is own
-    for store in (dist.HashStore(), Unreachable(), None):  # no error left, a store that is gone, a single rank
+    unreachable = Mock(**dict.fromkeys(("set.side_effect", "check.side_effect"), dist.DistNetworkError("Broken pipe")))
+    for store in (dist.HashStore(), unreachable, None):  # no error left, a store that is gone, a single rank
         for error in (LOST, BOOM):
             assert raised(Failures(store, 0, 2, wait_s=0.2), error) is error
 

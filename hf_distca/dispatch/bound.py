@@ -247,9 +247,6 @@ class BoundPlan:
     This is a plain class on purpose: FSDP2 copies dataclasses, dicts and named tuples among a module's arguments.
     Accelerate moves anything that has a `to`.
 
-    Args:
-        in_one_go: see `IndexBuffer`.
-
     Attributes:
         nano_batches: nano-batches whose `rows` the layer is called with; one of two if `is_part`.
         local: tasks of all these rows, for kinds where nothing moves; the same kinds on every rank.

@@ -181,6 +181,10 @@ class Exchange:
         known.append(ExchangeBuffer(self._groups, route, columns, parts_B))
         return known[-1]
 
+    def size(self) -> int:
+        """Return the bytes of all slots."""
+        return sum(part_B.numel() for memory_B in self._memory_B.values() for part_B in memory_B.values())
+
 
 def rounded_up(size: int) -> int:
     """Round up to the next of STEPS_PER_OCTAVE equally spaced sizes between powers of two, at least 4096 bytes.

@@ -84,11 +84,6 @@ def planned(
     return in_nodes(in_stages(plan, stage_rows), nodes)
 
 
-def placed(model: PreTrainedModel, on_ranks: list[list[int]], turns: bool) -> MicroBatchPlan:
-    kinds = tuple(layers_by_kind(model))
-    return plan_placed(on_ranks, PlanSettings(RANKS, 2048, kinds, balance_tolerance=0.3, ping_pong=turns))
-
-
 def counted_step(model: PreTrainedModel, bound: BoundPlan, checkpoint: str = "none") -> Counting:
     if len(bound.nano_batches) > 1:
         plan_layers(model)
@@ -178,7 +173,8 @@ def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(group, monkeypa
     with without_numbers():
         model = made(model_type)
         plan_layers(model)
-        plan = placed(model, [[160, 96]] * RANKS, turns)
+        options = {"balance_tolerance": 0.3, "ping_pong": turns}
+        plan = plan_placed([[160, 96]] * RANKS, PlanSettings(RANKS, 2048, tuple(layers_by_kind(model)), **options))
         with Counting() as binding:
             bound = bound_plan(plan, RANK, group)
         mode = counted_step(model, bound, checkpoint)

@@ -221,9 +221,8 @@ def _found(hosts: str, local_ranks: list[int | None], mesh_shape: tuple[int, int
         for level in ("info", "warning"):
             patch.setattr(groups_module.logger, level, lambda text, *args: messages.append(text % args))
         patch.setattr(socket, "gethostname", lambda: hosts[rank])
-        if local_ranks[rank] is None:
-            patch.delenv("LOCAL_RANK")
-        else:
+        patch.delenv("LOCAL_RANK")
+        if local_ranks[rank] is not None:
             patch.setenv("LOCAL_RANK", str(local_ranks[rank]))
         mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))["dp"] if mesh_shape else None
         return ranks_per_node(mesh, 60.0), messages
@@ -244,12 +243,12 @@ def _found(hosts: str, local_ranks: list[int | None], mesh_shape: tuple[int, int
     ],
 )
 def test_nodes_of_a_launch(rank_pools, hosts, local_ranks, shape, found, logged):
-    results = rank_pools[4].run(_found, hosts, local_ranks, shape)
-    assert [sizes for sizes, _ in results] == found
+    sizes, messages = zip(*rank_pools[4].run(_found, hosts, local_ranks, shape), strict=True)
+    assert [*sizes] == found
     if hosts == "abaa":
-        assert results[0][1].pop(0).startswith("ranks that share a host are not numbered one after another")
+        assert messages[0].pop(0).startswith("ranks that share a host are not numbered one after another")
     told = [[f"ranks on each node, as launched: {sizes}"] for sizes in logged]
-    assert [messages for _, messages in results] == told + [[]] * (4 - len(told))
+    assert [*messages] == told + [[]] * (4 - len(told))
 
 
 # A rank that lost its partner says why the partner failed.

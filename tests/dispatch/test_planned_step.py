@@ -283,8 +283,8 @@ def _attend(
     return [*(x.detach() for x in qkv), do], [output.detach(), *(x.grad for x in qkv)], spans
 
 
-def _beside_the_kernel(on_ranks: list[list[int]], autocast: bool, softcap: float | None) -> tuple:
-    """O and gradients of this rank's rows, those of the kernel alone, and spans; and which workers have tasks."""
+def _beside_the_kernel(on_ranks: list[list[int]], autocast: bool = False, softcap: float | None = None) -> None:
+    """Results of core attention on this rank's rows are those of the kernel alone, where nothing moves to the bit."""
     dispatcher = dispatcher_of_all_ranks()
     plan = plan_placed(on_ranks, dispatcher.settings)
     (*qkv, do), got, spans = _attend(dispatcher, plan, autocast, softcap)
@@ -292,14 +292,10 @@ def _beside_the_kernel(on_ranks: list[list[int]], autocast: bool, softcap: float
     shapes = TaskShapes.build(lengths, lengths, CPU)
     o, lse = dispatcher.kernel.forward(*qkv, shapes, params)
     expected = [o, *dispatcher.kernel.backward(do, *qkv, o, lse, shapes, params)]
-    return got, expected, spans, set(plan.nano_batches[0].plans[SMALL_KIND].tasks["worker"].tolist())
-
-
-@pytest.mark.parametrize(("autocast", "softcap"), [(False, None), (True, 2.0)])
-def test_where_nothing_moves_results_are_those_of_the_kernel_to_the_bit(
-    rank_pools, backward_thread, autocast, softcap
-):
-    ((got, expected, spans, _),) = rank_pools[1].run(_beside_the_kernel, [[20, 11]], autocast, softcap)
+    if len(on_ranks) > 1:
+        assert {*plan.nano_batches[0].plans[SMALL_KIND].tasks["worker"]} == {*range(len(on_ranks))}
+        torch.testing.assert_close(got, expected)
+        return
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
     assert spans == [
         (kind, part, 3, 0, direction, pairs)
@@ -308,15 +304,14 @@ def test_where_nothing_moves_results_are_those_of_the_kernel_to_the_bit(
     ]
 
 
-def test_a_rank_without_rows_still_serves(rank_pools, backward_thread):
-    """Attention alone: models cannot run on no rows."""
-    for got, expected, _, workers in rank_pools[2].run(_beside_the_kernel, [[40], []], False, None):
-        assert workers == {0, 1}
-        torch.testing.assert_close(got, expected)
+def test_attention_alone_gives_what_the_kernel_gives_even_on_a_rank_without_rows(rank_pools, backward_thread):
+    rank_pools[1].run(_beside_the_kernel, [[20, 11]])
+    rank_pools[1].run(_beside_the_kernel, [[20, 11]], True, 2.0)
+    rank_pools[2].run(_beside_the_kernel, [[40], []])
 
 
-def _recorded(nodes: tuple[int, ...] | None, stage_rows: int | None) -> tuple[list, list]:
-    """Spans of one core attention, and those that its schedules ask for."""
+def _recorded(nodes: tuple[int, ...] | None, stage_rows: int | None) -> None:
+    """The spans of one core attention are those that its schedules ask for."""
     dispatcher = dispatcher_of_all_ranks(ranks_per_node=1 if nodes is None else nodes.count(0))
     plan = plan_placed([[90, 40], *[[30, 9]] * (dist.get_world_size() - 1)], dispatcher.settings)
     plan = in_nodes(in_stages(plan, stage_rows), nodes)
@@ -331,13 +326,13 @@ def _recorded(nodes: tuple[int, ...] | None, stage_rows: int | None) -> tuple[li
             expected += [("kernel", name, 3, 0, direction, pairs) for name, pairs in calls]
             expected += [("send", transfer.name, 3, 0, direction, 0) for transfer in phase.send]
             expected.append(("phase", phase.name, 3, 0, direction, 0))
-    return spans, expected
+    assert spans == expected
 
 
-@pytest.mark.parametrize(("nodes", "stage_rows"), [(None, None), (None, 20), ((0, 0, 1, 1), 20)])
-def test_schedules_are_carried_out_phase_by_phase(rank_pools, backward_thread, nodes, stage_rows):
-    for spans, expected in rank_pools[2 if nodes is None else 4].run(_recorded, nodes, stage_rows):
-        assert spans == expected
+def test_schedules_are_carried_out_phase_by_phase(rank_pools, backward_thread):
+    for stage_rows in (None, 20):
+        rank_pools[2].run(_recorded, None, stage_rows)
+    rank_pools[4].run(_recorded, (0, 0, 1, 1), 20)
 
 
 def _refused() -> None:

@@ -46,6 +46,7 @@ from tests.models_and_batches import (
     planned_step,
     random_documents,
     reference_step,
+    relative_error,
     small_kinds,
     small_model,
     summed_step,
@@ -262,6 +263,35 @@ def test_two_micro_batches_at_once(rank_pools, backward_thread):
     expected = reference_step(small_model(implementation="sdpa"), documents)
     for got in rank_pools[2].run(_accumulated):
         assert_same_step(got, expected)
+
+
+def _step_in_bfloat16(ping_pong: bool) -> Step:
+    """A step whose weights are in float32; kernels are given bfloat16, without autocast."""
+    dispatcher, model, seen = dispatcher_of_all_ranks(ping_pong=ping_pong), small_model(), set()
+    if ping_pong:
+        plan_layers(model)
+
+    def looked_at(run, *args):
+        seen.add((args[2].dtype, torch.is_autocast_enabled("cpu")))
+        return run(*args)
+
+    for name in ("forward", "backward"):
+        setattr(dispatcher.kernel, name, partial(looked_at, getattr(dispatcher.kernel, name)))
+    with torch.autocast("cpu", torch.bfloat16):
+        bound = dispatcher.bind(plan_micro_batch(LENGTHS, dispatcher.settings))
+        step = planned_step(model, bound, random_documents(LENGTHS))
+    assert seen == {(torch.bfloat16, False)}
+    return step
+
+
+def test_autocast(rank_pools, backward_thread):
+    exact_loss, exact = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    with torch.autocast("cpu", torch.bfloat16):
+        stock_loss, stock = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    for got_loss, got in (step for turns in (False, True) for step in rank_pools[2].run(_step_in_bfloat16, turns)):
+        assert abs(got_loss - exact_loss) < 2 * abs(stock_loss - exact_loss) + 1e-3
+        for name in exact:
+            assert relative_error(got[name], exact[name]) < 2 * relative_error(stock[name], exact[name]) + 1e-2, name
 
 
 def _attend(

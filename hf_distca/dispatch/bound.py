@@ -82,7 +82,7 @@ class BoundRoutes:
         self.queries = bound_route(routes.queries, buffer, slice(ranks))
         self.rows: dict[Location, int] = {"local": routes.local_rows, "received": sum(self.queries.received)}
         self.keys: list[Route] = []  # of each stage, for K and V, and for dK and dV
-        self.gateway_sums: list[RowSum] = []  # of each stage: dK and dV of forwarded rows, and of the gateway's copies
+        self.gateway_sums: list[RowSum] = []  # of each stage: dK and dV of forwarded rows to a gateway's copies
         for stage in stages:
             route = bound_route(stage.keys, buffer, slice(ranks))
             if self._peers is not None:

@@ -47,7 +47,7 @@ class CoreAttention:
     params: AttentionParams
     layer: int | None = None
     kept: Kept = "nothing"  # received rows that the forward keeps for the backward
-    known: tuple[Tensor, ...] | None = None  # O and LSE of the first forward, in a recomputation, which does nothing
+    known: tuple[Tensor, ...] | None = None  # O and LSE of the first forward, for a recomputation that does nothing
     lost: frozenset[int] = frozenset()  # servers whose tasks the ranks compute, and no others
     running: "Pass" = field(init=False)  # the pass that has begun and not ended
 

@@ -178,7 +178,7 @@ def addend_table(
     targets = np.concatenate([np.empty(0, np.int64), *(of_source for _, of_source in added)])
     of_sources = [np.arange(len(of_source), dtype=np.int32) << SOURCE_BITS | source for source, of_source in added]
     addends = np.concatenate([np.empty(0, np.int32), *of_sources])
-    if (np.diff(targets) <= 0).any():
+    if (targets[1:] <= targets[:-1]).any():
         addends = addends[np.argsort(targets, kind="stable")]
     counts = np.bincount(targets, minlength=rows)
     written = np.flatnonzero(counts) if onto else None
@@ -189,4 +189,4 @@ def addend_table(
 
 def names_all(targets: IntArray, rows: int) -> bool:
     """Return whether row numbers are 0 to rows - 1, once each and in order."""
-    return len(targets) == rows and bool((np.diff(targets) > 0).all())
+    return len(targets) == rows and bool((targets[1:] > targets[:-1]).all())

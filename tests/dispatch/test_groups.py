@@ -15,19 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hf_distca.dispatch import groups as groups_module
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.failures import Failures
-from hf_distca.dispatch.groups import (
-    EXCHANGE_CTAS,
-    Groups,
-    check_devices,
-    device_uuid,
-    exchange_backend,
-    exchange_options,
-    indexed,
-    mesh_ranks,
-    raised_together,
-    ranks_per_node,
-    unreachable,
-)
+from hf_distca.dispatch.groups import Groups, mesh_ranks, raised_together, ranks_per_node
 from hf_distca.planner.settings import PlanSettings
 from tests.models_and_batches import dispatcher_of_all_ranks, small_kinds
 from tests.ranks import RankPool
@@ -39,35 +27,35 @@ def test_the_exchange_takes_the_default_groups_backend(monkeypatch):
     backend_on_cuda = {"gloo": "gloo", "cpu:gloo": "gloo", "cuda:nccl": "nccl", "cpu:gloo,cuda:nccl": "nccl"}
     for default, on_cuda in backend_on_cuda.items():
         monkeypatch.setattr(dist, "get_backend_config", lambda default=default: default)
-        assert [exchange_backend(device) for device in (CPU, CUDA)] == ["gloo", on_cuda]
+        assert [groups_module.exchange_backend(device) for device in (CPU, CUDA)] == ["gloo", on_cuda]
 
 
 def test_nccl_leaves_attention_its_sms(monkeypatch):
     """As far as a build of torch has the options."""
-    wanted = {"cga_cluster_size": 0, "max_ctas": EXCHANGE_CTAS}
+    wanted = {"cga_cluster_size": 0, "max_ctas": groups_module.EXCHANGE_CTAS}
     if dist.is_nccl_available():
-        made = exchange_options("nccl")
+        made = groups_module.exchange_options("nccl")
         assert made.is_high_priority_stream is True
         assert {name: getattr(made.config, name) for name in wanted} == wanted
     for fields in (("cga_cluster_size", "max_ctas", "min_ctas"), ("blocking",)):
         config = SimpleNamespace(**dict.fromkeys(fields, -1))
         stand_in = SimpleNamespace(Options=partial(SimpleNamespace, config=config))
         monkeypatch.setattr(dist, "ProcessGroupNCCL", stand_in, raising=False)
-        assert exchange_options("nccl").is_high_priority_stream is True
+        assert groups_module.exchange_options("nccl").is_high_priority_stream is True
         assert vars(config) == {name: wanted.get(name, -1) for name in fields}
-    assert exchange_options("gloo") is None
+    assert groups_module.exchange_options("gloo") is None
 
 
 def test_ranks_that_share_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
-    found = [indexed(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")]
+    found = [groups_module.indexed(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")]
     assert found == [torch.device("cuda", 3), CUDA, CPU]
-    assert (device_uuid(CUDA), device_uuid(CPU)) == ("GPU-cuda:1", None)
-    check_devices("nccl", ["a", "b", "c"])
-    check_devices("gloo", shared := ["a", "b", "a", "b"])
+    assert (groups_module.device_uuid(CUDA), groups_module.device_uuid(CPU)) == ("GPU-cuda:1", None)
+    groups_module.check_devices("nccl", ["a", "b", "c"])
+    groups_module.check_devices("gloo", shared := ["a", "b", "a", "b"])
     with pytest.raises(ValueError, match=r"share one: ranks \[0, 2\] on a; ranks \[1, 3\] on b\. Start one.*use gloo"):
-        check_devices("nccl", shared)
+        groups_module.check_devices("nccl", shared)
 
 
 def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
@@ -75,9 +63,9 @@ def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
     monkeypatch.setattr(socket, "gethostbyname", {"node3": "127.0.1.1"}.__getitem__)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     error = RuntimeError("connect: timed out")
-    assert "(not set on this host)" in str(unreachable(2, error))
+    assert "(not set on this host)" in str(groups_module.unreachable(2, error))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    message = str(unreachable(2, error))
+    message = str(groups_module.unreachable(2, error))
     assert message.startswith("rank 2 cannot reach the other ranks over gloo")
     assert all(part in message for part in (str(error), "(eth7 on this host)", "('node3' here to 127.0.1.1)"))
 
@@ -291,8 +279,8 @@ def test_an_error_of_its_own_stays_and_so_does_one_without_another():
     for own in (ValueError(str(LOST)), RuntimeError("shapes differ")):
         failures, _ = left_behind(BOOM)
         assert raised(failures, own) is own
-    unreachable = Mock(**dict.fromkeys(("set.side_effect", "check.side_effect"), dist.DistNetworkError("Broken pipe")))
-    for store in (dist.HashStore(), unreachable, None):  # no error left, a store that is gone, a single rank
+    gone = Mock(**dict.fromkeys(("set.side_effect", "check.side_effect"), dist.DistNetworkError("Broken pipe")))
+    for store in (dist.HashStore(), gone, None):  # no error left, a store that is gone, a single rank
         for error in (LOST, BOOM):
             assert raised(Failures(store, 0, 2, wait_s=0.2), error) is error
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -43,23 +44,17 @@ class FaultyKernel(CpuKernel):
     """The CPU kernel, in the first of whose calls in a direction a fault comes once the file `trigger` is there."""
 
     def __init__(self, fault, direction, trigger):
-        self._fault, self._direction, self._trigger = fault, direction, trigger
+        self._fault, self._trigger = fault, trigger
+        setattr(self, direction, partial(self._strike, getattr(self, direction)))
 
-    def forward(self, *args):
-        self._strike("forward")
-        return super().forward(*args)
-
-    def backward(self, *args):
-        self._strike("backward")
-        return super().backward(*args)
-
-    def _strike(self, direction):
-        if direction == self._direction and self._trigger.exists():
-            self._direction = "never again"  # a server that is only cut off comes back
-            if self._fault == "cut off":
+    def _strike(self, compute, *args):
+        if self._fault and self._trigger.exists():
+            fault, self._fault = self._fault, None  # a server that is only cut off comes back
+            if fault == "cut off":
                 cut_off()
             else:
-                os.kill(os.getpid(), SIGNALS[self._fault])
+                os.kill(os.getpid(), SIGNALS[fault])
+        return compute(*args)
 
 
 def serve(port, transport, fault=None, join_when=None):
@@ -85,17 +80,12 @@ def start_server(*args):
 class ServeCommand:
     """`hf-distca serve` for a directory at a port of this machine; its output and errors go to the file `output`."""
 
-    def __init__(self, port, token, output, *options):
+    def __init__(self, port, token_file, output, *options):
         self.output = output
         command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", f"127.0.0.1:{port}"]
-        command += ["--token-file", "-", "--threads", "1", *options]
+        command += ["--token-file", str(token_file), "--threads", "1", *options]
         with output.open("w") as file:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, text=True
-            )
-        assert self.process.stdin is not None
-        self.process.stdin.write(token.hex() + "\n")
-        self.process.stdin.close()
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
 
     def wait_for(self, words):
         """Wait until it has said something."""

@@ -1,7 +1,5 @@
-"""Every message is what was sent when it has been written and read again; anything else is refused."""
+"""Every message is what was sent when it has been written and read again, and so is a token; else it is refused."""
 
-import contextlib
-import json
 import typing
 from dataclasses import replace
 
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
 from hf_distca.pool.messages import Message, ServerWelcome, decode, encode, plan_tables
+from hf_distca.pool.token import make_token, parse_token, read_token, write_token
 from tests.pool.ends import make_call, make_nano_batch
 
 SIZE = st.integers(1, 99)
@@ -31,24 +30,6 @@ def test_a_message_is_what_was_sent(message, payload):
         assume(False)  # infinite numbers do not travel
     assert (type(read), size) == (type(message), payload)
     assert vars(read) == vars(message)  # with the places, which calls are compared without
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(data=st.data())
-def test_anything_else_is_refused_or_a_message(data):
-    kind = data.draw(MESSAGES)
-    names = st.sampled_from([*kind.__dataclass_fields__, ""]) | st.text()
-    fields = data.draw(st.dictionaries(names, JSON))
-    text = json.dumps(data.draw(st.just([kind.__name__, fields, 0]) | JSON)).encode()
-    with contextlib.suppress(ValueError):
-        message, payload = decode(text)
-        assert decode(encode(message, payload)) == (message, payload)
 
 
 def test_what_is_no_message_is_refused():
@@ -101,3 +82,23 @@ def test_a_plan_whose_numbers_do_not_fit_is_refused_before_memory_is_allocated()
     ):
         with pytest.raises(ValueError, match=error):
             _ = replace(message, **fields).bytes
+
+
+def test_a_token_survives_its_file_and_only_the_owner_can_read_it(tmp_path):
+    path, token = tmp_path / "folder" / "token", make_token()
+    assert token != make_token()
+    for mode in (0o640, 0o604, 0o620):  # the later times over a file that others can read
+        write_token(path, token)
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert read_token(path) == token
+        assert list(path.parent.iterdir()) == [path]
+        path.chmod(mode)
+        with pytest.raises(ValueError, match="chmod 600"):
+            read_token(path)
+    with pytest.raises(IsADirectoryError):
+        write_token(path.parent, token)  # a folder cannot be replaced
+    assert list(tmp_path.iterdir()) == [path.parent]  # no token is left anywhere else
+    for text in ("", "abc", "0" * 63, "0" * 66, "g" * 64, "é" * 64, "0" * 10000):
+        with pytest.raises(ValueError, match="64 hexadecimal digits") as caught:
+            parse_token(text)
+        assert not text or text not in str(caught.value)

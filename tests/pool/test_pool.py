@@ -37,7 +37,7 @@ class FakeLink:
         self.made_with = (host, port, *rest)
         if port in (1, 2):
             raise (LinkLost if port == 1 else MismatchError)("nobody answers")
-        self.calls, self.lost, self.send = [], "", Mock()
+        self.calls, self.lost, self.send, self.name = [], "", Mock(), f"{host}:{port}"
         self.within_host, self.carried_by = port == 7, "TCP (TCP was asked for)"
 
     def call(self, call, rows, results, ready):
@@ -89,18 +89,16 @@ def test_results_come_by_name_and_what_they_took_is_recorded(make_pool):
     asked = ServerRows(0, make_routes(plan.nano_batches[0].plans[SLIM], 0), 1, IndexBuffer(CPU))
     assert asked.q_count > 0
     rows = {"q": torch.zeros(64, 2, 8), "k": torch.zeros(64, 1, 8), "v": torch.zeros(64, 1, 8)}
-    recording = pool.recorder.listen()
+    recording, link = pool.recorder.listen(), pool.links[7]
     first, second = (at_servers.start(WORK, [asked], SLIM, AttentionParams(scale=0.5), rows) for _ in range(2))
     assert recording.take() == []
     results, lost = second.collect()
     assert lost == frozenset()
-    assert {name: x_N.shape for name, x_N in results[0].items()} == {
-        "o": (asked.q_count, 2, 8),
-        "lse": (asked.q_count, 2),
-    }
+    shapes = {name: x_N.shape for name, x_N in results[0].items()}
+    assert shapes == {"o": (asked.q_count, 2, 8), "lse": (asked.q_count, 2)}
     assert recording.take() == [Span("call", "7", WORK, 10.0, 13.0), Span("server", "7", WORK, 11.25, 13.0, pairs=40)]
-    assert pool.link(7).calls == [0, 1]
-    pool.link(7).lost = "it is gone"
+    assert link.calls == [0, 1]
+    link.lost = "it is gone"
     assert first.collect() == ({}, {0})
     assert pool.servers == ()
     assert recording.take() == []
@@ -111,7 +109,7 @@ def test_members_of_the_directory_take_part_until_they_leave_it_or_training_ends
     make_pool, directory, timeout_s, connect_s
 ):
     pool = make_pool(7, timeout_s=timeout_s)
-    left, hello = pool.link(7), RankHello(0, why_tcp="TCP was asked for")
+    left, hello = pool.links[7], RankHello(0, why_tcp="TCP was asked for")
     assert left.made_with == ("127.0.0.1", 7, b"token", hello, connect_s, timeout_s, pool.memory)
     directory.members.return_value = listed(8, 1)
     pool.refresh()
@@ -120,7 +118,7 @@ def test_members_of_the_directory_take_part_until_they_leave_it_or_training_ends
     # Who left is dropped once more, which does nothing.
     assert directory.drop.call_args_list == [call(7), call(1, "")]
     assert pool.speeds.workers(1, pool.servers, False).speed == (1.0, 2.0)
-    later = pool.link(8)
+    later = pool.links[8]
     pool.recorder.add(Span("server", "8", WORK, 0.0, 1.0, pairs=600))  # six times a rank's 100 pairs/s
     for _ in range(2):  # learned once
         pool.refresh()
@@ -137,11 +135,12 @@ def test_a_server_that_a_rank_does_not_reach_takes_no_part(make_pool, directory,
 
     pool = make_pool(7, 8, unreached, groups=other_rank(changed, any_of=lambda flags: flags))
     assert pool.servers == (7,)
+    others = sorted((8, unreached))
     # Refused where another try would end alike.
-    assert directory.drop.call_args_list == [call(server, refusal) for server in sorted((8, unreached))]
+    assert directory.drop.call_args_list == [call(server, refusal) for server in others]
+    why = "cannot take part: nobody answers"
     assert [line for line in caplog.messages if "takes part" not in line] == [
-        f"attention server {server} (127.0.0.1:{server}, cpu) cannot take part: nobody answers"
-        for server in sorted((8, unreached))
+        f"attention server {server} (127.0.0.1:{server}, cpu) {why}" for server in others
     ]
 
 
@@ -153,23 +152,23 @@ def test_a_server_that_another_rank_has_lost_is_lost_here_too(make_pool, directo
 
     groups = other_rank(changed, any_of=lambda flags: asked.append(flags) or [False, True])
     pool = make_pool(7, 8, 9, groups=groups)
-    link = pool.link(8)
+    link = pool.links[8]
     assert pool.without_lost([7, 8]) == {8}
     assert pool.without_lost([8]) == {8}  # nobody is asked of a server that is gone
     assert asked == [[False, False]]
     assert link.lost == "closed by this rank"
     directory.members.return_value = listed(7, 9)
-    pool.link(7).lost = "it is gone"
+    pool.links[7].lost = "it is gone"
     lost.add(9)
     pool.refresh()
     assert pool.servers == ()
     between = "between steps; no call was running"
     assert [line for line in caplog.messages if "lost" in line] == [
-        "lost attention server 8 (127.0.0.1:8, cpu) (another rank lost it): its tasks of this micro-batch are "
-        "computed by the ranks; 2 servers left",
-        f"lost attention server 7 (127.0.0.1:7, cpu) (it is gone): {between}; 1 servers left",
-        f"lost attention server 9 (127.0.0.1:9, cpu) (another rank lost it): {between}; no server left, so ranks "
-        "compute all tasks",
+        "lost attention server 8 at 127.0.0.1:8 (another rank lost it): its tasks of this micro-batch are computed by "
+        "the ranks; 2 servers left",
+        f"lost attention server 7 at 127.0.0.1:7 (it is gone): {between}; 1 servers left",
+        f"lost attention server 9 at 127.0.0.1:9 (another rank lost it): {between}; no server left, so ranks compute "
+        "all tasks",
     ]
 
 

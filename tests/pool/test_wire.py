@@ -1,10 +1,10 @@
 """Connections: who is let in, what arrives, and what becomes of those that say nothing, too much or nonsense."""
 
 import contextlib
-import logging
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import numpy as np
@@ -29,27 +29,21 @@ from hf_distca.pool.wire import (
 from tests.pool.ends import TOKEN, channels, message
 from tests.pool.servers import wait_until
 
+pytestmark = pytest.mark.timeout(100)  # whoever waits for ever has failed
+
 REPLY, HELLO = Reply(3, 0.5, 7), ServerWelcome(5)
 
 
 @pytest.fixture
-def ends():
-    with channels() as both:
-        yield both
-
-
-@pytest.fixture
-def listen():
+def listen(request):
     """Makes listeners; without `serve` a peer gets its first message back, and has a minute for it."""
-    made = []
 
     def listen(serve=Channel.send, handshake_s=60):
-        made.append(Listener("127.0.0.1", 0, TOKEN, "echo", serve, handshake_s))
-        return made[-1]
+        listener = Listener("127.0.0.1", 0, TOKEN, "echo", serve, handshake_s)
+        request.addfinalizer(listener.close)
+        return listener
 
-    yield listen
-    for listener in made:
-        listener.close()
+    return listen
 
 
 def met(listener, service="echo", hello=HELLO):
@@ -74,43 +68,38 @@ def is_open(sock):
     return False
 
 
-def test_payloads_of_any_size_arrive_whole_and_messages_only_up_to_a_size(ends):
-    near, far = ends
+def test_payloads_of_any_size_arrive_whole_and_nothing_else_is_made_memory_for_or_waited_for():
     sent = np.random.default_rng(0).integers(0, 255, 30_000_000, dtype=np.uint8)
-    thread = threading.Thread(target=near.send, args=(REPLY, [sent[:7], np.zeros((0, 3)), sent[7:]]))
-    thread.start()
-    assert far.receive() == (REPLY, sent.nbytes)
-    came = np.zeros_like(sent)
-    far.receive_payload([came[:11_000_000], came[11_000_000:].reshape(1, -1)])
-    thread.join()
-    assert np.array_equal(sent, came)
-    near._sock.sendall((MESSAGE_BYTES + 1).to_bytes(4, "big"))  # no memory is made for it
-    with pytest.raises(ProtocolError, match=f"a message of {MESSAGE_BYTES + 1} bytes, at most {MESSAGE_BYTES}"):
+    came, begin = np.zeros_like(sent), time.monotonic()
+    with channels() as (near, far), ThreadPoolExecutor(1) as beside:
+        sending = beside.submit(near.send, REPLY, [sent[:7], np.zeros((0, 3)), sent[7:]], 60)
+        assert far.receive(60) == (REPLY, sent.nbytes)
+        far.receive_payload([came[:11_000_000], came[11_000_000:].reshape(1, -1)], 60)
+        sending.result()
+        assert np.array_equal(sent, came)
+        with pytest.raises(LinkLost, match="receiving made no progress"):
+            far.receive(0.1)
+        near._sock.sendall(message(REPLY, b"12345")[:-1])
         far.receive(60)
-    assert near.within_host
+        with pytest.raises(LinkLost, match="receiving made no progress"):
+            far.receive_payload([bytearray(5)], 0.1)
+        near._sock.sendall((MESSAGE_BYTES + 1).to_bytes(4, "big"))
+        with pytest.raises(ProtocolError, match=f"a message of {MESSAGE_BYTES + 1} bytes, at most {MESSAGE_BYTES}"):
+            far.receive(60)
+        assert near.within_host
+        with pytest.raises(LinkLost, match="sending made no progress"):
+            near.send(REPLY, [bytes(50_000_000)], 0.1)
+        # A message that cannot be sent ends the connection, and later ones are dropped.
+        outbox, later = Outbox(near), Mock()
+        outbox.put(Mock(side_effect=LinkLost("closed")))
+        outbox.put(later)
+        with pytest.raises(LinkLost, match="closed"):
+            near.receive(60)
+        outbox.finish(60)
+        later.assert_not_called()
+    assert time.monotonic() - begin < 30
     hosts = ("127.0.0.2", "::1", "10.0.0.1", "fe80::2%eth0")
     assert list(map(is_loopback, hosts)) == [True, True, False, False]
-
-
-def test_nothing_is_waited_for_longer_than_it_may_take_and_a_message_that_cannot_be_sent_ends_all(ends):
-    near, far = ends
-    begin = time.monotonic()
-    with pytest.raises(LinkLost, match="receiving made no progress"):
-        far.receive(0.1)
-    near._sock.sendall(message(REPLY, b"12345")[:-1])
-    far.receive(60)
-    with pytest.raises(LinkLost, match="receiving made no progress"):
-        far.receive_payload([bytearray(5)], 0.1)
-    with pytest.raises(LinkLost, match="sending made no progress"):
-        near.send(REPLY, [bytes(50_000_000)], 0.1)
-    assert time.monotonic() - begin < 30
-    outbox, later = Outbox(near), Mock()
-    outbox.put(Mock(side_effect=LinkLost("closed")))
-    outbox.put(later)
-    with pytest.raises(LinkLost, match="closed"):
-        near.receive(60)
-    outbox.finish(60)
-    later.assert_not_called()
 
 
 def test_a_wrong_greeting_or_proof_is_noticed_also_one_of_another_handshake():
@@ -120,35 +109,34 @@ def test_a_wrong_greeting_or_proof_is_noticed_also_one_of_another_handshake():
         heard.setdefault(channel, []).append(parts[0])
         send(channel, parts, *rest)
 
-    with channels() as (near, far), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "_send", hear)
-        thread = threading.Thread(target=far.prove, args=(TOKEN, "echo", 60), kwargs={"connects": False})
-        thread.start()
-        near.prove(TOKEN, "echo", 60, connects=True)
-        thread.join()
-    token, (greeting, proof), (other_greeting, other_proof) = "another token", heard[near], heard[far]
-    for connects, first, second, error in (
-        (False, greeting, lambda other: bytes(32), token),
-        (False, greeting, lambda other: other, token),  # reflected
-        (False, greeting, lambda other: b"", token),
-        (False, greeting, lambda other: proof, token),
-        (True, other_greeting, lambda other: other_proof, token),
-        (False, b"hf_distca 99 " + bytes(32), None, f"version 99, expected {VERSION}"),
-        (False, b"GET / HTTP/1.1", None, "does not speak this protocol"),
-    ):
-        with channels() as (near, far):
+    def play(channel, first, second):
+        """Be the other end: greet, and make a proof of the proof that comes."""
+        channel._send([first], 60)
+        channel._receive(100, 60)
+        if second is not None:
+            channel._send([second(channel._receive(100, 60))], 60)
 
-            def play(channel=near, first=first, second=second):
-                channel._send([first], 60)
-                channel._receive(100, 60)
-                if second is not None:
-                    channel._send([second(channel._receive(100, 60))], 60)
-
-            thread = threading.Thread(target=play)
-            thread.start()
-            with pytest.raises(ProtocolError, match=error):
-                far.prove(TOKEN, "echo", 60, connects=connects)
-            thread.join()
+    with ThreadPoolExecutor(1) as beside:
+        with channels() as (near, far), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Channel, "_send", hear)
+            proving = beside.submit(far.prove, TOKEN, "echo", 60, connects=False)
+            near.prove(TOKEN, "echo", 60, connects=True)
+            proving.result()
+        token, (greeting, proof), (other_greeting, other_proof) = "another token", heard[near], heard[far]
+        for connects, first, second, error in (
+            (False, greeting, lambda other: bytes(32), token),
+            (False, greeting, lambda other: other, token),  # reflected
+            (False, greeting, lambda other: b"", token),
+            (False, greeting, lambda other: proof, token),
+            (True, other_greeting, lambda other: other_proof, token),
+            (False, b"hf_distca 99 " + bytes(32), None, f"version 99, expected {VERSION}"),
+            (False, b"GET / HTTP/1.1", None, "does not speak this protocol"),
+        ):
+            with channels() as (near, far):
+                playing = beside.submit(play, near, first, second)
+                with pytest.raises(ProtocolError, match=error):
+                    far.prove(TOKEN, "echo", 60, connects=connects)
+                playing.result()
 
 
 def test_only_a_peer_with_the_token_gets_an_answer_and_of_this_service_and_kind(listen):
@@ -171,7 +159,7 @@ def test_only_a_peer_with_the_token_gets_an_answer_and_of_this_service_and_kind(
 def test_a_server_that_is_silent_or_slow_times_out(drip):
     # The time is for all of the handshake, not for each byte.
     given_up = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as slow:
+    with socket.create_server(("127.0.0.1", 0)) as slow, ThreadPoolExecutor(1) as beside:
 
         def answer():
             sock, _ = slow.accept()
@@ -179,15 +167,13 @@ def test_a_server_that_is_silent_or_slow_times_out(drip):
                 while not given_up.wait(0.1):
                     sock.send(drip)
 
-        thread = threading.Thread(target=answer)
-        thread.start()
+        beside.submit(answer)
         with pytest.raises(LinkLost, match=r"timed out after 0\.3 s"):
             connect("127.0.0.1", slow.getsockname()[1], TOKEN, "echo", HELLO, ServerWelcome, 0.3)
         given_up.set()
-        thread.join()
 
 
-def test_one_handshake_too_many_ends_the_oldest(listen):
+def test_one_handshake_too_many_ends_the_oldest_and_a_flood_of_strangers_does_not_fill_the_log(listen, caplog):
     listener = listen()
     silent = [stranger(listener) for _ in range(2 * HANDSHAKES)]
     met(listener).close()
@@ -196,12 +182,19 @@ def test_one_handshake_too_many_ends_the_oldest(listen):
     assert all(map(is_open, silent[-3:]))
     assert not any(map(is_open, silent[: HANDSHAKES + 1]))
     for sock in silent:
-        sock.close()
+        sock.close()  # who leaves at once is no refusal
+    for _ in range(140 - HANDSHAKES):
+        with stranger(listener) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" * 4)
+            sock.recv(100)
+    met(listener).close()
+    wait_until(lambda: not listener._peers)
+    assert 10 <= len(caplog.records) <= 15
+    assert caplog.messages[-1].startswith("128 refusals so far, the latest: refused 127.0.0.1:")
 
 
 def test_errors_are_sent_to_the_peer_where_they_are_its_own_and_closing_ends_all_connections(listen, caplog):
-    errors = [ProtocolError("not so"), MismatchError("not with you"), LinkLost("gone"), None]
-    given = iter(errors)
+    given = iter([ProtocolError("not so"), MismatchError("not with you"), LinkLost("gone"), None])
 
     def serve(channel, hello):
         if (error := next(given)) is not None:
@@ -217,23 +210,10 @@ def test_errors_are_sent_to_the_peer_where_they_are_its_own_and_closing_ends_all
     listener.close()
     assert [line.partition(": ")[2] for line in caplog.messages] == ["not so", "gone"]
     with pytest.raises(PeerLeft):
-        channel.receive()
+        channel.receive(60)
     assert not is_open(silent)
     silent.close()
     channel.close()
-
-
-def test_a_flood_of_strangers_does_not_fill_the_log(listen, caplog):
-    listener = listen()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(140):
-            with stranger(listener) as sock:
-                sock.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" * 4)
-                sock.recv(100)  # one that leaves at once is no refusal
-        met(listener).close()
-        wait_until(lambda: not listener._peers)
-    assert 10 <= len(caplog.records) <= 15
-    assert caplog.messages[-1].startswith("128 refusals so far, the latest: refused 127.0.0.1:")
 
 
 def test_a_connection_that_cannot_be_served_is_closed(listen, monkeypatch, caplog):

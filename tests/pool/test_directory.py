@@ -12,8 +12,7 @@ from hf_distca.pool.directory import Directory, join, reachable
 from hf_distca.pool.messages import Alive, End, Refused, Reply, ServerHello
 from hf_distca.pool.token import make_token, write_token
 from hf_distca.pool.wire import LinkLost, MismatchError, PeerLeft, ProtocolError
-from tests.pool.ends import TOKEN
-from tests.pool.servers import wait_until
+from tests.pool.ends import TOKEN, wait_until
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.timeout(100)  # whoever waits for ever has failed

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -27,13 +27,13 @@ from transformers import TrainerCallback
 from hf_distca import DistCAConfig, DistCATrainingArguments
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.pool import child, nixl
 from hf_distca.pool import launch as launches
-from hf_distca.pool import nixl
+from hf_distca.pool.child import STARTS, serve_from_child
 from hf_distca.pool.launch import TOKEN_FILE, Launch, open_pool, serve_if_server, split_launch
 from tests.launch import cpu_environment, launcher
 from tests.models_and_batches import small_kinds
-from tests.pool.ends import CPU, needs_nixl
-from tests.pool.servers import ServeCommand, wait_until
+from tests.pool.ends import CPU, ServeCommand, needs_nixl, wait_until
 from tests.ranks import free_port
 from tests.trainer.small_trainers import make_trainer
 
@@ -77,6 +77,7 @@ def train(folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.timeout(300)
 def test_servers_of_the_same_launch(tmp_path):
     # Not for what is launched: it takes seconds to import.
     from tests.trainer.comparison import LENGTHS, PLANNED, Run, train_alone
@@ -135,6 +136,7 @@ def trained_while_servers_come_and_go(folder, port):
     return losses, attention_servers(trainer.state.log_history)
 
 
+@pytest.mark.timeout(300)
 def test_servers_that_come_and_go(rank_pools, tmp_path):
     (losses, numbers), _ = rank_pools[2].run(trained_while_servers_come_and_go, tmp_path, free_port())
     assert losses[1] == pytest.approx(losses[0], rel=2e-5)
@@ -217,6 +219,71 @@ def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_
     serve_if_server(None, 60)  # a rank does not serve
     serve_if_server(Launch(dist.HashStore()), 60)
     assert len(served) == 4
+
+
+pytestmark = pytest.mark.timeout(100)  # a child that is never killed would be waited for
+
+
+@pytest.fixture
+def reported(monkeypatch, capfd):
+    """Serves with short pauses; what a parent reports until it returns. This process keeps its own handlers."""
+    for name, seconds in (("AGAIN_S", 0.01), ("END_S", 0.1), ("_POLL_S", 0.05)):
+        monkeypatch.setattr(child, name, seconds)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def reported(command, has_ended=lambda: False):
+        serve_from_child(command, "the token\n", has_ended)
+        return [line for line in capfd.readouterr().err.splitlines() if "serves and may die" not in line]
+
+    yield reported
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_server_that_dies_is_followed_by_another_and_one_that_cannot_serve_is_given_up(tmp_path, reported):
+    starts = tmp_path / "starts"
+    # The third leaves by itself.
+    script = f'read -r token; echo "$token" >> {starts}; [ $(wc -l < {starts}) -lt 3 ] && kill -9 $$; exit 0'
+    lines = reported(["sh", "-c", script])
+    assert starts.read_text() == "the token\n" * 3
+    said = r"process \d+ was killed by signal 9; training goes on, and another one starts in 0.01 s"
+    assert [bool(re.search(said, line)) for line in lines] == [True, True]
+    for command, most in ((["false"], STARTS), (["/no/such/program"], STARTS), (["sh", "-c", "exit 2"], 1)):
+        *before, last = reported(command)
+        assert len(before) == most - 1
+        assert last.endswith("; training goes on without it")
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGSTOP])
+def test_a_server_that_does_not_end_with_training_is_killed(number, capfd, reported):
+    found = []
+
+    def has_ended():
+        found.extend(map(int, re.findall(r"process (\d+) serves", capfd.readouterr().err)))
+        if number is not None and len(found) == 1:
+            os.kill(found[0], number)
+        return True
+
+    try:
+        assert reported(["sleep", "infinity"], has_ended) == []
+        with pytest.raises(ProcessLookupError):
+            os.kill(found[0], 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(found[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_ends_with_its_parent(number):
+    # The file alone: the package takes seconds to import.
+    start = f"run_path({child.__file__!r})['serve_from_child'](['sleep', '100'], '', lambda: False)"
+    program = [sys.executable, "-c", f"from runpy import run_path; {start}"]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as parent:
+        lines = iter(parent.stderr.readline, "")
+        pid = next(int(found[1]) for line in lines if (found := re.search(r"process (\d+) serves", line)))
+        parent.send_signal(number)
+        assert parent.wait(20) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 if __name__ == "__main__":

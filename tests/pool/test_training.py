@@ -36,8 +36,7 @@ from tests.models_and_batches import (
     small_kinds,
     small_model,
 )
-from tests.pool.ends import CPU, TOKEN, memory_of
-from tests.pool.servers import SIGNALS, alike, start_server, state_of, wait_until
+from tests.pool.ends import CPU, SIGNALS, TOKEN, alike, memory_of, start_server, state_of, wait_until
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.usefixtures("backward_thread")

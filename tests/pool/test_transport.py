@@ -21,8 +21,7 @@ from hf_distca.pool.messages import NixlPeer, Places, RankWelcome, Reply, Tensor
 from hf_distca.pool.nixl import HOST, NixlAgent, address_towards
 from hf_distca.pool.transport import SLAB_BYTES, Arena, Choice, Memory, choose, make_memory, rank_hello
 from hf_distca.pool.wire import Channel, LinkLost, MismatchError, ProtocolError
-from tests.pool.ends import CPU, channels, ends, make_call, memory_of, needs_nixl
-from tests.pool.servers import wait_until
+from tests.pool.ends import CPU, channels, ends, make_call, memory_of, needs_nixl, wait_until
 
 pytestmark = pytest.mark.timeout(100)  # whoever waits for ever has failed
 

@@ -26,8 +26,7 @@ from hf_distca.pool.wire import (
     connect,
     is_loopback,
 )
-from tests.pool.ends import TOKEN, channels, message
-from tests.pool.servers import wait_until
+from tests.pool.ends import TOKEN, channels, message, wait_until
 
 pytestmark = pytest.mark.timeout(100)  # whoever waits for ever has failed
 

@@ -37,6 +37,8 @@ from tests.pool.ends import CPU, ServeCommand, needs_nixl, wait_until
 from tests.ranks import free_port
 from tests.trainer.small_trainers import make_trainer
 
+pytestmark = pytest.mark.timeout(100)  # a child that is never killed would be waited for
+
 STEPS = 10
 TRANSPORT = "nixl" if nixl.is_installed() else "tcp"
 
@@ -219,9 +221,6 @@ def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_
     serve_if_server(None, 60)  # a rank does not serve
     serve_if_server(Launch(dist.HashStore()), 60)
     assert len(served) == 4
-
-
-pytestmark = pytest.mark.timeout(100)  # a child that is never killed would be waited for
 
 
 @pytest.fixture

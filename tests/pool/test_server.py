@@ -310,6 +310,7 @@ def strangers(random, port, token, nano_batches, memory):
                 yield partial(authenticated, message(replace(sane, nixl=replace(sane.nixl, **{field: value}))))
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("transport", "warm_up", "inputs_after"),
     [(Choice.TCP, 1000, 4000), pytest.param(Choice.NIXL, 400, 1200, marks=needs_nixl)],

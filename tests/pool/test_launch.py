@@ -165,15 +165,14 @@ def test_nixl_that_one_rank_lacks_is_an_error_on_every_rank(rank_pools):
     socket.create_server(("127.0.0.1", port)).close()  # no directory is left there
 
 
-@pytest.fixture
-def processes(monkeypatch):
-    """Runs `split_launch` as if on processes of a launch, on one host with so many GPUs."""
+def test_a_launch_is_divided_or_refused_on_every_process(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(dist, "TCPStore", lambda *args, **kwargs: store)
     monkeypatch.setattr(PartialState, "_shared_state", {})
     monkeypatch.setattr(launches, "is_available", lambda: True)
 
-    def run(rank, world, servers, gpus, cpu=False):
+    def divide(rank, world, servers, gpus, cpu=False):
+        """As on a process of a launch, on one host with so many GPUs."""
         monkeypatch.setattr(launches, "device_count", lambda: gpus)
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_USE_AGENT_STORE": True}
@@ -181,28 +180,21 @@ def processes(monkeypatch):
             monkeypatch.setenv(name, str(value))
         return split_launch(servers, cpu=cpu)
 
-    return run
-
-
-def test_a_launch_without_a_rank_or_a_server_without_a_gpu_is_refused_on_every_process(processes):
     for rank in range(2):
         with pytest.raises(ValueError, match="attention_servers=2 of 2 processes leaves no rank"):
-            processes(rank, 2, 2, gpus=2)
+            divide(rank, 2, 2, gpus=2)
     for rank in (3, 0, 1, 2):  # the server first: the others wait for its word
         with pytest.raises(ValueError, match="server of rank 3 would compute on cuda:3, but its host has 3 GPUs"):
-            processes(rank, 4, 1, gpus=3)
-
-
-@pytest.mark.parametrize(("cpu", "gpus", "device"), [(False, 2, "cuda:1"), (True, 1, "cpu")])
-def test_a_server_takes_the_gpu_of_its_number(processes, monkeypatch, cpu, gpus, device):
-    assert processes(1, 2, 1, gpus, cpu).serves_on == device
-    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & set(os.environ)
-    launch = processes(0, 2, 1, gpus, cpu)
-    assert launch.serves_on is None
-    assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "1")
+            divide(rank, 4, 1, gpus=3)
+    for cpu, gpus, device in ((False, 2, "cuda:1"), (True, 1, "cpu")):
+        assert divide(1, 2, 1, gpus, cpu).serves_on == device
+        assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & set(os.environ)
+        launch = divide(0, 2, 1, gpus, cpu)
+        assert launch.serves_on is None
+        assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "1")
     launch.store.set("ended", "")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # what was left before a restart counts no more
-    assert not processes(1, 2, 1, gpus, cpu).store.check(["ended"])
+    assert not divide(1, 2, 1, gpus, cpu).store.check(["ended"])
 
 
 def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_serve(tmp_path, monkeypatch):

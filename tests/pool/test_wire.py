@@ -242,7 +242,11 @@ def test_only_a_peer_with_the_token_gets_an_answer_and_of_this_service_and_kind(
     met(listener).close()
     with pytest.raises(ProtocolError, match="answers Alive, expected ServerWelcome"):
         met(listener, hello=Alive())
-    silent = Channel(stranger(listen(handshake_s=0.1)))
+    impatient = listen(handshake_s=0.1)
+    silent = stranger(impatient)
+    wait_until(lambda: not is_open(silent))
+    silent.close()
+    silent = Channel(stranger(impatient))
     silent.prove(TOKEN, "echo", 60, connects=True)  # knows the token and says nothing
     with pytest.raises(PeerLeft):
         silent.receive(60)

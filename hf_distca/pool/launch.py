@@ -72,17 +72,14 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
     # The launcher's store outlives a restart of all processes, and with it what they left there.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"hf_distca/attention_servers/{restarts}", store)
-    device, missing = "cpu", ""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if is_available() and not cpu:
-        device = f"cuda:{local_rank}"
-        if local_rank >= (count := device_count()):
-            missing = (
-                f"the attention server of rank {rank} would compute on {device}, but its host has {count} GPUs, and a "
-                "server that shares a GPU with a rank adds nothing. Start no more processes on a host than it has "
-                "GPUs, servers included; or start servers on other hosts with attention_servers='external' and "
-                "hf-distca serve"
-            )
+    missing, local_rank = "", int(os.environ.get("LOCAL_RANK", "0"))
+    device = f"cuda:{local_rank}" if is_available() and not cpu else "cpu"
+    if device != "cpu" and local_rank >= (count := device_count()):
+        missing = (
+            f"the attention server of rank {rank} would compute on {device}, but its host has {count} GPUs, and a "
+            "server that shares a GPU with a rank adds nothing. Start no more processes on a host than it has GPUs, "
+            "servers included; or start servers on other hosts with attention_servers='external' and hf-distca serve"
+        )
     if rank >= ranks:
         store.set(f"error of {rank}", missing)
     for error in [store.get(f"error of {server}").decode() for server in range(ranks, world)]:

@@ -92,6 +92,8 @@ def test_memory_registered_since_the_ends_met_is_reached_and_not_used_again_unde
     with ends(Choice.NIXL, memory) as (rank, server):
         with channels() as (_, far):  # another end of the same rank
             choose(far, server.memory, rank_hello(0, memory))[0].close()
+        rank.transport.send(make_call(0), [memory.empty(ROWS, 1)], 5)
+        server.transport.receive(*server.channel.receive(60), [server.memory.empty(ROWS, 1)], 5)
         more = memory.empty(ROWS, SLAB_BYTES // 4096)  # the probe lies in the first slab
         assert len(memory._slabs) == 2
         sent, answer = more[:1].fill_(3), more[1:2]

@@ -85,6 +85,14 @@ def test_ranks_that_share_cores_need_no_balance():
     assert costs(FREE, FREE).until_done(np.array([4.0, 1, 2, 1]), 4.0) == 4.0
 
 
+def test_joined_nodes_are_tried_in_the_order_of_their_size():
+    of_plans = PlanSettings(8, 64, (KIND,), ranks_per_node=2, balance_block_size=4)
+    found = candidates(np.array([200, 115]), of_plans, Choices(costs(FREE, SLOW)))
+    groups = [max(each.placing.sizes) for each in found]
+    assert set(groups) == {4, 6, 8}
+    assert groups == sorted(groups)
+
+
 def test_what_is_given_is_kept():
     for count in (1, 2):
         assert len(chosen([60, 50, *[10] * 10], nano_batches=(count,)).nano_batches) == count

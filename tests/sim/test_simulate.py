@@ -83,6 +83,11 @@ def test_keys_are_read_by_each_part_of_a_document():
     assert plain(np.array([16, 8]), setup).seconds == 3 * 16
     # Four parts of 4 rows read 4, 8, 12 and 16 keys.
     assert data_and_context_parallel(np.array([16]), setup, 2).attention.max() == 3 * (4 + 8 + 12 + 16) / 2
+    # On the causal diagonal a row has its task's rows, at most 512.
+    diagonal = replace(PROFILE, forward=KernelCost(0, 0, 0, 0, 1.0), backward=KernelCost(0, 0, 0, 0))
+    setup = replace(SETUP, profile=diagonal, tokens_per_rank=600)
+    assert plain(np.array([600, 8]), setup).seconds == 3 * 600 * 512
+    assert data_and_context_parallel(np.array([16]), setup, 2).attention.max() == 3 * 16 * 4 / 2
 
 
 def figures_of(micro_batches, **memory):

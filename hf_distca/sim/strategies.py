@@ -143,32 +143,24 @@ CHOSEN = "hf_distca, chosen"
 
 
 def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[Strategy, ...]:
-    """Return all strategies that are compared.
-
-    Args:
-        settings: settings of plans; each strategy sets its own layout.
-        servers: dedicated attention servers; above 0 one more strategy uses them.
-    """
+    """Return all strategies that are compared; each that plans sets its own layout, and one uses servers if any."""
     found = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None))]
+    context = 1
+    while setup.ranks % context == 0:
+        name = f"context parallel, {setup.ranks // context} × {context}" if context > 1 else "whole documents balanced"
+        predict = partial(data_and_context_parallel, setup=setup, context=context)
+        found.append(Strategy(name, lambda lengths, predict=predict: (predict(lengths), None), context))
+        context *= 2
 
-    def in_groups(name: str, context: int) -> None:
-        step = partial(data_and_context_parallel, setup=setup, context=context)
-        found.append(Strategy(name, lambda lengths: (step(lengths), None), context))
-
-    def by_plans(name: str, layout: str, settings: PlanSettings, servers: int = 0) -> None:
-        step = partial(planned, setup=setup, settings=settings, servers=servers)
-        found.append(Strategy(name, step, document_layout=layout, servers=servers))
-
-    in_groups("whole documents balanced", context := 1)
-    while setup.ranks % (context := 2 * context) == 0:
-        in_groups(f"context parallel, {setup.ranks // context} × {context}", context)
     layouts = ("whole",) if settings.document_layout == "whole" else ("fixed", "joint")
-    for layout in layouts:
-        by_plans(f"hf_distca, {layout}", layout, replace(settings, document_layout=layout))
-    by_plans(CHOSEN, "auto", replace(settings, choices=Choices.beside(settings, setup.costs)))
+    of_layouts = [(layout, replace(settings, document_layout=layout)) for layout in layouts]
+    plans = [(f"hf_distca, {layout}", layout, given, 0) for layout, given in of_layouts]
+    plans.append((CHOSEN, "auto", replace(settings, choices=Choices.beside(settings, setup.costs)), 0))
     if servers:
-        name, layout = f"hf_distca, {layouts[-1]}, {servers} servers", layouts[-1]
-        by_plans(name, layout, replace(settings, document_layout=layout), servers)
+        plans.append((f"hf_distca, {layouts[-1]}, {servers} servers", *of_layouts[-1], servers))
+    for name, layout, given, helpers in plans:
+        step = partial(planned, setup=setup, settings=given, servers=helpers)
+        found.append(Strategy(name, step, document_layout=layout, servers=helpers))
     return tuple(found)
 
 

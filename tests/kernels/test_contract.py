@@ -1,4 +1,4 @@
-"""Describing a call, what is refused, the reference against torch's autograd, and merging."""
+"""Describing a call, what is refused, the reference against torch's autograd, merging, and measured speeds."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Need, TaskShapes, get_kernel, merge_into
+from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Need, TaskShapes, get_kernel, merge_into, speed
 from hf_distca.kernels.fused import CHUNK
 from hf_distca.kernels.reference import ReferenceKernel
 from tests.kernels.cases import CASES, Case, expected, make_inputs
@@ -25,7 +25,7 @@ def test_kernels_by_name() -> None:
     get_kernel("reference", CUDA, [Need(torch.float16, 999, 1, AttentionParams(1.0, softcap=2.0))])
 
 
-def test_shapes_on_host_and_device() -> None:
+def test_shapes_and_params() -> None:
     shapes = TaskShapes.build([3, 0, 2], torch.tensor([5, 1, 2]), "cpu")
     assert (shapes.q_lens, shapes.k_lens) == ((3, 0, 2), (5, 1, 2))
     assert (shapes.cu_q.tolist(), shapes.cu_k.tolist()) == ([0, 3, 3, 5], [0, 5, 6, 8])
@@ -36,19 +36,13 @@ def test_shapes_on_host_and_device() -> None:
     for q_lens, message in (([1, 2], "got 2 q_lens but 1 k_lens"), ([-1], "0 or more")):
         with pytest.raises(ValueError, match=message):
             TaskShapes.build(q_lens, [3], "cpu")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": 0}, "window must be at least 1"),
-        ({"window": 4, "causal": False}, "a window needs causal=True"),
-        ({"softcap": 0.0}, "softcap must be positive"),
-    ],
-)
-def test_refused_params(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AttentionParams(1.0, **options)
+    for window, softcap, causal, message in (
+        (0, None, True, "window must be at least 1"),
+        (4, None, False, "a window needs causal=True"),
+        (None, 0.0, True, "softcap must be positive"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AttentionParams(1.0, window, softcap, causal)
 
 
 @pytest.mark.parametrize("kernel_name", ["cpu", "reference", "torch_varlen"])
@@ -116,59 +110,65 @@ def test_equal_scores_average_the_values_seen(window: int | None, values: list[f
 @pytest.mark.parametrize("kernel_name", ["cpu", "reference"])
 def test_prefix_and_own_part_make_the_whole(kernel_name: str, softcap: float | None) -> None:
     """Two calls over disjoint keys, merged, are one call over all of them."""
-    kernel, case = get_kernel(kernel_name, CPU), Case((30, 20, 8), (50, 20, 100), scale=0.3, softcap=softcap)
+    kernel, case = get_kernel(kernel_name, CPU), Case((30,), (50,), scale=0.3, softcap=softcap)
     inputs = make_inputs(case, torch.float64)
-    prefix_lens = tuple(k - q for q, k in zip(case.q_lens, case.k_lens, strict=True))
-    # Of each task's keys, first those of the prefix, then those of its own rows.
-    both = [n for pair in zip(prefix_lens, case.q_lens, strict=True) for n in pair]
-    split = [x.split(both) for x in (inputs.k, inputs.v)]
-    own, prefix = ([torch.cat(pieces[first::2]) for pieces in split] for first in (1, 0))
-    own_call = TaskShapes.build(case.q_lens, case.q_lens, CPU), case.params
-    prefix_call = TaskShapes.build(case.q_lens, prefix_lens, CPU), AttentionParams(0.3, None, softcap, causal=False)
-
-    q, do = inputs.q, inputs.do
+    do, q, prefix, own = (
+        inputs.do,
+        inputs.q,
+        *((inputs.k[part], inputs.v[part]) for part in (slice(20), slice(20, 50))),
+    )
+    own_call = TaskShapes.build([30], [30], CPU), case.params
+    prefix_call = TaskShapes.build([30], [20], CPU), AttentionParams(0.3, None, softcap, causal=False)
     o, lse = kernel.forward(q, *own, *own_call)
     merge_into(o, lse, *kernel.forward(q, *prefix, *prefix_call))
-    prefix_grads = kernel.backward(do, q, *prefix, o, lse, *prefix_call)
-    own_grads = kernel.backward(do, q, *own, o, lse, *own_call)
-    dk, dv = (
-        torch.cat([x for pair in zip(a.split(prefix_lens), b.split(case.q_lens), strict=True) for x in pair])
-        for a, b in zip(prefix_grads[1:], own_grads[1:], strict=True)
-    )
-    got = o, lse, prefix_grads[0] + own_grads[0], dk, dv
+    dq, *of_prefix = kernel.backward(do, q, *prefix, o, lse, *prefix_call)
+    more_dq, *of_own = kernel.backward(do, q, *own, o, lse, *own_call)
+    got = o, lse, dq + more_dq, *(torch.cat(parts) for parts in zip(of_prefix, of_own, strict=True))
     for got_one, want in zip(got, expected(case, inputs), strict=True):
         torch.testing.assert_close(got_one, want, rtol=1e-12, atol=1e-12)
 
 
-LN3, LN4 = math.log(3), math.log(4)
-NONE = (0.0, -math.inf)
+LN2, LN3, LN4, NONE = math.log(2), math.log(3), math.log(4), (0.0, -math.inf)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("so_far", "part", "merged"),
-    [
-        ((4.0, LN3), (8.0, 0.0), (5.0, LN4)),
-        ((4.0, LN3 + 1e4), (8.0, 1e4), (5.0, LN4 + 1e4)),
-        (NONE, (7.0, 0.5), (7.0, 0.5)),
-        ((7.0, 0.5), NONE, (7.0, 0.5)),
-        (NONE, NONE, NONE),
-    ],
-)
-def test_merge_by_hand(so_far: tuple, part: tuple, merged: tuple, dtype: torch.dtype) -> None:
-    o, o_part = (torch.full((1, 1, 2), x[0], dtype=dtype) for x in (so_far, part))
-    lse, lse_part = (torch.tensor([[x[1]]]) for x in (so_far, part))
-    merge_into(o, lse, o_part, lse_part)
-    assert o.flatten().tolist() == pytest.approx([merged[0]] * 2, rel=1e-3)
-    assert lse.item() == pytest.approx(merged[1])
+@pytest.mark.parametrize("chunk", [None, 1, 4, CHUNK])
+def test_merge_by_hand(dtype: torch.dtype, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of so many numbers at a time, by index; all rows in order without one."""
+    so_far = [(4.0, LN3), (4.0, LN3 + 1e4), NONE, (7.0, 0.5), NONE, (1.0, 0.0)]
+    part = [(8.0, 0.0), (8.0, 1e4), (7.0, 0.5), NONE, NONE, (3.0, 0.0)]
+    merged = [(5.0, LN4), (5.0, LN4 + 1e4), (7.0, 0.5), (7.0, 0.5), NONE, (2.0, LN2)]
+    rows = None
+    if chunk is not None:
+        monkeypatch.setattr("hf_distca.kernels.fused.CHUNK", chunk)
+        rows = torch.tensor([5, 1, 3])
+        merged = [merged[row] if row in rows else so_far[row] for row in range(6)]
+        part = [part[row] for row in rows]
+    o, o_part = (torch.tensor([[[o, 2 * o]] for o, _ in pairs], dtype=dtype) for pairs in (so_far, part))
+    lse, lse_part = (torch.tensor([[lse] for _, lse in pairs]) for pairs in (so_far, part))
+    merge_into(o, lse, o_part, lse_part, rows)
+    assert o.flatten().tolist() == pytest.approx([x for o, _ in merged for x in (o, 2 * o)], rel=1e-3)
+    assert lse.flatten().tolist() == pytest.approx([lse for _, lse in merged])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("chunk", [1, 4, CHUNK])
-def test_merge_by_index(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_distca.kernels.fused.CHUNK", chunk)
-    o, lse = torch.ones(4, 1, 2, dtype=dtype), torch.zeros(4, 1)
-    part, part_lse = torch.tensor([[[3.0, 5.0]], [[7.0, 9.0]]], dtype=dtype), torch.zeros(2, 1)
-    merge_into(o, lse, part, part_lse, torch.tensor([3, 1]))
-    assert o.squeeze(1).tolist() == [[1, 1], [4, 5], [1, 1], [2, 3]]
-    assert lse.flatten().tolist() == pytest.approx([0, math.log(2), 0, math.log(2)])
+@pytest.mark.parametrize("work", [(64, 8, 2, 64), (256, 16, 4, 16), (8, 1, 1, 4)])
+def test_speeds_compare_whatever_was_computed(work: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of its own, the kernel takes a second for so many multiplications of numbers."""
+    now, calls, (tokens, q_heads, kv_heads, dim) = 0.0, [], work
+
+    class Paced:
+        def forward(self, q, k, v, shapes, params):
+            nonlocal now
+            calls.append((tuple(q.shape), tuple(k.shape), shapes.q_lens, params.scale))
+            seconds = sum(n * (n + 1) / 2 for n in shapes.q_lens) * q.shape[1] * q.shape[2] / 1e6
+            now += 9 * seconds if len(calls) == 1 else seconds  # the first warms up
+            return q, q[..., 0]
+
+        def backward(self, do, q, k, v, o, lse, shapes, params):
+            return q, k, v
+
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(speed, "USUAL_WORK", work)
+    assert speed.measure_speed(Paced(), CPU) == pytest.approx(1e6 / 512)
+    assert set(calls) == {((tokens, q_heads, dim), (tokens, kv_heads, dim), (tokens,), dim**-0.5)}
+    assert len(calls) >= 4

@@ -36,9 +36,7 @@ def get_kernel(
 ) -> Kernel:
     """Return a kernel by name, which runs on the device and can do what is needed.
 
-    Args:
-        name: one of KERNEL_NAMES; for "auto" see `choose_kernel`.
-        sm_margin, hub: see `FlashAttn3Kernel`.
+    For `sm_margin` and `hub` see `FlashAttn3Kernel`.
 
     Raises:
         ValueError: no kernel has this name, or can do what is needed.
@@ -58,9 +56,6 @@ def choose_kernel(
     device: torch.device, needs: Sequence[Need] = (), *, sm_margin: int = 0
 ) -> tuple[Kernel, dict[str, str]]:
     """Choose the fastest kernel that is installed and can do what is needed. Nothing is downloaded.
-
-    Args:
-        needs: none for what most models need.
 
     Returns:
         The kernel, and by name the error of each faster kernel.

@@ -100,23 +100,16 @@ class CpuKernel:
 
 
 class _Call(NamedTuple):
-    """One call of an op on some query rows and some keys of each of several equal tasks, which are neighbours.
-
-    Attributes:
-        rows, keys: packed rows and keys of all tasks.
-        of_rows, of_keys: rows and keys of each task that take part.
-        further: whether these rows' results over other keys came before.
-        mask: [R, S] added to scores, -inf where a row does not see a key; None if all pairs are visible.
-    """
+    """One call of an op on some query rows and some keys of each of several equal tasks, which are neighbours."""
 
     tasks: int
-    rows: slice
+    rows: slice  # packed rows of all tasks
     keys: slice
-    of_rows: slice
+    of_rows: slice  # rows of each task that take part
     of_keys: slice
     causal: bool = False
-    further: bool = False
-    mask: Tensor | None = None
+    further: bool = False  # these rows' results over other keys came before
+    mask: Tensor | None = None  # [R, S] added to scores, -inf where a row does not see a key; None: all pairs visible
 
     def rows_of(self, x_Q: Tensor) -> Tensor:
         """View query rows of a packed tensor [Q, H, ...] as [B, H, R, ...]."""

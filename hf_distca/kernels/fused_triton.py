@@ -91,7 +91,6 @@ def sum_rows(
         out_N: the sum, dense within a row.
         rows_W: the rows to write; None: all.
         ends_W: first addend of each of these rows, then the number of addends.
-        sources_S: dense within a row.
         onto: add to present values.
     """
     width = out_N[0].numel()

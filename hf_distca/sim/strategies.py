@@ -36,21 +36,15 @@ BACKWARD = 2.0
 
 @dataclass(frozen=True)
 class Setup:
-    """Model, device and ranks of a simulation.
-
-    Attributes:
-        tokens_per_rank: the most rows of a rank.
-        tensor_parallel: GPUs that share each layer and count as one rank.
-        checkpointing: whether layers are recomputed in the backward; core attention is not.
-    """
+    """Model, device and ranks of a simulation."""
 
     model: ModelShape
     profile: DeviceProfile
     ranks: int
-    tokens_per_rank: int
+    tokens_per_rank: int  # the most rows of a rank
     ranks_per_node: int | tuple[int, ...] = 1
-    tensor_parallel: int = 1
-    checkpointing: bool = True
+    tensor_parallel: int = 1  # GPUs that share each layer and count as one rank
+    checkpointing: bool = True  # layers are recomputed in the backward; core attention is not
 
     def on_a_gpu(self, kind: AttentionKind) -> AttentionKind:
         """Return a kind with the heads that one GPU of a rank has."""
@@ -103,37 +97,23 @@ class Setup:
 
 @dataclass(frozen=True, eq=False)
 class StepTime(Walked):
-    """Predicted step of one global micro-batch.
+    """Predicted step of one global micro-batch."""
 
-    Attributes:
-        bytes_bottleneck: bytes that the busiest rank sends or receives in one layer's forward.
-        tokens_most: rows of the rank that holds the most.
-        documents_cut: number of documents that lose context, because no rank or group of ranks can hold them.
-        mixing_runs: runs of a recurrence's kernel in a mixing layer's forward, on the rank with the most.
-        mixing_bytes: bytes that the busiest rank sends or receives in a mixing layer's forward.
-    """
-
-    bytes_bottleneck: int
-    tokens_most: int
-    documents_cut: int = 0
-    mixing_runs: int = 0
-    mixing_bytes: float = 0.0
+    bytes_bottleneck: int  # that the busiest rank sends or receives in one layer's forward
+    tokens_most: int  # rows of the rank that holds the most
+    documents_cut: int = 0  # documents that lose context, because no rank or group of ranks can hold them
+    mixing_runs: int = 0  # runs of a recurrence's kernel in a mixing layer's forward, on the rank with the most
+    mixing_bytes: float = 0.0  # that the busiest rank sends or receives in a mixing layer's forward
 
 
 @dataclass(frozen=True, eq=False)
 class Strategy:
-    """Training strategy.
-
-    Attributes:
-        step: predicts the step of a micro-batch from document lengths, and returns its plan if there is one.
-        context: ranks that share each document.
-        document_layout: None if nothing is planned.
-    """
+    """Training strategy; `step` predicts a micro-batch from document lengths, and returns its plan if there is one."""
 
     name: str
     step: Callable[[IntArray], tuple[StepTime, MicroBatchPlan | None]]
-    context: int = 1
-    document_layout: str | None = None
+    context: int = 1  # ranks that share each document
+    document_layout: str | None = None  # None if nothing is planned
     servers: int = 0
 
 
@@ -144,12 +124,14 @@ CHOSEN = "hf_distca, chosen"
 
 def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[Strategy, ...]:
     """Return all strategies that are compared; each that plans sets its own layout, and one uses servers if any."""
-    found = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None))]
-    context = 1
+
+    def in_groups(context: int) -> Callable[[IntArray], tuple[StepTime, None]]:
+        return lambda lengths: (data_and_context_parallel(lengths, setup, context), None)
+
+    found, context = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None))], 1
     while setup.ranks % context == 0:
         name = f"context parallel, {setup.ranks // context} × {context}" if context > 1 else "whole documents balanced"
-        predict = partial(data_and_context_parallel, setup=setup, context=context)
-        found.append(Strategy(name, lambda lengths, predict=predict: (predict(lengths), None), context))
+        found.append(Strategy(name, in_groups(context), context))
         context *= 2
 
     layouts = ("whole",) if settings.document_layout == "whole" else ("fixed", "joint")

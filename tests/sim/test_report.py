@@ -32,12 +32,8 @@ class Page(HTMLParser):
         assert not self.open
 
     def handle_starttag(self, tag, attributes):
-        self.handle_startendtag(tag, attributes)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
+        self.open += [tag] if tag not in VOID else []
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -80,25 +76,21 @@ def test_a_report_is_one_file_with_labels_in_which_a_colour_has_one_meaning(repo
 
 @pytest.mark.parametrize("dark", [0, 1])
 def test_colours_differ_and_stand_out_from_the_page(dark):
-    def light(colour):  # relative luminance, as WCAG defines it
-        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    def light(name):  # relative luminance, as WCAG defines it
+        parts = [int(COLOURS[name][dark][place : place + 2], 16) / 255 for place in (1, 3, 5)]
         red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
-    colours = [COLOURS[name][dark] for name in MARKS]
-    assert len(set(colours)) == len(colours)
+    assert len({COLOURS[name][dark] for name in MARKS}) == len(MARKS)
     for name, least in {"ink": 4.5, "muted": 4.5, **{name: 3.0 for name in MARKS if name != "idle"}}.items():
-        lights = sorted(light(COLOURS[colour][dark]) for colour in (name, "page"))
-        assert (lights[1] + 0.05) / (lights[0] + 0.05) >= least, name
+        darker, lighter = sorted(map(light, (name, "page")))
+        assert (lighter + 0.05) / (darker + 0.05) >= least, name
 
 
-@pytest.mark.parametrize(("strong", "broken"), [(["a", "b"], 1), ([], 0), (["none"], 0)])
-def test_bars_that_are_far_too_long_are_broken_off(strong, broken):
+def test_bars_numbers_on_axes_and_of_ranks():
     rows = {name: [(size, "other", "other")] for name, size in {"a": 1.0, "b": 2.0, "c": 5.0, "none": 0.0}.items()}
-    assert stacks_picture(rows, " s", strong).markup("bars").count('class="break"') == 2 * broken
-
-
-def test_numbers_on_axes_and_of_ranks():
+    for strong, broken in ((["a", "b"], 1), ([], 0), (["none"], 0)):  # bars that are far too long
+        assert stacks_picture(rows, " s", strong).markup("bars").count('class="break"') == 2 * broken
     assert [short(count) for count in (512, 1024, 1536, 2**20)] == ["512", "1K", "1.5K", "1M"]
     assert [ticks(most) for most in (38.4, 2.966, 0)] == [[0, 10, 20, 30, 40], [0, 1, 2, 3], [0, 1]]
     assert "<td>1.0</td>" in table_of_ranks("a", {"b": [1.0] * 256}, ".1f")

@@ -83,12 +83,16 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
-    """Random rows, transposed as attention layers hand them over, and cut out of larger storage."""
+    """Random rows, transposed as attention layers hand them over, and cut out of larger storage.
+
+    With an odd seed not even the head dim lies dense.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def rows(count: int, heads: int, head_dim: int) -> Tensor:
         x = torch.randn(heads, count + 1, head_dim + 1, dtype=torch.float64, generator=generator)
-        return x.to(dtype)[:, 1:, 1:].transpose(0, 1)
+        x = x.to(dtype)[:, 1:, 1:].transpose(0, 1)
+        return x.transpose(0, 2).contiguous().transpose(0, 2) if seed % 2 else x
 
     q_rows, k_rows, (heads, kv_heads), (dim_qk, dim_v) = sum(case.q_lens), sum(case.k_lens), case.heads, case.dims
     do, q = rows(q_rows, heads, dim_v), rows(q_rows, heads, dim_qk)

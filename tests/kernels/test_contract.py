@@ -1,15 +1,18 @@
-"""Describing a call, what is refused, the reference against torch's autograd, merging, and measured speeds."""
+"""Describing a call, what is refused, the reference, merging, measured speeds, and the CPU kernel."""
 
 import math
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Need, TaskShapes, get_kernel, merge_into, speed
+from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Need, TaskShapes, cpu, get_kernel, merge_into, speed
+from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.fused import CHUNK
 from hf_distca.kernels.reference import ReferenceKernel
-from tests.kernels.cases import CASES, Case, expected, make_inputs
+from tests.kernels.cases import CASES, Case, assert_matches_reference, expected, make_inputs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -64,36 +67,14 @@ def test_refused_tensors(kernel_name: str) -> None:
             kernel.backward(do, *bad[:3], do, torch.zeros(3, 4), bad[3], params)
 
 
-def explicit_attention(q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, case: Case) -> tuple[Tensor, Tensor]:
-    """Differentiable attention over all packed rows at once, with one mask that says who sees whom."""
-    q_task = torch.repeat_interleave(torch.arange(len(case.q_lens)), torch.tensor(case.q_lens, dtype=torch.long))
-    k_task = torch.repeat_interleave(torch.arange(len(case.k_lens)), torch.tensor(case.k_lens, dtype=torch.long))
-    # A row's position is that of its own key.
-    q_position = torch.cat([torch.arange(k - q, k) for q, k in zip(case.q_lens, case.k_lens, strict=True)])
-    k_position = torch.cat([torch.arange(k) for k in case.k_lens])
-    visible = q_task[:, None] == k_task
-    if case.causal:
-        visible &= k_position <= q_position[:, None]
-    if case.window is not None:
-        visible &= k_position > q_position[:, None] - case.window
-    repeats = case.heads[0] // case.heads[1]
-    k_KHD, v_KHE = k_KGD.repeat_interleave(repeats, 1), v_KGE.repeat_interleave(repeats, 1)
-    scores = torch.einsum("qhd,khd->hqk", q_QHD, k_KHD) * case.scale
-    if case.softcap is not None:
-        scores = case.softcap * torch.tanh(scores / case.softcap)
-    scores, seeing = scores.masked_fill(~visible, -math.inf), visible.any(1)
-    seen = torch.where(seeing[:, None], scores, 0.0)
-    lse = torch.where(seeing, seen.logsumexp(-1), -math.inf)
-    return torch.einsum("hqk,khe->qhe", seen.softmax(-1) * seeing[:, None], v_KHE), lse.T
-
-
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if sum(case.q_lens) and sum(case.k_lens)])
-def test_the_reference_matches_autograd_of_an_explicit_masked_softmax(name: str) -> None:
+def test_gradients_of_the_reference_are_those_of_autograd(name: str) -> None:
+    """Other kernels compute its forward in other ways."""
     case = CASES[name]
-    inputs = make_inputs(case, torch.float64)
-    leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    o, lse = explicit_attention(*leaves, case)
-    grads = torch.autograd.grad(o, leaves, inputs.do)
+    do, *qkv, shapes = inputs = make_inputs(case, torch.float64)
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    o, lse = ReferenceKernel().forward(*leaves, shapes, case.params)
+    grads = torch.autograd.grad(o, leaves, do)
     for got, want in zip(expected(case, inputs), (o.detach(), lse.detach(), *grads), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
@@ -172,3 +153,84 @@ def test_speeds_compare_whatever_was_computed(work: tuple, monkeypatch: pytest.M
     assert speed.measure_speed(Paced(), CPU) == pytest.approx(1e6 / 512)
     assert set(calls) == {((tokens, q_heads, dim), (tokens, kv_heads, dim), (tokens,), dim**-0.5)}
     assert len(calls) >= 4
+
+
+# The CPU kernel.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_matches_reference(name: str, dtype: torch.dtype) -> None:
+    assert_matches_reference(CpuKernel(), CASES[name], dtype, seed=int(dtype == torch.float64))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kv_heads, causal = draw(st.integers(1, 3)), draw(st.booleans())
+    q_lens = draw(st.lists(st.integers(0, 90), max_size=5).map(tuple))
+    extra = [draw(st.integers(0, 90)) for _ in q_lens]
+    return Case(
+        q_lens=q_lens,
+        k_lens=tuple(q + e for q, e in zip(q_lens, extra, strict=True)) if causal else tuple(extra),
+        heads=(kv_heads * draw(st.integers(1, 3)), kv_heads),
+        dims=(draw(st.integers(1, 20)), draw(st.integers(1, 20))),
+        scale=draw(st.floats(0.05, 1.0)),
+        window=draw(st.none() | st.integers(1, 120)) if causal else None,
+        softcap=draw(st.none() | st.floats(0.5, 30.0)),
+        causal=causal,
+    )
+
+
+@given(cases(), st.integers(0, 2**16))
+@settings(max_examples=60)
+def test_matches_reference_for_any_shapes(case: Case, seed: int) -> None:
+    assert_matches_reference(CpuKernel(), case, torch.float64, seed)
+
+
+def test_softcap_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "SCORES_AT_ONCE", 4000)
+    for name in ("softcap", "softcap_window", "softcap_not_causal"):
+        assert_matches_reference(CpuKernel(), CASES[name], torch.float32)
+
+
+def test_memory_is_linear_in_the_rows() -> None:
+    # All scores of this task would be 256 MiB; nothing of more than 16 MiB may be allocated.
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            tensors = out if isinstance(out, tuple | list) else (out,)
+            largest = max([largest, *(x.untyped_storage().nbytes() for x in tensors if torch.is_tensor(x))])
+            return out
+
+    for options in ({"window": 300}, {"softcap": 5.0}):
+        case = Case((4096,), (8192,), heads=(2, 1), dims=(8, 8), **options)
+        do, *qkv, shapes = make_inputs(case, torch.float32)
+        with Watch():
+            o, lse = CpuKernel().forward(*qkv, shapes, case.params)
+            CpuKernel().backward(do, *qkv, o, lse, shapes, case.params)
+    assert largest <= 4 * cpu.SCORES_AT_ONCE
+
+
+@pytest.mark.parametrize(
+    ("case", "calls"),
+    [
+        # Equal documents are one call, and a task with keys before it is two.
+        (Case((4, 4, 4, 6), (4, 4, 4, 9)), [(3, 4, 4, False), (1, 4, 6, False), (1, 4, 6, False)]),
+        # Only windows that hide keys take blocks.
+        (Case((40, 30), (40, 30), window=40), [(1, 4, 40, False), (1, 4, 30, False)]),
+        (Case((40, 40, 30), (40, 40, 30), window=39), [(2, 4, 40, True), (1, 4, 30, True)]),
+    ],
+)
+def test_calls_of_the_op(case: Case, calls: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, flash = [], cpu._flash_forward
+
+    def watched(q, *args, attn_mask, **options):
+        seen.append((*q.shape[:3], attn_mask is not None))
+        return flash(q, *args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(cpu, "_flash_forward", watched)
+    assert_matches_reference(CpuKernel(), case, torch.float32)
+    assert seen == calls

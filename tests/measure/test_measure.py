@@ -53,7 +53,7 @@ def test_short_calls_do_not_distort_the_costs_of_long_calls():
 
 def _links():
     groups = Groups(CPU, 60.0)
-    links = [measured_link(groups, CPU, [1, 2, 0], alone=alone) for alone in (False, True)]
+    links = [measured_link(groups, CPU, [1, 2, 0], alone=alone, limit_s=0.5) for alone in (False, True)]
     return links, link_rates(groups, CPU)
 
 

@@ -1,5 +1,6 @@
 """Steps that are only counted, against literal bytes and against what a process takes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,12 +8,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
+from hf_distca.cli.model import config_of_shape
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.memory import counter
 from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.memory.live import LiveMemory
 from hf_distca.memory.micro_batch import Use, bound_plan, count_core_attention, count_micro_batch, run_core_attention
+from hf_distca.memory.simulated import gpu_memory
 from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, RecurrenceMemory
 from hf_distca.models.fake import fake_tensors, model_after, model_of_config
 from hf_distca.models.kinds import layers_by_kind
@@ -23,7 +26,9 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.model import CHUNK
+from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.model import CHUNK, ModelShape
+from hf_distca.sim.strategies import Setup, all_strategies
 from tests.counting import Counting
 from tests.models_and_batches import SMALL, small_kinds, small_model
 from tests.survey.tiny import tiny_config
@@ -194,3 +199,34 @@ def _buffers(lengths: list[int], ping_pong: bool, ranks_per_node: tuple[int, ...
 def test_buffers_are_those_that_ranks_take(rank_pools, ranks, ranks_per_node, lengths, ping_pong):
     for taken, counted_bytes in rank_pools[ranks].run(_buffers, lengths, ping_pong, ranks_per_node):
         assert taken == counted_bytes
+
+
+# The strategies of a simulation.
+
+SHAPE = ModelShape.llama(2, 64, 160, 4, 2, 100, head_dim=16)
+SETTINGS = PlanSettings(2, 1024, kinds=tuple(SHAPE.layers))
+SETUP = Setup(SHAPE, DeviceProfile.load("h100"), 2, 1024)
+PLAIN, WHOLE, CONTEXT, FIXED, JOINT, CHOSEN, SERVERS = all_strategies(SETUP, SETTINGS, 1)
+
+
+def memory_of(**changes):
+    setup = replace(SETUP, **changes)
+    settings = replace(SETTINGS, kinds=tuple(map(setup.on_a_gpu, SHAPE.layers)))
+    return gpu_memory(setup, config_of_shape(SHAPE), settings, DistCAConfig())
+
+
+def test_rows_take_memory_along_a_line():
+    alone = PlanSettings(1, 1536, kinds=tuple(SHAPE.layers))
+    memory = memory_of()
+    rows, state = memory(PLAIN, 1536, None)
+    assert rows == pytest.approx(memory(PLAIN, 1536, plan_micro_batch([1536], alone))[0], rel=0.01)
+    assert memory_of(checkpointing=False)(PLAIN, 1536, None)[0] > 1.5 * rows
+    gathered = 2 * 1536 * 2 * (16 + 16) * 2  # K and V of the other rank, and their gradients
+    assert memory(CONTEXT, 1536, None) == (rows + gathered, state)
+    assert memory(SERVERS, 1536, None) == (None, state)
+    # Exchange buffers of a plan take memory.
+    rows, state = memory(PLAIN, 1024, None)
+    assert rows < memory(JOINT, 1024, plan_micro_batch([2048], SETTINGS))[0]
+    # GPUs that share layers take less.
+    shared_rows, shared_state = memory_of(tensor_parallel=2)(PLAIN, 1024, None)
+    assert (shared_rows < rows, shared_state < state) == (True, True)

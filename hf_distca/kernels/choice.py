@@ -7,15 +7,13 @@ import torch
 from .contract import AttentionParams, Kernel, Need
 from .cpu import CpuKernel
 from .reference import ReferenceKernel
-from .versions import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel, TorchVarlenKernel
+from .versions import PACKAGES, FlashAttn3Kernel, TorchVarlenKernel
 
 KERNELS: dict[str, type[Kernel]] = {
     "reference": ReferenceKernel,
     "cpu": CpuKernel,
     "torch_varlen": TorchVarlenKernel,
-    "flash_attn": FlashAttnKernel,
-    "flash_attn_3": FlashAttn3Kernel,
-    "flash_attn_4": FlashAttn4Kernel,
+    **PACKAGES,
 }
 KERNEL_NAMES = ("auto", *KERNELS)
 

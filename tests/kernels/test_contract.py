@@ -93,11 +93,8 @@ def test_prefix_and_own_part_make_the_whole(kernel_name: str, softcap: float | N
     """Two calls over disjoint keys, merged, are one call over all of them."""
     kernel, case = get_kernel(kernel_name, CPU), Case((30,), (50,), scale=0.3, softcap=softcap)
     inputs = make_inputs(case, torch.float64)
-    do, q, prefix, own = (
-        inputs.do,
-        inputs.q,
-        *((inputs.k[part], inputs.v[part]) for part in (slice(20), slice(20, 50))),
-    )
+    do, q, k, v, _ = inputs
+    prefix, own = (k[:20], v[:20]), (k[20:], v[20:])
     own_call = TaskShapes.build([30], [30], CPU), case.params
     prefix_call = TaskShapes.build([30], [20], CPU), AttentionParams(0.3, None, softcap, causal=False)
     o, lse = kernel.forward(q, *own, *own_call)

@@ -70,13 +70,7 @@ def made(model_type: str, device: torch.device = META) -> PreTrainedModel:
     return model
 
 
-def planned(
-    model: PreTrainedModel,
-    layout: str,
-    turns: bool,
-    stage_rows: int | None = None,
-    nodes: tuple[int, ...] | None = None,
-) -> MicroBatchPlan:
+def planned(model, layout, turns, stage_rows=None, nodes=None) -> MicroBatchPlan:
     options = {"balance_block_size": 16, "row_overhead": MetaKernel.row_overhead, "ping_pong": turns}
     kinds, tokens = tuple(layers_by_kind(model)), sum(LENGTHS) // RANKS
     plan = plan_micro_batch(LENGTHS, PlanSettings(RANKS, tokens, kinds, document_layout=layout, **options))

@@ -31,7 +31,7 @@ ALLOWED = {
     "models": PLANNER | {"kernels", "config", "refusal", "units", "sim.model"},
     "patches": DISPATCH | {"config", "models", "refusal"},
     "memory": DISPATCH | {"config", "models", "patches", "sim"},
-    "pool": DISPATCH | ROWS | {"pool.token", "pool.child", "pool.directory", "pool.rank"},
+    "pool": DISPATCH | ROWS | {"config", "pool.token", "pool.child", "pool.directory", "pool.rank"},
     "pool.child": set(),
     "pool.token": set(),
     "pool.messages": PLANNER,

@@ -21,6 +21,7 @@ from hf_distca.planner.mixing import count_cuts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.model import MODELS, ModelShape
 
+MODEL_SOURCES = f"{', '.join(MODELS)}, a config.json, a folder with one, or a name on the Hub"
 OF_STATE = ("weights", "gradients", "optimizer")
 CHECKPOINTING: dict[str, dict[str, Any] | None] = {"without_checkpointing": None, "with_checkpointing": {}}
 NAMES: dict[Part, str] = {
@@ -36,12 +37,9 @@ NAMES: dict[Part, str] = {
 
 
 def fake_model(name: str) -> PreTrainedModel:
-    """Return a user's model on fake tensors; raise InputError if there is none, or the model cannot be planned."""
-    try:
-        model = model_of_config(read_config(name), torch.float32)
-        check_model(model)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    """Return a user's model on fake tensors; raise ValueError if there is none, or the model cannot be planned."""
+    model = model_of_config(read_config(name), torch.float32)
+    check_model(model)
     return model
 
 
@@ -58,8 +56,7 @@ def read_config(name: str) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise InputError(
-            f"no model config at {name!r}: expected {', '.join(MODELS)}, a config.json, a folder with one, or a name "
-            f"on the hub, which must be reachable ({first_line})"
+            f"no model config at {name!r}: expected {MODEL_SOURCES}, which must be reachable ({first_line})"
         ) from error
     return config
 

@@ -1,10 +1,10 @@
 import json
 import subprocess
+from email.message import Message
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import torch
-from packaging.requirements import Requirement
 
 from hf_distca.cli.doctor import (
     AGREE,
@@ -13,8 +13,8 @@ from hf_distca.cli.doctor import (
     device_findings,
     launch_findings,
     link_findings,
-    package_findings,
     report,
+    version_findings,
 )
 from tests.launch import ROOT, cpu_environment, launcher
 
@@ -23,9 +23,9 @@ SLOW = ": threads that wait for a core slow all down"
 
 
 def of_launch(name, cuda=False, threads=1, **environment):
-    """State, result and change of the finding of this name on a made-up launch with 8 cores; None if there is none."""
+    """State, result and change of the finding of this name on a made-up launch with 8 cores, if there is one."""
     found = launch_findings(environment, cuda=cuda, cores=8, threads=threads)
-    return next(((each.state, each.found, each.change) for each in found if each.name == name), None)
+    return [value for each in found if each.name == name for value in (each.state, each.found, each.change)]
 
 
 def launch(processes, local=None, **more):
@@ -52,8 +52,14 @@ def test_findings_of_ranks_are_merged(capsys):
 def test_versions_are_compared_with_requirements():
     needs = ["numpy>=2.0", "torch>=2.11", "transformers<6,>=5.17", 'peft>=0.18; extra == "peft"']
     needs += ['deepspeed>=0.18; extra == "deepspeed"', 'ruff>=0.8; extra == "dev"', 'tqdm; python_version < "3"']
+    about = Message()
+    for name, value in [("Version", "1"), ("Provides-Extra", "deepspeed"), ("Provides-Extra", "peft")]:
+        about[name] = value
+    for need in needs:
+        about["Requires-Dist"] = need
     versions = {"numpy": "2.4.6", "transformers": "6.0.0.dev0", "peft": "0.17.0", "ruff": "0.1"}
-    found = package_findings([Requirement(need) for need in needs], ["deepspeed", "peft"], versions.get)
+    _, own, *found = version_findings(about, versions.get)
+    assert own == Finding("hf-distca", "1")
     assert found == [
         Finding("numpy", "2.4.6"),
         Finding("torch", "not installed, needs >=2.11", "pip install 'torch>=2.11'", needed=True),
@@ -64,14 +70,14 @@ def test_versions_are_compared_with_requirements():
 
 
 def test_processes_threads_and_settings_of_the_environment():
-    assert of_launch("processes", **launch(8, 4)) == ("ok", "8, of which 4 on a host", "")
+    assert of_launch("processes", **launch(8, 4)) == ["ok", "8, of which 4 on a host", ""]
     for processes, threads, change in (
         (launch(8, 4), 2, ""),
         (launch(4), 8, f"set OMP_NUM_THREADS=2{SLOW}"),
         (launch(9), 1, "launch at most 8 processes on this host"),
     ):
         found = f"{threads} threads in each of {processes['LOCAL_WORLD_SIZE']} processes on 8 cores"
-        expected = ("advice" if change else "ok", found, change)
+        expected = ["advice" if change else "ok", found, change]
         assert of_launch("OMP_NUM_THREADS", threads=threads, **processes) == expected
     for name, cuda, environment, state in (
         ("processes", False, {}, "ok"),
@@ -86,8 +92,7 @@ def test_processes_threads_and_settings_of_the_environment():
         ("CUDA_DEVICE_MAX_CONNECTIONS", True, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "advice"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", True, {}, None),
     ):
-        found = of_launch(name, cuda=cuda, **environment)
-        assert (found and found[0]) == state, environment
+        assert of_launch(name, cuda=cuda, **environment)[:1] == ([state] if state else []), environment
 
 
 def test_addresses_that_gloo_gives(monkeypatch):
@@ -104,17 +109,13 @@ def test_addresses_that_gloo_gives(monkeypatch):
         resolve = Mock(return_value=address, side_effect=None if address else OSError)
         monkeypatch.setattr("socket.gethostbyname", resolve)
         environment = launch(8, local) | ({"GLOO_SOCKET_IFNAME": named} if named else {})
-        assert of_launch("GLOO_SOCKET_IFNAME", **environment) == (state, found, HOW if state == "wrong" else "")
+        assert of_launch("GLOO_SOCKET_IFNAME", **environment) == [state, found, HOW if state == "wrong" else ""]
 
 
-def test_a_gpu_that_no_kernel_supports(monkeypatch):
+def test_a_gpu_that_no_kernel_supports_and_slow_links(monkeypatch):
     about = SimpleNamespace(name="T4", major=7, minor=5)
-    for name, value in (
-        ("get_device_capability", (7, 5)),
-        ("get_device_properties", about),
-        ("mem_get_info", (12e9, 16e9)),
-        ("device_count", 2),
-    ):
+    of_torch = {"get_device_capability": (7, 5), "get_device_properties": about}
+    for name, value in (of_torch | {"mem_get_info": (12e9, 16e9), "device_count": 2}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     device, none = device_findings(torch.device("cuda"), 2)
     assert device == Finding("device", "T4, compute capability 7.5, 12.0 GB free of 16.0")
@@ -123,9 +124,6 @@ def test_a_gpu_that_no_kernel_supports(monkeypatch):
     shared, _ = device_findings(torch.device("cuda"), 3)
     assert (shared.state, shared.found.endswith(", one of 2 for 3 processes")) == ("wrong", True)
     assert device_findings(torch.device("cpu"), 1)[1:] == [Finding("attention_kernel", "auto is cpu")]
-
-
-def test_slow_links_are_named():
     rates = {(0, 1): 400.0, (1, 0): 390.0, (0, 2): 40.0, (2, 0): 42.0, (1, 2): 41.0, (2, 1): 9.0}
     within, between = link_findings(rates, (0, 0, 1))
     assert within == Finding("links within nodes", "395.00 GB/s; the slowest, rank 1 to 0, 390.00")

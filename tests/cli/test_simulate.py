@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3NextConfig
+from transformers import Qwen3NextConfig
 
 import hf_distca
 from hf_distca.cli.model import config_of_shape
@@ -21,10 +21,7 @@ SETTING = ["simulate", "--ranks", "8", "--tokens-per-rank", "4096", "--batches",
 def small(tmp_path_factory) -> str:
     """Folder of a model of three layers."""
     folder = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=100,
-    ).save_pretrained(folder)  # fmt: skip
+    config_of_shape(ModelShape.llama(3, 64, 160, 4, 2, 100)).save_pretrained(folder)
     return str(folder)
 
 
@@ -40,17 +37,9 @@ def by_name(found: dict) -> dict[str, dict]:
 
 def test_every_strategy_trains_the_same_tokens(figures, small):
     found = figures(*SETTING, "--lengths", "prolong", "--servers", "2", "--model", small)
-    assert list(by_name(found)) == [
-        "plain packing",
-        "whole documents balanced",
-        "context parallel, 4 × 2",
-        "context parallel, 2 × 4",
-        "context parallel, 1 × 8",
-        "hf_distca, fixed",
-        "hf_distca, joint",
-        "hf_distca, chosen",
-        "hf_distca, joint, 2 servers",
-    ]
+    cp = [f"context parallel, {shape}" for shape in ("4 × 2", "2 × 4", "1 × 8")]
+    planned = [f"hf_distca, {layout}" for layout in ("fixed", "joint", "chosen", "joint, 2 servers")]
+    assert list(by_name(found)) == ["plain packing", "whole documents balanced", *cp, *planned]
     assert 0 < found["tokens"] <= 2 * 8 * 4096
     for strategy in found["strategies"]:
         assert strategy["tokens_per_second"] * strategy["step_seconds"] * 2 == pytest.approx(found["tokens"])
@@ -62,20 +51,18 @@ def test_long_documents_beside_short_ones_pay_and_equal_ones_do_not(figures, run
     found = figures(*SETTING, "--lengths", "wlbllm", "--ranks", "64", "--tokens-per-rank", "32768")
     assert found["attention_speed_up"] > found["speed_up"] > 1.1
     assert "× the speed of" in found["advice"][0]
-    (tmp_path / "lengths.json").write_text(json.dumps([512] * 10))
-    report = tmp_path / "report.html"
-    command = [*SETTING, "--lengths", str(tmp_path / "lengths.json"), "--no-checkpointing", "--report", str(report)]
-    printed = run(*command)[1]
+    lengths, report = tmp_path / "lengths.json", tmp_path / "report.html"
+    lengths.write_text(json.dumps([512] * 10))
+    printed = run(*SETTING, "--lengths", str(lengths), "--no-checkpointing", "--report", str(report))[1]
     assert ("hf_distca, joint" in printed, "No gain expected: " in printed) == (True, True)
     assert "<h1>No gain expected: " in report.read_text()
 
 
 def test_memory_is_that_of_a_counted_plan(figures, tmp_path, small):
     (tmp_path / "lengths.json").write_text(json.dumps([512] * 64))
-    options = ["--lengths", str(tmp_path / "lengths.json"), "--model", small]
-    strategies = by_name(figures(*SETTING, *options, "--batches", "1"))
-    setting = ["--ranks", "8", "--tokens-per-rank", "4096"]
-    counted = figures("plan", *setting, *options, "--document-layout", "joint")["memory"]["fsdp2"]
+    options = [*SETTING[1:5], "--lengths", str(tmp_path / "lengths.json"), "--model", small]
+    strategies = by_name(figures("simulate", *options, "--batches", "1"))
+    counted = figures("plan", *options, "--document-layout", "joint")["memory"]["fsdp2"]
     joint = strategies["hf_distca, joint"]
     assert joint["state_bytes"] + joint["rows_bytes"] == counted["with_checkpointing"]["total"]
     # Rows that are not exchanged need no buffers, but are computed all at once, not one nano-batch after another.
@@ -93,30 +80,25 @@ def test_the_chosen_plan_is_never_slower_than_other_strategies(figures, without_
     assert slow["hf_distca, joint"]["step_seconds"] > 2 * slow["hf_distca, chosen"]["step_seconds"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--servers", "-1"], "--servers: must be 0 or a positive whole number, got '-1'"),
-        (["--batches", "9999999"], "--batches: must be at most 100000, got 9999999"),
-        (["--tokens-per-rank", "1"], "--tokens-per-rank must be at least 2"),
-        (["--exchange-buffer-bytes", "1"], "holds 0 rows of K and V"),
-        (["--tensor-parallel", "3"], "does not divide the model's 32 query heads"),
-        (["--report", "."], "cannot write .: it is a folder; name a file"),
-        (["--profile", "abacus"], "no device profile at 'abacus': expected one of"),
-        (["--model", "/no/where"], "no model config at '/no/where'"),
-        (["--ranks-per-node", "3"], "ranks_per_node=3 does not divide the 8 ranks"),
-    ],
-)
-def test_bad_options(run, options, message):
-    status, _, error = run(*SETTING, "--lengths", "prolong", *options)
-    assert (status, message in error) == (2, True), error
+def test_bad_options(run):
+    for option, value, message in (
+        ("--servers", "-1", "--servers: must be 0 or a positive whole number, got '-1'"),
+        ("--batches", "9999999", "--batches: must be at most 100000, got 9999999"),
+        ("--tokens-per-rank", "1", "--tokens-per-rank must be at least 2"),
+        ("--exchange-buffer-bytes", "1", "holds 0 rows of K and V"),
+        ("--tensor-parallel", "3", "does not divide the model's 32 query heads"),
+        ("--report", ".", "cannot write .: it is a folder; name a file"),
+        ("--profile", "abacus", "no device profile at 'abacus': expected one of"),
+        ("--model", "/no/where", "no model config at '/no/where'"),
+        ("--ranks-per-node", "3", "ranks_per_node=3 does not divide the 8 ranks"),
+    ):
+        status, _, error = run(*SETTING, "--lengths", "prolong", option, value)
+        assert (status, message in error) == (2, True), error
 
 
 def test_gpus_that_share_layers(figures, without_memory):
-    alone, shared = (
-        figures(*SETTING, "--lengths", "prolong", "--batches", "1", "--tensor-parallel", gpus)["strategies"][-1]
-        for gpus in ("1", "8")
-    )
+    command = (*SETTING, "--lengths", "prolong", "--batches", "1", "--tensor-parallel")
+    alone, shared = (figures(*command, gpus)["strategies"][-1] for gpus in ("1", "8"))
     assert (alone["gpus"], shared["gpus"]) == (8, 64)
     assert shared["step_seconds"] < 0.3 * alone["step_seconds"]
 
@@ -147,9 +129,8 @@ def test_a_hybrid(figures, run, tmp_path, without_memory):
     found = by_name(figures(*options))
     whole, joint = found["whole documents balanced"], found["hf_distca, joint"]
     assert 0 < whole["mixing_seconds"] < whole["other_seconds"]
-    assert joint["mixing_seconds"] > 0
     assert (whole["mixing_runs"], whole["mixing_bytes"]) == (1, 0)
-    assert joint["mixing_runs"] > 1
+    assert (joint["mixing_seconds"] > 0, joint["mixing_runs"] > 1) == (True, True)
     assert joint["mixing_bytes"] >= 3 * 48 * 2 + 2 * 8 * 16 * 4
     assert "mixing, s" in run(*options)[1]
     tiny_config("jamba").save_pretrained(tmp_path)

@@ -9,12 +9,12 @@ import pytest
 SMALL = ["--ranks", "2", "--tokens-per-rank", "8"]
 
 
-@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
-def test_tables_hold_lengths_or_tokens(run, tmp_path, ending):
-    file = tmp_path / f"documents.{ending}"
-    columns = {"length": [4, 4, 2, 6]} if ending == "csv" else {"input_ids": [[1] * n for n in (4, 4, 2, 6)]}
-    getattr(datasets.Dataset.from_dict(columns), {"jsonl": "to_json"}.get(ending, f"to_{ending}"))(file)
-    assert "documents                      4, 16 tokens" in run("plan", "--lengths", str(file), *SMALL)[1]
+def test_tables_hold_lengths_or_tokens(run, tmp_path):
+    for ending, write in (("csv", "to_csv"), ("jsonl", "to_json"), ("parquet", "to_parquet")):
+        file = tmp_path / f"documents.{ending}"
+        columns = {"length": [4, 4, 2, 6]} if ending == "csv" else {"input_ids": [[1] * n for n in (4, 4, 2, 6)]}
+        getattr(datasets.Dataset.from_dict(columns), write)(file)
+        assert "documents                      4, 16 tokens" in run("plan", "--lengths", str(file), *SMALL)[1]
 
 
 @pytest.mark.parametrize(
@@ -44,20 +44,16 @@ def test_sources_without_lengths(run, tmp_path, name, content, options, message)
     assert (status, message in error) == (2, True), error
 
 
-@pytest.mark.parametrize("source", ["prolong", "one-long", "lognormal:300,1"])
-def test_a_micro_batch_is_drawn_from_a_distribution(figures, source, tmp_path):
-    def drawn(seed):
-        dump = tmp_path / f"{seed}.json"
-        setting = ["--lengths", source, "--ranks", "4", "--tokens-per-rank", "2k", "--seed", seed]
-        figures("plan", *setting, "--dump", str(dump))
-        return [nano["lengths"] for nano in json.loads(dump.read_text())["nano_batches"]]
-
-    first = drawn("0")
-    assert 4096 < sum(map(sum, first)) <= 8192
-    assert drawn("0") == first != drawn("1")
-
-
-def test_micro_batches_are_drawn_from_a_data_set_and_a_file(figures, tmp_path):
+def test_micro_batches_are_drawn(figures, tmp_path):
+    for source in ("prolong", "one-long", "lognormal:300,1"):
+        drawn = []
+        for seed in ("0", "0", "1"):
+            setting = ["--lengths", source, "--ranks", "4", "--tokens-per-rank", "2k", "--seed", seed]
+            figures("plan", *setting, "--dump", str(tmp_path / "dump"))
+            nano_batches = json.loads((tmp_path / "dump").read_text())["nano_batches"]
+            drawn.append([nano["lengths"] for nano in nano_batches])
+        assert 4096 < sum(map(sum, drawn[0])) <= 8192
+        assert drawn[0] == drawn[1] != drawn[2]
     datasets.Dataset.from_dict({"tokens": [300, 40, 5] * 100}).save_to_disk(tmp_path / "data")
     np.savetxt(tmp_path / "lengths.csv", [300, 40, 5], "%d", header="tokens", comments="")
     setting = ["--ranks", "2", "--tokens-per-rank", "1k", "--column", "tokens"]

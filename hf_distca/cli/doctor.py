@@ -54,16 +54,12 @@ HOW = f"set {INTERFACE} on every host to an interface that the others reach, suc
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check: its name, what was found, and what to change; empty if nothing is to change.
-
-    Attributes:
-        needed: whether training fails, or ignores a setting, until the change is made.
-    """
+    """Result of one check."""
 
     name: str
     found: str
-    change: str = ""
-    needed: bool = False
+    change: str = ""  # what to change; empty if nothing
+    needed: bool = False  # whether training fails, or ignores a setting, until the change is made
 
     @property
     def state(self) -> str:
@@ -129,15 +125,9 @@ def device_of_rank() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
-def number_of_processes(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of launched processes, on all hosts and on this host."""
-    world = int(environment.get("WORLD_SIZE", "1"))
-    return world, int(environment.get("LOCAL_WORLD_SIZE", world))
-
-
 def connect(device: torch.device, timeout: float) -> Groups | None:
     """Connect the launched ranks; return None in a process without a local rank, or launched alone."""
-    if number_of_processes(os.environ)[0] == 1 or "LOCAL_RANK" not in os.environ:
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "LOCAL_RANK" not in os.environ:
         return None
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -173,7 +163,8 @@ def device_findings(device: torch.device, processes: int) -> list[Finding]:
 
 def launch_findings(environment: Mapping[str, str], *, cuda: bool, cores: int, threads: int) -> list[Finding]:
     """Return findings on processes, threads per core, the network, and launcher settings."""
-    given, (world, local) = environment.get, number_of_processes(environment)
+    given, world = environment.get, int(environment.get("WORLD_SIZE", "1"))
+    local = int(given("LOCAL_WORLD_SIZE", world))
     found, change = f"{world}, of which {local} on a host" if local < world else f"{world} on one host", ""
     if world == 1:
         found = "1; launched on several, as training will be, this also measures their links"
@@ -240,7 +231,7 @@ def run(options: argparse.Namespace) -> int:
     installed = {package.name.lower(): package for package in distributions()}
     about = installed[NAME].metadata if NAME in installed else None
     mine = version_findings(about, lambda name: installed[name].version if name in installed else None)
-    mine += device_findings(device, number_of_processes(os.environ)[1])
+    mine += device_findings(device, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))))
     mine += launch_findings(os.environ, cuda=cuda, cores=os.cpu_count() or 1, threads=torch.get_num_threads())
     try:
         groups = connect(device, options.timeout)
@@ -260,8 +251,7 @@ def run(options: argparse.Namespace) -> int:
 
 def link_findings(rates: Rates, nodes: Sequence[int]) -> list[Finding]:
     """Return findings on links within and between nodes; `nodes` is [ranks] the node of each rank."""
-    findings = []
-    change = "check the network between these two ranks: every exchange waits for the slowest link"
+    findings, change = [], "check the network between these two ranks: every exchange waits for the slowest link"
     for where in ("within", "between"):
         of_kind = {pair: rates[pair] for pair in rates if (where == "within") == (nodes[pair[0]] == nodes[pair[1]])}
         if of_kind:

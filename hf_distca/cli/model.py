@@ -120,13 +120,10 @@ def memory_table(figures: dict[str, Any], device_memory: float | None) -> str:
     sizes = {name: [state[name] for state, _ in columns] for name in OF_STATE}
     sizes |= {name: [counted["parts"].get(part, 0) for _, counted in columns] for part, name in NAMES.items()}
     sizes["together"] = [counted["total"] for _, counted in columns]
-    rows |= {
-        name: [f"{size / GB:.2f}" for size in of_columns]
-        for name, of_columns in sizes.items()
-        if any(of_columns) or name in OF_STATE
-    }
+    for name, of_columns in sizes.items():
+        if any(of_columns) or name in OF_STATE:
+            rows[name] = [f"{size / GB:.2f}" for size in of_columns]
     if device_memory is not None:
-        rows[f"longest rows in {device_memory:g} GB"] = (
-            str(counted["longest_tokens_per_rank"]) for _, counted in columns
-        )
+        longest = [str(counted["longest_tokens_per_rank"]) for _, counted in columns]
+        rows[f"longest rows in {device_memory:g} GB"] = longest
     return "\n".join(f"{name:<30} " + "".join(f"{value:>9}" for value in values) for name, values in rows.items())

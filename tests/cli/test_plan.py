@@ -32,11 +32,11 @@ def command(tmp_path):
 
 
 @pytest.fixture
-def dumped(command, run, tmp_path):
+def dumped(command, figures, tmp_path):
     """Plan lengths and return the dumped nano-batches."""
 
     def dumped(*given) -> list[dict]:
-        assert run(*command(*given), "--dump", str(tmp_path / "dump.json"))[0] == 0
+        figures(*command(*given), "--dump", str(tmp_path / "dump.json"))
         return json.loads((tmp_path / "dump.json").read_text())["nano_batches"]
 
     return dumped
@@ -45,27 +45,21 @@ def dumped(command, run, tmp_path):
 def test_figures(command, figures):
     found = figures(*command([[4, 4], [2, 6]], 2, 8, *UNBALANCED))
     assert list(found) == KEYS
-    assert found["max_over_mean"] == pytest.approx(24 / 22)
-    assert found["tokens_max_over_mean"] == 1.0
+    assert list(found.values())[:15] == [pytest.approx(24 / 22), 1.0, *[0] * 9, 4, 2, 4, 2]
     assert found["plan_ms"] > 0
-    assert [found[key] for key in KEYS[2:11]] == [0] * 9
-    assert [found[key] for key in KEYS[11:15]] == [4, 2, 4, 2]
     # The joint layout places the documents of rows itself.
     assert figures(*command([[4, 4, 4, 4], []], 2, 8))["tokens_max_over_mean"] == 1.0
     # Nodes have eight ranks by default.
     batch = ["plan", "--lengths", "one-long", "--ranks", "12", "--tokens-per-rank", "512"]
     default, given = figures(*batch), figures(*batch, "--ranks-per-node", "8,4")
-    assert [default[key] for key in BYTES] == [given[key] for key in BYTES] > [0]
+    assert default["bytes_within_nodes"] > 0
+    assert [default[key] for key in BYTES] == [given[key] for key in BYTES]
 
 
 def test_dumps_hold_documents_segments_and_tasks(dumped):
     (nano_batch,) = dumped([[4, 4], [8]], 2, 8, *UNBALANCED)
-    assert nano_batch == {
-        "documents": [0, 1, 2],
-        "lengths": [4, 4, 8],
-        "segments": [[0, 0, 4, 0, 0], [1, 0, 4, 0, 4], [2, 0, 8, 1, 0]],
-        "tasks": [[0, 0, 4, 0], [1, 0, 4, 0], [2, 0, 8, 1]],
-    }
+    documents = {"documents": [0, 1, 2], "lengths": [4, 4, 8], "tasks": [[0, 0, 4, 0], [1, 0, 4, 0], [2, 0, 8, 1]]}
+    assert nano_batch == documents | {"segments": [[0, 0, 4, 0, 0], [1, 0, 4, 0, 4], [2, 0, 8, 1, 0]]}
     first, second = dumped([[4, 3], [2, 6]], 2, 8, *UNBALANCED)
     assert (first["documents"], first["segments"]) == ([0, 2], [[0, 0, 4, 0, 0], [1, 0, 2, 1, 0]])
     assert (second["documents"], second["segments"]) == ([1, 3], [[0, 0, 3, 0, 0], [1, 0, 6, 1, 0]])
@@ -82,7 +76,6 @@ def test_dumps_hold_documents_segments_and_tasks(dumped):
         ({"a": 1}, (), "found {'a': 1}, not a list of lengths; expected a JSON list"),
         ([[], []], (), "holds no documents"),
         ([[1], 2], (), "row 1: found 2, not a list"),
-        ([[[1]]], (), "row 0: item 0 is [1], not 1 or more tokens"),
         ([1, 2.0], (), "item 1 is 2.0"),
         ([True], (), "item 0 is True"),
         ([[1], [0]], (), "row 1: item 0 is 0"),
@@ -93,13 +86,11 @@ def test_dumps_hold_documents_segments_and_tasks(dumped):
         ([10**30], (), "must be 64-bit integers"),
         ([2**40], (), "hold more than"),
         ([1], ("--kv-heads", "5"), "kv_heads must divide q_heads"),
-        ([1], ("--window", "0"), "--window: must be a positive whole number, got '0'"),
         ([1], ("--head-dim", "x"), "--head-dim: must be a positive whole number, got 'x'"),
         ([1], ("--ranks", "4097"), "--ranks: must be at most 4096, got 4097"),
         ([9], ("--ranks", "1024", "--tokens-per-rank", "32k"), "on 1024 ranks leave fewer than 8 blocks of 128"),
         ([1], ("--balance-tolerance", "nan"), "or 'auto', got 'nan'"),
         ([1], ("--balance-block-size", "0"), "balance_block_size must be positive, got 0"),
-        ([1], ("--document-layout", "best"), "--document-layout: invalid choice: 'best'"),
         ([1], ("--ranks-per-node", "2,1"), "ranks_per_node=2,1 adds up to 3 ranks, but 2 ranks train"),
         ([1], ("--network-bandwidth", "0"), "--network-bandwidth: must be a positive number of gigabytes, got '0'"),
         ([1], ("--attention-kernel", "auto"), "--attention-kernel: invalid choice: 'auto'"),
@@ -188,7 +179,7 @@ def test_memory_of_a_model(command, figures, tmp_path):
     parameters = sum(p.numel() for p in small_model().parameters())
     assert list(memory) == ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
     ddp = memory["ddp"]
-    assert (ddp["weights"], ddp["gradients"], ddp["optimizer"]) == (4 * parameters, 8 * parameters, 8 * parameters)
+    assert [ddp[part] / parameters for part in ("weights", "gradients", "optimizer")] == [4, 8, 8]
     plain, checkpointed = ddp["without_checkpointing"], ddp["with_checkpointing"]
     assert checkpointed["parts"]["kept O"] == 2 * 2048 * (32 + 4) * 4
     assert plain["total"] == sum(plain["parts"].values()) + 20 * parameters

@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -177,9 +178,8 @@ def test_quoted_messages_are_those_of_the_code():
 # Shape
 
 
-def test_shape_of_the_pages():
-    assert len(README.splitlines()) <= 160
-    assert len(README.split()) <= 1500
+def test_length_and_sections_of_pages():
+    assert (len(README.splitlines()) <= 160, len(README.split()) <= 1500) == (True, True)
     for page in GUIDES:
         assert re.findall(r"^## (.*)$", PAGES[page], re.M) == ["Run it", "What you see", "What goes wrong"]
 
@@ -264,11 +264,9 @@ def test_the_shown_memory_is_counted(tmp_path, monkeypatch, capsys):
 
 def in_shell(command: str, folder: Path) -> str:
     """Output of a command in a shell with the environment activated."""
-    environment = cpu_environment()
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
-    )
+    environment = cpu_environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    shell = ["bash", "-c", command]
+    done = subprocess.run(shell, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -316,24 +314,19 @@ def test_the_formula_gives_the_simulated_gains():
     assert len({(row[0], row[1], row[3:]) for row in rows}) == len(rows)  # rows that are equal share one
 
 
-def test_gains_are_as_pages_summarise_them():
-    rows = result("typical_data")["settings"]
-    gains = {
-        ranks: {row["documents"]: row["over_best_other_of_batches"]["median"] for row in rows if row["ranks"] == ranks}
-        for ranks in (8, 64)
-    }
-    most = {ranks: max(of.values()) for ranks, of in gains.items()}
+def test_figures_in_sentences_are_those_of_the_results():
+    most, single = {}, []
+    for ranks in (8, 64):
+        rows = [row for row in result("typical_data")["settings"] if row["ranks"] == ranks]
+        gains = {row["documents"]: row["over_best_other_of_batches"]["median"] for row in rows}
+        assert gains["agent traces"] < 1.02
+        most[ranks], fixed = max(gains.values()), [row["over_best_fixed"] for row in rows]
+        single.append(f"{min(fixed):.2f} to {max(fixed):.2f} on {ranks}")
     assert most[8] < 1.05  # "hardly anything to gain"
     assert most[64] > 1.2  # "large where a few documents are much longer"
-    assert all(of["agent traces"] < 1.02 for of in gains.values())
     text = README.replace(" %", "%").replace("\n", " ")
     assert f"at most {most[8] - 1:.0%} on one node of 8 GPUs, and up to {most[64] - 1:.0%} on 64" in text
-    single = {ranks: [row["over_best_fixed"] for row in rows if row["ranks"] == ranks] for ranks in (8, 64)}
-    least_to_most = [f"{min(of):.2f} to {max(of):.2f} on {ranks}" for ranks, of in single.items()]
-    assert "it is {} GPUs and {}.".format(*least_to_most) in text
-
-
-def test_figures_in_sentences_are_those_of_the_results():
+    assert "it is {} GPUs and {}.".format(*single) in text
     page = PAGES["docs/evidence/comparison.md"]
     killed = [result(name) for name in ("faults", "faults_nixl")]
     assert [found["lost"] for found in killed] == [0, 0]
@@ -348,17 +341,13 @@ def test_figures_in_sentences_are_those_of_the_results():
     document = result("long_document")
     assert f"{document['tokens']:,} tokens over {len(document['peak_mib'])} ranks" in README
     assert f"within {max(document['relative_errors'].values()):.1e} of float64" in README
-    survey = re.search(
-        r"(\d+) give the loss and gradients.*? (\d+) are refused.*? (\d+) cannot be built",
-        PAGES["docs/reference/compatibility.md"],
-        re.S,
-    )
-    equal, models = int(survey[1]), sum(map(int, survey.groups()))
+    survey = r"(\d+) give the loss and gradients.*? (\d+) are refused.*? (\d+) cannot be built"
+    counts = [int(count) for count in re.search(survey, PAGES["docs/reference/compatibility.md"], re.S).groups()]
+    equal, models = counts[0], sum(counts)
     assert f"{equal} of transformers' {models} causal architectures" in page
     assert f"{equal} of {models} architectures" in README
-    assert (
-        0.4 < result("planner")["joint, at 0.001"]["bytes_total_ratio"]["median"] < 0.55
-    )  # "about half of the bytes"
+    of_planner = result("planner")["joint, at 0.001"]["bytes_total_ratio"]
+    assert 0.4 < of_planner["median"] < 0.55  # "about half of the bytes"
 
 
 def test_bytes_of_rows_add_up():
@@ -399,11 +388,9 @@ def test_the_site_builds_without_a_warning_and_needs_no_other_host(tmp_path):
 
 
 def test_the_long_description_has_absolute_links():
-    spec = importlib.util.spec_from_file_location("absolute_links", ROOT / ".ci" / "absolute_links.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    links = re.findall(r"\]\(([^)]*)\)", module.with_absolute_links(README, "https://example.org/a/b", "v1"))
-    assert "https://example.org/a/b/raw/v1/docs/step.svg" in links
-    assert "https://example.org/a/b/blob/v1/examples/train.py" in links
+    module = runpy.run_path(str(ROOT / ".ci" / "absolute_links.py"))
+    links = re.findall(r"\]\(([^)]*)\)", module["with_absolute_links"](README, "https://example.org/a/b", "v1"))
+    for path in ("raw/v1/docs/step.svg", "blob/v1/examples/train.py"):
+        assert f"https://example.org/a/b/{path}" in links
     assert all(link.startswith(("https://", "#")) for link in links)
     assert "absolute_links.py" in (ROOT / ".github" / "workflows" / "release.yml").read_text()

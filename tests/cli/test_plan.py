@@ -33,11 +33,11 @@ def command(tmp_path):
 
 
 @pytest.fixture
-def dumped(command, figures, tmp_path):
-    """Plan lengths and return the dumped nano-batches."""
+def dumped(figures, tmp_path):
+    """Run a command that plans and return the dumped nano-batches."""
 
-    def dumped(*given) -> list[dict]:
-        figures(*command(*given), "--dump", str(tmp_path / "dump.json"))
+    def dumped(*command) -> list[dict]:
+        figures(*command, "--dump", str(tmp_path / "dump.json"))
         return json.loads((tmp_path / "dump.json").read_text())["nano_batches"]
 
     return dumped
@@ -57,15 +57,15 @@ def test_figures(command, figures):
     assert [default[key] for key in BYTES] == [given[key] for key in BYTES]
 
 
-def test_dumps_hold_documents_segments_and_tasks(dumped):
-    (nano_batch,) = dumped([[4, 4], [8]], 2, 8, *UNBALANCED)
+def test_dumps_hold_documents_segments_and_tasks(command, dumped):
+    (nano_batch,) = dumped(*command([[4, 4], [8]], 2, 8, *UNBALANCED))
     documents = {"documents": [0, 1, 2], "lengths": [4, 4, 8], "tasks": [[0, 0, 4, 0], [1, 0, 4, 0], [2, 0, 8, 1]]}
     assert nano_batch == documents | {"segments": [[0, 0, 4, 0, 0], [1, 0, 4, 0, 4], [2, 0, 8, 1, 0]]}
-    first, second = dumped([[4, 3], [2, 6]], 2, 8, *UNBALANCED)
+    first, second = dumped(*command([[4, 3], [2, 6]], 2, 8, *UNBALANCED))
     assert (first["documents"], first["segments"]) == ([0, 2], [[0, 0, 4, 0, 0], [1, 0, 2, 1, 0]])
     assert (second["documents"], second["segments"]) == ([1, 3], [[0, 0, 3, 0, 0], [1, 0, 6, 1, 0]])
     # A plain list is cut into equal shares.
-    (nano_batch,) = dumped([3, 7, 2], 4, 4, *FIXED, "--no-ping-pong")
+    (nano_batch,) = dumped(*command([3, 7, 2], 4, 4, *FIXED, "--no-ping-pong"))
     cut = [[1, 0, 3, 1, 0], [1, 3, 6, 2, 0], [1, 6, 7, 3, 0]]
     assert nano_batch["segments"] == [[0, 0, 3, 0, 0], *cut, [2, 0, 2, 3, 1]]
 
@@ -112,7 +112,7 @@ def test_bad_input_is_one_line_and_status_2(command, run, lengths, options, mess
 
 
 @pytest.mark.parametrize("layout", ["joint", "fixed"])
-def test_the_plan_is_the_trainers(dumped, tmp_path, layout):
+def test_the_plan_is_the_trainers(command, dumped, tmp_path, layout):
     model, corpus = small_model(), [9000, 300, 4000, 1200, 70, 2500, 640, 3300, 128, 5000]
     settings = {"tokens_per_rank": 8192, "document_layout": layout}
     arguments = hf_distca.DistCATrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **settings)
@@ -122,7 +122,7 @@ def test_the_plan_is_the_trainers(dumped, tmp_path, layout):
     of_one, of_four = (hf_distca.plan_settings(model, config, ranks=ranks, device=device) for ranks in (1, 4))
     assert of_one == trainer.dispatcher.settings
     sizes = "--q-heads 4 --kv-heads 2 --head-dim 8 --dtype float32 --attention-kernel cpu"
-    shown = dumped(corpus, 4, 8192, "--document-layout", layout, *sizes.split())
+    shown = dumped(*command(corpus, 4, 8192, "--document-layout", layout, *sizes.split()))
     planned = plan_micro_batch(corpus, of_four).nano_batches
     assert len(shown) == len(planned) == 2
     for printed, nano in zip(shown, planned, strict=True):
@@ -259,14 +259,10 @@ def test_sources_without_lengths(run, tmp_path, name, content, options, message)
     assert (status, message in error) == (2, True), error
 
 
-def test_micro_batches_are_drawn(figures, tmp_path):
+def test_micro_batches_are_drawn(dumped, figures, tmp_path):
     for source in ("prolong", "one-long", "lognormal:300,1"):
-        drawn = []
-        for seed in ("0", "0", "1"):
-            setting = ["--lengths", source, "--ranks", "4", "--tokens-per-rank", "2k", "--seed", seed]
-            figures("plan", *setting, "--dump", str(tmp_path / "dump"))
-            nano_batches = json.loads((tmp_path / "dump").read_text())["nano_batches"]
-            drawn.append([nano["lengths"] for nano in nano_batches])
+        setting = ["--lengths", source, "--ranks", "4", "--tokens-per-rank", "2k", "--seed"]
+        drawn = [[nano["lengths"] for nano in dumped("plan", *setting, seed)] for seed in "001"]
         assert 4096 < sum(map(sum, drawn[0])) <= 8192
         assert drawn[0] == drawn[1] != drawn[2]
     datasets.Dataset.from_dict({"tokens": [300, 40, 5] * 100}).save_to_disk(tmp_path / "data")

@@ -215,20 +215,16 @@ def _gloo(environment: Mapping[str, str], *, several_hosts: bool) -> Finding:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument(
-        "--timeout",
-        type=positive_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="time that ranks wait for each other (default: 60)",
-    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    wait = "time that ranks wait for each other (default: 60)"
+    add("--timeout", type=positive_seconds, default=60.0, metavar="SECONDS", help=wait)
 
 
 def run(options: argparse.Namespace) -> int:
     """Check everything and print the findings on rank 0; return 1 if anything is wrong."""
     device, cuda = device_of_rank(), torch.cuda.is_available()
-    installed = {package.name.lower(): package for package in distributions()}
+    installed = {package.name.lower(): package for package in reversed([*distributions()])}  # the first one counts
     about = installed[NAME].metadata if NAME in installed else None
     mine = version_findings(about, lambda name: installed[name].version if name in installed else None)
     mine += device_findings(device, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))))

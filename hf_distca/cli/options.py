@@ -88,12 +88,9 @@ def add_planning_options(
     add("--ranks", required=True, type=ranks, metavar="N", help=f"number of ranks that train, at most {MOST_RANKS}")
     add_settings(parser, "tokens_per_rank", required=True, metavar="T", type=tokens)
     add_settings(parser, *settings)
-    add(
-        "--ranks-per-node",
-        metavar="K",
-        help="ranks that share a node: one number, or one for each node in the order of the ranks, such as 8,8,4; 1 "
-        "treats all links alike (default: 8, and the rest on the last node)",
-    )
+    nodes = "ranks that share a node: one number, or one for each node in the order of the ranks, such as 8,8,4; 1 "
+    nodes += "treats all links alike (default: 8, and the rest on the last node)"
+    add("--ranks-per-node", metavar="K", help=nodes)
     links = (("--node-bandwidth", within, "inside its node"), ("--network-bandwidth", between, "between nodes"))
     for name, default, where in links:
         shown = "the profile's" if default is None else f"{default:g}"

@@ -69,9 +69,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add_planning_options(parser, *PLANNED, within=NODE_BANDWIDTH, between=NETWORK_BANDWIDTH)
     add = parser.add_argument
-    add_settings(
-        parser, "attention_kernel", default="torch_varlen", choices=tuple(KERNELS), help="kernel whose costs are used"
-    )
+    of_kernel = {"default": "torch_varlen", "choices": tuple(KERNELS), "help": "kernel whose costs are used"}
+    add_settings(parser, "attention_kernel", **of_kernel)
     for name, (value, what) in HEADS.items():
         add(f"--{name.replace('_', '-')}", type=positive, help=f"{what} of a layer (default: {value})")
     add("--window", type=positive, metavar="W", help="sliding window in tokens (default: full attention)")

@@ -58,12 +58,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tensor-parallel", type=positive, default=1, metavar="G", help="GPUs that share each layer (default: 1)")
     more = "simulate M dedicated attention servers too (default: 0)"
     add("--servers", type=servers, default=0, metavar="M", help=more)
-    add(
-        "--checkpointing",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="gradient checkpointing: run layers again in the backward pass (default: on)",
-    )
+    again = "gradient checkpointing: run layers again in the backward pass (default: on)"
+    add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=again)
     add("--batches", type=batches, default=16, metavar="B", help="micro-batches to draw (default: 16)")
 
 

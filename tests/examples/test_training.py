@@ -53,7 +53,8 @@ def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
 
 def test_ranks_that_share_layers(checkpoint, tmp_path):
     options = "--tp_size 2 --max_documents 40 --tokens_per_rank 512 --long_documents split --max_steps 4"
-    run_forked(finetune(checkpoint, tmp_path, options), tmp_path / "printed", ranks=4, config="tp")
+    command = finetune(checkpoint, tmp_path, f"{options} --logging_steps 1")
+    run_forked(command, tmp_path / "printed", ranks=4, config="tp")
     summary = summary_of(tmp_path)
     assert summary["imbalance_degree_planned"] < 1.05 < summary["imbalance_degree_as_packed"]
     assert (tmp_path / "model.safetensors").exists()

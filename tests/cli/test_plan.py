@@ -33,11 +33,11 @@ def command(tmp_path):
 
 
 @pytest.fixture
-def dumped(figures, tmp_path):
+def dumped(run, tmp_path):
     """Run a command that plans and return the dumped nano-batches."""
 
     def dumped(*command) -> list[dict]:
-        figures(*command, "--dump", str(tmp_path / "dump.json"))
+        assert run(*command, "--dump", str(tmp_path / "dump.json"))[0] == 0
         return json.loads((tmp_path / "dump.json").read_text())["nano_batches"]
 
     return dumped

@@ -65,9 +65,10 @@ class AttentionKind:
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.q_heads % self.kv_heads:
-            given = f"got q_heads={self.q_heads} and kv_heads={self.kv_heads}"
-            reason = "each key-value head serves the same number of query heads"
-            raise ValueError(f"kv_heads must divide q_heads, {given}; {reason}")
+            raise ValueError(
+                f"kv_heads must divide q_heads, got q_heads={self.q_heads} and kv_heads={self.kv_heads}; "
+                "each key-value head serves the same number of query heads"
+            )
 
     def __str__(self) -> str:
         reach = "full attention" if self.window is None else f"a window of {self.window}"

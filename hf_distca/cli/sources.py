@@ -133,6 +133,7 @@ def _of_data(source: str, column: str | None, *, table: str | None = None, split
         raise InputError(f"{where} holds no documents")
     row = int(numbers.argmin())
     if numbers[row] < 1:
-        why = "but a document has at least 1 token; leave empty documents out"
-        raise InputError(f"{where}: row {row} is {numbers[row]}, {why}")
+        raise InputError(
+            f"{where}: row {row} is {numbers[row]}, but a document has at least 1 token; leave empty documents out"
+        )
     return numbers

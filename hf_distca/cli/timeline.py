@@ -33,8 +33,10 @@ def run(options: argparse.Namespace) -> None:
     for path in map(Path, options.traces):
         found = sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path]
         if not found:
-            why = "which training writes with trace_steps; set trace_steps, or name another folder"
-            raise InputError(f"{path} has no trace_rank_*.json, {why}")
+            raise InputError(
+                f"{path} has no trace_rank_*.json, which training writes with trace_steps; set trace_steps, or name "
+                "another folder"
+            )
         paths += found
     try:
         joined = read_traces(paths)

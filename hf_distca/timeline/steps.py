@@ -69,8 +69,10 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
             seen[rank] = path
         joined += events
     if len(worlds) != 1:
-        found = f"the traces come from trainings with {sorted(worlds)} ranks, which cannot be joined"
-        raise ValueError(f"{found}; give the files of one training")
+        raise ValueError(
+            f"the traces come from trainings with {sorted(worlds)} ranks, which cannot be joined; give the files of "
+            "one training"
+        )
     about = {"ranks": worlds.pop(), "clock_error_us": error}
     return {"traceEvents": joined, "displayTimeUnit": "ms", "otherData": about}
 

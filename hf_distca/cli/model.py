@@ -56,7 +56,8 @@ def read_config(name: str) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise InputError(
-            f"no model config at {name!r}: expected {MODEL_SOURCES}, which must be reachable ({first_line})"
+            f"no model config at {name!r}: expected {', '.join(MODELS)}, a config.json, a folder with one, or a name "
+            f"on the hub, which must be reachable ({first_line})"
         ) from error
     return config
 

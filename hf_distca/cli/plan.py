@@ -169,7 +169,7 @@ def _figures(
     tasks = np.concatenate([each.tasks for each in plans])
     rows = tasks["stop"] - tasks["start"]
     moved = np.sum([bytes_by_link(each, settings.row_bytes(kind), nodes) for each in plans], axis=0)
-    exchange = exchange_figures(moved, nodes, options.node_bandwidth, options.network_bandwidth)
+    exchange = exchange_figures(moved, nodes, (options.node_bandwidth, options.network_bandwidth))
     rank, dtype = busiest_rank(plan, settings), getattr(torch, options.dtype)
     core_attention = count_core_attention(plan, kind, dtype, rank, Use(settings.kernel))
     figures = {

@@ -21,7 +21,8 @@ from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.intervals import expand
 from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
-from hf_distca.planner.schedule import Group, Kept, Location, Schedule, Transfer, Turn, make_schedule, stage_slots
+from hf_distca.planner.schedule import Group, Kept, Location, Schedule, Transfer, Turn, make_schedule
+from hf_distca.planner.stages import stage_slots
 
 Source = tuple[str, int]
 """What computes a part of a gradient, a group of tasks, "ranks" or "servers"; and the stage of its K/V rows."""

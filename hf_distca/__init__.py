@@ -57,10 +57,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _register() -> None:
-    from hf_distca.patches.prepare import register
-
-    register()
-
-
-when_imported("transformers.modeling_utils", _register)
+when_imported("transformers.modeling_utils", lambda: import_module("hf_distca.patches.prepare").register())

@@ -8,22 +8,15 @@ from hf_distca.units import AUTO, Bytes, Servers, Switch, Tokens, Tolerance, rea
 
 DOCUMENT_LAYOUTS = (AUTO, "joint", "fixed", "whole")
 TRANSPORTS = (AUTO, "tcp", "nixl")
-AS_LAUNCHED = "auto"
-"""Value of ranks_per_node that takes the nodes of the launch."""
 LongDocuments = Literal["error", "truncate", "split"]
-SWITCHES = ("ping_pong",)
-"""Settings that are on, off or "auto"."""
-POSITIVE = (
-    *("tokens_per_rank", "balance_block_size", "exchange_buffer_bytes"),
-    *("exchange_timeout", "attention_server_timeout"),
-)
-"""Settings that must be above 0."""
-NOT_NEGATIVE = {
+ZERO = {
     "loss_chunk_bytes": "all logits at once",
     "mlp_chunk_rows": "all rows at once",
     "trace_steps": "no trace",
+    "attention_servers": "all processes train",
+    "balance_tolerance": "whole rows",
 }
-"""Settings that must be 0 or more, and the meaning of 0."""
+"""Meaning of 0 for the settings that may be 0; all other numbers must be positive."""
 
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -119,7 +112,7 @@ class DistCAConfig:
         "pass of the MLPs. 0 computes all rows at once; 4096 to 16384 keep a GPU busy. Experts are not changed.",
     )
     ranks_per_node: str = setting(
-        AS_LAUNCHED,
+        AUTO,
         "Number of training ranks that share a node, within which links (NVLink) are faster than between nodes: one "
         "number, or one for each node in the order of the ranks, such as '8,8,4'. Plans keep exchanges inside nodes "
         "where they can. 'auto' takes the nodes of the launch; 1 treats all links alike.",
@@ -171,14 +164,12 @@ class DistCAConfig:
         read_values(self)
         self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
         for each in fields(DistCAConfig):
-            name, given, valid, expected = each.name, getattr(self, each.name), each.metadata.get("choices"), ""
-            if name in POSITIVE and given <= 0:
-                expected = "positive"
-            elif name in NOT_NEGATIVE and given < 0:
-                expected = f"0 ({NOT_NEGATIVE[name]}) or more"
-            elif valid and given not in valid:
-                expected = f"one of {list(valid)}"
-            if expected:
+            name, given, valid = each.name, getattr(self, each.name), each.metadata.get("choices")
+            if valid and given not in valid:
+                raise ValueError(f"{name} must be one of {list(valid)}, got {given!r}")
+            is_number = isinstance(given, int | float) and not isinstance(given, bool)
+            if is_number and (given < 0 or (given == 0 and name not in ZERO)):
+                expected = f"0 ({ZERO[name]}) or more" if name in ZERO else "positive"
                 raise ValueError(f"{name} must be {expected}, got {given!r}")
 
     @property
@@ -200,7 +191,7 @@ class DistCAConfig:
             ranks: number of ranks that train together.
             ranks_per_node: meaning of "auto", see `hf_distca.dispatch.groups.ranks_per_node`; 1 without a launch.
         """
-        if self.ranks_per_node != AS_LAUNCHED:
+        if self.ranks_per_node != AUTO:
             numbers = tuple(map(int, self.ranks_per_node.split(",")))
             ranks_per_node = numbers[0] if len(numbers) == 1 else numbers
         planning = {
@@ -219,10 +210,9 @@ class DistCAConfig:
 
 def _ranks_per_node(given: Any) -> str:
     """Return the setting as a string, from any form in YAML or Python, such as [8, 8, 4]."""
-    parts = given if isinstance(given, (list, tuple)) else str(given).split(",")
-    parts = [str(part).strip() for part in parts]
-    if parts == [AS_LAUNCHED]:
-        return AS_LAUNCHED
+    parts = [str(part).strip() for part in (given if isinstance(given, list | tuple) else str(given).split(","))]
+    if parts == [AUTO]:
+        return AUTO
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ValueError(
             "ranks_per_node must be one number of ranks, a number for each node such as '8,8,4', or 'auto', got "

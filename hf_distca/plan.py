@@ -73,24 +73,17 @@ class AttentionKind:
     def __str__(self) -> str:
         reach = "full attention" if self.window is None else f"a window of {self.window}"
         reach += "" if self.chunk is None else f" in chunks of {self.chunk}"
-        return (
-            f"{reach} with {self.q_heads} query and {self.kv_heads} key-value heads of {self.dim_qk} "
-            f"(values of {self.dim_v})"
-        )
+        heads = f"{self.q_heads} query and {self.kv_heads} key-value heads of {self.dim_qk} (values of {self.dim_v})"
+        return f"{reach} with {heads}"
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """All segments of one micro-batch.
+    """All segments of one micro-batch."""
 
-    Attributes:
-        lengths: [documents] int64, tokens of each document; a document attends causally to itself only.
-        segments: [segments] of dtype SEGMENT, sorted by (rank, offset). They cover every row of every document once,
-            and each rank's rows [0, n) without a gap.
-    """
-
-    lengths: NDArray[np.int64]
+    lengths: NDArray[np.int64]  # [documents] tokens; a document attends causally to itself only
     segments: NDArray[np.void]
+    """[segments] of dtype SEGMENT by (rank, offset): all rows of all documents, and of each rank [0, n), once."""
     ranks: int
 
     @property
@@ -107,8 +100,7 @@ class Layout:
 
     def of_rank(self, rank: int) -> NDArray[np.void]:
         """Return the segments of one rank in the order of its rows."""
-        mine: NDArray[np.void] = self.segments.compress(self.segments["rank"] == rank)
-        return mine
+        return self.segments.compress(self.segments["rank"] == rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,14 +129,9 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class NanoBatch:
-    """One layout and the plans of every kind of attention layer on it.
+    """One layout and the plans of every kind of attention layer on it."""
 
-    Attributes:
-        documents: [documents] int64: index, in the micro-batch, of each document of the layout. A document lies in one
-            nano-batch only.
-    """
-
-    documents: NDArray[np.int64]
+    documents: NDArray[np.int64]  # [documents] of the layout: index in the micro-batch; each is in one nano-batch only
     layout: Layout
     plans: dict[AttentionKind, Plan]
 
@@ -171,52 +158,37 @@ class ExchangeFigures:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """Figures of a micro-batch's plan for the costliest layers of the model.
+    """Figures of a micro-batch's plan for the costliest layers of the model; max is the pairs of the busiest rank."""
 
-    Attributes:
-        packed_max_over_mean: pairs of the most loaded rank over the mean, if each computed its share of the documents
-            packed in order.
-    """
-
-    packed_max_over_mean: float
+    packed_max_over_mean: float  # if each rank computed its share of the documents packed in order
     max_over_mean: float
     exchange: ExchangeFigures
 
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """Choices of the planner for a micro-batch, and their predicted seconds.
+    """Choices of the planner for a micro-batch, and their predicted seconds."""
 
-    Attributes:
-        group: ranks of a group that share documents; 1 if every document lies on one rank.
-        seconds: of the forward and backward.
-        attention: [ranks] seconds of core attention.
-        packed_seconds: if each rank computed its share of the documents packed in order.
-    """
-
-    group: int
+    group: int  # ranks that share documents; 1 if every document lies on one rank
     nano_batches: int
     tolerance: float
-    seconds: float
-    attention: tuple[float, ...]
-    packed_seconds: float = 0.0
+    seconds: float  # of the forward and backward
+    attention: tuple[float, ...]  # [ranks] seconds of core attention
+    packed_seconds: float = 0.0  # if each rank computed its share of the documents packed in order
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchPlan:
     """Plan of one global micro-batch, the same on every rank.
 
-    Attributes:
-        nano_batches: one, or two whose exchanges hide behind each other's computation. A rank's rows are its rows of
-            the first nano-batch followed by its rows of the second.
-        fillers: number of documents of one token that only keep ranks without rows in the exchanges.
-        choice: None if the settings left no choice.
+    There are one or two nano-batches; the exchanges of two hide behind each other's computation. A rank's rows are its
+    rows of the first nano-batch, then its rows of the second.
     """
 
     nano_batches: tuple[NanoBatch, ...]
     summary: PlanSummary
-    fillers: int = 0
-    choice: PlanChoice | None = None
+    fillers: int = 0  # documents of one token that only keep ranks without rows in the exchanges
+    choice: PlanChoice | None = None  # None if the settings left no choice
 
     @property
     def tokens(self) -> NDArray[np.int64]:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 """Suffixes of token numbers: 32k is 32,768 tokens, as in names of models."""
 SWITCHED = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+"""Forms of on and off, in lower case."""
 BYTES = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 AUTO: Final = "auto"
 """Value that lets the planner choose."""
-EXTERNAL = "external"
+EXTERNAL: Final = "external"
 """Value for attention servers that are started separately."""
 
 
@@ -42,22 +43,14 @@ def read_tokens(given: Any) -> int:
 
 
 def _read_bytes(given: Any) -> int:
-    """Return a number of bytes from 134217728 or "128MiB"; KiB, MiB and GiB are powers of 1,024."""
     return _number(given, BYTES, "a number of bytes, such as 134217728 or '128MiB'")
 
 
 def _read_servers(given: Any) -> int | Literal["external"]:
-    """Return the number of attention servers of a launch, or "external"."""
-    if given == EXTERNAL:
-        return "external"
-    expected = f"a number of processes or {EXTERNAL!r}"
-    if (number := _number(given, {"": 1}, expected)) < 0:
-        raise UnitError(f"must be {expected}, got {given!r}")
-    return number
+    return EXTERNAL if given == EXTERNAL else _number(given, {"": 1}, f"a number of processes or {EXTERNAL!r}")
 
 
 def _read_tolerance(given: Any) -> float | Literal["auto"]:
-    """Return a fraction of the mean, from a form such as 0.05 or "0.05"; or "auto"."""
     if given == AUTO:
         return AUTO
     try:
@@ -70,11 +63,8 @@ def _read_tolerance(given: Any) -> float | Literal["auto"]:
 
 
 def _read_switch(given: Any) -> bool | Literal["auto"]:
-    """Return on or off, from True, "true", "yes", "1" and their opposites; or "auto"."""
     if given == AUTO:
         return AUTO
-    if isinstance(given, bool):
-        return given
     if str(given).lower() not in SWITCHED:
         raise UnitError(f"must be true, false or {AUTO!r}, got {given!r}")
     return SWITCHED[str(given).lower()]

@@ -6,12 +6,11 @@ import json
 import os
 import platform
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, distributions, metadata
+from importlib.metadata import PackageMetadata, distributions
 from ipaddress import ip_address
 from itertools import groupby
 from pathlib import Path
@@ -55,16 +54,12 @@ HOW = f"set {INTERFACE} on every host to an interface that the others reach, suc
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check: its name, what was found, and what to change; empty if nothing is to change.
-
-    Attributes:
-        needed: whether training fails, or ignores a setting, until the change is made.
-    """
+    """Result of one check."""
 
     name: str
     found: str
-    change: str = ""
-    needed: bool = False
+    change: str = ""  # what to change; empty if nothing
+    needed: bool = False  # whether training fails, or ignores a setting, until the change is made
 
     @property
     def state(self) -> str:
@@ -87,40 +82,27 @@ def report(by_rank: Sequence[Sequence[Finding]], rates: Rates, *, as_json: bool,
     if shown and as_json:
         listed = [{**asdict(finding), "state": finding.state, "ranks": ranks} for finding, ranks in found]
         links = [{"sender": pair[0], "receiver": pair[1], "rate": rate} for pair, rate in rates.items()]
-        print(json.dumps({"findings": listed, "links": links}))
+        print(json.dumps({"findings": listed, "links": links}), flush=True)
     elif shown:
         width = max(map(len, ranks_of))
         for finding, of_ranks in found:
-            runs = groupby(enumerate(of_ranks or ()), lambda pair: pair[1] - pair[0])
-            ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
-            named = ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in ends)
+            runs = [list(run) for _, run in groupby(enumerate(of_ranks or ()), lambda pair: pair[1] - pair[0])]
+            named = ", ".join(f"{run[0][1]}-{run[-1][1]}" if run[1:] else f"{run[0][1]}" for run in runs)
             where = "" if of_ranks is None else f" ({'ranks' if of_ranks[1:] else 'rank'} {named})"
-            print(f"{finding.state:<6}  {finding.name:<{width}}  {finding.found}{where}")
+            print(f"{finding.state:<6}  {finding.name:<{width}}  {finding.found}{where}", flush=True)
             if finding.change:
-                print(f"{'':<{width + 8}}  -> {finding.change}")
-        sys.stdout.flush()
+                print(f"{'':<{width + 8}}  -> {finding.change}", flush=True)
     return int(any(finding.needed for finding, _ in found))
 
 
-def version_findings() -> list[Finding]:
-    """Return findings on Python, hf_distca, and the packages that hf_distca needs or can use."""
-    try:
-        about = metadata(NAME)
-    except PackageNotFoundError:
+def version_findings(about: PackageMetadata | None, version_of: Callable[[str], str | None]) -> list[Finding]:
+    """Return findings on Python, hf_distca by its metadata, and the packages that hf_distca needs, or can use."""
+    if about is None:
         change = "pip install it, from a wheel or with -e from a checkout"
         return [Finding(NAME, "not installed as a package, so what it needs is not known", change)]
+    findings = [Finding("python", platform.python_version()), Finding(NAME, about["Version"])]
     needs = [Requirement(line) for line in about.get_all("Requires-Dist", [])]
-    installed = {package.name.lower(): package.version for package in distributions()}
-    own = [Finding("python", platform.python_version()), Finding(NAME, about["Version"])]
-    return [*own, *package_findings(needs, about.get_all("Provides-Extra", []), installed.get)]
-
-
-def package_findings(
-    needs: Sequence[Requirement], extras: Sequence[str], version_of: Callable[[str], str | None]
-) -> list[Finding]:
-    """Return a finding for each required package, then for each package of an extra."""
-    findings = []
-    for extra in ("", *extras):
+    for extra in ("", *about.get_all("Provides-Extra", [])):
         for need in needs:
             always, wanted = (need.marker is None or need.marker.evaluate({"extra": name}) for name in ("", extra))
             if not wanted or always == bool(extra):
@@ -136,11 +118,21 @@ def package_findings(
     return findings
 
 
-def device_of(environment: Mapping[str, str]) -> torch.device:
+def device_of_rank() -> torch.device:
     """Return the device of this process: the GPU of its local rank, else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(environment.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def connect(device: torch.device, timeout: float) -> Groups | None:
+    """Connect the launched ranks; return None in a process without a local rank, or launched alone."""
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "LOCAL_RANK" not in os.environ:
+        return None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    return Groups(device, timeout)
 
 
 def device_findings(device: torch.device, processes: int) -> list[Finding]:
@@ -169,15 +161,10 @@ def device_findings(device: torch.device, processes: int) -> list[Finding]:
     return findings
 
 
-def number_of_processes(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of launched processes, on all hosts and on this host."""
-    world = int(environment.get("WORLD_SIZE", "1"))
-    return world, int(environment.get("LOCAL_WORLD_SIZE", world))
-
-
 def launch_findings(environment: Mapping[str, str], *, cuda: bool, cores: int, threads: int) -> list[Finding]:
     """Return findings on processes, threads per core, the network, and launcher settings."""
-    given, (world, local) = environment.get, number_of_processes(environment)
+    given, world = environment.get, int(environment.get("WORLD_SIZE", "1"))
+    local = int(given("LOCAL_WORLD_SIZE", world))
     found, change = f"{world}, of which {local} on a host" if local < world else f"{world} on one host", ""
     if world == 1:
         found = "1; launched on several, as training will be, this also measures their links"
@@ -228,34 +215,30 @@ def _gloo(environment: Mapping[str, str], *, several_hosts: bool) -> Finding:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument(
-        "--timeout",
-        type=positive_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="time that ranks wait for each other (default: 60)",
-    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    wait = "time that ranks wait for each other (default: 60)"
+    add("--timeout", type=positive_seconds, default=60.0, metavar="SECONDS", help=wait)
 
 
 def run(options: argparse.Namespace) -> int:
     """Check everything and print the findings on rank 0; return 1 if anything is wrong."""
-    device, (world, local) = device_of(os.environ), number_of_processes(os.environ)
-    cuda, cores, threads = device.type == "cuda", os.cpu_count() or 1, torch.get_num_threads()
-    mine = [*version_findings(), *device_findings(device, local)]
-    mine += launch_findings(os.environ, cuda=cuda, cores=cores, threads=threads)
-    if world == 1 or "LOCAL_RANK" not in os.environ:
-        return report([mine], {}, as_json=options.json)
-    if cuda:
-        torch.cuda.set_device(device)
+    device, cuda = device_of_rank(), torch.cuda.is_available()
+    installed = {package.name.lower(): package for package in reversed([*distributions()])}  # the first one counts
+    about = installed[NAME].metadata if NAME in installed else None
+    mine = version_findings(about, lambda name: installed[name].version if name in installed else None)
+    mine += device_findings(device, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))))
+    mine += launch_findings(os.environ, cuda=cuda, cores=os.cpu_count() or 1, threads=torch.get_num_threads())
     try:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=options.timeout))
-        groups = Groups(device, options.timeout)
+        groups = connect(device, options.timeout)
         of_nodes = ranks_per_node(None, options.timeout)
     except (RuntimeError, ValueError) as error:  # ranks are not connected, so each prints its own findings
-        unconnected = Finding("connection", str(error), CONNECT, needed=True)
-        return report([[*mine, unconnected]], {}, as_json=options.json)
-    by_rank, rates, sizes = groups.all_gather(mine), link_rates(groups, device), node_sizes(world, of_nodes)
+        mine.append(Finding("connection", str(error), CONNECT, needed=True))
+        groups = None
+    if groups is None:
+        return report([mine], {}, as_json=options.json)
+    by_rank, rates = groups.all_gather(mine), link_rates(groups, device)
+    sizes = node_sizes(len(by_rank), of_nodes)
     dist.destroy_process_group()
     nodes = f"{len(sizes)}, of {', '.join(map(str, sorted(set(sizes))))} ranks" if len(sizes) > 1 else "one"
     of_all = [Finding("nodes", nodes), *link_findings(rates, nodes_of(sizes))]
@@ -264,8 +247,7 @@ def run(options: argparse.Namespace) -> int:
 
 def link_findings(rates: Rates, nodes: Sequence[int]) -> list[Finding]:
     """Return findings on links within and between nodes; `nodes` is [ranks] the node of each rank."""
-    findings = []
-    change = "check the network between these two ranks: every exchange waits for the slowest link"
+    findings, change = [], "check the network between these two ranks: every exchange waits for the slowest link"
     for where in ("within", "between"):
         of_kind = {pair: rates[pair] for pair in rates if (where == "within") == (nodes[pair[0]] == nodes[pair[1]])}
         if of_kind:

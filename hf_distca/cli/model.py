@@ -21,6 +21,7 @@ from hf_distca.planner.mixing import count_cuts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.model import MODELS, ModelShape
 
+MODEL_SOURCES = f"{', '.join(MODELS)}, a config.json, a folder with one, or a name on the Hub"
 OF_STATE = ("weights", "gradients", "optimizer")
 CHECKPOINTING: dict[str, dict[str, Any] | None] = {"without_checkpointing": None, "with_checkpointing": {}}
 NAMES: dict[Part, str] = {
@@ -36,12 +37,9 @@ NAMES: dict[Part, str] = {
 
 
 def fake_model(name: str) -> PreTrainedModel:
-    """Return a user's model on fake tensors; raise InputError if there is none, or the model cannot be planned."""
-    try:
-        model = model_of_config(read_config(name), torch.float32)
-        check_model(model)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    """Return a user's model on fake tensors; raise ValueError if there is none, or the model cannot be planned."""
+    model = model_of_config(read_config(name), torch.float32)
+    check_model(model)
     return model
 
 
@@ -123,13 +121,10 @@ def memory_table(figures: dict[str, Any], device_memory: float | None) -> str:
     sizes = {name: [state[name] for state, _ in columns] for name in OF_STATE}
     sizes |= {name: [counted["parts"].get(part, 0) for _, counted in columns] for part, name in NAMES.items()}
     sizes["together"] = [counted["total"] for _, counted in columns]
-    rows |= {
-        name: [f"{size / GB:.2f}" for size in of_columns]
-        for name, of_columns in sizes.items()
-        if any(of_columns) or name in OF_STATE
-    }
+    for name, of_columns in sizes.items():
+        if any(of_columns) or name in OF_STATE:
+            rows[name] = [f"{size / GB:.2f}" for size in of_columns]
     if device_memory is not None:
-        rows[f"longest rows in {device_memory:g} GB"] = (
-            str(counted["longest_tokens_per_rank"]) for _, counted in columns
-        )
+        longest = [str(counted["longest_tokens_per_rank"]) for _, counted in columns]
+        rows[f"longest rows in {device_memory:g} GB"] = longest
     return "\n".join(f"{name:<30} " + "".join(f"{value:>9}" for value in values) for name, values in rows.items())

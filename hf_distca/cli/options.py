@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_distca.cli import InputError
-from hf_distca.config import SWITCHES, DistCAConfig
+from hf_distca.config import DistCAConfig
 from hf_distca.planner.nodes import node_sizes
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.units import read_tokens
+from hf_distca.units import Switch, read_tokens
 
 MOST_RANKS = 4096
 """Planning 4096 ranks of 32768 tokens takes 16 s on two busy cores; time grows with ranks squared."""
@@ -63,10 +63,9 @@ positive_seconds = number("a positive number of seconds", float, least=1e-9, mos
 def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -> None:
     """Add the options of settings, such as `--tokens-per-rank` for `tokens_per_rank`."""
     settings = {setting.name: setting for setting in fields(DistCAConfig)}
-    for name in names:
-        setting = settings[name]
+    for name, setting in ((name, settings[name]) for name in names):
         options: dict[str, Any] = {"default": setting.default, "help": setting.metadata["help"].replace("%", "%%")}
-        if name in SWITCHES or setting.type is bool:
+        if setting.type in (bool, Switch):
             options["action"] = argparse.BooleanOptionalAction
         else:
             options |= {"type": setting.type, "choices": setting.metadata.get("choices")}
@@ -80,12 +79,7 @@ def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -
 def add_planning_options(
     parser: argparse.ArgumentParser, *settings: str, within: float | None, between: float | None
 ) -> None:
-    """Add options of documents, ranks, nodes and output.
-
-    Args:
-        within: default GB/s of a rank inside its node; None for the profile's.
-        between: default GB/s of a rank between nodes; None for the profile's.
-    """
+    """Add options of documents, ranks, nodes and output; bandwidths are in GB/s, None for the profile's."""
     add = parser.add_argument
     add("--lengths", required=True, metavar="SOURCE", help="where document lengths come from, see above")
     add("--split", default="train", help="split of a data set (default: train)")
@@ -94,12 +88,9 @@ def add_planning_options(
     add("--ranks", required=True, type=ranks, metavar="N", help=f"number of ranks that train, at most {MOST_RANKS}")
     add_settings(parser, "tokens_per_rank", required=True, metavar="T", type=tokens)
     add_settings(parser, *settings)
-    add(
-        "--ranks-per-node",
-        metavar="K",
-        help="ranks that share a node: one number, or one for each node in the order of the ranks, such as 8,8,4; 1 "
-        "treats all links alike (default: 8, and the rest on the last node)",
-    )
+    nodes = "ranks that share a node: one number, or one for each node in the order of the ranks, such as 8,8,4; 1 "
+    nodes += "treats all links alike (default: 8, and the rest on the last node)"
+    add("--ranks-per-node", metavar="K", help=nodes)
     links = (("--node-bandwidth", within, "inside its node"), ("--network-bandwidth", between, "between nodes"))
     for name, default, where in links:
         shown = "the profile's" if default is None else f"{default:g}"
@@ -111,10 +102,8 @@ def add_planning_options(
 
 def config_of(options: argparse.Namespace) -> DistCAConfig:
     """Return the settings from the given options, with defaults for all others."""
-    names = {setting.name for setting in fields(DistCAConfig)}
-    return DistCAConfig(
-        **{name: value for name, value in vars(options).items() if name in names and value is not None}
-    )
+    given = {setting.name: getattr(options, setting.name, None) for setting in fields(DistCAConfig)}
+    return DistCAConfig(**{name: value for name, value in given.items() if value is not None})
 
 
 def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_distca.cli import InputError
-from hf_distca.cli.model import fake_model, memory_of, memory_table, mixing_of
+from hf_distca.cli.model import MODEL_SOURCES, fake_model, memory_of, memory_table, mixing_of
 from hf_distca.cli.options import (
     HEADS,
     RANKS_PER_NODE,
@@ -40,7 +40,6 @@ from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import rows_by_stage
 from hf_distca.sim.lengths import histogram
-from hf_distca.sim.model import MODELS
 from hf_distca.sim.report import plan_report
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -70,26 +69,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add_planning_options(parser, *PLANNED, within=NODE_BANDWIDTH, between=NETWORK_BANDWIDTH)
     add = parser.add_argument
-    add_settings(
-        parser, "attention_kernel", default="torch_varlen", choices=tuple(KERNELS), help="kernel whose costs are used"
-    )
+    of_kernel = {"default": "torch_varlen", "choices": tuple(KERNELS), "help": "kernel whose costs are used"}
+    add_settings(parser, "attention_kernel", **of_kernel)
     for name, (value, what) in HEADS.items():
         add(f"--{name.replace('_', '-')}", type=positive, help=f"{what} of a layer (default: {value})")
     add("--window", type=positive, metavar="W", help="sliding window in tokens (default: full attention)")
     add("--dtype", choices=tuple(BYTES), default="bfloat16", help="dtype of activations (default: bfloat16)")
-    add(
-        "--model",
-        metavar="CONFIG",
-        help=f"model whose attention to plan and whose memory to count: {', '.join(MODELS)}, a config.json, a folder "
-        "with one, or a name on the Hub",
-    )
+    of_model = f"model whose attention to plan and whose memory to count: {MODEL_SOURCES}"
+    add("--model", metavar="CONFIG", help=of_model)
     add_settings(parser, "keep_core_attention", "keep_received", "loss_chunk_bytes", "mlp_chunk_rows")
-    add(
-        "--device-memory",
-        type=gigabytes,
-        metavar="GB",
-        help="memory of a device: show the longest rows that fit, with --model",
-    )
+    of_device = "memory of a device: show the longest rows that fit, with --model"
+    add("--device-memory", type=gigabytes, metavar="GB", help=of_device)
     add("--dump", metavar="FILE", help="write the documents, segments and tasks of the plan as JSON")
 
 
@@ -97,9 +87,8 @@ def run(options: argparse.Namespace) -> None:
     """Plan, print and write; raise InputError if the options or files cannot be used."""
     check_writable(options.report, options.dump)
     lengths = one_micro_batch(options, options.ranks * options.tokens_per_rank)
-    model = _model(options)
     try:
-        settings = _settings(options, model)
+        model, settings = _model_and_settings(options)
         began = time.perf_counter()
         plan = _plan(lengths, settings, options)
         plan_ms = (time.perf_counter() - began) * 1e3
@@ -112,15 +101,11 @@ def run(options: argparse.Namespace) -> None:
     if options.report:
         write(options.report, plan_report(figures))
     if options.dump:
-        dumped = [
-            {
-                "documents": nano.documents.tolist(),
-                "lengths": nano.layout.lengths.tolist(),
-                "segments": nano.layout.segments.tolist(),
-                "tasks": nano.plans[settings.dominant_kind].tasks.tolist(),
-            }
-            for nano in plan.nano_batches
-        ]
+        dumped = []
+        for nano in plan.nano_batches:
+            tables = {"documents": nano.documents, "lengths": nano.layout.lengths, "segments": nano.layout.segments}
+            tables["tasks"] = nano.plans[settings.dominant_kind].tasks
+            dumped.append({name: table.tolist() for name, table in tables.items()})
         write(options.dump, json.dumps({"nano_batches": dumped}) + "\n")
     if options.json:
         print(json.dumps(figures))
@@ -130,46 +115,33 @@ def run(options: argparse.Namespace) -> None:
         print("", memory_table(figures["memory"], options.device_memory), sep="\n")
 
 
-def _model(options: argparse.Namespace) -> PreTrainedModel | None:
-    """Return the named model; None if no model is named."""
+def _model_and_settings(options: argparse.Namespace) -> tuple[PreTrainedModel | None, PlanSettings]:
+    """Return the named model, None if no model is named, and the settings of its plans."""
+    config, model = config_of(options), None
+    kernel = KERNELS[config.attention_kernel]
     if options.model is None:
         if options.device_memory is not None:
             raise InputError("--device-memory limits the rows of a model, but no model is given; add --model")
-        return None
-    for name in (*HEADS, "window"):
-        if getattr(options, name) is not None:
-            option = name.replace("_", "-")
-            raise InputError(f"--{option} and --model both describe the model; leave one of them out")
-    if options.dtype == "float16":
-        raise InputError("memory with --model is counted in bfloat16 or float32 only; set --dtype to one of them")
-    return fake_model(options.model)
-
-
-def _settings(options: argparse.Namespace, model: PreTrainedModel | None) -> PlanSettings:
-    config = config_of(options)
-    kernel = KERNELS[config.attention_kernel]
-    if model is None:
         q_heads, kv_heads, head_dim = (getattr(options, name) or value for name, (value, _) in HEADS.items())
         kinds: tuple[AttentionKind, ...] = (AttentionKind(options.window, q_heads, kv_heads, head_dim, head_dim),)
         layout = config.planned_layout
     else:
+        for name in (*HEADS, "window"):
+            if getattr(options, name) is not None:
+                option = name.replace("_", "-")
+                raise InputError(f"--{option} and --model both describe the model; leave one of them out")
+        if options.dtype == "float16":
+            raise InputError("memory with --model is counted in bfloat16 or float32 only; set --dtype to one of them")
+        model = fake_model(options.model)
         kinds, layout = tuple(layers_by_kind(model)), document_layout(model, config)
-    return plan_settings_of(
-        config,
-        options.ranks,
-        layout,
-        kinds=kinds,
-        bytes_per_value=BYTES[options.dtype],
-        row_overhead=kernel.row_overhead,
-        gather_cost=kernel.gather_cost,
-        kernel=config.attention_kernel,
-    )
+    of_model = {"kinds": kinds, "bytes_per_value": BYTES[options.dtype], "kernel": config.attention_kernel}
+    of_kernel = {"row_overhead": kernel.row_overhead, "gather_cost": kernel.gather_cost}
+    return model, plan_settings_of(config, options.ranks, layout, **of_model, **of_kernel)
 
 
 def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options: argparse.Namespace) -> MicroBatchPlan:
     rows = [row for row in lengths if isinstance(row, list)]
-    documents = documents_of(lengths)
-    ranks, tokens = settings.ranks, settings.tokens_per_rank
+    documents, ranks, tokens = documents_of(lengths), settings.ranks, settings.tokens_per_rank
     stay = bool(rows) and settings.document_layout == "fixed"
     if len(rows) > ranks or (stay and len(rows) < ranks):
         raise InputError(f"{options.lengths} holds {len(rows)} rows, but --ranks is {ranks}; give a row per rank")
@@ -191,13 +163,12 @@ def _figures(
     documents: Sequence[int], plan: MicroBatchPlan, settings: PlanSettings, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return balance and costs of the plan, summed over nano-batches; for a report, figures of each rank too."""
-    kind = settings.dominant_kind
-    row_bytes, plans = settings.row_bytes(kind), [nano.plans[kind] for nano in plan.nano_batches]
+    kind, nodes = settings.dominant_kind, settings.node_of_ranks
+    plans = [nano.plans[kind] for nano in plan.nano_batches]
     loads = np.sum([loads_of(each) for each in plans], axis=0)
     tasks = np.concatenate([each.tasks for each in plans])
     rows = tasks["stop"] - tasks["start"]
-    nodes = settings.node_of_ranks
-    moved = np.sum([bytes_by_link(each, row_bytes, nodes) for each in plans], axis=0)
+    moved = np.sum([bytes_by_link(each, settings.row_bytes(kind), nodes) for each in plans], axis=0)
     exchange = exchange_figures(moved, nodes, (options.node_bandwidth, options.network_bandwidth))
     rank, dtype = busiest_rank(plan, settings), getattr(torch, options.dtype)
     core_attention = count_core_attention(plan, kind, dtype, rank, Use(settings.kernel))
@@ -229,8 +200,8 @@ def _figures(
             "bytes_sent": sent.tolist(),
             "bytes_received": received.tolist(),
         },
-        "setting": {name: getattr(options, name) for name in shown}
-        | {
+        "setting": {
+            **{name: getattr(options, name) for name in shown},
             "document_layout": settings.document_layout,
             "ranks_per_node": options.ranks_per_node or str(RANKS_PER_NODE),
             "attention": str(kind),
@@ -244,7 +215,7 @@ def _table(plan: MicroBatchPlan, figures: dict[str, Any], settings: PlanSettings
 
     documents = sum(len(nano.documents) for nano in plan.nano_batches)
     cuts = sum(len(nano.layout.segments) for nano in plan.nano_batches) - documents
-    divided = "2 nano-batches" if len(plan.nano_batches) == 2 else "1 nano-batch"
+    divided = ("1 nano-batch", "2 nano-batches")[len(plan.nano_batches) - 1]
     lines = {
         "documents": f"{documents}, {int(plan.tokens.sum())} tokens, {cuts} cuts, {divided}",
         "layout": f"{settings.document_layout}, {options.ranks} ranks of at most {options.tokens_per_rank} tokens",

@@ -3,7 +3,6 @@
 import argparse
 import os
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from hf_distca.cli import InputError
-from hf_distca.cli.doctor import device_of, number_of_processes
+from hf_distca.cli.doctor import connect, device_of_rank
 from hf_distca.cli.options import HEADS, add_settings, check_writable, positive
-from hf_distca.dispatch.groups import Groups, ranks_per_node
+from hf_distca.dispatch.groups import ranks_per_node
 from hf_distca.kernels import AttentionParams, Need, get_kernel
 from hf_distca.measure.device import measured_profile
 from hf_distca.measure.links import with_links
@@ -23,7 +22,6 @@ from hf_distca.planner.seconds import DIAGONAL_ROWS, LinkCost, Tasks
 from hf_distca.sim.costs import DeviceProfile
 
 TIMEOUT_S = 60.0
-SIZES = "--q-heads, --kv-heads, --head-dim or --hidden"
 SHOWN_TOKENS = 16384
 """Tokens of the document for which the kernel's speed is printed."""
 
@@ -46,25 +44,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, (value, what) in HEADS.items():
         add(f"--{name.replace('_', '-')}", type=positive, default=value, help=f"{what} (default: {value})")
     add("--hidden", type=positive, default=4096, help="hidden size of the model (default: 4096)")
-    add(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        help="dtype of activations (default: bfloat16 on GPUs, else float32)",
-    )
+    default = "bfloat16 on GPUs, else float32"
+    add("--dtype", choices=("bfloat16", "float32"), help=f"dtype of activations (default: {default})")
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure and write; raise InputError if kernel, heads or file cannot be used."""
     if os.environ.get("RANK", "0") == "0":  # rank 0 writes the file
         check_writable(options.output)
-    device, (world, _), groups = device_of(os.environ), number_of_processes(os.environ), None
-    on_gpu = device.type == "cuda"
-    if world > 1 and "LOCAL_RANK" in os.environ:
-        if on_gpu:
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
-        groups = Groups(device, TIMEOUT_S)
-    dtype: torch.dtype = getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32"))
+    device = device_of_rank()
+    groups = connect(device, TIMEOUT_S)
+    dtype: torch.dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     try:
         kind = AttentionKind(None, options.q_heads, options.kv_heads, options.head_dim, options.head_dim)
         need = Need(dtype, options.head_dim, options.head_dim, AttentionParams(scale=options.head_dim**-0.5))
@@ -76,13 +66,15 @@ def run(options: argparse.Namespace) -> None:
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
-        raise InputError(f"{device} has too little memory for rows of this size; make {SIZES} smaller") from error
-    links = f"links between {world} ranks" if groups else "links not measured, but taken as those of an H100"
-    profile = replace(profile, source=f"{profile.source}; {links}.")
+        sizes = "--q-heads, --kv-heads, --head-dim or --hidden"
+        raise InputError(f"{device} has too little memory for rows of this size; make {sizes} smaller") from error
+    links = "links not measured, but taken as those of an H100"
     if groups is not None:
+        links = f"links between {len(groups.members)} ranks"
         profile = with_links(profile, groups, device, ranks_per_node(None, TIMEOUT_S))
         dist.destroy_process_group()
     if groups is None or groups.rank == 0:
+        profile = replace(profile, source=f"{profile.source}; {links}.")
         try:
             profile.save(Path(options.output))
         except OSError as error:

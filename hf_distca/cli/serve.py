@@ -40,12 +40,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", help="device to compute on: cpu, or a GPU such as cuda:0 (default: cpu)")
     add("--bind", default="127.0.0.1", metavar="HOST", help="interface to listen on for ranks (default: 127.0.0.1)")
     add("--port", type=port, default=0, help="port to listen on (default: 0, any that is free)")
-    add(
-        "--attention-kernel",
-        default="auto",
-        metavar="NAME",
-        help="kernel that computes core attention (default: auto, the fastest that supports the model)",
-    )
+    kernel = "kernel that computes core attention (default: auto, the fastest that supports the model)"
+    add("--attention-kernel", default="auto", metavar="NAME", help=kernel)
     add(
         "--transport",
         default="auto",
@@ -54,39 +50,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "accepts any peer (default: auto, which is nixl where both ends have it and an RDMA device, else tcp)",
     )
     add("--threads", type=threads, metavar="N", help="CPU threads to compute with (default: all cores)")
-    add(
-        "--wait",
-        type=seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="time to try to join, and to join again after the run could not be reached (default: 60)",
-    )
+    wait = "time to try to join, and to join again after the run could not be reached (default: 60)"
+    add("--wait", type=seconds, default=60.0, metavar="SECONDS", help=wait)
 
 
 def run(options: argparse.Namespace) -> None:
     """Serve until training ends, or the process gets SIGINT or SIGTERM; raise InputError if it cannot serve."""
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
-    devices = {"cpu": torch.device("cpu")}
-    devices |= {f"cuda:{index}": torch.device("cuda", index) for index in range(torch.cuda.device_count())}
-    devices |= {"cuda": devices["cuda:0"]} if "cuda:0" in devices else {}
-    try:
-        token = parse_token(sys.stdin.readline()) if options.token_file == "-" else read_token(options.token_file)
-        device = devices.get(options.device)
-        if device is None:
-            raise InputError(f"no device {options.device!r} on this host; set --device to {' or '.join(devices)}")
-        kernel = get_kernel(options.attention_kernel, device)
-    except (ValueError, ImportError) as error:
-        raise InputError(str(error)) from error
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    named = "cuda:0" if options.device == "cuda" else options.device
+    if named not in devices:
+        raise InputError(f"no device {options.device!r} on this host; set --device to {' or '.join(devices)}")
+    device, transport = torch.device(named), Choice(options.transport)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     # The needs of ranks are known when they call; "auto" may then choose another kernel.
     choose = (lambda need: get_kernel("auto", device, [need])) if options.attention_kernel == "auto" else None
-    transport = Choice(options.transport)
     try:
+        token = parse_token(sys.stdin.readline()) if options.token_file == "-" else read_token(options.token_file)
+        kernel = get_kernel(options.attention_kernel, device)
         server = AttentionServer(
             token, device, kernel, choose=choose, host=options.bind, port=options.port, transport=transport
         )
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
     except OSError as error:
         raise InputError(f"cannot listen on {options.bind}:{options.port}: {error}; see --bind and --port") from error

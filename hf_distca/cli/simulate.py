@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_distca.cli import InputError
-from hf_distca.cli.model import fake_model, read_config
+from hf_distca.cli.model import MODEL_SOURCES, fake_model, read_config
 from hf_distca.cli.options import (
     GB,
     RANKS_PER_NODE,
@@ -29,7 +29,6 @@ from hf_distca.config import DistCAConfig
 from hf_distca.memory.simulated import gpu_memory
 from hf_distca.models.settings import document_layout
 from hf_distca.models.shape import model_shape
-from hf_distca.planner.seconds import Links
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import MODELS, ModelShape
 from hf_distca.sim.report import simulation_report
@@ -53,31 +52,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     settings = ("balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong")
     add_planning_options(parser, *settings, within=None, between=None)
     add = parser.add_argument
-    add(
-        "--model",
-        default="llama-8b",
-        metavar="CONFIG",
-        help=f"model: {', '.join(MODELS)}, a config.json, a folder with one, or a name on the Hub (default: llama-8b)",
-    )
-    add(
-        "--profile",
-        default="h100",
-        help="costs of the device: h100, cpu, or a file that hf-distca profile wrote (default: h100)",
-    )
+    add("--model", default="llama-8b", metavar="CONFIG", help=f"model: {MODEL_SOURCES} (default: llama-8b)")
+    costs = "costs of the device: h100, cpu, or a file that hf-distca profile wrote (default: h100)"
+    add("--profile", default="h100", help=costs)
     add("--tensor-parallel", type=positive, default=1, metavar="G", help="GPUs that share each layer (default: 1)")
-    add(
-        "--servers",
-        type=servers,
-        default=0,
-        metavar="M",
-        help="simulate M dedicated attention servers too (default: 0)",
-    )
-    add(
-        "--checkpointing",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="gradient checkpointing: run layers again in the backward pass (default: on)",
-    )
+    more = "simulate M dedicated attention servers too (default: 0)"
+    add("--servers", type=servers, default=0, metavar="M", help=more)
+    again = "gradient checkpointing: run layers again in the backward pass (default: on)"
+    add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=again)
     add("--batches", type=batches, default=16, metavar="B", help="micro-batches to draw (default: 16)")
 
 
@@ -93,17 +75,11 @@ def run(options: argparse.Namespace) -> None:
         layout = "joint" if model is None else document_layout(model, config)
         setup = _setup(options, MODELS[options.model] if model is None else model_shape(model))
         kinds = tuple(map(setup.on_a_gpu, setup.model.layers))
-        settings = plan_settings_of(
-            config, setup.ranks, layout, kinds=kinds, bytes_per_value=setup.profile.bytes_per_value
-        )
-        result = simulate(
-            drawn_micro_batches(options, options.ranks * options.tokens_per_rank),
-            setup,
-            settings,
-            count=options.batches,
-            servers=options.servers,
-            memory=gpu_memory(setup, read_config(options.model), settings, config),
-        )
+        of_values = {"bytes_per_value": setup.profile.bytes_per_value}
+        settings = plan_settings_of(config, setup.ranks, layout, kinds=kinds, **of_values)
+        drawn = drawn_micro_batches(options, options.ranks * options.tokens_per_rank)
+        memory = gpu_memory(setup, read_config(options.model), settings, config)
+        result = simulate(drawn, setup, settings, count=options.batches, servers=options.servers, memory=memory)
     except ValueError as error:
         raise InputError(str(error)) from error
     simulated_in = round(time.perf_counter() - began, 3)
@@ -119,19 +95,17 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _setup(options: argparse.Namespace, model: ModelShape) -> Setup:
-    profile = DeviceProfile.load(options.profile)
-    bandwidths = {"within": options.node_bandwidth, "between": options.network_bandwidth}
-
-    def with_given_bandwidths(links: Links) -> Links:
-        given = {where: rate * GB for where, rate in bandwidths.items() if rate is not None}
-        return replace(links, **{each: replace(getattr(links, each), bandwidth=given[each]) for each in given})
-
     for kind in model.layers:
         if kind.q_heads % options.tensor_parallel:
             raise InputError(
                 f"--tensor-parallel {options.tensor_parallel} does not divide the model's {kind.q_heads} query heads"
             )
-    links, exchange = map(with_given_bandwidths, (profile.links, profile.exchange))
+    profile = DeviceProfile.load(options.profile)
+    links, exchange = profile.links, profile.exchange
+    for where, rate in (("within", options.node_bandwidth), ("between", options.network_bandwidth)):
+        if rate is not None:
+            links = replace(links, **{where: replace(getattr(links, where), bandwidth=rate * GB)})
+            exchange = replace(exchange, **{where: replace(getattr(exchange, where), bandwidth=rate * GB)})
     return Setup(
         model=model,
         profile=replace(profile, links=links, exchange=exchange),
@@ -145,10 +119,9 @@ def _setup(options: argparse.Namespace, model: ModelShape) -> Setup:
 
 def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> dict[str, Any]:
     """Return the simulated training's arguments that differ from the defaults."""
-    config, default = config_of(options), DistCAConfig()
-    # The launch gives the nodes.
-    changed = {name: value for name, value in vars(config).items() if value != getattr(default, name)}
-    changed.pop("ranks_per_node", None)
+    default = vars(DistCAConfig())
+    changed = {name: value for name, value in vars(config_of(options)).items() if value != default[name]}
+    changed.pop("ranks_per_node", None)  # the launch gives the nodes
     best = next(strategy for strategy in result.strategies if strategy.name == result.best_planned)
     # Newer versions of transformers deprecate the older name.
     new, old = "activation_checkpointing", "gradient_checkpointing"
@@ -167,8 +140,6 @@ def _table(figures: Mapping[str, Any]) -> str:
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
-    first = (
-        f"{figures['documents']:,} documents, {figures['tokens']:,} tokens; {figures['ranks']} ranks of "
-        f"{figures['tokens_per_rank']:,} tokens; {figures['profile']}"
-    )
+    batches = f"{figures['documents']:,} documents, {figures['tokens']:,} tokens"
+    first = f"{batches}; {figures['ranks']} ranks of {figures['tokens_per_rank']:,} tokens; {figures['profile']}"
     return "\n".join([first, "", *lines, "", *figures["advice"], f"simulated in {figures['simulated_in']:.1f} s"])

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.cli import InputError
 from hf_distca.planner.cost import as_lengths
-from hf_distca.sim.lengths import Draw, IntArray, corpora, lognormal, micro_batches, of_documents
+from hf_distca.sim.lengths import IntArray, corpora, lognormal, micro_batches, of_documents
 
 LONG_AND_SHORT = "one-long"
 LOGNORMAL = "lognormal:MEDIAN,SIGMA"
@@ -28,8 +27,6 @@ SOURCES = f"""\
 EXPECTED = "expected a JSON list of document lengths, or a list of such lists, one per rank"
 TABLES = {".csv": "csv", ".jsonl": "json", ".parquet": "parquet"}
 """Formats of `datasets` for tables of lengths or tokens, by file suffix."""
-COLUMNS = ("length", "input_ids")
-"""Columns that are tried if none is named."""
 
 
 def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | list[list[int]]:
@@ -38,21 +35,18 @@ def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | lis
     Raises:
         InputError: there is no such source, or it holds no lengths.
     """
-    if (read := _of_file(options.lengths, options.column)) is not None:
-        return read
-    drawn: list[int] = next(drawn_micro_batches(options, tokens)).tolist()
-    return drawn
+    read = _of_file(options.lengths, options.column)
+    return next(drawn_micro_batches(options, tokens)).tolist() if read is None else read
 
 
 def drawn_micro_batches(options: argparse.Namespace, tokens: int) -> Iterator[IntArray]:
     """Yield [documents] lengths of micro-batches without end, drawn from the source as in `one_micro_batch`."""
     source: str = options.lengths
-    known, first = corpora(), None
-    draw: Draw
-    if source in known:
-        draw = known[source]
+    first = np.array([tokens // 2]) if source == LONG_AND_SHORT else None
+    if source in corpora():
+        draw = corpora()[source]
     elif source == LONG_AND_SHORT:
-        draw, first = lognormal(2048, 1.0), np.array([tokens // 2])
+        draw = lognormal(2048, 1.0)
     elif source.startswith("lognormal:"):
         try:
             median, sigma = map(float, source.removeprefix("lognormal:").split(","))
@@ -75,16 +69,15 @@ def documents_of(lengths: list[int] | list[list[int]]) -> list[int]:
 
 def _of_file(path: str, column: str | None) -> list[int] | list[list[int]] | None:
     """Read document lengths from a table or from JSON; None if no file has the name."""
-    suffix, is_file = Path(path).suffix, Path(path).is_file()
-    if not is_file and suffix not in (".json", *TABLES):
+    suffix = Path(path).suffix
+    if not Path(path).is_file():
+        if suffix in (".json", *TABLES):
+            raise InputError(f"cannot read {path}: no such file")
         return None
-    if not is_file:
-        raise InputError(f"cannot read {path}: no such file")
     if suffix in TABLES:
-        lengths: list[int] = _of_data(path, column, table=TABLES[suffix]).tolist()
-        return lengths
+        return list(map(int, _of_data(path, column, table=TABLES[suffix])))
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content: list[Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -99,16 +92,14 @@ def _of_file(path: str, column: str | None) -> list[int] | list[list[int]] | Non
                 raise InputError(f"{where}: item {index} is {length!r:.40}, not 1 or more tokens; {EXPECTED}")
     if not documents_of(content):
         raise InputError(f"{path} holds no documents; {EXPECTED}")
-    found: list[int] | list[list[int]] = content
-    return found
+    return content
 
 
-def _of_data(source: str, column: str | None, *, table: str | None = None, split: str = "train") -> NDArray[np.int64]:
+def _of_data(source: str, column: str | None, *, table: str | None = None, split: str = "train") -> Any:
     """Return the document lengths of a data set, or of a table of this format of `datasets`."""
     import pyarrow
     from datasets import load_dataset, load_from_disk
 
-    data: Any
     try:
         if table is not None:
             data = load_dataset(table, data_files=source, split=split)
@@ -124,24 +115,24 @@ def _of_data(source: str, column: str | None, *, table: str | None = None, split
         others = f"a .json, .csv, .jsonl or .parquet file, one of {names}, {LOGNORMAL}, or a data set"
         expected = others if table is None else f"a {table} file"
         raise InputError(f"no document lengths at {source!r}: expected {expected} ({why})") from error
-    tried = [column] if column else list(COLUMNS)
-    found = next((name for name in tried if name in data.column_names), None)
-    if found is None:
+    tried = [column] if column else ["length", "input_ids"]
+    found = [name for name in tried if name in data.column_names]
+    if not found:
         raise InputError(
             f"{source} has columns {data.column_names}, but none of {tried}; set --column to a column of lengths, or "
             "of lists of tokens"
         )
-    where, values = f"{source}: column {found}", data.with_format("arrow").data.column(found).combine_chunks()
+    where, values = f"{source}: column {found[0]}", data.with_format("arrow").data.column(found[0]).combine_chunks()
     lengths = values.value_lengths() if hasattr(values, "value_lengths") else values
     if not pyarrow.types.is_integer(lengths.type):
         raise InputError(f"{where} holds {values.type}; expected whole numbers of tokens, or lists of tokens")
     if lengths.null_count:
         raise InputError(f"{where} is empty in row {lengths.is_null().index(True).as_py()}; leave such rows out")
-    numbers: NDArray[np.int64] = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+    numbers = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
     if not len(numbers):
         raise InputError(f"{where} holds no documents")
-    if numbers.min() < 1:
-        row = int(numbers.argmin())
+    row = int(numbers.argmin())
+    if numbers[row] < 1:
         raise InputError(
             f"{where}: row {row} is {numbers[row]}, but a document has at least 1 token; leave empty documents out"
         )

@@ -31,12 +31,13 @@ def run(options: argparse.Namespace) -> None:
     check_writable(options.joined, options.svg)
     paths: list[Path] = []
     for path in map(Path, options.traces):
-        paths += (found := sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path])
+        found = sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path]
         if not found:
             raise InputError(
                 f"{path} has no trace_rank_*.json, which training writes with trace_steps; set trace_steps, or name "
                 "another folder"
             )
+        paths += found
     try:
         joined = read_traces(paths)
     except ValueError as error:

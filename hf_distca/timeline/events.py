@@ -22,21 +22,16 @@ COMPUTE = 0
 def rank_trace(
     spans: Sequence[Span], rank: int, world: int, members: Sequence[int], zero: tuple[float, float]
 ) -> dict[str, Any]:
-    """Return the trace of one rank from spans of the kinds `TRACED`.
+    """Return the trace of one rank, for json.dump, from spans of the kinds `TRACED`.
 
     Args:
         members: world ranks that exchange rows, in the order of a span's rows.
-        zero: common zero of time of all ranks, on the clock of this rank's spans, and the seconds by which ranks may
-            differ.
-
-    Returns:
-        Content for json.dump: "traceEvents", and under "otherData" rank, ranks and clock_error_us.
+        zero: common zero of time of all ranks, on the clock of the spans, and the seconds by which ranks may differ.
     """
     zero_s, error_s = zero
 
     def time_of(seconds: float) -> int:
-        """Return nanoseconds since the zero; whole numbers keep the nesting of spans."""
-        return round((seconds - zero_s) * 1e9)
+        return round((seconds - zero_s) * 1e9)  # whole nanoseconds keep the nesting of spans
 
     def event(phase: str, name: str, track: int, **more: Any) -> dict[str, Any]:
         # Viewers take track 0, or the process's number, for the main thread.

@@ -1,7 +1,6 @@
 """Read and join the traces of ranks, find each rank's activities in each step, and draw a step."""
 
 import json
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,11 +16,8 @@ Activity = Literal["attention", "waits", "other"]
 
 CATEGORIES: dict[str, Activity] = {"kernel": "attention", "wait": "waits"}
 """Activity for each category of slices."""
-NAMES: dict[Activity, str] = {
-    "attention": "core attention",
-    "waits": "waits for rows of other ranks",
-    "other": "other",
-}
+WAITS = "waits for rows of other ranks"
+NAMES: dict[Activity, str] = {"attention": "core attention", "waits": WAITS, "other": "other"}
 """Labels of a rank's activities; the keys are also classes of SVG marks."""
 WIDTH, ROW, LEFT, RIGHT, TOP, BOTTOM = 1000, 18, 80, 240, 64, 40
 """Sizes of the picture in pixels: time axis, row of a rank, and margins."""
@@ -29,26 +25,21 @@ WIDTH, ROW, LEFT, RIGHT, TOP, BOTTOM = 1000, 18, 80, 240, 64, 40
 
 @dataclass
 class RankStep:
-    """Step of one rank, in nanoseconds since the common zero of all ranks.
-
-    Attributes:
-        stretches: (begin, end, activity) of attention and waits, by begin; the rest of the step is other.
-        sections: duration of each section.
-    """
+    """Step of one rank, in nanoseconds since the common zero of all ranks."""
 
     rank: int
     begin: int
     end: int
     stretches: list[tuple[int, int, Activity]] = field(default_factory=list)
-    sections: dict[str, int] = field(default_factory=dict)
+    """(begin, end, activity) of attention and waits, by begin; the rest of the step is other."""
+    sections: dict[str, int] = field(default_factory=dict)  # duration of each
 
     def totals(self) -> dict[Activity, int]:
         """Return the nanoseconds of each activity; their sum is the step."""
-        totals: dict[Activity, int] = {"attention": 0, "waits": 0, "other": self.end - self.begin}
+        totals = dict.fromkeys(NAMES, 0)
         for begin, end, activity in self.stretches:
             totals[activity] += end - begin
-            totals["other"] -= end - begin
-        return totals
+        return totals | {"other": self.end - self.begin - sum(totals.values())}
 
 
 def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
@@ -58,7 +49,7 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
         ValueError: a file is not a trace from training, two files have the same rank, or trainings differ.
         OSError: a file cannot be read.
     """
-    joined: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
+    joined: list[dict[str, Any]] = []
     worlds: set[int] = set()
     seen: dict[int, Path] = {}
     error = 0.0
@@ -68,46 +59,45 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
             events, about = content["traceEvents"], content["otherData"]
             worlds.add(about["ranks"])
             error = max(error, float(about["clock_error_us"]))
-            found = {event["pid"] for event in events}
+            ranks = sorted({event["pid"] for event in events})
             steps_of(content)  # which reads all that a trace must have
         except (ValueError, KeyError, TypeError) as wrong:
             raise ValueError(f"{path} is not a trace that training wrote with trace_steps: {wrong!r}") from wrong
-        for rank in sorted(found):
+        for rank in ranks:
             if rank in seen:
                 raise ValueError(f"{path} and {seen[rank]} are both of rank {rank}; give one file per rank")
             seen[rank] = path
-        joined["traceEvents"] += events
+        joined += events
     if len(worlds) != 1:
         raise ValueError(
             f"the traces come from trainings with {sorted(worlds)} ranks, which cannot be joined; give the files of "
             "one training"
         )
-    joined["otherData"] = {"ranks": worlds.pop(), "clock_error_us": error}
-    return joined
+    about = {"ranks": worlds.pop(), "clock_error_us": error}
+    return {"traceEvents": joined, "displayTimeUnit": "ms", "otherData": about}
 
 
 def steps_of(joined: dict[str, Any]) -> dict[str, list[RankStep]]:
     """Return the steps that all ranks share, by name, in order of time; `joined` comes from `read_traces`."""
-    events = sorted((event for event in joined["traceEvents"] if event["ph"] == "X"), key=lambda event: event["ts"])
     steps: dict[int, dict[str, RankStep]] = {event["pid"]: {} for event in joined["traceEvents"]}
-    for event in events:
-        if event["cat"] == "step":
-            begin = round(event["ts"] * 1000)
-            steps[event["pid"]][event["name"]] = RankStep(event["pid"], begin, begin + round(event["dur"] * 1000))
-    in_time = {rank: list(found.values()) for rank, found in steps.items()}
-    for event in events:
+    slices = [event for event in joined["traceEvents"] if event["ph"] == "X"]
+    # A step comes before what begins with it.
+    for event in sorted(slices, key=lambda event: (event["ts"], event["cat"] != "step")):
+        of_rank, category, name = steps[event["pid"]], event["cat"], event["name"]
         begin, took = round(event["ts"] * 1000), round(event["dur"] * 1000)
-        place = bisect_right(in_time[event["pid"]], begin, key=lambda step: step.begin) - 1
-        if place < 0 or begin >= in_time[event["pid"]][place].end:
-            continue
-        step = in_time[event["pid"]][place]
-        if event["cat"] in CATEGORIES:
-            step.stretches.append((begin, begin + took, CATEGORIES[event["cat"]]))
-        elif event["cat"] == "section":
-            step.sections[event["name"]] = step.sections.get(event["name"], 0) + took
-    shared = set.intersection(*map(set, steps.values())) if steps else set()
-    first = min(steps, default=0)
-    return {name: [steps[rank][name] for rank in sorted(steps)] for name in steps.get(first, {}) if name in shared}
+        if category == "step":
+            of_rank[name] = RankStep(event["pid"], begin, begin + took)
+        elif of_rank and begin < (step := next(reversed(of_rank.values()))).end:
+            if category in CATEGORIES:
+                step.stretches.append((begin, begin + took, CATEGORIES[category]))
+            elif category == "section":
+                step.sections[name] = step.sections.get(name, 0) + took
+    of_ranks = [steps[rank] for rank in sorted(steps)]
+    return {
+        name: [of_rank[name] for of_rank in of_ranks]
+        for name in (of_ranks[0] if of_ranks else ())
+        if all(name in of_rank for of_rank in of_ranks)
+    }
 
 
 def runs(step: RankStep, begin: int, end: int, count: int) -> Iterator[tuple[int, int, Activity | None]]:
@@ -128,8 +118,8 @@ def runs(step: RankStep, begin: int, end: int, count: int) -> Iterator[tuple[int
 
 def svg_of(name: str, steps: Sequence[RankStep]) -> str:
     """Return a step as SVG, one row for each rank, with totals."""
-    begin, end = min(step.begin for step in steps), max(step.end for step in steps)
-    took = (end - begin) / 1e6
+    begin = min(step.begin for step in steps)
+    took = (max(step.end for step in steps) - begin) / 1e6
     marks = ticks(took, 8)
     end = begin + round(marks[-1] * 1e6)  # the axis ends at a round number
     bottom = TOP + ROW * len(steps)

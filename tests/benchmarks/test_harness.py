@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
+
+from benchmarks.harness import Ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -23,14 +25,6 @@ options = rounds_parser(__doc__, rounds=3).parse_args()
 measured = take_rounds(options, lambda: {"step, s": next(values), "half, s": 0.5})
 report(measured, {"step / half": over("step, s", "half, s")})
 """
-
-
-@pytest.fixture
-def harness(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # as for a script in it
-    import harness
-
-    return harness
 
 
 def count_up(step: int):
@@ -45,16 +39,16 @@ def count_up(step: int):
     return take
 
 
-def test_ranks_keep_what_was_prepared_from_round_to_round(harness):
-    with harness.Ranks(2, count_up, 3) as ranks:
+def test_ranks_keep_what_was_prepared_from_round_to_round():
+    with Ranks(2, count_up, 3) as ranks:
         assert [ranks.take(), ranks.take()] == [[("0", 3), ("1", 3)], [("0", 6), ("1", 6)]]
         with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed.*one is wrong"):
             ranks.take()
 
 
-def checkout(folder: Path, values: list[float]) -> Path:
+def checkout(folder: Path, values: list[float], script: str = SCRIPT) -> Path:
     shutil.copytree(ROOT / "benchmarks" / "harness", folder / "benchmarks" / "harness")
-    (folder / "benchmarks" / "bench.py").write_text(SCRIPT)
+    (folder / "benchmarks" / "bench.py").write_text(script)
     (folder / "hf_distca").mkdir()
     (folder / "hf_distca" / "__init__.py").write_text(f"VALUES = {values}\n")
     return folder
@@ -72,11 +66,11 @@ def test_two_checkouts_take_rounds_in_turns(tmp_path):
     printed = json.loads(done.stdout.splitlines()[-1])
     assert printed["command"] == f"python benchmarks/bench.py --against {theirs}"
     assert {"cpu", "commit", "packages"} <= printed["machine"].keys()
-    assert printed["result"]["figures"]["half, s"] == {"lower": 0.5, "median": 0.5, "upper": 0.5}
-    assert [taken["step, s"] for taken in printed["result"]["rounds"]] == [1.0, 2.0, 6.0]
-    assert [taken["step, s"] for taken in printed["result"]["against"]["rounds"]] == [2.0, 2.0, 2.0]
-    assert printed["result"]["derived"]["step / half"] == {"lower": 3.0, "median": 4.0, "upper": 8.0}
-    assert printed["result"]["against"]["ours_over_theirs"]["step, s"] == {"lower": 0.75, "median": 1.0, "upper": 2.0}
+    result, against = printed["result"], printed["result"]["against"]
+    assert result["figures"]["half, s"] == {"lower": 0.5, "median": 0.5, "upper": 0.5}
+    assert [taken["step, s"] for taken in result["rounds"] + against["rounds"]] == [1.0, 2.0, 6.0, 2.0, 2.0, 2.0]
+    assert result["derived"]["step / half"] == {"lower": 3.0, "median": 4.0, "upper": 8.0}
+    assert against["ours_over_theirs"]["step, s"] == {"lower": 0.75, "median": 1.0, "upper": 2.0}
     # The package of another checkout than the script's, on either side, would measure something else.
     assert "set PYTHONPATH" in run(ours, theirs, "--against", str(theirs)).stderr
     assert "give another checkout's folder" in run(ours, ours, "--against", str(ours)).stderr
@@ -111,39 +105,22 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_script_that_is_killed_leaves_no_process_behind(tmp_path, number):
     """In the middle of a round; with SIGKILL it is a round of another checkout's script, which is to end as well."""
-    folders = [checkout(tmp_path / name, []) for name in ("ours", "theirs")]
-    for folder in folders:
-        (folder / "benchmarks" / "bench.py").write_text(ENDLESS.format(pids=str(tmp_path)))
-    ours, theirs = folders
+    ours, theirs = (checkout(tmp_path / name, [], ENDLESS.format(pids=str(tmp_path))) for name in ("ours", "theirs"))
     command = [sys.executable, str(ours / "benchmarks" / "bench.py")]
-    if number == signal.SIGKILL:
-        command += ["--against", str(theirs)]
+    command += ["--against", str(theirs)] if number == signal.SIGKILL else []
+    processes, end = [], time.monotonic() + 120
     with subprocess.Popen(
         command,
         env=os.environ | {"PYTHONPATH": str(ours)},
         stderr=subprocess.DEVNULL,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # which tests in the background ignore
     ) as script:
-        wait_until((tmp_path / "taking").exists, 120)
+        while len(processes) < (4 if number == signal.SIGKILL else 3) or not (tmp_path / "taking").exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+            processes = [psutil.Process(int(path.name.split()[1])) for path in tmp_path.glob("* *")]
         script.send_signal(number)
-    pids = [int(path.name.split()[1]) for path in tmp_path.glob("* *")]
-    assert len(pids) == (4 if number == signal.SIGKILL else 3)
-    try:
-        wait_until(lambda: not any(map(is_running, pids)), 5)
-    finally:
-        for pid in filter(is_running, pids):
-            os.kill(pid, signal.SIGKILL)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    left = psutil.wait_procs(processes, timeout=5)[1]
+    for process in left:
+        process.kill()
+    assert not left

@@ -12,13 +12,14 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def as_for_a_script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # as for a script in it
+    return import_module
 
 
-def test_documents_of_the_step_benchmark():
-    step_time = import_module("step_time")
+def test_documents_of_the_step_benchmark(script):
+    step_time = script("step_time")
     assert step_time.whole_rows([4, 3, 2, 1], 2) == [[4], [3, 2, 1]]
     for lengths in step_time.MIXES.values():
         assert sum(lengths) == step_time.LENGTHS_FOR
@@ -29,21 +30,14 @@ def test_documents_of_the_step_benchmark():
                 assert sorted(length for row in rows for length in row) == sorted(lengths)
 
 
-def test_pairs_of_peers_are_those_that_are_computed():
-    peers = import_module("peers")
+def test_pairs_and_figures_of_peers(script):
+    peers = script("peers")
     examples = [{"input_ids": [5] * length} for length in (4, 2, 1)]
     for padded, expected in ((False, 10 + 3 + 1), (True, 3 * 10)):
         collate = peers.Counted(len, padded=padded)
         assert (collate(examples), collate.pairs) == (3, expected)
     assert peers.document_lengths(torch.tensor([0, 1, 2, 0, 0, 1])) == (3, 1, 2)
-
-
-def test_figures_of_peers_are_put_together():
-    peers = import_module("peers")
-    ranks = [
-        {"mix": {"seconds": 2.0, "loss": 7.0, "pairs": 30.0}},
-        {"mix": {"seconds": 2.0, "loss": 7.0, "pairs": 10.0}},
-    ]
+    ranks = [{"mix": {"seconds": 2.0, "loss": 7.0, "pairs": pairs}} for pairs in (30.0, 10.0)]
     assert peers.together(ranks) == {"mix": {"seconds": 2.0, "loss": 7.0, "imbalance": 1.5}}
     assert peers.together([{"mix": {"MiB": 3.0}}, {"mix": {"MiB": 5.0}}]) == {"mix": {"MiB": 5.0}}
     assert peers.largest_difference([2.0, 3.0], [2.0, 4.0]) == 0.25
@@ -53,8 +47,8 @@ def test_figures_of_peers_are_put_together():
         assert all(len(lengths) % ranks == 0 for ranks in peers.RANKS)
 
 
-def test_plans_that_know_of_nodes_beside_flat_ones():
-    planner = import_module("planner")
+def test_plans_that_know_of_nodes_beside_flat_ones(script):
+    planner = script("planner")
     # Half the ranks of each node have one document, half of them four.
     rows = [[512] if rank % 8 < 4 else [128] * 4 for rank in range(64)]
     batch = {"id": "alike-s0", "layout": "dp", "T": 512, "rows": rows}
@@ -82,33 +76,29 @@ def run(mode: str, rows: list[list[int]], ms: list[float], **changes) -> dict:
     }  # fmt: skip
 
 
-def test_what_is_known_of_a_step_of_the_reference(monkeypatch):
-    reference = import_module("reference_steps")
+def test_what_is_known_of_a_step_of_the_reference(script, monkeypatch):
+    reference = script("reference_steps")
 
     def described(mode, rows, **changes):
         (step,) = reference.described(reference.Run.of(run(mode, rows, [1.0], **changes)))
-        return step
+        return step.rows, step.pairs, step.moving > 0
 
-    found = {mode: described(mode, [[8], [4, 4], [2] * 4, [8]]) for mode in ("baseline", "d2", "wlbllm")}
-    assert (found["baseline"].rows, found["baseline"].pairs) == (2, 36 + 20)  # the first rank's
-    assert (found["d2"].pairs < 36 + 20, found["d2"].moving > 0) == (True, True)
-    assert found["baseline"].moving == found["wlbllm"].moving == 0
+    rows = [[8], [4, 4], [2] * 4, [8]]
+    assert described("baseline", rows) == (2, 36 + 20, False)  # the first rank's
+    assert described("d2", rows)[1] < 36 + 20
+    assert (described("d2", rows)[2], described("wlbllm", rows)[2]) == (True, False)
     # Strided: rank 0 has the first and the third row.
-    assert described("baseline", [[8], [4, 4], [2] * 4, [8]], pairing="i,i+dp").pairs == 36 + 20
-    assert described("baseline", [[8], [1], [8], [1]], pairing="i,i+dp").pairs == 2 * 36
-    shared = described("baseline", [[8], [8]], cp=2)
-    assert (shared.rows, shared.pairs, shared.moving > 0) == (1 / 2, 36 / 2, True)
+    assert described("baseline", rows, pairing="i,i+dp")[1] == 36 + 20
+    assert described("baseline", [[8], [1], [8], [1]], pairing="i,i+dp")[1] == 2 * 36
+    assert described("baseline", [[8], [8]], cp=2) == (1 / 2, 36 / 2, True)
     # Whole documents go to the group with the least work: 8 alone; 4, 2 and 2 together.
     monkeypatch.setattr(reference, "EVEN_TOKENS", 4)
-    (alone,), (shared,) = (
-        reference.described(reference.Run.of(run("wlbllm", [[8, 4], [2, 2]], [1.0], cp=count))) for count in (1, 2)
-    )
-    assert (alone.rows, alone.pairs, alone.moving) == (1, 36, 0)
-    assert (shared.rows, shared.pairs, shared.moving > 0) == (1, (36 + 10 + 3 + 3) / 2, True)
+    assert described("wlbllm", [[8, 4], [2, 2]], cp=1) == (1, 36, False)
+    assert described("wlbllm", [[8, 4], [2, 2]], cp=2) == (1, (36 + 10 + 3 + 3) / 2, True)
 
 
-def test_steps_of_the_reference_are_predicted_by_its_baseline_alone():
-    reference = import_module("reference_steps")
+def test_steps_of_the_reference_are_predicted_by_its_baseline_alone(script):
+    reference = script("reference_steps")
     content = json.loads(gzip.decompress((ROOT / "benchmarks/data/measured_steps.json.gz").read_bytes()))
     for name, runs in content.items():
         few = [{**each, "samples": each["samples"][:20]} for each in runs]

@@ -1,35 +1,24 @@
 import json
 import subprocess
+from email import message_from_string
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import torch
-from packaging.requirements import Requirement
 
-from hf_distca.cli.doctor import (
-    AGREE,
-    HOW,
-    Finding,
-    device_findings,
-    launch_findings,
-    link_findings,
-    package_findings,
-    report,
-)
+from hf_distca.cli import doctor
+from hf_distca.cli.doctor import Finding, device_findings, launch_findings, link_findings, report, version_findings
 from tests.launch import ROOT, cpu_environment, launcher
-
-ALONE = ", which no other host reaches"
-SLOW = ": threads that wait for a core slow all down"
 
 
 def of_launch(name, cuda=False, threads=1, **environment):
-    """State, result and change of the finding of this name on a made-up launch with 8 cores; None if there is none."""
+    """State, result and change of the finding of this name on a made-up launch with 8 cores, if there is one."""
     found = launch_findings(environment, cuda=cuda, cores=8, threads=threads)
-    return next(((each.state, each.found, each.change) for each in found if each.name == name), None)
+    return [value for each in found if each.name == name for value in (each.state, each.found, each.change)]
 
 
-def launch(processes, local=None, **more):
-    return {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(local or processes), "LOCAL_RANK": "0", **more}
+def launch(processes, local):
+    return {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(local), "LOCAL_RANK": "0"}
 
 
 def test_findings_of_ranks_are_merged(capsys):
@@ -39,7 +28,7 @@ def test_findings_of_ranks_are_merged(capsys):
     assert report(by_rank, {}, as_json=False) == 1
     assert capsys.readouterr().out.splitlines() == [  # ranks may differ in peft, but not in torch
         "wrong   torch   2.13.0 (ranks 0-1, 3)",
-        f"                -> {AGREE}",
+        f"                -> {doctor.AGREE}",
         "wrong   torch   2.9.0, needs >=2.11 (rank 2)",
         "                -> pip install torch",
         "advice  device  cpu",
@@ -52,8 +41,11 @@ def test_findings_of_ranks_are_merged(capsys):
 def test_versions_are_compared_with_requirements():
     needs = ["numpy>=2.0", "torch>=2.11", "transformers<6,>=5.17", 'peft>=0.18; extra == "peft"']
     needs += ['deepspeed>=0.18; extra == "deepspeed"', 'ruff>=0.8; extra == "dev"', 'tqdm; python_version < "3"']
+    lines = ["Version: 1", "Provides-Extra: deepspeed", "Provides-Extra: peft"]
+    about = message_from_string("\n".join([*lines, *(f"Requires-Dist: {need}" for need in needs)]))
     versions = {"numpy": "2.4.6", "transformers": "6.0.0.dev0", "peft": "0.17.0", "ruff": "0.1"}
-    found = package_findings([Requirement(need) for need in needs], ["deepspeed", "peft"], versions.get)
+    _, own, *found = version_findings(about, versions.get)
+    assert own == Finding("hf-distca", "1")
     assert found == [
         Finding("numpy", "2.4.6"),
         Finding("torch", "not installed, needs >=2.11", "pip install 'torch>=2.11'", needed=True),
@@ -64,57 +56,52 @@ def test_versions_are_compared_with_requirements():
 
 
 def test_processes_threads_and_settings_of_the_environment():
-    assert of_launch("processes", **launch(8, 4)) == ("ok", "8, of which 4 on a host", "")
-    for processes, threads, change in (
-        (launch(8, 4), 2, ""),
-        (launch(4), 8, f"set OMP_NUM_THREADS=2{SLOW}"),
-        (launch(9), 1, "launch at most 8 processes on this host"),
+    assert of_launch("processes", **launch(8, 4)) == ["ok", "8, of which 4 on a host", ""]
+    for processes, local, threads, state, change in (
+        (8, 4, 2, "ok", ""),
+        (4, 4, 8, "advice", "set OMP_NUM_THREADS=2: threads that wait for a core slow all down"),
+        (9, 9, 1, "advice", "launch at most 8 processes on this host"),
     ):
-        found = f"{threads} threads in each of {processes['LOCAL_WORLD_SIZE']} processes on 8 cores"
-        expected = ("advice" if change else "ok", found, change)
-        assert of_launch("OMP_NUM_THREADS", threads=threads, **processes) == expected
-    for name, cuda, environment, state in (
+        found = f"{threads} threads in each of {local} processes on 8 cores"
+        assert of_launch("OMP_NUM_THREADS", threads=threads, **launch(processes, local)) == [state, found, change]
+    for name, cuda, environment, *state in (
         ("processes", False, {}, "ok"),
         ("processes", False, {"WORLD_SIZE": "8"}, "wrong"),
         ("ACCELERATE_USE_CPU", False, {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_DEEPSPEED": "true"}, "wrong"),
-        ("ACCELERATE_USE_CPU", False, {"ACCELERATE_USE_CPU": "true"}, None),
+        ("ACCELERATE_USE_CPU", False, {"ACCELERATE_USE_CPU": "true"}),
         ("dynamo_backend", True, {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "wrong"),
-        ("dynamo_backend", True, {"ACCELERATE_DYNAMO_BACKEND": "no"}, None),
-        ("PYTORCH_ALLOC_CONF", False, {}, None),
+        ("dynamo_backend", True, {"ACCELERATE_DYNAMO_BACKEND": "no"}),
+        ("PYTORCH_ALLOC_CONF", False, {}),
         ("PYTORCH_ALLOC_CONF", True, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "advice"),
         ("PYTORCH_ALLOC_CONF", True, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "ok"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", True, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "advice"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS", True, {}, None),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", True, {}),
     ):
-        found = of_launch(name, cuda=cuda, **environment)
-        assert (found and found[0]) == state, environment
+        assert of_launch(name, cuda=cuda, **environment)[:1] == state, environment
 
 
 def test_addresses_that_gloo_gives(monkeypatch):
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     monkeypatch.setattr("socket.gethostname", lambda: "a")
+    unset = "not set; this host's name 'a' resolves to"
     for named, local, address, state, found in (
         ("eth0", 4, None, "ok", "eth0"),
         ("eth0,ib0", 4, None, "wrong", "eth0,ib0, but this host has no interface ib0, only lo, eth0"),
-        (None, 4, "10.0.0.7", "ok", "not set; this host's name 'a' resolves to 10.0.0.7"),
-        (None, 4, None, "wrong", "not set; this host's name 'a' resolves to no address" + ALONE),
-        (None, 4, "127.0.1.1", "wrong", "not set; this host's name 'a' resolves to 127.0.1.1" + ALONE),
-        (None, 8, "127.0.1.1", "ok", "not set; this host's name 'a' resolves to 127.0.1.1"),
+        (None, 4, "10.0.0.7", "ok", f"{unset} 10.0.0.7"),
+        (None, 4, None, "wrong", f"{unset} no address, which no other host reaches"),
+        (None, 4, "127.0.1.1", "wrong", f"{unset} 127.0.1.1, which no other host reaches"),
+        (None, 8, "127.0.1.1", "ok", f"{unset} 127.0.1.1"),
     ):
         resolve = Mock(return_value=address, side_effect=None if address else OSError)
         monkeypatch.setattr("socket.gethostbyname", resolve)
         environment = launch(8, local) | ({"GLOO_SOCKET_IFNAME": named} if named else {})
-        assert of_launch("GLOO_SOCKET_IFNAME", **environment) == (state, found, HOW if state == "wrong" else "")
+        assert of_launch("GLOO_SOCKET_IFNAME", **environment) == [state, found, doctor.HOW if state == "wrong" else ""]
 
 
-def test_a_gpu_that_no_kernel_supports(monkeypatch):
+def test_a_gpu_that_no_kernel_supports_and_slow_links(monkeypatch):
     about = SimpleNamespace(name="T4", major=7, minor=5)
-    for name, value in (
-        ("get_device_capability", (7, 5)),
-        ("get_device_properties", about),
-        ("mem_get_info", (12e9, 16e9)),
-        ("device_count", 2),
-    ):
+    of_torch = {"get_device_capability": (7, 5), "get_device_properties": about}
+    for name, value in (of_torch | {"mem_get_info": (12e9, 16e9), "device_count": 2}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     device, none = device_findings(torch.device("cuda"), 2)
     assert device == Finding("device", "T4, compute capability 7.5, 12.0 GB free of 16.0")
@@ -123,9 +110,6 @@ def test_a_gpu_that_no_kernel_supports(monkeypatch):
     shared, _ = device_findings(torch.device("cuda"), 3)
     assert (shared.state, shared.found.endswith(", one of 2 for 3 processes")) == ("wrong", True)
     assert device_findings(torch.device("cpu"), 1)[1:] == [Finding("attention_kernel", "auto is cpu")]
-
-
-def test_slow_links_are_named():
     rates = {(0, 1): 400.0, (1, 0): 390.0, (0, 2): 40.0, (2, 0): 42.0, (1, 2): 41.0, (2, 1): 9.0}
     within, between = link_findings(rates, (0, 0, 1))
     assert within == Finding("links within nodes", "395.00 GB/s; the slowest, rank 1 to 0, 390.00")

@@ -1,6 +1,7 @@
 import json
 
 import datasets
+import numpy as np
 import pytest
 import torch
 
@@ -10,10 +11,9 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from tests.models_and_batches import small_model
 from tests.survey.tiny import tiny_config
 
+BYTES = [f"bytes_{where}_nodes{of}" for where in ("within", "between") for of in ("", "_bottleneck", "_busiest_node")]
 KEYS = [
-    *("max_over_mean", "tokens_max_over_mean", "bytes_total", "bytes_bottleneck"),
-    *("bytes_within_nodes", "bytes_within_nodes_bottleneck", "bytes_within_nodes_busiest_node"),
-    *("bytes_between_nodes", "bytes_between_nodes_bottleneck", "bytes_between_nodes_busiest_node", "link_seconds"),
+    *("max_over_mean", "tokens_max_over_mean", "bytes_total", "bytes_bottleneck", *BYTES, "link_seconds"),
     *("tasks", "min_rows", "tasks_below_block", "nano_batches", "stages", "exchange_buffers", "plan_ms"),
 ]
 FIXED = ("--document-layout", "fixed")
@@ -33,11 +33,11 @@ def command(tmp_path):
 
 
 @pytest.fixture
-def dumped(command, run, tmp_path):
-    """Plan lengths and return the dumped nano-batches."""
+def dumped(run, tmp_path):
+    """Run a command that plans and return the dumped nano-batches."""
 
-    def dumped(*given) -> list[dict]:
-        assert run(*command(*given), "--dump", str(tmp_path / "dump.json"))[0] == 0
+    def dumped(*command) -> list[dict]:
+        assert run(*command, "--dump", str(tmp_path / "dump.json"))[0] == 0
         return json.loads((tmp_path / "dump.json").read_text())["nano_batches"]
 
     return dumped
@@ -46,42 +46,28 @@ def dumped(command, run, tmp_path):
 def test_figures(command, figures):
     found = figures(*command([[4, 4], [2, 6]], 2, 8, *UNBALANCED))
     assert list(found) == KEYS
-    assert found["max_over_mean"] == pytest.approx(24 / 22)
-    assert found["tokens_max_over_mean"] == 1.0
+    assert list(found.values())[:15] == [pytest.approx(24 / 22), 1.0, *[0] * 9, 4, 2, 4, 2]
     assert found["plan_ms"] > 0
-    assert [found[key] for key in KEYS[2:11]] == [0] * 9
-    assert [found[key] for key in KEYS[11:15]] == [4, 2, 4, 2]
     # The joint layout places the documents of rows itself.
     assert figures(*command([[4, 4, 4, 4], []], 2, 8))["tokens_max_over_mean"] == 1.0
     # Nodes have eight ranks by default.
     batch = ["plan", "--lengths", "one-long", "--ranks", "12", "--tokens-per-rank", "512"]
     default, given = figures(*batch), figures(*batch, "--ranks-per-node", "8,4")
     assert default["bytes_within_nodes"] > 0
-    assert [default[key] for key in KEYS[4:11]] == [given[key] for key in KEYS[4:11]]
+    assert [default[key] for key in BYTES] == [given[key] for key in BYTES]
 
 
-def test_dumps_hold_documents_segments_and_tasks(dumped):
-    (nano_batch,) = dumped([[4, 4], [8]], 2, 8, *UNBALANCED)
-    assert nano_batch == {
-        "documents": [0, 1, 2],
-        "lengths": [4, 4, 8],
-        "segments": [[0, 0, 4, 0, 0], [1, 0, 4, 0, 4], [2, 0, 8, 1, 0]],
-        "tasks": [[0, 0, 4, 0], [1, 0, 4, 0], [2, 0, 8, 1]],
-    }
-    first, second = dumped([[4, 3], [2, 6]], 2, 8, *UNBALANCED)
+def test_dumps_hold_documents_segments_and_tasks(command, dumped):
+    (nano_batch,) = dumped(*command([[4, 4], [8]], 2, 8, *UNBALANCED))
+    documents = {"documents": [0, 1, 2], "lengths": [4, 4, 8], "tasks": [[0, 0, 4, 0], [1, 0, 4, 0], [2, 0, 8, 1]]}
+    assert nano_batch == documents | {"segments": [[0, 0, 4, 0, 0], [1, 0, 4, 0, 4], [2, 0, 8, 1, 0]]}
+    first, second = dumped(*command([[4, 3], [2, 6]], 2, 8, *UNBALANCED))
     assert (first["documents"], first["segments"]) == ([0, 2], [[0, 0, 4, 0, 0], [1, 0, 2, 1, 0]])
     assert (second["documents"], second["segments"]) == ([1, 3], [[0, 0, 3, 0, 0], [1, 0, 6, 1, 0]])
     # A plain list is cut into equal shares.
-    (nano_batch,) = dumped([3, 7, 2], 4, 4, *FIXED, "--no-ping-pong")
+    (nano_batch,) = dumped(*command([3, 7, 2], 4, 4, *FIXED, "--no-ping-pong"))
     cut = [[1, 0, 3, 1, 0], [1, 3, 6, 2, 0], [1, 6, 7, 3, 0]]
     assert nano_batch["segments"] == [[0, 0, 3, 0, 0], *cut, [2, 0, 2, 3, 1]]
-
-
-def test_bytes_follow_shapes_and_windows(command, figures):
-    fixed = command([[8192], [128] * 64], 2, 8192, *FIXED)
-    options = ((), ("--dtype", "float32"), ("--q-heads", "8", "--kv-heads", "2"), ("--window", "1"))
-    total, *others = (figures(*fixed, *each)["bytes_total"] for each in options)
-    assert others == [2 * total, total // 4, 0]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +77,6 @@ def test_bytes_follow_shapes_and_windows(command, figures):
         ({"a": 1}, (), "found {'a': 1}, not a list of lengths; expected a JSON list"),
         ([[], []], (), "holds no documents"),
         ([[1], 2], (), "row 1: found 2, not a list"),
-        ([[[1]]], (), "row 0: item 0 is [1], not 1 or more tokens"),
         ([1, 2.0], (), "item 1 is 2.0"),
         ([True], (), "item 0 is True"),
         ([[1], [0]], (), "row 1: item 0 is 0"),
@@ -102,13 +87,11 @@ def test_bytes_follow_shapes_and_windows(command, figures):
         ([10**30], (), "must be 64-bit integers"),
         ([2**40], (), "hold more than"),
         ([1], ("--kv-heads", "5"), "kv_heads must divide q_heads"),
-        ([1], ("--window", "0"), "--window: must be a positive whole number, got '0'"),
         ([1], ("--head-dim", "x"), "--head-dim: must be a positive whole number, got 'x'"),
         ([1], ("--ranks", "4097"), "--ranks: must be at most 4096, got 4097"),
         ([9], ("--ranks", "1024", "--tokens-per-rank", "32k"), "on 1024 ranks leave fewer than 8 blocks of 128"),
         ([1], ("--balance-tolerance", "nan"), "or 'auto', got 'nan'"),
         ([1], ("--balance-block-size", "0"), "balance_block_size must be positive, got 0"),
-        ([1], ("--document-layout", "best"), "--document-layout: invalid choice: 'best'"),
         ([1], ("--ranks-per-node", "2,1"), "ranks_per_node=2,1 adds up to 3 ranks, but 2 ranks train"),
         ([1], ("--network-bandwidth", "0"), "--network-bandwidth: must be a positive number of gigabytes, got '0'"),
         ([1], ("--attention-kernel", "auto"), "--attention-kernel: invalid choice: 'auto'"),
@@ -128,51 +111,47 @@ def test_bad_input_is_one_line_and_status_2(command, run, lengths, options, mess
     assert "expected" in error or len(error) < 300
 
 
-CORPUS = [9000, 300, 4000, 1200, 70, 2500, 640, 3300, 128, 5000]
-
-
 @pytest.mark.parametrize("layout", ["joint", "fixed"])
-def test_the_plan_is_the_trainers(dumped, tmp_path, layout):
-    model = small_model()
+def test_the_plan_is_the_trainers(command, dumped, tmp_path, layout):
+    model, corpus = small_model(), [9000, 300, 4000, 1200, 70, 2500, 640, 3300, 128, 5000]
     settings = {"tokens_per_rank": 8192, "document_layout": layout}
     arguments = hf_distca.DistCATrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **settings)
-    dataset = datasets.Dataset.from_dict({"input_ids": [[1] * length for length in CORPUS]})
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1] * length for length in corpus]})
     trainer = hf_distca.DistCATrainer(model=model, args=arguments, train_dataset=dataset)
-    config = hf_distca.DistCAConfig(**settings)
-    own = {ranks: hf_distca.plan_settings(model, config, ranks=ranks, device=torch.device("cpu")) for ranks in (1, 4)}
-    assert own[1] == trainer.dispatcher.settings
-
+    config, device = hf_distca.DistCAConfig(**settings), torch.device("cpu")
+    of_one, of_four = (hf_distca.plan_settings(model, config, ranks=ranks, device=device) for ranks in (1, 4))
+    assert of_one == trainer.dispatcher.settings
     sizes = "--q-heads 4 --kv-heads 2 --head-dim 8 --dtype float32 --attention-kernel cpu"
-    shown = dumped(CORPUS, 4, 8192, "--document-layout", layout, *sizes.split())
-    planned = plan_micro_batch(CORPUS, own[4]).nano_batches
+    shown = dumped(*command(corpus, 4, 8192, "--document-layout", layout, *sizes.split()))
+    planned = plan_micro_batch(corpus, of_four).nano_batches
     assert len(shown) == len(planned) == 2
     for printed, nano in zip(shown, planned, strict=True):
         assert printed["documents"] == nano.documents.tolist()
         assert printed["segments"] == [list(segment) for segment in nano.layout.segments.tolist()]
-        assert printed["tasks"] == [list(task) for task in nano.plans[own[4].dominant_kind].tasks.tolist()]
+        assert printed["tasks"] == [list(task) for task in nano.plans[of_four.dominant_kind].tasks.tolist()]
 
 
-@pytest.mark.parametrize(
-    ("ranks_per_node", "within", "between", "link_seconds"),
-    [
-        # Ranks receive 0, 2, 4 and 6 rows.
-        ("1", (0, 0, 0), (96, 48, 48), 48 / 0.25e9),
-        ("auto", (96, 48, 96), (0, 0, 0), 48e-9),
-        # The first 4 rows cross to ranks 2 and 3, two to each, and are forwarded there.
-        ("2", (64, 32, 48), (32, 16, 32), 16 / 0.25e9),
-        # The first 4 rows cross from the first node to rank 2, and to rank 3 as well, which gets 6.
-        ("2,1,1", (16, 16, 16), (80, 48, 64), 48 / 0.25e9),
-    ],
-)
-def test_bytes_within_nodes_and_between(command, figures, ranks_per_node, within, between, link_seconds):
+def test_bytes_follow_shapes_windows_and_nodes(command, figures):
+    fixed = command([[8192], [128] * 64], 2, 8192, *FIXED)
+    options = ((), ("--dtype", "float32"), ("--q-heads", "8", "--kv-heads", "2"), ("--window", "1"))
+    total, *others = (figures(*fixed, *each)["bytes_total"] for each in options)
+    assert others == [2 * total, total // 4, 0]
     # A document of 8 rows on 4 ranks, each of which reads all rows before its own; a row of K and V is 8 bytes.
     shapes = ["--dtype", "float32", "--q-heads", "1", "--kv-heads", "1", "--head-dim", "1"]
-    links = ["--ranks-per-node", ranks_per_node, "--node-bandwidth", "1", "--network-bandwidth", "0.25"]
-    found = figures(*command([8], 4, 2, *UNBALANCED, *shapes, *links))
-    assert (found["bytes_total"], found["bytes_bottleneck"]) == (96, 48)
-    assert tuple(found[key] for key in KEYS[4:7]) == within
-    assert tuple(found[key] for key in KEYS[7:10]) == between
-    assert found["link_seconds"] == pytest.approx(link_seconds)
+    for ranks_per_node, nodes, link_seconds in (
+        # Ranks receive 0, 2, 4 and 6 rows.
+        ("1", [0, 0, 0, 96, 48, 48], 48 / 0.25e9),
+        ("auto", [96, 48, 96, 0, 0, 0], 48e-9),
+        # The first 4 rows cross to ranks 2 and 3, two to each, and are forwarded there.
+        ("2", [64, 32, 48, 32, 16, 32], 16 / 0.25e9),
+        # The first 4 rows cross from the first node to rank 2, and to rank 3 as well, which gets 6.
+        ("2,1,1", [16, 16, 16, 80, 48, 64], 48 / 0.25e9),
+    ):
+        links = ["--ranks-per-node", ranks_per_node, "--node-bandwidth", "1", "--network-bandwidth", "0.25"]
+        found = figures(*command([8], 4, 2, *UNBALANCED, *shapes, *links))
+        assert (found["bytes_total"], found["bytes_bottleneck"]) == (96, 48)
+        assert [found[key] for key in BYTES] == nodes
+        assert found["link_seconds"] == pytest.approx(link_seconds)
 
 
 def test_the_table_and_figures_of_ranks(command, run, figures, tmp_path):
@@ -201,7 +180,7 @@ def test_memory_of_a_model(command, figures, tmp_path):
     parameters = sum(p.numel() for p in small_model().parameters())
     assert list(memory) == ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
     ddp = memory["ddp"]
-    assert (ddp["weights"], ddp["gradients"], ddp["optimizer"]) == (4 * parameters, 8 * parameters, 8 * parameters)
+    assert [ddp[part] / parameters for part in ("weights", "gradients", "optimizer")] == [4, 8, 8]
     plain, checkpointed = ddp["without_checkpointing"], ddp["with_checkpointing"]
     assert checkpointed["parts"]["kept O"] == 2 * 2048 * (32 + 4) * 4
     assert plain["total"] == sum(plain["parts"].values()) + 20 * parameters
@@ -212,30 +191,25 @@ def test_memory_of_a_model(command, figures, tmp_path):
         assert f"\n{line} " in f"\n{shown}"
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "llama4_text"])
-def test_hybrids_and_experts(command, run, figures, tmp_path, model_type):
-    tiny_config(model_type).save_pretrained(tmp_path)
-    found = figures(*command([150, 30], 2, 96, "--model", str(tmp_path), "--dtype", "float32"))
-    assert found["tokens_max_over_mean"] == 1.0
-    assert found["memory"]["ddp"]["without_checkpointing"]["total"] > 0
-    if model_type == "qwen3_next":
-        cut = command([150, 30], 2, 96, "--model", str(tmp_path), "--document-layout", "fixed", "--no-ping-pong")
-        found = figures(*cut)
-        # One layer: 3 rows of 48 channels in bfloat16; A and B of 2 heads, 8 rows and 16 columns in float32.
-        halo, state = 3 * 48 * 2, 2 * 8 * 16 * 4
-        mixing = found["mixing"]
-        assert (mixing["layers"], mixing["segments"], mixing["state_bytes"]) == (1, 2, state)
-        assert (mixing["runs"], mixing["bytes_bottleneck"]) == (2, halo + state)
-        assert "kernel runs, busiest rank      2 a layer" in run(*cut)[1]
+def test_hybrids_and_experts(command, run, figures, tmp_path):
+    for model_type in ("llama4_text", "qwen3_next"):
+        tiny_config(model_type).save_pretrained(tmp_path)
+        of_model = command([150, 30], 2, 96, "--model", str(tmp_path))
+        assert figures(*of_model, "--dtype", "float32")["tokens_max_over_mean"] == 1.0
+    cut = [*of_model, "--document-layout", "fixed", "--no-ping-pong"]
+    mixing = figures(*cut)["mixing"]
+    # One layer: 3 rows of 48 channels in bfloat16; A and B of 2 heads, 8 rows and 16 columns in float32.
+    halo, state = 3 * 48 * 2, 2 * 8 * 16 * 4
+    assert (mixing["layers"], mixing["segments"], mixing["state_bytes"]) == (1, 2, state)
+    assert (mixing["runs"], mixing["bytes_bottleneck"]) == (2, halo + state)
+    assert "kernel runs, busiest rank      2 a layer" in run(*cut)[1]
 
 
 def test_a_model_whose_documents_stay_whole(command, run, tmp_path):
     tiny_config("jamba").save_pretrained(tmp_path)
     model = ["--model", str(tmp_path)]
     status, _, error = run(*command([60, 30], 2, 96, *model, "--document-layout", "joint"))
-    assert status == 2
-    assert "would be wrong for a document that is cut" in error
-    assert "set document_layout='whole'" in error
+    assert (status, "set document_layout='whole'" in error) == (2, True)
     assert "document 0 has 97 tokens" in run(*command([97, 30], 2, 96, *model))[2]
 
 
@@ -245,3 +219,55 @@ def test_one_document_travels_in_stages_through_small_buffers(command, figures):
     assert found["stages"] >= 8
     # Six buffers for K and V, there and back; queries stay.
     assert found["exchange_buffers"] <= 6 * (1 << 20) + 8 * 4096
+
+
+SMALL = ["--ranks", "2", "--tokens-per-rank", "8"]
+
+
+def test_tables_hold_lengths_or_tokens(run, tmp_path):
+    for ending, write in (("csv", "to_csv"), ("jsonl", "to_json"), ("parquet", "to_parquet")):
+        file = tmp_path / f"documents.{ending}"
+        columns = {"length": [4, 4, 2, 6]} if ending == "csv" else {"input_ids": [[1] * n for n in (4, 4, 2, 6)]}
+        getattr(datasets.Dataset.from_dict(columns), write)(file)
+        assert "documents                      4, 16 tokens" in run("plan", "--lengths", str(file), *SMALL)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("a.csv", None, [], "no such file"),
+        ("a.json", None, [], "cannot read"),
+        ("a.csv", "", [], "expected a csv file (No columns to parse from file)"),
+        ("a.csv", "text\nab", [], "has columns ['text'], but none of ['length', 'input_ids']; set --column"),
+        ("a.csv", "text\nab", ["--column", "text"], "string; expected whole numbers of tokens, or lists of tokens"),
+        ("a.csv", "length\n2.5", [], "column length holds double; expected whole numbers"),
+        ("a.csv", "length\n3\n0", [], "column length: row 1 is 0, but a document has at least 1 token"),
+        ("a.jsonl", '{"input_ids": [1]}\n{"input_ids": null}\n', [], "column input_ids is empty in row 1; leave such"),
+        ("no/where", None, [], "/no/where': expected a .json, .csv, .jsonl or .parquet file, one of"),
+        ("lognormal:0", None, [], "is not a distribution: expected lognormal:MEDIAN,SIGMA"),
+        ("lognormal:nan,1", None, [], "the median must be from 1 to 1000000000 tokens, got nan"),
+        ("lognormal:1000,9", None, [], "sigma must be above 0 and at most 3, got 9"),
+        ("lognormal:1000,nan", None, [], "sigma must be above 0 and at most 3, got nan"),
+        ("lognormal:1e12,9", None, [], "the median must be from 1 to 1000000000 tokens, got 1e+12"),
+    ],
+)
+def test_sources_without_lengths(run, tmp_path, name, content, options, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    source = name if name.startswith("lognormal") else str(tmp_path / name)
+    status, _, error = run("plan", "--lengths", source, *SMALL, *options)
+    assert (status, message in error) == (2, True), error
+
+
+def test_micro_batches_are_drawn(dumped, figures, tmp_path):
+    for source in ("prolong", "one-long", "lognormal:300,1"):
+        setting = ["--lengths", source, "--ranks", "4", "--tokens-per-rank", "2k", "--seed"]
+        drawn = [[nano["lengths"] for nano in dumped("plan", *setting, seed)] for seed in "001"]
+        assert 4096 < sum(map(sum, drawn[0])) <= 8192
+        assert drawn[0] == drawn[1] != drawn[2]
+    datasets.Dataset.from_dict({"tokens": [300, 40, 5] * 100}).save_to_disk(tmp_path / "data")
+    np.savetxt(tmp_path / "lengths.csv", [300, 40, 5], "%d", header="tokens", comments="")
+    setting = ["--ranks", "2", "--tokens-per-rank", "1k", "--column", "tokens"]
+    assert figures("plan", "--lengths", str(tmp_path / "data"), *setting)["tasks"] > 10
+    of_file = ["--lengths", str(tmp_path / "lengths.csv"), *setting, "--batches", "1"]
+    assert figures("simulate", *of_file)["documents"] > 10  # more than the file has

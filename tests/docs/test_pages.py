@@ -3,9 +3,9 @@
 import ast
 import importlib.util
 import inspect
-import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -20,10 +20,13 @@ from pathlib import Path
 import pytest
 import transformers
 from accelerate import Accelerator
+from accelerate.commands.launch import launch_command_parser
 from transformers import HfArgumentParser
 from transformers.distributed import DistributedConfig
 
 import hf_distca
+from benchmarks import result_tables as tables
+from benchmarks.result_tables import result
 from hf_distca.cli.main import main
 from hf_distca.trainer.metrics import METRICS
 from tests.docs.reference import REFUSALS, template
@@ -52,10 +55,8 @@ OTHERS = {
     *("output_router_logits", "router_aux_loss_coef"),
 }
 """Names of others', and of files and folders, that pages speak of."""
-LAUNCHER = {
-    *("--config_file", "--num_processes", "--num_machines", "--machine_rank", "--main_process_ip"),
-    *("--main_process_port", "--module"),
-}
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(" ".join(re.findall(r"^([\w -]+):", MAKEFILE, re.M)).split())
 TEXT_BYTES = 12_000
 """Bytes of the quickstart's text that are trained on here."""
 
@@ -83,48 +84,41 @@ EVERY_COMMAND = {f"{page}: {line}": line for page in PAGES for line in commands(
 # Files, names, options
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_files_that_are_named_exist(page):
-    text = PAGES[page]
+def test_files_that_are_named_exist():
     folders = r"(?:benchmarks|docs|examples|hf_distca|tests)"
-    named = set(re.findall(rf"`({folders}/[\w/.]*)`", text))
-    named |= set(re.findall(rf"(?<![\w/])({folders}/[\w/]+\.(?:py|yaml|json(?:\.gz)?))\b", text))
-    assert not {path for path in named - WRITTEN_ON_GPUS if not (ROOT / path).exists()}
-    for path in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert (ROOT / page).parent.joinpath(path).exists(), path
-    assert set(re.findall(r"\bdistca/([a-z_]+)", text)) <= set(METRICS)
+    for page, text in PAGES.items():
+        named = set(re.findall(rf"`({folders}/[\w/.]*)`", text))
+        named |= set(re.findall(rf"(?<![\w/])({folders}/[\w/]+\.(?:py|yaml|json(?:\.gz)?))\b", text))
+        assert not [path for path in named - WRITTEN_ON_GPUS if not (ROOT / path).exists()], page
+        for path in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert (ROOT / page).parent.joinpath(path).exists(), (page, path)
+        assert set(re.findall(r"\bdistca/([a-z_]+)", text)) <= set(METRICS), page
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_python_compiles_and_its_names_exist(page):
-    for code in blocks(page, "python"):
-        for node in ast.walk(ast.parse(code)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in OBJECTS:
-                known = OBJECTS[node.value.id]
-                made = inspect.isclass(known) and f"self.{node.attr} = " in inspect.getsource(known.__init__)
-                assert hasattr(known, node.attr) or made, node.attr
-            if isinstance(node, ast.Call) and re.fullmatch(r"hf_distca\.\w+", ast.unparse(node.func)):
-                called = getattr(hf_distca, node.func.attr)
-                inspect.signature(called).bind(*node.args, **{keyword.arg: None for keyword in node.keywords})
+def test_python_compiles_and_its_names_exist():
+    for node in (node for page in PAGES for code in blocks(page, "python") for node in ast.walk(ast.parse(code))):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in OBJECTS:
+            known = OBJECTS[node.value.id]
+            made = inspect.isclass(known) and f"self.{node.attr} = " in inspect.getsource(known.__init__)
+            assert hasattr(known, node.attr) or made, node.attr
+        if isinstance(node, ast.Call) and re.fullmatch(r"hf_distca\.\w+", ast.unparse(node.func)):
+            called = getattr(hf_distca, node.func.attr)
+            inspect.signature(called).bind(*node.args, **{keyword.arg: None for keyword in node.keywords})
 
 
-@pytest.mark.parametrize("page", WITH_NAMES)
-def test_names_exist(page):
-    code = [
-        *SOURCES,
-        *(path.read_text() for folder in ("examples", "tests") for path in (ROOT / folder).rglob("*.py")),
-    ]
-    known = set(re.findall(r"\w+", "\n".join(code))) | set(SETTINGS) | OTHERS
-    known |= set(re.findall(r"[\w-]+", (ROOT / "Makefile").read_text()))
-    known |= set(inspect.signature(DistributedConfig).parameters)
-    known |= {path.stem for folder in ("examples", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.*")}
-    prose = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.S | re.M)
-    named = set(re.findall(r"[a-z]\w*_\w+|[A-Z][a-z]+[A-Z]\w+", " ".join(re.findall(r"`([^`\n]+)`", prose))))
-    assert not {name for name in named - known if not hasattr(transformers, name)}
+def test_names_exist():
+    paths = [path for folder in ("examples", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.*")]
+    code = [*SOURCES, *(path.read_text() for path in paths if path.suffix == ".py")]
+    known = {*re.findall(r"\w+", "\n".join(code)), *re.findall(r"[\w-]+", MAKEFILE), *(path.stem for path in paths)}
+    known |= {*SETTINGS, *OTHERS, *inspect.signature(DistributedConfig).parameters}
+    for page in WITH_NAMES:
+        prose = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.S | re.M)
+        named = set(re.findall(r"[a-z]\w*_\w+|[A-Z][a-z]+[A-Z]\w+", " ".join(re.findall(r"`([^`\n]+)`", prose))))
+        assert not {name for name in named - known if not hasattr(transformers, name)}, page
 
 
 @pytest.mark.parametrize("line", EVERY_COMMAND.values(), ids=EVERY_COMMAND)
-def test_options_of_commands_exist(line, monkeypatch, capsys):
+def test_options_and_targets_of_commands_exist(line, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "examples")
     if match := re.search(r"(?:hf-distca|hf_distca\.cli\.main) (\w+)(.*)", line):
         with pytest.raises(SystemExit):
@@ -133,32 +127,25 @@ def test_options_of_commands_exist(line, monkeypatch, capsys):
         assert set(re.findall(r"(?<= )--[a-z-]+", match[2])) <= known
     if line.startswith("accelerate launch"):
         options = re.split(r"\S+\.py|(?<=--module)", line)[0]
-        assert set(re.findall(r"--\w+", options)) <= LAUNCHER
-    if match := re.search(r"examples/(make_checkpoint|train|finetune_llama|sft_chat)\.py (.*)", line):
-        script, options = match[1], shlex.split(match[2])
-        if script == "make_checkpoint":
-            known = set(re.findall(r"\"(--\w+)\"", (ROOT / "examples" / "make_checkpoint.py").read_text()))
-            assert {option for option in options if option.startswith("--")} <= known
-        elif script == "train":
-            parser = HfArgumentParser(hf_distca.DistCATrainingArguments)
+        assert set(re.findall(r"--\w+", options)) <= launch_command_parser()._option_string_actions.keys()
+    if line.startswith("make "):
+        assert set(re.findall(r" ([a-z][\w-]*)(?= |$)", line)) <= TARGETS
+    if match := re.search(r"examples/make_checkpoint\.py (.*)", line):
+        known = set(re.findall(r"\"(--\w+)\"", (ROOT / "examples" / "make_checkpoint.py").read_text()))
+        assert set(re.findall(r"--\w+", match[1])) <= known
+    if match := re.search(r"examples/(train|finetune_llama|sft_chat)\.py (.*)", line):
+        arguments = hf_distca.DistCASFTConfig if match[1] == "sft_chat" else hf_distca.DistCATrainingArguments
+        own = [] if match[1] == "train" else [import_module(match[1]).ScriptArguments]
+        parser = HfArgumentParser([*own, arguments])
+        if not own:
             parser.add_argument("model")
             parser.add_argument("text", nargs="+")
-            parser.parse_args(options)
-        else:
-            arguments = hf_distca.DistCASFTConfig if script == "sft_chat" else hf_distca.DistCATrainingArguments
-            HfArgumentParser((import_module(script).ScriptArguments, arguments)).parse_args(
-                [option for option in options if "…" not in option]
-            )
+        parser.parse_args([option for option in shlex.split(match[2]) if "…" not in option])
 
 
-def test_targets_exist():
-    targets = (ROOT / "Makefile").read_text()
+def test_targets_that_pages_name_exist():
     texts = "\n".join([*PAGES.values(), (ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md").read_text()])
-    named = set(re.findall(r"`make ([a-z-]+)", texts))
-    for line in EVERY_COMMAND.values():
-        named |= set(re.findall(r" ([a-z][\w-]*)(?= |$)", line)) if line.startswith("make ") else set()
-    for target in named:
-        assert re.search(rf"^[\w -]*\b{target}\b[\w -]*:", targets, re.M), target
+    assert set(re.findall(r"`make ([a-z-]+)", texts)) <= TARGETS
 
 
 # Messages
@@ -177,47 +164,38 @@ def texts_of(source: str) -> list[str]:
     return [re.sub(r"%(\.\d)?\w", "…", text) for text in found]
 
 
-def matches(quoted: str, text: str) -> bool:
-    """Whether a quoted message is a text of the code, or a part of it; … in the quotation stands for anything."""
-    return re.search(".*".join(map(re.escape, quoted.split("…"))), text, re.S) is not None
-
-
-@pytest.fixture(scope="module")
-def texts():
-    """All strings of the code, and the messages of its tables of refusals."""
+def test_quoted_messages_are_those_of_the_code():
+    """A quotation is a message or a part of one, and … in it stands for anything."""
     tables = [template(f"{entry.found}, but {entry.reason}; {entry.remedy}") for entry in chain(*REFUSALS.values())]
-    return [*tables, *(text for source in SOURCES for text in texts_of(source))]
-
-
-@pytest.mark.parametrize("page", QUOTING)
-def test_quoted_messages_are_those_of_the_code(page, texts):
-    quoted = re.findall(r"^> (.*)$", PAGES[page], re.M)
-    assert len(quoted) >= 5
-    assert not [line for line in quoted if not any(matches(line.strip(), text) for text in texts)]
+    known = "\0".join([*tables, *(text for source in SOURCES for text in texts_of(source))])
+    for page in QUOTING:
+        quoted = re.findall(r"^> (.*)$", PAGES[page], re.M)
+        assert len(quoted) >= 5
+        for line in quoted:
+            assert re.search(r"[^\0]*".join(map(re.escape, line.strip().split("…"))), known), (page, line)
 
 
 # Shape
 
 
-def test_shape_of_the_pages():
-    assert len(README.splitlines()) <= 160
-    assert len(README.split()) <= 1500
+def test_length_and_sections_of_pages():
+    assert (len(README.splitlines()) <= 160, len(README.split()) <= 1500) == (True, True)
     for page in GUIDES:
         assert re.findall(r"^## (.*)$", PAGES[page], re.M) == ["Run it", "What you see", "What goes wrong"]
 
 
-def in_first_column(page: str, pattern: str) -> set[str]:
-    """Names of a form in the first column of a page's tables, some of which share a cell."""
-    cells = re.findall(rf"^\| ((?:`{pattern}`(?:, )?)+) \|", PAGES[page], re.M)
-    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
-
-
 def test_extras_versions_and_configs_are_those_that_are_declared():
+    def in_first_column(page: str, pattern: str) -> set[str]:
+        """Names of a form in the first column of a page's tables, some of which share a cell."""
+        cells = re.findall(rf"^\| ((?:`{pattern}`(?:, )?)+) \|", PAGES[page], re.M)
+        return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert in_first_column("docs/start/install.md", r"[\w-]+") == set(declared["optional-dependencies"])
     needs = dict(re.match(r"(\w+)>=([\d.]+)", need).groups() for need in declared["dependencies"] if ">=" in need)
-    for name in ("torch", "transformers", "accelerate"):
-        assert f"{name} {needs[name]}" in PAGES["docs/start/install.md"]
+    assert all(
+        f"{name} {needs[name]}" in PAGES["docs/start/install.md"] for name in ("torch", "transformers", "accelerate")
+    )
     shown = in_first_column("docs/start/launching.md", r"\w+\.yaml")
     assert shown == {path.name for path in CONFIGS.glob("*.yaml")}
 
@@ -284,21 +262,11 @@ def test_the_shown_memory_is_counted(tmp_path, monkeypatch, capsys):
         assert printed[" ".join(row[:-4])][:4] == row[-4:]
 
 
-def test_the_demo_prints_the_shown_lines():
-    (shown,) = (block for block in blocks("docs/start/quickstart.md") if "plain DDP" in block)
-    source = (ROOT / "examples" / "demo.py").read_text()
-    labels = [line.split("  ")[0] for line in shown.splitlines() if re.match(r"(step time|idle|imbalance|loss)", line)]
-    assert len(labels) == 5
-    assert all(f'"{label}"' in source for label in labels)
-
-
 def in_shell(command: str, folder: Path) -> str:
     """Output of a command in a shell with the environment activated."""
-    environment = cpu_environment()
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
-    )
+    environment = cpu_environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    shell = ["bash", "-c", command]
+    done = subprocess.run(shell, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -327,20 +295,7 @@ def test_the_quickstart_and_the_shown_scripts_train(tmp_path):
 # Figures
 
 
-def result(name):
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["result"]
-
-
-@pytest.fixture(scope="module")
-def tables():
-    sys.path.insert(0, str(ROOT / "benchmarks"))  # as for a script in it
-    import result_tables
-
-    yield result_tables
-    sys.path.remove(str(ROOT / "benchmarks"))
-
-
-def test_all_tables_have_the_figures_of_the_results(tables):
+def test_all_tables_have_the_figures_of_the_results():
     texts = {page: page.read_text() for page in tables.PAGES}
     stale = [str(page.relative_to(ROOT)) for page, text in texts.items() if tables.written(text) != text]
     assert not stale, "python benchmarks/result_tables.py writes their tables anew"
@@ -351,7 +306,7 @@ def test_all_tables_have_the_figures_of_the_results(tables):
     assert {by.get(name, name) for name, _ in shown} - {"memory_guide"} <= {name for name, command in shown if command}
 
 
-def test_the_formula_gives_the_simulated_gains(tables):
+def test_the_formula_gives_the_simulated_gains():
     for row in result("typical_data")["settings"]:
         assert abs(tables.gain_by_formula(row) - row["over_plain"]) <= 0.02, row["documents"]
         assert (row["t"] * row["r"] + row["m"]) / (row["r"] + 1) >= tables.gain_by_formula(row) - 1e-3
@@ -359,24 +314,19 @@ def test_the_formula_gives_the_simulated_gains(tables):
     assert len({(row[0], row[1], row[3:]) for row in rows}) == len(rows)  # rows that are equal share one
 
 
-def test_gains_are_as_pages_summarise_them():
-    rows = result("typical_data")["settings"]
-    gains = {
-        ranks: {row["documents"]: row["over_best_other_of_batches"]["median"] for row in rows if row["ranks"] == ranks}
-        for ranks in (8, 64)
-    }
-    most = {ranks: max(of.values()) for ranks, of in gains.items()}
+def test_figures_in_sentences_are_those_of_the_results():
+    most, single = {}, []
+    for ranks in (8, 64):
+        rows = [row for row in result("typical_data")["settings"] if row["ranks"] == ranks]
+        gains = {row["documents"]: row["over_best_other_of_batches"]["median"] for row in rows}
+        assert gains["agent traces"] < 1.02
+        most[ranks], fixed = max(gains.values()), [row["over_best_fixed"] for row in rows]
+        single.append(f"{min(fixed):.2f} to {max(fixed):.2f} on {ranks}")
     assert most[8] < 1.05  # "hardly anything to gain"
     assert most[64] > 1.2  # "large where a few documents are much longer"
-    assert all(of["agent traces"] < 1.02 for of in gains.values())
     text = README.replace(" %", "%").replace("\n", " ")
     assert f"at most {most[8] - 1:.0%} on one node of 8 GPUs, and up to {most[64] - 1:.0%} on 64" in text
-    single = {ranks: [row["over_best_fixed"] for row in rows if row["ranks"] == ranks] for ranks in (8, 64)}
-    least_to_most = [f"{min(of):.2f} to {max(of):.2f} on {ranks}" for ranks, of in single.items()]
-    assert "it is {} GPUs and {}.".format(*least_to_most) in text
-
-
-def test_figures_in_sentences_are_those_of_the_results():
+    assert "it is {} GPUs and {}.".format(*single) in text
     page = PAGES["docs/evidence/comparison.md"]
     killed = [result(name) for name in ("faults", "faults_nixl")]
     assert [found["lost"] for found in killed] == [0, 0]
@@ -391,17 +341,13 @@ def test_figures_in_sentences_are_those_of_the_results():
     document = result("long_document")
     assert f"{document['tokens']:,} tokens over {len(document['peak_mib'])} ranks" in README
     assert f"within {max(document['relative_errors'].values()):.1e} of float64" in README
-    survey = re.search(
-        r"(\d+) give the loss and gradients.*? (\d+) are refused.*? (\d+) cannot be built",
-        PAGES["docs/reference/compatibility.md"],
-        re.S,
-    )
-    equal, models = int(survey[1]), sum(map(int, survey.groups()))
+    survey = r"(\d+) give the loss and gradients.*? (\d+) are refused.*? (\d+) cannot be built"
+    counts = [int(count) for count in re.search(survey, PAGES["docs/reference/compatibility.md"], re.S).groups()]
+    equal, models = counts[0], sum(counts)
     assert f"{equal} of transformers' {models} causal architectures" in page
     assert f"{equal} of {models} architectures" in README
-    assert (
-        0.4 < result("planner")["joint, at 0.001"]["bytes_total_ratio"]["median"] < 0.55
-    )  # "about half of the bytes"
+    of_planner = result("planner")["joint, at 0.001"]["bytes_total_ratio"]
+    assert 0.4 < of_planner["median"] < 0.55  # "about half of the bytes"
 
 
 def test_bytes_of_rows_add_up():
@@ -442,11 +388,9 @@ def test_the_site_builds_without_a_warning_and_needs_no_other_host(tmp_path):
 
 
 def test_the_long_description_has_absolute_links():
-    spec = importlib.util.spec_from_file_location("absolute_links", ROOT / ".ci" / "absolute_links.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    links = re.findall(r"\]\(([^)]*)\)", module.with_absolute_links(README, "https://example.org/a/b", "v1"))
-    assert "https://example.org/a/b/raw/v1/docs/step.svg" in links
-    assert "https://example.org/a/b/blob/v1/examples/train.py" in links
+    module = runpy.run_path(str(ROOT / ".ci" / "absolute_links.py"))
+    links = re.findall(r"\]\(([^)]*)\)", module["with_absolute_links"](README, "https://example.org/a/b", "v1"))
+    for path in ("raw/v1/docs/step.svg", "blob/v1/examples/train.py"):
+        assert f"https://example.org/a/b/{path}" in links
     assert all(link.startswith(("https://", "#")) for link in links)
     assert "absolute_links.py" in (ROOT / ".github" / "workflows" / "release.yml").read_text()

@@ -1,55 +1,35 @@
-"""The comparison with plain DDP, with small settings."""
+"""The comparison with plain DDP, and the notebook, with small settings."""
 
+import json
 import re
 
-import pytest
-
+from examples.demo import full_steps, imbalance, packed_in_order
 from hf_distca.cli.main import main
-from tests.examples.running import EXAMPLES, run_forked
+from tests.examples.running import EXAMPLES, run, run_forked
 from tests.launch import ROOT
+from tests.ranks import free_port
 
 
-@pytest.fixture(scope="module")
-def printed(checkpoint, tmp_path_factory) -> tuple[str, str]:
-    """Output of the demo, and its folder."""
-    folder = tmp_path_factory.mktemp("demo")
+def test_both_trainings_have_the_same_losses_and_a_step_is_drawn(checkpoint, tmp_path):
     options = ["--tokens_per_rank", "512", "--steps", "6"]
-    command = ["demo.py", "--model_name_or_path", str(checkpoint), "--output_dir", str(folder), *options]
-    return run_forked(command, folder / "printed", DS_ACCELERATOR="cpu"), str(folder)
-
-
-def test_both_trainings_have_the_same_losses(printed):
-    rows = {
-        name: values for name, *values in re.findall(r"^(\w[\w ,]*?)  +([\d.]+\D*?)  +([\d.]+\D*)$", printed[0], re.M)
-    }
-    assert set(rows) == {
-        "step time, median",
-        "idle share",
-        "imbalance of attention",
-        "loss, first step",
-        "loss, last step",
-    }
+    command = ["demo.py", "--model_name_or_path", str(checkpoint), "--output_dir", str(tmp_path), *options]
+    printed = run_forked(command, tmp_path / "printed", DS_ACCELERATOR="cpu")
+    found = re.findall(r"^(\w[\w ,]*?)  +([\d.]+\D*?)  +([\d.]+\D*)$", printed, re.M)
+    rows = {name: values for name, *values in found}
+    page = (ROOT / "docs" / "start" / "quickstart.md").read_text()
+    assert set(rows) == set(re.findall(r"^((?:step|idle|imbalance|loss)\b.*?)  +", page, re.M))
+    assert len(rows) == 5
     assert rows["loss, first step"][0] == rows["loss, first step"][1]
-    plain, planned = (float(value) for value in rows["imbalance of attention"])
+    plain, planned = map(float, rows["imbalance of attention"])
     assert 1 <= planned < plain
-    apart = re.search(r"losses differ by ([\de.-]+) at most", printed[0])[1]
-    assert float(apart) < 1e-4
-    assert len(re.findall(r"rank \d  █+·*$", printed[0], re.M)) == 4
+    assert float(re.search(r"losses differ by ([\de.-]+) at most", printed)[1]) < 1e-4
+    assert len(re.findall(r"rank \d  █+·*$", printed, re.M)) == 4
     for noise in ("WARNING", "Warning", "it/s", "find_unused_parameters"):
-        assert noise not in printed[0]
+        assert noise not in printed
+    assert main(["timeline", str(tmp_path)]) == 0
 
 
-def test_a_step_is_drawn(printed, capsys, tmp_path):
-    picture = tmp_path / "step.svg"
-    assert main(["timeline", printed[1], "--svg", str(picture)]) == 0
-    assert "rank 1" in capsys.readouterr().out
-    assert picture.read_text().startswith("<svg")
-
-
-def test_steps_are_full(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    from demo import full_steps, imbalance, packed_in_order
-
+def test_steps_are_full():
     steps = full_steps([[1] * 5, [2] * 2, [3] * 4, [4] * 3, [5] * 9], 8, 2)
     assert steps == [[[1] * 5, [2] * 2, [3]], [[4] * 3, [5] * 5]]
     parts = packed_in_order(steps[0], 2)
@@ -58,10 +38,29 @@ def test_steps_are_full(monkeypatch):
 
 
 def test_the_commands_to_try_next_are_there():
-    makefile = (ROOT / "Makefile").read_text().replace("$(BIN)/", "").replace("$(CHECKPOINT)", "runs/checkpoint")
-    demo = makefile.split("\ndemo:")[1].split("\n\n")[0]
-    shown = re.findall(r'echo "  (.*)"', demo)
+    makefile = (ROOT / "Makefile").read_text().replace("$(CHECKPOINT)", "runs/checkpoint")
+    shown = re.findall(r'echo "  (.*)"', makefile.split("\ndemo:")[1].split("\n\n")[0])
     assert len(shown) == 3
-    for command in shown:
-        for path in re.findall(r"examples/[\w/.]+|LICENSE", command):
-            assert (ROOT / path).exists()
+    for path in re.findall(r"examples/[\w/.]+|LICENSE", "\n".join(shown)):
+        assert (ROOT / path).exists()
+
+
+def test_the_notebook_trains_on_two_processes(tmp_path):
+    """Its cells run one after another in one process, as a kernel runs them; it is stored without outputs."""
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
+    assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count") is not None]
+    code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    # On a port of its own: another launch may have the launcher's.
+    launched = "notebook_launcher(train, num_processes=2"
+    assert code.count(launched) == 1
+    (tmp_path / "cells.py").write_text(code.replace(launched, f'{launched}, use_port="{free_port()}"'))
+    printed = run(["cells.py"], tmp_path)
+    assert "Launching training on 2 " in printed
+    losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+)", printed)]
+    assert losses[-1] < losses[0] - 1
+    packed, planned = (
+        max(float(found) for found in re.findall(rf"'distca/{name}': '?([\d.]+)", printed))
+        for name in ("imbalance_degree_packed", "imbalance_degree")
+    )
+    assert planned < 1.05 < packed
+    assert "    return 1" in printed.splitlines()

@@ -11,19 +11,8 @@ import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples import finetune_llama, make_checkpoint, sft_chat
 from tests.examples.running import EXAMPLES, finetune, run_forked, summary_of
-
-
-@pytest.fixture
-def examples(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return import_module("finetune_llama"), import_module("sft_chat")
-
-
-@pytest.fixture
-def make_checkpoint(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return import_module("make_checkpoint")
 
 
 def test_the_checkpoint_loads_like_any_other(checkpoint):
@@ -40,17 +29,14 @@ def test_the_checkpoint_loads_like_any_other(checkpoint):
     assert len(tokens) < len(text.encode()) / 1.5
 
 
-def test_sizes_that_do_not_divide(make_checkpoint, monkeypatch, tmp_path, capsys):
+def test_sizes_that_do_not_divide_and_documents(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", "--output", str(tmp_path), "--heads", "3"])
     with pytest.raises(SystemExit):
         make_checkpoint.main()
     assert "got hidden_size 256, heads 3, kv_heads 2; expected" in capsys.readouterr().err
-
-
-def test_documents_are_whole_files(make_checkpoint):
     texts = make_checkpoint.standard_library(progress=False)["text"][:]
     assert len(texts) > 300
-    assert any("def dumps(obj, *," in text for text in texts)
+    assert any("def dumps(obj, *," in text for text in texts)  # whole files
     sizes = [len(text.encode()) for text in texts]
     assert 50 < min(sizes) <= max(sizes) <= 300_000
 
@@ -66,9 +52,9 @@ def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
 
 
 def test_ranks_that_share_layers(checkpoint, tmp_path):
-    options = "--tp_size 2 --max_documents 40 --tokens_per_rank 512 --long_documents split"
-    options += " --max_steps 4 --logging_steps 1"
-    run_forked(finetune(checkpoint, tmp_path, options), tmp_path / "printed", ranks=4, config="tp")
+    options = "--tp_size 2 --max_documents 40 --tokens_per_rank 512 --long_documents split --max_steps 4"
+    command = finetune(checkpoint, tmp_path, f"{options} --logging_steps 1")
+    run_forked(command, tmp_path / "printed", ranks=4, config="tp")
     summary = summary_of(tmp_path)
     assert summary["imbalance_degree_planned"] < 1.05 < summary["imbalance_degree_as_packed"]
     assert (tmp_path / "model.safetensors").exists()
@@ -85,11 +71,8 @@ def test_chats_about_the_standard_library(checkpoint, tmp_path):
     assert 0 < summary["eval_mean_token_accuracy"] < 1
     assert f"{summary['eval_loss']:.6g}" in printed
     assert (tmp_path / "adapter_model.safetensors").exists()
-
-
-def test_a_chat_of_a_module(examples):
     source = 'def f(x, *, y=1):\n    """Add."""\n    return x + y\n\n\ndef g():\n    pass\n'
-    (chat,) = examples[1].library_chats([source, "not Python", "x = 1\n"])
+    (chat,) = sft_chat.library_chats([source, "not Python", "x = 1\n"])
     question = {"role": "user", "content": "What does `f(x, *, y=1)` do?"}
     assert chat == {"messages": [question, {"role": "assistant", "content": "Add."}]}
 
@@ -103,8 +86,7 @@ def test_a_loop_of_ones_own(checkpoint, tmp_path):
     assert losses[-1] < losses[0]
 
 
-def test_a_run_that_logged_nothing(examples, capsys):
-    finetune_llama, sft_chat = examples
+def test_a_run_that_logged_nothing(capsys):
     metrics = {"eval_loss": 2.5, "eval_mean_token_accuracy": 0.5}
     documents = Dataset.from_dict({"input_ids": [[1] * 3, [1] * 4]})
     summary = finetune_llama.summarize([{"epoch": 1.0}], metrics, documents)
@@ -114,33 +96,28 @@ def test_a_run_that_logged_nothing(examples, capsys):
     assert sft_chat.summarize([], metrics, 2) == {**metrics, "chats": 2}
 
 
-def test_adapters_without_peft(examples, monkeypatch):
+def test_adapters_without_peft(monkeypatch):
     import_module("hf_distca.trainer.sft")  # while peft is there, which transformers and TRL import for themselves
     monkeypatch.setitem(sys.modules, "peft", None)
-    monkeypatch.setattr(
-        sys, "argv", ["x", "--model_name_or_path", "/no", "--use_peft", "--use_cpu", "--output_dir", "/no"]
-    )
-    for example in examples:
+    options = ["--model_name_or_path", "/no", "--use_peft", "--use_cpu", "--output_dir", "/no"]
+    monkeypatch.setattr(sys, "argv", ["x", *options])
+    for example in (finetune_llama, sft_chat):
         with pytest.raises(SystemExit, match=r"^--use_peft needs peft, .*: pip install peft$"):
             example.main()
 
 
-def test_each_example_stands_alone():
+def test_each_example_stands_alone_with_options_called_as_in_trl():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     for path in EXAMPLES.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 assert not names & {getattr(node, "module", None), *(alias.name for alias in node.names)}, path
-
-
-def test_options_are_called_as_trl_calls_them(examples):
     theirs = {each.name for each in (*fields(trl.ScriptArguments), *fields(trl.ModelConfig))}
-    ours = [{each.name for each in fields(example.ScriptArguments)} - theirs for example in examples]
+    ours = [{each.name for each in fields(example.ScriptArguments)} - theirs for example in (finetune_llama, sft_chat)]
     assert ours == [{"max_documents", "eval_fraction", "tp_size"}, {"max_chats", "eval_fraction"}]
 
 
-def test_no_model_where_there_are_no_weights(tmp_path, examples):
-    finetune_llama, _ = examples
+def test_no_model_where_there_are_no_weights(tmp_path):
     (tmp_path / "config.json").touch()
     with pytest.raises(FileNotFoundError, match="there are no weights in"):
         finetune_llama.check_weights(tmp_path)

@@ -44,23 +44,12 @@ def test_the_example_trains_on_two_hosts(hosts, checkpoint, tmp_path):
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    environment = {
-        **cpu_environment(),
-        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "HOSTS": " ".join(hosts.names),
-        "SLURM_JOB_ID": "77",
-        "SLURM_JOB_NODELIST": "host[1-2]",
-        "SLURM_JOB_NUM_NODES": "2",
-    }
+    environment = cpu_environment() | {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "host[1-2]"}
+    environment |= {"SLURM_JOB_NUM_NODES": "2", "HOSTS": " ".join(hosts.names)}
+    environment["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     options = "--max_documents 8 --tokens_per_rank 512 --long_documents split --max_steps 2 --logging_steps 1"
-    done = subprocess.run(
-        ["./slurm.sh", CONFIGS / "ddp.yaml", *finetune(checkpoint, tmp_path, options)],
-        cwd=EXAMPLES,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ["./slurm.sh", CONFIGS / "ddp.yaml", *finetune(checkpoint, tmp_path, options)]
+    done = subprocess.run(command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tokens/s on 2 ranks" in done.stdout
     assert summary_of(tmp_path)

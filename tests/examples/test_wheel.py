@@ -50,17 +50,15 @@ def python(clone, tmp_path_factory) -> Path:
 
 def closure(package: Distribution) -> list[Distribution]:
     """All that a package needs, directly or not, without its extras."""
-    found: dict[str, Distribution] = {}
+    found: dict[tuple[str, str], Distribution] = {}
     left = [(package, "")]
     while left:
         at, extra = left.pop()
-        for line in at.requires or ():
-            need = Requirement(line)
+        for need in map(Requirement, at.requires or ()):
             if need.marker is None or need.marker.evaluate({"extra": extra}):
-                for wanted in ("", *need.extras):
-                    if (name := f"{need.name}[{wanted}]") not in found:
-                        found[name] = distribution(need.name)
-                        left.append((found[name], wanted))
+                for key in {(need.name, wanted) for wanted in ("", *need.extras)} - found.keys():
+                    found[key] = distribution(need.name)
+                    left.append((found[key], key[1]))
     return list(found.values())
 
 
@@ -69,14 +67,10 @@ def test_it_trains_the_example_on_two_ranks(python, clone, checkpoint, tmp_path)
     command = finetune(checkpoint, tmp_path, options)
     printed = run(command, clone / "examples", ranks=2, python=str(python), PYTHONPATH="")
     summary = summary_of(tmp_path)
-    assert summary["documents"] == 19
-    assert summary["tokens"] > 19 * 30
-    assert summary["loss_last"] < summary["loss_first"] - 0.5
-    assert summary["eval_loss"] < summary["loss_first"]
-    assert summary["imbalance_degree_as_packed"] > 1.1
+    assert (summary["documents"], summary["tokens"] > 19 * 30, summary["tokens_per_second"] > 0) == (19, True, True)
+    assert max(summary["loss_last"] + 0.5, summary["eval_loss"]) < summary["loss_first"]
     # With 512 tokens per rank a block of 128 rows is a large part of a rank's share.
-    assert 1 <= summary["imbalance_degree_planned"] < summary["imbalance_degree_as_packed"]
-    assert summary["tokens_per_second"] > 0
+    assert 1 <= summary["imbalance_degree_planned"] < summary["imbalance_degree_as_packed"] > 1.1
     assert f"{summary['eval_loss']:.3f}" in printed
     assert (tmp_path / "model.safetensors").exists()
 
@@ -91,8 +85,7 @@ def test_its_commands_run_with_nothing_else(python, tmp_path):
     assert Path(file).is_relative_to(python.parents[1])
     found = {line.split()[1]: line.split(maxsplit=2)[2] for line in findings if not line.startswith(" ")}
     assert found["hf-distca"] == hf_distca.__version__
-    assert found["peft"].startswith("not installed")
-    assert found["deepspeed"].startswith("not installed")
+    assert all(found[name].startswith("not installed") for name in ("peft", "deepspeed"))
 
 
 def run_outside(command: list[str | Path], folder: Path) -> str:

@@ -1,4 +1,7 @@
-"""The parts of `make gpu` on the CPU with small numbers, and with `pytest -m gpu` as they are on a GPU."""
+"""The parts of `make gpu`: on the CPU with small numbers, with `pytest -m gpu` on a GPU; and what they find wrong."""
+
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,10 +10,16 @@ import torch.distributed as dist
 from benchmarks.gpu import exchange, steps
 from benchmarks.gpu.__main__ import SECONDS, START_S, command_of, parts_of
 from benchmarks.gpu.devices import cuda_devices, why_none
+from benchmarks.gpu.findings import Findings, StepResult, compare
+from benchmarks.gpu.kernels import calls_of, cases, check_kernel, deviation, side_by_side, why_missing
 from benchmarks.gpu.runner import Part, run_part
 from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.training import Watch, _check_logged, _check_memory
+from hf_distca.kernels.cpu import CpuKernel
+from hf_distca.kernels.varlen import FlashVarlenKernel
 from hf_distca.measure import device as measured
 
+WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64}
 SMALL = Setting(
     device=torch.device("cpu"),
     dtype=torch.float32,
@@ -22,21 +31,11 @@ SMALL = Setting(
     steps=3,
     attention_rows=128,
     repeats=2,
-    wide={
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 64,
-    },
+    wide={**WIDE, "num_attention_heads": 4, "num_key_value_heads": 2},
     tokens=192,
     plans=5,
     stock_steps=2,
 )
-COMMAND_S, SET_UP_S = 600, 60
-"""A command on a machine that is lent may take so long, and setting it up."""
 OPTIONAL = ("flash_attn", "flash_attn_3", "flash_attn_4")
 """Kernels whose packages are not there unless they are brought along."""
 
@@ -56,12 +55,6 @@ def test_on_the_cpu(part, monkeypatch):
     assert findings.figures
 
 
-def test_two_ranks_on_the_cpu(rank_pools):
-    findings = steps.check_two_ranks(SMALL, lambda ranks, *call: rank_pools[ranks].run(*call))
-    assert findings.wrong == []
-    assert findings.figures["bytes_moved"].keys() == steps.ON_TWO_RANKS.keys()
-
-
 def alone(_ranks, function, *args):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -70,23 +63,22 @@ def alone(_ranks, function, *args):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_exchanges_on_the_cpu(rank_pools, ranks):
-    run = alone if ranks == 1 else lambda ranks, *call: rank_pools[ranks].run(*call)
-    findings = exchange.check_exchange(SMALL, ranks, run)
+def test_ranks_on_the_cpu(rank_pools):
+    def run(ranks, *call):
+        return rank_pools[ranks].run(*call)
+
+    findings = steps.check_two_ranks(SMALL, run)
     assert findings.wrong == []
-    assert findings.figures["link"] == ("none: a rank with itself" if ranks == 1 else "between GPUs")
-    assert all(findings.figures[f"{blocks} blocks"]["exchange_ms"] > 0 for blocks in exchange.BLOCKS)
+    assert findings.figures["bytes_moved"].keys() == steps.ON_TWO_RANKS.keys()
+    for ranks, link in ((1, "none: a rank with itself"), (2, "between GPUs"), (3, "between GPUs")):
+        findings = exchange.check_exchange(SMALL, ranks, alone if ranks == 1 else run)
+        assert (findings.wrong, findings.figures["link"]) == ([], link)
+        assert all(findings.figures[f"{blocks} blocks"]["exchange_ms"] > 0 for blocks in exchange.BLOCKS)
 
 
-def test_all_parts_fit_into_two_commands():
-    assert SET_UP_S + SECONDS <= COMMAND_S - 30  # at the end parts are ended and results written
-    commands, left = 0, 0.0
-    for part in parts_of(Setting()):
-        if not part.name.endswith(OPTIONAL):
-            commands, left = (commands, left) if part.limit_s <= left else (commands + 1, SECONDS - START_S)
-            left -= part.limit_s
-    assert commands <= 2
+def test_all_parts_fit_into_two_runs():
+    limits = [part.limit_s for part in parts_of(Setting()) if not part.name.endswith(OPTIONAL)]
+    assert sum(limits) + max(limits) <= 2 * (SECONDS - START_S)
 
 
 @pytest.mark.gpu
@@ -97,3 +89,88 @@ def test_on_the_gpu(part, tmp_path):
     if result["skipped"]:
         pytest.skip(result["skipped"])
     assert result["wrong"] == [], result["printed"]
+
+
+def test_a_failure_or_a_number_out_of_bounds_is_wrong_and_does_not_end_the_part(capsys):
+    findings = Findings()
+    for value, what in ((1.0, "as much"), (1.5, "more"), (math.nan, "none")):
+        findings.at_most(value, 1.0, what)
+    with findings.trying("first"):
+        raise KeyError("lost")
+    bounds = ["more: 1.5, at most 1 is expected", "none: nan, at most 1 is expected"]
+    assert findings.wrong == [*bounds, "first: KeyError: 'lost'"]
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_kernel_that_takes_windows_for_one_wider_is_found(monkeypatch):
+    forward = CpuKernel.forward
+
+    def wider(self, q, k, v, shapes, params):
+        window = None if params.window is None else params.window + 1
+        return forward(self, q, k, v, shapes, replace(params, window=window))
+
+    monkeypatch.setattr(CpuKernel, "forward", wider)
+    wrong = check_kernel(SMALL, "cpu").wrong
+    assert wrong
+    assert all("window" in sentence for sentence in wrong)
+
+
+def test_a_kernel_that_is_not_installed_is_skipped(monkeypatch):
+    findings = check_kernel(SMALL, "flash_attn")
+    assert "flash-attn package" in findings.skipped == why_missing("flash_attn")
+    assert (findings.wrong, why_missing("torch_varlen")) == ([], "")
+    monkeypatch.setattr(FlashVarlenKernel, "missing", str)  # but it cannot be imported
+    findings = check_kernel(SMALL, "flash_attn")
+    (wrong,) = findings.wrong
+    assert "is installed, but cannot be imported: ModuleNotFoundError" in wrong
+    assert (findings.skipped, why_missing("flash_attn")) == ("", "")
+
+
+def test_of_a_kernel_that_is_compiled_there_are_few_variants():
+    few, every = calls_of(SMALL, "flash_attn_4"), calls_of(SMALL, "flash_attn_3")
+    assert len({(dtype, case.variant) for (dtype, _), case in few.items()}) == 4
+    assert {dtype for dtype, _ in few} == {torch.bfloat16}
+    assert {"no tasks", "one row, many keys", "window 1", "not causal, one row"} <= {name for _, name in few}
+    assert {name for dtype, name in every if dtype == torch.float16} == set(cases(SMALL))
+
+
+def test_deviations_and_side_by_side_rows():
+    want = torch.tensor([2.0, -4.0, -torch.inf], dtype=torch.float64)
+    for got, expected in (([2.0, -3.0, -torch.inf], 0.25), ([2.0, -torch.inf, -torch.inf], math.inf)):
+        assert deviation(torch.tensor(got), want) == expected
+    assert deviation(torch.tensor([2.0, -4.0, 0.0]), want) == math.inf
+    assert deviation(torch.tensor([0.01]), torch.zeros(1, dtype=torch.float64)) == pytest.approx(0.1)
+    # Received rows lie in wider rows, at multiples of 16 bytes.
+    views = side_by_side([(3, 7, 5), (3, 1, 8)], torch.bfloat16, torch.device("cpu"))
+    assert [(tuple(view.shape), view.stride()) for view in views] == [((3, 7, 5), (56, 5, 1)), ((3, 1, 8), (56, 8, 1))]
+    assert [view.storage_offset() * 2 % 16 for view in views] == [0, 0]
+
+
+def test_a_result_that_is_further_off_than_stock_attention_is_found():
+    exact = StepResult(2.0, {"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([3.0])})
+    stock = StepResult(2.0, {"a": torch.tensor([1.1, 0.0]), "b": torch.tensor([3.0])})
+    as_good = StepResult(2.0, {"a": torch.tensor([1.0, 0.1]), "b": torch.tensor([3.0])})
+    findings = Findings()
+    assert compare(findings, "as good", as_good, stock, exact, torch.float32) == pytest.approx(0.1)
+    assert findings.wrong == []
+    compare(findings, "worse", StepResult(2.1, {"a": torch.tensor([1.3, 0.0])}), stock, exact, torch.float32)
+    found = [sentence.rsplit(": ", 1)[0] for sentence in findings.wrong]
+    assert found == [f"worse: deviation of the {what}" for what in ("loss", "gradient of a", "gradient of b")]
+
+
+def test_memory_that_grows_and_losses_that_differ_are_found():
+    ours, stock, findings = Watch(SMALL), Watch(SMALL), Findings()
+    ours.memory = [100] * 9 + [105]
+    _check_memory(findings, ours)
+    assert findings.wrong == []
+    ours.memory = list(range(100, 110))
+    _check_memory(findings, ours)
+    ours.logged = {"loss": [4.0, 3.99, 3.9], "grad_norm": [1.0, 1.05, 1.0]}
+    stock.logged = {"loss": [4.0, 3.9], "grad_norm": [1.01, 1.0]}
+    _check_logged(findings, "sdpa", ours, stock)
+    stock.logged = {"loss": [], "grad_norm": []}
+    _check_logged(findings, "none", ours, stock)
+    memory, *of_logs = (sentence.rsplit(":", 1)[0] for sentence in findings.wrong)
+    assert memory == "memory at the end over that after a fifth of the steps"
+    steps = [f"sdpa: difference of the {name} of step 1" for name in ("loss", "grad_norm")]
+    assert of_logs == [*steps, "none", "none"]

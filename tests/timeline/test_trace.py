@@ -10,10 +10,11 @@ import pytest
 from hf_distca.cli.main import main
 from hf_distca.dispatch.recorder import ALWAYS, Rows, Span, Work
 from hf_distca.timeline.events import rank_trace
-from hf_distca.timeline.steps import read_traces, steps_of
+from hf_distca.timeline.steps import RankStep, read_traces, runs, steps_of, svg_of
 from tests.trainer.small_trainers import make_trainer
 
 BEFORE, TRACED = 3, 2
+SECTIONS = ["batches", "forward", "backward", "between", "optimizer"]
 
 
 def _trained(folder: str, trace_steps: int, steps: int) -> tuple[bool, frozenset]:
@@ -63,33 +64,24 @@ def joined_of(folder: Path) -> dict:
     return read_traces(sorted(folder.glob("trace_rank_*.json")))
 
 
-def slices_of(events: list[dict], rank: int) -> list[dict]:
-    """The slices of a rank's computation with their ends, outer before inner ones; none sticks out of another one."""
+def nested_slices(events: list[dict], rank: int) -> list[dict]:
+    """The slices of a rank's computation with their ends and the slices around them; none sticks out of another."""
     named = [event for event in events if event["pid"] == rank and event["name"] == "thread_name"]
     (track,) = (event["tid"] for event in named if event["args"]["name"] == "compute")
-    found = [
-        {**event, "begin": (begin := round(event["ts"] * 1000)), "end": begin + round(event["dur"] * 1000)}
-        for event in events
-        if (event["ph"], event["pid"], event["tid"]) == ("X", rank, track)
-    ]
+    found = []
+    for event in events:
+        if (event["ph"], event["pid"], event["tid"]) == ("X", rank, track):
+            begin = round(event["ts"] * 1000)
+            found.append({**event, "begin": begin, "end": begin + round(event["dur"] * 1000)})
     found.sort(key=lambda each: (each["begin"], -each["end"]))
     around: list[dict] = []
     for each in found:
         while around and around[-1]["end"] <= each["begin"]:
             around.pop()
         assert not around or each["end"] <= around[-1]["end"]
+        each["around"] = {outer["cat"]: outer for outer in around}
         around.append(each)
     return found
-
-
-def within(outer: dict, slices: list[dict], *categories: str) -> list[dict]:
-    """The slices of these categories that lie in another one."""
-    inside = [each for each in slices if outer["begin"] <= each["begin"] and each["end"] <= outer["end"]]
-    return [each for each in inside if each["cat"] in categories]
-
-
-def seconds(slices: list[dict]) -> float:
-    return sum(each["end"] - each["begin"] for each in slices) / 1e9
 
 
 def test_slices_nest_and_arrows_connect(traced):
@@ -102,41 +94,31 @@ def test_slices_nest_and_arrows_connect(traced):
     arrows = [(ends["s"][key], ends["f"][key]) for key in ends["s"]]
     assert {(left["pid"], came["pid"]) for left, came in arrows} == {(0, 1), (1, 0)}
     for rank in (0, 1):
-        slices = slices_of(events, rank)
-        steps = [each for each in slices if each["cat"] == "step"]
-        assert [step["name"] for step in steps] == ["step 4", "step 5"]
-        for step in steps:
-            sections = within(step, slices, "section")
-            assert [each["name"] for each in sections] == ["batches", "forward", "backward", "between", "optimizer"]
-            assert seconds(sections) == pytest.approx(seconds([step]), rel=0.02)
-            for section in sections:
-                _check_phases(section, slices)
+        of: dict[str, list[dict]] = {}
+        for each in nested_slices(events, rank):
+            of.setdefault(each["cat"], []).append(each)
+        assert [step["name"] for step in of["step"]] == ["step 4", "step 5"]
+        assert [each["name"] for each in of["section"]] == SECTIONS * 2
+        in_steps, in_sections = (sum(each["end"] - each["begin"] for each in of[cat]) for cat in ("step", "section"))
+        assert in_sections == pytest.approx(in_steps, rel=0.02)
+        # Phases lie in sections of their direction: what was kept of core attention is not computed again.
+        phases = [(each["around"]["section"]["name"], each["args"]["direction"]) for each in of["phase"]]
+        assert set(phases) == {("forward", "forward"), ("backward", "backward")}
+        assert {each["args"]["nano_batch"] for each in of["phase"]} == {0, 1}
+        for part in (each for category in ("kernel", "wait", "send") for each in of[category]):
+            phase = re.sub(r"(wait|run|send) ", "", part["around"]["phase"]["name"]).replace("; ", ", ")
+            assert part["name"] in phase.split(", ")
         crossing = [e for e in events if e["pid"] == rank and e.get("cat") == "exchange" and e["args"]["rows_sent"]]
         assert sum(left["pid"] == rank for left, _ in arrows) == len(crossing) > 8
         for phase, category in (("s", "send"), ("f", "wait")):
-            times = [each for each in slices if each["cat"] == category]
             for event in (event for event in ends[phase].values() if event["pid"] == rank):
-                assert any(each["begin"] <= event["ts"] * 1000 <= each["end"] for each in times)
+                assert any(each["begin"] <= event["ts"] * 1000 <= each["end"] for each in of[category])
     # Viewers take these tracks for the main thread, and draw an arrow to the enclosing slice only if asked.
     assert not {event["tid"] for event in events} & {0, *(event["pid"] for event in events)}
     assert {event.get("bp") for event in ends["f"].values()} == {"e"}
     clock_error = trace["otherData"]["clock_error_us"]
     assert 0 < clock_error < 50e3
     assert all(left["ts"] < came["ts"] + clock_error for left, came in arrows)  # rows leave before they arrive
-
-
-def _check_phases(section: dict, slices: list[dict]) -> None:
-    """Phases lie in forward and backward; kernel calls, waits and starts of exchanges lie in phases."""
-    phases = within(section, slices, "phase")
-    # With checkpoints the backward computes forwards again, but for what was kept of core attention.
-    directions = {"forward": {"forward"}, "backward": {"backward"}}.get(section["name"], set())
-    assert {phase["args"]["direction"] for phase in phases} == directions
-    assert {phase["args"]["nano_batch"] for phase in phases} == ({0, 1} if phases else set())
-    parts = [within(phase, slices, "kernel", "wait", "send") for phase in phases]
-    for phase, inner in zip(phases, parts, strict=True):
-        named = re.sub(r"(wait|run|send) ", "", phase["name"]).replace("; ", ", ").split(", ")
-        assert {part["name"] for part in inner} <= set(named)
-    assert sum(map(len, parts)) == len(within(section, slices, "kernel", "wait", "send"))
 
 
 def test_traces_end_with_a_training_and_are_only_written_if_asked_for(rank_pools, tmp_path):
@@ -149,13 +131,13 @@ def test_traces_end_with_a_training_and_are_only_written_if_asked_for(rank_pools
 
 
 def test_the_command_joins_and_draws(traced, tmp_path, capsys):
-    folder, joined, picture = traced, tmp_path / "joined.json", tmp_path / "step.svg"
-    assert main(["timeline", str(folder), "--joined", str(joined), "--svg", str(picture)]) == 0
+    joined, picture = tmp_path / "joined.json", tmp_path / "step.svg"
+    assert main(["timeline", str(traced), "--joined", str(joined), "--svg", str(picture)]) == 0
     title, header, *of_ranks = capsys.readouterr().out.splitlines()
     assert re.match(r"step 5: [\d.]+ ms, 2 ranks, clocks within [\d.e-]+ ms", title)
     assert header.split() == ["ms", "step", "attention", "waits", "other"]
     assert [line.split()[:2] for line in of_ranks] == [["rank", "0"], ["rank", "1"]]
-    assert read_traces([joined]) == joined_of(folder)
+    assert read_traces([joined]) == joined_of(traced)
     boxes = ElementTree.parse(picture).getroot().iter("{http://www.w3.org/2000/svg}rect")
     assert {"mark attention", "mark waits", "mark other"} <= {box.get("class") for box in boxes}
     assert main(["timeline", str(joined), "--step", "4", "--json"]) == 0
@@ -167,19 +149,74 @@ def test_the_command_joins_and_draws(traced, tmp_path, capsys):
         assert sum(rank["sections_ms"].values()) == pytest.approx(rank["step_ms"], rel=0.02)
 
 
-def test_what_cannot_be_drawn(traced, capsys):
-    folder = traced
+def test_what_cannot_be_drawn(traced, tmp_path, capsys):
     step = {"ph": "X", "pid": 5, "tid": 6, "name": "step 4", "cat": "step", "ts": 0.0}
     broken = {"traceEvents": [step], "otherData": {"ranks": 2, "clock_error_us": 1.0}}
-    (folder.parent / "broken.json").write_text(json.dumps(broken))
+    (tmp_path / "broken.json").write_text(json.dumps(broken))
     for arguments, message in (
         (["--step", "9"], "the trace has no step 9; choose one of step 4, step 5"),
-        (["{folder}/trace_rank_0.json"], "are both of rank 0; give one file per rank"),
-        (["{folder}/nothing.json"], "No such file"),
-        (["{folder}", "--joined", "/nonexistent/x"], "cannot write /nonexistent/x: there is no such folder"),
+        ([f"{traced}/trace_rank_0.json"], "are both of rank 0; give one file per rank"),
+        ([f"{traced}/nothing.json"], "No such file"),
+        (["--joined", "/nonexistent/x"], "cannot write /nonexistent/x: there is no such folder"),
         (["tests"], "tests has no trace_rank_*.json"),
         ([__file__], "is not a trace that training wrote with trace_steps"),
-        (["{folder}/../broken.json"], "is not a trace that training wrote with trace_steps: KeyError('dur')"),
+        ([f"{tmp_path}/broken.json"], "is not a trace that training wrote with trace_steps: KeyError('dur')"),
     ):
-        assert main(["timeline", str(folder), *(argument.format(folder=folder) for argument in arguments)]) == 2
+        assert main(["timeline", str(traced), *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def drawn(step: RankStep, begin: int, end: int, count: int) -> str:
+    """The first letter of the activity of each cell."""
+    return "".join((activity or "-")[0] * (last - first) for first, last, activity in runs(step, begin, end, count))
+
+
+def piece(rank: int, name: str, category: str, begin: int, end: int) -> dict:
+    times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
+    return {"ph": "X", "pid": rank, "tid": 9, "name": name, "cat": category, **times}
+
+
+def test_a_step_of_a_rank():
+    events = [
+        piece(0, "step 1", "step", 0, 9), piece(0, "forward", "section", 10, 40), piece(0, "step 2", "step", 10, 70),
+        piece(0, "run local", "phase", 15, 40), piece(0, "local", "kernel", 20, 35),
+        piece(0, "between", "section", 40, 45),
+        piece(0, "forward", "section", 45, 70), piece(0, "q", "wait", 50, 60), piece(0, "late", "wait", 70, 80),
+    ]  # fmt: skip
+    (step,) = steps_of({"traceEvents": events})["step 2"]
+    assert step == RankStep(0, 10, 70, [(20, 35, "attention"), (50, 60, "waits")], {"forward": 30 + 25, "between": 5})
+    assert step.totals() == {"attention": 15, "waits": 10, "other": 35}
+
+
+def test_steps_that_all_ranks_have():
+    steps = ((1, 2), (0, 2), (0, 1), (1, 3), (0, 10), (1, 10))
+    found = steps_of({"traceEvents": [piece(rank, f"step {at}", "step", at, at + 1) for rank, at in steps]})
+    assert [(name, [step.rank for step in ranks]) for name, ranks in found.items()] == [
+        ("step 2", [0, 1]),
+        ("step 10", [0, 1]),
+    ]
+    assert steps_of({"traceEvents": []}) == {}
+
+
+def test_cells_show_what_a_rank_did_in_their_middle():
+    # A step from 115 to 190 in cells of 10: the middle of the second cell is the step's first moment.
+    stretches = [(120, 127, "attention"), (127, 134, "waits"), (134, 137, "waits"), (145, 185, "attention")]
+    step = RankStep(0, 115, 190, stretches)
+    assert drawn(step, 100, 200, 10) == "-oawaaaao-"
+    assert list(runs(step, 100, 200, 2)) == [(0, 2, "attention")]
+    # Stretches that begin before the time, or lie outside it.
+    assert drawn(RankStep(0, -10, 20, [(-10, 8, "waits")]), 0, 20, 2) == "wo"
+    assert drawn(RankStep(0, -50, 90, [(-50, -30, "waits"), (60, 90, "waits")]), 0, 20, 2) == "oo"
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "marks"), [(237_300_000, "0 50 100 150 200 250"), (2_400_000, "0 0.5 1 1.5 2 2.5")]
+)
+def test_a_picture_has_round_ticks_and_a_view_box(nanoseconds, marks):
+    picture = ElementTree.fromstring(svg_of("step 4", [RankStep(rank, 0, nanoseconds) for rank in range(3)]))
+    width, height = (float(picture.get(name)) for name in ("width", "height"))
+    assert picture.get("viewBox") == f"0 0 {width:g} {height:g}"
+    texts = list(picture.iter("{http://www.w3.org/2000/svg}text"))
+    ticks = [text.text.removesuffix(" ms") for text in texts if float(text.get("y")) > height - 30]
+    assert " ".join(ticks).startswith(marks)
+    assert all(0 < float(text.get("x")) < width and float(text.get("y")) < height for text in texts)

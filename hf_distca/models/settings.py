@@ -33,9 +33,6 @@ def plan_settings(
 
     Args:
         model: A model that was loaded with `attn_implementation="distca"`.
-        config: Settings for packing and balancing.
-        ranks: Number of ranks that train together.
-        device: Device of this rank.
         dtype: Dtype of core attention. None takes the model's. Under autocast give autocast's dtype.
         ranks_per_node: Number of ranks that share a node, used where `config.ranks_per_node` is "auto".
 
@@ -46,11 +43,9 @@ def plan_settings(
     """
     check_model(model)
     model = base_model(model)
-    ping_pong = config.ping_pong is not False
     if config.ping_pong is True:
         check_layers(model)
-    elif ping_pong:
-        ping_pong = bool(decoder_layers(model))
+    ping_pong = config.ping_pong is not False and bool(decoder_layers(model))
     layout = document_layout(model, config)
     dtype = model.dtype if dtype is None else dtype
     kinds = tuple(layers_by_kind(model))

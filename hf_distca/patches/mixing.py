@@ -28,8 +28,7 @@ from hf_distca.plan import PLAN_KEY
 
 REPLACED_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that describe documents in a row, as the plan does."""
-DOCUMENTS = Parts("a mixing module's", "this model cannot train with planned attention")
-"""Parts of a module that runs document by document."""
+DOCUMENTS: Parts = ("a mixing module's", "this model cannot train with planned attention")
 
 _running: ContextVar[tuple[BoundPlan, Checkpoints] | None] = ContextVar("decoder layer that runs", default=None)
 """Plan of the running layer, and the checkpoints around the layer."""

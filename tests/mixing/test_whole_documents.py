@@ -13,9 +13,8 @@ from hf_distca.models.mixing import uncuttable
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
-from tests.dispatch.test_equality import planned_step
 from tests.mixing.steps import Step, assert_equal, make_model, reference, step
-from tests.models_and_batches import random_documents
+from tests.models_and_batches import planned_step, random_documents
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
@@ -89,7 +88,7 @@ def _errors() -> list[str]:
         if model is cutting:
             settings = replace(settings, document_layout="joint")
         with pytest.raises(ValueError, match=r"cached keys|did not pass|cuts documents") as raised:
-            planned_step(model, plan_micro_batch(FEW, settings), dispatcher, random_documents(FEW))
+            planned_step(model, dispatcher.bind(plan_micro_batch(FEW, settings)), random_documents(FEW))
         errors.append(str(raised.value))
     return errors
 
@@ -97,9 +96,7 @@ def _errors() -> list[str]:
 def test_what_would_mix_documents_is_refused_on_every_rank(rank_pools):
     for *inner, cached, dropped, cut in rank_pools[2].run(_errors):
         for message in inner:
-            assert (
-                "Qwen3NextGatedDeltaNet runs in a gradient checkpoint that begins inside its decoder layer" in message
-            )
+            assert "Qwen3NextGatedDeltaNet runs in a gradient checkpoint that begins inside its decoder lay" in message
         assert "set model.config.use_cache = False" in cached
         assert "FalconH1DecoderLayer did not pass its plan to every module that attends" in dropped
         assert "the plan cuts documents between ranks; plan with document_layout='whole'" in cut

@@ -27,8 +27,16 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.split import join_results, join_states, split_argument
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from tests.dispatch.test_equality import CHUNK_BYTES, Step, assert_same_step, cut_rows, gradients_of, planned_step
-from tests.models_and_batches import random_documents, reference_step, small_model
+from tests.models_and_batches import (
+    CHUNK_BYTES,
+    Step,
+    assert_same_step,
+    cut_rows,
+    planned_step,
+    random_documents,
+    reference_step,
+    small_model,
+)
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
@@ -55,13 +63,8 @@ def prepared(model: Any, ping_pong: bool = True, checkpointing: bool | None = No
 
 def step(model: Any, dispatcher: Dispatcher) -> tuple[Step, BoundPlan]:
     """Loss and gradients of all ranks, and the plan that they followed."""
-    plan = plan_micro_batch(LENGTHS, dispatcher.settings)
-    bound = dispatcher.bind(plan)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatcher, "bind", lambda plan: bound)
-        loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
-    grads = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients_of(model).items()}
-    return (loss, grads), bound
+    bound = dispatcher.bind(plan_micro_batch(LENGTHS, dispatcher.settings))
+    return planned_step(model, bound, random_documents(LENGTHS)), bound
 
 
 def batch_of(dispatcher: Dispatcher, lengths: list[int] = LENGTHS) -> dict[str, Any]:

@@ -257,12 +257,8 @@ def lightning_attention(module: Any, hidden_states: Tensor, *_: Any, **__: Any) 
         places_T1 = torch.arange(1, qkv.shape[1] + 1, device=qkv.device).unsqueeze(1)
         decays_TH = (-inner.slope_rate.float().view(1, heads) * places_T1).exp()
         q_THK = qkv[0].unflatten(1, (heads, -1))[..., :size]
-
-        def read(state: Tensor) -> Tensor:
-            read_THV: Tensor = torch.einsum("thk,hkv->thv", q_THK.float(), state) * decays_TH.unsqueeze(-1)
-            return read_THV
-
-        return out, read, (decays_TH[-1] if continues else None, offset)
+        transition = decays_TH[-1] if continues else None, offset
+        return out, lambda state: torch.einsum("thk,hkv->thv", q_THK.float(), state) * decays_TH[..., None], transition
 
     qkv = module.act_fn(module.qkv_proj(hidden_states))
     values = qkv.unflatten(2, (heads, -1))[..., -size:]

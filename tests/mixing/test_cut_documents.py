@@ -162,9 +162,17 @@ def test_ranks_stay_in_step_if_nano_batches_take_turns_on_some_only(rank_pools):
         assert_equal(got, expected("qwen3_next"))
 
 
-@pytest.mark.parametrize("names", [("causal_conv1d_fn", "another"), ("causal_conv1d_fn", "causal_conv1d_fn")])
-def test_functions_that_a_module_should_call_and_does_not_are_an_error(monkeypatch, names):
-    monkeypatch.setitem(FUNCTIONS, "Lfm2ShortConv", names)
-    monkeypatch.setattr(modeling_lfm2, "another", len, raising=False)
-    with pytest.raises(ValueError, match=rf"Lfm2ShortConv mixes rows by \['causal_conv1d_fn'\], but .*'{names[1]}'\]"):
-        step("lfm2", [9, 5])
+def _error_of_a_table(*names: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FUNCTIONS, "Lfm2ShortConv", names)
+        patch.setattr(modeling_lfm2, "another", len, raising=False)
+        with pytest.raises(ValueError, match="Lfm2ShortConv mixes") as raised:
+            step("lfm2", [9, 5])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("other", ["another", "causal_conv1d_fn"])
+def test_functions_that_a_module_should_call_and_does_not_are_an_error(rank_pools, other):
+    (error,) = rank_pools[1].run(_error_of_a_table, "causal_conv1d_fn", other)
+    known = f"['causal_conv1d_fn', '{other}']"
+    assert f"mixes rows by ['causal_conv1d_fn'], but a planned step knows it with {known}" in error

@@ -8,37 +8,24 @@ from transformers.masking_utils import create_causal_mask
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.attention import DeferredMask, distca_attention, distca_mask
 from hf_distca.planner.settings import PlanSettings
+from tests.mixing.steps import make_model
 from tests.models_and_batches import small_kinds, small_model
 
-GEMMA4 = {
-    "sliding_window": 4,
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "global_head_dim": 16,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 64,
-    "num_kv_shared_layers": 2,
-}
 
-
-def pair(model_type="llama", other="sdpa", **config):
-    return small_model(model_type, **config).eval(), small_model(model_type, other, **config).eval()
+def pair(model_type="llama", other="sdpa"):
+    return tuple(make_model(model_type, name).eval() for name in ("distca", other))
 
 
 MODELS = {
-    "llama": ("sdpa", {}),
-    "mistral": ("sdpa", {"sliding_window": 4}),
-    "gemma2": ("eager", {"sliding_window": 4, "query_pre_attn_scalar": 8}),
-    "gpt_oss": ("eager", {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}),
-    "doge": ("sdpa", {"keep_window_size": 6}),
-    "gemma4_text": ("sdpa", GEMMA4),
+    **dict.fromkeys(("llama", "mistral", "doge", "gemma4_text"), "sdpa"),
+    **dict.fromkeys(("gemma2", "gpt_oss"), "eager"),
 }
+"""Models, and the stock attention to compare with."""
 
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_batches(model_type):
-    other, config = MODELS[model_type]
-    model, reference = pair(model_type, other, **config)
+    model, reference = pair(model_type, MODELS[model_type])
     tokens = torch.arange(3, 27).view(2, 12)
     left, right = torch.ones_like(tokens), torch.ones_like(tokens)
     left[0, :5] = right[1, 8:] = 0
@@ -50,9 +37,9 @@ def test_batches(model_type):
         torch.testing.assert_close(got[seen], expected[seen], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("model_type", "config"), [("llama", {}), ("doge", {}), ("gemma4_text", GEMMA4)])
-def test_generate(model_type, config):
-    model, reference = pair(model_type, use_cache=True, **config)
+@pytest.mark.parametrize("model_type", ["llama", "doge", "gemma4_text"])
+def test_generate(model_type):
+    model, reference = pair(model_type)
     row, rows = torch.arange(3, 9)[None], torch.arange(3, 15).view(2, 6)
     mask = torch.ones_like(rows)
     mask[0, :3] = 0
@@ -60,7 +47,7 @@ def test_generate(model_type, config):
     if model_type == "llama":
         given += [(rows, {"attention_mask": mask}), (row, {"prefill_chunk_size": 4})]
     for tokens, options in given:
-        options = {"max_new_tokens": 5, "do_sample": False, **options}
+        options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, **options}
         assert torch.equal(model.generate(tokens, **options), reference.generate(tokens, **options))
 
 
@@ -73,7 +60,7 @@ def test_packed_row_without_plan():
 
 
 def test_logits_of_the_last_rows():
-    tokens, models = torch.arange(3, 15)[None], pair("gemma4_text", **GEMMA4)
+    tokens, models = torch.arange(3, 15)[None], pair("gemma4_text")
     for kept in (0, 1, 5):
         with torch.no_grad():
             got, expected = (each(tokens, logits_to_keep=kept).logits for each in models)

@@ -27,6 +27,8 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.split import join_results, join_states, split_argument
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
+from tests.mixing.steps import assert_equal, reference
+from tests.mixing.steps import step as step_of_config
 from tests.models_and_batches import (
     CHUNK_BYTES,
     Step,
@@ -74,53 +76,22 @@ def batch_of(dispatcher: Dispatcher, lengths: list[int] = LENGTHS) -> dict[str, 
     return {**batch, "labels": batch["shift_labels"], "distca_plan": dispatcher.bind(plan)}
 
 
-CASES: dict[str, tuple[dict[str, Any], list[dict[str, bool]]]] = {
+AGAIN = {"checkpointing": False, "keep_core_attention": False}
+CASES: list[tuple[str, dict[str, bool]]] = [
     # Other checkpoints and models take turns in tests/dispatch/test_equality.py and in the survey.
-    "gemma2": (
-        {"sliding_window": 24, "query_pre_attn_scalar": 8},
-        [{"checkpointing": False, "keep_core_attention": False, "keep_received": True}],
-    ),
-    "gemma3n_text": (  # the last layers read keys and values that earlier ones made
-        {
-            "sliding_window": 24,
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 64,
-            "num_kv_shared_layers": 2,
-            "laurel_rank": 4,
-        },
-        [{}, {"checkpointing": False, "keep_core_attention": False}],
-    ),
-    "diffllama": (  # a module attends twice
-        {},
-        [{"checkpointing": reentrant, "keep_received": kept} for reentrant in (False, True) for kept in (False, True)],
-    ),
-}
-"""By model, its config, and how a step is made."""
+    ("gemma2", {**AGAIN, "keep_received": True}),
+    ("gemma3n_text", {}),  # its last layers read keys and values that earlier ones made
+    ("gemma3n_text", AGAIN),
+    # Its modules attend twice.
+    *(("diffllama", {"checkpointing": how, "keep_received": kept}) for how in (False, True) for kept in (False, True)),
+]
 
 
-def _steps(model_type: str) -> list[Step]:
-    steps = []
-    config, ways = CASES[model_type]
-    for options in ways:
-        model = small_model(model_type, **config).train()
-        done, bound = step(model, prepared(model, **options))
-        assert bound.ran.layers_in_turns == bound.ran.layers > 0
-        steps.append(done)
-    return steps
-
-
-@pytest.mark.parametrize("model_type", CASES)
-def test_equals_one_process(rank_pools, model_type):
-    loss, grads = reference_step(small_model(model_type, "eager", **CASES[model_type][0]), random_documents(LENGTHS))
-    # Differences of two attentions are rounded more than their gradients.
-    least = 0.1 * max(grad.abs().max() for grad in grads.values()) if model_type == "diffllama" else 0.0
-    for steps in rank_pools[2].run(_steps, model_type):
-        for got_loss, got in steps:
-            assert got_loss == pytest.approx(loss, rel=1e-6)
-            for name, grad in grads.items():
-                assert (got[name] - grad).abs().max() <= 1e-5 * max(grad.abs().max(), least), name
+@pytest.mark.parametrize(("model_type", "options"), CASES)
+def test_equals_one_process(rank_pools, model_type, options):
+    for got in rank_pools[2].run(partial(step_of_config, model_type, LENGTHS, **options)):
+        assert_equal(got, reference(model_type, LENGTHS), within=1e-5)
+        assert got.ran[1] == got.ran[2] > 0
 
 
 # The order of work

@@ -215,8 +215,11 @@ def distca_mask(
     make = partial(
         sdpa_mask, batch_size, q_length, kv_length, q_offset=q_offset, attention_mask=attention_mask, **kwargs
     )
-    changes_masks = getattr(kwargs.get("config"), "model_type", None) in CHANGING_MASKS
+    config = kwargs.get("config")
     may_be_planned = batch_size == 1 and attention_mask is None and q_length == kv_length
+    changes_masks = getattr(config, "model_type", None) in CHANGING_MASKS
     if changes_masks or not may_be_planned or isinstance(q_offset, Tensor) or q_offset != 0:
-        return make()
+        # Layers that share keys (Gemma 4) select rows of a prompt's mask, and None would let rows see unused cache.
+        selects_rows = q_length > 1 and getattr(config, "num_kv_shared_layers", None)
+        return make(allow_is_causal_skip=False) if selects_rows else make()
     return DeferredMask(kwargs.get("local_size"), kwargs.get("use_vmap", False), make)

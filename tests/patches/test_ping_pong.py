@@ -89,8 +89,9 @@ CASES: list[tuple[str, dict[str, bool]]] = [
 
 @pytest.mark.parametrize(("model_type", "options"), CASES)
 def test_equals_one_process(rank_pools, model_type, options):
-    for got in rank_pools[2].run(partial(step_of_config, model_type, LENGTHS, **options)):
-        assert_equal(got, reference(model_type, LENGTHS), within=1e-5)
+    for got in rank_pools[2].run(partial(step_of_config, model_type, LENGTHS, document_layout="joint", **options)):
+        # A difference of two attentions is rounded more.
+        assert_equal(got, reference(model_type, LENGTHS), within=2e-4 if model_type == "diffllama" else 1e-5)
         assert got.ran[1] == got.ran[2] > 0
 
 

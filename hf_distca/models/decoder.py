@@ -61,8 +61,7 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
 def mixing_modules(layer: nn.Module) -> list[nn.Module]:
     """Return the outermost modules of a decoder layer that mix along the row.
 
-    These own a convolution over the row, or are attention layers outside transformers' attention interface (linear
-    attention). Attention layers that use the interface are searched too.
+    These own a convolution over the row, or are attention layers outside transformers' interface (linear attention).
     """
     found: list[nn.Module] = []
     for module in layer.children():

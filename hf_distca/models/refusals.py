@@ -259,11 +259,7 @@ def check_layers(model: PreTrainedModel) -> None:
 
 
 def check_reentrant(model: nn.Module) -> None:
-    """Raise ValueError if reentrant checkpointing would lose gradients of the model, as it does without hf_distca.
-
-    Later layers of such a model read keys and values of earlier ones, to which a reentrant checkpoint passes no
-    gradient.
-    """
+    """Raise ValueError if reentrant checkpoints would pass no gradient to keys that later layers read."""
     for name, module in decoder_attentions(base_model(model)).items():
         if getattr(module, "is_kv_shared_layer", False):
             raise Models.REENTRANT.error(module=name)

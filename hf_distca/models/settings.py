@@ -77,16 +77,13 @@ def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
     module = uncuttable(model)
     if module is None:
         return config.planned_layout
+    of_module, of_model = type(module).__name__, type(model).__name__
     if config.document_layout not in (AUTO, "whole"):
-        raise Models.CUT_MIXING.error(
-            layout=config.document_layout, module=type(module).__name__, model=type(model).__name__
-        )
+        raise Models.CUT_MIXING.error(layout=config.document_layout, module=of_module, model=of_model)
     if config.document_layout == AUTO and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info(
             "each document stays whole on one rank (document_layout='whole'), because %s in %s mixes the rows of a "
             "document in a way that cannot be cut: %s",
-            type(module).__name__,
-            type(model).__name__,
-            WHOLE.get(type(module).__name__, "the module is not known"),
+            *(of_module, of_model, WHOLE.get(of_module, "the module is not known")),
         )
     return "whole"

@@ -103,18 +103,12 @@ def _deferring(forward: Callable[..., Any], model: Any = None) -> Callable[..., 
 
 
 class PlannedHead(nn.Module):
-    """Base that precedes an output head's own class.
+    """Base that precedes an output head's own class."""
 
-    Attributes:
-        chunk_bytes: most bytes of a chunk's logits in float32; 0 for all logits at once.
-        defers: whether calls return deferred logits.
-        is_plain: whether the head is just a linear layer.
-        forward_in_shares: with tensor parallelism, the forward in which each rank computes a share of the vocabulary.
-    """
-
-    chunk_bytes = 0
-    defers = False
-    is_plain: bool
+    chunk_bytes = 0  # most bytes of a chunk's logits in float32; 0 for all logits at once
+    defers = False  # whether calls return deferred logits
+    is_plain: bool  # whether the head is just a linear layer
+    # With tensor parallelism, the forward in which each rank computes a share of the vocabulary.
     forward_in_shares: Forward | None = None
     out_features: int
     weight: Tensor

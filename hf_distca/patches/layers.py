@@ -64,15 +64,10 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
 
 
 class _PlannedLayer(nn.Module):
-    """Base that precedes a decoder layer's own class.
+    """Base that precedes a decoder layer's own class."""
 
-    Attributes:
-        attends: number of attention modules that a plan can move.
-        mixes: number of modules that mix along the row without attention.
-    """
-
-    attends: int
-    mixes: int
+    attends: int  # number of attention modules that a plan can move
+    mixes: int  # number of modules that mix along the row without attention
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan = kwargs.get(PLAN_KEY)

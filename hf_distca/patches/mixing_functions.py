@@ -39,15 +39,11 @@ _call: ContextVar["MixingCall"] = ContextVar("mixing module that runs")
 
 
 class MixingCall:
-    """One call of a mixing module in a planned step.
-
-    Attributes:
-        mixed: functions that the module has called, in order.
-    """
+    """One call of a mixing module in a planned step."""
 
     def __init__(self, module: nn.Module, plan: BoundPlan) -> None:
         self.module, self.plan = module, plan
-        self.mixed: list[str] = []
+        self.mixed: list[str] = []  # functions that the module has called, in order
 
     def run(self, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward whose functions find this call."""
@@ -100,13 +96,10 @@ def planned_functions(stock: dict[str, Any]) -> dict[str, Function]:
 
 
 def _takes_packed(stock: Function, argument: str) -> bool:
-    """Return whether transformers' function is a kernel that keeps packed documents apart.
-
-    Transformers wraps its functions, and drops arguments that the kernel does not know.
-    """
+    """Return whether transformers' function is a kernel that keeps packed documents apart."""
     if hasattr(stock, "packed_by"):  # a stand-in
         return bool(stock.packed_by == argument)
-    try:
+    try:  # transformers wraps its functions, and drops arguments that the kernel does not know
         found = inspect.getclosurevars(stock).nonlocals
     except TypeError:  # a kernel of the Hub
         return False

@@ -93,11 +93,7 @@ def _is_stacked(value: Tensor) -> bool:
 
 
 class PartStates(UserDict[str, tuple[Tensor, ...]]):
-    """One part's view of keys and values that layers leave to later layers, with the part's new states.
-
-    Args:
-        whole: states of all rows, each tensor [1, heads, T, head dim] (transformers' KVSharingDict).
-    """
+    """One part's view of keys and values [1, heads, T, head dim] that layers leave to later layers; and new states."""
 
     def __init__(self, whole: UserDict[str, tuple[Tensor, ...]], part: slice) -> None:
         super().__init__()

@@ -84,6 +84,8 @@ def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
         logger.info(
             "each document stays whole on one rank (document_layout='whole'), because %s in %s mixes the rows of a "
             "document in a way that cannot be cut: %s",
-            *(of_module, of_model, WHOLE.get(of_module, "the module is not known")),
+            of_module,
+            of_model,
+            WHOLE.get(of_module, "the module is not known"),
         )
     return "whole"

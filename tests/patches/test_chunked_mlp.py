@@ -1,7 +1,6 @@
 """Decoder MLPs over chunks of rows: the same results, and less memory."""
 
 import logging
-from functools import partial
 
 import pytest
 from transformers import PreTrainedModel
@@ -9,10 +8,14 @@ from transformers import PreTrainedModel
 from hf_distca.memory.micro_batch import Use, count_micro_batch
 from hf_distca.models.fake import model_after
 from hf_distca.patches.chunked_mlp import chunk_mlps
+from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from tests.mixing.steps import assert_equal, reference, step
 from tests.models_and_batches import (
+    Step,
+    assert_same_step,
+    dispatcher_of_all_ranks,
+    planned_step,
     random_documents,
     reference_step,
     relative_error,
@@ -50,12 +53,22 @@ def test_same_loss_and_gradients(model_type, checkpointing):
     assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-12
 
 
+def _planned(checkpointing: bool | None) -> Step:
+    dispatcher = dispatcher_of_all_ranks(ping_pong=True)
+    model = small_model().train()
+    plan_layers(model)
+    chunk_mlps(model, ROWS)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    bound = dispatcher.bind(plan_micro_batch(LENGTHS, dispatcher.settings))
+    return planned_step(model, bound, random_documents(LENGTHS))
+
+
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 def test_planned_steps(rank_pools, checkpointing):
-    options = {"document_layout": "joint", "mlp_chunk_rows": ROWS, "checkpointing": checkpointing}
-    for got in rank_pools[2].run(partial(step, "llama", LENGTHS, **options)):
-        assert_equal(got, reference("llama", LENGTHS), within=1e-5)
-        assert got.ran[1] == got.ran[2] > 0
+    expected = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    for got in rank_pools[2].run(_planned, checkpointing):
+        assert_same_step(got, expected)
 
 
 def test_activations_do_not_grow_with_the_width_of_the_mlp():

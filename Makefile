@@ -84,8 +84,8 @@ features: $(SETUP)
 # torch is the CUDA build.
 VERSION_TESTS := tests/test_imports.py tests/kernels/test_contract.py tests/kernels/test_flash_varlen.py \
 	tests/kernels/test_fused_triton.py tests/dispatch/test_launches.py::test_step_on_fake_cuda tests/gpu \
-	tests/collator tests/dispatch/test_groups.py tests/patches/test_planned_attention.py \
-	tests/patches/test_unplanned.py tests/patches/test_compile.py tests/trainer/test_features.py \
+	tests/collator tests/dispatch/test_groups.py tests/patches/test_attention.py \
+	tests/patches/test_compile.py tests/trainer/test_features.py \
 	tests/trainer/test_parallel.py
 
 # uv, because pip knows no way to take the oldest. What these versions need in turn is as new as they let it be.

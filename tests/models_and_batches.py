@@ -141,8 +141,9 @@ def planned_step(model: nn.Module, bound: BoundPlan, documents: Sequence[Tensor]
 def summed_step(model: nn.Module, loss: Tensor) -> Step:
     """The sum over ranks of a loss, and of the gradients of its backward."""
     total = loss.detach().clone()
-    for each in (total, *(p.grad for p in model.parameters() if p.requires_grad)):
-        dist.all_reduce(each)
+    if dist.get_world_size() > 1:
+        for each in (total, *(p.grad for p in model.parameters() if p.requires_grad)):
+            dist.all_reduce(each)
     return total.item(), gradients_of(model)
 
 

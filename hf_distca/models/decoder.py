@@ -30,18 +30,14 @@ def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module is a decoder's attention layer whose core attention a plan can move."""
-    return _is_named_attention(module) and _calls_interface(module)
+    forwards = (vars(cls).get("forward") for cls in type(module).__mro__)
+    return _is_named_attention(module) and any(
+        INTERFACE in inspect.unwrap(forward).__code__.co_names for forward in forwards if inspect.isroutine(forward)
+    )
 
 
 def _is_named_attention(module: nn.Module) -> bool:
     return type(module).__name__.endswith(("Attention", "MLA")) and hasattr(module, "layer_idx")
-
-
-def _calls_interface(module: nn.Module) -> bool:
-    forwards = (vars(cls).get("forward") for cls in type(module).__mro__)
-    return any(
-        INTERFACE in inspect.unwrap(forward).__code__.co_names for forward in forwards if inspect.isroutine(forward)
-    )
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -65,23 +61,16 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
 def mixing_modules(layer: nn.Module) -> list[nn.Module]:
     """Return the outermost modules of a decoder layer that mix along the row.
 
-    These own a convolution over the row, or are attention layers outside transformers' attention interface (linear
-    attention). Attention layers that use the interface are searched too.
+    These own a convolution over the row, or are attention layers outside transformers' interface (linear attention).
     """
     found: list[nn.Module] = []
     for module in layer.children():
-        if _mixes(module):
-            found.append(module)
-        else:
-            found.extend(mixing_modules(module))
+        # An adapter wraps the convolution as its base layer.
+        mixes = any(isinstance(getattr(child, "base_layer", child), nn.Conv1d) for child in module.children())
+        if _is_named_attention(module):
+            mixes = not is_attention(module)
+        found += [module] if mixes else mixing_modules(module)
     return found
-
-
-def _mixes(module: nn.Module) -> bool:
-    if _is_named_attention(module):
-        return not _calls_interface(module)
-    # An adapter wraps the convolution as its base layer.
-    return any(isinstance(getattr(child, "base_layer", child), nn.Conv1d) for child in module.children())
 
 
 def takes_keywords(module: nn.Module) -> bool:

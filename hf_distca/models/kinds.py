@@ -28,9 +28,6 @@ def layers_by_kind(model: nn.Module) -> Counter[AttentionKind]:
 
     Under tensor parallelism a kind has the heads of one rank.
 
-    Args:
-        model: a transformers model, or a PEFT model around one.
-
     Raises:
         ValueError: a layer's type is unknown, or tensor parallelism cannot divide its heads. Unknown types, such as
             attention to chosen rows, would be wrong for documents cut across ranks.
@@ -82,8 +79,7 @@ def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
     known = dict.fromkeys(everywhere, Reach())
     known |= dict.fromkeys(("sliding_attention", "hybrid_sliding"), Reach(window))
     known["chunked_attention"] = Reach(chunk=getattr(config, "attention_chunk_size", None))
-    unknown = sorted(set(types) - set(known))
-    if unknown:
+    if unknown := sorted(set(types) - set(known)):
         raise ValueError(
             f"{type(config).__name__} has layers of type {unknown}, but a planned step is exact only for layers of "
             f"the types {sorted(known)}. Choose a model with these types only, or train this model with stock "

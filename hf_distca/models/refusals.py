@@ -176,14 +176,7 @@ ADAPTERS = {
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise if a planned step of a model would be wrong.
-
-    Args:
-        model: a transformers model, or a PEFT model around one.
-
-    Raises:
-        ValueError: the model or one of its adapters is in the table.
-    """
+    """Raise ValueError if a planned step of a model, or of a PEFT model around one, would be wrong."""
     for name, adapter in getattr(model, "peft_config", {}).items():
         refusal = ADAPTERS.get(adapter.peft_type)
         if adapter.is_prompt_learning:
@@ -195,12 +188,8 @@ def check_model(model: PreTrainedModel) -> None:
     model = base_model(model)
     config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
     attentions = decoder_attentions(model)
-    flags = {
-        "sdpa": "_supports_sdpa",
-        "flash_attention_2": "_supports_flash_attn",
-        "flex_attention": "_supports_flex_attn",
-    }
-    stock = ["eager", *(name for name, flag in flags.items() if getattr(model, flag, False))]
+    flags = {"sdpa": "sdpa", "flash_attention_2": "flash_attn", "flex_attention": "flex_attn"}
+    stock = ["eager", *(name for name, flag in flags.items() if getattr(model, f"_supports_{flag}", False))]
     names = {"model": type(model).__name__, "stock": " or ".join(map(repr, stock))}
     if not attentions:
         raise Models.NO_INTERFACE.error(**names)
@@ -226,7 +215,6 @@ def check_model(model: PreTrainedModel) -> None:
         if not (getattr(config, "is_causal", True) and getattr(module, "is_causal", True)):
             refusal = Models.NOT_CAUSAL if getattr(config, "is_decoder", True) else Models.NOT_DECODER
             raise refusal.error(**names, module=name)
-    for name, module in attentions.items():
         if hands_on(module, "position_bias"):
             raise Models.BIAS.error(**names, module=name)
     mixing = mixing_layers(model)
@@ -256,12 +244,11 @@ def _probability(value: object) -> float:
 
 def _hands_keywords_on(module: nn.Module) -> bool:
     """Return whether a module's forward accepts keywords that it does not name, and uses them."""
-    if not takes_keywords(module):
-        return False
     forward: Any = inspect.unwrap(stock_forward(module))
-    code = forward.__code__
-    keywords = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
-    loaded = [step.argval for step in get_instructions(code) if step.opname.startswith("LOAD")]
+    keywords = inspect.getfullargspec(forward).varkw
+    if keywords is None or not takes_keywords(module):
+        return False
+    loaded = [step.argval for step in get_instructions(forward.__code__) if step.opname.startswith("LOAD")]
     return any(keywords in (names if isinstance(names, tuple) else (names,)) for names in loaded)
 
 
@@ -272,11 +259,7 @@ def check_layers(model: PreTrainedModel) -> None:
 
 
 def check_reentrant(model: nn.Module) -> None:
-    """Raise ValueError if reentrant checkpointing would lose gradients of the model, as it does without hf_distca.
-
-    Later layers of such a model read keys and values of earlier ones, to which a reentrant checkpoint passes no
-    gradient.
-    """
+    """Raise ValueError if reentrant checkpoints would pass no gradient to keys that later layers read."""
     for name, module in decoder_attentions(base_model(model)).items():
         if getattr(module, "is_kv_shared_layer", False):
             raise Models.REENTRANT.error(module=name)

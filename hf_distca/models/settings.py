@@ -33,9 +33,6 @@ def plan_settings(
 
     Args:
         model: A model that was loaded with `attn_implementation="distca"`.
-        config: Settings for packing and balancing.
-        ranks: Number of ranks that train together.
-        device: Device of this rank.
         dtype: Dtype of core attention. None takes the model's. Under autocast give autocast's dtype.
         ranks_per_node: Number of ranks that share a node, used where `config.ranks_per_node` is "auto".
 
@@ -46,11 +43,9 @@ def plan_settings(
     """
     check_model(model)
     model = base_model(model)
-    ping_pong = config.ping_pong is not False
     if config.ping_pong is True:
         check_layers(model)
-    elif ping_pong:
-        ping_pong = bool(decoder_layers(model))
+    ping_pong = config.ping_pong is not False and bool(decoder_layers(model))
     layout = document_layout(model, config)
     dtype = model.dtype if dtype is None else dtype
     kinds = tuple(layers_by_kind(model))
@@ -82,16 +77,15 @@ def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
     module = uncuttable(model)
     if module is None:
         return config.planned_layout
+    of_module, of_model = type(module).__name__, type(model).__name__
     if config.document_layout not in (AUTO, "whole"):
-        raise Models.CUT_MIXING.error(
-            layout=config.document_layout, module=type(module).__name__, model=type(model).__name__
-        )
+        raise Models.CUT_MIXING.error(layout=config.document_layout, module=of_module, model=of_model)
     if config.document_layout == AUTO and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info(
             "each document stays whole on one rank (document_layout='whole'), because %s in %s mixes the rows of a "
             "document in a way that cannot be cut: %s",
-            type(module).__name__,
-            type(model).__name__,
-            WHOLE.get(type(module).__name__, "the module is not known"),
+            of_module,
+            of_model,
+            WHOLE.get(of_module, "the module is not known"),
         )
     return "whole"

@@ -68,22 +68,23 @@ def mixing_shape(model: PreTrainedModel) -> MixingShape | None:
     def active(module: nn.Module) -> float:
         return sum(weights.get(parameter, 0.0) for parameter in module.parameters())
 
-    found: list[tuple[nn.Module, float, float]] = []
+    found: list[Any] = []
+    before = after = 0.0
     for layer in mixing_layers(model):
         modules = mixing_modules(layer)
+        own = sum(map(active, modules))
+        last = sum(active(getattr(each, name)) for each in modules for name in LAST if hasattr(each, name))
+        before += own - last
         # Beside attention a module's own matrices count; in a layer of its own all of the layer's.
-        others = 0.0 if has_attention(layer) else active(layer) - sum(map(active, modules))
-        for each in modules:
-            last = sum(active(getattr(each, name)) for name in LAST if hasattr(each, name))
-            found.append((each, active(each) - last, last + others / len(modules)))
+        after += last if has_attention(layer) else last + active(layer) - own
+        found += modules
     if not found:
         return None
-    before = round(sum(first for _, first, _ in found) / len(found))
-    after = round(sum(rest for _, _, rest in found) / len(found))
-    module: Any = found[0][0]
+    module = found[0]
     convolution = next((inner for inner in module.modules() if isinstance(inner, nn.Conv1d)), None)
     channels, width = (convolution.out_channels, convolution.kernel_size[0] - 1) if convolution else (0, 0)
-    sizes, names = (len(found), before, after, channels, width), functions(module) or ()
+    sizes = len(found), round(before / len(found)), round(after / len(found)), channels, width
+    names = functions(module) or ()
     if not RECURRENCES.intersection(names):  # no recurrence, or one of which nothing is known
         return MixingShape(*sizes)
     if LIGHTNING in names:

@@ -57,12 +57,15 @@ class DeferredMask:
         return self
 
 
+Mask = Tensor | DeferredMask | None
+
+
 def distca_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | DeferredMask | None,
+    attention_mask: Mask,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
@@ -87,9 +90,24 @@ def distca_attention(
     if plan is not None:
         return _planned_attention(module, query, key, value, attention_mask, plan, dropout, scaling, **kwargs), None
     mask = attention_mask.tensor if isinstance(attention_mask, DeferredMask) else attention_mask
-    if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
+    softcap, sinks_H = kwargs.get("softcap"), kwargs.get("s_aux")
+    if softcap is None and sinks_H is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
-    return _eager_attention(module, query, key, value, mask, dropout, scaling, **kwargs), None
+    # "sdpa" refuses soft-capped scores and ignores sinks.
+    key, value = (repeat_kv(x, query.shape[1] // key.shape[1]) for x in (key, value))
+    scores_BHTS = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores_BHTS = softcap * torch.tanh(scores_BHTS / softcap)
+    if mask is None and query.shape[2] > 1:
+        mask = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(scores_BHTS.dtype).min)
+    if sinks_H is not None:
+        sinks_BHT1 = sinks_H.view(1, -1, 1, 1).expand(scores_BHTS.shape[0], -1, scores_BHTS.shape[2], 1)
+        scores_BHTS = torch.cat([scores_BHTS, sinks_BHT1], dim=-1)
+    weights_BHTS = scores_BHTS.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
+    weights_BHTS = nn.functional.dropout(weights_BHTS, dropout, training=module.training)
+    return (weights_BHTS @ value).transpose(1, 2).contiguous(), None
 
 
 @uncompiled("core attention follows a plan that is new with each micro-batch")
@@ -98,7 +116,7 @@ def _planned_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | DeferredMask | None,
+    mask: Mask,
     plan: BoundPlan,
     dropout: float,
     scaling: float | None,
@@ -125,22 +143,15 @@ def _planned_attention(
     return disaggregated_attention(q_THD, k_TGD, v_TGE, s_aux, plan, params, module, chunk=reach.chunk).unsqueeze(0)
 
 
-def attention_chunk(module: nn.Module) -> int | None:
+def attention_chunk(module: Any) -> int | None:
     """Return the rows of an attention layer's chunks; None for no chunks."""
     config: Any = getattr(module, "config", None)
-    if "chunked_attention" not in (getattr(config, "layer_types", None) or ()):
-        return None
-    reaches: dict[Any, Reach] = dict(enumerate(attention_reaches(config)))
-    return reaches[module.layer_idx].chunk
+    is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    return attention_reaches(config)[module.layer_idx].chunk if is_chunked else None
 
 
 def _refused(
-    module: nn.Module,
-    query: Tensor,
-    mask: Tensor | DeferredMask | None,
-    dropout: float,
-    reach: Reach,
-    kwargs: dict[str, Any],
+    module: nn.Module, query: Tensor, mask: Mask, dropout: float, reach: Reach, kwargs: dict[str, Any]
 ) -> Iterator[str]:
     """Yield why a planned step cannot compute the attention that a model asks for."""
     if dropout > 0:
@@ -172,42 +183,10 @@ def _refused(
             yield f"passes {name}, which planned attention does not support; {ELSEWHERE}"
 
 
-def _eager_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    /,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """Compute attention with soft-capped scores or sinks, which "sdpa" refuses or ignores: [B, T, H, E]."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    scores_BHTS = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores_BHTS = softcap * torch.tanh(scores_BHTS / softcap)
-    if mask is None and query.shape[2] > 1:
-        mask = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if mask is not None:
-        scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(scores_BHTS.dtype).min)
-    if s_aux is not None:
-        sinks_BHT1 = s_aux.view(1, -1, 1, 1).expand(scores_BHTS.shape[0], -1, scores_BHTS.shape[2], 1)
-        scores_BHTS = torch.cat([scores_BHTS, sinks_BHT1], dim=-1)
-    weights_BHTS = scores_BHTS.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
-    weights_BHTS = nn.functional.dropout(weights_BHTS, dropout, training=module.training)
-    return (weights_BHTS @ value).transpose(1, 2).contiguous()
-
-
 def scaled_by_position(module: Any, query_BHTD: Tensor, plan: BoundPlan) -> Tensor:
-    """Return queries scaled by their positions in their documents.
+    """Return queries scaled by their positions in their documents, where Llama 4 has no rotary embedding.
 
-    In layers without rotary embedding, Llama 4 scales queries by a factor that grows with the position. The model
-    counts positions from the first row of the call, across documents.
+    The model has scaled them by positions that it counts from the first row of the call, across documents.
     """
     if module.use_rope or max(plan.rows, plan.last_position + 1) < module.floor_scale:  # every factor is 1
         return query_BHTD
@@ -227,7 +206,7 @@ def distca_mask(
     q_offset: int = 0,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
-) -> Tensor | DeferredMask | None:
+) -> Mask:
     """Return the mask that "sdpa" uses, deferred if the step may be planned.
 
     A planned step has batch size 1, no padding and no cache. Other steps get their mask at once, and so do models that
@@ -236,8 +215,11 @@ def distca_mask(
     make = partial(
         sdpa_mask, batch_size, q_length, kv_length, q_offset=q_offset, attention_mask=attention_mask, **kwargs
     )
-    changes_masks = getattr(kwargs.get("config"), "model_type", None) in CHANGING_MASKS
+    config = kwargs.get("config")
     may_be_planned = batch_size == 1 and attention_mask is None and q_length == kv_length
+    changes_masks = getattr(config, "model_type", None) in CHANGING_MASKS
     if changes_masks or not may_be_planned or isinstance(q_offset, Tensor) or q_offset != 0:
-        return make()
+        # Layers that share keys (Gemma 4) select rows of a prompt's mask, and None would let rows see unused cache.
+        selects_rows = q_length > 1 and getattr(config, "num_kv_shared_layers", None)
+        return make(allow_is_causal_skip=False) if selects_rows else make()
     return DeferredMask(kwargs.get("local_size"), kwargs.get("use_vmap", False), make)

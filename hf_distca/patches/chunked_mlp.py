@@ -7,6 +7,7 @@ autograd would keep all chunks' intermediate rows. This is *TiledMLP* of "Arctic
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,6 @@ class _ChunkedMLP(nn.Module):
         compute: Callable[..., Tensor] = super().forward
         if x.shape[-2] <= self.chunk_rows:
             return compute(x, *args, **kwargs)
-        chunks = torch.split(x, self.chunk_rows, -2)
-        if not torch.is_grad_enabled():
-            return torch.cat([compute(chunk, *args, **kwargs) for chunk in chunks], -2)
-        return torch.cat([checkpoint(compute, chunk, *args, use_reentrant=False, **kwargs) for chunk in chunks], -2)
+        if torch.is_grad_enabled():
+            compute = partial(checkpoint, compute, use_reentrant=False)
+        return torch.cat([compute(chunk, *args, **kwargs) for chunk in torch.split(x, self.chunk_rows, -2)], -2)

@@ -10,7 +10,7 @@ weights gathered and PEFT adapters active.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial, wraps
+from functools import partial, partialmethod, wraps
 from types import EllipsisType
 from typing import Any
 
@@ -26,7 +26,7 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.models.decoder import base_model
 from hf_distca.models.tensor_parallel import MESH, is_shared_out
 from hf_distca.patches.layers import HOOKS
-from hf_distca.patches.loss import ChunkedSum, Step, apply_steps, as_autocast
+from hf_distca.patches.loss import Forward, Step, apply_steps, as_autocast, loss_of_head, loss_of_linear
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.plan import PLAN_KEY
 
@@ -44,8 +44,6 @@ VALUE_BY_VALUE = {
 }
 """Functions that change each value alone, if their other arguments are no tensors."""
 
-Forward = Callable[[Tensor], Tensor]
-
 
 def plan_head(model: PreTrainedModel, chunk_bytes: int) -> None:
     """Let a model compute the loss of planned steps without all logits, in place; call it before `prepare`.
@@ -53,7 +51,6 @@ def plan_head(model: PreTrainedModel, chunk_bytes: int) -> None:
     Outside a planned step, and in one without labels, the model is unchanged.
 
     Args:
-        model: a transformers model, or a PEFT model around one.
         chunk_bytes: most bytes of a chunk's logits in float32; 0 for all logits at once.
     """
     base: Any = base_model(model)
@@ -106,18 +103,12 @@ def _deferring(forward: Callable[..., Any], model: Any = None) -> Callable[..., 
 
 
 class PlannedHead(nn.Module):
-    """Base that precedes an output head's own class.
+    """Base that precedes an output head's own class."""
 
-    Attributes:
-        chunk_bytes: most bytes of a chunk's logits in float32; 0 for all logits at once.
-        defers: whether calls return deferred logits.
-        is_plain: whether the head is just a linear layer.
-        forward_in_shares: with tensor parallelism, the forward in which each rank computes a share of the vocabulary.
-    """
-
-    chunk_bytes = 0
-    defers = False
-    is_plain: bool
+    chunk_bytes = 0  # most bytes of a chunk's logits in float32; 0 for all logits at once
+    defers = False  # whether calls return deferred logits
+    is_plain: bool  # whether the head is just a linear layer
+    # With tensor parallelism, the forward in which each rank computes a share of the vocabulary.
     forward_in_shares: Forward | None = None
     out_features: int
     weight: Tensor
@@ -128,25 +119,21 @@ class PlannedHead(nn.Module):
         """Return whether the loss can be computed over chunks; if not, log the reason once."""
         if self.chunk_bytes == 0:
             return False
-        reason = self._obstacle()
-        if reason is not None:
-            logger.warning_once(f"the loss is computed from all logits at once: {reason}")
-        return reason is None
-
-    def _obstacle(self) -> str | None:
+        reason = None
         if "forward" in vars(self):
-            return f"the forward of the head ({type(self).__name__}) has been replaced"
+            reason = f"the forward of the head ({type(self).__name__}) has been replaced"
         # ZeRO-3 gathers the weights of a leaf at once, and other weights when their module is called.
         is_leaf = getattr(self, "_z3_leaf", False)
         for name, module in self.named_modules(prefix="head"):
-            for kind in HOOKS:
-                for hook in getattr(module, kind).values():
-                    if not str(getattr(hook, "__module__", None)).startswith(WRAPPERS):
-                        return f"{name} has a hook of its own, {hook!r}, which needs to see all of them"
+            for hook in (hook for kind in HOOKS for hook in getattr(module, kind).values()):
+                if not str(getattr(hook, "__module__", None)).startswith(WRAPPERS):
+                    reason = f"{name} has a hook of its own, {hook!r}, which needs to see all of them"
             by_zero_3 = not is_leaf and any(hasattr(p, "ds_id") for p in module.parameters())
             if module is not self and (isinstance(module, FSDPModule) or by_zero_3):
-                return f"{name} gathers its weights apart from the rest of the head, for each chunk anew"
-        return None
+                reason = f"{name} gathers its weights apart from the rest of the head, for each chunk anew"
+        if reason is not None:
+            logger.warning_once(f"the loss is computed from all logits at once: {reason}")
+        return reason is None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the head's logits, or deferred logits."""
@@ -189,10 +176,12 @@ class PlannedHead(nn.Module):
 
     def cross_entropy(self, hidden: Tensor, target: Tensor, steps: Sequence[Step], ignore_index: int) -> Tensor:
         """Return the sum of cross entropies for hidden states [T, D] and targets [T]."""
-        chunked = ChunkedSum(target, ignore_index, steps, self.chunk_rows)
+        others = target, ignore_index, steps, self.chunk_rows
 
         def task(forward: Forward, x: Tensor) -> Tensor:
-            return chunked.of_linear(x, self.weight, self.bias) if self.is_plain else chunked.of_head(forward, x)
+            if self.is_plain:
+                return loss_of_linear(x, self.weight, self.bias, *others)
+            return loss_of_head(forward, x, *others)
 
         return self._call(hidden, task)
 
@@ -254,7 +243,11 @@ class DeferredLogits:
         if name in OF_SHAPE or (name.startswith("is_") and not callable(attribute)):
             like = self._sample.expand(*self._hidden.shape[:-1], self._head.out_features)  # takes no memory
             return getattr(like, name)
-        return partial(_method, attribute, self) if callable(attribute) else getattr(self.tensor(name), name)
+        return partial(self.call, attribute) if callable(attribute) else getattr(self.tensor(name), name)
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a tensor's method on these logits."""
+        return self.__torch_function__(function, (), (self, *args), kwargs)
 
     def __repr__(self) -> str:
         return f"DeferredLogits(shape={list(self.shape)}, dtype={self.dtype})"
@@ -293,8 +286,17 @@ class DeferredLogits:
     ) -> Any:
         """Return the result of a function that does not need all logits; NotImplemented for any other function."""
         hidden, last = self._hidden, self.ndim - 1
-        if name in VALUE_BY_VALUE:
-            return self._changed(lambda x: function(x, *args, **kwargs), (*args, *kwargs.values()))
+        has_tensors = any(isinstance(x, Tensor | DeferredLogits) for x in (*args, *kwargs.values()))
+        if name in VALUE_BY_VALUE and not has_tensors:
+
+            def step(x: Tensor) -> Any:
+                return function(x, *args, **kwargs)
+
+            sample = step(self._sample)
+            if sample is self._sample:
+                return self
+            if sample.device == self._sample.device and sample.is_floating_point():
+                return DeferredLogits(self._head, hidden, (*self._steps, step), sample)
         if name in ("clone", "contiguous"):
             return self._of(hidden)
         if name in ("view", "reshape"):
@@ -322,19 +324,8 @@ class DeferredLogits:
         return NotImplemented
 
     def _of(self, hidden: Tensor) -> "DeferredLogits":
-        """Return the logits of other hidden states, such as a selection or another shape."""
+        """Return the logits of other hidden states."""
         return DeferredLogits(self._head, hidden, self._steps, self._sample)
-
-    def _changed(self, step: Step, others: Sequence[Any]) -> Any:
-        """Record an element-wise change by a function with these other arguments."""
-        if any(isinstance(x, Tensor | DeferredLogits) for x in others):
-            return NotImplemented
-        sample = step(self._sample)
-        if sample is self._sample:
-            return self
-        if sample.device != self._sample.device or not sample.is_floating_point():
-            return NotImplemented
-        return DeferredLogits(self._head, self._hidden, (*self._steps, step), sample)
 
     def _cross_entropy(
         self, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: Any
@@ -352,19 +343,10 @@ class DeferredLogits:
         return torch.where(count > 0, total / count.clamp(min=1), torch.nan)  # without targets, gradients are 0
 
 
-def _method(function: Callable[..., Any], logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    """Call a tensor's method on deferred logits."""
-    return DeferredLogits.__torch_function__(function, (), (logits, *args), kwargs)
-
-
-def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda logits, *args: _method(function, logits, *args)
-
-
 # Python looks up operators in the class, not through __getattr__.
 for _name in (
     *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
     *("__pow__", "__neg__", "__abs__", "__matmul__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
     *("__getitem__", "__setitem__", "__array__"),
 ):
-    setattr(DeferredLogits, _name, _operator(getattr(Tensor, _name)))
+    setattr(DeferredLogits, _name, partialmethod(DeferredLogits.call, getattr(Tensor, _name)))

@@ -12,6 +12,7 @@ backward take turns in the same way; threads would not share them.
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from contextvars import copy_context
+from functools import cached_property
 from typing import Any
 
 from greenlet import getcurrent, greenlet
@@ -42,9 +43,6 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     Call it before `Accelerator.prepare`; `make_dispatcher` does so. State space layers, linear attention and
     convolutions then run document by document. Outside planned steps the layers work as before.
 
-    Args:
-        model: The model to change.
-
     Returns:
         The subclasses that the model's layers now have.
 
@@ -55,29 +53,21 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     subclasses: dict[type[nn.Module], type[nn.Module]] = {}
     layers = decoder_layers(model)
     # Checkpointable layers inside decoder layers may mix along the row too.
-    inside = dict.fromkeys(module for layer in layers for module in layer.modules())
-    inner = [each for each in inside if isinstance(each, GradientCheckpointingLayer) and mixing_modules(each)]
+    inside = (module for layer in layers for module in layer.modules())
+    inner = (each for each in inside if isinstance(each, GradientCheckpointingLayer) and mixing_modules(each))
     for layer in dict.fromkeys([*layers, *inner]):
-        cls = type(layer)
-        if cls not in subclasses and not issubclass(cls, _PlannedLayer):
-            subclasses[cls] = subclass(cls, _PlannedLayer)
-        if cls in subclasses:
-            layer.__class__ = subclasses[cls]
+        if not isinstance(layer, _PlannedLayer):
+            cls = type(layer)
+            layer.__class__ = subclasses.setdefault(cls, subclass(cls, _PlannedLayer))
         vars(layer).update(attends=sum(map(is_attention, layer.modules())), mixes=plan_mixing(layer))
     return list(dict.fromkeys(type(layer) for layer in model.modules() if isinstance(layer, _PlannedLayer)))
 
 
 class _PlannedLayer(nn.Module):
-    """Base that precedes a decoder layer's own class.
+    """Base that precedes a decoder layer's own class."""
 
-    Attributes:
-        attends: number of attention modules that a plan can move.
-        mixes: number of modules that mix along the row without attention.
-    """
-
-    attends: int
-    mixes: int
-    _inner_hooks: "list[tuple[str, dict[int, Callable[..., Any]]]] | None" = None
+    attends: int  # number of attention modules that a plan can move
+    mixes: int  # number of modules that mix along the row without attention
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan = kwargs.get(PLAN_KEY)
@@ -91,10 +81,10 @@ class _PlannedLayer(nn.Module):
     ) -> Any:
         ran, attentions, mixing = plan.ran, plan.ran.attentions, plan.ran.mixing
         takes_turns = False
-        exchanges = (self.attends and plan.exchanges) or (self.mixes and plan.cuts_documents)
+        exchanges = bool(self.attends and plan.exchanges) or bool(self.mixes and plan.cuts_documents)
         if (self.attends or exchanges) and not plan.is_part:  # else no exchange, or the outer layer takes turns
             ran.layers += 1
-            takes_turns = len(plan.nano_batches) == 2 and bool(exchanges) and not self._is_watched()
+            takes_turns = len(plan.nano_batches) == 2 and exchanges and not self._is_watched()
             ran.layers_in_turns += takes_turns
         calls = 1 + takes_turns
         result = self._in_turns(run, plan, args, kwargs) if takes_turns else self._run(run, args, kwargs)
@@ -159,15 +149,13 @@ class _PlannedLayer(nn.Module):
             join_states(value, pair)
         return join_results("output", tuple(results), sizes)
 
+    @cached_property  # a walk over all modules takes longer than a short layer
+    def _inner_hooks(self) -> list[tuple[str, dict[int, Callable[..., Any]]]]:
+        inner = [(f"{name} ({type(module).__name__})", module) for name, module in self.named_modules()][1:]
+        return [(name, getattr(module, kind)) for name, module in inner for kind in HOOKS]
+
     def _is_watched(self) -> bool:
         """Return whether a module inside the layer has a user's hook, which must see all rows in one call."""
-        if self._inner_hooks is None:  # collected once: a walk over all modules takes longer than a short layer
-            self._inner_hooks = [
-                (f"{name} ({type(module).__name__})", getattr(module, kind))
-                for name, module in self.named_modules()
-                if module is not self
-                for kind in HOOKS
-            ]
         for name, hooks in self._inner_hooks:
             for hook in hooks.values():
                 # transformers' recording of outputs; `_in_turns` joins the records.

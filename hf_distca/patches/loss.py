@@ -8,7 +8,6 @@ Shape suffixes: T rows, C rows of a chunk, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+Forward = Callable[[Tensor], Tensor]
+"""Forward of a head: [C, D] to [C, V]."""
 Step = Callable[[Tensor], Tensor]
 """Element-wise change of logits: [C, V] to [C, V]."""
 
@@ -37,59 +38,45 @@ def as_autocast(x: Tensor) -> Tensor:
     return x
 
 
-@dataclass(frozen=True, eq=False)
-class ChunkedSum:
-    """Sum of the cross entropies of rows, in the dtype that `torch.nn.functional.cross_entropy` gives.
+def loss_of_head(
+    forward: Forward, hidden_TD: Tensor, target_T: Tensor, ignore_index: int, steps: Sequence[Step], rows: int
+) -> Tensor:
+    """Return the sum of the cross entropies of rows for any head; the backward recomputes each chunk's logits.
 
-    Attributes:
-        targets: [T] int64; rows whose target is `ignore_index` do not count.
+    Args:
+        target_T: int64; rows whose target is `ignore_index` do not count.
         steps: changes of the head's logits before the cross entropy.
         rows: most rows of a chunk.
     """
 
-    targets: Tensor
-    ignore_index: int
-    steps: Sequence[Step]
-    rows: int
+    def of_chunk(hidden_CD: Tensor, target_C: Tensor) -> Tensor:
+        logits_CV = apply_steps(forward(hidden_CD), steps)
+        return functional.cross_entropy(logits_CV, target_C, ignore_index=ignore_index, reduction="sum")
 
-    def of_linear(self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        """Return the sum for a linear head.
+    compute = partial(checkpoint, of_chunk, use_reentrant=False) if torch.is_grad_enabled() else of_chunk
+    chunks = zip(hidden_TD.split(rows), target_T.split(rows), strict=True)
+    return torch.stack([compute(*chunk) for chunk in chunks]).sum()
 
-        The gradients are computed in the forward, and the backward can run once.
-        """
-        inputs = hidden_TD, weight_VD, bias_V
-        needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
-        loss: Tensor = _OfLinear.apply(*inputs, self, needs)
-        return loss
 
-    def of_head(self, forward: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> Tensor:
-        """Return the sum for any head; the backward recomputes each chunk's logits.
+def loss_of_linear(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *others: Any) -> Tensor:
+    """Return the sum of the cross entropies of rows for a linear head; the backward can run once.
 
-        Args:
-            forward: the head's forward: [C, D] to [C, V].
-        """
-
-        def of_chunk(hidden_CD: Tensor, target_C: Tensor) -> Tensor:
-            logits_CV = apply_steps(forward(hidden_CD), self.steps)
-            return functional.cross_entropy(logits_CV, target_C, ignore_index=self.ignore_index, reduction="sum")
-
-        compute = partial(checkpoint, of_chunk, use_reentrant=False) if torch.is_grad_enabled() else of_chunk
-        chunks = zip(hidden_TD.split(self.rows), self.targets.split(self.rows), strict=True)
-        return torch.stack([compute(*chunk) for chunk in chunks]).sum()
+    Args:
+        others: the last arguments of `loss_of_head`.
+    """
+    loss: Tensor = _OfLinear.apply(hidden_TD, weight_VD, bias_V, torch.is_grad_enabled(), *others)
+    return loss
 
 
 class _OfLinear(torch.autograd.Function):
-    """Autograd function of `ChunkedSum.of_linear`: its backward only scales the forward's gradients."""
+    """Cross entropies whose forward computes the gradients too; the backward only scales them."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        chunked: ChunkedSum,
-        needs: Sequence[bool],
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, trains: bool, *others: Any
     ) -> Tensor:
+        target_T, ignore_index, steps, rows = others
+        needs = [trains and needed for needed in ctx.needs_input_grad[:3]]
         # The head's gradients are added up in at least float32.
         summed = torch.promote_types(weight_VD.dtype, torch.float32)
         hidden_grad_TD = torch.empty_like(hidden_TD) if needs[0] else None
@@ -98,17 +85,17 @@ class _OfLinear(torch.autograd.Function):
         hidden_TD, weight_VD = as_autocast(hidden_TD), as_autocast(weight_VD)  # once, not with each chunk
         bias_V = None if bias_V is None else as_autocast(bias_V)
         losses = []
-        for start in range(0, len(hidden_TD), chunked.rows):
-            chunk = slice(start, start + chunked.rows)
-            target_C = chunked.targets[chunk]
+        for start in range(0, len(hidden_TD), rows):
+            chunk = slice(start, start + rows)
+            target_C = target_T[chunk]
             logits_CV = functional.linear(hidden_TD[chunk], weight_VD, bias_V)
             with torch.set_grad_enabled(any(needs)):
-                changed_CV = apply_steps(logits_CV.requires_grad_(any(needs)), chunked.steps)
+                changed_CV = apply_steps(logits_CV.requires_grad_(any(needs)), steps)
             grad_CV = functional.log_softmax(changed_CV.detach(), dim=-1)
-            losses.append(functional.nll_loss(grad_CV, target_C, ignore_index=chunked.ignore_index, reduction="sum"))
+            losses.append(functional.nll_loss(grad_CV, target_C, ignore_index=ignore_index, reduction="sum"))
             if any(needs):
                 # Overwrite log_softmax by softmax minus one at the target: the gradient of the changed logits.
-                counts_C1 = (target_C != chunked.ignore_index)[:, None]
+                counts_C1 = (target_C != ignore_index)[:, None]
                 targets_C1 = torch.where(counts_C1, target_C[:, None], 0)
                 grad_CV.exp_().scatter_add_(1, targets_C1, -counts_C1.to(grad_CV.dtype)).mul_(counts_C1)
                 if changed_CV is not logits_CV:
@@ -136,4 +123,4 @@ class _OfLinear(torch.autograd.Function):
                 "gradients; set loss_chunk_bytes=0 to use retain_graph=True"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return *(None if gradient is None else gradient.mul_(grad) for gradient in gradients), None, None
+        return *(None if gradient is None else gradient.mul_(grad) for gradient in gradients), *[None] * 5

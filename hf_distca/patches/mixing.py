@@ -28,8 +28,7 @@ from hf_distca.plan import PLAN_KEY
 
 REPLACED_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that describe documents in a row, as the plan does."""
-DOCUMENTS = Parts("a mixing module's", "this model cannot train with planned attention")
-"""Parts of a module that runs document by document."""
+DOCUMENTS: Parts = ("a mixing module's", "this model cannot train with planned attention")
 
 _running: ContextVar[tuple[BoundPlan, Checkpoints] | None] = ContextVar("decoder layer that runs", default=None)
 """Plan of the running layer, and the checkpoints around the layer."""
@@ -62,16 +61,10 @@ def plan_mixing(layer: nn.Module) -> int:
 
 
 class _MixingModule(nn.Module):
-    """Base that precedes a mixing module's own class.
+    """Base that precedes a mixing module's own class."""
 
-    Attributes:
-        names: functions in which rows depend on each other; None if they are not known.
-        run: the forward of the module's class with functions for planned steps in their place, or the planned forward
-            of lightning attention.
-    """
-
-    names: tuple[str, ...] | None
-    run: Callable[..., Any]
+    names: tuple[str, ...] | None  # functions in which rows depend on each other; None if they are not known
+    run: Callable[..., Any]  # forward of the module's class that calls functions for planned steps in their place
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         running = _running.get()
@@ -103,10 +96,7 @@ class _MixingModule(nn.Module):
 
 
 def _seeing(function: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a copy of a function that finds other values under some global names.
-
-    Decorators around the function stay.
-    """
+    """Return a copy of a function and its decorators that finds other values under some global names."""
     assert isinstance(function, FunctionType)
     closure = function.__closure__
     inner = getattr(function, "__wrapped__", None)

@@ -16,12 +16,12 @@ Shape suffixes: T rows, C channels, H heads, G groups of heads, K rows and V col
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,8 @@ from torch.nn import functional
 from hf_distca.dispatch.bound import BoundNanoBatch, BoundPlan
 from hf_distca.dispatch.cuts import HaloExchange, Packing, StateExchange, Transition
 from hf_distca.dispatch.executor import without_autocast
+from hf_distca.models import mixing
 from hf_distca.models.decoder import stock_forward
-from hf_distca.models.mixing import (
-    CONVOLUTION,
-    CONVOLUTION_AND_SCAN,
-    DELTA_RULE,
-    KIMI_DELTA_RULE,
-    LIGHTNING,
-    SCAN,
-)
 
 Function = Callable[..., Any]
 
@@ -46,15 +39,11 @@ _call: ContextVar["MixingCall"] = ContextVar("mixing module that runs")
 
 
 class MixingCall:
-    """One call of a mixing module in a planned step.
-
-    Attributes:
-        mixed: functions that the module has called, in order.
-    """
+    """One call of a mixing module in a planned step."""
 
     def __init__(self, module: nn.Module, plan: BoundPlan) -> None:
         self.module, self.plan = module, plan
-        self.mixed: list[str] = []
+        self.mixed: list[str] = []  # functions that the module has called, in order
 
     def run(self, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward whose functions find this call."""
@@ -89,31 +78,28 @@ class MixingCall:
 def planned_functions(stock: dict[str, Any]) -> dict[str, Function]:
     """Return functions for planned steps by the names of those that they replace, among a file's global names."""
     planned: dict[str, Function] = {
-        CONVOLUTION: _convolution,
-        DELTA_RULE: _delta_rule,
-        KIMI_DELTA_RULE: _delta_rule,
-        SCAN: _scan,
-        CONVOLUTION_AND_SCAN: _convolution_and_scan,
+        mixing.CONVOLUTION: _convolution,
+        mixing.DELTA_RULE: _delta_rule,
+        mixing.KIMI_DELTA_RULE: _delta_rule,
+        mixing.SCAN: _scan,
+        mixing.CONVOLUTION_AND_SCAN: _convolution_and_scan,
     }
 
     def replaced(name: str, *args: Any, **kwargs: Any) -> Any:
         call = _call.get()
         result = planned[name](call.plan.runtime.functions.get(name, stock[name]), call, *args, **kwargs)
         if result is not None:
-            call.mixed += [CONVOLUTION, SCAN] if name == CONVOLUTION_AND_SCAN else [name]
+            call.mixed += [mixing.CONVOLUTION, mixing.SCAN] if name == mixing.CONVOLUTION_AND_SCAN else [name]
         return result
 
     return {name: partial(replaced, name) for name in planned if name in stock}
 
 
 def _takes_packed(stock: Function, argument: str) -> bool:
-    """Return whether transformers' function is a kernel that keeps packed documents apart.
-
-    Transformers wraps its functions, and drops arguments that the kernel does not know.
-    """
+    """Return whether transformers' function is a kernel that keeps packed documents apart."""
     if hasattr(stock, "packed_by"):  # a stand-in
         return bool(stock.packed_by == argument)
-    try:
+    try:  # transformers wraps its functions, and drops arguments that the kernel does not know
         found = inspect.getclosurevars(stock).nonlocals
     except TypeError:  # a kernel of the Hub
         return False
@@ -146,23 +132,11 @@ Result = tuple[Tensor, Read | None, Transition]
 """Rows [1, T, H, V] of whole documents; or of a segment, with what the segment does to states."""
 
 
-class Recurrence(NamedTuple):
-    """A recurrence over the rows of one call of a mixing module.
+Run = Callable[[Sequence[Tensor], Packing | None, bool, bool], Result]
+"""Function that computes whole documents, or a segment from a state of zeros.
 
-    Attributes:
-        tensors: [1, T, ...] each, what the recurrence reads.
-        values: [1, T, H, V], of the shape of the result.
-        packed: whether whole documents may be computed in one call.
-        shapes: of A and B.
-        run: computes whole documents, or a segment from a state of zeros. r and A are needed if the segment is
-            continued, with earlier segments; A and B if it continues, with later segments.
-    """
-
-    tensors: tuple[Tensor, ...]
-    values: Tensor
-    packed: bool
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    run: Callable[[Sequence[Tensor], Packing | None, bool, bool], Result]
+r and A are needed if the segment is continued, with earlier segments; A and B if it continues, with later segments.
+"""
 
 
 def _delta_rule(
@@ -204,8 +178,7 @@ def _delta_rule(
         return out, lambda state: torch.einsum("thk,hkv->thv", r_1THK[0].float(), state), (factor, offset)
 
     shapes = (heads, state_rows, state_rows), (heads, state_rows, columns)
-    packed = _takes_packed(stock, "cu_seqlens")
-    return _recur(call, Recurrence((query, key, value, g, beta), value, packed, shapes, run)), None
+    return _recur(call, (query, key, value, g, beta), value, _takes_packed(stock, "cu_seqlens"), shapes, run), None
 
 
 def _scan(
@@ -251,8 +224,8 @@ def _scan(
         return out, read, (decays_TH[-1] if continues else None, offset)
 
     heads, columns = hidden_states.shape[2:]
-    shapes, packed = ((heads,), (heads, columns, B.shape[3])), _takes_packed(stock, "seq_idx")
-    return _recur(call, Recurrence((hidden_states, dt, B, C), hidden_states, packed, shapes, run))
+    shapes = (heads,), (heads, columns, B.shape[3])
+    return _recur(call, (hidden_states, dt, B, C), hidden_states, _takes_packed(stock, "seq_idx"), shapes, run)
 
 
 def lightning_attention(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -277,17 +250,13 @@ def lightning_attention(module: Any, hidden_states: Tensor, *_: Any, **__: Any) 
         places_T1 = torch.arange(1, qkv.shape[1] + 1, device=qkv.device).unsqueeze(1)
         decays_TH = (-inner.slope_rate.float().view(1, heads) * places_T1).exp()
         q_THK = qkv[0].unflatten(1, (heads, -1))[..., :size]
-
-        def read(state: Tensor) -> Tensor:
-            read_THV: Tensor = torch.einsum("thk,hkv->thv", q_THK.float(), state) * decays_TH.unsqueeze(-1)
-            return read_THV
-
-        return out, read, (decays_TH[-1] if continues else None, offset)
+        transition = decays_TH[-1] if continues else None, offset
+        return out, lambda state: torch.einsum("thk,hkv->thv", q_THK.float(), state) * decays_TH[..., None], transition
 
     qkv = module.act_fn(module.qkv_proj(hidden_states))
     values = qkv.unflatten(2, (heads, -1))[..., -size:]
-    mixed = _recur(call, Recurrence((qkv,), values, False, ((heads,), (heads, size, size)), run))
-    call.mixed.append(LIGHTNING)
+    mixed = _recur(call, (qkv,), values, False, ((heads,), (heads, size, size)), run)
+    call.mixed.append(mixing.LIGHTNING)
     gate = functional.sigmoid(module.output_gate(hidden_states))
     return module.out_proj(gate * module.norm(mixed.flatten(2))), None
 
@@ -303,61 +272,70 @@ def _convolution_and_scan(stock: Function, call: MixingCall, *args: Any, **kwarg
     return result
 
 
-def _recur(call: MixingCall, recurrence: Recurrence) -> Tensor:
+def _recur(
+    call: MixingCall,
+    tensors: Sequence[Tensor],
+    values: Tensor,
+    packed: bool,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    run: Run,
+) -> Tensor:
     """Compute a recurrence over each document, [1, T, H, V].
 
     Cut segments come first: while their states travel, whole documents are computed, those of both nano-batches.
+
+    Args:
+        tensors: [1, T, ...] each, what the recurrence reads.
+        values: [1, T, H, V], of the shape of the result.
+        packed: whether whole documents may be computed in one call.
+        shapes: of A and B.
     """
-    divided = (call.of_nano_batches(x) for x in recurrence.tensors)
-    parts = [Part(call, nano, rows, recurrence) for nano, *rows in zip(call.plan.nano_batches, *divided, strict=True)]
-    if call.plan.nano_batches[0].index == 1:  # the first nano-batch is about to wait
-        parts[0].compute_whole()
-    call.pause()
-    return torch.cat([out for part in parts for out in part.finish()], 1)
 
-
-class Part:
-    """A recurrence over the segments of one nano-batch; making it computes cut segments and sends their states."""
-
-    def __init__(self, call: MixingCall, nano: BoundNanoBatch, rows: list[Tensor], recurrence: Recurrence) -> None:
-        self._recurrence, self._cuts = recurrence, nano.cuts
-        sizes, chains = nano.cuts.sizes, nano.cuts.chains
+    def of_nano_batch(nano: BoundNanoBatch, rows: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        # 1. Compute cut segments and send their states.
+        chains, rows_of = nano.cuts.chains, nano.cuts.sizes
         numbers = {segment: number for number, segment in enumerate(chains.cut)}
         # Whole documents between cut segments share a call if the kernel takes them packed.
-        keys = [(numbers.get(segment), None if recurrence.packed else segment) for segment in range(len(sizes))]
-        groups = [
-            (number, tuple(sizes[segment] for segment in group))
-            for (number, _), group in groupby(range(len(sizes)), keys.__getitem__)
+        keys = [(numbers.get(segment), None if packed else segment) for segment in range(len(rows_of))]
+        calls = [
+            (number, tuple(rows_of[segment] for segment in group))
+            for (number, _), group in groupby(range(len(rows_of)), keys.__getitem__)
         ]
-        of_groups = zip(*(torch.split(x, [sum(each) for _, each in groups], 1) for x in rows), strict=True)
-        self._calls = [(number, each, of_group) for (number, each), of_group in zip(groups, of_groups, strict=True)]
-        self._results = {
-            index: recurrence.run(of_segment, None, bool(chains.earlier[number]), bool(chains.later[number]))
-            for index, (number, _, of_segment) in enumerate(self._calls)
+        inputs = list(zip(*(torch.split(x, [sum(sizes) for _, sizes in calls], 1) for x in rows), strict=True))
+        results = {
+            index: run(inputs[index], None, bool(chains.earlier[number]), bool(chains.later[number]))
+            for index, (number, _) in enumerate(calls)
             if number is not None
         }
-        self._exchange = StateExchange(chains, recurrence.shapes, **call.exchange(nano))
-        self._transitions = [transition for _, _, transition in self._results.values()]
-        self._token = self._exchange.send(self._transitions, rows)
+        transitions = [transition for _, _, transition in results.values()]
+        exchange = StateExchange(chains, shapes, **call.exchange(nano))
+        token = exchange.send(transitions, rows)
+        yield []
 
-    def compute_whole(self) -> None:
-        """Compute whole documents."""
-        for index, (number, sizes, rows) in enumerate(self._calls):
+        # 2. Compute whole documents.
+        for index, (number, sizes) in enumerate(calls):
             if number is None:
-                self._results[index] = self._recurrence.run(rows, self._cuts.packing(sizes), False, False)
+                results[index] = run(inputs[index], nano.cuts.packing(sizes), False, False)
+        yield []
 
-    def finish(self) -> list[Tensor]:
-        """Return all results, after adding to cut segments what the states before them change."""
-        if len(self._results) < len(self._calls):
-            self.compute_whole()
-        results = [self._results[index] for index in range(len(self._calls))]
+        # 3. Add to cut segments what the states before them change.
         # Some result goes through the exchange on every rank, see `StateExchange.receive`.
-        outputs = [out for out, _, _ in results] or [self._recurrence.values[:, :0]]
-        outputs[0], states = self._exchange.receive(self._token, outputs[0], self._transitions)
-        for index, (number, _, _) in enumerate(self._calls):
+        outputs = [results[index][0] for index in range(len(calls))] or [values[:, :0]]
+        outputs[0], states = exchange.receive(token, outputs[0], transitions)
+        for index, (number, _) in enumerate(calls):
             if number is not None and (state := states[number]) is not None:
                 _, read, _ = results[index]
                 assert read is not None  # the segment has a state before it
                 with without_autocast(state.device.type):
                     outputs[index] = (outputs[index].float() + read(state)).to(outputs[index].dtype)
-        return outputs
+        yield outputs
+
+    nano_batches = call.plan.nano_batches
+    divided = zip(nano_batches, *map(call.of_nano_batches, tensors), strict=True)
+    parts = [of_nano_batch(nano, rows) for nano, *rows in divided]
+    for part in parts:
+        next(part)
+    if nano_batches[0].index == 1:  # the first nano-batch is about to wait
+        next(parts[0])
+    call.pause()
+    return torch.cat([out for part in parts for out in list(part)[-1]], 1)

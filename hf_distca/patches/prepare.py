@@ -36,7 +36,6 @@ def prepare_model(model: "PreTrainedModel", config: "DistCAConfig", *, ping_pong
     """Change a model in place so that it runs planned steps as the settings say.
 
     Args:
-        model: a transformers model, or a PEFT model around one.
         ping_pong: whether micro-batches may have two nano-batches.
 
     Raises:

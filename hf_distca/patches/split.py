@@ -7,7 +7,7 @@ from collections import UserDict
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +17,9 @@ from hf_distca.patches.attention import DeferredMask
 
 Sizes = tuple[int, ...]
 """Rows of each part, in row order."""
-
-
-class Parts(NamedTuple):
-    """Whose arguments are divided into parts, and the remedy if they cannot be divided, for error messages."""
-
-    owner: str
-    remedy: str
-
-
-NANO_BATCHES = Parts("the decoder layer's", "set ping_pong=False for this model")
+Parts = tuple[str, str]
+"""Whose arguments are divided, and the remedy if they cannot be divided, for error messages."""
+NANO_BATCHES: Parts = ("the decoder layer's", "set ping_pong=False for this model")
 CACHED = "a planned step cannot use cached keys and values; set model.config.use_cache = False"
 
 PLAIN = (bool, int, float, str, type(None), DeferredMask)
@@ -45,9 +38,15 @@ def split_argument(name: str, value: Any, sizes: Sizes, parts: Parts = NANO_BATC
     Raises:
         ValueError: the argument's type or shape does not say how to divide it.
     """
-    rows = sum(sizes)
+    rows, (owner, remedy) = sum(sizes), parts
     if isinstance(value, Tensor):
-        dim = _row_dim(value, rows)
+        shape = value.shape
+        counts_rows = {
+            0: shape == (rows,),
+            1: shape[:2] == (1, rows),
+            2: shape[2:3] == (rows,) and (_is_stacked(value) or shape == (1, 1, rows, 1)),
+        }
+        dim = next((dim for dim, counts in counts_rows.items() if counts), None)
         if dim is not None:  # the backward of slices would copy each slice into zeros of all rows
             return torch.split(value, list(sizes), dim)
         if value.dim() == 0:
@@ -66,29 +65,17 @@ def split_argument(name: str, value: Any, sizes: Sizes, parts: Parts = NANO_BATC
     elif isinstance(value, Cache):
         raise ValueError(CACHED)
     raise ValueError(
-        f"a planned step cannot divide {parts.owner} {name} ({_described(value)}) into parts of its {rows} rows; "
-        f"{parts.remedy}"
+        f"a planned step cannot divide {owner} {name} ({_described(value)}) into parts of its {rows} rows; {remedy}"
     )
-
-
-def _row_dim(value: Tensor, rows: int) -> int | None:
-    """Return the dimension that counts tokens; None if the shape does not say."""
-    if value.dim() >= 2 and value.shape[0] == 1 and value.shape[1] == rows:
-        return 1
-    if value.dim() == 4 and value.shape[2] == rows and (_is_stacked(value) or value.shape == (1, 1, rows, 1)):
-        return 2
-    return 0 if value.dim() == 1 and value.shape[0] == rows else None
 
 
 def join_results(name: str, results: tuple[Any, ...], sizes: Sizes, parts: Parts = NANO_BATCHES) -> Any:
     """Join the results of a module for all parts; raise ValueError if types or shapes do not say how."""
-    first = results[0]
+    first, (owner, remedy) = results[0], parts
     if all(isinstance(result, Tensor) for result in results):
-        if _is_stacked(first) and tuple(result.shape[2] for result in results) == sizes:
-            return torch.cat(results, 2)
-        for dim in (1, 0):  # [1, T, ...], or [T, ...] as MoE routers have it
-            leading_one = dim == 0 or first.shape[0] == 1
-            if first.dim() > dim and leading_one and tuple(result.shape[dim] for result in results) == sizes:
+        # [N, 1, T, D], [1, T, ...], or [T, ...] as MoE routers have it
+        for dim, may_count_rows in ((2, _is_stacked(first)), (1, first.shape[:1] == (1,)), (0, True)):
+            if may_count_rows and tuple(size for result in results for size in result.shape[dim : dim + 1]) == sizes:
                 return torch.cat(results, dim)
     elif type(first) in (tuple, list) and all(len(result) == len(first) for result in results):
         return type(first)(
@@ -97,9 +84,7 @@ def join_results(name: str, results: tuple[Any, ...], sizes: Sizes, parts: Parts
     elif all(result is None for result in results):
         return None
     described = " and ".join(dict.fromkeys(map(_described, results)))
-    raise ValueError(
-        f"a planned step cannot join {parts.owner} {name} of parts of {sizes} rows: got {described}; {parts.remedy}"
-    )
+    raise ValueError(f"a planned step cannot join {owner} {name} of parts of {sizes} rows: got {described}; {remedy}")
 
 
 def _is_stacked(value: Tensor) -> bool:
@@ -108,11 +93,7 @@ def _is_stacked(value: Tensor) -> bool:
 
 
 class PartStates(UserDict[str, tuple[Tensor, ...]]):
-    """One part's view of keys and values that layers leave to later layers, with the part's new states.
-
-    Args:
-        whole: states of all rows, each tensor [1, heads, T, head dim] (transformers' KVSharingDict).
-    """
+    """One part's view of keys and values [1, heads, T, head dim] that layers leave to later layers; and new states."""
 
     def __init__(self, whole: UserDict[str, tuple[Tensor, ...]], part: slice) -> None:
         super().__init__()

@@ -1,7 +1,9 @@
 """Planned steps of tiny hybrids, and what they are compared with."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -11,11 +13,31 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 from hf_distca import DistCAConfig
+from hf_distca.plan import MicroBatchPlan, NanoBatch
+from hf_distca.planner.balance import balance
+from hf_distca.planner.build import finished
+from hf_distca.planner.layout import assemble
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.trainer.assembly import make_dispatcher
-from tests.mixing.plans import Ranks, cut_plan
 from tests.models_and_batches import planned_step, random_documents, reference_step, relative_error
 from tests.survey.tiny import tiny_config
+
+Ranks = Sequence[Sequence[tuple[int, int, int]]]
+"""(document, start, stop) of each segment, in row order, for each rank."""
+
+
+def cut_plan(lengths: Sequence[int], nano_batches: Sequence[Ranks], settings: PlanSettings) -> MicroBatchPlan:
+    """The plan of a micro-batch whose nano-batches lie on the ranks as given; documents are numbered over all."""
+    every = np.array(lengths, np.int64)
+    nanos = []
+    for ranks in nano_batches:
+        cut = [(*segment, rank) for rank, segments in enumerate(ranks) for segment in segments]
+        numbers, starts, stops, holders = np.array(cut).T
+        documents, numbers = np.unique(numbers, return_inverse=True)
+        layout = assemble(every[documents], (numbers, starts, stops, holders), len(ranks))
+        nanos.append(NanoBatch(documents, layout, {kind: balance(layout, kind, settings) for kind in settings.kinds}))
+    return finished(every, nanos, settings, stages=1)
 
 
 class Step(NamedTuple):

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers.models.lfm2 import modeling_lfm2
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_distca.dispatch.cuts import StateExchange
 from hf_distca.dispatch.exchange import Exchange
-from hf_distca.models.mixing import FUNCTIONS
-from hf_distca.patches.mixing_functions import Part
+from hf_distca.models.mixing import DELTA_RULE, FUNCTIONS
 from tests.mixing.steps import Step, assert_equal, reference, step
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
@@ -89,7 +89,7 @@ def test_bfloat16_is_as_rough_as_in_one_process(rank_pools, model_type, rough):
         assert_equal(got, expected(model_type), expected(model_type, **rough))
 
 
-def _exchanged(options: dict) -> tuple[list[tuple[str, torch.dtype]], int]:
+def _exchanged(model_type: str, options: dict) -> tuple[list[tuple[str, torch.dtype]], int]:
     """What a step of three ranks or two exchanges in order, and its dtypes; how many exchanges it leaves open."""
     made, buffers = [], []
     buffer_of = Exchange.buffer
@@ -102,14 +102,13 @@ def _exchanged(options: dict) -> tuple[list[tuple[str, torch.dtype]], int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Exchange, "buffer", recorded)
-        step(options.pop("model_type"), LENGTHS, PLANS[dist.get_world_size()], **JOINT, **options)
+        step(model_type, LENGTHS, PLANS[dist.get_world_size()], **JOINT, **options)
     return made, sum(buffer.under_way for buffer in buffers)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1"])
 def test_all_ranks_exchange_in_the_same_order(rank_pools, model_type):
-    options = {"model_type": model_type, "checkpointing": False}
-    ranks = rank_pools[3].run(_exchanged, options)
+    ranks = rank_pools[3].run(_exchanged, model_type, {"checkpointing": False})
     assert all(found == (ranks[0][0], 0) for found in ranks)
     first = [name for name, _ in ranks[0][0]]
     # A document of each nano-batch is cut: halos of both, states of both. The second's gradients come first.
@@ -117,42 +116,40 @@ def test_all_ranks_exchange_in_the_same_order(rank_pools, model_type):
     assert first[:4] == of_layer
     assert first[-4:] == of_layer[::-1]
     # Kept states are not exchanged again.
-    again = [name for name, _ in rank_pools[3].run(_exchanged, {**options, "keep_core_attention": False})[0][0]]
+    again, *_ = rank_pools[3].run(_exchanged, model_type, {"checkpointing": False, "keep_core_attention": False})
     layers = first[: len(first) // 2].count("states 0")
-    assert again.count("states 0") == first.count("states 0") + layers
+    assert [name for name, _ in again[0]].count("states 0") == first.count("states 0") + layers
 
 
-def test_exchanges_end_on_ranks_without_a_cut_segment(rank_pools):
-    """Gates alone are trained: of what the recurrence of a first layer reads, they alone need gradients."""
-    for exchanged, left_open in rank_pools[3].run(_exchanged, {"model_type": "qwen3_next", "lora": True}):
-        assert exchanged
-        assert left_open == 0
+def test_exchanges_end_on_ranks_without_a_cut_segment_and_states_travel_in_float32(rank_pools):
+    # Gates alone are trained: of what the recurrence of a first layer reads, they alone need gradients.
+    for options in ({"lora": True}, {"dtype": torch.bfloat16}, {"autocast": True}):
+        for exchanged, left_open in rank_pools[3].run(_exchanged, "qwen3_next", options):
+            assert left_open == 0
+            of_mixing = {(name.split()[0], dtype) for name, dtype in exchanged if name.startswith(("halos", "states"))}
+            of_halos = torch.float32 if "lora" in options else torch.bfloat16
+            assert of_mixing == {("halos", of_halos), ("states", torch.float32)}
 
 
 def _order() -> list[str]:
+    """Runs of the delta rule, and exchanges of states."""
     events: list[str] = []
 
-    def recorded(cls, name):
-        method = getattr(cls, name)
-        return lambda *args: events.append(name) or method(*args)
+    def recorded(owner, name):
+        function = getattr(owner, name)
+        return lambda *args, **kwargs: events.append(name) or function(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        for cls, name in ((StateExchange, "send"), (StateExchange, "receive"), (Part, "compute_whole")):
-            patch.setattr(cls, name, recorded(cls, name))
+        for owner, name in ((StateExchange, "send"), (StateExchange, "receive"), (modeling_qwen3_next, DELTA_RULE)):
+            patch.setattr(owner, name, recorded(owner, name))
         step("qwen3_next", LENGTHS, PLANS[2], **JOINT)
     return events
 
 
 def test_whole_documents_of_both_nano_batches_are_computed_while_states_travel(rank_pools):
     events, _ = rank_pools[2].run(_order)  # the other rank has no whole documents
-    assert events == ["send", "send", "compute_whole", "compute_whole", "receive", "receive"]
-
-
-@pytest.mark.parametrize("rough", [{"dtype": torch.bfloat16}, {"autocast": True}], ids=["weights", "autocast"])
-def test_states_travel_in_float32(rank_pools, rough):
-    for exchanged, _ in rank_pools[2].run(_exchanged, {"model_type": "qwen3_next", **rough}):
-        of_mixing = {(name.split()[0], dtype) for name, dtype in exchanged if name.startswith(("halos", "states"))}
-        assert of_mixing == {("halos", torch.bfloat16), ("states", torch.float32)}
+    # Two cut segments of each nano-batch, then the whole document of each.
+    assert events == [*[DELTA_RULE, DELTA_RULE, "send"] * 2, DELTA_RULE, DELTA_RULE, "receive", "receive"]
 
 
 def _hooked_on_one_rank() -> Step:
@@ -165,9 +162,17 @@ def test_ranks_stay_in_step_if_nano_batches_take_turns_on_some_only(rank_pools):
         assert_equal(got, expected("qwen3_next"))
 
 
-@pytest.mark.parametrize("names", [("causal_conv1d_fn", "another"), ("causal_conv1d_fn", "causal_conv1d_fn")])
-def test_functions_that_a_module_should_call_and_does_not_are_an_error(monkeypatch, names):
-    monkeypatch.setitem(FUNCTIONS, "Lfm2ShortConv", names)
-    monkeypatch.setattr(modeling_lfm2, "another", len, raising=False)
-    with pytest.raises(ValueError, match=rf"Lfm2ShortConv mixes rows by \['causal_conv1d_fn'\], but .*'{names[1]}'\]"):
-        step("lfm2", [9, 5])
+def _error_of_a_table(*names: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FUNCTIONS, "Lfm2ShortConv", names)
+        patch.setattr(modeling_lfm2, "another", len, raising=False)
+        with pytest.raises(ValueError, match="Lfm2ShortConv mixes") as raised:
+            step("lfm2", [9, 5])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("other", ["another", "causal_conv1d_fn"])
+def test_functions_that_a_module_should_call_and_does_not_are_an_error(rank_pools, other):
+    (error,) = rank_pools[1].run(_error_of_a_table, "causal_conv1d_fn", other)
+    known = f"['causal_conv1d_fn', '{other}']"
+    assert f"mixes rows by ['causal_conv1d_fn'], but a planned step knows it with {known}" in error

@@ -1,5 +1,6 @@
 """Modules that mix along the row otherwise than by attention, on whole documents; and which models cut none."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -31,36 +32,28 @@ COMPANY = {
 }
 
 
-def _steps() -> dict[tuple[str, str], Step]:
-    return {
-        (model_type, name): step(model_type, LENGTHS, **WHOLE, **company)
-        for model_type in MODELS
-        for name, company in COMPANY.items()
-    }
+RAN = {
+    # qwen3_next has a layer of either kind; falcon_h1 two that have both. A checkpointed layer runs twice.
+    ("qwen3_next", "alone"): (1, 1, 1),
+    ("qwen3_next", "checkpoints"): (2, 2, 2),
+    ("falcon_h1", "alone"): (4, 2, 2),
+    ("falcon_h1", "without ping-pong"): (2, 2, 0),
+}
+"""How often mixing modules ran, layers with attention, and those of them that took turns."""
 
 
-@pytest.fixture(scope="module")
-def steps(rank_pools):
-    return rank_pools[2].run(_steps)
+def _steps(model_type: str) -> list[Step]:
+    return [step(model_type, LENGTHS, **WHOLE, **company) for company in COMPANY.values()]
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize("name", COMPANY)
-def test_loss_and_gradients_are_those_of_document_by_document(steps, model_type, name):
-    lora, autocast = (COMPANY[name].get(option, False) for option in ("lora", "autocast"))
-    expected = reference(model_type, LENGTHS, lora)
-    rough = reference(model_type, LENGTHS, lora, autocast=True) if autocast else None
-    for of_rank in steps:
-        assert_equal(of_rank[model_type, name], expected, rough, within=2e-5)
-
-
-def test_layers_with_attention_take_turns_and_all_mixing_is_by_document(steps):
-    # qwen3_next has a layer of either kind; falcon_h1 two that have both. A checkpointed layer runs twice.
-    for of_rank in steps:
-        assert of_rank["qwen3_next", "alone"].ran == (1, 1, 1)
-        assert of_rank["qwen3_next", "checkpoints"].ran == (2, 2, 2)
-        assert of_rank["falcon_h1", "alone"].ran == (4, 2, 2)
-        assert of_rank["falcon_h1", "without ping-pong"].ran == (2, 2, 0)
+def test_loss_and_gradients_are_those_of_document_by_document(rank_pools, model_type):
+    for steps in rank_pools[2].run(_steps, model_type):
+        for (name, company), got in zip(COMPANY.items(), steps, strict=True):
+            lora = company.get("lora", False)
+            rough = reference(model_type, LENGTHS, lora, autocast=True) if "autocast" in company else None
+            assert_equal(got, reference(model_type, LENGTHS, lora), rough, within=2e-5)
+            assert got.ran == RAN.get((model_type, name), got.ran)
 
 
 @pytest.mark.parametrize(("ranks", "lengths"), [(1, FEW), (2, LENGTHS)])
@@ -78,45 +71,35 @@ PLAIN, REENTRANT = CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT
 
 
 def _errors() -> list[str]:
-    """Of checkpoints inside a layer, of a cache, and of a layer that drops its plan."""
+    """Of checkpoints inside a layer, of a cache, of a layer that drops its plan, and of a plan that cuts documents."""
     errors = []
     for kind, around in ((PLAIN, None), (REENTRANT, None), (PLAIN, False), (REENTRANT, True)):
         with pytest.raises(ValueError, match="runs in a gradient checkpoint") as raised:
             step("qwen3_next", FEW, inner=("model.layers.0.linear_attn", kind), checkpointing=around, **WHOLE)
         errors.append(str(raised.value))
-    caching, dropping = make_model("qwen3_next"), make_model("falcon_h1")
+    caching, dropping, cutting = map(make_model, ("qwen3_next", "falcon_h1", "jamba"))
     caching.config.use_cache = True
     inner = dropping.model.layers[0].self_attn
     forward = inner.forward
     inner.forward = lambda *args, distca_plan=None, **kwargs: forward(*args, **kwargs)
-    for model in (caching, dropping):
+    for model in (caching, dropping, cutting):
         dispatcher = make_dispatcher(model, DistCAConfig(ping_pong=True, **WHOLE), torch.device("cpu"))
-        with pytest.raises(ValueError, match=r"cached keys|did not pass") as raised:
-            planned_step(model, dispatcher.bind(plan_micro_batch(FEW, dispatcher.settings)), random_documents(FEW))
+        settings = dispatcher.settings
+        if model is cutting:
+            settings = replace(settings, document_layout="joint")
+        with pytest.raises(ValueError, match=r"cached keys|did not pass|cuts documents") as raised:
+            planned_step(model, dispatcher.bind(plan_micro_batch(FEW, settings)), random_documents(FEW))
         errors.append(str(raised.value))
     return errors
 
 
-def test_what_would_mix_documents_is_refused(rank_pools):
-    ((*inner, cached, dropped),) = rank_pools[1].run(_errors)
-    for message in inner:
-        assert "Qwen3NextGatedDeltaNet runs in a gradient checkpoint that begins inside its decoder layer" in message
-    assert "set model.config.use_cache = False" in cached
-    assert "FalconH1DecoderLayer did not pass its plan to every module that attends" in dropped
-
-
-def _error_of_a_cut() -> str:
-    model = make_model("jamba")
-    dispatcher = make_dispatcher(model, DistCAConfig(**WHOLE), torch.device("cpu"))
-    settings = type(dispatcher.settings)(**{**vars(dispatcher.settings), "document_layout": "joint"})
-    with pytest.raises(ValueError, match="the plan cuts documents") as raised:
-        planned_step(model, dispatcher.bind(plan_micro_batch(LENGTHS, settings)), random_documents(LENGTHS))
-    return str(raised.value)
-
-
-def test_cut_documents_are_refused_on_every_rank(rank_pools):
-    for message in rank_pools[2].run(_error_of_a_cut):
-        assert "the plan cuts documents between ranks; plan with document_layout='whole'" in message
+def test_what_would_mix_documents_is_refused_on_every_rank(rank_pools):
+    for *inner, cached, dropped, cut in rank_pools[2].run(_errors):
+        for message in inner:
+            assert "Qwen3NextGatedDeltaNet runs in a gradient checkpoint that begins inside its decoder lay" in message
+        assert "set model.config.use_cache = False" in cached
+        assert "FalconH1DecoderLayer did not pass its plan to every module that attends" in dropped
+        assert "the plan cuts documents between ranks; plan with document_layout='whole'" in cut
 
 
 MIXING = {

@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.nn import Module
 
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
@@ -26,23 +25,11 @@ TURNS = "two nano-batches take turns"
 LOGITS = "logits of a planned step are deferred"
 
 
-def compile_parts(model: Module, parts: str) -> Module:
-    """Compile as users do; "eager" runs the traced graphs as they are."""
-    if parts == "model":
-        return torch.compile(model, backend="eager")
-    for layer in model.model.layers:
-        modules = {
-            "layers": [layer],
-            "inner modules": [layer.mlp, layer.input_layernorm, layer.post_attention_layernorm],
-            "attention": [layer.self_attn],
-        }
-        for module in modules[parts]:
-            module.compile(backend="eager")
-    return model
-
-
 def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list[Counter], list[int]]:
-    """Of each batch: loss and gradients, why and how often tracing has stopped so far, and how many graphs exist."""
+    """Of each batch: loss and gradients, why and how often tracing has stopped so far, and how many graphs exist.
+
+    Parts are compiled as users do; "eager" runs the traced graphs as they are.
+    """
     dispatcher = dispatcher_of_all_ranks(ping_pong=ping_pong)
     model = small_model().train()
     plan_head(model, CHUNK_BYTES)
@@ -52,7 +39,12 @@ def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list
         model.gradient_checkpointing_enable({"use_reentrant": False})
     torch._dynamo.reset()
     counters.clear()
-    compiled = compile_parts(model, parts)
+    compiled = torch.compile(model, backend="eager") if parts == "model" else model
+    for layer in model.model.layers:
+        inner = [layer.mlp, layer.input_layernorm]
+        modules = {"layers": [layer], "inner modules": inner, "attention": [layer.self_attn]}
+        for module in modules.get(parts, []):
+            module.compile(backend="eager")
     found, breaks, graphs = [], [], []
     for lengths in BATCHES:
         model.zero_grad()

@@ -2,8 +2,9 @@
 
 import inspect
 import math
-from dataclasses import replace
+import re
 from types import MethodType
+from typing import Any
 
 import peft
 import pytest
@@ -13,8 +14,9 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging
 
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.memory.live import LiveMemory
 from hf_distca.patches.head import DeferredLogits, adapted_heads, plan_head
-from hf_distca.patches.loss import ChunkedSum
+from hf_distca.patches.loss import loss_of_head, loss_of_linear
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.models_and_batches import cut_rows, gradients_of, random_documents, relative_error, small_kinds, small_model
@@ -22,48 +24,54 @@ from tests.whole_logits import WholeLogits
 
 LENGTHS, ROWS, VOCABULARY = [40, 1, 23, 31], 40, 64
 CHUNK_BYTES = 4 * VOCABULARY * ROWS
-SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
-WINDOW = (24, None)
-MODELS = {
-    "llama": ("llama", {}, (None,)),
-    "llama tied": ("llama", {"tie_word_embeddings": True}, (None,)),
-    "qwen3": ("qwen3", {}, (None,)),
-    "phi with a bias": ("phi", {}, (None,)),
-    "gemma2": ("gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 8, "final_logit_softcapping": 0.05}, WINDOW),
-    "granite": ("granite", {"logits_scaling": 0.3}, (None,)),
-    "cohere": ("cohere", {"logit_scale": 5.0}, (None,)),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "output_router_logits": True}, (None,)),
-    "gpt_oss": ("gpt_oss", SINKS, WINDOW),
+MIXTURES = {"mixtral": {"output_router_logits": True}, "gpt_oss": {"num_experts_per_tok": 2, "sliding_window": 24}}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "phi": {},
+    "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 8, "final_logit_softcapping": 0.05},
+    "granite": {"logits_scaling": 0.3},
+    "cohere": {"logit_scale": 5.0},
+    **{name: {"num_local_experts": 4, **config} for name, config in MIXTURES.items()},
 }
 
 
-def batch_of(model_windows: tuple) -> dict:
+def make_model(model_type: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    model = small_model(model_type, **MODELS[model_type])
+    if model_type == "phi":
+        nn.init.normal_(model.lm_head.bias)
+    # Torch computes mixtures in float32 at most.
+    return model.to(torch.float32 if model_type in MIXTURES else dtype)
+
+
+def batch_of(model: nn.Module) -> dict:
     """A planned micro-batch of one rank."""
-    settings = PlanSettings(1, tokens_per_rank=4096, kinds=small_kinds(*model_windows), balance_block_size=8)
-    dispatcher = Dispatcher(settings, torch.device("cpu"))
+    windows = (24, None) if getattr(model.config, "sliding_window", None) == 24 else (None,)
+    settings = PlanSettings(1, tokens_per_rank=4096, kinds=small_kinds(*windows), balance_block_size=8)
     plan = plan_micro_batch(LENGTHS, settings)
     batch = cut_rows(plan, 0, random_documents(LENGTHS))
-    return {**batch, "labels": batch["shift_labels"], "distca_plan": dispatcher.bind(plan)}
+    bound = Dispatcher(settings, torch.device("cpu")).bind(plan)
+    return {**batch, "labels": batch["shift_labels"], "distca_plan": bound}
 
 
-def step(model: nn.Module, batch: dict, **kwargs) -> tuple[Tensor, dict[str, Tensor], list]:
+def step(model: nn.Module, batch: dict | None = None, **kwargs) -> tuple[Tensor, dict[str, Tensor], list]:
     """Loss, gradients, and shapes of tensors of more rows × vocabulary than a chunk has."""
     model.zero_grad()
     with WholeLogits(VOCABULARY, ROWS) as watched:
-        loss = model(**batch, **kwargs).loss
+        loss = model(**(batch or batch_of(model)), **kwargs).loss
         (3 * loss).backward()
     return loss, gradients_of(model), watched.shapes
 
 
-def assert_same(model: nn.Module, windows: tuple = (None,), within: float = 2e-6, **kwargs) -> None:
+def assert_same(model: nn.Module, batch: dict | None = None, **kwargs) -> None:
     """The loss in chunks gives what the model gives by itself, which takes logits in float32."""
-    loss, grads, shapes = step(model, batch_of(windows), **kwargs)
+    loss, grads, shapes = step(model, batch, **kwargs)
     assert shapes
     plan_head(model, CHUNK_BYTES)
-    got_loss, got, shapes = step(model, batch_of(windows), **kwargs)
+    got_loss, got, shapes = step(model, batch, **kwargs)
     assert not shapes
-    assert got_loss.dtype == loss.dtype
-    torch.testing.assert_close(got_loss, loss, rtol=within, atol=0)
+    within = 2e-6 if model.dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(got_loss, loss, rtol=within, atol=0, equal_nan=True)
     assert got.keys() == grads.keys()
     for name in grads:
         assert got[name].dtype == grads[name].dtype
@@ -71,22 +79,21 @@ def assert_same(model: nn.Module, windows: tuple = (None,), within: float = 2e-6
 
 
 @pytest.mark.parametrize("targets", [None, 70], ids=["mean", "sum"])
-@pytest.mark.parametrize("name", MODELS)
-def test_models(name, targets):
-    model_type, config, windows = MODELS[name]
-    model = small_model(model_type, **config)
-    if model_type == "phi":
-        nn.init.normal_(model.lm_head.bias)
-    is_mixture = model_type in ("mixtral", "gpt_oss")  # which torch computes in float32 at most
-    within = 2e-5 if is_mixture else 2e-6
-    assert_same(model if is_mixture else model.double(), windows, within, num_items_in_batch=targets)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_models(model_type, targets):
+    assert_same(make_model(model_type), num_items_in_batch=targets)
 
 
-TRAINED = {
-    "all but the head": lambda name: "lm_head" not in name,
-    "the head": lambda name: "lm_head" in name,
-    "the bias of the head": lambda name: name == "lm_head.bias",
-}
+@pytest.mark.parametrize("targets", [None, 70], ids=["mean", "sum"])
+@pytest.mark.parametrize("rows", [slice(0, 45), slice(0, None)], ids=["a chunk", "all"])
+def test_rows_without_targets(rows, targets):
+    model = make_model("llama")
+    batch = batch_of(model)
+    batch["shift_labels"][0, rows] = -100
+    assert_same(model, batch, num_items_in_batch=targets)
+
+
+TRAINED = {"all but the head": r"(?!lm_head).*", "the head": "lm_head.*", "the bias of the head": "lm_head.bias"}
 ADAPTERS = {
     "lora": {"target_modules": ["q_proj", "lm_head"]},
     "dora": {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
@@ -97,29 +104,28 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("part", [*TRAINED, *ADAPTERS])
 def test_parts_that_are_trained(part):
+    model = make_model("phi" if part in TRAINED else "llama")
     if part in TRAINED:
-        model = small_model("phi").double()
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(TRAINED[part](name))
+            parameter.requires_grad_(re.fullmatch(TRAINED[part], name) is not None)
     else:
         torch.manual_seed(0)
         config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **ADAPTERS[part])
-        model = peft.get_peft_model(small_model().double(), config)
+        model = peft.get_peft_model(model, config)
     assert_same(model)
     assert len(adapted_heads(model)) == (part in ("lora", "dora", "saved"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi with a bias"])
-def test_bfloat16(name, dtype):
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi"])
+def test_bfloat16(model_type, dtype):
     """Under autocast, and with weights in bfloat16: as close to float64 as the model's own loss."""
-    model_type, config, windows = MODELS[name]
-    exact_loss, exact, _ = step(small_model(model_type, **config).to(dtype).double(), batch_of(windows))
-    model = small_model(model_type, **config).to(dtype)
+    model = make_model(model_type, dtype)
+    exact_loss, exact, _ = step(make_model(model_type, dtype).double())
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-        loss, grads, _ = step(model, batch_of(windows))
+        loss, grads, _ = step(model)
         plan_head(model, CHUNK_BYTES)
-        got_loss, got, shapes = step(model, batch_of(windows))
+        got_loss, got, shapes = step(model)
     assert not shapes
     assert got_loss.dtype == loss.dtype == torch.float32
     assert abs(got_loss - exact_loss) < 1.1 * abs(loss - exact_loss) + 1e-5
@@ -130,81 +136,53 @@ def test_bfloat16(name, dtype):
 
 def test_many_chunks_add_up_without_rounding_each_time():
     torch.manual_seed(0)
-    hidden_TD, weight_VD = torch.rand(512, 4).bfloat16(), torch.randn(7, 4).bfloat16()
-    chunked = ChunkedSum(torch.randint(7, (512,)), ignore_index=-100, steps=[Tensor.float], rows=1)
-    one = replace(chunked, rows=512)
-    weights_VD = [weight_VD.to(dtype).requires_grad_() for dtype in (torch.bfloat16, torch.float64)]
-    losses = [
-        x.of_linear(hidden_TD.to(weight_VD.dtype), weight_VD, None)
-        for x, weight_VD in zip((chunked, replace(one, steps=[])), weights_VD, strict=True)
-    ]
-    assert losses[0].item() == pytest.approx(losses[1].item(), rel=2e-3)
-    (grad_VD,), (exact_VD,) = (torch.autograd.grad(*pair) for pair in zip(losses, weights_VD, strict=True))
+    hidden_TD, weight_VD, target_T = (
+        torch.rand(512, 4).bfloat16(),
+        torch.randn(7, 4).bfloat16(),
+        torch.randint(7, (512,)),
+    )
+    found = []
+    for dtype, steps, rows in ((torch.bfloat16, [Tensor.float], 1), (torch.float64, [], 512)):
+        of_dtype = weight_VD.to(dtype).requires_grad_()
+        loss = loss_of_linear(hidden_TD.to(dtype), of_dtype, None, target_T, -100, steps, rows)
+        found.append((loss.item(), *torch.autograd.grad(loss, of_dtype)))
+    (loss, grad_VD), (exact_loss, exact_VD) = found
+    assert loss == pytest.approx(exact_loss, rel=2e-3)
     assert relative_error(grad_VD, exact_VD) < 5e-3
 
 
-@pytest.mark.parametrize("linear", [True, False], ids=["linear", "any head"])
-def test_targets_of_another_index_count_for_nothing(linear):
-    weight_VD = torch.zeros(4, 1, requires_grad=True)
-    hidden_TD = torch.ones(3, 1)
-    chunked = ChunkedSum(torch.tensor([1, 2, 3]), ignore_index=2, steps=[], rows=1)
-    if linear:
-        loss = chunked.of_linear(hidden_TD, weight_VD, None)
-    else:
-        loss = chunked.of_head(lambda hidden_CD: hidden_CD @ weight_VD.T, hidden_TD)
-    loss.backward()
-    assert loss.item() == pytest.approx(2 * math.log(4))
-    assert weight_VD.grad.flatten().tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5])
+def test_targets_of_another_index_count_for_nothing():
+    for linear in (True, False):
+        hidden_TD, head = torch.ones(3, 1), nn.Linear(1, 4, bias=False)
+        nn.init.zeros_(head.weight)
+        others = torch.tensor([1, 2, 3]), 2, [], 1
+        loss = (
+            loss_of_linear(hidden_TD, head.weight, None, *others) if linear else loss_of_head(head, hidden_TD, *others)
+        )
+        loss.backward()
+        assert loss.item() == pytest.approx(2 * math.log(4))
+        assert head.weight.grad.flatten().tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5])
 
 
 def test_autocast_leaves_float64_as_it_is():
     """As it does for a linear layer: 257 is none of the numbers of bfloat16."""
-    chunked = ChunkedSum(torch.tensor([1]), ignore_index=-100, steps=[], rows=1)
     for dtype, expected in ((torch.float64, 257.0), (torch.float32, 256.0)):
+        hidden_TD, weight_VD = torch.ones(1, 1, dtype=dtype), torch.tensor([[257.0], [0.0]], dtype=dtype)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = chunked.of_linear(torch.ones(1, 1, dtype=dtype), torch.tensor([[257.0], [0.0]], dtype=dtype), None)
-        assert loss.item() == expected
+            assert loss_of_linear(hidden_TD, weight_VD, None, torch.tensor([1]), -100, [], 1).item() == expected
 
 
-@pytest.mark.parametrize("targets", [None, 70], ids=["mean", "sum"])
-@pytest.mark.parametrize("rows", [slice(0, 45), slice(0, None)], ids=["a chunk", "all"])
-def test_rows_without_targets(rows, targets):
-    model = small_model().double()
-    batch = batch_of((None,))
-    batch["shift_labels"][0, rows] = -100
-    loss, grads, _ = step(model, batch, num_items_in_batch=targets)
-    plan_head(model, CHUNK_BYTES)
-    got_loss, got, _ = step(model, batch, num_items_in_batch=targets)
-    torch.testing.assert_close(got_loss, loss, rtol=1e-6, atol=0, equal_nan=True)
-    for name in grads:
-        torch.testing.assert_close(got[name], grads[name], rtol=1e-5, atol=1e-8, equal_nan=True)
-
-
-def test_who_reads_logits_gets_them_and_an_evaluation_needs_none():
-    model = small_model("gemma2", **MODELS["gemma2"][1])
-    batch = batch_of(WINDOW)
-    expected = model(**batch)
-    plan_head(model, CHUNK_BYTES)
-    logits = model(**batch).logits
-    assert isinstance(logits, DeferredLogits)
-    assert (logits.shape, logits.dtype, logits.device) == (expected.logits.shape, torch.float32, torch.device("cpu"))
-    torch.testing.assert_close(torch.log_softmax(logits, -1), torch.log_softmax(expected.logits, -1))
-    gradients = [torch.autograd.grad((x * 2).exp().sum(), model.lm_head.weight) for x in (logits, expected.logits)]
-    torch.testing.assert_close(*gradients)
-    with torch.no_grad(), WholeLogits(VOCABULARY, ROWS) as watched:
-        evaluated = model.eval()(**batch)
-    assert not watched.shapes
-    torch.testing.assert_close(evaluated.loss, expected.loss)
-
-
-def test_without_labels_or_a_plan_logits_are_a_tensor():
-    model = small_model()
-    plan_head(model, CHUNK_BYTES)
-    batch = batch_of((None,))
-    for left_out in (["labels"], ["distca_plan"], ["labels", "distca_plan"]):
-        logits = model(**{name: value for name, value in batch.items() if name not in left_out}).logits
-        assert type(logits) is Tensor
-    assert model.generate(batch["input_ids"][:, :5], max_new_tokens=3, do_sample=False).shape == (1, 8)
+@pytest.mark.parametrize(("features", "dtype", "bytes_each"), [(1, torch.float32, 4 + 4), (99, torch.bfloat16, 2 + 2)])
+def test_no_more_of_a_chunk_than_its_logits_and_their_gradient(features, dtype, bytes_each):
+    """While a chunk is computed, and while gradients of the head are, of which a copy takes more memory."""
+    rows, words, live = 4, 1000, LiveMemory()
+    hidden_TD, weight_VD = (torch.rand(count, features, dtype=dtype) for count in (3 * rows, words))
+    live.belong([hidden_TD, weight_VD.requires_grad_()], "weights")
+    steps = [Tensor.float] if dtype == torch.bfloat16 else []
+    with live:
+        loss_of_linear(hidden_TD, weight_VD, None, torch.zeros(3 * rows).long(), -100, steps, rows)
+    of_head = words * features * (4 + 2 * len(steps))
+    assert round((live.peak["activations"] - of_head) / (rows * words)) == bytes_each
 
 
 @pytest.fixture
@@ -213,6 +191,30 @@ def told(monkeypatch) -> list[str]:
     messages: list[str] = []
     monkeypatch.setattr(logging.get_logger("hf_distca.patches.head"), "warning_once", messages.append)
     return messages
+
+
+def test_who_reads_logits_gets_them_and_an_evaluation_needs_none(told):
+    model = make_model("gemma2", torch.float32)
+    batch = batch_of(model)
+    expected = model(**batch)
+    plan_head(model, CHUNK_BYTES)
+    logits = model(**batch).logits
+    assert isinstance(logits, DeferredLogits)
+    assert (logits.shape, logits.dtype, logits.device) == (expected.logits.shape, torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(torch.log_softmax(logits, -1), torch.log_softmax(expected.logits, -1))
+    (message,) = told
+    assert "'log_softmax' reads all logits of a planned step at once" in message
+    gradients = [torch.autograd.grad((x * 2).exp().sum(), model.lm_head.weight) for x in (logits, expected.logits)]
+    torch.testing.assert_close(*gradients)
+    with torch.no_grad(), WholeLogits(VOCABULARY, ROWS) as watched:
+        evaluated = model.eval()(**batch)
+    assert not watched.shapes
+    torch.testing.assert_close(evaluated.loss, expected.loss)
+    # Without labels or a plan.
+    for left_out in (["labels"], ["distca_plan"], ["labels", "distca_plan"]):
+        logits = model(**{name: value for name, value in batch.items() if name not in left_out}).logits
+        assert type(logits) is Tensor
+    assert model.generate(batch["input_ids"][:, :5], max_new_tokens=3, do_sample=False).shape == (1, 8)
 
 
 def test_heads_that_give_all_logits(told):
@@ -224,7 +226,7 @@ def test_heads_that_give_all_logits(told):
     hooked.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
     forward = replaced.lm_head.forward
     replaced.lm_head.forward = lambda x: forward(x)
-    outputs = [model(**batch_of((None,))).logits for model in (hooked, replaced, wrapped)]
+    outputs = [model(**batch_of(model)).logits for model in (hooked, replaced, wrapped)]
     assert [type(logits) for logits in outputs] == [Tensor] * 3
     assert outputs[0] is seen[0]
     not_linear, hook, other = told
@@ -241,16 +243,14 @@ def test_a_model_with_a_fused_loss_of_its_own():
     def fused(self, **inputs):
         if not self.training:
             return own(**inputs)
-        hidden = self.model(
-            inputs["input_ids"], position_ids=inputs["position_ids"], distca_plan=inputs["distca_plan"]
-        )
-        logits = hidden.last_hidden_state[0] @ self.lm_head.weight.T
+        given = {name: inputs[name] for name in ("input_ids", "position_ids", "distca_plan")}
+        logits = self.model(**given).last_hidden_state[0] @ self.lm_head.weight.T
         return CausalLMOutput(loss=nn.functional.cross_entropy(logits, inputs["shift_labels"][0]))
 
     model.forward = MethodType(fused, model)
     plan_head(model, CHUNK_BYTES)
     assert inspect.signature(model.forward) == inspect.signature(MethodType(fused, model))
-    batch = batch_of((None,))
+    batch = batch_of(model)
     trained = model.train()(**batch)
     with WholeLogits(VOCABULARY, ROWS) as watched:
         evaluated = model.eval()(**batch)
@@ -259,35 +259,7 @@ def test_a_model_with_a_fused_loss_of_its_own():
     torch.testing.assert_close(evaluated.loss, trained.loss)
 
 
-def test_another_loss_of_the_models_own_gets_all_logits(told):
-    model = small_model().double()
-    model.loss_function = lambda logits, labels, vocab_size, shift_labels, **kwargs: nn.functional.cross_entropy(
-        logits.view(-1, vocab_size), shift_labels.view(-1), label_smoothing=0.1
-    )
-    loss, grads, _ = step(model, batch_of((None,)))
-    plan_head(model, CHUNK_BYTES)
-    got_loss, got, shapes = step(model, batch_of((None,)))
-    assert shapes
-    torch.testing.assert_close(got_loss, loss)
-    assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-12
-    (message,) = told
-    assert "'cross_entropy' reads all logits of a planned step at once" in message
-
-
-def test_a_second_backward_is_refused():
-    model = small_model()
-    plan_head(model, CHUNK_BYTES)
-    loss = model(**batch_of((None,))).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="set loss_chunk_bytes=0"):
-        loss.backward()
-    plan_head(model, 0)
-    loss = model(**batch_of((None,))).loss
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def test_planning_twice_or_not_at_all():
+def test_planning_twice_or_not_at_all_and_a_second_backward():
     model = small_model()
     cls = type(model)
     plan_head(model, 0)
@@ -297,3 +269,12 @@ def test_planning_twice_or_not_at_all():
     plan_head(model, CHUNK_BYTES)
     assert (type(model), type(model.lm_head)) == planned
     assert [str(kind) for kind in planned] == [str(cls), str(nn.Linear)]
+    for chunk_bytes in (CHUNK_BYTES, 0):
+        plan_head(model, chunk_bytes)
+        loss = model(**batch_of(model)).loss
+        loss.backward(retain_graph=True)
+        if chunk_bytes:
+            with pytest.raises(RuntimeError, match="set loss_chunk_bytes=0"):
+                loss.backward()
+        else:
+            loss.backward()

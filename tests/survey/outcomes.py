@@ -36,20 +36,12 @@ Status = Literal["equal", "refused", "not built", "wrong", "unclear error"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one type of model.
-
-    Attributes:
-        model_type: as configs name it.
-        status: what became of it.
-        told: the reason, or the error.
-        errors: where it ran, the largest relative error of loss and gradients in each of WAYS.
-        layout: where it ran, how documents were laid out.
-    """
+    """Of one type of model, and how it lays documents out if it runs."""
 
     model_type: str
     status: Status
-    told: str = ""
-    errors: tuple[float, ...] = ()
+    told: str = ""  # the reason, or the error
+    errors: tuple[float, ...] = ()  # the largest relative error of loss and gradients in each of WAYS
     layout: str = ""
 
 
@@ -59,12 +51,7 @@ def model_types() -> list[str]:
 
 
 def outcome(model_type: str, pool: Any) -> Outcome:
-    """The outcome for one type of model.
-
-    Args:
-        model_type: as configs name it.
-        pool: of two ranks.
-    """
+    """The outcome for one type of model, on a pool of two ranks."""
     try:
         config = tiny_config(model_type)
         with torch.device("meta"):
@@ -121,17 +108,14 @@ def planned(model_type: str) -> tuple[str, list[Step]]:
 
 def _planned_step(model: PreTrainedModel, batch: dict[str, Any], targets: int) -> Step:
     """This rank's loss and gradients of a batch that carries a plan; raises if the model did not follow the plan."""
-    bound = batch[PLAN_KEY]
     model.zero_grad()
     loss = model(**batch, num_items_in_batch=torch.tensor(targets)).loss
     loss.backward()
-    ran, nano_batches = bound.ran, len(bound.plan.nano_batches)
+    plan, ran, turns = batch[PLAN_KEY].plan, batch[PLAN_KEY].ran, bool(decoder_layers(model))
     assert ran.attentions > 0, ran
-    turns = bool(decoder_layers(model))
     assert ran.layers_in_turns == ran.layers, ran
-    assert (ran.layers > 0) == turns, ran
-    assert nano_batches == 1 + turns, nano_batches
-    assert bound.plan.summary.exchange.bytes_total > 0
+    assert (ran.layers > 0, len(plan.nano_batches)) == (turns, 1 + turns), ran
+    assert plan.summary.exchange.bytes_total > 0
     return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -152,15 +136,14 @@ def _sum(steps: Sequence[Step]) -> tuple[float, dict[str, Tensor]]:
 def _compared(model_type: str, steps: Sequence[Step], reference: Step, layout: str) -> Outcome:
     """Losses and gradients in each of WAYS beside those of the reference."""
     expected, expected_grads = reference
-    largest = max(grad.abs().max() for grad in expected_grads.values())
+    least = NEGLIGIBLE * max(grad.abs().max() for grad in expected_grads.values())
     zero = torch.zeros(())
     told, errors_of_ways = [], []
     for way, (got, got_grads) in zip(WAYS, steps, strict=True):
         errors = {"loss": abs(got - expected) / abs(expected)}
         for name in {**got_grads, **expected_grads}:
             one, other = got_grads.get(name, zero), expected_grads.get(name, zero)
-            scale = torch.maximum(other.abs().max(), largest * NEGLIGIBLE)
-            errors[name] = ((one - other).abs().max() / scale).item()
+            errors[name] = ((one - other).abs().max() / torch.maximum(other.abs().max(), least)).item()
         worst = max(errors, key=lambda name, of=errors: of[name] if of[name] == of[name] else float("inf"))
         told.append(f"{way}: {worst}, loss {got:.6f} for {expected:.6f}")
         errors_of_ways.append(errors[worst])

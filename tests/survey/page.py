@@ -1,7 +1,9 @@
 """The page of the survey: `python -m tests.survey.page` runs it and writes docs/reference/compatibility.md."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import transformers
@@ -42,20 +44,12 @@ SECTIONS: dict[Status, tuple[str, str]] = {
 
 def page(outcomes: Sequence[Outcome]) -> str:
     """The page of these outcomes, which are of all models."""
-    by_status: dict[Status, list[Outcome]] = {status: [] for status in SECTIONS}
-    for each in outcomes:
-        by_status[each.status].append(each)
-    parts = [
-        TOP.format(
-            version=transformers.__version__,
-            equal=len(by_status["equal"]),
-            whole=sum(each.layout == "whole" for each in by_status["equal"]),
-            refused=len(by_status["refused"]),
-            unbuilt=len(by_status["not built"]),
-        )
-    ]
+    counts = Counter(each.status for each in outcomes)
+    whole = sum(each.status == "equal" and each.layout == "whole" for each in outcomes)
+    counted = {"equal": counts["equal"], "refused": counts["refused"], "unbuilt": counts["not built"], "whole": whole}
+    parts = [TOP.format(version=transformers.__version__, **counted)]
     for status, (title, head) in SECTIONS.items():
-        rows = "\n".join(map(_row, by_status[status]))
+        rows = "\n".join(_row(each) for each in outcomes if each.status == status)
         parts.append(f"## {title}\n\n{head.format(most=ACCEPTED)}\n{rows}\n")
     return "\n".join(parts)
 
@@ -72,15 +66,7 @@ def _row(each: Outcome) -> str:
     return f"| `{each.model_type}` | {each.told.replace('|', '/').replace('<', '&lt;')} |"
 
 
-def survey(types: Iterable[str]) -> list[Outcome]:
-    """The outcomes of these types of models."""
-    pool = RankPool(2)
-    try:
-        return [outcome(model_type, pool) for model_type in types]
-    finally:
-        pool.close()
-
-
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    PAGE.write_text(page(survey(model_types())))
+    with closing(RankPool(2)) as pool:
+        PAGE.write_text(page([outcome(model_type, pool) for model_type in model_types()]))

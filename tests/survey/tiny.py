@@ -12,7 +12,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("encoder_ffn_dim", "intermediate_size_mlp", "shared_intermediate_size", "d_inner"), 48),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24),
     **dict.fromkeys(("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 24),
-    **dict.fromkeys(("dense_intermediate_size",), 48),
+    "dense_intermediate_size": 48,
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), 64),
     "hidden_size_per_layer_input": 8,
     # heads
@@ -72,7 +72,6 @@ _SHARING = {
 }
 """Two layers that read the keys and values of two others."""
 _DBRX_EXPERTS = {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}
-_SQUARE = {"num_key_value_heads": 4}
 _INDEXER = {
     **dict.fromkeys(("indexer_n_heads", "indexer_compress_ratio"), 2),
     **dict.fromkeys(("indexer_head_dim", "indexer_budget"), 8),
@@ -83,11 +82,7 @@ MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": _DBRX_EXPERTS},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "dots3_note_text": _SQUARE,
-    "dots3_note": {
-        "text_config": _SQUARE,
-        "vision_config": {"adapter_input_size": 32, "adapter_in_dim": 32},
-    },
+    "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_n_heads": 4},
     "gemma3n_text": {**_SHARING, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.5, 0.0] * 2},
     "gemma4_text": {**_SHARING, "num_global_key_value_heads": 1, "global_head_dim": 16},
@@ -143,8 +138,6 @@ def shown_layers(fields: dict[str, Any], depth: int | None) -> list[int]:
     if depth is None:
         return [0, 1]
     lists = [value for value in fields.values() if isinstance(value, (list, tuple)) and len(value) == depth]
-    kinds: dict[str, int] = {}
-    for layer in range(depth):
-        kinds.setdefault(str([value[layer] for value in lists if isinstance(value[layer], str)]), layer)
-    shown = sorted(kinds.values())
+    kinds = [[value[layer] for value in lists if isinstance(value[layer], str)] for layer in range(depth)]
+    shown = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
     return shown if len(shown) > 1 else [0, depth - 1]

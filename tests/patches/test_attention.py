@@ -1,0 +1,127 @@
+"""The attention function: what "sdpa" gives outside a planned step, and what it refuses in one."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.masking_utils import create_causal_mask
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.patches.attention import DeferredMask, distca_attention, distca_mask
+from hf_distca.planner.settings import PlanSettings
+from tests.mixing.steps import make_model
+from tests.models_and_batches import small_kinds, small_model
+
+
+def pair(model_type="llama", other="sdpa"):
+    return tuple(make_model(model_type, name).eval() for name in ("distca", other))
+
+
+MODELS = {
+    **dict.fromkeys(("llama", "mistral", "doge", "gemma4_text"), "sdpa"),
+    **dict.fromkeys(("gemma2", "gpt_oss"), "eager"),
+}
+"""Models, and the stock attention to compare with."""
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_batches(model_type):
+    model, reference = pair(model_type, MODELS[model_type])
+    tokens = torch.arange(3, 27).view(2, 12)
+    left, right = torch.ones_like(tokens), torch.ones_like(tokens)
+    left[0, :5] = right[1, 8:] = 0
+    for mask in (None, left, right):
+        inputs = {"input_ids": tokens, "attention_mask": mask}
+        seen = torch.ones_like(tokens).bool() if mask is None else mask.bool()
+        with torch.no_grad():
+            got, expected = model(**inputs).logits, reference(**inputs).logits
+        torch.testing.assert_close(got[seen], expected[seen], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "doge", "gemma4_text"])
+def test_generate(model_type):
+    model, reference = pair(model_type)
+    row, rows = torch.arange(3, 9)[None], torch.arange(3, 15).view(2, 6)
+    mask = torch.ones_like(rows)
+    mask[0, :3] = 0
+    given = [(row, {}), (row, {"cache_implementation": "static"})]
+    if model_type == "llama":
+        given += [(rows, {"attention_mask": mask}), (row, {"prefill_chunk_size": 4})]
+    for tokens, options in given:
+        options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, **options}
+        assert torch.equal(model.generate(tokens, **options), reference.generate(tokens, **options))
+
+
+def test_packed_row_without_plan():
+    model, reference = pair()
+    inputs = {"input_ids": torch.arange(3, 13)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1, 0]])}
+    torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits)
+    whole = model(input_ids=inputs["input_ids"]).logits
+    assert not torch.allclose(whole, model(**inputs).logits)  # the documents did not see one another
+
+
+def test_logits_of_the_last_rows():
+    tokens, models = torch.arange(3, 15)[None], pair("gemma4_text")
+    for kept in (0, 1, 5):
+        with torch.no_grad():
+            got, expected = (each(tokens, logits_to_keep=kept).logits for each in models)
+        torch.testing.assert_close(got, expected)
+
+
+def test_masks():
+    """They are made only where needed, and know what the model put in."""
+    for sizes, offset in (((2, 5, 5), 0), ((1, 5, 9), 4), ((1, 5, 5), 4)):
+        assert not isinstance(distca_mask(*sizes, q_offset=offset), DeferredMask)
+    padding = torch.tensor([[False, True, True]])
+    padded = [[False, False, False], [False, True, False], [False, True, True]]
+    assert distca_mask(1, 3, 3, attention_mask=padding).tolist() == [[padded]]
+    assert distca_mask(1, 5, 5, local_size=3).local_size == 3
+    assert distca_mask(1, 5, 5).local_size is None
+    # A model that lets tokens of one image see each other, say, through transformers' masks.
+    inputs = {"inputs_embeds": torch.zeros(1, 12, 32), "attention_mask": None, "past_key_values": None}
+    config = small_model().config
+    mask = create_causal_mask(config, **inputs, or_mask_function=lambda batch, head, q, k: k < 3)
+    assert mask.added_by_model
+    assert not create_causal_mask(config, **inputs).added_by_model
+
+
+class LlamaAttention(nn.Module):
+    """Has what the attention function looks at."""
+
+    layer_idx = 3
+
+
+def deferred(local_size=None, added_by_model=False) -> DeferredMask:
+    return DeferredMask(local_size, added_by_model, make=lambda: None)
+
+
+REFUSED = [
+    ({"dropout": 0.1}, r"LlamaAttention \(layer 3\) uses attention dropout 0.1"),
+    ({"batch": 2}, r"got a batch of 2 rows, but a planned step needs batch size 1"),
+    ({"mask": torch.ones(1, 1, 12, 12)}, r"got an attention_mask of shape \[1, 1, 12, 12\]"),
+    ({"mask": deferred(added_by_model=True)}, "adds a custom mask to the causal mask"),
+    ({"mask": deferred(local_size=4)}, "masks by a local size of 4, but has sliding_window=None"),
+    ({"mask": deferred(local_size=4), "sliding_window": 5}, "local size of 4, but has sliding_window=5"),
+    ({"is_causal": False}, "is not causal"),
+    ({"module_is_causal": False}, "is not causal"),
+    ({"position_bias": torch.zeros(1)}, "passes position_bias"),
+    ({"cache": object()}, "passes cache"),
+]
+
+
+def test_what_a_plan_cannot_express():
+    dispatcher = Dispatcher(PlanSettings(ranks=1, tokens_per_rank=64, kinds=small_kinds()), torch.device("cpu"))
+    plan = dispatcher.bind(dispatcher.plan_lengths([[5, 7]])[0])
+
+    def attend(mask=None, batch=1, module_is_causal=True, **kwargs):
+        query, key = torch.randn(batch, 4, 12, 8), torch.randn(batch, 2, 12, 8)
+        module = LlamaAttention()
+        module.is_causal = module_is_causal
+        return distca_attention(module, query, key, key, mask, distca_plan=plan, **kwargs)
+
+    for arguments, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
+            attend(**arguments)
+    assert plan.ran.attentions == 0
+    output, weights = attend(deferred())
+    assert (output.shape, weights, plan.ran.attentions) == ((1, 12, 4, 8), None, 1)
+    attend(module_is_causal=False, is_causal=True)  # what the call says goes before what the module says

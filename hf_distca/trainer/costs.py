@@ -174,11 +174,7 @@ class Corrections:
 
 
 class LearnedCosts(TrainerCallback):
-    """Compare steps with the measured costs, and correct the costs on all ranks at the same step.
-
-    Attributes:
-        besides: seconds of the last watched optimizer step outside its micro-batches: optimizer and gradient exchange.
-    """
+    """Compare steps with the measured costs, and correct the costs on all ranks at the same step."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher, self._choices = dispatcher, dispatcher.settings.choices  # with the costs as measured
@@ -187,6 +183,7 @@ class LearnedCosts(TrainerCallback):
         self._plans: list[list[MicroBatchPlan]] = []  # of each watched step
         self._seen: list[tuple[float, float, float]] = []  # seconds of each: as `observe` returns, and of the step
         self._began = 0.0
+        # Seconds of the last watched step outside its micro-batches: optimizer and gradient exchange.
         self.besides = 0.0
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

@@ -79,9 +79,9 @@ class DistCAMixin(_Trainer):
             )
         self._costs = LearnedCosts(dispatcher)
         self.meter = StepMeter(dispatcher, self.model, self.pool, self.args.world_size, self._costs)
-        self._tracer = StepTracer(dispatcher, self.args)
+        self._tracer = StepTracer(dispatcher, self.args) if self.args.trace_steps else None
         self._progress = resuming.DataProgress()
-        for callback in (self.meter, self._costs, self._tracer, self._progress):
+        for callback in filter(None, (self.meter, self._costs, self._tracer, self._progress)):
             self.add_callback(callback)
         self._remedies = Remedies(self.args, ping_pong=dispatcher.settings.ping_pong)
         self._loaders = PackedLoaders(self, dispatcher)
@@ -118,7 +118,8 @@ class DistCAMixin(_Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         """Return the planned micro-batches of an optimizer step and the number of targets on all ranks."""
-        self._tracer.begin_step(self.state.global_step + 1)
+        if self._tracer is not None:
+            self._tracer.begin_step(self.state.global_step + 1)
         if self.pool is not None:
             self.pool.refresh()
         planned = self._packs and not is_stream(self.train_dataset)
@@ -180,11 +181,15 @@ class DistCAMixin(_Trainer):
                     facts = {"processes": self.args.world_size, "strategy": self.accelerator.distributed_type}
                     raise Run.NOT_WRAPPED.error(model=type(model).__name__, **facts)
             self._wrapped = model
-        self._tracer.section("forward")
+        self._section("forward")
         loss = super().training_step(model, *args, **kwargs)
-        self._tracer.section("between")
+        self._section("between")
         self._upcoming.bind_next()
         return loss
+
+    def _section(self, name: str) -> None:
+        if self._tracer is not None:
+            self._tracer.section(name)
 
     def compute_loss(
         self,
@@ -202,7 +207,7 @@ class DistCAMixin(_Trainer):
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
         )
         if self.model_wrapped.training:
-            self._tracer.section("backward")
+            self._section("backward")
         if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
             raise Run.LOST_PLAN.error(model=type(self.model).__name__, key=PLAN_KEY)
         return result

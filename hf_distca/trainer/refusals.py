@@ -273,7 +273,7 @@ TRAINER: tuple[Rule, ...] = (
     Rule(
         "gradient_accumulation_steps={0.args.gradient_accumulation_steps} is set for {0.model_class} with tensor "
         "parallelism (tp_size={0.tp_size})",
-        "transformers sums gradients of norms of Q and K over ranks after each micro-batch, the earlier sums again",
+        "transformers sums gradients of norms of Q and K over ranks after each micro-batch, and earlier sums again",
         "set gradient_accumulation_steps=1 and raise tokens_per_rank; where memory is short, use mlp_chunk_rows and "
         "gradient_checkpointing",
         lambda it: (

@@ -81,15 +81,14 @@ class StepTracer(TrainerCallback):
     def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
         """Write the recorded steps if training ended before all steps were recorded."""
         self._drop()
-        if self._traced == self._args.trace_steps:
-            return
-        if self._args.process_index == 0:
+        is_short = self._traced < self._args.trace_steps
+        if is_short and self._args.process_index == 0:
             logger.warning(
                 "trace_steps=%s: training ended after %s steps, and only %s were recorded, because the first %s never "
                 "are; set max_steps higher, or trace_steps lower",
                 *(self._args.trace_steps, self._steps, self._traced, STEPS_BEFORE),
             )
-        if self._traced:
+        if is_short and self._traced:
             self._write()
 
     def _common_zero(self) -> tuple[float, float]:

@@ -152,8 +152,9 @@ def _two_by_two() -> tuple[Any, ...]:
     groups = Groups(CPU, 60.0, mesh["dp"])
     rank = dist.get_rank()
     replica, shard = divmod(rank, 2)
-    with pytest.raises(ValueError, match=r"^rank 1: ImportError: no kernel$"), raised_together(60.0):
-        _import_kernel(rank)
+    for lost in (ImportError("no kernel"), OSError("no disk")):
+        with pytest.raises(ValueError, match=f"^rank 1: {type(lost).__name__}: {lost}$"), raised_together(60.0):
+            _raise_on_rank_1(rank, lost)
     # The same error on all ranks stays as it is; one rank's error names the rank.
     wrong = [["wrong", "wrong"], ["wrong", None]][shard]
     error = wrong[replica] and ValueError(wrong[replica])
@@ -194,9 +195,9 @@ def _two_by_two() -> tuple[Any, ...]:
     )
 
 
-def _import_kernel(rank: int) -> None:
+def _raise_on_rank_1(rank: int, error: Exception) -> None:
     if rank == 1:
-        raise ImportError("no kernel")
+        raise error
 
 
 def _exchanged(group: dist.ProcessGroup) -> list[int]:

@@ -34,11 +34,9 @@ def make_trainer(
     Args:
         source: what the data is: "packed", a data set with a length; "list"; "transform", a data set that makes its
             examples when it is asked for them; "stream"; or "flattened", with a padding-free collator.
-        lengths: of the documents.
         columns: of every example, besides input_ids.
         environment: variables that `accelerate launch` sets for a strategy; DDP by default.
-        given: arguments of the trainer, instead of these data.
-        arguments: fields of `args`, besides the ones here.
+        given: arguments of the trainer, instead of these data; `arguments` are fields of `args`.
     """
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # which arguments before have left behind

@@ -98,22 +98,18 @@ def test_lengths_are_read_by_the_collator_unless_rank_0_reads_for_all():
 
 
 def test_nothing_is_bound_ahead_of_another_loader_or_of_servers():
-    def batches_ahead(remote: object, count: int) -> tuple[UpcomingBatches, list[str]]:
+    # A pool of servers is asked when it is time.
+    for remote, count, expected in ((None, 1, ["a", "b"]), (object(), 2, ["a"])):
         bound: list[str] = []
-        binder: Any = SimpleNamespace(remote=remote, bind=lambda plan: bound.append(plan) or f"{plan} bound")
+        binder: Any = SimpleNamespace(remote=remote, bind=lambda plan, to=bound: to.append(plan) or f"{plan} bound")
         upcoming = UpcomingBatches(binder)
         upcoming.fetch(iter([{PLAN_KEY: "a"}, {PLAN_KEY: "b"}]), count, planned=True)
         assert upcoming.bind("a") == "a bound"
         upcoming.bind_next()
-        return upcoming, bound
-
-    upcoming, bound = batches_ahead(None, 1)
-    assert bound == ["a", "b"]
-    other = [{PLAN_KEY: "c"}, {PLAN_KEY: "d"}]
-    assert upcoming.fetch(iter(other), 2, planned=True) == other
-    assert upcoming.bind("of an evaluation") == "of an evaluation bound"
-    _, bound = batches_ahead(object(), 2)  # a pool of servers is asked when it is time
-    assert bound == ["a"]
+        assert bound == expected
+        other = [{PLAN_KEY: "c"}, {PLAN_KEY: "d"}]
+        assert upcoming.fetch(iter(other), 2, planned=True) == other
+        assert upcoming.bind("of an evaluation") == "of an evaluation bound"
 
 
 class Notes(TrainerCallback):

@@ -10,16 +10,12 @@ import torch
 from transformers import TrainerCallback
 
 from hf_distca import DistCAConfig
-from hf_distca.models.kinds import layers_by_kind
-from hf_distca.models.settings import plan_settings
 from hf_distca.plan import ExchangeFigures, PlanChoice, PlanSummary
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.trainer import metrics
 from hf_distca.trainer.metrics import Remedies, StepMeter, flops_counter, predicted_attention
-from tests.models_and_batches import small_model
+from tests.models_and_batches import SMALL_KIND, small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
-
-CPU = torch.device("cpu")
 
 
 class Clock(TrainerCallback):
@@ -76,7 +72,7 @@ def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
             settings=SimpleNamespace(nodes=nodes),
             recorder=SimpleNamespace(seconds=clock.seconds),
             groups=SimpleNamespace(all_gather=lambda value: [value], ranks=2),
-            device=CPU,
+            device=torch.device("cpu"),
         )
         pool = None if servers is None else SimpleNamespace(servers=servers)
         meter: Any = StepMeter(dispatcher, small_model(), pool, 2, SimpleNamespace(besides=0.5))
@@ -119,7 +115,7 @@ def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
 def test_model_flops_are_those_of_weights_and_pairs():
     model = small_model()
     model.model.layers[0].requires_grad_(False)
-    plan = plan_micro_batch([5, 3], plan_settings(model, DistCAConfig(tokens_per_rank=8), ranks=1, device=CPU))
+    plan = plan_micro_batch([5, 3], PlanSettings(1, 8, (SMALL_KIND,)))
     frozen, *trained = (sum(p.numel() for p in layer.parameters()) for layer in (*model.model.layers, model.lm_head))
     weights = 4 * frozen + 6 * (sum(trained) + model.model.norm.weight.numel())
     attention = 2 * 3 * 4 * 32 * (15 + 6)  # layers; forward and backward; operations of a pair; width; pairs
@@ -129,19 +125,15 @@ def test_model_flops_are_those_of_weights_and_pairs():
 
 def test_predicted_attention_time():
     # Two micro-batches stay on the two ranks; pairs of such short documents can be counted by hand.
-    model = small_model()
-    config = DistCAConfig(tokens_per_rank=4, document_layout="whole", balance_tolerance=100.0, ping_pong=False)
-    settings = plan_settings(model, config, ranks=2, device=CPU)
+    settings = PlanSettings(2, 4, (SMALL_KIND,), document_layout="whole", balance_tolerance=100.0)
     plans = [plan_micro_batch([4, 2, 2], settings), plan_micro_batch([3], settings)]
-    busiest, other, layers = 10 + 6, 3 + 3, layers_by_kind(model)
+    busiest, other = 10 + 6, 3 + 3
     expected = (7.0 + 4.0) * busiest / (busiest + other)
-    assert predicted_attention(layers, plans, [7.0, 4.0]) == pytest.approx(expected)
+    assert predicted_attention({SMALL_KIND: 2}, plans, [7.0, 4.0]) == pytest.approx(expected)
     # Plans that were chosen carry their prediction; the busiest rank is that of all micro-batches together.
-    attention = ((5.0, 1.0), (1.0, 6.0))
-    chosen = [
-        replace(plan, choice=PlanChoice(1, 1, 0.01, 9.0, each)) for plan, each in zip(plans, attention, strict=True)
-    ]
-    assert predicted_attention(layers, chosen, [100.0, 100.0]) == 7.0
+    choices = [PlanChoice(1, 1, 0.01, 9.0, attention) for attention in ((5.0, 1.0), (1.0, 6.0))]
+    chosen = [replace(plan, choice=choice) for plan, choice in zip(plans, choices, strict=True)]
+    assert predicted_attention({SMALL_KIND: 2}, chosen, [100.0, 100.0]) == 7.0
 
 
 def test_each_problem_is_logged_once_with_the_remedy(caplog):

@@ -7,15 +7,13 @@ import torch
 from .contract import AttentionParams, Kernel, Need
 from .cpu import CpuKernel
 from .reference import ReferenceKernel
-from .versions import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel, TorchVarlenKernel
+from .versions import PACKAGES, FlashAttn3Kernel, TorchVarlenKernel
 
 KERNELS: dict[str, type[Kernel]] = {
     "reference": ReferenceKernel,
     "cpu": CpuKernel,
     "torch_varlen": TorchVarlenKernel,
-    "flash_attn": FlashAttnKernel,
-    "flash_attn_3": FlashAttn3Kernel,
-    "flash_attn_4": FlashAttn4Kernel,
+    **PACKAGES,
 }
 KERNEL_NAMES = ("auto", *KERNELS)
 
@@ -36,9 +34,7 @@ def get_kernel(
 ) -> Kernel:
     """Return a kernel by name, which runs on the device and can do what is needed.
 
-    Args:
-        name: one of KERNEL_NAMES; for "auto" see `choose_kernel`.
-        sm_margin, hub: see `FlashAttn3Kernel`.
+    For `sm_margin` and `hub` see `FlashAttn3Kernel`.
 
     Raises:
         ValueError: no kernel has this name, or can do what is needed.
@@ -58,9 +54,6 @@ def choose_kernel(
     device: torch.device, needs: Sequence[Need] = (), *, sm_margin: int = 0
 ) -> tuple[Kernel, dict[str, str]]:
     """Choose the fastest kernel that is installed and can do what is needed. Nothing is downloaded.
-
-    Args:
-        needs: none for what most models need.
 
     Returns:
         The kernel, and by name the error of each faster kernel.

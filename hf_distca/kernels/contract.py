@@ -35,17 +35,13 @@ def aligned(size: int) -> int:
 class AttentionParams:
     """Options of a layer's core attention.
 
-    Attributes:
-        scale: factor on the scores q·k, usually 1/√D.
-        window: a row attends to this many keys up to and including its own (sliding window); None: to all.
-        softcap: scores become softcap·tanh(scores/softcap); None: they stay as they are.
-        causal: True: row i of a task attends to its keys j <= i + k_len - q_len (aligned bottom right), and with a
-            window to j > i + k_len - q_len - window. False: rows attend to all keys of their task; no window then.
+    If causal, row i of a task attends to its keys j <= i + k_len - q_len (aligned bottom right), and with a window to
+    j > i + k_len - q_len - window. Else rows attend to all keys of their task; no window then.
     """
 
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
+    scale: float  # factor on the scores q·k, usually 1/√D
+    window: int | None = None  # the most keys of a row, up to and including its own (sliding window); None: all
+    softcap: float | None = None  # scores become softcap·tanh(scores/softcap); None: they stay as they are
     causal: bool = True
 
     def __post_init__(self) -> None:
@@ -73,18 +69,13 @@ class TaskShapes:
 
     The query rows of the tasks lie packed one after another, and so do the key/value rows: a key/value row that two
     tasks need appears twice.
-
-    Attributes:
-        q_lens, k_lens: rows of each task; may be 0. With causal attention k_lens[i] >= q_lens[i].
-        cu_q, cu_k: [T + 1] int32 on the device, first packed row of each task, then the total.
-        max_q, max_k: largest of q_lens and of k_lens, 0 without tasks.
     """
 
-    q_lens: tuple[int, ...]
-    k_lens: tuple[int, ...]
-    cu_q: Tensor
+    q_lens: tuple[int, ...]  # rows of each task; may be 0
+    k_lens: tuple[int, ...]  # with causal attention k_lens[i] >= q_lens[i]
+    cu_q: Tensor  # [T + 1] int32 on the device, first packed row of each task, then the total
     cu_k: Tensor
-    max_q: int
+    max_q: int  # largest of q_lens, 0 without tasks
     max_k: int
     _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -101,11 +92,7 @@ class TaskShapes:
         k_lens: Sequence[int],
         device: torch.device | str | Callable[[NDArray[np.int32]], Tensor],
     ) -> "TaskShapes":
-        """Return the shapes of tasks with these query and key/value rows.
-
-        Args:
-            device: where the kernel runs, or a function that copies numbers there, perhaps many together.
-        """
+        """Return shapes on the device, or where a function copies numbers to, perhaps many together."""
 
         def place(numbers: NDArray[np.int32]) -> Tensor:
             if isinstance(device, torch.device | str):
@@ -126,16 +113,14 @@ class Kernel(Protocol):
     """Core attention over several tasks in one kernel call, in both directions.
 
     Implementations hold no state, compute exactly what `AttentionParams` says, and never hand over to another one.
-
-    Attributes:
-        row_overhead: cost of a query row besides its pairs, in pairs: a row's last tile of keys is partly masked, and
-            some work is done once a row.
-        gather_cost: cost of a byte of K and V that a rank gathers in its own memory, because one document has two
-            tasks there that do not touch, in bytes sent to another rank.
     """
 
     name: str
+    # Cost of a query row besides its pairs, in pairs: a row's last tile of keys is partly masked, and some work is
+    # done once a row.
     row_overhead: int
+    # Cost of a byte of K and V that a rank gathers in its own memory, because one document has two tasks there that do
+    # not touch, in bytes sent to another rank.
     gather_cost: float
 
     def check(self, need: Need, device: torch.device) -> None:

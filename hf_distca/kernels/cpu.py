@@ -10,7 +10,7 @@ read one key/value head.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import accumulate, count, groupby
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -100,61 +100,59 @@ class CpuKernel:
 
 
 class _Call(NamedTuple):
-    """One call of an op on query rows of equal tasks that lie one after another, and on some keys of each.
-
-    Attributes:
-        rows, keys: packed rows and keys of all tasks.
-        of_each: the keys of each task that are read.
-        further: whether these rows' results over other keys came before.
-        mask: [R, S] added to scores, -inf where a row does not see a key; None if all pairs are visible.
-    """
+    """One call of an op on some query rows and some keys of each of several equal tasks, which are neighbours."""
 
     tasks: int
-    rows: slice
+    rows: slice  # packed rows of all tasks
     keys: slice
-    of_each: slice
+    of_rows: slice  # rows of each task that take part
+    of_keys: slice
     causal: bool = False
-    further: bool = False
-    mask: Tensor | None = None
+    further: bool = False  # these rows' results over other keys came before
+    mask: Tensor | None = None  # [R, S] added to scores, -inf where a row does not see a key; None: all pairs visible
 
     def rows_of(self, x_Q: Tensor) -> Tensor:
         """View query rows of a packed tensor [Q, H, ...] as [B, H, R, ...]."""
         x_BR: Tensor = x_Q[self.rows].unflatten(0, (self.tasks, -1))
-        return x_BR.transpose(1, 2)
+        return x_BR[:, self.of_rows].transpose(1, 2)
 
     def keys_of(self, x_K: Tensor) -> Tensor:
         """View keys of a packed tensor [K, G, ...] as [B, G, S, ...]."""
         x_BK: Tensor = x_K[self.keys].unflatten(0, (self.tasks, -1))
-        return x_BK[:, self.of_each].transpose(1, 2)
+        return x_BK[:, self.of_keys].transpose(1, 2)
 
 
 def _calls(shapes: TaskShapes, params: AttentionParams, q_QHD: Tensor) -> Iterable[_Call]:
     """Return the calls that together compute each visible pair of all tasks once."""
     if params.softcap is not None or (params.window is not None and params.window < shapes.max_k):
-        return _blocks(shapes, params, q_QHD.shape[1], q_QHD.dtype)
-    return shapes.once(("cpu", params.causal), lambda: list(_whole_tasks(shapes, params.causal)))
+        return _calls_of(shapes, params, SCORES_AT_ONCE // q_QHD.shape[1], q_QHD.dtype)
+    return shapes.once(("cpu", params.causal), lambda: list(_calls_of(shapes, params)))
 
 
-def _whole_tasks(shapes: TaskShapes, causal: bool) -> Iterator[_Call]:
-    for tasks, q_len, k_len, q_first, k_first in _equal_tasks(shapes):
-        rows, keys = slice(q_first, q_first + tasks * q_len), slice(k_first, k_first + tasks * k_len)
-        before = k_len - q_len if causal else 0
-        yield _Call(tasks, rows, keys, slice(before, k_len), causal)
-        if before:
-            yield _Call(tasks, rows, keys, slice(0, before), further=True)
-
-
-def _blocks(shapes: TaskShapes, params: AttentionParams, heads: int, dtype: torch.dtype) -> Iterator[_Call]:
-    """Yield blocks of rows of each task, with the keys that any of the rows sees."""
-    for tasks, q_len, k_len, q_first, k_first in _equal_tasks(shapes):
-        before = k_len - q_len  # keys before the first row's own
-        rows_at_once = max(SCORES_AT_ONCE // (heads * k_len), 1)
+def _calls_of(
+    shapes: TaskShapes, params: AttentionParams, scores: int = 0, dtype: torch.dtype | None = None
+) -> Iterator[_Call]:
+    """Yield calls on whole tasks, or on blocks of `scores` pairs of a row and a key, with masks of this dtype."""
+    q_stop = k_stop = 0
+    for (q_len, k_len), run in groupby(zip(shapes.q_lens, shapes.k_lens, strict=True)):
+        tasks, before = len(list(run)), k_len - q_len  # keys before the first row's own
+        rows, keys = slice(q_stop, q_stop + tasks * q_len), slice(k_stop, k_stop + tasks * k_len)
+        q_stop, k_stop = rows.stop, keys.stop
+        if not q_len or not k_len:
+            continue
+        if not scores:
+            own = before if params.causal else 0
+            yield _Call(tasks, rows, keys, slice(None), slice(own, k_len), params.causal)
+            if own:
+                yield _Call(tasks, rows, keys, slice(None), slice(0, own), further=True)
+            continue
+        at_once = max(scores // (tasks * k_len), 1)
         if params.causal:  # small blocks leave little to be computed in vain at the edges of the mask
-            rows_at_once = min(rows_at_once, 128)
-        for start in range(0, q_len, rows_at_once):
-            stop = min(start + rows_at_once, q_len)
+            at_once = min(at_once, 128)
+        for start in range(0, q_len, at_once):
+            stop = min(start + at_once, q_len)
             first, last, mask_RS = 0, k_len, None
-            if params.causal:
+            if params.causal:  # the keys that any of the rows sees
                 first = 0 if params.window is None else max(before + start - params.window + 1, 0)
                 last = before + stop
                 own_R1, key_S = torch.arange(before + start, last).unsqueeze(1), torch.arange(first, last)
@@ -162,19 +160,7 @@ def _blocks(shapes: TaskShapes, params: AttentionParams, heads: int, dtype: torc
                 if params.window is not None:
                     hidden_RS |= key_S <= own_R1 - params.window
                 mask_RS = torch.zeros(hidden_RS.shape, dtype=dtype).masked_fill_(hidden_RS, -torch.inf)
-            for q, k in zip(range(q_first, q_first + tasks * q_len, q_len), count(k_first, k_len), strict=False):
-                rows, keys = slice(q + start, q + stop), slice(k + first, k + last)
-                yield _Call(1, rows, keys, slice(None), mask=mask_RS)
-
-
-def _equal_tasks(shapes: TaskShapes) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield runs of equal neighbouring tasks: how many, rows and keys of each, and the first task's first of both."""
-    starts = zip(accumulate(shapes.q_lens, initial=0), accumulate(shapes.k_lens, initial=0), strict=True)
-    tasks = zip(shapes.q_lens, shapes.k_lens, starts, strict=False)
-    for (q_len, k_len), run in groupby(tasks, key=lambda task: task[:2]):
-        (*_, (q_first, k_first)), *others = run
-        if q_len and k_len:
-            yield 1 + len(others), q_len, k_len, q_first, k_first
+            yield _Call(tasks, rows, keys, slice(start, stop), slice(first, last), mask=mask_RS)
 
 
 def _one_head_dim(*tensors: Tensor) -> list[Tensor]:

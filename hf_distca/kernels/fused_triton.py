@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .contract import MAX_SOURCES, SOURCE_BITS
+from .contract import SOURCE_BITS
 
 NUMBERS = 2048
 """Numbers that one program merges, or adds up."""
@@ -63,11 +63,8 @@ def merge_into(o_NHE: Tensor, lse_NH: Tensor, o_part_QHE: Tensor, lse_part_QH: T
 
 @triton.jit
 def _sum_kernel(  # type: ignore[no-untyped-def]  # compiled from its source
-    out, out_row, width, rows, ends, addends,
-    source0, source1, source2, source3, source4, source5,
-    row0, row1, row2, row3, row4, row5,
-    SOURCES: tl.constexpr, BITS: tl.constexpr, BY_INDEX: tl.constexpr, ONTO: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    out, out_row, width, rows, ends, addends, sources, source_rows,
+    BITS: tl.constexpr, BY_INDEX: tl.constexpr, ONTO: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     written = tl.program_id(0)
     row = tl.load(rows + written).to(tl.int64) if BY_INDEX else written.to(tl.int64)
@@ -79,24 +76,9 @@ def _sum_kernel(  # type: ignore[no-untyped-def]  # compiled from its source
         addend = tl.load(addends + at)
         source = addend & ((1 << BITS) - 1)
         member = (addend >> BITS).to(tl.int64)
-        # The mask skips sources other than the addend's.
-        here = numbers < tl.where(source == 0, width, 0)
-        total += tl.load(source0 + member * row0 + numbers, mask=here, other=0).to(WIDE)
-        if SOURCES > 1:
-            here = numbers < tl.where(source == 1, width, 0)
-            total += tl.load(source1 + member * row1 + numbers, mask=here, other=0).to(WIDE)
-        if SOURCES > 2:
-            here = numbers < tl.where(source == 2, width, 0)
-            total += tl.load(source2 + member * row2 + numbers, mask=here, other=0).to(WIDE)
-        if SOURCES > 3:
-            here = numbers < tl.where(source == 3, width, 0)
-            total += tl.load(source3 + member * row3 + numbers, mask=here, other=0).to(WIDE)
-        if SOURCES > 4:
-            here = numbers < tl.where(source == 4, width, 0)
-            total += tl.load(source4 + member * row4 + numbers, mask=here, other=0).to(WIDE)
-        if SOURCES > 5:
-            here = numbers < tl.where(source == 5, width, 0)
-            total += tl.load(source5 + member * row5 + numbers, mask=here, other=0).to(WIDE)
+        for i in tl.static_range(len(sources)):
+            here = numbers < tl.where(source == i, width, 0)  # nothing of sources other than the addend's
+            total += tl.load(sources[i] + member * source_rows[i] + numbers, mask=here, other=0).to(WIDE)
     tl.store(into, total.to(out.dtype.element_ty), mask=there)
 
 
@@ -109,18 +91,16 @@ def sum_rows(
         out_N: the sum, dense within a row.
         rows_W: the rows to write; None: all.
         ends_W: first addend of each of these rows, then the number of addends.
-        sources_S: dense within a row.
         onto: add to present values.
     """
     width = out_N[0].numel()
-    sources = [source if _is_dense(source) else source.contiguous() for source in sources_S]
+    sources = tuple(source if _is_dense(source) else source.contiguous() for source in sources_S)
     assert _is_dense(out_N)
-    unused = [out_N] * (MAX_SOURCES - len(sources))
     block = min(NUMBERS, triton.next_power_of_2(width))
     _sum_kernel[(len(ends_W) - 1, triton.cdiv(width, block))](
         out_N, out_N.stride(0), width, ends_W if rows_W is None else rows_W, ends_W, addends_A,
-        *sources, *unused, *(x.stride(0) for x in (*sources, *unused)),
-        SOURCES=len(sources), BITS=SOURCE_BITS, BY_INDEX=rows_W is not None, ONTO=onto,
+        sources, tuple(source.stride(0) for source in sources),
+        BITS=SOURCE_BITS, BY_INDEX=rows_W is not None, ONTO=onto,
         WIDE=tl.float64 if out_N.element_size() == 8 else tl.float32, BLOCK=block,
     )  # fmt: skip
 

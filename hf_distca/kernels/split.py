@@ -35,8 +35,6 @@ class Grid(NamedTuple):
 OF_LONGEST_Q, OF_LONGEST = Grid(by_q=1, by_k=0), Grid(by_q=2, by_k=1)
 ALL_EVEN = Grid(by_q=0, by_k=0)
 """Grid of blocks that fetch tasks, or are numbered through them: empty ones are few."""
-
-
 TaskRange = tuple[TaskShapes, slice, slice]
 """Neighbouring tasks that make one kernel call: their lengths, packed query rows and packed key/value rows."""
 
@@ -62,11 +60,7 @@ def task_ranges(shapes: TaskShapes, grid: Grid, heads: int) -> tuple[TaskRange, 
 
 
 def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -> list[int]:
-    """Cut a sequence of tasks so that blocks and kernel calls together cost the least.
-
-    Returns:
-        0, the index of the first task of each further kernel call, and the number of tasks.
-    """
+    """Return the cuts of least cost: 0, the first task of each further kernel call, and the number of tasks."""
     tasks = len(q_lens)
     per_call = CALL_NS / (EMPTY_BLOCK_NS * heads)  # in blocks of one head
     q_blocks, k_blocks = (-(-np.asarray(lens, dtype=np.int64) // BLOCK) for lens in (q_lens, k_lens))

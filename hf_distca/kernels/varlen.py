@@ -35,45 +35,33 @@ class FlashVarlenKernel:
     Gradients are summed in an order that varies from run to run, unless torch.use_deterministic_algorithms(True) is
     set. Nothing here waits for the device.
 
-    Attributes:
-        majors: major compute capabilities of the GPUs that it runs on; `gpus` names them in words.
-        has_softcap: whether scores can be capped.
-        forward_grid, backward_grid: thread blocks of a kernel whose number depends on the longest task.
-        distribution: name of the package for pip. A module of the name alone proves nothing: flash-attn brings a
-            folder of FlashAttention-4 along, which cannot be imported without packages that it does not ask for.
-        functions: names of the functions for forward and backward; then names that show a version to be new enough.
-        causal: the argument for `AttentionParams.causal`.
-        no_window: both sides of a window that sees all keys.
-        no_softcap: a forward's softcap where scores are not capped.
-        in_place: whether the backward takes do first and writes dq, dk and dv into given tensors, or takes do behind o
-            and returns dq, dk and dv.
-        forward_options, backward_options: further arguments of the function for this direction.
-
     Raises:
         ImportError: the package is missing, broken, or too old.
     """
 
     name: str
-    # Half a tile of 128 keys.
-    row_overhead = 64
-    # A GPU's memory is tens of times as fast as its links.
-    gather_cost = 0.0
+    row_overhead = 64  # half a tile of 128 keys
+    gather_cost = 0.0  # a GPU's memory is tens of times as fast as its links
 
-    majors: Sequence[int] = range(8, 100)
+    majors: Sequence[int] = range(8, 100)  # major compute capabilities of the GPUs that it runs on
     gpus = "8.0 (Ampere) or later"
     has_softcap = True
-    forward_grid = OF_LONGEST_Q
-    backward_grid = OF_LONGEST
+    # Thread blocks of a kernel whose number depends on the longest task.
+    forward_grid, backward_grid = OF_LONGEST_Q, OF_LONGEST
+    # The name for pip. A module of the name alone proves nothing: flash-attn brings a folder of FlashAttention-4
+    # along, which cannot be imported without packages that it does not ask for.
     distribution = ""
     module = ""
     install = ""
-    functions: tuple[str, ...]
+    functions: tuple[str, ...]  # for forward and backward; then names that show a version to be new enough
     newer = "a newer one"
-    causal = "causal"
-    no_window: int | None = -1
-    no_softcap: float | None = 0.0
-    in_place = True
-    forward_options: ClassVar[Mapping[str, Any]] = {}
+    # Arguments for cu_q, cu_k, the most rows and keys of a task, `AttentionParams.scale` and `causal`.
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
+    no_window: int | None = -1  # both sides of a window that sees all keys
+    no_softcap: float | None = 0.0  # a forward's softcap where scores are not capped
+    do_first = True  # the backward takes do before q; else behind o
+    in_place = True  # the backward writes dq, dk and dv into given tensors; else it returns new ones
+    forward_options: ClassVar[Mapping[str, Any]] = {}  # further arguments of the function for this direction
     backward_options: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, module: Any = None, **options: Any) -> None:
@@ -164,7 +152,8 @@ class FlashVarlenKernel:
         for part, q_rows, k_rows in task_ranges(shapes, self.forward_grid, heads):
             q, k, v = _slice(q_QHP, q_rows), _slice(k_KGP, k_rows), _slice(v_KGR, k_rows)
             if part.max_q and part.max_k:
-                o_QHR, lse_HQ = self._call_forward(q, k, v, part, params)
+                options = {**self._arguments(part, params, self.no_softcap), **self.forward_options}
+                o_QHR, lse_HQ, *_ = self._forward(q, k, v, **options)
             else:  # filled in below
                 o_QHR, lse_HQ = q.new_empty(len(q), heads, head_dim_r), q.new_empty(heads, len(q), dtype=torch.float32)
             o_parts.append(o_QHR)
@@ -195,10 +184,16 @@ class FlashVarlenKernel:
         for part, q_rows, k_rows in task_ranges(shapes, self.backward_grid, q_QHD.shape[1]):
             do, q, o, lse = (_slice(x, q_rows) for x in (do_QHR, q_QHP, o_QHR, lse_QH))
             k, v = _slice(k_KGP, k_rows), _slice(v_KGR, k_rows)
-            if part.max_q and part.max_k:
-                parts.append(self._call_backward((do, q, k, v, o, lse.T.contiguous()), part, params))
-            else:  # filled in below
-                parts.append((torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+            tensors = (do, q, k, v, o) if self.do_first else (q, k, v, o, do)
+            options = {**self._arguments(part, params, no_softcap=0.0), **self._more_of_backward(q)}
+            has_pairs = part.max_q and part.max_k
+            if has_pairs and not self.in_place:
+                parts.append(self._backward(*tensors, lse.T.contiguous(), **options)[:3])
+                continue
+            dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+            if has_pairs:  # else filled in below
+                self._backward(*tensors, lse.T.contiguous(), dq=dq, dk=dk, dv=dv, **options)
+            parts.append((dq, dk, dv))
         dq_parts, dk_parts, dv_parts = zip(*parts, strict=True)
         dq_QHD, dk_KGD = _joined(dq_parts, q_QHD.shape[2]), _joined(dk_parts, q_QHD.shape[2])
         dv_KGE = _joined(dv_parts, v_KGE.shape[2])
@@ -209,50 +204,22 @@ class FlashVarlenKernel:
             dk_KGD[keys] = dv_KGE[keys] = 0
         return dq_QHD, dk_KGD, dv_KGE
 
-    def _call_forward(
-        self, q_QHP: Tensor, k_KGP: Tensor, v_KGR: Tensor, shapes: TaskShapes, params: AttentionParams
-    ) -> tuple[Tensor, Tensor]:
-        """Return o_QHR and lse_HQ of one call."""
-        softcap = self.no_softcap if params.softcap is None else params.softcap
-        options = {**self._arguments(shapes, params), **self.forward_options}
-        o_QHR, lse_HQ, *_ = self._forward(q_QHP, k_KGP, v_KGR, softcap=softcap, **options)
-        return o_QHR, lse_HQ
+    def _more_of_backward(self, q_QHP: Tensor) -> dict[str, Any]:
+        """Return the arguments that the function for the backward alone takes by name."""
+        return {**self.backward_options, "deterministic": torch.are_deterministic_algorithms_enabled()}
 
-    def _call_backward(
-        self, tensors: tuple[Tensor, ...], shapes: TaskShapes, params: AttentionParams
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq_QHP, dk_KGP and dv_KGR of one call, from do, q, k, v, o and lse_HQ."""
-        do_QHR, q_QHP, k_KGP, v_KGR, o_QHR, lse_HQ = tensors
-        options = {**self._arguments(shapes, params), **self.backward_options, "softcap": params.softcap or 0.0}
-        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        if not self.in_place:
-            dq_QHP, dk_KGP, dv_KGR, *_ = self._backward(q_QHP, k_KGP, v_KGR, o_QHR, do_QHR, lse_HQ, **options)
-            return dq_QHP, dk_KGP, dv_KGR
-        dq_QHP, dk_KGP, dv_KGR = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_QHP, k_KGP, v_KGR))
-        self._backward(*tensors, dq=dq_QHP, dk=dk_KGP, dv=dv_KGR, **options)
-        return dq_QHP, dk_KGP, dv_KGR
-
-    def _arguments(self, shapes: TaskShapes, params: AttentionParams) -> dict[str, Any]:
+    def _arguments(self, shapes: TaskShapes, params: AttentionParams, no_softcap: float | None) -> dict[str, Any]:
         """Return the arguments that both functions take by name."""
-        no_window, window = self.no_window, params.window
-        cu_q, cu_k, max_q, max_k = lengths_of(shapes)
+        # With at most 1 row the kernels assume one row in *every* task, which empty tasks break.
+        lengths = shapes.cu_q, shapes.cu_k, max(shapes.max_q, 2), shapes.max_k
+        softcap = {"softcap": no_softcap if params.softcap is None else params.softcap} if self.has_softcap else {}
         return {
-            "cu_seqlens_q": cu_q,
-            "cu_seqlens_k": cu_k,
-            "max_seqlen_q": max_q,
-            "max_seqlen_k": max_k,
-            "softmax_scale": params.scale,
-            self.causal: params.causal,
-            "window_size_left": no_window if window is None else window - 1,
-            "window_size_right": no_window if window is None else 0,
+            **dict(zip(self.names, (*lengths, params.scale, params.causal), strict=True)),
+            "window_size_left": self.no_window if params.window is None else params.window - 1,
+            "window_size_right": self.no_window if params.window is None else 0,
+            **softcap,
             **self._options,
         }
-
-
-def lengths_of(shapes: TaskShapes) -> tuple[Tensor, Tensor, int, int]:
-    """Return cu_q, cu_k, and bounds of the tasks' rows and keys."""
-    # At 1 the kernels assume one row in *every* task, which empty tasks break.
-    return shapes.cu_q, shapes.cu_k, max(shapes.max_q, 2), shapes.max_k
 
 
 def _ready(x: Tensor, head_dim: int) -> Tensor:

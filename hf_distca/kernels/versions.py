@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
-from .contract import AttentionParams, Need, TaskShapes
+from .contract import Need
 from .split import ALL_EVEN
-from .varlen import FlashVarlenKernel, MissingPackageError, lengths_of
+from .varlen import FlashVarlenKernel, MissingPackageError
 
 HUB_BUILD, HUB_VERSION = "kernels-community/flash-attn3", 1
 FIRST_WITH_FA4_WINDOWS = (2, 13)
@@ -51,7 +51,7 @@ class FlashAttn3Kernel(FlashVarlenKernel):
         "hopper folder of Dao-AILab/flash-attention)"
     )
     functions = ("fwd", "bwd")
-    causal = "is_causal"
+    names = (*FlashVarlenKernel.names[:5], "is_causal")
     forward_options: ClassVar = {"num_splits": 1}  # splits are for queries of few rows
 
     def __init__(self, sm_margin: int = 0, *, hub: bool = True) -> None:
@@ -91,7 +91,7 @@ class FlashAttn4Kernel(FlashVarlenKernel):
     functions = ("_flash_attn_fwd", "_flash_attn_bwd")
     no_window = None
     no_softcap = None
-    in_place = False
+    do_first = in_place = False
     forward_options: ClassVar = {"return_lse": True}
 
     def _padded(self, head_dim_qk: int, head_dim_v: int, device: torch.device) -> tuple[int, int]:
@@ -117,9 +117,15 @@ class TorchVarlenKernel(FlashVarlenKernel):
 
     name = "torch_varlen"
     has_softcap = False
+    names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "scale", "is_causal")
+    no_window = None
+    in_place = False
+    forward_options: ClassVar = {"dropout_p": 0.0, "return_debug_mask": False}
 
     def __init__(self) -> None:
-        pass  # calls no package
+        self._forward = torch.ops.aten._flash_attention_forward.default
+        self._backward = torch.ops.aten._flash_attention_backward.default
+        self._options = {}
 
     def _refusal(self, need: Need, capability: tuple[int, int]) -> str | None:
         active = current_flash_attention_impl()
@@ -141,32 +147,10 @@ class TorchVarlenKernel(FlashVarlenKernel):
             return f"FA4 is activated in torch, and has no head dim of {head_dim} on {gpu}; {undo}"
         return None
 
-    def _call_forward(
-        self, q_QHP: Tensor, k_KGP: Tensor, v_KGR: Tensor, shapes: TaskShapes, params: AttentionParams
-    ) -> tuple[Tensor, Tensor]:
-        o_QHR, lse_HQ, *_ = torch.ops.aten._flash_attention_forward.default(
-            *(q_QHP, k_KGP, v_KGR, *lengths_of(shapes)),
-            *(0.0, params.causal, False),  # dropout_p, is_causal, return_debug_mask
-            **_scale_and_window(params),
-        )
-        return o_QHR, lse_HQ
-
-    def _call_backward(
-        self, tensors: tuple[Tensor, ...], shapes: TaskShapes, params: AttentionParams
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _more_of_backward(self, q_QHP: Tensor) -> dict[str, Any]:
         # The state of a random number generator that nothing draws from without dropout.
-        rng_state, unused = tensors[0].new_empty(2, dtype=torch.uint64), tensors[0].new_empty(0)
-        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward.default(
-            *(*tensors, *lengths_of(shapes)),
-            *(0.0, params.causal, rng_state, unused),  # dropout_p, is_causal
-            **_scale_and_window(params),
-        )
-        return grads
-
-
-def _scale_and_window(params: AttentionParams) -> dict[str, Any]:
-    left, right = (None, None) if params.window is None else (params.window - 1, 0)
-    return {"scale": params.scale, "window_size_left": left, "window_size_right": right}
+        rng_state, unused = q_QHP.new_empty(2, dtype=torch.uint64), q_QHP.new_empty(0)
+        return {"dropout_p": 0.0, "rng_state": rng_state, "unused": unused}
 
 
 def _head_dims_of_4(head_dim_qk: int, head_dim_v: int, major: int) -> tuple[int, int]:

@@ -34,14 +34,17 @@ TOKENS = {"cpu": 1024, "cuda": 8192}
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of a call, after one warm-up call."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     times = []
     for _ in range(1 + REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait()
         began = time.perf_counter()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait()
         times.append(time.perf_counter() - began)
     return median(times[1:])
 
@@ -95,12 +98,8 @@ def measured_kernel(
 ) -> tuple[KernelCost, KernelCost, Accuracy]:
     """Measure the costs of a kernel's forward and backward, and how well the forward's predict held-out calls.
 
-    Shape suffixes: Q query rows, K key/value rows, H query heads, G key/value heads, D head dim of queries and keys, E
-    head dim of values.
-
-    Args:
-        kind: its window and chunks are left out.
-        limit_s: seconds after which no larger number of rows is begun.
+    Window and chunks of the kind are left out. After `limit_s` seconds no larger number of rows is begun. Shape
+    suffixes: Q query rows, K key/value rows, H query heads, G key/value heads, D and E head dims of keys and values.
     """
     queries = [rows for rows in QUERIES[device.type] if rows <= most_rows]
     if len(queries) < FEWEST:
@@ -116,8 +115,8 @@ def measured_kernel(
             shapes = TaskShapes.build([rows], [keys], device)
             q_QHD, do_QHE = (torch.randn(rows, kind.q_heads, each, dtype=dtype, device=device) for each in widths)
             k_KGD, v_KGE = (torch.randn(keys, kind.kv_heads, each, dtype=dtype, device=device) for each in widths)
-            o_QHE, lse_QH = kernel.forward(q_QHD, k_KGD, v_KGE, shapes, params)
             forward = partial(kernel.forward, q_QHD, k_KGD, v_KGE, shapes, params)
+            o_QHE, lse_QH = forward()
             backward = partial(kernel.backward, do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, shapes, params)
             calls.append((rows, keys, pairs(keys - rows, keys)))
             times.append((seconds_of(forward, device), seconds_of(backward, device)))
@@ -131,10 +130,9 @@ def measured_kernel(
 
 
 def fitted_cost(tasks: Tasks, seconds: FloatArray) -> KernelCost:
-    """Fit costs to measured calls, each weighted by its seconds per query row.
+    """Fit costs to measured calls, each weighted as in a step with equally many query rows in calls of each kind.
 
-    This is the weight of a call in a step with equally many query rows in calls of each kind. With equal weights,
-    short calls would distort the costs of long calls, on which a step spends its time.
+    With equal weights, short calls would distort the costs of long calls, on which a step spends its time.
     """
     return KernelCost.fitted(tasks, seconds, seconds / tasks.rows)
 

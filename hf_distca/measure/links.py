@@ -3,9 +3,8 @@
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 from statistics import median
 from typing import Any
@@ -39,8 +38,7 @@ def measured_link(
 
     Args:
         peers: [ranks] receiver of each rank's rows.
-        alone: use the default group, which may use all of a link and leaves no room for attention; else the exchange's
-            group.
+        alone: use the default group, which may use all of a link and leaves no room for attention.
         limit_s: seconds after which no larger size is begun.
     """
     sizes, by_rank = _timed(groups, device, peers, alone=alone, limit_s=limit_s)
@@ -62,24 +60,21 @@ def _timed(
     groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False, limit_s: float = inf
 ) -> tuple[FloatArray, FloatArray]:
     """Return [sizes] bytes and [sizes, ranks] seconds of exchanges, for arguments see `measured_link`."""
-    exchange, sizes, times, spent = Exchange(groups), [], [], 0.0
+    exchange, times, spent = Exchange(groups), [], 0.0
+
+    def seconds(rows: int) -> float:
+        buffer, route = _buffer(exchange, groups, peers, rows, device)
+        if not alone:
+            return seconds_of(lambda: buffer.send().wait(), device)
+        given, taken = (torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+        return seconds_of(lambda: dist.all_to_all_single(taken, given, route.received, route.sent), device)
+
     for number, rows in enumerate(EXCHANGED_ROWS):
         if number >= FEWEST and spent > limit_s:
             break
-        buffer, route = _buffer(exchange, groups, peers, rows, device)
-        if alone:
-            given, taken = (torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-            run: Callable[[], object] = partial(dist.all_to_all_single, taken, given, route.received, route.sent)
-        else:
-            run = partial(_there, buffer)
-        times.append(groups.all_gather(seconds_of(run, device)))
+        times.append(groups.all_gather(seconds(rows)))
         spent += (1 + REPEATS) * max(times[-1])
-        sizes.append(float(rows * ROW_BYTES))
-    return np.array(sizes), np.array(times)
-
-
-def _there(buffer: ExchangeBuffer) -> None:
-    buffer.send().wait()
+    return np.array(EXCHANGED_ROWS[: len(times)], np.float64) * ROW_BYTES, np.array(times)
 
 
 def _buffer(
@@ -90,21 +85,6 @@ def _buffer(
     sent, received = ([rows * (rank == other) for rank in range(groups.ranks)] for other in (receiver, sender))
     route, column = Route(sent, received, crossing=True), torch.empty((0, ROW_BYTES), dtype=torch.uint8, device=device)
     return exchange.buffer("links", route, [column]), route
-
-
-def measured_exchange(
-    groups: Groups, device: torch.device, ranks_per_node: int | tuple[int, ...], *, limit_s: float = inf
-) -> Links:
-    """Measure exchanges inside nodes, between nodes, and beside computation. A collective of the world.
-
-    `limit_s` is for each kind of link, see `measured_link`.
-    """
-    inside, across = peers_of(groups.ranks, ranks_per_node)
-    within = measured_link(groups, device, inside, limit_s=limit_s)
-    between = within if across == inside else measured_link(groups, device, across, limit_s=limit_s)
-    slower = inside if within.bandwidth < between.bandwidth else across
-    start, busy = _beside_computation(groups, device, slower)
-    return Links(within, between, start, busy)
 
 
 def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[int], list[int]]:
@@ -167,18 +147,27 @@ def with_links(
     collectives: bool = True,
     limit_s: float = inf,
 ) -> DeviceProfile:
-    """Return the mean of all ranks' profiles, with links measured by all ranks together. A collective.
+    """Return the mean of all ranks' profiles, with links inside and between nodes measured by all ranks. A collective.
 
     Args:
         collectives: also measure torch's own collectives over the default group; else they count as fast as exchanges.
             Over gloo both are the same.
+        limit_s: for the exchanges of each kind of link, see `measured_link`.
     """
     profiles: list[DeviceProfile] = groups.all_gather(profile)
-    exchange = links = measured_exchange(groups, device, ranks_per_node, limit_s=limit_s)
+    inside, across = peers_of(groups.ranks, ranks_per_node)
+
+    def measured(*, alone: bool, limit_s: float) -> tuple[LinkCost, LinkCost]:
+        within = measured_link(groups, device, inside, alone=alone, limit_s=limit_s)
+        if across == inside:
+            return within, within
+        return within, measured_link(groups, device, across, alone=alone, limit_s=limit_s)
+
+    within, between = measured(alone=False, limit_s=limit_s)
+    slower = inside if within.bandwidth < between.bandwidth else across
+    exchange = links = Links(within, between, *_beside_computation(groups, device, slower))
     if collectives and device.type == "cuda":
-        inside, across = peers_of(groups.ranks, ranks_per_node)
-        within = measured_link(groups, device, inside, alone=True)
-        links = Links(within, within if across == inside else measured_link(groups, device, across, alone=True))
+        links = Links(*measured(alone=True, limit_s=inf))
     sharing = ranks_per_core(groups) if device.type == "cpu" else 1.0
     changes: dict[str, Any] = {}
     for name in ("flops_per_second", "bytes_per_second", "launches"):
@@ -190,10 +179,7 @@ def with_links(
 
 
 def ranks_per_core(groups: Groups) -> float:
-    """Return the threads per core, at least 1, of the host with the fewest. A collective.
-
-    All processes of the world count.
-    """
+    """Return the threads of all processes per core, at least 1, on the host with the fewest. A collective."""
     here = (socket.gethostname(), torch.get_num_threads(), os.sched_getaffinity(0))
     threads: dict[str, int] = {}
     cores: dict[str, set[int]] = {}

@@ -26,31 +26,20 @@ STEP, MOST = 1024, 1 << 24
 
 @dataclass(frozen=True)
 class Training:
-    """Training settings that affect memory.
-
-    Attributes:
-        mixed: compute in bfloat16, else in float32; ddp autocasts float32 weights.
-        checkpointing: transformers' `activation_checkpointing_kwargs`; None without checkpointing.
-        shards: number of shards of the state; None for one per rank.
-    """
+    """Training settings that affect memory."""
 
     strategy: Strategy
-    mixed: bool
-    checkpointing: Mapping[str, Any] | None = None
-    shards: int | None = None
+    mixed: bool  # compute in bfloat16, else in float32; ddp autocasts float32 weights
+    checkpointing: Mapping[str, Any] | None = None  # transformers' `activation_checkpointing_kwargs`; None without
+    shards: int | None = None  # of the state; None for one per rank
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on a rank.
+    """Bytes on a rank."""
 
-    Attributes:
-        state: bytes kept from step to step.
-        parts: further bytes of a micro-batch by part, at the peak.
-    """
-
-    state: ModelState
-    parts: dict[Part, int]
+    state: ModelState  # kept from step to step
+    parts: dict[Part, int]  # further bytes of a micro-batch, at the peak
 
     @property
     def total(self) -> int:
@@ -59,12 +48,9 @@ class RankMemory:
 
 
 class MemoryCounter:
-    """Counter of one model's memory; results that trainings share are counted once.
+    """Counter of one model's memory, before it is wrapped for several ranks; trainings share results.
 
-    Args:
-        model: the model before it is wrapped for several ranks.
-        settings: settings of plans; `kinds` are the model's.
-        by_config: count shallow models of the model's config, for a model without adapters and other changes.
+    For a model without adapters and other changes, `by_config` counts shallow models of the model's config.
     """
 
     def __init__(
@@ -140,6 +126,5 @@ class MemoryCounter:
 
 def longest_documents(settings: PlanSettings) -> list[int]:
     """Return document lengths that fill all ranks: one shared document, or one per rank if documents stay whole."""
-    if settings.document_layout == "whole":
-        return [settings.tokens_per_rank] * settings.ranks
-    return [settings.tokens_per_rank * settings.ranks]
+    each, ranks = settings.tokens_per_rank, settings.ranks
+    return [each] * ranks if settings.document_layout == "whole" else [each * ranks]

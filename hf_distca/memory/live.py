@@ -27,16 +27,12 @@ class LiveMemory(TorchDispatchMode):
 
     Tensors that share memory, such as views, count once. Fake tensors give the counts of a real run without its memory
     or computation. Temporary memory inside a single operator is not seen.
-
-    Attributes:
-        part: purpose of the tensors that are made from now on.
-        peak: bytes by part at the moment of the largest total.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.part: Part = "activations"
-        self.peak: Counter[Part] = Counter()
+        self.part: Part = "activations"  # of the tensors that are made from now on
+        self.peak: Counter[Part] = Counter()  # bytes by part at the moment of the largest total
         self._alive: dict[int, tuple[weakref.ref[Any], int, Part]] = {}
         self._bytes: Counter[Part] = Counter()
 

@@ -37,17 +37,11 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Use:
-    """Settings of a step that affect memory, besides its model and its plan.
+    """Settings of a step that affect memory, besides its model and its plan."""
 
-    Attributes:
-        kernel: name of the kernel, as in `KERNELS`.
-        autocast: dtype of computation if the weights have another; None without autocast.
-        checkpointing: transformers' `activation_checkpointing_kwargs`; None without checkpointing.
-    """
-
-    kernel: str
-    autocast: torch.dtype | None = None
-    checkpointing: Mapping[str, Any] | None = None
+    kernel: str  # a name of `KERNELS`
+    autocast: torch.dtype | None = None  # dtype of computation if the weights have another; None without autocast
+    checkpointing: Mapping[str, Any] | None = None  # transformers' `activation_checkpointing_kwargs`; None without
     keep_received: bool = False
     keep_core_attention: bool = True
 
@@ -74,6 +68,14 @@ def count_micro_batch(model: nn.Module, plan: MicroBatchPlan, rank: int, use: Us
     bound = bound_plan(plan, rank, use, live)
     for nano in bound.nano_batches:  # made now, since tables cannot be made of fake tensors
         nano.cuts.bind(halo_widths(base))
+
+    def decoder_ended(_module: nn.Module, _args: Any, output: Any) -> None:
+        live.part = "loss"
+        output[0].register_hook(loss_ended)
+
+    def loss_ended(_gradient: Tensor) -> None:
+        live.part = "backward"
+
     first: Any = next(model.parameters())
     mode: FakeTensorMode = first.fake_mode
     # Of fake tensors torch's grouped_mm takes only bfloat16; transformers' other function makes the same tensors.
@@ -84,7 +86,14 @@ def count_micro_batch(model: nn.Module, plan: MicroBatchPlan, rank: int, use: Us
             for parameter in model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         live.begin()
-        _run_step(model, bound, use.autocast, live)
+        names = ("input_ids", "position_ids", "labels", "shift_labels")
+        batch = {name: torch.zeros((1, bound.rows), dtype=torch.long) for name in names}
+        targets = torch.ones((), dtype=torch.long)
+        handle = base.get_decoder().register_forward_hook(decoder_ended)
+        with torch.autocast(HOST.type, dtype=use.autocast, enabled=use.autocast is not None):
+            loss = model(**batch, use_cache=False, num_items_in_batch=targets, **{PLAN_KEY: bound}).loss
+        loss.backward()
+        handle.remove()
         for parameter in model.parameters():
             parameter.grad = None
     return dict(live.peak)
@@ -93,10 +102,7 @@ def count_micro_batch(model: nn.Module, plan: MicroBatchPlan, rank: int, use: Us
 def count_core_attention(
     plan: MicroBatchPlan, kind: AttentionKind, dtype: torch.dtype, rank: int, use: Use
 ) -> dict[Part, int]:
-    """Return peak bytes by part while one layer's core attention of a plan runs on its own.
-
-    "exchange buffers" holds all buffers of this kind of layer, also those unused at the peak.
-    """
+    """Return peak bytes by part of one layer's core attention on its own; exchange buffers count even if unused."""
     live = LiveMemory()
     bound = bound_plan(plan, rank, use, live)
     with fake_tensors(), live:
@@ -112,7 +118,7 @@ def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> B
     runtime = Runtime(
         HOST,
         CountedExchange(live),
-        KERNELS[use.kernel]() if on_cpu else FlashMemory(use.kernel),
+        KERNELS[use.kernel]() if on_cpu else FlashMemory(),
         Recorder(HOST),
         keep_received=use.keep_received,
         keep_core_attention=use.keep_core_attention,
@@ -129,29 +135,6 @@ def run_core_attention(bound: BoundPlan, kind: AttentionKind, dtype: torch.dtype
     params = AttentionParams(scale=1.0, window=kind.window)
     o_THE = disaggregated_attention(q_THD, k_TGD, v_TGE, None, bound, params, chunk=kind.chunk)
     o_THE.backward(torch.empty_like(o_THE))
-
-
-def _run_step(model: nn.Module, bound: BoundPlan, autocast: torch.dtype | None, live: LiveMemory) -> None:
-    """Run forward and backward of a micro-batch as the trainer does."""
-    names = ("input_ids", "position_ids", "labels", "shift_labels")
-    batch = {name: torch.zeros((1, bound.rows), dtype=torch.long) for name in names}
-    targets = torch.ones((), dtype=torch.long)
-
-    def decoder_ended(_module: nn.Module, _args: Any, output: Any) -> None:
-        live.part = "loss"
-        output[0].register_hook(loss_ended)
-
-    def loss_ended(_gradient: Tensor) -> None:
-        live.part = "backward"
-
-    handle = base_model(model).get_decoder().register_forward_hook(decoder_ended)
-    try:
-        with torch.autocast(HOST.type, dtype=autocast, enabled=autocast is not None):
-            loss = model(**batch, use_cache=False, num_items_in_batch=targets, **{PLAN_KEY: bound}).loss
-        loss.backward()
-    finally:
-        handle.remove()
-        live.part = "activations"
 
 
 def _checkpoint(model: Any, checkpointing: Mapping[str, Any] | None, live: LiveMemory) -> None:

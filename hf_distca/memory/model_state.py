@@ -12,27 +12,18 @@ STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 
 
 class ModelState(NamedTuple):
-    """Bytes on a rank.
+    """Bytes on a rank."""
 
-    Attributes:
-        weights: parameters, including parameters gathered from other ranks at a time.
-        gradients: gradients, and the buckets in which ranks reduce gradients.
-        optimizer: two moments, and a copy of the weights if the optimizer has its own.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
+    weights: int  # parameters, including parameters gathered from other ranks at a time
+    gradients: int  # gradients, and the buckets in which ranks reduce gradients
+    optimizer: int  # two moments, and a copy of the weights if the optimizer has its own
 
 
 def parameter_bytes(module: nn.Module, width: int | None = None, *, trained: bool = False) -> int:
     """Return the bytes of a module's parameters, shared parameters once.
 
     Parameters that ZeRO-3 or FSDP2 divided count as whole; of those divided by tensor parallelism, a rank's share
-    counts. Quantized weights, which are whole numbers, count as they are.
-
-    Args:
-        width: bytes of a floating-point number; None for the parameters' own.
+    counts. Floating-point numbers have `width` bytes if given; quantized weights, whole numbers, count as they are.
     """
     return sum(
         getattr(parameter, "ds_numel", parameter.numel())

@@ -13,30 +13,26 @@ from torch import Tensor
 
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
-from hf_distca.kernels import KERNELS
+from hf_distca.kernels.versions import TorchVarlenKernel
 from hf_distca.memory.live import LiveMemory
 from hf_distca.models.mixing import DELTA_RULE, KIMI_DELTA_RULE, SCAN
 from hf_distca.sim.model import CHUNK
 
 
-class FlashMemory:
-    """Kernel that takes the memory of FlashAttention-2's varlen kernel and computes nothing; for methods see `Kernel`.
+class FlashMemory(TorchVarlenKernel):
+    """Kernel that takes the memory of FlashAttention-2's varlen kernel and computes nothing.
 
     Its backward accumulates dQ in float32. With fewer key/value heads than query heads it makes dK and dV for every
     query head before it adds them up (flash_api.cpp, `mha_varlen_bwd`). FlashAttention-3 and 4 take no more.
     """
-
-    def __init__(self, name: str) -> None:
-        stands_for = KERNELS[name]
-        self.name, self.row_overhead, self.gather_cost = name, stands_for.row_overhead, stands_for.gather_cost
 
     def check(self, *_: Any) -> None:
         """Accept every need."""
 
     def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         """Return empty results."""
-        rows, heads = q_QHD.shape[:2]
-        return q_QHD.new_empty((rows, heads, v_KGE.shape[2])), q_QHD.new_empty((rows, heads), dtype=torch.float32)
+        rows_QH = q_QHD.shape[:2]
+        return q_QHD.new_empty((*rows_QH, v_KGE.shape[2])), q_QHD.new_empty(rows_QH, dtype=torch.float32)
 
     def backward(
         self, do_QHE: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, o_QHE: Tensor, lse_QH: Tensor, *_: Any
@@ -44,9 +40,8 @@ class FlashMemory:
         """Return empty gradients."""
         dq_QHD, dk_KGD, dv_KGE = map(torch.empty_like, (q_QHD, k_KGD, v_KGE))
         taken = [torch.empty_like(q_QHD, dtype=torch.float32), torch.empty_like(lse_QH)]
-        heads = q_QHD.shape[1]
-        if heads != k_KGD.shape[1]:
-            taken += [x.new_empty((x.shape[0], heads, x.shape[2])) for x in (k_KGD, v_KGE)]
+        if q_QHD.shape[1] != k_KGD.shape[1]:
+            taken += [x.new_empty((x.shape[0], q_QHD.shape[1], x.shape[2])) for x in (k_KGD, v_KGE)]
         del taken
         return dq_QHD, dk_KGD, dv_KGE
 
@@ -57,14 +52,11 @@ class RecurrenceMemory:
     The kernels keep what they are called with and, for a delta rule, the inverse of a chunk's products of keys (fla:
     `chunk_gated_delta_rule`, `chunk_kda`; mamba-ssm: `mamba_chunk_scan_combined`). Forward and backward make a state
     for each chunk, and the backward float32 gradients of the decays.
-
-    Args:
-        values: index of the tensor with the result's shape.
-        packed_by: keyword of packed documents.
     """
 
     def __init__(self, values: int, packed_by: str) -> None:
-        self._values, self.packed_by = values, packed_by
+        self._values = values  # index of the tensor with the result's shape
+        self.packed_by = packed_by  # keyword of packed documents
 
     def __call__(self, *args: Tensor, **options: Any) -> Any:
         """Return an empty result, and an empty state where the function returns one."""

@@ -68,22 +68,15 @@ ACROSS = 0.1
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """Plan that may be chosen for a micro-batch, with its predicted seconds.
-
-    Attributes:
-        nano_batches: their plans are not in stages yet.
-        counted: for each nano-batch, the counts of its plans.
-        stages: about how many stages are fastest; None for the usual number.
-        waited: share of the step that the longest-waiting rank waits for exchanges.
-    """
+    """Plan that may be chosen for a micro-batch, with its predicted seconds."""
 
     placing: Placing
     evenly: bool
-    nano_batches: tuple[NanoBatch, ...]
-    counted: list[dict[AttentionKind, CountedPlan]]
-    stages: int | None
+    nano_batches: tuple[NanoBatch, ...]  # their plans are not in stages yet
+    counted: list[dict[AttentionKind, CountedPlan]]  # for each nano-batch, the counts of its plans
+    stages: int | None  # about how many stages are fastest; None for the usual number
     choice: PlanChoice
-    waited: float
+    waited: float  # share of the step that the longest-waiting rank waits for exchanges
 
 
 def choose(lengths: IntArray, settings: PlanSettings, choices: Choices) -> MicroBatchPlan:

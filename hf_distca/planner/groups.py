@@ -64,18 +64,12 @@ def _paired(sizes: list[int]) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Placing:
-    """Documents of each group.
+    """Documents of each group."""
 
-    Attributes:
-        sizes: [groups] ranks of each group.
-        left: documents that fit in no group; they are cut over any ranks with room.
-        seconds: [groups] seconds that a rank of each group computes if the group's documents divide evenly.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # [groups] ranks of each group
     documents: tuple[IntArray, ...]
-    left: tuple[int, ...]
-    seconds: FloatArray
+    left: tuple[int, ...]  # documents that fit in no group; they are cut over any ranks with room
+    seconds: FloatArray  # [groups] seconds that a rank of each group computes if its documents divide evenly
 
     @classmethod
     def of_all(cls, seconds: FloatArray, speeds: FloatArray) -> "Placing":

@@ -70,16 +70,16 @@ def joint_layout(
     share, more = divmod(int(array.sum()), ranks)
     room = [share + (rank < more) for rank in range(ranks)]
     mean = int(pairs(0, array, window).sum()) / ranks
-    documents = table_of(ROWS, document=np.arange(len(array)), stop=array)
+    documents, tokens = table_of(ROWS, document=np.arange(len(array)), stop=array), array.tolist()
     if len(sizes) in (1, ranks):
-        placed = [_Placement(array, documents, room, [mean] * ranks, window, slack, block).segments()]
+        placed = [_Placement(tokens, documents, room, [mean] * ranks, window, slack, block).segments()]
     else:
         # The largest nodes come first: a document that is too large for one node is too large for all later ones.
         order = np.argsort(-np.array(sizes), kind="stable")
         first = np.cumsum(sizes) - sizes
         rooms = [sum(room[first[node] : first[node] + sizes[node]]) for node in order]
         needs = [mean * sizes[node] for node in order]
-        on_nodes = _Placement(array, documents, rooms, needs, window, slack * OF_NODES, block).segments()
+        on_nodes = _Placement(tokens, documents, rooms, needs, window, slack * OF_NODES, block).segments()
         every = table_of(ROWS, document=on_nodes[:, 0], start=on_nodes[:, 1], stop=on_nodes[:, 2])
         pieces = [merge_touching(by_document(every[on_nodes[:, 3] == nth])) for nth in range(len(sizes))]
         inter_node = [[0.0] * len(each) for each in pieces] if window else _inter_node_costs(pieces)
@@ -89,7 +89,7 @@ def joint_layout(
             own = int(pairs(pieces[nth]["start"], pieces[nth]["stop"], window).sum()) / sizes[node]
             most = max(mean * (1 + slack) / own - 1 if own else slack, slack * OF_NODES)
             needs = [own] * sizes[node]
-            segments = _Placement(array, pieces[nth], here, needs, window, most, block, inter_node[nth]).segments()
+            segments = _Placement(tokens, pieces[nth], here, needs, window, most, block, inter_node[nth]).segments()
             segments[:, 3] += first[node]
             placed.append(segments)
     return assemble(array, tuple(np.concatenate(placed).T), ranks, by_document=True)
@@ -123,7 +123,7 @@ class _Placement:
 
     def __init__(
         self,
-        lengths: IntArray,
+        lengths: list[int],
         pieces: Table,
         room: list[int],
         need: list[float],
@@ -134,7 +134,7 @@ class _Placement:
     ) -> None:
         self.room, self.need, self.ranks, self.mean = room, need, len(room), sum(need) / len(need)
         self.window, self.slack, self.block, self.inside = window, slack, block, inter_node is not None
-        self.lengths: list[int] = lengths.tolist()
+        self.lengths = lengths
         self.documents: list[int] = pieces["document"].tolist()
         # [indices] rows that are not cut off, and their rank; -1 if no rows are left or they are not placed yet.
         self.starts: list[int] = pieces["start"].tolist()

@@ -17,22 +17,13 @@ DIAGONAL_ROWS = 512
 
 @dataclass(frozen=True)
 class Tasks:
-    """Counts of the core attention that workers compute.
+    """[workers] counts of the core attention that each worker computes."""
 
-    Attributes:
-        rows: [workers] query rows.
-        keys: [workers] K/V rows that are read.
-        pairs: [workers] query-key pairs.
-        calls: [workers] calls of the kernel.
-        diagonal: [workers] query rows, each times the rows of its task or `DIAGONAL_ROWS`, whichever is less; 0 for
-            keys that all rows see.
-    """
-
-    rows: FloatArray
-    keys: FloatArray
-    pairs: FloatArray
-    calls: FloatArray
-    diagonal: FloatArray
+    rows: FloatArray  # query rows
+    keys: FloatArray  # K/V rows that are read
+    pairs: FloatArray  # query-key pairs
+    calls: FloatArray  # calls of the kernel
+    diagonal: FloatArray  # rows, each times its task's rows, at most DIAGONAL_ROWS; 0 for keys that all rows see
 
     def plus(self, other: "Tasks") -> "Tasks":
         """Return these tasks and others, each worker's in one call."""
@@ -99,14 +90,10 @@ class KernelCost:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Seconds of an exchange: latency + bytes / bandwidth.
-
-    Attributes:
-        bandwidth: bytes per second that a rank sends, and receives at the same time.
-    """
+    """Seconds of an exchange: latency + bytes / bandwidth."""
 
     latency: float
-    bandwidth: float
+    bandwidth: float  # bytes per second that a rank sends, and receives at the same time
 
     def seconds(self, size: FloatArray) -> FloatArray:
         """Return [ranks] seconds of an exchange of [ranks] bytes; 0 where there are no bytes."""
@@ -123,17 +110,12 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class Links:
-    """Seconds of exchanges between ranks.
-
-    Attributes:
-        start: seconds of a rank's own time to start an exchange.
-        busy: seconds of a rank's own time per byte exchanged while it computes; on CPUs the transport takes this time.
-    """
+    """Seconds of exchanges between ranks, inside nodes and between them."""
 
     within: LinkCost
     between: LinkCost
-    start: float = 0.0
-    busy: float = 0.0
+    start: float = 0.0  # seconds of a rank's own time to start an exchange
+    busy: float = 0.0  # seconds of a rank's own time per byte exchanged while it computes; CPUs' transport takes it
 
 
 @dataclass(frozen=True)
@@ -152,27 +134,16 @@ class KindCosts:
 
 @dataclass(frozen=True)
 class MixingCosts:
-    """Costs of a layer that mixes rows in order, in seconds of its forward and in bytes.
+    """Costs of a layer that mixes rows in order, in seconds of its forward and in bytes."""
 
-    Attributes:
-        layers: number of mixing modules.
-        before: seconds per token before its convolution.
-        mix: seconds per token in its convolution and recurrence.
-        continued: further seconds per token of a segment with earlier segments, for r and A.
-        after: seconds per token after its recurrence.
-        run: seconds of a run of the recurrence's kernel, whatever its size.
-        halo: bytes of the rows before a segment.
-        state: bytes of A and B of a segment.
-    """
-
-    layers: int
-    before: float
-    mix: float
-    continued: float
-    after: float
-    run: float
-    halo: float
-    state: float
+    layers: int  # number of mixing modules
+    before: float  # seconds per token before its convolution
+    mix: float  # seconds per token in its convolution and recurrence
+    continued: float  # further seconds per token of a segment with earlier segments, for r and A
+    after: float  # seconds per token after its recurrence
+    run: float  # seconds of a run of the recurrence's kernel, whatever its size
+    halo: float  # bytes of the rows before a segment
+    state: float  # bytes of A and B of a segment
 
     @property
     def token(self) -> float:

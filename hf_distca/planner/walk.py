@@ -32,20 +32,13 @@ MOMENT = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class Walked:
-    """Predicted seconds of a layer, forward or backward, or of a whole micro-batch.
-
-    Attributes:
-        attention: [ranks] in kernel calls.
-        other: [ranks] in all other computation.
-        waited: [ranks] waiting for exchanges.
-        mixing: [ranks] the part of `other` in layers that mix rows in order.
-    """
+    """Predicted seconds of a layer, forward or backward, or of a whole micro-batch."""
 
     seconds: float
-    attention: FloatArray
-    other: FloatArray
-    waited: FloatArray
-    mixing: FloatArray
+    attention: FloatArray  # [ranks] in kernel calls
+    other: FloatArray  # [ranks] in all other computation
+    waited: FloatArray  # [ranks] waiting for exchanges
+    mixing: FloatArray  # [ranks] the part of `other` in layers that mix rows in order
 
 
 Key = tuple[int, str]

@@ -17,15 +17,10 @@ PROFILES = Path(__file__).parent / "profiles"
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy of predicted times that the costs were not fitted to.
+    """Accuracy of predicted times that the costs were not fitted to."""
 
-    Attributes:
-        r2: share of the variance of the times that is predicted.
-        worst_ratio: the largest ratio between predicted and measured times, whichever is larger.
-    """
-
-    r2: float
-    worst_ratio: float
+    r2: float  # share of the variance of the times that is predicted
+    worst_ratio: float  # of predicted and measured times, the larger over the smaller
     count: int
 
     @classmethod
@@ -39,33 +34,21 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """Measured costs of one kind of device, and of the links between several.
-
-    Attributes:
-        source: who measured the costs, and how.
-        measured: the measured kind of attention; costs of other kinds are scaled from it.
-        flops_per_second: rate of the matrices of a layer.
-        bytes_per_second: rate at which norms, activations and sums read and write the device's memory.
-        peak_flops: rate that the maker names; model FLOPs utilization (MFU) is a share of it.
-        links: links of collectives that may use a link fully, such as gathering K and V.
-        exchange: links of the exchange of rows. On GPUs it uses few thread blocks and leaves the others to attention.
-        launches: seconds of the host for a layer's forward while the device waits.
-        ranks_per_core: as in StepCosts; other costs were measured on all these ranks at once.
-    """
+    """Measured costs of one kind of device, and of the links between several."""
 
     name: str
-    source: str
+    source: str  # who measured the costs, and how
     dtype: str
-    measured: AttentionKind
+    measured: AttentionKind  # costs of other kinds are scaled from these
     forward: KernelCost
     backward: KernelCost
-    flops_per_second: float
-    bytes_per_second: float
-    peak_flops: float
-    links: Links
-    exchange: Links
-    launches: float = 0.0
-    ranks_per_core: float = 1.0
+    flops_per_second: float  # of a layer's matrices
+    bytes_per_second: float  # norms, activations and sums read and write the device's memory at this rate
+    peak_flops: float  # the rate that the maker names; model FLOPs utilization (MFU) is a share of it
+    links: Links  # of collectives that may use a link fully, such as gathering K and V
+    exchange: Links  # of rows. On GPUs it uses few thread blocks and leaves the others to attention
+    launches: float = 0.0  # seconds of the host for a layer's forward while the device waits
+    ranks_per_core: float = 1.0  # as in StepCosts; other costs were measured on all these ranks at once
     accuracy: Accuracy = field(default=Accuracy(1.0, 1.0, 0))
 
     @property
@@ -89,10 +72,21 @@ class DeviceProfile:
         Raises:
             ValueError: there is no such profile, or the file does not hold one.
         """
+        parts: dict[str, Callable[..., Any]] = {  # by a key of its JSON object
+            "latency": LinkCost,
+            "within": Links,
+            "pair": KernelCost,
+            "q_heads": AttentionKind,
+            "r2": Accuracy,
+        }
+
+        def part(found: dict[str, Any]) -> Any:
+            return next((make(**found) for key, make in parts.items() if key in found), found)
+
         shipped = sorted(path.stem for path in PROFILES.glob("*.json"))
         path = PROFILES / f"{name}.json" if name in shipped else Path(name)
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8"), object_hook=_part))
+            return cls(**json.loads(path.read_text(encoding="utf-8"), object_hook=part))
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(
                 f"no device profile at {name!r}: expected one of {', '.join(shipped)}, or a file that hf-distca "
@@ -100,22 +94,7 @@ class DeviceProfile:
             ) from error
 
 
-def _part(found: dict[str, Any]) -> Any:
-    """Return the part of a profile that a JSON object describes, or the object itself."""
-    parts: dict[str, Callable[..., Any]] = {
-        "latency": LinkCost,
-        "within": Links,
-        "pair": KernelCost,
-        "q_heads": AttentionKind,
-        "r2": Accuracy,
-    }
-    return next((part(**found) for key, part in parts.items() if key in found), found)
-
-
 def held_out(count: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Return indices of measurements to fit to, and of those to compare with.
-
-    Every third measurement is held out, but never the first or the last.
-    """
-    out = [index for index in range(1, count - 1) if index % 3 == 1]
+    """Return indices of measurements to fit to, and of every third, which to compare with: not the first or last."""
+    out = list(range(1, count - 1, 3))
     return [index for index in range(count) if index not in out], out

@@ -23,12 +23,7 @@ def of_documents(lengths: IntArray) -> Draw:
 
 
 def of_histogram(edges: IntArray, counts: IntArray) -> Draw:
-    """Return a draw from a histogram; within a bin the logarithm of a length is uniform.
-
-    Args:
-        edges: [bins + 1] shortest length of each bin, and one past the longest of the last bin.
-        counts: [bins] documents.
-    """
+    """Return a draw from [bins] counts between [bins + 1] edges; within a bin the logarithm of a length is uniform."""
 
     def draw(random: np.random.Generator, count: int) -> IntArray:
         which = random.choice(len(counts), count, p=counts / counts.sum())

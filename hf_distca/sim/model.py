@@ -13,27 +13,16 @@ STATE_BYTES = 4
 
 @dataclass(frozen=True)
 class MixingShape:
-    """Sizes of layers that mix rows in order, in the mean of a model's mixing modules.
+    """Sizes of layers that mix rows in order, in the mean of a model's mixing modules."""
 
-    Attributes:
-        layers: number of mixing modules.
-        before: active parameters of matrices before a module's convolution.
-        after: active parameters after its recurrence; those of the MLP too, in a layer without attention.
-        channels: channels of the convolution.
-        width: rows before a row that the convolution reads.
-        heads: heads of the recurrence; 0 without one.
-        state: rows and columns of a head's state.
-        delta_rule: whether a state changes by a matrix for each row (gated delta rule); else by a decay (Mamba-2).
-    """
-
-    layers: int
-    before: int
-    after: int
-    channels: int
-    width: int
-    heads: int = 0
-    state: tuple[int, int] = (0, 0)
-    delta_rule: bool = False
+    layers: int  # mixing modules
+    before: int  # active parameters of matrices before a module's convolution
+    after: int  # active parameters after its recurrence; those of the MLP too, in a layer without attention
+    channels: int  # of the convolution
+    width: int  # rows before a row that the convolution reads
+    heads: int = 0  # of the recurrence; 0 without one
+    state: tuple[int, int] = (0, 0)  # rows and columns of a head's state
+    delta_rule: bool = False  # a state changes by a matrix for each row (gated delta rule); else by a decay (Mamba-2)
 
     @property
     def state_bytes(self) -> int:
@@ -72,23 +61,15 @@ class MixingShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder that determine the time of a step.
+    """Sizes of a decoder that determine the time of a step."""
 
-    Attributes:
-        layers: number of layers of each kind of attention.
-        hidden: width of the hidden state.
-        before: active parameters of a layer's matrices before core attention (Q, K and V projections).
-        after: active parameters of a layer's matrices after core attention (output projection, MLP or experts).
-        mixing: sizes of layers that mix rows in order; None without any.
-    """
-
-    layers: Mapping[AttentionKind, int]
-    hidden: int
-    before: int
-    after: int
+    layers: Mapping[AttentionKind, int]  # of each kind of attention
+    hidden: int  # width of the hidden state
+    before: int  # active parameters of a layer's matrices before core attention (Q, K and V projections)
+    after: int  # active parameters of a layer's matrices after core attention (output projection, MLP or experts)
     head: int
     parameters: int
-    mixing: MixingShape | None = None
+    mixing: MixingShape | None = None  # None without layers that mix rows in order
 
     @property
     def depth(self) -> int:
@@ -106,12 +87,7 @@ class ModelShape:
     def llama(
         cls, layers: int, hidden: int, mlp: int, q_heads: int, kv_heads: int, vocabulary: int, head_dim: int = 128
     ) -> "ModelShape":
-        """Return the shape of a LLaMA-like model.
-
-        Args:
-            mlp: width of an MLP of three matrices.
-            vocabulary: rows of the embedding and of the output head.
-        """
+        """Return the shape of a LLaMA-like model; `mlp` is the width of an MLP of three matrices."""
         before, output = hidden * (q_heads + 2 * kv_heads) * head_dim, hidden * q_heads * head_dim
         after, head = output + 3 * hidden * mlp, hidden * vocabulary
         kind = AttentionKind(None, q_heads, kv_heads, head_dim, head_dim)

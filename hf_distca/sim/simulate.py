@@ -27,46 +27,29 @@ Its arguments are a strategy, the most rows of a rank, and the plan of the micro
 
 @dataclass(frozen=True)
 class StrategyFigures:
-    """Figures of a strategy over many micro-batches.
-
-    Attributes:
-        document_layout: None if nothing is planned.
-        attention_seconds: core attention of the busiest rank; the mean over micro-batches, as all that follow.
-        attention_mean_seconds: core attention, mean over ranks.
-        other_seconds: all other computation on the busiest rank.
-        exchange_seconds: waits of the rank that waits the longest.
-        idle: share of the ranks' time without computation, waits for exchanges included.
-        mfu: model FLOPs utilization: the model's operations over the GPUs' peak in the same time.
-        bytes_bottleneck: bytes of the busiest rank in one layer's forward.
-        tokens_most: the most rows that a rank ever holds.
-        rows_bytes: memory of a GPU for rows; None if unknown.
-        state_bytes: memory of a GPU for weights, gradients and optimizer; None if not asked for.
-        documents_cut: share of documents that lose context.
-        mixing_seconds: the part of `other_seconds` in layers that mix rows in order.
-        mixing_runs: as in `StepTime`, like mixing_bytes.
-    """
+    """Figures of a strategy, most of them means over many micro-batches."""
 
     name: str
-    document_layout: str | None
+    document_layout: str | None  # None if nothing is planned
     servers: int
     gpus: int
     step_seconds: float
-    attention_seconds: float
-    attention_mean_seconds: float
-    other_seconds: float
+    attention_seconds: float  # core attention of the busiest rank
+    attention_mean_seconds: float  # mean over ranks
+    other_seconds: float  # all other computation on the busiest rank
     other_mean_seconds: float
-    exchange_seconds: float
+    exchange_seconds: float  # waits of the rank that waits the longest
     exchange_mean_seconds: float
-    idle: float
+    idle: float  # share of the ranks' time without computation, waits for exchanges included
     tokens_per_second: float
-    mfu: float
-    bytes_bottleneck: float
-    tokens_most: int
-    rows_bytes: int | None
-    state_bytes: int | None
-    documents_cut: float
-    mixing_seconds: float
-    mixing_runs: float
+    mfu: float  # model FLOPs utilization: the model's operations over the GPUs' peak in the same time
+    bytes_bottleneck: float  # of the busiest rank in one layer's forward
+    tokens_most: int  # the most rows that a rank ever holds
+    rows_bytes: int | None  # memory of a GPU for rows; None if unknown
+    state_bytes: int | None  # memory of a GPU for weights, gradients and optimizer; None if not asked for
+    documents_cut: float  # share of documents that lose context
+    mixing_seconds: float  # the part of `other_seconds` in layers that mix rows in order
+    mixing_runs: float  # as in `StepTime`
     mixing_bytes: float
 
 
@@ -107,16 +90,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of a simulation.
-
-    Attributes:
-        best_plain: name of the fastest strategy without plans, of those that cut the fewest documents.
-        best_planned: name of the strategy that plans by default; or of the fastest planned strategy on as many GPUs,
-            where that is at least 2 % faster.
-        load: [ranks] seconds of core attention in the first micro-batch, with plain packing and these two.
-        over_packing, over_best: `best_planned` compared with plain packing, and with `best_plain`.
-        attention_speed_up: core attention of `best_plain` over that of `best_planned`.
-    """
+    """Result of a simulation."""
 
     ranks: int
     tokens_per_rank: int
@@ -124,13 +98,13 @@ class Simulation:
     tokens: int
     histogram: list[dict[str, float]]
     strategies: tuple[StrategyFigures, ...]
-    best_plain: str
-    best_planned: str
-    load: dict[str, tuple[float, ...]]
-    over_packing: Gain
-    over_best: Gain
+    best_plain: str  # the fastest strategy without plans, of those that cut the fewest documents
+    best_planned: str  # what plans by default; or the fastest planned one on as many GPUs, if at least 2 % faster
+    load: dict[str, tuple[float, ...]]  # [ranks] seconds of core attention in the first micro-batch; of three
+    over_packing: Gain  # of `best_planned` over plain packing
+    over_best: Gain  # of `best_planned` over `best_plain`
     speed_up: float
-    attention_speed_up: float
+    attention_speed_up: float  # core attention of `best_plain` over that of `best_planned`
     advice: tuple[str, ...]
 
 

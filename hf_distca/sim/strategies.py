@@ -36,21 +36,15 @@ BACKWARD = 2.0
 
 @dataclass(frozen=True)
 class Setup:
-    """Model, device and ranks of a simulation.
-
-    Attributes:
-        tokens_per_rank: the most rows of a rank.
-        tensor_parallel: GPUs that share each layer and count as one rank.
-        checkpointing: whether layers are recomputed in the backward; core attention is not.
-    """
+    """Model, device and ranks of a simulation."""
 
     model: ModelShape
     profile: DeviceProfile
     ranks: int
-    tokens_per_rank: int
+    tokens_per_rank: int  # the most rows of a rank
     ranks_per_node: int | tuple[int, ...] = 1
-    tensor_parallel: int = 1
-    checkpointing: bool = True
+    tensor_parallel: int = 1  # GPUs that share each layer and count as one rank
+    checkpointing: bool = True  # layers are recomputed in the backward; core attention is not
 
     def on_a_gpu(self, kind: AttentionKind) -> AttentionKind:
         """Return a kind with the heads that one GPU of a rank has."""
@@ -103,37 +97,23 @@ class Setup:
 
 @dataclass(frozen=True, eq=False)
 class StepTime(Walked):
-    """Predicted step of one global micro-batch.
+    """Predicted step of one global micro-batch."""
 
-    Attributes:
-        bytes_bottleneck: bytes that the busiest rank sends or receives in one layer's forward.
-        tokens_most: rows of the rank that holds the most.
-        documents_cut: number of documents that lose context, because no rank or group of ranks can hold them.
-        mixing_runs: runs of a recurrence's kernel in a mixing layer's forward, on the rank with the most.
-        mixing_bytes: bytes that the busiest rank sends or receives in a mixing layer's forward.
-    """
-
-    bytes_bottleneck: int
-    tokens_most: int
-    documents_cut: int = 0
-    mixing_runs: int = 0
-    mixing_bytes: float = 0.0
+    bytes_bottleneck: int  # that the busiest rank sends or receives in one layer's forward
+    tokens_most: int  # rows of the rank that holds the most
+    documents_cut: int = 0  # documents that lose context, because no rank or group of ranks can hold them
+    mixing_runs: int = 0  # runs of a recurrence's kernel in a mixing layer's forward, on the rank with the most
+    mixing_bytes: float = 0.0  # that the busiest rank sends or receives in a mixing layer's forward
 
 
 @dataclass(frozen=True, eq=False)
 class Strategy:
-    """Training strategy.
-
-    Attributes:
-        step: predicts the step of a micro-batch from document lengths, and returns its plan if there is one.
-        context: ranks that share each document.
-        document_layout: None if nothing is planned.
-    """
+    """Training strategy; `step` predicts a micro-batch from document lengths, and returns its plan if there is one."""
 
     name: str
     step: Callable[[IntArray], tuple[StepTime, MicroBatchPlan | None]]
-    context: int = 1
-    document_layout: str | None = None
+    context: int = 1  # ranks that share each document
+    document_layout: str | None = None  # None if nothing is planned
     servers: int = 0
 
 
@@ -143,32 +123,26 @@ CHOSEN = "hf_distca, chosen"
 
 
 def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[Strategy, ...]:
-    """Return all strategies that are compared.
+    """Return all strategies that are compared; each that plans sets its own layout, and one uses servers if any."""
 
-    Args:
-        settings: settings of plans; each strategy sets its own layout.
-        servers: dedicated attention servers; above 0 one more strategy uses them.
-    """
-    found = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None))]
+    def in_groups(context: int) -> Callable[[IntArray], tuple[StepTime, None]]:
+        return lambda lengths: (data_and_context_parallel(lengths, setup, context), None)
 
-    def in_groups(name: str, context: int) -> None:
-        step = partial(data_and_context_parallel, setup=setup, context=context)
-        found.append(Strategy(name, lambda lengths: (step(lengths), None), context))
+    found, context = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None))], 1
+    while setup.ranks % context == 0:
+        name = f"context parallel, {setup.ranks // context} × {context}" if context > 1 else "whole documents balanced"
+        found.append(Strategy(name, in_groups(context), context))
+        context *= 2
 
-    def by_plans(name: str, layout: str, settings: PlanSettings, servers: int = 0) -> None:
-        step = partial(planned, setup=setup, settings=settings, servers=servers)
-        found.append(Strategy(name, step, document_layout=layout, servers=servers))
-
-    in_groups("whole documents balanced", context := 1)
-    while setup.ranks % (context := 2 * context) == 0:
-        in_groups(f"context parallel, {setup.ranks // context} × {context}", context)
     layouts = ("whole",) if settings.document_layout == "whole" else ("fixed", "joint")
-    for layout in layouts:
-        by_plans(f"hf_distca, {layout}", layout, replace(settings, document_layout=layout))
-    by_plans(CHOSEN, "auto", replace(settings, choices=Choices.beside(settings, setup.costs)))
+    of_layouts = [(layout, replace(settings, document_layout=layout)) for layout in layouts]
+    plans = [(f"hf_distca, {layout}", layout, given, 0) for layout, given in of_layouts]
+    plans.append((CHOSEN, "auto", replace(settings, choices=Choices.beside(settings, setup.costs)), 0))
     if servers:
-        name, layout = f"hf_distca, {layouts[-1]}, {servers} servers", layouts[-1]
-        by_plans(name, layout, replace(settings, document_layout=layout), servers)
+        plans.append((f"hf_distca, {layouts[-1]}, {servers} servers", *of_layouts[-1], servers))
+    for name, layout, given, helpers in plans:
+        step = partial(planned, setup=setup, settings=given, servers=helpers)
+        found.append(Strategy(name, step, document_layout=layout, servers=helpers))
     return tuple(found)
 
 

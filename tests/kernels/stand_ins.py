@@ -5,6 +5,7 @@ it, at their least friendly: head dims that are multiples of 8 and mostly equal,
 for rows without keys, results unset where no pair is.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,35 +16,38 @@ from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.kernels.reference import ReferenceKernel
 
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
-OF_FORWARD = {
-    # torch 2.8 to 2.13, `aten::_flash_attention_forward`
-    "torch_varlen": f"q, k, v, {LENGTHS}, dropout_p, causal, return_debug_mask, *, scale, window_size_left=None, "
-    "window_size_right=None",
-    # 2.7.0 to 2.8.3, `flash_attn.flash_attn_interface`
-    "flash_attn": f"q, k, v, {LENGTHS}, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, "
-    "softcap=0.0, alibi_slopes=None",
+OF_TORCH = "cum_seq_q, cum_seq_k, max_q, max_k"
+NO_WINDOW = "window_size_left=None, window_size_right=None"
+WINDOW = "window_size_left=-1, window_size_right=-1, softcap=0.0"
+SIGNATURES = {
+    # torch 2.8 to 2.13, `aten`
+    "torch_varlen": {
+        "_flash_attention_forward": f"q, k, v, {OF_TORCH}, dropout_p, is_causal, return_debug_mask, *, scale=None, "
+        f"{NO_WINDOW}",
+        "_flash_attention_backward": f"dout, q, k, v, out, lse, {OF_TORCH}, dropout_p, is_causal, rng_state, unused, "
+        f"*, scale=None, {NO_WINDOW}",
+    },
+    # 2.7.0 to 2.8.3, `flash_attn.flash_attn_interface`; versions that are new enough have the third
+    "flash_attn": {
+        "_flash_attn_varlen_forward": f"q, k, v, {LENGTHS}, dropout_p, softmax_scale, causal, {WINDOW}, "
+        "alibi_slopes=None",
+        "_flash_attn_varlen_backward": f"dout, q, k, v, out, lse, dq, dk, dv, {LENGTHS}, dropout_p, softmax_scale, "
+        "causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic",
+        "_wrapped_flash_attn_varlen_forward": "",
+    },
     # `torch.ops.flash_attn_3`
-    "flash_attn_3": f"q, k, v, *, {LENGTHS}, softmax_scale=None, is_causal=False, window_size_left=-1, "
-    "window_size_right=-1, softcap=0.0, num_splits=0, sm_margin=0",
+    "flash_attn_3": {
+        "fwd": f"q, k, v, *, {LENGTHS}, softmax_scale=None, is_causal=False, {WINDOW}, num_splits=0, sm_margin=0",
+        "bwd": f"dout, q, k, v, out, lse, dq=None, dk=None, dv=None, *, {LENGTHS}, softmax_scale=None, "
+        f"is_causal=False, {WINDOW}, deterministic=False, sm_margin=0",
+    },
     # 4.0.0b36, `flash_attn.cute.interface`
-    "flash_attn_4": f"q, k, v, *, {LENGTHS}, softmax_scale=None, causal=False, softcap=None, window_size_left=None, "
-    "window_size_right=None, return_lse=False",
-}
-OF_BACKWARD = {
-    "torch_varlen": f"dout, q, k, v, out, lse, {LENGTHS}, dropout_p, causal, rng_state, unused, *, scale, "
-    "window_size_left=None, window_size_right=None",
-    "flash_attn": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {LENGTHS}, dropout_p, softmax_scale, causal, "
-    "window_size_left, window_size_right, softcap, alibi_slopes, deterministic",
-    "flash_attn_3": f"dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, *, {LENGTHS}, softmax_scale=None, "
-    "is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0",
-    "flash_attn_4": f"q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, *, {LENGTHS}, "
-    "window_size_left=None, window_size_right=None, deterministic=False",
-}
-FUNCTIONS = {
-    "torch_varlen": ("_flash_attention_forward", "_flash_attention_backward"),
-    "flash_attn": ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
-    "flash_attn_3": ("fwd", "bwd"),
-    "flash_attn_4": ("_flash_attn_fwd", "_flash_attn_bwd"),
+    "flash_attn_4": {
+        "_flash_attn_fwd": f"q, k, v, *, {LENGTHS}, softmax_scale=None, causal=False, softcap=None, {NO_WINDOW}, "
+        "return_lse=False",
+        "_flash_attn_bwd": f"q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, *, {LENGTHS}, "
+        f"{NO_WINDOW}, deterministic=False",
+    },
 }
 
 
@@ -52,51 +56,42 @@ class StandIn:
 
     Attributes:
         module: where its functions are found by name.
-        calls: how many there were of either function.
-        given: the arguments of the last call.
-        head_dims: of Q and K, and of V.
-        sm_margins: numbers of multiprocessors that calls left to others.
+        calls: how many there were, forward and backward.
+        given: the arguments of the last of them, forward and backward.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.calls = {"forward": 0, "backward": 0}
-        self.given: dict[str, Any] = {}
-        self.head_dims: set[tuple[int, int]] = set()
-        self.sm_margins: set[int] = set()
-        forward, backward = FUNCTIONS[name]
-        self.module = SimpleNamespace(**{forward: self._forward, backward: self._backward})
-        if name == "flash_attn":  # as versions that are new enough have it
-            self.module._wrapped_flash_attn_varlen_forward = None
+        self.name, self.calls, self.module = name, [0, 0], SimpleNamespace()
+        self.given: list[dict[str, Any]] = [{}, {}]
+        for direction, (function, signature) in enumerate(SIGNATURES[name].items()):
+            setattr(self.module, function, partial(self._call, direction, eval(f"lambda {signature}: locals()")))
 
-    def _forward(self, *args: Any, **options: Any) -> tuple[Tensor | None, ...]:
+    def _call(self, direction: int, arguments: Any, *args: Any, **options: Any) -> tuple[Tensor | None, ...]:
+        self.calls[direction] += 1
+        self.given[direction] = given = arguments(*args, **options)
+        return self._backward(given) if direction else self._forward(given)
+
+    def _forward(self, given: dict[str, Any]) -> tuple[Tensor | None, ...]:
         """o [Q, H, R], lse [H, Q] and something else."""
-        self.calls["forward"] += 1
-        self.given = given = eval(f"lambda {OF_FORWARD[self.name]}: locals()")(*args, **options)
         assert given.get("return_lse", True)
         assert given.get("num_splits", 1) == 1
         if self.name == "flash_attn_4":  # None is no softcap here, 0.0 in its backward
             assert given["softcap"] != 0
         rows = [given[name] for name in ("q", "k", "v")]
-        o, lse = ReferenceKernel().forward(*rows, *self._asked(rows))
+        o, lse = ReferenceKernel().forward(*rows, *self._asked(rows, given))
         o[lse == -torch.inf] = torch.nan
         return o, lse.masked_fill(lse == -torch.inf, torch.inf).T.contiguous(), None, None
 
-    def _backward(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+    def _backward(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
         """dq, dk and dv, or these in the tensors that are given for them."""
-        self.calls["backward"] += 1
-        self.given = given = eval(f"lambda {OF_BACKWARD[self.name]}: locals()")(*args, **options)
-        do, o, q, k, v = (given[name] for name in ("dout", "out", "q", "k", "v"))
-        lse = given["lse" if "lse" in given else "softmax_lse"]
+        do, o, q, k, v, lse = (given[name] for name in ("dout", "out", "q", "k", "v", "lse"))
         assert lse.shape == (q.shape[1], q.shape[0])
         assert lse.is_contiguous()
         assert isinstance(given.get("softcap", 0.0), float)
-        shapes, params = self._asked([q, k, v, do, o])
-        gradients = ReferenceKernel().backward(do, q, k, v, o, lse.T, shapes, params)
-        dq, dk, dv = gradients
-        for q_rows, k_rows in zip(
-            torch.arange(len(q)).split(shapes.q_lens), torch.arange(len(k)).split(shapes.k_lens), strict=True
-        ):
+        shapes, params = self._asked([q, k, v, do, o], given)
+        gradients = dq, dk, dv = ReferenceKernel().backward(do, q, k, v, o, lse.T, shapes, params)
+        of_tasks = (torch.arange(sum(lens)).split(lens) for lens in (shapes.q_lens, shapes.k_lens))
+        for q_rows, k_rows in zip(*of_tasks, strict=True):
             if not len(q_rows) or not len(k_rows):
                 dq[q_rows] = dk[k_rows] = dv[k_rows] = torch.nan
         if "dq" not in given:
@@ -105,9 +100,9 @@ class StandIn:
             given[name].copy_(gradient)
         return ()
 
-    def _asked(self, tensors: list[Tensor]) -> tuple[TaskShapes, AttentionParams]:
-        """What the last call asks for, after the checks that the kernels make; q, k and v are the first tensors."""
-        (q, k, v), given = tensors[:3], self.given
+    def _asked(self, tensors: list[Tensor], given: dict[str, Any]) -> tuple[TaskShapes, AttentionParams]:
+        """What a call asks for, after the checks that the kernels make; q, k and v are the first tensors."""
+        q, k, v = tensors[:3]
         dims = q.shape[2], v.shape[2]
         assert k.shape[2] == dims[0] <= 256 >= dims[1]
         if self.name == "flash_attn_4":
@@ -115,24 +110,22 @@ class StandIn:
             assert major == 9 or max(dims) <= 128 or dims in ((192, 128), (256, 256))
         elif self.name != "flash_attn_3" or not (128 < dims[0] <= 192 and 96 < dims[1] <= 128):
             assert dims[0] == dims[1]
-        self.head_dims.add(dims)
-        self.sm_margins.add(given.get("sm_margin", 0))
         assert not given.get("dropout_p")
         for x in tensors:
             assert x.shape[2] % 8 == 0
             assert x.stride(-1) == 1
             assert not any(stride % 8 for stride in x.stride()[:-1])
             assert x.data_ptr() % 16 == 0
-        cumulative = given["cu_seqlens_q"], given["cu_seqlens_k"]
-        longest = given["max_seqlen_q"], given["max_seqlen_k"]
-        shapes = TaskShapes.build(*(x.diff().tolist() for x in cumulative), "cpu")
+        of_torch = self.name == "torch_varlen"
+        cu_q, cu_k, max_q, max_k = (given[name] for name in (OF_TORCH if of_torch else LENGTHS).split(", "))
+        shapes = TaskShapes.build(cu_q.diff().tolist(), cu_k.diff().tolist(), "cpu")
         assert shapes.q_lens
-        assert [x[0].item() for x in cumulative] == [0, 0]
+        assert cu_q[0] == cu_k[0] == 0
         assert (sum(shapes.q_lens), sum(shapes.k_lens)) == (len(q), len(k))
-        assert longest[0] >= shapes.max_q > 0
-        assert longest[1] >= shapes.max_k > 0
-        # With longest[0] == 1 they mean decoding: one row in every task.
-        assert longest[0] > 1 or set(shapes.q_lens) == {1}
+        assert max_q >= shapes.max_q > 0
+        assert max_k >= shapes.max_k > 0
+        # With max_q == 1 they mean decoding: one row in every task.
+        assert max_q > 1 or set(shapes.q_lens) == {1}
         left, right = given["window_size_left"], given["window_size_right"]
         if left == (-1 if self.name in ("flash_attn", "flash_attn_3") else None):
             assert right == left
@@ -140,6 +133,6 @@ class StandIn:
         else:
             assert right == 0 <= left
             window = left + 1
-        scale = given["scale" if self.name == "torch_varlen" else "softmax_scale"]
-        causal = given["is_causal" if self.name == "flash_attn_3" else "causal"]
+        scale = given["scale" if of_torch else "softmax_scale"]
+        causal = given["is_causal" if of_torch or self.name == "flash_attn_3" else "causal"]
         return shapes, AttentionParams(scale, window, given.get("softcap") or None, causal)

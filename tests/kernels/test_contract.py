@@ -1,15 +1,18 @@
-"""Describing a call, what is refused, the reference against torch's autograd, and merging."""
+"""Describing a call, what is refused, the reference, merging, measured speeds, and the CPU kernel."""
 
 import math
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Need, TaskShapes, get_kernel, merge_into
+from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Need, TaskShapes, cpu, get_kernel, merge_into, speed
+from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.fused import CHUNK
 from hf_distca.kernels.reference import ReferenceKernel
-from tests.kernels.cases import CASES, Case, expected, make_inputs
+from tests.kernels.cases import CASES, Case, assert_matches_reference, expected, make_inputs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -25,7 +28,7 @@ def test_kernels_by_name() -> None:
     get_kernel("reference", CUDA, [Need(torch.float16, 999, 1, AttentionParams(1.0, softcap=2.0))])
 
 
-def test_shapes_on_host_and_device() -> None:
+def test_shapes_and_params() -> None:
     shapes = TaskShapes.build([3, 0, 2], torch.tensor([5, 1, 2]), "cpu")
     assert (shapes.q_lens, shapes.k_lens) == ((3, 0, 2), (5, 1, 2))
     assert (shapes.cu_q.tolist(), shapes.cu_k.tolist()) == ([0, 3, 3, 5], [0, 5, 6, 8])
@@ -36,19 +39,13 @@ def test_shapes_on_host_and_device() -> None:
     for q_lens, message in (([1, 2], "got 2 q_lens but 1 k_lens"), ([-1], "0 or more")):
         with pytest.raises(ValueError, match=message):
             TaskShapes.build(q_lens, [3], "cpu")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": 0}, "window must be at least 1"),
-        ({"window": 4, "causal": False}, "a window needs causal=True"),
-        ({"softcap": 0.0}, "softcap must be positive"),
-    ],
-)
-def test_refused_params(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AttentionParams(1.0, **options)
+    for window, softcap, causal, message in (
+        (0, None, True, "window must be at least 1"),
+        (4, None, False, "a window needs causal=True"),
+        (None, 0.0, True, "softcap must be positive"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AttentionParams(1.0, window, softcap, causal)
 
 
 @pytest.mark.parametrize("kernel_name", ["cpu", "reference", "torch_varlen"])
@@ -70,36 +67,14 @@ def test_refused_tensors(kernel_name: str) -> None:
             kernel.backward(do, *bad[:3], do, torch.zeros(3, 4), bad[3], params)
 
 
-def explicit_attention(q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, case: Case) -> tuple[Tensor, Tensor]:
-    """Differentiable attention over all packed rows at once, with one mask that says who sees whom."""
-    q_task = torch.repeat_interleave(torch.arange(len(case.q_lens)), torch.tensor(case.q_lens, dtype=torch.long))
-    k_task = torch.repeat_interleave(torch.arange(len(case.k_lens)), torch.tensor(case.k_lens, dtype=torch.long))
-    # A row's position is that of its own key.
-    q_position = torch.cat([torch.arange(k - q, k) for q, k in zip(case.q_lens, case.k_lens, strict=True)])
-    k_position = torch.cat([torch.arange(k) for k in case.k_lens])
-    visible = q_task[:, None] == k_task
-    if case.causal:
-        visible &= k_position <= q_position[:, None]
-    if case.window is not None:
-        visible &= k_position > q_position[:, None] - case.window
-    repeats = case.heads[0] // case.heads[1]
-    k_KHD, v_KHE = k_KGD.repeat_interleave(repeats, 1), v_KGE.repeat_interleave(repeats, 1)
-    scores = torch.einsum("qhd,khd->hqk", q_QHD, k_KHD) * case.scale
-    if case.softcap is not None:
-        scores = case.softcap * torch.tanh(scores / case.softcap)
-    scores, seeing = scores.masked_fill(~visible, -math.inf), visible.any(1)
-    seen = torch.where(seeing[:, None], scores, 0.0)
-    lse = torch.where(seeing, seen.logsumexp(-1), -math.inf)
-    return torch.einsum("hqk,khe->qhe", seen.softmax(-1) * seeing[:, None], v_KHE), lse.T
-
-
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if sum(case.q_lens) and sum(case.k_lens)])
-def test_the_reference_matches_autograd_of_an_explicit_masked_softmax(name: str) -> None:
+def test_gradients_of_the_reference_are_those_of_autograd(name: str) -> None:
+    """Other kernels compute its forward in other ways."""
     case = CASES[name]
-    inputs = make_inputs(case, torch.float64)
-    leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    o, lse = explicit_attention(*leaves, case)
-    grads = torch.autograd.grad(o, leaves, inputs.do)
+    do, *qkv, shapes = inputs = make_inputs(case, torch.float64)
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    o, lse = ReferenceKernel().forward(*leaves, shapes, case.params)
+    grads = torch.autograd.grad(o, leaves, do)
     for got, want in zip(expected(case, inputs), (o.detach(), lse.detach(), *grads), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
@@ -116,59 +91,143 @@ def test_equal_scores_average_the_values_seen(window: int | None, values: list[f
 @pytest.mark.parametrize("kernel_name", ["cpu", "reference"])
 def test_prefix_and_own_part_make_the_whole(kernel_name: str, softcap: float | None) -> None:
     """Two calls over disjoint keys, merged, are one call over all of them."""
-    kernel, case = get_kernel(kernel_name, CPU), Case((30, 20, 8), (50, 20, 100), scale=0.3, softcap=softcap)
+    kernel, case = get_kernel(kernel_name, CPU), Case((30,), (50,), scale=0.3, softcap=softcap)
     inputs = make_inputs(case, torch.float64)
-    prefix_lens = tuple(k - q for q, k in zip(case.q_lens, case.k_lens, strict=True))
-    # Of each task's keys, first those of the prefix, then those of its own rows.
-    both = [n for pair in zip(prefix_lens, case.q_lens, strict=True) for n in pair]
-    split = [x.split(both) for x in (inputs.k, inputs.v)]
-    own, prefix = ([torch.cat(pieces[first::2]) for pieces in split] for first in (1, 0))
-    own_call = TaskShapes.build(case.q_lens, case.q_lens, CPU), case.params
-    prefix_call = TaskShapes.build(case.q_lens, prefix_lens, CPU), AttentionParams(0.3, None, softcap, causal=False)
-
-    q, do = inputs.q, inputs.do
+    do, q, k, v, _ = inputs
+    prefix, own = (k[:20], v[:20]), (k[20:], v[20:])
+    own_call = TaskShapes.build([30], [30], CPU), case.params
+    prefix_call = TaskShapes.build([30], [20], CPU), AttentionParams(0.3, None, softcap, causal=False)
     o, lse = kernel.forward(q, *own, *own_call)
     merge_into(o, lse, *kernel.forward(q, *prefix, *prefix_call))
-    prefix_grads = kernel.backward(do, q, *prefix, o, lse, *prefix_call)
-    own_grads = kernel.backward(do, q, *own, o, lse, *own_call)
-    dk, dv = (
-        torch.cat([x for pair in zip(a.split(prefix_lens), b.split(case.q_lens), strict=True) for x in pair])
-        for a, b in zip(prefix_grads[1:], own_grads[1:], strict=True)
-    )
-    got = o, lse, prefix_grads[0] + own_grads[0], dk, dv
+    dq, *of_prefix = kernel.backward(do, q, *prefix, o, lse, *prefix_call)
+    more_dq, *of_own = kernel.backward(do, q, *own, o, lse, *own_call)
+    got = o, lse, dq + more_dq, *(torch.cat(parts) for parts in zip(of_prefix, of_own, strict=True))
     for got_one, want in zip(got, expected(case, inputs), strict=True):
         torch.testing.assert_close(got_one, want, rtol=1e-12, atol=1e-12)
 
 
-LN3, LN4 = math.log(3), math.log(4)
-NONE = (0.0, -math.inf)
+LN2, LN3, LN4, NONE = math.log(2), math.log(3), math.log(4), (0.0, -math.inf)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [None, 1, 4, CHUNK])
+def test_merge_by_hand(dtype: torch.dtype, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of so many numbers at a time, by index; all rows in order without one."""
+    so_far = [(4.0, LN3), (4.0, LN3 + 1e4), NONE, (7.0, 0.5), NONE, (1.0, 0.0)]
+    part = [(8.0, 0.0), (8.0, 1e4), (7.0, 0.5), NONE, NONE, (3.0, 0.0)]
+    merged = [(5.0, LN4), (5.0, LN4 + 1e4), (7.0, 0.5), (7.0, 0.5), NONE, (2.0, LN2)]
+    rows = None
+    if chunk is not None:
+        monkeypatch.setattr("hf_distca.kernels.fused.CHUNK", chunk)
+        rows = torch.tensor([5, 1, 3])
+        merged = [merged[row] if row in rows else so_far[row] for row in range(6)]
+        part = [part[row] for row in rows]
+    o, o_part = (torch.tensor([[[o, 2 * o]] for o, _ in pairs], dtype=dtype) for pairs in (so_far, part))
+    lse, lse_part = (torch.tensor([[lse] for _, lse in pairs]) for pairs in (so_far, part))
+    merge_into(o, lse, o_part, lse_part, rows)
+    assert o.flatten().tolist() == pytest.approx([x for o, _ in merged for x in (o, 2 * o)], rel=1e-3)
+    assert lse.flatten().tolist() == pytest.approx([lse for _, lse in merged])
+
+
+@pytest.mark.parametrize("work", [(64, 8, 2, 64), (256, 16, 4, 16), (8, 1, 1, 4)])
+def test_speeds_compare_whatever_was_computed(work: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of its own, the kernel takes a second for so many multiplications of numbers."""
+    now, calls, (tokens, q_heads, kv_heads, dim) = 0.0, [], work
+
+    class Paced:
+        def forward(self, q, k, v, shapes, params):
+            nonlocal now
+            calls.append((tuple(q.shape), tuple(k.shape), shapes.q_lens, params.scale))
+            seconds = sum(n * (n + 1) / 2 for n in shapes.q_lens) * q.shape[1] * q.shape[2] / 1e6
+            now += 9 * seconds if len(calls) == 1 else seconds  # the first warms up
+            return q, q[..., 0]
+
+        def backward(self, do, q, k, v, o, lse, shapes, params):
+            return q, k, v
+
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(speed, "USUAL_WORK", work)
+    assert speed.measure_speed(Paced(), CPU) == pytest.approx(1e6 / 512)
+    assert set(calls) == {((tokens, q_heads, dim), (tokens, kv_heads, dim), (tokens,), dim**-0.5)}
+    assert len(calls) >= 4
+
+
+# The CPU kernel.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_matches_reference(name: str, dtype: torch.dtype) -> None:
+    assert_matches_reference(CpuKernel(), CASES[name], dtype, seed=int(dtype == torch.float64))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kv_heads, causal = draw(st.integers(1, 3)), draw(st.booleans())
+    q_lens = draw(st.lists(st.integers(0, 90), max_size=5).map(tuple))
+    extra = [draw(st.integers(0, 90)) for _ in q_lens]
+    return Case(
+        q_lens=q_lens,
+        k_lens=tuple(q + e for q, e in zip(q_lens, extra, strict=True)) if causal else tuple(extra),
+        heads=(kv_heads * draw(st.integers(1, 3)), kv_heads),
+        dims=(draw(st.integers(1, 20)), draw(st.integers(1, 20))),
+        scale=draw(st.floats(0.05, 1.0)),
+        window=draw(st.none() | st.integers(1, 120)) if causal else None,
+        softcap=draw(st.none() | st.floats(0.5, 30.0)),
+        causal=causal,
+    )
+
+
+@given(cases(), st.integers(0, 2**16))
+@settings(max_examples=60)
+def test_matches_reference_for_any_shapes(case: Case, seed: int) -> None:
+    assert_matches_reference(CpuKernel(), case, torch.float64, seed)
+
+
+def test_softcap_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "SCORES_AT_ONCE", 4000)
+    for name in ("softcap", "softcap_window", "softcap_not_causal"):
+        assert_matches_reference(CpuKernel(), CASES[name], torch.float32)
+
+
+def test_memory_is_linear_in_the_rows() -> None:
+    # All scores of this task would be 256 MiB; nothing of more than 16 MiB may be allocated.
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            tensors = out if isinstance(out, tuple | list) else (out,)
+            largest = max([largest, *(x.untyped_storage().nbytes() for x in tensors if torch.is_tensor(x))])
+            return out
+
+    for options in ({"window": 300}, {"softcap": 5.0}):
+        case = Case((4096,), (8192,), heads=(2, 1), dims=(8, 8), **options)
+        do, *qkv, shapes = make_inputs(case, torch.float32)
+        with Watch():
+            o, lse = CpuKernel().forward(*qkv, shapes, case.params)
+            CpuKernel().backward(do, *qkv, o, lse, shapes, case.params)
+    assert largest <= 4 * cpu.SCORES_AT_ONCE
+
+
 @pytest.mark.parametrize(
-    ("so_far", "part", "merged"),
+    ("case", "calls"),
     [
-        ((4.0, LN3), (8.0, 0.0), (5.0, LN4)),
-        ((4.0, LN3 + 1e4), (8.0, 1e4), (5.0, LN4 + 1e4)),
-        (NONE, (7.0, 0.5), (7.0, 0.5)),
-        ((7.0, 0.5), NONE, (7.0, 0.5)),
-        (NONE, NONE, NONE),
+        # Equal documents are one call, and a task with keys before it is two.
+        (Case((4, 4, 4, 6), (4, 4, 4, 9)), [(3, 4, 4, False), (1, 4, 6, False), (1, 4, 6, False)]),
+        # Only windows that hide keys take blocks.
+        (Case((40, 30), (40, 30), window=40), [(1, 4, 40, False), (1, 4, 30, False)]),
+        (Case((40, 40, 30), (40, 40, 30), window=39), [(2, 4, 40, True), (1, 4, 30, True)]),
     ],
 )
-def test_merge_by_hand(so_far: tuple, part: tuple, merged: tuple, dtype: torch.dtype) -> None:
-    o, o_part = (torch.full((1, 1, 2), x[0], dtype=dtype) for x in (so_far, part))
-    lse, lse_part = (torch.tensor([[x[1]]]) for x in (so_far, part))
-    merge_into(o, lse, o_part, lse_part)
-    assert o.flatten().tolist() == pytest.approx([merged[0]] * 2, rel=1e-3)
-    assert lse.item() == pytest.approx(merged[1])
+def test_calls_of_the_op(case: Case, calls: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, flash = [], cpu._flash_forward
 
+    def watched(q, *args, attn_mask, **options):
+        seen.append((*q.shape[:3], attn_mask is not None))
+        return flash(q, *args, attn_mask=attn_mask, **options)
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("chunk", [1, 4, CHUNK])
-def test_merge_by_index(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_distca.kernels.fused.CHUNK", chunk)
-    o, lse = torch.ones(4, 1, 2, dtype=dtype), torch.zeros(4, 1)
-    part, part_lse = torch.tensor([[[3.0, 5.0]], [[7.0, 9.0]]], dtype=dtype), torch.zeros(2, 1)
-    merge_into(o, lse, part, part_lse, torch.tensor([3, 1]))
-    assert o.squeeze(1).tolist() == [[1, 1], [4, 5], [1, 1], [2, 3]]
-    assert lse.flatten().tolist() == pytest.approx([0, math.log(2), 0, math.log(2)])
+    monkeypatch.setattr(cpu, "_flash_forward", watched)
+    assert_matches_reference(CpuKernel(), case, torch.float32)
+    assert seen == calls

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from hf_distca.dispatch.rows import IndexBuffer, RowSum, addend_table
 from hf_distca.kernels import fused_triton, merge_into
-from hf_distca.kernels.contract import MAX_SOURCES
+from hf_distca.kernels.contract import SOURCE_BITS
 from tests.triton_compiler import AMPERE, BLACKWELL, HOPPER, compiled
 from tests.triton_interpreter import interpreted
 
@@ -91,27 +91,20 @@ def test_sum(fused, name, of_sum, dtype, numbers, monkeypatch):
 MERGE = {"o": "*bf16", "lse": "*fp32", "o_part": "*bf16", "lse_part": "*fp32", "rows": "*i64"} | dict.fromkeys(
     ("o_row", "lse_row", "lse_head", "o_part_row", "lse_part_row", "lse_part_head", "heads", "head_dim"), "i32"
 )
-SUM = (
-    {"out": "*bf16", "out_row": "i32", "width": "i32", "rows": "*i32", "ends": "*i32", "addends": "*i32"}
-    | {f"source{i}": "*bf16" for i in range(MAX_SOURCES)}
-    | {f"row{i}": "i32" for i in range(MAX_SOURCES)}
-)
-SUM_CONSTANTS = {"SOURCES": 4, "BITS": 3, "WIDE": tl.float32, "BLOCK": 2048}
+SUM = {"out": "*bf16", "out_row": "i32", "width": "i32", "rows": "*i32", "ends": "*i32", "addends": "*i32"}
+SUM |= {"sources": ("*bf16",) * 4, "source_rows": ("i32",) * 4}
+SUM_CONSTANTS = {"BITS": SOURCE_BITS, "WIDE": tl.float32, "BLOCK": 2048}
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER, BLACKWELL])
-@pytest.mark.parametrize(
-    ("name", "types", "constants"),
-    [
-        ("_merge_kernel", MERGE, {"BY_INDEX": True, "BLOCK_H": 16, "BLOCK_E": 128}),
-        ("_sum_kernel", SUM, SUM_CONSTANTS | {"BY_INDEX": False, "ONTO": False}),
-        ("_sum_kernel", SUM, SUM_CONSTANTS | {"BY_INDEX": True, "ONTO": True}),
-    ],
-    ids=["merge", "sum anew", "sum onto"],
-)
-def test_machine_code(name, types, constants, capability):
-    kernel = getattr(importlib.reload(fused_triton), name)
-    ptx = compiled(kernel, capability, types, constants)
-    assert "ld.global.v4.b32" in ptx  # 16 bytes at once
-    assert "st.global.v4.b32" in ptx
+def test_machine_code(capability):
+    module = importlib.reload(fused_triton)
+    for kernel, types, constants in (
+        (module._merge_kernel, MERGE, {"BY_INDEX": True, "BLOCK_H": 16, "BLOCK_E": 128}),
+        (module._sum_kernel, SUM, SUM_CONSTANTS | {"BY_INDEX": False, "ONTO": False}),
+        (module._sum_kernel, SUM, SUM_CONSTANTS | {"BY_INDEX": True, "ONTO": True}),
+    ):
+        ptx = compiled(kernel, capability, types, constants)
+        for instruction in ("ld.global.v4.b32", "st.global.v4.b32"):  # 16 bytes at once
+            assert instruction in ptx, constants

@@ -8,8 +8,6 @@ from hf_distca.kernels import TaskShapes
 from hf_distca.kernels.split import ALL_EVEN, MOST_RUNS, OF_LONGEST, OF_LONGEST_Q, Grid, cuts, task_ranges
 
 SHORT = 100
-END_OF_A_LONG_DOCUMENT = [SHORT] * 101, [32768] + [SHORT] * 100
-FEW_BLOCKS = ([4096] + [SHORT] * 20,) * 2
 
 
 @pytest.mark.parametrize(
@@ -32,18 +30,12 @@ def test_cuts(lens, expected):
     assert cuts(lens, lens, OF_LONGEST_Q, heads=32) == expected
 
 
-@pytest.mark.parametrize(
-    ("lens", "grid", "heads", "expected"),
-    [
-        (END_OF_A_LONG_DOCUMENT, OF_LONGEST_Q, 32, [0, 101]),
-        (END_OF_A_LONG_DOCUMENT, OF_LONGEST, 32, [0, 1, 101]),
-        (END_OF_A_LONG_DOCUMENT, ALL_EVEN, 32, [0, 101]),
-        (FEW_BLOCKS, OF_LONGEST_Q, 32, [0, 1, 21]),
-        (FEW_BLOCKS, OF_LONGEST_Q, 4, [0, 21]),
-    ],
-)
-def test_keys_count_where_they_make_blocks_and_few_heads_make_few(lens, grid, heads, expected):
-    assert cuts(*lens, grid, heads) == expected
+def test_keys_count_where_they_make_blocks_and_few_heads_make_few():
+    end_of_a_long_document = [SHORT] * 101, [32768] + [SHORT] * 100
+    found = [cuts(*end_of_a_long_document, grid, heads=32) for grid in (OF_LONGEST_Q, OF_LONGEST, ALL_EVEN)]
+    assert found == [[0, 101], [0, 1, 101], [0, 101]]
+    few_blocks = [4096] + [SHORT] * 20
+    assert [cuts(few_blocks, few_blocks, OF_LONGEST_Q, heads) for heads in (32, 4)] == [[0, 1, 21], [0, 21]]
 
 
 def test_many_runs_are_cut_as_well():
@@ -57,21 +49,17 @@ def test_many_runs_are_cut_as_well():
     assert sum(max(counts[i:j]) * (j - i) for i, j in pairwise(borders)) <= 16 * 1024 + 512 * 4
 
 
-def test_the_parts_are_slices_with_lengths_of_their_own():
+def test_the_parts_are_slices_with_lengths_of_their_own_and_are_found_once():
     lens = [32768] + [SHORT] * 40
     shapes = TaskShapes.build(lens, [length + 1 for length in lens], "cpu")
-    (first, *of_first), (second, *of_second) = task_ranges(shapes, OF_LONGEST_Q, heads=32)
+    found = task_ranges(shapes, OF_LONGEST_Q, heads=32)
+    (first, *of_first), (second, *of_second) = found
     assert of_first == [slice(0, 32768), slice(0, 32769)]
     assert of_second == [slice(32768, 36768), slice(32769, 36809)]
     assert (first.cu_q.tolist(), first.cu_k.tolist()) == ([0, 32768], [0, 32769])
     assert second.cu_q.tolist() == list(range(0, 4001, 100))
     assert second.cu_k.tolist() == list(range(0, 4041, 101))
     assert (first.max_q, first.max_k, second.max_q, second.max_k) == (32768, 32769, 100, 101)
-
-
-def test_they_are_found_once():
-    shapes = TaskShapes.build([3, 4], [3, 9], "cpu")
-    found = task_ranges(shapes, OF_LONGEST_Q, heads=32)
-    assert found == ((shapes, slice(0, 7), slice(0, 12)),)  # not split: no other tensors
     assert task_ranges(shapes, Grid(by_q=1, by_k=0), heads=32) is found
-    assert task_ranges(shapes, OF_LONGEST_Q, heads=16) is not found
+    whole = task_ranges(shapes, ALL_EVEN, heads=32)
+    assert whole == ((shapes, slice(0, 36768), slice(0, 36809)),)  # not split: no other tensors

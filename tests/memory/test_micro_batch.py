@@ -1,22 +1,21 @@
 """Steps that are only counted, against literal bytes and against what a process takes."""
 
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
+from hf_distca.cli.model import config_of_shape
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.exchange import rounded_up
 from hf_distca.memory import counter
 from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.memory.live import LiveMemory
 from hf_distca.memory.micro_batch import Use, bound_plan, count_core_attention, count_micro_batch, run_core_attention
+from hf_distca.memory.simulated import gpu_memory
 from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, RecurrenceMemory
 from hf_distca.models.fake import fake_tensors, model_after, model_of_config
 from hf_distca.models.kinds import layers_by_kind
@@ -27,7 +26,9 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.model import CHUNK
+from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.model import CHUNK, ModelShape
+from hf_distca.sim.strategies import Setup, all_strategies
 from tests.counting import Counting
 from tests.models_and_batches import SMALL, small_kinds, small_model
 from tests.survey.tiny import tiny_config
@@ -83,27 +84,20 @@ def test_rows_are_added_up_as_by_the_device_of_the_kernel():
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear", "bamba"])
 def test_mixing_layers_take_what_their_kernels_take(model_type, monkeypatch):
-    runs, compute = Counter(), RecurrenceMemory.__call__
-
-    def run(*args, **options):
-        runs["all"] += 1
-        return compute(*args, **options)
-
-    monkeypatch.setattr(RecurrenceMemory, "__call__", run)
-    settings = PlanSettings(2, TOKENS, small_kinds(), document_layout="joint")
-    states = Counter()
+    runs, compute, states = [], RecurrenceMemory.__call__, []
+    monkeypatch.setattr(RecurrenceMemory, "__call__", lambda *args, **kw: runs.append(1) or compute(*args, **kw))
     for documents in ([2 * TOKENS], [TOKENS, TOKENS]):
         model = model_of_config(tiny_config(model_type), torch.float32)
-        settings = replace(settings, kinds=tuple(layers_by_kind(model)))
+        settings = PlanSettings(2, TOKENS, tuple(layers_by_kind(model)), document_layout="joint")
         plan_layers(model)
         parts = count_micro_batch(model, plan_micro_batch(documents, settings), 1, CHECKPOINTING)
-        states[len(documents)] = parts["kept O"]
+        states.append(parts["kept O"])
     shape = model_shape(model).mixing
     # Of a document that is cut a checkpointed layer keeps the halo and the state before the segment.
     rows, columns = shape.state
     kept = 4 * (shape.width * shape.channels + shape.heads * rows * columns)
-    assert states[1] - states[2] == shape.layers * kept
-    assert runs["all"] == 2 * 2 * shape.layers  # twice a checkpointed layer, which packs its documents
+    assert states[0] - states[1] == shape.layers * kept
+    assert len(runs) == 2 * 2 * shape.layers  # twice a checkpointed layer, which packs its documents
 
 
 def test_a_recurrence_keeps_what_it_reads_and_makes_states_of_chunks():
@@ -124,7 +118,7 @@ def test_a_recurrence_keeps_what_it_reads_and_makes_states_of_chunks():
         assert scan(hidden, dt, A, B, C, return_final_states=True)[1].shape == (1, 4, 16, 8)
 
 
-def test_exchange_buffers_of_forwarded_rows():
+def test_exchange_buffers_of_forwarded_rows_are_as_the_setting_says():
     kind, buffer = AttentionKind(q_heads=1, kv_heads=1, dim_qk=16, dim_v=16), 1 << 15
     settings = PlanSettings(
         4, TOKENS, (kind,), 4, balance_tolerance=0.1, exchange_buffer_bytes=buffer, ranks_per_node=2
@@ -136,19 +130,8 @@ def test_exchange_buffers_of_forwarded_rows():
         stages = make_routes(nano.plans[kind], rank).stages
         assert len(stages) > 2 * SLOTS_IN_HOPS
         assert any(stage.forwarded.send_counts.any() for stage in stages)
-        parts = count_core_attention(plan, kind, torch.float32, rank, FLASH)
-        # Rows of K and V of 128 bytes: sent; received, also by the second hop; and forwarded to others. Each of five
-        # stages has its own memory.
-        counts = [(stage.keys, stage.forwarded) for stage in stages]
-        rows = [
-            (keys.send_counts.sum(), keys.recv_counts.sum() + hop.recv_counts.sum(), hop.send_counts.sum())
-            for keys, hop in counts
-        ]
-        slots = [np.max(rows[first::SLOTS_IN_HOPS], axis=0) for first in range(SLOTS_IN_HOPS)]
-        expected = sum(rounded_up(128 * int(count)) for slot in slots for count in slot)
-        assert parts["exchange buffers"] == expected + 4096  # no queries: a page
-        most = max(most, expected)
-    assert 6 * buffer < most <= 10 * buffer  # as the setting says: six times would do without the second hop
+        most = max(most, count_core_attention(plan, kind, torch.float32, rank, FLASH)["exchange buffers"])
+    assert 6 * buffer < most - 4096 <= 10 * buffer  # six times would do without the second hop; no queries: a page
 
 
 def test_a_copy_of_a_model_takes_what_the_model_does():
@@ -182,17 +165,16 @@ def test_a_deep_model_is_counted_by_a_few_layers(monkeypatch, model_type, config
 
 
 def test_the_longest_rows_that_fit(monkeypatch):
+    """A byte a token; above 5000 tokens two of them."""
     memory = MemoryCounter(small_model(), PlanSettings(1, 8192, small_kinds()), DistCAConfig())
-    for available, longest in ((0, 0), (1023, 0), (1024, 1024), (7 * 1024 + 5, 7168), (10**6, 976 * 1024)):
-        monkeypatch.setattr(memory, "count", lambda plan, _: SimpleNamespace(total=int(plan.tokens.sum())))
-        assert memory.longest(available, None) == longest
 
-    def growing_faster(plan, _):
+    def count(plan, _):
         tokens = int(plan.tokens.sum())
         return SimpleNamespace(total=tokens + max(0, tokens - 5000))
 
-    monkeypatch.setattr(memory, "count", growing_faster)
-    assert memory.longest(9000, None) == 6144
+    monkeypatch.setattr(memory, "count", count)
+    for available, longest in ((0, 0), (1023, 0), (1024, 1), (3 * 1024 + 5, 3), (9000, 6), (10**6, 490)):
+        assert memory.longest(available, None) == longest * 1024, available
 
 
 def _buffers(lengths: list[int], ping_pong: bool, ranks_per_node: tuple[int, ...] | int) -> tuple[int, int]:
@@ -217,3 +199,34 @@ def _buffers(lengths: list[int], ping_pong: bool, ranks_per_node: tuple[int, ...
 def test_buffers_are_those_that_ranks_take(rank_pools, ranks, ranks_per_node, lengths, ping_pong):
     for taken, counted_bytes in rank_pools[ranks].run(_buffers, lengths, ping_pong, ranks_per_node):
         assert taken == counted_bytes
+
+
+# The strategies of a simulation.
+
+SHAPE = ModelShape.llama(2, 64, 160, 4, 2, 100, head_dim=16)
+SETTINGS = PlanSettings(2, 1024, kinds=tuple(SHAPE.layers))
+SETUP = Setup(SHAPE, DeviceProfile.load("h100"), 2, 1024)
+PLAIN, WHOLE, CONTEXT, FIXED, JOINT, CHOSEN, SERVERS = all_strategies(SETUP, SETTINGS, 1)
+
+
+def memory_of(**changes):
+    setup = replace(SETUP, **changes)
+    settings = replace(SETTINGS, kinds=tuple(map(setup.on_a_gpu, SHAPE.layers)))
+    return gpu_memory(setup, config_of_shape(SHAPE), settings, DistCAConfig())
+
+
+def test_rows_take_memory_along_a_line():
+    alone = PlanSettings(1, 1536, kinds=tuple(SHAPE.layers))
+    memory = memory_of()
+    rows, state = memory(PLAIN, 1536, None)
+    assert rows == pytest.approx(memory(PLAIN, 1536, plan_micro_batch([1536], alone))[0], rel=0.01)
+    assert memory_of(checkpointing=False)(PLAIN, 1536, None)[0] > 1.5 * rows
+    gathered = 2 * 1536 * 2 * (16 + 16) * 2  # K and V of the other rank, and their gradients
+    assert memory(CONTEXT, 1536, None) == (rows + gathered, state)
+    assert memory(SERVERS, 1536, None) == (None, state)
+    # Exchange buffers of a plan take memory.
+    rows, state = memory(PLAIN, 1024, None)
+    assert rows < memory(JOINT, 1024, plan_micro_batch([2048], SETTINGS))[0]
+    # GPUs that share layers take less.
+    shared_rows, shared_state = memory_of(tensor_parallel=2)(PLAIN, 1024, None)
+    assert (shared_rows < rows, shared_state < state) == (True, True)

@@ -45,21 +45,23 @@ def test_context_parallelism_shares_every_document_and_gathers_keys():
     assert step.bytes_bottleneck == 4 * row_bytes
     of_two_groups = data_and_context_parallel(np.array([8, 2]), replace(setup, ranks=4), 2)
     assert of_two_groups.attention.tolist() == [PER_PAIR * pairs / 2 for pairs in (36, 36, 3, 3)]
-
-
-LENGTHS = np.array([1500, 200, 120, 90, 70, 60])
-OF_FOUR = replace(SETUP, ranks=4, tokens_per_rank=512)
+    # Of 16 rows four parts read 4, 8, 12 and 16 keys.
+    keys = replace(PROFILE, forward=KernelCost(0, 0, 1.0, 0), backward=KernelCost(0, 0, 0, 0))
+    setup = replace(SETUP, profile=keys, tokens_per_rank=16)
+    assert plain(np.array([16, 8]), setup).seconds == 3 * 16
+    assert data_and_context_parallel(np.array([16]), setup, 2).attention.max() == 3 * (4 + 8 + 12 + 16) / 2
 
 
 @pytest.mark.parametrize("layout", ["joint", "fixed"])
 def test_planned_attention_on_free_links_takes_the_mean_and_servers_their_share(layout):
+    lengths, setup = np.array([1500, 200, 120, 90, 70, 60]), replace(SETUP, ranks=4, tokens_per_rank=512)
     settings = PlanSettings(4, 512, kinds=(KIND,), document_layout=layout, balance_block_size=16)
-    step, plan = planned(LENGTHS, OF_FOUR, settings)
-    mean = PER_PAIR * float((LENGTHS * (LENGTHS + 1) / 2).sum()) / 4
+    step, plan = planned(lengths, setup, settings)
+    mean = PER_PAIR * float((lengths * (lengths + 1) / 2).sum()) / 4
     assert step.attention.max() == pytest.approx(mean, rel=0.015)
     assert step.seconds == pytest.approx(step.attention.max(), rel=1e-6)
     assert plan.summary.max_over_mean < 1.011
-    helped, _ = planned(LENGTHS, OF_FOUR, settings, servers=2)
+    helped, _ = planned(lengths, setup, settings, servers=2)
     assert helped.attention.max() == pytest.approx(mean * 4 / 6, rel=0.05)
     assert helped.seconds < step.seconds
 
@@ -77,14 +79,6 @@ def test_planned_steps_take_the_exchange_and_no_collectives(ranks_per_node, plac
     assert seconds(exchange=slow) > seconds()
 
 
-def test_keys_are_read_by_each_part_of_a_document():
-    keys = replace(PROFILE, forward=KernelCost(0, 0, 1.0, 0), backward=KernelCost(0, 0, 0, 0))
-    setup = replace(SETUP, profile=keys, tokens_per_rank=16)
-    assert plain(np.array([16, 8]), setup).seconds == 3 * 16
-    # Four parts of 4 rows read 4, 8, 12 and 16 keys.
-    assert data_and_context_parallel(np.array([16]), setup, 2).attention.max() == 3 * (4 + 8 + 12 + 16) / 2
-
-
 def figures_of(micro_batches, **memory):
     lengths = [np.array(documents) for documents in micro_batches]
     found = simulate(lengths, SETUP, SETTINGS, len(lengths), **memory)
@@ -92,12 +86,12 @@ def figures_of(micro_batches, **memory):
 
 
 def test_figures_of_a_strategy():
-    _, by_name = figures_of([[4, 4]])
+    packed = figures_of([[4, 4]])[1]["plain packing"]
     matrices, attention = 2 * (3 * (5 + 6) + 7) * 8, 2 * 3 * 2 * (4 + 4) * (10 + 10)
     seconds = 3 * (1 + 2) * 10  # of both ranks
-    assert by_name["plain packing"].step_seconds == seconds
-    assert by_name["plain packing"].mfu == pytest.approx(3 * (matrices + attention) / seconds / 2 / 10.0)
-    assert by_name["plain packing"].tokens_per_second == pytest.approx(8 / seconds)
+    assert (packed.step_seconds, packed.tokens_per_second) == (seconds, pytest.approx(8 / seconds))
+    assert packed.mfu == pytest.approx(3 * (matrices + attention) / seconds / 2 / 10.0)
+    assert (packed.rows_bytes, packed.state_bytes) == (None, None)  # where nobody counts
 
 
 def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():
@@ -113,13 +107,13 @@ def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():
     }
     assert asked["plain packing"] == (8, None)
     assert {(each.rows_bytes, each.state_bytes) for each in by_name.values()} == {(7, 5), (7, None)}
-    assert figures_of([[8, 8]])[1]["plain packing"].rows_bytes is None
 
 
 def test_gains_and_loads():
     found, by_name = figures_of([[12, 4], [4, 4, 4, 4]])
+    best = by_name[found.best_planned]
     for name, gain in (("plain packing", found.over_packing), (found.best_plain, found.over_best)):
-        assert gain.speed_up == pytest.approx(by_name[name].step_seconds / by_name[found.best_planned].step_seconds)
+        assert gain.speed_up == pytest.approx(by_name[name].step_seconds / best.step_seconds)
     alone = [figures_of([documents])[0].over_packing.speed_up for documents in ([12, 4], [4, 4, 4, 4])]
     assert [found.over_packing.least, found.over_packing.most] == pytest.approx(sorted(alone))
     assert found.speed_up == pytest.approx(found.over_best.speed_up)
@@ -128,43 +122,39 @@ def test_gains_and_loads():
     assert sum(each["documents"] for each in found.histogram) == found.documents == 6
     assert sum(each["tokens"] for each in found.histogram) == found.tokens == 32
     # The best strategy without plans cuts the fewest documents.
-    whole, best = by_name["whole documents balanced"], by_name["context parallel, 1 × 2"]
-    assert whole.documents_cut > best.documents_cut == 0
-    assert whole.step_seconds < best.step_seconds
-    assert found.best_plain == best.name
+    whole, shared = by_name["whole documents balanced"], by_name["context parallel, 1 × 2"]
+    assert whole.documents_cut > shared.documents_cut == 0
+    assert whole.step_seconds < shared.step_seconds
+    assert found.best_plain == shared.name
 
 
 def strategy(name: str, **figures) -> StrategyFigures:
-    nothing = {field.name: 0 for field in fields(StrategyFigures)}
-    return StrategyFigures(**{**nothing, "name": name, "document_layout": None, **figures})
+    nothing = dict.fromkeys((field.name for field in fields(StrategyFigures)), 0)
+    return StrategyFigures(**nothing | {"name": name, "document_layout": None} | figures)
 
 
 WHOLE = strategy("whole", step_seconds=2.0, attention_seconds=1.2)
 JOINT = strategy("joint", step_seconds=1.0, attention_mean_seconds=0.3, document_layout="joint", exchange_seconds=0.05)
 
 
-@pytest.mark.parametrize(("seconds", "pays"), [(2.0, True), (1.02, True), (1.01, False), (0.5, False)])
-def test_advice_on_gains(seconds, pays):
-    whole = replace(WHOLE, step_seconds=seconds)
-    speed = f"{seconds:.2f}× the speed of whole, the best other strategy."
-    no = f"No gain expected: {speed} Core attention is 30% of a step. Longer documents beside short ones would gain "
-    yes = f"{speed} Set document_layout='joint', tokens_per_rank=512."
-    assert list(advice([whole, JOINT], whole, JOINT, 512)) == [yes if pays else f"{no}more."]
+def test_advice():
+    for seconds, pays in ((2.0, True), (1.02, True), (1.01, False), (0.5, False)):
+        whole = replace(WHOLE, step_seconds=seconds)
+        speed = f"{seconds:.2f}× the speed of whole, the best other strategy."
+        no = f"No gain expected: {speed} Core attention is 30% of a step. Longer documents beside short ones would "
+        yes = f"{speed} Set document_layout='joint', tokens_per_rank=512."
+        assert list(advice([whole, JOINT], whole, JOINT, 512)) == [yes if pays else f"{no}gain more."]
     waits = replace(JOINT, exchange_seconds=0.06)
-    assert list(advice([whole, waits], whole, waits, 512))[1:] == [
+    assert list(advice([WHOLE, waits], WHOLE, waits, 512))[1:] == [
         "Ranks wait 6% of a step for exchanges. A larger tokens_per_rank hides more of them behind computation.",
         "A larger balance_tolerance moves fewer rows.",
     ]
-
-
-def test_advice_on_strategies_that_cut_documents():
-    cuts = replace(WHOLE, documents_cut=0.1)
-    faster = strategy("plain", step_seconds=0.9, documents_cut=0.3)
+    cuts, faster = replace(WHOLE, documents_cut=0.1), strategy("plain", step_seconds=0.9, documents_cut=0.3)
     assert list(advice([faster, cuts, JOINT], cuts, JOINT, 512))[1:] == [
         "Every other strategy cuts documents: whole cuts 10.0% of them. "
         "A document that is cut trains on less context.",
         "plain takes 0.900 s a step, but it cuts 30.0% of the documents. The comparison leaves it out, because a "
         "document that is cut trains on less context.",
     ]
-    slower = strategy("plain", step_seconds=2.1, documents_cut=0.3)
+    slower = replace(faster, step_seconds=2.1)
     assert len(list(advice([slower, cuts, JOINT], cuts, JOINT, 512))) == 2

@@ -1,3 +1,5 @@
+"""Costs that are fitted, profiles that are read, and documents that are drawn."""
+
 import json
 from dataclasses import replace
 
@@ -7,6 +9,7 @@ import pytest
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.seconds import KernelCost, LinkCost, Tasks
 from hf_distca.sim.costs import PROFILES, Accuracy, DeviceProfile, held_out
+from hf_distca.sim.lengths import corpora, lognormal, micro_batches, of_documents, of_histogram
 
 
 def tasks(*calls: tuple[float, float, float], diagonal: float = 0.0) -> Tasks:
@@ -29,16 +32,9 @@ def test_seconds_of_a_call_are_found_again():
     assert costs(KernelCost.fitted(calls, cost.seconds(calls))) == pytest.approx(costs(cost), rel=1e-6)
     # No cost is negative.
     assert min(costs(KernelCost.fitted(tasks((1, 1, 1), (2, 2, 4), (3, 3, 9)), np.array([1.0, 1.0, 0.5])))) >= 0
-
-
-def test_weights_say_which_calls_count():
-    calls, times = tasks((1, 0, 0), (2, 0, 0)), np.array([1.0, 4.0])  # which no two costs above 0 give
-    for index in (0, 1):
-        found = KernelCost.fitted(calls, times, np.eye(2)[index]).seconds(calls)
-        assert found[index] == pytest.approx(times[index])
-        assert found[1 - index] != pytest.approx(times[1 - index])
     # (r - 1)² + 4 (2r / 4 - 1)² is least at 1.5: 0.5. The best cost of a call, 1.6, misses by 1.8.
-    assert costs(KernelCost.fitted(calls, times, np.array([1.0, 4.0]))) == pytest.approx([0, 1.5, 0, 0, 0])
+    weighted = KernelCost.fitted(tasks((1, 0, 0), (2, 0, 0)), np.array([1.0, 4.0]), np.array([1.0, 4.0]))
+    assert costs(weighted) == pytest.approx([0, 1.5, 0, 0, 0])
 
 
 def test_other_heads():
@@ -64,23 +60,45 @@ def test_accuracy_on_what_lies_between_what_is_fitted_to():
 
 
 def test_profiles(tmp_path):
+    path = tmp_path / "mine.json"
     assert {path.stem for path in PROFILES.glob("*.json")} == {"h100", "cpu"}
     for name, worst_ratio in (("h100", 1.35), ("cpu", 2.0)):
         profile = DeviceProfile.load(name)
-        assert profile.accuracy.r2 > 0.98
-        assert profile.accuracy.worst_ratio < worst_ratio
+        assert (profile.accuracy.r2 > 0.98, profile.accuracy.worst_ratio < worst_ratio) == (True, True)
         assert len(profile.source) > 40
-        profile.save(tmp_path / "mine.json")
-        assert DeviceProfile.load(str(tmp_path / "mine.json")) == profile
+        profile.save(path)
+        assert DeviceProfile.load(str(path)) == profile
     h100 = DeviceProfile.load("h100")
     assert h100.exchange.within.bandwidth == 100e9 < h100.links.within.bandwidth
     assert h100.exchange.between == h100.links.between
+    for content in ("{", json.dumps({"name": "half"}), None):
+        path.unlink() if content is None else path.write_text(content)
+        with pytest.raises(ValueError, match=r"no device profile at '.*mine\.json': expected one of .*h100"):
+            DeviceProfile.load(str(path))
 
 
-@pytest.mark.parametrize("content", [None, "{", json.dumps({"name": "half"})])
-def test_no_profile(tmp_path, content):
-    path = tmp_path / "mine.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(ValueError, match=r"no device profile at '.*mine\.json': expected one of .*h100"):
-        DeviceProfile.load(str(path))
+@pytest.mark.parametrize(
+    ("draw", "first", "batches"),
+    [
+        (lambda random, count: np.arange(1, count + 1), [], [[1, 2, 3, 4], [5], [6], [7]]),
+        (of_documents(np.array([3])), [5], [[5, 3], [5, 3]]),
+        (of_documents(np.array([30])), [], [[10]]),  # longer than a micro-batch
+    ],
+)
+def test_micro_batches_take_documents_in_order_as_long_as_they_fit(draw, first, batches):
+    drawn = micro_batches(draw, 10, seed=0, first=np.array(first, int))
+    assert [next(drawn).tolist() for _ in batches] == batches
+
+
+def test_distributions():
+    drawn = of_histogram(np.array([1, 10, 100]), np.array([3, 1]))(np.random.default_rng(0), 4000)
+    assert 0.72 < (drawn < 10).mean() < 0.78
+    assert (drawn.min(), drawn.max()) >= (1, 90)
+    # Corpora have the mean and the percentiles that are published.
+    prolong, agents = (corpora()[name](np.random.default_rng(0), 100_000) for name in ("prolong", "agents"))
+    assert 0.97 < prolong.mean() / (237840913 / 77932) < 1.03
+    assert np.allclose(np.quantile(agents, (0.5, 0.95, 0.99)), (23840, 69274, 89876), rtol=0.03)
+    for source in (lognormal(1000, 1.0), *corpora().values()):  # the same seed draws the same
+        first, second = (next(micro_batches(source, 100_000, seed=3)) for _ in range(2))
+        assert first.tolist() == second.tolist()
+        assert 0 < first.sum() <= 100_000

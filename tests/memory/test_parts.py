@@ -1,0 +1,83 @@
+"""What is counted: tensors by part while they live, and the state that a strategy keeps on a rank."""
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig
+
+from hf_distca.memory.live import LiveMemory
+from hf_distca.memory.model_state import ModelState, model_state, parameter_bytes
+from hf_distca.models.fake import fake_tensors, model_of_config
+from tests.models_and_batches import SMALL, small_model
+
+KB = 1024
+LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32
+OUTSIDE = 2 * 64 * 32 + 32
+ALL = 2 * LAYER + OUTSIDE
+
+
+def test_bytes_by_part_when_they_are_the_most():
+    live = LiveMemory()
+    with fake_tensors(), live:
+        kept = torch.empty(KB)
+        with live.making("loss"):
+            first = torch.empty(2 * KB)
+            del first
+            second = torch.empty(3 * KB)
+        view = kept[:10].view(2, 5)
+        del second, kept
+        torch.empty(KB)
+    assert view.shape == (2, 5)
+    assert live.peak == {"activations": 4 * KB, "loss": 12 * KB}
+
+
+def test_tensors_of_another_part_and_tensors_on_the_host():
+    live, weight = LiveMemory(), torch.empty(KB)
+    live.belong([weight], "weights")
+    with live:
+        result = torch.empty(KB)
+        live.belong([result, weight], "gradients")
+        live.begin()
+        assert live.peak == {"weights": 0, "activations": 0, "gradients": 8 * KB}
+        with live.making("host"):
+            away = torch.empty(100 * KB)  # takes nothing of the device
+        del away
+        more = torch.empty(KB)
+    assert more.shape == (KB,)
+    assert live.peak == {"weights": 0, "activations": 4 * KB, "gradients": 8 * KB, "host": 0}
+
+
+def test_weights_that_autocast_copies():
+    live, mode = LiveMemory(), fake_tensors()
+    with mode:
+        linear = torch.nn.Linear(8, 16, bias=False)
+    live.belong(linear.parameters(), "weights")
+    with mode, live, torch.autocast("cpu", torch.bfloat16):
+        assert linear(torch.empty(4, 8)).dtype == torch.bfloat16
+    assert (live.peak["weights"], live.peak["cast weights"]) == (8 * 16 * 4, 8 * 16 * 2)
+
+
+def test_parameters_are_counted_once_and_quantized_weights_as_they_are():
+    tied = model_of_config(AutoConfig.for_model("llama", **SMALL, tie_word_embeddings=True), torch.bfloat16)
+    assert (parameter_bytes(tied), parameter_bytes(tied, 4)) == (2 * (ALL - 64 * 32), 4 * (ALL - 64 * 32))
+    packed = torch.nn.Linear(8, 4, bias=False)  # 32 numbers, two in a byte
+    packed.weight = torch.nn.Parameter(torch.zeros(16, 1, dtype=torch.uint8), requires_grad=False)
+    assert (parameter_bytes(packed), parameter_bytes(packed, 4), parameter_bytes(packed, trained=True)) == (16, 16, 0)
+
+
+def test_state_by_strategy():
+    model, (gathered, reduced, share) = small_model(), (OUTSIDE + 2 * LAYER, OUTSIDE + LAYER, ALL // 2)
+    for strategy, ranks, mixed, weights, gradients, optimizer in (
+        ("ddp", 1, True, 4 * ALL, 4 * ALL, 8 * ALL),
+        ("ddp", 2, True, 4 * ALL, 8 * ALL, 8 * ALL),
+        ("fsdp2", 2, True, 4 * share + 2 * gathered, 4 * share + 2 * reduced, 8 * share),
+        ("fsdp2", 2, False, 4 * (share + gathered), 4 * (share + reduced), 8 * share),
+        ("zero1", 2, True, 2 * ALL, 2 * ALL, 12 * share),
+        ("zero2", 2, True, 2 * ALL, 2 * (share + reduced), 12 * share),
+        ("zero3", 2, True, 2 * (share + gathered), 2 * (share + reduced), 12 * share),
+    ):
+        expected = ModelState(weights, gradients, optimizer)
+        assert model_state(model, strategy, ranks, mixed=mixed) == expected, (strategy, ranks, mixed)
+    # Only what is trained has a gradient.
+    lora = get_peft_model(small_model(), LoraConfig(r=4, target_modules=["q_proj"]))
+    trained = 2 * 2 * 4 * 32  # two matrices of rank 4 for 32 inputs and 32 outputs in two layers
+    assert model_state(lora, "ddp", 1, mixed=True) == ModelState(4 * (ALL + trained), 4 * trained, 8 * trained)

@@ -21,7 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,23 +76,17 @@ class Call:
     moved: int
 
 
-@dataclass
-class Sums:
-    """Numbers of operators; launches and bytes are those besides matrix products, attention kernels and exchanges."""
+FIGURES = ("launches", "copies", "views", "attention", "exchanges", "moved")
 
-    launches: int = 0
-    copies: int = 0
-    views: int = 0
-    attention: int = 0
-    exchanges: int = 0
-    moved: int = 0
 
-    @staticmethod
-    def of(calls: Sequence[Call]) -> "Sums":
-        kinds = Counter(call.what for call in calls)
-        own = [call for call in calls if call.what in ("launch", "copy")]
-        launches, moved = sum(call.launches for call in own), sum(call.moved for call in own)
-        return Sums(launches, *(kinds[what] for what in ("copy", "view", "attention", "exchange")), moved)
+def figures_of(calls: Sequence[Call]) -> Counter[str]:
+    """Launches and bytes besides matrix products, attention kernels and exchanges; and numbers of some operators."""
+    names = {"copy": "copies", "view": "views", "attention": "attention", "exchange": "exchanges"}
+    found = Counter(names[call.what] for call in calls if call.what in names)
+    for call in calls:
+        if call.what in ("launch", "copy"):
+            found.update(launches=call.launches, moved=call.moved)
+    return found
 
 
 class Counting(TorchDispatchMode):
@@ -340,12 +334,12 @@ def main() -> None:
 
 def _print_table(layout: str, of_ranks: list[list[Call]]) -> None:
     """Means of the ranks, and in brackets the most of any rank."""
-    names = ("launches", "copies", "views", "attention", "exchanges", "GB")
-    print(f"{layout + ' layout':28}" + "".join(f"{name:>16}" for name in names))
+    print(f"{layout + ' layout':28}" + "".join(f"{name:>16}" for name in (*FIGURES[:-1], "GB")))
     for owner in ("dispatch", "model"):
         for title, ways in (("forward", (False,)), ("backward", (True,)), ("both", (False, True))):
             of_part = [[call for call in calls if call.owner == owner and call.backward in ways] for calls in of_ranks]
-            figures = np.array([astuple(Sums.of(calls)) for calls in of_part]) / [1, 1, 1, 1, 1, 1e9]
+            rows = [[found[name] for name in FIGURES] for found in map(figures_of, of_part)]
+            figures = np.array(rows) / [1, 1, 1, 1, 1, 1e9]
             columns = zip(figures.mean(0), figures.max(0), strict=True)
             print(f"  {owner + ' ' + title:26}" + "".join(f"{mean:8.1f} ({most:5.1f})" for mean, most in columns))
 

@@ -111,10 +111,8 @@ def own_processes(size: int, function: Callable[..., None], *args: Any, folder: 
     port, context = free_port(), forkserver()
     # The store is the launcher's, as under torchrun: it outlives every rank.
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    ranks = [
-        context.Process(target=_in_own_process, args=(rank, size, port, folder, function, args))
-        for rank in range(size)
-    ]
+    given = size, port, folder, function, args
+    ranks = [context.Process(target=_in_own_process, args=(rank, *given)) for rank in range(size)]
     for rank in ranks:
         rank.start()
     try:

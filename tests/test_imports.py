@@ -120,18 +120,7 @@ def test_public_names():
         hf_distca.__getattr__("nothing")
 
 
-FIRST = (
-    "import hf_distca",
-    "import transformers.modeling_utils, hf_distca",
-    "from hf_distca.patches.head import adapted_heads",
-    "from hf_distca import DistCASFTTrainer",
-)
-"""First imports of a process."""
-SEEN = (
-    "\nfrom transformers import AttentionInterface as A, AttentionMaskInterface as M\n"
-    "assert 'distca' in A().keys() and 'distca' in M().keys()"
-)
-SCRIPT = f"""
+SCRIPT = """
 import os, sys
 
 def in_a_process_of_its_own(lines):
@@ -140,10 +129,16 @@ def in_a_process_of_its_own(lines):
         os._exit(0)
     assert os.wait()[1] == 0, lines
 
-in_a_process_of_its_own("import hf_distca; assert not {{'torch', 'transformers'}} & set(sys.modules)")
+in_a_process_of_its_own("import hf_distca; assert not {'torch', 'transformers'} & set(sys.modules)")
 import torch
-for lines in {FIRST}:
-    in_a_process_of_its_own(lines + {SEEN!r})
+for first in (
+    "import hf_distca",
+    "import transformers.modeling_utils, hf_distca",
+    "from hf_distca.patches.head import adapted_heads",
+    "from hf_distca import DistCASFTTrainer",
+):
+    seen = "from transformers import AttentionInterface as A, AttentionMaskInterface as M"
+    in_a_process_of_its_own(first + "; " + seen + "; assert 'distca' in A().keys() and 'distca' in M().keys()")
 """
 
 

@@ -71,8 +71,7 @@ def cut_at(table: Table, ordered: Table) -> tuple[Table, Table]:
 
 
 def union(tasks: Table) -> Table:
-    """Return the rows of each worker once, by (worker, document, start); rows may overlap or be empty."""
-    tasks = tasks.compress(tasks["stop"] > tasks["start"])
+    """Return the rows of each worker once, by (worker, document, start); rows may overlap."""
     tasks = tasks.take(np.lexsort((tasks["start"], tasks["document"], tasks["worker"])))
     if not len(tasks):
         return tasks

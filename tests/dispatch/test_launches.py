@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +19,15 @@ from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
 from tests.counting import (
+    FIGURES,
     META,
     Counting,
     MetaKernel,
-    Sums,
     bound_plan,
     counted,
     empty_model,
     fake_group,
+    figures_of,
     without_numbers,
 )
 from tests.models_and_batches import in_nodes, in_stages
@@ -70,13 +70,7 @@ def made(model_type: str, device: torch.device = META) -> PreTrainedModel:
     return model
 
 
-def planned(
-    model: PreTrainedModel,
-    layout: str,
-    turns: bool,
-    stage_rows: int | None = None,
-    nodes: tuple[int, ...] | None = None,
-) -> MicroBatchPlan:
+def planned(model, layout, turns, stage_rows=None, nodes=None) -> MicroBatchPlan:
     options = {"balance_block_size": 16, "row_overhead": MetaKernel.row_overhead, "ping_pong": turns}
     kinds, tokens = tuple(layers_by_kind(model)), sum(LENGTHS) // RANKS
     plan = plan_micro_batch(LENGTHS, PlanSettings(RANKS, tokens, kinds, document_layout=layout, **options))
@@ -146,14 +140,15 @@ def test_layer(group, case):
     for kind, bounds in ((row[1], tuple(map(int, row[6:]))) for row in ROWS if (row[0], *row[2:6]) == case):
         # A layer that is not among the first to run in a direction: these make the buffers that all layers use.
         first, last = (1, 1) if kind == "sliding" else (0, max(layers))
-        sums = Sums.of([c for c in mode.calls if c.owner == "dispatch" and c.layer == (first if c.backward else last)])
-        counts = sums.launches, sums.copies, sums.views, sums.attention, sums.exchanges, -(-sums.moved // 1000)
+        of_layer = [c for c in mode.calls if c.owner == "dispatch" and c.layer == (first if c.backward else last)]
+        found = figures_of(of_layer)
+        counts = *(found[name] for name in FIGURES[:-1]), -(-found["moved"] // 1000)
         exceeded = any(count > bound for count, bound in zip(counts, bounds, strict=True))
         assert not exceeded, f"counted {counts}, at most {bounds}"
 
 
-def of_layer(mode: Counting, layer: int) -> Sums:
-    return replace(Sums.of([c for c in mode.calls if c.owner == "dispatch" and c.layer == layer]), views=0)
+def besides_views(mode: Counting, layer: int) -> Counter[str]:
+    return figures_of([c for c in mode.calls if c.owner == "dispatch" and c.layer == layer and c.what != "view"])
 
 
 @pytest.mark.parametrize(
@@ -187,7 +182,7 @@ def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(group, monkeypa
     layers = model.config.num_hidden_layers
     # In the last layer of each kind, whose backward is the first, the kernel makes a tensor that it uses again.
     inner = layers - len(bound.local)
-    assert [of_layer(mode, layer) for layer in range(inner)] == [Sums(attention=2)] * inner
+    assert [besides_views(mode, layer) for layer in range(inner)] == [{"attention": 2}] * inner
     assert len(bound.kept_results) == 0
     assert (bound.ran.layers, bound.ran.layers_in_turns) == (layers * (1 if checkpoint == "none" else 2), 0)
     if (model_type, checkpoint) == ("llama", "none"):
@@ -197,7 +192,7 @@ def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(group, monkeypa
         assert views == {"squeeze": 4, "transpose": 6, "unsqueeze": 4, "permute": 2, "detach": 2}
         with without_numbers():  # results that are not kept are computed again
             model, bound = made("llama"), bound_plan(plan, RANK, group, keep_core_attention=False)
-            assert of_layer(counted_step(model, bound, "non-reentrant"), 1) == Sums(attention=3)
+            assert besides_views(counted_step(model, bound, "non-reentrant"), 1) == {"attention": 3}
 
 
 CUDA = torch.device("cuda", 0)

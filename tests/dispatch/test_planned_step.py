@@ -3,11 +3,9 @@
 import itertools
 import re
 import threading
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +16,13 @@ from transformers import PreTrainedModel
 
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.recorder import NO_ROWS, Work
-from hf_distca.dispatch.remote import ServerRows
+from hf_distca.dispatch.recorder import NO_ROWS
 from hf_distca.dispatch.rows import take
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
-from hf_distca.plan import TASK, AttentionKind, MicroBatchPlan, Plan
+from hf_distca.plan import TASK, MicroBatchPlan, Plan
 from hf_distca.planner.cost import Workers
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
@@ -294,9 +291,7 @@ def test_autocast(rank_pools, backward_thread):
             assert relative_error(got[name], exact[name]) < 2 * relative_error(stock[name], exact[name]) + 1e-2, name
 
 
-def _attend(
-    dispatcher: Dispatcher, plan: MicroBatchPlan, autocast: bool = False, softcap: float | None = None
-) -> tuple[list[Tensor], list[Tensor], list[tuple]]:
+def _attend(dispatcher, plan, autocast=False, softcap=None) -> tuple[list[Tensor], list[Tensor], list[tuple]]:
     """Of this rank's rows: Q, K, V and dO; O, dQ, dK and dV; and the spans, without their times."""
     bound, dtype = dispatcher.bind(plan), torch.bfloat16 if autocast else torch.float32
     recording = dispatcher.recorder.listen("phase", "kernel", "send", "wait")
@@ -391,7 +386,6 @@ def test_plans_of_another_batch_for_other_nodes_or_other_layers(rank_pools, back
 
 SERVED = [120, 7, 64, 1, 33, 70]
 OF_QUERIES = ("q", "do", "o", "lse")
-Rows = Mapping[str, Tensor]
 
 
 class Servers:
@@ -403,23 +397,21 @@ class Servers:
 
     def __init__(self, dispatcher: Dispatcher, lost: tuple[int, int] | None) -> None:
         self.groups, self.lost, self.collections = dispatcher.groups, lost, 0
-        self.events: list[tuple[Any, ...]] = []  # what is asked of them, in order
+        self.events: list[tuple] = []  # what is asked of them, in order
 
-    def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, "Servers"]:
+    def bind(self, plan, settings):
         self.settings = settings
         self.plan = plan_with_servers(plan, Workers.uniform(settings.ranks + 2), settings, ranks_serve=True)
         self.events.append(("bind", len(plan.nano_batches)))
         return self.plan, self
 
-    def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
+    def repair(self, plan, kind, lost):
         workers = [plan.layout.ranks + server for server in lost]
         repaired = plan_lost(plan, workers, kind, self.settings, pairs_per_second=1e6)
         self.events.append(("repair", loads_of(local_tasks(plan, workers)).max(), loads_of(repaired).max()))
         return repaired
 
-    def start(
-        self, work: Work, servers: Sequence[ServerRows], kind: AttentionKind, params: AttentionParams, rows: Rows
-    ) -> SimpleNamespace:
+    def start(self, work, servers, kind, params, rows):
         rank, ranks, nano = self.groups.rank, self.groups.ranks, self.plan.nano_batches[work.nano_batch]
         plan = nano.plans[kind]
         assert {ranks + asked.server for asked in servers} == {*plan.tasks["worker"].tolist()} - {*range(ranks)}
@@ -434,7 +426,7 @@ class Servers:
                 answers[asked.server] = answer
         return SimpleNamespace(collect=partial(self._collect, work, answers))
 
-    def _collect(self, work: Work, answers: dict[int, Rows]) -> tuple[dict[int, Rows], frozenset[int]]:
+    def _collect(self, work, answers):
         self.events.append(("collect", *work))
         is_lost = self.lost is not None and self.collections >= self.lost[1]
         self.collections += 1
@@ -442,7 +434,7 @@ class Servers:
         return {server: answer for server, answer in answers.items() if server not in lost}, lost
 
 
-def computed(plan: Plan, worker: int, received: Sequence[Rows], params: AttentionParams) -> list[Rows]:
+def computed(plan: Plan, worker: int, received: list[dict[str, Tensor]], params) -> list[dict[str, Tensor]]:
     """A worker's results of what the ranks sent, rank by rank."""
     routes, kernel = make_routes(plan, worker), CpuKernel()
     group, messages = routes.stages[0].remote_query, {"q": routes.queries, "k": routes.stages[0].keys}
@@ -472,9 +464,7 @@ def model_of(window: int | None, implementation: str = "distca") -> PreTrainedMo
     return small_model("llama" if window is None else "mistral", implementation, sliding_window=window)
 
 
-def _step_with_servers(
-    ping_pong: bool, lost: tuple[int, int] | None, window: int | None, others: dict[str, Any]
-) -> tuple[Step, list[tuple[Any, ...]]]:
+def _step_with_servers(ping_pong, lost, window, others) -> tuple[Step, list[tuple]]:
     """A planned step with two servers, and what was asked of these."""
     dispatcher = dispatcher_of_all_ranks(kinds=small_kinds(window), ping_pong=ping_pong, **others)
     model = model_of(window)

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from benchmarks.planner_inputs import measure
 from hf_distca.plan import TASK, AttentionKind
-from hf_distca.planner.balance import ideals_inside
-from hf_distca.planner.balancing_pass import Price, plan_flows, take
+from hf_distca.planner.balance import ideals_inside, tasks_of_workers
+from hf_distca.planner.balancing_pass import Price, Problem, plan_flows, take
 from hf_distca.planner.cost import RowBytes, Workers, as_lengths, pairs, pairs_at, row_reaching
 from hf_distca.planner.intervals import grain, merge_touching
 from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import BETWEEN, bytes_by_link, loads_of
+from hf_distca.planner.settings import PlanSettings
 from tests.planner.plan_checks import balanced, check_plan, loads_by_row
 
 
@@ -198,3 +199,20 @@ def test_flows_and_their_sources():
     # Workers of a node finish together: (20 + 1 · 4) / 4, and 5 + 6 / 2.
     ideal = ideals_inside(np.array([20, 0, 6]), Workers((1.0, 3.0, 2.0), (4.0, 0.0, 5.0)), np.array([0, 0, 1]))
     assert ideal.tolist() == [6.0, 6.0, 8.0]
+
+
+def test_rows_of_other_nodes_go_to_those_with_room():
+    settings = PlanSettings(4, 64, balance_block_size=8)
+    for rows, window, limit, of_nodes, expected in (
+        # Node 1 has rows 48 to 64 of document 0, whose 16 rows have 904 pairs. Each of its ranks has room for
+        # 500 - 36 = 464 pairs, and rows 48 to 56 have 420.
+        ([[64], [16], [8], [8]], None, 500.0, [(0, 0, 48, 0), (0, 48, 64, 1), (2, 0, 8, 1), (3, 0, 8, 1)],
+         [(0, 0, 48, 0), (0, 48, 56, 2), (2, 0, 8, 2), (0, 56, 64, 3), (3, 0, 8, 3)]),
+        # Rank 2 has room for 964 pairs, then 836: still more than the 516 of rank 3. Without a window it had 60 left.
+        ([[64], [16], [8], [64]], 8, 1000.0,
+         [(0, 0, 48, 0), (0, 48, 64, 1), (1, 0, 16, 1), (2, 0, 8, 1), (3, 0, 64, 1)],
+         [(0, 0, 48, 0), (0, 48, 64, 2), (1, 0, 16, 2), (2, 0, 8, 2), (3, 0, 64, 3)]),
+    ):  # fmt: skip
+        problem = Problem(fixed_layout(rows), AttentionKind(window), settings, Workers.uniform(4), np.full(4, 0.01))
+        tasks = tasks_of_workers(np.array(of_nodes, TASK), problem, np.array([0, 0, 1, 1]), np.full(4, limit))
+        assert tasks.tolist() == expected

@@ -100,11 +100,9 @@ def test_a_server_that_ranks_could_not_reach_or_that_says_something_else_is_refu
         reachable(Alive(), "10.0.0.7")
 
 
-@pytest.fixture
-def refused(capsys, tmp_path):
-    """Runs `hf-distca serve` with a token until it ends with an error, and returns the error."""
-
+def test_wrong_options_are_said_in_a_line(capsys, tmp_path, directory):
     def refused(token, *options):
+        """The error with which `hf-distca serve` ends."""
         write_token(tmp_path / "token", token)
         with pytest.raises(SystemExit, match=r"^2$"):
             raise SystemExit(main(["serve", "--token-file", str(tmp_path / "token"), *options]))
@@ -113,10 +111,6 @@ def refused(capsys, tmp_path):
         assert token.hex() not in error
         return error
 
-    return refused
-
-
-def test_wrong_options_are_said_in_a_line(refused, directory):
     with socket.create_server(("127.0.0.1", 0)) as other:
         used = str(other.getsockname()[1])
         assert "--join" in refused(make_token())

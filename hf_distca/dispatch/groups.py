@@ -185,7 +185,7 @@ def _raised_together(gather: Callable[[str | None], list[str | None]]) -> Iterat
     error = None
     try:
         yield
-    except (ValueError, TypeError, ImportError) as caught:
+    except (ValueError, TypeError, ImportError, OSError) as caught:
         error = caught
     _raise_any(error, gather)
 

@@ -1,6 +1,6 @@
 """Arguments of DistCATrainer, and the base class that adds them to any trainer's arguments."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
-from hf_distca.config import DistCAConfig
+from hf_distca.config import DistCAConfig, setting
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
 from hf_distca.refusal import check
 from hf_distca.trainer.parallel import join_on_cpu, share_on_cpu
@@ -30,22 +30,16 @@ class DistCAArguments(DistCAConfig, _Arguments):
     ```
     """
 
-    per_device_train_batch_size: int = field(
-        default=1,
-        metadata={
-            "help": "Must stay 1: a rank trains on one packed row of up to tokens_per_rank tokens. With a custom "
-            "data_collator it is the number of examples that the collator gets."
-        },
+    per_device_train_batch_size: int = setting(
+        1,
+        "Must stay 1: a rank trains on one packed row of up to tokens_per_rank tokens. With a custom data_collator it "
+        "is the number of examples that the collator gets.",
     )
-    per_device_eval_batch_size: int = field(
-        default=1, metadata={"help": "Like per_device_train_batch_size, in evaluation."}
-    )
-    dataloader_num_workers: int = field(
-        default=1,
-        metadata={
-            "help": "Number of processes that load data. With 1 or more, these processes plan the next micro-batches "
-            "while the training step runs."
-        },
+    per_device_eval_batch_size: int = setting(1, "Like per_device_train_batch_size, in evaluation.")
+    dataloader_num_workers: int = setting(
+        1,
+        "Number of processes that load data. With 1 or more, these processes plan the next micro-batches while the "
+        "training step runs.",
     )
 
     def __post_init__(self) -> None:
@@ -98,14 +92,11 @@ class DistCATrainingArguments(DistCAArguments, TrainingArguments):
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]  # noqa: RUF012 - as there
 
-    model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Keyword arguments of AutoModelForCausalLM.from_pretrained, for a model that is given by name. "
-            "The model is loaded in float32 unless they name another dtype."
-        },
+    model_init_kwargs: dict[str, Any] | str | None = setting(
+        None,
+        "Keyword arguments of AutoModelForCausalLM.from_pretrained, for a model that is given by name. The model is "
+        "loaded in float32 unless they name another dtype.",
     )
-    dataset_text_field: str = field(
-        default="text",
-        metadata={"help": "Column with the text of a data set without tokens; processing_class tokenizes it."},
+    dataset_text_field: str = setting(
+        "text", "Column with the text of a data set without tokens; processing_class tokenizes it."
     )

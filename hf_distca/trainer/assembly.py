@@ -15,16 +15,9 @@ from hf_distca.models.settings import plan_settings
 from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.prepare import prepare_model
+from hf_distca.trainer import parallel
 from hf_distca.trainer.costs import choices_of
 from hf_distca.trainer.memory import checkpointing_of, log_memory
-from hf_distca.trainer.parallel import (
-    allow_for_towers,
-    data_parallel_mesh,
-    dtype_of_computation,
-    gather_whole_layers,
-    gathers_parameters,
-    launched_processes,
-)
 from hf_distca.trainer.refusals import NOT_CONNECTED, check_trainer
 from hf_distca.trainer.resuming import check_agreement
 
@@ -59,7 +52,7 @@ def make_dispatcher(
         RuntimeError: This rank cannot reach the others.
         ImportError: The package of the kernel is not installed.
     """
-    if launched_processes() > 1 and not is_initialized():
+    if parallel.launched_processes() > 1 and not is_initialized():
         raise NOT_CONNECTED.error()
     launched = ranks_per_node(mesh, config.exchange_timeout)
     with raised_together(config.exchange_timeout):
@@ -84,29 +77,25 @@ def make_dispatcher(
 
 
 def prepare_trainer(trainer: Trainer) -> Dispatcher:
-    """Check a trainer with model and accelerator, and prepare its model. A collective of the world.
-
-    Raises:
-        ValueError: on every rank, if any rank's trainer or model cannot train exactly, or if arguments differ.
-    """
+    """Check a trainer with model and accelerator on all ranks, and prepare its model. A collective of the world."""
     args: Any = trainer.args
     model: Any = trainer.model
     accelerator = trainer.accelerator
     with raised_together(args.exchange_timeout):
         check_trainer(trainer)
-        allow_for_towers(model, accelerator)
+        parallel.allow_for_towers(model, accelerator)
     dispatcher = make_dispatcher(
         model,
         args,
         args.device,
-        dtype=dtype_of_computation(model, args, accelerator),
-        mesh=data_parallel_mesh(accelerator),
+        dtype=parallel.dtype_of_computation(model, args, accelerator),
+        mesh=parallel.data_parallel_mesh(accelerator),
         checkpointing=checkpointing_of(args, accelerator) is not None,
         folder=Path(str(args.output_dir)),
     )
-    if gathers_parameters(accelerator):
+    if parallel.gathers_parameters(accelerator):
         planned = dispatcher.settings.ping_pong or args.mlp_chunk_rows or mixing_layers(model)
-        gather_whole_layers(model, [*(plan_layers(model) if planned else []), *adapted_heads(model)])
+        parallel.gather_whole_layers(model, [*(plan_layers(model) if planned else []), *adapted_heads(model)])
     check_agreement(args, dispatcher)
     if args.device.type == "cuda" and dispatcher.groups.rank == 0:  # the memory of other devices is unknown
         memory = torch.cuda.get_device_properties(dispatcher.device).total_memory

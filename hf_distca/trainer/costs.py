@@ -39,10 +39,9 @@ CORRECTIONS_FILE = "distca_costs.json"
 EARLY_STEPS = (2, 8, 30)
 EVERY_STEPS = 100
 WATCHED_STEPS = 3
-"""Number of consecutive steps compared with the costs.
+"""Number of consecutive steps compared with the costs, from the early steps and from the middle of every hundred on.
 
-Steps are watched from some early steps on, and from the middle of every hundred. Checkpoints are rarely saved right
-after these steps, while micro-batches planned with the old costs are still to come.
+Checkpoints are rarely saved right after these steps, while micro-batches planned with the old costs are to come.
 """
 MOST_OFF = 0.1
 """Relative error up to which costs stay unchanged, so that plans stay the same from run to run."""
@@ -56,24 +55,17 @@ def choices_of(
     checkpointing: bool,
     folder: Path | None = None,
 ) -> Choices | None:
-    """Return the planner's choices and costs; None if nothing is chosen. A collective.
-
-    Nothing is chosen with dedicated servers: every plan is then balanced again for the servers that are present.
-    """
+    """Return the planner's choices and costs; None if nothing is chosen. A collective."""
     settings = dispatcher.settings
     chooses = config.chooses or config.device_profile is not None
+    # With dedicated servers, every plan is balanced again for the servers that are present.
     if not chooses or settings.ranks == 1 or config.attention_servers != 0:
         return None
     with raised_together(config.exchange_timeout):
         named = None if config.device_profile is None else DeviceProfile.load(config.device_profile)
-    costs = Setup(
-        model_shape(model),
-        named or _measured_profile(model, dispatcher, folder),
-        settings.ranks,
-        settings.tokens_per_rank,
-        settings.ranks_per_node,
-        checkpointing=checkpointing,
-    ).costs
+    profile = named or _measured_profile(model, dispatcher, folder)
+    ranks = (settings.ranks, settings.tokens_per_rank, settings.ranks_per_node)
+    costs = Setup(model_shape(model), profile, *ranks, checkpointing=checkpointing).costs
     if checkpointing and not config.keep_core_attention:
         again = tuple(replace(each, backward=each.backward.plus(each.forward)) for each in costs.kinds)
         costs = replace(costs, kinds=again)
@@ -124,14 +116,11 @@ def _measured_profile(model: PreTrainedModel, dispatcher: Dispatcher, folder: Pa
 def observe(spans: Sequence[Span]) -> tuple[float, float]:
     """Return a rank's seconds of a step in kernel calls, and between core attentions of the first forward pass."""
     kernel = sum(span.end - span.begin for span in spans if span.kind == "kernel")
-    begins = [span.begin for span in spans if span.work is not None and span.work.direction == "backward"]
-    first_backward = min(begins, default=np.inf)
-    forward = sorted((span.begin, span.end) for span in spans if span.end <= first_backward)
-    between, until = 0.0, forward[0][0] if forward else 0.0
-    for begin, end in forward:
-        between += max(begin - until, 0.0)
-        until = max(until, end)
-    return kernel, between
+    backward = [span.begin for span in spans if span.work is not None and span.work.direction == "backward"]
+    first_backward = min(backward, default=np.inf)
+    forward = np.array(sorted((span.begin, span.end) for span in spans if span.end <= first_backward)).reshape(-1, 2)
+    gaps = forward[1:, 0] - np.maximum.accumulate(forward[:-1, 1])
+    return kernel, float(gaps.clip(0).sum())
 
 
 @dataclass(frozen=True)
@@ -159,7 +148,6 @@ class Corrections:
 
         Args:
             costs: as measured, without corrections.
-            plans: micro-batches of each step.
             seen: [steps, 2, ranks] seconds as `observe` returns them.
         """
         expected = []
@@ -186,11 +174,7 @@ class Corrections:
 
 
 class LearnedCosts(TrainerCallback):
-    """Compare steps with the measured costs, and correct the costs on all ranks at the same step.
-
-    Attributes:
-        besides: seconds of the last watched optimizer step outside its micro-batches: optimizer and gradient exchange.
-    """
+    """Compare steps with the measured costs, and correct the costs on all ranks at the same step."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher, self._choices = dispatcher, dispatcher.settings.choices  # with the costs as measured
@@ -199,13 +183,14 @@ class LearnedCosts(TrainerCallback):
         self._plans: list[list[MicroBatchPlan]] = []  # of each watched step
         self._seen: list[tuple[float, float, float]] = []  # seconds of each: as `observe` returns, and of the step
         self._began = 0.0
+        # Seconds of the last watched step outside its micro-batches: optimizer and gradient exchange.
         self.besides = 0.0
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Start recording if this step is watched."""
         step = state.global_step + 1
-        first = step in EARLY_STEPS or step % EVERY_STEPS == EVERY_STEPS // 2
-        if self._choices is not None and (first or self._plans):
+        is_first = step in EARLY_STEPS or step % EVERY_STEPS == EVERY_STEPS // 2
+        if self._choices is not None and (is_first or self._plans):
             self._plans.append([])
             self._recording = self._dispatcher.recorder.listen("kernel", "wait", "phase")
             self._began = time.perf_counter()
@@ -251,10 +236,7 @@ class LearnedCosts(TrainerCallback):
             (folder / CORRECTIONS_FILE).write_text(json.dumps(content), encoding="utf-8")
 
     def resume(self, folder: Path | None) -> None:
-        """Load the corrections of a checkpoint, or reset them. A collective.
-
-        Corrections for other measured costs are ignored, because they belong to other devices or settings.
-        """
+        """Load the corrections of a checkpoint, or reset them. A collective."""
         if self._recording is not None:  # an earlier training ended among watched steps
             self._recording.stop()
         self._recording, self._plans, self._seen = None, [], []
@@ -263,5 +245,6 @@ class LearnedCosts(TrainerCallback):
         file = None if folder is None else folder / CORRECTIONS_FILE
         content = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {}
         content = self._dispatcher.groups.all_gather(content, in_world=True)[0]
+        # Corrections of other measured costs belong to other devices or settings.
         kept = content["corrections"] if content.get("measured") == repr(self._choices.costs) else {}
         self._correct(Corrections(**{**kept, "slowness": tuple(kept.get("slowness", ()))}))

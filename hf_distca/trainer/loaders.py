@@ -1,10 +1,10 @@
 """Data loaders of a trainer, which give a rank its rows of each global micro-batch, one micro-batch ahead."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
@@ -40,11 +40,7 @@ class PackedLoaders:
         self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
 
     def lengths(self, dataset: Any) -> tuple[NDArray[np.int64], str]:
-        """Return [documents] int64 lengths and the fingerprint of a data set, read once. A collective of the world.
-
-        Raises:
-            ValueError: on every rank, if any rank's data set is faulty or differs from another rank's.
-        """
+        """Return [documents] int64 lengths and the fingerprint of a data set, read once. A collective of the world."""
         if id(dataset) in self._lengths:
             return self._lengths[id(dataset)][1]
         groups = self._dispatcher.groups
@@ -63,9 +59,7 @@ class PackedLoaders:
         return lengths, fingerprint
 
     def loader(self, dataset: Any, *, shuffle: bool, capacity: int = 0) -> DataLoader[Any]:
-        """Return a loader of this rank's rows, prepared by accelerate.
-
-        A data set with a length gives planned batches. A stream keeps its order, and its batches are planned later.
+        """Return a loader of this rank's rows: of planned batches, or of a stream's, which are planned later.
 
         Args:
             capacity: maximum number of tokens of a global micro-batch; 0 means ranks · tokens_per_rank.
@@ -114,11 +108,9 @@ def is_stream(dataset: Any) -> bool:
 
 @contextmanager
 def lengths_read_on_host(trainer: Trainer, dataset: Any) -> Iterator[None]:
-    """Make a padding-free trainer's loaders report document lengths, read before batches go to the device.
-
-    Where accelerate has rank 0 read for all ranks, nothing changes: rank 0 can send tensors only.
-    """
+    """Make a padding-free trainer's loaders report document lengths, read before batches go to the device."""
     collator, by_rank_0 = trainer.data_collator, cast(Any, trainer.args.accelerator_config).dispatch_batches
+    # Where accelerate has rank 0 read for all ranks, rank 0 can send tensors only.
     if not (isinstance(dataset, IterableDataset) if by_rank_0 is None else by_rank_0):
         trainer.data_collator = CollatorWithLengths(collator)
     try:
@@ -141,7 +133,7 @@ class PlannedLoader:
 
 
 class UpcomingBatches:
-    """Fetch and bind one micro-batch ahead.
+    """Fetch the micro-batches of optimizer steps, and bind one micro-batch ahead.
 
     With dedicated servers nothing is bound ahead: a plan is made for the servers that are present when it is bound.
     """
@@ -150,25 +142,24 @@ class UpcomingBatches:
         self._dispatcher = dispatcher
         self._plans: deque[MicroBatchPlan] = deque()  # plans of this step that have not begun
         self._loader: Iterator[dict[str, Any]] | None = None
+        self._planned = self._ended = False  # by the loader; on all ranks
         self._fetched: list[dict[str, Any]] = []  # batches for the next step
         self._bound: tuple[MicroBatchPlan, BoundPlan] | None = None
 
-    def fetch(self, loader: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-        """Return the next `count` batches, which carry plans, and fewer at the end; fetch ahead from now on."""
+    def fetch(self, loader: Iterator[dict[str, Any]], count: int, *, planned: bool) -> list[dict[str, Any]]:
+        """Return the planned micro-batches of a step, fewer than `count` at the end of the data.
+
+        A collective if the loader's batches are not `planned`.
+        """
         if loader is not self._loader:
-            self._loader, self._fetched = loader, []
-        batches = [*self._fetched, *islice(loader, count - len(self._fetched))]
+            self._loader, self._planned, self._ended, self._fetched = loader, planned, False, []
+        batches = list(islice(chain(self._fetched, loader), count))
         self._fetched = []
-        return batches
-
-    def end(self) -> None:
-        """Forget all upcoming batches, so that the processes of an unfinished loader stop."""
-        self._plans.clear()
-        self._loader, self._fetched, self._bound = None, [], None
-
-    def begin_step(self, batches: Sequence[dict[str, Any]]) -> None:
-        """Note the micro-batches of an optimizer step, in the order in which they run."""
+        if not planned and not self._ended:
+            batches = self._dispatcher.plan_batches(batches, at_least=count)
+            self._ended = not batches
         self._plans = deque(batch[PLAN_KEY] for batch in batches)
+        return batches
 
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
         """Return a plan bound to this rank; a plan bound ahead is handed out once."""
@@ -183,7 +174,7 @@ class UpcomingBatches:
         """Bind the plan of the next micro-batch if it is known or can be fetched."""
         if self._dispatcher.remote is not None:
             return
-        if not self._plans and self._loader is not None and not self._fetched:
+        if not self._plans and self._loader is not None and self._planned and not self._fetched:
             self._fetched = list(islice(self._loader, 1))
         upcoming = [*self._plans, *(batch[PLAN_KEY] for batch in self._fetched)]
         if upcoming:

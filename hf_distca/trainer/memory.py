@@ -25,12 +25,9 @@ LEFT = 0.95
 def log_memory(
     model: nn.Module, dispatcher: Dispatcher, args: DistCAArguments, accelerator: Accelerator, memory: int
 ) -> None:
-    """Log what a document over all ranks takes of a device's `memory` in bytes, and warn if it does not fit.
-
-    The model is not wrapped for several ranks yet. One document over all ranks exchanges the most.
-    """
+    """Log what a document over all ranks takes of a device's `memory` in bytes, and warn if it does not fit."""
     settings, trainer, ranks = dispatcher.settings, cast(Any, args), dispatcher.groups.ranks
-    try:
+    try:  # one document over all ranks exchanges the most
         strategy, shards = sharing_of(accelerator, model, ranks)
         mixed = trainer.bf16 or trainer.fp16 or settings.bytes_per_value < base_model(model).dtype.itemsize
         training = Training(strategy, mixed, checkpointing_of(args, accelerator), shards)
@@ -66,11 +63,10 @@ def sharing_of(accelerator: Accelerator, model: nn.Module, ranks: int) -> tuple[
     return "fsdp2" if accelerator.distributed_type == DistributedType.FSDP else "ddp", shards
 
 
-def checkpointing_of(args: DistCAArguments, accelerator: Accelerator) -> dict[str, Any] | None:
+def checkpointing_of(args: Any, accelerator: Accelerator) -> dict[str, Any] | None:
     """Return how transformers or FSDP checkpoints decoder layers; None without checkpointing."""
-    trainer: Any = args
-    if trainer.gradient_checkpointing:
-        return dict(trainer.gradient_checkpointing_kwargs or {})
+    if args.gradient_checkpointing:
+        return dict(args.gradient_checkpointing_kwargs or {})
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.activation_checkpointing:
         return {"offload": getattr(fsdp, "activation_checkpointing_offload", False)}

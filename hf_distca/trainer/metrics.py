@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,7 +82,6 @@ def predicted_attention(
     """Return the predicted seconds of core attention of the busiest rank in micro-batches that have run.
 
     Args:
-        layers: number of layers of each kind of attention.
         seen: [ranks] seconds measured in the kernels of each rank for these micro-batches.
     """
     choices = [plan.choice for plan in plans if plan.choice is not None]
@@ -99,11 +99,10 @@ def predicted_attention(
 
 
 def flops_counter(model: nn.Module, shared_by: int) -> Callable[[MicroBatchPlan], float]:
-    """Return a function that counts floating point operations of a micro-batch on all ranks, forward and backward.
+    """Return a function that counts the FLOPs of a micro-batch on all ranks, as MFU defines them.
 
-    Operations are counted as model FLOPs utilization (MFU) defines them. Each active parameter of a token takes two
-    forward and four backward; two backward if it is frozen. Core attention counts likewise, by query-key pairs that
-    are not masked. `shared_by` is the number of processes that share each layer's heads, by tensor parallelism.
+    Each active parameter of a token takes two forward and four backward; two backward if it is frozen. Core attention
+    counts likewise, by query-key pairs that are not masked. `shared_by` processes share each layer's heads.
     """
     base, layers = base_model(model), layers_by_kind(model)
     met = weights_met(base)
@@ -141,8 +140,7 @@ class StepMeter(TrainerCallback):
         """Reset the figures, which leave out start-up and the rest of an earlier training."""
         self._counted: list[tuple[MicroBatchPlan, Ran, int]] = []
         self.steps = 0  # since figures were last returned
-        self._since = time.perf_counter()
-        self._measured_before = self._measured()
+        self._since = self._seconds()
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         """Count the step."""
@@ -151,14 +149,14 @@ class StepMeter(TrainerCallback):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave an evaluation inside the block out of the time, the waits and the kernel calls."""
-        begin, measured = time.perf_counter(), self._measured()
+        begin = self._seconds()
         yield
-        self._since += time.perf_counter() - begin
-        self._measured_before += self._measured() - measured
+        self._since += self._seconds() - begin
 
-    def _measured(self) -> NDArray[np.float64]:
-        """[2] seconds of waits and of kernel calls so far."""
-        return np.array([self._dispatcher.recorder.seconds(kind) for kind in ("wait", "kernel")])
+    def _seconds(self) -> NDArray[np.float64]:
+        """Return [3] seconds so far: elapsed, in waits and in kernel calls."""
+        seconds = self._dispatcher.recorder.seconds
+        return np.array([time.perf_counter(), seconds("wait"), seconds("kernel")])
 
     def count(self, bound: BoundPlan) -> None:
         """Note a micro-batch that is about to run."""
@@ -168,9 +166,8 @@ class StepMeter(TrainerCallback):
         """Return the figures since the last call, by their names in `METRICS`. A collective."""
         if not self._counted:
             return {}
-        elapsed = time.perf_counter() - self._since
-        measured_here = (self._measured() - self._measured_before).tolist()
-        waits, attention = zip(*self._dispatcher.groups.all_gather(measured_here), strict=True)
+        elapsed, *measured = (self._seconds() - self._since).tolist()
+        waits, attention = zip(*self._dispatcher.groups.all_gather(measured), strict=True)
         plans, runs, stages = zip(*self._counted, strict=True)
         summaries = [plan.summary for plan in plans]
         moved = [summary.exchange for summary in summaries]
@@ -245,12 +242,12 @@ class Remedies:
 
     def __init__(self, settings: DistCAConfig, *, ping_pong: bool) -> None:
         self._settings = settings
-        self._wrong: dict[str, Callable[[float], bool]] = {"exposed_exchange_share": lambda share: share > 0.1}
+        self._limits = {"exposed_exchange_share": (0.0, 0.1)}
         # With "auto" the planner chooses these two.
         if settings.balance_tolerance != AUTO:
-            self._wrong["imbalance_degree"] = lambda degree: degree > 1.1
+            self._limits["imbalance_degree"] = (0.0, 1.1)
         if ping_pong and settings.ping_pong is True:
-            self._wrong["ping_pong_share"] = lambda share: share < 0.1
+            self._limits["ping_pong_share"] = (0.1, inf)
         self._seen: list[tuple[int, Mapping[str, float]]] = []
 
     def see(self, figures: Mapping[str, float], steps: int) -> None:
@@ -260,9 +257,9 @@ class Remedies:
         total = sum(steps for steps, _ in self._seen)
         if total < STEPS:
             return
-        for name, is_wrong in list(self._wrong.items()):
+        for name, (least, most) in list(self._limits.items()):
             mean = sum(figures[name] * steps for steps, figures in self._seen) / total
-            if is_wrong(mean):
+            if not least <= mean <= most:
                 logger.warning("mean of the last steps: %s", REMEDIES[name].format(self._settings, mean))
-                del self._wrong[name]
+                del self._limits[name]
         self._seen = []

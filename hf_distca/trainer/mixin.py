@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,28 +16,13 @@ from hf_distca.models.decoder import mixing_layers
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.pool.launch import TOKEN_FILE, open_pool
 from hf_distca.pool.rank.pool import Pool
+from hf_distca.trainer import parallel, resuming
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.assembly import prepare_trainer
 from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, UpcomingBatches, is_stream, lengths_read_on_host
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
-from hf_distca.trainer.parallel import (
-    forget_evaluation,
-    gathers_parameters,
-    is_wrapped,
-    share_on_cpu,
-    whole_weights,
-)
-from hf_distca.trainer.refusals import Given, Run, by_name, check_given
-from hf_distca.trainer.resuming import (
-    CAPACITY,
-    DataPlace,
-    DataProgress,
-    agreed_checkpoint,
-    agreed_place,
-    data_order,
-    disk_errors_named,
-)
+from hf_distca.trainer.refusals import Run, by_name, check_given
 from hf_distca.trainer.tracing import StepTracer
 
 logger = logging.getLogger(__name__)
@@ -73,14 +57,14 @@ class DistCAMixin(_Trainer):
     model: PreTrainedModel
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = Given(type(self), by_name(super().__init__, args, kwargs))
-        if isinstance(given.args, DistCAArguments):
-            given.args.serve_if_server()  # before a server loads anything; its arguments are incomplete
-            given = self._prepare_given(given)
-        check_given(given)
-        share_on_cpu(given.args, given.named.get("model"))
-        self._packs = given.packs
-        super().__init__(**given.named)
+        named = by_name(super().__init__, args, kwargs)
+        if isinstance(named.get("args"), DistCAArguments):
+            named["args"].serve_if_server()  # before a server loads anything; its arguments are incomplete
+            named = self._prepare_given(named)
+        check_given(type(self), named)
+        parallel.share_on_cpu(named["args"], named.get("model"))
+        self._packs = named.get("data_collator") is None  # else the collator makes the batches
+        super().__init__(**named)
         self.dispatcher = dispatcher = prepare_trainer(self)
         self.pool: Pool | None = None
         if self.args.attention_servers != 0:
@@ -89,33 +73,32 @@ class DistCAMixin(_Trainer):
         self._costs = LearnedCosts(dispatcher)
         self.meter = StepMeter(dispatcher, self.model, self.pool, self.args.world_size, self._costs)
         self._tracer = StepTracer(dispatcher, self.args) if self.args.trace_steps else None
-        self._progress = DataProgress()
-        for callback in (self.meter, self._costs, self._tracer, self._progress):
-            if callback is not None:
-                self.add_callback(callback)
+        self._progress = resuming.DataProgress()
+        for callback in filter(None, (self.meter, self._costs, self._tracer, self._progress)):
+            self.add_callback(callback)
         self._remedies = Remedies(self.args, ping_pong=dispatcher.settings.ping_pong)
         self._loaders = PackedLoaders(self, dispatcher)
         self._upcoming = UpcomingBatches(dispatcher)
         self._mixes = bool(mixing_layers(self.model))  # rows of a document other than by attention
-        self._ended: Iterator[Any] | None = None  # the epoch in which no rank has more data
         self._wrapped: nn.Module | None = None  # the wrapped model of the last training step
         self._evaluated: list[tuple[float, float]] = []  # this rank's sum of losses and all targets, of micro-batches
 
-    def _prepare_given(self, given: Given) -> Given:
+    def _prepare_given(self, named: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the trainer is built with; a subclass may load what they name."""
-        return given
+        return named
 
     # Data
 
-    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Return a loader of this rank's rows, for training and evaluation alike."""
+        named = by_name(super()._get_dataloader, args, kwargs)
+        dataset, is_training = named["dataset"], named.get("is_training", False)
         if not self._packs:
             with lengths_read_on_host(self, dataset):
-                return super()._get_dataloader(dataset, *args, **kwargs)
-        is_training = kwargs.get("is_training", False)
+                return super()._get_dataloader(**named)
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
         # The place has no capacity before training begins.
-        capacity = int(self._progress.place.order.get(CAPACITY, 0)) if is_training else 0
+        capacity = int(self._progress.place.order.get(resuming.CAPACITY, 0)) if is_training else 0
         return self._loaders.loader(dataset, shuffle=shuffle, capacity=capacity)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,19 +113,11 @@ class DistCAMixin(_Trainer):
         """Return the planned micro-batches of an optimizer step and the number of targets on all ranks."""
         if self._tracer is not None:
             self._tracer.begin_step(self.state.global_step + 1)
-        batches: list[dict[str, Any]] = []
-        if epoch_iterator is not self._ended:
-            if self.pool is not None:
-                self.pool.refresh()
-            if self._packs and not is_stream(self.train_dataset):  # planned by the loader
-                batches = self._upcoming.fetch(epoch_iterator, num_batches)
-            else:
-                batches = list(islice(epoch_iterator, num_batches))
-                batches = self.dispatcher.plan_batches(batches, at_least=num_batches)
-                self._ended = self._ended if batches else epoch_iterator
-        batches, targets = super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
-        self._upcoming.begin_step(batches)
-        return batches, targets
+        if self.pool is not None:
+            self.pool.refresh()
+        planned = self._packs and not is_stream(self.train_dataset)
+        batches = self._upcoming.fetch(epoch_iterator, num_batches, planned=planned)
+        return super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | None:
         targets: Any = super()._get_num_items_in_batch(*args, **kwargs)
@@ -173,18 +148,17 @@ class DistCAMixin(_Trainer):
                 raise Run.SECOND_TRAINING.error(trainer=type(self).__name__)
             # The engine of an evaluation cannot train.
             self.model_wrapped, self.deepspeed = self.model, None
-        forget_evaluation(self.model_wrapped, self.accelerator)
+        parallel.forget_evaluation(self.model_wrapped, self.accelerator)
         groups = self.dispatcher.groups
         try:
             with groups.failures.reported():
-                checkpoint = agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
-                order = data_order(self, self.dispatcher, self._loaders, packs=self._packs)
-                self._progress.begin(agreed_place(order, checkpoint, self.args, groups))
+                checkpoint = resuming.agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
+                order = resuming.data_order(self, self.dispatcher, self._loaders, packs=self._packs)
+                self._progress.place = resuming.agreed_place(order, checkpoint, self.args, groups)
                 self._costs.resume(None if checkpoint is None else Path(checkpoint))
                 return super().train(checkpoint, *args, **kwargs)
         finally:
-            self._upcoming.end()
-            self._ended = None
+            self._upcoming = UpcomingBatches(self.dispatcher)  # an unfinished loader ends, and its processes stop
             if self.pool is not None:
                 self.pool.close()
 
@@ -195,11 +169,10 @@ class DistCAMixin(_Trainer):
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Run `Trainer.training_step`, and bind the next micro-batch before Trainer waits for this loss."""
         if model is not self._wrapped:
-            error = None
-            if self.args.world_size > 1 and not is_wrapped(model, self.accelerator):
-                facts = {"processes": self.args.world_size, "strategy": self.accelerator.distributed_type}
-                error = Run.NOT_WRAPPED.error(model=type(model).__name__, **facts)
-            self.dispatcher.groups.raise_together(error)
+            with self.dispatcher.groups.raised_together():
+                if self.args.world_size > 1 and not parallel.is_wrapped(model, self.accelerator):
+                    facts = {"processes": self.args.world_size, "strategy": self.accelerator.distributed_type}
+                    raise Run.NOT_WRAPPED.error(model=type(model).__name__, **facts)
             self._wrapped = model
         self._section("forward")
         loss = super().training_step(model, *args, **kwargs)
@@ -253,8 +226,8 @@ class DistCAMixin(_Trainer):
         """Evaluate with the mean loss over the targets of all micro-batches."""
         # ZeRO-3 alone prepares a model without its optimizer; DDP has nothing to prepare.
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        early = sharded and not gathers_parameters(self.accelerator)
-        if early and not is_wrapped(self.model_wrapped, self.accelerator):
+        early = sharded and not parallel.gathers_parameters(self.accelerator)
+        if early and not parallel.is_wrapped(self.model_wrapped, self.accelerator):
             raise Run.EARLY_EVALUATION.error()
         self._evaluated = []
         with self.meter.paused():
@@ -293,10 +266,10 @@ class DistCAMixin(_Trainer):
         epochs, _ = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
         place = self._progress.place
         if self.args.ignore_data_skip:
-            place = DataPlace(place.order, epochs)
+            place = resuming.DataPlace(place.order, epochs)
         elif place.steps == num_update_steps_per_epoch:
-            place = DataPlace(place.order, place.epoch + 1)
-        self._progress.begin(place)
+            place = resuming.DataPlace(place.order, place.epoch + 1)
+        self._progress.place = place
         if self.state.global_step >= max_steps and self.is_world_process_zero():
             logger.warning(
                 "nothing is left to train: the checkpoint is of step %s, and training ends at step %s. Raise "
@@ -307,7 +280,7 @@ class DistCAMixin(_Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, *args: Any, **kwargs: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with disk_errors_named(folder):
+        with resuming.disk_errors_named(folder):
             if self.args.should_save:
                 self._progress.save(folder)
                 self._costs.save(folder)
@@ -317,6 +290,6 @@ class DistCAMixin(_Trainer):
         """Save the whole model for `from_pretrained()`; every rank calls it, and rank 0 gathers shards on its host."""
         with ExitStack() as around:
             if not _internal_call or output_dir is None:  # not a checkpoint
-                around.enter_context(whole_weights(self.accelerator, self.deepspeed))
-                around.enter_context(disk_errors_named(Path(output_dir or str(self.args.output_dir))))
+                around.enter_context(parallel.whole_weights(self.accelerator, self.deepspeed))
+                around.enter_context(resuming.disk_errors_named(Path(output_dir or str(self.args.output_dir))))
             super().save_model(output_dir, _internal_call, **kwargs)

@@ -48,16 +48,14 @@ def asked_for(name: str, argument: Any) -> bool:
 
 
 def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
-    """Return the ranks that train on different data together with this rank; None for all ranks.
-
-    A collective of the world if tensor parallelism takes all ranks: the mesh then has this rank alone.
-    """
+    """Return the ranks that train on different data together with this rank; None for all. A collective."""
     mesh: DeviceMesh | None = accelerator.torch_device_mesh
     config = accelerator.parallelism_config
     if mesh is None or config is None or config.total_size == 1:
         return None
     if config.dp_dim_names:
         return mesh["dp"]
+    # Tensor parallelism takes all ranks: this rank is alone.
     return init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=("dp", "tp"))["dp"]
 
 
@@ -86,15 +84,13 @@ def is_wrapped(model: nn.Module, accelerator: Accelerator) -> bool:
 
 
 def forget_evaluation(model: nn.Module, accelerator: Accelerator) -> None:
-    """Let a model that was prepared for evaluation only be wrapped for training.
-
-    accelerate would skip the model as already prepared, and under DDP each rank would train by itself. FSDP2 keeps
-    gathered weights after the forward pass, and the optimizer would get them instead of its shards.
-    """
+    """Let a model that was prepared for evaluation only be wrapped for training."""
     if is_divided_at_load(model):
+        # FSDP2 keeps gathered weights after the forward pass, and the optimizer would get them instead of its shards.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+    # accelerate would skip the model as already prepared, and each rank would train by itself.
     if accelerator.distributed_type in DDP and getattr(model, "_is_accelerate_prepared", False):
         vars(model)["_is_accelerate_prepared"] = False
         if "_original_forward" in vars(model):  # the forward without autocast, which preparing adds again
@@ -128,10 +124,7 @@ def gathers_parameters(accelerator: Accelerator) -> bool:
 
 
 def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> None:
-    """Let ZeRO-3 gather the parameters of a whole layer, of one of these classes, when the layer begins.
-
-    Gathering module by module would fail: two nano-batches take turns inside a layer, and heads run chunk by chunk.
-    """
+    """Let ZeRO-3 gather whole layers of these classes: nano-batches take turns inside, and heads run in chunks."""
     if not layers:
         return
     from deepspeed.utils import set_z3_leaf_modules

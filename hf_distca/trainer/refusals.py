@@ -88,24 +88,8 @@ NOT_CONNECTED = Rule(
 # Arguments of a trainer, before it is built
 
 
-class Given:
-    """Arguments with which a trainer is about to be built, by the names of its `__init__`.
-
-    Attributes:
-        packs: whether hf_distca packs documents; with a custom collator, the trainer makes the batches.
-        trl_trainer: name of the TRL trainer that the class is based on; empty if there is none.
-    """
-
-    def __init__(self, trainer: type, named: Mapping[str, Any]) -> None:
-        self.named = named
-        self.args: Any = named.get("args")
-        self.packs = named.get("data_collator") is None
-        of_trl = (base.__name__ for base in trainer.__mro__ if base.__module__.split(".")[0] == "trl")
-        self.trl_trainer = next((name for name in of_trl if name.endswith("Trainer")), "")
-
-
-def by_name(init: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a bound `__init__` by name; raise TypeError if there are too many."""
+def by_name(init: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a bound `__init__` by name; raise TypeError for one whose position has no name."""
     parameters = inspect.signature(init).parameters.values()
     named = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     if len(args) > len(named):
@@ -117,25 +101,25 @@ def by_name(init: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[st
 
 def _none(name: str, reason: str, remedy: str) -> Rule:
     """Return the rule of an argument of a trainer that must stay None."""
-    return Rule(f"{name} is given", reason, remedy, lambda given: given.named.get(name) is not None)
+    return Rule(f"{name} is given", reason, remedy, lambda given: given.get(name) is not None)
 
 
 NO_LOGITS = "it needs the logits of whole documents, and the rows of a document lie on several ranks"
 EVALUATE = "leave it out and call evaluate(), which reports the exact token-weighted loss"
 GIVEN: tuple[Rule, ...] = (
     Rule(
-        "{0.trl_trainer} compares whole answers",
+        "{0[trl_trainer]} compares whole answers",
         "a plan spreads the rows of packed documents over ranks",
-        "use {0.trl_trainer} without DistCAMixin: attn_implementation='distca' then computes the same as 'sdpa'",
-        lambda given: given.trl_trainer not in ("", "SFTTrainer", "_BaseTrainer"),
+        "use {0[trl_trainer]} without DistCAMixin: attn_implementation='distca' then computes the same as 'sdpa'",
+        lambda given: given["trl_trainer"] not in ("", "SFTTrainer", "_BaseTrainer"),
         condition="`DPOTrainer`, `RewardTrainer` and others with `DistCAMixin`",
     ),
     Rule(
-        "args are {0.args.__class__.__name__}",
+        "args are {0[args].__class__.__name__}",
         "hf_distca needs its settings, such as tokens_per_rank",
         "pass DistCATrainingArguments; for a trainer with its own arguments combine both classes in one dataclass: "
         "class MyArguments(hf_distca.DistCAArguments, SFTConfig)",
-        lambda given: not (isinstance(given.args, DistCAConfig) and isinstance(given.args, TrainingArguments)),
+        lambda given: not (isinstance(given["args"], DistCAConfig) and isinstance(given["args"], TrainingArguments)),
         condition="`args` without the settings of hf_distca",
     ),
     _none("compute_metrics", NO_LOGITS, EVALUATE),
@@ -151,19 +135,19 @@ GIVEN: tuple[Rule, ...] = (
         "make the model first and pass it as model",
     ),
     Rule(
-        "data_collator={0.named[data_collator].__class__.__name__} pads documents",
+        "data_collator={0[data_collator].__class__.__name__} pads documents",
         "hf_distca packs them without padding",
         "leave data_collator out: each token then predicts the next, unless the data set has labels",
-        lambda given: isinstance(given.named.get("data_collator"), PADDING),
+        lambda given: isinstance(given.get("data_collator"), PADDING),
     ),
     Rule(
-        "one process sees {0.args.n_gpu} GPUs, which Trainer would use with DataParallel",
+        "one process sees {0[args].n_gpu} GPUs, which Trainer would use with DataParallel",
         "a rank is one process with one GPU",
         "start one process per GPU: accelerate launch --num_processes N script.py",
-        lambda given: given.args.n_gpu > 1,
+        lambda given: given["args"].n_gpu > 1,
     ),
 )
-"""Arguments of a trainer that cannot train exactly."""
+"""Arguments of a trainer's `__init__`, by name, that cannot train exactly."""
 ONE_ROW = "a rank's batch is one packed row of up to tokens_per_rank={0.tokens_per_rank} tokens"
 BY_PLAN = "it would be ignored: each rank reads the rows that its plan assigns, in an order drawn from the seed"
 PACKING: tuple[Rule, ...] = (
@@ -195,20 +179,23 @@ ROWS_ARE_PLACED: tuple[Rule, ...] = (
 """Sizes of a `ParallelismConfig`, which may be None; the launch may set other sizes than the arguments."""
 
 
-def check_given(given: Given) -> None:
-    """Raise ValueError for arguments that cannot train exactly, before accelerate and transformers see them."""
-    check(GIVEN, given)
-    check(ROWS_ARE_PLACED, given.args.parallelism_config)
-    if given.packs:
-        check(PACKING, given.args)
+def check_given(trainer: type, named: Mapping[str, Any]) -> None:
+    """Raise ValueError if a trainer cannot train exactly with these arguments, before its `__init__` sees them."""
+    of_trl = (base.__name__ for base in trainer.__mro__ if base.__module__.split(".")[0] == "trl")
+    trl_trainer = next((name for name in of_trl if name.endswith("Trainer")), "")
+    args: Any = named.get("args")
+    check(GIVEN, {**named, "args": args, "trl_trainer": trl_trainer})
+    check(ROWS_ARE_PLACED, args.parallelism_config)
+    if named.get("data_collator") is None:
+        check(PACKING, args)
 
 
 LOADED_ALREADY = Rule(
-    "model_init_kwargs={0.args.model_init_kwargs!r} is set with a loaded model",
+    "model_init_kwargs={0[args].model_init_kwargs!r} is set with a loaded model",
     "it would have no effect",
     "pass the model's name as model, or leave model_init_kwargs out",
     lambda given: (
-        not isinstance(given.named.get("model"), str) and getattr(given.args, "model_init_kwargs", None) is not None
+        not isinstance(given.get("model"), str) and getattr(given["args"], "model_init_kwargs", None) is not None
     ),
 )
 SFT_ARGUMENTS: tuple[Rule, ...] = (
@@ -255,7 +242,7 @@ TRAINER: tuple[Rule, ...] = (
         "it cannot compile planned attention and decoder layers under ping-pong, which are most of the model",
         "leave torch_compile=False and accelerate's --dynamo_backend at no; to compile modules inside the layers: "
         "for layer in model.model.layers: layer.mlp.compile()",
-        lambda it: it.trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
+        lambda it: it.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
     ),
     Rule(
         "tensor parallelism of size {0.tp_size} is set without DistributedConfig",
@@ -286,40 +273,31 @@ TRAINER: tuple[Rule, ...] = (
     Rule(
         "gradient_accumulation_steps={0.args.gradient_accumulation_steps} is set for {0.model_class} with tensor "
         "parallelism (tp_size={0.tp_size})",
-        "after each micro-batch transformers sums the gradients of norms of Q and K over the ranks, and again those "
-        "that it summed before",
+        "transformers sums gradients of norms of Q and K over ranks after each micro-batch, and earlier sums again",
         "set gradient_accumulation_steps=1 and raise tokens_per_rank; where memory is short, use mlp_chunk_rows and "
         "gradient_checkpointing",
         lambda it: (
-            it.tp_size > 1
-            and it.args.gradient_accumulation_steps > 1
-            and SUMMED_GRADIENTS in it.model.tp_plan.values()
+            min(it.tp_size, it.args.gradient_accumulation_steps) > 1 and SUMMED_GRADIENTS in it.model.tp_plan.values()
         ),
     ),
     Rule(
         "fp16 mixed precision is set on the CPU",
         "it needs loss scaling, which accelerate does on GPUs only",
         "set bf16=True, or leave out fp16 and bf16",
-        lambda it: it.trainer.accelerator.mixed_precision == "fp16" and it.args.device.type == "cpu",
+        lambda it: it.accelerator.mixed_precision == "fp16" and it.args.device.type == "cpu",
     ),
     Rule(
         "optim='adafactor' is set under FSDP2 or DeepSpeed",
         "its moments need the rows and columns of whole weights: with the shards of FSDP2 the first step fails, and "
         "with the flat shards of ZeRO it would silently train differently",
         "set another optimizer, such as optim='adamw_torch', or train under DDP",
-        lambda it: (
-            it.args.optim == OptimizerNames.ADAFACTOR
-            and (it.trainer.accelerator.is_fsdp2 or it.trainer.is_deepspeed_enabled)
-        ),
+        lambda it: it.args.optim == OptimizerNames.ADAFACTOR and (it.accelerator.is_fsdp2 or it.deepspeed),
     ),
     Rule(
         "optimizers=… is given under DeepSpeed",
-        "transformers silently ignores it and makes its own from optim={0.optimizer!r} and lr_scheduler_type",
+        "transformers silently ignores it and makes its own from optim={0.args.optim.value!r} and lr_scheduler_type",
         "set optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler",
-        lambda it: (
-            it.trainer.is_deepspeed_enabled
-            and (it.trainer.optimizer is not None or it.trainer.lr_scheduler is not None)
-        ),
+        lambda it: it.deepspeed and (it.trainer.optimizer is not None or it.trainer.lr_scheduler is not None),
     ),
     Rule(
         "the forward of {0.model.__class__.__name__} does not take num_items_in_batch",
@@ -331,13 +309,13 @@ TRAINER: tuple[Rule, ...] = (
         "gradient_checkpointing_kwargs={{'use_reentrant': True}} is set",
         NO_GRADIENT,
         "freeze them (requires_grad_(False)), or set 'use_reentrant' to False",
-        lambda it: it.reentrant and bool(it.towers),
+        lambda it: it.reentrant and it.towers,
     ),
     Rule(
         "ddp_find_unused_parameters=False is set",
         NO_GRADIENT,
         "freeze them (requires_grad_(False)), or leave ddp_find_unused_parameters unset",
-        lambda it: it.args.ddp_find_unused_parameters is False and bool(it.towers),
+        lambda it: it.args.ddp_find_unused_parameters is False and it.towers,
     ),
 )
 """Trainers that cannot train exactly as launched."""
@@ -351,17 +329,17 @@ def check_trainer(trainer: Any) -> None:
     divided = base.config.distributed_config if is_divided_at_load(model) else None
     # DDP would wait for the gradients of trained parts that text does not reach.
     towers = trained_towers(base) if accelerator.distributed_type in DDP and divided is None else []
-    checkpointing = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else {}
     facts = SimpleNamespace(
         trainer=trainer,
         args=args,
         model=model,
+        accelerator=accelerator,
+        deepspeed=trainer.is_deepspeed_enabled,
         model_class=type(base).__name__,
         adapted=base is not model,
-        optimizer=OptimizerNames(args.optim).value,
         tp_size=trainer.get_tp_size(),
         divided=divided,
-        reentrant=bool(checkpointing.get("use_reentrant")),
+        reentrant=args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"),
         towers=", ".join(towers),
     )
     check(TRAINER, facts)

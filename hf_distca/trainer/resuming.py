@@ -1,7 +1,7 @@
 """Save and resume a training: the checkpoint, the order of documents and the place in it.
 
-Trainer saves the number of steps and computes how many batches to skip. This skips the wrong documents if batches have
-changed, and restarts a pass if the number of its steps is unknown.
+Trainer alone would skip a number of batches: the wrong documents if batches have changed, and none if the number of
+steps of a pass is unknown.
 """
 
 import errno
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 """File that Trainer writes last into a checkpoint."""
-OPTIMIZER, SCHEDULE = "the optimizer's state", "the learning rate's schedule"
 PLACE_FILE = "data_order.json"
 CAPACITY = "ranks * tokens_per_rank"
 """Setting that may grow on resume: micro-batches keep their old size, and still fit."""
@@ -53,18 +52,15 @@ DataOrder = dict[str, int | str]
 def agreed_checkpoint(
     resume_from_checkpoint: str | bool | None, args: DistCAArguments, accelerator: Accelerator, groups: Groups
 ) -> str | None:
-    """Return the folder of the checkpoint to resume from; None to begin anew. A collective.
-
-    Raises:
-        ValueError: on every rank, if a rank finds no complete checkpoint, or one of DeepSpeed on more or fewer ranks.
-    """
-    checkpoint, error, saved_by = None, None, 0
-    if resume_from_checkpoint:
-        try:
-            checkpoint = _complete_checkpoint(resume_from_checkpoint, str(args.output_dir), accelerator)
-        except (ValueError, OSError) as caught:
-            error = caught
-    groups.raise_together(error, in_world=True)
+    """Return the folder of the complete checkpoint to resume from; None to begin anew. A collective."""
+    checkpoint, saved_by = resume_from_checkpoint or None, 0
+    with groups.raised_together(in_world=True):
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(str(args.output_dir))
+            if checkpoint is None:
+                raise Resume.NO_CHECKPOINT.error(folder=args.output_dir)
+        if checkpoint is not None:
+            _check_complete(Path(checkpoint), accelerator)
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     options = {} if deepspeed is None else deepspeed.deepspeed_config.get("checkpoint", {})
     if checkpoint is not None and deepspeed is not None and not options.get("load_universal"):
@@ -79,29 +75,24 @@ def agreed_checkpoint(
     return checkpoint
 
 
-def _complete_checkpoint(resume_from_checkpoint: str | bool, output_dir: str, accelerator: Accelerator) -> str:
-    """Return the folder of a checkpoint; raise ValueError for missing state, which Trainer would begin anew."""
-    checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
-    if not checkpoint:
-        raise Resume.NO_CHECKPOINT.error(folder=output_dir)
-    folder = Path(str(checkpoint))
+def _check_complete(folder: Path, accelerator: Accelerator) -> None:
+    """Raise ValueError if a checkpoint lacks state, which Trainer would begin anew."""
     if not (folder / STATE_FILE).is_file():
-        raise Resume.INCOMPLETE.error(checkpoint=checkpoint, file=STATE_FILE)
+        raise Resume.INCOMPLETE.error(checkpoint=folder, file=STATE_FILE)
+    optimizer, schedule = ["optimizer.pt"], ["scheduler.pt"]
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
-    needed = {OPTIMIZER: ["optimizer.pt"], SCHEDULE: ["scheduler.pt"]}
     if deepspeed is not None:
-        needed[OPTIMIZER] = ["global_step*"]
+        optimizer = ["global_step*"]
         if "scheduler" in deepspeed.deepspeed_config:  # DeepSpeed saves the schedule beside the optimizer
-            del needed[SCHEDULE]
+            schedule = optimizer
     elif getattr(accelerator.state, "fsdp_plugin", None) is not None:
-        needed[OPTIMIZER] = ["optimizer_0", "optimizer.bin"]
+        optimizer = ["optimizer_0", "optimizer.bin"]
     load = f"from_pretrained('{folder}')"
     if (folder / "adapter_config.json").is_file():
         load = f"PeftModel.from_pretrained(model, '{folder}', is_trainable=True)"
-    for state, names in needed.items():
+    for state, names in (("the optimizer's state", optimizer), ("the learning rate's schedule", schedule)):
         if not any(found for name in names for found in folder.glob(name)):
             raise Resume.NO_STATE.error(checkpoint=folder, files=" or ".join(names), state=state, load=load)
-    return str(checkpoint)
 
 
 def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
@@ -156,14 +147,13 @@ class DataPlace(NamedTuple):
 
 
 class DataProgress(TrainerCallback):
-    """Follow a run through its data."""
+    """Follow a run through its data, from the `place` that is set before training begins."""
 
     def __init__(self) -> None:
-        self.begin(DataPlace({}))
+        self.place = DataPlace({})
 
-    def begin(self, place: DataPlace) -> None:
-        """Set the place from which training is about to continue."""
-        self.place = place
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Forget an earlier training."""
         self._in_pass = False
 
     def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -183,18 +173,11 @@ class DataProgress(TrainerCallback):
 
 
 def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments, groups: Groups) -> DataPlace:
-    """Return the place to train from: the checkpoint's, or the start, also with `ignore_data_skip`. A collective.
-
-    Raises:
-        ValueError: on every rank, if the remaining documents would come in another order than before.
-    """
-    place, error = DataPlace(order), None
-    if checkpoint is not None and not args.ignore_data_skip:
-        try:
+    """Return the place to train from: the checkpoint's, or the start, also with `ignore_data_skip`. A collective."""
+    place = DataPlace(order)
+    with groups.raised_together(in_world=True):
+        if checkpoint is not None and not args.ignore_data_skip:
             place = _kept_place(Path(checkpoint), order, groups.ranks)
-        except (ValueError, OSError) as caught:
-            error = caught
-    groups.raise_together(error, in_world=True)
     if place.order.get(CAPACITY) != order.get(CAPACITY) and groups.rank == 0:
         logger.warning(
             "%s is %s, but micro-batches still hold at most %s tokens, as in the checkpoint. To use larger ones set "
@@ -217,11 +200,10 @@ def _kept_place(checkpoint: Path, order: DataOrder, ranks: int) -> DataPlace:
         for name in {**stored, **order}
         if name != CAPACITY and order.get(name) != stored.get(name)
     ]
-    if CAPACITY in order and CAPACITY in stored and int(order[CAPACITY]) < int(stored[CAPACITY]):
-        wrong.append(
-            f"{CAPACITY} is {order[CAPACITY]}, but must be at least {stored[CAPACITY]}: with {ranks} ranks, "
-            f"tokens_per_rank={-(-int(stored[CAPACITY]) // ranks)}"
-        )
+    least = int(stored.get(CAPACITY, 0))
+    if int(order.get(CAPACITY, least)) < least:
+        tokens = f"with {ranks} ranks, tokens_per_rank={-(-least // ranks)}"
+        wrong.append(f"{CAPACITY} is {order[CAPACITY]}, but must be at least {least}: {tokens}")
     if wrong:
         raise Resume.OTHER_ORDER.error(differences="; ".join(wrong))
     return place

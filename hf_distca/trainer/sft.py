@@ -1,11 +1,12 @@
 """DistCASFTTrainer: TRL's SFTTrainer on packed documents with balanced core attention."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from hf_distca.config import setting
 from hf_distca.plan import ATTENTION_NAME, PLAN_KEY
 from hf_distca.refusal import check
 from hf_distca.trainer.arguments import DistCAArguments
@@ -30,12 +31,10 @@ MEANS = ("entropy", "mean_token_accuracy")
 class DistCASFTConfig(DistCAArguments, SFTConfig):
     """`trl.SFTConfig` with the settings of `DistCAConfig`."""
 
-    max_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "TRL cuts documents to this many tokens when it prepares the data. None keeps documents whole; "
-            "long_documents then decides about documents of more than ranks * tokens_per_rank tokens.",
-        },
+    max_length: int | None = setting(
+        None,
+        "TRL cuts documents to this many tokens when it prepares the data. None keeps documents whole; long_documents "
+        "then decides about documents of more than ranks * tokens_per_rank tokens.",
     )
 
 

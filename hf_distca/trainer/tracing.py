@@ -24,10 +24,7 @@ ROUNDS = 8
 
 
 class StepTracer(TrainerCallback):
-    """Record steps of a training on this rank, from fetching batches until the optimizer is done.
-
-    Other steps are not measured. On CUDA the host waits for the GPU at the end of each recorded step.
-    """
+    """Record `trace_steps` steps of a training; on CUDA the host waits for the GPU at the end of each."""
 
     def __init__(self, dispatcher: Dispatcher, args: DistCAArguments) -> None:
         self._dispatcher, self._args = dispatcher, args
@@ -52,11 +49,10 @@ class StepTracer(TrainerCallback):
         self._drop()
         if self._steps < STEPS_BEFORE or self._traced == self._args.trace_steps:
             return
-        recorder = self._dispatcher.recorder
         if self._traced == 0:
             self._zero = self._common_zero()
-        self._recording = recorder.listen(*TRACED)
-        self._step.enter_context(recorder.span("step", f"step {number}"))
+        self._recording = self._dispatcher.recorder.listen(*TRACED)
+        self._step.enter_context(self._dispatcher.recorder.span("step", f"step {number}"))
         self.section("batches")
 
     def section(self, name: str) -> None:
@@ -85,24 +81,21 @@ class StepTracer(TrainerCallback):
     def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
         """Write the recorded steps if training ended before all steps were recorded."""
         self._drop()
-        if self._traced == self._args.trace_steps:
-            return
-        if self._args.process_index == 0:
+        is_short = self._traced < self._args.trace_steps
+        if is_short and self._args.process_index == 0:
             logger.warning(
                 "trace_steps=%s: training ended after %s steps, and only %s were recorded, because the first %s never "
                 "are; set max_steps higher, or trace_steps lower",
                 *(self._args.trace_steps, self._steps, self._traced, STEPS_BEFORE),
             )
-        if self._traced:
+        if is_short and self._traced:
             self._write()
 
     def _common_zero(self) -> tuple[float, float]:
-        """Return a moment within the quickest of some rounds in which all ranks met. A collective.
-
-        No rank leaves a round before all ranks have entered it. On each rank's clock, the last rank's entry therefore
-        lies between the rank's own entering and leaving. Each rank takes its leaving for zero, so ranks differ by no
-        more than the longest of these times.
-        """
+        """Return a moment within the quickest of some rounds in which all ranks met, and its error. A collective."""
+        # No rank leaves a round before all ranks have entered it: on each rank's clock, the last rank's entry lies
+        # between the rank's own entering and leaving. Each rank takes its leaving for zero, so ranks differ by no more
+        # than the longest of these times.
         groups = self._dispatcher.groups
         rounds = []
         for _ in range(ROUNDS):

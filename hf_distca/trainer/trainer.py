@@ -10,21 +10,14 @@ from hf_distca.collator.refusals import Data
 from hf_distca.plan import ATTENTION_NAME
 from hf_distca.refusal import check
 from hf_distca.trainer.mixin import DistCAMixin
-from hf_distca.trainer.refusals import LOADED_ALREADY, Given
+from hf_distca.trainer.refusals import LOADED_ALREADY
 
 CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """Columns from which TRL's trainers make tokens and labels."""
 
 
 def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """Return a trainer's arguments with data sets that have a column `input_ids`, and with the tokenizer.
-
-    Text is tokenized by `processing_class`, or a tokenizer inside it, else by the tokenizer of the model of this name.
-    Data sets of tokens stay as they are.
-
-    Raises:
-        ValueError: a data set holds neither tokens nor text, or holds chats, or there is no tokenizer.
-    """
+    """Return a trainer's arguments with tokens for text, by `processing_class` or the tokenizer of a named model."""
     args, given = given["args"], dict(given)
     field = getattr(args, "dataset_text_field", "text")
 
@@ -55,8 +48,7 @@ def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
         with args.main_process_first():
             return dataset.map(_tokenize, fn_kwargs={"tokenizer": tokenizer, "field": field}, **options)
 
-    datasets_of = {name: tokenized(given.get(name), name) for name in ("train_dataset", "eval_dataset")}
-    return {**given, **datasets_of}
+    return given | {name: tokenized(given.get(name), name) for name in ("train_dataset", "eval_dataset")}
 
 
 def _tokenize(batch: Mapping[str, list[str]], tokenizer: Any, field: str) -> dict[str, Any]:
@@ -76,11 +68,11 @@ class DistCATrainer(DistCAMixin, Trainer):
       `args.dataset_text_field`, with an end-of-sequence token after each document.
     """
 
-    def _prepare_given(self, given: Given) -> Given:
-        check((LOADED_ALREADY,), given)
-        named, model = dict(given.named), given.named.get("model")
+    def _prepare_given(self, named: dict[str, Any]) -> dict[str, Any]:
+        check((LOADED_ALREADY,), named)
+        model = named.get("model")
         if isinstance(model, str):
-            chosen: Any = getattr(given.args, "model_init_kwargs", None) or {}
+            chosen: Any = getattr(named["args"], "model_init_kwargs", None) or {}
             chosen = {"attn_implementation": ATTENTION_NAME, "dtype": "float32", **chosen}
-            named["model"] = AutoModelForCausalLM.from_pretrained(model, **chosen)
-        return Given(type(self), with_tokens(named, model) if given.packs else named)
+            named = {**named, "model": AutoModelForCausalLM.from_pretrained(model, **chosen)}
+        return named if named.get("data_collator") is not None else with_tokens(named, model)

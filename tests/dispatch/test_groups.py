@@ -150,8 +150,9 @@ def _two_by_two() -> None:
     assert groups.any_of([rank == 3, rank == 0]) == [shard == 1, shard == 0]
     with pytest.raises(ValueError, match="has the dimensions"):
         mesh_ranks(mesh)
-    with pytest.raises(ValueError, match=r"^rank 1: ImportError: no kernel$"), raised_together(60.0):
-        _import_kernel(rank)
+    for lost in (ImportError("no kernel"), OSError("no disk")):
+        with pytest.raises(ValueError, match=f"^rank 1: {type(lost).__name__}: {lost}$"), raised_together(60.0):
+            _raise_on_rank_1(rank, lost)
     # The same error on all ranks stays as it is; one rank's error names the rank.
     wrong = [["wrong", "wrong"], ["wrong", None]][shard][replica]
     with pytest.raises(ValueError, match=[r"^wrong$", r"^rank 0: ValueError: wrong$"][shard]):
@@ -182,9 +183,9 @@ def _two_by_two() -> None:
     assert str(found) == ("'text'" if rank == 0 else "rank 0 failed: KeyError: 'text'")
 
 
-def _import_kernel(rank: int) -> None:
+def _raise_on_rank_1(rank: int, error: Exception) -> None:
     if rank == 1:
-        raise ImportError("no kernel")
+        raise error
 
 
 def _exchanged(group: dist.ProcessGroup) -> list[int]:

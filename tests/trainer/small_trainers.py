@@ -26,6 +26,7 @@ def make_trainer(
     model: Any = None,
     columns: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
+    given: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Any:
     """A trainer on CPU, on as many ranks as there are.
@@ -33,10 +34,9 @@ def make_trainer(
     Args:
         source: what the data is: "packed", a data set with a length; "list"; "transform", a data set that makes its
             examples when it is asked for them; "stream"; or "flattened", with a padding-free collator.
-        lengths: of the documents.
         columns: of every example, besides input_ids.
         environment: variables that `accelerate launch` sets for a strategy; DDP by default.
-        arguments: of the trainer, instead of the ones here.
+        given: arguments of the trainer, instead of these data; `arguments` are fields of `args`.
     """
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # which arguments before have left behind
@@ -44,26 +44,21 @@ def make_trainer(
     os.environ.update(environment or {})
     model = model or small_model()
     few = {"logging_steps": 1, "lr_scheduler_type": "constant", "dataloader_num_workers": 0, "seed": 1}
-    small = {"balance_block_size": 8, "tokens_per_rank": 160, **exchanging(model)}
+    small = {"balance_block_size": 8, "tokens_per_rank": 160} | ({} if isinstance(model, str) else exchanging(model))
     quiet = {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
     args = hf_distca.DistCATrainingArguments(output_dir=folder, **{**quiet, **few, **small, **arguments})
     documents = [{"input_ids": document.tolist(), **(columns or {})} for document in random_documents(lengths)]
+    dataset: Any = datasets.Dataset.from_list(documents)
     if source == "stream":
-        dataset: Any = datasets.IterableDataset.from_generator(partial(iter, documents))  # which can be pickled
+        dataset = datasets.IterableDataset.from_generator(partial(iter, documents))  # which can be pickled
     elif source == "list":
         dataset = documents
     elif source == "transform":
         dataset = datasets.Dataset.from_dict({"index": range(len(documents))})
         dataset.set_transform(lambda batch: {n: [documents[i][n] for i in batch["index"]] for n in documents[0]})
-    else:
-        dataset = datasets.Dataset.from_list(documents)
-    return hf_distca.DistCATrainer(
-        model=model,
-        args=args,
-        train_dataset=dataset,
-        eval_dataset=dataset,
-        data_collator=DataCollatorWithFlattening() if source == "flattened" else None,
-    )
+    collator = DataCollatorWithFlattening() if source == "flattened" else None
+    data = {"train_dataset": dataset, "eval_dataset": dataset, "data_collator": collator}
+    return hf_distca.DistCATrainer(model=model, args=args, **(given or data))
 
 
 def parameters_hash(model: nn.Module) -> str:

@@ -1,6 +1,5 @@
 """Costs by which plans are chosen: measured, kept, and corrected by steps whose times are made up."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,18 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import hf_distca
 from hf_distca.dispatch.recorder import Span, Work
-from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.trainer.assembly import make_dispatcher
 from hf_distca.trainer.costs import PROFILE_FILE, Corrections, LearnedCosts, choices_of, observe
-from tests.models_and_batches import exchanging, small_model
+from tests.models_and_batches import SMALL_KIND, exchanging, small_model
 from tests.trainer.small_trainers import make_trainer
 
 CPU = torch.device("cpu")
@@ -35,11 +32,11 @@ def choices(ranks: int = 4, checkpointing: bool = False, **changes: Any) -> Any:
 
 
 def test_what_may_be_chosen_and_by_which_costs():
-    found, profile, config = choices(), DeviceProfile.load("h100"), small_model().config
+    found, profile = choices(), DeviceProfile.load("h100")
     assert (bool(found.groups), found.tolerances, found.nano_batches) == (True, (0.01, 0.1, 0.3), (1, 2))
     assert (found.costs.exchange, found.costs.backward_factor) == (profile.exchange, 2.0)
     (costs,) = found.costs.kinds
-    assert (costs.kind, costs.layers) == (AttentionKind(None, 4, 2, 8, 8), config.num_hidden_layers)
+    assert (costs.kind, costs.layers) == (SMALL_KIND, 2)
     assert costs.forward == profile.kernel(costs.kind, "forward")
     # Core attention that is computed again counts in the backward.
     kept, again = (choices(checkpointing=True, keep_core_attention=keep).costs.kinds[0] for keep in (True, False))
@@ -53,6 +50,15 @@ def test_what_may_be_chosen_and_by_which_costs():
     # Nothing is chosen where all is set, with servers, or alone.
     all_set = {"device_profile": None, **exchanging(small_model())}
     assert [choices(**changes) for changes in (all_set, {"attention_servers": "external"}, {"ranks": 1})] == [None] * 3
+    # Choices that a user changed stay, of a trainer too.
+    chosen: list[Any] = []
+    groups = SimpleNamespace(all_gather=lambda value, **_: [value])
+    dispatcher: Any = SimpleNamespace(settings=SimpleNamespace(choices=found), groups=groups, choose_by=chosen.append)
+    costs = LearnedCosts(dispatcher)
+    for changed in (replace(found, tolerances=(0.2,)), None):
+        dispatcher.settings.choices = changed
+        costs.resume(None)
+    assert [each.tolerances for each in chosen] == [(0.2,)]
 
 
 def _measured(folder: Path) -> list[tuple[Any, str]]:
@@ -62,12 +68,9 @@ def _measured(folder: Path) -> list[tuple[Any, str]]:
         config = hf_distca.DistCAConfig(tokens_per_rank=tokens)
         dispatcher = make_dispatcher(small_model(implementation="distca"), config, CPU, folder=folder)
         found.append((dispatcher.settings.choices.costs, DeviceProfile.load(str(folder / PROFILE_FILE)).source))
-        # Nothing to exchange for: documents that balance whole are not cut.
-        plan = plan_micro_batch([tokens // 2 - 2] * 4, dispatcher.settings)
         placed = dispatcher.plan_lengths([[20, 5]])[0]
-        assert plan.choice.group == 1
         assert placed.choice.seconds > 0
-        assert plan.summary.exchange.bytes_total == placed.summary.exchange.bytes_total == 0
+        assert placed.summary.exchange.bytes_total == 0  # nothing to exchange for
         dispatcher.close()
     return found
 
@@ -79,50 +82,36 @@ def test_costs_are_measured_once_agreed_on_and_kept(rank_pools, tmp_path):
     (costs, source), again, (other, source_of_other) = first
     assert again == (costs, source)
     assert other != costs
-    assert "at most 64 tokens a rank" in source
-    assert "at most 32 tokens a rank" in source_of_other
-    assert costs.kinds[0].forward.seconds is not None
+    assert source_of_other == source.replace("at most 64 tokens a rank", "at most 32 tokens a rank")
     assert min(costs.before, costs.after, costs.launches, costs.exchange.start) > 0
     assert costs.exchange.within.bandwidth > 1e6
 
 
-# Corrections
-
-KIND = AttentionKind(None, 4, 2, 8, 8)
-LINK = LinkCost(0.0, 1e9)
 LAYERS = 3
 COSTS = StepCosts(
-    (KindCosts(KIND, LAYERS, KernelCost(0.0, 0.0, 0.0, 1.0), KernelCost(0.0, 0.0, 0.0, 2.0)),),
+    (KindCosts(SMALL_KIND, LAYERS, KernelCost(0.0, 0.0, 0.0, 1.0), KernelCost(0.0, 0.0, 0.0, 2.0)),),
     before=1.0,
     after=3.0,
     backward_factor=2.0,
     head=5.0,
-    exchange=Links(LINK, LINK),
+    exchange=Links(LinkCost(0.0, 1e9), LinkCost(0.0, 1e9)),
     launches=1.0,
 )
 NONE = Corrections()
-SETTINGS = PlanSettings(2, 4, (KIND,), document_layout="whole")
+SETTINGS = PlanSettings(2, 4, (SMALL_KIND,), document_layout="whole")
 PLAN = plan_micro_batch([4, 4], SETTINGS)
 KERNEL = LAYERS * 3.0 * 10  # of a rank: 10 pairs
 BETWEEN = (LAYERS - 1) * (4.0 * 4 + 1.0)
 
 
-def corrected(
-    *steps: Sequence[tuple[float, float]],
-    known: Corrections = NONE,
-    costs: StepCosts = COSTS,
-    between: float = BETWEEN,
-) -> Corrections:
+def corrected(*steps: Any, known: Corrections = NONE, costs: Any = COSTS, between: float = BETWEEN) -> Corrections:
     """After steps in which each rank's kernel calls, and other work, take so many times as long as measured."""
     seen = np.array(steps).transpose(0, 2, 1) * np.array([[KERNEL], [between]])
     return known.after(costs, SETTINGS, [[PLAN]] * len(steps), seen)
 
 
-def test_costs_that_are_about_right_stay():
-    assert corrected([(1.05, 0.95), (0.97, 1.0)]) is NONE
-
-
 def test_costs_that_are_off_are_scaled_by_the_median_of_the_steps():
+    assert corrected([(1.05, 0.95), (0.97, 1.0)]) is NONE  # about right
     off = [(2.0, 0.5), (2.0, 0.5)]
     found = corrected(off, [(9.0, 9.0)] * 2, off)
     assert found == Corrections(2.0, 0.5)
@@ -133,14 +122,11 @@ def test_costs_that_are_off_are_scaled_by_the_median_of_the_steps():
     # Of one layer only kernel calls are seen: there is no time between layers.
     one = replace(COSTS, kinds=(replace(COSTS.kinds[0], layers=1),))
     assert corrected([(2.0 / LAYERS, 9.0)] * 2, costs=one) == Corrections(2.0, 2.0)
-
-
-def test_mixing_layers_count_as_other_work():
-    costs = replace(COSTS, mixing=MixingCosts(6, 1.0, 1.0, 9.0, 1.0, 0.0, 1.0, 1.0))
-    # Three layers with attention: two mixing layers of 3 s a token after each.
-    found = corrected([(1.0, 2.0)] * 2, costs=costs, between=(LAYERS - 1) * (4.0 * (4 + 2 * 3) + 1.0))
+    # Mixing layers count as other work: two of 3 s a token after each of three layers with attention.
+    mixing = replace(COSTS, mixing=MixingCosts(6, 1.0, 1.0, 9.0, 1.0, 0.0, 1.0, 1.0))
+    found = corrected([(1.0, 2.0)] * 2, costs=mixing, between=(LAYERS - 1) * (4.0 * (4 + 2 * 3) + 1.0))
     assert (found.attention, found.other) == pytest.approx((1.0, 2.0))
-    assert found.applied(costs).mixing == MixingCosts(6, 2.0, 2.0, 18.0, 2.0, 0.0, 1.0, 1.0)
+    assert found.applied(mixing).mixing == MixingCosts(6, 2.0, 2.0, 18.0, 2.0, 0.0, 1.0, 1.0)
 
 
 def test_a_rank_that_is_slower_for_a_while():
@@ -157,7 +143,7 @@ def test_a_rank_that_is_slower_for_a_while():
 
 
 def test_what_a_rank_sees():
-    """Two layers of two phases each, forward and backward; a kernel call lies within its phase."""
+    # Two layers of two phases each, forward and backward; a kernel call lies within its phase.
     forward, backward = Work(0, 0, "forward"), Work(0, 0, "backward")
     spans = [
         Span("kernel", "local", forward, 1.0, 3.0),
@@ -172,29 +158,10 @@ def test_what_a_rank_sees():
     assert observe(spans) == (5.0, 0.5 + 4.0)
 
 
-def test_choices_that_a_user_changed_stay():
-    found, chosen = choices(), []
-    groups = SimpleNamespace(all_gather=lambda value, **_: [value])
-    dispatcher: Any = SimpleNamespace(settings=SimpleNamespace(choices=found), groups=groups, choose_by=chosen.append)
-    costs = LearnedCosts(dispatcher)
-    for changed in (replace(found, tolerances=(0.2,)), None):
-        dispatcher.settings.choices = changed
-        costs.resume(None)
-    assert [each.tolerances for each in chosen] == [(0.2,)]
-
-
-AUTO = {"document_layout": "auto", "balance_tolerance": "auto", "ping_pong": "auto"}
-
-
 def _trained(folder: Path) -> tuple[Any, ...]:
-    """Of a training whose measured costs are far off: the costs before and after, and what it logged; then those of
-    one that resumes from its checkpoint."""
-    folder.mkdir(exist_ok=True)
-    profile = replace(DeviceProfile.load("cpu"), bytes_per_second=1e3)
-    if dist.get_rank() == 0:
-        profile.save(folder / "slow.json")
-    dist.barrier()
-    arguments = {**AUTO, "device_profile": str(folder / "slow.json"), "max_steps": 9, "save_strategy": "no"}
+    """Costs before and after a training with costs that are far off, and of one that resumes from it; and its logs."""
+    arguments = dict.fromkeys(("document_layout", "balance_tolerance", "ping_pong"), "auto")
+    arguments |= {"device_profile": str(folder / "slow.json"), "max_steps": 9, "save_strategy": "no"}
     trainer = make_trainer(str(folder), dataloader_num_workers=1, **arguments)
     measured = trainer.dispatcher.settings.choices.costs
     trainer.train()
@@ -208,7 +175,8 @@ def _trained(folder: Path) -> tuple[Any, ...]:
 
 def test_training_corrects_costs_on_all_ranks_alike_and_resumes_with_them(rank_pools, tmp_path):
     """Every rank's loader is ahead by some micro-batches when the costs change."""
-    (measured, costs, again, logged), (_, other, *_) = rank_pools[2].run(_trained, tmp_path / "run")
+    replace(DeviceProfile.load("cpu"), bytes_per_second=1e3).save(tmp_path / "slow.json")
+    (measured, costs, again, logged), (_, other, *_) = rank_pools[2].run(_trained, tmp_path)
     assert costs == other == again
     assert costs.before < measured.before / 2
     names = ("step_ms", "step_ms_predicted", "gain_predicted", "plans_without_exchange")

@@ -1,18 +1,26 @@
-"""Loaders of data sets, and micro-batches that are fetched and bound while the device works on the one before."""
+"""Loaders of data sets, micro-batches that are fetched and bound ahead, and what a closed trainer leaves behind."""
 
+import gc
+import multiprocessing
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from hf_distca.collator.padding_free import CollatorWithLengths, batch_document_lengths
+from hf_distca.collator.refusals import Data
 from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.trainer.loaders import PackedLoaders, UpcomingBatches, is_stream, lengths_read_on_host
-from tests.trainer.small_trainers import make_trainer
+from tests.models_and_batches import small_model
+from tests.refused import refused
+from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 
 class Stream(IterableDataset):
@@ -45,18 +53,17 @@ def test_loaders_are_made_as_the_arguments_say(tmp_path):
 
 def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(tmp_path):
     trainer = make_trainer(str(tmp_path), tokens_per_rank=8)
-    groups = SimpleNamespace(
-        rank=0, ranks=2, raise_together=lambda *_, **__: None, all_gather=lambda value, **_: [value] * 2
-    )
-    settings = PlanSettings(2, 8, document_layout="whole")
-    dispatcher: Any = SimpleNamespace(
-        groups=groups, settings=settings, device=trainer.args.device, choices=lambda: settings.choices
-    )
-    loaders = PackedLoaders(trainer, dispatcher)
-    documents = [{"input_ids": [0] * length} for length in (6, 5, 4)]
-    assert len(loaders.loader(documents, shuffle=False)) == 2  # 15 tokens, but 4 more fit beside neither 6 nor 5
-    with pytest.raises(ValueError, match="longer than tokens_per_rank = 8 tokens"):
-        loaders.loader([{"input_ids": [0] * 9}], shuffle=False)
+    alike: dict[str, Any] = {"raise_together": lambda *_, **__: None, "all_gather": lambda value, **_: [value] * 2}
+    for layout, limit_name, limit in (("whole", "tokens_per_rank", 8), ("joint", "ranks · tokens_per_rank", 16)):
+        settings = PlanSettings(2, 8, document_layout=layout)
+        groups = SimpleNamespace(rank=0, ranks=2, **alike)
+        dispatcher: Any = SimpleNamespace(groups=groups, settings=settings, device=trainer.args.device, choices=list)
+        loaders = PackedLoaders(trainer, dispatcher)
+        documents = [{"input_ids": [0] * length} for length in (6, 5, 4)]
+        # 15 tokens, but 4 more fit beside neither 6 nor 5 on a rank.
+        assert len(loaders.loader(documents, shuffle=False)) == (2 if layout == "whole" else 1)
+        with refused(Data.LONG, limit_name=limit_name, limit=limit, length=limit + 1):
+            loaders.loader([{"input_ids": [0] * (limit + 1)}], shuffle=False)
 
 
 def test_whatever_a_data_set_raises_reaches_all_processes_of_the_world(tmp_path, monkeypatch):
@@ -91,30 +98,29 @@ def test_lengths_are_read_by_the_collator_unless_rank_0_reads_for_all():
 
 
 def test_nothing_is_bound_ahead_of_another_loader_or_of_servers():
-    def batches_ahead(remote: object, count: int) -> tuple[UpcomingBatches, list[str]]:
+    # A pool of servers is asked when it is time.
+    for remote, count, expected in ((None, 1, ["a", "b"]), (object(), 2, ["a"])):
         bound: list[str] = []
-        binder: Any = SimpleNamespace(remote=remote, bind=lambda plan: bound.append(plan) or f"{plan} bound")
+        binder: Any = SimpleNamespace(remote=remote, bind=lambda plan, to=bound: to.append(plan) or f"{plan} bound")
         upcoming = UpcomingBatches(binder)
-        upcoming.begin_step(upcoming.fetch(iter([{PLAN_KEY: "a"}, {PLAN_KEY: "b"}]), count))
+        upcoming.fetch(iter([{PLAN_KEY: "a"}, {PLAN_KEY: "b"}]), count, planned=True)
         assert upcoming.bind("a") == "a bound"
         upcoming.bind_next()
-        return upcoming, bound
-
-    upcoming, bound = batches_ahead(None, 1)
-    assert bound == ["a", "b"]
-    other = [{PLAN_KEY: "c"}, {PLAN_KEY: "d"}]
-    assert upcoming.fetch(iter(other), 2) == other
-    assert upcoming.bind("of an evaluation") == "of an evaluation bound"
-    _, bound = batches_ahead(object(), 2)  # a pool of servers is asked when it is time
-    assert bound == ["a"]
+        assert bound == expected
+        other = [{PLAN_KEY: "c"}, {PLAN_KEY: "d"}]
+        assert upcoming.fetch(iter(other), 2, planned=True) == other
+        assert upcoming.bind("of an evaluation") == "of an evaluation bound"
 
 
-class Steps(TrainerCallback):
+class Notes(TrainerCallback):
+    """Notes in a list when steps end, and the most processes that read data."""
+
     def __init__(self, events: list[str]) -> None:
-        self.events = events
+        self.events, self.readers = events, 0
 
-    def on_step_end(self, *_args, **_kwargs) -> None:
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         self.events.append("optimizer")
+        self.readers = max(self.readers, len(multiprocessing.active_children()))
 
 
 @pytest.mark.parametrize("source", ["packed", "flattened"])
@@ -123,7 +129,7 @@ def test_training_binds_ahead(tmp_path, monkeypatch, source):
         str(tmp_path), source, lengths=[150] * 4, gradient_accumulation_steps=2, max_steps=2, save_strategy="no"
     )
     events: list[str] = []
-    trainer.add_callback(Steps(events))
+    trainer.add_callback(Notes(events))
     bind, compute_loss, collator = trainer.dispatcher.bind, trainer.compute_loss, trainer.data_collator
     monkeypatch.setattr(trainer.dispatcher, "bind", lambda plan: (events.append("bind"), bind(plan))[1])
     # Trainer looks at the loss, and waits for it, before it counts these.
@@ -145,3 +151,44 @@ def test_ranks_are_not_asked_again_in_an_epoch_that_has_ended(tmp_path, monkeypa
     ended = iter([])
     assert [trainer.get_batch_samples(ended, 2, trainer.args.device)[0] for _ in range(3)] == [[], [], []]
     assert len(asked) == 1
+
+
+# Behind
+
+
+def _held() -> tuple[int, int, int]:
+    """Groups, threads and child processes of this process."""
+    gc.collect()
+    threads = len(os.listdir("/proc/self/task"))
+    return len(dist.distributed_c10d._world.pg_map), threads, len(multiprocessing.active_children())
+
+
+def _trainers_one_after_another(folder: str) -> None:
+    model, closed, losses = small_model(), [], []
+    for workers in (1, 0):
+        # One step of a pass, whose loader has more to give.
+        options = {"max_steps": 1, "learning_rate": 3e-2, "save_strategy": "no", "dataloader_num_workers": workers}
+        trainer = make_trainer(folder, model=model, lengths=LENGTHS * 2, **options)
+        notes = Notes([])
+        trainer.add_callback(notes)
+        trainer.train()
+        assert (notes.readers, len(multiprocessing.active_children())) == (workers, 0)
+        before, groups = _held(), trainer.dispatcher.groups
+        losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        for _ in range(2):
+            trainer.close()
+        closed.append(_held())
+    assert losses[0] > losses[1]  # it trained on from where the one before had come to
+    assert closed == [(1, closed[0][1], 0)] * 2
+    assert before[0] == 3
+    assert before[1] > closed[0][1]
+    with pytest.raises(RuntimeError, match=r"groups of this dispatcher are closed; make a new trainer or dispatcher"):
+        trainer.evaluate()
+    with pytest.raises(RuntimeError, match="closed"):
+        groups.any_of([True])
+    with torch.no_grad():
+        assert model(input_ids=torch.tensor([[3, 4, 5]])).logits.shape == (1, 3, 64)
+
+
+def test_nothing_is_left_of_a_closed_trainer(rank_pools, tmp_path):
+    rank_pools[2].run(_trainers_one_after_another, str(tmp_path))

@@ -10,21 +10,16 @@ import torch
 from transformers import TrainerCallback
 
 from hf_distca import DistCAConfig
-from hf_distca.models.kinds import layers_by_kind
-from hf_distca.models.settings import plan_settings
 from hf_distca.plan import ExchangeFigures, PlanChoice, PlanSummary
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.trainer import metrics
 from hf_distca.trainer.metrics import Remedies, StepMeter, flops_counter, predicted_attention
-from tests.models_and_batches import small_model
+from tests.models_and_batches import SMALL_KIND, small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
-
-CPU = torch.device("cpu")
 
 
 class Clock(TrainerCallback):
-    """A step takes 2 seconds, one of them in waits and half of one in kernel calls; a batch of an evaluation 100
-    seconds, all in waits and kernel calls."""
+    """A step takes 2 s, 1 s of them in waits and 0.5 s in kernel calls; a batch of an evaluation 100 s in waits."""
 
     now = waited = 0.0
 
@@ -34,13 +29,15 @@ class Clock(TrainerCallback):
     def seconds(self, kind: str) -> float:
         return {"wait": self.waited, "kernel": self.waited / 2}[kind]
 
+    def add(self, seconds: float, waited: float) -> None:
+        self.now += seconds
+        self.waited += waited
+
     def on_step_begin(self, *args, **kwargs) -> None:
-        self.now += 2.0
-        self.waited += 1.0
+        self.add(2.0, 1.0)
 
     def on_prediction_step(self, *args, **kwargs) -> None:
-        self.now += 100.0
-        self.waited += 100.0
+        self.add(100.0, 100.0)
 
 
 @pytest.fixture
@@ -59,8 +56,7 @@ def test_only_training_counts(tmp_path, monkeypatch, clock):
     trainer.add_callback(clock)
     for _ in range(2):
         # Neither what is done before training nor the last step of the one before, which was not logged.
-        clock.now += 1000.0
-        clock.waited += 1000.0
+        clock.add(1000.0, 1000.0)
         trainer.train()
         (figures,) = [entry for entry in trainer.state.log_history if "loss" in entry]
         assert figures["distca/tokens_per_second"] == pytest.approx(sum(LENGTHS) / 2.0)
@@ -69,37 +65,32 @@ def test_only_training_counts(tmp_path, monkeypatch, clock):
         assert figures["distca/attention_ms"] == pytest.approx(figures["distca/attention_ms_predicted"]) == 500.0
 
 
-MOVED = [*range(9)], [*range(1, 10)]
-
-
-def figures_of(clock: Clock, moved=MOVED, nodes: Any = None, choice: Any = None, servers: Any = None):
-    """Figures of two steps with two micro-batches of 24 tokens, whose plans move these bytes, on two processes."""
-    dispatcher = SimpleNamespace(
-        settings=SimpleNamespace(nodes=nodes),
-        recorder=SimpleNamespace(seconds=clock.seconds),
-        groups=SimpleNamespace(all_gather=lambda value: [value], ranks=2),
-        device=CPU,
-    )
-    pool = None if servers is None else SimpleNamespace(servers=servers)
-    meter = StepMeter(dispatcher, small_model(), pool, 2, SimpleNamespace(besides=0.5))
-    for each in moved:
-        summary = PlanSummary(1.5, 1.0, ExchangeFigures(*each))
-        plan = SimpleNamespace(tokens=np.array([20, 4]), summary=summary, choice=choice, nano_batches=())
-        meter.count(SimpleNamespace(plan=plan, ran=SimpleNamespace(layers_in_turns=0, layers=1), stages=1))
-    for _ in range(2):
-        clock.on_step_begin()
-        meter.on_step_end()
-    assert meter.steps == 2
-    figures = meter.figures()
-    assert (meter.steps, meter.figures()) == (0, {})
-    return figures
-
-
 def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
-    figures = figures_of(clock)
-    assert figures["exchange_bytes"] == 1.5
+    def figures_of(moved=([*range(9)], [*range(1, 10)]), nodes: Any = None, choice: Any = None, servers: Any = None):
+        """Figures of two steps with two micro-batches of 24 tokens, whose plans move these bytes, on two processes."""
+        dispatcher = SimpleNamespace(
+            settings=SimpleNamespace(nodes=nodes),
+            recorder=SimpleNamespace(seconds=clock.seconds),
+            groups=SimpleNamespace(all_gather=lambda value: [value], ranks=2),
+            device=torch.device("cpu"),
+        )
+        pool = None if servers is None else SimpleNamespace(servers=servers)
+        meter: Any = StepMeter(dispatcher, small_model(), pool, 2, SimpleNamespace(besides=0.5))
+        for each in moved:
+            summary = PlanSummary(1.5, 1.0, ExchangeFigures(*each))
+            plan = SimpleNamespace(tokens=np.array([20, 4]), summary=summary, choice=choice, nano_batches=())
+            meter.count(SimpleNamespace(plan=plan, ran=SimpleNamespace(layers_in_turns=1, layers=2), stages=1))
+        for _ in range(2):
+            clock.on_step_begin()
+            meter.on_step_end()
+        figures = meter.figures()
+        assert (meter.steps, meter.figures()) == (0, {})
+        return figures
+
+    figures = figures_of()
+    assert (figures["exchange_bytes"], figures["ping_pong_share"]) == (1.5, 0.5)
     assert not {name for name in figures if "node" in name} | {"mfu", "step_ms", "attention_servers"} & figures.keys()
-    assert {name: value for name, value in figures_of(clock, nodes=(0, 0, 1)).items() if "node" in name} == {
+    assert {name: value for name, value in figures_of(nodes=(0, 0, 1)).items() if "node" in name} == {
         "exchange_bytes_within_nodes": 3.5,
         "exchange_bytes_between_nodes": 6.5,
         "busiest_node_bytes_within": 4.5,
@@ -107,15 +98,14 @@ def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
     }
     # Bytes in all, the busiest worker's, and inside nodes three times; then between nodes.
     moved = [[0] * 9, [7, 7, 7, 7, 7, 0, 0, 0, 0], *[[7, 7, 4, 4, 4, 3, 3, 3, 0]] * 2]
-    choice = PlanChoice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3)
-    figures = figures_of(clock, moved, choice=choice)
+    figures = figures_of(moved, choice=PlanChoice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3))
     assert (figures["step_ms"], figures["step_ms_predicted"]) == (2000.0, 1000.0)
     assert figures["gain_predicted"] == pytest.approx(1.2)
     assert (figures["plans_without_exchange"], figures["plans_within_nodes"]) == (0.25, 0.25)
     assert figures["attention_ms_predicted"] == pytest.approx(4 * 100.0 / 2)
     monkeypatch.setattr(metrics, "peak_flops", lambda name: 100.0)
     monkeypatch.setattr(metrics, "flops_counter", lambda model, shared_by: lambda plan: 50.0)
-    figures = figures_of(clock, servers=[7])
+    figures = figures_of(servers=[7])
     assert (figures["tokens_per_second"], figures["tokens_per_second_per_device"]) == (12.0, 4.0)
     assert (figures["exposed_exchange_share"], figures["imbalance_degree_packed"]) == (0.5, 1.5)
     assert (figures["attention_servers"], figures["attention_ms"]) == (1, 500.0)
@@ -124,61 +114,51 @@ def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
 
 def test_model_flops_are_those_of_weights_and_pairs():
     model = small_model()
-    for parameter in model.model.layers[0].parameters():
-        parameter.requires_grad_(False)
-    config = model.config
-    plan = plan_micro_batch([5, 3], plan_settings(model, DistCAConfig(tokens_per_rank=8), ranks=1, device=CPU))
-    of_layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
-    rest = model.model.norm.weight.numel() + model.lm_head.weight.numel()
-    weights = 4 * of_layers[0] + 6 * (sum(of_layers[1:]) + rest)
-    heads = config.num_attention_heads * (config.hidden_size // config.num_attention_heads)
-    attention = config.num_hidden_layers * 3 * 4 * heads * (15 + 6)
+    model.model.layers[0].requires_grad_(False)
+    plan = plan_micro_batch([5, 3], PlanSettings(1, 8, (SMALL_KIND,)))
+    frozen, *trained = (sum(p.numel() for p in layer.parameters()) for layer in (*model.model.layers, model.lm_head))
+    weights = 4 * frozen + 6 * (sum(trained) + model.model.norm.weight.numel())
+    attention = 2 * 3 * 4 * 32 * (15 + 6)  # layers; forward and backward; operations of a pair; width; pairs
     assert flops_counter(model, shared_by=1)(plan) == pytest.approx(8 * weights + attention)
     assert flops_counter(model, shared_by=2)(plan) == pytest.approx(8 * weights + 2 * attention)
 
 
 def test_predicted_attention_time():
-    """Two micro-batches stay on the two ranks; pairs of such short documents can be counted by hand."""
-    model = small_model()
-    config = DistCAConfig(tokens_per_rank=4, document_layout="whole", balance_tolerance=100.0, ping_pong=False)
-    settings = plan_settings(model, config, ranks=2, device=CPU)
+    # Two micro-batches stay on the two ranks; pairs of such short documents can be counted by hand.
+    settings = PlanSettings(2, 4, (SMALL_KIND,), document_layout="whole", balance_tolerance=100.0)
     plans = [plan_micro_batch([4, 2, 2], settings), plan_micro_batch([3], settings)]
-    busiest, other, layers = 10 + 6, 3 + 3, layers_by_kind(model)
+    busiest, other = 10 + 6, 3 + 3
     expected = (7.0 + 4.0) * busiest / (busiest + other)
-    assert predicted_attention(layers, plans, [7.0, 4.0]) == pytest.approx(expected)
+    assert predicted_attention({SMALL_KIND: 2}, plans, [7.0, 4.0]) == pytest.approx(expected)
     # Plans that were chosen carry their prediction; the busiest rank is that of all micro-batches together.
-    attention = ((5.0, 1.0), (1.0, 6.0))
-    chosen = [
-        replace(plan, choice=PlanChoice(1, 1, 0.01, 9.0, each)) for plan, each in zip(plans, attention, strict=True)
-    ]
-    assert predicted_attention(layers, chosen, [100.0, 100.0]) == 7.0
-
-
-FINE = {"imbalance_degree": 1.01, "exposed_exchange_share": 0.02, "ping_pong_share": 1.0}
-WRONG = {
-    "imbalance_degree": (1.3, "(it is 0.3)"),
-    "exposed_exchange_share": (0.25, "hf-distca doctor"),
-    "ping_pong_share": (0.01, "raise tokens_per_rank"),
-}
+    choices = [PlanChoice(1, 1, 0.01, 9.0, attention) for attention in ((5.0, 1.0), (1.0, 6.0))]
+    chosen = [replace(plan, choice=choice) for plan, choice in zip(plans, choices, strict=True)]
+    assert predicted_attention({SMALL_KIND: 2}, chosen, [100.0, 100.0]) == 7.0
 
 
 def test_each_problem_is_logged_once_with_the_remedy(caplog):
-    for name, (value, remedy) in WRONG.items():
+    fine = {"imbalance_degree": 1.01, "exposed_exchange_share": 0.02, "ping_pong_share": 1.0}
+    for name, value, remedy in (
+        ("imbalance_degree", 1.3, "(it is 0.3)"),
+        ("exposed_exchange_share", 0.25, "hf-distca doctor"),
+        ("ping_pong_share", 0.01, "raise tokens_per_rank"),
+    ):
         caplog.clear()
         remedies = Remedies(DistCAConfig(balance_tolerance=0.3, ping_pong=True), ping_pong=True)
+        remedies.see({**fine, name: value}, 49)  # few steps
+        assert not caplog.records
         for _ in range(30):
-            remedies.see({**FINE, name: value}, 10)
+            remedies.see({**fine, name: value}, 10)
         (record,) = caplog.records
         assert record.levelname == "WARNING"
         assert f"distca/{name} is {value:.2f}" in record.message
         assert remedy in record.message
-
-
-def test_what_needs_no_remedy(caplog):
-    remedies = Remedies(DistCAConfig(), ping_pong=True)
-    remedies.see({name: value for name, (value, _) in WRONG.items()}, 49)  # few steps
-    remedies.see({}, 1)
-    remedies.see(FINE, 1000)  # means over all steps since: most were fine
-    remedies.see({**FINE, "imbalance_degree": 1.3, "ping_pong_share": 0.0}, 50)  # chosen by the planner
-    Remedies(DistCAConfig(ping_pong=False), ping_pong=False).see({**FINE, "ping_pong_share": 0.0}, 50)
+    # What the planner chooses, or the user did not ask for; and means over all steps since: most were fine.
+    caplog.clear()
+    for ping_pong in ("auto", False):
+        remedies = Remedies(DistCAConfig(ping_pong=ping_pong), ping_pong=ping_pong is not False)
+        remedies.see({**fine, "imbalance_degree": 1.3, "ping_pong_share": 0.0}, 50)
+        remedies.see({**fine, "exposed_exchange_share": 0.25}, 49)
+        remedies.see({}, 1)
+        remedies.see(fine, 1000)
     assert not caplog.records

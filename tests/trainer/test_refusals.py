@@ -1,12 +1,14 @@
 """What cannot be trained exactly is refused before any work starts, on every rank."""
 
 import re
+import shutil
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import numpy as np
 import peft
 import pytest
 import torch
@@ -22,195 +24,157 @@ from transformers import (
 )
 
 import hf_distca
-from hf_distca.collator.refusals import Data
 from hf_distca.models.decoder import decoder_attentions
 from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
-from hf_distca.refusal import Rule, check
-from hf_distca.trainer import refusals
-from hf_distca.trainer.refusals import PADDING, SUMMED_GRADIENTS, Given, check_given, check_trainer
+from hf_distca.refusal import check
+from hf_distca.trainer import refusals, resuming
+from hf_distca.trainer.refusals import PADDING, SUMMED_GRADIENTS, Resume, Run, check_given, check_trainer
 from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.survey.tiny import tiny_config
 from tests.trainer.comparison import CHECKPOINTING
 from tests.trainer.features import with_tower
-from tests.trainer.small_trainers import make_trainer
+from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 # Tables
 
 
-def settings(**changes: Any) -> Any:
-    # Arguments of TRL's trainer, which have those of transformers, changed after they were checked.
-    args = hf_distca.DistCASFTConfig("unused", use_cpu=True, bf16=False, report_to=[])
-    loading = {name: changes.pop(name) for name in list(changes) if hasattr(args.accelerator_config, name)}
-    args.accelerator_config = SimpleNamespace(**{**vars(args.accelerator_config), **loading})
+def settings(kind: Any = hf_distca.DistCASFTConfig, **changes: Any) -> Any:
+    """Arguments of TRL's trainer, which have those of transformers, changed after they were checked."""
+    args = kind("unused", use_cpu=True, bf16=False, report_to=[])
     vars(args).update(changes)
     return args
 
 
-def given(args: Any = None, trainer: type = hf_distca.DistCATrainer, **named: Any) -> Given:
-    return Given(trainer, {"args": settings() if args is None else args, **named})
+def give(trainer: type = hf_distca.DistCATrainer, options: Any = None, **named: Any) -> None:
+    check_given(trainer, {"args": settings(**(options or {})), **named})
 
 
-def launched(args: Any = None, model: Any = None, tensor: int = 1, **changes: Any) -> Any:
-    # A trainer as it would be launched, with tensor parallelism of this size.
-    backend = SimpleNamespace(backend=changes.pop("backend", DynamoBackend.NO))
-    accelerator = {"mixed_precision": "no", "is_fsdp2": False, "distributed_type": DistributedType.NO}
-    accelerator |= {name: changes.pop(name) for name in accelerator if name in changes}
+def launch(model: Any = small_model, tensor: int = 1, trainer: Any = None, by: Any = None, **changes: Any) -> None:
+    """Check a trainer as it would be launched by an accelerator, with tensor parallelism of this size."""
+    state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
+    accelerator = {"mixed_precision": "no", "is_fsdp2": False, "parallelism_config": None, "state": state}
+    accelerator |= {"distributed_type": DistributedType.NO, **(by or {})}
     facts = {"is_deepspeed_enabled": False, "model_accepts_loss_kwargs": True, "optimizer": None, "lr_scheduler": None}
-    return SimpleNamespace(
-        args=args or settings(),
-        model=model or small_model(),
-        get_tp_size=lambda: tensor,
-        accelerator=SimpleNamespace(
-            state=SimpleNamespace(dynamo_plugin=backend), parallelism_config=None, **accelerator
-        ),
-        **{**facts, **changes},
-    )
+    facts |= {"args": settings(**changes), "model": model(), "get_tp_size": lambda: tensor, **(trainer or {})}
+    check_trainer(SimpleNamespace(accelerator=SimpleNamespace(**accelerator), **facts))
 
 
-def divided(adapters: bool = False, tp_plan: tuple[str, ...] = (), **sizes: int) -> Any:
-    # A model that was divided when it was loaded, of which only facts are looked at.
+def divided(adapters: bool = False, tp_plan: tuple[str, ...] = (), **sizes: int) -> Callable[[], Any]:
+    """Make a model that was divided when it was loaded, of which only facts are looked at."""
     sized = SimpleNamespace(**{"pp_size": 1, "dp_replicate_size": 1, **sizes})
     model = SimpleNamespace(config=SimpleNamespace(distributed_config=sized))
     model.tp_plan = dict.fromkeys(tp_plan, SUMMED_GRADIENTS)
     model.is_distributed_loading_by_transformers = True
     if adapters:
-        model.get_base_model = lambda: divided(**sizes)
-    return model
+        model.get_base_model = divided(**sizes)
+    return lambda: model
 
 
-DDP = {"distributed_type": DistributedType.MULTI_CPU}
 REENTRANT = {CHECKPOINTING: True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+TOWER = {"model": lambda: with_tower("distca"), "by": {"distributed_type": DistributedType.MULTI_CPU}}
+COMPILED = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.INDUCTOR))
 LIGER = {"use_liger_kernel": True}
-NO_MLPS = {**LIGER, "liger_kernel_config": {"swiglu": False, "geglu": False}}
-
-
-def each(**values: Any) -> list[Callable[[], Any]]:
-    """Arguments with one of these values at a time."""
-    return [partial(settings, **{name: value}) for name, value in values.items()]
-
-
-CASES: dict[str, list[Callable[[], Any]]] = {
+LOADING = {"split_batches": True, "dispatch_batches": True, "even_batches": False, "use_seedable_sampler": False}
+CHECKS: dict[str, Callable[..., None]] = {
+    "ARGUMENTS": lambda **changes: check(refusals.ARGUMENTS, settings(**changes)),
+    "GIVEN": give,
+    "PACKING": lambda **changes: give(options=changes),
+    "ROWS_ARE_PLACED": lambda **sizes: launch(by={"parallelism_config": SimpleNamespace(**sizes)}),
+    "SFT_ARGUMENTS": lambda **changes: check(refusals.SFT_ARGUMENTS, settings(**changes)),
+    "SFT_TRAINER": lambda tensor=1, images=False: check(
+        refusals.SFT_TRAINER, SimpleNamespace(get_tp_size=lambda: tensor, _is_vision_dataset=images)
+    ),
+    "TRAINER": launch,
+}
+CASES: dict[str, list[dict[str, Any]]] = {
     "ARGUMENTS": [
-        *each(label_smoothing_factor=0.1, average_tokens_across_devices=False, auto_find_batch_size=True),
-        *each(dataloader_drop_last=True, use_cache=True, label_names=["targets"], packing=True, eval_packing=True),
-        *each(padding_free=True, pad_to_multiple_of=8, activation_offloading=True),
-        lambda: settings(**LIGER, liger_kernel_config={"cross_entropy": True}),
-        lambda: settings(**LIGER, liger_kernel_config={"geglu": False}, mlp_chunk_rows=16),
+        *({"label_smoothing_factor": 0.1}, {"average_tokens_across_devices": False}, {"auto_find_batch_size": True}),
+        *({"dataloader_drop_last": True}, {"use_cache": True}, {"label_names": ["targets"]}, {"packing": True}),
+        *({"eval_packing": True}, {"padding_free": True}, {"pad_to_multiple_of": 8}, {"activation_offloading": True}),
+        {**LIGER, "liger_kernel_config": {"cross_entropy": True}},
+        {**LIGER, "liger_kernel_config": {"geglu": False}, "mlp_chunk_rows": 16},
     ],
     "GIVEN": [
-        lambda: given(trainer=trl.DPOTrainer),
-        lambda: Given(hf_distca.DistCATrainer, {}),
-        lambda: given(compute_metrics=print),
-        lambda: given(preprocess_logits_for_metrics=print),
-        lambda: given(compute_loss_func=print),
-        lambda: given(model_init=print),
-        lambda: given(data_collator=PADDING[-1].__new__(PADDING[-1])),
-        lambda: given(settings(_n_gpu=2)),
+        *({"trainer": trl.DPOTrainer}, {"args": None}, {"compute_metrics": print}),
+        *({"preprocess_logits_for_metrics": print}, {"compute_loss_func": print}, {"model_init": print}),
+        *({"data_collator": PADDING[-1].__new__(PADDING[-1])}, {"options": {"_n_gpu": 2}}),
     ],
     "PACKING": [
-        *each(per_device_train_batch_size=4, per_device_eval_batch_size=4, train_sampling_strategy="group_by_length"),
-        *each(split_batches=True, dispatch_batches=True, even_batches=False, use_seedable_sampler=False),
-        *each(dataloader_in_order=False),
+        *({"per_device_train_batch_size": 4}, {"per_device_eval_batch_size": 4}),
+        {"train_sampling_strategy": "group_by_length"},
+        *({"accelerator_config": SimpleNamespace(**{name: value})} for name, value in LOADING.items()),
+        {"dataloader_in_order": False},
     ],
-    "ROWS_ARE_PLACED": [lambda: SimpleNamespace(cp_size=2), lambda: SimpleNamespace(cp_size=1, sp_size=2)],
-    "LOADED_ALREADY": [lambda: given(SimpleNamespace(model_init_kwargs={"dtype": "bfloat16"}), model=small_model())],
+    "ROWS_ARE_PLACED": [{"cp_size": 2}, {"cp_size": 1, "sp_size": 2}],
     "SFT_ARGUMENTS": [
-        lambda: hf_distca.DistCATrainingArguments("unused", use_cpu=True, report_to=[]),
-        lambda: settings(gradient_checkpointing_kwargs={"selective": True}),
+        {"kind": hf_distca.DistCATrainingArguments},
+        {"gradient_checkpointing_kwargs": {"selective": True}},
     ],
-    "SFT_TRAINER": [
-        lambda: SimpleNamespace(get_tp_size=lambda: 2, _is_vision_dataset=False),
-        lambda: SimpleNamespace(get_tp_size=lambda: 1, _is_vision_dataset=True),
-    ],
+    "SFT_TRAINER": [{"tensor": 2}, {"images": True}],
     "TRAINER": [
-        lambda: launched(backend=DynamoBackend.INDUCTOR),
-        lambda: launched(tensor=2),
-        lambda: launched(model=divided(pp_size=4)),
-        lambda: launched(model=divided(adapters=True), tensor=2),
-        lambda: launched(settings(attention_servers="external"), divided(), tensor=2),
-        lambda: launched(settings(gradient_accumulation_steps=2), divided(tp_plan=("norm",)), tensor=2),
-        lambda: launched(mixed_precision="fp16"),
-        lambda: launched(settings(optim="adafactor"), is_fsdp2=True),
-        lambda: launched(optimizer=1, is_deepspeed_enabled=True),
-        lambda: launched(model_accepts_loss_kwargs=False),
-        lambda: launched(settings(**REENTRANT), with_tower("distca"), **DDP),
-        lambda: launched(settings(ddp_find_unused_parameters=False), with_tower("distca"), **DDP),
+        {"by": {"state": COMPILED}},
+        {"tensor": 2},
+        {"model": divided(pp_size=4)},
+        {"model": divided(adapters=True), "tensor": 2},
+        {"attention_servers": "external", "model": divided(), "tensor": 2},
+        {"gradient_accumulation_steps": 2, "model": divided(tp_plan=("norm",)), "tensor": 2},
+        {"by": {"mixed_precision": "fp16"}},
+        {"optim": "adafactor", "by": {"is_fsdp2": True}},
+        {"trainer": {"optimizer": 1, "is_deepspeed_enabled": True}},
+        {"trainer": {"model_accepts_loss_kwargs": False}},
+        {**TOWER, **REENTRANT},
+        {**TOWER, "ddp_find_unused_parameters": False},
     ],
 }
-"""A subject for each rule of each table, in the order of the rules."""
-
-
-def rules_of(table: str) -> tuple[Rule, ...]:
-    rules = getattr(refusals, table)
-    return rules if isinstance(rules, tuple) else (rules,)
+"""What each rule of each table refuses, in the order of the rules."""
+TEXTS = {
+    "ARGUMENTS": "or liger_kernel_config={'swiglu': False, 'geglu': False}",
+    "PACKING": "accelerator_config.even_batches=False is set, but ",
+    "TRAINER": "model.vision_tower, model.multi_modal_projector of Gemma3ForConditionalGeneration get no gradient",
+}
+"""Values in one of the messages."""
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("ARGUMENTS", {**LIGER, "label_names": ["labels"], "eval_packing": False}),
+    ("ARGUMENTS", {"mlp_chunk_rows": 16}),
+    ("ARGUMENTS", {**LIGER, "liger_kernel_config": {"swiglu": False, "geglu": False}, "mlp_chunk_rows": 16}),
+    ("GIVEN", {"trainer": hf_distca.DistCASFTTrainer}),
+    ("GIVEN", {"options": {"per_device_train_batch_size": 4}, "data_collator": DataCollatorWithFlattening()}),
+    ("SFT_ARGUMENTS", {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+    ("TRAINER", {**ACCUMULATED, "model": divided(), "tensor": 2}),
+    ("TRAINER", {**ACCUMULATED, "model": divided(tp_plan=("norm",))}),
+    ("TRAINER", {"model": divided(adapters=True)}),
+    ("TRAINER", {"optim": "adafactor"}),
+    ("TRAINER", {"model": TOWER["model"], **REENTRANT}),
+    ("TRAINER", {**TOWER, "ddp_find_unused_parameters": True}),
+]
 
 
 @pytest.mark.parametrize("table", CASES)
 def test_each_rule_refuses_its_case(table):
-    for rule, make in zip(rules_of(table), CASES[table], strict=True):
+    messages = []
+    for rule, case in zip(getattr(refusals, table), CASES[table], strict=True):
+        with refused(rule) as error:
+            CHECKS[table](**case)
+        messages.append(str(error.value))
+    assert any(TEXTS.get(table, "") in message for message in messages)
+    for _, case in (each for each in NOT_REFUSED if each[0] == table):
+        CHECKS[table](**case)
+
+
+def test_the_tables_are_checked(tmp_path):
+    for rule, options in (
+        (refusals.ARGUMENTS[0], {"label_smoothing_factor": 0.1}),
+        (refusals.PACKING[0], {"per_device_train_batch_size": 4}),
+    ):
         with refused(rule):
-            check_trainer(make()) if table == "TRAINER" else check(rules_of(table), make())
-
-
-def test_values_in_messages():
-    for table, number, text in (
-        ("ARGUMENTS", 12, "or liger_kernel_config={'swiglu': False, 'geglu': False}"),
-        ("GIVEN", 1, "args are NoneType, but "),
-        ("PACKING", 5, "accelerator_config.even_batches=False is set, but "),
-        ("ROWS_ARE_PLACED", 1, "(sp_size=2)"),
-    ):
-        assert text in str(rules_of(table)[number].error(CASES[table][number]()))
-    towers = "model.vision_tower, model.multi_modal_projector of Gemma3ForConditionalGeneration get no gradient"
-    for number, text in ((8, "'adamw_torch"), (10, towers)):
-        with pytest.raises(ValueError, match=text):
-            check_trainer(CASES["TRAINER"][number]())
-
-
-def test_what_is_not_refused():
-    for args in (settings(**LIGER, label_names=["labels"], eval_packing=False), settings(mlp_chunk_rows=16)):
-        check(refusals.ARGUMENTS, args)
-    check(refusals.ARGUMENTS, settings(mlp_chunk_rows=16, **NO_MLPS))
-    check_given(given(trainer=hf_distca.DistCASFTTrainer))
-    collated = settings(per_device_train_batch_size=4, train_sampling_strategy="group_by_length")
-    check_given(given(collated, data_collator=DataCollatorWithFlattening()))
-    check(refusals.SFT_ARGUMENTS, settings(gradient_checkpointing_kwargs={"use_reentrant": False}))
-    loading = settings(model_init_kwargs={"dtype": "bfloat16"})
-    check(rules_of("LOADED_ALREADY"), given(loading, model="name"))
-    for trainer in (
-        launched(settings(gradient_accumulation_steps=2), divided(), tensor=2),
-        launched(settings(gradient_accumulation_steps=2), divided(tp_plan=("norm",))),
-        launched(model=divided(adapters=True)),
-        launched(settings(optim="adafactor")),
-        launched(settings(**REENTRANT), with_tower("distca")),
-        launched(settings(ddp_find_unused_parameters=True), with_tower("distca"), **DDP),
-    ):
-        check_trainer(trainer)
-
-
-def test_trainers_check_the_tables(tmp_path):
-    def trainer(model: Any = None, documents: Any = ((1, 2, 3),), compute_metrics: Any = None, **options: Any) -> Any:
-        dataset = datasets.Dataset.from_dict({"input_ids": [list(document) for document in documents]})
-        options = {"use_cpu": True, "report_to": [], "disable_tqdm": True, **options}
-        args = hf_distca.DistCATrainingArguments(str(tmp_path), **options)
-        model = model or small_model()
-        return hf_distca.DistCATrainer(model, args, train_dataset=dataset, compute_metrics=compute_metrics)
-
-    with refused(refusals.ARGUMENTS[0]):
-        trainer(label_smoothing_factor=0.1)
-    with refused(refusals.PACKING[0]):
-        trainer(per_device_train_batch_size=4)
-    with refused(refusals.GIVEN[2]):
-        trainer(compute_metrics=print)
+            make_trainer(str(tmp_path), **options)
     with refused(refusals.ROWS_ARE_PLACED[0]):
-        check_given(given(settings(parallelism_config=SimpleNamespace(cp_size=2))))
-    with refused(Data.LONG, limit_name="ranks · tokens_per_rank", limit=64, length=65):
-        trainer(documents=[[1] * 65], tokens_per_rank=64).train()
-    with pytest.raises(NotImplementedError, match="evaluate"):
-        trainer().predict(None)
+        give(options={"parallelism_config": SimpleNamespace(cp_size=2)})
     sharing = {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 64}
     with refused(Models.REENTRANT, module="layers.1.self_attn"):
-        trainer(small_model("gemma4_text", **sharing), **REENTRANT)
+        launch(model=lambda: small_model("gemma4_text", **sharing), **REENTRANT)
 
 
 # Models
@@ -244,9 +208,9 @@ def plan(model: Any) -> Any:
 
 
 Q = {"r": 4, "target_modules": ["q_proj"]}
+BERT = {"attention_probs_dropout_prob": 0.0, "is_decoder": True}
 WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
     (PROMPT_LEARNING, {}, lambda: adapted("PromptTuningConfig", num_virtual_tokens=4)),
-    (PROMPT_LEARNING, {}, lambda: adapted("PrefixTuningConfig", num_virtual_tokens=4)),
     (ALORA, {}, lambda: adapted("LoraConfig", **Q, alora_invocation_tokens=[5])),
     (ADAPTERS["ADALORA"], {}, lambda: adapted("AdaLoraConfig", total_step=10, target_modules=["q_proj"])),
     (ADAPTERS["POLY"], {}, lambda: adapted("PolyConfig", **Q)),
@@ -256,11 +220,8 @@ WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
     (Models.DROPOUT_IN_CONFIG, {"name": "attn_pdrop", "value": 0.1}, lambda: small_model("gpt2")),
     (Models.DROPOUT_IN_LAYER, {"value": 0.2}, lambda: with_dropout("attention_dropout", 0.2)),
     (
-        Models.DROPOUT_IN_LAYER,
-        {"name": "dropout", "value": 0.2},
-        lambda: with_dropout(
-            "dropout", torch.nn.Dropout(0.2), "bert", attention_probs_dropout_prob=0.0, is_decoder=True
-        ),
+        *(Models.DROPOUT_IN_LAYER, {"name": "dropout", "value": 0.2}),
+        lambda: with_dropout("dropout", torch.nn.Dropout(0.2), "bert", **BERT),
     ),
     (Models.OWN_MASK, {"model": "DogeForCausalLM"}, lambda: small_model("doge")),
     (Models.OTHER_ATTENTION, {"name": "sdpa"}, lambda: small_model(implementation="sdpa")),
@@ -302,50 +263,170 @@ def test_layers_of_an_unknown_type_or_that_do_not_take_the_plan(monkeypatch):
         plan(model)
 
 
+# Resuming
+
+STREAM = datasets.IterableDataset.from_generator(lambda: iter(()))
+
+
+def groups(ranks: int = 2) -> Any:
+    return SimpleNamespace(
+        ranks=ranks, rank=0, raised_together=lambda **_: nullcontext(), all_gather=lambda value: [value] * ranks
+    )
+
+
+def order(source: str, ranks: int = 2, skip: int = 0, **changed: Any) -> dict[str, Any]:
+    """The order of documents on some ranks: packed without the first ones, of a stream, or of examples."""
+    base = {"tokens_per_rank": 96, "gradient_accumulation_steps": 3, "seed": 1, "dataloader_num_workers": 0}
+    args = settings(**{**base, **changed})
+    layout = "whole" if args.document_layout == "whole" else "joint"
+    return resuming.data_order(
+        SimpleNamespace(args=args, train_dataset=STREAM if source == "stream" else range(len(LENGTHS))),
+        SimpleNamespace(groups=groups(ranks), settings=SimpleNamespace(document_layout=layout)),
+        SimpleNamespace(lengths=lambda dataset: (np.array(LENGTHS[skip:]), str(skip) * 64)),
+        packs=source != "flattened",
+    )
+
+
+WHOLE = {"document_layout": "whole"}
+RANDOM = "train_sampling_strategy is {}, but must be random with seed 1"
+OF_BATCHES = {"per_device_train_batch_size": 3}
+OTHERS: list[tuple[str, dict[str, Any], int, dict[str, Any], str]] = [
+    ("packed", {}, 3, {"tokens_per_rank": 63}, "is 189, but must be at least 192: with 3 ranks, tokens_per_rank=64"),
+    ("packed", {}, 2, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2, but must be 3"),
+    ("packed", {}, 2, {"data_seed": 7}, RANDOM.format("random with seed 7")),
+    ("packed", {}, 2, {"train_sampling_strategy": "sequential"}, RANDOM.format("sequential")),
+    ("packed", {}, 2, {"long_documents": "split"}, "long_documents is split, but must be error"),
+    ("packed", {}, 2, {"skip": 1}, "train_dataset is 11 documents of 471 tokens, fingerprint 1111111111111111"),
+    ("packed", WHOLE, 2, {}, "document_layout is joint or fixed, but must be whole on 2 ranks"),
+    ("stream", {}, 3, {}, "ranks is 3, but must be 2"),
+    ("stream", {}, 2, {"tokens_per_rank": 97}, "tokens_per_rank is 97, but must be 96"),
+    ("stream", {}, 2, {"dataloader_num_workers": 1}, "dataloader_num_workers is 1, but must be 0"),
+    ("flattened", OF_BATCHES, 3, OF_BATCHES, "ranks * per_device_train_batch_size is 9, but must be 6"),
+]
+"""What the data are, settings that were saved, ranks that resume, their settings, and what differs."""
+
+
+def test_another_order(tmp_path):
+    def save(order: dict[str, Any]) -> None:
+        progress = resuming.DataProgress()
+        progress.place = resuming.DataPlace(order, epoch=1)
+        progress.save(tmp_path)
+
+    def place(order: dict[str, Any], ranks: int = 2, **changed: Any) -> resuming.DataPlace:
+        return resuming.agreed_place(order, str(tmp_path), settings(**changed), groups(ranks))
+
+    with refused(Resume.NO_PLACE, checkpoint=tmp_path, file="data_order.json"):
+        place(order("packed"))
+    for source, saved, ranks, changed, differences in OTHERS:
+        save(order(source, **saved))
+        other = order(source, ranks, **changed)
+        with refused(Resume.OTHER_ORDER) as error:
+            place(other, ranks)
+        assert differences in str(error.value)
+        assert place(other, ranks, ignore_data_skip=True) == resuming.DataPlace(other)
+        assert place(order(source, **saved)).epoch == 1
+    # Another kind of data: what only the checkpoint, or only this run has.
+    save(order("packed"))
+    with refused(Resume.OTHER_ORDER) as error:
+        place(order("stream"))
+    assert "ranks is 2, but must be None" in str(error.value)
+    assert RANDOM.format(None) in str(error.value)
+    # A checkpoint of an earlier version.
+    save({name: value for name, value in order("packed").items() if name != "document_layout"})
+    assert place(order("packed")).epoch == 1
+    with refused(Resume.OTHER_ORDER, differences="document_layout is whole on 2 ranks, but must be joint or fixed"):
+        place(order("packed", **WHOLE))
+
+
+DEEPSPEED = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={}))
+WITH_SCHEDULER = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"scheduler": {}}))
+DDP, FSDP = SimpleNamespace(), SimpleNamespace(fsdp_plugin=object())
+STATE = "trainer_state.json"
+
+
+def test_checkpoints_with_and_without_state(tmp_path):
+    at = tmp_path / "checkpoint-3"
+
+    def checkpoint(files: str) -> None:
+        shutil.rmtree(at, ignore_errors=True)
+        at.mkdir()
+        for name in files.split():
+            (at / name).touch()
+
+    def resume(state: Any = DDP, resume_from: Any = True) -> str | None:
+        args: Any = SimpleNamespace(output_dir=tmp_path)
+        return resuming.agreed_checkpoint(resume_from, args, SimpleNamespace(state=state), groups())
+
+    with refused(Resume.NO_CHECKPOINT, folder=tmp_path):
+        resume()
+    checkpoint("optimizer.pt scheduler.pt")
+    with refused(Resume.INCOMPLETE, checkpoint=at, file=STATE):
+        resume()
+    for strategy, files, missing in (
+        (DDP, "scheduler.pt", "optimizer.pt"),
+        (DDP, "optimizer.pt", "scheduler.pt"),
+        (FSDP, "optimizer.pt scheduler.pt", "optimizer_0 or optimizer.bin"),
+        (DEEPSPEED, "optimizer.pt scheduler.pt", "global_step*"),
+        (DEEPSPEED, "global_step3", "scheduler.pt"),
+    ):
+        checkpoint(f"{STATE} {files}")
+        for load in (f"from_pretrained('{at}')", f"PeftModel.from_pretrained(model, '{at}', is_trainable=True)"):
+            with refused(Resume.NO_STATE, checkpoint=at, files=missing, load=load):
+                resume(strategy)
+            (at / "adapter_config.json").touch()
+    for strategy, files in (
+        (DDP, "optimizer.pt scheduler.pt"),
+        (FSDP, "optimizer_0 scheduler.pt"),
+        (FSDP, "optimizer.bin scheduler.pt"),
+        (DEEPSPEED, "global_step3 scheduler.pt"),
+        (WITH_SCHEDULER, "global_step3"),
+    ):
+        checkpoint(f"{STATE} {files}")
+        assert resume(strategy) == resume(strategy, str(at)) == str(at)
+        assert resume(strategy, None) is None
+
+
 # Every rank
 
-SETTINGS: dict[str, Any] = {
-    **{"tokens_per_rank": 96, "balance_tolerance": 0.1, "attention_kernel": "reference", "keep_received": True},
-    **{"ranks_per_node": 1, "seed": 2, "long_documents": "split", "gradient_accumulation_steps": 2},
-}
-"""Settings of rank 1 alone, one at a time."""
-DATA = {
-    "ranks were given different data sets (rank 0: 1 documents, 3 tokens; rank 1: 1": [[1, 2, 4]],
-    "rank 1: 2 documents, 4 tokens": [[1, 2, 3], [1]],
-    "rank 1: ValueError: document 0 is empty": [[]],
-}
-"""Documents of rank 1 alone, by the error."""
+
+def test_what_ranks_must_agree_on():
+    of_ranks: list[dict[str, Any]] = []
+    groups = SimpleNamespace(all_gather=lambda mine, in_world: of_ranks.append(mine) or of_ranks)
+    dispatcher: Any = SimpleNamespace(groups=groups, settings=None)
+    for name, value in {
+        **{"seed": 2, "long_documents": "split", "remove_unused_columns": False, "length_column_name": "tokens"},
+        **{"num_train_epochs": 5, "max_steps": 9, "trace_steps": 1, "attention_servers": "external"},
+        **{"gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"},
+    }.items():
+        of_ranks.clear()
+        resuming.check_agreement(settings(data_seed=1), dispatcher)
+        with refused(Run.DIFFERENT_ARGUMENTS, name=name):
+            resuming.check_agreement(settings(**{"data_seed": 1, name: value}), dispatcher)
 
 
 def _raise_together(folder: str) -> None:
-    """Give rank 1 alone what cannot be trained, or what differs; then both ranks a number of nodes that is wrong."""
+    """Give rank 1 alone what cannot be trained, or what differs."""
     other, without_mlps = torch.distributed.get_rank() == 1, small_model()
     for layer in without_mlps.model.layers if other else ():
         layer.mlp = torch.nn.Identity()
-    wrong: dict[str, dict[str, Any]] = {
+    for message, options in {
         "LlamaForCausalLM runs attn_implementation='sdpa', but plans do not reach that attention": {
             "model": small_model(implementation="sdpa" if other else "distca")
         },
         "torch.compile is set for the whole model": {"torch_compile": other},
         "kernel 'torch_varlen' computes on CUDA, got cpu": {"attention_kernel": "torch_varlen" if other else "auto"},
         "mlp_chunk_rows=16 has no effect on": {"model": without_mlps, "mlp_chunk_rows": 16},
-        "ddp_find_unused_parameters=False is set, but model.vision_tower": {
-            **{"model": with_tower("distca"), "ddp_find_unused_parameters": not other}
-        },
-    }
-    for message, options in wrong.items():
+    }.items():
         with pytest.raises(ValueError, match=f"^rank 1: ValueError: {re.escape(message)}"):
             make_trainer(folder, exchange_timeout=20, **options)
-    for name, value in SETTINGS.items():
+    for changed in ({"tokens_per_rank": 96}, {"keep_received": True}, {"seed": 2}):
         with pytest.raises(ValueError, match=r"differs? between ranks"):
-            make_trainer(folder, **({name: value} if other else {}))
-    for message, documents in DATA.items():
-        made = make_trainer(folder)
-        made.train_dataset = [{"input_ids": document} for document in (documents if other else [[1, 2, 3]])]
-        with pytest.raises(ValueError, match=re.escape(message)):
-            made.get_train_dataloader()
-    with pytest.raises(ValueError, match=r"^ranks_per_node=2,1 adds up to 3 ranks, but 2 ranks train"):
-        make_trainer(folder, ranks_per_node="2,1")
+            make_trainer(folder, **(changed if other else {}))
+    made = make_trainer(folder)
+    made.train_dataset = [{"input_ids": [1, 2, 4 if other else 3]}]
+    found = re.escape("different data sets (rank 0: 1 documents, 3 tokens; rank 1: 1 documents, 3 tokens)")
+    with pytest.raises(ValueError, match=found):
+        made.get_train_dataloader()
 
 
 def test_every_rank_raises_where_one_cannot_train(tmp_path, rank_pools):

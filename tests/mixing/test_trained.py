@@ -20,9 +20,9 @@ from tests.trainer.comparison import (
     PLANNED,
     ROUNDING,
     TOKENS_PER_RANK,
-    Pad,
     dataset_of,
     launched,
+    pad,
 )
 
 EVALUATED = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
@@ -112,7 +112,7 @@ def alone(name: str, folder: Any) -> dict[str, Any]:
     with launched("ddp", {}):
         args = TrainingArguments(str(folder), **{**COMMON, **EVALUATED, **ALONE, **RUNS[name]})
         documents = dataset_of(LENGTHS)
-        given = {"data_collator": Pad(), "train_dataset": documents, "eval_dataset": documents}
+        given = {"data_collator": pad, "train_dataset": documents, "eval_dataset": documents}
         return _log(Trainer(_model(name, "sdpa"), args, **given))
 
 

@@ -21,7 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +49,6 @@ from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 
-aten = torch.ops.aten
 META = torch.device("meta")
 
 WAITS = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique_dim", "_unique2"}
@@ -66,20 +65,12 @@ BY_ROWS = {"index_select", "index_copy_", "embedding"}
 
 @dataclass(frozen=True)
 class Call:
-    """One operator that was called.
-
-    Attributes:
-        what: "launch", "copy", "gemm", "attention", "exchange", "view" or "nothing".
-        owner: "dispatch" or "model".
-        layer: number of the decoder layer, None outside.
-        launches: on the device.
-        moved: bytes read and written.
-    """
+    """One operator that was called, and the bytes that it moved."""
 
     name: str
-    what: str
-    owner: str
-    layer: int | None
+    what: str  # "launch", "copy", "gemm", "attention", "exchange", "view" or "nothing"
+    owner: str  # "dispatch" or "model"
+    layer: int | None  # number of the decoder layer, None outside
     backward: bool
     launches: int
     moved: int
@@ -87,10 +78,7 @@ class Call:
 
 @dataclass
 class Sums:
-    """Numbers of operators, and the bytes that they move.
-
-    Launches and bytes are those besides matrix products, attention kernels and exchanges.
-    """
+    """Numbers of operators; launches and bytes are those besides matrix products, attention kernels and exchanges."""
 
     launches: int = 0
     copies: int = 0
@@ -165,6 +153,7 @@ def _check_no_wait(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _what(func: Any, name: str, result: Any, args: Any) -> tuple[str, int]:
+    """What an operator is, and how often it launches."""
     if func.namespace == "c10d":
         return "exchange", 0
     if name.startswith(("_flash_attention", "_scaled_dot_product")):
@@ -180,39 +169,37 @@ def _what(func: Any, name: str, result: Any, args: Any) -> tuple[str, int]:
 
 
 def _moved(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
-    """Bytes that the operator reads and writes."""
+    """Bytes that an operator reads and writes."""
     if name == "merge_into":  # the part is read, and as many rows of the result are read and written
-        _, _, o_part, lse_part, rows = args
-        return 3 * (_bytes(o_part) + _bytes(lse_part)) + (0 if rows is None else _bytes(rows))
+        _, _, *part, rows = args
+        return 3 * _bytes(*part) + _bytes(*_tensors(rows))
     if name == "sum_rows":  # each addend is read, and each row that has one is written; read too where it is added to
         out, rows, ends, addends, _, onto = args
-        tables = sum(map(_bytes, (ends, addends))) + (0 if rows is None else _bytes(rows))
-        return (len(addends) + (len(ends) - 1) * (2 if onto else 1)) * out[:1].numel() * out.itemsize + tables
+        moved_rows = len(addends) + (len(ends) - 1) * (2 if onto else 1)
+        return moved_rows * out[:1].numel() * out.itemsize + _bytes(ends, addends, *_tensors(rows))
     written, read = [], []
     schema = func._schema.arguments
     given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
     for argument, value in given:
-        tensors = _tensors(value)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += tensors
-            if name not in OVERWRITTEN and argument.name != "out":
-                read += tensors
-        else:
-            read += tensors
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written:
+            written += _tensors(value)
+        if not is_written or (name not in OVERWRITTEN and argument.name != "out"):
+            read += _tensors(value)
     fresh = [x for x in _tensors(result) if not any(x is other for other in written)]
-    if name in BY_ROWS:
-        if fresh or "out" in kwargs:  # as many rows are read as written
-            indices = sum(_bytes(x) for x in read if not x.is_floating_point())
-            return 2 * sum(map(_bytes, fresh or [kwargs["out"]])) + indices
-        return 2 * _bytes(args[3]) + _bytes(args[2])
+    if name in BY_ROWS:  # as many rows are read as written, those of a result or of the last argument
+        rows = fresh or [kwargs.get("out", args[-1])]
+        return 2 * _bytes(*rows) + _bytes(*(x for x in read if not x.is_floating_point()))
     if name in FILLED_FIRST:
-        return 2 * _bytes(args[0]) + sum(map(_bytes, fresh))
-    return sum(map(_bytes, written + read + fresh))
+        return 2 * _bytes(args[0]) + _bytes(*fresh)
+    return _bytes(*written, *read, *fresh)
 
 
-def _bytes(x: Tensor) -> int:
-    """As it lies in memory: what is broadcast is there once."""
-    return math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.itemsize
+def _bytes(*tensors: Tensor) -> int:
+    """As they lie in memory: what is broadcast is there once."""
+    return sum(
+        math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.itemsize for x in tensors
+    )
 
 
 def _owner() -> str | None:
@@ -229,29 +216,25 @@ def _owner_of(filename: str) -> str | None:
     return "dispatch" if "hf_distca" in folders else "model" if "transformers" in folders else None
 
 
-def aligned(x: Tensor) -> bool:
-    """Whether every row and head begins at a multiple of 16 bytes, and the numbers of a head lie side by side."""
-    steps = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    return x.stride(-1) == 1 and not any(step * x.itemsize % 16 for step in (*steps, x.storage_offset()))
-
-
 class MetaKernel(TorchVarlenKernel):
-    """The kernel of CUDA on meta tensors, whose shapes torch knows. It keeps what it is given, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs: list[tuple[str, Tensor]] = []
+    """The kernel of CUDA on meta tensors, whose shapes torch knows; rows have to lie as kernels load them."""
 
     def check(self, *_: Any) -> None:
         """It asks for a GPU."""
 
     def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        self.inputs += zip(("q", "k", "v"), args, strict=False)
+        assert all(map(_aligned, args[:3]))  # q, k, v
         return super().forward(*args)
 
     def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        self.inputs += zip(("do", "q", "k", "v", "o"), args, strict=False)
+        assert all(map(_aligned, args[:5]))  # do, q, k, v, o
         return super().backward(*args)
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether every row and head begins at a multiple of 16 bytes, and the numbers of a head lie side by side."""
+    steps = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    return x.stride(-1) == 1 and not any(step * x.itemsize % 16 for step in (*steps, x.storage_offset()))
 
 
 @contextmanager
@@ -285,13 +268,11 @@ def _with_numbers(size: int, *, pinned: bool) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
 
-def empty_model(
-    model_type: str, device: torch.device = META, dtype: torch.dtype = torch.bfloat16, **config: Any
-) -> PreTrainedModel:
+def empty_model(model_type: str, device: torch.device = META, **config: Any) -> PreTrainedModel:
     """A model without numbers; to be made inside `without_numbers`."""
     settings = AutoConfig.for_model(model_type, **config)
     with device, patch("torch.nn.init.normal_", lambda x, *_, **__: x):
-        model = AutoModelForCausalLM.from_config(settings, attn_implementation="distca", dtype=dtype)
+        model = AutoModelForCausalLM.from_config(settings, attn_implementation="distca", dtype=torch.bfloat16)
     return model.train()
 
 
@@ -300,8 +281,7 @@ def bound_plan(
 ) -> BoundPlan:
     """The plan bound to one of the ranks of a fake group."""
     exchange = Exchange(SimpleNamespace(exchange=group, node=group, closed=False))
-    runtime = Runtime(device, exchange, MetaKernel(), Recorder(device), **options)
-    return BoundPlan(plan, rank, runtime)
+    return BoundPlan(plan, rank, Runtime(device, exchange, MetaKernel(), Recorder(device), **options))
 
 
 def counted(model: PreTrainedModel, bound: BoundPlan) -> Counting:
@@ -338,43 +318,36 @@ INNER_LAYER = 1
 RANKS, TOKENS = 8, 32768
 
 
-def one_long_document() -> list[int]:
-    """A document of 100000 tokens, the rest short ones of some 600 tokens."""
-    draw, left = np.random.default_rng(0), RANKS * TOKENS - 100_000
-    lengths = [100_000]
-    while left:
-        lengths.append(min(int(np.clip(draw.lognormal(6.4, 1.0), 32, 16384)), left))
-        left -= lengths[-1]
-    return lengths
-
-
 def main() -> None:
+    """Print, for a document of 100000 tokens among short ones of some 600, what each rank's layer takes."""
     parser = argparse.ArgumentParser(description="Counts what one layer launches and moves, on meta tensors.")
     parser.add_argument("--no-ping-pong", dest="ping_pong", action="store_false")
     ping_pong = parser.parse_args().ping_pong
+    draw, lengths = np.random.default_rng(0), [100_000]
+    while left := RANKS * TOKENS - sum(lengths):
+        lengths.append(min(int(np.clip(draw.lognormal(6.4, 1.0), 32, 16384)), left))
     with fake_group(RANKS) as group, without_numbers():
         model = empty_model("llama", **LLAMA_3_8B)
         if ping_pong:
             plan_layers(model)
-        kinds, overhead = tuple(layers_by_kind(model)), MetaKernel.row_overhead
+        options = {"row_overhead": MetaKernel.row_overhead, "ping_pong": ping_pong}
         for layout in ("joint", "fixed"):
-            settings = PlanSettings(
-                RANKS, TOKENS, kinds, document_layout=layout, row_overhead=overhead, ping_pong=ping_pong
-            )
-            plan = plan_micro_batch(one_long_document(), settings)
-            by_rank = [counted(model, bound_plan(plan, rank, group)).calls for rank in range(RANKS)]
-            _print_table(layout, [[call for call in calls if call.layer == INNER_LAYER] for calls in by_rank])
+            settings = PlanSettings(RANKS, TOKENS, tuple(layers_by_kind(model)), document_layout=layout, **options)
+            plan = plan_micro_batch(lengths, settings)
+            of_ranks = [counted(model, bound_plan(plan, rank, group)).calls for rank in range(RANKS)]
+            _print_table(layout, [[call for call in calls if call.layer == INNER_LAYER] for calls in of_ranks])
 
 
-def _print_table(layout: str, calls: list[list[Call]]) -> None:
+def _print_table(layout: str, of_ranks: list[list[Call]]) -> None:
     """Means of the ranks, and in brackets the most of any rank."""
-    names = [f.name for f in fields(Sums)]
-    print(f"{layout + ' layout':28}" + "".join(f"{name:>16}" for name in [*names[:-1], "GB"]))
+    names = ("launches", "copies", "views", "attention", "exchanges", "GB")
+    print(f"{layout + ' layout':28}" + "".join(f"{name:>16}" for name in names))
     for owner in ("dispatch", "model"):
         for title, ways in (("forward", (False,)), ("backward", (True,)), ("both", (False, True))):
-            sums = [Sums.of([c for c in of_rank if c.owner == owner and c.backward in ways]) for of_rank in calls]
-            columns = [[getattr(s, name) / (1e9 if name == "moved" else 1) for s in sums] for name in names]
-            print(f"  {owner + ' ' + title:26}" + "".join(f"{np.mean(c):8.1f} ({max(c):5.1f})" for c in columns))
+            of_part = [[call for call in calls if call.owner == owner and call.backward in ways] for calls in of_ranks]
+            figures = np.array([astuple(Sums.of(calls)) for calls in of_part]) / [1, 1, 1, 1, 1, 1e9]
+            columns = zip(figures.mean(0), figures.max(0), strict=True)
+            print(f"  {owner + ' ' + title:26}" + "".join(f"{mean:8.1f} ({most:5.1f})" for mean, most in columns))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,27 @@
-"""Small models and global batches for tests, and the single process they are compared with."""
+"""Small models and global batches for tests, planned steps, and the single process they are compared with."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import peft
+import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.models.mixing import uncuttable
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
+from hf_distca.planner.settings import PlanSettings
+
+Step = tuple[float, dict[str, Tensor]]
+"""Loss and gradients."""
+WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_checkpoint_wrapped_module\.")
 
 SMALL_KIND = AttentionKind(q_heads=4, kv_heads=2, dim_qk=8, dim_v=8)
 SMALL = {
@@ -26,6 +37,8 @@ SMALL = {
     "eos_token_id": 2,
     "use_cache": False,
 }
+CHUNK_BYTES = 4 * 64 * 20
+"""With the vocabulary of SMALL the loss is computed over chunks of 20 rows."""
 
 
 def exchanging(model: PreTrainedModel) -> dict[str, Any]:
@@ -86,13 +99,59 @@ def small_model(model_type: str = "llama", implementation: str = "distca", **con
     return AutoModelForCausalLM.from_config(settings, attn_implementation=implementation)
 
 
+def with_lora(model: PreTrainedModel) -> PreTrainedModel:
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, settings)
+
+
+def dispatcher_of_all_ranks(**settings: Any) -> Dispatcher:
+    settings = {"tokens_per_rank": 4096, "balance_block_size": 8, "kinds": small_kinds(), **settings}
+    return Dispatcher(PlanSettings(ranks=dist.get_world_size(), **settings), torch.device("cpu"))
+
+
 def random_documents(lengths: Sequence[int], vocab_size: int = 64) -> list[Tensor]:
     """Token ids [length] of each document, the same every time."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, vocab_size, (length,), generator=generator) for length in lengths]
 
 
-def reference_step(model: PreTrainedModel, documents: Sequence[Tensor]) -> tuple[float, dict[str, Tensor]]:
+def cut_rows(plan: MicroBatchPlan, rank: int, documents: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The rows of one rank of a plan."""
+    held = list(plan.held_by(rank))
+    targets = [torch.cat([document[1:], torch.tensor([-100])]) for document in documents]
+    batch = {
+        "input_ids": [documents[number][start:stop] for number, start, stop in held],
+        "position_ids": [torch.arange(start, stop) for _, start, stop in held],
+        "shift_labels": [targets[number][start:stop] for number, start, stop in held],
+    }
+    return {name: torch.cat(parts)[None] for name, parts in batch.items()}
+
+
+def planned_step(model: nn.Module, bound: BoundPlan, documents: Sequence[Tensor]) -> Step:
+    """Forward and backward of this rank's rows; the loss and gradients of all ranks."""
+    batch = cut_rows(bound.plan, dist.get_rank(), documents)
+    targets = sum(max(len(document) - 1, 0) for document in documents)
+    loss = model(**batch, labels=batch["shift_labels"], num_items_in_batch=targets, distca_plan=bound).loss
+    loss.backward()
+    return summed_step(model, loss)
+
+
+def summed_step(model: nn.Module, loss: Tensor) -> Step:
+    """The sum over ranks of a loss, and of the gradients of its backward."""
+    total = loss.detach().clone()
+    for each in (total, *(p.grad for p in model.parameters() if p.requires_grad)):
+        dist.all_reduce(each)
+    return total.item(), gradients_of(model)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients by the names of parameters, without what DDP, compilation and checkpoints put before these."""
+    named = ((WRAPPERS.sub("", name), p.grad) for name, p in model.named_parameters())
+    return {name: gradient.clone() for name, gradient in named if gradient is not None}
+
+
+def reference_step(model: PreTrainedModel, documents: Sequence[Tensor]) -> Step:
     """Loss over all targets of the documents, and every parameter's gradient, in one process, document by document."""
     targets = sum(max(len(document) - 1, 0) for document in documents)
     total = 0.0
@@ -104,9 +163,16 @@ def reference_step(model: PreTrainedModel, documents: Sequence[Tensor]) -> tuple
         loss = torch.nn.functional.cross_entropy(logits, document[1:], reduction="sum") / targets
         loss.backward()
         total += loss.item()
-    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return total, gradients_of(model)
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """Largest deviation over the largest expected magnitude."""
     return ((got - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
+
+
+def assert_same_step(got: Step, expected: Step) -> None:
+    assert got[0] == pytest.approx(expected[0], rel=1e-6)
+    assert got[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert relative_error(got[1][name], gradient) < 1e-5, name

@@ -5,11 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-import peft
 import pytest
 import torch
-import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import plan_head
@@ -18,19 +15,20 @@ from hf_distca.plan import TASK, MicroBatchPlan, Plan
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.settings import PlanSettings
 from tests.models_and_batches import (
+    CHUNK_BYTES,
     SMALL_LLAMA4,
+    Step,
+    assert_same_step,
     changed,
     in_nodes,
     in_stages,
+    planned_step,
     random_documents,
     reference_step,
-    relative_error,
     small_kinds,
     small_model,
+    with_lora,
 )
-
-Step = tuple[float, dict[str, torch.Tensor]]
-"""Loss and gradients."""
 
 MODELS = {
     "llama": ({}, (None,), "sdpa"),
@@ -48,8 +46,6 @@ FILLER = (1,)
 """Models cannot run on no rows at all: a rank without documents holds one token without a target."""
 NODES = {3: (1, 2), 4: (2, 2)}
 """How many ranks share each node. With fewer ranks there are none that could forward rows."""
-CHUNK_BYTES = 4 * 64 * 20
-"""The loss is computed over chunks of 20 rows."""
 
 
 @dataclass(frozen=True)
@@ -81,56 +77,6 @@ class Case:
         if self.layout in ("fixed", "random"):
             return tuple(length for row in self.lengths for length in row or FILLER)
         return self.lengths
-
-
-def cut_rows(plan: MicroBatchPlan, rank: int, documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The rows of one rank of a plan."""
-    held = list(plan.held_by(rank))
-    batch = {
-        "input_ids": [documents[number][start:stop] for number, start, stop in held],
-        "position_ids": [torch.arange(start, stop) for _, start, stop in held],
-        "shift_labels": [
-            torch.cat([documents[number][1:], torch.tensor([-100])])[start:stop] for number, start, stop in held
-        ],
-    }
-    return {name: torch.cat(parts)[None] for name, parts in batch.items()}
-
-
-def planned_step(
-    model: PreTrainedModel, plan: MicroBatchPlan, dispatcher: Dispatcher, documents: list[torch.Tensor]
-) -> float:
-    """Forward and backward of this rank's rows; gradients summed over the ranks. Returns the global loss."""
-    rank = dispatcher.groups.rank
-    batch = cut_rows(plan, rank, documents)
-    targets = sum(max(len(document) - 1, 0) for document in documents)
-    loss = model(
-        **batch, labels=batch["shift_labels"], num_items_in_batch=targets, distca_plan=dispatcher.bind(plan)
-    ).loss
-    loss.backward()
-    total = loss.detach().clone()
-    if dist.get_world_size() > 1:
-        dist.all_reduce(total)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                dist.all_reduce(parameter.grad)
-    return total.item()
-
-
-def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_step(got: Step, expected: Step) -> None:
-    assert got[0] == pytest.approx(expected[0], rel=1e-6)
-    assert got[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        assert relative_error(got[1][name], gradient) < 1e-5, name
-
-
-def with_lora(model: PreTrainedModel) -> torch.nn.Module:
-    torch.manual_seed(0)
-    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    return peft.get_peft_model(model, settings)
 
 
 @cache
@@ -176,8 +122,7 @@ def run_case(case: Case) -> list[Step]:
             assert {kind.window for kind in bound.local} == {*case.local}
         if case.layout == "random":
             assert any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values()) == in_hops
-        loss = planned_step(model, step_plan, dispatcher, random_documents(case.flat))
-        steps.append((loss, gradients_of(model)))
+        steps.append(planned_step(model, bound, random_documents(case.flat)))
     return steps
 
 

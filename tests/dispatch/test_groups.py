@@ -1,6 +1,5 @@
-"""Over which backend rows travel, that ranks are connected before the first layer, and which ranks share a node."""
+"""Groups of ranks: their backend, their connections, the nodes that ranks share, and errors that all ranks raise."""
 
-import logging
 import socket
 import time
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hf_distca.dispatch import backends
 from hf_distca.dispatch import groups as groups_module
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.failures import Failures
 from hf_distca.dispatch.groups import Groups, mesh_ranks, raised_together, ranks_per_node
 from hf_distca.planner.settings import PlanSettings
 from tests.models_and_batches import small_kinds
@@ -24,36 +24,30 @@ KINDS = small_kinds()
 
 
 def test_the_exchange_takes_the_default_groups_backend(monkeypatch):
-    for default, on_cpu, on_cuda in (
-        ("gloo", "gloo", "gloo"),
-        ("cpu:gloo,cuda:nccl", "gloo", "nccl"),
-        ("cuda:nccl", "gloo", "nccl"),
-        ("cpu:gloo", "gloo", "gloo"),
-    ):
+    backend_on_cuda = {"gloo": "gloo", "cpu:gloo": "gloo", "cuda:nccl": "nccl", "cpu:gloo,cuda:nccl": "nccl"}
+    for default, on_cuda in backend_on_cuda.items():
         monkeypatch.setattr(dist, "get_backend_config", lambda default=default: default)
-        assert [backends.exchange_backend(device) for device in (CPU, CUDA)] == [on_cpu, on_cuda]
+        assert [backends.exchange_backend(device) for device in (CPU, CUDA)] == ["gloo", on_cuda]
 
 
-@pytest.mark.parametrize("fields", [("cga_cluster_size", "max_ctas", "min_ctas"), ("blocking",)], ids=["new", "old"])
+@pytest.mark.parametrize("fields", [("cga_cluster_size", "max_ctas", "min_ctas"), ("blocking",), ()])
 def test_nccl_leaves_attention_its_sms(monkeypatch, fields):
-    """As far as a build of torch has the options."""
+    """As far as a build of torch has the options: a newer build, an older one, and this one."""
 
     def options(is_high_priority_stream):
-        return SimpleNamespace(urgent=is_high_priority_stream, config=SimpleNamespace(**dict.fromkeys(fields, -1)))
+        config = SimpleNamespace(**dict.fromkeys(fields, -1))
+        return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=config)
 
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    made = backends.exchange_options("nccl")
-    assert made.urgent is True
-    wanted = {"cga_cluster_size": 0, "max_ctas": backends.EXCHANGE_CTAS}
-    assert vars(made.config) == {name: wanted.get(name, -1) for name in fields}
-    assert backends.exchange_options("gloo") is None
-
-
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="a build of torch without NCCL")
-def test_the_options_are_those_of_torch():
-    made = backends.exchange_options("nccl")
+    if fields:
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    elif not dist.is_nccl_available():
+        pytest.skip("a build of torch without NCCL")
+    made, wanted = backends.exchange_options("nccl"), {"cga_cluster_size": 0, "max_ctas": backends.EXCHANGE_CTAS}
     assert made.is_high_priority_stream is True
-    assert (made.config.max_ctas, made.config.cga_cluster_size) == (backends.EXCHANGE_CTAS, 0)
+    assert {name: getattr(made.config, name) for name in fields or wanted} == {
+        name: wanted.get(name, -1) for name in fields or wanted
+    }
+    assert backends.exchange_options("gloo") is None
 
 
 def test_ranks_that_share_a_gpu(monkeypatch):
@@ -109,26 +103,23 @@ def _groups_of_dispatcher(ranks_per_node: int | tuple[int, ...] = 1) -> tuple[li
     return found, count, str(error.value)
 
 
-CLOSED = "the process groups of this dispatcher are closed; make a new trainer or dispatcher to continue"
-
-
-def connected(size: int) -> list[Any]:
-    """What becomes of groups in any case: control messages, whether devices will do, and rows between all."""
-    everyone = list(range(size))
-    devices = ("gloo", [f"GPU-{rank}" for rank in everyone])
-    exchange = [("distca exchange", "gloo", everyone), ("distca exchange", [1] * size, [1] * size)]
-    return [("distca control", "gloo", everyone), devices, *exchange]
-
-
 def test_ranks_are_connected_once_before_the_first_layer(rank_pools):
-    assert rank_pools[1].run(_groups_of_dispatcher) == [([], [1, 1, 1], CLOSED)]
-    assert rank_pools[2].run(_groups_of_dispatcher) == [(connected(2), [1, 3, 1], CLOSED)] * 2
+    closed = "the process groups of this dispatcher are closed; make a new trainer or dispatcher to continue"
+    everyone = [0, 1, 2]
+    # Control messages, whether devices will do, and rows between all.
+    connected = [
+        ("distca control", "gloo", everyone),
+        ("gloo", [f"GPU-{rank}" for rank in everyone]),
+        ("distca exchange", "gloo", everyone),
+        ("distca exchange", [1] * 3, [1] * 3),
+    ]
+    assert rank_pools[1].run(_groups_of_dispatcher) == [([], [1, 1, 1], closed)]
     # A single node is not connected apart; of several, every rank makes the groups of all.
-    assert rank_pools[3].run(_groups_of_dispatcher, 3) == [(connected(3), [1, 3, 1], CLOSED)] * 3
+    assert rank_pools[3].run(_groups_of_dispatcher, 3) == [(connected, [1, 3, 1], closed)] * 3
     nodes = [("distca world", "gloo", None), ("distca node", "gloo", [0]), ("distca node", "gloo", [1, 2])]
     assert rank_pools[3].run(_groups_of_dispatcher, (1, 2)) == [
-        ([*connected(3), *nodes], [1, 3, 1], CLOSED),
-        *[([*connected(3), *nodes, ("distca node", [1] * 2, [1] * 2)], [1, 4, 1], CLOSED)] * 2,
+        ([*connected, *nodes], [1, 3, 1], closed),
+        *[([*connected, *nodes, ("distca node", [1] * 2, [1] * 2)], [1, 4, 1], closed)] * 2,
     ]
 
 
@@ -138,8 +129,8 @@ def _start(last: str) -> str:
         with pytest.raises(RuntimeError) as raised:
             Groups(CPU, 1.0)
         return str(raised.value)
-    with pytest.MonkeyPatch.context() as patch:
-        if last == "control":
+    if last == "control":
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backends, "exchange_backend", lambda device: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 Groups(CPU, 1.0)
@@ -155,13 +146,13 @@ def test_a_rank_whose_partner_is_not_there(last, told):
         pool.close()
 
 
-def _two_by_two() -> dict[str, Any]:
+def _two_by_two() -> tuple[Any, ...]:
     """Two groups of two ranks, each of which dispatches by itself beside the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     groups = Groups(CPU, 60.0, mesh["dp"])
     rank = dist.get_rank()
     replica, shard = divmod(rank, 2)
-    with pytest.raises(ValueError, match=r"^rank 1: ImportError: no kernel named 1$"), raised_together(60.0):
+    with pytest.raises(ValueError, match=r"^rank 1: ImportError: no kernel$"), raised_together(60.0):
         _import_kernel(rank)
     # The same error on all ranks stays as it is; one rank's error names the rank.
     wrong = [["wrong", "wrong"], ["wrong", None]][shard]
@@ -176,24 +167,36 @@ def _two_by_two() -> dict[str, Any]:
     (plan,) = dispatcher.plan_lengths([documents])
     before = len(dist.distributed_c10d._world.pg_map)
     Groups(CPU, 60.0, mesh["dp"]).close()
-    return {
-        "left": len(dist.distributed_c10d._world.pg_map) - before,
-        "place": (groups.rank, groups.ranks, groups.all_gather(rank)),
-        "lengths": sorted(int(length) for nano in plan.nano_batches for length in nano.layout.lengths),
-        "received": _exchanged(dispatcher.groups.exchange),
-        "any": dispatcher.groups.any_of([rank == 3, rank == 0]),
-        "nodes": [
-            _of_node(mesh["dp"], of_both[shard]) for of_both in (((0, 0), None), ((0, 0), (0, 1)), (None, None))
-        ],
-        "world": groups.all_gather(rank, in_world=True),
-        "met": _met(groups),
-        "failed": _failed(groups),
-    }
+    assert len(dist.distributed_c10d._world.pg_map) == before
+    assert groups.all_gather(rank, in_world=True) == [0, 1, 2, 3]
+    nodes = []
+    for of_both in (((0, 0), None), ((0, 0), (0, 1)), (None, None)):  # nodes of the ranks of each mesh
+        of_nodes = Groups(CPU, 60.0, mesh["dp"])
+        of_nodes.connect_nodes(of_both[shard])
+        nodes.append(None if of_nodes.node is None else _exchanged(of_nodes.node))
+    # How many processes of the world have come where the last one is late, once this one may go on.
+    store = dist.distributed_c10d._get_default_store()
+    time.sleep(0.3 * (rank == 3))
+    store.add("come", 1)
+    groups.meet()
+    assert store.add("come", 0) == 4
+    # Rank 0 fails and takes the others with it, whichever mesh they are in.
+    error = KeyError("text") if rank == 0 else RuntimeError("Connection closed by peer")
+    with pytest.raises((KeyError, RuntimeError)) as failed, groups.failures.reported():
+        raise error
+    return (
+        (groups.rank, groups.ranks, groups.all_gather(rank)),
+        sorted(int(length) for nano in plan.nano_batches for length in nano.layout.lengths),
+        _exchanged(dispatcher.groups.exchange),
+        dispatcher.groups.any_of([rank == 3, rank == 0]),
+        nodes,
+        str(failed.value),
+    )
 
 
 def _import_kernel(rank: int) -> None:
     if rank == 1:
-        raise ImportError(f"no kernel named {rank}")
+        raise ImportError("no kernel")
 
 
 def _exchanged(group: dist.ProcessGroup) -> list[int]:
@@ -202,45 +205,15 @@ def _exchanged(group: dist.ProcessGroup) -> list[int]:
     return received.tolist()
 
 
-def _of_node(mesh: Any, nodes: tuple[int, ...] | None) -> list[int] | None:
-    """What comes from the ranks of this rank's node, where ranks of the mesh are on these nodes."""
-    groups = Groups(CPU, 60.0, mesh)
-    groups.connect_nodes(nodes)
-    return None if groups.node is None else _exchanged(groups.node)
-
-
-def _met(groups: Groups) -> int:
-    """How many processes of the world have come where the last one is late, once this one may go on."""
-    store = dist.distributed_c10d._get_default_store()
-    time.sleep(0.3 * (dist.get_rank() == 3))
-    store.add("come", 1)
-    groups.meet()
-    return store.add("come", 0)
-
-
-def _failed(groups: Groups) -> str:
-    """What a rank says where rank 0 fails and takes the others with it, whichever mesh they are in."""
-    error = KeyError("text") if dist.get_rank() == 0 else RuntimeError("Connection closed by peer")
-    with pytest.raises((KeyError, RuntimeError)) as raised, groups.failures.reported():
-        raise error
-    return str(raised.value)
-
-
 def test_groups_of_a_mesh_dispatch_by_themselves(rank_pools, monkeypatch):
-    results = rank_pools[4].run(_two_by_two)
-    assert [result["place"] for result in results] == [(0, 2, [0, 2]), (0, 2, [1, 3]), (1, 2, [0, 2]), (1, 2, [1, 3])]
-    assert [result["lengths"] for result in results] == [[3, 9, 30, 40], [20, 25, 25]] * 2
-    assert [result["received"] for result in results] == [[0, 20], [10, 30], [1, 21], [11, 31]]
-    assert [result["any"] for result in results] == [[False, True], [True, False]] * 2
+    places, lengths, received, flags, nodes, failed = zip(*rank_pools[4].run(_two_by_two), strict=True)
+    assert places == ((0, 2, [0, 2]), (0, 2, [1, 3]), (1, 2, [0, 2]), (1, 2, [1, 3]))
+    assert lengths == ([3, 9, 30, 40], [20, 25, 25]) * 2
+    assert received == ([0, 20], [10, 30], [1, 21], [11, 31])
+    assert flags == ([False, True], [True, False]) * 2
     # Ranks 0 and 2 share a node twice; 1 and 3 have no nodes, then one each.
-    assert [result["nodes"] for result in results] == [
-        [[0, 20], [0, 20], None],
-        [None] * 3,
-        [[1, 21], [1, 21], None],
-        [None] * 3,
-    ]
-    assert [(result["world"], result["met"], result["left"]) for result in results] == [([0, 1, 2, 3], 4, 0)] * 4
-    assert [result["failed"] for result in results] == ["'text'", *["rank 0 failed: KeyError: 'text'"] * 3]
+    assert nodes == ([[0, 20], [0, 20], None], [None] * 3, [[1, 21], [1, 21], None], [None] * 3)
+    assert failed == ("'text'", *["rank 0 failed: KeyError: 'text'"] * 3)
     # A group may list its ranks in an order of its own.
     monkeypatch.setattr(groups_module, "in_world", lambda: True)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [3, 1])
@@ -249,12 +222,10 @@ def test_groups_of_a_mesh_dispatch_by_themselves(rank_pools, monkeypatch):
 
 def _found(hosts: str, local_ranks: list[int | None], mesh_shape: tuple[int, int] | None) -> tuple[Any, list[str]]:
     """What a rank finds, and what it logs, where each rank has this host and this LOCAL_RANK."""
-    rank, messages, handler = dist.get_rank(), [], logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
+    rank, messages = dist.get_rank(), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups_module.logger, "handlers", [handler])
-        patch.setattr(groups_module.logger, "level", logging.INFO)
-        groups_module.logger.manager._clear_cache()
+        for level in ("info", "warning"):
+            patch.setattr(groups_module.logger, level, lambda text, *args: messages.append(text % args))
         patch.setattr(socket, "gethostname", lambda: hosts[rank])
         if local_ranks[rank] is None:
             patch.delenv("LOCAL_RANK")
@@ -289,3 +260,68 @@ def test_nodes_of_a_launch(rank_pools, hosts, local_ranks, shape, found, logged)
 
 def test_without_a_world_all_links_are_alike():
     assert ranks_per_node(None, 60.0) == 1
+
+
+# A rank that lost its partner says why the partner failed.
+
+LOST = RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+BOOM = ValueError("boom")
+
+
+class Unreachable(dist.Store):
+    """A store whose host is gone."""
+
+    def set(self, *args) -> None:
+        raise dist.DistNetworkError("Broken pipe")
+
+    def check(self, *args) -> bool:
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def raised(failures: Failures, error: Exception, evaluates: bool = False) -> Exception:
+    """What is raised where the error is, here or in a second evaluation: itself, or one that has it as its cause."""
+    try:
+        with failures.reported():
+            if evaluates:
+                with failures.reported():
+                    pass
+                with failures.reported():
+                    raise error
+            raise error
+    except Exception as found:
+        return found
+
+
+def left_behind(error: Exception) -> tuple[Failures, dist.Store]:
+    """Rank 0 of three, once rank 1 has failed with the error, and their store."""
+    store = dist.HashStore()
+    assert raised(Failures(store, 1, 3), error) is error
+    return Failures(store, 0, 3, wait_s=0.2), store
+
+
+def test_a_rank_that_lost_its_partner_says_why():
+    for lost in (LOST, dist.DistBackendError("NCCL error"), dist.DistNetworkError("")):
+        failures, store = left_behind(KeyError("text"))
+        found = raised(failures, lost)
+        assert (type(found), str(found), found.__cause__) == (RuntimeError, "rank 1 failed: KeyError: 'text'", lost)
+        # What rank 0 only reports is not reported again as an error of its own.
+        assert str(raised(Failures(store, 2, 3, wait_s=0.2), LOST)) == "rank 1 failed: KeyError: 'text'"
+
+
+def test_an_error_of_its_own_stays_and_so_does_one_without_another():
+    for own in (ValueError(str(LOST)), RuntimeError("shapes differ")):
+        failures, _ = left_behind(BOOM)
+        assert raised(failures, own) is own
+    for store in (dist.HashStore(), Unreachable(), None):  # no error left, a store that is gone, a single rank
+        for error in (LOST, BOOM):
+            assert raised(Failures(store, 0, 2, wait_s=0.2), error) is error
+
+
+def test_what_failed_before_is_forgotten_and_an_evaluation_belongs_to_its_training():
+    failures, _ = left_behind(BOOM)
+    with failures.reported():
+        pass
+    assert raised(failures, LOST) is LOST
+    failures, _ = left_behind(BOOM)
+    found = raised(failures, LOST, evaluates=True)
+    assert (str(found), found.__cause__) == ("rank 1 failed: ValueError: boom", LOST)

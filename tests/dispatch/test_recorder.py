@@ -13,8 +13,9 @@ WORK = Work(3, 1, "backward")
 class Stream:
     """A stream at the time `now`, in whole seconds; its queue is reached as the test says. It makes its events."""
 
-    def __init__(self):
+    def __init__(self, monkeypatch):
         self.now, self.made, self.queued = 0, 0, []
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
 
     def event(self, enable_timing):
         assert enable_timing
@@ -29,7 +30,7 @@ class Event:
         self.stream, self.at = stream, None
 
     def record(self):
-        assert self not in self.stream.queued, "the stream has not reached it yet"
+        assert self.query(), "the stream has not reached it yet"
         self.at = self.stream.now
         self.stream.queued.append(self)
 
@@ -46,29 +47,22 @@ class Event:
         return (after.at - self.at) * 1000.0
 
 
-@pytest.fixture
-def stream(monkeypatch):
-    stream = Stream()
-    monkeypatch.setattr(torch.cuda, "Event", stream.event)
-    return stream
+def test_events_are_as_many_as_the_stream_is_behind(monkeypatch):
+    for behind in (0, 1, 5):
+        stream, recorder, expected = Stream(monkeypatch), Recorder(CUDA), 0
+        for index in range(1000):
+            stream.now += 1
+            with recorder.span("wait", "q"):
+                stream.now += index % 7
+            expected += index % 7
+            del stream.queued[: max(len(stream.queued) - 2 * behind, 0)]
+        assert stream.made <= 2 * (behind + 1) + 1  # one is kept to measure the next span from
+        assert (recorder.seconds("wait"), recorder.seconds("wait")) == (expected, expected)
+        assert stream.queued == []
 
 
-@pytest.mark.parametrize("behind", [0, 1, 5])
-def test_events_are_as_many_as_the_stream_is_behind(stream, behind):
-    recorder, expected = Recorder(CUDA), 0
-    for index in range(1000):
-        stream.now += 1
-        with recorder.span("wait", "q"):
-            stream.now += index % 7
-        expected += index % 7
-        del stream.queued[: max(len(stream.queued) - 2 * behind, 0)]
-    assert stream.made <= 2 * (behind + 1) + 1  # one is kept to measure the next span from
-    assert (recorder.seconds("wait"), recorder.seconds("wait")) == (expected, expected)
-    assert stream.queued == []
-
-
-def test_spans_on_cuda_lie_on_one_clock_whatever_lies_within_whatever(stream):
-    recorder = Recorder(CUDA)
+def test_spans_on_cuda_lie_on_one_clock_whatever_lies_within_whatever(monkeypatch):
+    stream, recorder = Stream(monkeypatch), Recorder(CUDA)
     recording = recorder.listen()
     stream.now = 100
     with recorder.span("phase", "first", WORK):
@@ -89,19 +83,18 @@ def test_spans_on_cuda_lie_on_one_clock_whatever_lies_within_whatever(stream):
     assert recorder.seconds("wait") == 16  # what fails inside is not measured
 
 
-@pytest.mark.parametrize(("kind", "seconds"), [("wait", 2.0), ("kernel", 2.0), ("phase", 0.0)])
-def test_on_the_cpu_the_clock_is_that_of_the_process_and_is_read_where_somebody_asked(monkeypatch, kind, seconds):
-    clock = iter([5.0, 7.0, 10.0, 13.5])
-    monkeypatch.setattr(recorder_module.time, "perf_counter", lambda: next(clock))
-    recorder = Recorder(CPU)
-    with recorder.span(kind, "part", WORK):
-        pass
-    assert recorder.seconds(kind) == seconds  # what is logged is measured without a listener
-    recording = recorder.listen(kind)
-    with recorder.span(kind, "q", WORK):
-        pass
-    (span,) = recording.take()
-    assert (span.part, span.begin, span.end) == ("q", *((10.0, 13.5) if seconds else (5.0, 7.0)))
+def test_on_the_cpu_the_clock_is_that_of_the_process_and_is_read_where_somebody_asked(monkeypatch):
+    for kind, measured in (("wait", True), ("kernel", True), ("phase", False)):
+        clock = iter([5.0, 7.0, 10.0, 13.5])
+        monkeypatch.setattr(recorder_module.time, "perf_counter", lambda clock=clock: next(clock))
+        recorder = Recorder(CPU)
+        with recorder.span(kind, "part", WORK):
+            pass
+        assert recorder.seconds(kind) == 2.0 * measured  # what is logged is measured without a listener
+        recording = recorder.listen(kind)
+        with recorder.span(kind, "q", WORK):
+            pass
+        assert recording.take() == [Span(kind, "q", WORK, *((10.0, 13.5) if measured else (5.0, 7.0)))]
 
 
 def test_listeners_get_what_they_asked_for():

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,12 +24,19 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.servers import local_tasks, plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
-from tests.dispatch.test_equality import Step, assert_same_step, gradients_of, planned_step
-from tests.models_and_batches import random_documents, reference_step, small_kinds, small_model
+from tests.models_and_batches import (
+    Step,
+    assert_same_step,
+    dispatcher_of_all_ranks,
+    planned_step,
+    random_documents,
+    reference_step,
+    small_kinds,
+    small_model,
+)
 
-CPU = torch.device("cpu")
 LENGTHS = [120, 7, 64, 1, 33, 70]
-QUERY_COLUMNS = ("q", "do", "o", "lse")
+OF_QUERIES = ("q", "do", "o", "lse")
 Rows = Mapping[str, Tensor]
 
 
@@ -39,14 +45,11 @@ class Servers:
 
     Args:
         lost: a server, and at which collection it is found lost; None: none is.
-
-    Attributes:
-        events: what is asked of them, in order.
     """
 
     def __init__(self, dispatcher: Dispatcher, lost: tuple[int, int] | None) -> None:
         self.groups, self.lost, self.collections = dispatcher.groups, lost, 0
-        self.events: list[tuple[Any, ...]] = []
+        self.events: list[tuple[Any, ...]] = []  # what is asked of them, in order
 
     def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, "Servers"]:
         self.settings = settings
@@ -63,22 +66,19 @@ class Servers:
     def start(
         self, work: Work, servers: Sequence[ServerRows], kind: AttentionKind, params: AttentionParams, rows: Rows
     ) -> SimpleNamespace:
-        ranks, nano = self.groups.ranks, self.plan.nano_batches[work.nano_batch]
+        rank, ranks, nano = self.groups.rank, self.groups.ranks, self.plan.nano_batches[work.nano_batch]
         plan = nano.plans[kind]
-        busy = sorted({int(worker) - ranks for worker in plan.tasks["worker"] if worker >= ranks})
-        assert [asked.server for asked in servers] == busy
-        assert all(len(column_T) == nano.layout.tokens[self.groups.rank] for column_T in rows.values())
+        assert {ranks + asked.server for asked in servers} == {*plan.tasks["worker"].tolist()} - {*range(ranks)}
+        assert all(len(column_T) == nano.layout.tokens[rank] for column_T in rows.values())
         self.events.append(("start", *work, tuple(rows)))
-        sent = {asked.server: _rows_of(asked, rows) for asked in servers}
-        of_ranks = self.groups.all_gather(sent)
-        answers = {
-            asked.server: compute(plan, ranks + asked.server, [rank[asked.server] for rank in of_ranks], params)
-            for asked in servers
-        }
-        mine = {
-            asked.server: answers[asked.server][self.groups.rank] for asked in servers if asked.q_count + asked.k_count
-        }
-        return SimpleNamespace(collect=partial(self._collect, work, mine))
+        answers = {}
+        for asked in servers:
+            sent = {name: take(x, asked.q_rows if name in OF_QUERIES else asked.k_rows) for name, x in rows.items()}
+            assert (len(sent["q"]), len(sent["k"])) == (asked.q_count, asked.k_count)
+            answer = computed(plan, ranks + asked.server, self.groups.all_gather(sent), params)[rank]
+            if asked.q_count + asked.k_count:
+                answers[asked.server] = answer
+        return SimpleNamespace(collect=partial(self._collect, work, answers))
 
     def _collect(self, work: Work, answers: dict[int, Rows]) -> tuple[dict[int, Rows], frozenset[int]]:
         self.events.append(("collect", *work))
@@ -88,23 +88,19 @@ class Servers:
         return {server: answer for server, answer in answers.items() if server not in lost}, lost
 
 
-def _rows_of(asked: ServerRows, rows: Rows) -> Rows:
-    sent = {name: take(x, asked.q_rows if name in QUERY_COLUMNS else asked.k_rows) for name, x in rows.items()}
-    assert (len(sent["q"]), len(sent["k"])) == (asked.q_count, asked.k_count)
-    return sent
-
-
-def compute(plan: Plan, worker: int, received: Sequence[Rows], params: AttentionParams) -> list[Rows]:
+def computed(plan: Plan, worker: int, received: Sequence[Rows], params: AttentionParams) -> list[Rows]:
     """A worker's results of what the ranks sent, rank by rank."""
     routes, kernel = make_routes(plan, worker), CpuKernel()
     group, messages = routes.stages[0].remote_query, {"q": routes.queries, "k": routes.stages[0].keys}
     counts = {kind: each.recv_counts[: len(received)].tolist() for kind, each in messages.items()}
     assert all([len(rank[kind]) for rank in received] == counts[kind] for kind in counts)
-    rows = {name: torch.cat([rank[name] for rank in received]) for name in received[0]}
-    shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), CPU)
+    shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), torch.device("cpu"))
     q_rows, k_rows = torch.from_numpy(group.q_rows), torch.from_numpy(group.k_rows)
-    inputs = {name: x[q_rows if name in QUERY_COLUMNS else k_rows] for name, x in rows.items()}
-    if "do" not in rows:
+    inputs = {
+        name: torch.cat([rank[name] for rank in received])[q_rows if name in OF_QUERIES else k_rows]
+        for name in received[0]
+    }
+    if "do" not in inputs:
         parts = zip(("o", "lse"), kernel.forward(*inputs.values(), shapes, params), strict=True)
     else:
         ordered = [inputs[name] for name in ("do", "q", "k", "v", "o", "lse")]
@@ -122,24 +118,23 @@ def model_of(window: int | None, implementation: str = "distca") -> PreTrainedMo
     return small_model("llama" if window is None else "mistral", implementation, sliding_window=window)
 
 
-def step_with_servers(
+def _step_with_servers(
     ping_pong: bool, lost: tuple[int, int] | None, window: int | None, others: dict[str, Any]
 ) -> tuple[Step, list[tuple[Any, ...]]]:
-    """Loss and gradients of a planned step with two servers, and what was asked of these."""
-    ranks, kinds = dist.get_world_size(), small_kinds(window)
-    settings = PlanSettings(ranks, 4096, kinds, balance_block_size=8, ping_pong=ping_pong, **others)
-    dispatcher, model = Dispatcher(settings, CPU), model_of(window)
+    """A planned step with two servers, and what was asked of these."""
+    dispatcher = dispatcher_of_all_ranks(kinds=small_kinds(window), ping_pong=ping_pong, **others)
+    model = model_of(window)
     dispatcher.remote = remote = Servers(dispatcher, lost)
     if ping_pong:
         plan_layers(model)
-    loss = planned_step(model, plan_micro_batch(LENGTHS, settings), dispatcher, random_documents(LENGTHS))
-    return (loss, gradients_of(model)), remote.events
+    bound = dispatcher.bind(plan_micro_batch(LENGTHS, dispatcher.settings))
+    return planned_step(model, bound, random_documents(LENGTHS)), remote.events
 
 
 def events_of(pool, ping_pong=False, lost=None, window=None, **others):
     """What every rank asks of servers in a step; the step is that of one process without servers."""
     expected = reference_step(model_of(window, "sdpa"), random_documents(LENGTHS))
-    results = pool.run(step_with_servers, ping_pong, lost, window, others)
+    results = pool.run(_step_with_servers, ping_pong, lost, window, others)
     for got, events in results:
         assert_same_step(got, expected)
         assert events == results[0][1]
@@ -155,9 +150,7 @@ def test_rows_go_to_servers_and_come_back_attention_by_attention(rank_pools):
         *[("start", 1, 0, "backward", again), ("collect", 1, 0, "backward")],
         *[("start", 0, 0, "backward", again), ("collect", 0, 0, "backward")],
     ]
-
-
-def test_nano_batches_take_turns_while_servers_compute(rank_pools):
+    # Nano-batches take turns while servers compute.
     assert [event[:4] for event in events_of(rank_pools[1], ping_pong=True)] == [
         ("bind", 2),
         *[(what, layer, nano, "forward") for layer in (0, 1) for what in ("start", "collect") for nano in (0, 1)],
@@ -165,16 +158,12 @@ def test_nano_batches_take_turns_while_servers_compute(rank_pools):
     ]
 
 
-@pytest.mark.parametrize("ping_pong", [False, True], ids=["one", "ping-pong"])
-@pytest.mark.parametrize("collection", [0, 1, 2, 3])
-def test_what_a_lost_server_did_not_give_is_computed_by_the_rank(rank_pools, collection, ping_pong):
-    events_of(rank_pools[1], ping_pong, lost=(1, collection))
-
-
-def test_two_ranks_and_windows(rank_pools):
+def test_what_a_lost_server_did_not_give_is_computed_by_the_ranks(rank_pools):
+    for collection in range(4):
+        for ping_pong in (False, True):
+            events_of(rank_pools[1], ping_pong, lost=(1, collection))
     for lost in (None, (0, 2)):
         events_of(rank_pools[2], ping_pong=True, lost=lost)
-    events_of(rank_pools[1], window=24)
 
 
 @pytest.mark.parametrize("window", [None, 24])

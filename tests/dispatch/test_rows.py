@@ -1,4 +1,4 @@
-"""Index tensors of rows; gather, scatter and sums by them."""
+"""Index tensors of rows; gather, scatter and sums by them; the memory in which rows travel."""
 
 import math
 
@@ -9,31 +9,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.dispatch import rows as rows_module
+from hf_distca.dispatch.bound import BoundRoutes
+from hf_distca.dispatch.exchange import LAYOUTS_KEPT, Exchange, Route, rounded_up
+from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.rows import IndexBuffer, RowSum, copy_rows, merge_rows, put, row_index, take
 from hf_distca.kernels.contract import MAX_SOURCES
+from hf_distca.plan import SEGMENT, TASK, Layout, Plan
+from hf_distca.planner.routes import make_routes
 from tests.counting import META, Counting
 
 CPU = torch.device("cpu")
-
-
-def index(rows):
-    return row_index(np.array(rows, np.int64), IndexBuffer(CPU))
+VECTOR_LOAD = 16
+"""Bytes that FlashAttention loads at once, from addresses that must be a multiple of it."""
 
 
 @pytest.mark.parametrize("rows", [[], [2, 3], [5, 6, 0, 3]], ids=["none", "slice", "scattered"])
 def test_rows_by_index(rows):
-    assert isinstance(index(rows), slice) == (rows != [5, 6, 0, 3])
+    index = row_index(np.array(rows, np.int64), IndexBuffer(CPU))
+    assert isinstance(index, slice) == (rows != [5, 6, 0, 3])
     x = torch.arange(8.0).view(8, 1).expand(8, 3)
-    taken = take(x, index(rows))
+    taken = take(x, index)
     assert taken[:, 0].tolist() == rows
     written = torch.zeros(8, 3)
-    put(written, index(rows), taken + 1)
+    put(written, index, taken + 1)
     assert written[:, 1].tolist() == [row + 1 if row in rows else 0 for row in range(8)]
     copied = torch.zeros(len(rows), 3)
-    copy_rows(copied, x, index(rows))
+    copy_rows(copied, x, index)
     assert copied[:, 2].tolist() == rows
     o, lse = torch.ones(8, 1, 2), torch.zeros(8, 1)
-    merge_rows(o, lse, index(rows), taken[:, :2].unsqueeze(1), torch.zeros(len(rows), 1))
+    merge_rows(o, lse, index, taken[:, :2].unsqueeze(1), torch.zeros(len(rows), 1))
     assert o[:, 0, 1].tolist() == [(1 + row) / 2 if row in rows else 1 for row in range(8)]
     assert lse.flatten().tolist() == pytest.approx([math.log(2) if row in rows else 0 for row in range(8)])
 
@@ -57,10 +61,9 @@ def test_one_copy_where_there_is_room(monkeypatch, chunk, copies):
     monkeypatch.setattr(rows_module, "CHUNK_BYTES", chunk)
     buffer = IndexBuffer(META)
     with Counting() as mode:
-        placed = [buffer.place(np.arange(2)) for _ in range(4)]
+        assert [buffer.place(np.arange(2)).shape for _ in range(4)] == [(2,)] * 4
         buffer.send()
         buffer.send()
-    assert [x.shape for x in placed] == [(2,)] * 4
     assert [call.name for call in mode.calls if call.what == "copy"] == ["copy_"] * copies
 
 
@@ -73,33 +76,24 @@ def column(*values, dtype=torch.float32):
     return torch.tensor(values, dtype=dtype).view(-1, 1)
 
 
-@pytest.mark.parametrize(
-    ("first", "expected"),
-    [([0, 1, 2], [1, 12, 3]), ([0, 2, 1], [1, 13, 2]), ([0, 1], [1, 12, 0]), ([0, 0, 2], [3, 10, 3])],
-    ids=["in order", "another order", "not all", "one twice"],
-)
-def test_a_first_source_is_added_to_where_it_has_every_row_in_order_and_else_stays(first, expected):
-    rows = column(*range(1, len(first) + 1))
-    before = rows.tolist()
-    total = row_sum([first, [1], []], 3).add_up([rows, column(10), column()])
-    assert total.flatten().tolist() == expected
-    assert (total is rows) == (first == [0, 1, 2])
-    assert total is rows or rows.tolist() == before
-
-
-def test_sum_is_written_where_it_is_wanted():
-    message = torch.full((2, 5), 7.0)
-    first = column(1, 2)
+def test_a_first_source_is_added_to_where_it_has_every_row_in_order_and_else_stays():
+    for first, expected in (
+        ([0, 1, 2], [1, 12, 3]),
+        ([0, 2, 1], [1, 13, 2]),
+        ([0, 1], [1, 12, 0]),
+        ([0, 0, 2], [3, 10, 3]),
+    ):
+        rows = column(*range(1, len(first) + 1))
+        before = rows.tolist()
+        total = row_sum([first, [1], []], 3).add_up([rows, column(10), column()])
+        assert total.flatten().tolist() == expected
+        assert (total is rows) == (first == [0, 1, 2])
+        assert total is rows or rows.tolist() == before
+    # And a sum is written where it is wanted.
+    message, first = torch.full((2, 5), 7.0), column(1, 2)
     row_sum([[0, 1], [1]], 2, in_place=False).add_up([first, column(10)], out=message[:, 2:3])
     assert message.tolist() == [[7, 7, 1, 7, 7], [7, 7, 12, 7, 7]]
     assert first.flatten().tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("sources", [[[0], [0], [0]], [[], [0], [0], [0]]], ids=["onto the first", "anew"])
-def test_sum_of_three_in_bfloat16_is_kept_in_float32(sources):
-    values = [column(value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]  # in bfloat16, 256 + 1 is 256
-    empty = [torch.empty(0, 1, dtype=torch.bfloat16)] * (len(sources) - 3)
-    assert row_sum(sources, 1).add_up([*empty, *values]).item() == 258.0
 
 
 SOURCES = st.lists(st.lists(st.integers(0, 11), max_size=30), min_size=1, max_size=MAX_SOURCES)
@@ -116,6 +110,61 @@ def test_sum_is_that_of_all_addends(sources, whole_first):
     assert row_sum(sources, 12).add_up(rows).tolist() == expected.tolist()
 
 
-def test_too_many_sources():
+def test_sums_of_three_in_bfloat16_are_kept_in_float32_and_of_many_sources_refused():
+    values = [column(value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]  # in bfloat16, 256 + 1 is 256
+    empty = torch.empty(0, 1, dtype=torch.bfloat16)
+    assert row_sum([[], [0], [0], [0]], 1).add_up([empty, *values]).item() == 258.0
+    assert row_sum([[0], [0], [0]], 1).add_up(values).item() == 258.0  # onto the first
     with pytest.raises(ValueError, match="at most 6 sources, got 7"):
         row_sum([[0]] * (MAX_SOURCES + 1), 1)
+
+
+def test_columns_and_rows_begin_where_kernels_can_load_them():
+    exchange, route = Exchange(Groups(CPU, 30)), Route([3], [3], crossing=False)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for heads in range(1, 65):
+            for head_dim in (8, 64):
+                o_QHE, lse_QH = torch.ones(3, heads, head_dim, dtype=dtype), torch.ones(3, heads)
+                columns = [o_QHE, lse_QH, 2 * o_QHE, 3 * lse_QH]
+                arrived = exchange.buffer("slot", route, columns).send(columns).wait()
+                for got, sent in zip(arrived, columns, strict=True):
+                    assert torch.equal(got, sent)
+                    assert got.data_ptr() % VECTOR_LOAD == got.stride(0) * got.itemsize % VECTOR_LOAD == 0
+
+
+def test_few_sizes_of_a_slot_are_kept_and_its_memory_grows_rarely():
+    exchange = Exchange(Groups(CPU, 30))
+
+    def opened(rows, slot="slot"):
+        return exchange.buffer(slot, Route([rows], [rows], crossing=False), [torch.empty(0, 4)])
+
+    newest = [opened(rows) for rows in range(20, 0, -1)][-LAYOUTS_KEPT:]
+    assert all(opened(rows) is kept for rows, kept in zip(range(LAYOUTS_KEPT, 0, -1), newest, strict=True))
+    opened(20)
+    assert opened(LAYOUTS_KEPT) is not newest[0]  # the oldest one gave way
+    assert len({opened(rows).sent[0].data_ptr() for rows in range(6250, 7812, 62)}) <= 3
+    assert exchange.size() <= 2 * rounded_up(125_000)
+    last = opened(7000)
+    assert opened(7000, "other").sent[0].data_ptr() != last.sent[0].data_ptr()
+    opened(100_000)
+    assert opened(7000) is not last  # more memory: what is laid out in the old one is let go
+
+
+def test_a_stage_in_which_nothing_crosses_beside_others_that_are_forwarded():
+    # Row 2 of the first document is read by both ranks of node 1. In the second one rank 0 gathers its own rows, since
+    # those that a window reaches lie apart, and has more of them than come in one stage.
+    lying_apart = [(1, start, start + 2, 0, 4 + (start ^ 2)) for start in range(0, 12, 2)]
+    segments = sorted([(0, 0, 4, 0, 0), *lying_apart], key=lambda segment: segment[4])
+    tasks = [(0, 0, 2, 0), (1, 0, 12, 0), (0, 2, 3, 1), (0, 3, 4, 2)]
+    layout = Layout(np.array([4, 12]), np.array(segments, SEGMENT), 3)
+    plan = Plan(layout, np.array(tasks, TASK), 3, window=2, stage_rows=4, nodes=(0, 1, 1))
+    for rank in range(3):
+        stages = make_routes(plan, rank).stages
+        assert {(stage.keys.crossing, stage.forwarded.crossing) for stage in stages} == {(True, True), (False, False)}
+        exchange = Exchange(Groups(CPU, 30))
+        for route in BoundRoutes(plan, rank, "alone", IndexBuffer(CPU)).keys:
+            # The first hop is an exchange in every stage, as all stages have the same memory.
+            assert route.crossing
+            buffer = exchange.buffer("slot", route, [torch.empty(0, 3), torch.empty(0, dtype=torch.float64)])
+            assert len(buffer.sent[0]) == sum(route.sent)
+            assert len(buffer.received[0]) >= sum(route.received)

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 from hf_distca import DistCAConfig
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
-from tests.dispatch.test_equality import gradients_of, planned_step
 from tests.mixing.plans import Ranks, cut_plan
-from tests.models_and_batches import random_documents, reference_step, relative_error
+from tests.models_and_batches import planned_step, random_documents, reference_step, relative_error
 from tests.survey.tiny import tiny_config
 
 
@@ -84,11 +83,10 @@ def step(
     settings = dispatcher.settings
     plan = cut_plan(lengths, cut, settings) if cut else plan_micro_batch(lengths, settings)
     bound = dispatcher.bind(plan)
-    dispatcher.bind = lambda plan: bound
     wrapped = DistributedDataParallel(model) if ddp else model
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = planned_step(wrapped, plan, dispatcher, random_documents(lengths))
-    return Step(loss, gradients_of(model), (bound.ran.mixing, bound.ran.layers, bound.ran.layers_in_turns))
+        loss, grads = planned_step(wrapped, bound, random_documents(lengths))
+    return Step(loss, grads, (bound.ran.mixing, bound.ran.layers, bound.ran.layers_in_turns))
 
 
 def reference(model_type: str, lengths: list[int], lora: bool = False, **rough: Any) -> Step:

@@ -12,9 +12,8 @@ from hf_distca.models.mixing import uncuttable
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
-from tests.dispatch.test_equality import planned_step
 from tests.mixing.steps import Step, assert_equal, make_model, reference, step
-from tests.models_and_batches import random_documents
+from tests.models_and_batches import planned_step, random_documents
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
@@ -93,7 +92,7 @@ def _errors() -> list[str]:
     for model in (caching, dropping):
         dispatcher = make_dispatcher(model, DistCAConfig(ping_pong=True, **WHOLE), torch.device("cpu"))
         with pytest.raises(ValueError, match=r"cached keys|did not pass") as raised:
-            planned_step(model, plan_micro_batch(FEW, dispatcher.settings), dispatcher, random_documents(FEW))
+            planned_step(model, dispatcher.bind(plan_micro_batch(FEW, dispatcher.settings)), random_documents(FEW))
         errors.append(str(raised.value))
     return errors
 
@@ -111,7 +110,7 @@ def _error_of_a_cut() -> str:
     dispatcher = make_dispatcher(model, DistCAConfig(**WHOLE), torch.device("cpu"))
     settings = type(dispatcher.settings)(**{**vars(dispatcher.settings), "document_layout": "joint"})
     with pytest.raises(ValueError, match="the plan cuts documents") as raised:
-        planned_step(model, plan_micro_batch(LENGTHS, settings), dispatcher, random_documents(LENGTHS))
+        planned_step(model, dispatcher.bind(plan_micro_batch(LENGTHS, settings)), random_documents(LENGTHS))
     return str(raised.value)
 
 

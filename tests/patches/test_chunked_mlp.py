@@ -11,9 +11,18 @@ from hf_distca.patches.chunked_mlp import chunk_mlps
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from tests.dispatch.test_equality import Step, assert_same_step, gradients_of, planned_step, with_lora
-from tests.dispatch.test_planned_step import dispatcher_of_all_ranks
-from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models_and_batches import (
+    Step,
+    assert_same_step,
+    dispatcher_of_all_ranks,
+    planned_step,
+    random_documents,
+    reference_step,
+    relative_error,
+    small_kinds,
+    small_model,
+    with_lora,
+)
 
 LENGTHS = [120, 7, 1, 33, 64]
 ROWS = 10
@@ -52,8 +61,8 @@ def _planned(checkpointing: bool | None, ping_pong: bool) -> Step:
     chunk_mlps(model, ROWS)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    plan = plan_micro_batch(LENGTHS, dispatcher.settings)
-    return planned_step(model, plan, dispatcher, random_documents(LENGTHS)), gradients_of(model)
+    bound = dispatcher.bind(plan_micro_batch(LENGTHS, dispatcher.settings))
+    return planned_step(model, bound, random_documents(LENGTHS))
 
 
 @pytest.mark.parametrize(("checkpointing", "ping_pong"), [(None, True), (False, False), (True, True)])

@@ -10,9 +10,15 @@ from torch.nn import Module
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
-from tests.dispatch.test_equality import CHUNK_BYTES, assert_same_step, gradients_of, planned_step
-from tests.dispatch.test_planned_step import dispatcher_of_all_ranks
-from tests.models_and_batches import random_documents, reference_step, small_model
+from tests.models_and_batches import (
+    CHUNK_BYTES,
+    assert_same_step,
+    dispatcher_of_all_ranks,
+    planned_step,
+    random_documents,
+    reference_step,
+    small_model,
+)
 
 BATCHES = [[40, 7, 33], [24, 30, 25], [50, 41], [12, 13]]
 CORE_ATTENTION = "core attention follows a plan"
@@ -50,9 +56,8 @@ def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list
     found, breaks, graphs = [], [], []
     for lengths in BATCHES:
         model.zero_grad()
-        plan = plan_micro_batch(lengths, dispatcher.settings)
-        loss = planned_step(compiled, plan, dispatcher, random_documents(lengths))
-        found.append((loss, gradients_of(model)))
+        bound = dispatcher.bind(plan_micro_batch(lengths, dispatcher.settings))
+        found.append(planned_step(compiled, bound, random_documents(lengths)))
         breaks.append(Counter())
         for why, count in counters["graph_break"].items():
             breaks[-1][next((known for known in (CORE_ATTENTION, TURNS, LOGITS) if known in why), why)] += count

@@ -17,8 +17,7 @@ from hf_distca.patches.head import DeferredLogits, adapted_heads, plan_head
 from hf_distca.patches.loss import ChunkedSum
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from tests.dispatch.test_equality import cut_rows
-from tests.models_and_batches import random_documents, relative_error, small_kinds, small_model
+from tests.models_and_batches import cut_rows, gradients_of, random_documents, relative_error, small_kinds, small_model
 from tests.whole_logits import WholeLogits
 
 LENGTHS, ROWS, VOCABULARY = [40, 1, 23, 31], 40, 64
@@ -53,7 +52,7 @@ def step(model: nn.Module, batch: dict, **kwargs) -> tuple[Tensor, dict[str, Ten
     with WholeLogits(VOCABULARY, ROWS) as watched:
         loss = model(**batch, **kwargs).loss
         (3 * loss).backward()
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, watched.shapes
+    return loss, gradients_of(model), watched.shapes
 
 
 def assert_same(model: nn.Module, windows: tuple = (None,), within: float = 2e-6, **kwargs) -> None:

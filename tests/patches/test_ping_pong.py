@@ -25,16 +25,19 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.split import join_results, join_states, split_argument
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from tests.dispatch.test_equality import (
+from tests.models_and_batches import (
     CHUNK_BYTES,
     Step,
     assert_same_step,
     cut_rows,
-    gradients_of,
+    in_stages,
     planned_step,
+    random_documents,
+    reference_step,
+    relative_error,
+    small_model,
     with_lora,
 )
-from tests.models_and_batches import in_stages, random_documents, reference_step, relative_error, small_model
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
@@ -62,13 +65,8 @@ def prepared(model: Any, ping_pong: bool = True, **options: Any) -> Dispatcher:
 
 def step(model: Any, dispatcher: Dispatcher, stage_rows: int | None = None) -> tuple[Step, BoundPlan]:
     """Loss and gradients of all ranks, and the plan that they followed."""
-    plan = in_stages(plan_micro_batch(LENGTHS, dispatcher.settings), stage_rows)
-    bound = dispatcher.bind(plan)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatcher, "bind", lambda plan: bound)
-        loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
-    grads = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients_of(model).items()}
-    return (loss, grads), bound
+    bound = dispatcher.bind(in_stages(plan_micro_batch(LENGTHS, dispatcher.settings), stage_rows))
+    return planned_step(model, bound, random_documents(LENGTHS)), bound
 
 
 def batch_of(dispatcher: Dispatcher, lengths: list[int] = LENGTHS) -> dict[str, Any]:

@@ -25,11 +25,11 @@ from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.rank.speeds import OBSERVED, observe
 from hf_distca.pool.transport import Choice
 from hf_distca.pool.wire import LinkLost
-from tests.dispatch.test_equality import cut_rows
 from tests.logged import Messages
 from tests.models_and_batches import (
     SMALL_HYBRID,
     SMALL_LLAMA4,
+    cut_rows,
     random_documents,
     reference_step,
     relative_error,

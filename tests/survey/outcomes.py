@@ -22,8 +22,7 @@ from hf_distca.models.settings import plan_settings
 from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
-from tests.dispatch.test_equality import cut_rows
-from tests.models_and_batches import exchanging, random_documents, reference_step
+from tests.models_and_batches import cut_rows, exchanging, random_documents, reference_step
 from tests.survey.tiny import tiny_config
 
 LENGTHS = (40, 7, 33, 1, 26, 12, 1)

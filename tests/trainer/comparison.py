@@ -14,6 +14,7 @@ from typing import Any
 
 import accelerate
 import datasets
+import numpy as np
 import peft
 import pytest
 import torch
@@ -22,7 +23,7 @@ import trl
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, training_args
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, training_args
 from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -109,9 +110,12 @@ STRATEGIES = {
 STRATEGIES["fsdp2 on four ranks"] = replace(STRATEGIES["fsdp2"], ranks=4, shares=4)
 
 
-def plain(implementation: str) -> nn.Module:
-    """The model that is trained where a run does not say otherwise."""
-    return small_model(implementation=implementation)
+def model_of(**config: Any) -> Callable[[str], nn.Module]:
+    """Make a model of this configuration with an implementation of attention."""
+    return lambda implementation: small_model(implementation=implementation, **config)
+
+
+plain = model_of()
 
 
 @dataclass(frozen=True)
@@ -159,13 +163,6 @@ class Run:
             return model
         torch.manual_seed(0)
         return peft.get_peft_model(model, copy.deepcopy(self.adapter))
-
-
-class Notes(TrainerCallback):
-    """A callback whose notes are compared."""
-
-    def __init__(self) -> None:
-        self.noted: dict[str, torch.Tensor] = {}
 
 
 def pad(examples: list[Example]) -> dict[str, torch.Tensor]:
@@ -283,7 +280,7 @@ def carry_out(
             else:
                 getattr(trainer, call)(**({"resume_from_checkpoint": resume} if call == "train" else {}))
             history += trainer.state.log_history[known:]
-    callbacks = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Notes)]
+    notes = [getattr(callback, "noted", {}) for callback in trainer.callback_handler.callbacks]
     # FSDP's checkpoints put a name in between.
     after = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in trainer.model.named_parameters()}
     return trainer, {
@@ -292,7 +289,7 @@ def carry_out(
             for key in sorted({key for entry in history for key in entry if FOLLOWED.fullmatch(key)})
         },
         "learned": {name: whole(after[name]) - before[name] for name in before},
-        "noted": {name: whole(note) for callback in callbacks for name, note in callback.noted.items()},
+        "noted": {name: whole(note) for noted in notes for name, note in noted.items()},
         "history": history,
     }
 
@@ -321,7 +318,7 @@ def errors(result: Result, expected: Result) -> tuple[float, float]:
         least = 1e-2 * max((wanted.norm() for wanted in expected[kind].values()), default=0.0)
         for name, wanted in expected[kind].items():
             others.append(float((result[kind][name] - wanted).norm() / max(wanted.norm(), least)))
-    return max(losses), max(others)
+    return float(np.max(losses)), float(np.max(others))  # NaN if one of them is
 
 
 def assert_equal(run: Run, result: Result, expected: Callable[..., Result], strategy: str) -> None:

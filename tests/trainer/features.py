@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, DataCollatorWithFlattening, EarlyStoppingCallback
+from transformers import BitsAndBytesConfig, DataCollatorWithFlattening, EarlyStoppingCallback, TrainerCallback
 from transformers.integrations import liger
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -26,9 +26,9 @@ from tests.trainer.comparison import (
     LENGTHS,
     VOCABULARY,
     Example,
-    Notes,
     Run,
     dataset_of,
+    model_of,
     plain,
 )
 
@@ -53,11 +53,6 @@ def in_4_bits(implementation: str) -> nn.Module:
     return type(model).from_pretrained(None, **numbers, **placed)
 
 
-def model_of(**config: Any) -> Callable[[str], nn.Module]:
-    """Make a model of this configuration."""
-    return lambda implementation: small_model(implementation=implementation, **config)
-
-
 def gpt_oss(implementation: str) -> nn.Module:
     """A model with experts and sinks, which transformers computes with its own functions only."""
     config = {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}
@@ -80,24 +75,24 @@ def with_frozen_tower(implementation: str) -> nn.Module:
     return model
 
 
+def targets_where(kept: Callable[[int, int], bool]) -> Callable[[int, Example], Example]:
+    """Only tokens of a document and row that are kept are targets."""
+    return lambda index, example: {
+        **example,
+        "labels": [token if kept(index, row) else IGNORED for row, token in enumerate(example["input_ids"])],
+    }
+
+
 def targets_of(*documents: int) -> Callable[[int, Example], Example]:
     """Only these documents have targets."""
-
-    def example(index: int, example: Example) -> Example:
-        ids = example["input_ids"]
-        return {**example, "labels": list(ids) if index in documents else [IGNORED] * len(ids)}
-
-    return example
+    return targets_where(lambda document, row: document in documents)
 
 
-def answers_of_chats(index: int, example: Example) -> Example:
-    """Targets are every second turn of seven tokens; a chat of fewer has none."""
-    ids = example["input_ids"]
-    return {**example, "labels": [token if row // 7 % 2 else IGNORED for row, token in enumerate(ids)]}
-
-
-class Average(Notes):
+@dataclass(eq=False)
+class Average(TrainerCallback):
     """An exponential moving average of the weights that are trained."""
+
+    noted: dict[str, Tensor] = field(default_factory=dict)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Take the weights in."""
@@ -106,8 +101,11 @@ class Average(Notes):
                 self.noted.setdefault(name, torch.zeros_like(parameter)).lerp_(parameter.detach(), 0.25)
 
 
-class Generates(Notes):
+@dataclass(eq=False)
+class Generates(TrainerCallback):
     """The most probable continuation of a few words, by the model as it is after each step."""
+
+    noted: dict[str, Tensor] = field(default_factory=dict)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Generate on every rank."""
@@ -210,7 +208,8 @@ FEATURES: dict[str, Run] = {
         given=lambda model: {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9})}
     ),
     # Targets and masks
-    "chats of several turns": Run(example=answers_of_chats),
+    # Turns have seven tokens; a chat of fewer has no target.
+    "chats of several turns": Run(example=targets_where(lambda document, row: row // 7 % 2 == 1)),
     "targets on one rank only": Run(example=targets_of(3, 6)),
     "a micro-batch without targets": Run({"gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9)),
     "a step without targets": Run(example=targets_of(4, 5, 6, 7), steps_without_targets=1),
@@ -415,11 +414,11 @@ def together(*names: str) -> Run:
         "given": lambda model: {name: value for run in each for name, value in run.given(model).items()},
         "patched": lambda patch: [run.patched(patch) for run in each],
     }
-    for field in fields(Run):
-        default = getattr(Run(), field.name)
-        changed = [value for run in each if (value := getattr(run, field.name)) != default]
+    for name in (each_field.name for each_field in fields(Run)):
+        default = getattr(Run(), name)
+        changed = [value for run in each if (value := getattr(run, name)) != default]
         if isinstance(default, dict):
-            joined[field.name] = {name: value for changes in changed for name, value in changes.items()}
+            joined[name] = {key: value for changes in changed for key, value in changes.items()}
         elif changed:
-            joined.setdefault(field.name, changed[0])
+            joined.setdefault(name, changed[0])
     return Run(**joined)

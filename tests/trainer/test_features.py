@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import peft
 import pytest
@@ -33,11 +33,12 @@ from tests.trainer.comparison import (
     Run,
     assert_equal,
     launched,
+    model_of,
     plain,
     train_alone,
     train_planned,
 )
-from tests.trainer.features import FEATURES, SAVED, TOGETHER, model_of, together
+from tests.trainer.features import FEATURES, SAVED, TOGETHER, together
 from tests.trainer.small_trainers import LENGTHS as OF_TRAINERS
 from tests.trainer.small_trainers import make_trainer
 
@@ -77,7 +78,6 @@ def reference(tmp_path_factory) -> Callable[..., Result]:
     return cache(lambda names, exact=False: train_alone(folder, together(*names), exact))
 
 
-TP_AND_FSDP = STRATEGIES["tp and fsdp"].divided
 HEADS = {"tp": (1, 1), "tp and fsdp": (2, 1), "tp and replicas": (2, 1)}
 """Query and key/value heads of a rank that has not all."""
 SINGLE = [(strategy, (name,)) for name, feature in FEATURES.items() for strategy in feature.only]
@@ -148,10 +148,9 @@ def test_optimizer_shards_of_another_number_of_ranks(run):
     checkpoint = str(Path(run("zero2", "evaluated and saved")[0]["after"]).parent / f"checkpoint-{SAVED}")
 
     def agreed(ranks: int, **config: Any) -> str | None:
-        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config))
-        groups = {"ranks": ranks, "all_gather": lambda saved_by: [saved_by], "raise_together": lambda *_, **__: None}
-        made: list[Any] = [SimpleNamespace(**each) for each in ({"output_dir": ""}, {"state": state}, groups)]
-        return agreed_checkpoint(checkpoint, *made)
+        accelerator = MagicMock(**{"state.deepspeed_plugin.deepspeed_config": config})
+        groups = MagicMock(ranks=ranks, all_gather=lambda saved_by: [saved_by])
+        return agreed_checkpoint(checkpoint, MagicMock(), accelerator, groups)
 
     assert agreed(2) == agreed(3, checkpoint={"load_universal": True}) == checkpoint
     with refused(Resume.OTHER_SHARDS, checkpoint=checkpoint, saved_by=2, ranks=3):
@@ -177,29 +176,25 @@ def _refusals_and_memory(folder: str) -> None:
     """Models, data and settings that cannot be trained are refused on this rank; its share of a model is counted."""
     rank = torch.distributed.get_rank()
 
-    def made(name: str, sizes: dict[str, int] = TP_AND_FSDP, config: Any = None, **arguments: Any) -> Any:
+    def made(name: str, sizes: Any = STRATEGIES["tp and fsdp"].divided, config: Any = None, **arguments: Any) -> Any:
         model = Run(model=model_of(**(config or {}))).make_model("distca", sizes, f"{folder}/{name}")
         return make_trainer(f"{folder}/out", model=model, environment=AS_GPUS, save_strategy="no", **arguments)
 
+    cases: dict[str, dict[str, Any]] = {
+        r"layers\.0\.self_attn has 1 key/value heads, which tensor parallelism cannot divide among 2 ranks": {
+            "config": {"num_key_value_heads": 1}
+        },
+        r"\(pp_size=4\) gives ranks different layers": {"sizes": {"pp_size": 4}},
+        r"different data sets \(rank 0: 12 documents, 621 tokens; .*rank 3: 11 documents, 590 tokens": {
+            "lengths": OF_TRAINERS[: 11 if rank == 3 else 12]
+        },
+        # Ranks 1 and 3 have the same heads, and agree with each other.
+        "settings of plans differs between ranks": {"tokens_per_rank": 96 if rank % 2 else 160},
+    }
     with launched("tp and fsdp", {}):
-        for error, case in (
-            (
-                r"layers\.0\.self_attn has 1 key/value heads, which tensor parallelism cannot divide among 2 ranks",
-                {"name": "one head", "config": {"num_key_value_heads": 1}},
-            ),
-            (r"\(pp_size=4\) gives ranks different layers", {"name": "stages", "sizes": {"pp_size": 4}}),
-            (
-                r"different data sets \(rank 0: 12 documents, 621 tokens; .*rank 3: 11 documents, 590 tokens",
-                {"name": "data", "lengths": OF_TRAINERS[: 11 if rank == 3 else 12]},
-            ),
-            # Ranks 1 and 3 have the same heads, and agree with each other.
-            (
-                "settings of plans differs between ranks",
-                {"name": "settings", "tokens_per_rank": 96 if rank % 2 else 160},
-            ),
-        ):
+        for number, (error, case) in enumerate(cases.items()):
             with pytest.raises(ValueError, match=error):
-                made(**case).get_train_dataloader()
+                made(f"refused-{number}", **case).get_train_dataloader()
         trainer, messages = made("memory"), Messages("hf_distca.trainer.memory")
         if rank == 0:  # alone, as in a training
             log_memory(trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator, 10**10)

@@ -204,12 +204,12 @@ def test_new_passes(run, whole_run, tmp_path):
     assert together(run(tmp_path / "anew", "packed", resume=f"{tmp_path}/anew/checkpoint-3", **changed)) == anew[2:]
 
 
-@pytest.mark.parametrize("ignore", [False, True])
-def test_nothing_is_left(run, whole_run, tmp_path, ignore):
-    changed = {**PACKED, "num_train_epochs": 2, "ignore_data_skip": ignore}
-    resumed = run(tmp_path, "packed", resume=f"{whole_run('packed')[1]}/checkpoint-4", **changed)
-    assert [rank["micro_batches"] for rank in resumed] == [[], []]
-    assert ["training ends at step 4" in message for message in resumed[0]["warnings"]] == [True]
+def test_nothing_is_left(run, whole_run, tmp_path):
+    changed = {**PACKED, "num_train_epochs": 2, "resume": f"{whole_run('packed')[1]}/checkpoint-4"}
+    for ignore in (False, True):
+        resumed = run(tmp_path, "packed", **changed, ignore_data_skip=ignore)
+        assert [rank["micro_batches"] for rank in resumed] == [[], []]
+        assert ["training ends at step 4" in message for message in resumed[0]["warnings"]] == [True]
 
 
 def _error_of_own_folder(folders: list[str]) -> str:

@@ -119,6 +119,7 @@ class DistCACollator:
         1 [[14, 21, 22]] [[3, 0, 1]] [[-100, 22, -100]]
 
     Args:
+        rank: Rank whose rows to collate.
         filler_token_id: Token of the row, without a target, that a rank without documents gets.
     """
 

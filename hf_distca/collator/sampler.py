@@ -81,6 +81,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     Args:
         excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
         capacity: Maximum number of tokens of a bin: ranks · tokens_per_rank, or tokens_per_rank with one bin per rank.
+        shuffle: Whether to draw new micro-batches in each epoch.
         seed: Seed of the order, together with the epoch.
         bins: Number of bins of a micro-batch, whose documents come bin after bin. No document is in two bins.
         choices: Function that returns the planner's choices for the next micro-batch, with which they travel.

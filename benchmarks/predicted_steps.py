@@ -1,19 +1,19 @@
 """Steps on two CPU ranks, measured and predicted: plain DDP and planned, for ten mixes of document lengths.
 
 Forward, backward and AdamW of a 2-layer LLaMA of hidden size 256 under DistributedDataParallel, float32, one thread a
-rank. In every round each rank measures its kernel while the other one does, the link between them, and two plain
-steps on documents of 128 tokens, short and long rows: what a token takes besides core attention, and what a step takes
-besides tokens. From these, and from nothing that it is compared with, each mix is predicted by hf_distca.sim: plain,
-whole documents balanced by their pairs, and planned as training does by default: the costs of the round before choose
-the plans.
+rank. Three times in every round each rank measures its kernel while the other one does, the link between them, and two
+plain steps on documents of 128 tokens, short and long rows: what a token takes besides core attention, and what a step
+takes besides tokens. From their means, and from nothing that it is compared with, each mix is predicted by
+hf_distca.sim: plain, whole documents balanced by their pairs, and planned as training does by default: the costs of
+the round before choose the plans.
 
 Run: python benchmarks/predicted_steps.py [--rounds 8] [--tokens 8192]
 """
 
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 import torch
@@ -91,9 +91,8 @@ class Steps:
         self._dispatcher = Dispatcher(self.settings, CPU)
         self.steps: dict[str, Callable[[], None]] = {}
         self.plans: dict[str, MicroBatchPlan] = {}
-        for part in (4, 1):
-            rows = [[SHORT] * (tokens // part // SHORT)] * RANKS
-            self.steps[f"{tokens // part} tokens"] = self._models.plain(rows)
+        few, many = (self._models.plain([[SHORT] * (rows // SHORT)] * RANKS) for rows in (tokens // 4, tokens))
+        self._short = {tokens // 4: few, tokens: many}
         for mix in LENGTHS:
             self.steps[f"{mix}, plain"] = self._models.plain(whole_rows(self.lengths(mix), RANKS))
         self._plan()
@@ -112,26 +111,29 @@ class Steps:
     def lengths(self, mix: str) -> list[int]:
         return [length * self.tokens // PER_RANK for length in LENGTHS[mix]]
 
-    def calibrate(self, seconds: dict[str, float]) -> Calibration:
-        """Measure kernel and link; take the rest from the two steps on short documents. The same on every rank."""
+    def measured(self) -> tuple[KernelCost, KernelCost, LinkCost, list[float]]:
+        """Measure the kernel's forward and backward, the link, and the seconds of the steps on short documents."""
         dist.barrier()
         forward, backward, _ = measured_kernel(self.kernel, KIND, torch.float32, CPU)
         link = measured_link(self.groups, CPU, [1, 0])
-        every = self.groups.all_gather((forward, backward))
-        short = (f"{self.tokens // 4} tokens", f"{self.tokens} tokens")
-        of_ranks = self.groups.all_gather([seconds[name] for name in short])
-        seconds = dict(zip(short, np.mean(of_ranks, axis=0), strict=True))
-        forward, backward = (
-            KernelCost(*np.mean([list(vars(each[direction]).values()) for each in every], axis=0).tolist())
-            for direction in (0, 1)
+        return forward, backward, link, [seconds_of(step) for step in self._short.values()]
+
+    def calibrated(self, measured: Sequence[tuple[KernelCost, KernelCost, LinkCost, list[float]]]) -> Calibration:
+        """Return the mean costs of all ranks and measurements: what kernel and link do not take is left for tokens."""
+        every = [each for of_rank in self.groups.all_gather(list(measured)) for each in of_rank]
+        forward, backward, link, short = zip(*every, strict=True)
+        free = Calibration(
+            KernelCost(*np.mean([astuple(each) for each in forward], axis=0).tolist()),
+            KernelCost(*np.mean([astuple(each) for each in backward], axis=0).tolist()),
+            LinkCost(*np.mean([astuple(each) for each in link], axis=0).tolist()),
+            token=1e-30,
+            step=0.0,
         )
-        free = Calibration(forward, backward, link, 1e-30, 0.0)
-        few, many = self.tokens // 4, self.tokens
         others = [
-            seconds[f"{tokens} tokens"]
-            - on_ranks([[SHORT] * (tokens // SHORT)] * RANKS, free.setup(self.tokens)).attention.max()
-            for tokens in (few, many)
+            seconds - on_ranks([[SHORT] * (tokens // SHORT)] * RANKS, free.setup(self.tokens)).attention.max()
+            for tokens, seconds in zip(self._short, np.mean(short, axis=0).tolist(), strict=True)
         ]
+        few, many = self._short
         token = (others[1] - others[0]) / (many - few)
         return replace(free, token=token, step=others[0] - token * few)
 
@@ -142,22 +144,30 @@ class Steps:
         return {"plain": plain.seconds + calibration.step, "planned": balanced.seconds + calibration.step}
 
 
+def seconds_of(step: Callable[[], None]) -> float:
+    """Return the median seconds of three steps."""
+    times = []
+    for _ in range(3):
+        dist.barrier()
+        begin = time.perf_counter()
+        step()
+        dist.barrier()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[1]
+
+
 def prepare(tokens: int) -> Callable[[], Round]:
     """Make the models on this rank, and a round: every step once, in shuffled order, then all predictions."""
     made, order = Steps(tokens), random.Random(0)
 
     def take() -> Round:
         seconds: dict[str, float] = {}
-        for name in order.sample(list(made.steps), len(made.steps)):
-            times = []
-            for _ in range(3):
-                dist.barrier()
-                begin = time.perf_counter()
-                made.steps[name]()
-                dist.barrier()
-                times.append(time.perf_counter() - begin)
-            seconds[name] = sorted(times)[1]
-        calibration = made.calibrate(seconds)
+        names = order.sample(list(made.steps), len(made.steps))
+        measured = [made.measured()]
+        for half in (names[::2], names[1::2]):
+            seconds |= {name: seconds_of(made.steps[name]) for name in half}
+            measured.append(made.measured())
+        calibration = made.calibrated(measured)
         figures = {"token, µs": calibration.token * 1e6, "step, ms": calibration.step * 1e3}
         for mix in LENGTHS:
             for strategy, guess in made.predict(mix, calibration).items():

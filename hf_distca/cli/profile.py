@@ -19,7 +19,7 @@ from hf_distca.measure.device import measured_profile
 from hf_distca.measure.links import with_links
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.seconds import LinkCost, Tasks
+from hf_distca.planner.seconds import DIAGONAL_ROWS, LinkCost, Tasks
 from hf_distca.sim.costs import DeviceProfile
 
 TIMEOUT_S = 60.0
@@ -96,7 +96,9 @@ def _table(profile: DeviceProfile) -> str:
 
     accuracy, kind = profile.accuracy, profile.measured
     amount = pairs(0, SHOWN_TOKENS)
-    (seconds,) = profile.forward.seconds(Tasks(*np.array([[SHOWN_TOKENS], [SHOWN_TOKENS], [amount], [1.0]])))
+    (seconds,) = profile.forward.seconds(
+        Tasks(*np.array([[SHOWN_TOKENS], [SHOWN_TOKENS], [amount], [1.0], [SHOWN_TOKENS * DIAGONAL_ROWS]]))
+    )
     tflops = 2.0 * kind.q_heads * (kind.dim_qk + kind.dim_v) * amount / seconds / 1e12
     lines = {
         "device": profile.name,

@@ -15,7 +15,7 @@ from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.nodes import EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH, NODE_BANDWIDTH
-from hf_distca.planner.seconds import FloatArray, KernelCost, LinkCost, Links, Tasks
+from hf_distca.planner.seconds import DIAGONAL_ROWS, FloatArray, KernelCost, LinkCost, Links, Tasks
 from hf_distca.sim.costs import Accuracy, DeviceProfile, held_out
 
 QUERIES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 512, 2048, 8192, 16384)}
@@ -124,8 +124,8 @@ def measured_kernel(
     forward_s, backward_s = np.array(times).T
     fitted, others = map(list, held_out(len(calls)))
     q_rows, k_rows, amount = np.array(calls, np.float64).T
-    every = Tasks(q_rows, k_rows, amount, np.ones_like(q_rows))
-    first, unseen = (Tasks(q_rows[part], k_rows[part], amount[part], every.calls[part]) for part in (fitted, others))
+    every = Tasks(q_rows, k_rows, amount, np.ones_like(q_rows), q_rows * np.minimum(q_rows, DIAGONAL_ROWS))
+    first, unseen = (Tasks(*(each[part] for each in vars(every).values())) for part in (fitted, others))
     accuracy = Accuracy.of(fitted_cost(first, forward_s[fitted]).seconds(unseen), forward_s[others])
     return fitted_cost(every, forward_s), fitted_cost(every, backward_s), accuracy
 

@@ -40,7 +40,7 @@ OTHER_STAGES = (STAGES_ALONE // 2, 2 * STAGES_ALONE)
 """Further numbers of stages that are tried for the chosen plan."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further candidate has to be faster to be tried."""
-DOMINANT_SHARE = 0.1
+DOMINANT_SHARE = 0.06
 """Share of a group's work from which a document is worth dividing evenly over several nodes."""
 MOST_MOVES = 4096
 """Maximum moves of K/V rows, from a piece to a rank, of documents divided evenly over several nodes, over the root of
@@ -56,7 +56,7 @@ COARSER_FROM, COARSER_FROM_MANY = 0.1, 0.25
 
 FEW_RANKS = 32
 """Number of ranks up to which plans take little time; for more ranks fewer are tried, on the terms below."""
-QUICK_RANKS = 48
+QUICK_RANKS = 64
 """Maximum number of planned ranks for which a coarser balance is tried."""
 SAMPLED_RANKS = 16
 """Number of ranks that are planned while plans in smaller groups are compared."""
@@ -151,8 +151,9 @@ class _Search:
         if self._first() > self._inside and len(sizes) > 2:
             joined = joined_nodes(lengths, self._seconds, sizes, settings.tokens_per_rank, self._speeds)
             if joined is not None and joined not in self.partitions:
-                self.partitions.insert(self._inside + 1, joined)
-                self._placings = {level: each for level, each in self._placings.items() if level <= self._inside}
+                level = sum(max(sizes) < max(joined) for sizes in self.partitions)
+                self.partitions.insert(level, joined)
+                self._placings = {each: placing for each, placing in self._placings.items() if each < level}
 
     def chosen(self, candidates: Iterator[Candidate]) -> MicroBatchPlan:
         """Return the plan of the best of some candidates.

@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, ExchangeFigures, Plan
 from hf_distca.planner.cost import RowBytes, pairs
-from hf_distca.planner.intervals import IntArray, Table, joined, row_counts
-from hf_distca.planner.moves import rows_by_stage, rows_to_move
+from hf_distca.planner.intervals import IntArray, Table, row_counts
+from hf_distca.planner.moves import rows_to_move
 from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
-from hf_distca.planner.seconds import Tasks
+from hf_distca.planner.seconds import DIAGONAL_ROWS, Tasks
 
 WITHIN, BETWEEN = 0, 1
 """Indices of links inside a node and between nodes."""
@@ -40,7 +40,7 @@ class RowsMoved:
     def of(cls, plan: Plan, nodes: Sequence[int]) -> "RowsMoved":
         """Count the rows of a plan; every K/V row that a worker's tasks read reaches the worker once."""
         tasks, first, second = rows_to_move(replace(plan, stage_rows=None))
-        return cls(_by_link(tasks, nodes), _by_link(joined(first, second), nodes))
+        return cls(*(_by_link(_rows_between(plan.workers, *each), nodes) for each in ([tasks], [first, second])))
 
     @property
     def most_keys(self) -> int:
@@ -58,14 +58,19 @@ class RowsMoved:
         return np.asarray(there + self.queries[:, ::-1] * row_bytes.q + self.keys[:, ::-1] * row_bytes.kv)
 
 
-def _by_link(moves: Table, nodes: Sequence[int], chosen: NDArray[np.bool_] | bool = True) -> IntArray:
-    """Return [2, 2, workers] rows of the chosen moves that go to another worker, by link and direction."""
-    node = np.asarray(nodes)
-    away = np.flatnonzero((moves["source"] != moves["target"]) & chosen)
-    source, target, rows = moves["source"][away], moves["target"][away], row_counts(moves)[away]
-    link = len(node) * (node[source] != node[target])
-    ends = [np.bincount(link + worker, rows, 2 * len(node)) for worker in (source, target)]
-    return np.stack(ends).reshape(2, 2, len(node)).swapaxes(0, 1).astype(np.int64)
+def _rows_between(workers: int, *tables: Table) -> IntArray:
+    """Return [workers, workers] rows that go from each worker to each worker, to itself included."""
+    moved = np.zeros(workers**2)
+    for moves in tables:
+        moved += np.bincount(moves["source"] * workers + moves["target"], row_counts(moves), workers**2)
+    return moved.astype(np.int64).reshape(workers, workers)
+
+
+def _by_link(moved: IntArray, nodes: Sequence[int]) -> IntArray:
+    """Return [2, 2, workers] of [workers, workers] rows that go to another worker, by link and direction."""
+    between = np.not_equal.outer(nodes, nodes)
+    within = ~between & ~np.eye(len(moved), dtype=bool)
+    return np.stack([[(moved * link).sum(axis=1), (moved * link).sum(axis=0)] for link in (within, between)])
 
 
 def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> IntArray:
@@ -152,38 +157,37 @@ def count_plan(
     sent, in_place = tasks["keys_stop"] - tasks["keys_start"], tasks["stop"] - tasks["keys_stop"]
     every = pairs(tasks["start"], tasks["stop"], plan.window)
     inside = np.where(in_place > 0, pairs(in_place - rows, in_place, plan.window), 0)
+    diagonal = rows * np.minimum(rows, DIAGONAL_ROWS)
 
-    def summed(chosen: NDArray[np.bool_], keys: IntArray, amount: IntArray) -> Tasks:
-        worker = tasks["target"][chosen]
-        counts = (np.bincount(worker, each[chosen], plan.workers).astype(np.float64) for each in (rows, keys, amount))
-        of_rows, of_keys, of_pairs = counts
-        return Tasks(of_rows, of_keys, of_pairs, (of_rows > 0).astype(np.float64))
+    def summed(chosen: NDArray[np.bool_], keys: IntArray, amount: IntArray, diagonal: IntArray) -> Tasks:
+        worker, amounts = tasks["target"][chosen], (rows, keys, amount, diagonal)
+        counts = (np.bincount(worker, each[chosen], plan.workers).astype(np.float64) for each in amounts)
+        of_rows, of_keys, of_pairs, of_diagonal = counts
+        return Tasks(of_rows, of_keys, of_pairs, (of_rows > 0).astype(np.float64), of_diagonal)
 
-    # Servers get their rows in exchanges apart.
-    moves = joined(first, second)
+    queries, keys = (_rows_between(plan.workers, *each) for each in ([tasks], [first, second]))
+    to_server = np.arange(plan.workers) >= ranks  # servers get their rows in exchanges apart
     among_ranks, with_servers = (
-        RowsMoved(*(_by_link(table, nodes, (table["target"] < ranks) == to_ranks) for table in (tasks, moves)))
-        for to_ranks in (True, False)
+        RowsMoved(*(_by_link(moved * received, nodes) for moved in (queries, keys)))
+        for received in (~to_server, to_server)
     )
     # Ranks that exchange rows, directly or over other ranks, get the lowest number of any of them.
-    source, target = (np.concatenate([tasks[end], moves[end]]) for end in ("source", "target"))
-    among = (source != target) & (target < ranks)
-    source, target = source[among], target[among]
+    linked = (queries + keys)[:ranks, :ranks] > 0
+    linked |= linked.T | np.eye(ranks, dtype=bool)
     lowest, before = np.arange(ranks), np.zeros(0, np.int64)
     while not np.array_equal(lowest, before):
-        before = lowest.copy()
-        np.minimum.at(lowest, target, lowest[source])
-        np.minimum.at(lowest, source, lowest[target])
+        before, lowest = lowest, np.where(linked, lowest, ranks).min(axis=1)
         lowest = lowest[lowest]
+    held = keys[:, :ranks]
     return CountedPlan(
-        local=summed(in_place > 0, in_place, inside),
-        remote_kv=summed(here & (sent > 0), sent, every - inside),
-        remote_query=summed(~here, sent, every),
+        local=summed(in_place > 0, in_place, inside, diagonal),
+        remote_kv=summed(here & (sent > 0), sent, every - inside, np.zeros_like(rows)),
+        remote_query=summed(~here, sent, every, diagonal),
         among_ranks=among_ranks,
         with_servers=with_servers,
         row_bytes=RowBytes.of_kind(kind, bytes_per_value),
         stages=1 if plan.stage_rows is None else max(-(-among_ranks.most_keys // plan.stage_rows), 1),
-        most_rows=int(rows_by_stage(first, second, ranks).max(initial=0)),
+        most_rows=int(max(held.sum(axis=0).max(), held.sum(axis=1).max())),
         ranks=ranks,
         forwards=plan.nodes is not None,
         windowed=plan.window is not None,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import combinations
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,9 @@ from numpy.typing import NDArray
 from hf_distca.plan import AttentionKind, Direction
 
 FloatArray = NDArray[np.float64]
+
+DIAGONAL_ROWS = 512
+"""Keys in a block of the CPU kernel, the largest block of any kernel."""
 
 
 @dataclass(frozen=True)
@@ -20,49 +24,54 @@ class Tasks:
         keys: [workers] K/V rows that are read.
         pairs: [workers] query-key pairs.
         calls: [workers] calls of the kernel.
+        diagonal: [workers] query rows, each times the rows of its task or `DIAGONAL_ROWS`, whichever is less; 0 for
+            keys that all rows see.
     """
 
     rows: FloatArray
     keys: FloatArray
     pairs: FloatArray
     calls: FloatArray
+    diagonal: FloatArray
 
     def plus(self, other: "Tasks") -> "Tasks":
         """Return these tasks and others, each worker's in one call."""
-        rows = self.rows + other.rows
-        return Tasks(rows, self.keys + other.keys, self.pairs + other.pairs, (rows > 0).astype(np.float64))
+        rows, calls = self.rows + other.rows, (self.rows + other.rows > 0).astype(np.float64)
+        return Tasks(rows, self.keys + other.keys, self.pairs + other.pairs, calls, self.diagonal + other.diagonal)
 
 
 @dataclass(frozen=True)
 class KernelCost:
     """Costs of a kernel, in seconds.
 
-    A call takes call + row · query rows + key · K/V rows + pair · query-key pairs.
+    A call takes call + row · query rows + key · K/V rows + pair · query-key pairs + diagonal · diagonal rows. Kernels
+    compute whole blocks of keys on the causal diagonal, so a pair of a short document takes longer.
     """
 
     call: float
     row: float
     key: float
     pair: float
+    diagonal: float = 0.0
 
     def seconds(self, tasks: Tasks) -> FloatArray:
         """Return [workers] seconds of each worker's tasks."""
         total: FloatArray = self.call * tasks.calls + self.row * tasks.rows + self.key * tasks.keys
-        return total + self.pair * tasks.pairs
+        return total + self.pair * tasks.pairs + self.diagonal * tasks.diagonal
 
     def for_kind(self, measured: AttentionKind, kind: AttentionKind) -> "KernelCost":
         """Return the cost of another kind: K/V rows scale with key-value heads, all else with query heads."""
         dims = (kind.dim_qk + kind.dim_v) / (measured.dim_qk + measured.dim_v)
         queries, keys = dims * kind.q_heads / measured.q_heads, dims * kind.kv_heads / measured.kv_heads
-        return KernelCost(self.call, self.row * queries, self.key * keys, self.pair * queries)
+        return KernelCost(self.call, self.row * queries, self.key * keys, self.pair * queries, self.diagonal * queries)
 
     def scaled(self, by: float) -> "KernelCost":
         """Return the cost of calls that take `by` times as long."""
-        return KernelCost(self.call * by, self.row * by, self.key * by, self.pair * by)
+        return KernelCost(*(cost * by for cost in vars(self).values()))
 
     def plus(self, other: "KernelCost") -> "KernelCost":
         """Return the cost of this call and another one on the same rows."""
-        return KernelCost(self.call + other.call, self.row + other.row, self.key + other.key, self.pair + other.pair)
+        return KernelCost(*map(add, vars(self).values(), vars(other).values()))
 
     @classmethod
     def fitted(cls, tasks: Tasks, seconds: FloatArray, weights: FloatArray | None = None) -> "KernelCost":
@@ -74,15 +83,16 @@ class KernelCost:
             weights: [n] weight of each squared error; None for equal weights.
         """
         counts = np.sqrt(np.ones_like(seconds) if weights is None else weights)
-        columns = np.stack([tasks.calls, tasks.rows, tasks.keys, tasks.pairs], axis=1) * (counts / seconds)[:, None]
-        best, least = np.zeros(4), np.inf
-        for count in range(1, 5):  # of every subset of the four costs, the least-squares solution
-            for chosen in combinations(range(4), count):
+        amounts = [tasks.calls, tasks.rows, tasks.keys, tasks.pairs, tasks.diagonal]
+        columns = np.stack(amounts, axis=1) * (counts / seconds)[:, None]
+        best, least = np.zeros(5), np.inf
+        for count in range(1, 6):  # of every subset of the five costs, the least-squares solution
+            for chosen in combinations(range(5), count):
                 part = columns[:, chosen]
                 found, *_ = np.linalg.lstsq(part, counts, rcond=None)
                 error = float(np.square(part @ found - counts).sum())
                 if found.min() >= 0 and error < least:
-                    best, least = np.zeros(4), error
+                    best, least = np.zeros(5), error
                     best[list(chosen)] = found
         return cls(*best.tolist())
 
@@ -106,7 +116,8 @@ class LinkCost:
     @classmethod
     def fitted(cls, size: FloatArray, seconds: FloatArray) -> "LinkCost":
         """Fit a link to [n] bytes and [n] seconds, with the least error relative to each time."""
-        fit = KernelCost.fitted(Tasks(size, size * 0, size * 0, np.ones_like(size)), seconds)
+        none = np.zeros_like(size)
+        fit = KernelCost.fitted(Tasks(size, none, none, np.ones_like(size), none), seconds)
         return cls(fit.call, 1 / fit.row if fit.row else np.inf)
 
 

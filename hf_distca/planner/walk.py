@@ -18,7 +18,7 @@ from hf_distca.planner.cost import pairs
 from hf_distca.planner.metrics import CountedPlan, count_plan
 from hf_distca.planner.mixing import CountedCuts, MixingLayers, count_cuts
 from hf_distca.planner.schedule import Group, Transfer, Turn, make_schedule
-from hf_distca.planner.seconds import FloatArray, KernelCost, Links, StepCosts, Tasks
+from hf_distca.planner.seconds import DIAGONAL_ROWS, FloatArray, KernelCost, Links, StepCosts, Tasks
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import stage_rows
 
@@ -233,10 +233,11 @@ def _tasks(counted: CountedPlan, name: str) -> Tasks:
     if name == "local":
         return counted.local
     if name in ("local 1/2", "local 2/2"):
-        return Tasks(counted.local.rows / 2, counted.local.keys / 2, counted.local.pairs / 2, counted.local.calls)
-    tasks = counted.remote_kv if name == "remote-KV" else counted.remote_query
+        tasks = counted.local
+        return Tasks(tasks.rows / 2, tasks.keys / 2, tasks.pairs / 2, tasks.calls, tasks.diagonal / 2)
+    tasks, stages = counted.remote_kv if name == "remote-KV" else counted.remote_query, counted.stages
     # Each stage reads all queries again, and only its own keys.
-    return Tasks(tasks.rows, tasks.keys / counted.stages, tasks.pairs / counted.stages, tasks.calls)
+    return Tasks(tasks.rows, tasks.keys / stages, tasks.pairs / stages, tasks.calls, tasks.diagonal / stages)
 
 
 def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatArray:
@@ -329,7 +330,7 @@ def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts)
 
 def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
     """Return [documents] seconds of computing each document, forward and backward, without calls of the kernel."""
-    total = costs.token * lengths.astype(np.float64)
+    total, diagonal = costs.token * lengths.astype(np.float64), lengths * np.minimum(lengths, DIAGONAL_ROWS)
     for of_kind in costs.kinds:
         kind = of_kind.kind
         each = pairs(0, lengths, kind.window)
@@ -337,7 +338,7 @@ def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
             chunks, rest = np.divmod(lengths, kind.chunk)
             each = chunks * pairs(0, kind.chunk, kind.window) + pairs(0, rest, kind.window)
         for cost in (of_kind.forward, of_kind.backward):
-            total += of_kind.layers * (cost.pair * each + (cost.row + cost.key) * lengths)
+            total += of_kind.layers * (cost.pair * each + (cost.row + cost.key) * lengths + cost.diagonal * diagonal)
     return total
 
 

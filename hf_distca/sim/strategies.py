@@ -17,7 +17,7 @@ from hf_distca.planner.metrics import count_plan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.mixing import count_cuts
 from hf_distca.planner.nodes import node_sizes
-from hf_distca.planner.seconds import KindCosts, MixingCosts, StepCosts, Tasks
+from hf_distca.planner.seconds import DIAGONAL_ROWS, KindCosts, MixingCosts, StepCosts, Tasks
 from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.walk import Walked, document_seconds, predict_step
@@ -263,11 +263,12 @@ def on_ranks(groups: Sequence[Sequence[int]], setup: Setup, context: int = 1, cu
     tokens = np.array([sum(group) for group in groups], float) / context
     # Each of a document's equal parts reads the K/V rows up to its own end.
     keys = np.array([sum(n * (min(parts, n) + 1) / 2 for n in group) for group in groups]) / context
+    diagonal = np.array([sum(n * min(n / parts, DIAGONAL_ROWS) for n in group) for group in groups]) / context
     attention, gathered, moved = np.zeros(len(groups)), np.zeros(len(groups)), 0.0
     for of_kind in costs.kinds:
         gpu = of_kind.kind
         in_pairs = np.array([sum(pairs(0, n, gpu.window) for n in group) for group in groups], float) / context
-        tasks = Tasks(tokens, keys, in_pairs, np.ones(len(groups)))
+        tasks = Tasks(tokens, keys, in_pairs, np.ones(len(groups)), diagonal)
         attention += of_kind.layers * (of_kind.forward.seconds(tasks) + of_kind.backward.seconds(tasks))
         if context > 1:
             size = tokens * (context - 1) * RowBytes.of_kind(gpu, setup.profile.bytes_per_value).kv

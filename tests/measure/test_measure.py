@@ -46,7 +46,7 @@ def test_costs_follow_the_time_of_calls(monkeypatch):
 def test_short_calls_do_not_distort_the_costs_of_long_calls():
     """A pair takes 3 s in short calls, and 1 s in long ones."""
     rows = np.array([8.0, 16.0, 32.0, 512.0, 1024.0, 2048.0])
-    tasks = Tasks(rows, rows, rows * rows, np.ones(6))
+    tasks = Tasks(rows, rows, rows * rows, np.ones(6), np.zeros(6))
     seconds = tasks.pairs * np.array([3.0, 3.0, 3.0, 1.0, 1.0, 1.0])
     assert device.fitted_cost(tasks, seconds).seconds(tasks)[3:] == pytest.approx(seconds[3:], rel=0.05)
 

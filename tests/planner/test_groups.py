@@ -174,6 +174,12 @@ def test_seconds_of_a_document(kind, pairs):
     ]
 
 
+def test_a_short_document_costs_more_a_pair():
+    of_kind = KindCosts(KIND, 1, KernelCost(0, 0, 0, 0, diagonal=1.0), KernelCost(0, 0, 0, 0))
+    seconds = document_seconds(np.array([10, 600]), StepCosts((of_kind,), 0.0, 0.0, 0.0, 0.0, Links(LINK, LINK)))
+    assert seconds.tolist() == [10 * 10, 600 * 512]
+
+
 @st.composite
 def micro_batches(draw):
     ranks = draw(st.integers(2, 6))

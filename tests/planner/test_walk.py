@@ -21,7 +21,7 @@ NOWHERE = np.zeros((2, 2, 2), np.int64)
 
 def tasks(*pairs: float) -> Tasks:
     amount = np.array(pairs)
-    return Tasks(amount, amount, amount, (amount > 0).astype(float))
+    return Tasks(amount, amount, amount, (amount > 0).astype(float), 0 * amount)
 
 
 def counted(local: tuple[float, float], remote_query: tuple[float, float] = (0, 0), rows: int = 0) -> CountedPlan:
@@ -121,6 +121,16 @@ def test_two_nano_batches_hide_each_others_exchange():
     assert in_turns.seconds < alone.seconds
     assert in_turns.attention.tolist() == alone.attention.tolist()
     assert in_turns.waited.max() < alone.waited.max()
+
+
+def test_rows_of_short_tasks_are_counted():
+    layout = fixed_layout([[2000, 10]], 2)  # rank 0 holds 1005 rows, rank 1 the other 995 and the short document
+    plan = Plan(layout, local_tasks(layout.segments), 2)
+    found = count_plan(plan, AttentionKind(), 2)
+    assert found.local.diagonal.tolist() == [1005 * 512, 995 * 512 + 10 * 10]
+    assert found.remote_kv.diagonal.tolist() == [0, 0]
+    plan.tasks["worker"][plan.tasks["worker"] == 1] = 0
+    assert count_plan(plan, AttentionKind(), 2).remote_query.diagonal.tolist() == [995 * 512 + 10 * 10, 0]
 
 
 @pytest.mark.parametrize("layout", ["joint", "fixed"])

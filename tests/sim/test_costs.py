@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +9,9 @@ from hf_distca.planner.seconds import KernelCost, LinkCost, Tasks
 from hf_distca.sim.costs import PROFILES, Accuracy, DeviceProfile, held_out
 
 
-def tasks(*calls: tuple[float, float, float]) -> Tasks:
+def tasks(*calls: tuple[float, float, float], diagonal: float = 0.0) -> Tasks:
     rows, keys, pairs = np.array(calls).T
-    return Tasks(rows, keys, pairs, np.ones(len(calls)))
+    return Tasks(rows, keys, pairs, np.ones(len(calls)), diagonal * rows)
 
 
 def costs(found: KernelCost) -> list[float]:
@@ -18,10 +19,13 @@ def costs(found: KernelCost) -> list[float]:
 
 
 def test_seconds_of_a_call_are_found_again():
-    cost = KernelCost(call=1.0, row=0.5, key=0.25, pair=0.125)
-    assert cost.seconds(tasks((2, 4, 8), (0, 0, 0))).tolist() == [4.0, 1.0]
+    cost = KernelCost(call=1.0, row=0.5, key=0.25, pair=0.125, diagonal=2.0)
+    assert cost.seconds(tasks((2, 4, 8), (0, 0, 0), diagonal=3)).tolist() == [16.0, 1.0]
     calls = tasks((128, 128, 8e3), (128, 4096, 5e5), (4096, 4096, 8e6), (2048, 8192, 1.5e7), (64, 64, 2e3))
     cost = KernelCost(2e-5, 1e-8, 3e-9, 1e-11)
+    assert costs(KernelCost.fitted(calls, cost.seconds(calls))) == pytest.approx(costs(cost), rel=1e-6)
+    calls = replace(calls, diagonal=calls.rows * np.minimum(calls.rows, 512))
+    cost = KernelCost(2e-5, 1e-8, 3e-9, 1e-11, 4e-12)
     assert costs(KernelCost.fitted(calls, cost.seconds(calls))) == pytest.approx(costs(cost), rel=1e-6)
     # No cost is negative.
     assert min(costs(KernelCost.fitted(tasks((1, 1, 1), (2, 2, 4), (3, 3, 9)), np.array([1.0, 1.0, 0.5])))) >= 0
@@ -34,14 +38,14 @@ def test_weights_say_which_calls_count():
         assert found[index] == pytest.approx(times[index])
         assert found[1 - index] != pytest.approx(times[1 - index])
     # (r - 1)² + 4 (2r / 4 - 1)² is least at 1.5: 0.5. The best cost of a call, 1.6, misses by 1.8.
-    assert costs(KernelCost.fitted(calls, times, np.array([1.0, 4.0]))) == pytest.approx([0, 1.5, 0, 0])
+    assert costs(KernelCost.fitted(calls, times, np.array([1.0, 4.0]))) == pytest.approx([0, 1.5, 0, 0, 0])
 
 
 def test_other_heads():
-    cost, measured = KernelCost(1.0, 2.0, 4.0, 8.0), AttentionKind(None, 8, 4, 64, 64)
-    assert cost.for_kind(measured, AttentionKind(None, 16, 2, 64, 64)) == KernelCost(1.0, 4.0, 2.0, 16.0)
+    cost, measured = KernelCost(1.0, 2.0, 4.0, 8.0, 0.5), AttentionKind(None, 8, 4, 64, 64)
+    assert cost.for_kind(measured, AttentionKind(None, 16, 2, 64, 64)) == KernelCost(1.0, 4.0, 2.0, 16.0, 1.0)
     # Head dims of 320 in all are 2.5 times 128.
-    assert cost.for_kind(measured, AttentionKind(None, 8, 4, 192, 128)) == KernelCost(1.0, 5.0, 10.0, 20.0)
+    assert cost.for_kind(measured, AttentionKind(None, 8, 4, 192, 128)) == KernelCost(1.0, 5.0, 10.0, 20.0, 1.25)
 
 
 def test_a_link():

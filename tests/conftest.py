@@ -10,7 +10,7 @@ from hypothesis import settings
 from tests.launch import cpu_environment
 from tests.ranks import RankPool, backward_in_a_thread, with_backward_in_a_thread
 
-LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.(launches|comparison)) ", re.M)
+LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.comparison) ", re.M)
 """Imports of files that launch, or train on processes of their own."""
 
 # The time of an example shows how busy the machine is.

@@ -1,13 +1,10 @@
 """Launches of scripts, as users make them, on CPU processes."""
 
-import json
 import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,24 +14,6 @@ ROOT = Path(__file__).parent.parent
 
 CONFIGS = ROOT / "examples" / "configs"
 """A file for each strategy, by its name."""
-LOG = "log"
-"""File in the folder of a launch, with both streams as they come."""
-
-
-def launch(strategy: str, script: Path, run: dict[str, Any], folder: Path, ranks: int = 2) -> dict[str, Any]:
-    """Launch a script that does one run, and return the run's result."""
-    run = {**run, "arguments": {"output_dir": str(folder / "run"), **run.get("arguments", {})}}
-    options, result = folder / "options.json", folder / "result.json"
-    options.write_text(json.dumps({"output": str(result), "runs": {"run": run}}))
-    command = [*launcher(strategy, ranks), str(script), str(options)]
-    with (folder / LOG).open("w") as log:
-        done = subprocess.run(
-            command, env=cpu_environment(), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=280
-        )
-    print((folder / LOG).read_text()[-6000:])
-    assert done.returncode == 0
-    results: dict[str, dict[str, Any]] = json.loads(result.read_text())
-    return results["run"]
 
 
 def launcher(strategy: str, ranks: int, python: str = sys.executable) -> list[str]:

@@ -4,11 +4,7 @@ import logging
 
 
 class Messages(logging.Handler):
-    """Keeps the messages of a logger from INFO on, until `end`.
-
-    Attributes:
-        lines: of each message its level and its text.
-    """
+    """Keeps the messages of a logger from INFO on, until `end`: in `lines`, of each its level and its text."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -18,9 +14,7 @@ class Messages(logging.Handler):
         self._logger.setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a message."""
         self.lines.append(f"{record.levelname} {record.getMessage()}")
 
     def end(self) -> None:
-        """Keep no more."""
         self._logger.removeHandler(self)

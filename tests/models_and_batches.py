@@ -54,16 +54,6 @@ def small_kinds(*windows: int | None, chunk: int | None = None) -> tuple[Attenti
     return (*of_chunks, *(replace(SMALL_KIND, window=window) for window in windows or (None,)))
 
 
-def in_stages(plan: MicroBatchPlan, stage_rows: int | None) -> MicroBatchPlan:
-    """The plan with so many K/V rows a rank and stage, None for one stage, whatever it was made with."""
-    return changed(plan, lambda of_kind: replace(of_kind, stage_rows=stage_rows))
-
-
-def in_nodes(plan: MicroBatchPlan, nodes: tuple[int, ...] | None) -> MicroBatchPlan:
-    """The plan whose K/V rows are passed on inside these nodes, None for all directly, whatever it was made with."""
-    return changed(plan, lambda of_kind: replace(of_kind, nodes=nodes))
-
-
 def changed(plan: MicroBatchPlan, change: Callable[[Plan], Plan]) -> MicroBatchPlan:
     """The plan with the plans of all nano-batches and kinds of layers changed."""
     nano_batches = [
@@ -71,6 +61,16 @@ def changed(plan: MicroBatchPlan, change: Callable[[Plan], Plan]) -> MicroBatchP
         for nano in plan.nano_batches
     ]
     return replace(plan, nano_batches=tuple(nano_batches))
+
+
+def in_stages(plan: MicroBatchPlan, stage_rows: int | None) -> MicroBatchPlan:
+    """The plan with so many K/V rows a rank and stage, None for one stage."""
+    return changed(plan, lambda of_kind: replace(of_kind, stage_rows=stage_rows))
+
+
+def in_nodes(plan: MicroBatchPlan, nodes: tuple[int, ...] | None) -> MicroBatchPlan:
+    """The plan whose K/V rows are passed on inside these nodes, None for all directly."""
+    return changed(plan, lambda of_kind: replace(of_kind, nodes=nodes))
 
 
 SMALL_LLAMA4 = {
@@ -130,7 +130,8 @@ def cut_rows(plan: MicroBatchPlan, rank: int, documents: Sequence[Tensor]) -> di
 
 def planned_step(model: nn.Module, bound: BoundPlan, documents: Sequence[Tensor]) -> Step:
     """Forward and backward of this rank's rows; the loss and gradients of all ranks."""
-    batch = cut_rows(bound.plan, dist.get_rank(), documents)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    batch = cut_rows(bound.plan, rank, documents)
     targets = sum(max(len(document) - 1, 0) for document in documents)
     loss = model(**batch, labels=batch["shift_labels"], num_items_in_batch=targets, distca_plan=bound).loss
     loss.backward()
@@ -153,12 +154,11 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 def reference_step(model: PreTrainedModel, documents: Sequence[Tensor]) -> Step:
     """Loss over all targets of the documents, and every parameter's gradient, in one process, document by document."""
-    targets = sum(max(len(document) - 1, 0) for document in documents)
+    documents = [document for document in documents if len(document) > 1]
+    targets = sum(len(document) - 1 for document in documents)
     total = 0.0
     model.zero_grad()
     for document in documents:
-        if len(document) < 2:
-            continue
         logits = model(input_ids=document[None]).logits[0, :-1].float()
         loss = torch.nn.functional.cross_entropy(logits, document[1:], reduction="sum") / targets
         loss.backward()

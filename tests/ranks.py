@@ -18,17 +18,8 @@ from unittest.mock import patch
 
 TIMEOUT_S = 90
 PRELOADED = [
-    "torch",
-    "transformers",
-    "datasets",
-    "deepspeed",
-    "peft",
-    "hf_distca",
-    "hf_distca.dispatch.dispatcher",
-    "hf_distca.kernels.cpu",
-    "hf_distca.pool.server",
-    "hf_distca.trainer.trainer",
-    "tests.models_and_batches",
+    *("torch", "transformers", "datasets", "deepspeed", "peft", "hf_distca", "hf_distca.dispatch.dispatcher"),
+    *("hf_distca.kernels.cpu", "hf_distca.pool.server", "hf_distca.trainer.trainer", "tests.models_and_batches"),
 ]
 
 
@@ -71,8 +62,7 @@ class RankPool:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        context = forkserver()
-        port = free_port()
+        context, port = forkserver(), free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.size, port))
@@ -80,6 +70,32 @@ class RankPool:
             theirs.close()  # so that a rank sees the end of the test process
             self._connections.append(ours)
             self._processes.append(process)
+
+
+def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
+    _become_rank(rank, size, port)
+    import torch.distributed as dist
+
+    modules = 0
+    while True:
+        try:
+            function, args, keeps_groups = connection.recv()
+        except EOFError:
+            return
+        if len(sys.modules) > modules:
+            gc.freeze()  # a collection looks through all that was imported, a quarter of a second long
+            modules = len(sys.modules)
+        try:
+            result = function(*args)
+            if not keeps_groups:  # the threads of one group poll, those of hundreds take a core and more
+                dist.barrier()  # nothing is on its way in any of them
+                gc.collect()
+                for group in list(dist.distributed_c10d._world.pg_map):
+                    if group is not dist.group.WORLD:
+                        dist.destroy_process_group(group)
+            connection.send((True, result))
+        except Exception:
+            connection.send((False, traceback.format_exc()))
 
 
 @contextmanager
@@ -92,10 +108,9 @@ def own_processes(size: int, function: Callable[..., None], *args: Any, folder: 
     """
     import torch.distributed as dist
 
-    port = free_port()
+    port, context = free_port(), forkserver()
     # The store is the launcher's, as under torchrun: it outlives every rank.
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    context = forkserver()
     ranks = [
         context.Process(target=_in_own_process, args=(rank, size, port, folder, function, args))
         for rank in range(size)
@@ -119,8 +134,40 @@ def _in_own_process(
     # As in a terminal; what a shell starts in the background ignores it, and so would its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-    become_rank(rank, size, port)
+    _become_rank(rank, size, port)
     function(*args)
+
+
+def _become_rank(rank: int, size: int, port: int) -> None:
+    """Let this process be a rank of a new world over gloo, as a launcher would."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+
+    # As in a process that is launched: what a forkserver has made would make processes that import everything anew.
+    multiprocessing.set_start_method("fork", force=True)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+
+
+def forkserver() -> Any:
+    """Makes processes that have imported what takes long."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that nobody listens to.
+
+    It lies below those of outgoing connections (32768 to 60999): who tries to reach it before anybody listens could be
+    given the very port, and connect to itself.
+    """
+    while True:
+        port = 20000 + secrets.randbelow(12768)  # not from `random`, which trainers seed
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager
@@ -141,66 +188,3 @@ def backward_in_a_thread() -> Iterator[None]:
 def with_backward_in_a_thread(function: Callable[..., Any], *args: Any) -> Any:
     with backward_in_a_thread():
         return function(*args)
-
-
-def free_port() -> int:
-    """A TCP port on the loopback interface that nobody listens to.
-
-    It lies below those of outgoing connections (32768 to 60999): who tries to reach it before anybody listens could be
-    given the very port, and connect to itself.
-    """
-    while True:
-        port = 20000 + secrets.randbelow(12768)  # not from `random`, which trainers seed
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
-def become_rank(rank: int, size: int, port: int) -> None:
-    """Let this process be a rank of a new world over gloo, as a launcher would."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    import torch
-
-    # As in a process that is launched: what a forkserver has made would make processes that import everything anew.
-    multiprocessing.set_start_method("fork", force=True)
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-
-
-def forkserver() -> Any:
-    """Makes processes that have imported what takes long."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
-def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
-    become_rank(rank, size, port)
-    modules = 0
-    while True:
-        try:
-            function, args, keeps_groups = connection.recv()
-        except EOFError:
-            return
-        if len(sys.modules) > modules:
-            gc.freeze()  # a collection looks through all that was imported, a quarter of a second long
-            modules = len(sys.modules)
-        try:
-            result = function(*args)
-            if not keeps_groups:
-                _end_groups()
-            connection.send((True, result))
-        except Exception:
-            connection.send((False, traceback.format_exc()))
-
-
-def _end_groups() -> None:
-    """End the groups that the function made: the threads of one poll, those of hundreds take a core and more."""
-    import torch.distributed as dist
-
-    dist.barrier()  # nothing is on its way in any of them
-    gc.collect()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)

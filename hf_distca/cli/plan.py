@@ -198,7 +198,7 @@ def _figures(
     rows = tasks["stop"] - tasks["start"]
     nodes = settings.node_of_ranks
     moved = np.sum([bytes_by_link(each, row_bytes, nodes) for each in plans], axis=0)
-    exchange = exchange_figures(moved, nodes, options.node_bandwidth, options.network_bandwidth)
+    exchange = exchange_figures(moved, nodes, (options.node_bandwidth, options.network_bandwidth))
     rank, dtype = busiest_rank(plan, settings), getattr(torch, options.dtype)
     core_attention = count_core_attention(plan, kind, dtype, rank, Use(settings.kernel))
     figures = {

@@ -13,7 +13,6 @@ Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of qu
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,15 +52,28 @@ def disaggregated_attention(
             f"the plan gives this rank {plan.rows} rows, but the model runs on {q_THD.shape[0]}; use each plan only "
             "with the batch that it was made for"
         )
-    plan.runtime.kernel.check(Need(q_THD.dtype, q_THD.shape[2], v_TGE.shape[2], params), q_THD.device)
+    runtime = plan.runtime
+    runtime.kernel.check(Need(q_THD.dtype, q_THD.shape[2], v_TGE.shape[2], params), q_THD.device)
     kind = AttentionKind(params.window, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], v_TGE.shape[2], chunk)
     kept_results, recomputes = plan.kept_results, is_recomputation()
-    keeps = plan.runtime.keep_core_attention and not recomputes and is_checkpointed(module is None or module.training)
+    keeps = runtime.keep_core_attention and not recomputes and is_checkpointed(module is None or module.training)
     layer = getattr(module, "layer_idx", None)
     if kind in plan.local:
-        key = (module, plan.nano_batches[0].index)
+        tasks, number = plan.local[kind], plan.nano_batches[0].index
+
+        def run(direction: Direction, *inputs: Tensor) -> tuple[Tensor, ...]:
+            """Make the kernel call on all rows as a phase of its own."""
+            work = Work(layer, number, direction)
+            compute: Callable[..., tuple[Tensor, ...]] = getattr(runtime.kernel, direction)
+            with (
+                without_autocast(runtime.device.type),
+                runtime.recorder.span("phase", "run local", work),
+                runtime.recorder.span("kernel", "local", work, tasks.pairs),
+            ):
+                return compute(*inputs, tasks.shapes, params)
+
+        key = (module, number)
         known = kept_results.take(key) if recomputes else None
-        run = partial(_run_local, plan, kind, params, layer)
         o_THE: Tensor
         o_THE, lse_TH = _Local.apply(run, known, q_THD, k_TGD, v_TGE, sinks_H)
         if keeps:
@@ -82,9 +94,9 @@ def disaggregated_attention(
         known = kept_results.take(key) if were_kept else None
         kept: Kept = "nothing"
         # Results kept through a checkpoint outlive the rows that the first forward received.
-        if plan.runtime.keep_received and not keeps and not were_kept:
+        if runtime.keep_received and not keeps and not were_kept:
             kept = "results" if sinks_H is None else "received"  # with sinks, the worker's O and LSE are not final
-        parts.append((CoreAttention(plan.runtime, nano, kind, params, layer, kept, known), qkv))
+        parts.append((CoreAttention(runtime, nano, kind, params, layer, kept, known), qkv))
 
     # The order is the same whether both nano-batches are here or take turns: ranks stay in step even if nano-batches
     # take turns on some ranks only. A recomputation keeps the order too: checkpointing matches saved tensors by order.
@@ -117,26 +129,6 @@ class _Local(torch.autograd.Function):
         *inputs, sinks_H = ctx.saved_tensors
         gradients = ctx.run("backward", do_THE, *inputs)
         return None, None, *gradients, _sink_gradient(ctx, do_THE, inputs[3], inputs[4], sinks_H)
-
-
-def _run_local(
-    plan: BoundPlan,
-    kind: AttentionKind,
-    params: AttentionParams,
-    layer: int | None,
-    direction: Direction,
-    *inputs: Any,
-) -> tuple[Tensor, ...]:
-    """Make the kernel call on all rows as a phase of its own."""
-    runtime, tasks = plan.runtime, plan.local[kind]
-    work = Work(layer, plan.nano_batches[0].index, direction)
-    compute: Callable[..., tuple[Tensor, ...]] = getattr(runtime.kernel, direction)
-    with (
-        without_autocast(runtime.device.type),
-        runtime.recorder.span("phase", "run local", work),
-        runtime.recorder.span("kernel", "local", work, tasks.pairs),
-    ):
-        return compute(*inputs, tasks.shapes, params)
 
 
 class _Send(torch.autograd.Function):

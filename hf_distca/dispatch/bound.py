@@ -19,21 +19,21 @@ from hf_distca.dispatch.rows import ALL_ROWS, IndexBuffer, IntArray, RowIndex, R
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.cost import pairs
+from hf_distca.planner.intervals import expand
 from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
-from hf_distca.planner.schedule import Group, Kept, Location, Schedule, Transfer, Turn, make_schedule, stage_slots
+from hf_distca.planner.schedule import Group, Kept, Location, Schedule, Transfer, Turn, make_schedule
+from hf_distca.planner.stages import stage_slots
 
 Source = tuple[str, int]
 """What computes a part of a gradient, a group of tasks, "ranks" or "servers"; and the stage of its K/V rows."""
-
 RowsOfSources = dict[Source, IntArray]
 """For each source, the row of a gradient to which each of the source's rows is added."""
-
 TOTAL: Source = "total", 0
 """The sum over earlier sources."""
 
 
 class BoundGroup(NamedTuple):
-    """Tasks of one kernel call, with index tensors of their rows among local or received rows."""
+    """Tasks of one kernel call, with index tensors of their rows, which are valid once the buffer is sent."""
 
     shapes: TaskShapes
     pairs: int
@@ -42,25 +42,19 @@ class BoundGroup(NamedTuple):
 
     @staticmethod
     def bind(group: TaskGroup, buffer: IndexBuffer) -> "BoundGroup":
-        """Return a group whose index tensors are valid once the buffer is sent."""
+        """Return a group of tasks on some of the local or received rows."""
         shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
         return BoundGroup(shapes, group.pairs, row_index(group.q_rows, buffer), row_index(group.k_rows, buffer))
 
-
-def _all_rows(lengths: Sequence[int], window: int | None, buffer: IndexBuffer) -> BoundGroup:
-    """Return a rank's tasks for a kind of attention where nothing moves: all documents, or chunks, in row order."""
-    shapes = TaskShapes.build(lengths, lengths, buffer.place)
-    return BoundGroup(shapes, sum(pairs(0, length, window) for length in lengths))
+    @staticmethod
+    def whole(lengths: Sequence[int], window: int | None, buffer: IndexBuffer) -> "BoundGroup":
+        """Return a rank's tasks where nothing moves: all documents, or chunks, in row order."""
+        shapes = TaskShapes.build(lengths, lengths, buffer.place)
+        return BoundGroup(shapes, sum(pairs(0, length, window) for length in lengths))
 
 
 class GradientSum:
-    """Sources of the gradient of rows at one place.
-
-    Attributes:
-        early: sums of the total and one source, which is added as soon as it is there, to free its memory.
-        whole: early sources with each row once and in order: as the first source, they are the total.
-        late: sum of the total, if there are early sources, and all late sources, in order.
-    """
+    """Sources of the gradient of rows at one place; an early source is added once it is there, to free its memory."""
 
     def __init__(
         self, rows: int, early: RowsOfSources, late: RowsOfSources, buffer: IndexBuffer, *, in_place: bool = True
@@ -68,24 +62,13 @@ class GradientSum:
         self.rows = rows
         total = {TOTAL: np.arange(rows)}
         self.early = {source: RowSum({**total, source: targets}, rows, buffer) for source, targets in early.items()}
+        # As the first source, one with each row once and in order is the total.
         self.whole = {source for source, targets in early.items() if names_all(targets, rows)}
         self.late = RowSum({**total, **late} if early else late, rows, buffer, in_place=in_place)
 
 
 class BoundRoutes:
-    """Routes of one rank for one kind of attention, see `hf_distca.planner.routes.Routes`.
-
-    Attributes:
-        rows: rows at each place: local rows, and received queries.
-        keys: [stages] route of K and V, and of dK and dV.
-        slots: [stages] memory slot of K/V rows.
-        forwards: whether any rank forwards K/V rows inside its node.
-        gateway_sums: [stages] sum that adds dK and dV of forwarded rows to the gateway's copies; empty without any.
-        servers: dedicated servers with tasks in the plan; the same on every rank.
-        groups: tasks of each kernel call; calls without tasks are missing.
-        merges: whether results of several calls are merged, since a query's keys come in several stages.
-        gradients: sources of dq, dk and dv, by place; the place of received keys is their stage.
-    """
+    """Routes of one rank for one kind of attention, see `hf_distca.planner.routes.Routes`."""
 
     def __init__(self, plan: Plan, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, rank)
@@ -96,11 +79,11 @@ class BoundRoutes:
         self._peers: IntArray | None = None  # ranks of this rank's node
         if plan.nodes is not None and any(stage.forwarded.crossing for stage in stages):
             self._peers = np.flatnonzero(np.equal(plan.nodes[:ranks], plan.nodes[rank]))
-        self.forwards = self._peers is not None
+        self.forwards = self._peers is not None  # whether any rank forwards K/V rows inside its node
         self.queries = bound_route(routes.queries, buffer, slice(ranks))
         self.rows: dict[Location, int] = {"local": routes.local_rows, "received": sum(self.queries.received)}
-        self.keys: list[Route] = []
-        self.gateway_sums: list[RowSum] = []
+        self.keys: list[Route] = []  # of each stage, for K and V, and for dK and dV
+        self.gateway_sums: list[RowSum] = []  # of each stage: dK and dV of forwarded rows to a gateway's copies
         for stage in stages:
             route = bound_route(stage.keys, buffer, slice(ranks))
             if self._peers is not None:
@@ -112,11 +95,11 @@ class BoundRoutes:
                 sources = {"received": np.arange(received), "forwarded": stage.forwarded.send_rows}
                 self.gateway_sums.append(RowSum(sources, received, buffer))
             self.keys.append(route)
-        self.slots = stage_slots(len(stages), forwards=self.forwards)
+        self.slots = stage_slots(len(stages), forwards=self.forwards)  # memory of each stage's K/V rows
         busy = np.unique(plan.tasks["worker"])
         self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, buffer) for worker in busy[busy >= ranks])
 
-        # 2. Tasks of each kernel call.
+        # 2. Tasks of each kernel call; calls without tasks are missing.
         remote: dict[Group, TaskGroup] = {}
         for number, stage in enumerate(stages):
             remote["remote-query", number] = stage.remote_query
@@ -133,17 +116,17 @@ class BoundRoutes:
             local = {("local 1/2", 0): halves[0], ("local 2/2", 0): halves[1]}
             tasks |= local
         self.groups = {name: BoundGroup.bind(group, buffer) for name, group in tasks.items() if len(group.q_lens)}
-        self.merges = several and plan.window is None
+        self.merges = several and plan.window is None  # whether a query's keys come in several stages
 
-        # 3. Sources of gradients by place; dk and dv have the same sources. An exchange lists the rows of ranks first.
+        # 3. Sources of gradients by place, those of received keys by stage; dk and dv have the same. An exchange
+        # lists the rows of ranks first.
         queries, keys = routes.queries, [stage.keys for stage in stages]
         sent_q, sent_k = sum(self.queries.sent), [sum(route.sent) for route in self.keys]
-        of_tasks_q: RowsOfSources = {
-            name: group.q_rows for name, group in (local | remote).items() if "query" not in name[0]
-        }
+        q_rows: RowsOfSources = {name: group.q_rows for name, group in (local | remote).items()}
+        received_q: RowsOfSources = {name: rows for name, rows in q_rows.items() if "query" in name[0]}
+        of_tasks_q: RowsOfSources = {name: rows for name, rows in q_rows.items() if "query" not in name[0]}
         of_tasks_k: RowsOfSources = {name: group.k_rows for name, group in local.items()}
         of_tasks_k |= {("ranks", n): keys[n].send_rows[:sent] for n, sent in enumerate(sent_k)}
-        received_q: RowsOfSources = {name: group.q_rows for name, group in remote.items() if "query" in name[0]}
         of_ranks_q: RowsOfSources = {("ranks", 0): queries.send_rows[:sent_q]}
         of_servers_k: RowsOfSources = {}
         if self.servers:
@@ -189,8 +172,7 @@ class BoundRoutes:
             return NO_ROWS
         rows = np.zeros((2, self._ranks), np.int64)
         rows[:, peers] = (route.received, route.sent) if transfer.back else (route.sent, route.received)
-        sent, received = rows.tolist()
-        return Rows(tuple(sent), tuple(received))
+        return Rows(*map(tuple, rows.tolist()))
 
 
 class BoundNanoBatch:
@@ -207,7 +189,7 @@ class BoundNanoBatch:
         self.routes: dict[AttentionKind, BoundRoutes] = {}
         for kind, plan in nano_batch.plans.items():
             if kind in local:
-                self.local[kind] = _all_rows(plan.layout.of_rank(rank)["stop"].tolist(), plan.window, buffer)
+                self.local[kind] = BoundGroup.whole(plan.layout.of_rank(rank)["stop"].tolist(), plan.window, buffer)
             else:
                 self.routes[kind] = BoundRoutes(plan, rank, turn, buffer)
         self._plans, self._rank, self._device = nano_batch.plans, rank, buffer.device
@@ -216,21 +198,20 @@ class BoundNanoBatch:
 
     @cached_property
     def cuts(self) -> BoundCuts:
-        """Segments of documents, and what modules that mix rows in order exchange between them."""
+        """Segments of documents, and what mixing modules exchange between them."""
         return BoundCuts(self._layout, self._rank, self._new_buffer())
 
     @cached_property
     def positions(self) -> Tensor:
         """[rows] position of each row in its document."""
-        ranges = [np.arange(start, stop) for _, start, stop, *_ in self._mine.tolist()]
-        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ranges])).to(self._device)
+        starts, sizes = self._mine["start"], self._mine["stop"] - self._mine["start"]
+        return torch.from_numpy(expand(starts, sizes)).to(self._device)
 
     def repair(self, kind: AttentionKind, lost: frozenset[int], remote: RemotePlan | None) -> BoundRoutes:
         """Return the routes by which the ranks compute the tasks of lost servers."""
         assert remote is not None  # a plan with servers is bound with them
         if (kind, lost) not in self._repairs:
-            buffer = self._new_buffer()
-            rest = remote.repair(self._plans[kind], kind, lost)
+            buffer, rest = self._new_buffer(), remote.repair(self._plans[kind], kind, lost)
             self._repairs[kind, lost] = BoundRoutes(rest, self._rank, "alone", buffer)
             buffer.send()
         return self._repairs[kind, lost]
@@ -238,38 +219,26 @@ class BoundNanoBatch:
 
 @dataclass
 class Ran:
-    """Counts of what ran in a planned step, recomputations included.
-
-    Attributes:
-        layers: decoder layers prepared by `plan_layers`.
-        layers_in_turns: layers that ran their nano-batches in turns.
-        mixing: calls of modules that mix along the row without attention, each for all documents.
-    """
+    """Counts of what ran in a planned step, recomputations included."""
 
     attentions: int = 0
-    layers: int = 0
-    layers_in_turns: int = 0
-    mixing: int = 0
+    layers: int = 0  # decoder layers prepared by `plan_layers`
+    layers_in_turns: int = 0  # layers that ran their nano-batches in turns
+    mixing: int = 0  # calls of modules that mix along the row without attention, each for all documents
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a rank carries out plans with.
-
-    Attributes:
-        remote: the plan at its dedicated servers; None without servers.
-        keep_received: keep received Q, K and V rows for the backward instead of receiving them again.
-        keep_core_attention: keep O and LSE of checkpointed layers instead of computing them again.
-        functions: functions of mixing modules by name, in place of transformers' own.
-    """
+    """What a rank carries out plans with."""
 
     device: torch.device
     exchange: Exchange
     kernel: Kernel
     recorder: Recorder
-    remote: RemotePlan | None = None
-    keep_received: bool = False
-    keep_core_attention: bool = True
+    remote: RemotePlan | None = None  # the plan at its dedicated servers
+    keep_received: bool = False  # keep received Q, K and V rows for the backward instead of receiving them again
+    keep_core_attention: bool = True  # keep O and LSE of checkpointed layers instead of computing them again
+    # Functions of mixing modules by name, in place of transformers' own.
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
@@ -279,17 +248,11 @@ class BoundPlan:
     This is a plain class on purpose: FSDP2 copies dataclasses, dicts and named tuples among a module's arguments.
     Accelerate moves anything that has a `to`.
 
-    Args:
-        in_one_go: see `IndexBuffer`.
-
     Attributes:
-        nano_batches: nano-batches whose rows the layer is called with.
+        nano_batches: nano-batches whose `rows` the layer is called with; one of two if `is_part`.
         local: tasks of all these rows, for kinds where nothing moves; the same kinds on every rank.
-        rows: rows that the layer is called with on this rank.
-        is_part: whether the layer is called with one nano-batch of two.
-        exchanges: whether ranks exchange rows in any layer; the same on every rank.
-        cuts_documents: whether any document lies in several segments; the same on every rank.
-        kept_results: kept O and LSE, by attention module and nano-batch.
+        exchanges, cuts_documents: whether ranks exchange rows in any layer, and whether any document lies in several
+            segments; the same on every rank.
         pause: called between the start of an exchange and the wait for it; lets the other nano-batch run.
     """
 
@@ -305,26 +268,24 @@ class BoundPlan:
         self.plan, self.runtime, self.ran = plan, runtime, Ran()
         self.pause: Callable[[], None] = lambda: None
         self.kept_results = KeptResults() if kept_results is None else kept_results
-        turns: tuple[Turn, ...] = ("alone",) if len(plan.nano_batches) == 1 else ("first", "second")
-        buffer = IndexBuffer(runtime.device, in_one_go)
-        kinds = {
-            kind for kind in plan.nano_batches[0].plans if all(nothing_moves(n.plans[kind]) for n in plan.nano_batches)
-        }
+        nanos, buffer = plan.nano_batches, IndexBuffer(runtime.device, in_one_go)
+        turns: tuple[Turn, ...] = ("alone",) if len(nanos) == 1 else ("first", "second")
+        local = {kind for kind in nanos[0].plans if all(nothing_moves(nano.plans[kind]) for nano in nanos)}
         self.nano_batches = tuple(
-            BoundNanoBatch(index, nano, rank, turn, kinds, buffer)
-            for index, (nano, turn) in enumerate(zip(plan.nano_batches, turns, strict=True))
+            BoundNanoBatch(index, nano, rank, turn, local, buffer)
+            for index, (nano, turn) in enumerate(zip(nanos, turns, strict=True))
         )
         self.local = self.nano_batches[0].local
         if len(turns) > 1:
             first, second = (nano.local for nano in self.nano_batches)
             self.local = {
-                kind: _all_rows((*first[kind].shapes.q_lens, *second[kind].shapes.q_lens), kind.window, buffer)
+                kind: BoundGroup.whole((*first[kind].shapes.q_lens, *second[kind].shapes.q_lens), kind.window, buffer)
                 for kind in first
             }
         buffer.send()
         self.rows, self.is_part = sum(nano.rows for nano in self.nano_batches), False
         self.exchanges = any(nano.routes for nano in self.nano_batches)
-        self.cuts_documents = any(nano.layout.has_cuts for nano in plan.nano_batches)
+        self.cuts_documents = any(nano.layout.has_cuts for nano in nanos)
 
     @property
     def document_rows(self) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Pack and unpack a tensor that autograd saves."""
-
 Checkpoints = tuple[int, bool]
 """Number of checkpoints around a place in a forward, and whether gradients are on: reentrant ones turn them off."""
 
@@ -20,8 +19,7 @@ Checkpoints = tuple[int, bool]
 class KeptResults:
     """Tensors of checkpointed forwards, kept from the first forward to the recomputation.
 
-    Hooks outside the checkpoint that offload its inputs (`save_on_cpu`, accelerate's
-    `activation_checkpointing_offload`) offload these tensors too.
+    Hooks outside the checkpoint that offload its inputs, such as `save_on_cpu`, offload these tensors too.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ Shape suffixes: T local rows of a nano-batch, X rows with room for halos, C chan
 a state, R rows or states that arrive.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -108,14 +108,7 @@ class BoundChains:
 
 
 class _Exchange:
-    """Exchange of one module on one nano-batch, shared by the nodes of its forward and backward.
-
-    Args:
-        keep: whether checkpointed forwards keep what they received in `kept`.
-
-    Attributes:
-        known: what the first forward received, in a recomputation that does not exchange again.
-    """
+    """Exchange of one module on one nano-batch, shared by the nodes of its forward and backward."""
 
     def __init__(
         self,
@@ -132,28 +125,52 @@ class _Exchange:
         self._nano_batch, self._layer = nano_batch, getattr(module, "layer_idx", None)
         self._key, self._kept = (module, nano_batch, name), kept
         recomputes = is_recomputation()
+        # A checkpointed forward keeps what it received, so that the recomputation does not exchange again.
         self._keeps = keep and not recomputes and is_checkpointed(module.training)
         self.known = kept.take(self._key) if recomputes and self._key in kept else None
-        self._buffer: ExchangeBuffer | None = None
+        self._buffer: ExchangeBuffer
 
-    def keep(self, received: Iterable[Tensor]) -> None:
-        if self._keeps:
-            self._kept.keep(self._key, tuple(each.detach() for each in received))
-
-    def start(self, route: Route, like: Sequence[Tensor], *, back: bool = False) -> None:
-        self._buffer = self._exchange.buffer((self._name, 0, self._nano_batch, frozenset()), route, like)
+    def _start(self, route: Route, columns: Sequence[Tensor], *, back: bool = False) -> None:
+        self._buffer = self._exchange.buffer((self._name, 0, self._nano_batch, frozenset()), route, columns)
         if back:
-            self._buffer.return_received(like)
+            self._buffer.return_received(columns)
         else:
-            self._buffer.send(like, route.rows)
+            self._buffer.send(columns, route.rows)
 
-    def wait(self, direction: Direction) -> list[Tensor]:
+    def _wait(self, direction: Direction) -> list[Tensor]:
         """Return the columns that have arrived; the module's next exchange overwrites them."""
-        buffer, self._buffer = self._buffer, None
-        assert buffer is not None
-        work = Work(self._layer, self._nano_batch, direction)
+        buffer, work = self._buffer, Work(self._layer, self._nano_batch, direction)
+        del self._buffer  # its memory may be given back before the backward
         with self._recorder.span("wait", self._name, work) if buffer.under_way else NOT_MEASURED:
             return buffer.wait()
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Any, *tensors: Any) -> Tensor:
+        ctx.exchange, ctx.count = exchange, len(tensors)
+        if exchange.known is None:
+            exchange.begin(*tensors)
+        token: Tensor = tensors[-1].new_empty(0)
+        return token
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.exchange.end_back()
+        return None, *gradients, *[None] * (ctx.count - len(gradients))
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Any, token: Tensor, *tensors: Tensor) -> Any:
+        ctx.exchange = exchange
+        return exchange.end(ctx, *tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, gradients[0].new_empty(0), *ctx.exchange.begin_back(ctx, *gradients)
 
 
 class HaloExchange(_Exchange):
@@ -162,56 +179,47 @@ class HaloExchange(_Exchange):
     def __init__(self, bound: BoundHalos, *args: Any, **kwargs: Any) -> None:
         super().__init__("halos", *args, **kwargs)
         self.bound = bound
-        self.d_x_XC: Tensor | None = None  # gradient of the rows with halos, while the halos' part travels
+        self._d_x_XC: Tensor  # gradient of the rows with halos, while the halos' part travels
 
     def send(self, x_TC: Tensor) -> Tensor:
         """Start the exchange and return a token for `receive`."""
-        token: Tensor = _SendHalos.apply(self, x_TC)
+        token: Tensor = _Send.apply(self, x_TC)
         return token
 
     def receive(self, token: Tensor, x_TC: Tensor) -> Tensor:
         """Return the rows with each segment's halo before it: x_XC."""
-        x_XC: Tensor = _ReceiveHalos.apply(self, token, x_TC)
+        x_XC: Tensor = _Receive.apply(self, token, x_TC)
         return x_XC
 
+    def begin(self, x_TC: Tensor) -> None:
+        """Start the forward's exchange."""
+        self._start(self.bound.route, [x_TC])
 
-class _SendHalos(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: HaloExchange, x_TC: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        if exchange.known is None:
-            exchange.start(exchange.bound.route, [x_TC])
-        return x_TC.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, bound = ctx.exchange, ctx.exchange.bound
-        d_x_XC, exchange.d_x_XC = exchange.d_x_XC, None
-        (returned_RC,) = exchange.wait("backward")
-        d_x_TC, d_local = d_x_XC.index_select(0, bound.places_T), d_x_XC.index_select(0, bound.local_places)
-        return None, bound.sums.add_up([d_x_TC, d_local, returned_RC])
-
-
-class _ReceiveHalos(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: HaloExchange, token: Tensor, x_TC: Tensor) -> Tensor:
-        ctx.exchange, bound = exchange, exchange.bound
-        (received_RC,) = exchange.wait("forward") if exchange.known is None else exchange.known
-        exchange.keep(map(torch.clone, [received_RC]))  # cloned only if kept: the exchange reuses its memory
+    def end(self, _ctx: Any, x_TC: Tensor) -> Tensor:
+        """Finish the forward's exchange and return the results of `receive`."""
+        bound = self.bound
+        (received_RC,) = self._wait("forward") if self.known is None else self.known
+        if self._keeps:
+            self._kept.keep(self._key, (received_RC.clone(),))  # the exchange reuses its memory
         x_XC = x_TC.new_zeros((bound.rows, *x_TC.shape[1:]))
         x_XC.index_copy_(0, bound.places_T, x_TC)
         x_XC.index_copy_(0, bound.local_places, x_TC.index_select(0, bound.local_rows))
         x_XC.index_copy_(0, bound.received_places_R, received_RC)
         return x_XC
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_x_XC: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, bound = ctx.exchange, ctx.exchange.bound
-        exchange.d_x_XC = d_x_XC
-        exchange.start(bound.route, [d_x_XC.index_select(0, bound.received_places_R)], back=True)
-        return None, d_x_XC.new_empty(0), None
+    def begin_back(self, _ctx: Any, d_x_XC: Tensor) -> tuple[None]:
+        """Start the backward's exchange and return the gradients of what `receive` took."""
+        self._d_x_XC = d_x_XC
+        self._start(self.bound.route, [d_x_XC.index_select(0, self.bound.received_places_R)], back=True)
+        return (None,)
+
+    def end_back(self) -> tuple[Tensor]:
+        """Finish the backward's exchange and return the gradients of what `send` took."""
+        bound, d_x_XC = self.bound, self._d_x_XC
+        del self._d_x_XC
+        (returned_RC,) = self._wait("backward")
+        d_x_TC, d_local = d_x_XC.index_select(0, bound.places_T), d_x_XC.index_select(0, bound.local_places)
+        return (bound.sums.add_up([d_x_TC, d_local, returned_RC]),)
 
 
 Transition = tuple[Tensor | None, Tensor | None]
@@ -222,11 +230,7 @@ A segment without earlier segments needs no A, one without later segments needs 
 
 
 class StateExchange(_Exchange):
-    """Exchange of the states of cut segments.
-
-    Args:
-        shapes: of A and of B.
-    """
+    """Exchange of the states of cut segments, with A and B of the given shapes."""
 
     def __init__(
         self, bound: BoundChains, shapes: tuple[tuple[int, ...], tuple[int, ...]], *args: Any, **kwargs: Any
@@ -235,16 +239,11 @@ class StateExchange(_Exchange):
         self.bound, self._shapes = bound, shapes
         # A, and B or the gradients of S_in, of all cut segments of this rank, while they are exchanged.
         self._own: list[Tensor] = []
-        self.states: Sequence[Tensor] = ()  # S_in of this rank's continued segments, in the backward
+        self._states: Sequence[Tensor] = ()  # S_in of this rank's continued segments, in the backward
 
     def send(self, transitions: Sequence[Transition], anchors: Sequence[Tensor]) -> Tensor:
-        """Start the exchange and return a token for `receive`.
-
-        Args:
-            anchors: tensors that need a gradient on every rank or on none.
-        """
-        factors, offsets = [a for a, _ in transitions], [b for _, b in transitions]
-        token: Tensor = _SendStates.apply(self, *factors, *offsets, *anchors)
+        """Start the exchange and return a token; anchors need a gradient on every rank or on none."""
+        token: Tensor = _Send.apply(self, *(a for a, _ in transitions), *(b for _, b in transitions), *anchors)
         return token
 
     def receive(
@@ -252,109 +251,80 @@ class StateExchange(_Exchange):
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return the state before each cut segment, [H, K, V]; None for the first of a document.
 
-        Args:
-            rows: results of this rank that need a gradient on every rank or on none; they are returned, to be used in
-                their place.
+        The rows, results of this rank, need a gradient on every rank or on none; use the returned ones in their place.
         """
-        rows, *states = _ReceiveStates.apply(self, token, rows, *(factor for factor, _ in transitions))
+        rows, *states = _Receive.apply(self, token, rows, *(factor for factor, _ in transitions))
         arrived = iter(states)
         return rows, [next(arrived) if earlier else None for earlier in self.bound.earlier]
 
-    def exchange(
-        self, factors: Sequence[Tensor | None], states: Sequence[Tensor | None], like: Tensor, *, back: bool = False
-    ) -> None:
-        """Start to send A, and B or gradients of S_in, of all cut segments: zeros where no rank reads them."""
-        self._own = []
-        for shape, parts in zip(self._shapes, (factors, states), strict=True):
-            column = like.new_zeros((len(parts), *shape), dtype=torch.float32)
-            for number, part in enumerate(parts):
-                if part is not None:
-                    column[number] = part
-            self._own.append(column)
-        columns = [column.index_select(0, self.bound.received) for column in self._own] if back else self._own
-        self.start(self.bound.route, columns, back=back)
+    def begin(self, *tensors: Tensor) -> None:
+        """Start the forward's exchange."""
+        cut = len(self.bound.cut)
+        self._start_states(tensors[:cut], tensors[cut : 2 * cut], tensors[-1])
 
-    def arrived(self, direction: Direction) -> tuple[list[Tensor], list[Tensor]]:
-        """Return A, and B or gradients of S_in, of all segments that a table of `Chains` numbers."""
-        own, self._own = self._own, []
-        factors, states = ([*ours, *theirs] for ours, theirs in zip(own, self.wait(direction), strict=True))
-        return factors, states
+    def end(self, ctx: Any, rows: Tensor, *factors: Tensor | None) -> tuple[Tensor, ...]:
+        """Finish the forward's exchange and return the results of `receive`."""
+        before = self.known
+        if before is None:
+            of_all, offsets = self._arrived("forward")
+            before = tuple(_chained(each, of_all, offsets) for each in self.bound.earlier if each)
+        if self._keeps:
+            self._kept.keep(self._key, tuple(state.detach() for state in before))
+        ctx.states = len(before)
+        ctx.save_for_backward(*before, *factors)
+        return rows, *before
 
+    def begin_back(self, ctx: Any, d_rows: Tensor, *d_before: Tensor) -> tuple[Tensor | None, ...]:
+        """Start the backward's exchange and return the gradients of what `receive` took."""
+        saved = ctx.saved_tensors  # unpacked once, as checkpoints want it
+        self._states, factors = saved[: ctx.states], saved[ctx.states :]
+        arrived = iter(d_before)
+        d_states = [next(arrived) if earlier else None for earlier in self.bound.earlier]
+        self._start_states(factors, d_states, d_rows, back=True)
+        return d_rows, *[None] * len(factors)
 
-class _SendStates(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: StateExchange, *tensors: Tensor | None) -> Tensor:
-        ctx.exchange, cut = exchange, len(exchange.bound.cut)
-        ctx.others = len(tensors) - 2 * cut
-        anchor = tensors[-1]
-        assert anchor is not None
-        if exchange.known is None:
-            exchange.exchange(tensors[:cut], tensors[cut : 2 * cut], anchor)
-        return anchor.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
-        exchange: StateExchange = ctx.exchange
-        factors, d_states = exchange.arrived("backward")
-        states, exchange.states = iter(exchange.states), ()
+    def end_back(self) -> list[Tensor | None]:
+        """Finish the backward's exchange and return the gradients of what `send` took."""
+        factors, d_states = self._arrived("backward")
+        transposed = [factor.mT if factor.dim() == 3 else factor for factor in factors]
+        states, self._states = iter(self._states), ()
         d_factors: list[Tensor | None] = []
-        gradients: list[Tensor | None] = []
-        for earlier, later in zip(exchange.bound.earlier, exchange.bound.later, strict=True):
-            gradient = _chained(later[::-1], factors, d_states, _transposed_times) if later else None
-            gradients.append(gradient)
+        d_offsets: list[Tensor | None] = []
+        for earlier, later in zip(self.bound.earlier, self.bound.later, strict=True):
             state = next(states) if earlier else None
+            gradient = _chained(later[::-1], transposed, d_states) if later else None
+            d_offsets.append(gradient)
             d_factor = None
             if state is not None and gradient is not None:
                 of_matrix = factors[0].dim() == 3
                 d_factor = gradient @ state.mT if of_matrix else (gradient * state).sum((1, 2))
             d_factors.append(d_factor)
-        return None, *d_factors, *gradients, *[None] * ctx.others
+        return [*d_factors, *d_offsets]
+
+    def _start_states(
+        self, factors: Sequence[Tensor | None], states: Sequence[Tensor | None], like: Tensor, *, back: bool = False
+    ) -> None:
+        """Start to send A, and B or gradients of S_in, of all cut segments: zeros where no rank reads them."""
+        self._own = [like.new_zeros((len(self.bound.cut), *shape), dtype=torch.float32) for shape in self._shapes]
+        for column, parts in zip(self._own, (factors, states), strict=True):
+            for number, part in enumerate(parts):
+                if part is not None:
+                    column[number] = part
+        columns = [column.index_select(0, self.bound.received) for column in self._own] if back else self._own
+        self._start(self.bound.route, columns, back=back)
+
+    def _arrived(self, direction: Direction) -> tuple[list[Tensor], list[Tensor]]:
+        """Return A, and B or gradients of S_in, of all segments that a table of `Chains` numbers."""
+        own, self._own = self._own, []
+        factors, states = ([*ours, *theirs] for ours, theirs in zip(own, self._wait(direction), strict=True))
+        return factors, states
 
 
-class _ReceiveStates(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, exchange: StateExchange, token: Tensor, rows: Tensor, *factors: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        ctx.exchange, before = exchange, exchange.known
-        if before is None:
-            of_all, offsets = exchange.arrived("forward")
-            before = tuple(_chained(each, of_all, offsets, _times) for each in exchange.bound.earlier if each)
-        exchange.keep(before)
-        ctx.states = len(before)
-        ctx.save_for_backward(*before, *factors)
-        return rows, *before
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_rows: Tensor, *d_before: Tensor) -> tuple[Tensor | None, ...]:
-        exchange: StateExchange = ctx.exchange
-        saved = ctx.saved_tensors  # unpacked once, as checkpoints want it
-        exchange.states, factors = saved[: ctx.states], saved[ctx.states :]
-        arrived = iter(d_before)
-        d_states = [next(arrived) if earlier else None for earlier in exchange.bound.earlier]
-        exchange.exchange(factors, d_states, d_rows, back=True)
-        return None, d_rows.new_empty(0), d_rows, *[None] * len(factors)
-
-
-Times = Callable[[Tensor, Tensor], Tensor]
-
-
-def _chained(numbers: Sequence[int], factors: list[Tensor], offsets: list[Tensor], times: Times) -> Tensor:
-    """Return the offset of the last number plus its factor times the same of the numbers before."""
+def _chained(numbers: Sequence[int], factors: list[Tensor], offsets: list[Tensor]) -> Tensor:
+    """Return the offset of the last number plus its factor, [H, K, K] or [H], times the same of those before."""
     first, *others = numbers
     state = offsets[first].clone()  # not in memory that is used again
     for number in others:
-        state = offsets[number] + times(factors[number], state)
+        factor = factors[number]
+        state = offsets[number] + (factor @ state if factor.dim() == 3 else factor[:, None, None] * state)
     return state
-
-
-def _times(factor: Tensor, state_HKV: Tensor) -> Tensor:
-    """Return A·S, for A [H, K, K] or [H]."""
-    return factor @ state_HKV if factor.dim() == 3 else factor[:, None, None] * state_HKV
-
-
-def _transposed_times(factor: Tensor, gradient_HKV: Tensor) -> Tensor:
-    """Return Aᵀ·dS, for A [H, K, K] or [H]."""
-    return _times(factor.mT if factor.dim() == 3 else factor, gradient_HKV)

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from hf_distca.collator.padding_free import REPLACED_BY_PLAN, batch_document_lengths, filler_batch
-from hf_distca.dispatch.backends import EXCHANGE_CTAS
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
-from hf_distca.dispatch.groups import Groups, RankMesh
+from hf_distca.dispatch.groups import EXCHANGE_CTAS, Groups, RankMesh
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import get_kernel
@@ -26,8 +25,6 @@ class Dispatcher:
     settings.
 
     Args:
-        settings: Settings of plans. `settings.kernel` names the attention kernel.
-        device: Device of this rank.
         mesh: Ranks that train together, `settings.ranks` in number. None takes all ranks.
         keep_received: Keep received Q, K and V rows from the forward pass for the backward pass.
         keep_core_attention: Under gradient checkpointing, keep O and log-sum-exp of core attention for the backward
@@ -65,17 +62,16 @@ class Dispatcher:
         # Compare the kernel's own name: "auto" depends on the installed packages.
         mine = (settings, self.kernel.name, keep_received, keep_core_attention)
         others = self.groups.all_gather(mine)
-        error = None
-        if settings.ranks != self.groups.ranks:
-            error = ValueError(
-                f"PlanSettings.ranks is {settings.ranks}, but {self.groups.ranks} ranks run; set it to that"
-            )
-        elif any(other != others[0] for other in others):
-            error = ValueError(
-                f"settings differ between ranks, so they would make different plans; this rank has {mine}. Start all "
-                "ranks with the same settings"
-            )
-        self.groups.raise_together(error, in_world=True)
+        with self.groups.raised_together(in_world=True):
+            if settings.ranks != self.groups.ranks:
+                raise ValueError(
+                    f"PlanSettings.ranks is {settings.ranks}, but {self.groups.ranks} ranks run; set it to that"
+                )
+            if any(other != others[0] for other in others):
+                raise ValueError(
+                    f"settings differ between ranks, so they would make different plans; this rank has {mine}. Start "
+                    "all ranks with the same settings"
+                )
         self.groups.connect_nodes(settings.nodes)
         self.exchange = Exchange(self.groups)
 
@@ -97,20 +93,19 @@ class Dispatcher:
         Raises:
             ValueError: The plan was made for other nodes than those of the dispatcher's settings.
         """
-        for nano in plan.nano_batches:
-            for of_kind in nano.plans.values():
-                nodes = of_kind.nodes and of_kind.nodes[: self.groups.ranks]
-                if nodes is not None and nodes != self.settings.nodes:
-                    raise ValueError(
-                        f"the plan is made for ranks on the nodes {nodes}, but the dispatcher's settings have the "
-                        f"nodes {self.settings.nodes}; use the same ranks_per_node for both"
-                    )
+        for of_kind in (each for nano in plan.nano_batches for each in nano.plans.values()):
+            nodes = of_kind.nodes and of_kind.nodes[: self.groups.ranks]
+            if nodes is not None and nodes != self.settings.nodes:
+                raise ValueError(
+                    f"the plan is made for ranks on the nodes {nodes}, but the dispatcher's settings have the nodes "
+                    f"{self.settings.nodes}; use the same ranks_per_node for both"
+                )
         self.recorder.drain()
         remote = None
         if self.remote is not None:
             plan, remote = self.remote.bind(plan, self.settings)
-        ours = self.device, self.exchange, self.kernel, self.recorder
-        runtime = Runtime(*ours, remote, self.keep_received, self.keep_core_attention)
+        keeps = self.keep_received, self.keep_core_attention
+        runtime = Runtime(self.device, self.exchange, self.kernel, self.recorder, remote, *keeps)
         return BoundPlan(plan, self.groups.rank, runtime)
 
     def plan_lengths(self, micro_batches: Sequence[Sequence[int]], at_least: int = 0) -> list[MicroBatchPlan]:
@@ -121,7 +116,7 @@ class Dispatcher:
 
         Args:
             micro_batches: For each micro-batch, the lengths of this rank's documents in the order of its rows.
-            at_least: Least number of plans to make if any rank has a micro-batch.
+            at_least: Least number of plans if any rank has a micro-batch.
         """
         gathered = self.groups.all_gather([list(map(int, lengths)) for lengths in micro_batches])
         count = max(map(len, gathered))
@@ -135,13 +130,11 @@ class Dispatcher:
     def plan_batches(self, batches: Sequence[dict[str, Any]], at_least: int = 0) -> list[dict[str, Any]]:
         """Plan the padding-free batches of one optimizer step, whose tokens stay on this rank.
 
-        A collective call. A rank whose data has ended gives fewer batches than others, or none.
+        A collective call. A rank whose data has ended gives fewer batches than others, or none: batches of one row
+        without a target follow.
 
         Args:
             at_least: Least number of batches to return if any rank has one: the micro-batches of an optimizer step.
-
-        Returns:
-            The batches with their plans, and batches of one row without a target where other ranks have more.
 
         Raises:
             ValueError: A batch is not packed without padding. Every rank raises it, also for another rank's batch.
@@ -163,9 +156,6 @@ class Dispatcher:
         Args:
             batch: `input_ids` [1, T] and one of `document_lengths`, `cu_seq_lens_q` and `position_ids` that restart at
                 0 with each document.
-
-        Raises:
-            ValueError: The batch is not packed without padding. Every rank raises it, also for another rank's batch.
         """
         (planned,) = self.plan_batches([batch])
         return self.prepare(planned)

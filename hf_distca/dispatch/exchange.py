@@ -21,28 +21,19 @@ LAYOUTS_KEPT = 8
 """Buffer layouts kept per slot: one per direction and kind of attention, of which models have up to four."""
 STEPS_PER_OCTAVE = 4
 """Sizes of memory per doubling: at most a fifth is unused, and memory rarely grows."""
-
-
 Columns = list[tuple[torch.Size, torch.dtype]]
 """Row shape and dtype of columns that travel side by side."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """Rows of one kind that go from ranks to other ranks, and back.
+    """Rows of one kind that go from ranks to other ranks, and back."""
 
-    Attributes:
-        sent: [ranks] number of rows to each rank; received: from each rank.
-        crossing: whether any rank sends such rows to another; the same on every rank.
-        rows: the rows to send, ordered by receiving rank; not compared.
-        forwarded: received rows that then go to other ranks of the node. None if no rank forwards rows.
-    """
-
-    sent: list[int]
-    received: list[int]
-    crossing: bool
-    rows: RowIndex = field(default_factory=lambda: ALL_ROWS, compare=False)
-    forwarded: "Route | None" = None
+    sent: list[int]  # [ranks] number of rows to each rank
+    received: list[int]  # [ranks] from each rank
+    crossing: bool  # whether any rank sends such rows to another; the same on every rank
+    rows: RowIndex = field(default_factory=lambda: ALL_ROWS, compare=False)  # those to send, by receiving rank
+    forwarded: "Route | None" = None  # received rows that go on to other ranks of the node; None if no rank has any
 
 
 def bound_route(messages: ExchangedRows, buffer: IndexBuffer, peers: slice | IntArray = ALL_ROWS) -> Route:
@@ -57,11 +48,8 @@ class ExchangeBuffer:
     Rows return from the memory in which they arrived, to the memory from which they were sent. Every layer of a plan
     uses the buffer again. One transfer is under way at a time: `wait` follows each method that starts a transfer.
 
-    Args:
-        memory_B: bytes of `sent`, `received` and `forwarded`; without "received" one memory serves for both.
-
     Attributes:
-        sent: columns of rows at the rank that holds them, ordered by receiving rank: [rows, *row shape] each.
+        sent: [rows, *row shape] columns at the rank that holds the rows, ordered by receiving rank.
         received: columns at the rank that reads them, by sending rank; rows that the node forwarded follow.
         forwarded: columns of received rows that this rank forwards, ordered by receiving rank.
     """
@@ -71,7 +59,7 @@ class ExchangeBuffer:
         width = _row_bytes(columns)
         memory_NB = {part: bytes_B.view(-1, width) for part, bytes_B in memory_B.items()}
         sent_NB = memory_NB["sent"]
-        received_NB = memory_NB.get("received", sent_NB)
+        received_NB = memory_NB.get("received", sent_NB)  # one memory for both where no row crosses a link
         self.sent, self.received, self.forwarded = _views(sent_NB, columns), _views(received_NB, columns), []
         count = sum(route.received)
         self._hops = [(route, sent_NB, received_NB[:count])]
@@ -174,7 +162,7 @@ class Exchange:
             if buffer.route == route and buffer.columns == columns:
                 return buffer
         rows = {"sent": sum(route.sent)}
-        if route.crossing:  # else each rank sends rows to itself only: one memory is both
+        if route.crossing:
             rows["received"] = sum(route.received)
         if route.forwarded is not None:
             rows["received"] += sum(route.forwarded.received)

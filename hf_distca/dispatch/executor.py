@@ -22,14 +22,12 @@ from hf_distca.dispatch.remote import RemoteCall
 from hf_distca.dispatch.rows import RowIndex, merge_rows, put, take
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, Direction
-from hf_distca.planner.schedule import Kept, KernelCall, Location, Phase, Transfer
+from hf_distca.planner.schedule import Kept, KernelCall, Location, Transfer
 
 Columns = dict[str, Tensor]
 """Rows of one place, by column."""
-
 ReceivedRows = dict[tuple[str, int], Tensor]
 """Received rows by column and stage; queries have stage 0."""
-
 INPUTS: dict[Direction, tuple[str, ...]] = {"forward": ("q", "k", "v"), "backward": ("do", "q", "k", "v", "o", "lse")}
 """Inputs of a kernel, in its order."""
 
@@ -41,24 +39,17 @@ def without_autocast(device_type: str) -> AbstractContextManager[None]:
 
 @dataclass(eq=False)
 class CoreAttention:
-    """One core attention of one layer on one nano-batch: its forward, then its backward.
-
-    Attributes:
-        kept: received rows that the forward keeps for the backward.
-        known: O and LSE of the first forward, for its recomputation, which exchanges and computes nothing.
-        lost: lost servers of the plan: the ranks compute these servers' tasks, and no others.
-        running: the pass that has begun and not ended.
-    """
+    """One core attention of one layer on one nano-batch: its forward, then its backward."""
 
     runtime: Runtime
     nano: BoundNanoBatch
     kind: AttentionKind
     params: AttentionParams
     layer: int | None = None
-    kept: Kept = "nothing"
-    known: tuple[Tensor, ...] | None = None
-    lost: frozenset[int] = frozenset()
-    running: "Pass" = field(init=False)
+    kept: Kept = "nothing"  # received rows that the forward keeps for the backward
+    known: tuple[Tensor, ...] | None = None  # O and LSE of the first forward, for a recomputation that does nothing
+    lost: frozenset[int] = frozenset()  # servers whose tasks the ranks compute, and no others
+    running: "Pass" = field(init=False)  # the pass that has begun and not ended
 
     def begin(self, direction: Direction, *inputs: Tensor, received: ReceivedRows | None = None) -> None:
         """Begin a pass and run its phases up to the first pause."""
@@ -74,22 +65,15 @@ class CoreAttention:
 
 
 class Pass:
-    """One direction of a core attention, run phase by phase.
-
-    Args:
-        inputs: INPUTS with all local rows.
-        received: rows that the forward kept for this backward.
-    """
+    """One direction of a core attention, run phase by phase, on INPUTS of all local rows and on rows that it kept."""
 
     def __init__(
         self, core: CoreAttention, direction: Direction, inputs: Iterable[Tensor], received: ReceivedRows
     ) -> None:
-        self.core, self.runtime = core, core.runtime
-        nano, kind, lost = core.nano, core.kind, core.lost
-        self.routes = nano.repair(kind, lost, core.runtime.remote) if lost else nano.routes[kind]
+        self.core, self.runtime, nano = core, core.runtime, core.nano
+        self.routes = nano.repair(core.kind, core.lost, self.runtime.remote) if core.lost else nano.routes[core.kind]
         self.local: Columns = dict(zip(INPUTS[direction], inputs, strict=True))
-        self.received = dict(received)
-        self.work = Work(core.layer, nano.index, direction)
+        self.received, self.work = dict(received), Work(core.layer, nano.index, direction)
         self.results: _Outputs | _Gradients
         if direction == "forward":
             self.results, self.left = _Outputs(self.routes, self.local), deque(self.routes.forward)
@@ -101,12 +85,20 @@ class Pass:
 
     def go_on(self) -> None:
         """Run the phases up to the next pause, or to the end."""
+        recorder = self.runtime.recorder
         # Autocast belongs to the thread: restore it at each pause, for the other nano-batch.
         with without_autocast(self.runtime.device.type):
             while self.left:
                 phase = self.left.popleft()
-                with self.runtime.recorder.span("phase", phase.name, self.work):
-                    self._run(phase)
+                with recorder.span("phase", phase.name, self.work):
+                    for transfer in phase.wait:
+                        self._finish(transfer)
+                    for call in phase.run:
+                        self._compute(call, self.routes.groups[call.group])
+                    for transfer in phase.send:
+                        rows = self.routes.rows_of(transfer) if recorder.measures("send") else NO_ROWS
+                        with recorder.span("send", transfer.name, self.work, rows=rows):
+                            self._start(transfer)
                 if phase.pause:
                     break
         done = not any(phase.run or phase.send for phase in self.left)
@@ -120,17 +112,6 @@ class Pass:
             return self.received if self._keeps else {}
         o_RHE, lse_RH = self.results.of("received")
         return {**self.received, ("o", 0): o_RHE, ("lse", 0): lse_RH}
-
-    def _run(self, phase: Phase) -> None:
-        recorder = self.runtime.recorder
-        for transfer in phase.wait:
-            self._finish(transfer)
-        for call in phase.run:
-            self._compute(call, self.routes.groups[call.group])
-        for transfer in phase.send:
-            rows = self.routes.rows_of(transfer) if recorder.measures("send") else NO_ROWS
-            with recorder.span("send", transfer.name, self.work, rows=rows):
-                self._start(transfer)
 
     def _compute(self, call: KernelCall, group: BoundGroup) -> None:
         inputs = []
@@ -206,8 +187,7 @@ class Pass:
             case ("keys", False) | ("forwarded", True) if self.routes.forwards:
                 pass  # more rows come to the same memory, or go on from there
             case _:
-                # The exchange reuses its memory before the backward.
-                for name, rows_R in columns.items():
+                for name, rows_R in columns.items():  # whose memory the exchange uses again before the backward
                     self.received[name, transfer.stage] = rows_R.clone() if self._keeps else rows_R
 
 
@@ -244,17 +224,13 @@ class _Outputs:
         return o_NHE.to(self._q_THD.dtype), lse_NH
 
     def _at(self, place: Location) -> tuple[Tensor, ...]:
-        """Return O and LSE so far of the queries at a place; rows without a result yet are undefined.
-
-        Where results of several stages are merged, such received rows hold the result of no keys, and O is at least
-        float32.
-        """
+        """Return O and LSE so far of the queries at a place; rows without a result yet are undefined."""
         if place not in self._so_far:
             q_THD, merges, rows = self._q_THD, self._routes.merges, self._routes.rows[place]
             shape = rows, q_THD.shape[1], self._v_TGE.shape[2]
             o_NHE = q_THD.new_empty(shape, dtype=self._wide if merges else q_THD.dtype)
             lse_NH = q_THD.new_empty(shape[:2], dtype=self._wide)
-            if merges and place == "received":
+            if merges and place == "received":  # the result of no keys
                 o_NHE.zero_()
                 lse_NH.fill_(-torch.inf)
             self._so_far[place] = o_NHE, lse_NH
@@ -266,10 +242,7 @@ class _Outputs:
 
 
 class _Gradients:
-    """dQ, dK and dV of the rows at each place, added up in a backward over the sources that the plan declares.
-
-    The place of received keys is their stage.
-    """
+    """dQ, dK and dV of the rows at each place, added up over the plan's sources; received keys are at their stage."""
 
     def __init__(self, routes: BoundRoutes, local: Columns) -> None:
         self._routes = routes
@@ -281,8 +254,7 @@ class _Gradients:
 
     def add(self, call: KernelCall, _group: BoundGroup, part: tuple[Tensor, ...]) -> None:
         keys_at: Location | int = "local" if call.keys == "local" else call.stage
-        places = call.queries, keys_at, keys_at
-        for name, place, rows_N in zip(self._no_rows, places, part, strict=True):
+        for name, place, rows_N in zip(self._no_rows, (call.queries, keys_at, keys_at), part, strict=True):
             self._add(name, place, call.group, rows_N)
 
     def add_from_ranks(self, stage: int, columns: Columns) -> None:
@@ -325,10 +297,11 @@ class _Gradients:
 
     def _take(self, name: str, place: Location | int, source: Source) -> Tensor:
         """Remove and return the rows of a source: zeros for a total of nothing, no rows of tasks that do not exist."""
-        rows_N = self._parts.pop((name, place, source), None)
-        if rows_N is None and source == TOTAL:
-            rows_N = self._zeros(name, self._routes.gradients[name, place].rows, self._wide)
-        return self._no_rows[name] if rows_N is None else rows_N
+        if (name, place, source) in self._parts:
+            return self._parts.pop((name, place, source))
+        if source == TOTAL:
+            return self._zeros(name, self._routes.gradients[name, place].rows, self._wide)
+        return self._no_rows[name]
 
     def _zeros(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
         like = self._no_rows[name]

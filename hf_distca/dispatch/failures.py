@@ -17,10 +17,9 @@ _LOST_PARTNER = re.compile(r"gloo|NCCL|connection (closed|reset) by peer|timed o
 
 
 class Failures:
-    """Errors of the ranks that train together; without them, a failed rank's partners report a closed connection.
+    """Errors of ranks that train together, in a store of these alone; None with one rank.
 
-    Args:
-        store: a store of these ranks alone that every rank reaches; None with one rank.
+    Without them, a failed rank's partners report a closed connection.
     """
 
     def __init__(self, store: dist.Store | None, rank: int, ranks: int, wait_s: float = WAIT_S) -> None:
@@ -29,45 +28,38 @@ class Failures:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Leave this rank's error for other ranks; raise another rank's error if this rank only lost that rank.
+        """Leave this rank's error for other ranks; raise RuntimeError with another's if this rank only lost that rank.
 
         Every rank enters the context at the same point. A nested context belongs to the outermost one.
-
-        Raises:
-            RuntimeError: another rank failed; the message names the rank and its error.
         """
         self._begun += self._depth == 0
         self._depth += 1
         try:
             yield
         except Exception as error:
-            if self._depth > 1 or self._store is None:
-                raise
-            others: list[str] = []
-            only_says_that_another_is_gone = isinstance(error, dist.DistError) or (
-                isinstance(error, RuntimeError) and _LOST_PARTNER.search(str(error))
-            )
-            try:
-                if only_says_that_another_is_gone:
-                    others = self._others(self._store)
-                else:
-                    self._store.set(self._key(self._rank), f"{type(error).__name__}: {error}")
-            except Exception as unreachable:  # must not hide the error itself
-                logger.debug("cannot exchange errors with other ranks: %s", unreachable)
+            others = [] if self._depth > 1 or self._store is None else self._exchanged(error, self._store)
             if not others:
                 raise
             raise RuntimeError("; ".join(others)) from error
         finally:
             self._depth -= 1
 
-    def _key(self, rank: int) -> str:
-        return f"hf_distca/failures/{self._begun}/{rank}"
-
-    def _others(self, store: dist.Store) -> list[str]:
-        """Return other ranks' errors as soon as any rank has one; none after `wait_s`."""
-        end = time.monotonic() + self._wait_s
-        while True:
-            found = [rank for rank in range(self._ranks) if rank != self._rank and store.check([self._key(rank)])]
-            if found or time.monotonic() > end:
-                return [f"rank {rank} failed: {store.get(self._key(rank)).decode()}" for rank in found]
-            time.sleep(_PAUSE_S)
+    def _exchanged(self, error: Exception, store: dist.Store) -> list[str]:
+        """Leave an error of this rank itself; else return other ranks' errors as soon as any rank has one."""
+        key = f"hf_distca/failures/{self._begun}/"
+        only_says_that_another_is_gone = isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and _LOST_PARTNER.search(str(error))
+        )
+        try:
+            if not only_says_that_another_is_gone:
+                store.set(f"{key}{self._rank}", f"{type(error).__name__}: {error}")
+                return []
+            end = time.monotonic() + self._wait_s
+            while True:
+                found = [rank for rank in range(self._ranks) if rank != self._rank and store.check([f"{key}{rank}"])]
+                if found or time.monotonic() > end:
+                    return [f"rank {rank} failed: {store.get(f'{key}{rank}').decode()}" for rank in found]
+                time.sleep(_PAUSE_S)
+        except Exception as unreachable:  # must not hide the error itself
+            logger.debug("cannot exchange errors with other ranks: %s", unreachable)
+            return []

@@ -1,12 +1,13 @@
-"""Process groups for exchanges and for control messages between ranks, and the nodes that ranks share.
+"""Process groups for exchanges and for control messages between ranks, their backend, and the nodes that ranks share.
 
 No group of the training framework is touched: its collectives and ours never wait in one queue.
 """
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
@@ -16,11 +17,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_distca.dispatch import backends
 from hf_distca.dispatch.failures import Failures
 
 logger = logging.getLogger(__name__)
 
+EXCHANGE_CTAS = 8
+"""Most thread blocks (CTAs) of an NCCL exchange; each takes room on an SM from attention.
+
+NCCL's own limit is 32, a quarter of an H100's 132 SMs. In MagiAttention's measurements all-to-all exchanges ran fully
+under attention that left 4 to 8 SMs free ("How to Ensure Kernels Actually Overlap"); `make gpu` measures it.
+"""
 Value = TypeVar("Value")
 RankMesh = DeviceMesh | dist.ProcessGroup
 """Ranks that train together, as a one-dimensional mesh or as a group."""
@@ -51,40 +57,34 @@ class Groups:
     Args:
         timeout_s: seconds after which an exchange with a silent peer fails.
         mesh: one of several meshes side by side that share no rank; None on every process for all ranks of the world.
-
-    Attributes:
-        members: world ranks of the mesh.
-        exchange: group of the exchanges; None with one rank.
-        node: group of the exchanges inside this rank's node; None for a node of one rank.
-        failures: errors of the ranks of all meshes, by world rank.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, mesh: RankMesh | None = None) -> None:
-        self.members, self.closed = mesh_ranks(mesh), False
+        self.members, self.closed = mesh_ranks(mesh), False  # world ranks of the mesh
         world = (dist.get_rank(), dist.get_world_size()) if in_world() else (0, 1)
         self.rank, self.ranks = self.members.index(world[0]), len(self.members)
-        self.exchange: dist.ProcessGroup | None = None
-        self.node: dist.ProcessGroup | None = None
+        self.exchange: dist.ProcessGroup | None = None  # of all ranks of the mesh
+        self.node: dist.ProcessGroup | None = None  # of the exchanges inside this rank's node
         self._side_by_side = mesh is not None
         self._device, self._timeout = device, timedelta(seconds=timeout_s)
         self._control: dist.ProcessGroup | None = None
         self._control_of_world: dist.ProcessGroup | None = None
         store = None
         if world[1] > 1:
-            self._device = backends.indexed(device)
+            self._device = indexed(device)
             meshes = [self.members] if mesh is None else self._in_world(self.members)
             options: dict[str, Any] = {"backend": "gloo", "timeout": self._timeout}
             try:
                 self._control = self._control_of_world = _new_group(meshes, group_desc="distca control", **options)
                 if len(meshes) > 1:
                     self._control_of_world = dist.new_group(group_desc="distca control of the world", **options)
-                uuids = self.all_gather(backends.device_uuid(self._device))
+                uuids = self.all_gather(device_uuid(self._device))
             except RuntimeError as error:
-                raise backends.unreachable(self.rank, error) from error
+                raise unreachable(self.rank, error) from error
             store = self._control_of_world.get_group_store()
-            backends.check_devices(backends.exchange_backend(self._device), uuids)
+            check_devices(exchange_backend(self._device), uuids)
             self.exchange = self._connected(meshes, self.ranks, "distca exchange")
-        self.failures = Failures(store, *world)
+        self.failures = Failures(store, *world)  # of the ranks of all meshes
 
     def connect_nodes(self, nodes: Sequence[int] | None) -> None:
         """Connect the ranks of each node by a group of their own. A collective of the world.
@@ -107,12 +107,12 @@ class Groups:
 
     def _connected(self, lists: list[list[int]], ranks: int, name: str) -> dist.ProcessGroup | None:
         """Return a group for exchanges, with all pairs of ranks connected; None for a single rank."""
-        backend = backends.exchange_backend(self._device)
+        backend = exchange_backend(self._device)
         sent, received = torch.zeros((2, ranks), dtype=torch.uint8, device=self._device)
         options: dict[str, Any] = {"backend": backend, "timeout": self._timeout, "group_desc": name}
         options["device_id"] = self._device if backend == dist.Backend.NCCL else None
         try:
-            group = _new_group(lists, pg_options=backends.exchange_options(backend), **options)
+            group = _new_group(lists, pg_options=exchange_options(backend), **options)
             if ranks == 1:
                 dist.destroy_process_group(group)
                 return None
@@ -145,11 +145,7 @@ class Groups:
             )
 
     def all_gather(self, value: Any, *, in_world: bool = False) -> list[Any]:
-        """Return every rank's small Python object, in the order of the ranks. A collective on the CPU.
-
-        Args:
-            in_world: gather from all processes of the world instead of this mesh.
-        """
+        """Return the small Python object of every rank of the mesh, or of the world, in order. A collective."""
         self.check_open()
         group = self._control_of_world if in_world else self._control
         if group is None or dist.get_world_size(group) == 1:
@@ -160,9 +156,7 @@ class Groups:
 
     def meet(self) -> None:
         """Wait for every process of the world. A collective on the CPU."""
-        self.check_open()
-        if self._control_of_world is not None:
-            dist.all_reduce(torch.zeros(1), group=self._control_of_world)
+        self.all_gather(None, in_world=True)
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether any rank has set the flag. A collective on the CPU."""
@@ -221,7 +215,7 @@ def _gather_in_world(value: Value, timeout_s: float) -> list[Value]:
         dist.all_gather_object(gathered, value, group=world)
         dist.destroy_process_group(world)
     except RuntimeError as error:
-        raise backends.unreachable(dist.get_rank(), error) from error
+        raise unreachable(dist.get_rank(), error) from error
     return gathered
 
 
@@ -231,19 +225,72 @@ def _new_group(lists: list[list[int]], **options: Any) -> dist.ProcessGroup:
     return groups[[dist.get_rank() in ranks for ranks in lists].index(True)]
 
 
+def exchange_backend(device: torch.device) -> str:
+    """Return the default group's backend for a device, or gloo, over which CUDA tensors go through host memory."""
+    default = dist.BackendConfig(dist.Backend(dist.get_backend_config()))
+    return str(default.get_device_backend_map().get(device.type, "gloo"))
+
+
+def exchange_options(backend: str, ctas: int = EXCHANGE_CTAS) -> Any:
+    """Return options with which an NCCL exchange starts while attention fills the GPU; None for other backends."""
+    if backend != dist.Backend.NCCL:
+        return None
+    # A stream of high priority gets the next free SM, before the waiting blocks of an attention kernel. All blocks of
+    # a cluster would need room at once.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    for name, value in (("max_ctas", ctas), ("cga_cluster_size", 0)):
+        if hasattr(options.config, name):  # not in builds of torch with an NCCL before 2.17
+            setattr(options.config, name, value)
+    return options
+
+
+def indexed(device: torch.device) -> torch.device:
+    """Return the device with an index: the current device for "cuda"."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
+def device_uuid(device: torch.device) -> str | None:
+    """Return a GPU's unique id across hosts; None on the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def check_devices(backend: str, uuids: Sequence[str | None]) -> None:
+    """Raise ValueError if ranks with these [ranks] `uuids` share a GPU over NCCL, which would refuse or hang."""
+    ranks = {uuid: [rank for rank, other in enumerate(uuids) if other == uuid] for uuid in uuids}
+    shared = [f"ranks {of_uuid} on {uuid}" for uuid, of_uuid in ranks.items() if len(of_uuid) > 1]
+    if shared and backend == dist.Backend.NCCL:
+        raise ValueError(
+            f"NCCL takes one rank per GPU, but several ranks share one: {'; '.join(shared)}. Start one process per "
+            'GPU, each with its own torch.cuda.set_device(LOCAL_RANK); or use gloo, with ddp_backend="gloo" or '
+            'init_process_group("gloo")'
+        )
+
+
+def unreachable(rank: int, error: Exception) -> RuntimeError:
+    """Return the error of a rank that gloo did not connect, with the address that gloo used."""
+    host, address = socket.gethostname(), "no address"
+    with suppress(OSError):
+        address = socket.gethostbyname(host)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+    return RuntimeError(
+        f"rank {rank} cannot reach the other ranks over gloo, which carries control messages: {error}\nUnless "
+        "another rank failed before, check the network: gloo gives other ranks the address of the interface named by "
+        f"GLOO_SOCKET_IFNAME ({interface} on this host), and without it the address that the host's name resolves to "
+        f"({host!r} here to {address}). Where other hosts cannot reach that address, set GLOO_SOCKET_IFNAME on every "
+        "host to an interface that they can reach, such as eth0; `ip -brief address` lists interfaces"
+    )
+
+
 def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, ...]:
     """Return how many of the ranks that train together share a node. A collective of the world.
 
     Launchers (torchrun, accelerate, deepspeed) number the processes of a host consecutively; LOCAL_RANK is the number
-    on the host. A rank without LOCAL_RANK counts as alone on its node.
-
-    Returns:
-        One number for all nodes, or one for each, as `PlanSettings.ranks_per_node`.
+    on the host. A rank without LOCAL_RANK counts as alone on its node. `PlanSettings.ranks_per_node` takes the result.
     """
     if not in_world():
         return 1
     rank = dist.get_rank()
-    # The host of every process, and the first rank that was launched with the process there.
+    # The host of each process, and the first rank that was launched with the process there.
     places = _gather_in_world((socket.gethostname(), rank - dist.get_node_local_rank(fallback_rank=0)), timeout_s)
     members = mesh_ranks(mesh)
     found = [places[member] for member in members]

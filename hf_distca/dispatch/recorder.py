@@ -50,22 +50,15 @@ NO_ROWS = Rows()
 
 
 class Span(NamedTuple):
-    """A measured interval of time.
-
-    Attributes:
-        part: name of the step, section, phase, exchange, group of tasks or server.
-        begin, end: seconds on the device's clock, from an arbitrary origin.
-        pairs: query-key pairs of a kernel call, here or at a server.
-        rows: for the start of an exchange, the rows that it carries.
-    """
+    """A measured interval of time."""
 
     kind: Kind
-    part: str
+    part: str  # name of the step, section, phase, exchange, group of tasks or server
     work: Work | None
-    begin: float
+    begin: float  # seconds on the device's clock, from an arbitrary origin
     end: float
-    pairs: int = 0
-    rows: Rows = NO_ROWS
+    pairs: int = 0  # query-key pairs of a kernel call, here or at a server
+    rows: Rows = NO_ROWS  # rows that the start of an exchange carries
 
 
 @dataclass(eq=False)
@@ -132,10 +125,7 @@ class Recorder:
         return measured(Span(kind, part, work, 0.0, 0.0, pairs, rows))
 
     def clock(self) -> tuple[float, float]:
-        """Return the device clock's offset from `time.perf_counter` and its largest error, in seconds.
-
-        On CUDA it waits for queued work.
-        """
+        """Return the device clock's seconds ahead of `time.perf_counter`, and their error; wait for queued work."""
         if self._device.type != "cuda":
             return 0.0, 0.0
         self.drain(wait=True)

@@ -15,14 +15,10 @@ from hf_distca.planner.settings import PlanSettings
 
 
 class ServerRows:
-    """Local query rows that one dedicated server computes, and local K/V rows that it needs, as index tensors.
-
-    Args:
-        server: index among the plan's servers.
-    """
+    """Local query rows that one dedicated server computes, and local K/V rows that it needs, as index tensors."""
 
     def __init__(self, server: int, routes: Routes, ranks: int, buffer: IndexBuffer) -> None:
-        self.server, worker = server, ranks + server
+        self.server, worker = server, ranks + server  # its index among the plan's servers, and among all workers
         q_rows, k_rows = (
             np.split(messages.send_rows, np.cumsum(messages.send_counts))[worker]
             for messages in (routes.queries, routes.stages[0].keys)
@@ -35,12 +31,10 @@ class RemoteCall(Protocol):
     """One core attention under way at servers."""
 
     def collect(self) -> tuple[dict[int, dict[str, Tensor]], frozenset[int]]:
-        """Wait for the results. A collective.
+        """Wait for this rank's results, and return the servers that failed to give some rank its own. A collective.
 
-        Returns:
-            By server index, this rank's columns by name, [rows, …] on the rank's device: o and lse of a forward; dq,
-            dk and dv of a backward; nothing of servers without rows of this rank. And the indices of the servers that
-            failed to give some rank its results, the same on every rank.
+        Results are by server index, nothing of servers without rows of this rank: columns by name, [rows, …] on the
+        rank's device, o and lse of a forward; dq, dk and dv of a backward.
         """
 
 

@@ -137,10 +137,10 @@ class RowSum:
             self._widen = bool((np.bincount(np.concatenate(targets_S)) > 2).any())
 
     def add_up(self, sources: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """Return the sum, [N, …] in the dtype of the first source.
+        """Return the sum, [N, …] in the dtype of the first source, which may be overwritten.
 
         Args:
-            sources: [S, …] each, dense within a row, with the bound numbers of rows. The first may be overwritten.
+            sources: [S, …] each, dense within a row, with the bound numbers of rows.
             out: where to write the sum, dense within a row; only for sums that overwrite no source.
         """
         base = sources[0]
@@ -175,12 +175,10 @@ def addend_table(
         then the number of addends; addends_A, the source and the row of each addend.
     """
     added = list(enumerate(targets_S))[onto:]
-    targets = np.concatenate([np.empty(0, np.int64), *(targets for _, targets in added)])
-    addends = np.concatenate(
-        [np.empty(0, np.int32)]
-        + [np.arange(len(targets), dtype=np.int32) << SOURCE_BITS | source for source, targets in added]
-    )
-    if not _increasing(targets):
+    targets = np.concatenate([np.empty(0, np.int64), *(of_source for _, of_source in added)])
+    of_sources = [np.arange(len(of_source), dtype=np.int32) << SOURCE_BITS | source for source, of_source in added]
+    addends = np.concatenate([np.empty(0, np.int32), *of_sources])
+    if (targets[1:] <= targets[:-1]).any():
         addends = addends[np.argsort(targets, kind="stable")]
     counts = np.bincount(targets, minlength=rows)
     written = np.flatnonzero(counts) if onto else None
@@ -191,8 +189,4 @@ def addend_table(
 
 def names_all(targets: IntArray, rows: int) -> bool:
     """Return whether row numbers are 0 to rows - 1, once each and in order."""
-    return len(targets) == rows and _increasing(targets)
-
-
-def _increasing(targets: IntArray) -> bool:
-    return bool((targets[1:] > targets[:-1]).all())
+    return len(targets) == rows and bool((targets[1:] > targets[:-1]).all())

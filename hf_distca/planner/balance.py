@@ -68,12 +68,11 @@ def balance(
     problem = Problem(layout, kind, settings, workers, tolerance)
     group = np.zeros(len(workers), np.int64) if groups is None else np.asarray(groups)
     if nodes is None:
-        tasks = _over_groups(problem, group)
+        tasks = _passes(problem, problem.as_laid_out, group)
     else:
         node = np.asarray(nodes)
-        # Nodes of ranks are the first ones, in the order of the ranks.
-        steps, named = np.diff(node[: layout.ranks], prepend=0), np.unique(node)
-        in_order = len(node) > 0 and node[0] == 0 and bool(np.all((steps == 0) | (steps == 1)))
+        of_ranks, named = node[: layout.ranks], np.unique(node)
+        in_order = np.array_equal(of_ranks, np.cumsum(np.diff(of_ranks, prepend=of_ranks[:1]) != 0))
         if len(node) != len(workers) or not in_order or not np.array_equal(named, np.arange(len(named))):
             raise ValueError(
                 f"nodes must have one number per worker, {len(workers)} in all: 0, 1, 2, … in the order of the "
@@ -87,34 +86,23 @@ def balance(
         busy = np.bincount(node, np.asarray(workers.speed) * np.asarray(workers.base_load))
         as_workers = Workers(tuple(speed.tolist()), tuple((busy / speed).tolist()))
         over_nodes = Problem(on_nodes, kind, settings, as_workers, tolerance[first] * NODES_SHARE)
-        of_nodes = _over_groups(over_nodes, group[first])
+        of_nodes = _passes(over_nodes, over_nodes.as_laid_out, group[first])
         # 2. The tasks of each node go to its workers.
-        limits = ideals_inside(problem.loads(problem.as_laid_out), workers, group) * (1 + tolerance)
-        tasks = tasks_of_workers(of_nodes, problem, node, limits)
-        ideal = ideals_inside(problem.loads(tasks), workers, node)
-        least = ideal * (1 + tolerance * LEAST_INSIDE)
-        tasks = _passes(problem, tasks, ideal, np.maximum(limits, least), limits, node)
+        enough = ideals_inside(problem.loads(problem.as_laid_out), workers, group) * (1 + tolerance)
+        tasks = _passes(problem, tasks_of_workers(of_nodes, problem, node, enough), node, enough)
     tasks = moved_by(tasks, -problem.origin)
     return Plan(layout, tasks, len(workers), kind.window, nodes=None if nodes is None else tuple(nodes))
 
 
-def _over_groups(problem: Problem, groups: IntArray) -> Table:
-    """Return tasks for which any worker may give to any other of its group."""
-    tasks = problem.as_laid_out
-    ideal = ideals_inside(problem.loads(tasks), problem.workers, groups)
-    limits = ideal * (1 + problem.tolerance)
-    return _passes(problem, tasks, ideal, limits, limits, groups)
-
-
-def _passes(
-    problem: Problem, tasks: Table, ideal: FloatArray, limits: FloatArray, enough: FloatArray, groups: IntArray
-) -> Table:
-    """Repeat passes until all workers finish by the time that is `enough`, and return the best pass's tasks.
+def _passes(problem: Problem, tasks: Table, groups: IntArray, enough: FloatArray | None = None) -> Table:
+    """Repeat passes inside groups until all workers finish early enough, and return the best pass's tasks.
 
     Args:
-        ideal: [workers] time at which all workers of the same group would finish together.
-        limits, groups: as in `balancing_pass`.
+        enough: [workers] time by which they should finish; None for the tolerance above their group's ideal time.
     """
+    ideal = ideals_inside(problem.loads(tasks), problem.workers, groups)
+    enough = ideal * (1 + problem.tolerance) if enough is None else enough
+    limits = np.maximum(enough, ideal * (1 + problem.tolerance * LEAST_INSIDE))
 
     def latest(tasks: Table) -> float:
         finishing = problem.workers.finishing(problem.loads(tasks))

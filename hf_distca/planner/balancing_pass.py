@@ -57,18 +57,15 @@ class Problem:
 
 
 class Price:
-    """Bytes of having rows [start, stop) of a document computed elsewhere.
+    """Bytes of having rows [start, stop) of a document computed elsewhere, for bytes of Q and O, and of K/V, of a row.
 
-    Attributes:
-        rows: bytes of Q and O of one row, as far as they count.
-        reach: where the cheapest rows of F pairs end, in units of √(2F).
+    F pairs in [s, e) mean e² − s² = 2F, and the bytes (e − s)·rows + e·kv are least where s = e / r with
+    r = 1 + kv / rows, so e = √(2F)·r / √(r² − 1): `reach` in units of √(2F).
     """
 
     def __init__(self, rows: float, kv: float, window: int | None, origin: int = 0) -> None:
         self.rows, self.kv, self.window = rows, kv, window
         self.pair_window = None if window is None else window + origin
-        # F pairs in [s, e) mean e² − s² = 2F, and the bytes (e − s)·rows + e·kv are least where
-        # s = e / r with r = 1 + kv / rows, so e = √(2F)·r / √(r² − 1).
         ratio = 1 + self.kv / self.rows
         self.reach = ratio / math.sqrt(ratio * ratio - 1)
 
@@ -130,11 +127,7 @@ def balancing_pass(problem: Problem, tasks: Table, aim: FloatArray, limit: Float
     # All workers wait for the bytes that the busiest one sends; O does not add to them.
     q, kv, o = problem.row_bytes.q, problem.row_bytes.kv, problem.row_bytes.o
     prices = [Price(q + of_o, kv, problem.window, origin) for of_o in (o, o // 4)]
-    is_busy: list[bool] = (surplus >= BUSY * surplus.max()).tolist()
-
-    def price_of(giver: int) -> Price:
-        return prices[is_busy[giver]]
-
+    price_of = [prices[busy] for busy in (surplus >= BUSY * surplus.max()).tolist()]  # by giver
     # document -> worker -> row: the worker has, or will have, K/V rows up to this row. Only documents on several
     # workers, one of which gives, are listed.
     known: dict[int, dict[int, int]] = {}
@@ -165,7 +158,7 @@ def balancing_pass(problem: Problem, tasks: Table, aim: FloatArray, limit: Float
             rows = np.full(last - first, origin)
             for task in shared:
                 rows[task - first] = known[documents[task]].get(taker, origin)
-            for index, part in take(price_of(giver), low, high, amount, rows).items():
+            for index, part in take(price_of[giver], low, high, amount, rows).items():
                 parts.setdefault(first + index, []).append((part, taker))
 
     # 3. Places.
@@ -184,7 +177,7 @@ def balancing_pass(problem: Problem, tasks: Table, aim: FloatArray, limit: Float
             first = np.linspace(begin, end, 33)
             cuts = row_reaching(pairs_at(first, window)[:, None] + amounts, window)
             np.clip(cuts, start, stop, out=cuts)
-            costs = price_of(owner).of(cuts[:, :-1], cuts[:, 1:], rows).sum(axis=1)
+            costs = price_of[owner].of(cuts[:, :-1], cuts[:, 1:], rows).sum(axis=1)
             # Tasks smaller than a block are forbidden, except at a document's end.
             before, after = cuts[:, 0], cuts[:, -1]
             short = (np.diff(cuts, axis=1) < block).sum(axis=1) + ((before > start + 1) & (before < start + block))
@@ -213,16 +206,12 @@ def balancing_pass(problem: Problem, tasks: Table, aim: FloatArray, limit: Float
 
 
 def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
-    """Plan flows that take every worker down to a surplus of 0, as far as there is room.
+    """Plan flows that take every worker down to a surplus of 0, as far as there is room: a negative surplus.
 
     The giver with the largest surplus goes first, so that it finds the largest rooms. Each giver fills the tightest
-    room that takes its whole surplus, or else the largest room. A partner whose room takes the whole surplus goes
-    before a tighter room. Next come takers that already take from a partner, since they mostly receive K/V rows of the
-    same document. The room looked for includes the partners' surplus.
-
-    Args:
-        surplus: [workers] pairs above each worker's target; negative where a worker has room.
-        partners: worker -> workers that hold K/V rows of the same documents; giving to them costs less.
+    room that takes its whole surplus and its partners', or else the largest room. A partner, which holds K/V rows of
+    the same documents, goes before a tighter room if it takes the whole surplus. Next come takers that already take
+    from a partner, since they mostly receive K/V rows of the same document.
     """
     rooms = sorted((-extra, worker) for worker, extra in enumerate(surplus) if extra < 0)
     room_of = {worker: room for room, worker in rooms}

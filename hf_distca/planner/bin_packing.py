@@ -46,10 +46,7 @@ def pack_in_order(documents: Iterable[tuple[int, Item]], capacity: int) -> Itera
 
 
 def place_evenly(lengths: Sequence[int], bins: int, capacity: int) -> list[int] | None:
-    """Return the bin of each document: in the given order, the bin with the fewest tokens; longest first is most even.
-
-    None if a document does not fit.
-    """
+    """Return the bin with the fewest tokens for each document, in the given order; None if a document does not fit."""
     # An entry is load · bins + bin: one integer, so that the heap compares quickly.
     loads = list(range(bins))
     chosen = []
@@ -95,8 +92,7 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
 
     Longest first, each document goes to the rank with the fewest tokens. If that leaves no room for a document, each
     goes to the fullest rank that has room. If that fails too, ranks are filled one after another in the order of the
-    documents. The last order always fits documents that GlobalBatchSampler has packed into a bin for each rank. Each
-    rank's documents are ordered so that its rows can be halved between two of them.
+    documents: GlobalBatchSampler has packed them into a bin for each rank.
 
     Raises:
         ValueError: a document is longer than tokens_per_rank, or the documents do not fit.
@@ -128,7 +124,7 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
                 f"{tokens_per_rank} without cutting a document; use fewer documents, more ranks or more "
                 "tokens_per_rank"
             )
-    # In two halves of about equal tokens, so that nano-batches can divide the rank's rows between two documents.
+    # Two halves of about equal tokens, so that nano-batches can divide the rank's rows between two documents.
     rank_of = np.empty(len(lengths), np.int64)
     rank_of[order] = chosen
     ordered = (np.flatnonzero(rank_of == rank) for rank in range(ranks))

@@ -10,11 +10,14 @@ from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import whole_documents
 from hf_distca.planner.intervals import IntArray, local_tasks
 from hf_distca.planner.joint import joint_layout
-from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored, split_documents, split_placed
+from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored, split_documents
 from hf_distca.planner.metrics import CountedPlan, count_plan, exchange_figures, loads_of
 from hf_distca.planner.seconds import FloatArray, StepCosts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import usual_stages, with_stages
+
+SMALLEST_SHARE = 0.25
+"""Least share of a rank's tokens in a nano-batch of whole documents; fewer hide almost nothing, but cost exchanges."""
 
 
 def local_plan(layout: Layout, kind: AttentionKind) -> Plan:
@@ -24,11 +27,7 @@ def local_plan(layout: Layout, kind: AttentionKind) -> Plan:
 
 
 def nano_batches_as_set(lengths: IntArray, settings: PlanSettings) -> tuple[NanoBatch, ...]:
-    """Lay out the documents of one global micro-batch and balance their core attention, in one stage.
-
-    Raises:
-        ValueError: the ranks cannot hold the documents, or document_layout="whole" would have to cut one.
-    """
+    """Lay out the documents of one global micro-batch and balance their core attention, in one stage."""
     if settings.document_layout == "whole":
         return _on_ranks(lengths, whole_documents(lengths, settings.ranks, settings.tokens_per_rank), settings)
     groups = split_documents(lengths, settings.ranks) if settings.ping_pong else None
@@ -68,10 +67,14 @@ def lengths_of(placed: Sequence[Sequence[int]]) -> IntArray:
 
 def _on_ranks(lengths: IntArray, on_ranks: Sequence[IntArray], settings: PlanSettings) -> tuple[NanoBatch, ...]:
     """Plan each rank's whole documents, in the order of its rows; a nano-batch has the first or the last of them."""
-    cuts = split_placed([lengths[documents].tolist() for documents in on_ranks]) if settings.ping_pong else None
-    divided = [list(on_ranks)]
-    if cuts is not None:
-        halves = [np.split(documents, [cut]) for documents, cut in zip(on_ranks, cuts, strict=True)]
+    divided, halves = [list(on_ranks)], []
+    for documents in on_ranks if settings.ping_pong else ():
+        *before, total = np.cumsum(lengths[documents]).tolist() or [0]
+        smaller = [min(first, total - first) for first in before]  # part, if the documents are cut between two of them
+        if max(smaller, default=-1) < SMALLEST_SHARE * total:
+            break
+        halves.append(np.split(documents, [smaller.index(max(smaller)) + 1]))
+    if len(halves) == len(on_ranks):
         divided = [[first for first, _ in halves], [second for _, second in halves]]
     layouts = [fixed_layout([lengths[documents].tolist() for documents in each]) for each in divided]
     return _balanced([np.concatenate(each) for each in divided], layouts, settings)
@@ -99,12 +102,11 @@ def finished(
         counted: for each nano-batch, the counts of its plans; none to count them.
     """
     count, together = stages or usual_stages(len(nano_batches)), stages is not None
-    nodes = settings.node_of_ranks
+    nodes, staged = settings.node_of_ranks, []
     counted = counted or [
         {kind: count_plan(plan, kind, settings.bytes_per_value, nodes) for kind, plan in nano.plans.items()}
         for nano in nano_batches
     ]
-    staged = []
     for nano, counts in zip(nano_batches, counted, strict=True):
         plans = {}
         for kind, plan in nano.plans.items():
@@ -123,10 +125,7 @@ def finished(
 
 
 def packed_seconds(lengths: IntArray, settings: PlanSettings, costs: StepCosts) -> float:
-    """Return the seconds of a micro-batch of documents packed in order and computed without exchange.
-
-    Calls of the kernel are left out.
-    """
+    """Return the seconds of documents packed in order and computed without exchange, calls of the kernel left out."""
     packed = fixed_layout([lengths.tolist()], settings.ranks)
     seconds: FloatArray = np.multiply(costs.token, packed.tokens)
     for of_kind in costs.kinds:

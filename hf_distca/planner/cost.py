@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from hf_distca.plan import AttentionKind
 
 BALANCE_TOLERANCE = 0.01
-"""Default for how far above the mean a worker's attention may lie, as a fraction of the mean.
-
-Below this value bytes still grow, while the time of a step no longer changes measurably.
-"""
+"""Default for how far above the mean a worker's attention may lie, as a fraction of the mean; below it bytes still
+grow, while the time of a step no longer changes measurably."""
 MOST_TOKENS = 2**31 - 1
 """Maximum number of tokens whose query-key pairs fit into 64 bits."""
+
+Rows = TypeVar("Rows", int, NDArray[np.int64])
+Amount = TypeVar("Amount", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True)
@@ -34,41 +35,21 @@ class RowBytes:
         return cls(*(each * bytes_per_value for each in values))
 
 
-@overload
-def pairs(start: int, stop: int, window: int | None = None) -> int: ...
-
-
-@overload
-def pairs(start: NDArray[np.int64] | int, stop: NDArray[np.int64], window: int | None = None) -> NDArray[np.int64]: ...
-
-
-def pairs(
-    start: NDArray[np.int64] | int, stop: NDArray[np.int64] | int, window: int | None = None
-) -> NDArray[np.int64] | int:
+def pairs(start: Rows | int, stop: Rows, window: int | None = None) -> Rows:
     """Return the query-key pairs of query rows [start, stop); row p attends to min(p + 1, window) keys."""
     if window is None:
         return (stop * (stop + 1) - start * (start + 1)) // 2
-    return _pairs_before(stop, window) - _pairs_before(start, window)
+    counted: Rows = _pairs_before(stop, window) - _pairs_before(start, window)
+    return counted
 
 
-def _pairs_before(row: NDArray[np.int64] | int, window: int) -> NDArray[np.int64] | int:
+def _pairs_before(row: NDArray[np.int64] | int, window: int) -> Any:
     """Return the pairs of rows [0, row); beyond the window each row adds `window`."""
-    if isinstance(row, int):
-        inside = min(row, window)
-        return inside * (inside + 1) // 2 + (row - inside) * window
-    ramp: NDArray[np.int64] = np.minimum(row, window)
-    return ramp * (ramp + 1) // 2 + (row - ramp) * window
+    inside = min(row, window) if isinstance(row, int) else np.minimum(row, window)
+    return inside * (inside + 1) // 2 + (row - inside) * window
 
 
-@overload
-def row_reaching(amount: float, window: int | None = None) -> float: ...
-
-
-@overload
-def row_reaching(amount: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]: ...
-
-
-def row_reaching(amount: NDArray[np.float64] | float, window: int | None = None) -> NDArray[np.float64] | float:
+def row_reaching(amount: Amount, window: int | None = None) -> Amount:
     """Return the fractional row x for which rows [0, x) hold `amount` pairs: the inverse of pairs(0, x).
 
     x (x + 1) / 2 = amount gives x = √(2 amount + 1/4) − 1/2; beyond the window a row adds `window`.
@@ -78,8 +59,7 @@ def row_reaching(amount: NDArray[np.float64] | float, window: int | None = None)
         if amount > ramp:
             return (window or 1) + (amount - ramp) / (window or 1)
         return math.sqrt(2.0 * max(amount, 0.0) + 0.25) - 0.5
-    amount = np.maximum(amount, 0.0)
-    inside: NDArray[np.float64] = np.sqrt(2.0 * amount + 0.25) - 0.5
+    inside = np.sqrt(2.0 * np.maximum(amount, 0.0) + 0.25) - 0.5
     return inside if window is None else np.where(amount <= ramp, inside, window + (amount - ramp) / window)
 
 
@@ -93,17 +73,10 @@ def pairs_at(row: NDArray[np.float64], window: int | None = None) -> NDArray[np.
 
 @dataclass(frozen=True)
 class Workers:
-    """Speeds and base loads of the workers that compute core attention.
+    """Workers that compute core attention; worker w finishes at base_load[w] + pairs / speed[w]."""
 
-    Worker w finishes at base_load[w] + pairs / speed[w].
-
-    Attributes:
-        speed: pairs per unit of time, relative to the usual worker (1.0).
-        base_load: time outside core attention, in pairs of a worker of speed 1.0.
-    """
-
-    speed: tuple[float, ...]
-    base_load: tuple[float, ...]
+    speed: tuple[float, ...]  # pairs per unit of time, relative to the usual worker (1.0)
+    base_load: tuple[float, ...]  # time outside core attention, in pairs of a worker of speed 1.0
 
     def __post_init__(self) -> None:
         if not self.speed or len(self.speed) != len(self.base_load):

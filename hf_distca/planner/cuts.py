@@ -7,10 +7,9 @@ leave. Both tables follow from the layout alone, so that every rank makes matchi
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import Layout
-from hf_distca.planner.intervals import ROWS, IntArray, by_document, expand, overlaps, row_counts, table_of
+from hf_distca.planner.intervals import ROWS, IntArray, Table, by_document, expand, overlaps, row_counts, table_of
 from hf_distca.planner.routes import ExchangedRows
 
 
@@ -76,28 +75,25 @@ def chains(layout: Layout, rank: int) -> Chains:
     """Return which states a rank's cut segments exchange with other segments."""
     segments = layout.segments
     order, _, earlier, later = chained(segments)
-    count = np.bincount(segments["document"], minlength=len(layout.lengths))[segments["document"]]
+    count = np.bincount(segments["document"])[segments["document"]]
     mine = np.flatnonzero(segments["rank"] == rank)
     cut = np.flatnonzero(count[mine] > 1)
-    own = np.full(len(segments), -1)
-    own[mine[cut]] = np.arange(len(cut))
+    number = np.full(len(segments), -1)  # of the states of this rank's cut segments
+    number[mine[cut]] = np.arange(len(cut))
     from_, to = order[earlier], order[later]
     source, target = segments["rank"][from_], segments["rank"][to]
-    sent, received, messages = _messages(source, target, own[from_], rank, layout.ranks)
-    arrived = np.full(len(from_), -1)
-    arrived[received] = len(cut) + np.arange(len(received))
-    returned = np.full(len(from_), -1)
-    returned[sent] = len(cut) + np.arange(len(sent))
-    state = np.where(own[from_] >= 0, own[from_], arrived)
-    gradient = np.where(own[to] >= 0, own[to], returned)
+    sent, received, messages = _messages(source, target, number[from_], rank, layout.ranks)
+    state, gradient = number[from_], number[to]
+    state[received] = len(cut) + np.arange(len(received))
+    gradient[sent] = len(cut) + np.arange(len(sent))
     before, after = (
-        tuple(tuple(of_pairs[ends == segment].tolist()) for segment in range(len(cut)))
-        for of_pairs, ends in ((state, own[to]), (gradient, own[from_]))
+        tuple(tuple(of_pairs[number[ends] == segment].tolist()) for segment in range(len(cut)))
+        for of_pairs, ends in ((state, to), (gradient, from_))
     )
-    return Chains(cut, messages, own[to[received]], before, after)
+    return Chains(cut, messages, number[to[received]], before, after)
 
 
-def chained(segments: NDArray[np.void]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def chained(segments: Table) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Return the segments in document order, and the pairs of an earlier and a later segment of a document.
 
     Returns:
@@ -120,9 +116,10 @@ def _messages(
         source: [transfers] rank that has an item, which does not travel if `target` is the same.
         item: [transfers] number of the item at its source.
     """
-    sent = np.flatnonzero((source == rank) & (target != rank))
-    sent = sent[np.argsort(target[sent], kind="stable")]
-    received = np.flatnonzero((target == rank) & (source != rank))
-    received = received[np.argsort(source[received], kind="stable")]
-    to, of = (np.bincount(ends, minlength=ranks) for ends in (target[sent], source[received]))
-    return sent, received, ExchangedRows(item[sent], to, of, crossing=bool((source != target).any()))
+    travels, numbers, counts = source != target, [], []
+    for here, there in ((source, target), (target, source)):
+        mine = np.flatnonzero((here == rank) & travels)
+        numbers.append(mine[np.argsort(there[mine], kind="stable")])
+        counts.append(np.bincount(there[mine], minlength=ranks))
+    (sent, received), (to, of) = numbers, counts
+    return sent, received, ExchangedRows(item[sent], to, of, crossing=bool(travels.any()))

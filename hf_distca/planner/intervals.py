@@ -85,10 +85,10 @@ def union(tasks: Table) -> Table:
     return tasks.compress(stop > tasks["start"])
 
 
-def merge_touching(table: Table, place: str | None = None) -> Table:
+def merge_touching(table: Table, place: str = "document") -> Table:
     """Join entries that follow and touch each other, if the field `place` is equal, such as "rank" or "worker"."""
     touches = table["start"][1:] == table["stop"][:-1]
-    for name in ("document", *([place] if place else [])):
+    for name in ("document", place):
         touches &= table[name][1:] == table[name][:-1]
     if not touches.any():
         return table

@@ -22,7 +22,6 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate, takewhile
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import Layout
 from hf_distca.planner import nodes
@@ -42,7 +41,7 @@ Segment = tuple[int, int, int, int]
 
 
 def joint_layout(
-    lengths: Sequence[int] | NDArray[np.int64],
+    lengths: Sequence[int] | IntArray,
     ranks: int,
     tokens_per_rank: int,
     *,
@@ -54,11 +53,10 @@ def joint_layout(
     """Place documents so that every rank has equal tokens and, as far as possible, equal attention.
 
     Query rows then stay where they are, and only K/V rows of cut documents travel. Every rank holds total / ranks
-    rows, rounded down or up.
+    rows, rounded down or up. Cuts fall on multiples of a block where tokens and balance allow.
 
     Args:
         balance_tolerance: how far above the mean a rank's pairs may be, as a fraction of the mean.
-        balance_block_size: rows of a kernel block; cuts fall on its multiples where tokens and balance allow.
         node_sizes: [nodes] consecutive ranks of each node; documents are cut between nodes only if necessary. None if
             all links are alike.
 
@@ -99,8 +97,7 @@ def joint_layout(
 
 def _inter_node_costs(pieces: list[Table]) -> list[list[float]]:
     """Return the inter-node cost of a row of each piece, in intra-node rows."""
-    every = np.concatenate(pieces)
-    document, start, stop = every["document"], every["start"], every["stop"]
+    document, start, stop = (np.concatenate([each[name] for each in pieces]) for name in ROWS.names or ())
     node = np.repeat(np.arange(len(pieces)), [len(each) for each in pieces])
     cost = np.zeros(len(document))
     shared = np.flatnonzero(np.bincount(document)[document] > 1)
@@ -118,8 +115,6 @@ class _Placement:
     cut piece is divided into.
 
     Args:
-        lengths: [documents] tokens of each document.
-        pieces: table of the rows to place.
         room: [ranks] rows that each rank takes; lowered by what it gets.
         need: [ranks] pairs that each rank should get, likewise.
         slack: how far above its share a rank's pairs may be, as a fraction of the mean.
@@ -139,7 +134,7 @@ class _Placement:
     ) -> None:
         self.room, self.need, self.ranks, self.mean = room, need, len(room), sum(need) / len(need)
         self.window, self.slack, self.block, self.inside = window, slack, block, inter_node is not None
-        self.lengths: list[int] = lengths[pieces["document"]].tolist()
+        self.lengths: list[int] = lengths.tolist()
         self.documents: list[int] = pieces["document"].tolist()
         # [indices] rows that are not cut off, and their rank; -1 if no rows are left or they are not placed yet.
         self.starts: list[int] = pieces["start"].tolist()
@@ -191,16 +186,12 @@ class _Placement:
                 self.starts[index] = stop
             self.room[rank] -= stop - start
             self.need[rank] -= pairs(start, stop, self.window)
-        if self.window is None:  # with a window, later segments need only the window's rows
-            self._divide_heads()
-
-    def _divide_heads(self) -> None:
-        """Divide the heads of cut documents until no head's rank sends more K/V rows than other ranks receive.
-
-        Every later segment of a document needs the K/V rows of its head. So the rank of a head of h rows sends h rows
-        to each later segment, while the last segment receives all rows before it. To other nodes a rank sends at most
-        for as long as sending all of its rows inside its node takes.
-        """
+        if self.window is not None:  # later segments need only the window's rows
+            return
+        # Divide the heads of cut documents until no head's rank sends more K/V rows than other ranks receive. Every
+        # later segment of a document needs the K/V rows of its head. So the rank of a head of h rows sends h rows to
+        # each later segment, while the last segment receives all rows before it. To other nodes a rank sends at most
+        # for as long as sending all of its rows inside its node takes.
         most = max((start for _, start, _, _ in self.cuts), default=0)
         readers = Counter(index for index, *_ in self.cuts)
         crossing = [index for index, cost in enumerate(self.inter_node) if cost and index not in readers]
@@ -213,10 +204,9 @@ class _Placement:
             stretches = min(stretches, (stop - start) // self.block)
             for before in range(stretches - 1, 0, -1):
                 cut = start + (stop - start) * before // (before + 1) // self.block * self.block
-                for of_index, value in ((self.starts, cut), (self.stops, stop), (self.rank_of, -1)):
+                stretch = ((self.starts, cut), (self.stops, stop), (self.rank_of, -1))
+                for of_index, value in (*stretch, (self.documents, self.documents[index])):
                     of_index.append(value)
-                for of_piece in (self.lengths, self.documents):
-                    of_piece.append(of_piece[index])
                 stop = cut
             self.stops[index] = stop
 
@@ -228,29 +218,26 @@ class _Placement:
     def _shortest_pairs(self, tokens: int) -> float:
         """Return the pairs of the first `tokens` tokens of the shortest documents, the last one in proportion."""
         at = bisect_left(self._tokens, tokens)
-        if at == 0:
-            return 0.0
-        if at == len(self._tokens):
-            return float(self._pairs[-1])
+        if at in (0, len(self._tokens)):
+            return float(self._pairs[at - 1]) if at else 0.0
         low, high = self._tokens[at - 1], self._tokens[at]
         return self._pairs[at - 1] + (tokens - low) / (high - low) * (self._pairs[at] - self._pairs[at - 1])
 
     def _large(self, index: int) -> bool:
         """Return whether a document exceeds one rank, even beside the shortest documents."""
-        start, stop, room = self.starts[index], self.stops[index], self.most_room
-        filler = self._shortest_pairs(max(room - (stop - start), 0))
+        start, stop = self.starts[index], self.stops[index]
+        filler = self._shortest_pairs(max(self.most_room - (stop - start), 0))
         most = self.most_need * (1 + self.slack / 2)
-        return stop - start > room or bool(pairs(start, stop, self.window) + filler > most)
+        return stop - start > self.most_room or bool(pairs(start, stop, self.window) + filler > most)
 
     def _head_rows(self, cuts: list[Segment]) -> dict[int, int]:
         """Return, by rank, the rows of the head to take beside its segment, so that all ranks send alike.
 
         A row of the head goes to the ranks of all segments, a row of a segment to the ranks of later ones. Ranks
-        without segments send less than other ranks receive. `cuts` are the result of `_cut_at` without head rows.
+        without segments send less than other ranks receive.
         """
         rows: dict[int, int] = {}
-        left = self.ranks - len({rank for *_, rank in cuts})
-        most = max(start for _, start, _, _ in cuts)
+        left, most = self.ranks - len({rank for *_, rank in cuts}), max(start for _, start, _, _ in cuts)
         for index in dict.fromkeys(index for index, *_ in cuts):
             chain = [cut[1:] for cut in cuts if cut[0] == index]
             head = min(start for start, _, _ in chain) - self.starts[index]
@@ -259,8 +246,7 @@ class _Placement:
             sent = [(stop - start) * (later + crossing) for later, (start, stop, _) in enumerate(chain)]
             # The head's rows fill what the ranks send up to one level.
             amounts = enumerate(accumulate(sorted([*sent, *[0.0] * left])), start=1)
-            level = min((below + head * cost) / count for count, below in amounts)
-            level = max(level, most)
+            level = max(min((below + head * cost) / count for count, below in amounts), most)
             given = head * cost - left * level
             for (*_, rank), amount in sorted(zip(chain, sent, strict=True), key=lambda each: each[1]):
                 part = int(max(min(level - amount, given), 0) / cost) // self.block * self.block
@@ -271,8 +257,7 @@ class _Placement:
     def _cut_at(self, level: float, head_rows: dict[int, int] | None = None) -> tuple[list[Segment], bool]:
         """Cut so that every rank with a segment gets `level` times its share of pairs.
 
-        Args:
-            head_rows: rank -> rows of the head that the rank takes beside its segment, in any case.
+        A rank takes `head_rows` of the head beside its segment in any case.
 
         Returns:
             The segments, and whether the other documents fit into the remaining ranks.
@@ -298,8 +283,14 @@ class _Placement:
                 enough = aim + self.mean * self.slack / 2
                 if (head == first or head_rows) and stop - head <= room and filled(stop - head) <= enough:
                     break
-                rows = bisect_right(range(min(stop - head, room) + 1), aim, 1, key=filled) - 1
-                start = max(self._cut_near(stop - rows, stop - room, first), head)
+                row = stop - bisect_right(range(min(stop - head, room) + 1), aim, 1, key=filled) + 1
+                # The cut falls on a block's boundary if that moves few pairs, otherwise on a finer one. No head from
+                # row `first` on stays below a block.
+                multiple = grain(self.block, min(row, self.window or row), ROUNDING * self.slack * self.mean)
+                start = round(row / multiple) * multiple
+                if start - first < self.block:
+                    start = first + self.block if row - first >= self.block // 2 else first
+                start = max(start, stop - room, head)
                 if start >= stop:
                     break
                 tail = stop - start
@@ -316,49 +307,34 @@ class _Placement:
                 break
         return cuts, True
 
-    def _cut_near(self, start: int, least: int, first: int) -> int:
-        """Return a cut near row `start`, at least `least`, that leaves no head from row `first` on below a block.
-
-        The cut falls on a block's boundary if that moves few pairs, otherwise on a finer one.
-        """
-        multiple = grain(self.block, min(start, self.window or start), ROUNDING * self.slack * self.mean)
-        row = round(start / multiple) * multiple
-        if row - first < self.block:
-            row = first + self.block if start - first >= self.block // 2 else first
-        return max(row, least)
-
     def place_whole(self) -> list[int]:
-        """Place everything that is not cut, and return the indices that fit nowhere."""
+        """Place each piece on the rank with room that wishes it most, and return the indices that fit nowhere."""
+        room, need, spare = self.room, self.need, []
         rows, costs = self.uncut()
         order = np.argsort(-(costs if self.inside else rows), kind="stable")[: np.count_nonzero(rows)]
         items = np.stack([order, rows[order], costs[order]], axis=1).tolist()
         left = np.cumsum(costs[order][::-1])[::-1]
         count = int((left > self.mean * self.ranks * self.slack * NEGLIGIBLE).sum())
-        spare = self._place(items[:count], lambda rank: self.need[rank] / (self.room[rank] or 1))
-        return spare + self._place(items[count:], lambda rank: self.room[rank])
-
-    def _place(self, items: list[list[int]], wish: Callable[[int], float]) -> list[int]:
-        """Place each (index, rows, pairs) on the rank with room that wishes it most; return what fits nowhere."""
-        room = self.room
-        ready = [(-wish(rank), rank) for rank in range(self.ranks)]
-        heapify(ready)
-        small: list[tuple[int, int]] = []  # (-room, rank) of ranks with too little room for the present item
-        spare = []
-        for index, rows, cost in items:
-            while small and -small[0][0] >= rows:
-                rank = heappop(small)[1]
-                heappush(ready, (-wish(rank), rank))
-            while ready and room[ready[0][1]] < rows:
-                rank = heappop(ready)[1]
-                heappush(small, (-room[rank], rank))
-            if not ready:
-                spare.append(index)
-                continue
-            rank = ready[0][1]
-            self.rank_of[index] = rank
-            room[rank] -= rows
-            self.need[rank] -= cost
-            heapreplace(ready, (-wish(rank), rank))
+        wishes: tuple[Callable[[int], float], ...] = (lambda rank: need[rank] / (room[rank] or 1), room.__getitem__)
+        for wish, chosen in zip(wishes, (items[:count], items[count:]), strict=True):
+            ready = [(-wish(rank), rank) for rank in range(self.ranks)]
+            heapify(ready)
+            small: list[tuple[int, int]] = []  # (-room, rank) of ranks with too little room for the present piece
+            for index, size, cost in chosen:
+                while small and -small[0][0] >= size:
+                    rank = heappop(small)[1]
+                    heappush(ready, (-wish(rank), rank))
+                while ready and room[ready[0][1]] < size:
+                    rank = heappop(ready)[1]
+                    heappush(small, (-room[rank], rank))
+                if not ready:
+                    spare.append(index)
+                    continue
+                rank = ready[0][1]
+                self.rank_of[index] = rank
+                room[rank] -= size
+                need[rank] -= cost
+                heapreplace(ready, (-wish(rank), rank))
         return spare
 
     def even_out(self, spare: list[int]) -> None:
@@ -374,10 +350,10 @@ class _Placement:
         for rank in range(self.ranks):
             if room[rank] >= 0:
                 continue
-            mine = np.flatnonzero(rank_of == rank).tolist()
+            mine = sorted((int(uncut[index]), index) for index in np.flatnonzero(rank_of == rank).tolist())
             # A document is cut once, near its end. So a segment below a block always ends a document.
-            whole = sorted((int(uncut[index]), index) for index in mine if uncut[index] == self.lengths[index])
-            rest = sorted((int(uncut[index]), index) for index in mine if uncut[index] != self.lengths[index])
+            whole = [each for each in mine if each[0] == self.lengths[self.documents[each[1]]]]
+            rest = [each for each in mine if each[0] != self.lengths[self.documents[each[1]]]]
             while room[rank] < 0:
                 if not whole:  # the remaining rows are of documents that are cut already
                     whole, rest = rest, []

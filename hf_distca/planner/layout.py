@@ -3,11 +3,19 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import SEGMENT, AttentionKind, Layout
 from hf_distca.planner.cost import as_lengths
-from hf_distca.planner.intervals import ROWS, expand, merge_touching, overlaps, row_counts, rows_before, table_of
+from hf_distca.planner.intervals import (
+    ROWS,
+    IntArray,
+    expand,
+    merge_touching,
+    overlaps,
+    row_counts,
+    rows_before,
+    table_of,
+)
 
 
 def fixed_layout(placed: Sequence[Sequence[int]], ranks: int | None = None) -> Layout:
@@ -53,7 +61,7 @@ def check_settings(balance_tolerance: float, balance_block_size: int) -> None:
         raise ValueError(f"balance_block_size must be at least 1 row, got {balance_block_size}")
 
 
-def check_capacity(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int) -> None:
+def check_capacity(lengths: IntArray, ranks: int, tokens_per_rank: int) -> None:
     """Raise ValueError unless `ranks` ranks of `tokens_per_rank` rows can hold the documents."""
     if ranks < 1 or tokens_per_rank < 1:
         raise ValueError(f"ranks and tokens_per_rank must be positive, got {ranks} and {tokens_per_rank}")
@@ -65,17 +73,8 @@ def check_capacity(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int)
         )
 
 
-def assemble(
-    lengths: NDArray[np.int64],
-    columns: tuple[NDArray[np.int64], ...],
-    ranks: int,
-    *,
-    by_document: bool = False,
-) -> Layout:
-    """Return the layout of segments given as document, start, stop and rank, [segments] each.
-
-    A rank has its segments in the given order, or by document.
-    """
+def assemble(lengths: IntArray, columns: tuple[IntArray, ...], ranks: int, *, by_document: bool = False) -> Layout:
+    """Return the layout of [segments] document, start, stop and rank, on each rank in this order or by document."""
     document, start, stop, rank = columns
     order = np.lexsort((start, document, rank)) if by_document else np.argsort(rank, kind="stable")
     segments = table_of(SEGMENT, document=document, start=start, stop=stop, rank=rank).take(order)
@@ -101,12 +100,7 @@ def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
     return Layout(row_counts(chunks), segments, layout.ranks)
 
 
-SMALLEST_SHARE = 0.25
-"""Least share of a rank's tokens in a nano-batch; a smaller nano-batch hides almost nothing and still costs
-exchanges."""
-
-
-def halves(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def halves(lengths: IntArray) -> list[IntArray]:
     """Divide documents into two groups of about equal tokens: longest first, each to the smaller group."""
     second = np.zeros(len(lengths), bool)
     ahead = 0  # tokens of the first group minus tokens of the second
@@ -116,7 +110,7 @@ def halves(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     return [np.flatnonzero(~second), np.flatnonzero(second)]
 
 
-def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]] | None:
+def split_documents(lengths: IntArray, ranks: int) -> list[IntArray] | None:
     """Divide documents into two nano-batches of a quarter of the tokens or more, see `halves`.
 
     None if a document has more than half of the tokens, or a group has fewer tokens than ranks.
@@ -125,21 +119,6 @@ def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
         return None
     groups = halves(lengths)
     return groups if min(int(lengths[group].sum()) for group in groups) >= ranks else None
-
-
-def split_placed(placed: Sequence[Sequence[int]]) -> list[int] | None:
-    """Return how many documents of each rank come first if its documents are divided in two of about equal tokens.
-
-    None if on some rank every cut between documents leaves a part with less than SMALLEST_SHARE of the tokens.
-    """
-    cuts = []
-    for lengths in placed:
-        *before, total = np.cumsum(lengths).tolist() or [0]
-        smaller = [min(first, total - first) for first in before]
-        if max(smaller, default=-1) < SMALLEST_SHARE * total:
-            return None
-        cuts.append(smaller.index(max(smaller)) + 1)
-    return cuts
 
 
 def mirrored(layout: Layout) -> Layout:

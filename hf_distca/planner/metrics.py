@@ -15,23 +15,21 @@ from hf_distca.planner.seconds import DIAGONAL_ROWS, Tasks
 
 WITHIN, BETWEEN = 0, 1
 """Indices of links inside a node and between nodes."""
+BANDWIDTHS = (NODE_BANDWIDTH, NETWORK_BANDWIDTH)
+"""GB/s of these links."""
 
 
-def loads_of(plan: Plan) -> IntArray:
-    """Return [workers] int64: query-key pairs that each worker computes."""
-    loads = np.zeros(plan.workers, np.int64)
-    np.add.at(loads, plan.tasks["worker"], pairs(plan.tasks["start"], plan.tasks["stop"], plan.window))
+def loads_of(plan: Plan, row_overhead: int = 0) -> IntArray:
+    """Return [workers] int64: query-key pairs that each worker computes, and `row_overhead` for each query row."""
+    loads, tasks = np.zeros(plan.workers, np.int64), plan.tasks
+    amount = pairs(tasks["start"], tasks["stop"], plan.window) + row_overhead * row_counts(tasks)
+    np.add.at(loads, tasks["worker"], amount)
     return loads
-
-
-def query_rows_of(plan: Plan) -> IntArray:
-    """Return [workers] int64: query rows that each worker computes."""
-    return np.bincount(plan.tasks["worker"], row_counts(plan.tasks), plan.workers).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class RowsMoved:
-    """Rows that travel in one layer's forward: [2, 2, workers], by link and direction as in `bytes_by_link`."""
+    """Rows that travel in one layer's forward: [2, 2, workers], within and between nodes, sent and received."""
 
     queries: IntArray  # rows of Q; as many rows of O come back
     keys: IntArray  # rows of K/V, forwarded rows included
@@ -49,8 +47,7 @@ class RowsMoved:
 
     def forward_bytes(self, row_bytes: RowBytes) -> IntArray:
         """Return [2, 2, workers] bytes of the forward: Q, K and V are sent; as many rows of O come back."""
-        moved = self.queries * row_bytes.q + self.queries[:, ::-1] * row_bytes.o + self.keys * row_bytes.kv
-        return np.asarray(moved)
+        return np.asarray(self.queries * row_bytes.q + self.queries[:, ::-1] * row_bytes.o + self.keys * row_bytes.kv)
 
     def backward_bytes(self, row_bytes: RowBytes) -> IntArray:
         """Return [2, 2, workers] bytes of the backward: Q, O, dO, K and V are sent; dQ, dK and dV come back."""
@@ -74,10 +71,7 @@ def _by_link(moved: IntArray, nodes: Sequence[int]) -> IntArray:
 
 
 def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> IntArray:
-    """Return [2, 2, workers] int64: bytes of a layer's forward, within and between [workers] nodes, sent and received.
-
-    If the plan has nodes itself, forwarded K/V rows cross to a node once.
-    """
+    """Return [2, 2, workers] bytes of a layer's forward, within and between [workers] nodes, sent and received."""
     return RowsMoved.of(plan, nodes).forward_bytes(row_bytes)
 
 
@@ -87,12 +81,9 @@ def bytes_moved(plan: Plan, row_bytes: RowBytes) -> IntArray:
 
 
 def exchange_figures(
-    moved: IntArray,
-    nodes: Sequence[int],
-    node_bandwidth: float = NODE_BANDWIDTH,
-    network_bandwidth: float = NETWORK_BANDWIDTH,
+    moved: IntArray, nodes: Sequence[int], bandwidths: Sequence[float] = BANDWIDTHS
 ) -> ExchangeFigures:
-    """Sum [2, 2, workers] bytes, all nano-batches together, for [workers] nodes from 0 on and bandwidths in GB/s."""
+    """Sum [2, 2, workers] bytes, all nano-batches together, for [workers] nodes from 0 on."""
     of_nodes = moved @ np.equal.outer(nodes, np.unique(nodes))
     return ExchangeFigures(
         bytes_total=int(moved[:, 0].sum()),
@@ -103,16 +94,14 @@ def exchange_figures(
         bytes_between_nodes=int(moved[BETWEEN, 0].sum()),
         bytes_between_nodes_bottleneck=int(moved[BETWEEN].max()),
         bytes_between_nodes_busiest_node=int(of_nodes[BETWEEN].max()),
-        link_seconds=link_seconds(moved, node_bandwidth, network_bandwidth),
+        link_seconds=link_seconds(moved, bandwidths),
     )
 
 
-def link_seconds(
-    moved: NDArray[np.int64], node_bandwidth: float = NODE_BANDWIDTH, network_bandwidth: float = NETWORK_BANDWIDTH
-) -> float:
-    """Return the seconds that the busiest link takes for [2, 2, workers] bytes, at bandwidths in GB/s."""
-    within, between = (int(moved[link].max(initial=0)) for link in (WITHIN, BETWEEN))
-    return max(within / node_bandwidth, between / network_bandwidth) / 1e9
+def link_seconds(moved: IntArray, bandwidths: Sequence[float] = BANDWIDTHS) -> float:
+    """Return the seconds that the busiest link takes for [2, 2, workers] bytes."""
+    busiest = (int(of_link.max(initial=0)) for of_link in moved)
+    return max(size / bandwidth for size, bandwidth in zip(busiest, bandwidths, strict=True)) / 1e9
 
 
 @dataclass(frozen=True, eq=False)

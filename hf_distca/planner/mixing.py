@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import Direction, Layout
 from hf_distca.planner.cuts import chained
-from hf_distca.planner.seconds import FloatArray, Links, MixingCosts
-
-IntArray = NDArray[np.int64]
+from hf_distca.planner.intervals import FloatArray, IntArray, row_counts
+from hf_distca.planner.seconds import Links, MixingCosts
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +40,11 @@ class CountedCuts:
 
 def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
     """Count the segments of a layout and the messages between them, from [workers] nodes, ranks first."""
-    segments, ranks = layout.segments, layout.ranks
-    order, nth, earlier, later = chained(segments)
-    rank = segments["rank"][order]
-    rows = (segments["stop"] - segments["start"])[order]
-    is_cut = rows < layout.lengths[segments["document"][order]]
+    ranks = layout.ranks
+    order, nth, earlier, later = chained(layout.segments)
+    segments = layout.segments.take(order)
+    rank, rows = segments["rank"], row_counts(segments)
+    is_cut = rows < layout.lengths[segments["document"]]
 
     def messages(source: IntArray, target: IntArray) -> IntArray:
         away, node = source != target, np.asarray(nodes)
@@ -63,13 +62,13 @@ def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
 
 
 _Act = tuple[int, FloatArray | float, bool, FloatArray, NDArray[Any] | None, FloatArray | float]
+"""Nano-batch, seconds, whether to wait for an exchange, seconds, [2, ranks] bytes to send by link, seconds."""
 
 
 class MixingLayers:
     """Mixing layers between two layers with attention, in one direction on all ranks.
 
     Args:
-        nano_batches: one or two, in the order of their rows.
         costs: of a layer's forward.
         layers: number of mixing layers for each layer with attention.
         launches: seconds of a layer's forward per nano-batch, whatever its size.
@@ -91,9 +90,9 @@ class MixingLayers:
         launch = launches if self._exchanges else launches / len(nano_batches)  # without cuts one call has all rows
         self.computed: FloatArray = np.zeros_like(factor)
         self.waited: FloatArray = np.zeros_like(factor)  # for exchanges in `walk`
-        # Acts of a nano-batch up to each pause: seconds, whether to wait for an exchange, seconds, bytes to send,
-        # seconds. The whole documents of both nano-batches lie between the sending of states and the wait for them.
-        parts: list[list[_Act]] = [[], [], []]
+        # A nano-batch has three acts. The whole documents of both nano-batches lie between the sending of states and
+        # the wait for them.
+        every: list[list[_Act]] = []
         for index, nano in enumerate(nano_batches):
             first, last = costs.before * nano.rows + launch, costs.after * nano.rows
             cut = costs.mix * nano.cut + costs.continued * nano.continued + costs.run * nano.segments
@@ -101,14 +100,14 @@ class MixingLayers:
             first, cut, whole, last = (factor * seconds for seconds in (first, cut, whole, last))
             self.computed += layers * (first + cut + whole + last)
             halos, states = costs.halo * nano.halos, costs.state * nano.states
-            own, other = (whole, 0.0 * whole) if index == 0 else (0.0 * whole, whole)
+            own, other = (whole, 0.0) if index == 0 else (0.0, whole)
             if direction == "forward":
                 acts = [(0, False, first, halos, 0), (0, True, cut, states, other), (own, True, last, None, 0)]
             else:
                 acts = [(0, False, last, states, own), (other, True, cut, halos, 0), (0, True, first, None, 0)]
-            for part, act in zip(parts, acts, strict=True):
-                part.insert(index if direction == "forward" else 0, (index, *act))
-        self._acts = [act for part in parts for act in part]
+            every.append([(index, *act) for act in acts])
+        in_order = every if direction == "forward" else reversed(every)
+        self._acts = [act for acts_of_all in zip(*in_order, strict=True) for act in acts_of_all]
 
     def walk(self, clock: FloatArray) -> FloatArray:
         """Return the time after the layers on each rank, from the time before them."""
@@ -122,22 +121,16 @@ class MixingLayers:
                 waited += np.maximum(arrives[nano] - clock, 0.0)
                 clock = np.maximum(clock, arrives[nano])
             clock = clock + seconds
-            if size is not None:
-                arrives[nano] = self._sent(clock, size, free)
+            if size is not None:  # every rank starts to send; rows arrive once every sender has reached this point
+                start = clock + self._links.start
+                ready = float(start[size.any(axis=0)].max(initial=0.0))
+                arrives[nano] = start
+                for link, cost in enumerate((self._links.within, self._links.between)):
+                    used = size[link] > 0
+                    done = np.maximum(free[link], ready) + cost.seconds(size[link])
+                    np.copyto(free[link], done, where=used)
+                    arrives[nano] = np.where(used, np.maximum(arrives[nano], done), arrives[nano])
             clock = clock + late
         self.waited = self._layers * waited
         ended: FloatArray = begun + self._layers * (clock - begun)
         return ended
-
-    def _sent(self, clock: FloatArray, size: NDArray[Any], free: FloatArray) -> FloatArray:
-        """Return [ranks] when [2, ranks] bytes by link have arrived; set when each link is `free` again."""
-        clock = clock + self._links.start
-        takes_part = size.any(axis=0)
-        ready = float(clock[takes_part].max(initial=0.0))  # every sender has reached this point
-        arrives = clock
-        for link, cost in enumerate((self._links.within, self._links.between)):
-            used = size[link] > 0
-            done = np.maximum(free[link], ready) + cost.seconds(size[link])
-            np.copyto(free[link], done, where=used)
-            arrives = np.where(used, np.maximum(arrives, done), arrives)
-        return arrives

@@ -50,15 +50,13 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
-    """Return the tasks of a plan and the K/V rows that move for them.
+    """Return a plan's tasks, of dtype CUT_TASK, by (target, document, start), and moves of K/V rows in two hops.
 
-    Returns:
-        Cut tasks of dtype CUT_TASK, by (target, document, start); moves of the first hop, each row once per worker, or
-        with a window once per worker and stage; and moves of the second hop, in which gateways forward rows.
+    The first hop has each row once per worker, or with a window once per worker and stage. In the second hop gateways
+    forward rows.
     """
     segments, ranks = by_document(plan.layout.segments), plan.layout.ranks
-    pieces, held = cut_at(plan.tasks, segments)
-    tasks = _moves(pieces, held, CUT_TASK)
+    tasks, held = _moves(plan.tasks, segments, CUT_TASK)
     _set_keys(tasks, held["start"], plan.window)
     if plan.window is not None and plan.stage_rows is not None:
         which, tasks = _in_stages_of_windows(tasks, plan.stage_rows, plan.window, ranks)
@@ -66,13 +64,11 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
     reading = tasks.compress(tasks["keys_stop"] > tasks["keys_start"])
     keys = table_of(TASK, document=reading["document"], start=reading["keys_start"], stop=reading["keys_stop"])
     keys["worker"] = reading["target"] + plan.workers * reading["stage"]
-    pieces, held = cut_at(union(keys), segments)
-    stage, pieces["worker"] = np.divmod(pieces["worker"], plan.workers)
-    moves = _moves(pieces, held, MOVE)
-    moves["stage"] = stage
+    moves, _ = _moves(union(keys), segments, MOVE)
+    moves["stage"], moves["target"] = np.divmod(moves["target"], plan.workers)
     for table in (tasks, moves):
         table["document"] += table["stage"] * len(plan.layout.lengths)
-    first, second, via = forward_inside_nodes(moves, plan.nodes, ranks)
+    first, second, via = forward_inside_nodes(moves, plan.nodes or (0,) * plan.workers, ranks)
     if plan.window is None and plan.stage_rows is not None:
         first, second = _in_stages(first, second, via, plan.stage_rows, ranks)
     return tasks, first, second
@@ -91,12 +87,12 @@ def rows_by_stage(first: Table, second: Table, ranks: int) -> IntArray:
     return np.stack(counted, axis=1).astype(np.int64)
 
 
-def _moves(rows: Table, held: Table, dtype: np.dtype[np.void]) -> Table:
-    """Return moves of rows that lie in one segment each, `held`, to their workers."""
-    document, start, stop = rows["document"], rows["start"], rows["stop"]
-    at = held["offset"] + start - held["start"]
-    ends = {"source": held["rank"], "target": rows["worker"]}
-    return table_of(dtype, document=document, start=start, stop=stop, at=at, **ends)
+def _moves(rows: Table, segments: Table, dtype: np.dtype[np.void]) -> tuple[Table, Table]:
+    """Return moves of rows to their workers, and the segment in which the rows of each move lie."""
+    pieces, held = cut_at(rows, segments)
+    columns = {name: pieces[name] for name in ("document", "start", "stop")}
+    at = held["offset"] + pieces["start"] - held["start"]
+    return table_of(dtype, **columns, source=held["rank"], target=pieces["worker"], at=at), held
 
 
 def _parts(moves: Table, which: IntArray, first: IntArray, last: IntArray) -> Table:
@@ -123,7 +119,7 @@ def _in_stages_of_windows(tasks: Table, stage_rows: int, window: int, ranks: int
     """Cut tasks of windowed attention so that each has all its keys in one stage, and return the task of each piece.
 
     Rows within reach of the windows of two stages travel in both. A stage has at most `stage_rows` received rows, or
-    two windows if that is more. A piece that receives no rows is in stage 0.
+    two windows if that is more.
     """
     lengths, keys, target = row_counts(tasks), tasks["keys_stop"] - tasks["keys_start"], tasks["target"]
     # A query has the place of its own key among the rows sent to the worker, one task after another.
@@ -140,16 +136,14 @@ def _in_stages_of_windows(tasks: Table, stage_rows: int, window: int, ranks: int
     return which, pieces
 
 
-def forward_inside_nodes(moves: Table, nodes: Sequence[int] | None, ranks: int) -> tuple[Table, Table, IntArray]:
+def forward_inside_nodes(moves: Table, nodes: Sequence[int], ranks: int) -> tuple[Table, Table, IntArray]:
     """Let rows that several ranks of another node receive cross to that node once; servers get theirs directly.
 
     Returns:
         Moves of both hops, and for each of the second hop the index of the first hop's move that it forwards whole.
     """
-    node = np.asarray((0,) if nodes is None else nodes)
-    crossing = np.zeros(len(moves), bool)
-    if nodes is not None:
-        crossing = (node[moves["source"]] != node[moves["target"]]) & (moves["target"] < ranks)
+    node = np.asarray(nodes)
+    crossing = (node[moves["source"]] != node[moves["target"]]) & (moves["target"] < ranks)
     crossed = moves.compress(crossing)
     if not len(crossed):
         return moves, crossed, np.zeros(0, np.int64)

@@ -9,7 +9,7 @@ Routes are made once per micro-batch and used by every layer. There are three ki
   rows forwarded by another rank of the node come last, in the order (that rank, document, position).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -81,44 +81,30 @@ class TaskGroup:
 
 @dataclass(frozen=True, eq=False)
 class ExchangedRows:
-    """Rows of one kind, Q or K and V, that this rank sends and receives.
-
-    Attributes:
-        crossing: whether any rank sends such a row to another rank. The value is the same on every rank, so that all
-            ranks skip an empty exchange or none does.
-    """
+    """Rows of one kind, Q or K and V, that this rank sends and receives."""
 
     send_rows: IntArray  # local rows, ordered by receiving worker; for forwarded rows, received rows
     send_counts: IntArray  # [workers] rows that go to each worker
     recv_counts: IntArray  # [workers] rows that come from each worker
-    crossing: bool
+    crossing: bool  # whether any rank sends such a row to another, so that all ranks skip an empty exchange or none
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """K/V rows that travel in one exchange, and the tasks that see them.
-
-    Attributes:
-        forwarded: exchange of forwarded rows inside nodes; they come last among the received rows.
-        remote_kv: local queries. With full attention the received keys lie before the segment and are all visible;
-            results are merged with local ones. With a window a task has its whole window, bottom-right causal.
-        remote_query: received queries and keys, bottom-right causal.
-        remote_query_prefix: received queries and all keys before them; empty with one stage or a window.
-    """
+    """K/V rows that travel in one exchange, and the tasks that see them."""
 
     keys: ExchangedRows
-    forwarded: ExchangedRows
+    forwarded: ExchangedRows  # inside nodes; these rows come last among the received rows
+    # Local queries. With full attention the received keys lie before the segment and are all visible; results are
+    # merged with local ones. With a window a task has its whole window, bottom-right causal.
     remote_kv: TaskGroup
-    remote_query: TaskGroup
-    remote_query_prefix: TaskGroup
+    remote_query: TaskGroup  # received queries and keys, bottom-right causal
+    remote_query_prefix: TaskGroup  # received queries and all keys before them; empty with one stage or a window
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Routes of one rank for one plan.
-
-    Received key rows of each stage are counted apart. Servers receive theirs in the first stage.
-    """
+    """Routes of one rank for one plan; servers receive their key rows in the first stage."""
 
     local_rows: int
     queries: ExchangedRows  # rows of Q, and of O, dO and dQ; never to the rank itself
@@ -129,7 +115,6 @@ class Routes:
 def make_routes(plan: Plan, rank: int) -> Routes:
     """Return the routes of a worker; one at or above plan.layout.ranks is a dedicated server and holds no rows."""
     tasks, *hops = rows_to_move(plan)
-    ranks, workers = plan.layout.ranks, plan.workers
     stages = 1 + max(int(table["stage"].max(initial=0)) for table in (tasks, hops[0]))
 
     # 1. The tasks of this worker. Received queries are in the order of their arrival.
@@ -148,33 +133,33 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     arrived["at"] = before - before[np.searchsorted(arrived["stage"], arrived["stage"])]
     arrived = by_document(arrived)
 
-    # 3. For each stage: the exchanges, and the kernel calls on the rows.
-    every_read = [_reads(of, arrived) for of in (remote_kv, remote_query)]
-    made = []
+    # 3. The K/V rows that tasks read, by (task, document, start); rows that touch in a stage are one.
+    together, every_read, made = merge_touching(arrived, "stage"), [], []
+    for of in (remote_kv, remote_query):
+        keys = table_of(ROWS, document=of["document"], start=of["keys_start"], stop=of["keys_stop"])
+        task, other, start, stop = overlaps(keys, together)
+        document, stage_of = together["document"][other], together["stage"][other]
+        every_read.append(table_of(READ, document=document, start=start, stop=stop, task=task, stage=stage_of))
+
+    # 4. For each stage: the exchanges, and the kernel calls on the rows.
     for stage in range(stages):
         first, second = (hop.compress(hop["stage"] == stage) for hop in hops)
-        crossing = bool(np.any((first["source"] != first["target"]) & (first["target"] < ranks)))
-        forwards = _ordered(second.compress(second["source"] == rank), "target")
         of_local, of_received = (reads.compress(reads["stage"] == stage) for reads in every_read)
-        if plan.window is None:
-            on_keys = _before_queries(remote_kv, of_local, arrived)
-        else:
-            on_keys = _up_to_queries(remote_kv, of_local, arrived, plan.window)
-        forwarded = _exchanged(second, rank, workers, len(second) > 0)
         made.append(
             Stage(
-                keys=_exchanged(first, rank, workers, crossing),
-                forwarded=replace(forwarded, send_rows=_find(forwards, arrived)),
-                remote_kv=on_keys,
+                keys=_exchanged(first, rank, plan),
+                forwarded=_exchanged(second, rank, plan, arrived),
+                remote_kv=_before_queries(remote_kv, of_local, arrived)
+                if plan.window is None
+                else _up_to_queries(remote_kv, of_local, arrived, plan.window),
                 remote_query=_up_to_queries(remote_query, of_received, arrived, plan.window),
                 remote_query_prefix=_before_queries(remote_query, of_received, arrived),
             )
         )
     q_lens, k_lens = row_counts(local), local["stop"] - local["keys_stop"]
-    sent = tasks.compress(tasks["source"] != tasks["target"])
     return Routes(
-        local_rows=int(plan.layout.tokens[rank]) if rank < ranks else 0,
-        queries=_exchanged(sent, rank, workers, bool(np.any(sent["target"] < ranks))),
+        local_rows=int(plan.layout.tokens[rank]) if rank < plan.layout.ranks else 0,
+        queries=_exchanged(tasks.compress(tasks["source"] != tasks["target"]), rank, plan),
         local=TaskGroup(
             q_lens,
             k_lens,
@@ -191,22 +176,23 @@ def _ordered(moves: Table, peer: str) -> Table:
     return moves.take(np.lexsort((moves["start"], moves["document"], moves[peer])))
 
 
-def _exchanged(moves: Table, rank: int, workers: int, crossing: bool) -> ExchangedRows:
-    """Return what one worker sends and receives of these rows."""
+def _exchanged(moves: Table, rank: int, plan: Plan, arrived: Table | None = None) -> ExchangedRows:
+    """Return what one worker sends and receives of these rows; with `arrived` it sends received rows on."""
     sent, came = _ordered(moves.compress(moves["source"] == rank), "target"), moves.compress(moves["target"] == rank)
     to, of = (
-        np.bincount(each[peer], row_counts(each), workers).astype(np.int64)
+        np.bincount(each[peer], row_counts(each), plan.workers).astype(np.int64)
         for each, peer in ((sent, "target"), (came, "source"))
     )
-    return ExchangedRows(expand(sent["at"], row_counts(sent)), to, of, crossing)
+    rows = expand(sent["at"], row_counts(sent)) if arrived is None else _find(sent, arrived)
+    crossing = np.any((moves["source"] != moves["target"]) & (moves["target"] < plan.layout.ranks))
+    return ExchangedRows(rows, to, of, bool(crossing))
 
 
 def _find(rows: Table, arrived: Table, reads: IntArray | None = None) -> IntArray:
     """Return the positions of rows among the received rows of their stage, by (document, start), entry after entry.
 
-    Args:
-        reads: [n] increasing; rows of entries with the same number keep the order of their arrival, which may save
-            gathering them. None: all rows come in the order of the entries.
+    Rows of entries with the same number in `reads`, [n] increasing, keep the order of their arrival, which may save
+    gathering them.
     """
     which, other, start, stop = overlaps(rows, arrived)
     position, lengths = arrived["at"][other] + start - arrived["start"][other], stop - start
@@ -214,15 +200,6 @@ def _find(rows: Table, arrived: Table, reads: IntArray | None = None) -> IntArra
         order = np.lexsort((position, reads[which]))
         position, lengths = position[order], lengths[order]
     return expand(position, lengths)
-
-
-def _reads(tasks: Table, arrived: Table) -> Table:
-    """Return the received K/V rows that tasks read, by (task, document, start); rows that touch in a stage are one."""
-    keys = table_of(ROWS, document=tasks["document"], start=tasks["keys_start"], stop=tasks["keys_stop"])
-    rows = merge_touching(arrived, "stage")
-    task, other, start, stop = overlaps(keys, rows)
-    document, stage = rows["document"][other], rows["stage"][other]
-    return table_of(READ, document=document, start=start, stop=stop, task=task, stage=stage)
 
 
 def _up_to_queries(tasks: Table, reads: Table, arrived: Table, window: int | None) -> TaskGroup:

@@ -23,7 +23,6 @@ stages then travel or are in use at once, in either direction:
                          on to the ranks that hold its rows; receive what others send on for the one before that
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -33,31 +32,22 @@ from hf_distca.plan import Direction
 
 Turn = Literal["alone", "first", "second"]
 """Position of a nano-batch in a layer: it is alone, begins the forward, or follows."""
-
 Location = Literal["local", "received"]
 """Location of rows: among the rank's own rows of the nano-batch, or among received rows.
 
 Results and gradients of queries go to the location of the queries, gradients of K and V to that of the keys.
 """
-
 TaskName = Literal["local", "local 1/2", "local 2/2", "remote-KV", "remote-query", "remote-query prefix"]
 """Tasks of one kernel call, see `hf_distca.planner.routes`; halves of the local tasks have about equal pairs."""
-
 Group = tuple[TaskName, int]
 """Tasks of one kernel call and the stage of their K/V rows; 0 for local tasks."""
-
 AHEAD = 2
 """Number of stages sent before the first is computed; then one more is sent with each computed stage."""
-
 TO_SERVERS, FROM_SERVERS = " to servers", " from servers"
 """Suffixes in names of transfers, and of phases that begin and end a call to servers."""
-
 Kept = Literal["nothing", "received", "results"]
-"""Received rows that the forward keeps for the backward: nothing (rows are sent again), Q, K and V, or O and LSE
-too."""
-
+"""Received rows that the forward keeps: nothing (rows are sent again), Q, K and V, or O and LSE too."""
 Place = Literal["before pause", "after pause", "after remote-KV"]
-
 LOCAL_TASKS: dict[tuple[Direction, Turn], tuple[Place, ...]] = {
     ("forward", "alone"): ("before pause",),
     ("forward", "first"): ("after pause",),
@@ -77,46 +67,32 @@ dV. A lone nano-batch hides the way there behind one half and the way back behin
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows that travel together, with the named columns.
+    """Rows that travel together, with the named columns."""
 
-    Attributes:
-        rows: "queries" or "keys": rows between ranks, in the order of the routes; "forwarded": K/V rows forwarded
-            inside nodes; "servers": rows of both kinds, to dedicated servers.
-        columns: names of tensors in the kernel contract (q, k, v, o, lse, do, dq, dk, dv).
-        back: whether the columns return to the ranks that sent the rows.
-    """
-
+    # Rows between ranks, in the order of the routes; K/V rows forwarded inside nodes; rows of both kinds to servers.
     rows: Literal["queries", "keys", "forwarded", "servers"]
-    columns: tuple[str, ...]
-    back: bool = False
+    columns: tuple[str, ...]  # names of tensors in the kernel contract (q, k, v, o, lse, do, dq, dk, dv)
+    back: bool = False  # whether the columns return to the ranks that sent the rows
     stage: int = 0
 
     @cached_property
     def name(self) -> str:
         """Name for display: columns, stage, and the direction for servers and second hops."""
-        suffix = ""
-        if self.rows == "servers":
-            suffix = FROM_SERVERS if self.back else TO_SERVERS
-        elif self.rows == "forwarded":
-            suffix = " to gateways" if self.back else " forwarded"
+        suffixes = {"servers": (TO_SERVERS, FROM_SERVERS), "forwarded": (" forwarded", " to gateways")}
+        suffix = suffixes.get(self.rows, ("", ""))[self.back]
         return " ".join(self.columns) + suffix + (f" [{self.stage}]" if self.stage else "")
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """Tasks that are computed in one kernel call.
-
-    Attributes:
-        causal: whether rows are aligned with keys at the end of each task; otherwise every row sees all keys of its
-            task.
-        first: whether the results are the first for their query rows; received query rows then have no further
-            results. Otherwise they are merged with earlier results.
-    """
+    """Tasks that are computed in one kernel call."""
 
     tasks: TaskName
     queries: Location
     keys: Location
-    causal: bool = True
+    causal: bool = True  # whether rows are aligned with keys at the end of each task; else every row sees all its keys
+    # Whether the results are the first for their query rows; else they are merged with earlier results. Received query
+    # rows have no results after the first.
     first: bool = True
     stage: int = 0
 
@@ -133,28 +109,18 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Phase:
-    """Work that is done without a pause: wait, then run, then send.
-
-    Attributes:
-        wait: transfers that have to have arrived.
-        send: transfers that start.
-        pause: whether the other nano-batch runs before the next phase begins.
-    """
+    """Work without a pause: wait for transfers, run kernel calls, then start transfers."""
 
     wait: tuple[Transfer, ...] = ()
     run: tuple[KernelCall, ...] = ()
     send: tuple[Transfer, ...] = ()
-    pause: bool = False
+    pause: bool = False  # whether the other nano-batch runs before the next phase begins
 
     @cached_property
     def name(self) -> str:
         """Name for display: "wait q, k v; run remote-query; send o lse"."""
-        parts: dict[str, Sequence[str]] = {
-            "wait": [transfer.name for transfer in self.wait],
-            "run": [call.name for call in self.run],
-            "send": [transfer.name for transfer in self.send],
-        }
-        return "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts.items() if names)
+        parts: dict[str, Sequence[Transfer | KernelCall]] = {"wait": self.wait, "run": self.run, "send": self.send}
+        return "; ".join(f"{verb} {', '.join(each.name for each in part)}" for verb, part in parts.items() if part)
 
 
 Schedule = tuple[Phase, ...]
@@ -188,6 +154,7 @@ def make_schedule(
     def present(*calls: KernelCall) -> tuple[KernelCall, ...]:
         return tuple(call for call in calls if call.group in groups)
 
+    # 1. Everything that travels.
     forward, divided = direction == "forward", stages > 1 and not windowed
     with_queries = {"nothing": ("do", "o", "lse", "q"), "received": ("do", "o", "lse"), "results": ("do",)}
     queries = Transfer("queries", ("q",) if forward else with_queries[kept])
@@ -199,122 +166,59 @@ def make_schedule(
     queries_back = Transfer("queries", results, back=True)
     from_servers = Transfer("servers", results if forward else ("dq", "dk", "dv"), back=True)
 
+    # 2. Kernel calls: local ones by place, then those of each stage.
+    places = LOCAL_TASKS[direction, turn]
+    halves: tuple[TaskName, ...] = ("local 1/2", "local 2/2")
+    if len(places) == 1 or ("local 1/2", 0) not in groups:
+        places, halves = places[:1], ("local",)
+    local = {place: present(KernelCall(half, "local", "local")) for place, half in zip(places, halves, strict=True)}
     calls = []
     for stage in range(stages):
         remote_query = KernelCall("remote-query", "received", "received", first=not divided, stage=stage)
         prefix = replace(remote_query, tasks="remote-query prefix", causal=False)
         remote_kv = KernelCall("remote-KV", "local", "received", windowed, windowed, stage)
         calls.append((present(remote_query, prefix), present(remote_kv)))
-    places = LOCAL_TASKS[direction, turn]
-    halves: tuple[TaskName, ...] = ("local 1/2", "local 2/2")
-    if len(places) == 1 or ("local 1/2", 0) not in groups:
-        places, halves = places[:1], ("local",)
-    local = {place: present(KernelCall(half, "local", "local")) for place, half in zip(places, halves, strict=True)}
-    of_stages = _stages_in_hops if forwards else _stages
-    return _joined(
-        [
-            Phase(send=(queries, *keys_there[:AHEAD], *((to_servers,) if servers else ()))),
-            Phase(run=local.get("before pause", ()), pause=True),
-            *of_stages(queries, queries_back, keys_there, keys_back, calls, local.get("after pause", ())),
-            Phase(run=local.get("after remote-KV", ()), pause=True),
-            Phase(wait=(queries_back, *keys_back[-2 if forwards else -1 :], *((from_servers,) if servers else ()))),
-        ]
-    )
 
+    # 3. Phases. Steps of stages that do not exist are empty.
+    def of(hop: tuple[Transfer, ...], stage: int) -> tuple[Transfer, ...]:
+        return hop[stage : stage + 1] if stage >= 0 else ()
 
-@cache
-def stage_slots(stages: int, *, forwards: bool) -> tuple[int, ...]:
-    """Return the memory slot of each stage of K/V rows: [stages].
-
-    A stage has its slot from the departure of K and V until dK and dV, which overwrite them, are back.
-    """
-    schedule = make_schedule("backward", "alone", groups=frozenset(), windowed=False, stages=stages, forwards=forwards)
-    slots: dict[int, int] = {}
-    free: deque[int] = deque()
-    for phase in schedule:
-        free.extend(slots[transfer.stage] for transfer in phase.wait if transfer.rows == "keys" and transfer.back)
-        for transfer in phase.send:
-            if transfer.rows == "keys" and not transfer.back:
-                slots[transfer.stage] = free.popleft() if free else len(slots)
-    return tuple(slots[stage] for stage in range(stages))
-
-
-Calls = tuple[KernelCall, ...]
-
-
-def _stages(
-    queries: Transfer,
-    queries_back: Transfer,
-    keys_there: tuple[Transfer, ...],
-    keys_back: tuple[Transfer, ...],
-    calls: Sequence[tuple[Calls, Calls]],
-    local: Calls,
-) -> list[Phase]:
-    """Return the phases of all stages.
-
-    Args:
-        keys_there: [stages] K/V rows, or none.
-        keys_back: [stages] their gradients, or none.
-        calls: [stages] remote-query and remote-KV tasks.
-    """
-    phases = [Phase(run=local)]
-    for stage, (remote_query, remote_kv) in enumerate(calls):
-        last = stage == len(calls) - 1
-        phases += [
-            # Remote-query tasks come first: their results have to travel.
-            Phase(
-                wait=(*((queries,) if stage == 0 else ()), *keys_there[stage : stage + 1]),
-                run=remote_query,
-                send=(queries_back,) if last else (),
-            ),
-            Phase(run=remote_kv),
-            # The next stage's rows overwrite the memory of the stage whose gradients have returned.
-            Phase(
-                wait=keys_back[stage - 1 : stage] if stage else (),
-                send=(*keys_back[stage : stage + 1], *keys_there[stage + AHEAD : stage + AHEAD + 1]),
-            ),
-        ]
-    return phases
-
-
-def _stages_in_hops(
-    queries: Transfer,
-    queries_back: Transfer,
-    keys_there: tuple[Transfer, ...],
-    keys_back: tuple[Transfer, ...],
-    calls: Sequence[tuple[Calls, Calls]],
-    local: Calls,
-) -> list[Phase]:
-    """Return the phases of all stages if K/V rows are forwarded, see `_stages`."""
     forwarded, to_gateways = (
-        tuple(replace(transfer, rows="forwarded") for transfer in hop) for hop in (keys_there, keys_back)
+        tuple(replace(transfer, rows="forwarded") for transfer in hop if forwards) for hop in (keys_there, keys_back)
     )
-    phases = [Phase(wait=keys_there[:1], send=forwarded[:1]), Phase(run=local)]
-    for stage, (remote_query, remote_kv) in enumerate(calls):
-        last = stage == len(calls) - 1
-        wait = (
-            *((queries,) if stage == 0 else ()),
-            *forwarded[stage : stage + 1],
-            *keys_there[stage + 1 : stage + 2],
-        )
-        send = (*forwarded[stage + 1 : stage + 2], *keys_there[stage + AHEAD : stage + AHEAD + 1])
-        phases += [
-            *([Phase(wait=wait, send=send)] if send else []),
-            Phase(wait=() if send else wait, run=remote_query, send=(queries_back,) if last else ()),
-            Phase(run=remote_kv, send=to_gateways[stage : stage + 1]),
-            Phase(
-                wait=(*to_gateways[:stage][-1:], *keys_back[: max(stage - 1, 0)][-1:]),
-                send=keys_back[:stage][-1:],
-            ),
-        ]
-    return [*phases, Phase(wait=to_gateways[-1:], send=keys_back[-1:])]
+    phases = [
+        Phase(send=(queries, *keys_there[:AHEAD], *((to_servers,) if servers else ()))),
+        Phase(run=local.get("before pause", ()), pause=True),
+        Phase(wait=keys_there[:1] if forwards else (), send=forwarded[:1]),
+        Phase(run=local.get("after pause", ())),
+    ]
+    for stage, (remote_query_calls, remote_kv_calls) in enumerate(calls):
+        asked = (queries,) if stage == 0 else ()
+        answered = (queries_back,) if stage == stages - 1 else ()
+        # Remote-query tasks come first: their results have to travel.
+        if forwards:
+            wait = (*asked, *of(forwarded, stage), *of(keys_there, stage + 1))
+            send = (*of(forwarded, stage + 1), *of(keys_there, stage + AHEAD))
+            phases += [
+                *([Phase(wait=wait, send=send)] if send else []),
+                Phase(wait=() if send else wait, run=remote_query_calls, send=answered),
+                Phase(run=remote_kv_calls, send=of(to_gateways, stage)),
+                Phase(wait=(*of(to_gateways, stage - 1), *of(keys_back, stage - 2)), send=of(keys_back, stage - 1)),
+            ]
+        else:
+            phases += [
+                Phase(wait=(*asked, *of(keys_there, stage)), run=remote_query_calls, send=answered),
+                Phase(run=remote_kv_calls),
+                # The next stage's rows overwrite the memory of the stage whose gradients have returned.
+                Phase(wait=of(keys_back, stage - 1), send=(*of(keys_back, stage), *of(keys_there, stage + AHEAD))),
+            ]
+    phases += [
+        Phase(wait=to_gateways[-1:], send=keys_back[-1:] if forwards else ()),
+        Phase(run=local.get("after remote-KV", ()), pause=True),
+        Phase(wait=(queries_back, *keys_back[-2 if forwards else -1 :], *((from_servers,) if servers else ()))),
+    ]
 
-
-def _joined(phases: list[Phase]) -> Schedule:
-    """Join phases where possible and drop empty ones.
-
-    A pause of an empty phase moves to the phase before.
-    """
+    # 4. Join phases where possible and drop empty ones; the pause of an empty phase moves to the phase before.
     joined: list[Phase] = []
     for phase in phases:
         before = joined[-1] if joined else None

@@ -15,7 +15,7 @@ from hf_distca.planner.balance import balance, ideals_inside
 from hf_distca.planner.balancing_pass import Problem, balancing_pass
 from hf_distca.planner.cost import Workers, pairs
 from hf_distca.planner.intervals import by_document, cut_at, merged, moved_by
-from hf_distca.planner.metrics import RowsMoved, bytes_by_link, exchange_figures, link_seconds, loads_of, query_rows_of
+from hf_distca.planner.metrics import RowsMoved, bytes_by_link, exchange_figures, link_seconds, loads_of
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import usual_stages, with_stages
 
@@ -37,11 +37,10 @@ def plan_with_servers(
         workers: the ranks, then at least one server. A rank's base load is its work besides core attention while
             servers compute a nano-batch.
         ranks_serve: whether ranks compute core attention too; otherwise servers compute all of it.
-        server_nodes: [servers] node of each server, None for a node of its own; None if every server has a node of its
-            own. Ignored if all links are alike.
+        server_nodes: [servers] node of each server, None for a node of its own. Ignored if all links are alike.
 
     Raises:
-        ValueError: there is no server, or settings are out of range.
+        ValueError: there is no server.
     """
     ranks, servers = settings.ranks, len(workers) - settings.ranks
     if servers < 1:
@@ -65,9 +64,8 @@ def plan_with_servers(
         nano_batches.append(replace(nano, plans=plans))
     kind = settings.dominant_kind
     dominant = [nano.plans[kind] for nano in nano_batches]
-    loads = np.sum([loads_of(plan) + settings.row_overhead * query_rows_of(plan) for plan in dominant], axis=0)
-    every = Workers(workers.speed, tuple(len(dominant) * load for load in workers.base_load))
-    finishing = every.finishing(loads)[0 if ranks_serve else ranks :]
+    each = [workers.finishing(loads_of(plan, settings.row_overhead)) for plan in dominant]
+    finishing = np.sum(each, axis=0)[0 if ranks_serve else ranks :]
     in_nodes, row_bytes = nodes or range(len(workers)), settings.row_bytes(kind)
     moved = np.sum([bytes_by_link(plan, row_bytes, in_nodes) for plan in dominant], axis=0)
     summary = replace(
@@ -100,9 +98,16 @@ def plan_lost(
     plan's tasks end. A rank computes `pairs_per_second`, forward and backward together.
     """
     local = local_tasks(plan, workers)
-    candidates = [local, _spread(local, kind, settings, None)]
-    if local.nodes is not None:
-        candidates.append(_spread(local, kind, settings, local.nodes))
+    ranks, candidates = local.workers, [local]
+    # An infinite tolerance keeps cuts on the blocks' boundaries.
+    problem = Problem(local.layout, kind, settings, Workers.uniform(ranks), np.full(ranks, np.inf))
+    tasks = moved_by(local.tasks, problem.origin)
+    for nodes in ((0,) * ranks, local.nodes):  # balanced in one pass of few moves: anywhere, or inside nodes
+        if nodes is not None:
+            group = np.asarray(nodes)
+            limits = ideals_inside(problem.loads(tasks), problem.workers, group) * (1 + settings.balance_tolerance)
+            spread = balancing_pass(problem, tasks, limits, limits, group)
+            candidates.append(replace(local, tasks=moved_by(spread, -problem.origin)))
     soonest = min(candidates, key=lambda plan: seconds_of(plan, kind, settings, pairs_per_second))
     return with_stages(soonest, settings.buffer_rows(kind), stages=usual_stages(1))
 
@@ -119,20 +124,8 @@ def local_tasks(plan: Plan, workers: Collection[int]) -> Plan:
 
 def seconds_of(plan: Plan, kind: AttentionKind, settings: PlanSettings, pairs_per_second: float) -> float:
     """Return the seconds of the busiest rank's pairs and the busiest link's bytes, forward and backward of a layer."""
-    loads = loads_of(plan) + settings.row_overhead * query_rows_of(plan)
+    loads = loads_of(plan, settings.row_overhead)
     nodes = settings.node_of_ranks
     moved, row_bytes = RowsMoved.of(plan, nodes), settings.row_bytes(kind)
     exchanges = (moved.forward_bytes(row_bytes), moved.backward_bytes(row_bytes))
     return float(loads.max()) / pairs_per_second + sum(map(link_seconds, exchanges))
-
-
-def _spread(local: Plan, kind: AttentionKind, settings: PlanSettings, nodes: Sequence[int] | None) -> Plan:
-    """Balance the tasks of a plan over equal ranks, inside [ranks] nodes or anywhere, in one pass of few moves."""
-    ranks = local.workers
-    # An infinite tolerance keeps cuts on the blocks' boundaries.
-    problem = Problem(local.layout, kind, settings, Workers.uniform(ranks), np.full(ranks, np.inf))
-    group = np.asarray(nodes or (0,) * ranks)
-    tasks = moved_by(local.tasks, problem.origin)
-    limits = ideals_inside(problem.loads(tasks), problem.workers, group) * (1 + settings.balance_tolerance)
-    tasks = balancing_pass(problem, tasks, limits, limits, group)
-    return replace(local, tasks=moved_by(tasks, -problem.origin))

@@ -98,8 +98,7 @@ class PlanSettings:
     @property
     def nodes(self) -> tuple[int, ...] | None:
         """[ranks] node of each rank; None if all links are alike."""
-        sizes = self.node_sizes
-        return None if sizes is None else nodes_of(sizes)
+        return None if self.node_sizes is None else self.node_of_ranks
 
     @property
     def node_of_ranks(self) -> tuple[int, ...]:

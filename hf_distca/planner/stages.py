@@ -11,17 +11,12 @@ from hf_distca.planner import moves
 EXCHANGE_BUFFER_BYTES = 1 << 28
 """Bytes of K/V rows in an exchange buffer; 65536 rows of Llama-3-8B in bfloat16."""
 BUFFERS, BUFFERS_IN_HOPS = 3, 5
-"""Numbers of buffers for sending, and for receiving: the stages that are in memory at once (`stage_slots`)."""
+"""Numbers of buffers for sending, and for receiving: the stages that are in memory at once."""
 STAGES_ALONE = 4
-"""Number of stages of a lone nano-batch, if the stages are worth it.
-
-The first stage travels while local tasks are computed, each later one while an earlier stage is computed.
-"""
+"""Number of stages of a lone nano-batch, if the stages are worth it: the first one travels while local tasks are
+computed, each later one while an earlier stage is computed."""
 SMALLEST_STAGE = 1024
 """Least rows of a stage; fewer rows are not worth an exchange and kernel calls only to hide computation."""
-
-UNEVEN = 8
-"""Inverse of the share by which a stage with forwarded rows may exceed its even share."""
 
 
 def usual_stages(nano_batches: int) -> int:
@@ -29,15 +24,16 @@ def usual_stages(nano_batches: int) -> int:
     return STAGES_ALONE if nano_batches == 1 else 1
 
 
+def stage_slots(stages: int, *, forwards: bool) -> tuple[int, ...]:
+    """Return [stages] the memory slot that each stage has from the departure of K and V until dK and dV are back."""
+    return tuple(stage % (BUFFERS_IN_HOPS if forwards else BUFFERS) for stage in range(stages))
+
+
 def with_stages(plan: Plan, buffer_rows: int, *, stages: int, together: bool = False, most: int | None = None) -> Plan:
-    """Divide the plan into stages, if its exchanges need them.
+    """Divide a plan without stages into stages, if its exchanges need them.
 
     Args:
-        plan: a plan without stages.
-        buffer_rows: K/V rows of an exchange buffer.
-        stages: approximate number of stages, if they are worth it; the buffers may require more.
-        together: as in `stage_rows`.
-        most: as in `stage_rows`; None to count it.
+        stages, together, most: as in `stage_rows`; `most` is counted if it is None.
     """
     most = int(rows_by_stage(plan).max(initial=0)) if most is None else most
     in_hops = plan.nodes is not None
@@ -49,12 +45,14 @@ def stage_rows(most: int, buffer_rows: int, *, stages: int, in_hops: bool, toget
 
     Args:
         most: K/V rows that the busiest rank sends, or receives, in a layer.
+        buffer_rows: K/V rows of an exchange buffer.
+        stages: approximate number of stages, if they are worth it; the buffers may require more.
         together: whether a stage may take several buffers if all rows fit into all buffers. No number of stages takes
             more memory then.
     """
     rows = -(-most // stages)
     if in_hops and stages > 1:  # rows on the same path are spread in blocks, so stages cannot be quite even
-        rows += rows // UNEVEN
+        rows += rows // moves.PARTS
     rows = max(rows, SMALLEST_STAGE)
     buffers = 1 if not together else BUFFERS_IN_HOPS if in_hops else BUFFERS
     if most > buffers * buffer_rows:
@@ -63,9 +61,6 @@ def stage_rows(most: int, buffer_rows: int, *, stages: int, in_hops: bool, toget
 
 
 def rows_by_stage(plan: Plan) -> NDArray[np.int64]:
-    """Return [stages, 2, ranks] int64: K/V rows that each rank sends, forwarded rows included, and receives.
-
-    Rows that a rank gathers for itself are counted on both sides; rows that servers receive are not counted.
-    """
+    """Return [stages, 2, ranks] rows that each rank sends and receives, as `moves.rows_by_stage` of a plan."""
     _, first, second = moves.rows_to_move(plan)
     return moves.rows_by_stage(first, second, plan.layout.ranks)

@@ -38,8 +38,7 @@ def serve_from_child(command: Sequence[str], text: str, has_ended: Callable[[], 
 
     def is_over() -> bool:
         nonlocal over
-        if not over and has_ended():
-            over = True
+        over = over or has_ended()
         return over
 
     def forward(number: int, _: object) -> None:

@@ -55,12 +55,13 @@ class Directory:
     def drop(self, member: int, refusal: str = "") -> None:
         """Drop a server that ranks cannot use, if it is still there; without a refusal it may join again."""
         with self._lock:
-            _, channel = self._members.pop(member, (None, None))
-            if channel is not None:
-                if refusal:
-                    with suppress(LinkLost):  # the server has left by itself
-                        channel.refuse(refusal, ANSWER_S)
-                channel.shut_down()
+            if member not in self._members:
+                return
+            _, channel = self._members.pop(member)
+            if refusal:
+                with suppress(LinkLost):  # the server has left by itself
+                    channel.refuse(refusal, ANSWER_S)
+            channel.shut_down()
 
     def end(self) -> None:
         """Send all servers, and those that still come, that training is over."""
@@ -70,9 +71,7 @@ class Directory:
                 try:
                     channel.send(End(), timeout_s=ANSWER_S)
                 except LinkLost as error:
-                    logger.warning(
-                        "cannot report to server %s:%d that training ended: %s", hello.host, hello.port, error
-                    )
+                    logger.warning("cannot report the end to server %s:%d: %s", hello.host, hello.port, error)
         self._report_end()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from torch.cuda import device_count, is_available
 
+from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.pool.child import serve_from_child
 from hf_distca.pool.directory import Directory
@@ -34,13 +35,12 @@ _OF_THE_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_
 class Launch:
     """How this process takes part in a launch whose last processes are servers."""
 
-    servers: int
     store: dist.Store | None  # the launcher's, where rank 0 leaves the address and the token for servers
     serves_on: str | None = None  # device of this process if it is a server; None: it is a rank
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the connection: Trainer saves its arguments, and with them this."""
-        return {"servers": self.servers, "store": None, "serves_on": self.serves_on}
+        return {"store": None, "serves_on": self.serves_on}
 
 
 def split_launch(servers: int, *, cpu: bool) -> Launch:
@@ -72,17 +72,14 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
     # The launcher's store outlives a restart of all processes, and with it what they left there.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"hf_distca/attention_servers/{restarts}", store)
-    device, missing = "cpu", ""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if is_available() and not cpu:
-        device = f"cuda:{local_rank}"
-        if local_rank >= (count := device_count()):
-            missing = (
-                f"the attention server of rank {rank} would compute on {device}, but its host has {count} GPUs, and a "
-                "server that shares a GPU with a rank adds nothing. Start no more processes on a host than it has "
-                "GPUs, servers included; or start servers on other hosts with attention_servers='external' and "
-                "hf-distca serve"
-            )
+    missing, local_rank = "", int(os.environ.get("LOCAL_RANK", "0"))
+    device = f"cuda:{local_rank}" if is_available() and not cpu else "cpu"
+    if device != "cpu" and local_rank >= (count := device_count()):
+        missing = (
+            f"the attention server of rank {rank} would compute on {device}, but its host has {count} GPUs, and a "
+            "server that shares a GPU with a rank adds nothing. Start no more processes on a host than it has GPUs, "
+            "servers included; or start servers on other hosts with attention_servers='external' and hf-distca serve"
+        )
     if rank >= ranks:
         store.set(f"error of {rank}", missing)
     for error in [store.get(f"error of {server}").decode() for server in range(ranks, world)]:
@@ -91,12 +88,12 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
     if rank >= ranks:
         for name in _OF_THE_WORLD:
             os.environ.pop(name, None)
-        return Launch(servers, store, device)
+        return Launch(store, device)
     os.environ["WORLD_SIZE"] = str(ranks)
     if "LOCAL_WORLD_SIZE" in os.environ:
         on_this_host = ranks - (rank - local_rank)  # ranks after the first one of this host
         os.environ["LOCAL_WORLD_SIZE"] = str(min(int(os.environ["LOCAL_WORLD_SIZE"]), on_this_host))
-    return Launch(servers, store)
+    return Launch(store)
 
 
 def serve_if_server(launch: Launch | None, timeout_s: float) -> None:
@@ -124,31 +121,22 @@ def serve_if_server(launch: Launch | None, timeout_s: float) -> None:
     raise SystemExit(0)
 
 
-def open_pool(
-    dispatcher: Dispatcher,
-    launch: Launch | None,
-    *,
-    address: str,
-    token_file: str,
-    ranks_serve: bool,
-    timeout_s: float,
-    transport: str,
-) -> Pool:
+def open_pool(dispatcher: Dispatcher, config: DistCAConfig, launch: Launch | None, token_file: str) -> Pool:
     """Let servers take part in a dispatcher's plans: those of this launch, which are waited for, or any from outside.
 
     A collective. ValueError on every rank: the address, the token or the transport cannot be used.
 
     Args:
         launch: None where servers come from outside.
-        address: HOST:PORT on which rank 0 takes servers in; port 0 for any that is free.
         token_file: for servers from outside: file with the run's token, made if there is none.
     """
     groups, store = dispatcher.groups, None if launch is None else launch.store
+    choice, timeout_s = Choice(config.attention_server_transport), config.attention_server_timeout
     directory, memory, error = None, None, None
-    told: tuple[bytes, tuple[str, int] | None] = b"", None
+    told: tuple[bytes, str, int] | None = None
     if groups.rank == 0:
         try:
-            host, port = parse_address(address, setting="attention_server_address")
+            host, port = parse_address(config.attention_server_address, setting="attention_server_address")
             token = make_token()
             if launch is None:
                 path = Path(token_file)
@@ -157,15 +145,15 @@ def open_pool(
                 token = read_token(path)
             ended = (lambda: None) if store is None else partial(store.set, "ended", "")
             directory = Directory(host, port, token, ended=ended)
-            told = token, (directory.host, directory.port)
+            told = token, directory.host, directory.port
         except (OSError, ValueError) as caught:
             error = caught
-    (token, place), *_ = groups.all_gather(told)
-    if place is not None:
+    told = groups.all_gather(told)[0]
+    if told is not None:
+        token, host, port = told
         try:
-            choice = Choice(transport)
             # Of use to NIXL where it must open a port: on the interface by which this rank reaches the directory.
-            towards = address_towards(*place) if choice is Choice.NIXL else ""
+            towards = address_towards(host, port) if choice is Choice.NIXL else ""
             memory = make_memory(choice, dispatcher.device, towards)
         except (OSError, ValueError) as caught:
             error = caught
@@ -176,19 +164,17 @@ def open_pool(
             directory.close()
         raise
     assert memory is not None
-    if directory is not None:
-        reached = f"{directory.host}:{directory.port}"
-        if store is not None:
-            for name, value in (("transport", transport), ("token", token.hex()), ("address", reached)):
-                store.set(name, value)
-        else:
-            logger.warning(
-                "attention servers join with: hf-distca serve --join %s --token-file %s", reached, token_file
-            )
-    pool = Pool(dispatcher, token, directory, memory, ranks_serve=ranks_serve, timeout_s=timeout_s)
+    if store is not None and directory is not None:
+        for name, value in (("transport", choice), ("token", token.hex()), ("address", f"{host}:{port}")):
+            store.set(name, value)
+    elif directory is not None:
+        logger.warning(
+            "attention servers join with: hf-distca serve --join %s:%d --token-file %s", host, port, token_file
+        )
+    pool = Pool(dispatcher, token, directory, memory, ranks_serve=config.ranks_serve, timeout_s=timeout_s)
     dispatcher.remote = pool
     if launch is not None:
-        pool.wait_for(launch.servers, timeout_s)
+        pool.wait_for(int(config.attention_servers), timeout_s)
     return pool
 
 

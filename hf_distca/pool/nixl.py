@@ -36,6 +36,7 @@ _MODULES = ("nixl_cu12", "nixl_cu13")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _POLL_S = (0.0001, 0.002)
 
+Operation = Literal["READ", "WRITE"]
 Piece = tuple[int, int]
 """Address and number of bytes."""
 
@@ -136,7 +137,7 @@ class NixlAgent:
 
     def transfer(
         self,
-        operation: Literal["READ", "WRITE"],
+        operation: Operation,
         local: Sequence[Piece],
         space: Space,
         remote: Sequence[Piece],

@@ -5,7 +5,7 @@ G key/value heads, D head dim of queries and keys, E head dim of values; N rows 
 """
 
 import logging
-import select
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -65,10 +65,6 @@ class ServedTasks:
         self.pairs = int(np.sum(pairs(tasks.k_lens - tasks.q_lens, tasks.k_lens, plan.window)))
 
 
-ServedPlan = dict[tuple[int, AttentionKind], ServedTasks]
-"""A plan as one server uses it: tasks by nano-batch and kind of attention."""
-
-
 class RankLink:
     """The server's end of the connection to one rank."""
 
@@ -122,12 +118,12 @@ class AttentionServer:
         self._memory = make_memory(transport, device, host)
         self.tasks, self.busy_s = 0, 0.0
         self._stopping = threading.Event()
-        self._changed = threading.Condition()  # for everything below: each rank has a thread, and the kernel has one
+        self._complete: queue.SimpleQueue[Assembly | None] = queue.SimpleQueue()  # None: compute no more
+        self._changed = threading.Condition()  # for what stands below: each rank has a thread
         self._links: dict[int, RankLink] = {}  # by rank
-        self._plans: dict[int, ServedPlan] = {}  # by id
+        # By id of the plan: tasks by nano-batch and kind of attention.
+        self._plans: dict[int, dict[tuple[int, AttentionKind], ServedTasks]] = {}
         self._open: dict[int, Assembly] = {}  # by id of the call
-        self._complete: list[Assembly] = []
-        self._closed = False
         self._computing = threading.Thread(target=self._compute_calls, name="compute", daemon=True)
         self._listener = Listener(host, port, token, SERVER, self._serve)
         self.host, self.port = self._listener.host, self._listener.port
@@ -166,11 +162,9 @@ class AttentionServer:
         self._stopping.set()
 
     def close(self) -> None:
-        """End all connections; a call that is being computed is finished first."""
+        """End all connections; calls whose rows are complete are computed first."""
         self._listener.close()
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._complete.put(None)
         self._computing.join()
 
     def _stay(self, channel: Channel, joined: str, report: Callable[[str], None]) -> Message | None:
@@ -183,7 +177,7 @@ class AttentionServer:
                 if time.monotonic() - last_alive > ALIVE_S:
                     last_alive = time.monotonic()
                     channel.send(Alive(), timeout_s=ANSWER_S)
-                if select.select([channel], [], [], _POLL_S)[0]:
+                if channel.has_news(_POLL_S):
                     return channel.receive(ANSWER_S)[0]
                 seconds = time.monotonic() - begin
                 if seconds >= STATUS_S:
@@ -235,9 +229,8 @@ class AttentionServer:
         for call_id, assembly in list(self._open.items()):
             if link.rank in assembly.missing:
                 del self._open[call_id]
-                for other in assembly.links.values():
-                    if other is not link:
-                        other.refuse(f"rank {link.rank} left in the middle of call {call_id}")
+                for other in set(assembly.links.values()) - {link}:
+                    other.refuse(f"rank {link.rank} left in the middle of call {call_id}")
 
     def _take(self, link: RankLink, message: Message, size: int) -> None:
         """Deal with one message that `size` bytes follow; LinkLost: the connection must end."""
@@ -251,8 +244,7 @@ class AttentionServer:
                 with self._changed:
                     assembly.missing.discard(link.rank)
                     if not assembly.missing and self._open.get(message.call_id) is assembly:  # else it was given up
-                        self._complete.append(self._open.pop(message.call_id))
-                        self._changed.notify_all()
+                        self._complete.put(self._open.pop(message.call_id))
             elif isinstance(message, PlanTables) and link.rank == 0 and size == message.bytes:
                 tables, buffer = bytearray(size), IndexBuffer(self._device)
                 link.channel.receive_payload([tables], ROWS_S)
@@ -322,12 +314,7 @@ class AttentionServer:
     def _compute_calls(self) -> None:
         """Compute calls in the order of arrival, in one thread."""
         with self._on_device():
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._complete or self._closed)
-                    if self._closed:
-                        return
-                    assembly = self._complete.pop(0)
+            while (assembly := self._complete.get()) is not None:
                 try:
                     self._compute_call(assembly)
                 except Exception as error:  # the kernel's, for instance out of memory: the server goes on

@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
-from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_distca.pool.messages import Call, NixlPeer, Places, RankHello, RankWelcome, Reply, TensorSpec
-from hf_distca.pool.nixl import HOST, NixlAgent, Piece, Space, has_rdma, is_installed
+from hf_distca.pool.nixl import HOST, NixlAgent, Operation, Piece, Space, has_rdma, is_installed
 from hf_distca.pool.wire import Buffer, Channel, LinkLost, MismatchError, ProtocolError
 
 SLAB_BYTES = 64 << 20
@@ -31,6 +30,11 @@ PROBE_S = 5.0
 """Most seconds for the first contact with a rank over NIXL."""
 
 _ALIGNMENT = 4096
+
+Rows = Sequence[Tensor]
+"""Contiguous tensors of some rows, [N, …] each."""
+Block = tuple[int, int, int]
+"""Part of a slab: the slab's number, start and stop."""
 
 
 class Choice(StrEnum):
@@ -56,7 +60,7 @@ class Memory:
     def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         """Copy rows, [N, …] each on the device, to where they can be sent from; the given rows may be dropped.
 
-        Returns the copies, contiguous, and a function by which any thread waits for them.
+        Returns the contiguous copies, and a function by which any thread waits for them.
         """
         if self.stream is None:
             return [x_N.detach().contiguous() for x_N in tensors], lambda: None
@@ -70,12 +74,6 @@ class Memory:
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self.stream is not None)
-
-
-class _Block(NamedTuple):
-    slab: int
-    start: int
-    stop: int
 
 
 class _Loan:
@@ -100,10 +98,10 @@ class Arena(Memory):
         self.metadata = ""  # what a peer needs to reach all memory registered so far
         self._lock = threading.Lock()
         self._slabs: list[Tensor] = []
-        self._free: list[_Block] = []  # in order, neighbours merged
-        self._returned: deque[_Block] = deque()  # by finalizers, which must not lock
-        self._cooling: deque[tuple[Callable[[], bool], list[_Block]]] = deque()
-        self._kept: list[Sequence[Tensor]] = []
+        self._free: list[Block] = []  # in order, neighbours merged
+        self._returned: deque[Block] = deque()  # by finalizers, which must not lock
+        self._cooling: deque[tuple[Callable[[], bool], list[Block]]] = deque()
+        self._kept: list[Rows] = []
         if device.type == "cuda":
             self._device, self.space = device, Space("VRAM", device.index or 0)
             with suppress(LinkLost):  # UCX without CUDA
@@ -126,7 +124,7 @@ class Arena(Memory):
 
         return [to_N for to_N, _ in copies], ready
 
-    def keep(self, rows: Sequence[Tensor]) -> None:
+    def keep(self, rows: Rows) -> None:
         """Keep rows out of use for good: a peer may still write or read them after a transfer has failed."""
         self._kept.append(tuple(rows))
 
@@ -137,16 +135,15 @@ class Arena(Memory):
         padded = -(-size // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
             self._merge()
-            fitting = next((place for place, free in enumerate(self._free) if free.stop - free.start >= padded), None)
+            fitting = next((at for at, (_, start, stop) in enumerate(self._free) if stop - start >= padded), None)
             if fitting is None:
                 self._grow(max(padded, sum(slab.nbytes for slab in self._slabs)))
                 fitting = len(self._free) - 1
             slab, start, stop = self._free.pop(fitting)
-            block = _Block(slab, start, start + padded)
-            if block.stop < stop:
-                self._free.insert(fitting, block._replace(start=block.stop, stop=stop))
-        loan = _Loan(self._slabs[block.slab].data_ptr() + block.start, size, self.space)
-        weakref.finalize(loan, self._returned.append, block).atexit = False
+            if start + padded < stop:
+                self._free.insert(fitting, (slab, start + padded, stop))
+        loan = _Loan(self._slabs[slab].data_ptr() + start, size, self.space)
+        weakref.finalize(loan, self._returned.append, (slab, start, start + padded)).atexit = False
         on_host = self.space == HOST
         raw = torch.from_numpy(np.asarray(loan)) if on_host else torch.as_tensor(loan, device=self._device)
         return raw.view(dtype).view(shape)
@@ -161,12 +158,11 @@ class Arena(Memory):
             self._cooling.append((self.stream.record_event().query, returned))
         while self._cooling and self._cooling[0][0]():
             self._free += self._cooling.popleft()[1]
-        merged: list[_Block] = []
-        for block in sorted(self._free):
-            if merged and (merged[-1].slab, merged[-1].stop) == (block.slab, block.start):
-                merged[-1] = merged[-1]._replace(stop=block.stop)
-            else:
-                merged.append(block)
+        merged: list[Block] = []
+        for slab, start, stop in sorted(self._free):
+            if merged and (merged[-1][0], merged[-1][2]) == (slab, start):
+                start = merged.pop()[1]
+            merged.append((slab, start, stop))
         self._free = merged
 
     def _grow(self, size: int) -> None:
@@ -174,7 +170,7 @@ class Arena(Memory):
         slab = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
         self.metadata = self.agent.register((slab.data_ptr(), size), self.space)
         self._slabs.append(slab)
-        self._free.append(_Block(len(self._slabs) - 1, 0, size))
+        self._free.append((len(self._slabs) - 1, 0, size))
 
 
 def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
@@ -198,28 +194,28 @@ def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
 class Transport:
     """Either end of TCP, and the interface of every transport. The rank's end makes calls, which the server's answers.
 
-    One thread may send while another receives; after an error a transport is of no more use. Rows are contiguous,
-    [N, …] each, lie in the `Memory` of the transport, and may stand still for `timeout_s`; then LinkLost.
+    One thread may send while another receives; after an error a transport is of no more use. Rows lie in the `Memory`
+    of the transport, and may stand still for `timeout_s`; then LinkLost.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def send(
-        self, message: Call | Reply, rows: Sequence[Tensor], timeout_s: float, answer: Sequence[Tensor] = ()
-    ) -> None:
+    def send(self, message: Call | Reply, rows: Rows, timeout_s: float, answer: Rows = ()) -> None:
         """Send a message with its rows, which for a call must not change before its reply has been received.
 
         The rows of the reply are received into `answer`.
         """
         self._channel.send(message, _buffers(rows), timeout_s)
 
-    def receive(self, message: Call | Reply, size: int, rows: Sequence[Tensor], timeout_s: float) -> None:
+    def receive(self, message: Call | Reply, size: int, rows: Rows, timeout_s: float) -> None:
         """Receive the rows of the last received message, which `size` bytes follow; ProtocolError if rows differ.
 
         After an error nobody writes to the rows any more.
         """
-        _check_size(message, size, rows)
+        expected = sum(x_N.nbytes for x_N in rows)
+        if size != expected:
+            raise ProtocolError(f"the rows of a {type(message).__name__} have {size} bytes, expected {expected}")
         self._channel.receive_payload(_buffers(rows), timeout_s)
 
     def close(self) -> None:
@@ -235,9 +231,7 @@ class _NixlRankEnd(Transport):
         self._known = memory.metadata  # from the hello
         self._open: dict[int, list[Tensor]] = {}  # by id of the call; single operations on a dict are atomic
 
-    def send(
-        self, message: Call | Reply, rows: Sequence[Tensor], timeout_s: float, answer: Sequence[Tensor] = ()
-    ) -> None:
+    def send(self, message: Call | Reply, rows: Rows, timeout_s: float, answer: Rows = ()) -> None:
         assert isinstance(message, Call)
         metadata = self._memory.metadata
         news = "" if metadata == self._known else metadata
@@ -246,7 +240,7 @@ class _NixlRankEnd(Transport):
         places = Places(tuple(_pieces(rows)), tuple(_pieces(answer)), news)
         self._channel.send(replace(message, places=places), timeout_s=timeout_s)
 
-    def receive(self, message: Call | Reply, size: int, rows: Sequence[Tensor], timeout_s: float) -> None:
+    def receive(self, message: Call | Reply, size: int, rows: Rows, timeout_s: float) -> None:
         self._open.pop(message.call_id, None)  # the server has written the rows before it sent the message
 
     def close(self) -> None:
@@ -263,25 +257,20 @@ class _NixlServerEnd(Transport):
         self._memory, self._peer = memory, peer
         self._answers: dict[int, Sequence[Piece]] = {}  # by id of the call; single operations on a dict are atomic
         memory.agent.meet(peer.name, peer.metadata)
-        probe = memory.empty(TensorSpec("probe", "keys", (PROBE_BYTES // 2,), "bfloat16"), 1)
         try:
-            self._move("READ", [probe], [(peer.probe, PROBE_BYTES)], PROBE_S)
+            self._move("READ", [memory.probe], [(peer.probe, PROBE_BYTES)], PROBE_S)
         except BaseException:
             self.close()
             raise
 
-    def send(
-        self, message: Call | Reply, rows: Sequence[Tensor], timeout_s: float, answer: Sequence[Tensor] = ()
-    ) -> None:
+    def send(self, message: Call | Reply, rows: Rows, timeout_s: float, answer: Rows = ()) -> None:
         self._move("WRITE", rows, self._answers.pop(message.call_id, []), timeout_s)
         self._channel.send(message, timeout_s=timeout_s)
 
-    def receive(self, message: Call | Reply, size: int, rows: Sequence[Tensor], timeout_s: float) -> None:
+    def receive(self, message: Call | Reply, size: int, rows: Rows, timeout_s: float) -> None:
         assert isinstance(message, Call)
-        places = message.places
-        if places is None:
+        if (places := message.places) is None:
             raise ProtocolError(f"call {message.call_id} does not name the memory of its rows")
-        _check_size(message, sum(size for _, size in places.rows), rows)
         if places.metadata:
             self._memory.agent.learn(self._peer.name, places.metadata)
         self._answers[message.call_id] = places.answer
@@ -290,13 +279,12 @@ class _NixlServerEnd(Transport):
     def close(self) -> None:
         self._memory.agent.forget(self._peer.name)
 
-    def _move(
-        self, operation: Literal["READ", "WRITE"], rows: Sequence[Tensor], places: Sequence[Piece], timeout_s: float
-    ) -> None:
+    def _move(self, operation: Operation, rows: Rows, places: Sequence[Piece], timeout_s: float) -> None:
         """Read or write rows; `places` are addresses of the rank, which NIXL compares with what it has registered."""
         own, memory = _pieces(rows), self._memory
-        if [size for _, size in own] != [size for _, size in places]:
-            raise ProtocolError("the memory that the rank names differs in size from the tensors")
+        sizes, expected = ([size for _, size in pieces] for pieces in (places, own))
+        if sizes != expected:
+            raise ProtocolError(f"the rank names memory of {sizes!s:.80} bytes, expected {expected}")
         try:
             memory.agent.transfer(operation, own, memory.space, places, self._peer, timeout_s, self._channel.hung_up)
         except BaseException:
@@ -345,17 +333,11 @@ def rank_end(channel: Channel, memory: Memory, welcome: RankWelcome) -> Transpor
     return Transport(channel)
 
 
-def _buffers(rows: Sequence[Tensor]) -> list[Buffer]:
-    """Return the host memory of contiguous tensors that have rows; NumPy has no bfloat16."""
+def _buffers(rows: Rows) -> list[Buffer]:
+    """Return the host memory of tensors that have rows; NumPy has no bfloat16."""
     return [x_N.view(-1).view(torch.uint8).numpy().data for x_N in rows if x_N.numel()]
 
 
-def _pieces(rows: Sequence[Tensor]) -> list[Piece]:
-    """Return where contiguous tensors lie, without those that have no rows."""
+def _pieces(rows: Rows) -> list[Piece]:
+    """Return where tensors lie, without those that have no rows."""
     return [(x_N.data_ptr(), x_N.nbytes) for x_N in rows if x_N.numel()]
-
-
-def _check_size(message: Call | Reply, size: int, rows: Sequence[Tensor]) -> None:
-    expected = sum(x_N.nbytes for x_N in rows)
-    if size != expected:
-        raise ProtocolError(f"the rows of a {type(message).__name__} have {size} bytes, expected {expected}")

@@ -8,6 +8,7 @@ encrypted: the token keeps strangers out of a network whose wires are trusted.
 import contextlib
 import hmac
 import ipaddress
+import itertools
 import logging
 import queue
 import secrets
@@ -78,9 +79,9 @@ class Channel:
         self._timeouts: dict[int, float | None] = {socket.SO_SNDTIMEO: None, socket.SO_RCVTIMEO: None}
         self._ended_because = ""
 
-    def fileno(self) -> int:
-        """Return the descriptor of the connection, for `select`."""
-        return self._sock.fileno()
+    def has_news(self, wait_s: float) -> bool:
+        """Return whether a message has begun to arrive, or the connection has ended, within a time."""
+        return bool(select.select([self._sock], [], [], wait_s)[0])
 
     def hung_up(self) -> bool:
         """Return whether the peer has closed the connection; False where the system does not know."""
@@ -108,10 +109,8 @@ class Channel:
                 raise ProtocolError(
                     f"the peer speaks version {found}, expected {VERSION}; install the same hf_distca on all hosts"
                 )
-            nonces = ours + theirs if connects else theirs + ours
-            own, other = (hmac.digest(token, f"{side} {service} ".encode() + nonces, "sha256") for side in ("c", "a"))
-            if not connects:
-                own, other = other, own
+            sides, nonces = (("c", "a"), ours + theirs) if connects else (("a", "c"), theirs + ours)
+            own, other = (hmac.digest(token, f"{side} {service} ".encode() + nonces, "sha256") for side in sides)
             self._send([own], None)
             if not hmac.compare_digest(self._receive(len(other), None), other):
                 raise ProtocolError(
@@ -138,7 +137,12 @@ class Channel:
         """Fill writable buffers, none of them empty, with what follows a message."""
         with self._losses("receiving", socket.SO_RCVTIMEO, timeout_s):
             for buffer in buffers:
-                self._fill(buffer)
+                left = memoryview(buffer).cast("B")
+                while left:
+                    count = self._sock.recv_into(left, 0, socket.MSG_WAITALL)  # fewer and larger reads
+                    if not count:
+                        raise PeerLeft("the peer closed the connection")
+                    left = left[count:]
 
     def refuse(self, reason: str, timeout_s: float | None = None) -> None:
         """Send the reason why the connection ends."""
@@ -168,23 +172,14 @@ class Channel:
 
     def _receive(self, most: int, timeout_s: float | None) -> bytes:
         """Receive a message's bytes; ProtocolError where they are more than `most`."""
-        with self._losses("receiving", socket.SO_RCVTIMEO, timeout_s):
-            head = bytearray(4)
-            self._fill(head)
-            size = int.from_bytes(head, "big")
-            if size > most:
-                raise ProtocolError(f"the peer sends a message of {size} bytes, at most {most} are allowed")
-            text = bytearray(size)
-            self._fill(text)
-            return bytes(text)
-
-    def _fill(self, buffer: Buffer) -> None:
-        left = memoryview(buffer).cast("B")
-        while left:
-            count = self._sock.recv_into(left, 0, socket.MSG_WAITALL)  # fewer and larger reads
-            if not count:
-                raise PeerLeft("the peer closed the connection")
-            left = left[count:]
+        head = bytearray(4)
+        self.receive_payload([head], timeout_s)
+        size = int.from_bytes(head, "big")
+        if size > most:
+            raise ProtocolError(f"the peer sends a message of {size} bytes, at most {most} are allowed")
+        text = bytearray(size)
+        self.receive_payload([text], timeout_s)
+        return bytes(text)
 
     @contextlib.contextmanager
     def _losses(self, what: str, direction: int, timeout_s: float | None) -> Iterator[None]:
@@ -294,7 +289,7 @@ class Listener:
         self._socket.settimeout(_TICK_S)
         self.host, self.port = self._socket.getsockname()[:2]
         self._token, self._service, self._serve, self._handshake_s = token, service, serve, handshake_s
-        self._warnings = 0
+        self._warnings = itertools.count(1)
         self._lock = threading.Lock()
         self._peers: dict[Channel, threading.Thread] = {}
         self._strangers: dict[Channel, None] = {}  # in the handshake, oldest first
@@ -365,9 +360,7 @@ class Listener:
 
     def _warn(self, message: str) -> None:
         """Log a refusal; of many the first ten, and then one whenever their number has doubled."""
-        with self._lock:
-            self._warnings += 1
-            count = self._warnings
+        count = next(self._warnings)
         if count <= 10:
             logger.warning("%s", message)
         elif count & (count - 1) == 0:

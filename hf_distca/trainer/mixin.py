@@ -84,15 +84,8 @@ class DistCAMixin(_Trainer):
         self.dispatcher = dispatcher = prepare_trainer(self)
         self.pool: Pool | None = None
         if self.args.attention_servers != 0:
-            self.pool = open_pool(
-                dispatcher,
-                self.args.attention_server_launch,
-                address=self.args.attention_server_address,
-                token_file=self.args.attention_server_token_file or f"{self.args.output_dir}/{TOKEN_FILE}",
-                ranks_serve=self.args.ranks_serve,
-                timeout_s=self.args.attention_server_timeout,
-                transport=self.args.attention_server_transport,
-            )
+            token_file = self.args.attention_server_token_file or f"{self.args.output_dir}/{TOKEN_FILE}"
+            self.pool = open_pool(dispatcher, self.args, self.args.attention_server_launch, token_file)
         self._costs = LearnedCosts(dispatcher)
         self.meter = StepMeter(dispatcher, self.model, self.pool, self.args.world_size, self._costs)
         self._tracer = StepTracer(dispatcher, self.args) if self.args.trace_steps else None

@@ -2,64 +2,60 @@
 
 import socket
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_distca.dispatch import backends
 from hf_distca.dispatch import groups as groups_module
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.failures import Failures
 from hf_distca.dispatch.groups import Groups, mesh_ranks, raised_together, ranks_per_node
 from hf_distca.planner.settings import PlanSettings
-from tests.models_and_batches import small_kinds
+from tests.models_and_batches import dispatcher_of_all_ranks, small_kinds
 from tests.ranks import RankPool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
-KINDS = small_kinds()
 
 
 def test_the_exchange_takes_the_default_groups_backend(monkeypatch):
     backend_on_cuda = {"gloo": "gloo", "cpu:gloo": "gloo", "cuda:nccl": "nccl", "cpu:gloo,cuda:nccl": "nccl"}
     for default, on_cuda in backend_on_cuda.items():
         monkeypatch.setattr(dist, "get_backend_config", lambda default=default: default)
-        assert [backends.exchange_backend(device) for device in (CPU, CUDA)] == ["gloo", on_cuda]
+        assert [groups_module.exchange_backend(device) for device in (CPU, CUDA)] == ["gloo", on_cuda]
 
 
-@pytest.mark.parametrize("fields", [("cga_cluster_size", "max_ctas", "min_ctas"), ("blocking",), ()])
-def test_nccl_leaves_attention_its_sms(monkeypatch, fields):
-    """As far as a build of torch has the options: a newer build, an older one, and this one."""
-
-    def options(is_high_priority_stream):
+def test_nccl_leaves_attention_its_sms(monkeypatch):
+    """As far as a build of torch has the options."""
+    wanted = {"cga_cluster_size": 0, "max_ctas": groups_module.EXCHANGE_CTAS}
+    if dist.is_nccl_available():
+        made = groups_module.exchange_options("nccl")
+        assert made.is_high_priority_stream is True
+        assert {name: getattr(made.config, name) for name in wanted} == wanted
+    for fields in (("cga_cluster_size", "max_ctas", "min_ctas"), ("blocking",)):
         config = SimpleNamespace(**dict.fromkeys(fields, -1))
-        return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=config)
-
-    if fields:
-        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    elif not dist.is_nccl_available():
-        pytest.skip("a build of torch without NCCL")
-    made, wanted = backends.exchange_options("nccl"), {"cga_cluster_size": 0, "max_ctas": backends.EXCHANGE_CTAS}
-    assert made.is_high_priority_stream is True
-    assert {name: getattr(made.config, name) for name in fields or wanted} == {
-        name: wanted.get(name, -1) for name in fields or wanted
-    }
-    assert backends.exchange_options("gloo") is None
+        stand_in = SimpleNamespace(Options=partial(SimpleNamespace, config=config))
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", stand_in, raising=False)
+        assert groups_module.exchange_options("nccl").is_high_priority_stream is True
+        assert vars(config) == {name: wanted.get(name, -1) for name in fields}
+    assert groups_module.exchange_options("gloo") is None
 
 
 def test_ranks_that_share_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
-    found = [backends.indexed(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")]
+    found = [groups_module.indexed(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")]
     assert found == [torch.device("cuda", 3), CUDA, CPU]
-    assert (backends.device_uuid(CUDA), backends.device_uuid(CPU)) == ("GPU-cuda:1", None)
-    backends.check_devices("nccl", ["a", "b", "c"])
-    backends.check_devices("gloo", shared := ["a", "b", "a", "b"])
+    assert (groups_module.device_uuid(CUDA), groups_module.device_uuid(CPU)) == ("GPU-cuda:1", None)
+    groups_module.check_devices("nccl", ["a", "b", "c"])
+    groups_module.check_devices("gloo", shared := ["a", "b", "a", "b"])
     with pytest.raises(ValueError, match=r"share one: ranks \[0, 2\] on a; ranks \[1, 3\] on b\. Start one.*use gloo"):
-        backends.check_devices("nccl", shared)
+        groups_module.check_devices("nccl", shared)
 
 
 def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
@@ -67,14 +63,14 @@ def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
     monkeypatch.setattr(socket, "gethostbyname", {"node3": "127.0.1.1"}.__getitem__)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     error = RuntimeError("connect: timed out")
-    assert "(not set on this host)" in str(backends.unreachable(2, error))
+    assert "(not set on this host)" in str(groups_module.unreachable(2, error))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    message = str(backends.unreachable(2, error))
+    message = str(groups_module.unreachable(2, error))
     assert message.startswith("rank 2 cannot reach the other ranks over gloo")
     assert all(part in message for part in (str(error), "(eth7 on this host)", "('node3' here to 127.0.1.1)"))
 
 
-def _groups_of_dispatcher(ranks_per_node: int | tuple[int, ...] = 1) -> tuple[list[Any], list[int], str]:
+def _groups_of_dispatcher(ranks_per_node: int | tuple[int, ...]) -> tuple[list[Any], list[int], str]:
     """What a new dispatcher does before any layer; the number of groups before, with and after it; its error then."""
     found: list[Any] = []
     new_group, all_to_all, groups = dist.new_group, dist.all_to_all_single, dist.distributed_c10d._world.pg_map
@@ -91,9 +87,9 @@ def _groups_of_dispatcher(ranks_per_node: int | tuple[int, ...] = 1) -> tuple[li
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", recorded_group)
         patch.setattr(dist, "all_to_all_single", recorded_exchange)
-        patch.setattr(backends, "device_uuid", lambda device: f"GPU-{dist.get_rank()}")
-        patch.setattr(backends, "check_devices", lambda *args: found.append(args))
-        dispatcher = Dispatcher(PlanSettings(dist.get_world_size(), 64, KINDS, ranks_per_node=ranks_per_node), CPU)
+        patch.setattr(groups_module, "device_uuid", lambda device: f"GPU-{dist.get_rank()}")
+        patch.setattr(groups_module, "check_devices", lambda *args: found.append(args))
+        dispatcher = dispatcher_of_all_ranks(ranks_per_node=ranks_per_node)
     count.append(len(groups))
     dispatcher.close()
     dispatcher.close()
@@ -113,7 +109,7 @@ def test_ranks_are_connected_once_before_the_first_layer(rank_pools):
         ("distca exchange", "gloo", everyone),
         ("distca exchange", [1] * 3, [1] * 3),
     ]
-    assert rank_pools[1].run(_groups_of_dispatcher) == [([], [1, 1, 1], closed)]
+    assert rank_pools[1].run(_groups_of_dispatcher, 1) == [([], [1, 1, 1], closed)]
     # A single node is not connected apart; of several, every rank makes the groups of all.
     assert rank_pools[3].run(_groups_of_dispatcher, 3) == [(connected, [1, 3, 1], closed)] * 3
     nodes = [("distca world", "gloo", None), ("distca node", "gloo", [0]), ("distca node", "gloo", [1, 2])]
@@ -123,57 +119,58 @@ def test_ranks_are_connected_once_before_the_first_layer(rank_pools):
     ]
 
 
-def _start(last: str) -> str:
+def _start(comes: bool) -> str:
     """What rank 0 says whose partner comes as far as to make a group, or not at all."""
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError) as raised:
             Groups(CPU, 1.0)
         return str(raised.value)
-    if last == "control":
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backends, "exchange_backend", lambda device: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                Groups(CPU, 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups_module, "exchange_backend", lambda device: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            _ = Groups(CPU, 1.0) if comes else 1 / 0
     return ""
 
 
-@pytest.mark.parametrize(("last", "told"), [("nothing", "reach the other ranks"), ("control", "exchange rows")])
-def test_a_rank_whose_partner_is_not_there(last, told):
+@pytest.mark.parametrize(("comes", "told"), [(False, "reach the other ranks"), (True, "exchange rows")])
+def test_a_rank_whose_partner_is_not_there(comes, told):
     pool = RankPool(2)
     try:
-        assert f"rank 0 cannot {told} over gloo" in pool.run(_start, last)[0]
+        assert f"rank 0 cannot {told} over gloo" in pool.run(_start, comes)[0]
     finally:
         pool.close()
 
 
-def _two_by_two() -> tuple[Any, ...]:
+def _two_by_two() -> None:
     """Two groups of two ranks, each of which dispatches by itself beside the other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    groups = Groups(CPU, 60.0, mesh["dp"])
-    rank = dist.get_rank()
-    replica, shard = divmod(rank, 2)
+    mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
+    groups, (replica, shard) = Groups(CPU, 60.0, mesh["dp"]), divmod(rank, 2)
+    assert (groups.rank, groups.ranks, groups.all_gather(rank)) == (replica, 2, [shard, 2 + shard])
+    assert groups.all_gather(rank, in_world=True) == [0, 1, 2, 3]
+    assert groups.any_of([rank == 3, rank == 0]) == [shard == 1, shard == 0]
+    with pytest.raises(ValueError, match="has the dimensions"):
+        mesh_ranks(mesh)
     with pytest.raises(ValueError, match=r"^rank 1: ImportError: no kernel$"), raised_together(60.0):
         _import_kernel(rank)
     # The same error on all ranks stays as it is; one rank's error names the rank.
-    wrong = [["wrong", "wrong"], ["wrong", None]][shard]
-    error = wrong[replica] and ValueError(wrong[replica])
+    wrong = [["wrong", "wrong"], ["wrong", None]][shard][replica]
     with pytest.raises(ValueError, match=[r"^wrong$", r"^rank 0: ValueError: wrong$"][shard]):
-        groups.raise_together(error)
-    with pytest.raises(ValueError, match="has the dimensions"):
-        mesh_ranks(mesh)
-    documents = [[[40, 3], [20]], [[9, 30], [25, 25]]][replica][shard]
+        groups.raise_together(wrong and ValueError(wrong))
     # Different plans side by side, one of them with rows that travel.
-    dispatcher = Dispatcher(PlanSettings(2, 64, KINDS, balance_block_size=8), CPU, mesh["dp"].get_group())
-    (plan,) = dispatcher.plan_lengths([documents])
+    settings = PlanSettings(2, 64, small_kinds(), balance_block_size=8)
+    dispatcher = Dispatcher(settings, CPU, mesh["dp"].get_group())
+    (plan,) = dispatcher.plan_lengths([[[[40, 3], [20]], [[9, 30], [25, 25]]][replica][shard]])
+    lengths = sorted(int(length) for nano in plan.nano_batches for length in nano.layout.lengths)
+    assert lengths == [[3, 9, 30, 40], [20, 25, 25]][shard]
+    came = [10 * shard + replica, 10 * (2 + shard) + replica]
+    assert _exchanged(dispatcher.groups.exchange) == came
     before = len(dist.distributed_c10d._world.pg_map)
     Groups(CPU, 60.0, mesh["dp"]).close()
     assert len(dist.distributed_c10d._world.pg_map) == before
-    assert groups.all_gather(rank, in_world=True) == [0, 1, 2, 3]
-    nodes = []
     for of_both in (((0, 0), None), ((0, 0), (0, 1)), (None, None)):  # nodes of the ranks of each mesh
-        of_nodes = Groups(CPU, 60.0, mesh["dp"])
-        of_nodes.connect_nodes(of_both[shard])
-        nodes.append(None if of_nodes.node is None else _exchanged(of_nodes.node))
+        of_nodes, nodes = Groups(CPU, 60.0, mesh["dp"]), of_both[shard]
+        of_nodes.connect_nodes(nodes)
+        assert (None if of_nodes.node is None else _exchanged(of_nodes.node)) == (came if nodes == (0, 0) else None)
     # How many processes of the world have come where the last one is late, once this one may go on.
     store = dist.distributed_c10d._get_default_store()
     time.sleep(0.3 * (rank == 3))
@@ -181,17 +178,8 @@ def _two_by_two() -> tuple[Any, ...]:
     groups.meet()
     assert store.add("come", 0) == 4
     # Rank 0 fails and takes the others with it, whichever mesh they are in.
-    error = KeyError("text") if rank == 0 else RuntimeError("Connection closed by peer")
-    with pytest.raises((KeyError, RuntimeError)) as failed, groups.failures.reported():
-        raise error
-    return (
-        (groups.rank, groups.ranks, groups.all_gather(rank)),
-        sorted(int(length) for nano in plan.nano_batches for length in nano.layout.lengths),
-        _exchanged(dispatcher.groups.exchange),
-        dispatcher.groups.any_of([rank == 3, rank == 0]),
-        nodes,
-        str(failed.value),
-    )
+    found = raised(groups.failures, KeyError("text") if rank == 0 else LOST)
+    assert str(found) == ("'text'" if rank == 0 else "rank 0 failed: KeyError: 'text'")
 
 
 def _import_kernel(rank: int) -> None:
@@ -206,14 +194,8 @@ def _exchanged(group: dist.ProcessGroup) -> list[int]:
 
 
 def test_groups_of_a_mesh_dispatch_by_themselves(rank_pools, monkeypatch):
-    places, lengths, received, flags, nodes, failed = zip(*rank_pools[4].run(_two_by_two), strict=True)
-    assert places == ((0, 2, [0, 2]), (0, 2, [1, 3]), (1, 2, [0, 2]), (1, 2, [1, 3]))
-    assert lengths == ([3, 9, 30, 40], [20, 25, 25]) * 2
-    assert received == ([0, 20], [10, 30], [1, 21], [11, 31])
-    assert flags == ([False, True], [True, False]) * 2
-    # Ranks 0 and 2 share a node twice; 1 and 3 have no nodes, then one each.
-    assert nodes == ([[0, 20], [0, 20], None], [None] * 3, [[1, 21], [1, 21], None], [None] * 3)
-    assert failed == ("'text'", *["rank 0 failed: KeyError: 'text'"] * 3)
+    rank_pools[4].run(_two_by_two)
+    assert ranks_per_node(None, 60.0) == 1  # without a world
     # A group may list its ranks in an order of its own.
     monkeypatch.setattr(groups_module, "in_world", lambda: True)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [3, 1])
@@ -227,9 +209,8 @@ def _found(hosts: str, local_ranks: list[int | None], mesh_shape: tuple[int, int
         for level in ("info", "warning"):
             patch.setattr(groups_module.logger, level, lambda text, *args: messages.append(text % args))
         patch.setattr(socket, "gethostname", lambda: hosts[rank])
-        if local_ranks[rank] is None:
-            patch.delenv("LOCAL_RANK")
-        else:
+        patch.delenv("LOCAL_RANK")
+        if local_ranks[rank] is not None:
             patch.setenv("LOCAL_RANK", str(local_ranks[rank]))
         mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))["dp"] if mesh_shape else None
         return ranks_per_node(mesh, 60.0), messages
@@ -250,32 +231,18 @@ def _found(hosts: str, local_ranks: list[int | None], mesh_shape: tuple[int, int
     ],
 )
 def test_nodes_of_a_launch(rank_pools, hosts, local_ranks, shape, found, logged):
-    results = rank_pools[4].run(_found, hosts, local_ranks, shape)
-    assert [sizes for sizes, _ in results] == found
+    sizes, messages = zip(*rank_pools[4].run(_found, hosts, local_ranks, shape), strict=True)
+    assert [*sizes] == found
     if hosts == "abaa":
-        assert results[0][1].pop(0).startswith("ranks that share a host are not numbered one after another")
+        assert messages[0].pop(0).startswith("ranks that share a host are not numbered one after another")
     told = [[f"ranks on each node, as launched: {sizes}"] for sizes in logged]
-    assert [messages for _, messages in results] == told + [[]] * (4 - len(told))
-
-
-def test_without_a_world_all_links_are_alike():
-    assert ranks_per_node(None, 60.0) == 1
+    assert [*messages] == told + [[]] * (4 - len(told))
 
 
 # A rank that lost its partner says why the partner failed.
 
 LOST = RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
 BOOM = ValueError("boom")
-
-
-class Unreachable(dist.Store):
-    """A store whose host is gone."""
-
-    def set(self, *args) -> None:
-        raise dist.DistNetworkError("Broken pipe")
-
-    def check(self, *args) -> bool:
-        raise dist.DistNetworkError("Broken pipe")
 
 
 def raised(failures: Failures, error: Exception, evaluates: bool = False) -> Exception:
@@ -312,7 +279,8 @@ def test_an_error_of_its_own_stays_and_so_does_one_without_another():
     for own in (ValueError(str(LOST)), RuntimeError("shapes differ")):
         failures, _ = left_behind(BOOM)
         assert raised(failures, own) is own
-    for store in (dist.HashStore(), Unreachable(), None):  # no error left, a store that is gone, a single rank
+    gone = Mock(**dict.fromkeys(("set.side_effect", "check.side_effect"), dist.DistNetworkError("Broken pipe")))
+    for store in (dist.HashStore(), gone, None):  # no error left, a store that is gone, a single rank
         for error in (LOST, BOOM):
             assert raised(Failures(store, 0, 2, wait_s=0.2), error) is error
 

@@ -1,32 +1,229 @@
-"""Planned steps with accumulation and on a rank without rows; what is recorded, and which plans are refused."""
+"""Planned steps against one process with stock attention on the same global batch; what is recorded, and refused."""
 
+import itertools
 import re
 import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.recorder import NO_ROWS, Work
+from hf_distca.dispatch.remote import ServerRows
+from hf_distca.dispatch.rows import take
 from hf_distca.kernels import AttentionParams, TaskShapes
-from hf_distca.plan import MicroBatchPlan
+from hf_distca.kernels.cpu import CpuKernel
+from hf_distca.patches.head import plan_head
+from hf_distca.patches.layers import plan_layers
+from hf_distca.plan import TASK, AttentionKind, MicroBatchPlan, Plan
+from hf_distca.planner.cost import Workers
+from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
+from hf_distca.planner.routes import make_routes
+from hf_distca.planner.servers import local_tasks, plan_lost, plan_with_servers
+from hf_distca.planner.settings import PlanSettings
 from tests.models_and_batches import (
+    CHUNK_BYTES,
     SMALL_KIND,
+    SMALL_LLAMA4,
     Step,
     assert_same_step,
+    changed,
     cut_rows,
     dispatcher_of_all_ranks,
     in_nodes,
     in_stages,
+    planned_step,
     random_documents,
     reference_step,
+    relative_error,
+    small_kinds,
     small_model,
     summed_step,
+    with_lora,
 )
 
-pytestmark = pytest.mark.usefixtures("backward_thread")
+CPU = torch.device("cpu")
+
+# Loss and gradients
+
+GEMMA2 = {"sliding_window": 12, "query_pre_attn_scalar": 8, "final_logit_softcapping": 0.05}
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12}
+MODELS = {
+    "llama": ({}, (None,), "sdpa"),
+    "mistral": ({"sliding_window": 24}, (24,), "sdpa"),
+    "gemma2": (GEMMA2, (12, None), "eager"),
+    "gpt_oss": (GPT_OSS, (12, None), "eager"),
+    "llama4_text": (SMALL_LLAMA4, (None,), "sdpa"),
+}
+"""Settings, windows, and the stock attention to compare with."""
+FILLER = (1,)
+"""Models cannot run on no rows at all: a rank without documents holds one token without a target."""
+NODES = {3: (1, 2), 4: (2, 2)}
+"""How many ranks share each node. With fewer ranks there are none that could forward rows."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A planned step, in stages of several sizes, and with forwarded rows where ranks share nodes.
+
+    Attributes:
+        lengths: of the documents, which the planner lays out; or of those that each rank holds.
+        at_random: cut each document into tasks for ranks drawn at random, as no good plan would: every rank gives
+            queries away, computes others' and returns them.
+        checkpointing: reentrant or not; None for none.
+        local: windows of layers for which nothing moves; None: not looked at.
+    """
+
+    ranks: int = 2
+    lengths: tuple = (120, 7, 1, 33, 64)
+    model: str = "llama"
+    at_random: bool = False
+    stage_rows: tuple[int | None, ...] = (None, 70, 20)
+    keep_received: bool = False
+    ping_pong: bool = False
+    checkpointing: bool | None = None
+    lora: bool = False
+    local: tuple[int | None, ...] | None = None
+
+    @property
+    def on_ranks(self) -> list[tuple[int, ...]]:
+        """Lengths of the documents on each rank; none where the planner lays them out."""
+        return [row or FILLER for row in self.lengths] if isinstance(self.lengths[0], tuple) else []
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        return tuple(itertools.chain(*self.on_ranks)) or self.lengths
+
+    @property
+    def steps(self) -> list[tuple[int | None, bool]]:
+        """Rows of a stage, and whether rows are forwarded inside nodes, of each step."""
+        return list(itertools.product(self.stage_rows, (False, True) if self.ranks in NODES else (False,)))
+
+
+@cache
+def step_of_one_process(model_type: str, lora: bool, lengths: tuple[int, ...]) -> Step:
+    config, _, stock = MODELS[model_type]
+    model = small_model(model_type, stock, **config)
+    return reference_step(with_lora(model) if lora else model, random_documents(lengths))
+
+
+def run_case(case: Case) -> list[Step]:
+    """The case's steps on every rank."""
+    config, windows, _ = MODELS[case.model]
+    kinds = small_kinds(*windows, chunk=config.get("attention_chunk_size"))
+    options = {"ranks_per_node": NODES.get(case.ranks, 1), "ping_pong": case.ping_pong}
+    tolerance = {} if case.local is None else {"balance_tolerance": 0.3}
+    settings = PlanSettings(case.ranks, 4096, kinds, balance_block_size=8, **options, **tolerance)
+    dispatcher = Dispatcher(settings, CPU, keep_received=case.keep_received)
+    plan = plan_placed(case.on_ranks, settings) if case.on_ranks else plan_micro_batch(case.lengths, settings)
+    model = small_model(case.model, **config).train()
+    plan_head(model, CHUNK_BYTES)
+    if case.ping_pong:
+        plan_layers(model)
+        assert len(plan.nano_batches) == 2
+    model = with_lora(model) if case.lora else model
+    if case.checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": case.checkpointing})
+        if case.checkpointing and case.lora:
+            model.enable_input_require_grads()
+    steps = []
+    for number, (stage_rows, in_hops) in enumerate(case.steps):
+        model.zero_grad()
+        tasks = cut_at_random(plan, number) if case.at_random else plan
+        bound = dispatcher.bind(in_nodes(in_stages(tasks, stage_rows), settings.nodes if in_hops else None))
+        if case.local is not None:
+            assert {kind.window for kind in bound.local} == {*case.local}
+        if case.at_random:
+            assert any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values()) == in_hops
+        steps.append(planned_step(model, bound, random_documents(case.documents)))
+    return steps
+
+
+def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
+    """The same layout, each document in up to five tasks for workers drawn at random."""
+    random = np.random.default_rng(seed)
+
+    def tasks(plan: Plan) -> Plan:
+        cut = []
+        for document, length in enumerate(plan.layout.lengths.tolist()):
+            inner = random.choice(np.arange(1, length), min(4, length - 1), replace=False) if length > 1 else []
+            ends = [0, *sorted(inner), length]
+            cut += [(document, start, stop, random.integers(plan.workers)) for start, stop in itertools.pairwise(ends)]
+        table = np.array(cut, TASK)
+        return replace(plan, tasks=table[np.lexsort((table["start"], table["document"], table["worker"]))])
+
+    return changed(plan, tasks)
+
+
+MIXED = (30, 66, 1, 31)
+EQUAL, EQUAL_IN_WINDOWS = ((60, 40), (60, 40)), ((70, 64), (32, 38, 31, 33))
+ON_RANKS = ((40, 17, 9, 33), (25, 3, 50, 21), (30, 30, 1, 28), (44, 2, 31, 20))
+ALONE = {"stage_rows": (None,)}
+
+
+def at_random(model: str, *, ranks: int = 3, **options: bool) -> Case:
+    """One stage, two or three, and seven or more."""
+    return Case(ranks, ON_RANKS[:ranks], model, True, (None, 40, 11), **options)
+
+
+CASES = {
+    "joint-2": Case(),
+    "joint-3-one": Case(3, (300,)),
+    "joint-4-long": Case(4, (90, 200, 1, 2, 3)),
+    "fixed-long-and-short": Case(2, ((128,), (16,) * 8), keep_received=True),
+    "fixed-no-rows": Case(2, ((96,), ())),
+    "fixed-three": Case(3, ((100,), (50, 50), (25,) * 4), keep_received=True),
+    "fixed-odd": Case(4, ((256,), (1,), (), (31, 33))),
+    "fixed-two-ranks-without-rows": Case(4, ((200,), (56,), (), ()), keep_received=True),
+    **{f"{model}-joint": Case(2, (128, *MIXED), model) for model in ("mistral", "gemma2", "llama4_text")},
+    **{f"{model}-fixed": Case(4, ((128,), *[MIXED] * 3), model) for model in ("mistral", "gemma2", "llama4_text")},
+    # Each model with and without each of: received rows kept, checkpoints, two nano-batches in turns.
+    "random-gemma2": at_random("gemma2"),
+    "random-llama-turns": at_random("llama", ping_pong=True),
+    "random-llama-checkpoint": at_random("llama", checkpointing=False),
+    "random-gpt_oss-checkpoint-turns": at_random("gpt_oss", checkpointing=False, ping_pong=True),
+    "random-gpt_oss-kept": at_random("gpt_oss", keep_received=True),  # with sinks less is kept
+    "random-gemma2-kept-turns": at_random("gemma2", keep_received=True, ping_pong=True),
+    "random-gemma2-kept-checkpoint": at_random("gemma2", keep_received=True, checkpointing=False),
+    "random-llama-all": at_random("llama", keep_received=True, checkpointing=False, ping_pong=True),
+    "random-two-nodes-of-two": at_random("gpt_oss", ranks=4, checkpointing=False, ping_pong=True),
+    "checkpoint": Case(checkpointing=False, **ALONE),
+    "reentrant": Case(checkpointing=True, **ALONE),
+    "lora": Case(lora=True, **ALONE),
+    "lora-checkpoint": Case(lora=True, checkpointing=False, **ALONE),
+    "lora-reentrant": Case(lora=True, checkpointing=True, **ALONE),
+    **{
+        f"{windows}-stay-turns-{turns}": Case(2, rows, "gemma2", ping_pong=turns, local=windows, **ALONE)
+        for windows, rows in (((12, None), EQUAL), ((12,), EQUAL_IN_WINDOWS))
+        for turns in (False, True)
+    },
+    "sinks-of-one-rank": Case(1, model="gpt_oss", **ALONE),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_one_process(rank_pools, case, request):
+    if case.stage_rows == (None,):
+        request.getfixturevalue("backward_thread")
+    expected = step_of_one_process(case.model, case.lora, case.documents)
+    for steps in rank_pools[case.ranks].run(run_case, case):
+        assert len(steps) == len(case.steps)
+        for got in steps:
+            assert_same_step(got, expected)
+
+
+# Parts of a step
 
 LENGTHS, FURTHER = [120, 7, 1, 33, 64], [90, 31, 2]
 
@@ -41,7 +238,7 @@ def _seen_by_a_backward() -> tuple[bool, float]:
     return threads == [threading.get_ident()], x.grad.item()
 
 
-def test_another_thread_runs_backwards_here_and_on_ranks(rank_pools):
+def test_another_thread_runs_backwards_here_and_on_ranks(rank_pools, backward_thread):
     assert [_seen_by_a_backward(), *rank_pools[2].run(_seen_by_a_backward)] == [(False, 3.0)] * 3
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch.ones(()).backward()
@@ -61,16 +258,45 @@ def _accumulated() -> Step:
     return summed_step(model, sum(losses))
 
 
-def test_two_micro_batches_at_once(rank_pools):
+def test_two_micro_batches_at_once(rank_pools, backward_thread):
     documents = [*random_documents(LENGTHS), *random_documents(FURTHER)]
     expected = reference_step(small_model(implementation="sdpa"), documents)
     for got in rank_pools[2].run(_accumulated):
         assert_same_step(got, expected)
 
 
+def _step_in_bfloat16(ping_pong: bool) -> Step:
+    """A step whose weights are in float32; kernels are given bfloat16, without autocast."""
+    dispatcher, model, seen = dispatcher_of_all_ranks(ping_pong=ping_pong), small_model(), set()
+    if ping_pong:
+        plan_layers(model)
+
+    def looked_at(run, *args):
+        seen.add((args[2].dtype, torch.is_autocast_enabled("cpu")))
+        return run(*args)
+
+    for name in ("forward", "backward"):
+        setattr(dispatcher.kernel, name, partial(looked_at, getattr(dispatcher.kernel, name)))
+    with torch.autocast("cpu", torch.bfloat16):
+        bound = dispatcher.bind(plan_micro_batch(LENGTHS, dispatcher.settings))
+        step = planned_step(model, bound, random_documents(LENGTHS))
+    assert seen == {(torch.bfloat16, False)}
+    return step
+
+
+def test_autocast(rank_pools, backward_thread):
+    exact_loss, exact = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    with torch.autocast("cpu", torch.bfloat16):
+        stock_loss, stock = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    for got_loss, got in (step for turns in (False, True) for step in rank_pools[2].run(_step_in_bfloat16, turns)):
+        assert abs(got_loss - exact_loss) < 2 * abs(stock_loss - exact_loss) + 1e-3
+        for name in exact:
+            assert relative_error(got[name], exact[name]) < 2 * relative_error(stock[name], exact[name]) + 1e-2, name
+
+
 def _attend(
     dispatcher: Dispatcher, plan: MicroBatchPlan, autocast: bool = False, softcap: float | None = None
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple]]:
+) -> tuple[list[Tensor], list[Tensor], list[tuple]]:
     """Of this rank's rows: Q, K, V and dO; O, dQ, dK and dV; and the spans, without their times."""
     bound, dtype = dispatcher.bind(plan), torch.bfloat16 if autocast else torch.float32
     recording = dispatcher.recorder.listen("phase", "kernel", "send", "wait")
@@ -87,21 +313,19 @@ def _attend(
     return [*(x.detach() for x in qkv), do], [output.detach(), *(x.grad for x in qkv)], spans
 
 
-def _beside_the_kernel(on_ranks: list[list[int]], autocast: bool, softcap: float | None) -> tuple:
-    """O and gradients of this rank's rows, those of the kernel alone, and spans; and which workers have tasks."""
+def _beside_the_kernel(on_ranks: list[list[int]], autocast: bool = False, softcap: float | None = None) -> None:
+    """Results of core attention on this rank's rows are those of the kernel alone, where nothing moves to the bit."""
     dispatcher = dispatcher_of_all_ranks()
     plan = plan_placed(on_ranks, dispatcher.settings)
     (*qkv, do), got, spans = _attend(dispatcher, plan, autocast, softcap)
     lengths, params = on_ranks[dist.get_rank()], AttentionParams(0.3, softcap=softcap)
-    shapes = TaskShapes.build(lengths, lengths, torch.device("cpu"))
+    shapes = TaskShapes.build(lengths, lengths, CPU)
     o, lse = dispatcher.kernel.forward(*qkv, shapes, params)
     expected = [o, *dispatcher.kernel.backward(do, *qkv, o, lse, shapes, params)]
-    return got, expected, spans, set(plan.nano_batches[0].plans[SMALL_KIND].tasks["worker"].tolist())
-
-
-@pytest.mark.parametrize(("autocast", "softcap"), [(False, None), (True, 2.0)])
-def test_where_nothing_moves_results_are_those_of_the_kernel_to_the_bit(rank_pools, autocast, softcap):
-    ((got, expected, spans, _),) = rank_pools[1].run(_beside_the_kernel, [[20, 11]], autocast, softcap)
+    if len(on_ranks) > 1:
+        assert {*plan.nano_batches[0].plans[SMALL_KIND].tasks["worker"]} == {*range(len(on_ranks))}
+        torch.testing.assert_close(got, expected)
+        return
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
     assert spans == [
         (kind, part, 3, 0, direction, pairs)
@@ -110,15 +334,14 @@ def test_where_nothing_moves_results_are_those_of_the_kernel_to_the_bit(rank_poo
     ]
 
 
-def test_a_rank_without_rows_still_serves(rank_pools):
-    """Attention alone: models cannot run on no rows."""
-    for got, expected, _, workers in rank_pools[2].run(_beside_the_kernel, [[40], []], False, None):
-        assert workers == {0, 1}
-        torch.testing.assert_close(got, expected)
+def test_attention_alone_gives_what_the_kernel_gives_even_on_a_rank_without_rows(rank_pools, backward_thread):
+    rank_pools[1].run(_beside_the_kernel, [[20, 11]])
+    rank_pools[1].run(_beside_the_kernel, [[20, 11]], True, 2.0)
+    rank_pools[2].run(_beside_the_kernel, [[40], []])
 
 
-def _recorded(nodes: tuple[int, ...] | None, stage_rows: int | None) -> tuple[list, list]:
-    """Spans of one core attention, and those that its schedules ask for."""
+def _recorded(nodes: tuple[int, ...] | None, stage_rows: int | None) -> None:
+    """The spans of one core attention are those that its schedules ask for."""
     dispatcher = dispatcher_of_all_ranks(ranks_per_node=1 if nodes is None else nodes.count(0))
     plan = plan_placed([[90, 40], *[[30, 9]] * (dist.get_world_size() - 1)], dispatcher.settings)
     plan = in_nodes(in_stages(plan, stage_rows), nodes)
@@ -128,23 +351,18 @@ def _recorded(nodes: tuple[int, ...] | None, stage_rows: int | None) -> tuple[li
     for direction, schedule in (("forward", routes.forward), ("backward", routes.backward["nothing"])):
         for phase in schedule:
             calls = [(call.name, routes.groups[call.group].pairs) for call in phase.run]
-            waits = [transfer for transfer in phase.wait if _crosses(routes, transfer)]
+            waits = [transfer for transfer in phase.wait if routes.rows_of(transfer) != NO_ROWS]
             expected += [("wait", transfer.name, 3, 0, direction, 0) for transfer in waits]
             expected += [("kernel", name, 3, 0, direction, pairs) for name, pairs in calls]
             expected += [("send", transfer.name, 3, 0, direction, 0) for transfer in phase.send]
             expected.append(("phase", phase.name, 3, 0, direction, 0))
-    return spans, expected
+    assert spans == expected
 
 
-def _crosses(routes, transfer) -> bool:
-    route = routes.queries if transfer.rows == "queries" else routes.keys[transfer.stage]
-    return (route.forwarded if transfer.rows == "forwarded" else route).crossing
-
-
-@pytest.mark.parametrize(("nodes", "stage_rows"), [(None, None), (None, 20), ((0, 0, 1, 1), 20)])
-def test_schedules_are_carried_out_phase_by_phase(rank_pools, nodes, stage_rows):
-    for spans, expected in rank_pools[2 if nodes is None else 4].run(_recorded, nodes, stage_rows):
-        assert spans == expected
+def test_schedules_are_carried_out_phase_by_phase(rank_pools, backward_thread):
+    for stage_rows in (None, 20):
+        rank_pools[2].run(_recorded, None, stage_rows)
+    rank_pools[4].run(_recorded, (0, 0, 1, 1), 20)
 
 
 def _refused() -> None:
@@ -165,5 +383,147 @@ def _refused() -> None:
             small_model(model_type, **config)(**batch, distca_plan=bound)
 
 
-def test_plans_of_another_batch_for_other_nodes_or_other_layers(rank_pools):
+def test_plans_of_another_batch_for_other_nodes_or_other_layers(rank_pools, backward_thread):
     rank_pools[1].run(_refused)
+
+
+# Workers that hold no rows: what is asked of them, and what is made of their answers, which are made up here
+
+SERVED = [120, 7, 64, 1, 33, 70]
+OF_QUERIES = ("q", "do", "o", "lse")
+Rows = Mapping[str, Tensor]
+
+
+class Servers:
+    """Two servers of the next micro-batch, which compute at once what they are sent.
+
+    Args:
+        lost: a server, and at which collection it is found lost; None: none is.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, lost: tuple[int, int] | None) -> None:
+        self.groups, self.lost, self.collections = dispatcher.groups, lost, 0
+        self.events: list[tuple[Any, ...]] = []  # what is asked of them, in order
+
+    def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, "Servers"]:
+        self.settings = settings
+        self.plan = plan_with_servers(plan, Workers.uniform(settings.ranks + 2), settings, ranks_serve=True)
+        self.events.append(("bind", len(plan.nano_batches)))
+        return self.plan, self
+
+    def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
+        workers = [plan.layout.ranks + server for server in lost]
+        repaired = plan_lost(plan, workers, kind, self.settings, pairs_per_second=1e6)
+        self.events.append(("repair", loads_of(local_tasks(plan, workers)).max(), loads_of(repaired).max()))
+        return repaired
+
+    def start(
+        self, work: Work, servers: Sequence[ServerRows], kind: AttentionKind, params: AttentionParams, rows: Rows
+    ) -> SimpleNamespace:
+        rank, ranks, nano = self.groups.rank, self.groups.ranks, self.plan.nano_batches[work.nano_batch]
+        plan = nano.plans[kind]
+        assert {ranks + asked.server for asked in servers} == {*plan.tasks["worker"].tolist()} - {*range(ranks)}
+        assert all(len(column_T) == nano.layout.tokens[rank] for column_T in rows.values())
+        self.events.append(("start", *work, tuple(rows)))
+        answers = {}
+        for asked in servers:
+            sent = {name: take(x, asked.q_rows if name in OF_QUERIES else asked.k_rows) for name, x in rows.items()}
+            assert (len(sent["q"]), len(sent["k"])) == (asked.q_count, asked.k_count)
+            answer = computed(plan, ranks + asked.server, self.groups.all_gather(sent), params)[rank]
+            if asked.q_count + asked.k_count:
+                answers[asked.server] = answer
+        return SimpleNamespace(collect=partial(self._collect, work, answers))
+
+    def _collect(self, work: Work, answers: dict[int, Rows]) -> tuple[dict[int, Rows], frozenset[int]]:
+        self.events.append(("collect", *work))
+        is_lost = self.lost is not None and self.collections >= self.lost[1]
+        self.collections += 1
+        lost = frozenset({self.lost[0]} if is_lost else ())
+        return {server: answer for server, answer in answers.items() if server not in lost}, lost
+
+
+def computed(plan: Plan, worker: int, received: Sequence[Rows], params: AttentionParams) -> list[Rows]:
+    """A worker's results of what the ranks sent, rank by rank."""
+    routes, kernel = make_routes(plan, worker), CpuKernel()
+    group, messages = routes.stages[0].remote_query, {"q": routes.queries, "k": routes.stages[0].keys}
+    counts = {kind: each.recv_counts[: len(received)].tolist() for kind, each in messages.items()}
+    assert all([len(rank[kind]) for rank in received] == counts[kind] for kind in counts)
+    shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), CPU)
+    q_rows, k_rows = torch.from_numpy(group.q_rows), torch.from_numpy(group.k_rows)
+    inputs = {
+        name: torch.cat([rank[name] for rank in received])[q_rows if name in OF_QUERIES else k_rows]
+        for name in received[0]
+    }
+    if "do" not in inputs:
+        parts = zip(("o", "lse"), kernel.forward(*inputs.values(), shapes, params), strict=True)
+    else:
+        ordered = [inputs[name] for name in ("do", "q", "k", "v", "o", "lse")]
+        parts = zip(("dq", "dk", "dv"), kernel.backward(*ordered, shapes, params), strict=True)
+    answers: list[dict[str, Tensor]] = [{} for _ in received]
+    for name, part in parts:
+        kind, index = ("k", k_rows) if name in ("dk", "dv") else ("q", q_rows)
+        total = torch.zeros(sum(counts[kind]), *part.shape[1:]).index_add(0, index, part)
+        for answer, of_rank in zip(answers, total.split(counts[kind]), strict=True):
+            answer[name] = of_rank
+    return answers
+
+
+def model_of(window: int | None, implementation: str = "distca") -> PreTrainedModel:
+    return small_model("llama" if window is None else "mistral", implementation, sliding_window=window)
+
+
+def _step_with_servers(
+    ping_pong: bool, lost: tuple[int, int] | None, window: int | None, others: dict[str, Any]
+) -> tuple[Step, list[tuple[Any, ...]]]:
+    """A planned step with two servers, and what was asked of these."""
+    dispatcher = dispatcher_of_all_ranks(kinds=small_kinds(window), ping_pong=ping_pong, **others)
+    model = model_of(window)
+    dispatcher.remote = remote = Servers(dispatcher, lost)
+    if ping_pong:
+        plan_layers(model)
+    bound = dispatcher.bind(plan_micro_batch(SERVED, dispatcher.settings))
+    return planned_step(model, bound, random_documents(SERVED)), remote.events
+
+
+def events_of(pool, ping_pong=False, lost=None, window=None, **others):
+    """What every rank asks of servers in a step; the step is that of one process without servers."""
+    expected = reference_step(model_of(window, "sdpa"), random_documents(SERVED))
+    results = pool.run(_step_with_servers, ping_pong, lost, window, others)
+    for got, events in results:
+        assert_same_step(got, expected)
+        assert events == results[0][1]
+    return results[0][1]
+
+
+def test_rows_go_to_servers_and_come_back_attention_by_attention(rank_pools):
+    there, again = ("q", "k", "v"), ("q", "do", "o", "lse", "k", "v")
+    assert events_of(rank_pools[1]) == [
+        ("bind", 1),
+        *[("start", 0, 0, "forward", there), ("collect", 0, 0, "forward")],
+        *[("start", 1, 0, "forward", there), ("collect", 1, 0, "forward")],
+        *[("start", 1, 0, "backward", again), ("collect", 1, 0, "backward")],
+        *[("start", 0, 0, "backward", again), ("collect", 0, 0, "backward")],
+    ]
+    # Nano-batches take turns while servers compute.
+    assert [event[:4] for event in events_of(rank_pools[1], ping_pong=True)] == [
+        ("bind", 2),
+        *[(what, layer, nano, "forward") for layer in (0, 1) for what in ("start", "collect") for nano in (0, 1)],
+        *[(what, layer, nano, "backward") for layer in (1, 0) for what in ("start", "collect") for nano in (1, 0)],
+    ]
+
+
+def test_what_a_lost_server_did_not_give_is_computed_by_the_ranks(rank_pools):
+    for collection in range(4):
+        for ping_pong in (False, True):
+            events_of(rank_pools[1], ping_pong, lost=(1, collection))
+    for lost in (None, (0, 2)):
+        events_of(rank_pools[2], ping_pong=True, lost=lost)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_ranks_on_nodes_share_what_a_lost_server_was_to_compute(rank_pools, window):
+    # Packed in order, rank 0 holds most of the attention, and of what is lost. A buffer has 8 rows: there are stages.
+    layout = {"document_layout": "fixed", "ranks_per_node": 2, "exchange_buffer_bytes": 512}
+    events = events_of(rank_pools[4], lost=(0, 1), window=window, **layout)
+    ((_, at_home, shared),) = [event for event in events if event[0] == "repair"]
+    assert shared < at_home

@@ -19,8 +19,6 @@ from hf_distca.planner.routes import make_routes
 from tests.counting import META, Counting
 
 CPU = torch.device("cpu")
-VECTOR_LOAD = 16
-"""Bytes that FlashAttention loads at once, from addresses that must be a multiple of it."""
 
 
 @pytest.mark.parametrize("rows", [[], [2, 3], [5, 6, 0, 3]], ids=["none", "slice", "scattered"])
@@ -119,19 +117,6 @@ def test_sums_of_three_in_bfloat16_are_kept_in_float32_and_of_many_sources_refus
         row_sum([[0]] * (MAX_SOURCES + 1), 1)
 
 
-def test_columns_and_rows_begin_where_kernels_can_load_them():
-    exchange, route = Exchange(Groups(CPU, 30)), Route([3], [3], crossing=False)
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        for heads in range(1, 65):
-            for head_dim in (8, 64):
-                o_QHE, lse_QH = torch.ones(3, heads, head_dim, dtype=dtype), torch.ones(3, heads)
-                columns = [o_QHE, lse_QH, 2 * o_QHE, 3 * lse_QH]
-                arrived = exchange.buffer("slot", route, columns).send(columns).wait()
-                for got, sent in zip(arrived, columns, strict=True):
-                    assert torch.equal(got, sent)
-                    assert got.data_ptr() % VECTOR_LOAD == got.stride(0) * got.itemsize % VECTOR_LOAD == 0
-
-
 def test_few_sizes_of_a_slot_are_kept_and_its_memory_grows_rarely():
     exchange = Exchange(Groups(CPU, 30))
 
@@ -143,7 +128,7 @@ def test_few_sizes_of_a_slot_are_kept_and_its_memory_grows_rarely():
     opened(20)
     assert opened(LAYOUTS_KEPT) is not newest[0]  # the oldest one gave way
     assert len({opened(rows).sent[0].data_ptr() for rows in range(6250, 7812, 62)}) <= 3
-    assert exchange.size() <= 2 * rounded_up(125_000)
+    assert opened(7000).sent[0].untyped_storage().nbytes() <= rounded_up(125_000)
     last = opened(7000)
     assert opened(7000, "other").sent[0].data_ptr() != last.sent[0].data_ptr()
     opened(100_000)

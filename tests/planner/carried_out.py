@@ -17,7 +17,7 @@ from tests.planner.plan_checks import rows_of
 
 @st.composite
 def drawn_plans(draw, most_ranks=4, most_servers=2, with_nodes=False):
-    """Plans of documents cut anywhere, their segments and tasks anywhere, perhaps on nodes of any numbers of ranks."""
+    """Plans of documents cut anywhere, their segments and tasks anywhere, perhaps on nodes of any sizes."""
     ranks = draw(st.integers(1, most_ranks))
     workers = ranks + draw(st.integers(0, most_servers))
     lengths = draw(st.lists(st.integers(1, 12), max_size=5))
@@ -38,12 +38,10 @@ def drawn_plans(draw, most_ranks=4, most_servers=2, with_nodes=False):
 
 
 def plans_of_all_kinds():
-    """Plans with nodes, and without."""
     return drawn_plans() | drawn_plans(most_ranks=6, with_nodes=True)
 
 
 def routes_of(plan):
-    """The routes of every worker."""
     return [make_routes(plan, worker) for worker in range(plan.workers)]
 
 
@@ -85,9 +83,8 @@ def visible(group, window, causal):
     """[(query, key)] that a kernel computes for a group: all of each task, or bottom-right causal with a window."""
     assert (group.q_lens.sum(), group.k_lens.sum()) == (len(group.q_rows), len(group.k_rows))
     found, q_end, k_end = [], 0, 0
-    for q_len, k_len, pairs in zip(
-        group.q_lens.tolist(), group.k_lens.tolist(), group.task_pairs.tolist(), strict=True
-    ):
+    tasks = (each.tolist() for each in (group.q_lens, group.k_lens, group.task_pairs))
+    for q_len, k_len, pairs in zip(*tasks, strict=True):
         q_end, k_end = q_end + q_len, k_end + k_len
         for i, j in itertools.product(range(-q_len, 0), range(-k_len, 0)):
             if not causal or (j <= i and (window is None or i - j < window)):
@@ -126,9 +123,9 @@ def carried_out(plan):
             asked_for |= {row for group, *_ in calls[-2:] for row in group.q_rows}
         assert asked_for == set(range(len(queries[worker])))
         assert all(rank != worker for rank, *_ in queries[worker])
-        exchanges = [queries[worker], *(theirs[worker] for theirs in keys)]
-        if plan.window is None:  # else rows that windows of two stages reach travel twice
-            exchanges = [exchanges[0], list(itertools.chain(*exchanges[1:]))]
+        came = [theirs[worker] for theirs in keys]
+        # With a window, rows that windows of two stages reach travel twice.
+        exchanges = [queries[worker], *(came if plan.window else [list(itertools.chain(*came))])]
         assert all(len({row[:2] for row in received}) == len(received) for received in exchanges)
         for group, asking, asked, causal in calls:
             # Else results would be written to a row twice at once.

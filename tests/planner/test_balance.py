@@ -1,3 +1,7 @@
+"""Costs of core attention, and tasks balanced by them."""
+
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -5,21 +9,51 @@ from hypothesis import strategies as st
 
 from benchmarks.planner_inputs import measure
 from hf_distca.plan import TASK, AttentionKind
-from hf_distca.planner.balance import ideals_inside, tasks_of_workers
-from hf_distca.planner.balancing_pass import Price, Problem, plan_flows, take
-from hf_distca.planner.cost import RowBytes, Workers, pairs
+from hf_distca.planner.balance import ideals_inside
+from hf_distca.planner.balancing_pass import Price, plan_flows, take
+from hf_distca.planner.cost import RowBytes, Workers, as_lengths, pairs, pairs_at, row_reaching
+from hf_distca.planner.intervals import grain, merge_touching
 from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import BETWEEN, bytes_by_link, loads_of, query_rows_of
-from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.metrics import BETWEEN, bytes_by_link, loads_of
 from tests.planner.plan_checks import balanced, check_plan, loads_by_row
+
+
+def test_pairs_and_their_inverse():
+    starts, stops, rows = np.array([0, 1, 5, 7]), np.array([0, 9, 8, 200]), np.array([0, 1, 3, 6, 1000])
+    for window in (None, 1, 3, 100):
+        expected = [sum(min(p + 1, window or p + 1) for p in range(*rows)) for rows in zip(starts, stops, strict=True)]
+        assert pairs(starts, stops, window).tolist() == expected
+        assert [pairs(int(a), int(b), window) for a, b in zip(starts, stops, strict=True)] == expected
+        amounts = pairs(0, rows, window)
+        np.testing.assert_allclose(row_reaching(amounts, window), rows, atol=1e-9)
+        np.testing.assert_allclose([row_reaching(float(amount), window) for amount in amounts], rows, atol=1e-9)
+        np.testing.assert_allclose(pairs_at(rows.astype(float), window), amounts)
+
+
+def test_bytes_workers_and_cuts():
+    assert RowBytes.of_kind(AttentionKind(), 2) == RowBytes()
+    kind = AttentionKind(None, q_heads=16, kv_heads=8, dim_qk=192, dim_v=128)
+    assert RowBytes.of_kind(kind, 4) == RowBytes(q=12288, kv=10240, o=8192)
+    # The ideal time fills workers up to one level.
+    assert Workers.uniform(4).ideal(100) == 25
+    assert Workers((1.0, 1.0), (10.0, 0.0)).ideal(30) == 20
+    assert Workers((1.0, 3.0), (0.0, 0.0)).ideal(100) == 25
+    assert Workers((1.0, 1.0), (50.0, 0.0)).ideal(30) == 50  # a base load above the level
+    # Rows that touch are one entry, if on the same worker.
+    table = np.array([(0, 0, 2, 0), (0, 2, 5, 0), (0, 6, 7, 0), (1, 7, 8, 0), (1, 8, 9, 1)], TASK)
+    assert merge_touching(table, "worker").tolist() == [(0, 0, 5, 0), (0, 6, 7, 0), (1, 7, 8, 0), (1, 8, 9, 1)]
+    # A cut leaves the block as far as it must.
+    assert [grain(128, 1, most) for most in (128, 127, 40, 0)] == [128, 64, 32, 1]
+    assert grain(12, 1, 2) == 2
 
 
 def tasks(plan):
     return [tuple(task) for task in plan.tasks.tolist()]
 
 
-def test_ranks_keep_what_they_can():
+def test_tasks_written_out():
+    # Ranks keep what they can.
     plan = balanced(fixed_layout([[300, 200], [200, 300]]))
     assert tasks(plan) == [(0, 0, 300, 0), (1, 0, 200, 0), (2, 0, 200, 1), (3, 0, 300, 1)]
     # One long document gives one task in whole blocks.
@@ -28,14 +62,26 @@ def test_ranks_keep_what_they_can():
     assert measure(plan).max_over_mean <= 1.2
     plan = balanced(fixed_layout([[32768]] + [[2048] * 16] * 511))
     assert measure(plan).max_over_mean <= 1.01
-
-
-def test_a_moved_task_lies_where_it_costs_least():
-    # F pairs cost least in [s, e) with s = e / r; here r = 1 + kv / q = 2.125, since the bytes sent count on the
-    # busiest rank and O does not add to them.
+    # A moved task lies where it costs least. F pairs cost least in [s, e) with s = e / r; here
+    # r = 1 + kv / q = 2.125, since the bytes sent count on the busiest rank and O does not add to them.
     plan = balanced(fixed_layout([[100000], [3000] * 10]), kind=AttentionKind(None, 1, 1, 8, 1), bytes_per_value=1)
     (moved,) = [task for task in tasks(plan) if task[0] == 0 and task[3] == 1]
     assert moved[2] / moved[1] == pytest.approx(2.125, abs=0.01)
+    # A rest on both sides costs gathering. Rows of the middle need the fewest bytes where keys are as wide as queries.
+    layout, kind = fixed_layout([[8192], [512] * 16]), AttentionKind(None, 1, 1, 8, 8)
+    for gather_cost, expected in ((0.0, 2), (0.2, 1)):
+        plan = balanced(layout, kind=kind, gather_cost=gather_cost)
+        assert len([task for task in tasks(plan) if task[0] == 0 and task[3] == 0]) == expected
+    # A surplus stays on its node. Both nodes have the same to do, and on each one rank has all of it.
+    plan = balanced(fixed_layout([[4096], [16] * 8, [16] * 8, [4096]]), nodes=(0, 0, 1, 1))
+    loads = loads_of(plan)
+    assert loads.max() <= 1.01 * loads.mean()
+    assert bytes_by_link(plan, RowBytes(), plan.nodes)[BETWEEN].sum() == 0
+    # Found by a search: shares of rows were given, which rounding gave back.
+    layout, kind = fixed_layout([[], [], [1, 1, 1]]), AttentionKind(1)
+    plan = balanced(layout, workers=Workers.uniform(4), kind=kind, balance_block_size=1)
+    check_plan(plan)
+    assert loads_of(plan).max() == 1
 
 
 @pytest.mark.parametrize("tolerance", [0.05, 0.01, 0.001, 0.0001, 0.0])
@@ -47,27 +93,34 @@ def test_the_tolerance_is_what_is_reached(tolerance):
     assert most[0] > 1 + 0.9 * tolerance  # what it allows is used
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"workers": Workers.uniform(1)}, "3 ranks, but only 1 workers"),
-        ({"balance_tolerance": -1}, "balance_tolerance must be 0 or more"),
-        ({"balance_tolerance": float("nan")}, "balance_tolerance must be 0 or more"),
-        *(
-            ({"nodes": nodes, "workers": Workers.uniform(workers)}, f"one number per worker, {workers} in all")
-            for nodes, workers in (((0, 0), 3), ((1, 1, 0), 3), ((0, 2, 2), 3), ((0, 1, 0), 3), ((0, 0, 1, 3), 4))
-        ),
-        ({"ranks_per_node": 2}, "ranks_per_node=2 does not divide the 3 ranks that train together; give"),
-        ({"ranks_per_node": (2, 2)}, "ranks_per_node=2,2 adds up to 4 ranks, but 3 ranks train"),
-        ({"ranks_per_node": (3, 0)}, "ranks_per_node=3,0 adds up to 3 ranks"),
-        ({"ranks_per_node": 0}, "ranks_per_node=0 does not divide the 3 ranks"),
-        ({"ranks_per_node": ()}, "ranks_per_node= adds up to 0 ranks"),
-        ({"balance_block_size": 0}, "balance_block_size must be at least 1"),
-    ],
-)
-def test_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        balanced(fixed_layout([[1], [2], [3]]), **options)
+def test_refused():
+    def balance(**options):
+        return lambda: balanced(fixed_layout([[1], [2], [3]]), **options)
+
+    nodes = (((0, 0), 3), ((1, 1, 0), 3), ((0, 2, 2), 3), ((0, 1, 0), 3), ((0, 0, 1, 3), 4))
+    for make, message in (
+        (lambda: AttentionKind(q_heads=32, kv_heads=5), "kv_heads must divide q_heads, got q_heads=32 and kv_heads=5"),
+        (lambda: AttentionKind(dim_v=0), "dim_v must be positive, got 0"),
+        (lambda: Workers((1.0,), (0.0, 0.0)), "1 speeds and 2 base loads"),
+        (lambda: Workers((), ()), "0 speeds"),
+        (lambda: Workers((0.0,), (0.0,)), "speeds must be positive"),
+        (lambda: Workers((float("nan"),), (0.0,)), "speeds must be positive"),
+        (lambda: Workers((1.0,), (-1.0,)), "base loads must be finite and not negative"),
+        (lambda: as_lengths([1, 0]), "document 1 has length 0"),
+        (lambda: as_lengths([1.5]), "must be 64-bit integers"),
+        (lambda: as_lengths([True]), "must be 64-bit integers"),
+        (lambda: as_lengths([2**31]), "more than"),
+        (balance(workers=Workers.uniform(1)), "3 ranks, but only 1 workers"),
+        (balance(balance_tolerance=-1), "balance_tolerance must be 0 or more"),
+        (balance(balance_tolerance=float("nan")), "balance_tolerance must be 0 or more"),
+        *((balance(nodes=of, workers=Workers.uniform(n)), f"one number per worker, {n} in all") for of, n in nodes),
+        (balance(ranks_per_node=(3, 0)), "ranks_per_node=3,0 adds up to 3 ranks"),
+        (balance(ranks_per_node=0), "ranks_per_node=0 does not divide the 3 ranks"),
+        (balance(ranks_per_node=()), "ranks_per_node= adds up to 0 ranks"),
+        (balance(balance_block_size=0), "balance_block_size must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 ROW = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 900)), max_size=8)
@@ -100,13 +153,8 @@ def problems(draw):
 )
 def test_plans_compute_every_row_once_within_tolerance(problem, window, balance_tolerance, block):
     layout, workers, nodes = problem
-    options = {
-        "workers": workers,
-        "nodes": nodes,
-        "kind": AttentionKind(window),
-        "balance_tolerance": balance_tolerance,
-        "balance_block_size": block,
-    }
+    options = {"workers": workers, "nodes": nodes, "kind": AttentionKind(window)}
+    options |= {"balance_tolerance": balance_tolerance, "balance_block_size": block}
     plan = balanced(layout, **options)
     check_plan(plan)
     assert plan.nodes == nodes
@@ -121,33 +169,16 @@ def test_plans_compute_every_row_once_within_tolerance(problem, window, balance_
     assert late.max() <= 1e-6 * ideal
 
 
-def test_documents_of_one_row_spread_over_workers():
-    # Found by a search: shares of rows were given, which rounding gave back.
-    plan = balanced(
-        fixed_layout([[], [], [1, 1, 1]]), workers=Workers.uniform(4), kind=AttentionKind(1), balance_block_size=1
-    )
-    check_plan(plan)
-    assert loads_of(plan).max() == 1
-
-
-@pytest.mark.parametrize(("row_overhead", "counted"), [(128, 128), (512, 512), (100, 128), (200, 256)])
-def test_rows_count_too_in_whole_blocks(row_overhead, counted):
-    for window in (None, 1024):
+def test_rows_count_too_in_whole_blocks():
+    overheads = ((128, 128), (512, 512), (100, 128), (200, 256))
+    for (row_overhead, counted), window in itertools.product(overheads, (None, 1024)):
         plan = balanced(fixed_layout([[8192], [512] * 16]), kind=AttentionKind(window), row_overhead=row_overhead)
-        costs = loads_of(plan) + counted * query_rows_of(plan)
+        costs = loads_of(plan, counted)
         assert costs.max() / costs.mean() <= 1.01
         assert loads_of(plan)[0] > 1.01 * loads_of(plan).mean()  # rank 0 has fewer rows, so it takes more pairs
 
 
-def test_a_rest_on_both_sides_costs_gathering():
-    # Rows of the middle need the fewest bytes where keys are as wide as queries.
-    layout, kind = fixed_layout([[8192], [512] * 16]), AttentionKind(None, 1, 1, 8, 8)
-    for gather_cost, expected in ((0.0, 2), (0.2, 1)):
-        plan = balanced(layout, kind=kind, gather_cost=gather_cost)
-        assert len([task for task in tasks(plan) if task[0] == 0 and task[3] == 0]) == expected
-
-
-def test_flows():
+def test_flows_and_their_sources():
     for surplus, partners, flows in (
         ([5.0, -9.0, -6.0, -2.0], {}, {0: [(2, 5.0)]}),  # to the tightest room that takes all
         ([12.0, -9.0, -6.0, -2.0], {}, {0: [(1, 9.0), (2, 3.0)]}),  # beyond every room, to the largest first
@@ -155,24 +186,7 @@ def test_flows():
         ([5.0, 4.0, -5.0, -9.0, -4.0], {0: {0, 1}, 1: {0, 1}}, {0: [(3, 5.0)], 1: [(3, 4.0)]}),  # partners share
     ):
         assert plan_flows(surplus, partners) == flows
-
-
-@given(st.lists(st.integers(-50, 50), min_size=1, max_size=12), st.sets(st.integers(0, 11)))
-def test_flows_end_every_surplus_that_there_is_room_for(surplus, near):
-    near = near & set(range(len(surplus)))
-    flows = plan_flows([float(extra) for extra in surplus], dict.fromkeys(range(12), near))
-    left = list(surplus)
-    for giver, given_ in flows.items():
-        for taker, amount in given_:
-            assert amount > 0
-            left[giver] -= amount
-            left[taker] += amount
-    room = -sum(extra for extra in surplus if extra < 0)
-    wanted = sum(extra for extra in surplus if extra > 0)
-    assert sum(extra for extra in left if extra > 0) == pytest.approx(max(wanted - room, 0))
-
-
-def test_pairs_are_taken_from_these_tasks():
+    # Pairs are taken from these tasks.
     for stops, window, amount, known, expected in (
         ([1000, 30000, 900], None, 1e6, [0, 0, 0], {1: 1e6}),  # a small amount comes from one task
         ([1000] * 3, None, pairs(0, 1000) * 1.5, [0, 0, 0], {0: 500500.0, 1: 250250.0}),  # a large one from several
@@ -181,40 +195,6 @@ def test_pairs_are_taken_from_these_tasks():
     ):
         high = pairs(0, np.array(stops), window).astype(float)
         assert take(Price(16384, 4096, window), np.zeros(len(stops)), high, amount, np.array(known)) == expected
-
-
-def test_workers_of_a_node_finish_together():
+    # Workers of a node finish together: (20 + 1 · 4) / 4, and 5 + 6 / 2.
     ideal = ideals_inside(np.array([20, 0, 6]), Workers((1.0, 3.0, 2.0), (4.0, 0.0, 5.0)), np.array([0, 0, 1]))
-    assert ideal.tolist() == [6.0, 6.0, 8.0]  # (20 + 1 · 4) / 4, and 5 + 6 / 2
-
-
-@pytest.mark.parametrize(
-    ("rows", "window", "limit", "of_nodes", "expected"),
-    [
-        # Node 1 has rows 48 to 64 of document 0, whose 16 rows have 904 pairs. Each of its ranks has room for
-        # 500 - 36 = 464 pairs, and rows 48 to 56 have 420.
-        ([[64], [16], [8], [8]], None, 500.0,
-         [(0, 0, 48, 0), (1, 0, 16, 0), (0, 48, 64, 1), (2, 0, 8, 1), (3, 0, 8, 1)],
-         [(0, 0, 48, 0), (1, 0, 16, 1), (0, 48, 56, 2), (2, 0, 8, 2), (0, 56, 64, 3), (3, 0, 8, 3)]),
-        # Rank 2 has room for 964 pairs, then 836: still more than the 516 of rank 3. Without a window it had 60 left.
-        ([[64], [16], [8], [64]], 8, 1000.0,
-         [(0, 0, 48, 0), (0, 48, 64, 1), (1, 0, 16, 1), (2, 0, 8, 1), (3, 0, 64, 1)],
-         [(0, 0, 48, 0), (0, 48, 64, 2), (1, 0, 16, 2), (2, 0, 8, 2), (3, 0, 64, 3)]),
-    ],
-    ids=["full", "window"],
-)  # fmt: skip
-def test_rows_of_other_nodes_go_to_those_with_room(rows, window, limit, of_nodes, expected):
-    settings = PlanSettings(4, 64, balance_block_size=8)
-    problem = Problem(fixed_layout(rows), AttentionKind(window), settings, Workers.uniform(4), np.full(4, 0.01))
-    tasks = tasks_of_workers(np.array(of_nodes, TASK), problem, np.array([0, 0, 1, 1]), np.full(4, limit))
-    assert tasks.tolist() == expected
-
-
-def test_a_surplus_stays_on_its_node():
-    # Both nodes have the same to do, and on each one rank has all of it.
-    layout = fixed_layout([[4096], [16] * 8, [16] * 8, [4096]])
-    plan = balanced(layout, nodes=(0, 0, 1, 1))
-    loads = loads_of(plan)
-    assert plan.nodes == (0, 0, 1, 1)
-    assert loads.max() <= 1.01 * loads.mean()
-    assert bytes_by_link(plan, RowBytes(), plan.nodes)[BETWEEN].sum() == 0
+    assert ideal.tolist() == [6.0, 6.0, 8.0]

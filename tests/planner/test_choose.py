@@ -40,18 +40,26 @@ def exchanges(plan) -> bool:
     return any(bytes_moved(each, RowBytes()).any() for each in plans)
 
 
-def test_equal_documents_stay_whole():
-    plan = chosen([32] * 8)
-    assert plan.choice.group == 1
-    assert len(plan.nano_batches) == 1
-    assert not exchanges(plan)
+def test_documents_are_shared_where_links_are_fast_and_not_where_they_are_slow():
+    plan = chosen([32] * 8)  # equal documents stay whole
+    assert (plan.choice.group, len(plan.nano_batches), exchanges(plan)) == (1, 1, False)
     assert plan.choice.seconds == pytest.approx(2 * 3e-3 * 32 * 33 / 2 + 64 * 4e-4)
-
-
-def test_one_long_document_is_shared_where_links_are_fast_and_not_where_they_are_slow():
     lengths = [60, *[10] * 12]
     assert exchanges(chosen(lengths))
     assert not exchanges(chosen(lengths, SLOW, SLOW))
+    # Slow links between nodes are not used.
+    plan = chosen(lengths, FREE, SLOW)
+    assert plan.choice.group == 2
+    assert exchanges(plan)
+    for nano in plan.nano_batches:
+        for of_kind in nano.plans.values():
+            assert of_kind.nodes is None
+            at = {document: rank // 2 for document, *_, rank, _ in of_kind.layout.segments.tolist()}
+            assert all(at[document] == worker // 2 for document, _, _, worker in of_kind.tasks.tolist())
+    # A document too long for a node crosses all the same.
+    plan = chosen([200, 20], FREE, SLOW)
+    assert plan.choice.group == 4
+    assert plan.tokens.max() <= 64
 
 
 def test_ranks_that_share_cores_need_no_balance():
@@ -63,59 +71,31 @@ def test_ranks_that_share_cores_need_no_balance():
     assert plan.choice.packed_seconds < 1.3 * plan.choice.seconds
     # Two ranks a core: the rank with the long document would be done last all the same.
     assert exchanges(chosen(lengths, ranks_per_core=2.0))
-
-
-def test_ranks_that_share_cores_take_turns():
-    """Four ranks on two cores, with 4, 2, 1 and 1 seconds while all compute."""
+    # As many ranks as there are cores are done last: the others get fewer documents, so that no core idles.
+    plan = chosen([60, *[30] * 6], SLOW, SLOW, tokens=128, ranks_per_core=2.0)
+    assert (plan.choice.group, sorted(plan.tokens.tolist())) == (1, [30, 60, 60, 90])
+    alone = chosen([60, *[30] * 6], SLOW, SLOW, tokens=128)
+    assert sorted(alone.tokens.tolist()) == [60] * 4
+    # Four ranks on two cores, with 4, 2, 1 and 1 seconds while all compute: one second of four ranks, one of two at
+    # double speed, and two of one at double speed.
     shared = replace(costs(FREE, FREE), ranks_per_core=2.0)
-    # One second of four ranks, one of two at double speed, and two of one at double speed.
     assert shared.until_done(np.array([4.0, 1, 2, 1]), 4.0) == 1 + 1 / 2 + 2 / 2
     assert shared.until_done(np.array([1.0] * 4), 6.0) == 3.0
     assert shared.until_done(2.0, 2.0) == 2.0
     assert costs(FREE, FREE).until_done(np.array([4.0, 1, 2, 1]), 4.0) == 4.0
 
 
-def test_as_many_ranks_as_there_are_cores_are_done_last():
-    """The other ranks get fewer documents than an even share, so that no core idles."""
-    plan = chosen([60, *[30] * 6], SLOW, SLOW, tokens=128, ranks_per_core=2.0)
-    assert plan.choice.group == 1
-    assert sorted(plan.tokens.tolist()) == [30, 60, 60, 90]
-    alone = chosen([60, *[30] * 6], SLOW, SLOW, tokens=128)
-    assert sorted(alone.tokens.tolist()) == [60] * 4
-
-
-def test_slow_links_between_nodes_are_not_used():
-    plan = chosen([60, *[10] * 12], FREE, SLOW)
-    assert plan.choice.group == 2
-    assert exchanges(plan)
-    for nano in plan.nano_batches:
-        for of_kind in nano.plans.values():
-            assert of_kind.nodes is None
-            node_of = np.array([0, 0, 1, 1])
-            at = {document: node_of[rank] for document, rank in of_kind.layout.segments[["document", "rank"]].tolist()}
-            assert all(at[document] == node_of[worker] for document, _, _, worker in of_kind.tasks.tolist())
-
-
-def test_a_document_too_long_for_a_node_crosses_all_the_same():
-    plan = chosen([200, 20], FREE, SLOW)
-    assert plan.choice.group == 4
-    assert plan.tokens.max() <= 64
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_numbers_of_nano_batches_that_are_given_are_kept(count):
-    plan = chosen([60, 50, *[10] * 10], nano_batches=(count,))
-    assert len(plan.nano_batches) == count
-
-
-@pytest.mark.parametrize("layout", ["fixed", "whole", "joint"])
-def test_layouts_that_are_given_are_kept(layout):
-    of_plans = PlanSettings(4, 64, (KIND,), document_layout=layout, balance_block_size=4)
+def test_what_is_given_is_kept():
+    for count in (1, 2):
+        assert len(chosen([60, 50, *[10] * 10], nano_batches=(count,)).nano_batches) == count
     lengths = [60, *[10] * 12]
-    found = plan_micro_batch(lengths, replace(of_plans, choices=Choices(costs(FREE, FREE), groups=False)))
-    (expected, *_) = plan_micro_batch(lengths, replace(of_plans, ping_pong=len(found.nano_batches) == 2)).nano_batches
-    assert np.array_equal(found.nano_batches[0].layout.segments, expected.layout.segments)
-    assert found.choice.group == 4
+    for layout in ("fixed", "whole", "joint"):
+        of_plans = PlanSettings(4, 64, (KIND,), document_layout=layout, balance_block_size=4)
+        found = plan_micro_batch(lengths, replace(of_plans, choices=Choices(costs(FREE, FREE), groups=False)))
+        expected = plan_micro_batch(lengths, replace(of_plans, ping_pong=len(found.nano_batches) == 2))
+        one, other = (plan.nano_batches[0].layout.segments for plan in (found, expected))
+        assert np.array_equal(one, other)
+        assert found.choice.group == 4
 
 
 @pytest.mark.parametrize("bandwidth", [5e9, 50e9])
@@ -125,9 +105,8 @@ def test_the_search_finds_what_trying_everything_finds(bandwidth):
     links = Links(profile.exchange.within, LinkCost(3e-5, bandwidth))
     setup = Setup(LLAMA_8B, replace(profile, exchange=links), 8, 8192, 4)
     of_plans = PlanSettings(8, 8192, tuple(LLAMA_8B.layers), ranks_per_node=4)
-    ratios = []
+    choices, ratios = Choices(setup.costs), []
     for lengths in islice(micro_batches(lognormal(2000, 1.2), 8 * 8192, seed=0), 6):
-        choices = Choices(setup.costs)
         found = plan_micro_batch(lengths.tolist(), replace(of_plans, choices=choices)).choice.seconds
         ratios.append(found / min(each.choice.seconds for each in candidates(lengths, of_plans, choices)))
     assert np.median(ratios) <= 1.01
@@ -137,13 +116,10 @@ def test_the_search_finds_what_trying_everything_finds(bandwidth):
 @pytest.mark.parametrize("groups", [True, False])
 def test_a_slower_rank_gets_less_to_do(groups):
     """It takes twice as long for everything, and has equally many rows in the joint layout."""
-    lengths, of_plans = [240], PlanSettings(4, 64, (KIND,), balance_block_size=4, ranks_per_node=2)
-    of_choices = costs(FREE, FREE)
+    of_plans = PlanSettings(4, 64, (KIND,), balance_block_size=4, ranks_per_node=2)
+    of_costs = (replace(costs(FREE, FREE), slowness=slowness) for slowness in ((), (1.0, 1.0, 1.0, 2.0)))
     alike, uneven = (
-        plan_micro_batch(
-            lengths, replace(of_plans, choices=Choices(replace(of_choices, slowness=slowness), groups=groups))
-        )
-        for slowness in ((), (1.0, 1.0, 1.0, 2.0))
+        plan_micro_batch([240], replace(of_plans, choices=Choices(each, groups=groups))) for each in of_costs
     )
     loads = [sum(loads_of(nano.plans[KIND]) for nano in plan.nano_batches) for plan in (alike, uneven)]
     assert loads[0].max() <= 1.02 * loads[0].mean()
@@ -154,36 +130,28 @@ def test_a_slower_rank_gets_less_to_do(groups):
     assert uneven.choice.seconds < 0.8 * 2 * alike.choice.seconds
 
 
-@pytest.mark.parametrize(
-    ("link", "call", "buffers", "fewest", "most"),
-    [
+def test_stages_are_as_many_as_pay():
+    """Of one document: each stage costs calls of the kernel, and hides the exchange of the next."""
+
+    def of_one_document(link, call):
+        found, kernel = costs(link, link), KernelCost(call, 0.0, 0.0, 1e-6)
+        found = replace(found, kinds=(replace(found.kinds[0], forward=kernel, backward=kernel),))
+        return Choices(found, nano_batches=(1,))
+
+    slow = LinkCost(0.0, 2e4)
+    for link, call, buffers, fewest, most in (
         (FREE, 1.0, 1.0, 1, 1),
         (FREE, 1.0, 2.9, 1, 1),  # all rows fit into three buffers
         (FREE, 1.0, 4.0, 2, 5),
-        (LinkCost(0.0, 2e4), 0.0, 1.0, 4, 99),
-    ],
-)
-def test_stages_are_as_many_as_pay(link, call, buffers, fewest, most):
-    """Of one document: each stage costs calls of the kernel, and hides the exchange of the next."""
-    found = costs(link, link)
-    (of_kind,) = found.kinds
-    kernel = KernelCost(call, 0.0, 0.0, 1e-6)
-    found = replace(found, kinds=(replace(of_kind, forward=kernel, backward=kernel),))
-    of_plans = PlanSettings(2, 16384, (KIND,), document_layout="fixed", choices=Choices(found, nano_batches=(1,)))
-    ((nano,), *_) = vars(plan_micro_batch([32768], of_plans)).values()
-    rows = int(rows_by_stage(replace(nano.plans[KIND], stage_rows=None)).max())
-    of_plans = replace(of_plans, exchange_buffer_bytes=int(rows / buffers) * of_plans.row_bytes(KIND).kv)
-    ((nano,), *_) = vars(plan_micro_batch([32768], of_plans)).values()
-    assert fewest <= count_plan(nano.plans[KIND], KIND, 2).stages <= most
-
-
-@pytest.mark.parametrize(("call", "stages"), [(1.0, 1), (0.0, None)])
-def test_plans_are_compared_with_few_stages_where_these_pay(call, stages):
-    """On links that take time: where calls of the kernel are free, the usual number hides the exchange."""
-    found = costs(LinkCost(0.0, 2e4), LinkCost(0.0, 2e4))
-    kernel = KernelCost(call * 1e3, 0.0, 0.0, 1e-6)
-    found = replace(found, kinds=(replace(found.kinds[0], forward=kernel, backward=kernel),))
-    of_plans = PlanSettings(2, 16384, (KIND,))
-    assert {each.stages for each in candidates(np.array([32768]), of_plans, Choices(found, nano_batches=(1,)))} == {
-        stages
-    }
+        (slow, 0.0, 1.0, 4, 99),
+    ):
+        of_plans = PlanSettings(2, 16384, (KIND,), document_layout="fixed", choices=of_one_document(link, call))
+        (nano,) = plan_micro_batch([32768], of_plans).nano_batches
+        rows = int(rows_by_stage(replace(nano.plans[KIND], stage_rows=None)).max())
+        of_plans = replace(of_plans, exchange_buffer_bytes=int(rows / buffers) * of_plans.row_bytes(KIND).kv)
+        (nano,) = plan_micro_batch([32768], of_plans).nano_batches
+        assert fewest <= count_plan(nano.plans[KIND], KIND, 2).stages <= most
+    # Plans are compared with few stages where these pay: where calls are free, the usual number hides the exchange.
+    for call, stages in ((1e3, 1), (0.0, None)):
+        found = candidates(np.array([32768]), PlanSettings(2, 16384, (KIND,)), of_one_document(slow, call))
+        assert {each.stages for each in found} == {stages}

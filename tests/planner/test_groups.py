@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,19 +22,11 @@ def costs(token: float = 0.0, pair: float = 1.0) -> StepCosts:
     return StepCosts((KindCosts(KIND, 1, kernel, kernel),), token / 2, 0.0, 1.0, 0.0, Links(LINK, LINK))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
-        ((4,), [(1, 1, 1, 1), (2, 2), (4,)]),
-        ((3,), [(1, 1, 1), (2, 1), (3,)]),
-        ((2, 1), [(1, 1, 1), (2, 1), (3,)]),
-        ((1, 1, 1, 1), [(1, 1, 1, 1), (2, 2), (4,)]),
-        ((4, 2), [(1,) * 6, (2, 2, 2), (4, 2), (6,)]),
-        ((1,), [(1,)]),
-    ],
-)
-def test_neighbours_are_joined_inside_nodes_first(nodes, expected):
-    assert partitions(nodes) == expected
+def test_neighbours_are_joined_inside_nodes_first():
+    assert partitions((4,)) == partitions((1, 1, 1, 1)) == [(1, 1, 1, 1), (2, 2), (4,)]
+    assert partitions((3,)) == partitions((2, 1)) == [(1, 1, 1), (2, 1), (3,)]
+    assert partitions((4, 2)) == [(1,) * 6, (2, 2, 2), (4, 2), (6,)]
+    assert partitions((1,)) == [(1,)]
 
 
 def placed(lengths, sizes, tokens, seconds=None, slowness=None):
@@ -49,96 +40,61 @@ def in_groups(lengths, placing, tokens, count=1, *, evenly=False, **settings):
     return nano_batches_in_groups(np.array(lengths), placing, of_plans, costs(), count, evenly=evenly)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "sizes", "tokens", "others", "documents", "seconds"),
-    [
-        ([3, 9, 4, 5], (1, 1), 12, {}, [[0, 1], [2, 3]], [12, 9]),
+def test_a_document_goes_to_the_group_with_the_least_work():
+    for lengths, sizes, tokens, others, documents, seconds in (
+        ([3, 9, 4, 5], (1, 1), 12, {}, [[0, 1], [2, 3]], [12, 9]),  # the costliest first
         # Documents of one second each: the rank that takes three times as long gets one of four.
         ([4] * 4, (1, 1), 16, {"seconds": [1.0] * 4, "slowness": [1.0, 3.0]}, [[0, 2, 3], [1]], [3, 3]),
         ([6] * 3, (1, 2), 6, {}, [[0], [1, 2]], [6, 6]),
-    ],
-    ids=["costliest first", "a slow rank", "uneven groups"],
-)
-def test_a_document_goes_to_the_group_with_the_least_work(lengths, sizes, tokens, others, documents, seconds):
-    placing = placed(lengths, sizes, tokens, **others)
-    assert [each.tolist() for each in placing.documents] == documents
-    assert placing.seconds.tolist() == seconds
-    assert placing.slowest == max(seconds)
-    assert placing.left == ()
-
-
-def test_what_no_group_has_room_for_is_left_and_cut_wherever_there_is_room():
+    ):
+        placing = placed(lengths, sizes, tokens, **others)
+        assert [each.tolist() for each in placing.documents] == documents
+        assert placing.seconds.tolist() == seconds
+        assert (placing.slowest, placing.left) == (max(seconds), ())
+    # What no group has room for is left, and cut wherever there is room.
     placing = placed([7, 7, 4], (1, 1), 9)
     assert placing.left == (2,)
     (nano,) = in_groups([7, 7, 4], placing, 9)
-    assert [tuple(segment)[:4] for segment in nano.layout.segments.tolist()] == [
-        (0, 0, 7, 0),
-        (2, 0, 2, 0),
-        (1, 0, 7, 1),
-        (2, 2, 4, 1),
-    ]
+    segments = [segment[:4] for segment in nano.layout.segments.tolist()]
+    assert segments == [(0, 0, 7, 0), (2, 0, 2, 0), (1, 0, 7, 1), (2, 2, 4, 1)]
+    assert placed([10, 3], (1, 1), 9) is None  # longer than any group takes
+    assert placed([8], (1, 1), 9) is None  # a group would hold nothing
 
 
-@pytest.mark.parametrize(
-    ("lengths", "sizes"),
-    [
-        ([10, 3], (1, 1)),  # longer than any group takes
-        ([8], (1, 1)),  # a group would hold nothing
-    ],
-)
-def test_documents_that_groups_cannot_hold(lengths, sizes):
-    assert placed(lengths, sizes, 9) is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "tokens", "nodes", "sizes"),
-    [
-        ([8.0] * 4, 40, (2,) * 4, (2, 2, 2, 2)),
-        # Three nodes for the first document, and one for the others.
-        ([24.0, 4, 4], 40, (2,) * 4, (6, 2)),
+def test_nodes_are_joined_as_far_as_documents_need():
+    for seconds, nodes, sizes in (
+        ([8.0] * 4, (2,) * 4, (2, 2, 2, 2)),
+        ([24.0, 4, 4], (2,) * 4, (6, 2)),  # three nodes for the first document, and one for the others
         # Nodes with work for 8, 7, 9 and 8: those with the most and the least are joined.
-        ([8.0, 7, 6, 5, 3, 3], 40, (2,) * 4, (4, 2, 2)),
-        ([8.0] * 4, 40, (2, 2, 1), None),
-        ([24.0, 24, 24], 40, (2,) * 4, None),  # two nodes for each of them
-    ],
-)
-def test_nodes_are_joined_as_far_as_documents_need(seconds, tokens, nodes, sizes):
-    lengths = np.array([int(each) for each in seconds])
-    assert joined_nodes(lengths, np.array(seconds), nodes, tokens, np.ones(sum(nodes))) == sizes
+        ([8.0, 7, 6, 5, 3, 3], (2,) * 4, (4, 2, 2)),
+        ([8.0] * 4, (2, 2, 1), None),
+        ([24.0, 24, 24], (2,) * 4, None),  # two nodes for each of them
+    ):
+        lengths = np.array(seconds).astype(int)
+        assert joined_nodes(lengths, np.array(seconds), nodes, 40, np.ones(sum(nodes))) == sizes
 
 
 def evenly(lengths, room, *nodes):
     return divide_evenly(np.array(lengths), document_seconds(np.array(lengths), costs()), np.array(room), *nodes)
 
 
-def test_over_nodes_only_the_longest_documents_are_divided():
-    segments = evenly([32, 10, 10, 2], [20] * 4, (2, 2))
-    over_ranks = {document: set(segments[segments[:, 0] == document, 3].tolist()) for document in range(4)}
-    assert over_ranks[0] == {0, 1, 2, 3}
-    assert {frozenset(over_ranks[1]), frozenset(over_ranks[2])} == {frozenset({0, 1}), frozenset({2, 3})}
-    assert len(over_ranks[3]) == 1
-    held = np.bincount(segments[:, 3], weights=segments[:, 2] - segments[:, 1])
-    assert held.sum() == 54
-    assert held.max() <= 20
+def held(segments):
+    return np.bincount(segments[:, 3], weights=segments[:, 2] - segments[:, 1]).tolist()
 
 
 def test_a_long_document_is_divided_so_that_ranks_compute_alike():
-    segments = evenly([16, 2, 2], [10, 10])
-    assert segments.tolist() == [
-        [0, 0, 4, 0],
-        [0, 4, 8, 1],
-        [0, 8, 12, 1],
-        [0, 12, 16, 0],
-        [1, 0, 2, 0],
-        [2, 0, 2, 1],
-    ]
-
-
-def test_dividing_evenly_keeps_to_the_room_of_every_rank():
-    segments = evenly([17], [8, 9])
-    held = np.bincount(segments[:, 3], weights=segments[:, 2] - segments[:, 1])
-    assert held.tolist() == [8, 9]
+    divided = [[0, 0, 4, 0], [0, 4, 8, 1], [0, 8, 12, 1], [0, 12, 16, 0]]
+    assert evenly([16, 2, 2], [10, 10]).tolist() == [*divided, [1, 0, 2, 0], [2, 0, 2, 1]]
+    # As far as every rank has room.
+    assert held(evenly([17], [8, 9])) == [8, 9]
     assert evenly([18], [8, 9]) is None
+    # Over nodes only the longest documents are divided.
+    segments = evenly([32, 10, 10, 2], [20] * 4, (2, 2))
+    whole, one, other, short = ({rank for number, _, _, rank in segments.tolist() if number == n} for n in range(4))
+    assert whole == {0, 1, 2, 3}
+    assert sorted((one, other), key=min) == [{0, 1}, {2, 3}]
+    assert len(short) == 1
+    assert (sum(held(segments)), max(held(segments)) <= 20) == (54, True)
 
 
 def test_no_rank_is_left_without_a_row():
@@ -153,28 +109,24 @@ def test_attention_is_balanced_inside_every_group():
     (nano,) = in_groups(lengths, placed(lengths, (2, 2), 20), 20, evenly=True, balance_block_size=1)
     assert nano.layout.tokens.tolist() == [20, 16, 20, 16]
     assert loads_of(nano.plans[KIND]).tolist() == [45, 45, 45, 45]
+    # Rows are forwarded where groups have ranks of several nodes.
+    for sizes, nodes in (((4, 4), (0, 0, 1, 1, 2, 2, 3, 3)), ((2, 2, 2, 2), None)):
+        placing = placed([8] * 4, sizes, 8)
+        (nano,) = in_groups([8] * 4, placing, 8, balance_block_size=1, ranks_per_node=2)
+        assert nano.plans[KIND].nodes == nodes
 
 
-@pytest.mark.parametrize(("sizes", "nodes"), [((4, 4), (0, 0, 1, 1, 2, 2, 3, 3)), ((2, 2, 2, 2), None)])
-def test_rows_are_forwarded_where_groups_have_ranks_of_several_nodes(sizes, nodes):
-    lengths = [8] * 4
-    (nano,) = in_groups(lengths, placed(lengths, sizes, 8), 8, balance_block_size=1, ranks_per_node=2)
-    assert nano.plans[KIND].nodes == nodes
-
-
-@pytest.mark.parametrize(
-    ("kind", "pairs"),
-    [(KIND, 55), (replace(KIND, window=4), 4 * 5 // 2 + 6 * 4), (replace(KIND, chunk=4), 10 + 10 + 3)],
-)
-def test_seconds_of_a_document(kind, pairs):
+def test_seconds_of_a_document():
     kernel = KernelCost(9.0, 0.25, 0.125, 0.5)
-    of_kind = StepCosts((KindCosts(kind, 2, kernel, kernel),), 1.0, 2.0, 3.0, 5.0, Links(LINK, LINK))
-    assert document_seconds(np.array([10]), of_kind).tolist() == [
-        10 * (2 * 3 * 4 + 5) + 4 * (0.5 * pairs + 0.375 * 10)
-    ]
-
-
-def test_a_short_document_costs_more_a_pair():
+    for kind, pairs in (
+        (KIND, 55),
+        (replace(KIND, window=4), 4 * 5 // 2 + 6 * 4),
+        (replace(KIND, chunk=4), 10 + 10 + 3),
+    ):
+        of_kind = StepCosts((KindCosts(kind, 2, kernel, kernel),), 1.0, 2.0, 3.0, 5.0, Links(LINK, LINK))
+        expected = 10 * (2 * 3 * 4 + 5) + 4 * (0.5 * pairs + 0.375 * 10)
+        assert document_seconds(np.array([10]), of_kind).tolist() == [expected]
+    # A short document costs more a pair.
     of_kind = KindCosts(KIND, 1, KernelCost(0, 0, 0, 0, diagonal=1.0), KernelCost(0, 0, 0, 0))
     seconds = document_seconds(np.array([10, 600]), StepCosts((of_kind,), 0.0, 0.0, 0.0, 0.0, Links(LINK, LINK)))
     assert seconds.tolist() == [10 * 10, 600 * 512]
@@ -201,9 +153,7 @@ def test_every_arrangement_is_a_plan_within_its_groups(drawn, nano_batches, even
     of_plans = PlanSettings(ranks, tokens, (kind,), balance_block_size=4, ranks_per_node=nodes)
     for sizes in partitions(nodes):
         placing = placed(lengths, sizes, tokens, lengths.astype(float) ** 2)
-        if placing is None:
-            continue
-        found = nano_batches_in_groups(lengths, placing, of_plans, costs(), nano_batches, evenly=evenly)
+        found = placing and nano_batches_in_groups(lengths, placing, of_plans, costs(), nano_batches, evenly=evenly)
         if found is None:
             continue
         assert len(found) == nano_batches

@@ -80,21 +80,17 @@ def step_costs(**changed: float) -> StepCosts:
     return StepCosts((KindCosts(KIND, 1, kernel, kernel),), 5e-7, 5e-7, 1.0, 0.0, Links(link, link), mixing=mixing)
 
 
-def test_the_backward_takes_its_share():
-    costs = replace(step_costs(), backward_factor=2.0)
-    plan = plan_micro_batch([100, 100], replace(SETTINGS, document_layout="whole"))
-    assert predict_plan(plan, SETTINGS, costs).mixing == pytest.approx(3 * 3e-7 * 100 * (1 + 2))
-
-
 def test_documents_are_cut_only_as_long_as_a_cut_is_cheap():
     for changed, group in (({}, 2), ({"state": 1e8}, 1), ({"continued": 1e-4}, 1)):
         costs = step_costs(**changed)
         plan = plan_micro_batch([4000, 500, 500, 400], replace(SETTINGS, choices=Choices(costs)))
         assert plan.choice.group == group
         assert plan.choice.seconds == pytest.approx(predict_plan(plan, SETTINGS, costs).seconds, rel=1e-3)
-
-
-def test_equal_tokens_matter_more_the_more_layers_mix():
+    # The backward takes its share.
+    costs = replace(step_costs(), backward_factor=2.0)
+    plan = plan_micro_batch([100, 100], replace(SETTINGS, document_layout="whole"))
+    assert predict_plan(plan, SETTINGS, costs).mixing == pytest.approx(3 * 3e-7 * 100 * (1 + 2))
+    # Equal tokens matter more the more layers mix.
     few, many = (document_seconds(np.array([4000, 500]), step_costs(layers=layers)) for layers in (0, 60))
     assert few[0] / few[1] > 15  # by pairs
     assert many[0] / many[1] < 10  # by tokens

@@ -25,10 +25,11 @@ FLAT = {
     ("joint", 0.001, 64, None): ((2.0, 8.58, 11.55), (11.63, 35.34, 53.58), 136935, 583),
     ("joint", 0.01, 64, 4096): ((0.11, 0.64, 1.15), (0.74, 4.14, 10.78), 132785, 168),
 }
-# kind: the same quantiles of what 64 ranks in nodes of 8 send to other nodes, and of what the busiest rank exchanges.
+# kind: the same quantiles of what 64 ranks in nodes of 8 send to other nodes, and of what the busiest rank exchanges,
+# and the same tasks.
 NODES = {
-    "fixed": ((0.54, 1.68, 2.55), (20.49, 47.58, 61.84)),
-    "joint": ((0.0, 0.65, 0.96), (5.42, 15.64, 37.59)),
+    "fixed": ((0.54, 1.68, 2.55), (20.49, 47.58, 61.84), 133398, 150),
+    "joint": ((0.0, 0.65, 0.96), (5.42, 15.64, 37.59), 134697, 134),
 }
 
 
@@ -55,8 +56,10 @@ def test_flat(kind, tolerance, ranks, window):
 def test_nodes(kind):
     plans = [plan_once(batch, 64, kind, 0.01, 8) for batch in BATCHES]
     tokens = np.array([plan.layout.lengths.sum() / 1000 for plan in plans])
-    between, busiest = NODES[kind]
-    assert max(measure(plan).max_over_mean for plan in plans) <= 1.01
+    found, (between, busiest, tasks, short) = [measure(plan) for plan in plans], NODES[kind]
+    assert max(each.max_over_mean for each in found) <= 1.01
+    assert sum(each.tasks for each in found) <= MARGIN * tasks
+    assert sum(each.tasks_cut_below_block for each in found) <= MARGIN * short
     of_links = [bytes_by_link(plan, RowBytes(), nodes_of((8,) * 8)) for plan in plans]
     check([moved[BETWEEN, 0].sum() for moved in of_links] / tokens / 1e6, between)
     check([moved.sum(axis=0).max() for moved in of_links] / tokens / 1e6 * 64, busiest)

@@ -1,3 +1,5 @@
+"""Rows that travel: which, between which ranks, in which stages, and how many bytes they are."""
+
 import itertools
 from dataclasses import replace
 
@@ -6,27 +8,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.plan import TASK, ExchangeFigures, Plan
+from hf_distca.plan import TASK, AttentionKind, ExchangeFigures, Plan
 from hf_distca.planner.cost import RowBytes
+from hf_distca.planner.cuts import chains, halos
 from hf_distca.planner.intervals import table_of
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import (
     BETWEEN,
     WITHIN,
     bytes_by_link,
+    count_plan,
     exchange_figures,
     link_seconds,
     loads_of,
-    query_rows_of,
 )
-from hf_distca.planner.moves import MOVE, forward_inside_nodes
-from hf_distca.planner.routes import TaskGroup, nothing_moves
-from tests.planner.carried_out import check, exchange, local_rows, messages_of, plans_of_all_kinds, routes_of
-from tests.planner.plan_checks import loads_by_row
-from tests.planner.test_stages import quarters
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.moves import MOVE, forward_inside_nodes, rows_to_move
+from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.stages import SMALLEST_STAGE, STAGES_ALONE, rows_by_stage, with_stages
+from tests.planner.carried_out import check, drawn_plans, messages_of, plans_of_all_kinds, routes_of, sent_rows
+from tests.planner.plan_checks import loads_by_row, rows_of
 
 BYTES = RowBytes(q=100, kv=10, o=1000)
 NODES = (0, 0, 1, 1)
+
+
+def quarters(length, ranks=4):
+    """One document, an equal part on each rank, which computes its own rows."""
+    part = length // ranks
+    tasks = np.array([(0, part * rank, part * (rank + 1), rank) for rank in range(ranks)], TASK)
+    return Plan(fixed_layout([[length]], ranks), tasks, ranks)
 
 
 @settings(max_examples=500)
@@ -81,8 +93,7 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
     routes = routes_of(plan)
     ranks = range(plan.layout.ranks)
     counts = []
-    stages = range(len(routes[0].stages))
-    for stage, hop in (("queries", 1), *itertools.product(stages, (1, 2))):
+    for stage, hop in (("queries", 1), *itertools.product(range(len(routes[0].stages)), (1, 2))):
         messages = messages_of(routes, stage, hop)
         sent = np.array([mine.send_counts for mine in messages])
         crosses = any(sent[one, other] for one, other in itertools.permutations(ranks, 2))
@@ -95,32 +106,40 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
     within = node[:, None] == node
     by_link = [[of_link.sum(1).tolist(), of_link.sum(0).tolist()] for of_link in (moved * within, moved * ~within)]
     assert by_link == bytes_by_link(plan, BYTES, node).tolist()
+    counted = count_plan(plan, AttentionKind(plan.window), 2)
+    among = np.arange(plan.workers) < plan.layout.ranks  # servers get their rows in exchanges apart
+    for number, sent in ((counted.among_ranks, among), (counted.with_servers, ~among)):
+        assert number.queries[:, 0].sum(0).tolist() == (queries * sent).sum(1).tolist()
+        assert number.keys[:, 1].sum(0).tolist() == (sum(keys) * sent).sum(0).tolist()
+    for worker, mine in enumerate(routes):
+        asked = [group.pairs for stage in mine.stages for group in (stage.remote_query, stage.remote_query_prefix)]
+        here = [mine.local.pairs, *(stage.remote_kv.pairs for stage in mine.stages)]
+        if plan.window is None:
+            assert counted.local.pairs[worker] == mine.local.pairs
+        assert counted.local.pairs[worker] + counted.remote_kv.pairs[worker] == sum(here)
+        assert counted.remote_query.pairs[worker] == sum(asked)
     assert loads_of(plan).tolist() == loads_by_row(plan)
-    assert query_rows_of(plan).sum() == plan.layout.lengths.sum()
-
-
-def plan_of(rows, tasks):
-    return Plan(fixed_layout(rows), np.array(tasks, TASK), 4)
+    assert (loads_of(plan, 3) - loads_of(plan)).sum() == 3 * plan.layout.lengths.sum()
 
 
 def test_bytes_within_and_between_nodes():
+    def plan_of(rows, tasks):
+        return Plan(fixed_layout(rows), np.array(tasks, TASK), 4)
+
     # Ranks 0 and 1 are one node, 2 and 3 the other. Rank 0 holds 4 rows; ranks 2 and 3 compute the last two.
     plan = plan_of([[4], [], [], []], [(0, 0, 2, 0), (0, 2, 3, 2), (0, 3, 4, 3)])
-    moved = bytes_by_link(plan, BYTES, NODES)
-    assert moved[WITHIN].tolist() == [[0] * 4, [0] * 4]
-    assert moved[BETWEEN].tolist() == [[200 + 30 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 40]]
     # Rows 0 to 2 are read by both: they go to rank 2 once, which forwards them.
     forwarded = bytes_by_link(replace(plan, nodes=NODES), BYTES, NODES)
     assert forwarded[WITHIN].tolist() == [[0, 0, 30, 0], [0, 0, 0, 30]]
     assert forwarded[BETWEEN].tolist() == [[200 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 10]]
     # 30 bytes at 1e-9 GB/s, 2000 at 100 times as much.
-    assert link_seconds(forwarded, 1e-9, 1e-7) == pytest.approx(30)
-    assert link_seconds(forwarded, 1e-9, 1e-9) == pytest.approx(2000)
+    assert link_seconds(forwarded, (1e-9, 1e-7)) == pytest.approx(30)
+    assert link_seconds(forwarded, (1e-9, 1e-9)) == pytest.approx(2000)
     # With two other nano-batches, workers send 240, 2000, 30, 0 within nodes and receive 2000, 240, 0, 30;
     # between them they send 240, 240, 1000, 3000 and receive 2000, 2000, 130, 350.
-    within = plan_of([[4], [], [], []], [(0, 0, 2, 0), (0, 2, 4, 1)])
-    between = plan_of([[], [4], [], []], [(0, 0, 2, 1), (0, 2, 4, 3)])
-    added = forwarded + sum(bytes_by_link(each, BYTES, NODES) for each in (within, between))
+    others = ([[4], [], [], []], [(0, 0, 2, 0), (0, 2, 4, 1)]), ([[], [4], [], []], [(0, 0, 2, 1), (0, 2, 4, 3)])
+    within, between = (bytes_by_link(plan_of(*each), BYTES, NODES) for each in others)
+    added = forwarded + within + between
     assert exchange_figures(added, NODES) == ExchangeFigures(
         bytes_total=6750,
         bytes_bottleneck=4000,
@@ -132,8 +151,7 @@ def test_bytes_within_and_between_nodes():
         bytes_between_nodes_busiest_node=4000,
         link_seconds=pytest.approx(3000 / 50e9),
     )
-    figures = exchange_figures(bytes_by_link(within, BYTES, NODES), NODES, node_bandwidth=0.5)
-    assert figures.link_seconds == pytest.approx(2000 / 0.5e9)
+    assert exchange_figures(within, NODES, (0.5, 50)).link_seconds == pytest.approx(2000 / 0.5e9)
 
 
 def test_rows_on_one_path_are_divided_evenly_over_the_stages():
@@ -165,9 +183,6 @@ def test_rows_that_are_forwarded():
     assert [mine.send_counts.tolist() for mine in keys] == [[0, 2, 2, 0], [0, 0, 0, 2], [0, 0, 0, 2], [0, 0, 0, 0]]
     assert [mine.send_counts.tolist() for mine in forwarded] == [[0] * 4, [0] * 4, [0, 0, 0, 2], [0, 0, 2, 0]]
     assert [mine.send_rows.tolist() for mine in forwarded[2:]] == [[0, 1], [0, 1]]
-    # Rank 2 has rows 0 and 1, then 2 and 3 that rank 3 has forwarded; rank 3 rows 2 to 5, then 0 and 1.
-    came = exchange(routes, 0, [local_rows(plan, worker) for worker in range(4)])
-    assert [[row for *_, (_, row) in came[rank]] for rank in (2, 3)] == [[0, 1, 2, 3], [2, 3, 4, 5, 0, 1]]
 
 
 def hops_of(rows, targets, nodes, document=0):
@@ -182,11 +197,105 @@ def test_rows_that_two_ranks_read_cross_to_both_of_them():
     first, second = hops_of(257, [1, 2], (0, 1, 1))
     assert (first, second) == ([(0, 1, 0, 129), (0, 2, 129, 257)], [(1, 2, 0, 129), (2, 1, 129, 257)])
     assert hops_of(255, [1, 2], (0, 1, 1)) == [[(0, 1, 0, 255)], [(1, 2, 0, 255)]]
-
-
-def test_rows_are_forwarded_whatever_the_number_of_documents_and_nodes():
+    # Many documents, times nodes, and behind them rows: more than 63 bits.
     nodes, targets = [rank // 8 for rank in range(4096)], [8, 9, 4088, 4089]
-    # Times nodes, and behind them rows: more than 63 bits.
     few, many = (hops_of(100, targets, nodes, document) for document in (0, 50_000))
     assert few == many
     assert sum(stop - start for *_, start, stop in few[0]) == 2 * 100
+
+
+def test_rows_by_stage():
+    # Rank 0 sends its 8 rows to three ranks, rank 3 receives those of three.
+    assert rows_by_stage(quarters(32)).tolist() == [[[24, 16, 8, 0], [0, 8, 16, 24]]]
+    parts = [[12, 8, 4, 0], [0, 4, 8, 12]]
+    assert rows_by_stage(replace(quarters(32), stage_rows=12)).tolist() == [parts, parts]
+    # Ranks 2 and 3 read all 16 rows of node 0, and each forwards half of them.
+    assert rows_by_stage(replace(quarters(32), nodes=NODES)).tolist() == [[[16, 8, 16, 8], [0, 8, 16, 24]]]
+
+
+def test_what_fits_travels_at_once():
+    for nodes, together, stages in (
+        (None, False, {24: None, 23: 23, 8: 8, 1: 1}),
+        (None, True, {8: None, 7: 7}),  # 24 rows in three buffers, or in five
+        (NODES, True, {5: None, 4: 4}),
+    ):
+        plan = replace(quarters(32), nodes=nodes)
+        for buffer_rows, stage_rows in stages.items():
+            assert with_stages(plan, buffer_rows, stages=1, together=together).stage_rows == stage_rows
+    # A nano-batch alone has stages that hide its exchange.
+    plan = with_stages(quarters(32768), 2**20, stages=4)
+    assert plan.stage_rows == 24576 // STAGES_ALONE
+    assert len(rows_by_stage(plan)) == STAGES_ALONE
+    assert with_stages(quarters(32768), 1000, stages=4).stage_rows == 1000
+    in_nodes = with_stages(replace(quarters(32768), nodes=NODES), 2**20, stages=4)
+    assert len(rows_by_stage(in_nodes)) == STAGES_ALONE
+    # Small ones have none that are not worth it.
+    assert with_stages(quarters(4096), 2**20, stages=4).stage_rows == SMALLEST_STAGE
+    assert with_stages(quarters(1024), 2**20, stages=4).stage_rows is None
+
+    # Settings say how many bytes travel at a time. One document on both ranks; rows of K and V of 4096 bytes.
+    def planned(**settings):
+        (nano,) = plan_micro_batch([8192], PlanSettings(2, 4096, **settings)).nano_batches
+        (plan,) = nano.plans.values()
+        return plan
+
+    most = int(rows_by_stage(replace(planned(), stage_rows=None)).max())
+    assert planned().stage_rows == max(-(-most // STAGES_ALONE), SMALLEST_STAGE)
+    assert planned(exchange_buffer_bytes=512 * 4096).stage_rows == 512
+    assert planned(exchange_buffer_bytes=1).stage_rows == 1
+
+
+@given(plans_of_all_kinds(), st.integers(1, 12))
+def test_stages_hold_so_many_rows_and_servers_have_one(plan, buffer_rows):
+    staged, ranks = with_stages(plan, buffer_rows, stages=1), plan.layout.ranks
+    rows, whole = rows_by_stage(staged), rows_by_stage(plan)
+    assert (staged.stage_rows is None) == (whole.max(initial=0) <= buffer_rows)
+    if plan.window is None:
+        assert rows.sum(axis=0).tolist() == whole.sum(axis=0).tolist()
+        # On each path rows are rounded up.
+        _, *hops = rows_to_move(plan)
+        moves = np.concatenate(hops)
+        paths = [np.bincount(moves[end], minlength=plan.workers)[:ranks] for end in ("source", "target")]
+        assert (rows <= buffer_rows + np.array(paths)).all()
+    else:
+        assert rows[:, 1].max(initial=0) <= max(buffer_rows, 2 * plan.window - 1)
+    for server in range(ranks, plan.workers):
+        assert not any(stage.keys.recv_counts.any() for stage in make_routes(staged, server).stages[1:])
+
+
+@given(st.sampled_from([1, 3]), drawn_plans(most_servers=0))
+def test_what_the_segments_of_cut_documents_exchange(width, plan):
+    """What ranks send fits what others receive; every halo has the rows before its segment, every chain all states."""
+    layout, ranks = plan.layout, plan.layout.ranks
+    rows = [rows_of(layout.of_rank(rank)) for rank in range(ranks)]
+    tables = [halos(layout, rank, width) for rank in range(ranks)]
+    sent = list(sent_rows([table.messages for table in tables]))
+    assert {table.messages.crossing for table in tables} == {bool(sent)}
+    for rank, table in enumerate(tables):
+        extended: list = [None] * table.rows
+        for place, row in zip(table.places, rows[rank], strict=True):
+            extended[place] = row
+        for place, row in zip(table.local_places, table.local_rows, strict=True):
+            extended[place] = rows[rank][row]
+        arrived = [rows[source][row] for source, target, row in sent if target == rank]
+        for place, row in zip(table.received_places, arrived, strict=True):
+            extended[place] = row
+        expected = []
+        for document, start, stop, *_ in layout.of_rank(rank).tolist():
+            expected += [(document, row) if row >= 0 else None for row in range(start - width, stop)]
+        assert extended == expected
+
+    links = [chains(layout, rank) for rank in range(ranks)]
+    sent = list(sent_rows([table.messages for table in links]))
+    names = [layout.of_rank(rank)[["document", "start"]][table.cut].tolist() for rank, table in enumerate(links)]
+    for rank, table in enumerate(links):
+        arrived = [names[source][state] for source, target, state in sent if target == rank]
+        returned = []
+        for target, theirs in enumerate(links):
+            source = np.repeat(np.arange(ranks), theirs.messages.recv_counts)
+            returned += [names[target][segment] for segment in theirs.received[source == rank]]
+        for segment, earlier, later in zip(names[rank], table.earlier, table.later, strict=True):
+            of_document = sorted(name for of_rank in names for name in of_rank if name[0] == segment[0])
+            nth = of_document.index(segment)
+            assert [[*names[rank], *arrived][state] for state in earlier] == of_document[:nth]
+            assert [[*names[rank], *returned][state] for state in later] == of_document[nth + 1 :]

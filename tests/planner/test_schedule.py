@@ -3,9 +3,8 @@
 import itertools
 from dataclasses import replace
 
-import pytest
-
-from hf_distca.planner.schedule import KernelCall, Phase, Transfer, make_schedule, stage_slots
+from hf_distca.planner.schedule import KernelCall, Phase, Transfer, make_schedule
+from hf_distca.planner.stages import stage_slots
 
 
 def groups_of(direction, turn, stages):
@@ -27,23 +26,14 @@ def names(schedule):
     return [part for phase in schedule for part in ([phase.name, "|"] if phase.pause else [phase.name])]
 
 
+def calls(schedule):
+    return [call for phase in schedule for call in phase.run]
+
+
 WRITTEN_OUT = {
-    ("forward", "alone", 1, False): """
-send q, k v / run local / | / wait q, k v; run remote-query; send o lse / run remote-KV / | / wait o lse
-""",
-    ("forward", "first", 1, False): """
-send q, k v / | / run local / wait q, k v; run remote-query; send o lse / run remote-KV / | / wait o lse
-""",
-    ("forward", "second", 1, False): """
-send q, k v / run local / | / wait q, k v; run remote-query; send o lse / run remote-KV / | / wait o lse
-""",
     ("backward", "alone", 1, False): """
 send do o lse q, k v / run local 1/2 / | / wait do o lse q, k v; run remote-query; send dq
 run remote-KV; send dk dv / run local 2/2 / | / wait dq, dk dv
-""",
-    ("backward", "second", 1, False): """
-send do o lse q, k v / | / run local / wait do o lse q, k v; run remote-query; send dq
-run remote-KV; send dk dv / | / wait dq, dk dv
 """,
     ("backward", "first", 1, False): """
 send do o lse q, k v / | / wait do o lse q, k v; run remote-query; send dq
@@ -67,11 +57,6 @@ wait k v [3]; run remote-query [3], remote-query prefix [3]; send dq / run remot
 wait dk dv [2]; send dk dv [3] / run local / |
 wait dq, dk dv [3]
 """,
-    ("forward", "alone", 1, True): """
-send q, k v / run local / | / wait k v; send k v forwarded
-wait q, k v forwarded; run remote-query; send o lse / run remote-KV / |
-wait o lse
-""",
     ("forward", "first", 4, True): """
 send q, k v, k v [1] / | / wait k v; send k v forwarded / run local
 wait q, k v forwarded, k v [1]; send k v forwarded [1], k v [2] / run remote-query, remote-query prefix / run remote-KV
@@ -81,12 +66,6 @@ wait k v forwarded [2], k v [3]; send k v forwarded [3]
 run remote-query [2], remote-query prefix [2] / run remote-KV [2]
 wait k v forwarded [3]; run remote-query [3], remote-query prefix [3]; send o lse / run remote-KV [3] / |
 wait o lse
-""",
-    ("backward", "alone", 1, True): """
-send do o lse q, k v / run local 1/2 / | / wait k v; send k v forwarded
-wait do o lse q, k v forwarded; run remote-query; send dq / run remote-KV; send dk dv to gateways
-wait dk dv to gateways; send dk dv / run local 2/2 / |
-wait dq, dk dv
 """,
     ("backward", "first", 4, True): """
 send do o lse q, k v, k v [1] / | / wait k v; send k v forwarded
@@ -103,12 +82,20 @@ wait dk dv to gateways [2], dk dv [1]; send dk dv [2] / wait dk dv to gateways [
 wait dq, dk dv [2], dk dv [3]
 """,
 }
-"""The phases by direction, turn, stages, and whether ranks forward rows inside nodes."""
+"""The phases by direction, turn, stages, and whether ranks forward rows inside nodes; others are in test_design."""
 
 
-@pytest.mark.parametrize("case", WRITTEN_OUT, ids=str)
-def test_phases_in_order(case):
-    assert names(made(*case)) == WRITTEN_OUT[case].strip().replace("\n", " / ").split(" / ")
+def test_phases_in_order():
+    for case, written in WRITTEN_OUT.items():
+        assert names(made(*case)) == written.strip().replace("\n", " / ").split(" / ")
+    # Local tasks that are not divided are computed while rows go there.
+    undivided = made("backward", "alone", groups=frozenset([("local", 0)]))
+    assert names(undivided)[1:3] == ["run local", "|"]
+    assert len(calls(undivided)) == 1
+    # What was kept is not sent again.
+    for kept, sent in (("nothing", "do o lse q, k v"), ("received", "do o lse"), ("results", "do")):
+        first, *_, paused = names(made("backward", "first", kept=kept))[:3]
+        assert (first, paused) == (f"send {sent}", f"wait {sent}; run remote-query; send dq")
 
 
 def test_a_forward_written_out():
@@ -121,54 +108,27 @@ def test_a_forward_written_out():
         Phase(run=(KernelCall("remote-KV", "local", "received", causal=False, first=False),), pause=True),
         Phase(wait=(results,)),
     )
-
-
-def calls(schedule):
-    return [call for phase in schedule for call in phase.run]
-
-
-def test_received_queries_read_whole_stages_and_their_own():
+    # Received queries read whole stages and their own.
     assert calls(made("forward", "alone", 2))[1:3] == [
         KernelCall("remote-query", "received", "received", first=False),
         KernelCall("remote-query prefix", "received", "received", causal=False, first=False),
     ]
+    # A window makes remote-KV tasks whole.
+    assert calls(made("forward", "alone", windowed=True))[-1] == KernelCall(
+        "remote-KV", "local", "received", True, True
+    )
 
 
-def test_a_window_makes_remote_kv_tasks_whole():
-    *_, call = calls(made("forward", "alone", windowed=True))
-    assert call == KernelCall("remote-KV", "local", "received", causal=True, first=True)
-
-
-def test_local_tasks_that_are_not_divided_are_computed_while_rows_go_there():
-    schedule = made("backward", "alone", groups=frozenset([("local", 0)]))
-    assert [phase.name for phase in schedule if phase.run] == ["run local"]
-    assert schedule[1].name == "run local"
-    assert schedule[1].pause
-
-
-@pytest.mark.parametrize(
-    ("kept", "sent"),
-    [("nothing", "do o lse q, k v"), ("received", "do o lse"), ("results", "do")],
-)
-def test_what_was_kept_is_not_sent_again(kept, sent):
-    schedule = made("backward", "first", kept=kept)
-    assert schedule[0].name == f"send {sent}"
-    assert next(phase for phase in schedule if phase.wait).name == f"wait {sent}; run remote-query; send dq"
-
-
-@pytest.mark.parametrize("forwards", [False, True])
-@pytest.mark.parametrize(
-    ("direction", "asked", "answered"),
-    [
-        ("forward", "q k v to servers", "o lse from servers"),
-        ("backward", "q do o lse k v to servers", "dq dk dv from servers"),
-    ],
-)
-def test_servers_are_asked_first_and_waited_for_last(direction, asked, answered, forwards):
-    with_servers, without = (made(direction, "second", 1, forwards, servers=servers) for servers in (True, False))
-    assert with_servers[0].name == f"{without[0].name}, {asked}"
-    assert with_servers[-1].name == f"{without[-1].name}, {answered}"
-    assert with_servers[1:-1] == without[1:-1]
+def test_servers_are_asked_first_and_waited_for_last():
+    names_of = {
+        "forward": ("q k v to servers", "o lse from servers"),
+        "backward": ("q do o lse k v to servers", "dq dk dv from servers"),
+    }
+    for (direction, (asked, answered)), forwards in itertools.product(names_of.items(), (False, True)):
+        with_servers, without = (made(direction, "second", 1, forwards, servers=servers) for servers in (True, False))
+        assert with_servers[0].name == f"{without[0].name}, {asked}"
+        assert with_servers[-1].name == f"{without[-1].name}, {answered}"
+        assert with_servers[1:-1] == without[1:-1]
 
 
 def test_ranks_issue_the_same_transfers_whatever_tasks_they_have():
@@ -177,97 +137,73 @@ def test_ranks_issue_the_same_transfers_whatever_tasks_they_have():
         ("forward", "backward"), ("alone", "first", "second"), ("nothing", "received", "results")
     ):
         found = set()
-        for count in range(len(every) + 1):
-            for groups in map(frozenset, itertools.combinations(every, count)):
-                schedule = made(direction, turn, groups=groups, kept=kept)
-                assert sum(phase.pause for phase in schedule) == 2
-                order, pauses = [], 0
-                for phase in schedule:
-                    order += [(pauses, "wait", transfer) for transfer in phase.wait]
-                    order += [(pauses, "send", transfer) for transfer in phase.send]
-                    pauses += phase.pause
-                found.add(tuple(order))
-                divided = (direction, turn) == ("backward", "alone") and ("local 1/2", 0) in groups
-                own = {"local 1/2", "local 2/2"} if divided else {"local"}
-                expected = {(tasks, 0) for tasks in own | {"remote-KV", "remote-query"}}
-                assert sorted(call.group for call in calls(schedule)) == sorted(groups & expected)
-        assert len(found) == 1
+        for groups in map(frozenset, itertools.chain(*(itertools.combinations(every, count) for count in range(6)))):
+            schedule = made(direction, turn, groups=groups, kept=kept)
+            pauses = [0, *itertools.accumulate(phase.pause for phase in schedule)]
+            issued = [
+                (at, verb, each) for at, phase in zip(pauses, schedule, strict=False) for verb, each in steps(phase)
+            ]
+            found.add((pauses[-1], *(step for step in issued if step[1] != "run")))
+            divided = (direction, turn) == ("backward", "alone") and ("local 1/2", 0) in groups
+            own = {"local 1/2", "local 2/2"} if divided else {"local"}
+            expected = {(tasks, 0) for tasks in own | {"remote-KV", "remote-query"}}
+            assert sorted(call.group for call in calls(schedule)) == sorted(groups & expected)
+        ((count, *_),) = found
+        assert count == 2
 
 
-def happenings(schedule):
-    """What happens, one thing after another."""
-    return [
-        step
-        for phase in schedule
-        for step in (
-            *(("wait", transfer) for transfer in phase.wait),
-            *(("run", call) for call in phase.run),
-            *(("send", transfer) for transfer in phase.send),
-        )
-    ]
+def steps(phase):
+    """What happens in a phase, one thing after another."""
+    return [(verb, each) for verb in ("wait", "run", "send") for each in getattr(phase, verb)]
 
 
-SCHEDULES = [
-    (direction, turn, stages, forwards, kept)
-    for direction, turn, stages, forwards in itertools.product(
-        ("forward", "backward"), ("alone", "first", "second"), (1, 2, 3, 4, 5, 7, 12), (False, True)
-    )
-    for kept in (("nothing",) if direction == "forward" else ("nothing", "received", "results"))
-]
-
-
-def test_what_is_sent_is_waited_for_once_and_in_the_order_of_its_group():
-    for direction, turn, stages, forwards, kept in SCHEDULES:
+def test_rows_take_one_hop_after_another_and_their_memory_is_used_again():
+    for direction, turn, stages, forwards, kept in itertools.product(
+        ("forward", "backward"),
+        ("alone", "first", "second"),
+        (1, 2, 3, 4, 5, 7, 12),
+        (False, True),
+        ("nothing", "received", "results"),
+    ):
+        if direction == "forward" and kept != "nothing":
+            continue
         schedule = made(direction, turn, stages, forwards, servers=True, kept=kept)
+        order = [step for phase in schedule for step in steps(phase)]
+        # What is sent is waited for once, and in the order of its group.
         sent, waited = (
-            [transfer for did, transfer in happenings(schedule) if did == verb and transfer.rows != "servers"]
-            for verb in ("send", "wait")
+            [each for verb, each in order if verb == wanted and each.rows != "servers"] for wanted in ("send", "wait")
         )
         assert len(set(sent)) == len(sent)
         assert sorted(sent, key=str) == sorted(waited, key=str)
-        there = stages if kept == "nothing" else 0
+        of_one_hop = stages * (kept == "nothing") + stages * (direction == "backward")
         counted = [sum(transfer.rows == rows for transfer in sent) for rows in ("keys", "forwarded")]
-        of_one_hop = there + stages * (direction == "backward")
         assert counted == [of_one_hop, of_one_hop * forwards]
-
-
-def test_a_row_takes_one_hop_after_another_and_is_computed_with_in_between():
-    for direction, turn, stages, _, kept in SCHEDULES:
-        order = happenings(made(direction, turn, stages, True, servers=True, kept=kept))
-        for stage in range(stages):
-            there, back = Transfer("keys", ("k", "v"), stage=stage), Transfer("keys", ("dk", "dv"), True, stage)
-            on, passed_back = replace(there, rows="forwarded"), replace(back, rows="forwarded")
-            steps = [*(("send", there), ("wait", there), ("send", on), ("wait", on)) * (kept == "nothing")]
-            computed = [
-                at
-                for at, (did, call) in enumerate(order)
-                if did == "run" and call.stage == stage and "local" not in call.tasks
-            ]
-            assert len(computed) == (3 if stages > 1 else 2)
-            after = [("send", passed_back), ("wait", passed_back), ("send", back), ("wait", back)]
-            places = [order.index(step) for step in steps] + computed
-            places += [order.index(step) for step in after if direction == "backward"]
-            assert places == sorted(places)
-
-
-def test_memory_of_a_stage_is_used_again_once_all_of_its_rows_are_back():
-    for direction, turn, stages, forwards, kept in SCHEDULES:
-        order = happenings(made(direction, turn, stages, forwards, servers=True, kept=kept))
-        slots, in_use = stage_slots(stages, forwards=forwards), 5 if forwards else 3
-        assert max(slots) + 1 == min(stages, in_use)
         lives = []
         for stage in range(stages):
-            times = [
+            # Rows go there, perhaps in two hops, are computed with, and their gradients go back.
+            there, back = Transfer("keys", ("k", "v"), stage=stage), Transfer("keys", ("dk", "dv"), True, stage)
+            computed = [
                 at
-                for at, (_, what) in enumerate(order)
-                if what.stage == stage
-                and (what.rows in ("keys", "forwarded") if isinstance(what, Transfer) else what.keys == "received")
+                for at, (verb, call) in enumerate(order)
+                if verb == "run" and call.stage == stage and call.keys == "received"
             ]
-            lives.append((min(times), max(times)))
+            assert len(computed) == (3 if stages > 1 else 2)
+            on, passed_back = replace(there, rows="forwarded"), replace(back, rows="forwarded")
+            before = [there, on] if forwards else [there]
+            after = [passed_back, back] if forwards else [back]
+            places = [order.index((verb, hop)) for hop in before for verb in ("send", "wait") if kept == "nothing"]
+            places += computed
+            places += [
+                order.index((verb, hop)) for hop in after for verb in ("send", "wait") if direction == "backward"
+            ]
+            assert places == sorted(places)
+            lives.append((places[0], places[-1]))
+        slots, in_use = stage_slots(stages, forwards=forwards), 5 if forwards else 3
+        assert max(slots) + 1 == min(stages, in_use)
         for slot in set(slots):
             of_slot = [life for life, number in zip(lives, slots, strict=True) if number == slot]
             assert all(last < first for (_, last), (first, _) in itertools.pairwise(of_slot))
         # No stage has memory to spare: so many are there at once, where there are so many.
-        most = max(sum(first <= at <= last for first, last in lives) for at in range(len(order)))
         if (direction, kept) == ("backward", "nothing") and stages >= in_use:
+            most = max(sum(first <= at <= last for first, last in lives) for at in range(len(order)))
             assert most == in_use

@@ -1,73 +1,105 @@
-"""Training with dedicated attention servers under `accelerate launch`, against one process with "sdpa"."""
+"""Training with dedicated attention servers under `accelerate launch`, against one process with "sdpa".
 
+    test_launch.py FOLDER
+
+is the script that is launched.
+"""
+
+import json
+import logging
 import os
 import re
 import signal
 import socket
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+import subprocess
+import sys
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+import transformers
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from hf_distca import DistCATrainingArguments
+from hf_distca import DistCAConfig, DistCATrainingArguments
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.pool import child, nixl
 from hf_distca.pool import launch as launches
-from hf_distca.pool import nixl
+from hf_distca.pool.child import STARTS, serve_from_child
 from hf_distca.pool.launch import TOKEN_FILE, Launch, open_pool, serve_if_server, split_launch
-from hf_distca.pool.token import read_token
-from tests.launch import LOG, launch
+from tests.launch import cpu_environment, launcher
 from tests.models_and_batches import small_kinds
-from tests.pool.ends import CPU, needs_nixl
-from tests.pool.servers import ServeCommand, wait_until
+from tests.pool.ends import CPU, ServeCommand, needs_nixl, wait_until
 from tests.ranks import free_port
-from tests.trainer.launches import ARGUMENTS, LENGTHS, SCRIPT, STEPS, reference_losses
 from tests.trainer.small_trainers import make_trainer
+
+pytestmark = pytest.mark.timeout(100)  # a child that is never killed would be waited for
+
+STEPS = 10
+TRANSPORT = "nixl" if nixl.is_installed() else "tcp"
 
 
 def attention_servers(history):
     return [entry["distca/attention_servers"] for entry in history if "distca/attention_servers" in entry]
 
 
+class Failing(TrainerCallback):
+    """Kills the first server, waits for another one in its place, and stops the second at the end of training."""
+
+    def __init__(self, log):
+        self._log = log
+
+    def on_step_end(self, args, state, control, **_):
+        first, second, *_ = re.findall(r"process (\d+) serves and may die", self._log.read_text())
+        if state.global_step == 3:
+            os.kill(int(first), signal.SIGKILL)
+        elif state.global_step == 6:
+            wait_until(lambda: " as server 2" in self._log.read_text(), 100)
+        elif state.global_step == STEPS:
+            os.kill(int(second), signal.SIGSTOP)
+
+
+def train(folder):
+    """What every process of the launch runs; servers end where the arguments are made. The arguments are saved too."""
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO)
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # with use_cpu there is no DeepSpeed
+    trainer = make_trainer(str(folder), environment={}, **json.loads((folder / "options").read_text()))
+    if trainer.args.process_index == 0:
+        trainer.add_callback(Failing(folder / "log"))
+    trainer.train()
+    if trainer.args.process_index == 0:
+        (folder / "history").write_text(json.dumps([trainer.args.world_size, trainer.state.log_history]))
+    # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(300)
 def test_servers_of_the_same_launch(tmp_path):
-    transport = "nixl" if nixl.is_installed() else "tcp"
-    arguments = ARGUMENTS | {
-        "attention_servers": 2,
-        "attention_server_transport": transport,
-        "ranks_serve": False,
-        "save_strategy": "steps",  # the arguments are saved too
-        "dataloader_num_workers": 1,
-    }
-    killed, again, stopped = (tmp_path / name for name in ("killed", "again", "stopped"))
-    pauses = {3: str(killed), 6: str(again), STEPS: str(stopped)}
-    options = {"lengths": LENGTHS, "arguments": arguments, "pauses": pauses}
+    # Not for what is launched: it takes seconds to import.
+    from tests.trainer.comparison import LENGTHS, PLANNED, Run, train_alone
 
-    def log():
-        return (tmp_path / LOG).read_text()
-
-    def send(server, number, file):
-        """Send a server a signal in the pause that ends with a file."""
-        wait_until(file.with_suffix(".reached").exists, 300)
-        os.kill(int(re.findall(r"process (\d+) serves and may die", log())[server]), number)
-        file.touch()
-
-    with ThreadPoolExecutor(1) as beside:
-        training = beside.submit(launch, "zero2", SCRIPT, options, tmp_path, ranks=4)
-        send(0, signal.SIGKILL, killed)
-        wait_until(lambda: " as server 2" in log(), 300)  # another one in its place
-        again.touch()
-        send(1, signal.SIGSTOP, stopped)
-        result = training.result()
-    assert result["world_size"] == 2
-    assert result["losses"] == pytest.approx(reference_losses(), rel=2e-5)
-    numbers = attention_servers(result["history"])
+    trained = {"max_steps": STEPS, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "optim": "adamw_torch"}
+    options = {"train_sampling_strategy": "sequential", "bf16": False, "dataloader_num_workers": 1}
+    options |= {"attention_servers": 2, "attention_server_transport": TRANSPORT, "ranks_serve": False}
+    (tmp_path / "options").write_text(json.dumps({"lengths": LENGTHS, **PLANNED, **trained, **options}))
+    with (tmp_path / "log").open("w") as log:
+        command = [*launcher("zero2", 4), __file__, str(tmp_path)]
+        done = subprocess.run(command, env=cpu_environment(), stdout=log, stderr=subprocess.STDOUT, timeout=280)
+    said = (tmp_path / "log").read_text()
+    assert done.returncode == 0, said[-6000:]
+    world_size, history = json.loads((tmp_path / "history").read_text())
+    assert world_size == 2
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    assert losses == pytest.approx(train_alone(str(tmp_path / "alone"), Run(trained))["logged"]["loss"], rel=2e-5)
+    numbers = attention_servers(history)
     assert (len(numbers), numbers[0], min(numbers), numbers[-1]) == (STEPS, 2, 1, 2)
-    carried_by = [line.partition("rows travel over ")[2] for line in result["pool_log"] if "takes part" in line]
-    assert [name.split()[0] for name in carried_by] == [transport.upper()] * 3
+    assert re.findall(r"takes part: .* rows travel over (\w+)", said) == [TRANSPORT.upper()] * 3
 
 
 class Coming(TrainerCallback):
@@ -80,14 +112,14 @@ class Coming(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
         if state.global_step in (1, 5):
             output = self._folder / f"server{state.global_step}"
-            self.servers.append(ServeCommand(self._port, read_token(self._folder / TOKEN_FILE), output))
+            self.servers.append(ServeCommand(self._port, self._folder / TOKEN_FILE, output))
             self.servers[-1].wait_for("joined")
         if state.global_step == 3:
             self.servers[0].close()
 
 
 def trained_while_servers_come_and_go(folder, port):
-    """Losses of a training without servers and of one with servers from outside, and the servers in each step."""
+    """Losses of a training without servers and of one with servers from outside; the latter's servers by step."""
     losses, coming = [], Coming(port, folder)
     serving = {"attention_servers": "external", "attention_server_address": f"127.0.0.1:{port}"}
     for options in ({}, {**serving, "ranks_serve": False, "attention_server_timeout": 77.0}):
@@ -106,6 +138,7 @@ def trained_while_servers_come_and_go(folder, port):
     return losses, attention_servers(trainer.state.log_history)
 
 
+@pytest.mark.timeout(300)
 def test_servers_that_come_and_go(rank_pools, tmp_path):
     (losses, numbers), _ = rank_pools[2].run(trained_while_servers_come_and_go, tmp_path, free_port())
     assert losses[1] == pytest.approx(losses[0], rel=2e-5)
@@ -115,10 +148,10 @@ def test_servers_that_come_and_go(rank_pools, tmp_path):
 def opened_where_rank_1_lacks_nixl(port):
     """What `open_pool` says on this rank when it is asked for NIXL."""
     dispatcher = Dispatcher(PlanSettings(dist.get_world_size(), tokens_per_rank=64, kinds=small_kinds(None)), CPU)
-    options = {"token_file": "", "ranks_serve": True, "timeout_s": 20, "transport": "nixl"}
+    config = DistCAConfig(64, attention_server_address=f"127.0.0.1:{port}", attention_server_transport="nixl")
     lacking = patch.object(nixl, "_MODULES", ()) if dist.get_rank() == 1 else nullcontext()
     with lacking, pytest.raises(ValueError, match="NIXL") as caught:
-        open_pool(dispatcher, Launch(1, None), address=f"127.0.0.1:{port}", **options)
+        open_pool(dispatcher, config, Launch(None), "")
     return str(caught.value)
 
 
@@ -132,15 +165,14 @@ def test_nixl_that_one_rank_lacks_is_an_error_on_every_rank(rank_pools):
     socket.create_server(("127.0.0.1", port)).close()  # no directory is left there
 
 
-@pytest.fixture
-def processes(monkeypatch):
-    """Runs `split_launch` as if on processes of a launch, on one host with so many GPUs."""
+def test_a_launch_is_divided_or_refused_on_every_process(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(dist, "TCPStore", lambda *args, **kwargs: store)
     monkeypatch.setattr(PartialState, "_shared_state", {})
     monkeypatch.setattr(launches, "is_available", lambda: True)
 
-    def run(rank, world, servers, gpus, cpu=False):
+    def divide(rank, world, servers, gpus, cpu=False):
+        """As on a process of a launch, on one host with so many GPUs."""
         monkeypatch.setattr(launches, "device_count", lambda: gpus)
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_USE_AGENT_STORE": True}
@@ -148,29 +180,25 @@ def processes(monkeypatch):
             monkeypatch.setenv(name, str(value))
         return split_launch(servers, cpu=cpu)
 
-    return run
-
-
-def test_a_launch_without_a_rank_or_a_server_without_a_gpu_is_refused_on_every_process(processes):
     for rank in range(2):
         with pytest.raises(ValueError, match="attention_servers=2 of 2 processes leaves no rank"):
-            processes(rank, 2, 2, gpus=2)
+            divide(rank, 2, 2, gpus=2)
     for rank in (3, 0, 1, 2):  # the server first: the others wait for its word
         with pytest.raises(ValueError, match="server of rank 3 would compute on cuda:3, but its host has 3 GPUs"):
-            processes(rank, 4, 1, gpus=3)
-
-
-@pytest.mark.parametrize(("cpu", "gpus", "device"), [(False, 2, "cuda:1"), (True, 1, "cpu")])
-def test_a_server_takes_the_gpu_of_its_number(processes, cpu, gpus, device):
-    assert processes(1, 2, 1, gpus, cpu).serves_on == device
-    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & set(os.environ)
-    launch = processes(0, 2, 1, gpus, cpu)
-    assert (launch.servers, launch.serves_on) == (1, None)
-    assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "1")
+            divide(rank, 4, 1, gpus=3)
+    for cpu, gpus, device in ((False, 2, "cuda:1"), (True, 1, "cpu")):
+        assert divide(1, 2, 1, gpus, cpu).serves_on == device
+        assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & set(os.environ)
+        launch = divide(0, 2, 1, gpus, cpu)
+        assert launch.serves_on is None
+        assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "1")
+    launch.store.set("ended", "")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # what was left before a restart counts no more
+    assert not divide(1, 2, 1, gpus, cpu).store.check(["ended"])
 
 
 def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_serve(tmp_path, monkeypatch):
-    served, launch = [], Launch(1, dist.HashStore(), "cpu")
+    served, launch = [], Launch(dist.HashStore(), "cpu")
     for name, value in (("address", "10.0.0.1:1"), ("token", "00"), ("transport", "tcp")):
         launch.store.set(name, value)
     monkeypatch.setattr("hf_distca.trainer.arguments.split_launch", lambda servers, cpu: launch)
@@ -183,5 +211,71 @@ def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_
     options = ["--join", "10.0.0.1:1", "--token-file", "-", "--device", "cpu", "--wait", "7", "--transport", "tcp"]
     assert served == [options] * 4
     serve_if_server(None, 60)  # a rank does not serve
-    serve_if_server(Launch(1, dist.HashStore()), 60)
+    serve_if_server(Launch(dist.HashStore()), 60)
     assert len(served) == 4
+
+
+@pytest.fixture
+def reported(monkeypatch, capfd):
+    """Serves with short pauses; what a parent reports until it returns. This process keeps its own handlers."""
+    for name, seconds in (("AGAIN_S", 0.01), ("END_S", 0.1), ("_POLL_S", 0.05)):
+        monkeypatch.setattr(child, name, seconds)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def reported(command, has_ended=lambda: False):
+        serve_from_child(command, "the token\n", has_ended)
+        return [line for line in capfd.readouterr().err.splitlines() if "serves and may die" not in line]
+
+    yield reported
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_server_that_dies_is_followed_by_another_and_one_that_cannot_serve_is_given_up(tmp_path, reported):
+    starts = tmp_path / "starts"
+    # The third leaves by itself.
+    script = f'read -r token; echo "$token" >> {starts}; [ $(wc -l < {starts}) -lt 3 ] && kill -9 $$; exit 0'
+    lines = reported(["sh", "-c", script])
+    assert starts.read_text() == "the token\n" * 3
+    said = r"process \d+ was killed by signal 9; training goes on, and another one starts in 0.01 s"
+    assert [bool(re.search(said, line)) for line in lines] == [True, True]
+    for command, most in ((["false"], STARTS), (["/no/such/program"], STARTS), (["sh", "-c", "exit 2"], 1)):
+        *before, last = reported(command)
+        assert len(before) == most - 1
+        assert last.endswith("; training goes on without it")
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGSTOP])
+def test_a_server_that_does_not_end_with_training_is_killed(number, capfd, reported):
+    found = []
+
+    def has_ended():
+        found.extend(map(int, re.findall(r"process (\d+) serves", capfd.readouterr().err)))
+        if number is not None and len(found) == 1:
+            os.kill(found[0], number)
+        return True
+
+    try:
+        assert reported(["sleep", "infinity"], has_ended) == []
+        with pytest.raises(ProcessLookupError):
+            os.kill(found[0], 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(found[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_ends_with_its_parent(number):
+    # The file alone: the package takes seconds to import.
+    start = f"run_path({child.__file__!r})['serve_from_child'](['sleep', '100'], '', lambda: False)"
+    program = [sys.executable, "-c", f"from runpy import run_path; {start}"]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as parent:
+        lines = iter(parent.stderr.readline, "")
+        pid = next(int(found[1]) for line in lines if (found := re.search(r"process (\d+) serves", line)))
+        parent.send_signal(number)
+        assert parent.wait(20) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]))

@@ -1,5 +1,15 @@
+"""An attention server and ranks that know what must come back, or strangers and what it must not be impressed by."""
+
+import contextlib
+import json
+import signal
 import threading
+import time
+from collections import deque
 from dataclasses import replace
+from functools import partial
+from random import Random
+from socket import create_connection
 
 import numpy as np
 import pytest
@@ -8,41 +18,44 @@ import torch
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.pool import server as servers
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.messages import Alive, End, plan_tables
+from hf_distca.pool.messages import Alive, End, Places, Reply, plan_tables
 from hf_distca.pool.server import KEPT, AttentionServer
-from hf_distca.pool.wire import LinkLost
-from tests.pool.ends import CPU, FULL, SLIM, TOKEN, FakeRank, data_of, make_call, make_nano_batch, run_calls
-from tests.pool.servers import wait_until
+from hf_distca.pool.token import make_token, write_token
+from hf_distca.pool.transport import Choice, rank_hello
+from hf_distca.pool.wire import SERVER, VERSION, Channel, LinkLost
+from tests.pool.ends import (
+    CPU,
+    FULL,
+    SLIM,
+    TOKEN,
+    FakeRank,
+    ServeCommand,
+    data_of,
+    framed,
+    make_call,
+    make_nano_batch,
+    memory_of,
+    message,
+    needs_nixl,
+    run_calls,
+    wait_until,
+)
+
+pytestmark = pytest.mark.timeout(100)  # whoever waits for ever has failed
 
 CALL = make_call(3)
+NANO_BATCHES = [make_nano_batch([300, 37, 1, 255], 2, seed) for seed in (1, 2)]
+DATA = data_of(NANO_BATCHES[0].plans[FULL], CALL)
 
 
 @pytest.fixture
-def make_server():
-    """Makes servers; closed after the test, as the ranks of `connect` are."""
-    made = []
-
+def make_server(request):
     def make(kernel=None, **options):
-        made.append(AttentionServer(TOKEN, CPU, kernel or CpuKernel(), **options))
-        return made[-1]
+        server = AttentionServer(TOKEN, CPU, kernel or CpuKernel(), **options)
+        request.addfinalizer(server.close)
+        return server
 
-    yield make
-    for server in made:
-        server.close()
-
-
-@pytest.fixture
-def connect(make_server):
-    """Connects ranks to a server, by default two to the server that is worker 2 of 3."""
-    made = []
-
-    def connect(server, *ranks, worker=2):
-        made.extend(FakeRank(server.port, rank, worker) for rank in ranks or (0, 1))
-        return made[-len(ranks or (0, 1)) :]
-
-    yield connect
-    for rank in made:
-        rank.link.close()
+    return make
 
 
 @pytest.fixture
@@ -51,25 +64,22 @@ def server(make_server):
 
 
 @pytest.fixture
-def ranks(server, connect):
-    return connect(server)
+def connect(request, server):
+    """Connects ranks, by default two to the server that is worker 2 of 3."""
 
+    def connect(*ranks, to=server, worker=2):
+        made = [FakeRank(to.port, rank, worker) for rank in ranks or (0, 1)]
+        for rank in made:
+            request.addfinalizer(rank.link.close)
+        return made
 
-@pytest.fixture(scope="module")
-def nano_batches():
-    return [make_nano_batch([300, 37, 1, 255], 2, seed) for seed in (1, 2)]
-
-
-@pytest.fixture(scope="module")
-def data(nano_batches):
-    return data_of(nano_batches[0].plans[FULL], CALL)
+    return connect
 
 
 def refused(rank, error, call=None):
     """A rank's call, by default one that no plan knows, comes back with an error."""
-    call = call or make_call()
     with pytest.raises(LinkLost, match=error):
-        rank.link.wait(rank.link.call(call, [torch.zeros(10)], {}), 30)
+        rank.link.wait(rank.link.call(call or make_call(), [torch.zeros(10)], {}, lambda: None), 30)
 
 
 class WithoutSoftcap(CpuKernel):
@@ -78,26 +88,26 @@ class WithoutSoftcap(CpuKernel):
             raise ValueError("no softcap")
 
 
-def test_results_and_pairs_are_those_of_the_reference(make_server, connect, nano_batches):
+def test_results_and_pairs_are_those_of_the_reference(make_server, connect):
     asked = []
     server = make_server(WithoutSoftcap(), choose=lambda need: asked.append(need) or CpuKernel())
-    ranks = connect(server)
-    ranks[0].send_plan(5, nano_batches)
-    number = run_calls(ranks, 5, nano_batches)
+    ranks = connect(to=server)
+    ranks[0].send_plan(5, NANO_BATCHES)
+    number = run_calls(ranks, 5, NANO_BATCHES)
     assert 0 < ranks[0].replies[-1].seconds < server.busy_s
     by_hand = [
         sum(min(row + 1, kind.window or row + 1) for row in range(start, stop))
-        for nano in nano_batches
+        for nano in NANO_BATCHES
         for kind, plan in nano.plans.items()
         for _, start, stop, _ in plan.tasks.tolist()
     ]
     assert sum(reply.pairs for reply in ranks[0].replies) == 2 * sum(by_hand)
     assert not asked
-    ranks[0].send_plan(6, nano_batches[:1])
-    number = run_calls(ranks, 6, nano_batches[:1], number, softcap=2.0)
+    ranks[0].send_plan(6, NANO_BATCHES[:1])
+    number = run_calls(ranks, 6, NANO_BATCHES[:1], number, softcap=2.0)
     assert {(need.dtype, need.params.softcap) for need in asked} == {(torch.float32, 2.0)}
     for dtype, tolerance in (("float64", 1e-9), ("bfloat16", 5e-2), ("float16", 1e-2)):
-        number = run_calls(ranks, 6, nano_batches[:1], number, dtype=dtype, tolerance=tolerance)
+        number = run_calls(ranks, 6, NANO_BATCHES[:1], number, dtype=dtype, tolerance=tolerance)
         precise = {spec.name: spec.dtype for spec in make_call(dtype=dtype).reply()}["lse"]
         assert precise == ("float64" if dtype == "float64" else "float32")  # never a half precision
     for seed in range(8):
@@ -109,63 +119,63 @@ def test_results_and_pairs_are_those_of_the_reference(make_server, connect, nano
 
 
 def test_a_call_may_overtake_its_plan_which_is_forgotten_or_waited_for_in_vain(
-    make_server, server, connect, ranks, nano_batches, data, monkeypatch
+    make_server, server, connect, monkeypatch
 ):
-    asked, begin = threading.Event(), server._begin
+    asked, begin, ranks = threading.Event(), server._begin, connect()
     monkeypatch.setattr(server, "_begin", lambda *args: asked.set() or begin(*args))
-    second = ranks[1].start(CALL, data)
+    second = ranks[1].start(CALL, DATA)
     assert asked.wait(30)
-    ranks[0].send_plan(0, nano_batches)
-    first = ranks[0].start(CALL, data)
+    ranks[0].send_plan(0, NANO_BATCHES)
+    first = ranks[0].start(CALL, DATA)
     ranks[1].finish(second)
     ranks[0].finish(first)
     for number in range(1, KEPT + 1):
-        ranks[0].send_plan(number, nano_batches)
-    run_calls(ranks, KEPT, nano_batches[:1], 10)
-    run_calls(ranks, 1, nano_batches[:1], 100)
+        ranks[0].send_plan(number, NANO_BATCHES)
+    run_calls(ranks, KEPT, NANO_BATCHES[:1], 10)
+    run_calls(ranks, 1, NANO_BATCHES[:1], 100)
     refused(ranks[1], f"plan 0 is no longer kept; the latest is {KEPT}")
     monkeypatch.setattr(servers, "PLAN_WAIT_S", 0.1)
-    refused(*connect(make_server(), 1), r"plan 0 did not arrive within 0\.1 s")
+    refused(*connect(1, to=make_server()), r"plan 0 did not arrive within 0\.1 s")
 
 
-@pytest.mark.parametrize("fields", [{"scale": 0.5}, {"nano_batch": 1}, None])
-def test_another_call_under_the_same_id_or_the_same_call_twice_is_refused(server, ranks, nano_batches, data, fields):
-    ranks[0].send_plan(0, [nano_batches[0]] * 2)
-    started = ranks[0].start(CALL, data)
+@pytest.mark.parametrize("fields", [{"scale": 0.5}, {"nano_batch": 1}, None, "leaves"])
+def test_a_rank_that_leaves_in_a_call_or_makes_another_is_told_to_the_others(server, connect, fields):
+    ranks = connect()
+    ranks[0].send_plan(0, [NANO_BATCHES[0]] * 2)
+    started = ranks[0].start(CALL, DATA)
     wait_until(lambda: server._open)
-    again = replace(CALL, **(fields or {}))
-    with pytest.raises(LinkLost, match="call 3 differs from the call of other ranks, or was made twice"):
-        ranks[bool(fields)].finish(ranks[bool(fields)].start(again, data))
+    if fields == "leaves":
+        ranks[1].link.close()
+    else:  # under the same id, or the same call twice
+        sender = ranks[bool(fields)]
+        with pytest.raises(LinkLost, match="call 3 differs from the call of other ranks, or was made twice"):
+            sender.finish(sender.start(replace(CALL, **(fields or {})), DATA))
     if fields:
         with pytest.raises(LinkLost, match="rank 1 left in the middle of call 3"):
             ranks[0].finish(started)
 
 
-def test_a_rank_that_leaves_in_a_call_is_told_to_the_others_who_may_connect_again(
-    server, connect, ranks, nano_batches, data
-):
-    ranks[0].send_plan(0, nano_batches)
-    started = ranks[0].start(CALL, data)
-    wait_until(lambda: server._open)
+def test_ranks_may_connect_again(server, connect):
+    ranks = connect()
+    ranks[0].send_plan(7, NANO_BATCHES)
     ranks[1].link.close()
-    with pytest.raises(LinkLost, match="rank 1 left in the middle of call 3"):
-        ranks[0].finish(started)
-    (again,) = connect(server, 0)
-    again.send_plan(0, nano_batches)
+    wait_until(lambda: server._plans)
+    (again,) = connect(0)
+    assert not server._plans  # rank 0 may have begun anew
+    again.send_plan(0, NANO_BATCHES)
     refused(again, "rank 1, which is not connected")
-    again = connect(server, 1, 0)[::-1]
-    again[0].send_plan(0, nano_batches)
-    number = run_calls(again, 0, nano_batches[:1], 4)
-    run_calls([again[0], *connect(server, 1)], 0, nano_batches[:1], number)
+    again = connect(1, 0)[::-1]
+    again[0].send_plan(0, NANO_BATCHES)
+    number = run_calls(again, 0, NANO_BATCHES[:1], 4)
+    run_calls([again[0], *connect(1)], 0, NANO_BATCHES[:1], number)
     with pytest.raises(LinkLost, match="connected again"):
-        run_calls(again[1:], 0, nano_batches, 50)
+        run_calls(again[1:], 0, NANO_BATCHES, 50)
 
 
-def test_a_call_that_does_not_fit_is_refused_and_others_are_served(server, connect):
+def test_a_call_that_does_not_fit_is_refused_and_others_are_served(connect):
     # Everything is on one rank, so that the other may leave.
     nano_batches = [make_nano_batch([64], 1, 0)]
-    plan = nano_batches[0].plans[FULL]
-    data = data_of(plan, CALL)
+    data = data_of(nano_batches[0].plans[FULL], CALL)
     for fields, error in (
         ({"nano_batch": 2}, "no tasks of nano-batch 2"),
         ({"kind": replace(FULL, window=41)}, "no tasks of nano-batch 0, a window of 41"),
@@ -173,7 +183,7 @@ def test_a_call_that_does_not_fit_is_refused_and_others_are_served(server, conne
         ({"dtype": "int8"}, "'int8' is no"),
         ({"softcap": -1.0}, "cannot use this Call: softcap must be positive"),
     ):
-        good, bad = connect(server, 0, 1, worker=1)
+        good, bad = connect(worker=1)
         good.send_plan(0, nano_batches)
         started = good.start(CALL, data)
         wrong = replace(CALL, call_id=11, **fields)
@@ -182,22 +192,22 @@ def test_a_call_that_does_not_fit_is_refused_and_others_are_served(server, conne
         refused(good, error, wrong)
 
 
-def test_a_plan_that_does_not_fit_ends_the_connection_alone(server, connect, ranks, nano_batches):
-    message, tables = plan_tables(0, 2, nano_batches)
+def test_a_plan_that_does_not_fit_ends_the_connection_alone(connect):
+    (second,), (message, tables) = connect(1), plan_tables(0, 2, NANO_BATCHES)
     for sent, error in (
         ((replace(message, worker=1), tables), "worker 1 is no server"),
         ((replace(message, tables=((1,) * 5,)), tables), "sent an unexpected PlanTables with"),
         ((message, [np.full_like(table, 255) for table in tables]), "cannot use this PlanTables: "),
         ((End(),), "rank 0 sent an unexpected End"),
     ):
-        (rank,) = connect(server, 0)
+        (rank,) = connect(0)
         rank.link.send(*sent)
         refused(rank, error)
-    (again,) = connect(server, 0)
-    again.send_plan(0, nano_batches)
-    run_calls([again, ranks[1]], 0, nano_batches)
-    ranks[1].send_plan(1, nano_batches)
-    refused(ranks[1], "rank 1 sent an unexpected PlanTables")
+    (again,) = connect(0)
+    again.send_plan(0, NANO_BATCHES)
+    run_calls([again, second], 0, NANO_BATCHES)
+    second.send_plan(1, NANO_BATCHES)
+    refused(second, "rank 1 sent an unexpected PlanTables")
 
 
 class Failing(CpuKernel):
@@ -209,29 +219,28 @@ class Failing(CpuKernel):
         return super().forward(*args)
 
 
-def test_a_kernel_that_fails_is_told_and_the_server_goes_on_says_so_and_ends_with_training(
-    make_server, connect, nano_batches, monkeypatch
+def test_a_server_outlives_a_kernel_that_fails_says_what_it_does_and_ends_with_training(
+    request, make_server, connect, monkeypatch
 ):
-    monkeypatch.setattr(servers, "STATUS_S", 0.1)
-    monkeypatch.setattr(servers, "ALIVE_S", 0.1)
-    monkeypatch.setattr(servers, "measure_speed", lambda *_: 5e6)
+    for name, value in (("STATUS_S", 0.1), ("ALIVE_S", 0.1), ("measure_speed", lambda *_: 5e6)):
+        monkeypatch.setattr(servers, name, value)
     alive, lines, kernel = [], [], Failing()
     monkeypatch.setattr(servers, "Alive", lambda: alive.append(1) or Alive())
     server, directory = make_server(kernel), Directory("127.0.0.1", 0, TOKEN)
-    running = threading.Thread(target=server.run, args=("127.0.0.1", directory.port, 30, lines.append))
+    request.addfinalizer(directory.close)
+    running = threading.Thread(target=server.run, args=("127.0.0.1", directory.port, 30, lines.append), daemon=True)
     running.start()
     wait_until(directory.members)
     member = directory.members()[0]
     assert (member.host, member.port, member.device) == ("127.0.0.1", server.port, "cpu")
     assert member.pairs_per_second == 5e6
-    for _ in range(2):
-        ranks = connect(server)
-        ranks[0].send_plan(0, nano_batches)
+    for kernel.fails in (True, False):
+        ranks = connect(to=server)
+        ranks[0].send_plan(0, NANO_BATCHES)
         if kernel.fails:
             with pytest.raises(LinkLost, match="call 0 failed: out of memory"):
-                run_calls(ranks, 0, nano_batches)
-        kernel.fails = False
-    run_calls(ranks, 0, nano_batches, 1)
+                run_calls(ranks, 0, NANO_BATCHES)
+    run_calls(ranks, 0, NANO_BATCHES, 1)
     wait_until(lambda: any("2 ranks" in line and "tasks/s; busy" in line for line in lines))
     wait_until(lambda: len(alive) > 1)
     directory.drop(0)  # it comes back under another number
@@ -241,4 +250,119 @@ def test_a_kernel_that_fails_is_told_and_the_server_goes_on_says_so_and_ends_wit
     running.join(30)
     assert not running.is_alive()
     assert lines[-1] == "training has ended"
-    directory.close()
+
+
+def strangers(random, port, token, nano_batches, memory):
+    """Random inputs, as functions that send them and return a connection: without the token, or with it nonsense.
+
+    Those that know the token claim to be rank 7, which the plan does not know.
+    """
+    sane = replace(rank_hello(7, memory), required=False)
+    (plan, tables), call, hello = plan_tables(0, 2, nano_batches), make_call(5, kind=SLIM), message(sane)
+    valid = [message(plan, b"".join(table.tobytes() for table in tables)), message(call, bytes(1000))]
+    valid += [message(call, payload_bytes=2**50), message(replace(call, places=Places(((4096, 1000),), (), "")))]
+    valid += [hello, message(Alive()), message(Reply(5, 0.0, 0), bytes(8)), message(End())]
+
+    def raw(data):
+        sock = create_connection(("127.0.0.1", port), 5)
+        sock.sendall(data)
+        return sock
+
+    def authenticated(data, token=token):
+        channel = Channel(raw(b""))
+        channel.prove(token, SERVER, 5, connects=True)
+        channel._sock.sendall(data)
+        return channel
+
+    while True:
+        # A first message is sane, or none: a changed one might become that of a true peer.
+        start, whole = random.choice([b"", hello]), random.choice(valid)
+        end = 4 + int.from_bytes(whole[:4], "big")
+        some = random.randbytes(random.choice([0, 1, 10, 28, 100, 3000]))
+        match random.randrange(8 if sane.nixl else 7):
+            case 0:
+                yield partial(raw, some)
+            case 1:
+                handshake = framed(b"hf_distca %d " % VERSION + random.randbytes(32)) + framed(random.randbytes(32))
+                yield partial(raw, handshake[: random.randint(0, len(handshake))])
+            case 2:
+                yield partial(authenticated, b"", make_token())
+            case 3:
+                yield partial(authenticated, start + some)
+            case 4:  # a message that says that it is large
+                yield partial(
+                    authenticated, start + (2 ** random.randint(17, 32) - 1).to_bytes(4, "big") + bytes(1000)
+                )
+            case 5:  # a part of a message, or a message with some other bytes
+                changed = bytearray(whole)
+                for _ in range(random.randint(0, 4)):
+                    changed[random.randrange(len(whole))] = random.randrange(256)
+                yield partial(authenticated, hello + changed[: random.choice([None, random.randrange(len(whole))])])
+            case 6:  # a message with another value of a field
+                name, fields, payload = json.loads(whole[4:end])
+                value = random.choice([None, True, 0, -1, 2**62, 10**400, 0.5, "x" * 3000, [], [[1]], {"x": 1}])
+                fields[random.choice([*fields, "x"])] = value
+                changed = json.dumps([name, fields, random.choice([payload, value])]).encode()
+                yield partial(authenticated, hello + framed(changed) + whole[end:])
+            case 7:  # an agent of which something is said that is not so
+                field, number = random.choice(["name", "metadata", "probe", "device"]), random.choice([0, -1, 2**62])
+                value = number if field in ("probe", "device") else some.hex()
+                yield partial(authenticated, message(replace(sane, nixl=replace(sane.nixl, **{field: value}))))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("transport", "warm_up", "inputs_after"),
+    [(Choice.TCP, 1000, 4000), pytest.param(Choice.NIXL, 400, 1200, marks=needs_nixl)],
+)
+def test_random_inputs(tmp_path, transport, warm_up, inputs_after):
+    token, random, opened = make_token(), Random(0), deque()
+    write_token(tmp_path / "token", token)
+    directory = Directory("127.0.0.1", 0, token)
+    server = ServeCommand(directory.port, tmp_path / "token", tmp_path / "output", "--transport", transport)
+    try:
+        server.wait_for("joined")
+        port = directory.members()[0].port
+        nano_batches = [make_nano_batch([120, 37, 1, 90], 2, 1, (SLIM,))]
+        ranks = [FakeRank(port, rank, 2, token, transport) for rank in range(2)]
+        ranks[0].send_plan(0, nano_batches)
+        served, failures, over = [0], [], threading.Event()
+
+        def train():
+            try:
+                while not over.is_set():
+                    served[0] = run_calls(ranks, 0, nano_batches, served[0])
+                    time.sleep(0.05)
+            except BaseException as error:
+                failures.append(error)
+
+        training = threading.Thread(target=train)
+        training.start()
+        inputs = strangers(random, port, token, nano_batches, memory_of(transport, "stranger"))
+        count, before, served_before = 0, 0, 0
+        while training.is_alive() and (count < warm_up + inputs_after or served[0] <= served_before + 20):
+            if count == warm_up:
+                before, served_before = server.memory(), served[0]
+            count += 1
+            with contextlib.suppress(LinkLost, OSError):  # the listener was quicker
+                opened.append(next(inputs)())
+            for _ in range(len(opened) - random.randint(0, 30)):  # some stay for a while
+                opened.popleft().close()
+        grown = server.memory() - before
+        over.set()
+        training.join()
+        assert not failures
+        run_calls(ranks, 0, nano_batches, served[0])
+        server.process.send_signal(signal.SIGTERM)  # SIGINT is handled alike
+        assert server.process.wait(60) == 0
+        for connection in (*opened, *(rank.link for rank in ranks)):
+            connection.close()
+    finally:
+        server.close()
+        directory.close()
+    said = server.output.read_text()
+    assert "refusals so far" in said
+    assert said.endswith("stopped\n")
+    assert "Traceback" not in said
+    assert len(said) < 100_000
+    assert grown < 20e6

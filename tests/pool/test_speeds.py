@@ -7,44 +7,37 @@ from hf_distca.pool.rank.speeds import Observed, Served, Speeds, observe
 
 
 @pytest.fixture
-def speeds() -> Speeds:
+def speeds():
     speeds = Speeds(50.0)
     assert speeds.joined(7, 100.0) == 2.0
-    assert speeds.pairs_per_second == 50.0
+    assert known(speeds) == (50.0, (1.0, 2.0), (0.0, 0.0), (0.0, 0.0))
     return speeds
 
 
-def known(speeds: Speeds, *, takes_turns: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Speeds and base loads of a rank and server 7."""
-    workers = speeds.workers(1, [7], takes_turns=takes_turns)
-    return workers.speed, workers.base_load
+def known(speeds):
+    """The ranks' speed; speeds of a rank and server 7; base loads of both, in turns and without."""
+    in_turns, one = (speeds.workers(1, [7], takes_turns=turns) for turns in (True, False))
+    assert in_turns.speed == one.speed
+    return speeds.pairs_per_second, one.speed, in_turns.base_load, one.base_load
 
 
-def test_speeds_and_base_loads_move_halfway_to_what_was_seen(speeds):
-    assert known(speeds, takes_turns=True) == ((1.0, 2.0), (0.0, 0.0))
+def test_speeds_and_base_loads_move_halfway_to_what_was_seen_in_the_same_steps(speeds):
     # The rank that saw most of the server's calls knows best: 400 pairs/s, four times a rank's. 0.25 s between the
-    # phases of an attention are 25 pairs; rows travel 0.1 s for the rank that sends last, 10 pairs.
+    # phases of an attention are 25 pairs; rows travel 0.1 s for the rank that sends last, 10 pairs. In turns ranks
+    # work besides, else servers wait for rows.
     served = ({"pairs": 100, "travel_s": 0.8}, {"pairs": 400, "travel_s": 0.2})
     speeds.learn([Observed(2, 200, 2.0, 0.5, {7: Served(**each, seconds=1.0, alone=2)}) for each in served])
-    assert known(speeds, takes_turns=True) == ((1.0, 3.0), (12.5, 0.0))  # in turns ranks work besides
-    assert known(speeds, takes_turns=False) == ((1.0, 3.0), (0.0, 5.0))  # else servers wait for rows
+    assert known(speeds) == (50.0, (1.0, 3.0), (12.5, 0.0), (0.0, 5.0))
     assert speeds.workers(2, [7], takes_turns=True).base_load == (12.5, 12.5, 0.0)
-
-
-def test_servers_are_compared_with_what_the_ranks_did_in_the_same_steps(speeds):
-    # The ranks compute 200 pairs/s, twice what they were taken for, and the server eight times that.
-    served = Served(pairs=1600, seconds=1.0, alone=2, travel_s=0.2)
-    speeds.learn([Observed(2, 200, 1.0, 0.5, {7: served})])
-    assert speeds.pairs_per_second == 75.0
-    assert known(speeds, takes_turns=True) == ((1.0, 5.0), (25.0, 0.0))
-    assert known(speeds, takes_turns=False)[1] == (0.0, 10.0)
+    # Now the ranks compute 200 pairs/s, twice what they were taken for, and the server three times that.
+    speeds.learn([Observed(2, 200, 1.0, 0.5, {7: Served(pairs=600, seconds=1.0, alone=2, travel_s=0.2)})])
+    assert known(speeds) == (75.0, (1.0, 3.0), (31.25, 0.0), (0.0, 12.5))
 
 
 def test_a_server_that_was_far_once_is_tried_again_and_a_step_without_pairs_or_servers_changes_less(speeds):
-    speeds.learn([Observed(seconds=1.0)])
-    assert speeds.pairs_per_second == 50.0
-    far = []
+    travel = []
     for observed in (
+        Observed(seconds=1.0),
         Observed(pairs=200, seconds=2.0),
         Observed(2, 200, 2.0, 0.5, {7: Served(pairs=200, seconds=1.0, alone=1, travel_s=10.0)}),
         Observed(pairs=200, seconds=2.0),
@@ -53,25 +46,25 @@ def test_a_server_that_was_far_once_is_tried_again_and_a_step_without_pairs_or_s
         Observed(pairs=300, seconds=1.0),
     ):
         speeds.learn([observed])
-        far.append(known(speeds, takes_turns=False))
-    assert far[0] == ((1.0, 2.0), (0.0, 0.0))
-    assert [travel for _, (_, travel) in far] == [0.0, 500.0, 450.0, 450.0, 405.0]
-    assert speeds.pairs_per_second == 100.0
+        pairs_per_second, speed, _, (_, far) = known(speeds)
+        travel.append(far)
+        assert (pairs_per_second, speed) == (50.0 if len(travel) < 6 else 100.0, (1.0, 2.0))
+    assert travel == [0.0, 0.0, 500.0, 450.0, 450.0, 405.0]
     speeds.joined(7, 100.0)  # as a new member
-    assert known(speeds, takes_turns=False)[1] == (0.0, 0.0)
+    assert known(speeds)[-1] == (0.0, 0.0)
 
 
 PING, PONG, BACKWARD = Work(0, 0, "forward"), Work(0, 1, "forward"), Work(0, 1, "backward")
 SEND, COLLECT = "run local; send q, q k v to servers", "wait o lse, o lse from servers"
 
 
-def phase(work: Work, part: str, begin: float, end: float) -> Span:
+def phase(work, part, begin, end):
     return Span("phase", part, work, begin, end)
 
 
-def answered(server: int, work: Work, travel_s: float, seconds: float, pairs: int) -> list[Span]:
-    """What a rank records when a server has answered."""
-    end = 1000.0 + travel_s + seconds  # of another clock than phases are on
+def answered(server, work, travel_s, seconds, pairs):
+    """What a rank records when a server has answered, by another clock than phases are on."""
+    end = 1000.0 + travel_s + seconds
     return [
         Span("call", str(server), work, 1000.0, end),
         Span("server", str(server), work, end - seconds, end, pairs),
@@ -113,12 +106,9 @@ def test_a_way_is_what_a_call_took_besides_the_servers_kernel_while_no_other_was
     assert observe(spans) == Observed(calls=3, servers=servers)
     # On CUDA phases are known later than calls.
     assert observe(sorted(spans, key=lambda span: span.kind == "phase")) == observe(spans)
-
-
-def test_clocks_of_two_hosts_and_spans_whose_beginnings_were_not_kept_do_no_harm():
-    spans = [*answered(7, PING, -0.5, 1.0, 10), *answered(7, PING, 2.0, 1.0, 20)]
-    assert observe(spans).servers == {7: Served(30, 2.0, alone=2, travel_s=2.0)}
-    whole, cut = answered(7, PING, 1.0, 2.0, 20), answered(7, PING, 1.0, 2.0, 20)[1]
-    spans = [cut, phase(PING, COLLECT, 0, 1), phase(PONG, "run local", 5, 6)]
-    assert observe(spans) == Observed(calls=1, servers={7: Served(20, 2.0)})
-    assert observe([*whole, cut]).servers == {7: Served(40, 4.0, alone=1, travel_s=1.0)}
+    # The clocks of two hosts need not run alike, and the beginning of a call, or of all, may not have been kept.
+    hosts = [*answered(7, PING, -0.5, 1.0, 10), *answered(7, PING, 2.0, 1.0, 20)]
+    assert observe(hosts).servers == {7: Served(30, 2.0, alone=2, travel_s=2.0)}
+    whole = answered(7, PING, 1.0, 2.0, 20)
+    cut = [*whole, whole[1], phase(PING, COLLECT, 0, 1), phase(PONG, "run local", 5, 6)]
+    assert observe(cut) == Observed(calls=1, servers={7: Served(40, 4.0, alone=1, travel_s=1.0)})

@@ -36,8 +36,7 @@ from tests.models_and_batches import (
     small_kinds,
     small_model,
 )
-from tests.pool.ends import CPU, TOKEN, memory_of
-from tests.pool.servers import SIGNALS, alike, start_server, state_of, wait_until
+from tests.pool.ends import CPU, SIGNALS, TOKEN, alike, memory_of, start_server, state_of, wait_until
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
@@ -58,6 +57,7 @@ CONFIGS = {
 }
 DEFAULTS = {
     "model_type": "llama",
+    "ranks": 2,
     "ping_pong": False,
     "document_layout": "joint",
     "keep_received": False,
@@ -72,28 +72,23 @@ GEMMA = {**TURNS, "model_type": "gemma2"}
 
 
 def new_model(model_type, implementation="distca"):
-    """In float64: in float32, rounding alone comes to more than 1e-5 in these steps on some processors."""
-    return small_model(model_type, implementation, **CONFIGS[model_type]).double()
+    """A model and its optimizer, in float64: in float32 rounding alone comes to more than 1e-5 on some processors."""
+    model = small_model(model_type, implementation, **CONFIGS[model_type]).double()
+    return model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
 
 
-def new_optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+def targets_of(*batches):
+    return sum(length - 1 for lengths in batches for length in lengths)
 
 
-def targets_of(lengths):
-    return sum(length - 1 for length in lengths)
-
-
-def trained(transport, port, folder, servers, moment, timeout_s, options):
-    """Train with servers on every rank, and with `options`; of servers the process, kind and place of the fault."""
-    given = SimpleNamespace(**DEFAULTS | options)
+def trained(transport, port, folder, servers, moment, timeout_s, given):
+    """Train with servers on every rank, as `given`; of servers the process, kind and place of the fault."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     config = CONFIGS[given.model_type]
-    windows = (24, None) if "sliding_window" in config else (None,)
     settings = PlanSettings(
         ranks,
         4096,
-        small_kinds(*windows, chunk=config.get("attention_chunk_size")),
+        small_kinds(*((24, None) if "sliding_window" in config else [None]), chunk=config.get("attention_chunk_size")),
         document_layout=given.document_layout,
         balance_block_size=8,
         ping_pong=given.ping_pong,
@@ -101,10 +96,9 @@ def trained(transport, port, folder, servers, moment, timeout_s, options):
     )
     dispatcher = Dispatcher(settings, CPU, keep_received=given.keep_received)
     directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
-    log = Messages("hf_distca.pool")
-    memory, serving = memory_of(transport), {"ranks_serve": given.ranks_serve, "timeout_s": timeout_s}
+    log, serving = Messages("hf_distca.pool"), {"ranks_serve": given.ranks_serve, "timeout_s": timeout_s}
     with patch("hf_distca.pool.rank.pool.measure_speed", alike):
-        pool = dispatcher.remote = Pool(dispatcher, TOKEN, directory, memory, **serving)
+        pool = dispatcher.remote = Pool(dispatcher, TOKEN, directory, memory_of(transport), **serving)
 
     def reach(name):
         """If that is when the faults come, trigger them, and wait where they come by themselves."""
@@ -120,18 +114,16 @@ def trained(transport, port, folder, servers, moment, timeout_s, options):
 
     def loss_of(lengths, total):
         plan = plan_micro_batch(lengths, settings)
-        batch = cut_rows(plan, rank, random_documents(lengths))
-        bound = dispatcher.bind(plan)
+        batch, bound = cut_rows(plan, rank, random_documents(lengths)), dispatcher.bind(plan)
         at_servers[-1] |= any(routes.servers for nano in bound.nano_batches for routes in nano.routes.values())
         return model(**batch, labels=batch["shift_labels"], num_items_in_batch=total, distca_plan=bound).loss
 
     if rank == 0:
         wait_until(lambda: len(directory.members()) == len(servers))
     reach("before joining")
-    model = new_model(given.model_type)
+    model, optimizer = new_model(given.model_type)
     if given.ping_pong:
         plan_layers(model)
-    optimizer = new_optimizer(model)
     members, at_servers = [], []
     recording = dispatcher.recorder.listen(*OBSERVED)
     for step in range(STEPS):
@@ -148,11 +140,10 @@ def trained(transport, port, folder, servers, moment, timeout_s, options):
         if step == FAULTY_STEP:
             reach("in a step")
             if rank == 1 and given.cut:
-                lose_in_a_call(pool.link(*pool.servers))
-        total = sum(map(targets_of, BATCHES[step]))
+                lose_in_a_call(*pool.links.values())
         for lengths in BATCHES[step]:
             recording.take()
-            loss_of(lengths, total).backward()
+            loss_of(lengths, targets_of(*BATCHES[step])).backward()
             observed = observe(recording.take())
         if ranks > 1:
             for parameter in model.parameters():
@@ -186,93 +177,12 @@ def lose_in_a_call(link):
 @cache
 def expected(model_type):
     """Parameters and evaluation of one process with transformers' own attention."""
-    model = new_model(model_type, "eager" if model_type == "gemma2" else "sdpa")
-    optimizer = new_optimizer(model)
+    model, optimizer = new_model(model_type, "eager" if model_type == "gemma2" else "sdpa")
     for batches in BATCHES[:STEPS]:
-        total = sum(map(targets_of, batches))
-        sums = {}
-        for lengths in batches:
-            for name, grad in reference_step(model, random_documents(lengths))[1].items():
-                sums[name] = sums.get(name, 0) + grad * targets_of(lengths) / total
-        for name, value in model.named_parameters():
-            value.grad = sums[name]
+        reference_step(model, [document for lengths in batches for document in random_documents(lengths)])
         optimizer.step()
     evaluated = reference_step(model, random_documents(EVALUATED))[0]
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, evaluated
-
-
-@pytest.fixture
-def run(rank_pools, tmp_path):
-    """Trains with servers that fail as given, and checks parameters and evaluation.
-
-    Returns log and numbers of members of rank 0, and what the ranks observed in the last micro-batch.
-    """
-    processes = []
-
-    def run(transport, faults, moment, options, ranks=2):
-        if transport == NIXL and not is_installed():
-            pytest.skip("needs nixl-cu12 or nixl-cu13")
-        port, given = free_port(), {**DEFAULTS, **options}
-        for fault in faults:
-            in_a_call = fault is not None and fault[1] != "by itself"
-            processes.append(start_server(port, transport, (*fault, tmp_path / "trigger") if in_a_call else None))
-        servers = [(process.pid, fault) for process, fault in zip(processes, faults, strict=True)]
-        if given["comes_back"]:
-            processes.append(start_server(port, transport, None, tmp_path / "join"))
-        # A server that is killed or cut off is noticed at once; 600 s are longer than the ranks have time.
-        timeout_s = 1 if any(fault and fault[0] == "hung" for fault in faults) else 600
-        arguments = (transport, port, tmp_path, servers, moment, timeout_s, options)
-        results = rank_pools[ranks].run(trained, *arguments)
-        wanted, wanted_evaluated = expected(given["model_type"])
-        _, _, log, members, at_servers, _ = results[0]
-        for parameters, evaluated, _, others_members, _, _ in results:
-            assert evaluated == pytest.approx(wanted_evaluated, rel=1e-5)
-            assert members == others_members
-            for name, parameter in new_model(given["model_type"]).named_parameters():
-                assert relative_error(parameters[name], wanted[name]) < 1e-5, name
-                is_decay = name.endswith(("A_log", "dt_bias"))  # of a gated delta rule, which hardly change
-                assert is_decay or relative_error(parameter, wanted[name]) > 5e-4, name
-        assert at_servers[given["learns"] :] == list(map(bool, members))[given["learns"] :]
-        carried = [line.partition("rows travel over ")[2] for line in log if "takes part" in line]
-        assert all(name.startswith(transport.upper()) for name in carried)
-        if moment == "never" and not given["cut"]:  # servers were told that training ended
-            for process in processes:
-                process.join(10)
-            assert [process.exitcode for process in processes] == [0] * len(processes)
-        return log, members, [observed for *_, observed in results]
-
-    yield run
-    for process in processes:
-        process.kill()
-        process.join()
-
-
-@pytest.mark.parametrize(
-    ("transport", "servers", "ranks", "options"),
-    [
-        (TCP, 2, 2, {}),
-        (NIXL, 2, 2, TURNS),
-        (TCP, 1, 2, {**TURNS, "ranks_serve": False}),
-        (TCP, 1, 2, {"keep_received": True, "learns": STEPS - 1}),
-        (NIXL, 1, 2, GEMMA),
-        (TCP, 1, 2, {"model_type": "llama4_text"}),
-        (NIXL, 1, 1, TURNS),
-        (TCP, 1, 2, {**TURNS, "model_type": "qwen3_next"}),
-    ],
-)
-def test_without_faults(run, transport, servers, ranks, options):
-    log, members, seen = run(transport, [None] * servers, "never", options, ranks)
-    assert members == [servers] * STEPS
-    assert not [line for line in log if line.startswith("WARNING")]
-    if "model_type" not in options and ranks == 2:
-        turns = 2 if options.get("ping_pong") else 1
-        assert all(rank.calls == ATTENTIONS * turns for rank in seen)
-        assert all((rank.pairs > 0) == (rank.seconds > 0) == options.get("ranks_serve", True) for rank in seen)
-        if turns == 1:  # else one rank may know of a server's first nano-batch, and another of the second
-            every = {server for rank in seen for server in rank.servers}
-            served = [max(rank.servers[server].pairs for rank in seen if server in rank.servers) for server in every]
-            pairs = sum(length * (length + 1) // 2 for length in BATCHES[STEPS - 1][-1])
-            assert sum(rank.pairs for rank in seen) + sum(served) == ATTENTIONS * pairs
 
 
 LEFT = r"lost attention server .*127\.0\.0\.1:.*1 servers left"
@@ -286,6 +196,14 @@ NO_RANKS = {**TURNS, "ranks_serve": False}
 @pytest.mark.parametrize(
     ("transport", "faults", "moment", "options", "members", "warnings"),
     [
+        (TCP, [None, None], "never", {}, "222", []),
+        (NIXL, [None, None], "never", TURNS, "222", []),
+        (TCP, [None], "never", NO_RANKS, "111", []),
+        (TCP, [None], "never", {"keep_received": True, "learns": STEPS - 1}, "111", []),
+        (NIXL, [None], "never", GEMMA, "111", []),
+        (TCP, [None], "never", {"model_type": "llama4_text"}, "111", []),
+        (NIXL, [None], "never", {**TURNS, "ranks": 1}, "111", []),
+        (TCP, [None], "never", {**TURNS, "model_type": "qwen3_next"}, "111", []),
         # Who was only cut off joins again; the others do not come back.
         (TCP, [("killed", "forward"), None], "in a step", GEMMA, "221", [LOST]),
         (TCP, [("hung", "forward"), None], "in a step", GEMMA, "221", [LOST]),
@@ -308,14 +226,51 @@ NO_RANKS = {**TURNS, "ranks_serve": False}
         (TCP, [None], "never", {**PACKED, "cut": True}, "11[01]", ["another rank lost it.: its tasks of this"]),
     ],
 )
-def test_servers_fail(run, transport, faults, moment, options, members, warnings):
-    log, counts, seen = run(transport, faults, moment, options)
+def test_training_is_that_without_servers(
+    rank_pools, tmp_path, request, transport, faults, moment, options, members, warnings
+):
+    if transport == NIXL and not is_installed():
+        pytest.skip("needs nixl-cu12 or nixl-cu13")
+    port, given, processes = free_port(), SimpleNamespace(**DEFAULTS | options), []
+
+    def start(fault, join_when=None):
+        processes.append(start_server(port, transport, fault, join_when))
+        request.addfinalizer(processes[-1].kill)
+
+    for fault in faults:
+        in_a_call = fault is not None and fault[1] != "by itself"
+        start((*fault, tmp_path / "trigger") if in_a_call else None)
+    servers = [(process.pid, fault) for process, fault in zip(processes, faults, strict=True)]
+    if given.comes_back:
+        start(None, tmp_path / "join")
+    # A server that is killed or cut off is noticed at once; 600 s are longer than the ranks have time.
+    timeout_s = 1 if any(fault and fault[0] == "hung" for fault in faults) else 600
+    results = rank_pools[given.ranks].run(trained, transport, port, tmp_path, servers, moment, timeout_s, given)
+    wanted, wanted_evaluated = expected(given.model_type)
+    _, _, log, counts, at_servers, _ = results[0]
     assert re.fullmatch(members, "".join(map(str, counts)))
-    if warnings is not None:
-        given = [line for line in log if line.startswith("WARNING")]
-        assert len(given) == len(warnings)
-        assert all(map(re.search, warnings, given)), given
-    if options.get("comes_back"):
+    for parameters, evaluated, _, others_counts, _, _ in results:
+        assert evaluated == pytest.approx(wanted_evaluated, rel=1e-5)
+        assert counts == others_counts
+        for name, parameter in wanted.items():
+            assert relative_error(parameters[name], parameter) < 1e-5, name
+    assert at_servers[given.learns :] == list(map(bool, counts))[given.learns :]
+    warned = [line for line in log if line.startswith("WARNING")]
+    assert warnings is None or len(warned) == len(warnings)
+    assert all(map(re.search, warnings or [], warned)), warned
+    carried = [line.partition("rows travel over ")[2] for line in log if "takes part" in line]
+    assert all(name.startswith(transport.upper()) for name in carried)
+    if given.comes_back:
         assert any(line.startswith("INFO attention server 1 ") and "takes part" in line for line in log)
+    seen = [observed for *_, observed in results]
     if counts[-1] == 0:
-        assert [rank.servers for rank in seen] == [{}, {}]
+        assert all(rank.servers == {} for rank in seen)
+    if warnings != []:
+        return
+    for process in processes:  # servers were told that training ended
+        process.join(10)
+    assert [process.exitcode for process in processes] == [0] * len(processes)
+    if given.model_type == "llama" and given.ranks == 2:
+        assert all(rank.calls == (ATTENTIONS * 2 if given.ping_pong else ATTENTIONS) for rank in seen)
+        assert all((rank.pairs > 0) == (rank.seconds > 0) == given.ranks_serve for rank in seen)
+        assert any(rank.servers for rank in seen)

@@ -1,17 +1,23 @@
-"""Connections: who is let in, what arrives, and what becomes of those that say nothing, too much or nonsense."""
+"""Messages and connections: who is let in, what arrives, and what becomes of silence, of too much and of nonsense."""
 
 import contextlib
-import logging
 import socket
 import threading
 import time
+import typing
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
+from hf_distca.plan import AttentionKind
 from hf_distca.pool import wire
-from hf_distca.pool.messages import Alive, Reply, ServerWelcome
+from hf_distca.pool.messages import Alive, Message, Reply, ServerWelcome, decode, encode, plan_tables
+from hf_distca.pool.token import make_token, parse_token, read_token, write_token
 from hf_distca.pool.wire import (
     HANDSHAKES,
     MESSAGE_BYTES,
@@ -26,30 +32,114 @@ from hf_distca.pool.wire import (
     connect,
     is_loopback,
 )
-from tests.pool.ends import TOKEN, channels, message
-from tests.pool.servers import wait_until
+from tests.pool.ends import TOKEN, channels, make_call, make_nano_batch, message, wait_until
+
+pytestmark = pytest.mark.timeout(100)  # whoever waits for ever has failed
+
+SIZE = st.integers(1, 99)
+st.register_type_strategy(
+    AttentionKind,
+    st.builds(AttentionKind, st.none() | SIZE, st.just(4), st.sampled_from([1, 2, 4]), SIZE, SIZE, st.none() | SIZE),
+)
+MESSAGES = st.sampled_from(typing.get_args(Message))
+
+
+@settings(max_examples=300)
+@given(MESSAGES.flatmap(st.from_type), st.integers(0))
+def test_a_message_is_what_was_sent(message, payload):
+    try:
+        read, size = decode(encode(message, payload))
+    except ValueError:
+        assume(False)  # infinite numbers do not travel
+    assert (type(read), size) == (type(message), payload)
+    assert vars(read) == vars(message)  # with the places, which calls are compared without
+
+
+def test_what_is_no_message_is_refused():
+    call = encode(make_call(), 0)
+    for text, error in (
+        (b"", "Expecting value"),
+        (b"\xff", "can't decode"),
+        (b"[" * 60_000, "recursion"),
+        (b"{}", "does not follow"),
+        (b'["Calls", {}, 0]', "Calls"),
+        (b'["End", {}, 0.0]', "0.0 is not of type <class 'int'>"),
+        (b'["End", {"x": 1}, 0]', "'x'"),
+        (b'["ServerWelcome", {}, 0]', "missing"),
+        (b'["ServerWelcome", {"server": true}, 0]', "True is not of type <class 'int'>"),
+        (b'["Reply", {"call_id": 0, "seconds": 1%s, "pairs": 0}, 0]' % (b"0" * 400), "too large"),
+        (call.replace(b'"forward"', b'"sideways"'), "'sideways' is no"),
+        (call.replace(b'"float32"', b'["float32"]'), "is no"),
+        (call.replace(b'"q_heads": 4', b'"q_heads": 5'), "kv_heads must divide"),
+        (encode(ServerWelcome(0), 0).replace(b"0}", b"[0]}"), "is not of type <class 'int'>"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            decode(text)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 3), st.integers(0, 99))
+def test_a_plan_is_what_was_sent(lengths, ranks, seed):
+    sent = [make_nano_batch(lengths, ranks, seed), make_nano_batch(lengths[::-1], ranks, seed + 1)]
+    message, tables = plan_tables(7, ranks, sent)
+    assert (message.plan_id, message.ranks, message.workers, message.worker) == (7, ranks, ranks + 1, ranks)
+    payload = b"".join(table.tobytes() for table in tables)
+    read, size = decode(encode(message, len(payload)))
+    assert (read, read.bytes) == (message, size)
+    expected = [(index, kind, plan) for index, nano in enumerate(sent) for kind, plan in nano.plans.items()]
+    for (*got_of, got), (*of, plan) in zip(read.read(bytearray(payload)), expected, strict=True):
+        assert (got_of, got.workers, got.window) == (of, plan.workers, plan.window)
+        assert np.array_equal(got.tasks, plan.tasks)
+        assert np.array_equal(got.layout.lengths, plan.layout.lengths)
+        assert np.array_equal(got.layout.segments, plan.layout.segments)
+
+
+def test_a_plan_whose_numbers_do_not_fit_is_refused_before_memory_is_allocated():
+    message, _ = plan_tables(0, 2, [make_nano_batch([64, 7], 2, 0)])
+    for fields, error in (
+        ({"workers": 2}, "worker 2 is no server"),
+        ({"worker": 1}, "worker 1 is no server"),
+        ({"ranks": 2**60, "worker": 2**60, "workers": 2**61}, "is no server"),
+        ({"tables": ((1, 2),)}, "zip"),
+        ({"tables": ((2**40,) * 5,)}, "tables of .* bytes are not from 0"),
+        ({"tables": ((-1,) * 5,)}, "tables of .* bytes are not from 0"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            _ = replace(message, **fields).bytes
+
+
+def test_a_token_survives_its_file_and_only_the_owner_can_read_it(tmp_path):
+    path, token = tmp_path / "folder" / "token", make_token()
+    assert token != make_token()
+    for mode in (0o640, 0o604, 0o620):  # the later times over a file that others can read
+        write_token(path, token)
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert read_token(path) == token
+        assert list(path.parent.iterdir()) == [path]
+        path.chmod(mode)
+        with pytest.raises(ValueError, match="chmod 600"):
+            read_token(path)
+    with pytest.raises(IsADirectoryError):
+        write_token(path.parent, token)  # a folder cannot be replaced
+    assert list(tmp_path.iterdir()) == [path.parent]  # no token is left anywhere else
+    for text in ("", "abc", "0" * 63, "0" * 66, "g" * 64, "é" * 64, "0" * 10000):
+        with pytest.raises(ValueError, match="64 hexadecimal digits") as caught:
+            parse_token(text)
+        assert not text or text not in str(caught.value)
+
 
 REPLY, HELLO = Reply(3, 0.5, 7), ServerWelcome(5)
 
 
 @pytest.fixture
-def ends():
-    with channels() as both:
-        yield both
-
-
-@pytest.fixture
-def listen():
+def listen(request):
     """Makes listeners; without `serve` a peer gets its first message back, and has a minute for it."""
-    made = []
 
     def listen(serve=Channel.send, handshake_s=60):
-        made.append(Listener("127.0.0.1", 0, TOKEN, "echo", serve, handshake_s))
-        return made[-1]
+        listener = Listener("127.0.0.1", 0, TOKEN, "echo", serve, handshake_s)
+        request.addfinalizer(listener.close)
+        return listener
 
-    yield listen
-    for listener in made:
-        listener.close()
+    return listen
 
 
 def met(listener, service="echo", hello=HELLO):
@@ -74,43 +164,38 @@ def is_open(sock):
     return False
 
 
-def test_payloads_of_any_size_arrive_whole_and_messages_only_up_to_a_size(ends):
-    near, far = ends
+def test_payloads_of_any_size_arrive_whole_and_nothing_else_is_made_memory_for_or_waited_for():
     sent = np.random.default_rng(0).integers(0, 255, 30_000_000, dtype=np.uint8)
-    thread = threading.Thread(target=near.send, args=(REPLY, [sent[:7], np.zeros((0, 3)), sent[7:]]))
-    thread.start()
-    assert far.receive() == (REPLY, sent.nbytes)
-    came = np.zeros_like(sent)
-    far.receive_payload([came[:11_000_000], came[11_000_000:].reshape(1, -1)])
-    thread.join()
-    assert np.array_equal(sent, came)
-    near._sock.sendall((MESSAGE_BYTES + 1).to_bytes(4, "big"))  # no memory is made for it
-    with pytest.raises(ProtocolError, match=f"a message of {MESSAGE_BYTES + 1} bytes, at most {MESSAGE_BYTES}"):
+    came, begin = np.zeros_like(sent), time.monotonic()
+    with channels() as (near, far), ThreadPoolExecutor(1) as beside:
+        sending = beside.submit(near.send, REPLY, [sent[:7], np.zeros((0, 3)), sent[7:]], 60)
+        assert far.receive(60) == (REPLY, sent.nbytes)
+        far.receive_payload([came[:11_000_000], came[11_000_000:].reshape(1, -1)], 60)
+        sending.result()
+        assert np.array_equal(sent, came)
+        with pytest.raises(LinkLost, match="receiving made no progress"):
+            far.receive(0.1)
+        near._sock.sendall(message(REPLY, b"12345")[:-1])
         far.receive(60)
-    assert near.within_host
+        with pytest.raises(LinkLost, match="receiving made no progress"):
+            far.receive_payload([bytearray(5)], 0.1)
+        near._sock.sendall((MESSAGE_BYTES + 1).to_bytes(4, "big"))
+        with pytest.raises(ProtocolError, match=f"a message of {MESSAGE_BYTES + 1} bytes, at most {MESSAGE_BYTES}"):
+            far.receive(60)
+        assert near.within_host
+        with pytest.raises(LinkLost, match="sending made no progress"):
+            near.send(REPLY, [bytes(50_000_000)], 0.1)
+        # A message that cannot be sent ends the connection, and later ones are dropped.
+        outbox, later = Outbox(near), Mock()
+        outbox.put(Mock(side_effect=LinkLost("closed")))
+        outbox.put(later)
+        with pytest.raises(LinkLost, match="closed"):
+            near.receive(60)
+        outbox.finish(60)
+        later.assert_not_called()
+    assert time.monotonic() - begin < 30
     hosts = ("127.0.0.2", "::1", "10.0.0.1", "fe80::2%eth0")
     assert list(map(is_loopback, hosts)) == [True, True, False, False]
-
-
-def test_nothing_is_waited_for_longer_than_it_may_take_and_a_message_that_cannot_be_sent_ends_all(ends):
-    near, far = ends
-    begin = time.monotonic()
-    with pytest.raises(LinkLost, match="receiving made no progress"):
-        far.receive(0.1)
-    near._sock.sendall(message(REPLY, b"12345")[:-1])
-    far.receive(60)
-    with pytest.raises(LinkLost, match="receiving made no progress"):
-        far.receive_payload([bytearray(5)], 0.1)
-    with pytest.raises(LinkLost, match="sending made no progress"):
-        near.send(REPLY, [bytes(50_000_000)], 0.1)
-    assert time.monotonic() - begin < 30
-    outbox, later = Outbox(near), Mock()
-    outbox.put(Mock(side_effect=LinkLost("closed")))
-    outbox.put(later)
-    with pytest.raises(LinkLost, match="closed"):
-        near.receive(60)
-    outbox.finish(60)
-    later.assert_not_called()
 
 
 def test_a_wrong_greeting_or_proof_is_noticed_also_one_of_another_handshake():
@@ -120,35 +205,34 @@ def test_a_wrong_greeting_or_proof_is_noticed_also_one_of_another_handshake():
         heard.setdefault(channel, []).append(parts[0])
         send(channel, parts, *rest)
 
-    with channels() as (near, far), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "_send", hear)
-        thread = threading.Thread(target=far.prove, args=(TOKEN, "echo", 60), kwargs={"connects": False})
-        thread.start()
-        near.prove(TOKEN, "echo", 60, connects=True)
-        thread.join()
-    token, (greeting, proof), (other_greeting, other_proof) = "another token", heard[near], heard[far]
-    for connects, first, second, error in (
-        (False, greeting, lambda other: bytes(32), token),
-        (False, greeting, lambda other: other, token),  # reflected
-        (False, greeting, lambda other: b"", token),
-        (False, greeting, lambda other: proof, token),
-        (True, other_greeting, lambda other: other_proof, token),
-        (False, b"hf_distca 99 " + bytes(32), None, f"version 99, expected {VERSION}"),
-        (False, b"GET / HTTP/1.1", None, "does not speak this protocol"),
-    ):
-        with channels() as (near, far):
+    def play(channel, first, second):
+        """Be the other end: greet, and make a proof of the proof that comes."""
+        channel._send([first], 60)
+        channel._receive(100, 60)
+        if second is not None:
+            channel._send([second(channel._receive(100, 60))], 60)
 
-            def play(channel=near, first=first, second=second):
-                channel._send([first], 60)
-                channel._receive(100, 60)
-                if second is not None:
-                    channel._send([second(channel._receive(100, 60))], 60)
-
-            thread = threading.Thread(target=play)
-            thread.start()
-            with pytest.raises(ProtocolError, match=error):
-                far.prove(TOKEN, "echo", 60, connects=connects)
-            thread.join()
+    with ThreadPoolExecutor(1) as beside:
+        with channels() as (near, far), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Channel, "_send", hear)
+            proving = beside.submit(far.prove, TOKEN, "echo", 60, connects=False)
+            near.prove(TOKEN, "echo", 60, connects=True)
+            proving.result()
+        token, (greeting, proof), (other_greeting, other_proof) = "another token", heard[near], heard[far]
+        for connects, first, second, error in (
+            (False, greeting, lambda other: bytes(32), token),
+            (False, greeting, lambda other: other, token),  # reflected
+            (False, greeting, lambda other: b"", token),
+            (False, greeting, lambda other: proof, token),
+            (True, other_greeting, lambda other: other_proof, token),
+            (False, b"hf_distca 99 " + bytes(32), None, f"version 99, expected {VERSION}"),
+            (False, b"GET / HTTP/1.1", None, "does not speak this protocol"),
+        ):
+            with channels() as (near, far):
+                playing = beside.submit(play, near, first, second)
+                with pytest.raises(ProtocolError, match=error):
+                    far.prove(TOKEN, "echo", 60, connects=connects)
+                playing.result()
 
 
 def test_only_a_peer_with_the_token_gets_an_answer_and_of_this_service_and_kind(listen):
@@ -158,7 +242,11 @@ def test_only_a_peer_with_the_token_gets_an_answer_and_of_this_service_and_kind(
     met(listener).close()
     with pytest.raises(ProtocolError, match="answers Alive, expected ServerWelcome"):
         met(listener, hello=Alive())
-    silent = Channel(stranger(listen(handshake_s=0.1)))
+    impatient = listen(handshake_s=0.1)
+    silent = stranger(impatient)
+    wait_until(lambda: not is_open(silent))
+    silent.close()
+    silent = Channel(stranger(impatient))
     silent.prove(TOKEN, "echo", 60, connects=True)  # knows the token and says nothing
     with pytest.raises(PeerLeft):
         silent.receive(60)
@@ -171,7 +259,7 @@ def test_only_a_peer_with_the_token_gets_an_answer_and_of_this_service_and_kind(
 def test_a_server_that_is_silent_or_slow_times_out(drip):
     # The time is for all of the handshake, not for each byte.
     given_up = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as slow:
+    with socket.create_server(("127.0.0.1", 0)) as slow, ThreadPoolExecutor(1) as beside:
 
         def answer():
             sock, _ = slow.accept()
@@ -179,15 +267,13 @@ def test_a_server_that_is_silent_or_slow_times_out(drip):
                 while not given_up.wait(0.1):
                     sock.send(drip)
 
-        thread = threading.Thread(target=answer)
-        thread.start()
+        beside.submit(answer)
         with pytest.raises(LinkLost, match=r"timed out after 0\.3 s"):
             connect("127.0.0.1", slow.getsockname()[1], TOKEN, "echo", HELLO, ServerWelcome, 0.3)
         given_up.set()
-        thread.join()
 
 
-def test_one_handshake_too_many_ends_the_oldest(listen):
+def test_one_handshake_too_many_ends_the_oldest_and_a_flood_of_strangers_does_not_fill_the_log(listen, caplog):
     listener = listen()
     silent = [stranger(listener) for _ in range(2 * HANDSHAKES)]
     met(listener).close()
@@ -196,12 +282,19 @@ def test_one_handshake_too_many_ends_the_oldest(listen):
     assert all(map(is_open, silent[-3:]))
     assert not any(map(is_open, silent[: HANDSHAKES + 1]))
     for sock in silent:
-        sock.close()
+        sock.close()  # who leaves at once is no refusal
+    for _ in range(140 - HANDSHAKES):
+        with stranger(listener) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" * 4)
+            sock.recv(100)
+    met(listener).close()
+    wait_until(lambda: not listener._peers)
+    assert 10 <= len(caplog.records) <= 15
+    assert caplog.messages[-1].startswith("128 refusals so far, the latest: refused 127.0.0.1:")
 
 
 def test_errors_are_sent_to_the_peer_where_they_are_its_own_and_closing_ends_all_connections(listen, caplog):
-    errors = [ProtocolError("not so"), MismatchError("not with you"), LinkLost("gone"), None]
-    given = iter(errors)
+    given = iter([ProtocolError("not so"), MismatchError("not with you"), LinkLost("gone"), None])
 
     def serve(channel, hello):
         if (error := next(given)) is not None:
@@ -217,23 +310,10 @@ def test_errors_are_sent_to_the_peer_where_they_are_its_own_and_closing_ends_all
     listener.close()
     assert [line.partition(": ")[2] for line in caplog.messages] == ["not so", "gone"]
     with pytest.raises(PeerLeft):
-        channel.receive()
+        channel.receive(60)
     assert not is_open(silent)
     silent.close()
     channel.close()
-
-
-def test_a_flood_of_strangers_does_not_fill_the_log(listen, caplog):
-    listener = listen()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(140):
-            with stranger(listener) as sock:
-                sock.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" * 4)
-                sock.recv(100)  # one that leaves at once is no refusal
-        met(listener).close()
-        wait_until(lambda: not listener._peers)
-    assert 10 <= len(caplog.records) <= 15
-    assert caplog.messages[-1].startswith("128 refusals so far, the latest: refused 127.0.0.1:")
 
 
 def test_a_connection_that_cannot_be_served_is_closed(listen, monkeypatch, caplog):

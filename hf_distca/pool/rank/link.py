@@ -1,7 +1,4 @@
-"""A rank's link to one server: calls, and replies that arrive into tensors.
-
-Shape suffixes: N rows; what follows a row's N is free.
-"""
+"""A rank's link to one server: calls, and replies that arrive into tensors."""
 
 import threading
 import time
@@ -12,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from hf_distca.pool.messages import Call, Message, RankHello, RankWelcome, Refused, Reply
-from hf_distca.pool.transport import Memory, rank_end
+from hf_distca.pool.transport import Memory, Rows, rank_end
 from hf_distca.pool.wire import SERVER, Buffer, LinkLost, Outbox, ProtocolError, connect
 
 
@@ -36,7 +33,7 @@ class ServerLink:
     def __init__(
         self, host: str, port: int, token: bytes, hello: RankHello, connect_s: float, rows_s: float, memory: Memory
     ) -> None:
-        self._name = f"{host}:{port}"
+        self.name = f"{host}:{port}"
         self._rows_s = rows_s
         self._lock, self._closing = threading.Lock(), threading.Lock()
         self._pending: dict[int, Answer] = {}  # by id of the call
@@ -46,24 +43,18 @@ class ServerLink:
         self.carried_by = f"{welcome.transport} ({welcome.why})"
         self._transport = rank_end(self._channel, memory, welcome)
         self._outbox = Outbox(self._channel)
-        self._receiver = threading.Thread(target=self._receive, name=f"receive {self._name}", daemon=True)
+        self._receiver = threading.Thread(target=self._receive, name=f"receive {self.name}", daemon=True)
         self._receiver.start()
 
     def send(self, message: Message, payload: Sequence[Buffer] = ()) -> None:
         """Queue a message without a reply; its payload must not change before a later call's reply is here."""
         self._put(partial(self._channel.send, message, payload, self._rows_s))
 
-    def call(
-        self,
-        call: Call,
-        rows: Sequence[Tensor],
-        results: Mapping[str, Tensor],
-        ready: Callable[[], None] = lambda: None,
-    ) -> Answer:
+    def call(self, call: Call, rows: Rows, results: Mapping[str, Tensor], ready: Callable[[], None]) -> Answer:
         """Queue a call, or raise LinkLost where the link has failed; `wait` waits for the answer.
 
         Args:
-            rows: of `call.request()`, [N, …] each; they must not change before the reply is here.
+            rows: of `call.request()`; they must not change before the reply is here.
             results: of `call.reply()` by name, to receive into.
             ready: returns when the rows are in their place; called by the thread that sends.
         """
@@ -96,7 +87,7 @@ class ServerLink:
         with self._lock:
             if self.lost:
                 return
-            self.lost = f"server {self._name}: {reason}"
+            self.lost = reason
             pending, self._pending = self._pending, {}
         self._channel.shut_down()
         for answer in pending.values():
@@ -124,14 +115,13 @@ class ServerLink:
                 reply, size = self._channel.receive()
                 if isinstance(reply, Refused):
                     raise LinkLost(f"the server ended the connection: {reply.reason}")
-                answer = self._pending.get(reply.call_id) if isinstance(reply, Reply) else None
-                if answer is None or not isinstance(reply, Reply):
+                if not isinstance(reply, Reply) or (answer := self._pending.get(reply.call_id)) is None:
                     raise ProtocolError(f"received a {type(reply).__name__} that answers no call")
                 self._transport.receive(reply, size, list(answer.results.values()), self._rows_s)
                 answer.arrived = time.perf_counter()
                 with self._lock:
-                    still_awaited = self._pending.pop(reply.call_id, None) is not None
-                if still_awaited:
+                    is_awaited = self._pending.pop(reply.call_id, None) is not None
+                if is_awaited:
                     answer.set_result(reply)
                 del answer  # its tensors belong to the caller again
         except LinkLost as error:

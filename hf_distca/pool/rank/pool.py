@@ -10,10 +10,10 @@ Shape suffixes: T local rows, N rows; what follows a row's letter is free.
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,14 +45,6 @@ SPANS = 1 << 16
 """Most spans that are kept until speeds are corrected: a long evaluation goes by without that."""
 
 
-class Member(NamedTuple):
-    """A server that takes part."""
-
-    name: str
-    link: ServerLink
-    rank_beside: int | None  # the first rank on the server's host
-
-
 class Pool:
     """The servers that take part, and how fast they are: what a `Dispatcher` has as `remote`.
 
@@ -81,31 +73,28 @@ class Pool:
         self.call_ids = itertools.count()  # the same on every rank
         self._plan_ids = itertools.count()
         self._token, self._directory = token, directory
-        self._members: dict[int, Member] = {}
+        self.links: dict[int, ServerLink] = {}  # to the servers that take part, by id
+        self._beside: dict[int, int | None] = {}  # the first rank on a server's host
         self._recording = self.recorder.listen(*OBSERVED, most=SPANS)
 
     @property
     def servers(self) -> tuple[int, ...]:
         """Ids of the servers that take part."""
-        return tuple(sorted(self._members))
-
-    def link(self, server: int) -> ServerLink | None:
-        """Return the link to a server; None where the server takes no part any more."""
-        return self._members[server].link if server in self._members else None
+        return tuple(sorted(self.links))
 
     # Between steps
 
     def refresh(self) -> None:
         """Let servers that have joined take part from now on, without those that left. A collective."""
         listed = self._directory.members() if self._directory is not None else {}
-        failed = {server for server, member in self._members.items() if member.link.lost}
+        failed = {server for server, link in self.links.items() if link.lost}
         seen = self._groups.all_gather((listed, failed, observe(self._recording.take())))
         self.speeds.learn([observed for _, _, observed in seen])
         lost = set().union(*(failed for _, failed, _ in seen))
         present = seen[0][0].keys() - lost  # a lost server may come back as a new member
         self._lose(lost, "between steps; no call was running")
-        self._lose(set(self._members) - present, "it left the directory")
-        if joined := sorted(present - set(self._members)):
+        self._lose(self.links.keys() - present, "it left the directory")
+        if joined := sorted(present - self.links.keys()):
             self._connect({server: seen[0][0][server] for server in joined})
 
     def _connect(self, joined: Mapping[int, ServerHello]) -> None:
@@ -126,10 +115,10 @@ class Pool:
             reasons = [failures[server] for failures, _ in seen if server in failures]
             name = f"{server} ({info.host}:{info.port}, {info.device})"
             if not reasons:
-                beside = next((rank for rank, (_, here) in enumerate(seen) if server in here), None)
-                self._members[server] = Member(name, links[server], beside)
-                speed, transport = self.speeds.joined(server, info.pairs_per_second), links[server].carried_by
-                self._log(f"attention server {name} takes part: speed {speed:.2f}, rows travel over {transport}")
+                link = self.links[server] = links[server]
+                self._beside[server] = next((rank for rank, (_, here) in enumerate(seen) if server in here), None)
+                speed = self.speeds.joined(server, info.pairs_per_second)
+                self._log(f"attention server {name} takes part: speed {speed:.2f}, rows travel over {link.carried_by}")
                 continue
             if server in links:
                 links[server].close()
@@ -140,19 +129,17 @@ class Pool:
     def wait_for(self, servers: int, timeout_s: float) -> None:
         """Refresh until so many servers take part, or go on without the rest. A collective."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            self.refresh()
-            late = self._groups.any_of([time.monotonic() > deadline])[0]
-            if len(self._members) >= servers:
+        self.refresh()
+        while len(self.links) < servers:
+            if self._groups.any_of([time.monotonic() > deadline])[0]:
+                self._log(
+                    f"{len(self.links)} of {servers} attention servers joined within {timeout_s:g} s; training "
+                    "begins without the rest, which may join later",
+                    logging.WARNING,
+                )
                 return
-            if late:
-                break
             time.sleep(POLL_S)
-        self._log(
-            f"{len(self._members)} of {servers} attention servers joined within {timeout_s:g} s; training begins "
-            "without the rest, which may join later",
-            logging.WARNING,
-        )
+            self.refresh()
 
     def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, "_PlanAtServers | None"]:
         """Plan tasks again for ranks and, behind them, `servers`, and send the plan to the servers."""
@@ -161,7 +148,7 @@ class Pool:
             return plan, None
         server_nodes = None
         if nodes is not None:
-            beside = [self._members[server].rank_beside for server in servers]
+            beside = [self._beside[server] for server in servers]
             server_nodes = [None if rank is None else nodes[rank] for rank in beside]
         workers = self.speeds.workers(self._groups.ranks, servers, takes_turns=len(plan.nano_batches) > 1)
         plan = plan_with_servers(plan, workers, settings, ranks_serve=self.ranks_serve, server_nodes=server_nodes)
@@ -170,43 +157,41 @@ class Pool:
             for index, server in enumerate(servers):
                 message, tables = plan_tables(plan_id, self._groups.ranks + index, plan.nano_batches)
                 with suppress(LinkLost):  # noticed by all ranks when its results are collected
-                    self._members[server].link.send(message, [table.data for table in tables])
+                    self.links[server].send(message, [table.data for table in tables])
         return plan, _PlanAtServers(self, plan_id, servers, settings)
 
     # In a step
 
-    def without_lost(self, servers: Sequence[int]) -> frozenset[int]:
+    def without_lost(self, servers: Collection[int]) -> frozenset[int]:
         """Go on without given servers that any rank has lost; return the given ones that are gone. A collective."""
-        here = [server for server in servers if server in self._members]
+        here = [server for server in servers if server in self.links]
         if here:  # the same on every rank
-            failed = self._groups.any_of([bool(self._members[server].link.lost) for server in here])
-            self._lose(
-                {server for server, lost in zip(here, failed, strict=True) if lost},
-                "its tasks of this micro-batch are computed by the ranks",
-            )
-        return frozenset(server for server in servers if server not in self._members)
+            failed = self._groups.any_of([bool(self.links[server].lost) for server in here])
+            lost = {server for server, is_lost in zip(here, failed, strict=True) if is_lost}
+            self._lose(lost, "its tasks of this micro-batch are computed by the ranks")
+        return frozenset(servers) - self.links.keys()
 
     def close(self) -> None:
         """Close all links, and end training at the directory."""
         self._recording.stop()
-        for member in self._members.values():
-            member.link.close()
-        self._members.clear()
+        for link in self.links.values():
+            link.close()
+        self.links.clear()
         if self._directory is not None:
             self._directory.end()
             self._directory.close()
 
-    def _lose(self, servers: set[int], what: str) -> None:
+    def _lose(self, servers: Set[int], what: str) -> None:
         """Go on without servers, the same on every rank; the warning says `what` becomes of their tasks."""
-        for server in sorted(servers & set(self._members)):
-            member = self._members.pop(server)
-            reason = member.link.lost or "another rank lost it"
-            member.link.close()
+        for server in sorted(servers & self.links.keys()):
+            link = self.links.pop(server)
+            reason = link.lost or "another rank lost it"
+            link.close()
             if self._directory is not None:
                 self._directory.drop(server)
-            count = len(self._members)
+            count = len(self.links)
             left = f"{count} servers left" if count else "no server left, so ranks compute all tasks"
-            self._log(f"lost attention server {member.name} ({reason}): {what}; {left}", logging.WARNING)
+            self._log(f"lost attention server {server} at {link.name} ({reason}): {what}; {left}", logging.WARNING)
 
     def _log(self, message: str, level: int = logging.INFO) -> None:
         if self._groups.rank == 0:
@@ -236,7 +221,7 @@ class _PlanAtServers:
         call = Call(self.plan_id, call_id, work.nano_batch, kind, work.direction, params.scale, params.softcap, dtype)
         under_way = _CallAtServers(self.pool, work, rows["q"].device, ids)
         for asked in servers:
-            link = self.pool.link(ids[asked.server])
+            link = self.pool.links.get(ids[asked.server])
             if link is None or not asked.q_count + asked.k_count:
                 continue  # the server is lost, or needs no rows of this rank
             index = {"queries": asked.q_rows, "keys": asked.k_rows}
@@ -270,7 +255,7 @@ class _CallAtServers:
                 name = str(self.ids[server])
                 recorder.add(Span("call", name, self.work, answer.departed, arrived))
                 recorder.add(Span("server", name, self.work, arrived - reply.seconds, arrived, reply.pairs))
-        lost_ids = self.pool.without_lost(list(self.ids.values()))
+        lost_ids = self.pool.without_lost(self.ids.values())
         lost = frozenset(server for server, id in self.ids.items() if id in lost_ids)
         results = {
             server: {name: x_N.to(self.device, non_blocking=True) for name, x_N in answer.results.items()}

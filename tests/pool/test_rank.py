@@ -1,5 +1,11 @@
-"""One rank's pool, with servers behind links that do what the test says. A rank computes 50 pairs/s, a server 100."""
+"""A rank's link to a server whose end the test has, and its pool, with links that do what the test says.
 
+A rank computes 50 pairs/s, a server 100.
+"""
+
+import contextlib
+import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock, call
@@ -15,11 +21,149 @@ from hf_distca.kernels import AttentionParams
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.pool.messages import RankHello, Reply, ServerHello
+from hf_distca.pool.messages import End, RankHello, RankWelcome, Reply, ServerHello
+from hf_distca.pool.rank.link import ServerLink
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.transport import Memory
 from hf_distca.pool.wire import LinkLost, MismatchError
-from tests.pool.ends import CPU, SLIM
+from tests.pool.ends import CPU, SLIM, TOKEN, channels, make_call, message, wait_until
+
+pytestmark = pytest.mark.timeout(100)  # whoever waits for ever has failed
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """A rank's link, and the server's channel."""
+    with channels() as (near, far):
+        connected = near, RankWelcome("TCP", "no RDMA")
+        monkeypatch.setattr("hf_distca.pool.rank.link.connect", lambda *_: connected)
+        link = ServerLink("127.0.0.1", 4000, TOKEN, RankHello(1), 60, 60, Memory(CPU))
+        yield link, far
+        link.close()
+
+
+def rows(data):
+    """Rows of one byte each."""
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def buffer(size=8):
+    return torch.full((size,), 255, dtype=torch.uint8)
+
+
+def start(link, number, *results, sends=b"12345678", ready=lambda: None):
+    """A call by this number."""
+    sent = sends if isinstance(sends, torch.Tensor) else rows(sends)
+    return link.call(make_call(number), [sent], dict(enumerate(results)), ready)
+
+
+def reply(number):
+    return Reply(number, seconds=0.5, pairs=10)
+
+
+def taken(far):
+    """The next message at the server, with its payload."""
+    received, size = far.receive(60)
+    payload = bytearray(size)
+    far.receive_payload([payload], 60)
+    return received, bytes(payload)
+
+
+def test_calls_leave_when_they_are_ready_and_replies_may_come_in_another_order(ends):
+    link, far = ends
+    payload, came, rest, asked, written = buffer(2), buffer(1), buffer(1), threading.Event(), threading.Event()
+    link.send(End(), [b"xyz"])
+    first = start(link, 0, came, rest, sends=payload, ready=lambda: asked.set() or written.wait(60))
+    others = [buffer(2) for _ in range(2)]
+    answers = [start(link, n, others[n - 1], sends=[n, n]) for n in (1, 2)]
+    assert asked.wait(60)
+    payload[:] = rows(b"ok")
+    begin = time.perf_counter()
+    written.set()
+    sent = [taken(far) for _ in range(4)]
+    assert sent == [(End(), b"xyz"), (make_call(0), b"ok"), (make_call(1), b"\1\1"), (make_call(2), b"\2\2")]
+    for asked_for, data in reversed(sent[1:]):
+        far.send(reply(asked_for.call_id), [data])
+    assert [link.wait(each, 60) for each in (first, *answers)] == [reply(0), reply(1), reply(2)]
+    assert bytes([*came, *rest]) == b"ok"
+    assert [each.tolist() for each in others] == [[1, 1], [2, 2]]
+    assert begin <= first.departed <= first.arrived
+    assert (link.within_host, link.carried_by) == (True, "TCP (no RDMA)")
+    pending = start(link, 3, buffer())
+    for _ in range(2):
+        link.close()
+    with pytest.raises(LinkLost, match="closed by this rank"):
+        link.wait(pending, 60)
+
+
+def test_a_caller_never_waits_for_a_slow_server(ends):
+    # Would a call wait until the server has taken its rows, the second one would wait until the test's end.
+    link, large = ends[0], torch.zeros(20_000_000, dtype=torch.uint8)
+    answers = [start(link, number, buffer(), sends=large) for number in range(3)]
+    for answer, timeout_s in ((answers[0], 0.3), (answers[2], 60)):
+        with pytest.raises(LinkLost, match=r"no reply within 0\.3 s"):
+            link.wait(answer, timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (message(reply(1), b"12345678")[:-4], "closed"),
+        (b"", "no reply within 0.5 s"),
+        (message(reply(1), b"123456789"), "9 bytes, expected 8"),
+        (message(reply(1), payload_bytes=2**63), "expected 8"),
+        (message(reply(0), b"again!!!"), "received a Reply that answers no call"),
+        (message(make_call(1), b"12345678"), "received a Call that answers no call"),
+        (b"\0" * 100, "does not follow the protocol"),
+        (None, "no such plan"),
+    ],
+)
+def test_a_failed_link_says_why_and_stays_failed(ends, sent, said):
+    (link, far), answered, other = ends, buffer(), buffer()
+    done = start(link, 0, answered)
+    far.send(reply(0), [taken(far)[1]])
+    link.wait(done, 60)
+    first, second = start(link, 1, buffer()), start(link, 2, other)
+    if sent is None:
+        far.refuse(said)
+    else:
+        far._sock.sendall(sent)
+    if said == "closed":
+        far.shut_down()
+    with pytest.raises(LinkLost, match=said):
+        link.wait(first, 0.5 if said == "no reply within 0.5 s" else 60)
+    for more in (lambda: link.wait(second, 60), lambda: start(link, 3), lambda: link.send(End())):
+        with pytest.raises(LinkLost, match=said):
+            more()
+    assert said in link.lost
+    assert bytes(answered) == b"12345678"
+    assert (other == 255).all()
+    assert not any(thread.name.endswith(link.name) for thread in threading.enumerate())
+
+
+def test_buffers_are_left_alone_after_a_loss(ends):
+    (link, far), first, rest, written = ends, buffer(4), buffer(4), threading.Event()
+    receive = link._transport.receive
+
+    def receive_slowly(*args):
+        try:
+            receive(*args)
+        finally:
+            time.sleep(0.2)
+            written.set()
+
+    link._transport.receive = receive_slowly
+    pending = start(link, 0, first, rest)
+    far._sock.sendall(message(reply(0), b"12345678")[:-4])
+    wait_until(lambda: first[-1] != 255)
+    with pytest.raises(LinkLost, match=r"no reply within 0\.1 s"):
+        link.wait(pending, 0.1)
+    assert written.is_set()  # nobody writes any more
+    with contextlib.suppress(OSError):
+        far._sock.sendall(b"5678")
+    assert bytes(first) == b"1234"
+    assert (rest == 255).all()
+
 
 WORK = Work(3, 0, "forward")
 SETTINGS = PlanSettings(ranks=1, tokens_per_rank=64, kinds=(SLIM,), balance_block_size=8, ping_pong=False)
@@ -37,7 +181,7 @@ class FakeLink:
         self.made_with = (host, port, *rest)
         if port in (1, 2):
             raise (LinkLost if port == 1 else MismatchError)("nobody answers")
-        self.calls, self.lost, self.send = [], "", Mock()
+        self.calls, self.lost, self.send, self.name = [], "", Mock(), f"{host}:{port}"
         self.within_host, self.carried_by = port == 7, "TCP (TCP was asked for)"
 
     def call(self, call, rows, results, ready):
@@ -89,18 +233,16 @@ def test_results_come_by_name_and_what_they_took_is_recorded(make_pool):
     asked = ServerRows(0, make_routes(plan.nano_batches[0].plans[SLIM], 0), 1, IndexBuffer(CPU))
     assert asked.q_count > 0
     rows = {"q": torch.zeros(64, 2, 8), "k": torch.zeros(64, 1, 8), "v": torch.zeros(64, 1, 8)}
-    recording = pool.recorder.listen()
+    recording, link = pool.recorder.listen(), pool.links[7]
     first, second = (at_servers.start(WORK, [asked], SLIM, AttentionParams(scale=0.5), rows) for _ in range(2))
     assert recording.take() == []
     results, lost = second.collect()
     assert lost == frozenset()
-    assert {name: x_N.shape for name, x_N in results[0].items()} == {
-        "o": (asked.q_count, 2, 8),
-        "lse": (asked.q_count, 2),
-    }
+    shapes = {name: x_N.shape for name, x_N in results[0].items()}
+    assert shapes == {"o": (asked.q_count, 2, 8), "lse": (asked.q_count, 2)}
     assert recording.take() == [Span("call", "7", WORK, 10.0, 13.0), Span("server", "7", WORK, 11.25, 13.0, pairs=40)]
-    assert pool.link(7).calls == [0, 1]
-    pool.link(7).lost = "it is gone"
+    assert link.calls == [0, 1]
+    link.lost = "it is gone"
     assert first.collect() == ({}, {0})
     assert pool.servers == ()
     assert recording.take() == []
@@ -111,7 +253,7 @@ def test_members_of_the_directory_take_part_until_they_leave_it_or_training_ends
     make_pool, directory, timeout_s, connect_s
 ):
     pool = make_pool(7, timeout_s=timeout_s)
-    left, hello = pool.link(7), RankHello(0, why_tcp="TCP was asked for")
+    left, hello = pool.links[7], RankHello(0, why_tcp="TCP was asked for")
     assert left.made_with == ("127.0.0.1", 7, b"token", hello, connect_s, timeout_s, pool.memory)
     directory.members.return_value = listed(8, 1)
     pool.refresh()
@@ -120,7 +262,7 @@ def test_members_of_the_directory_take_part_until_they_leave_it_or_training_ends
     # Who left is dropped once more, which does nothing.
     assert directory.drop.call_args_list == [call(7), call(1, "")]
     assert pool.speeds.workers(1, pool.servers, False).speed == (1.0, 2.0)
-    later = pool.link(8)
+    later = pool.links[8]
     pool.recorder.add(Span("server", "8", WORK, 0.0, 1.0, pairs=600))  # six times a rank's 100 pairs/s
     for _ in range(2):  # learned once
         pool.refresh()
@@ -137,11 +279,12 @@ def test_a_server_that_a_rank_does_not_reach_takes_no_part(make_pool, directory,
 
     pool = make_pool(7, 8, unreached, groups=other_rank(changed, any_of=lambda flags: flags))
     assert pool.servers == (7,)
+    others = sorted((8, unreached))
     # Refused where another try would end alike.
-    assert directory.drop.call_args_list == [call(server, refusal) for server in sorted((8, unreached))]
+    assert directory.drop.call_args_list == [call(server, refusal) for server in others]
+    why = "cannot take part: nobody answers"
     assert [line for line in caplog.messages if "takes part" not in line] == [
-        f"attention server {server} (127.0.0.1:{server}, cpu) cannot take part: nobody answers"
-        for server in sorted((8, unreached))
+        f"attention server {server} (127.0.0.1:{server}, cpu) {why}" for server in others
     ]
 
 
@@ -153,23 +296,23 @@ def test_a_server_that_another_rank_has_lost_is_lost_here_too(make_pool, directo
 
     groups = other_rank(changed, any_of=lambda flags: asked.append(flags) or [False, True])
     pool = make_pool(7, 8, 9, groups=groups)
-    link = pool.link(8)
+    link = pool.links[8]
     assert pool.without_lost([7, 8]) == {8}
     assert pool.without_lost([8]) == {8}  # nobody is asked of a server that is gone
     assert asked == [[False, False]]
     assert link.lost == "closed by this rank"
     directory.members.return_value = listed(7, 9)
-    pool.link(7).lost = "it is gone"
+    pool.links[7].lost = "it is gone"
     lost.add(9)
     pool.refresh()
     assert pool.servers == ()
     between = "between steps; no call was running"
     assert [line for line in caplog.messages if "lost" in line] == [
-        "lost attention server 8 (127.0.0.1:8, cpu) (another rank lost it): its tasks of this micro-batch are "
-        "computed by the ranks; 2 servers left",
-        f"lost attention server 7 (127.0.0.1:7, cpu) (it is gone): {between}; 1 servers left",
-        f"lost attention server 9 (127.0.0.1:9, cpu) (another rank lost it): {between}; no server left, so ranks "
-        "compute all tasks",
+        "lost attention server 8 at 127.0.0.1:8 (another rank lost it): its tasks of this micro-batch are computed by "
+        "the ranks; 2 servers left",
+        f"lost attention server 7 at 127.0.0.1:7 (it is gone): {between}; 1 servers left",
+        f"lost attention server 9 at 127.0.0.1:9 (another rank lost it): {between}; no server left, so ranks compute "
+        "all tasks",
     ]
 
 

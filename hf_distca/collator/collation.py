@@ -1,14 +1,90 @@
-"""Collate one rank's rows of a planned micro-batch into tensors, without padding."""
+"""Plan a global micro-batch, read the documents of which a rank holds rows, and collate its rows without padding."""
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
-from hf_distca.collator.documents import IGNORED_TARGET, PlannedDocuments
-from hf_distca.plan import PLAN_KEY
+from hf_distca.collator.documents import ANY_COLUMNS, IGNORED_TARGET, Columns, token_document
+from hf_distca.collator.refusals import Data
+from hf_distca.collator.sampler import GlobalMicroBatch
+from hf_distca.plan import PLAN_KEY, MicroBatchPlan
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedDocuments:
+    """A planned global micro-batch with the documents of which one rank holds rows.
+
+    The plan's documents are the excerpts in order, then one-token fillers until every rank holds a row: a rank without
+    rows would be missing in every exchange.
+    """
+
+    plan: MicroBatchPlan
+    excerpts: NDArray[np.void]  # [excerpts] of dtype EXCERPT
+    documents: dict[int, NDArray[np.int64]]  # whole, from `token_document`, by index in the data set
+
+
+@dataclass(eq=False)
+class RankDocuments(Dataset[PlannedDocuments]):
+    """Data set of a DataLoader whose `batch_sampler` is a GlobalBatchSampler.
+
+    Indexed by a GlobalMicroBatch, it plans the micro-batch, the same on every rank, and reads the documents of which
+    this rank holds rows.
+    """
+
+    dataset: Any  # gives examples by index, as `token_document` expects them
+    lengths: NDArray[np.int64]  # [documents], from `document_lengths`
+    settings: PlanSettings
+    rank: int
+    columns: Columns = ANY_COLUMNS
+
+    def __post_init__(self) -> None:
+        dataset = self.dataset
+        if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+            used = self.columns.used(dataset.column_names)
+            if left_out := sorted(set(dataset.column_names) - set(used)):
+                text = "columns %s are ignored, because neither the model nor a packed batch takes them"
+                logger.info(text, left_out)
+            # A long document as a Python list costs 100 times its array.
+            self.dataset = dataset.select_columns(used).with_format("numpy")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, micro_batch: GlobalMicroBatch) -> PlannedDocuments:
+        excerpts = micro_batch.excerpts
+        lengths = (excerpts["stop"] - excerpts["start"]).tolist()
+        # Every rank holds a row once there are as many tokens as ranks; whole documents: as many documents as ranks.
+        rows = len(lengths) if self.settings.document_layout == "whole" else sum(lengths)
+        fillers = [1] * (self.settings.ranks - rows)
+        choices = self.settings.choices if micro_batch.choices is None else micro_batch.choices
+        plan = plan_micro_batch(lengths + fillers, replace(self.settings, choices=choices))
+        plan = replace(plan, fillers=len(fillers))
+        held = {document for document, _, _ in plan.held_by(self.rank) if document < len(excerpts)}  # else a filler
+        indices = np.unique(excerpts["document"][sorted(held)]).tolist()
+        if hasattr(self.dataset, "__getitems__"):  # one batched read
+            examples = self.dataset.__getitems__(indices)
+        else:
+            examples = [self.dataset[index] for index in indices]
+        documents = {}
+        for index, example in zip(indices, examples, strict=True):
+            documents[index] = token_document(example, f"document {index}", self.columns)
+            length, planned = documents[index].shape[1], self.lengths[index]
+            if length != planned:
+                raise Data.CHANGED_LENGTH.error(
+                    index=index, length=length, planned=planned, column=self.columns.length
+                )
+        return PlannedDocuments(plan, excerpts, documents)
 
 
 class DistCACollator:
@@ -23,9 +99,9 @@ class DistCACollator:
     on rank 1, and is the target of rank 0's last row.
 
         >>> from torch.utils.data import DataLoader
-        >>> from hf_distca.collator.lengths import document_lengths, fit_documents
-        >>> from hf_distca.collator.documents import RankDocuments
-        >>> from hf_distca.collator.sampler import GlobalBatchSampler
+        >>> from hf_distca.collator.collation import RankDocuments
+        >>> from hf_distca.collator.documents import document_lengths
+        >>> from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
         >>> from hf_distca.planner.settings import PlanSettings
         >>> dataset = [{"input_ids": [11, 12, 13, 14]}, {"input_ids": [21, 22]}]
         >>> settings = PlanSettings(ranks=2, tokens_per_rank=3, document_layout="fixed")
@@ -60,22 +136,21 @@ class DistCACollator:
                 "batch_sampler"
             )
         (planned,) = features
-        batch = []
+        parts = []
         for document, start, stop in planned.plan.held_by(self.rank):
             if document < len(planned.excerpts):
-                rows = excerpt_document(planned.excerpts[document], planned.documents)[:, start:stop]
+                index, *excerpt = planned.excerpts[document].item()
+                rows = excerpt_rows(planned.documents[index], *excerpt)[:, start:stop]
             else:
                 rows = np.array([[self.filler_token_id], [IGNORED_TARGET]])
-            batch.append((start, rows))
-        return {**rows_batch(batch), PLAN_KEY: planned.plan}
+            parts.append((start, rows))
+        return {**rows_batch(parts), PLAN_KEY: planned.plan}
 
 
-def excerpt_document(
-    excerpt: np.void, documents: Sequence[NDArray[np.int64]] | dict[int, NDArray[np.int64]]
-) -> NDArray[np.int64]:
-    """Return [2, L] tokens and targets of an EXCERPT of documents from `token_document`, by index in the data set."""
-    rows = documents[excerpt["document"]][:, excerpt["start"] : excerpt["stop"]]
-    if excerpt["stop"] == excerpt["end"]:  # a token that truncation dropped is no target
+def excerpt_rows(document: NDArray[np.int64], start: int, stop: int, end: int) -> NDArray[np.int64]:
+    """Return [2, rows] tokens and targets of an EXCERPT of a document from `token_document`."""
+    rows = document[:, start:stop]
+    if stop == end:  # a token that truncation dropped is no target
         rows = rows.copy()
         rows[1, -1] = IGNORED_TARGET
     return rows

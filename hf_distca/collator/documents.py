@@ -1,25 +1,25 @@
-"""Read and check documents of a user's data set, and plan each global micro-batch of them."""
+"""Read and check the documents of a user's data set: their lengths, tokens and targets, and their fingerprint."""
 
-import logging
+import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
+from tqdm.auto import tqdm
 
 from hf_distca.collator.refusals import Data
-from hf_distca.collator.sampler import GlobalMicroBatch
-from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.settings import PlanSettings
-
-logger = logging.getLogger(__name__)
 
 IGNORED_TARGET = -100
 """Target of a row without loss, as everywhere in Hugging Face."""
+READ_BATCH = 1000
+"""Number of documents read at once to compute lengths."""
+FINGERPRINT_DOCUMENTS = 64
+"""Number of documents whose tokens enter a fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,11 @@ ANY_COLUMNS = Columns()
 
 
 def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> NDArray[np.int64]:
-    """Check one example, called `name` in errors, and shift its labels.
+    """Check an example, called `name` in errors; return its tokens and their targets, the next labels, [2, L] int64.
 
     Args:
         example: `input_ids` [L]; optionally `labels` [L], `attention_mask` [L] of ones and the length column. Labels
             are unshifted, with -100 for no loss; without labels every token is a label.
-
-    Returns:
-        [2, L] int64: tokens, and the target of each row, which is the next label or -100.
-
-    Raises:
-        ValueError: a column is missing, unknown or malformed, or lengths disagree.
     """
     used = columns.used(example)
     tokens = {column: np.asarray(example[column]) for column in ("input_ids", "labels") if column in used}
@@ -79,79 +73,55 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> N
     return np.stack([input_ids, np.append(labels[1:], IGNORED_TARGET)])
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedDocuments:
-    """A planned global micro-batch with the documents of which one rank holds rows.
+def document_lengths(dataset: Any, columns: Columns = ANY_COLUMNS, progress: bool = True) -> NDArray[np.int64]:
+    """Return the number of tokens of every document, [documents] int64, of a data set that gives examples by index.
 
-    Attributes:
-        plan: plan of all ranks. Its documents are the excerpts in order, then one-token fillers until every rank holds
-            a row: a rank without rows would be missing in every exchange.
-        excerpts: [excerpts] of dtype EXCERPT, the tokens of the data set behind each document of the plan.
-        documents: whole documents of which this rank holds rows, from `token_document`, by index in the data set.
+    The length column of a `datasets.Dataset` is trusted here and checked when a document is read. Without that column,
+    every document is read once and checked.
     """
+    if len(dataset) == 0:
+        raise Data.EMPTY.error()
+    counts: list[NDArray[Any]] = []  # of input_ids, and of labels
+    # With a transform, column_names lists the transform's inputs, not its outputs.
+    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+        columns.used(dataset.column_names)
+        tokens = [column for column in ("input_ids", "labels") if column in dataset.column_names]
+        kinds = [field.type for field in dataset.features.arrow_schema if field.name in tokens]
+        if columns.length in dataset.column_names:
+            given = np.asarray(dataset.select_columns([columns.length]).with_format("numpy")[:][columns.length])
+            if given.ndim != 1 or given.dtype.kind not in "iu":
+                raise Data.LENGTH_COLUMN.error(column=columns.length, kind=dataset.features[columns.length])
+            counts = [given]
+        elif all(pa.types.is_list(kind) or pa.types.is_large_list(kind) for kind in kinds):  # not tensors
+            # Arrow tables know the lengths of their lists, so tokens are not converted to Python objects.
+            tables = dataset.select_columns(tokens).with_format("arrow").iter(batch_size=READ_BATCH)
+            batches = [
+                # A missing list counts as empty.
+                [pc.fill_null(pc.list_value_length(table[column]), 0).to_numpy() for column in tokens]
+                for table in tqdm(tables, "Document lengths", -(-len(dataset) // READ_BATCH), disable=not progress)
+            ]
+            counts = [np.concatenate(of_column) for of_column in zip(*batches, strict=True)]
+    if not counts:
+        indices = tqdm(range(len(dataset)), "Document lengths", unit=" documents", disable=not progress)
+        read = (token_document(dataset[index], f"document {index}", columns).shape[1] for index in indices)
+        return np.fromiter(read, np.int64, len(dataset))
+    lengths, labels = counts[0], counts[-1]
+    for index in np.flatnonzero(lengths <= 0)[:1]:
+        raise Data.EMPTY_DOCUMENT.error(name=f"document {index}", stated=f" (length {lengths[index]})")
+    for index in np.flatnonzero(labels != lengths)[:1]:
+        raise Data.LABELS.error(name=f"document {index}", labels=labels[index], length=lengths[index])
+    return lengths.astype(np.int64)
 
-    plan: MicroBatchPlan
-    excerpts: NDArray[np.void]
-    documents: dict[int, NDArray[np.int64]]
 
+def dataset_fingerprint(dataset: Any, lengths: NDArray[np.int64], columns: Columns = ANY_COLUMNS) -> str:
+    """Return a hash that differs if the data sets of two ranks differ.
 
-class RankDocuments(Dataset[PlannedDocuments]):
-    """Data set of a DataLoader whose `batch_sampler` is a GlobalBatchSampler.
-
-    Indexed by a GlobalMicroBatch, it plans the micro-batch, the same on every rank, and reads the documents of which
-    this rank holds rows.
-
-    Args:
-        dataset: gives examples by index, as `token_document` expects them.
-        lengths: [documents] int64, from `document_lengths`.
+    The hash covers all document lengths, and the tokens and targets of 64 evenly spaced documents. A data set that
+    draws its documents at random differs from itself.
     """
-
-    def __init__(
-        self,
-        dataset: Any,
-        lengths: NDArray[np.int64],
-        settings: PlanSettings,
-        rank: int,
-        columns: Columns = ANY_COLUMNS,
-    ):
-        if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-            used = columns.used(dataset.column_names)
-            if left_out := sorted(set(dataset.column_names) - set(used)):
-                logger.info(
-                    "columns %s are ignored, because neither the model nor a packed batch takes them", left_out
-                )
-            # A long document as a Python list costs 100 times its array.
-            dataset = dataset.select_columns(used).with_format("numpy")
-        self.dataset = dataset
-        self.lengths = lengths
-        self.settings = settings
-        self.rank = rank
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, micro_batch: GlobalMicroBatch) -> PlannedDocuments:
-        excerpts = micro_batch.excerpts
-        lengths = micro_batch.lengths.tolist()
-        # Every rank holds a row once there are as many tokens as ranks; whole documents: as many documents as ranks.
-        rows = len(lengths) if self.settings.document_layout == "whole" else sum(lengths)
-        fillers = [1] * (self.settings.ranks - rows)
-        choices = self.settings.choices if micro_batch.choices is None else micro_batch.choices
-        plan = plan_micro_batch(lengths + fillers, replace(self.settings, choices=choices))
-        plan = replace(plan, fillers=len(fillers))
-        held = {document for document, _, _ in plan.held_by(self.rank) if document < len(excerpts)}  # else a filler
-        indices = np.unique(excerpts["document"][sorted(held)]).tolist()
-        if hasattr(self.dataset, "__getitems__"):  # one batched read
-            examples = self.dataset.__getitems__(indices)
-        else:
-            examples = [self.dataset[index] for index in indices]
-        documents = {}
-        for index, example in zip(indices, examples, strict=True):
-            documents[index] = token_document(example, f"document {index}", self.columns)
-            length, planned = documents[index].shape[1], self.lengths[index]
-            if length != planned:
-                raise Data.CHANGED_LENGTH.error(
-                    index=index, length=length, planned=planned, column=self.columns.length
-                )
-        return PlannedDocuments(plan, excerpts, documents)
+    digest = hashlib.sha256(np.ascontiguousarray(lengths, "<i8").tobytes())
+    sample = np.unique(np.linspace(0, len(lengths) - 1, FINGERPRINT_DOCUMENTS, dtype=np.int64))
+    # One at a time: 64 long documents at once may not fit in memory.
+    for index in sample.tolist():
+        digest.update(token_document(dataset[index], f"document {index}", columns).astype("<i8").tobytes())
+    return digest.hexdigest()

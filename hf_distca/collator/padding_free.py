@@ -12,8 +12,6 @@ REPLACED_BY_PLAN = (
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 )
 """Fields of a batch that only describe documents, which a plan replaces."""
-FILLER_LENGTHS = (1,)
-"""Document lengths of a filler."""
 
 
 def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
@@ -56,10 +54,9 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 class CollatorWithLengths:
-    """Add document lengths to the batches of a padding-free collator.
+    """Add `document_lengths` to the batches of a padding-free collator, and remove an `attention_mask` of ones.
 
-    Lengths are read on the host, so that no step waits for the device. Batches get `document_lengths`; an
-    `attention_mask` of ones is removed.
+    Lengths are read on the host, so that no step waits for the device.
 
     Args:
         collator: A padding-free collator, such as transformers' `DataCollatorWithFlattening`.
@@ -79,9 +76,6 @@ class CollatorWithLengths:
 
 
 def filler_batch(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Return a batch of one token without a target, for a rank whose data has ended.
-
-    A rank takes part in every exchange, and models cannot run on zero rows.
-    """
+    """Return a batch of one token without a target, for a rank whose data has ended: models cannot run on no rows."""
     values = {"input_ids": 0, "position_ids": 0, "labels": -100, "shift_labels": -100}
     return {name: torch.full((1, 1), value, dtype=torch.long, device=device) for name, value in values.items()}

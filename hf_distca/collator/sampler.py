@@ -1,5 +1,6 @@
 """Draw global micro-batches: documents that are trained on together, the same on every rank."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -8,13 +9,54 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from hf_distca.collator.refusals import Data
 from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tightly
 from hf_distca.planner.settings import Choices
 
+logger = logging.getLogger(__name__)
+
+EXCERPT = np.dtype([(name, np.int64) for name in ("document", "start", "stop", "end")])
+"""Tokens [start, stop) of a document, by its index in the data set; its tokens before `end` may be targets."""
+TRUNCATED = "Truncated %d documents to %s = %d tokens; %d tokens are dropped."
 CLASSES_PER_OCTAVE = (1, 4, 16)
 """Length classes per doubling of length, coarsest (most random) first, for placing documents."""
 SPARE_BATCHES = 200
 """Micro-batches for each spare one, which leaves room for random placement: 0.5 % at most."""
+
+
+def fit_documents(lengths: NDArray[np.int64], limit: int, policy: str, limit_name: str) -> NDArray[np.void]:
+    """Apply the policy for long documents; return [excerpts] of dtype EXCERPT, in the order of the data set.
+
+    A document within the limit becomes one excerpt. "truncate" keeps the first tokens, and logs how many are dropped.
+    "split" cuts a document into excerpts, which do not attend to each other; the last row of an excerpt still predicts
+    the first token of the next one.
+
+    Args:
+        lengths: [documents] int64 tokens of each document.
+        limit: maximum number of tokens of an excerpt; messages call it `limit_name`.
+    """
+    if limit <= 0 or policy not in ("error", "truncate", "split"):
+        raise ValueError(
+            f"{limit_name} is {limit} and the policy for long documents {policy!r}, but an excerpt needs a token and "
+            "a known policy; give a positive limit, and 'error', 'truncate' or 'split'"
+        )
+    too_long = lengths[lengths > limit]
+    if len(too_long) and policy == "error":
+        longest = int(np.argmax(lengths))
+        found = {"count": len(too_long), "documents": len(lengths), "longest": longest, "length": lengths[longest]}
+        raise Data.LONG.error(limit_name=limit_name, limit=limit, **found)
+    if len(too_long) and policy == "truncate":
+        logger.warning(TRUNCATED, len(too_long), limit_name, limit, (too_long - limit).sum())
+        lengths = np.minimum(lengths, limit)
+    counts = -(-lengths // limit)
+    excerpts = np.empty(int(counts.sum()), EXCERPT)
+    excerpts["document"] = np.repeat(np.arange(len(lengths)), counts)
+    # How many excerpts of the same document come before this one.
+    before = np.arange(len(excerpts)) - np.repeat(np.cumsum(counts) - counts, counts)
+    excerpts["end"] = np.repeat(lengths, counts)
+    excerpts["start"] = before * limit
+    excerpts["stop"] = np.minimum(excerpts["start"] + limit, excerpts["end"])
+    return excerpts
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,12 +65,6 @@ class GlobalMicroBatch:
 
     excerpts: NDArray[np.void]
     choices: Choices | None = None  # choices of the planner; None: the choices in the reader's settings
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """[documents] int64 tokens of each document."""
-        tokens: NDArray[np.int64] = self.excerpts["stop"] - self.excerpts["start"]
-        return tokens
 
 
 class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
@@ -111,22 +147,17 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         """Return the excerpts of each micro-batch of this epoch."""
         random = np.random.default_rng((self.seed, self.epoch))
         shuffled = random.permutation(len(self.excerpts))
-        lengths, bins = self._lengths[shuffled], self._batches * self.bins
+        lengths = self._lengths[shuffled]
         # Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that different processors agree.
         mantissa, exponent = np.frexp(lengths)
-        for classes in CLASSES_PER_OCTAVE:
-            length_class = exponent * classes + np.floor((2 * mantissa - 1) * classes).astype(np.int64)
-            order = np.argsort(-length_class, kind="stable")
-            chosen = place_evenly(lengths[order].tolist(), bins, self.capacity)
+        classes = [exponent * n + np.floor((2 * mantissa - 1) * n).astype(np.int64) for n in CLASSES_PER_OCTAVE]
+        for sizes in (*classes, lengths):
+            order = np.argsort(-sizes, kind="stable")  # equal sizes are still in random order
+            chosen = place_evenly(lengths[order].tolist(), self._batches * self.bins, self.capacity)
             if chosen is not None:
                 break
-        else:
-            # Equal lengths are still in random order. One of these two fits in every epoch, as when counting.
-            order = np.argsort(-lengths, kind="stable")
-            longest_first = lengths[order].tolist()
-            chosen = place_evenly(longest_first, bins, self.capacity)
-            if chosen is None:
-                chosen = place_tightly(longest_first, self.capacity)
+        else:  # fits where even filling does not, as when counting
+            chosen = place_tightly(lengths[order].tolist(), self.capacity)
         # Placing first fills one bin of each micro-batch, so no micro-batch stays empty.
         bin_of = np.empty(len(lengths), np.int64)
         bin_of[order] = chosen

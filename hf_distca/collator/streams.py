@@ -1,6 +1,8 @@
 """Pack a stream of documents whose lengths are unknown beforehand."""
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -10,13 +12,16 @@ from datasets.distributed import split_dataset_by_node
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hf_distca.collator.collation import excerpt_document, rows_batch
+from hf_distca.collator.collation import excerpt_rows, rows_batch
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, token_document
-from hf_distca.collator.lengths import cut_documents, fit_documents, warn_truncated
 from hf_distca.collator.refusals import Data
+from hf_distca.collator.sampler import TRUNCATED, fit_documents
 from hf_distca.planner.bin_packing import pack_in_order
 
+logger = logging.getLogger(__name__)
 
+
+@dataclass(eq=False)
 class StreamPacker(IterableDataset[dict[str, Any]]):
     """One rank's share of a stream, packed into batches of whole documents: for a DataLoader with `batch_size=None`.
 
@@ -28,34 +33,25 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
     A `datasets.IterableDataset` is split over ranks by `split_dataset_by_node` and over DataLoader workers by its
     shards. It should have at least ranks · workers shards, and must be shuffled with the same seed on every rank. For
     any other iterable, every rank and worker reads all documents and takes every n-th one.
-
-    Args:
-        dataset: iterable of examples as `token_document` expects them, the same on every rank, once per epoch.
-        long_documents: policy for documents longer than tokens_per_rank; a streamed document stays on its rank.
     """
 
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        ranks: int,
-        rank: int,
-        tokens_per_rank: int,
-        long_documents: str = "error",
-        columns: Columns = ANY_COLUMNS,
-    ):
-        if not 0 <= rank < ranks:
-            raise ValueError(f"the rank is {rank} of {ranks}, but ranks count from 0; give one from 0 to {ranks - 1}")
+    dataset: Any  # examples as `token_document` expects them, the same on every rank, once per epoch
+    ranks: int
+    rank: int
+    tokens_per_rank: int
+    long_documents: str = "error"  # policy for documents longer than tokens_per_rank
+    columns: Columns = ANY_COLUMNS
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(
+                f"the rank is {self.rank} of {self.ranks}, but ranks count from 0; give one from 0 to {self.ranks - 1}"
+            )
         # Checks the limit and the policy before the first document is read.
-        fit_documents(np.zeros(0, np.int64), tokens_per_rank, long_documents, "tokens_per_rank")
-        self._splits_itself = isinstance(dataset, datasets.IterableDataset)
+        fit_documents(np.zeros(0, np.int64), self.tokens_per_rank, self.long_documents, "tokens_per_rank")
+        self._splits_itself = isinstance(self.dataset, datasets.IterableDataset)
         if self._splits_itself:
-            dataset = split_dataset_by_node(dataset, rank=rank, world_size=ranks)
-        self.dataset = dataset
-        self.ranks = ranks
-        self.rank = rank
-        self.tokens_per_rank = tokens_per_rank
-        self.long_documents = long_documents
-        self.columns = columns
+            self.dataset = split_dataset_by_node(self.dataset, rank=self.rank, world_size=self.ranks)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of a data set with epochs."""
@@ -78,14 +74,15 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         for number, example in enumerate(share):
             name = f"document {number} of rank {self.rank}'s stream"
             document = token_document(example, name, self.columns)
-            length = document.shape[1]
-            if length > limit and self.long_documents == "error":
-                raise Data.LONG_IN_STREAM.error(name=name, length=length, limit=limit)
-            if length > limit and self.long_documents == "truncate":
+            end = document.shape[1]
+            if end > limit and self.long_documents == "error":
+                raise Data.LONG_IN_STREAM.error(name=name, length=end, limit=limit)
+            if end > limit and self.long_documents == "truncate":
                 truncated += 1
-                dropped += length - limit
+                dropped += end - limit
+                end = limit
                 # A stream may truncate many documents: report totals whenever their number has doubled.
                 if truncated.bit_count() == 1:
-                    warn_truncated(truncated, dropped, limit, "tokens_per_rank")
-            for excerpt in cut_documents(np.array([length]), limit, self.long_documents):
-                yield excerpt_document(excerpt, [document])
+                    logger.warning(TRUNCATED, truncated, "tokens_per_rank", limit, dropped)
+            for start in range(0, end, limit):
+                yield excerpt_rows(document, start, min(start + limit, end), end)

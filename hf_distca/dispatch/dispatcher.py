@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_distca.collator.padding_free import FILLER_LENGTHS, REPLACED_BY_PLAN, batch_document_lengths, filler_batch
+from hf_distca.collator.padding_free import REPLACED_BY_PLAN, batch_document_lengths, filler_batch
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import EXCHANGE_CTAS, Groups, RankMesh
@@ -123,7 +123,7 @@ class Dispatcher:
         plans = []
         for index in range(count and max(count, at_least)):
             held = [rank[index] if index < len(rank) else [] for rank in gathered]
-            plan = plan_placed([lengths or FILLER_LENGTHS for lengths in held], self.settings)
+            plan = plan_placed([lengths or [1] for lengths in held], self.settings)  # [1]: of a `filler_batch`
             plans.append(replace(plan, fillers=held.count([])))
         return plans
 

@@ -14,12 +14,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
-from hf_distca.collator.collation import DistCACollator
-from hf_distca.collator.documents import Columns, RankDocuments
-from hf_distca.collator.lengths import dataset_fingerprint, document_lengths, fit_documents
+from hf_distca.collator.collation import DistCACollator, RankDocuments
+from hf_distca.collator.documents import Columns, dataset_fingerprint, document_lengths
 from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.collator.refusals import Data
-from hf_distca.collator.sampler import GlobalBatchSampler
+from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher

@@ -78,7 +78,7 @@ def batch_of(dispatcher: Dispatcher, lengths: list[int] = LENGTHS) -> dict[str, 
 
 AGAIN = {"checkpointing": False, "keep_core_attention": False}
 CASES: list[tuple[str, dict[str, bool]]] = [
-    # Other checkpoints and models take turns in tests/dispatch/test_equality.py and in the survey.
+    # Other checkpoints and models take turns in tests/dispatch/test_planned_step.py and in the survey.
     ("gemma2", {**AGAIN, "keep_received": True}),
     ("gemma3n_text", {}),  # its last layers read keys and values that earlier ones made
     ("gemma3n_text", AGAIN),

@@ -37,20 +37,14 @@ def chats(count: int = 12) -> datasets.Dataset:
     """Chats of one to three turns, some much longer than others; the same every time."""
     random = np.random.default_rng(1)
 
-    def says(role: str, words: int) -> dict[str, str]:
-        return {"role": role, "content": " ".join(random.choice(FREQUENT, words))}
+    def says(role: str, most: int) -> dict[str, str]:
+        return {"role": role, "content": " ".join(random.choice(FREQUENT, int(random.integers(1, most))))}
 
     rows = []
     for number in range(count):
-        turns = [
-            message
-            for _ in range(1 + number % 3)
-            for message in (
-                says("user", int(random.integers(1, 20))),
-                says("assistant", int(random.integers(1, 90 if number % 4 == 0 else 20))),
-            )
-        ]
-        rows.append({"messages": turns})
+        longest = 90 if number % 4 == 0 else 20
+        turns = [[says("user", 20), says("assistant", longest)] for _ in range(1 + number % 3)]
+        rows.append({"messages": [message for turn in turns for message in turn]})
     return datasets.Dataset.from_list(rows)
 
 

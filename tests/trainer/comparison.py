@@ -14,6 +14,7 @@ from typing import Any
 
 import accelerate
 import datasets
+import numpy as np
 import peft
 import pytest
 import torch
@@ -21,7 +22,8 @@ import torch.distributed as dist
 import trl
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, training_args
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, training_args
 from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -74,21 +76,13 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Strategy:
-    """How ranks share a training.
+    """How ranks share a training."""
 
-    Attributes:
-        environment: variables that `accelerate launch` sets.
-        type: part of accelerate's name of the strategy.
-        ranks: number of processes.
-        shares: number of ranks with rows of their own.
-        divided: sizes of the mesh over which transformers divides the model.
-    """
-
-    environment: Mapping[str, str]
-    type: str
+    environment: Mapping[str, str]  # variables that `accelerate launch` sets
+    type: str  # part of accelerate's name of the strategy
     ranks: int = 2
-    shares: int = 2
-    divided: Mapping[str, int] = field(default_factory=dict)
+    shares: int = 2  # number of ranks with rows of their own
+    divided: Mapping[str, int] = field(default_factory=dict)  # mesh over which transformers divides the model
 
 
 AS_GPUS = {"ACCELERATE_TORCH_DEVICE": "cpu"}
@@ -116,51 +110,38 @@ STRATEGIES = {
 STRATEGIES["fsdp2 on four ranks"] = replace(STRATEGIES["fsdp2"], ranks=4, shares=4)
 
 
-def plain(implementation: str) -> nn.Module:
-    """The model that is trained where a run does not say otherwise."""
-    return small_model(implementation=implementation)
+def model_of(**config: Any) -> Callable[[str], nn.Module]:
+    """Make a model of this configuration with an implementation of attention."""
+    return lambda implementation: small_model(implementation=implementation, **config)
+
+
+plain = model_of()
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is set in a training.
-
-    Attributes:
-        example: changes an example, given its index.
-        given: makes other arguments of both trainers, anew for each, of its model.
-        patched: stands something in for the training.
-        refused: strategies that refuse it, with a part of the error.
-        needs: package without which it is not tried.
-        steps_without_targets: number of first steps without a target: one process would divide by zero.
-        rounds: whether the training computes in bfloat16.
-        within: relative errors that are allowed in float32, of losses and of all else.
-        planned, given_planned: what hf_distca's trainer gets in place of `arguments` and `given`.
-        alone: what the trainer in one process gets in place of `arguments`.
-        calls: "train", "evaluate", and "new trainer", which goes on with the model.
-        resumes: checkpoint from which hf_distca's trainer resumes, in the folder of the strategy.
-        after: called with hf_distca's trainer in the end; gives a further result.
-    """
+    """What is set in a training."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     model: Callable[[str], nn.Module] = plain
     adapter: peft.PeftConfig | None = None
-    example: Callable[[int, Example], Example] = lambda index, example: example
-    given: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
+    example: Callable[[int, Example], Example] = lambda index, example: example  # changes an example
+    given: Callable[[nn.Module], dict[str, Any]] = lambda model: {}  # other arguments of both trainers
     environment: Mapping[str, str] = field(default_factory=dict)
-    patched: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
-    refused: Mapping[str, str] = field(default_factory=dict)
+    patched: Callable[[pytest.MonkeyPatch], None] = lambda patch: None  # stands something in for the training
+    refused: Mapping[str, str] = field(default_factory=dict)  # strategies that refuse it, with a part of the error
     only: Collection[str] = ("ddp", "fsdp2", "zero2", "zero3")
-    needs: str = "torch"
-    steps_without_targets: int = 0
-    rounds: bool = False
-    within: tuple[float, float] = (EXACT_LOSS, EXACT)
-    planned: Mapping[str, Any] = field(default_factory=dict)
-    given_planned: Callable[[], dict[str, Any]] = lambda: {}
-    alone: Mapping[str, Any] = field(default_factory=dict)
+    needs: str = "torch"  # package without which it is not tried
+    steps_without_targets: int = 0  # number of first steps at which one process would divide by zero
+    rounds: bool = False  # whether it computes in bfloat16
+    within: tuple[float, float] = (EXACT_LOSS, EXACT)  # errors that are allowed in float32: of losses, of all else
+    planned: Mapping[str, Any] = field(default_factory=dict)  # what hf_distca's trainer gets besides `arguments`
+    given_planned: Callable[[], dict[str, Any]] = lambda: {}  # what it gets besides `given`
+    alone: Mapping[str, Any] = field(default_factory=dict)  # what the trainer in one process gets besides `arguments`
     sft: bool = False
-    calls: Sequence[str] = ("train",)
-    resumes: str | None = None
-    after: Callable[[Any], Any] = lambda trainer: None
+    calls: Sequence[str] = ("train",)  # of "train", "evaluate", and "new trainer", which goes on with the model
+    resumes: str | None = None  # checkpoint that hf_distca's trainer resumes from, in the folder of the strategy
+    after: Callable[[Any], Any] = lambda trainer: None  # gives a further result of hf_distca's trainer in the end
 
     def documents(self, without: int = 0) -> datasets.Dataset:
         """Documents as the run changes them, but for the first ones."""
@@ -184,27 +165,15 @@ class Run:
         return peft.get_peft_model(model, copy.deepcopy(self.adapter))
 
 
-class Notes(TrainerCallback):
-    """A callback whose notes are compared."""
-
-    def __init__(self) -> None:
-        self.noted: dict[str, torch.Tensor] = {}
-
-
-class Pad:
-    """Pads a batch of documents, as collators do for models that compute one row for each."""
-
-    def __call__(self, examples: list[Example]) -> dict[str, torch.Tensor]:
-        """The batch."""
-        length = max(len(example["input_ids"]) for example in examples)
-        columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "attention_mask": []}
-        for example in examples:
-            ids = list(example["input_ids"])
-            padding = length - len(ids)
-            columns["input_ids"].append([*ids, *[0] * padding])
-            columns["labels"].append([*example.get("labels", ids), *[IGNORED] * padding])
-            columns["attention_mask"].append([1] * len(ids) + [0] * padding)
-        return {name: torch.tensor(rows) for name, rows in columns.items()}
+def pad(examples: list[Example]) -> dict[str, torch.Tensor]:
+    """Pad a batch of documents, as collators do for models that compute one row for each."""
+    ids = [torch.tensor(example["input_ids"]) for example in examples]
+    labels = [torch.tensor(example.get("labels", example["input_ids"])) for example in examples]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+    }
 
 
 def dataset_of(lengths: Sequence[int]) -> datasets.Dataset:
@@ -238,26 +207,19 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
     # Before the arguments: once those know of ZeRO-3, a model's parameters are drawn in another way.
     unset_hf_deepspeed_config()
     model = run.make_model("distca", how.divided, f"{output}/model")
-    documents = run.documents()
+    documents, forwards = run.documents(), []
     given = {"model": model, "train_dataset": documents, "eval_dataset": documents}
-    given |= {**run.given(model), **run.given_planned()}
+    given |= run.given(model) | run.given_planned()
     arguments = {**COMMON, **PLANNED, "tokens_per_rank": 2 * TOKENS_PER_RANK // how.shares, **exchanging(model)}
     arguments |= {"output_dir": output, "dataloader_num_workers": 0, **run.arguments, **run.planned}
-    forwards = 0
+    classes: Any = (hf_distca.DistCATrainer, hf_distca.DistCATrainingArguments)
+    if run.sft:
+        classes = (hf_distca.DistCASFTTrainer, hf_distca.DistCASFTConfig)
 
     def make() -> Any:
-        if run.sft:
-            trainer: Any = hf_distca.DistCASFTTrainer(args=hf_distca.DistCASFTConfig(**arguments), **given)
-        else:
-            trainer = hf_distca.DistCATrainer(args=hf_distca.DistCATrainingArguments(**arguments), **given)
+        trainer = classes[0](args=classes[1](**arguments), **given)
         kernel, forward = trainer.dispatcher.kernel, trainer.dispatcher.kernel.forward
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal forwards
-            forwards += 1
-            return forward(*args, **kwargs)
-
-        kernel.forward = counted
+        kernel.forward = lambda *args, **options: (forwards.append(1), forward(*args, **options))[1]
         return trainer
 
     looked = WholeLogits(VOCABULARY, rows=48) if model.config.vocab_size == VOCABULARY else nullcontext()
@@ -271,7 +233,7 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
         assert getattr(looked, "shapes", []) == []
         settings, groups = trainer.dispatcher.settings, trainer.dispatcher.groups
         result |= {
-            "kernel_forwards": forwards,
+            "kernel_forwards": len(forwards),
             "heads": {(kind.q_heads, kind.kv_heads) for kind in settings.kinds},
             "place": (groups.rank, groups.ranks),
             "after": run.after(trainer),
@@ -290,16 +252,11 @@ def train_alone(folder: str, run: Run, exact: bool = False) -> Result:
         arguments["bf16"], model = False, model.float()
     documents = run.documents(without=idle * PER_MICRO_BATCH)
     given = {"model": model, "train_dataset": documents, "eval_dataset": documents}
-    given |= {} if run.sft else {"data_collator": Pad()}
-
-    def make() -> Any:
-        if run.sft:
-            return trl.SFTTrainer(args=trl.SFTConfig(**arguments), **{**given, **run.given(model)})
-        return Trainer(args=TrainingArguments(**arguments), **{**given, **run.given(model)})
-
+    given |= {"data_collator": None if run.sft else pad, **run.given(model)}
+    classes: Any = (trl.SFTTrainer, trl.SFTConfig) if run.sft else (Trainer, TrainingArguments)
     with launched("ddp", {} if exact else run.environment) as patch:
         run.patched(patch)
-        _, result = carry_out(run, make)
+        _, result = carry_out(run, lambda: classes[0](args=classes[1](**arguments), **given))
     logged = {key: [0.0] * idle + values for key, values in result["logged"].items()}
     return {**result, "logged": logged}
 
@@ -318,14 +275,12 @@ def carry_out(
         patch.setattr(torch.Tensor, "uniform_", lambda noise, *between: noise.fill_(0.05))
         for call in run.calls:
             known = len(trainer.state.log_history) if call == "evaluate" else 0
-            if call == "train":
-                trainer.train(resume_from_checkpoint=resume)
-            elif call == "evaluate":
-                trainer.evaluate()
-            else:
+            if call == "new trainer":
                 trainer = make()
+            else:
+                getattr(trainer, call)(**({"resume_from_checkpoint": resume} if call == "train" else {}))
             history += trainer.state.log_history[known:]
-    callbacks = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Notes)]
+    notes = [getattr(callback, "noted", {}) for callback in trainer.callback_handler.callbacks]
     # FSDP's checkpoints put a name in between.
     after = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in trainer.model.named_parameters()}
     return trainer, {
@@ -334,7 +289,7 @@ def carry_out(
             for key in sorted({key for entry in history for key in entry if FOLLOWED.fullmatch(key)})
         },
         "learned": {name: whole(after[name]) - before[name] for name in before},
-        "noted": {name: whole(note) for callback in callbacks for name, note in callback.noted.items()},
+        "noted": {name: whole(note) for noted in notes for name, note in noted.items()},
         "history": history,
     }
 
@@ -363,15 +318,11 @@ def errors(result: Result, expected: Result) -> tuple[float, float]:
         least = 1e-2 * max((wanted.norm() for wanted in expected[kind].values()), default=0.0)
         for name, wanted in expected[kind].items():
             others.append(float((result[kind][name] - wanted).norm() / max(wanted.norm(), least)))
-    return max(losses), max(others)
+    return float(np.max(losses)), float(np.max(others))  # NaN if one of them is
 
 
 def assert_equal(run: Run, result: Result, expected: Callable[..., Result], strategy: str) -> None:
-    """A training equals that of one process, or is refused.
-
-    Args:
-        expected: what one process gives, in float32 if called with True.
-    """
+    """A training equals that of one process, which `expected` gives, in float32 if called with True; or is refused."""
     if strategy in run.refused:
         assert run.refused[strategy] in result.get("error", "no error")
         return

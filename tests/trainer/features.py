@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -10,11 +11,10 @@ import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, DataCollatorWithFlattening, EarlyStoppingCallback
+from transformers import BitsAndBytesConfig, DataCollatorWithFlattening, EarlyStoppingCallback, TrainerCallback
 from transformers.integrations import liger
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.trainer.refusals import Run as Refused
 from tests.models_and_batches import SMALL, small_model
 from tests.trainer.chats import chats, prompts, tokenizer
@@ -25,13 +25,14 @@ from tests.trainer.comparison import (
     LENGTHS,
     VOCABULARY,
     Example,
-    Notes,
     Run,
     dataset_of,
+    model_of,
     plain,
 )
 
 ZERO = ("zero2", "zero3")
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def lora(*modules: str, **settings: Any) -> peft.LoraConfig:
@@ -43,27 +44,12 @@ def lora(*modules: str, **settings: Any) -> peft.LoraConfig:
 
 def in_4_bits(implementation: str) -> nn.Module:
     """Return the model with linear layers in 4 bits, stored as FSDP2 needs it."""
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.float32,
-        bnb_4bit_quant_storage=torch.float32,
-    )
+    dtypes = dict.fromkeys(("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"), torch.float32)
+    in_4_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **dtypes)
     model: Any = plain(implementation)
-    return type(model).from_pretrained(
-        None,
-        config=model.config,
-        state_dict=model.state_dict(),
-        attn_implementation=implementation,
-        quantization_config=config,
-        dtype=torch.float32,
-        device_map={"": "cpu"},
-    )
-
-
-def model_of(**config: Any) -> Callable[[str], nn.Module]:
-    """Make a model of this configuration."""
-    return lambda implementation: small_model(implementation=implementation, **config)
+    numbers = {"config": model.config, "state_dict": model.state_dict(), "quantization_config": in_4_bits}
+    placed = {"attn_implementation": implementation, "dtype": torch.float32, "device_map": {"": "cpu"}}
+    return type(model).from_pretrained(None, **numbers, **placed)
 
 
 def gpt_oss(implementation: str) -> nn.Module:
@@ -75,13 +61,9 @@ def gpt_oss(implementation: str) -> nn.Module:
 def with_tower(implementation: str) -> nn.Module:
     """A model that takes images too, of which nothing is trained on."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    return small_model(
-        "gemma3",
-        implementation,
-        text_config={**SMALL, "sliding_window": 24},
-        vision_config={**sizes, "image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=4,
-    )
+    images = {**sizes, "image_size": 28, "patch_size": 14}
+    text = {**SMALL, "sliding_window": 24}
+    return small_model("gemma3", implementation, text_config=text, vision_config=images, mm_tokens_per_image=4)
 
 
 def with_frozen_tower(implementation: str) -> nn.Module:
@@ -92,24 +74,24 @@ def with_frozen_tower(implementation: str) -> nn.Module:
     return model
 
 
+def targets_where(kept: Callable[[int, int], bool]) -> Callable[[int, Example], Example]:
+    """Only tokens of a document and row that are kept are targets."""
+    return lambda index, example: {
+        **example,
+        "labels": [token if kept(index, row) else IGNORED for row, token in enumerate(example["input_ids"])],
+    }
+
+
 def targets_of(*documents: int) -> Callable[[int, Example], Example]:
     """Only these documents have targets."""
-
-    def example(index: int, example: Example) -> Example:
-        ids = example["input_ids"]
-        return {**example, "labels": list(ids) if index in documents else [IGNORED] * len(ids)}
-
-    return example
+    return targets_where(lambda document, row: document in documents)
 
 
-def answers_of_chats(index: int, example: Example) -> Example:
-    """Targets are every second turn of seven tokens; a chat of fewer has none."""
-    ids = example["input_ids"]
-    return {**example, "labels": [token if row // 7 % 2 else IGNORED for row, token in enumerate(ids)]}
-
-
-class Average(Notes):
+@dataclass(eq=False)
+class Average(TrainerCallback):
     """An exponential moving average of the weights that are trained."""
+
+    noted: dict[str, Tensor] = field(default_factory=dict)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Take the weights in."""
@@ -118,8 +100,11 @@ class Average(Notes):
                 self.noted.setdefault(name, torch.zeros_like(parameter)).lerp_(parameter.detach(), 0.25)
 
 
-class Generates(Notes):
+@dataclass(eq=False)
+class Generates(TrainerCallback):
     """The most probable continuation of a few words, by the model as it is after each step."""
+
+    noted: dict[str, Tensor] = field(default_factory=dict)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Generate on every rank."""
@@ -132,18 +117,13 @@ def install_liger(patch: pytest.MonkeyPatch) -> None:
     """Let transformers find a stand-in for liger-kernel, whose kernels need a GPU; it changes a LLaMA alike."""
 
     def norm(self: Any, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.variance_epsilon).to(x.dtype)
-
-    def mlp(self: Any, x: Tensor) -> Tensor:
         # Another function than the model's own: who trains equally computes with it.
-        return self.down_proj(nn.functional.gelu(self.gate_proj(x)) * self.up_proj(x))
+        return 0.9 * nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
 
-    def apply(model: Any, rms_norm: bool = True, swiglu: bool = True, **_: Any) -> None:
+    def apply(model: Any, **_: Any) -> None:
         for module in model.modules():
-            if rms_norm and type(module).__name__ == "LlamaRMSNorm":
+            if type(module).__name__ == "LlamaRMSNorm":
                 vars(module)["forward"] = MethodType(norm, module)
-            if swiglu and type(module).__name__ == "LlamaMLP":
-                vars(module)["forward"] = MethodType(mlp, module)
 
     functions: Any = ModuleType("liger_kernel.transformers")
     functions._apply_liger_kernel_to_instance = apply
@@ -152,28 +132,13 @@ def install_liger(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(liger, "is_liger_kernel_available", lambda: True)
 
 
-def count_forwards(patch: pytest.MonkeyPatch) -> None:
-    """Count plans under which ranks forward rows inside their node, in `forwarding` of the dispatcher."""
-    bind = Dispatcher.bind
-
-    def counted(self: Any, plan: Any) -> Any:
-        bound = bind(self, plan)
-        forwards = any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values())
-        self.forwarding = getattr(self, "forwarding", 0) + forwards
-        return bound
-
-    patch.setattr(Dispatcher, "bind", counted)
-
-
 BF16 = {"bf16": True}
 FEATURES: dict[str, Run] = {
     # Adapters
     "LoRA on q_proj only": Run(adapter=lora("q_proj")),
     "LoRA on v_proj only": Run(adapter=lora("v_proj")),
     "LoRA on MLPs only": Run(adapter=lora("gate_proj", "up_proj", "down_proj")),
-    "LoRA on all linear layers": Run(
-        adapter=lora("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    ),
+    "LoRA on all linear layers": Run(adapter=lora(*LINEAR)),
     "DoRA": Run(adapter=lora("q_proj", "o_proj", "up_proj", use_dora=True)),
     "modules_to_save": Run(adapter=lora("k_proj", modules_to_save=["embed_tokens", "lm_head", "norm"])),
     "LoRA on q_proj and the head": Run(adapter=lora("q_proj", "lm_head")),
@@ -191,11 +156,7 @@ FEATURES: dict[str, Run] = {
     # Precision
     "float32": Run(),
     "bf16": Run(BF16, rounds=True),
-    "bf16 and LoRA on all linear layers": Run(
-        BF16,
-        adapter=lora("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        rounds=True,
-    ),
+    "bf16 and LoRA on all linear layers": Run(BF16, adapter=lora(*LINEAR), rounds=True),
     "bf16 and a micro-batch without targets": Run(
         {**BF16, "gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9), rounds=True
     ),
@@ -233,7 +194,8 @@ FEATURES: dict[str, Run] = {
         given=lambda model: {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9})}
     ),
     # Targets and masks
-    "chats of several turns": Run(example=answers_of_chats),
+    # Turns have seven tokens; a chat of fewer has no target.
+    "chats of several turns": Run(example=targets_where(lambda document, row: row // 7 % 2 == 1)),
     "targets on one rank only": Run(example=targets_of(3, 6)),
     "a micro-batch without targets": Run({"gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9)),
     "a step without targets": Run(example=targets_of(4, 5, 6, 7), steps_without_targets=1),
@@ -260,11 +222,12 @@ def save(trainer: Any) -> str:
 
 SAVED = 2
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3}
-WHOLE: dict[str, Any] = {
-    "arguments": {**ADAM, "max_steps": 4, "eval_on_start": True, "save_strategy": "steps", "save_steps": SAVED},
-    "model": model_of(vocab_size=VOCABULARY),
-    "calls": ("train", "evaluate"),
-}
+WHOLE = Run(
+    {**ADAM, "max_steps": 4, "eval_on_start": True, "save_strategy": "steps", "save_steps": SAVED},
+    model=model_of(vocab_size=VOCABULARY),
+    calls=("train", "evaluate"),
+    after=save,
+)
 # The more a step has lowered the loss, the worse: the first is the best, and two later ones are waited for.
 BEST = {
     **{**ADAM, "max_steps": 8, CHECKPOINTING: False, "eval_strategy": "steps", "eval_steps": 1},
@@ -272,28 +235,29 @@ BEST = {
     **{"metric_for_best_model": "eval_most_loss", "greater_is_better": True},
 }
 BY_FSDP = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}  # --fsdp_activation_checkpointing true
-SFT: dict[str, Any] = {
-    "sft": True,
-    "calls": ("train", "evaluate"),
-    "alone": {"per_device_train_batch_size": 99, "per_device_eval_batch_size": 99, "max_length": None},
-    "planned": {"tokens_per_rank": 220, "gradient_accumulation_steps": 8},
-}
-"""A step takes all chats."""
 
 
-def on_chats(data: Callable[[], Any] = chats, **more: Any) -> Callable[[nn.Module], dict[str, Any]]:
-    """Give chats to train on, and to evaluate as two data sets."""
-    return lambda model: {
-        "train_dataset": data(),
-        "eval_dataset": {"few": data().select(range(5)), "all": data()},
-        "processing_class": tokenizer(),
-        **more,
-    }
+def on_chats(arguments: dict[str, Any], data: Any = chats, given: Any = None, planned: Any = None, **more: Any) -> Run:
+    """Return a run of TRL's trainer, of which a step takes all chats, and with two data sets to evaluate."""
+    batches = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 99)
+    return Run(
+        arguments,
+        given=lambda model: {
+            "train_dataset": data(),
+            "eval_dataset": {"few": data().select(range(5)), "all": data()},
+            "processing_class": tokenizer(),
+            **(given or {}),
+        },
+        alone={**batches, "max_length": arguments.get("max_length")},
+        planned={"tokens_per_rank": 220, "gradient_accumulation_steps": 8, **(planned or {})},
+        **{"sft": True, "calls": ("train", "evaluate"), **more},
+    )
 
 
+LORA = {"peft_config": lora("q_proj", "v_proj")}
 TRAININGS: dict[str, Run] = {
-    "evaluated and saved": Run(**WHOLE, after=save),
-    "resumed": Run(**WHOLE, resumes=f"evaluated and saved/checkpoint-{SAVED}"),
+    "evaluated and saved": WHOLE,
+    "resumed": replace(WHOLE, resumes=f"evaluated and saved/checkpoint-{SAVED}"),
     "evaluated before": Run(
         calls=("evaluate", "train", "evaluate"),
         refused=dict.fromkeys(("fsdp2", "zero2"), str(Refused.EARLY_EVALUATION.error())),
@@ -316,44 +280,31 @@ TRAININGS: dict[str, Run] = {
     "checkpointed by FSDP": Run({CHECKPOINTING: False}, environment=BY_FSDP),
     "computed again": Run({CHECKPOINTING: False}, environment=BY_FSDP, planned={"keep_core_attention": False}),
     # TRL
-    "answers of assistants": Run(
-        {"assistant_only_loss": True, CHECKPOINTING: False},
-        given=on_chats(peft_config=lora("q_proj", "v_proj")),
-        **SFT,
-    ),
-    "completions": Run(
-        {"loss_type": "dft", "max_length": 60},
-        given=on_chats(prompts),
-        **{**SFT, "alone": {**SFT["alone"], "max_length": 60}},
-    ),
-    "bf16 by default": Run({"bf16": None}, given=on_chats(peft_config=lora("q_proj", "v_proj")), rounds=True, **SFT),
+    "answers of assistants": on_chats({"assistant_only_loss": True, CHECKPOINTING: False}, given=LORA),
+    "completions": on_chats({"loss_type": "dft", "max_length": 60}, prompts),
+    "bf16 by default": on_chats({"bf16": None}, given=LORA, rounds=True),
     # Their own loss is of each rank's rows.
-    "experts with a loss": Run(
+    "experts with a loss": on_chats(
+        {},
         model=model_of(model_type="mixtral", num_local_experts=4, router_aux_loss_coef=0.1),
-        given=on_chats(),
         within=(2e-4, 1e-2),
-        **SFT,
     ),
     # More micro-batches than the stream has: some are of a rank whose data has ended, or of all.
-    "chats of a stream": Run(
+    "chats of a stream": on_chats(
         {"max_steps": 1},
-        given=on_chats(),
+        planned={"gradient_accumulation_steps": 6},
         given_planned=lambda: {"train_dataset": chats().to_iterable_dataset(num_shards=2)},
-        **{**SFT, "planned": {**SFT["planned"], "gradient_accumulation_steps": 6}},
     ),
     # accelerate begins again with the first examples until all batches of a step have as many.
-    "chats by a collator": Run(
+    "chats by a collator": on_chats(
         {"max_steps": 1},
-        given=lambda model: on_chats()(model) | {"train_dataset": chats(11).select([*range(11), *range(9)])},
+        given={"train_dataset": chats(11).select([*range(11), *range(9)])},
+        planned={"gradient_accumulation_steps": 2, "per_device_train_batch_size": 5},
         given_planned=lambda: {
             "train_dataset": chats(11),
             "data_collator": DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True),
         },
-        **{
-            **SFT,
-            "calls": ("train",),
-            "planned": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 5},
-        },
+        calls=("train",),
     ),
     # Models that ranks share
     "norms of heads (Qwen3)": Run(model=model_of(model_type="qwen3")),
@@ -370,11 +321,7 @@ TRAININGS: dict[str, Run] = {
         planned={"per_device_train_batch_size": 2},
         given_planned=lambda: {"data_collator": DataCollatorWithFlattening()},
     ),
-    "two nodes": Run(
-        planned={"ranks_per_node": 2, "exchange_buffer_bytes": 1024},  # 16 rows
-        patched=count_forwards,
-        after=lambda trainer: trainer.dispatcher.forwarding,
-    ),
+    "two nodes": Run(planned={"ranks_per_node": 2, "exchange_buffer_bytes": 1024}),  # 16 rows
     "parallelism_config": Run(
         planned={
             **{"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}},
@@ -445,26 +392,15 @@ TOGETHER: list[tuple[str, tuple[str, ...]]] = [
 def together(*names: str) -> Run:
     """Return runs as one; at most one of them has a model, an adapter, examples or calls of its own."""
     each = [(FEATURES | TRAININGS)[name] for name in names]
-    nothing = Run()
-
-    def only(field: str) -> Any:
-        """The value of the one that sets it."""
-        return next((value for run in each if (value := getattr(run, field)) != getattr(nothing, field)), None)
-
-    def merged(field: str) -> dict[str, Any]:
-        return {name: value for run in each for name, value in getattr(run, field).items()}
-
-    set_by_one = (
-        *("model", "adapter", "example", "needs", "steps_without_targets", "rounds", "within", "given_planned"),
-        *("sft", "calls", "resumes", "after"),
-    )
-    return Run(
-        **{
-            name: value
-            for name in ("arguments", "environment", "refused", "planned", "alone")
-            for value in [merged(name)]
-        },
-        **{name: value for name in set_by_one if (value := only(name)) is not None},
-        given=lambda model: {name: value for run in each for name, value in run.given(model).items()},
-        patched=lambda patch: [run.patched(patch) for run in each],
-    )
+    joined: dict[str, Any] = {
+        "given": lambda model: {name: value for run in each for name, value in run.given(model).items()},
+        "patched": lambda patch: [run.patched(patch) for run in each],
+    }
+    for name in (each_field.name for each_field in fields(Run)):
+        default = getattr(Run(), name)
+        changed = [value for run in each if (value := getattr(run, name)) != default]
+        if isinstance(default, dict):
+            joined[name] = {key: value for changes in changed for key, value in changes.items()}
+        elif changed:
+            joined.setdefault(name, changed[0])
+    return Run(**joined)

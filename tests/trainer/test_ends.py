@@ -1,16 +1,14 @@
 """Trainings that end before their time: all processes end with the reason; other processes go on to the last bit."""
 
 import errno
-import json
 import os
 import resource
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -45,69 +43,38 @@ WAIT_S = 200.0
 
 
 class Ends(TrainerCallback):
-    """End the process of rank 0 between two micro-batches of the first step after the checkpoint."""
+    """End the process of rank 0 between two micro-batches of the first step after the checkpoint, or in its save."""
 
-    def __init__(self, end: str, folder: Path) -> None:
-        self._end, self._folder = end, folder
+    def __init__(self, end: str, trainer: Any) -> None:
+        self._end, self._trainer, self._reached = end, trainer, Path(trainer.args.output_dir, "reached")
 
     def on_substep_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         """Note the time and end; the partner waits in an exchange."""
         if state.global_step != SAVED or dist.get_rank() != 0:
             return
-        (self._folder / "reached").write_text(str(time.monotonic()))
+        self._reached.write_text(str(time.monotonic()))
         if self._end == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if self._end == "Ctrl-C":
             time.sleep(WAIT_S)
+        self._trainer._save_optimizer_and_scheduler = self._full
+
+    def _full(self, *args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _full(*args: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _trainer(folder: Path, strategy: str) -> Any:
-    model = MODELS[strategy].make_model("distca", {}, "")
-    trainer = make_trainer(str(folder), model=model, environment=STRATEGIES[strategy].environment, **ARGUMENTS)
-    assert STRATEGIES[strategy].type in str(trainer.accelerator.distributed_type)
-    return trainer
-
-
-def _result(trainer: Any) -> dict[str, Any]:
-    """What this rank logged and its parameters."""
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    result = {name: [entry[name] for entry in logs] for name in ("loss", "grad_norm", "learning_rate")}
-    return {**result, "hash": parameters_hash(trainer.model)}
-
-
-def _whole_and_ended(folder: Path, strategy: str, end: str) -> None:
-    """Train to the end, and in the same processes a training that ends before."""
+def _train(folder: Path, strategy: str, end: str = "", resume: bool = False) -> dict[str, Any]:
+    """Train to an end; what this rank logged, and its parameters."""
     with launched(strategy, {}):
-        trainer = _trainer(folder / "whole", strategy)
-        trainer.train()
-        (folder / "whole" / f"result-{dist.get_rank()}").write_text(json.dumps(_result(trainer)))
-        trainer = _trainer(folder / "ended", strategy)
-        trainer.add_callback(Ends(end, folder))
-        if end == "disk full" and dist.get_rank() == 0:
-            save = trainer._save_optimizer_and_scheduler
-            trainer._save_optimizer_and_scheduler = lambda to: (_full if trainer.state.global_step > SAVED else save)(
-                to
-            )
-        trainer.train()
-
-
-def _resumed(folder: Path, strategy: str, end: str) -> dict[str, Any]:
-    with launched(strategy, {}):
-        trainer = _trainer(folder / "ended", strategy)
-        if end == "disk full":
-            half = folder / "ended" / f"checkpoint-{SAVED + 1}"
-            with refused(Resume.INCOMPLETE, checkpoint=half, file="trainer_state.json"):
-                trainer.train(resume_from_checkpoint=True)
-            dist.barrier()
-            if dist.get_rank() == 0:
-                shutil.rmtree(half)
-            dist.barrier()
-        trainer.train(resume_from_checkpoint=True)
-        return _result(trainer)
+        model = MODELS[strategy].make_model("distca", {}, "")
+        trainer = make_trainer(str(folder), model=model, environment=STRATEGIES[strategy].environment, **ARGUMENTS)
+        assert STRATEGIES[strategy].type in str(trainer.accelerator.distributed_type)
+        if end:
+            trainer.add_callback(Ends(end, trainer))
+        trainer.train(resume_from_checkpoint=resume)
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        result = {name: [entry[name] for entry in logs] for name in ("loss", "grad_norm", "learning_rate")}
+        return {**result, "hash": parameters_hash(trainer.model)}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +87,7 @@ def _resumed(folder: Path, strategy: str, end: str) -> dict[str, Any]:
 )
 def test_all_ranks_end_and_others_go_on(rank_pools, tmp_path, strategy, end, codes, messages):
     reached = tmp_path / "reached"
-    with own_processes(2, _whole_and_ended, tmp_path, strategy, end, folder=tmp_path) as ranks:
+    with own_processes(2, _train, tmp_path, strategy, end, folder=tmp_path) as ranks:
         if end == "Ctrl-C":
             until = time.monotonic() + WAIT_S
             while not reached.exists() and time.monotonic() < until:
@@ -132,58 +99,48 @@ def test_all_ranks_end_and_others_go_on(rank_pools, tmp_path, strategy, end, cod
         ended = time.monotonic()
         assert [rank.exitcode for rank in ranks] == codes
     assert ended - float(reached.read_text()) < ENDS_WITHIN_S
-    for rank, resumed in enumerate(rank_pools[2].run(_resumed, tmp_path, strategy, end)):
-        assert messages[rank] in (tmp_path / f"output-{rank}").read_text(errors="replace")
-        whole = json.loads((tmp_path / "whole" / f"result-{rank}").read_text())
-        assert len(whole["loss"]) == 3
-        assert resumed == whole
+    for rank, message in enumerate(messages):
+        assert message in (tmp_path / f"output-{rank}").read_text(errors="replace")
+    half = tmp_path / f"checkpoint-{SAVED + 1}"
+    assert half.exists() is (end == "disk full")
+    shutil.rmtree(half, ignore_errors=True)
+    resumed = rank_pools[2].run(_train, tmp_path, strategy, "", True)
+    assert resumed == rank_pools[2].run(_train, tmp_path / "whole", strategy)
+    assert [len(result["loss"]) for result in resumed] == [3, 3]
 
 
-class LostDocuments(list):
-    """Documents that this rank cannot read because another rank is gone."""
-
-    def __getitem__(self, index):
-        raise dist.DistBackendError("Connection closed by peer")
-
-
-@pytest.mark.parametrize("method", ["train", "evaluate"])
-def test_training_and_evaluation_report_the_failed_rank(tmp_path, method):
+def test_an_evaluation_reports_the_failed_rank(tmp_path):
     store = dist.HashStore()
     with pytest.raises(ValueError, match="boom"), Failures(store, 1, 2).reported():
         raise ValueError("boom")
-    trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="no")
+    trainer = make_trainer(str(tmp_path))
     trainer.dispatcher.groups.failures = Failures(store, 0, 2, wait_s=0.2)
-    trainer.train_dataset = trainer.eval_dataset = LostDocuments([{"input_ids": [1, 2]}])
+    trainer.get_eval_dataloader = Mock(side_effect=dist.DistBackendError("Connection closed by peer"))
     with pytest.raises(RuntimeError, match=r"^rank 1 failed: ValueError: boom$"):
-        getattr(trainer, method)()
-
-
-@contextmanager
-def small_files(most: int) -> Iterator[None]:
-    """Let no file of this process have more bytes, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        trainer.evaluate()
 
 
 def test_a_full_disk_is_reported_with_the_folder(tmp_path):
-    def train():
-        make_trainer(str(tmp_path), max_steps=1, save_strategy="steps", save_steps=1).train()
+    def train(resume: bool = False) -> None:
+        trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="steps", save_steps=1)
+        trainer.train(resume_from_checkpoint=resume)
 
     train()
     checkpoint = tmp_path / "checkpoint-1"
     sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for file in ("optimizer.pt", "model.safetensors"):  # the other one is smaller, or comes later
         shutil.rmtree(checkpoint)
-        with (
-            small_files(sizes[file] - 1),
-            pytest.raises(OSError, match=r"File too large; .* is incomplete: remove it") as caught,
-        ):
-            train()
+        # No file of this process may have more bytes, as on a disk that is full.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[file] - 1, before[1]))
+        try:
+            with pytest.raises(OSError, match=r"File too large; .* is incomplete: remove it") as caught:
+                train()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert caught.value.filename == str(checkpoint)
+        with refused(Resume.INCOMPLETE, checkpoint=checkpoint, file="trainer_state.json"):
+            train(resume=True)
 
 
 def test_an_error_shows_whether_the_disk_caused_it(tmp_path):

@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import peft
 import pytest
@@ -24,7 +23,6 @@ from hf_distca.trainer.refusals import Resume
 from hf_distca.trainer.resuming import agreed_checkpoint
 from tests.logged import Messages
 from tests.models_and_batches import random_documents, reference_step
-from tests.ranks import RankPool
 from tests.refused import refused
 from tests.trainer.comparison import (
     AS_GPUS,
@@ -34,11 +32,12 @@ from tests.trainer.comparison import (
     Run,
     assert_equal,
     launched,
+    model_of,
     plain,
     train_alone,
     train_planned,
 )
-from tests.trainer.features import FEATURES, SAVED, TOGETHER, model_of, together
+from tests.trainer.features import FEATURES, SAVED, TOGETHER, together
 from tests.trainer.small_trainers import LENGTHS as OF_TRAINERS
 from tests.trainer.small_trainers import make_trainer
 
@@ -51,24 +50,18 @@ def planned(folder: str, names: tuple[str, ...], strategy: str) -> Result:
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> Iterator[RankPool]:
-    """A pool of its own, which ends with its tests: the groups that it keeps take most of a core while it lives."""
-    pool = RankPool(4)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def run(rank_pools, zero_pools, four_ranks, tmp_path_factory) -> Callable[..., list[Result]]:
+def run(rank_pools, zero_pools, tmp_path_factory) -> Iterator[Callable[..., list[Result]]]:
     """Trains under a strategy once, and gives what became of it on each rank."""
     folder = str(tmp_path_factory.mktemp("planned"))
 
     @cache
     def trains(strategy: str, *names: str) -> list[Result]:
-        pool = four_ranks if STRATEGIES[strategy].ranks == 4 else zero_pools.get(strategy, rank_pools[2])
+        pool = zero_pools.get(strategy, rank_pools[STRATEGIES[strategy].ranks])
         return pool.run(planned, folder, names, strategy, keeps_groups=pool is not rank_pools[2])
 
-    return trains
+    rank_pools[4].close()
+    yield trains
+    rank_pools[4].close()  # the groups that four ranks keep take most of a core while they live
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +71,8 @@ def reference(tmp_path_factory) -> Callable[..., Result]:
     return cache(lambda names, exact=False: train_alone(folder, together(*names), exact))
 
 
+HEADS = {"tp": (1, 1), "tp and fsdp": (2, 1), "tp and replicas": (2, 1)}
+"""Query and key/value heads of a rank that has not all."""
 SINGLE = [(strategy, (name,)) for name, feature in FEATURES.items() for strategy in feature.only]
 
 
@@ -88,26 +83,31 @@ SINGLE = [(strategy, (name,)) for name, feature in FEATURES.items() for strategy
     ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
 def test_trainings(run, reference, strategy, names):
-    training = together(*names)
+    training, shares = together(*names), STRATEGIES[strategy].shares
     pytest.importorskip(training.needs)
     results = run(strategy, *names)
-    for result in results:
+    for rank, result in enumerate(results):
         assert_equal(training, result, lambda exact=False: reference(names, exact), strategy)
-        if strategy not in training.refused:
-            # Ranks have the same weights, and layers run in turns, but for hooks of the debugger.
-            assert all(torch.equal(result["learned"][name], of_0) for name, of_0 in results[0]["learned"].items())
-            in_turns = max(entry.get("distca/ping_pong_share", 0.0) for entry in result["history"])
-            assert (in_turns > 0) is (STRATEGIES[strategy].shares > 1 and "debug=underflow_overflow" not in names)
+        if strategy in training.refused:
+            continue
+        # Ranks have the same weights, and layers run in turns, but for hooks of the debugger.
+        assert all(torch.equal(result["learned"][name], of_0) for name, of_0 in results[0]["learned"].items())
+        in_turns = max(entry.get("distca/ping_pong_share", 0.0) for entry in result["history"])
+        assert (in_turns > 0) is (shares > 1 and "debug=underflow_overflow" not in names)
+        # Rows are planned for the data and the heads of the rank, and ranks log the same figures.
+        assert result["place"] == (rank // (len(results) // shares), shares)
+        if len(results) == 4:
+            assert result["heads"] == {HEADS.get(strategy, (4, 2))}
+        for key in ("loss", "distca/exchange_bytes"):
+            logs = [[entry[key] for entry in each["history"] if key in entry] for each in (result, results[0])]
+            assert logs[0] == logs[1]
+        assert (logs[0][0] == 0) is (shares == 1)
 
 
 def test_each_feature_is_among_those_that_are_always_tried():
     assert set(FEATURES) <= {name for _, names in TOGETHER for name in names}
     for strategy, names in TOGETHER:
         assert all(strategy not in FEATURES[name].refused for name in names if name in FEATURES)
-
-
-def last_evaluation(result: Result) -> float:
-    return result["logged"]["eval_loss"][-1]
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,14 @@ def test_what_is_saved_is_what_was_trained(run, reference, strategy, names):
     else:
         model = peft.PeftModel.from_pretrained(training.model("sdpa"), result["after"], is_trainable=True)
     loss, _ = reference_step(model, random_documents(LENGTHS))
-    assert loss == pytest.approx(last_evaluation(result), rel=1e-3 if training.rounds else 2e-5)
+    assert loss == pytest.approx(result["logged"]["eval_loss"][-1], rel=1e-3 if training.rounds else 2e-5)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2", "zero3"])
 def test_a_resumed_training_is_the_same_to_the_last_bit(run, strategy):
     for whole, resumed in zip(run(strategy, "evaluated and saved"), run(strategy, "resumed"), strict=True):
         assert resumed["logged"]["loss"] == whole["logged"]["loss"]
-        assert last_evaluation(resumed) == last_evaluation(whole)
+        assert resumed["logged"]["eval_loss"][-1] == whole["logged"]["eval_loss"][-1]
         assert all(torch.equal(resumed["learned"][name], weight) for name, weight in whole["learned"].items())
         assert resumed["kernel_forwards"] < 0.85 * whole["kernel_forwards"]  # both evaluate twice
     shards = {"fsdp2": "pytorch_model_fsdp_0", "zero3": f"global_step{SAVED}"}.get(strategy)
@@ -139,18 +139,15 @@ def test_a_resumed_training_is_the_same_to_the_last_bit(run, strategy):
 
 def test_optimizer_shards_of_another_number_of_ranks(run):
     checkpoint = str(Path(run("zero2", "evaluated and saved")[0]["after"]).parent / f"checkpoint-{SAVED}")
-    plugin = SimpleNamespace(deepspeed_config={})
-    accelerator: Any = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
-    groups: Any = SimpleNamespace(
-        ranks=2, all_gather=lambda value: [value] * groups.ranks, raised_together=lambda **_: nullcontext()
-    )
-    args: Any = SimpleNamespace(output_dir="")
-    assert agreed_checkpoint(checkpoint, args, accelerator, groups) == checkpoint
-    groups.ranks = 3
+
+    def agreed(ranks: int, **config: Any) -> str | None:
+        accelerator = MagicMock(**{"state.deepspeed_plugin.deepspeed_config": config})
+        groups = MagicMock(ranks=ranks, all_gather=lambda saved_by: [saved_by])
+        return agreed_checkpoint(checkpoint, MagicMock(), accelerator, groups)
+
+    assert agreed(2) == agreed(3, checkpoint={"load_universal": True}) == checkpoint
     with refused(Resume.OTHER_SHARDS, checkpoint=checkpoint, saved_by=2, ranks=3):
-        agreed_checkpoint(checkpoint, args, accelerator, groups)
-    plugin.deepspeed_config = {"checkpoint": {"load_universal": True}}
-    assert agreed_checkpoint(checkpoint, args, accelerator, groups) == checkpoint
+        agreed(3)
 
 
 def test_core_attention_is_kept_through_checkpoints_of_fsdp(run):
@@ -160,81 +157,52 @@ def test_core_attention_is_kept_through_checkpoints_of_fsdp(run):
 
 # Models that ranks share
 
-TP_AND_FSDP = STRATEGIES["tp and fsdp"].divided
-HEADS = {"tp": (1, 1), **dict.fromkeys(("tp and fsdp", "tp and replicas"), (2, 1))}
-"""Query and key/value heads of a rank that has not all."""
 
-
-@pytest.mark.parametrize(("strategy", "names"), [each for each in TOGETHER if STRATEGIES[each[0]].ranks == 4])
-def test_rows_are_planned_for_the_heads_and_the_data_of_a_rank(run, strategy, names):
-    results, shares = run(strategy, *names), STRATEGIES[strategy].shares
-    for rank, result in enumerate(results):
-        assert result["place"] == (rank // (4 // shares), shares)
-        assert result["heads"] == {HEADS.get(strategy, (4, 2))}
-        # Ranks with the same rows log the same figures.
-        for key in ("loss", "distca/exchange_bytes"):
-            logs = [[entry[key] for entry in each["history"] if key in entry] for each in (result, results[0])]
-            assert logs[0] == logs[1]
-        assert (logs[0][0] == 0) is (shares == 1)
-
-
-def test_ranks_on_two_nodes_forward_rows(run):
+def test_ranks_on_two_nodes_exchange_in_stages(run):
     for result in run("fsdp2 on four ranks", "two nodes", "bf16", "LoRA on v_proj only"):
-        assert result["after"] >= 2
         for metric, least in (("exchange_stages", 1), ("exchange_bytes_between_nodes", 0)):
             assert max(entry.get(f"distca/{metric}", 0.0) for entry in result["history"]) > least
 
 
-def _refusals_and_memory(folder: str) -> tuple[list[str], dict[str, Any]]:
-    """Errors of this rank for models, data and settings that cannot be trained; a rank's share of a model."""
+def _refusals_and_memory(folder: str) -> None:
+    """Models, data and settings that cannot be trained are refused on this rank; its share of a model is counted."""
     rank = torch.distributed.get_rank()
 
-    def made(name: str, sizes: dict[str, int] = TP_AND_FSDP, config: Any = None, **arguments: Any) -> Any:
+    def made(name: str, sizes: Any = STRATEGIES["tp and fsdp"].divided, config: Any = None, **arguments: Any) -> Any:
         model = Run(model=model_of(**(config or {}))).make_model("distca", sizes, f"{folder}/{name}")
         return make_trainer(f"{folder}/out", model=model, environment=AS_GPUS, save_strategy="no", **arguments)
 
-    errors = []
+    cases: dict[str, dict[str, Any]] = {
+        r"layers\.0\.self_attn has 1 key/value heads, which tensor parallelism cannot divide among 2 ranks": {
+            "config": {"num_key_value_heads": 1}
+        },
+        r"\(pp_size=4\) gives ranks different layers": {"sizes": {"pp_size": 4}},
+        r"different data sets \(rank 0: 12 documents, 621 tokens; .*rank 3: 11 documents, 590 tokens": {
+            "lengths": OF_TRAINERS[: 11 if rank == 3 else 12]
+        },
+        # Ranks 1 and 3 have the same heads, and agree with each other.
+        "settings of plans differs between ranks": {"tokens_per_rank": 96 if rank % 2 else 160},
+    }
     with launched("tp and fsdp", {}):
-        for case in [
-            {"name": "one head", "config": {"num_key_value_heads": 1}},
-            {"name": "stages", "sizes": {"pp_size": 4}},
-            {"name": "data", "lengths": OF_TRAINERS[: 11 if rank == 3 else 12]},
-            # Ranks 1 and 3 have the same heads, and agree with each other.
-            {"name": "settings", "tokens_per_rank": 96 if rank % 2 else 160},
-        ]:
-            with pytest.raises(ValueError, match="ranks") as error:
-                made(**case).get_train_dataloader()
-            errors.append(str(error.value))
+        for number, (error, case) in enumerate(cases.items()):
+            with pytest.raises(ValueError, match=error):
+                made(f"refused-{number}", **case).get_train_dataloader()
         trainer, messages = made("memory"), Messages("hf_distca.trainer.memory")
         if rank == 0:  # alone, as in a training
             log_memory(trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator, 10**10)
+            assert messages.lines[0].startswith("INFO memory with ")
         messages.end()
         base = base_model(trainer.model)
         alone = model_of_config(config_on_a_rank(base), torch.float32)
         (kind,) = layers_by_kind(alone)
-        return errors, {
-            "logged": messages.lines,
-            "heads": (kind.q_heads, kind.kv_heads),
-            "features": alone.config.intermediate_size,
-            "numbers": parameter_bytes(base, 1),
-            "shards": sharing_of(trainer.accelerator, trainer.model, trainer.dispatcher.groups.ranks)[1],
-        }
+        assert (kind.q_heads, kind.kv_heads, alone.config.intermediate_size) == (2, 1, 24)
+        whole, norms = sum(parameter.numel() for parameter in plain("sdpa").parameters()), 5 * 32
+        assert parameter_bytes(base, 1) == (whole - norms) // 2 + norms
+        assert sharing_of(trainer.accelerator, trainer.model, trainer.dispatcher.groups.ranks)[1] == 2
 
 
-def test_refusals_and_memory_of_a_divided_model(four_ranks, tmp_path):
-    results = four_ranks.run(_refusals_and_memory, str(tmp_path), keeps_groups=True)
-    for (heads, stages, data, settings), _ in results:
-        assert (
-            "layers.0.self_attn has 1 key/value heads, which tensor parallelism cannot divide among 2 ranks" in heads
-        )
-        assert "(pp_size=4) gives ranks different layers" in stages
-        assert "different data sets (rank 0: 12 documents, 621 tokens; " in data
-        assert "rank 3: 11 documents, 590 tokens" in data
-        assert "settings of plans differs between ranks" in settings
-    memory = results[0][1]
-    whole, norms = sum(parameter.numel() for parameter in plain("sdpa").parameters()), 5 * 32
-    assert memory.pop("logged")[0].startswith("INFO memory with ")
-    assert memory == {"heads": (2, 1), "features": 24, "numbers": (whole - norms) // 2 + norms, "shards": 2}
+def test_refusals_and_memory_of_a_divided_model(run, rank_pools, tmp_path):
+    rank_pools[4].run(_refusals_and_memory, str(tmp_path), keeps_groups=True)
 
 
 # The page

@@ -1,5 +1,6 @@
 """Ranks never train apart, on GPUs or CPUs, and log their memory; see `test_features.py` for whole trainings."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from hf_distca.trainer.assembly import make_dispatcher
 from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of
 from hf_distca.trainer.parallel import dtype_of_computation, is_wrapped, join_on_cpu, share_on_cpu, trained_towers
 from hf_distca.trainer.refusals import LOSES_DEEPSPEED, NOT_CONNECTED, TRAINER, Run
-from tests.models_and_batches import random_documents, small_model
+from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.trainer.features import with_frozen_tower, with_tower
 from tests.trainer.small_trainers import make_trainer
@@ -41,12 +42,7 @@ def test_compiling_by_the_launch(tmp_path, monkeypatch):
 
 
 def test_towers_are_what_text_gives_no_gradient():
-    model = with_tower("distca")
-    tokens = random_documents([20])[0][None]
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    assert trained_towers(model) == ["model.vision_tower", "model.multi_modal_projector"]
-    missing = {name for name, parameter in model.named_parameters() if parameter.grad is None}
-    assert missing == {name for name, _ in model.named_parameters() if name.startswith(tuple(trained_towers(model)))}
+    assert trained_towers(with_tower("distca")) == ["model.vision_tower", "model.multi_modal_projector"]
     assert trained_towers(with_frozen_tower("distca")) == trained_towers(small_model()) == []
 
 
@@ -68,23 +64,26 @@ def test_the_dtype_of_computation():
         assert dtype_of_computation(model, args, accelerator) is expected
 
 
+def accelerator_of(kind: str, parallelism_config: Any = None, **plugins: Any) -> Any:
+    return SimpleNamespace(
+        distributed_type=DistributedType[kind],
+        deepspeed_engine_wrapped=None,
+        parallelism_config=parallelism_config,
+        state=SimpleNamespace(**plugins),
+    )
+
+
 def test_what_brings_gradients_together():
-    for kind, cls, expected in (
-        ("MULTI_GPU", nn.Module, False),
-        ("FSDP", nn.Module, False),
-        ("FSDP", FullyShardedDataParallel, True),
-        ("DEEPSPEED", nn.Module, False),
-    ):
-        model: Any = cls.__new__(cls)  # without a group
-        nn.Module.__init__(model)
-        model._fsdp_wrapped_module = nn.Module()
-        accelerator: Any = SimpleNamespace(distributed_type=DistributedType[kind], deepspeed_engine_wrapped=None)
-        assert is_wrapped(model, accelerator) is expected
-    # A model that was divided at load: by FSDP, or it trains on the same data.
+    """What whole trainings do not show: FSDP1, a model that is not wrapped, and one whose replicas are not."""
+    wrapped: Any = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # without a group
+    nn.Module.__init__(wrapped)
+    wrapped._fsdp_wrapped_module = nn.Module()
+    assert is_wrapped(wrapped, accelerator_of("FSDP"))
+    model: Any = nn.Module()
+    assert not any(is_wrapped(model, accelerator_of(kind)) for kind in ("MULTI_GPU", "FSDP", "DEEPSPEED"))
     model.is_distributed_loading_by_transformers = True
-    for sizes, expected in ((None, True), (1, True), (2, False)):
-        accelerator.parallelism_config = None if sizes is None else SimpleNamespace(data_parallel_size=sizes)
-        assert is_wrapped(model, accelerator) is expected
+    for size, expected in ((1, True), (2, False)):
+        assert is_wrapped(model, accelerator_of("MULTI_GPU", SimpleNamespace(data_parallel_size=size))) is expected
 
 
 @pytest.fixture
@@ -103,9 +102,7 @@ def launched(monkeypatch):
 
 def test_processes_on_cpus_join_and_share_a_model(launched):
     for launch, use_cpu, backend in (
-        ({}, True, None),
         ({"strategy": "FSDP"}, True, None),
-        ({"strategy": "DEEPSPEED"}, False, "gloo"),
         ({"deepspeed": "config.json"}, False, "gloo"),
         ({"strategy": "DEEPSPEED", "ddp_backend": "mpi"}, False, "mpi"),
         ({"gpu": True}, False, None),
@@ -115,11 +112,9 @@ def test_processes_on_cpus_join_and_share_a_model(launched):
         args = launched(**launch)
         join_on_cpu(args)
         assert (args.use_cpu, args.ddp_backend) == (use_cpu, backend)
-    for strategy, divided, expected in [("FSDP", False, "GPU"), ("", True, "GPU"), ("", False, "CPU")]:
-        args = launched(strategy=strategy)
-        args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
-        share_on_cpu(args, SimpleNamespace(is_distributed_loading_by_transformers=divided))
-        assert args.distributed_state.distributed_type == f"MULTI_{expected}"
+    args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
+    share_on_cpu(args, SimpleNamespace(is_distributed_loading_by_transformers=True))
+    assert args.distributed_state.distributed_type == DistributedType.MULTI_GPU
 
 
 def test_launches_that_would_train_alone_or_without_deepspeed(launched):
@@ -143,14 +138,13 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog):
     arguments = {"tokens_per_rank": 8192, "activation_checkpointing": True, "bf16": True}
     trainer = make_trainer(str(tmp_path), model=model, max_steps=1, save_strategy="no", **arguments)
     of_trainer = (trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator)
+    caplog.clear()
     with caplog.at_level("INFO", "hf_distca.trainer.memory"):
         for memory in (10**10, 10**8):
             log_memory(*of_trainer, memory)
-    fits, _, warning = (record for record in caplog.records if record.name == "hf_distca.trainer.memory")
-    assert fits.message.startswith("memory with 8192 tokens on each rank: ")
-    assert " of 10.0 GB (" in fits.message
-    assert warning.levelname == "WARNING"
-    assert warning.message.startswith("tokens_per_rank=8192 will not fit: ")
+    messages = [f"{record.levelname} {record.message}" for record in caplog.records]
+    assert re.match(r"INFO memory with 8192 tokens on each rank: .* of 10\.0 GB \(", messages[0])
+    assert messages[2].startswith("WARNING tokens_per_rank=8192 will not fit: ")
     # The model is as it was.
     assert not model.is_gradient_checkpointing
     assert next(model.parameters()).grad is None
@@ -160,30 +154,23 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog):
     assert caplog.records[-1].message.startswith("cannot estimate the memory for training Linear: ")
 
 
-def test_how_ranks_share_the_state_of_a_model():
+def test_how_ranks_share_a_model_and_checkpoint_its_layers():
+    of_two = SimpleNamespace(dp_shard_enabled=True, dp_shard_size=2)
     for kind, stage, config, expected in (
         ("MULTI_GPU", None, None, ("ddp", 4)),
         ("FSDP", None, None, ("fsdp2", 4)),
-        ("FSDP", None, SimpleNamespace(dp_shard_enabled=True, dp_shard_size=2), ("fsdp2", 2)),
+        ("FSDP", None, of_two, ("fsdp2", 2)),
         ("DEEPSPEED", 2, None, ("zero2", 4)),
         ("DEEPSPEED", 0, None, ("ddp", 4)),
     ):
-        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
-        accelerator: Any = SimpleNamespace(
-            distributed_type=DistributedType[kind], parallelism_config=config, state=state
-        )
+        accelerator = accelerator_of(kind, config, deepspeed_plugin=SimpleNamespace(zero_stage=stage))
         assert sharing_of(accelerator, nn.Module(), 4) == expected
-
-
-EVERY = {"every_n_layers": 2}
-
-
-def test_how_layers_are_checkpointed():
-    plugin = SimpleNamespace(activation_checkpointing=True, activation_checkpointing_offload=True)
-    for arguments, fsdp, expected in (
-        ({"gradient_checkpointing": False}, None, None),
-        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": EVERY}, plugin, EVERY),
-        ({"gradient_checkpointing": False}, plugin, {"offload": True}),
+    every, plugin = {"every_n_layers": 2}, SimpleNamespace(activation_checkpointing=True)
+    plugin.activation_checkpointing_offload = True
+    for asked, given, fsdp, expected in (
+        (False, None, None, None),
+        (True, every, plugin, every),
+        (False, None, plugin, {"offload": True}),
     ):
-        accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=fsdp))
-        assert checkpointing_of(SimpleNamespace(**arguments), accelerator) == expected
+        args: Any = SimpleNamespace(gradient_checkpointing=asked, gradient_checkpointing_kwargs=given)
+        assert checkpointing_of(args, accelerator_of("FSDP", fsdp_plugin=fsdp)) == expected

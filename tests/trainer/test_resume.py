@@ -42,26 +42,38 @@ RUNS: dict[str, tuple[str, dict[str, Any], Sequence[int]]] = {
     "own": ("own stream", {**STREAM, "max_steps": 6, "gradient_accumulation_steps": 2, **WORKER}, range(0, 13, 2)),
 }
 """What the data is, arguments, and the number of micro-batches after each step."""
+OTHERS = {"learning_rate": 1e-2, "lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 1}
 
 
-def train(folder: str, source: str, resume: Any = None, strategy: str = "ddp", **arguments: Any) -> dict[str, Any]:
+class OwnStream(torch.utils.data.IterableDataset):
+    """A stream that knows nothing of `datasets`, and shuffles itself in each pass."""
+
+    def __init__(self, documents: Sequence[dict[str, Any]]) -> None:
+        self._documents, self._epoch = documents, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index in np.random.default_rng(self._epoch).permutation(len(self._documents)):
+            yield self._documents[index]
+
+
+def train(folder: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
     """What this rank was given in each micro-batch, what was logged in each step, and warned."""
-    trainer = make_trainer(
-        folder,
-        source.removeprefix("own "),
-        model=small_model(vocab_size=FIRST + len(ALL)),
-        environment=STRATEGIES[strategy].environment,
-        **{
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "linear",
-            "save_strategy": "steps",
-            "save_steps": 1,
-            "gradient_accumulation_steps": 1,
-            **arguments,
-        },
-    )
-    assert STRATEGIES[strategy].type in str(trainer.accelerator.distributed_type)
-    trainer.train_dataset = numbered_documents(source)
+    arguments = {"gradient_accumulation_steps": 1, "strategy": "ddp", "resume": None, **OTHERS, **options}
+    strategy, resume = STRATEGIES[arguments.pop("strategy")], arguments.pop("resume")
+    model = small_model(vocab_size=FIRST + len(ALL))
+    source, own = source.removeprefix("own "), source.startswith("own ")
+    trainer = make_trainer(folder, source, model=model, environment=strategy.environment, **arguments)
+    assert strategy.type in str(trainer.accelerator.distributed_type)
+    documents = [
+        {"input_ids": list(range(stop - length, stop))}
+        for stop, length in zip((FIRST + np.cumsum(LENGTHS)).tolist(), LENGTHS, strict=True)
+    ]
+    trainer.train_dataset = OwnStream(documents) if own else datasets.Dataset.from_list(documents)
+    if source == "stream" and not own:  # it is shuffled anew in each pass
+        trainer.train_dataset = trainer.train_dataset.to_iterable_dataset().shuffle(seed=0, buffer_size=6)
     micro_batches: list[list[int]] = []
     training_step = trainer.training_step
 
@@ -86,37 +98,6 @@ def train(folder: str, source: str, resume: Any = None, strategy: str = "ddp", *
     }
 
 
-def on_rank(folder: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Train with options given by name."""
-    return train(folder, source, **options)
-
-
-class OwnStream(torch.utils.data.IterableDataset):
-    """A stream that knows nothing of `datasets`, and shuffles itself in each pass."""
-
-    def __init__(self, documents: Sequence[dict[str, Any]]) -> None:
-        self._documents, self._epoch = documents, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for index in np.random.default_rng(self._epoch).permutation(len(self._documents)):
-            yield self._documents[index]
-
-
-def numbered_documents(source: str) -> Any:
-    """Documents of consecutive tokens; a stream is shuffled anew in each pass."""
-    stops = FIRST + np.cumsum(LENGTHS)
-    documents = [
-        {"input_ids": list(range(stop - length, stop))} for stop, length in zip(stops.tolist(), LENGTHS, strict=True)
-    ]
-    if source == "own stream":
-        return OwnStream(documents)
-    dataset = datasets.Dataset.from_list(documents)
-    return dataset.to_iterable_dataset().shuffle(seed=0, buffer_size=6) if source == "stream" else dataset
-
-
 def together(ranks: list[dict[str, Any]]) -> list[Counter[int]]:
     """The tokens of each micro-batch on all ranks."""
     return [sum(map(Counter, parts), Counter()) for parts in zip(*(r["micro_batches"] for r in ranks), strict=True)]
@@ -125,7 +106,7 @@ def together(ranks: list[dict[str, Any]]) -> list[Counter[int]]:
 @pytest.fixture(scope="module")
 def run(rank_pools) -> Callable[..., list[dict[str, Any]]]:
     """Train on two ranks, or another number of them."""
-    return lambda folder, source, ranks=2, **options: rank_pools[ranks].run(on_rank, str(folder), source, options)
+    return lambda folder, source, ranks=2, **options: rank_pools[ranks].run(train, str(folder), source, options)
 
 
 @pytest.fixture(scope="module")
@@ -206,37 +187,35 @@ def test_a_run_that_stopped_within_a_pass(run, whole_run, tmp_path):
     assert together(run(tmp_path, "packed", resume=True, **PACKED)) == together(whole)[7:]
 
 
-def test_a_checkpoint_without_its_order(run, whole_run, tmp_path):
+def test_new_passes(run, whole_run, tmp_path):
     whole, folder = whole_run("packed")
     shutil.copytree(folder / "checkpoint-3", tmp_path / "checkpoint-3")
     (tmp_path / "checkpoint-3/data_order.json").unlink()
-    # A new pass: the epoch that step 3 is in, from its start.
+    # A checkpoint without its order: the epoch that step 3 is in, from its start.
     resumed = run(tmp_path, "packed", resume=True, **PACKED, ignore_data_skip=True)
     assert together(resumed) == together(whole)[4:11]
-
-
-def test_a_new_pass_with_another_capacity(run, whole_run, tmp_path):
+    # Another capacity.
     changed = {**PACKED, "tokens_per_rank": 160, "gradient_accumulation_steps": 1, "num_train_epochs": 4}
-    checkpoint = f"{whole_run('packed')[1]}/checkpoint-1"
-    whole = together(run(tmp_path, "packed", resume=checkpoint, **changed, ignore_data_skip=True))
-    per_pass = next(n for n in range(1, len(whole)) if sum(whole[:n], Counter()) == ALL)
+    checkpoint = f"{folder}/checkpoint-1"
+    anew = together(run(tmp_path / "anew", "packed", resume=checkpoint, **changed, ignore_data_skip=True))
+    per_pass = next(n for n in range(1, len(anew)) if sum(anew[:n], Counter()) == ALL)
     # The step of the checkpoint counts: the last pass ends a step early. Going on later does not skip one more.
-    assert len(whole) == 4 * per_pass - 1
-    assert together(run(tmp_path, "packed", resume=f"{tmp_path}/checkpoint-3", **changed)) == whole[2:]
+    assert len(anew) == 4 * per_pass - 1
+    assert together(run(tmp_path / "anew", "packed", resume=f"{tmp_path}/anew/checkpoint-3", **changed)) == anew[2:]
 
 
-@pytest.mark.parametrize("ignore", [False, True])
-def test_nothing_is_left(run, whole_run, tmp_path, ignore):
-    changed = {**PACKED, "num_train_epochs": 2, "ignore_data_skip": ignore}
-    resumed = run(tmp_path, "packed", resume=f"{whole_run('packed')[1]}/checkpoint-4", **changed)
-    assert [rank["micro_batches"] for rank in resumed] == [[], []]
-    assert ["training ends at step 4" in message for message in resumed[0]["warnings"]] == [True]
+def test_nothing_is_left(run, whole_run, tmp_path):
+    changed = {**PACKED, "num_train_epochs": 2, "resume": f"{whole_run('packed')[1]}/checkpoint-4"}
+    for ignore in (False, True):
+        resumed = run(tmp_path, "packed", **changed, ignore_data_skip=ignore)
+        assert [rank["micro_batches"] for rank in resumed] == [[], []]
+        assert ["training ends at step 4" in message for message in resumed[0]["warnings"]] == [True]
 
 
 def _error_of_own_folder(folders: list[str]) -> str:
     """The error where the ranks look into different folders."""
     with pytest.raises(ValueError, match="rank 1") as error:
-        train(folders[dist.get_rank()], "packed", resume=True, **PACKED)
+        train(folders[dist.get_rank()], "packed", {"resume": True, **PACKED})
     return str(error.value)
 
 

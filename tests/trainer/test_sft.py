@@ -19,27 +19,24 @@ class WithPixels(ProcessorMixin):
     """A processor of images and text."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.chat_template = tokenizer.chat_template
+        self.tokenizer, self.chat_template = tokenizer, tokenizer.chat_template
 
 
-def test_a_model_by_name(tmp_path):
+def test_models_arguments_and_data(tmp_path):
+    def make(model: Any, args: Any, data: Any, processing_class: Any) -> Any:
+        return hf_distca.DistCASFTTrainer(model, args, train_dataset=data, processing_class=processing_class)
+
     small_model().save_pretrained(tmp_path)
-    options = {"use_cpu": True, "bf16": False, "report_to": [], "model_init_kwargs": {"dtype": "bfloat16"}}
-    args = hf_distca.DistCASFTConfig(str(tmp_path), **options)
-    trainer = hf_distca.DistCASFTTrainer(str(tmp_path), args, train_dataset=chats(2), processing_class=tokenizer())
-    assert trainer.model.config._attn_implementation == "distca"
-    assert trainer.model.dtype == torch.bfloat16
-
-
-def test_arguments_and_data_that_are_refused(tmp_path):
-    for args in (trl.SFTConfig(str(tmp_path), use_cpu=True), hf_distca.DistCATrainingArguments(str(tmp_path))):
+    options = {"use_cpu": True, "bf16": False, "report_to": []}
+    args = hf_distca.DistCASFTConfig(str(tmp_path), **options, model_init_kwargs={"dtype": "bfloat16"})
+    model = make(str(tmp_path), args, chats(2), tokenizer()).model
+    assert (model.config._attn_implementation, model.dtype) == ("distca", torch.bfloat16)
+    for args in (trl.SFTConfig(str(tmp_path), **options), hf_distca.DistCATrainingArguments(str(tmp_path))):
         with refused(SFT_ARGUMENTS[0]):
-            hf_distca.DistCASFTTrainer(small_model(), args, train_dataset=chats(2), processing_class=tokenizer())
-    args = hf_distca.DistCASFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
+            make(small_model(), args, chats(2), tokenizer())
     images = chats(2).add_column("images", [[], []])
     with refused(SFT_TRAINER[1]):
-        hf_distca.DistCASFTTrainer(small_model(), args, train_dataset=images, processing_class=WithPixels(tokenizer()))
+        make(small_model(), hf_distca.DistCASFTConfig(str(tmp_path), **options), images, WithPixels(tokenizer()))
 
 
 def test_without_trl(monkeypatch):

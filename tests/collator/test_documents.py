@@ -1,38 +1,31 @@
-"""Documents of a data set: their lengths and fingerprint, their targets, and those that are too long."""
-
-import logging
+"""Documents of a data set: their lengths, what is refused, and the fingerprint of all."""
 
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hf_distca.collator.documents import ANY_COLUMNS, Columns, token_document
-from hf_distca.collator.lengths import dataset_fingerprint, document_lengths, fit_documents
+from hf_distca.collator.documents import ANY_COLUMNS, Columns, dataset_fingerprint, document_lengths
 from hf_distca.collator.refusals import Data
 from tests.refused import refused
 
 TWO = {"input_ids": [[1, 2, 3], [4, 5]]}
 
 
-def as_dataset(columns):
-    return datasets.Dataset.from_dict(columns)
+as_dataset = datasets.Dataset.from_dict
 
 
 def as_list(columns):
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-@pytest.fixture(params=[as_dataset, as_list])
-def make(request):
-    return request.param
+in_each_form = pytest.mark.parametrize("make", [as_dataset, as_list])
 
 
 def lengths_of(dataset, columns=ANY_COLUMNS):
     return document_lengths(dataset, columns, progress=False)
 
 
+@in_each_form
 def test_lengths_are_computed(make, capfd):
     lengths = lengths_of(make(TWO))
     assert (lengths.dtype, lengths.tolist()) == (np.int64, [3, 2])
@@ -57,6 +50,7 @@ def test_lengths_of_stored_documents():
 MANY = [[1]] * 1500
 
 
+@in_each_form
 @pytest.mark.parametrize(
     ("columns", "entry", "values"),
     [
@@ -83,14 +77,18 @@ def test_columns_that_are_refused():
         lengths_of(as_dataset({**TWO, "length": ["three", "two"]}))
     with refused(Data.WRONG_LENGTH, name="document 1", length=2, stated=9):
         lengths_of(as_list({**TWO, "length": [3, 9]}))
+    for mask in ([1, 0], [1, 1, 1]):
+        with refused(Data.PADDED, name="document 0", length=2):
+            lengths_of([{"input_ids": [1, 2], "attention_mask": mask}])
     for input_ids in ([[1, 2]], [0.5], ["a"], 3):
         with refused(Data.NOT_INTEGERS, name="document 0", column="input_ids"):
             lengths_of([{"input_ids": input_ids}])
     features = datasets.Features({"input_ids": datasets.Array2D((1, 3), "int64")})
     with refused(Data.NOT_INTEGERS, name="document 0", column="input_ids", shape=(1, 3)):
-        lengths_of(datasets.Dataset.from_dict({"input_ids": [[[1, 2, 3]]]}, features=features))
+        lengths_of(as_dataset({"input_ids": [[[1, 2, 3]]]}, features=features))
 
 
+@in_each_form
 @pytest.mark.parametrize("column", [{"labels": TWO["input_ids"]}, {"length": [3, 2]}])
 def test_columns_that_the_model_does_not_take_are_left_out(make, column):
     dataset = make({**TWO, "text": ["a b c", "d e"], **column})
@@ -105,13 +103,13 @@ def fingerprint(dataset):
     return dataset_fingerprint(dataset, lengths_of(dataset))
 
 
+@in_each_form
 def test_other_data_has_another_fingerprint(make):
     others = [
         {"input_ids": [[1, 2], [3, 4, 5]]},
         {"input_ids": [[1, 2, 3], [4, 6]]},
         {"input_ids": [[4, 5], [1, 2, 3]]},
-        {"input_ids": [[1, 2, 3], [4, 5], [6]]},
-        {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, -100, 3], [4, 5]]},
+        {**TWO, "labels": [[-100, -100, 3], [4, 5]]},
     ]
     assert fingerprint(make(TWO)) == fingerprint(as_list(TWO))
     assert len({fingerprint(make(data)) for data in (TWO, *others)}) == len(others) + 1
@@ -120,41 +118,3 @@ def test_other_data_has_another_fingerprint(make):
     base = fingerprint(make({"input_ids": documents}))
     for at, changed in ((333, [7] * 4), (499, [7, 7, 8])):
         assert fingerprint(make({"input_ids": [*documents[:at], changed, *documents[at + 1 :]]})) != base
-
-
-def test_targets_are_the_next_tokens():
-    document = token_document({"input_ids": [5, 6, 7]}, "document 0", ANY_COLUMNS)
-    assert (document.dtype, document.tolist()) == (np.int64, [[5, 6, 7], [6, 7, -100]])
-    document = token_document({"input_ids": [5, 6, 7], "labels": [-100, -100, 9]}, "document 0", ANY_COLUMNS)
-    assert document.tolist() == [[5, 6, 7], [-100, 9, -100]]
-
-
-# Documents that are too long
-
-
-def fit(policy, limit=4):
-    return fit_documents(np.array([3, 9, 4, 5]), limit, policy, "ranks · tokens_per_rank").tolist()
-
-
-def test_policies_for_long_documents(caplog):
-    whole = [(0, 0, 3, 3), (1, 0, 9, 9), (2, 0, 4, 4), (3, 0, 5, 5)]
-    assert [fit(policy, limit=9) for policy in ("error", "truncate", "split")] == [whole] * 3
-    with refused(Data.LONG, count=2, documents=4, limit_name="ranks · tokens_per_rank", limit=4, longest=1, length=9):
-        fit("error")
-    with caplog.at_level(logging.WARNING):
-        pieces = [(1, 0, 4, 9), (1, 4, 8, 9), (1, 8, 9, 9)]
-        assert fit("split") == [(0, 0, 3, 3), *pieces, (2, 0, 4, 4), (3, 0, 4, 5), (3, 4, 5, 5)]
-        assert not caplog.messages
-        assert fit("truncate") == [(0, 0, 3, 3), (1, 0, 4, 4), (2, 0, 4, 4), (3, 0, 4, 4)]
-    assert caplog.messages == ["Truncated 2 documents to ranks · tokens_per_rank = 4 tokens; 6 tokens are dropped."]
-    for policy, limit in (("drop", 4), ("split", 0)):
-        with pytest.raises(ValueError, match=f"is {limit} and the policy for long documents '{policy}'"):
-            fit(policy, limit)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 20))
-def test_pieces_cover_every_token_once(lengths, limit):
-    excerpts = fit_documents(np.array(lengths), limit, "split", "limit")
-    rows = [(p["document"], row) for p in excerpts for row in range(p["start"], p["stop"])]
-    assert rows == [(document, row) for document, length in enumerate(lengths) for row in range(length)]
-    assert (excerpts["stop"] - excerpts["start"]).max() <= limit

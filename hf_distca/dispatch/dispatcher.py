@@ -25,6 +25,8 @@ class Dispatcher:
     settings.
 
     Args:
+        settings: Settings of plans, the same on every rank.
+        device: Device of this rank.
         mesh: Ranks that train together, `settings.ranks` in number. None takes all ranks.
         keep_received: Keep received Q, K and V rows from the forward pass for the backward pass.
         keep_core_attention: Under gradient checkpointing, keep O and log-sum-exp of core attention for the backward

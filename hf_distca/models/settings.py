@@ -33,6 +33,9 @@ def plan_settings(
 
     Args:
         model: A model that was loaded with `attn_implementation="distca"`.
+        config: Settings for packing and balancing.
+        ranks: Number of ranks that train together.
+        device: Device of this rank.
         dtype: Dtype of core attention. None takes the model's. Under autocast give autocast's dtype.
         ranks_per_node: Number of ranks that share a node, used where `config.ranks_per_node` is "auto".
 

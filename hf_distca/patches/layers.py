@@ -58,7 +58,9 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     for layer in dict.fromkeys([*layers, *inner]):
         if not isinstance(layer, _PlannedLayer):
             cls = type(layer)
-            layer.__class__ = subclasses.setdefault(cls, subclass(cls, _PlannedLayer))
+            if cls not in subclasses:
+                subclasses[cls] = subclass(cls, _PlannedLayer)
+            layer.__class__ = subclasses[cls]
         vars(layer).update(attends=sum(map(is_attention, layer.modules())), mixes=plan_mixing(layer))
     return list(dict.fromkeys(type(layer) for layer in model.modules() if isinstance(layer, _PlannedLayer)))
 

@@ -242,10 +242,10 @@ class Remedies:
 
     def __init__(self, settings: DistCAConfig, *, ping_pong: bool) -> None:
         self._settings = settings
-        self._limits = {"exposed_exchange_share": (0.0, 0.1)}
+        self._limits = {"exposed_exchange_share": (-inf, 0.1)}
         # With "auto" the planner chooses these two.
         if settings.balance_tolerance != AUTO:
-            self._limits["imbalance_degree"] = (0.0, 1.1)
+            self._limits["imbalance_degree"] = (-inf, 1.1)
         if ping_pong and settings.ping_pong is True:
             self._limits["ping_pong_share"] = (0.1, inf)
         self._seen: list[tuple[int, Mapping[str, float]]] = []

@@ -113,10 +113,10 @@ class DistCAMixin(_Trainer):
         """Return the planned micro-batches of an optimizer step and the number of targets on all ranks."""
         if self._tracer is not None:
             self._tracer.begin_step(self.state.global_step + 1)
-        if self.pool is not None:
-            self.pool.refresh()
         planned = self._packs and not is_stream(self.train_dataset)
         batches = self._upcoming.fetch(epoch_iterator, num_batches, planned=planned)
+        if self.pool is not None and batches:  # else a stream has ended: Trainer asks again until max_steps
+            self.pool.refresh()
         return super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | None:

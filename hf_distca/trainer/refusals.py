@@ -88,13 +88,13 @@ NOT_CONNECTED = Rule(
 # Arguments of a trainer, before it is built
 
 
-def by_name(init: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a bound `__init__` by name; raise TypeError for one whose position has no name."""
-    parameters = inspect.signature(init).parameters.values()
+def by_name(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a bound method by name; raise TypeError for one whose position has no name."""
+    parameters = inspect.signature(method).parameters.values()
     named = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     if len(args) > len(named):
         raise TypeError(
-            f"{init.__qualname__} takes {len(named)} positional arguments, got {len(args)}; pass the others by name"
+            f"{method.__qualname__} takes {len(named)} positional arguments, got {len(args)}; pass the others by name"
         )
     return {**dict(zip(named, args, strict=False)), **kwargs}
 

@@ -60,6 +60,7 @@ def agreed_checkpoint(
             if checkpoint is None:
                 raise Resume.NO_CHECKPOINT.error(folder=args.output_dir)
         if checkpoint is not None:
+            checkpoint = str(checkpoint)  # Trainer gets a string, also for a Path
             _check_complete(Path(checkpoint), accelerator)
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     options = {} if deepspeed is None else deepspeed.deepspeed_config.get("checkpoint", {})

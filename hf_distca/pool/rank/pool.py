@@ -169,7 +169,7 @@ class Pool:
             failed = self._groups.any_of([bool(self.links[server].lost) for server in here])
             lost = {server for server, is_lost in zip(here, failed, strict=True) if is_lost}
             self._lose(lost, "its tasks of this micro-batch are computed by the ranks")
-        return frozenset(servers) - self.links.keys()
+        return frozenset(servers).difference(self.links)
 
     def close(self) -> None:
         """Close all links, and end training at the directory."""

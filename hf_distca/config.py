@@ -1,6 +1,7 @@
 """All settings of hf_distca in one dataclass."""
 
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from hf_distca.kernels import KERNEL_NAMES
@@ -167,7 +168,9 @@ class DistCAConfig:
             name, given, valid = each.name, getattr(self, each.name), each.metadata.get("choices")
             if valid and given not in valid:
                 raise ValueError(f"{name} must be one of {list(valid)}, got {given!r}")
-            is_number = isinstance(given, int | float) and not isinstance(given, bool)
+            is_number = isinstance(given, Real) and not isinstance(given, bool)
+            if each.type in (int, float) and not is_number:
+                raise ValueError(f"{name} must be a number, got {given!r}")
             if is_number and (given < 0 or (given == 0 and name not in ZERO)):
                 expected = f"0 ({ZERO[name]}) or more" if name in ZERO else "positive"
                 raise ValueError(f"{name} must be {expected}, got {given!r}")

@@ -39,6 +39,7 @@ REFUSED = {
     r"loss_chunk_bytes must be 0 \(all logits at once\) or more, got -1": (-1,),
     "tokens_per_rank must be positive, got -1024": ("-1k",),
     "balance_block_size must be positive, got 0": (0,),
+    "exchange_timeout must be a number, got ": ("60", None, True),
     r"long_documents must be one of \['error', 'truncate', 'split'\], got 'cut'": ("cut",),
     r"document_layout must be one of \['auto', 'joint', 'fixed', 'whole'\], got 'best'": ("best",),
     "attention_kernel must be one of": ("fast",),

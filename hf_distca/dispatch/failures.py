@@ -17,7 +17,7 @@ _LOST_PARTNER = re.compile(r"gloo|NCCL|connection (closed|reset) by peer|timed o
 
 
 class Failures:
-    """Errors of ranks that train together, in a store of these alone; None with one rank.
+    """Errors of ranks that train together, exchanged through a store that only they share; one rank needs no store.
 
     Without them, a failed rank's partners report a closed connection.
     """

@@ -100,7 +100,8 @@ class Simulation:
     strategies: tuple[StrategyFigures, ...]
     best_plain: str  # the fastest strategy without plans, of those that cut the fewest documents
     best_planned: str  # what plans by default; or the fastest planned one on as many GPUs, if at least 2 % faster
-    load: dict[str, tuple[float, ...]]  # [ranks] seconds of core attention in the first micro-batch; of three
+    # By strategy: [ranks] seconds of core attention in the first micro-batch, for plain packing and the best two.
+    load: dict[str, tuple[float, ...]]
     over_packing: Gain  # of `best_planned` over plain packing
     over_best: Gain  # of `best_planned` over `best_plain`
     speed_up: float

@@ -3,7 +3,7 @@
 Forward, backward and AdamW of a 2-layer LLaMA of hidden size 256 under DistributedDataParallel, float32, one thread a
 rank. Three times in every round each rank measures its kernel while the other one does, the link between them, and two
 plain steps on documents of 128 tokens, short and long rows: what a token takes besides core attention, and what a step
-takes besides tokens. From their means, and from nothing that it is compared with, each mix is predicted by
+takes besides tokens. Each mix is predicted from the means of these costs alone, never from its own steps, by
 hf_distca.sim: plain, whole documents balanced by their pairs, and planned as training does by default: the costs of
 the round before choose the plans.
 

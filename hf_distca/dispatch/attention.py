@@ -62,7 +62,7 @@ def disaggregated_attention(
         tasks, number = plan.local[kind], plan.nano_batches[0].index
 
         def run(direction: Direction, *inputs: Tensor) -> tuple[Tensor, ...]:
-            """Make the kernel call on all rows as a phase of its own."""
+            """Call the kernel on all rows, recorded as one phase."""
             work = Work(layer, number, direction)
             compute: Callable[..., tuple[Tensor, ...]] = getattr(runtime.kernel, direction)
             with (

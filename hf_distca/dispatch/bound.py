@@ -118,8 +118,8 @@ class BoundRoutes:
         self.groups = {name: BoundGroup.bind(group, buffer) for name, group in tasks.items() if len(group.q_lens)}
         self.merges = several and plan.window is None  # whether a query's keys come in several stages
 
-        # 3. Sources of gradients by place, those of received keys by stage; dk and dv have the same. An exchange
-        # lists the rows of ranks first.
+        # 3. Sources of gradients by place, and of received keys by stage. dk and dv have the same sources. An
+        # exchange lists the rows of ranks first.
         queries, keys = routes.queries, [stage.keys for stage in stages]
         sent_q, sent_k = sum(self.queries.sent), [sum(route.sent) for route in self.keys]
         q_rows: RowsOfSources = {name: group.q_rows for name, group in (local | remote).items()}

@@ -206,7 +206,7 @@ def balancing_pass(problem: Problem, tasks: Table, aim: FloatArray, limit: Float
 
 
 def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
-    """Plan flows that take every worker down to a surplus of 0, as far as there is room: a negative surplus.
+    """Plan flows from workers with a surplus to workers with room, until no surplus is left or no room is.
 
     The giver with the largest surplus goes first, so that it finds the largest rooms. Each giver fills the tightest
     room that takes its whole surplus and its partners', or else the largest room. A partner, which holds K/V rows of

@@ -166,7 +166,7 @@ def make_schedule(
     queries_back = Transfer("queries", results, back=True)
     from_servers = Transfer("servers", results if forward else ("dq", "dk", "dv"), back=True)
 
-    # 2. Kernel calls: local ones by place, then those of each stage.
+    # 2. Kernel calls on local tasks, by place; then the calls of each stage.
     places = LOCAL_TASKS[direction, turn]
     halves: tuple[TaskName, ...] = ("local 1/2", "local 2/2")
     if len(places) == 1 or ("local 1/2", 0) not in groups:

@@ -40,7 +40,7 @@ def plan_with_servers(
         server_nodes: [servers] node of each server, None for a node of its own. Ignored if all links are alike.
 
     Raises:
-        ValueError: there is no server.
+        ValueError: there is no server, or settings are out of range.
     """
     ranks, servers = settings.ranks, len(workers) - settings.ranks
     if servers < 1:

@@ -133,7 +133,7 @@ def open_pool(dispatcher: Dispatcher, config: DistCAConfig, launch: Launch | Non
     groups, store = dispatcher.groups, None if launch is None else launch.store
     choice, timeout_s = Choice(config.attention_server_transport), config.attention_server_timeout
     directory, memory, error = None, None, None
-    told: tuple[bytes, str, int] | None = None
+    place: tuple[bytes, str, int] | None = None
     if groups.rank == 0:
         try:
             host, port = parse_address(config.attention_server_address, setting="attention_server_address")
@@ -145,12 +145,12 @@ def open_pool(dispatcher: Dispatcher, config: DistCAConfig, launch: Launch | Non
                 token = read_token(path)
             ended = (lambda: None) if store is None else partial(store.set, "ended", "")
             directory = Directory(host, port, token, ended=ended)
-            told = token, directory.host, directory.port
+            place = token, directory.host, directory.port
         except (OSError, ValueError) as caught:
             error = caught
-    told = groups.all_gather(told)[0]
-    if told is not None:
-        token, host, port = told
+    place = groups.all_gather(place)[0]
+    if place is not None:
+        token, host, port = place
         try:
             # Of use to NIXL where it must open a port: on the interface by which this rank reaches the directory.
             towards = address_towards(host, port) if choice is Choice.NIXL else ""

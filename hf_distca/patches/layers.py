@@ -12,7 +12,7 @@ backward take turns in the same way; threads would not share them.
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from contextvars import copy_context
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from greenlet import getcurrent, greenlet
@@ -128,13 +128,10 @@ class _PlannedLayer(nn.Module):
             part[PLAN_KEY] = plan.of_nano_batch(index, pause)
             results[index] = self._run(run, (pair[index] for pair in split_args), part)
 
-        runners = [greenlet(run_one), greenlet(run_one)]
+        runners = [greenlet(partial(run_one, index)) for index in range(2)]
         for runner in runners:
             runner.gr_context = copy_context()
         try:
-            for index, runner in enumerate(runners):
-                runner.switch(index)
-                outside.restore()
             while not all(runner.dead for runner in runners):
                 for runner in runners:
                     if not runner.dead:

@@ -36,8 +36,8 @@ from tests.models_and_batches import (
     small_kinds,
     small_model,
 )
-from tests.pool.ends import CPU, SIGNALS, TOKEN, alike, memory_of, start_server, state_of, wait_until
-from tests.ranks import free_port
+from tests.pool.ends import CPU, SIGNALS, TOKEN, alike, memory_of, serve, state_of, wait_until
+from tests.ranks import forkserver, free_port
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
@@ -234,8 +234,10 @@ def test_training_is_that_without_servers(
     port, given, processes = free_port(), SimpleNamespace(**DEFAULTS | options), []
 
     def start(fault, join_when=None):
-        processes.append(start_server(port, transport, fault, join_when))
-        request.addfinalizer(processes[-1].kill)
+        process = forkserver().Process(target=serve, args=(port, transport, fault, join_when), daemon=True)
+        process.start()
+        processes.append(process)
+        request.addfinalizer(process.kill)
 
     for fault in faults:
         in_a_call = fault is not None and fault[1] != "by itself"

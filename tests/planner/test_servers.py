@@ -105,8 +105,8 @@ def test_seconds_are_those_of_the_busiest_rank_and_of_its_bytes_there_and_back()
     # What a repair exchanges travels in the stages that it needs. Rank 1 holds rows 8 to 15 and reads rows
     # 0 to 7 of rank 0 for them, which a buffer of 4 rows takes in two stages. In the plan ranks exchanged nothing.
     plan = Plan(fixed_layout([[16]], 2), np.array([(0, 0, 8, 0), (0, 8, 16, 2)], TASK), 3)
-    for buffer_rows, stage_rows in ((4, 4), (1 << 20, None)):
-        local = plan_lost(plan, [2], KIND, settings_of(2, 8, exchange_buffer_bytes=buffer_rows * 32), FAST)
+    for buffer_bytes, stage_rows in ((4 * 32, 4), (1, 1), (1 << 25, None)):
+        local = plan_lost(plan, [2], KIND, settings_of(2, 8, exchange_buffer_bytes=buffer_bytes), FAST)
         assert (local.tasks.tolist(), local.stage_rows) == ([(0, 8, 16, 1)], stage_rows)
 
 

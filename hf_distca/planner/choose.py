@@ -237,7 +237,7 @@ class _Search:
                 self._evenly(level, finest, few)
         # 2. Few documents cut, with exchanges hidden by two nano-batches; other groups as long as they help.
         begin = first if self._best is None else self._level()
-        levels = sorted({min(begin, self._inside), top}) if many_ranks else range(begin, top + 1)
+        levels = sorted({min(begin, self._inside), self._inside, top}) if many_ranks else range(begin, top + 1)
         failed = 0
         for level in levels:
             across = many_ranks and level > self._inside
@@ -255,7 +255,7 @@ class _Search:
         near = [level for level, seconds in even.items() if seconds <= min(even.values()) * (1 + NEAR)]
         for level in near:
             cheap = level <= self._inside or not many_ranks
-            if cheap and self._best.waited > WAITING / 2 and self._worth(level):
+            if cheap and self._best.waited > GOOD_ENOUGH and self._worth(level):
                 self._evenly(level, finest, many)
         for tolerance in coarser[:1] if many_ranks else coarser:
             best = self._best

@@ -106,15 +106,15 @@ def test_what_is_given_is_kept():
         assert found.choice.group == 4
 
 
-@pytest.mark.parametrize("bandwidth", [5e9, 50e9])
-def test_the_search_finds_what_trying_everything_finds(bandwidth):
-    """Eight H100 in two nodes, Llama-3-8B."""
+@pytest.mark.parametrize(("ranks", "ranks_per_node", "bandwidth"), [(8, 4, 5e9), (8, 4, 50e9), (40, 8, 50e9)])
+def test_the_search_finds_what_trying_everything_finds(ranks, ranks_per_node, bandwidth):
+    """H100s, Llama-3-8B. On more than 32 GPUs fewer plans are tried."""
     profile = DeviceProfile.load("h100")
     links = Links(profile.exchange.within, LinkCost(3e-5, bandwidth))
-    setup = Setup(LLAMA_8B, replace(profile, exchange=links), 8, 8192, 4)
-    of_plans = PlanSettings(8, 8192, tuple(LLAMA_8B.layers), ranks_per_node=4)
+    setup = Setup(LLAMA_8B, replace(profile, exchange=links), ranks, 8192, ranks_per_node)
+    of_plans = PlanSettings(ranks, 8192, tuple(LLAMA_8B.layers), ranks_per_node=ranks_per_node)
     choices, ratios = Choices(setup.costs), []
-    for lengths in islice(micro_batches(lognormal(2000, 1.2), 8 * 8192, seed=0), 6):
+    for lengths in islice(micro_batches(lognormal(2000, 1.2), ranks * 8192, seed=0), 6):
         found = plan_micro_batch(lengths.tolist(), replace(of_plans, choices=choices)).choice.seconds
         ratios.append(found / min(each.choice.seconds for each in candidates(lengths, of_plans, choices)))
     assert np.median(ratios) <= 1.01

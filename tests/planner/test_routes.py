@@ -22,8 +22,10 @@ from hf_distca.planner.metrics import (
     link_seconds,
     loads_of,
 )
+from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.moves import MOVE, forward_inside_nodes, rows_to_move
 from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import SMALLEST_STAGE, STAGES_ALONE, rows_by_stage, with_stages
 from tests.planner.carried_out import check, drawn_plans, messages_of, plans_of_all_kinds, routes_of, sent_rows
 from tests.planner.plan_checks import loads_by_row, rows_of
@@ -212,6 +214,17 @@ def test_what_fits_travels_at_once():
     # Small ones have none that are not worth it.
     assert with_stages(quarters(4096), 2**20, stages=4).stage_rows == SMALLEST_STAGE
     assert with_stages(quarters(1024), 2**20, stages=4).stage_rows is None
+
+    # Settings say how many bytes travel at a time. One document on both ranks; rows of K and V of 4096 bytes.
+    def planned(**settings):
+        (nano,) = plan_micro_batch([8192], PlanSettings(2, 4096, **settings)).nano_batches
+        (plan,) = nano.plans.values()
+        return plan
+
+    most = int(rows_by_stage(replace(planned(), stage_rows=None)).max())
+    assert planned().stage_rows == max(-(-most // STAGES_ALONE), SMALLEST_STAGE)
+    assert planned(exchange_buffer_bytes=512 * 4096).stage_rows == 512
+    assert planned(exchange_buffer_bytes=1).stage_rows == 1
 
 
 @given(plans_of_all_kinds(), st.integers(1, 12))

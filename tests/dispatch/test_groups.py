@@ -2,6 +2,7 @@
 
 import socket
 import time
+from contextlib import closing
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -134,11 +135,8 @@ def _start(comes: bool) -> str:
 
 @pytest.mark.parametrize(("comes", "told"), [(False, "reach the other ranks"), (True, "exchange rows")])
 def test_a_rank_whose_partner_is_not_there(comes, told):
-    pool = RankPool(2)
-    try:
+    with closing(RankPool(2)) as pool:
         assert f"rank 0 cannot {told} over gloo" in pool.run(_start, comes)[0]
-    finally:
-        pool.close()
 
 
 def _two_by_two() -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.recorder import NO_ROWS
-from hf_distca.dispatch.rows import take
+from hf_distca.dispatch.rows import IndexBuffer, take
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.patches.head import plan_head
@@ -26,9 +26,9 @@ from hf_distca.plan import TASK, MicroBatchPlan, Plan
 from hf_distca.planner.cost import Workers
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
-from hf_distca.planner.routes import make_routes
 from hf_distca.planner.servers import local_tasks, plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.pool.server import ServedTasks
 from tests.models_and_batches import (
     CHUNK_BYTES,
     SMALL_KIND,
@@ -360,8 +360,9 @@ def test_schedules_are_carried_out_phase_by_phase(rank_pools, backward_thread):
     rank_pools[4].run(_recorded, (0, 0, 1, 1), 20)
 
 
-def _refused() -> None:
-    dispatcher, batch = dispatcher_of_all_ranks(), {"input_ids": torch.arange(3, 15)[None]}
+def test_plans_of_another_batch_for_other_nodes_or_other_layers():
+    batch = {"input_ids": torch.arange(3, 15)[None]}
+    dispatcher = Dispatcher(PlanSettings(1, 64, small_kinds()), CPU)
     bound = dispatcher.bind(dispatcher.plan_lengths([[12]])[0])
     with pytest.raises(ValueError, match="gives this rank 12 rows, but the model runs on 7"):
         small_model()(input_ids=batch["input_ids"][:, :7], distca_plan=bound)
@@ -376,10 +377,6 @@ def _refused() -> None:
         message = f"a layer has {kind}, but the plan was made for {planned}; list the kinds of all layers in "
         with pytest.raises(ValueError, match=f"^{re.escape(message)}PlanSettings.kinds$"):
             small_model(model_type, **config)(**batch, distca_plan=bound)
-
-
-def test_plans_of_another_batch_for_other_nodes_or_other_layers(rank_pools, backward_thread):
-    rank_pools[1].run(_refused)
 
 
 # Workers that hold no rows: what is asked of them, and what is made of their answers, which are made up here
@@ -436,28 +433,22 @@ class Servers:
 
 def computed(plan: Plan, worker: int, received: list[dict[str, Tensor]], params) -> list[dict[str, Tensor]]:
     """A worker's results of what the ranks sent, rank by rank."""
-    routes, kernel = make_routes(plan, worker), CpuKernel()
-    group, messages = routes.stages[0].remote_query, {"q": routes.queries, "k": routes.stages[0].keys}
-    counts = {kind: each.recv_counts[: len(received)].tolist() for kind, each in messages.items()}
-    assert all([len(rank[kind]) for rank in received] == counts[kind] for kind in counts)
-    shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), CPU)
-    q_rows, k_rows = torch.from_numpy(group.q_rows), torch.from_numpy(group.k_rows)
-    inputs = {
-        name: torch.cat([rank[name] for rank in received])[q_rows if name in OF_QUERIES else k_rows]
-        for name in received[0]
-    }
-    if "do" not in inputs:
-        parts = zip(("o", "lse"), kernel.forward(*inputs.values(), shapes, params), strict=True)
+    kernel, buffer = CpuKernel(), IndexBuffer(CPU)
+    tasks = ServedTasks(plan, worker, buffer)
+    buffer.send()
+    rows = {name: torch.cat([rank[name] for rank in received]) for name in received[0]}
+    qkv = rows["q"], *(take(rows[name], tasks.group.k_rows) for name in ("k", "v"))
+    if "do" not in rows:
+        o, lse = kernel.forward(*qkv, tasks.group.shapes, params)
+        results = {"queries": {"o": o, "lse": lse}}
     else:
-        ordered = [inputs[name] for name in ("do", "q", "k", "v", "o", "lse")]
-        parts = zip(("dq", "dk", "dv"), kernel.backward(*ordered, shapes, params), strict=True)
-    answers: list[dict[str, Tensor]] = [{} for _ in received]
-    for name, part in parts:
-        kind, index = ("k", k_rows) if name in ("dk", "dv") else ("q", q_rows)
-        total = torch.zeros(sum(counts[kind]), *part.shape[1:]).index_add(0, index, part)
-        for answer, of_rank in zip(answers, total.split(counts[kind]), strict=True):
-            answer[name] = of_rank
-    return answers
+        dq, *dkv = kernel.backward(rows["do"], *qkv, rows["o"], rows["lse"], tasks.group.shapes, params)
+        dk, dv = (tasks.key_sums.add_up([part]) for part in dkv)
+        results = {"queries": {"dq": dq}, "keys": {"dk": dk, "dv": dv}}
+    return [
+        {name: x[tasks.rows[kind][rank]] for kind, columns in results.items() for name, x in columns.items()}
+        for rank in range(len(received))
+    ]
 
 
 def model_of(window: int | None, implementation: str = "distca") -> PreTrainedModel:

@@ -45,11 +45,6 @@ def routes_of(plan):
     return [make_routes(plan, worker) for worker in range(plan.workers)]
 
 
-def local_rows(plan, worker):
-    """[(document, row)] of the local rows of a worker, none for a server."""
-    return rows_of(plan.layout.of_rank(worker))
-
-
 def messages_of(routes, stage, hop=1):
     """The messages of every worker: of queries, or of the keys of a stage in one of two hops."""
     if stage == "queries":
@@ -103,7 +98,7 @@ def carried_out(plan):
     routes = routes_of(plan)
     stages = range(len(routes[0].stages))
     assert all(len(mine.stages) == len(stages) for mine in routes)
-    local = [local_rows(plan, worker) for worker in range(plan.workers)]
+    local = [rows_of(plan.layout.of_rank(worker)) for worker in range(plan.workers)]  # of a server none
     queries, *keys = (exchange(routes, stage, local) for stage in ("queries", *stages))
     seen, seen_by = ([defaultdict(list) for _ in routes] for _ in range(2))
     for worker, mine in enumerate(routes):
@@ -160,9 +155,10 @@ def check(plan):
     """Every query sees exactly the keys that it must, each once, and every key gets back exactly its queries."""
     seen, seen_by = carried_out(plan)
     for rank in range(plan.workers):
-        for number, (document, row) in enumerate(local_rows(plan, rank)):
+        local = rows_of(plan.layout.of_rank(rank))
+        for number, (document, row) in enumerate(local):
             reach = plan.window or int(plan.layout.lengths[document])
             last = min(row + reach, plan.layout.lengths[document])
             assert sorted(seen[rank][number]) == [(document, key) for key in range(max(row - reach + 1, 0), row + 1)]
             assert sorted(seen_by[rank][number]) == [(document, query) for query in range(row, last)]
-        assert max([*seen[rank], *seen_by[rank]], default=-1) < len(local_rows(plan, rank))
+        assert max([*seen[rank], *seen_by[rank]], default=-1) < len(local)

@@ -22,10 +22,6 @@ from tests.planner.plan_checks import check_layout, check_plan, loads_by_row, ro
 SOME_LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 700)), max_size=25)
 
 
-def segments(layout):
-    return [tuple(segment) for segment in layout.segments.tolist()]
-
-
 @settings(max_examples=60)
 @given(st.lists(SOME_LENGTHS, min_size=1, max_size=4), st.integers(1, 4))
 def test_fixed_layouts_hold_every_row_once_and_mirror(rows, span):
@@ -37,24 +33,25 @@ def test_fixed_layouts_hold_every_row_once_and_mirror(rows, span):
     assert rows_of(layout.segments) == sorted(rows_of(layout.segments))
     check_layout(mirrored(layout))
     assert mirrored(layout).tokens.tolist() == layout.tokens.tolist()[::-1]
-    assert segments(mirrored(mirrored(layout))) == segments(layout)
+    assert mirrored(mirrored(layout)).segments.tolist() == layout.segments.tolist()
 
 
 def test_joint_layouts_written_out():
     # Each rank ends up with half of the rows; the long document is cut once, at a block's boundary.
     layout = joint_layout([4096, 2048, 1024, 1024], 2, 4096)
-    cuts = [row[1:3] for row in segments(layout) if row[0] == 0]
+    cuts = [row[1:3] for row in layout.segments.tolist() if row[0] == 0]
     assert len(cuts) == 2
     assert all(start % 128 == 0 for start, _ in cuts)
-    assert sorted(row[1:3] for row in segments(joint_layout([5] * 6, 3, 10))) == [(0, 5)] * 6  # nothing to cut
+    whole = joint_layout([5] * 6, 3, 10).segments.tolist()  # nothing to cut
+    assert [row[1:3] for row in whole] == [(0, 5)] * 6
     # No document is cut between nodes that fits into one: each long one is more than a rank takes, but not a node.
     layout = joint_layout([96, 96, 32, 32], 4, 64, node_sizes=(2, 2), balance_block_size=16)
     assert layout.tokens.tolist() == [64] * 4
-    nodes = [{rank // 2 for document, *_, rank, _ in segments(layout) if document == which} for which in range(4)]
+    nodes = [set((layout.segments["rank"] // 2)[layout.segments["document"] == which]) for which in range(4)]
     assert nodes in ([{0}, {1}, {0}, {1}], [{0}, {1}, {1}, {0}])
     # Three ranks with as many rows and pairs each: the long documents go to the node of two.
     layout = joint_layout([64] * 3, 3, 64, node_sizes=(1, 2))
-    assert segments(layout) == [(2, 0, 64, 0, 0), (0, 0, 64, 1, 0), (1, 0, 64, 2, 0)]
+    assert layout.segments.tolist() == [(2, 0, 64, 0, 0), (0, 0, 64, 1, 0), (1, 0, 64, 2, 0)]
     # Found by a search: one rank held the last segment of a document and its head.
     layout = joint_layout([1, 1, 1, 3, 7, 41, 56, 56], 8, 21, balance_block_size=16)
     check_layout(layout)
@@ -93,7 +90,7 @@ def test_joint_layouts_hold_every_row_once_with_tokens_equal(lengths, sizes, win
     share, more = divmod(sum(lengths), ranks)
     assert layout.tokens.tolist() == [share + (rank < more) for rank in range(ranks)]
     again = joint_layout(lengths, ranks, most, node_sizes=None if len(sizes) in (1, ranks) else sizes, **settings)
-    assert segments(again) == segments(layout)
+    assert again.segments.tolist() == layout.segments.tolist()
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 70))

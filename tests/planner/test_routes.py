@@ -98,15 +98,19 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
         sent = np.array([mine.send_counts for mine in messages])
         crosses = any(sent[one, other] for one, other in itertools.permutations(ranks, 2))
         assert [mine.crossing for mine in messages] == [crosses] * plan.workers
-        np.fill_diagonal(sent, 0)  # a rank's keys that it gathers for itself
         counts.append(sent)
     queries, *keys = counts
+    hops = np.array(keys)[:, : len(ranks), : len(ranks)].reshape(-1, 2, len(ranks), len(ranks)).sum(1)
+    assert rows_by_stage(plan).tolist() == np.stack([hops.sum(2), hops.sum(1)], 1).tolist()
+    for sent in counts:
+        np.fill_diagonal(sent, 0)  # a rank's keys that it gathers for itself
     moved = queries * BYTES.q + queries.T * BYTES.o + sum(keys) * BYTES.kv
     node = np.array(plan.nodes or (0,) * plan.workers)
     within = node[:, None] == node
     by_link = [[of_link.sum(1).tolist(), of_link.sum(0).tolist()] for of_link in (moved * within, moved * ~within)]
     assert by_link == bytes_by_link(plan, BYTES, node).tolist()
     counted = count_plan(plan, AttentionKind(plan.window), 2)
+    assert counted.most_rows == rows_by_stage(replace(plan, stage_rows=None)).max()
     among = np.arange(plan.workers) < plan.layout.ranks  # servers get their rows in exchanges apart
     for number, sent in ((counted.among_ranks, among), (counted.with_servers, ~among)):
         assert number.queries[:, 0].sum(0).tolist() == (queries * sent).sum(1).tolist()
@@ -172,19 +176,6 @@ def test_rows_on_one_path_are_divided_evenly_over_the_stages():
     assert [int(stage.keys.recv_counts.sum() + stage.forwarded.recv_counts.sum()) for stage in last.stages] == [28] * 4
 
 
-def test_rows_that_are_forwarded():
-    # Each rank of two nodes of two computes its own two rows of a document of eight.
-    plan = replace(quarters(8, 4), nodes=NODES)
-    check(plan)
-    routes = routes_of(plan)
-    # Ranks 2 and 3 read rows 0 to 3, two from each of ranks 0 and 1: they cross to one of them, and are forwarded to
-    # the other. Rows 4 and 5 go from rank 2 to rank 3 directly.
-    keys, forwarded = (messages_of(routes, 0, hop) for hop in (1, 2))
-    assert [mine.send_counts.tolist() for mine in keys] == [[0, 2, 2, 0], [0, 0, 0, 2], [0, 0, 0, 2], [0, 0, 0, 0]]
-    assert [mine.send_counts.tolist() for mine in forwarded] == [[0] * 4, [0] * 4, [0, 0, 0, 2], [0, 0, 2, 0]]
-    assert [mine.send_rows.tolist() for mine in forwarded[2:]] == [[0, 1], [0, 1]]
-
-
 def hops_of(rows, targets, nodes, document=0):
     """[(source, target, first row, row behind the last)] of both hops of rows on rank 0 that other ranks read."""
     moves = table_of(MOVE, document=np.full(len(targets), document), stop=rows, target=np.array(targets))
@@ -202,15 +193,6 @@ def test_rows_that_two_ranks_read_cross_to_both_of_them():
     few, many = (hops_of(100, targets, nodes, document) for document in (0, 50_000))
     assert few == many
     assert sum(stop - start for *_, start, stop in few[0]) == 2 * 100
-
-
-def test_rows_by_stage():
-    # Rank 0 sends its 8 rows to three ranks, rank 3 receives those of three.
-    assert rows_by_stage(quarters(32)).tolist() == [[[24, 16, 8, 0], [0, 8, 16, 24]]]
-    parts = [[12, 8, 4, 0], [0, 4, 8, 12]]
-    assert rows_by_stage(replace(quarters(32), stage_rows=12)).tolist() == [parts, parts]
-    # Ranks 2 and 3 read all 16 rows of node 0, and each forwards half of them.
-    assert rows_by_stage(replace(quarters(32), nodes=NODES)).tolist() == [[[16, 8, 16, 8], [0, 8, 16, 24]]]
 
 
 def test_what_fits_travels_at_once():

@@ -13,7 +13,7 @@ from hf_distca.planner.metrics import bytes_moved, loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.servers import local_tasks, plan_lost, plan_with_servers, seconds_of, without_ranks
 from hf_distca.planner.settings import PlanSettings
-from tests.planner.carried_out import carried_out, local_rows, plans_of_all_kinds
+from tests.planner.carried_out import carried_out, plans_of_all_kinds
 from tests.planner.plan_checks import check_plan, rows_of
 
 ROWS = [[3000, 500], [700] * 5]
@@ -105,8 +105,8 @@ def test_seconds_are_those_of_the_busiest_rank_and_of_its_bytes_there_and_back()
     # What a repair exchanges travels in the stages that it needs. Rank 1 holds rows 8 to 15 and reads rows
     # 0 to 7 of rank 0 for them, which a buffer of 4 rows takes in two stages. In the plan ranks exchanged nothing.
     plan = Plan(fixed_layout([[16]], 2), np.array([(0, 0, 8, 0), (0, 8, 16, 2)], TASK), 3)
-    for buffer_rows, stage_rows in ((4, 4), (1 << 20, None)):
-        local = plan_lost(plan, [2], KIND, settings_of(2, 8, exchange_buffer_bytes=buffer_rows * 32), FAST)
+    for buffer_bytes, stage_rows in ((4 * 32, 4), (1, 1), (1 << 25, None)):
+        local = plan_lost(plan, [2], KIND, settings_of(2, 8, exchange_buffer_bytes=buffer_bytes), FAST)
         assert (local.tasks.tolist(), local.stage_rows) == ([(0, 8, 16, 1)], stage_rows)
 
 
@@ -129,7 +129,7 @@ def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_tha
     settings = replace(settings_of(ranks, block, **options), kinds=(kind,))
     lost = range(ranks, plan.workers)
     repair, local = plan_lost(plan, lost, kind, settings, pairs_per_second), local_tasks(plan, lost)
-    held = [local_rows(plan, rank) for rank in range(ranks)]
+    held = [rows_of(plan.layout.of_rank(rank)) for rank in range(ranks)]
     for rank in range(ranks):
         assert set(rows_of(local.tasks[local.tasks["worker"] == rank])) <= set(held[rank])
     wanted = sorted(rows_of(plan.tasks[plan.tasks["worker"] >= ranks]))

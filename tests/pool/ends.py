@@ -1,15 +1,13 @@
 """Ends of connections, ranks without a model that know what must come back, and servers that fail as tests say."""
 
-import contextlib
 import itertools
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -31,7 +29,6 @@ from hf_distca.pool.rank.link import ServerLink
 from hf_distca.pool.server import AttentionServer, params_of
 from hf_distca.pool.transport import Choice, choose, make_memory, rank_end, rank_hello
 from hf_distca.pool.wire import Channel
-from tests.ranks import forkserver
 
 CPU = torch.device("cpu")
 TOKEN = bytes(range(32))
@@ -63,10 +60,8 @@ def channels():
     with socket.create_server(("127.0.0.1", 0)) as server:
         left = socket.create_connection(server.getsockname())
         right, _ = server.accept()
-    both = Channel(left), Channel(right)
-    yield both
-    for channel in both:
-        channel.close()
+    with closing(Channel(left)) as near, closing(Channel(right)) as far:
+        yield near, far
 
 
 @contextmanager
@@ -167,7 +162,7 @@ def run_calls(ranks, plan_id, nano_batches, call_id=0, tolerance=2e-4, **options
 
 
 SIGNALS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP, "cut off": signal.SIGUSR1}
-"""By which a `ServerProcess` fails. One that is cut off loses all its connections and lives on."""
+"""By which a server fails. One that is cut off loses all its connections and lives on."""
 
 
 def state_of(pid):
@@ -181,7 +176,7 @@ def state_of(pid):
 def cut_off(*_):
     """End every TCP connection of this process; what it listens on stays."""
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
+        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
             if connection.family == socket.AF_INET:
                 connection.getpeername()  # fails for a socket that listens
                 connection.shutdown(socket.SHUT_RDWR)
@@ -217,13 +212,6 @@ def serve(port, transport, fault=None, join_when=None):
     server.close()
 
 
-def start_server(*args):
-    """The process of a server, see `serve`."""
-    process = forkserver().Process(target=serve, args=args, daemon=True)
-    process.start()
-    return process
-
-
 class ServeCommand:
     """`hf-distca serve` for a directory at a port of this machine; its output and errors go to the file `output`."""
 
@@ -238,11 +226,6 @@ class ServeCommand:
         """Wait until it has said something."""
         wait_until(lambda: words in self.output.read_text() or self.process.poll() is not None, 100)
         assert words in self.output.read_text(), self.output.read_text()
-
-    def memory(self):
-        """Bytes of memory that it uses."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) * 1024
 
     def close(self):
         """End it, whatever it does."""

@@ -37,7 +37,7 @@ def ends(monkeypatch):
     with channels() as (near, far):
         connected = near, RankWelcome("TCP", "no RDMA")
         monkeypatch.setattr("hf_distca.pool.rank.link.connect", lambda *_: connected)
-        link = ServerLink("127.0.0.1", 4000, TOKEN, RankHello(1), 60, 60, Memory(CPU))
+        link = ServerLink(*near._sock.getpeername(), TOKEN, RankHello(1), 60, 60, Memory(CPU))
         yield link, far
         link.close()
 

@@ -36,8 +36,8 @@ from tests.models_and_batches import (
     small_kinds,
     small_model,
 )
-from tests.pool.ends import CPU, SIGNALS, TOKEN, alike, memory_of, start_server, state_of, wait_until
-from tests.ranks import free_port
+from tests.pool.ends import CPU, SIGNALS, TOKEN, alike, memory_of, serve, state_of, wait_until
+from tests.ranks import forkserver, free_port
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
@@ -234,8 +234,10 @@ def test_training_is_that_without_servers(
     port, given, processes = free_port(), SimpleNamespace(**DEFAULTS | options), []
 
     def start(fault, join_when=None):
-        processes.append(start_server(port, transport, fault, join_when))
-        request.addfinalizer(processes[-1].kill)
+        process = forkserver().Process(target=serve, args=(port, transport, fault, join_when), daemon=True)
+        process.start()
+        processes.append(process)
+        request.addfinalizer(process.kill)
 
     for fault in faults:
         in_a_call = fault is not None and fault[1] != "by itself"
@@ -244,7 +246,7 @@ def test_training_is_that_without_servers(
     if given.comes_back:
         start(None, tmp_path / "join")
     # A server that is killed or cut off is noticed at once; 600 s are longer than the ranks have time.
-    timeout_s = 1 if any(fault and fault[0] == "hung" for fault in faults) else 600
+    timeout_s = 2 if any(fault and fault[0] == "hung" for fault in faults) else 600
     results = rank_pools[given.ranks].run(trained, transport, port, tmp_path, servers, moment, timeout_s, given)
     wanted, wanted_evaluated = expected(given.model_type)
     _, _, log, counts, at_servers, _ = results[0]
@@ -268,7 +270,7 @@ def test_training_is_that_without_servers(
     if warnings != []:
         return
     for process in processes:  # servers were told that training ended
-        process.join(10)
+        process.join(60)
     assert [process.exitcode for process in processes] == [0] * len(processes)
     if given.model_type == "llama" and given.ranks == 2:
         assert all(rank.calls == (ATTENTIONS * 2 if given.ping_pong else ATTENTIONS) for rank in seen)

@@ -207,10 +207,8 @@ def test_a_transfer_that_fails_is_let_go_and_no_further_one_begins(monkeypatch):
 
 def be_a_rank(port):
     """A rank that says hello and does nothing more."""
-    memory, channel = (
-        make_memory(Choice.NIXL, CPU, "127.0.0.1"),
-        Channel(socket.create_connection(("127.0.0.1", port))),
-    )
+    memory = make_memory(Choice.NIXL, CPU, "127.0.0.1")
+    channel = Channel(socket.create_connection(("127.0.0.1", port)))
     channel.send(rank_hello(0, memory))
     time.sleep(600)
 

@@ -172,8 +172,7 @@ class LayerClocks:
         if len(first) == 1 or self._links.busy:
             return float(self._clock[takes_part].max())
         reached = np.where(takes_part, self._clock, 0.0)
-        together: FloatArray = np.maximum.reduceat(reached[order], first)[number]
-        return together
+        return np.asarray(np.maximum.reduceat(reached[order], first)[number], np.float64)
 
     def _wait(self, key: Key) -> None:
         if key not in self._arrives:
@@ -257,8 +256,7 @@ def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatAr
 
 def _larger(moved: NDArray[Any]) -> FloatArray:
     """Return [2, workers] the larger of [2, 2, workers] sent and received."""
-    larger: FloatArray = moved.max(axis=1).astype(np.float64)
-    return larger
+    return np.asarray(moved.max(axis=1), np.float64)
 
 
 def predict_step(

@@ -42,7 +42,7 @@ class BoundGroup(NamedTuple):
 
     @staticmethod
     def bind(group: TaskGroup, buffer: IndexBuffer) -> "BoundGroup":
-        """Return a group of tasks on some of the local or received rows."""
+        """Return a group of tasks on some of the local or received rows, valid once the buffer is sent."""
         shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
         return BoundGroup(shapes, group.pairs, row_index(group.q_rows, buffer), row_index(group.k_rows, buffer))
 

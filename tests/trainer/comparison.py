@@ -289,6 +289,7 @@ def carry_out(
             for key in sorted({key for entry in history for key in entry if FOLLOWED.fullmatch(key)})
         },
         "learned": {name: whole(after[name]) - before[name] for name in before},
+        "rounding": {name: float(2.0**-24 * weight.norm()) for name, weight in before.items()},
         "noted": {name: whole(note) for noted in notes for name, note in noted.items()},
         "history": history,
     }
@@ -317,7 +318,10 @@ def errors(result: Result, expected: Result) -> tuple[float, float]:
         assert result[kind].keys() == expected[kind].keys()
         least = 1e-2 * max((wanted.norm() for wanted in expected[kind].values()), default=0.0)
         for name, wanted in expected[kind].items():
-            others.append(float((result[kind][name] - wanted).norm() / max(wanted.norm(), least)))
+            # What a weight has learned is a difference of stored weights, which may be much larger.
+            rounding = result["rounding"][name] if kind == "learned" else 0.0
+            difference = float((result[kind][name] - wanted).norm())
+            others.append(max(difference - rounding, 0.0) / float(max(wanted.norm(), least)))
     return float(np.max(losses)), float(np.max(others))  # NaN if one of them is
 
 

@@ -436,6 +436,8 @@ def computed(plan: Plan, worker: int, received: list[dict[str, Tensor]], params)
     kernel, buffer = CpuKernel(), IndexBuffer(CPU)
     tasks = ServedTasks(plan, worker, buffer)
     buffer.send()
+    for kind, name in (("queries", "q"), ("keys", "k")):
+        assert [len(rank[name]) for rank in received] == [own.stop - own.start for own in tasks.rows[kind]]
     rows = {name: torch.cat([rank[name] for rank in received]) for name in received[0]}
     qkv = rows["q"], *(take(rows[name], tasks.group.k_rows) for name in ("k", "v"))
     if "do" not in rows:

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -253,9 +253,13 @@ def test_a_server_that_does_not_end_with_training_is_killed(capfd, reported):
         os.kill(found[0], signal.SIGSTOP)  # nothing but SIGKILL ends it then
         return True
 
-    assert reported(["sleep", "infinity"], has_ended) == []
-    with pytest.raises(ProcessLookupError):
-        os.kill(found[0], 0)
+    try:
+        assert reported(["sleep", "infinity"], has_ended) == []
+        with pytest.raises(ProcessLookupError):
+            os.kill(found[0], 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(found[0], signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -42,7 +42,8 @@ def measured_link(
         limit_s: seconds after which no larger size is begun.
     """
     sizes, by_rank = _timed(groups, device, peers, alone=alone, limit_s=limit_s)
-    return LinkCost.fitted(sizes, by_rank.max(1))
+    # With equal weights, small exchanges would set the bandwidth: networks buffer them, so they return early.
+    return LinkCost.fitted(sizes, by_rank.max(1), weights=by_rank.max(1))
 
 
 def link_rates(groups: Groups, device: torch.device) -> dict[tuple[int, int], float]:

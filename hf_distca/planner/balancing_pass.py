@@ -21,6 +21,8 @@ FORBIDDEN = 1e18
 """Bytes charged for a task smaller than a block while places are compared."""
 ROUNDING = 0.04
 """Share of the tolerance that rounding one cut may cost; beyond it, the cut leaves the block's boundary."""
+SEARCHED = np.linspace(0, 1, 33)
+"""Places that are tried for the first part of a task, in shares of where it may begin."""
 
 Flows = dict[int, list[tuple[int, float]]]
 """giver -> (taker, pairs) of each of its flows"""
@@ -174,13 +176,13 @@ def balancing_pass(problem: Problem, tasks: Table, aim: FloatArray, limit: Float
         amounts *= min(1.0, (high - low) / amounts[-1])
         begin, end = float(start), row_reaching(float(high - amounts[-1]), window)
         for _ in range(2):  # search the start of the first part: coarse, then fine
-            first = np.linspace(begin, end, 33)
-            cuts = row_reaching(pairs_at(first, window)[:, None] + amounts, window)
-            np.clip(cuts, start, stop, out=cuts)
-            costs = price_of[owner].of(cuts[:, :-1], cuts[:, 1:], rows).sum(axis=1)
+            first = begin + (end - begin) * SEARCHED
+            cuts = row_reaching(pairs_at(first, window)[:, None] + amounts, window).clip(start, stop)
+            starts, stops = cuts[:, :-1], cuts[:, 1:]
+            costs = price_of[owner].of(starts, stops, rows).sum(axis=1)
             # Tasks smaller than a block are forbidden, except at a document's end.
             before, after = cuts[:, 0], cuts[:, -1]
-            short = (np.diff(cuts, axis=1) < block).sum(axis=1) + ((before > start + 1) & (before < start + block))
+            short = (stops - starts < block).sum(axis=1) + ((before > start + 1) & (before < start + block))
             if stop < problem.layout.lengths[document]:
                 short += (after < stop - 1) & (after > stop - block)
             # Of rests on both sides of the parts the second one gathers its K/V rows once more.

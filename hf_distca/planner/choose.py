@@ -76,6 +76,7 @@ class Candidate:
     counted: list[dict[AttentionKind, CountedPlan]]  # for each nano-batch, the counts of its plans
     stages: int | None  # about how many stages are fastest; None for the usual number
     choice: PlanChoice
+    step: Walked
     waited: float  # share of the step that the longest-waiting rank waits for exchanges
 
 
@@ -158,8 +159,8 @@ class _Search:
                 self._best = candidate
         best = self._best
         assert best is not None
-        options = (best.stages, *OTHER_STAGES)
-        step, stages = self._fastest(best.nano_batches, best.counted, self._settings, options)
+        others = self._fastest(best.nano_batches, best.counted, self._settings, OTHER_STAGES)
+        step, stages = min((best.step, best.stages), others, key=lambda each: each[0].seconds)
         packed = packed_seconds(self._lengths, self._settings, self._costs)
         attention = tuple(step.attention.tolist())
         choice = replace(best.choice, seconds=step.seconds, attention=attention, packed_seconds=packed)
@@ -422,10 +423,9 @@ class _Search:
         count = partial(count_plan, bytes_per_value=settings.bytes_per_value, nodes=nodes)
         counted = [{kind: count(plan, kind) for kind, plan in nano.plans.items()} for nano in nano_batches]
         step, stages = self._fastest(nano_batches, counted, settings, (None, FEW_STAGES))
-        attention = tuple(step.attention.tolist())
-        choice = PlanChoice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention)
+        choice = PlanChoice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention=())
         waited = float(step.waited.max()) / step.seconds
-        return Candidate(placing, evenly, nano_batches, counted, stages, choice, waited)
+        return Candidate(placing, evenly, nano_batches, counted, stages, choice, step, waited)
 
     def _fastest(
         self,

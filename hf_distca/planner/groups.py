@@ -8,6 +8,7 @@ better.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush, heapreplace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 from hf_distca.plan import AttentionKind, Layout, NanoBatch, Plan
 from hf_distca.planner.balance import balance
 from hf_distca.planner.build import local_plan
-from hf_distca.planner.joint import joint_layout
-from hf_distca.planner.layout import assemble, mirrored, split_documents
+from hf_distca.planner.joint import joint_segments
+from hf_distca.planner.layout import assemble, split_documents
 from hf_distca.planner.seconds import StepCosts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.walk import document_seconds
@@ -44,17 +45,13 @@ def partitions(node_sizes: Sequence[int]) -> list[tuple[int, ...]]:
         For each partition, [groups] ranks of each group.
     """
     nodes = [[1] * size for size in node_sizes]
-    found = [_flat(nodes)]
+    found = [tuple(chain(*nodes))]
     while any(len(groups) > 1 for groups in nodes):
         nodes = [_paired(groups) for groups in nodes]
-        found.append(_flat(nodes))
+        found.append(tuple(chain(*nodes)))
     while len(found[-1]) > 1:
         found.append(tuple(_paired(list(found[-1]))))
     return found
-
-
-def _flat(nodes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(size for groups in nodes for size in groups)
 
 
 def _paired(sizes: list[int]) -> list[int]:
@@ -337,18 +334,12 @@ def _in_group(
         zeros = np.zeros_like(lengths)
         return np.stack([np.arange(len(lengths)), zeros, lengths, zeros], axis=1)
     # The first ranks get one row more, in the second nano-batch the last ranks: so no rank holds too many rows.
-    kind = settings.dominant_kind
-    layout = joint_layout(
-        lengths,
-        size,
-        settings.tokens_per_rank,
-        node_sizes=None if len(nodes) == 1 else nodes[::-1] if backwards else nodes,
-        window=kind.window or kind.chunk,
-        balance_tolerance=slack,
-        balance_block_size=settings.balance_block_size,
-    )
-    segments = (mirrored(layout) if backwards else layout).segments
-    return np.stack([segments[name] for name in ("document", "start", "stop", "rank")], axis=1)
+    sizes, kind = nodes if len(nodes) > 1 else (1,) * size, settings.dominant_kind
+    window, block = kind.window or kind.chunk, settings.balance_block_size
+    segments = joint_segments(lengths, sizes[::-1] if backwards else sizes, window, slack, block)
+    if backwards:
+        segments[:, 3] = size - 1 - segments[:, 3]
+    return segments
 
 
 def divide_evenly(

@@ -63,36 +63,46 @@ def joint_layout(
     Raises:
         ValueError: a length below 1, settings out of range, or more tokens than the ranks take.
     """
-    array, slack, block = as_lengths(lengths), balance_tolerance, balance_block_size
-    check_settings(slack, block)
+    array = as_lengths(lengths)
+    check_settings(balance_tolerance, balance_block_size)
     check_capacity(array, ranks, tokens_per_rank)
     sizes = (1,) * ranks if node_sizes is None else nodes.node_sizes(ranks, node_sizes)
-    share, more = divmod(int(array.sum()), ranks)
+    segments = joint_segments(array, sizes, window, balance_tolerance, balance_block_size)
+    return assemble(array, tuple(segments.T), ranks, by_document=True)
+
+
+def joint_segments(lengths: IntArray, sizes: Sequence[int], window: int | None, slack: float, block: int) -> IntArray:
+    """Return [segments, 4] document, start, stop and rank of the joint layout, for arguments see `joint_layout`.
+
+    Args:
+        sizes: [nodes] ranks of each node; all 1 if all links are alike.
+    """
+    ranks = sum(sizes)
+    share, more = divmod(int(lengths.sum()), ranks)
     room = [share + (rank < more) for rank in range(ranks)]
-    mean = int(pairs(0, array, window).sum()) / ranks
-    documents, tokens = table_of(ROWS, document=np.arange(len(array)), stop=array), array.tolist()
+    mean = int(pairs(0, lengths, window).sum()) / ranks
+    documents, tokens = table_of(ROWS, document=np.arange(len(lengths)), stop=lengths), lengths.tolist()
     if len(sizes) in (1, ranks):
-        placed = [_Placement(tokens, documents, room, [mean] * ranks, window, slack, block).segments()]
-    else:
-        # The largest nodes come first: a document that is too large for one node is too large for all later ones.
-        order = np.argsort(-np.array(sizes), kind="stable")
-        first = np.cumsum(sizes) - sizes
-        rooms = [sum(room[first[node] : first[node] + sizes[node]]) for node in order]
-        needs = [mean * sizes[node] for node in order]
-        on_nodes = _Placement(tokens, documents, rooms, needs, window, slack * OF_NODES, block).segments()
-        every = table_of(ROWS, document=on_nodes[:, 0], start=on_nodes[:, 1], stop=on_nodes[:, 2])
-        pieces = [merge_touching(by_document(every[on_nodes[:, 3] == nth])) for nth in range(len(sizes))]
-        inter_node = [[0.0] * len(each) for each in pieces] if window else _inter_node_costs(pieces)
-        placed = []
-        for nth, node in enumerate(order):
-            here = room[first[node] : first[node] + sizes[node]]
-            own = int(pairs(pieces[nth]["start"], pieces[nth]["stop"], window).sum()) / sizes[node]
-            most = max(mean * (1 + slack) / own - 1 if own else slack, slack * OF_NODES)
-            needs = [own] * sizes[node]
-            segments = _Placement(tokens, pieces[nth], here, needs, window, most, block, inter_node[nth]).segments()
-            segments[:, 3] += first[node]
-            placed.append(segments)
-    return assemble(array, tuple(np.concatenate(placed).T), ranks, by_document=True)
+        return _Placement(tokens, documents, room, [mean] * ranks, window, slack, block).segments()
+    # The largest nodes come first: a document that is too large for one node is too large for all later ones.
+    order = np.argsort(-np.array(sizes), kind="stable")
+    first = np.cumsum(sizes) - sizes
+    rooms = [sum(room[first[node] : first[node] + sizes[node]]) for node in order]
+    needs = [mean * sizes[node] for node in order]
+    on_nodes = _Placement(tokens, documents, rooms, needs, window, slack * OF_NODES, block).segments()
+    every = table_of(ROWS, document=on_nodes[:, 0], start=on_nodes[:, 1], stop=on_nodes[:, 2])
+    pieces = [merge_touching(by_document(every[on_nodes[:, 3] == nth])) for nth in range(len(sizes))]
+    inter_node = [[0.0] * len(each) for each in pieces] if window else _inter_node_costs(pieces)
+    placed = []
+    for nth, node in enumerate(order):
+        here = room[first[node] : first[node] + sizes[node]]
+        own = int(pairs(pieces[nth]["start"], pieces[nth]["stop"], window).sum()) / sizes[node]
+        most = max(mean * (1 + slack) / own - 1 if own else slack, slack * OF_NODES)
+        needs = [own] * sizes[node]
+        segments = _Placement(tokens, pieces[nth], here, needs, window, most, block, inter_node[nth]).segments()
+        segments[:, 3] += first[node]
+        placed.append(segments)
+    return np.concatenate(placed)
 
 
 def _inter_node_costs(pieces: list[Table]) -> list[list[float]]:
@@ -265,11 +275,12 @@ class _Placement:
 
         def filled(tail: int) -> float:
             """Return the pairs of the rank with the last `tail` rows before `stop` and the cheapest rows beside."""
-            start = stop - tail
-            others = min(room - tail - min(asked, room - tail, start - head), short)
-            own = head + min(room - tail - others, start - head)
-            filler = self._shortest_pairs(used + others) - pairs_used
-            return pairs(start, stop, self.window) + filler + (pairs(head, own, self.window) if own > head else 0)
+            start, free = stop - tail, room - tail
+            ahead = start - head
+            others = min(free - min(asked, free, ahead), short)
+            filler = self._shortest_pairs(used + others) - pairs_used + pairs(start, stop, self.window)
+            own = min(free - others, ahead)
+            return filler + pairs(head, head + own, self.window) if own > 0 else filler
 
         asked_of, cuts = head_rows or {}, list[Segment]()
         rank, used, carry = 0, 0, 0.0

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ class RowsMoved:
     def of(cls, plan: Plan, nodes: Sequence[int]) -> "RowsMoved":
         """Count the rows of a plan; every K/V row that a worker's tasks read reaches the worker once."""
         tasks, first, second = rows_to_move(replace(plan, stage_rows=None))
-        return cls(*(_by_link(_rows_between(plan.workers, *each), nodes) for each in ([tasks], [first, second])))
+        return cls(*_by_link([_rows_between(plan.workers, *each) for each in ([tasks], [first, second])], nodes))
 
     @property
     def most_keys(self) -> int:
@@ -63,11 +64,12 @@ def _rows_between(workers: int, *tables: Table) -> IntArray:
     return moved.astype(np.int64).reshape(workers, workers)
 
 
-def _by_link(moved: IntArray, nodes: Sequence[int]) -> IntArray:
-    """Return [2, 2, workers] of [workers, workers] rows that go to another worker, by link and direction."""
+def _by_link(every: Sequence[IntArray], nodes: Sequence[int]) -> list[IntArray]:
+    """Return [2, 2, workers] of each [workers, workers] rows that go to another worker, by link and direction."""
     between = np.not_equal.outer(nodes, nodes)
-    within = ~between & ~np.eye(len(moved), dtype=bool)
-    return np.stack([[(moved * link).sum(axis=1), (moved * link).sum(axis=0)] for link in (within, between)])
+    links = np.stack([~between & ~np.eye(len(between), dtype=bool), between])
+    over_links = (moved * links for moved in every)
+    return [np.stack([over.sum(axis=2), over.sum(axis=1)], axis=1) for over in over_links]
 
 
 def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> IntArray:
@@ -126,6 +128,12 @@ class CountedPlan:
         """[2, 2, workers] bytes of one layer's forward by link and direction, as in `bytes_by_link`."""
         return self.among_ranks.forward_bytes(self.row_bytes) + self.with_servers.forward_bytes(self.row_bytes)
 
+    @cached_property
+    def most_of_ranks(self) -> tuple[IntArray, IntArray]:
+        """Query rows, and K/V rows: [2, ranks] by link, the larger of what each rank sends and receives."""
+        moved = self.among_ranks
+        return moved.queries.max(axis=1)[:, : self.ranks], moved.keys.max(axis=1)[:, : self.ranks]
+
     @property
     def servers(self) -> int:
         """Number of dedicated servers."""
@@ -149,17 +157,16 @@ def count_plan(
     diagonal = rows * np.minimum(rows, DIAGONAL_ROWS)
 
     def summed(chosen: NDArray[np.bool_], keys: IntArray, amount: IntArray, diagonal: IntArray) -> Tasks:
-        worker, amounts = tasks["target"][chosen], (rows, keys, amount, diagonal)
-        counts = (np.bincount(worker, each[chosen], plan.workers).astype(np.float64) for each in amounts)
+        amounts = (each * chosen for each in (rows, keys, amount, diagonal))
+        counts = (np.bincount(tasks["target"], each, plan.workers).astype(np.float64) for each in amounts)
         of_rows, of_keys, of_pairs, of_diagonal = counts
         return Tasks(of_rows, of_keys, of_pairs, (of_rows > 0).astype(np.float64), of_diagonal)
 
     queries, keys = (_rows_between(plan.workers, *each) for each in ([tasks], [first, second]))
     to_server = np.arange(plan.workers) >= ranks  # servers get their rows in exchanges apart
-    among_ranks, with_servers = (
-        RowsMoved(*(_by_link(moved * received, nodes) for moved in (queries, keys)))
-        for received in (~to_server, to_server)
-    )
+    moved = [each * received for received in (~to_server, to_server) for each in (queries, keys)]
+    by_link = _by_link(moved, nodes)
+    among_ranks, with_servers = RowsMoved(*by_link[:2]), RowsMoved(*by_link[2:])
     # Ranks that exchange rows, directly or over other ranks, get the lowest number of any of them.
     linked = (queries + keys)[:ranks, :ranks] > 0
     linked |= linked.T | np.eye(ranks, dtype=bool)

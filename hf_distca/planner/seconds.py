@@ -101,10 +101,10 @@ class LinkCost:
         return taken
 
     @classmethod
-    def fitted(cls, size: FloatArray, seconds: FloatArray) -> "LinkCost":
+    def fitted(cls, size: FloatArray, seconds: FloatArray, weights: FloatArray | None = None) -> "LinkCost":
         """Fit a link to [n] bytes and [n] seconds, with the least error relative to each time."""
         none = np.zeros_like(size)
-        fit = KernelCost.fitted(Tasks(size, none, none, np.ones_like(size), none), seconds)
+        fit = KernelCost.fitted(Tasks(size, none, none, np.ones_like(size), none), seconds, weights)
         return cls(fit.call, 1 / fit.row if fit.row else np.inf)
 
 

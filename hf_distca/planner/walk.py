@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +75,6 @@ class LayerClocks:
         self._servers_free = np.zeros(nano_batches[0].servers)
         self._arrives: dict[Key, FloatArray] = {}
         self._departed: dict[Key, tuple[FloatArray, FloatArray]] = {}  # when, and seconds of the rank's own time
-        self._connected = [_by_number(nano.connected) for nano in nano_batches]
         self._kernel_seconds = cache(self._kernel_seconds_of)
         self._sizes = cache(self._sizes_of)
 
@@ -168,11 +166,12 @@ class LayerClocks:
         Ranks that exchange nothing do not wait for each other, except where the transport takes a rank's own time:
         it exchanges empty messages too.
         """
-        order, first, number = self._connected[index]
-        if len(first) == 1 or self._links.busy:
+        connected = self._nano_batches[index].connected
+        if self._links.busy or not connected.any():
             return float(self._clock[takes_part].max())
-        reached = np.where(takes_part, self._clock, 0.0)
-        return np.asarray(np.maximum.reduceat(reached[order], first)[number], np.float64)
+        latest = np.zeros(len(connected))
+        np.maximum.at(latest, connected, np.where(takes_part, self._clock, 0.0))
+        return np.asarray(latest[connected])
 
     def _wait(self, key: Key) -> None:
         if key not in self._arrives:
@@ -202,13 +201,6 @@ class LayerClocks:
 
 _Sizes = tuple[FloatArray, list[tuple[int, NDArray[np.bool_], FloatArray]]]
 """[ranks] the most bytes of a rank on a link; and for each link in use its index, who uses it, and their seconds."""
-
-
-def _by_number(connected: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the order of ranks by number, the first place of each number in that order, and [ranks] which it is."""
-    order = np.argsort(connected, kind="stable")
-    _, first, number = np.unique(connected, return_index=True, return_inverse=True)
-    return order, np.searchsorted(connected[order], connected[first]), number
 
 
 @cache
@@ -243,20 +235,16 @@ def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatAr
     of_keys = row.kv / 2 * sum(column in ("k", "v", "dk", "dv") for column in columns)
     if rows == "servers":
         moved = counted.with_servers.queries * of_queries + counted.with_servers.keys * of_keys
-        return _larger(moved)
+        return np.asarray(moved.max(axis=1), np.float64)
+    most_queries, most_keys = counted.most_of_ranks
     if rows == "queries":
-        return _larger(counted.among_ranks.queries * of_queries)[:, : counted.ranks]
-    keys = _larger(counted.among_ranks.keys * (of_keys / counted.stages))[:, : counted.ranks]
+        return np.asarray(most_queries * of_queries)
+    keys = np.asarray(most_keys * (of_keys / counted.stages))
     if not counted.forwards:
         return keys
     hop = np.array([0.5, 1.0 if rows == "keys" else 0.0])
     in_hop: FloatArray = keys * hop[:, None]
     return in_hop
-
-
-def _larger(moved: NDArray[Any]) -> FloatArray:
-    """Return [2, workers] the larger of [2, 2, workers] sent and received."""
-    return np.asarray(moved.max(axis=1), np.float64)
 
 
 def predict_step(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_distca.dispatch.groups import Groups
-from hf_distca.measure import device
+from hf_distca.measure import device, links
 from hf_distca.measure.links import link_rates, measured_link, ranks_per_core
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.seconds import Tasks
@@ -65,6 +65,12 @@ def test_ranks_measure_the_same_links_in_both_directions(rank_pools):
         assert (link.latency >= 0, 1e6 < link.bandwidth < np.inf) == (True, True)
     assert sorted(rates) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
     assert all(0 < rate < 1000 for rate in rates.values())
+
+
+def test_small_exchanges_that_a_network_buffers_do_not_set_the_bandwidth(monkeypatch):
+    measured = np.array([64.0, 512.0, 4096.0]), np.array([[0.2], [11.0], [157.0]])
+    monkeypatch.setattr(links, "_timed", lambda *_, **__: measured)
+    assert measured_link(None, CPU, []).bandwidth == pytest.approx(4096 / 157, rel=0.3)
 
 
 def _per_core(cores: int) -> float:

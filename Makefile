@@ -50,6 +50,7 @@ test: lint types tests
 lint: $(SETUP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 types: $(SETUP)
 	$(BIN)/mypy

@@ -1,4 +1,4 @@
-"""Reports of simulate and plan: what they show, and how a browser shows them."""
+"""Reports of simulate and plan: what they show."""
 
 import json
 import re
@@ -9,15 +9,9 @@ import pytest
 
 from hf_distca.cli.main import main
 from hf_distca.sim.drawing import COLOURS, MARKS, short, stacks_picture, ticks
-from hf_distca.sim.report import POLICY, table_of_ranks
-from tests.browser import in_browser, needs_chromium
+from hf_distca.sim.report import table_of_ranks
 
 MOST_BYTES = 500_000
-OUTSIDE = """[...page.querySelectorAll('svg text')].filter((each) => {
-  const own = each.getBoundingClientRect(), whole = each.closest('svg').getBoundingClientRect();
-  return own.left < whole.left - 2 || own.right > whole.right + 2;
-}).map((each) => each.textContent)"""
-"""Letters that stick out of their picture."""
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +71,3 @@ def test_bars_numbers_on_axes_and_of_ranks():
     assert [ticks(most) for most in (38.4, 2.966, 0)] == [[0, 10, 20, 30, 40], [0, 1, 2, 3], [0, 1]]
     assert "<td>1.0</td>" in table_of_ranks("a", {"b": [1.0] * 256}, ".1f")
     assert table_of_ranks("a", {"b": [1.0] * 257}, ".1f") == ""  # they cannot be read
-
-
-@needs_chromium
-@pytest.mark.parametrize(("name", "width"), [("simulate", 1280), ("simulate", 390), ("plan", 390)])
-def test_a_browser_shows_a_report(reports, tmp_path, name, width):
-    text = (reports / f"{name}.html").read_text(encoding="utf-8")
-    (scrolls, outside), console = in_browser(text, width, f"[page.documentElement.scrollWidth, {OUTSIDE}]", tmp_path)
-    assert console == []
-    assert scrolls <= width
-    assert outside == []
-
-
-@needs_chromium
-def test_errors_and_requests_of_a_page_are_in_the_console(tmp_path):
-    policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><img src="http://127.0.0.1:9/a.png">'
-    for text in ("<script>nothing()</script>", policy):
-        _, console = in_browser(text, 390, "1", tmp_path)
-        assert len(console) == 1

@@ -37,7 +37,7 @@ UNBALANCED = 1e9
 FEW_STAGES = 1
 """Number of stages that every plan is tried with besides the usual one."""
 OTHER_STAGES = (STAGES_ALONE // 2, 2 * STAGES_ALONE)
-"""Further numbers of stages that are tried for the chosen plan."""
+"""Further numbers of stages that are tried for the chosen plan; two nano-batches are not tried with many."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further candidate has to be faster to be tried."""
 DOMINANT_SHARE = 0.06
@@ -45,7 +45,7 @@ DOMINANT_SHARE = 0.06
 MOST_MOVES = 4096
 """Maximum moves of K/V rows, from a piece to a rank, of documents divided evenly over several nodes, over the root of
 the number of ranks. More moves take too long to plan."""
-NEAR = 0.02
+NEAR = 0.03
 """Share of a step by which a plan with one nano-batch may be slower than the best and still be tried with two."""
 WAITING = 0.06
 """Share of a step that ranks wait, up to which larger groups over nodes are tried only if they compute more evenly."""
@@ -159,7 +159,8 @@ class _Search:
                 self._best = candidate
         best = self._best
         assert best is not None
-        others = self._fastest(best.nano_batches, best.counted, self._settings, OTHER_STAGES)
+        options = OTHER_STAGES[: 3 - best.choice.nano_batches]
+        others = self._fastest(best.nano_batches, best.counted, self._settings, options)
         step, stages = min((best.step, best.stages), others, key=lambda each: each[0].seconds)
         packed = packed_seconds(self._lengths, self._settings, self._costs)
         attention = tuple(step.attention.tolist())
@@ -256,6 +257,8 @@ class _Search:
         near = [level for level, seconds in even.items() if seconds <= min(even.values()) * (1 + NEAR)]
         for level in near:
             cheap = level <= self._inside or not many_ranks
+            if max(self.partitions[level]) <= SAMPLED_RANKS:
+                cheap |= even[level] <= self._best.choice.seconds * (1 + NEAR)
             if cheap and self._best.waited > GOOD_ENOUGH and self._worth(level):
                 self._evenly(level, finest, many)
         for tolerance in coarser[:1] if many_ranks else coarser:

@@ -72,11 +72,7 @@ def joint_layout(
 
 
 def joint_segments(lengths: IntArray, sizes: Sequence[int], window: int | None, slack: float, block: int) -> IntArray:
-    """Return [segments, 4] document, start, stop and rank of the joint layout, for arguments see `joint_layout`.
-
-    Args:
-        sizes: [nodes] ranks of each node; all 1 if all links are alike.
-    """
+    """Return [segments, 4] document, start, stop and rank for nodes of these sizes; all 1 if all links are alike."""
     ranks = sum(sizes)
     share, more = divmod(int(lengths.sum()), ranks)
     room = [share + (rank < more) for rank in range(ranks)]

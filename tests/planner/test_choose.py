@@ -15,7 +15,7 @@ from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, St
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.stages import rows_by_stage
 from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.lengths import lognormal, micro_batches
+from hf_distca.sim.lengths import corpora, lognormal, micro_batches
 from hf_distca.sim.model import LLAMA_8B
 from hf_distca.sim.strategies import Setup
 
@@ -106,19 +106,19 @@ def test_what_is_given_is_kept():
         assert found.choice.group == 4
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_node", "bandwidth"), [(8, 4, 5e9), (8, 4, 50e9), (40, 8, 50e9)])
-def test_the_search_finds_what_trying_everything_finds(ranks, ranks_per_node, bandwidth):
+@pytest.mark.parametrize(("ranks", "bandwidth"), [(8, 5e9), (8, 50e9), (16, 50e9), (40, 50e9)])
+def test_the_search_finds_what_trying_everything_finds(ranks, bandwidth):
     """H100s, Llama-3-8B. On more than 32 GPUs fewer plans are tried."""
-    profile = DeviceProfile.load("h100")
+    profile, ranks_per_node = DeviceProfile.load("h100"), min(ranks // 2, 8)
     links = Links(profile.exchange.within, LinkCost(3e-5, bandwidth))
-    setup = Setup(LLAMA_8B, replace(profile, exchange=links), ranks, 8192, ranks_per_node)
-    of_plans = PlanSettings(ranks, 8192, tuple(LLAMA_8B.layers), ranks_per_node=ranks_per_node)
+    tokens, draw = (32768, corpora()["agents"]) if ranks == 16 else (8192, lognormal(2000, 1.2))
+    setup = Setup(LLAMA_8B, replace(profile, exchange=links), ranks, tokens, ranks_per_node)
+    of_plans = PlanSettings(ranks, tokens, tuple(LLAMA_8B.layers), ranks_per_node=ranks_per_node)
     choices, ratios = Choices(setup.costs), []
-    for lengths in islice(micro_batches(lognormal(2000, 1.2), ranks * 8192, seed=0), 6):
+    for lengths in islice(micro_batches(draw, ranks * tokens, seed=0), 6):
         found = plan_micro_batch(lengths.tolist(), replace(of_plans, choices=choices)).choice.seconds
         ratios.append(found / min(each.choice.seconds for each in candidates(lengths, of_plans, choices)))
-    assert np.median(ratios) <= 1.01
-    assert max(ratios) <= 1.03
+    assert max(ratios) <= 1.015
 
 
 @pytest.mark.parametrize("groups", [True, False])

@@ -34,8 +34,6 @@ IntArray = NDArray[np.int64]
 
 UNBALANCED = 1e9
 """Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
-FEW_STAGES = 1
-"""Number of stages that every plan is tried with besides the usual one."""
 OTHER_STAGES = (STAGES_ALONE // 2, 2 * STAGES_ALONE)
 """Further numbers of stages that are tried for the chosen plan; two nano-batches are not tried with many."""
 GOOD_ENOUGH = 0.01
@@ -208,6 +206,8 @@ class _Search:
     def _grouped(self) -> Candidate:
         """Return the best plan in groups. Sampled plans are made in full as long as one could be the best."""
         self._in_groups()
+        if self._best is not None and self._slowest(0, self._best.choice.seconds) <= self._best.choice.seconds:
+            self._evenly(0, self._choices.tolerances[0], self._choices.nano_batches[0])  # exchanges nothing
         found = sorted((each for each in self._tried.values() if each is not None), key=_seconds)
         best = self._best = None
         for part in found[:MOST_IN_FULL]:
@@ -425,7 +425,7 @@ class _Search:
         nodes = settings.node_of_ranks
         count = partial(count_plan, bytes_per_value=settings.bytes_per_value, nodes=nodes)
         counted = [{kind: count(plan, kind) for kind, plan in nano.plans.items()} for nano in nano_batches]
-        step, stages = self._fastest(nano_batches, counted, settings, (None, FEW_STAGES))
+        step, stages = self._fastest(nano_batches, counted, settings, (None, 1))
         choice = PlanChoice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention=())
         waited = float(step.waited.max()) / step.seconds
         return Candidate(placing, evenly, nano_batches, counted, stages, choice, step, waited)

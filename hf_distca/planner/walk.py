@@ -35,7 +35,7 @@ class Walked:
 
     seconds: float
     attention: FloatArray  # [ranks] in kernel calls
-    other: FloatArray  # [ranks] in all other computation
+    other: FloatArray  # [ranks] in all other computation, and in a CPU's transport of rows
     waited: FloatArray  # [ranks] waiting for exchanges
     mixing: FloatArray  # [ranks] the part of `other` in layers that mix rows in order
 
@@ -182,6 +182,7 @@ class LayerClocks:
             departed, busy = self._departed.pop(key)
             travelled = np.maximum(arrives - departed, MOMENT)
             self._clock = self._clock + busy * np.minimum((self._clock - departed) / travelled, 1.0)
+            self._other += busy  # all of it is taken from ranks that share the core
         later = np.maximum(self._clock, arrives)
         self._waited += later - self._clock
         self._clock = later

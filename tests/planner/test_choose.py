@@ -46,7 +46,7 @@ def test_documents_are_shared_where_links_are_fast_and_not_where_they_are_slow()
     assert plan.choice.seconds == pytest.approx(2 * 3e-3 * 32 * 33 / 2 + 64 * 4e-4)
     lengths = [60, *[10] * 12]
     assert exchanges(chosen(lengths))
-    assert not exchanges(chosen(lengths, SLOW, SLOW))
+    assert not any(map(exchanges, (chosen(lengths, SLOW, SLOW), chosen([50, 50, 50, 40, 20]))))
     # Slow links between nodes are not used.
     plan = chosen(lengths, FREE, SLOW)
     assert plan.choice.group == 2

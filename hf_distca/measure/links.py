@@ -43,7 +43,7 @@ def measured_link(
     """
     sizes, by_rank = _timed(groups, device, peers, alone=alone, limit_s=limit_s)
     # With equal weights, small exchanges would set the bandwidth: networks buffer them, so they return early.
-    return LinkCost.fitted(sizes, by_rank.max(1), weights=by_rank.max(1))
+    return LinkCost.fitted(sizes, seconds := by_rank.max(1), weights=seconds)
 
 
 def link_rates(groups: Groups, device: torch.device) -> dict[tuple[int, int], float]:

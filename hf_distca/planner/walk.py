@@ -239,8 +239,8 @@ def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatAr
         return np.asarray(moved.max(axis=1), np.float64)
     most_queries, most_keys = counted.most_of_ranks
     if rows == "queries":
-        return np.asarray(most_queries * of_queries)
-    keys = np.asarray(most_keys * (of_keys / counted.stages))
+        return np.asarray(most_queries * of_queries, np.float64)
+    keys = np.asarray(most_keys * (of_keys / counted.stages), np.float64)
     if not counted.forwards:
         return keys
     hop = np.array([0.5, 1.0 if rows == "keys" else 0.0])

@@ -118,7 +118,7 @@ def test_the_search_finds_what_trying_everything_finds(ranks, bandwidth):
     for lengths in islice(micro_batches(draw, ranks * tokens, seed=0), 6):
         found = plan_micro_batch(lengths.tolist(), replace(of_plans, choices=choices)).choice.seconds
         ratios.append(found / min(each.choice.seconds for each in candidates(lengths, of_plans, choices)))
-    assert max(ratios) <= 1.015
+    assert (np.median(ratios) <= 1.01, max(ratios) <= 1.015) == (True, True)
 
 
 @pytest.mark.parametrize("groups", [True, False])

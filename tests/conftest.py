@@ -1,4 +1,5 @@
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from tests.ranks import RankPool, backward_in_a_thread, with_backward_in_a_threa
 LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.comparison) ", re.M)
 """Imports of files that launch, or train on processes of their own."""
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: idle threads of one process keep cores from others
+
 # The time of an example shows how busy the machine is.
 settings.register_profile("hf_distca", deadline=None)
 settings.load_profile("hf_distca")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # ranks start in 0.1 s, and threads of their groups poll while they live
 def rank_pools() -> Iterator[dict[int, RankPool]]:
     """Pools of 1 to 4 ranks; each starts when it is first used."""
     pools = {size: RankPool(size) for size in (1, 2, 3, 4)}

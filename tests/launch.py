@@ -23,10 +23,10 @@ def launcher(strategy: str, ranks: int, python: str = sys.executable) -> list[st
 
 
 def cpu_environment() -> dict[str, str]:
-    """The environment of a launch on the CPU, with a thread for each process."""
+    """The environment of a launch on the CPU."""
     # Trainers that tests make in this process leave settings for accelerate behind.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    return environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return environment | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_in_forks(

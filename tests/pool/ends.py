@@ -201,7 +201,6 @@ class FaultyKernel(CpuKernel):
 
 def serve(port, transport, fault=None, join_when=None):
     """Be a server that joins the directory at a port of this machine, once the file `join_when` is there."""
-    torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, cut_off)
     if join_when is not None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 import transformers
 from accelerate import PartialState
@@ -65,7 +64,6 @@ class Failing(TrainerCallback):
 
 def train(folder):
     """What every process of the launch runs; servers end where the arguments are made. The arguments are saved too."""
-    torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO)
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # with use_cpu there is no DeepSpeed
     trainer = make_trainer(str(folder), environment={}, **json.loads((folder / "options").read_text()))

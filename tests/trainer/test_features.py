@@ -1,7 +1,7 @@
 """Features and whole trainings under each strategy, beside one process; or refused on every rank."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -50,7 +50,7 @@ def planned(folder: str, names: tuple[str, ...], strategy: str) -> Result:
 
 
 @pytest.fixture(scope="module")
-def run(rank_pools, zero_pools, tmp_path_factory) -> Iterator[Callable[..., list[Result]]]:
+def run(rank_pools, zero_pools, tmp_path_factory) -> Callable[..., list[Result]]:
     """Trains under a strategy once, and gives what became of it on each rank."""
     folder = str(tmp_path_factory.mktemp("planned"))
 
@@ -59,9 +59,7 @@ def run(rank_pools, zero_pools, tmp_path_factory) -> Iterator[Callable[..., list
         pool = zero_pools.get(strategy, rank_pools[STRATEGIES[strategy].ranks])
         return pool.run(planned, folder, names, strategy, keeps_groups=pool is not rank_pools[2])
 
-    rank_pools[4].close()
-    yield trains
-    rank_pools[4].close()  # the groups that four ranks keep take most of a core while they live
+    return trains
 
 
 @pytest.fixture(scope="module")

@@ -295,7 +295,7 @@ TRAINER: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizers=… is given under DeepSpeed",
-        "transformers silently ignores it and makes its own from optim={0.args.optim.value!r} and lr_scheduler_type",
+        "transformers silently ignores it and makes its own from the arguments optim and lr_scheduler_type",
         "set optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler",
         lambda it: it.deepspeed and (it.trainer.optimizer is not None or it.trainer.lr_scheduler is not None),
     ),

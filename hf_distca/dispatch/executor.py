@@ -18,7 +18,6 @@ from torch import Tensor
 from hf_distca.dispatch.bound import TOTAL, BoundGroup, BoundNanoBatch, BoundRoutes, Runtime, Source
 from hf_distca.dispatch.exchange import ExchangeBuffer
 from hf_distca.dispatch.recorder import NO_ROWS, NOT_MEASURED, Work
-from hf_distca.dispatch.remote import RemoteCall
 from hf_distca.dispatch.rows import RowIndex, merge_rows, put, take
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, Direction
@@ -74,14 +73,12 @@ class Pass:
         self.routes = nano.repair(core.kind, core.lost, self.runtime.remote) if core.lost else nano.routes[core.kind]
         self.local: Columns = dict(zip(INPUTS[direction], inputs, strict=True))
         self.received, self.work = dict(received), Work(core.layer, nano.index, direction)
-        self.results: _Outputs | _Gradients
-        if direction == "forward":
-            self.results, self.left = _Outputs(self.routes, self.local), deque(self.routes.forward)
-        else:
-            self.results, self.left = _Gradients(self.routes, self.local), deque(self.routes.backward[core.kept])
-        self._keeps = direction == "forward" and core.kept != "nothing"
+        forward = direction == "forward"
+        self.results: _Outputs | _Gradients = (_Outputs if forward else _Gradients)(self.routes, self.local)
+        self.left = deque(self.routes.forward if forward else self.routes.backward[core.kept])
+        self._keeps = forward and core.kept != "nothing"
         self._under_way: dict[Transfer, ExchangeBuffer] = {}
-        self._call: RemoteCall
+        self._carriers = {"servers": _OnServers(core, self.work, self.local, self.results)}  # of rows; the pass else
 
     def go_on(self) -> None:
         """Run the phases up to the next pause, or to the end."""
@@ -92,13 +89,13 @@ class Pass:
                 phase = self.left.popleft()
                 with recorder.span("phase", phase.name, self.work):
                     for transfer in phase.wait:
-                        self._finish(transfer)
+                        self._carriers.get(transfer.rows, self).finish(transfer)
                     for call in phase.run:
                         self._compute(call, self.routes.groups[call.group])
                     for transfer in phase.send:
                         rows = self.routes.rows_of(transfer) if recorder.measures("send") else NO_ROWS
                         with recorder.span("send", transfer.name, self.work, rows=rows):
-                            self._start(transfer)
+                            self._carriers.get(transfer.rows, self).start(transfer)
                 if phase.pause:
                     break
         done = not any(phase.run or phase.send for phase in self.left)
@@ -115,10 +112,9 @@ class Pass:
 
     def _compute(self, call: KernelCall, group: BoundGroup) -> None:
         inputs = []
+        of_queries, of_keys = (call.queries, 0, group.q_rows), (call.keys, call.stage, group.k_rows)
         for name in INPUTS[self.work.direction]:
-            place, stage, index = call.queries, 0, group.q_rows
-            if name in ("k", "v"):
-                place, stage, index = call.keys, call.stage, group.k_rows
+            place, stage, index = of_keys if name in ("k", "v") else of_queries
             inputs.append(take(self.local[name] if place == "local" else self.received[name, stage], index))
         params = self.core.params if call.causal else replace(self.core.params, causal=False)
         run: Callable[..., tuple[Tensor, ...]] = getattr(self.runtime.kernel, self.work.direction)
@@ -126,13 +122,9 @@ class Pass:
             part = run(*inputs, group.shapes, params)
         self.results.add(call, group, part)
 
-    def _start(self, transfer: Transfer) -> None:
+    def start(self, transfer: Transfer) -> None:
+        """Start to send rows to other ranks."""
         core, routes, local, stage = self.core, self.routes, self.local, transfer.stage
-        if transfer.rows == "servers":
-            assert self.runtime.remote is not None  # a plan with servers is bound with them
-            columns = {name: local[name] for name in transfer.columns}
-            self._call = self.runtime.remote.start(self.work, routes.servers, core.kind, core.params, columns)
-            return
         # Rows that are in use at once have different slots.
         if transfer.rows == "queries":
             slot, route = ("queries", 0), routes.queries
@@ -163,23 +155,10 @@ class Pass:
                 else:
                     buffer.return_received()
 
-    def _finish(self, transfer: Transfer) -> None:
+    def finish(self, transfer: Transfer) -> None:
         """Wait for a transfer and take the rows that have arrived."""
-        recorder, core = self.runtime.recorder, self.core
-        if transfer.rows == "servers":
-            with recorder.span("wait", "servers", self.work):
-                answers, lost = self._call.collect()
-            repaired = None
-            if lost:
-                repair = CoreAttention(self.runtime, core.nano, core.kind, core.params, core.layer, lost=lost)
-                again = Pass(repair, self.work.direction, self.local.values(), {})
-                while again.left:
-                    again.go_on()
-                repaired = again.results.of("local")
-            self.results.add_from_servers(answers, repaired)
-            return
-        buffer = self._under_way.pop(transfer)
-        with recorder.span("wait", transfer.name, self.work) if buffer.under_way else NOT_MEASURED:
+        buffer, span = self._under_way.pop(transfer), self.runtime.recorder.span
+        with span("wait", transfer.name, self.work) if buffer.under_way else NOT_MEASURED:
             columns: Columns = dict(zip(transfer.columns, buffer.wait(), strict=True))
         match transfer.rows, transfer.back:
             case (("queries" | "keys"), True):
@@ -189,6 +168,33 @@ class Pass:
             case _:
                 for name, rows_R in columns.items():  # whose memory the exchange uses again before the backward
                     self.received[name, transfer.stage] = rows_R.clone() if self._keeps else rows_R
+
+
+@dataclass(eq=False)
+class _OnServers:
+    """What servers compute in a pass, and what ranks compute for a lost server."""
+
+    core: CoreAttention
+    work: Work
+    local: Columns
+    results: "_Outputs | _Gradients"
+
+    def start(self, transfer: Transfer) -> None:
+        core, remote, rows = self.core, self.core.runtime.remote, {name: self.local[name] for name in transfer.columns}
+        assert remote is not None  # a plan with servers is bound with them
+        self.call = remote.start(self.work, core.nano.routes[core.kind].servers, core.kind, core.params, rows)
+
+    def finish(self, _transfer: Transfer) -> None:
+        core, repaired = self.core, None
+        with core.runtime.recorder.span("wait", "servers", self.work):
+            answers, lost = self.call.collect()
+        if lost:
+            repair = CoreAttention(core.runtime, core.nano, core.kind, core.params, core.layer, lost=lost)
+            again = Pass(repair, self.work.direction, self.local.values(), {})
+            while again.left:
+                again.go_on()
+            repaired = again.results.of("local")
+        self.results.add_from_servers(answers, repaired)
 
 
 class _Outputs:
@@ -304,5 +310,4 @@ class _Gradients:
         return self._no_rows[name]
 
     def _zeros(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
-        like = self._no_rows[name]
-        return like.new_zeros((rows, *like.shape[1:]), dtype=dtype)
+        return self._no_rows[name].new_zeros((rows, *self._no_rows[name].shape[1:]), dtype=dtype)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,9 @@ class Candidate:
     waited: float  # share of the step that the longest-waiting rank waits for exchanges
 
 
+_seconds = attrgetter("choice.seconds")
+
+
 def choose(lengths: IntArray, settings: PlanSettings, choices: Choices) -> MicroBatchPlan:
     """Plan a micro-batch with the least predicted time.
 
@@ -98,10 +102,6 @@ def choose_placed(placed: Sequence[Sequence[int]], settings: PlanSettings, choic
     """
     search = _Search(lengths_of(placed), settings, choices)
     return search.chosen(search.as_set(partial(nano_batches_placed, placed)))
-
-
-def _seconds(candidate: Candidate) -> float:
-    return candidate.choice.seconds
 
 
 def candidates(lengths: IntArray, settings: PlanSettings, choices: Choices) -> Iterator[Candidate]:
@@ -336,7 +336,8 @@ class _Search:
         """Try to divide long documents evenly, if groups lie inside nodes or a document is worth several nodes."""
         placing = self._placing(level)
         inside = max(self.partitions[level]) <= self._ranks_of_node
-        if placing is None or not (inside or placing.longest_share(self._seconds) > DOMINANT_SHARE):
+        works = [] if placing is None else [self._seconds[documents] for documents in placing.documents]
+        if not any(inside or float(work.max()) > DOMINANT_SHARE * float(work.sum()) for work in works):
             return None
         return self._try(level, tolerance, count, evenly=True)
 

@@ -78,7 +78,7 @@ class Pass:
         self.left = deque(self.routes.forward if forward else self.routes.backward[core.kept])
         self._keeps = forward and core.kept != "nothing"
         self._under_way: dict[Transfer, ExchangeBuffer] = {}
-        self._carriers = {"servers": _OnServers(core, self.work, self.local, self.results)}  # else this pass, to ranks
+        self._carriers = {"servers": _OnServers(core, self.work, self.local, self.results)}  # the pass carries others
 
     def go_on(self) -> None:
         """Run the phases up to the next pause, or to the end."""

@@ -63,6 +63,8 @@ MOST_IN_FULL = 6
 """Maximum number of plans made in full, out of those that looked best with some of their groups."""
 ACROSS = 0.1
 """Share of a step that exchanges take at least where few documents are cut, between nodes."""
+_seconds = attrgetter("choice.seconds")
+"""Predicted seconds of a candidate, by which candidates are compared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +79,6 @@ class Candidate:
     choice: PlanChoice
     step: Walked
     waited: float  # share of the step that the longest-waiting rank waits for exchanges
-
-
-_seconds = attrgetter("choice.seconds")
 
 
 def choose(lengths: IntArray, settings: PlanSettings, choices: Choices) -> MicroBatchPlan:
@@ -336,8 +335,7 @@ class _Search:
         """Try to divide long documents evenly, if groups lie inside nodes or a document is worth several nodes."""
         placing = self._placing(level)
         inside = max(self.partitions[level]) <= self._ranks_of_node
-        works = [] if placing is None else [self._seconds[documents] for documents in placing.documents]
-        if not any(inside or float(work.max()) > DOMINANT_SHARE * float(work.sum()) for work in works):
+        if placing is None or not (inside or placing.longest_share(self._seconds) > DOMINANT_SHARE):
             return None
         return self._try(level, tolerance, count, evenly=True)
 
@@ -353,9 +351,7 @@ class _Search:
         key = (level, tolerance, count, evenly)
         if key not in self._tried:
             self._tried[key] = candidate = self.planned(level, tolerance, count, evenly=evenly, sampled=True)
-            seconds = inf if self._best is None else self._best.choice.seconds
-            if candidate is not None and candidate.choice.seconds < seconds:
-                self._best = candidate
+            self._best = min((one for one in (self._best, candidate) if one is not None), key=_seconds, default=None)
         return self._tried[key]
 
     def planned(

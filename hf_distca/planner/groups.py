@@ -74,6 +74,10 @@ class Placing:
         every = float(seconds.sum() / speeds.sum())
         return cls((len(speeds),), (np.arange(len(seconds)),), (), np.array([every]))
 
+    def longest_share(self, seconds: FloatArray) -> float:
+        """Return the largest share of a group's work in one document, from [documents] seconds."""
+        return max(float(seconds[documents].max() / seconds[documents].sum()) for documents in self.documents)
+
     @property
     def slowest(self) -> float:
         """Least seconds that ranks of the group with the most work compute."""

@@ -31,7 +31,7 @@ class Setting:
     task_rows: int = 1000
     head_dims: tuple[int, ...] = (64, 80, 96, 128, 192, 256)
     head_dim: int = 64
-    lengths: tuple[int, ...] = (1700, 130, 1, 900, 2, 77, 1200)
+    lengths: tuple[int, ...] = (1700, 390, 1, 900, 2, 77, 1200)
     steps: int = 20
     attention_rows: int = 16384
     repeats: int = 10

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 from transformers import DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.models import new_model
@@ -154,7 +154,8 @@ def check_training(setting: Setting) -> Findings:
 
 
 def stock_attentions() -> list[str]:
-    return ["sdpa", *(["flash_attention_2"] if is_flash_attn_2_available() else [])]
+    available = {2: is_flash_attn_2_available, 3: is_flash_attn_3_available, 4: is_flash_attn_4_available}
+    return ["sdpa", *(f"flash_attention_{version}" for version, has in available.items() if has())]
 
 
 def _check_memory(findings: Findings, watch: Watch) -> None:

@@ -48,7 +48,7 @@ class Setting:
     )
     tokens: int = 32768
     plans: int = 50
-    stock_steps: int = 6
+    stock_steps: int = 12
 
     @property
     def on_cuda(self) -> bool:

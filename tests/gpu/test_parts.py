@@ -18,6 +18,8 @@ from benchmarks.gpu.training import Watch, _check_logged, _check_memory
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.varlen import FlashVarlenKernel
 from hf_distca.measure import device as measured
+from hf_distca.planner.micro_batch import plan_placed
+from hf_distca.planner.settings import PlanSettings
 
 WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64}
 SMALL = Setting(
@@ -34,7 +36,7 @@ SMALL = Setting(
     wide={**WIDE, "num_attention_heads": 4, "num_key_value_heads": 2},
     tokens=192,
     plans=5,
-    stock_steps=2,
+    stock_steps=3,
 )
 OPTIONAL = ("flash_attn", "flash_attn_3", "flash_attn_4")
 """Kernels whose packages are not there unless they are brought along."""
@@ -74,6 +76,12 @@ def test_ranks_on_the_cpu(rank_pools):
         findings = exchange.check_exchange(SMALL, ranks, alone if ranks == 1 else run)
         assert (findings.wrong, findings.figures["link"]) == ([], link)
         assert all(findings.figures[f"{blocks} blocks"]["exchange_ms"] > 0 for blocks in exchange.BLOCKS)
+
+
+def test_documents_divide_into_two_nano_batches_where_they_are_placed():
+    settings = PlanSettings(ranks=2, tokens_per_rank=2 * sum(Setting().lengths), ping_pong=True)
+    lengths = sorted(Setting().lengths, reverse=True)
+    assert len(plan_placed([lengths[:2], lengths[2:]], settings).nano_batches) == 2
 
 
 def test_all_parts_fit_into_two_runs():

@@ -18,12 +18,13 @@ SHORT = 100
         ([SHORT] * 5000, [0, 5000]),
         ([32768] + [SHORT] * 500, [0, 1, 501]),
         ([SHORT] * 250 + [32768] + [SHORT] * 250, [0, 250, 251, 501]),
-        # 255 empty blocks at 32 heads a short task: 15 of them cost 1.6 ms more in one call; a call costs 0.05.
-        ([32768, SHORT, 32768, SHORT], [0, 1, 2, 3, 4]),
-        # 1 empty block at 32 heads: 120 tasks make 3840 blocks, a call is worth 3846.
-        ([256] + [SHORT] * 120, [0, 121]),
-        ([256] + [SHORT] * 121, [0, 1, 122]),
-        ([4096, 4000, 500, 400, 0, 0, 90], [0, 2, 7]),
+        # 255 empty blocks at 32 heads a short task: four of them cost 0.08 ms more in one call; a call costs 0.15.
+        ([32768, SHORT] * 4, [0, 8]),
+        ([32768] * 4 + [SHORT] * 8, [0, 4, 12]),
+        # 1 empty block at 32 heads: 1875 tasks make 60,000 blocks, and a call is worth as many.
+        ([256] + [SHORT] * 1875, [0, 1876]),
+        ([256] + [SHORT] * 1876, [0, 1, 1877]),
+        ([16384, 16000, 500, 400, *[0] * 13, 90], [0, 2, 18]),
     ],
 )
 def test_cuts(lens, expected):
@@ -34,8 +35,8 @@ def test_keys_count_where_they_make_blocks_and_few_heads_make_few():
     end_of_a_long_document = [SHORT] * 101, [32768] + [SHORT] * 100
     found = [cuts(*end_of_a_long_document, grid, heads=32) for grid in (OF_LONGEST_Q, OF_LONGEST, ALL_EVEN)]
     assert found == [[0, 101], [0, 1, 101], [0, 101]]
-    few_blocks = [4096] + [SHORT] * 20
-    assert [cuts(few_blocks, few_blocks, OF_LONGEST_Q, heads) for heads in (32, 4)] == [[0, 1, 21], [0, 21]]
+    few_blocks = [4096] + [SHORT] * 80
+    assert [cuts(few_blocks, few_blocks, OF_LONGEST_Q, heads) for heads in (32, 4)] == [[0, 1, 81], [0, 81]]
 
 
 def test_many_runs_are_cut_as_well():

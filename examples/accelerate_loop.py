@@ -1,6 +1,7 @@
 """The pieces apart: a training loop of one's own, with a collator that knows nothing of hf_distca.
 
-    accelerate launch --num_processes 8 examples/accelerate_loop.py --model_name_or_path meta-llama/Llama-3.2-1B
+    accelerate launch --num_processes 8 --mixed_precision bf16 examples/accelerate_loop.py \
+        --model_name_or_path meta-llama/Llama-3.2-1B
 
 Five lines are new, each marked "distca". Documents stay on the rank where accelerate's data loader puts
 them; only their core attention moves. Where the whole micro-batch may be laid out anew, as DistCATrainer

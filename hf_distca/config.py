@@ -127,7 +127,7 @@ class DistCAConfig:
     )
     device_profile: str | None = setting(
         None,
-        "Costs of the device and its links, by which 'auto' settings are chosen: h100, cpu, or a file that "
+        "Costs of the device and its links, by which 'auto' settings are chosen: h100, h200, cpu, or a file that "
         "`hf-distca profile` wrote. None measures the costs when training begins, which takes some seconds, and "
         "writes them to device_profile.json in the output folder, from where the same run takes them again. Training "
         "corrects costs that are wrong by more than a tenth.",

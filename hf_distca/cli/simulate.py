@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_planning_options(parser, *settings, within=None, between=None)
     add = parser.add_argument
     add("--model", default="llama-8b", metavar="CONFIG", help=f"model: {MODEL_SOURCES} (default: llama-8b)")
-    costs = "costs of the device: h100, cpu, or a file that hf-distca profile wrote (default: h100)"
+    costs = "costs of the device: h100, h200, cpu, or a file that hf-distca profile wrote (default: h100)"
     add("--profile", default="h100", help=costs)
     add("--tensor-parallel", type=positive, default=1, metavar="G", help="GPUs that share each layer (default: 1)")
     more = "simulate M dedicated attention servers too (default: 0)"

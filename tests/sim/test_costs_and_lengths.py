@@ -61,7 +61,7 @@ def test_accuracy_on_what_lies_between_what_is_fitted_to():
 
 def test_profiles(tmp_path):
     path = tmp_path / "mine.json"
-    assert {path.stem for path in PROFILES.glob("*.json")} == {"h100", "cpu"}
+    assert {path.stem for path in PROFILES.glob("*.json")} == {"h100", "h200", "cpu"}
     for name, worst_ratio in (("h100", 1.35), ("cpu", 2.0)):
         profile = DeviceProfile.load(name)
         assert (profile.accuracy.r2 > 0.98, profile.accuracy.worst_ratio < worst_ratio) == (True, True)

@@ -1,7 +1,8 @@
 """Time of a training step on CPU ranks: hf_distca as it comes, beside the best that whole documents allow.
 
 Forward, backward and AdamW of a 2-layer LLaMA of hidden size 256 under DistributedDataParallel, float32, one thread a
-rank. Six mixes of documents, all of the same number of tokens. Each strategy runs once a round, in shuffled order:
+rank. Six mixes of documents, all of the same number of tokens. In a round the strategies of each mix run once, one
+after another in shuffled order:
 
   auto       hf_distca as it comes: plans chosen by costs that the ranks measure, and correct in the first steps
   joint      hf_distca with document_layout="joint", balance_tolerance=0.01 and ping_pong=True
@@ -164,7 +165,10 @@ def correct_costs(models: Models, auto: Dispatcher, mixes: Sequence[Sequence[int
 
 
 def prepare(ranks: int, tokens: int, hosts: Hosts | None, rate_mbit: float | None) -> Callable[[], Round]:
-    """Make the models on this rank, and a round: every step once, in shuffled order, the same on all ranks."""
+    """Make the models on this rank, and a round: every step once, in an order that is the same on all ranks.
+
+    The strategies of a mix follow each other: what is compared runs within seconds.
+    """
     if hosts is not None:
         hosts.limit(dist.get_rank(), rate_mbit)
     (steps, chosen), order = steps_of(ranks, tokens), random.Random(0)
@@ -174,7 +178,8 @@ def prepare(ranks: int, tokens: int, hosts: Hosts | None, rate_mbit: float | Non
 
     def take() -> Round:
         figures = {}
-        for name in order.sample(list(steps), len(steps)):
+        mixes = order.sample(list(MIXES), len(MIXES))
+        for name in [f"{mix}, {of}" for mix in mixes for of in order.sample(STRATEGIES, len(STRATEGIES))]:
             dist.barrier()
             begin = time.perf_counter()
             steps[name]()

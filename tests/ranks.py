@@ -76,6 +76,7 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
     _become_rank(rank, size, port)
     import torch.distributed as dist
 
+    dist.init_process_group("gloo")
     modules = 0
     while True:
         try:
@@ -137,7 +138,7 @@ def _in_own_process(
 
 
 def _become_rank(rank: int, size: int, port: int) -> None:
-    """Let this process be a rank of a new world over gloo, as a launcher would."""
+    """Let this process be a rank of a new world, as a launcher would."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
@@ -145,7 +146,6 @@ def _become_rank(rank: int, size: int, port: int) -> None:
     # As in a process that is launched: what a forkserver has made would make processes that import everything anew.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
 
 
 def forkserver() -> Any:

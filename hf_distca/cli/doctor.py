@@ -154,7 +154,7 @@ def device_findings(device: torch.device, processes: int) -> list[Finding]:
     except ValueError as error:
         return [*findings, Finding("attention_kernel", "none", str(error), needed=True)]
     findings.append(Finding("attention_kernel", f"auto is {kernel.name}"))
-    findings += [Finding(f"not {name}", why) for name, why in passed_over.items()]
+    findings += [Finding(f"not {name}", "faster on this GPU", why) for name, why in passed_over.items()]
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         change = "pip install triton: it merges the results of two kernels"
         findings.append(Finding("triton", "not installed", change, needed=True))

@@ -110,6 +110,9 @@ def test_a_gpu_that_no_kernel_supports_and_slow_links(monkeypatch):
     shared, _ = device_findings(torch.device("cuda"), 3)
     assert (shared.state, shared.found.endswith(", one of 2 for 3 processes")) == ("wrong", True)
     assert device_findings(torch.device("cpu"), 1)[1:] == [Finding("attention_kernel", "auto is cpu")]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    faster = [each for each in device_findings(torch.device("cuda"), 1) if each.state == "advice"]
+    assert [each.name for each in faster[:2]] == ["not flash_attn_3", "not flash_attn_4"]
     rates = {(0, 1): 400.0, (1, 0): 390.0, (0, 2): 40.0, (2, 0): 42.0, (1, 2): 41.0, (2, 1): 9.0}
     within, between = link_findings(rates, (0, 0, 1))
     assert within == Finding("links within nodes", "395.00 GB/s; the slowest, rank 1 to 0, 390.00")

@@ -3,11 +3,9 @@
 import ast
 import importlib.util
 import inspect
-import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -30,8 +28,7 @@ from benchmarks.result_tables import result
 from hf_distca.cli.main import main
 from hf_distca.trainer.metrics import METRICS
 from tests.docs.reference import REFUSALS, template
-from tests.launch import CONFIGS, ROOT, cpu_environment
-from tests.ranks import free_port
+from tests.launch import CONFIGS, ROOT
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
@@ -56,8 +53,6 @@ OTHERS = {
 """Names of others', and of files and folders, that pages speak of."""
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(" ".join(re.findall(r"^([\w -]+):", MAKEFILE, re.M)).split())
-TEXT_BYTES = 12_000
-"""Bytes of the quickstart's text that are trained on here."""
 
 
 def blocks(page: str, language: str = "", part: str | None = None) -> list[str]:
@@ -259,36 +254,6 @@ def test_the_shown_memory_is_counted(tmp_path, monkeypatch, capsys):
     assert len(rows) == 12
     for row in rows:
         assert printed[" ".join(row[:-4])][:4] == row[-4:]
-
-
-def in_shell(command: str, folder: Path) -> str:
-    """Output of a command in a shell with the environment activated."""
-    environment = cpu_environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    shell = ["bash", "-c", command]
-    done = subprocess.run(shell, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_the_quickstart_and_the_shown_scripts_train(tmp_path):
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    make_checkpoint, make_text, launch = blocks("README.md", part="Quickstart")[0].splitlines()
-    assert {make_checkpoint, make_text, launch} <= set(commands("docs/start/quickstart.md"))
-    in_shell(f"{make_checkpoint} & {make_text}; wait", tmp_path)
-    text = tmp_path / "my.txt"
-    text.write_bytes(text.read_bytes()[:TEXT_BYTES])
-    # On a port of its own: another launch may have the launcher's.
-    launch = launch.replace("accelerate launch", f"accelerate launch --main_process_port {free_port()}")
-    printed = in_shell(f"{launch} --logging_steps 1 --num_train_epochs 2", tmp_path)
-    losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+)", printed)]
-    assert losses[-1] < losses[0]
-    assert losses[0] == pytest.approx(7.6, abs=0.2)  # ln 2048
-    model = tmp_path / "runs" / "train" / "model.safetensors"
-    model.unlink()
-    shown = [*blocks("README.md", "python", "Quickstart"), *blocks("docs/start/quickstart.md", "python")]
-    (tmp_path / "shown.py").write_text("\n".join(shown))
-    assert in_shell("python shown.py", tmp_path).count("'train_loss'") == len(shown) == 2
-    assert model.exists()
 
 
 # Figures

@@ -46,8 +46,11 @@ def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
     bodies = (f"def f{i}():\n    return {i}\n" * (i + 1) for i in range(20))
     data.write_text("".join(json.dumps({"body": body}) + "\n" for body in bodies))
     options = f"--dataset_name {data} --dataset_text_field body --use_peft --tokens_per_rank 512 --num_train_epochs 3"
-    run_forked(finetune(checkpoint, tmp_path, options), tmp_path / "printed")
-    assert summary_of(tmp_path)["documents"] == 19
+    printed = run_forked(finetune(checkpoint, tmp_path, options), tmp_path / "printed")
+    summary = summary_of(tmp_path)
+    assert (summary["documents"], summary["tokens"] > 19 * 30, summary["tokens_per_second"] > 0) == (19, True, True)
+    assert summary["eval_loss"] < summary["loss_first"]
+    assert f"{summary['eval_loss']:.3f}" in printed
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 

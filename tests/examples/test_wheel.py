@@ -1,5 +1,6 @@
-"""The wheel of a clean checkout, in an environment that has what it declares and no more, trains the example."""
+"""The wheel of a clean checkout, in an environment that has what it declares and no more, runs the quickstart."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,8 +11,12 @@ import pytest
 from packaging.requirements import Requirement
 
 import hf_distca
-from tests.examples.running import finetune, run, summary_of
+from tests.docs.test_pages import blocks, commands
 from tests.launch import ROOT, cpu_environment
+from tests.ranks import free_port
+
+TEXT_BYTES = 12_000
+"""Bytes of the quickstart's text that are trained on here."""
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,9 @@ def python(clone, tmp_path_factory) -> Path:
         for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
             if not (site / name).exists():
                 (site / name).symlink_to(Path(str(package.locate_file(name))))
+    accelerate = python.with_name("accelerate")
+    accelerate.write_text(f'#!/bin/sh\nexec {python} -m accelerate.commands.accelerate_cli "$@"\n')
+    accelerate.chmod(0o755)
     return python
 
 
@@ -62,17 +70,29 @@ def closure(package: Distribution) -> list[Distribution]:
     return list(found.values())
 
 
-def test_it_trains_the_example_on_two_ranks(python, clone, checkpoint, tmp_path):
-    options = "--max_documents 20 --tokens_per_rank 512 --long_documents split --max_steps 12 --logging_steps 1"
-    command = finetune(checkpoint, tmp_path, options)
-    printed = run(command, clone / "examples", ranks=2, python=str(python), PYTHONPATH="")
-    summary = summary_of(tmp_path)
-    assert (summary["documents"], summary["tokens"] > 19 * 30, summary["tokens_per_second"] > 0) == (19, True, True)
-    assert max(summary["loss_last"] + 0.5, summary["eval_loss"]) < summary["loss_first"]
-    # With 512 tokens per rank a block of 128 rows is a large part of a rank's share.
-    assert 1 <= summary["imbalance_degree_planned"] < summary["imbalance_degree_as_packed"] > 1.1
-    assert f"{summary['eval_loss']:.3f}" in printed
-    assert (tmp_path / "model.safetensors").exists()
+def test_the_quickstart_and_the_shown_scripts_train(python, tmp_path):
+    def in_shell(command: str) -> str:
+        """Output of a command where the environment is activated."""
+        return run_outside(["bash", "-c", f"PATH={python.parent}:$PATH; {command}"], tmp_path)
+
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    make_checkpoint, make_text, launch = blocks("README.md", part="Quickstart")[0].splitlines()
+    assert {make_checkpoint, make_text, launch} <= set(commands("docs/start/quickstart.md"))
+    in_shell(f"{make_checkpoint} & {make_text}; wait")
+    text = tmp_path / "my.txt"
+    text.write_bytes(text.read_bytes()[:TEXT_BYTES])
+    # On a port of its own: another launch may have the launcher's.
+    launch = launch.replace("accelerate launch", f"accelerate launch --main_process_port {free_port()}")
+    printed = in_shell(f"{launch} --logging_steps 1 --num_train_epochs 2")
+    losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+)", printed)]
+    assert losses[-1] < losses[0]
+    assert losses[0] == pytest.approx(7.6, abs=0.2)  # ln 2048
+    model = tmp_path / "runs" / "train" / "model.safetensors"
+    model.unlink()
+    shown = [*blocks("README.md", "python", "Quickstart"), *blocks("docs/start/quickstart.md", "python")]
+    (tmp_path / "shown.py").write_text("\n".join(shown))
+    assert in_shell("python shown.py").count("'train_loss'") == len(shown) == 2
+    assert model.exists()
 
 
 def test_its_commands_run_with_nothing_else(python, tmp_path):

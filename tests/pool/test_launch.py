@@ -1,4 +1,4 @@
-"""Training with dedicated attention servers under `accelerate launch`, against one process with "sdpa".
+"""Training with dedicated attention servers as `accelerate launch` makes them, against one process with "sdpa".
 
     test_launch.py FOLDER
 
@@ -30,7 +30,7 @@ from hf_distca.pool import child, nixl
 from hf_distca.pool import launch as launches
 from hf_distca.pool.child import STARTS, serve_from_child
 from hf_distca.pool.launch import TOKEN_FILE, Launch, open_pool, serve_if_server, split_launch
-from tests.launch import cpu_environment, launcher
+from tests.launch import run_in_forks
 from tests.models_and_batches import small_kinds
 from tests.pool.ends import CPU, ServeCommand, needs_nixl, wait_until
 from tests.ranks import free_port
@@ -46,18 +46,23 @@ def attention_servers(history):
     return [entry["distca/attention_servers"] for entry in history if "distca/attention_servers" in entry]
 
 
+def printed(folder):
+    """What all processes of the launch have printed."""
+    return "".join(output.read_text() for output in sorted(folder.glob("output-*")))
+
+
 class Failing(TrainerCallback):
     """Kills the first server, waits for another one in its place, and stops the second at the end of training."""
 
-    def __init__(self, log):
-        self._log = log
+    def __init__(self, folder):
+        self._folder = folder
 
     def on_step_end(self, args, state, control, **_):
-        first, second, *_ = re.findall(r"process (\d+) serves and may die", self._log.read_text())
+        first, second, *_ = re.findall(r"process (\d+) serves and may die", printed(self._folder))
         if state.global_step == 3:
             os.kill(int(first), signal.SIGKILL)
         elif state.global_step == 6:
-            wait_until(lambda: " as server 2" in self._log.read_text(), 100)
+            wait_until(lambda: " as server 2" in printed(self._folder), 100)
         elif state.global_step == STEPS:
             os.kill(int(second), signal.SIGSTOP)
 
@@ -68,7 +73,7 @@ def train(folder):
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # with use_cpu there is no DeepSpeed
     trainer = make_trainer(str(folder), environment={}, **json.loads((folder / "options").read_text()))
     if trainer.args.process_index == 0:
-        trainer.add_callback(Failing(folder / "log"))
+        trainer.add_callback(Failing(folder))
     trainer.train()
     if trainer.args.process_index == 0:
         (folder / "history").write_text(json.dumps([trainer.args.world_size, trainer.state.log_history]))
@@ -86,11 +91,9 @@ def test_servers_of_the_same_launch(tmp_path):
     options = {"train_sampling_strategy": "sequential", "bf16": False, "dataloader_num_workers": 1}
     options |= {"attention_servers": 2, "attention_server_transport": TRANSPORT, "ranks_serve": False}
     (tmp_path / "options").write_text(json.dumps({"lengths": LENGTHS, **PLANNED, **trained, **options}))
-    with (tmp_path / "log").open("w") as log:
-        command = [*launcher("zero2", 4), __file__, str(tmp_path)]
-        done = subprocess.run(command, env=cpu_environment(), stdout=log, stderr=subprocess.STDOUT, timeout=280)
-    said = (tmp_path / "log").read_text()
-    assert done.returncode == 0, said[-6000:]
+    codes = run_in_forks("zero2", Path(__file__), [str(tmp_path)], tmp_path, ranks=4)
+    said = printed(tmp_path)
+    assert set(codes) == {0}, said[-6000:]
     world_size, history = json.loads((tmp_path / "history").read_text())
     assert world_size == 2
     losses = [entry["loss"] for entry in history if "loss" in entry]

@@ -373,15 +373,14 @@ def faults() -> Rows:
 
 @table_of("gpu", "gpu_flash_attn_3")
 def gpu() -> Rows:
-    names = TABLES["gpu"][1]
-    parts = [json.loads((RESULTS / f"{name}.json").read_text())["parts"] for name in names]
-    figures = [{name: part["figures"] for name, part in of_file.items()} for of_file in parts]
+    parts = [json.loads((RESULTS / f"{name}.json").read_text())["parts"] for name in ("gpu", "gpu_flash_attn_3")]
+    attention = [each["exchange"]["figures"]["8 blocks"]["attention_ms"] for each in parts]
 
     def step(what: str) -> tuple[str, ...]:
-        return tuple(f"{each['training']['variants'][what]['step_s']:.2f} s" for each in figures)
+        return tuple(f"{each['training']['figures']['variants'][what]['step_s']:.2f} s" for each in parts)
 
     yield "kernel of `hf_distca`", "`torch_varlen`", "`flash_attn_3`"
-    yield "attention of 16,384 tokens", *(f"{each['exchange']['8 blocks']['attention_ms']:.0f} ms" for each in figures)
+    yield "attention of 16,384 tokens", *(f"{each:.0f} ms" for each in attention)
     yield "step, documents with a long tail", *step("distca, documents")
     yield "step, one document", *step("distca, one document")
     yield 'step, one document, stock "sdpa"', *step("sdpa, one document")

@@ -16,9 +16,9 @@ CONFIGS = ROOT / "examples" / "configs"
 """A file for each strategy, by its name."""
 
 
-def launcher(strategy: str, ranks: int, python: str = sys.executable) -> list[str]:
+def launcher(strategy: str, ranks: int) -> list[str]:
     """The command that launches a script, without the script."""
-    command = [python, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{strategy}.yaml")]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{strategy}.yaml")]
     return [*command, f"--num_processes={ranks}", f"--main_process_port={free_port()}"]
 
 

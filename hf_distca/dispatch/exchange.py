@@ -170,9 +170,10 @@ class Exchange:
         memory_B = self._memory_B.setdefault(slot, {})
         sizes = {part: count * _row_bytes(columns) for part, count in rows.items()}
         grows = [part for part, size in sizes.items() if part not in memory_B or len(memory_B[part]) < size]
-        # Free the memory before more is taken, and else drop layouts of earlier plans.
-        kept = 0 if grows else LAYOUTS_KEPT - 1
-        del known[: max(len(known) - kept, 0)]
+        if grows:  # free the memory before more is taken
+            known.clear()
+        else:
+            del known[: 1 - LAYOUTS_KEPT]  # drop layouts of earlier plans
         for part in grows:
             memory_B.pop(part, None)
             memory_B[part] = torch.empty(rounded_up(sizes[part]), dtype=torch.uint8, device=like[0].device)

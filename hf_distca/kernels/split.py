@@ -16,8 +16,7 @@ from .contract import TaskShapes
 BLOCK = 128
 """Rows of a block, or keys; some kernels take 64 or 192 of them."""
 EMPTY_BLOCK_NS = 2.5
-"""Cost of a block without rows. An H200 took 1.0 in forwards of FlashAttention-2, 2.4 in backwards of it, and 2.9 in
-backwards of FlashAttention-3."""
+"""Cost of a block without rows. An H200 took 1.0 (FlashAttention-2, forward) to 2.9 (FlashAttention-3, backward)."""
 CALL_NS = 150_000.0
 """Cost of one more kernel call, at whose end multiprocessors idle. An H200 took 100 to 210 µs with 32 heads."""
 MOST_RUNS = 256

@@ -2,34 +2,21 @@
 
 import json
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.launch import cpu_environment, launcher, run_in_forks
+from tests.launch import cpu_environment, run_in_forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(
-    command: list[str],
-    folder: Path = EXAMPLES,
-    ranks: int = 1,
-    python: str = sys.executable,
-    **environment: str,
-) -> str:
-    """Output of an example."""
-    done = subprocess.run(
-        [*(launcher("ddp", ranks, python) if ranks > 1 else [python]), *command],
-        cwd=folder,
-        env={**cpu_environment(), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout
+def run(command: Sequence[str | Path], folder: Path, **environment: str) -> str:
+    """Output of a command."""
+    given = {**cpu_environment(), **environment}
+    done = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 

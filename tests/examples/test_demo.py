@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 from examples.demo import full_steps, imbalance, packed_in_order
 from hf_distca.cli.main import main
@@ -50,11 +51,11 @@ def test_the_notebook_trains_on_two_processes(tmp_path):
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
     assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count") is not None]
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    # On a port of its own: another launch may have the launcher's.
+    # On a free port: another launch may listen on the default port of accelerate.
     launched = "notebook_launcher(train, num_processes=2"
     assert code.count(launched) == 1
     (tmp_path / "cells.py").write_text(code.replace(launched, f'{launched}, use_port="{free_port()}"'))
-    printed = run(["cells.py"], tmp_path)
+    printed = run([sys.executable, "cells.py"], tmp_path)
     assert "Launching training on 2 " in printed
     losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+)", printed)]
     assert losses[-1] < losses[0] - 1

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
@@ -12,9 +13,12 @@ from packaging.requirements import Requirement
 
 import hf_distca
 from tests.docs.test_pages import blocks, commands
-from tests.launch import ROOT, cpu_environment
+from tests.examples.running import run
+from tests.launch import ROOT
 from tests.ranks import free_port
 
+run_outside = partial(run, PYTHONPATH="")
+"""Runs a command that sees nothing of this checkout."""
 TEXT_BYTES = 12_000
 """Bytes of the quickstart's text that are trained on here."""
 
@@ -81,7 +85,7 @@ def test_the_quickstart_and_the_shown_scripts_train(python, tmp_path):
     in_shell(f"{make_checkpoint} & {make_text}; wait")
     text = tmp_path / "my.txt"
     text.write_bytes(text.read_bytes()[:TEXT_BYTES])
-    # On a port of its own: another launch may have the launcher's.
+    # On a free port: another launch may listen on the default port of accelerate.
     launch = launch.replace("accelerate launch", f"accelerate launch --main_process_port {free_port()}")
     printed = in_shell(f"{launch} --logging_steps 1 --num_train_epochs 2")
     losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+)", printed)]
@@ -106,11 +110,3 @@ def test_its_commands_run_with_nothing_else(python, tmp_path):
     found = {line.split()[1]: line.split(maxsplit=2)[2] for line in findings if not line.startswith(" ")}
     assert found["hf-distca"] == hf_distca.__version__
     assert all(found[name].startswith("not installed") for name in ("peft", "deepspeed"))
-
-
-def run_outside(command: list[str | Path], folder: Path) -> str:
-    """Output of a command that sees nothing of this checkout."""
-    environment = {**cpu_environment(), "PYTHONPATH": ""}
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout

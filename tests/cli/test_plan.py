@@ -175,7 +175,7 @@ def test_the_table_and_figures_of_ranks(command, run, figures, tmp_path):
 
 def test_memory_of_a_model(command, figures, tmp_path):
     small_model().config.save_pretrained(tmp_path)
-    options = ["--model", f"{tmp_path}/config.json", "--dtype", "float32", "--device-memory", "0.1"]
+    options = ["--model", f"{tmp_path}/config.json", "--dtype", "float32", "--device-memory", "0.04"]
     memory = figures(*command([4096], 2, 2048, *options))["memory"]
     parameters = sum(p.numel() for p in small_model().parameters())
     assert list(memory) == ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
@@ -186,8 +186,8 @@ def test_memory_of_a_model(command, figures, tmp_path):
     assert plain["total"] == sum(plain["parts"].values()) + 20 * parameters
     assert checkpointed["total"] < plain["total"] < 10**8
     assert 2048 < plain["longest_tokens_per_rank"] < checkpointed["longest_tokens_per_rank"]
-    shown = memory_table(memory, 0.1)
-    for line in ("memory of a rank, GB", "kept O and log-sum-exp", "together", "longest rows in 0.1 GB"):
+    shown = memory_table(memory, 0.04)
+    for line in ("memory of a rank, GB", "kept O and log-sum-exp", "together", "longest rows in 0.04 GB"):
         assert f"\n{line} " in f"\n{shown}"
 
 
@@ -259,7 +259,7 @@ def test_sources_without_lengths(run, tmp_path, name, content, options, message)
     assert (status, message in error) == (2, True), error
 
 
-def test_micro_batches_are_drawn(dumped, figures, tmp_path):
+def test_micro_batches_are_drawn(dumped, figures, tmp_path, without_memory):
     for source in ("prolong", "one-long", "lognormal:300,1"):
         setting = ["--lengths", source, "--ranks", "4", "--tokens-per-rank", "2k", "--seed"]
         drawn = [[nano["lengths"] for nano in dumped("plan", *setting, seed)] for seed in "001"]

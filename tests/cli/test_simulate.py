@@ -29,12 +29,6 @@ def small(tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.fixture
-def without_memory(monkeypatch):
-    """Leave out memory, which takes longer to count than everything else."""
-    monkeypatch.setattr("hf_distca.cli.simulate.gpu_memory", lambda *_: lambda *_: (None, None))
-
-
 def by_name(found: dict) -> dict[str, dict]:
     return {strategy["name"]: strategy for strategy in found["strategies"]}
 

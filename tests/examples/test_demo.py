@@ -12,7 +12,7 @@ from tests.ranks import free_port
 
 
 def test_both_trainings_have_the_same_losses_and_a_step_is_drawn(checkpoint, tmp_path):
-    options = ["--tokens_per_rank", "512", "--steps", "6"]
+    options = ["--tokens_per_rank", "2048", "--steps", "6"]
     command = ["demo.py", "--model_name_or_path", str(checkpoint), "--output_dir", str(tmp_path), *options]
     printed = run_forked(command, tmp_path / "printed", DS_ACCELERATOR="cpu")
     found = re.findall(r"^(\w[\w ,]*?)  +([\d.]+\D*?)  +([\d.]+\D*)$", printed, re.M)

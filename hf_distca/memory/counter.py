@@ -118,9 +118,8 @@ class MemoryCounter:
             return of_config(config, weights)
         # The peak is near the end of the forward, when each layer holds what it keeps for its backward. Bytes
         # therefore grow linearly with the number of layers, and shallow models tell how fast.
-        few = 2 if period == 1 else period
-        less, more = (of_config(with_layers(config, layers), weights) for layers in (few, few + period))
-        steps = (config.get_text_config(decoder=True).num_hidden_layers - few) / period
+        less, more = (of_config(with_layers(config, layers), weights) for layers in (period, 2 * period))
+        steps = config.get_text_config(decoder=True).num_hidden_layers / period - 1
         return {part: round(less.get(part, 0) + steps * (more[part] - less.get(part, 0))) for part in more}
 
 

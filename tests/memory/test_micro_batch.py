@@ -158,7 +158,7 @@ def test_a_deep_model_is_counted_by_a_few_layers(monkeypatch, model_type, config
     plan, training = plan_micro_batch([TOKENS], settings), Training("ddp", False, checkpointing)
     monkeypatch.setattr(counter, "model_of_config", lambda *given: depths.append(given[0]) or model_of_config(*given))
     few = MemoryCounter(model, settings, DistCAConfig(), by_config=True).count(plan, training)
-    assert [each.num_hidden_layers for each in depths] == [2, 2 + period]
+    assert [each.num_hidden_layers for each in depths] == [period, 2 * period]
     monkeypatch.setattr(counter, "repeated_layers", lambda _: None)
     assert MemoryCounter(model, settings, DistCAConfig(), by_config=True).count(plan, training) == few
     assert depths[-1].num_hidden_layers == 8

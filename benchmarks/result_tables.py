@@ -43,13 +43,17 @@ def table_of(*names: str) -> Callable[[Callable[[], Rows]], Callable[[], Rows]]:
     return enter
 
 
+def stored(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
 def result(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())["result"]
+    return stored(name)["result"]
 
 
 def command(name: str) -> str:
-    found: str = json.loads((RESULTS / f"{name}.json").read_text())["command"]
-    return re.sub(r" --against \S+", "", found)
+    return re.sub(r" --against \S+", "", stored(name)["command"])
 
 
 def quartiles(spread: dict[str, float]) -> str:
@@ -373,7 +377,7 @@ def faults() -> Rows:
 
 @table_of("gpu", "gpu_flash_attn_3")
 def gpu() -> Rows:
-    parts = [json.loads((RESULTS / f"{name}.json").read_text())["parts"] for name in ("gpu", "gpu_flash_attn_3")]
+    parts = [stored(name)["parts"] for name in ("gpu", "gpu_flash_attn_3")]
     attention = [each["exchange"]["figures"]["8 blocks"]["attention_ms"] for each in parts]
 
     def step(what: str) -> tuple[str, ...]:

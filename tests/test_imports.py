@@ -26,7 +26,7 @@ def in_a_process_of_its_own(lines):
     assert os.wait()[1] == 0, lines
 
 in_a_process_of_its_own("import hf_distca; assert not {'torch', 'transformers'} & set(sys.modules)")
-# What takes long to import beneath transformers.
+# Every order needs these modules, and none of them imports transformers: importing them once saves time.
 import accelerate, datasets, torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor
 assert not {'hf_distca', 'transformers'} & set(sys.modules)
 for first in (

@@ -34,5 +34,5 @@ def figures(run):
 
 @pytest.fixture
 def without_memory(monkeypatch):
-    """Leave out memory, which takes longer to count than everything else."""
+    """Let `simulate` leave out memory, which takes longer to count than everything else."""
     monkeypatch.setattr("hf_distca.cli.simulate.gpu_memory", lambda *_: lambda *_: (None, None))

@@ -1,14 +1,11 @@
 import gc
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-from tests.launch import cpu_environment
 from tests.ranks import RankPool, backward_in_a_thread, with_backward_in_a_thread
 
 LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.comparison) ", re.M)
@@ -47,40 +44,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (not launching[item.path], "trainer" not in item.path.parts))
 
 
-BUILD = """
-from deepspeed.accelerator import get_accelerator
-get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
-"""
-BUILT = pytest.StashKey[subprocess.Popen[bytes]]()
-
-
 @pytest.fixture(scope="module")
-def zero_pools(pytestconfig: pytest.Config) -> Iterator[dict[str, RankPool]]:
-    """Pools of 2 ranks for ZeRO-2 and ZeRO-3, of which DeepSpeed keeps the groups, once its operator is compiled."""
-    if (build := pytestconfig.stash.get(BUILT, None)) is not None:
-        build.wait()
+def zero_pools() -> Iterator[dict[str, RankPool]]:
+    """Pools of 2 ranks for ZeRO-2 and ZeRO-3, of which DeepSpeed keeps the groups."""
     pools = {"zero2": RankPool(2), "zero3": RankPool(2)}
     yield pools
     for pool in pools.values():
         pool.close()
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin what later tests would wait for.
-
-    All that was imported stays out of garbage collections, of which each trainer makes several. DeepSpeed's first
-    launch on CPUs compiles an operator for half a minute: that is done beside the first tests, which take one core.
-    """
+def pytest_collection_finish() -> None:
+    """Keep all that was imported out of garbage collections, of which each trainer makes several."""
     gc.freeze()
-    if not session.config.option.collectonly and any("zero" in item.name for item in session.items):
-        command = [sys.executable, "-c", BUILD]
-        session.config.stash[BUILT] = subprocess.Popen(
-            command, env=cpu_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """End it: libraries complain of what is left, and of an operator that is half compiled a lock would stay."""
-    if (build := config.stash.get(BUILT, None)) is not None:
-        build.wait()
+def pytest_unconfigure() -> None:
+    """Undo it: libraries complain of what is left."""
     gc.unfreeze()

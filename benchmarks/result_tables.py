@@ -187,7 +187,14 @@ def step_time() -> Rows:
         found = result(name)["derived"]
         for mix in dict.fromkeys(key.split(":")[0] for key in found):
             strategies = ("best other", "whole", "packed", "joint")
-            yield ranks, mix, *(quartiles(found[f"{mix}: {strategy} / auto"]) for strategy in strategies)
+            yield (
+                ranks,
+                mix,
+                *(
+                    quartiles(found[key]) if (key := f"{mix}: {strategy} / auto") in found else "–"
+                    for strategy in strategies
+                ),
+            )
 
 
 @table_of("peers")

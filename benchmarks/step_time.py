@@ -15,11 +15,13 @@ after another in shuffled order:
 
 Every strategy may hold as many rows on a rank as any of them needs for these documents: all have the same memory. A
 step ends when all ranks are done; binding the plan is part of it, planning is not. Ratios are formed within a round:
-the best of all other strategies over auto is by the other strategy's median.
+the best of all other strategies over auto is by the other strategy's median. The best of many is best by chance too;
+with --finalists 2 the two others of each mix that were the fastest in six rounds go on alone, and these rounds do not
+count.
 
 With --rate-mbit the ranks are two hosts behind a link of that rate (needs root; see hosts.py).
 
-Run: python benchmarks/step_time.py [--rounds 12] [--tokens 4096] [--ranks 2]
+Run: python benchmarks/step_time.py [--rounds 12] [--tokens 4096] [--ranks 2] [--finalists 2]
      sudo python benchmarks/step_time.py --rate-mbit 100
      python benchmarks/step_time.py --against OTHER_CHECKOUT      two checkouts in turns
 """
@@ -63,6 +65,8 @@ MIXES = {
 LENGTHS_FOR = 2 * 8192
 SET = {"document_layout": "joint", "balance_tolerance": 0.01}
 STRATEGIES = ("auto", "joint", "no turns", "fixed", "whole", "packed")
+ROUNDS_BEFORE = 6
+"""Rounds that choose finalists."""
 
 
 def whole_rows(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -164,7 +168,15 @@ def correct_costs(models: Models, auto: Dispatcher, mixes: Sequence[Sequence[int
         learned.on_step_end()
 
 
-def prepare(ranks: int, tokens: int, hosts: Hosts | None, rate_mbit: float | None) -> Callable[[], Round]:
+def medians_of(rounds: Sequence[Round], mix: str) -> dict[str, float]:
+    """Median seconds of the strategies of a mix other than auto."""
+    names = {strategy: f"{mix}, {strategy}, s" for strategy in STRATEGIES[1:]}
+    return {strategy: median(taken[name] for taken in rounds) for strategy, name in names.items() if name in rounds[0]}
+
+
+def prepare(
+    ranks: int, tokens: int, finalists: int | None, hosts: Hosts | None, rate_mbit: float | None
+) -> Callable[[], Round]:
     """Make the models on this rank, and a round: every step once, in an order that is the same on all ranks.
 
     The strategies of a mix follow each other: what is compared runs within seconds.
@@ -175,11 +187,12 @@ def prepare(ranks: int, tokens: int, hosts: Hosts | None, rate_mbit: float | Non
     if dist.get_rank() == 0:
         for mix, choice in chosen.items():
             print(f"{mix}: {choice}", flush=True)
+    running = dict.fromkeys(MIXES, STRATEGIES)
 
     def take() -> Round:
         figures = {}
         mixes = order.sample(list(MIXES), len(MIXES))
-        for name in [f"{mix}, {of}" for mix in mixes for of in order.sample(STRATEGIES, len(STRATEGIES))]:
+        for name in [f"{mix}, {of}" for mix in mixes for of in order.sample(running[mix], len(running[mix]))]:
             dist.barrier()
             begin = time.perf_counter()
             steps[name]()
@@ -188,27 +201,32 @@ def prepare(ranks: int, tokens: int, hosts: Hosts | None, rate_mbit: float | Non
         return {name: figures[name] for name in sorted(figures)}
 
     take()  # warms up
+    if finalists is not None:
+        before = [take() for _ in range(ROUNDS_BEFORE)]
+        medians = {mix: medians_of(before, mix) for mix in MIXES}
+        fastest = {mix: ("auto", *sorted(of, key=of.__getitem__)[:finalists]) for mix, of in medians.items()}
+        dist.broadcast_object_list(sent := [fastest])  # each rank has its own clock
+        running |= sent[0]
     return take
 
 
 def main() -> None:
     parser = rounds_parser(__doc__, rounds=12, tokens=(4096, "of a rank"), ranks=(2, "processes"))
     parser.add_argument("--rate-mbit", type=float, help="of the link between two hosts (default: one host)")
+    parser.add_argument("--finalists", type=int, help="others of a mix that go on after six rounds (default: all)")
     options = parser.parse_args()
     limited = options.rate_mbit is not None
     with Hosts(options.ranks // 2) if limited else nullcontext() as hosts:
         enter = hosts.move_in if limited else None
-        arguments = (options.ranks, options.tokens, hosts, options.rate_mbit)
+        arguments = (options.ranks, options.tokens, options.finalists, hosts, options.rate_mbit)
         with Ranks(options.ranks, prepare, *arguments, enter=enter) as ranks:
             measured = take_rounds(options, lambda: ranks.take()[0])
     ratios: dict[str, Callable[[Round], float]] = {}
     for mix in MIXES:
-        medians = {
-            strategy: median(taken[f"{mix}, {strategy}, s"] for taken in measured.ours) for strategy in STRATEGIES[1:]
-        }
+        medians = medians_of(measured.ours, mix)
         best = min(medians, key=medians.__getitem__)
         ratios[f"{mix}: best other / auto"] = over(f"{mix}, {best}, s", f"{mix}, auto, s")
-        for strategy in STRATEGIES[1:]:
+        for strategy in medians:
             ratios[f"{mix}: {strategy} / auto"] = over(f"{mix}, {strategy}, s", f"{mix}, auto, s")
     report(measured, ratios)
 

@@ -187,14 +187,8 @@ def step_time() -> Rows:
         found = result(name)["derived"]
         for mix in dict.fromkeys(key.split(":")[0] for key in found):
             strategies = ("best other", "whole", "packed", "joint")
-            yield (
-                ranks,
-                mix,
-                *(
-                    quartiles(found[key]) if (key := f"{mix}: {strategy} / auto") in found else "–"
-                    for strategy in strategies
-                ),
-            )
+            ratios = [found.get(f"{mix}: {strategy} / auto") for strategy in strategies]
+            yield ranks, mix, *(quartiles(ratio) if ratio else "–" for ratio in ratios)
 
 
 @table_of("peers")

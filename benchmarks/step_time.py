@@ -15,9 +15,9 @@ after another in shuffled order:
 
 Every strategy may hold as many rows on a rank as any of them needs for these documents: all have the same memory. A
 step ends when all ranks are done; binding the plan is part of it, planning is not. Ratios are formed within a round:
-the best of all other strategies over auto is by the other strategy's median. The best of many is best by chance too;
-with --finalists 2 the two others of each mix that were the fastest in six rounds go on alone, and these rounds do not
-count.
+the best of all other strategies over auto is by the other strategy's median. On a busy machine the best of many is
+partly best by chance. With --finalists 2, six rounds of all strategies choose the two fastest others of each mix. Only
+auto and these two run in the later rounds, and only the later rounds count.
 
 With --rate-mbit the ranks are two hosts behind a link of that rate (needs root; see hosts.py).
 
@@ -205,8 +205,9 @@ def prepare(
         before = [take() for _ in range(ROUNDS_BEFORE)]
         medians = {mix: medians_of(before, mix) for mix in MIXES}
         fastest = {mix: ("auto", *sorted(of, key=of.__getitem__)[:finalists]) for mix, of in medians.items()}
-        dist.broadcast_object_list(sent := [fastest])  # each rank has its own clock
-        running |= sent[0]
+        agreed = [fastest]
+        dist.broadcast_object_list(agreed)  # each rank has its own clock
+        running = agreed[0]
     return take
 
 

@@ -59,5 +59,5 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Undo it: libraries complain of what is left."""
+    """Let the last collection see all objects again: libraries warn of objects that are left when Python ends."""
     gc.unfreeze()

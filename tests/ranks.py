@@ -146,7 +146,7 @@ def _become_rank(rank: int, size: int, port: int) -> None:
     # As in a process that is launched: what a forkserver has made would make processes that import everything anew.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
-    with suppress(ImportError):  # DeepSpeed would compile an operator for half a minute, which only inference uses
+    with suppress(ImportError):  # DeepSpeed would compile for half a minute an operator that only inference uses
         from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
         ShareMemCommBuilder.is_compatible = lambda *_, **__: False

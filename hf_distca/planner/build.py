@@ -8,11 +8,12 @@ import numpy as np
 from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, NanoBatch, Plan, PlanChoice, PlanSummary
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import whole_documents
-from hf_distca.planner.intervals import IntArray, local_tasks
+from hf_distca.planner.cost import pairs
+from hf_distca.planner.intervals import IntArray, local_tasks, row_counts
 from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored, split_documents
 from hf_distca.planner.metrics import CountedPlan, count_plan, exchange_figures, loads_of
-from hf_distca.planner.seconds import FloatArray, StepCosts
+from hf_distca.planner.seconds import DIAGONAL_ROWS, StepCosts, Tasks
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import usual_stages, with_stages
 
@@ -125,13 +126,18 @@ def finished(
 
 
 def packed_seconds(lengths: IntArray, settings: PlanSettings, costs: StepCosts) -> float:
-    """Return the seconds of documents packed in order and computed without exchange, calls of the kernel left out."""
+    """Return the seconds of documents packed in order, without exchanges and without runs of mixing layers."""
     packed = fixed_layout([lengths.tolist()], settings.ranks)
-    seconds: FloatArray = np.multiply(costs.token, packed.tokens)
+    seconds = packed.tokens * costs.token + costs.depth * costs.launches * (1 + costs.backward_factor)
     for of_kind in costs.kinds:
-        seconds = seconds + of_kind.layers * costs.launches * (1 + costs.backward_factor)
-        each = of_kind.layers * (of_kind.forward.pair + of_kind.backward.pair)
-        seconds = seconds + each * loads_of(local_plan(packed, of_kind.kind))
+        window, segments = of_kind.kind.window, layout_of_kind(packed, of_kind.kind).segments
+        rows, stops, rank = row_counts(segments), segments["stop"], segments["rank"]
+        keys = stops if window is None else np.minimum(stops, rows + window - 1)
+        every = (rows, keys, pairs(segments["start"], stops, window), rows * np.minimum(rows, DIAGONAL_ROWS))
+        q_rows, k_rows, amount, diagonal = (np.bincount(rank, each, packed.ranks).astype(float) for each in every)
+        tasks = Tasks(q_rows, k_rows, amount, np.ones(packed.ranks), diagonal)
+        seconds = seconds + of_kind.layers * (of_kind.forward.seconds(tasks) + of_kind.backward.seconds(tasks))
+    seconds = seconds * np.array(costs.slowness or 1.0)
     return costs.until_done(seconds, float(seconds.max()))
 
 

@@ -25,11 +25,6 @@ class Tasks:
     calls: FloatArray  # calls of the kernel
     diagonal: FloatArray  # rows, each times its task's rows, at most DIAGONAL_ROWS; 0 for keys that all rows see
 
-    def plus(self, other: "Tasks") -> "Tasks":
-        """Return these tasks and others, each worker's in one call."""
-        rows, calls = self.rows + other.rows, (self.rows + other.rows > 0).astype(np.float64)
-        return Tasks(rows, self.keys + other.keys, self.pairs + other.pairs, calls, self.diagonal + other.diagonal)
-
 
 @dataclass(frozen=True)
 class KernelCost:

@@ -85,6 +85,25 @@ def test_ranks_that_share_cores_need_no_balance():
     assert costs(FREE, FREE).until_done(np.array([4.0, 1, 2, 1]), 4.0) == 4.0
 
 
+def test_packed_documents_are_predicted_with_all_costs_of_the_kernel():
+    kernel = KernelCost(0.0, 1e-3, 2e-3, 1e-3, 1e-4)
+
+    def choice(lengths, kind=KIND, **changed):
+        of_ranks = replace(costs(FREE, SLOW), kinds=(KindCosts(kind, 1, kernel, kernel.scaled(2)),), **changed)
+        return plan_micro_batch(lengths, PlanSettings(2, 64, (kind,), choices=Choices(of_ranks))).choice
+
+    def seconds(keys, of_pairs):
+        return 3 * (1e-3 * 64 + 2e-3 * keys + 1e-3 * of_pairs + 1e-4 * 2 * 32**2) + 64 * 4e-4
+
+    even = choice([32] * 4)
+    assert even.packed_seconds == pytest.approx(even.seconds)
+    # The second rank packs the third document, and 32 rows of the second one, which see 16 rows before them, or 7.
+    expected = seconds(48 + 32, (48 * 49 - 16 * 17 + 32 * 33) / 2)
+    assert choice([48, 48, 32]).packed_seconds == pytest.approx(expected)
+    windowed = choice([48, 48, 32], replace(KIND, window=8), slowness=(1.0, 2.0))
+    assert windowed.packed_seconds == pytest.approx(2 * seconds(39 + 32, 32 * 8 + 7 * 8 / 2 + 25 * 8))
+
+
 def test_joined_nodes_are_tried_in_the_order_of_their_size():
     of_plans = PlanSettings(8, 64, (KIND,), ranks_per_node=2, balance_block_size=4)
     found = candidates(np.array([200, 115]), of_plans, Choices(costs(FREE, SLOW)))

@@ -97,7 +97,8 @@ def test_packed_documents_are_predicted_with_all_costs_of_the_kernel():
 
     even = choice([32] * 4)
     assert even.packed_seconds == pytest.approx(even.seconds)
-    # The second rank packs the third document, and 32 rows of the second one, which see 16 rows before them, or 7.
+    # The second rank packs the third document and 32 rows of the second one. These see 16 rows before them; with a
+    # window of 8 they see 7.
     expected = seconds(48 + 32, (48 * 49 - 16 * 17 + 32 * 33) / 2)
     assert choice([48, 48, 32]).packed_seconds == pytest.approx(expected)
     windowed = choice([48, 48, 32], replace(KIND, window=8), slowness=(1.0, 2.0))

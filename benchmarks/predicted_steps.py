@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import Ranks, Round, rounds_parser, spread, table, take_rounds
+from harness import Ranks, Round, keep_freed_memory, rounds_parser, spread, table, take_rounds
 from harness.figures import print_json
 from harness.models import settings_of
 from step_time import CPU, MIXES, SIZES, Models, whole_rows
@@ -158,6 +158,7 @@ def seconds_of(step: Callable[[], None]) -> float:
 
 def prepare(tokens: int) -> Callable[[], Round]:
     """Make the models on this rank, and a round: every step once, in shuffled order, then all predictions."""
+    keep_freed_memory()
     made, order = Steps(tokens), random.Random(0)
 
     def take() -> Round:

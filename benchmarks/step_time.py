@@ -13,8 +13,8 @@ after another in shuffled order:
              the same attention kernel a layer
   packed     DDP without hf_distca: whole documents, packed in order into rows of about as many tokens
 
-Every strategy may hold as many rows on a rank as any of them needs for these documents: all have the same memory. A
-step ends when all ranks are done; binding the plan is part of it, planning is not. Ratios are formed within a round:
+Every strategy may hold as many rows on a rank as any of them needs for these documents: all have the same memory.
+Freed memory stays with its process, as GPUs' allocators keep it. A step ends when all ranks are done; binding the plan is part of it, planning is not. Ratios are formed within a round:
 the best of all other strategies over auto is by the other strategy's median. On a busy machine the best of many is
 partly best by chance. With --finalists 2, six rounds of all strategies choose the two fastest others of each mix. Only
 auto and these two run in the later rounds, and only the later rounds count.
@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Ranks, Round, over, report, rounds_parser, take_rounds
+from harness import Ranks, Round, keep_freed_memory, over, report, rounds_parser, take_rounds
 from harness.models import PlainAttention, documents_of, llama, rows_of_documents, rows_of_rank
 from hosts import Hosts
 from torch import Tensor, nn
@@ -181,6 +181,7 @@ def prepare(
 
     The strategies of a mix follow each other: what is compared runs within seconds.
     """
+    keep_freed_memory()
     if hosts is not None:
         hosts.limit(dist.get_rank(), rate_mbit)
     (steps, chosen), order = steps_of(ranks, tokens), random.Random(0)

@@ -13,9 +13,9 @@ after another in shuffled order:
              the same attention kernel a layer
   packed     DDP without hf_distca: whole documents, packed in order into rows of about as many tokens
 
-Every strategy may hold as many rows on a rank as any of them needs for these documents: all have the same memory. Freed
-memory stays with its process, as GPUs' allocators keep it. A step ends when all ranks are done; binding the plan is
-part of it, planning is not. Ratios are formed within a round: the best of all other strategies over auto is by the
+Every strategy may hold as many rows on a rank as any of them needs for these documents: all have the same memory.
+Freed memory stays with its process, as GPUs' allocators keep it. A step ends when all ranks are done; binding the plan
+is part of it, planning is not. Ratios are formed within a round: the best of all other strategies over auto is by the
 other strategy's median. On a busy machine the best of many is partly best by chance. With --finalists 2, six rounds of
 all strategies choose the two fastest others of each mix. Only auto and these two run in the later rounds, and only the
 later rounds count.

@@ -17,7 +17,8 @@ import torch.distributed as dist
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal that a process gets when its parent has ended."""
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Options of glibc's mallopt: free bytes that go back to the system, and the number of blocks with a mapping each."""
+"""Options of glibc's mallopt: the free bytes from which memory goes back to the system (-1: never), and the maximum
+number of blocks that are mapped one by one."""
 _LIBC = ctypes.CDLL(None)
 
 

@@ -5,7 +5,7 @@ rank. Three times in every round each rank measures its kernel while the other o
 plain steps on documents of 128 tokens, short and long rows: what a token takes besides core attention, and what a step
 takes besides tokens. Each mix is predicted from the means of these costs alone, never from its own steps, by
 hf_distca.sim: plain, whole documents balanced by their pairs, and planned as training does by default: the costs of
-the round before choose the plans.
+the round before choose the plans. Freed memory stays with its process, as in step_time.py.
 
 Run: python benchmarks/predicted_steps.py [--rounds 8] [--tokens 8192]
 """

@@ -16,9 +16,6 @@ import torch.distributed as dist
 
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal that a process gets when its parent has ended."""
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Options of glibc's mallopt: the free bytes from which memory goes back to the system (-1: never), and the maximum
-number of blocks that are mapped one by one."""
 _LIBC = ctypes.CDLL(None)
 
 
@@ -31,16 +28,6 @@ def end_with_parent() -> None:
     parent = parent_process()
     if parent is not None and not parent.is_alive():  # it ended while this process was starting
         os._exit(1)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep the memory that this process frees, as allocators of GPUs do.
-
-    By default glibc returns some of it to the system, more by one strategy than by another. Every step then touches
-    new pages, which took up to 2 % of a step.
-    """
-    _LIBC.mallopt(M_MMAP_MAX, 0)
-    _LIBC.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 class Ranks:

@@ -24,12 +24,13 @@ TABLES: dict[str, tuple[Callable[[], Rows], tuple[str, ...]]] = {}
 
 STEP_TIMES = {
     "step_time": "2",
+    "step_time_finalists": "2, 150 rounds",
     "step_time_4_ranks": "4",
     "step_time_100_mbit": "2, 100 Mbit/s",
     "step_time_420_mbit": "2, 420 Mbit/s",
     "step_time_960_mbit": "2, 960 Mbit/s",
 }
-"""Results of step_time.py: ranks, and the link between them where it is limited."""
+"""Results of step_time.py: ranks, and what else tells a run from others."""
 CORPORA = {"wlbllm": "pretraining mix", "prolong": "ProLong"}
 
 

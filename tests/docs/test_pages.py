@@ -288,7 +288,7 @@ def test_figures_in_sentences_are_those_of_the_results():
         single.append(f"{min(fixed):.2f} to {max(fixed):.2f} on {ranks}")
     assert most[8] < 1.05  # "hardly anything to gain"
     assert most[64] > 1.2  # "large where a few documents are much longer"
-    text = README.replace(" %", "%").replace("\n", " ")
+    text = " ".join(README.replace(" %", "%").split())
     assert f"at most {most[8] - 1:.0%} on one node of 8 GPUs, and up to {most[64] - 1:.0%} on 64" in text
     assert "it is {} GPUs and {}.".format(*single) in text
     page = PAGES["docs/evidence/comparison.md"]
@@ -307,11 +307,14 @@ def test_figures_in_sentences_are_those_of_the_results():
     assert f"within {max(document['relative_errors'].values()):.1e} of float64" in README
     survey = r"(\d+) give the loss and gradients.*? (\d+) are refused.*? (\d+) cannot be built"
     counts = [int(count) for count in re.search(survey, PAGES["docs/reference/compatibility.md"], re.S).groups()]
-    equal, models = counts[0], sum(counts)
-    assert f"{equal} of transformers' {models} causal architectures" in page
-    assert f"{equal} of {models} architectures" in README
-    of_planner = result("planner")["joint, at 0.001"]["bytes_total_ratio"]
-    assert 0.4 < of_planner["median"] < 0.55  # "about half of the bytes"
+    assert f"{counts[0]} of transformers' {sum(counts)} causal architectures" in page
+    assert f"{counts[0]} of {sum(counts)} architectures" in README
+    assert 0.4 < result("planner")["joint, at 0.001"]["bytes_total_ratio"]["median"] < 0.55  # "about half"
+    steps = [result(path.stem)["derived"] for path in sorted((ROOT / "benchmarks/results").glob("step_time*"))]
+    best = [ratio["median"] for found in steps for name, ratio in found.items() if "best other" in name]
+    assert f"of each mix of documents {min(best):.2f}× to {max(best):.2f}×, slow networks included" in text
+    long, tail = (steps[0][f"{mix}: whole / auto"]["median"] for mix in ("one long", "long tail"))
+    assert f"{long:.2f}× for one long document and {tail:.2f}× for a long tail" in text
 
 
 def test_bytes_of_rows_add_up():

@@ -30,7 +30,7 @@ STEP_TIMES = {
     "step_time_420_mbit": "2, 420 Mbit/s",
     "step_time_960_mbit": "2, 960 Mbit/s",
 }
-"""Results of step_time.py: ranks, and what else tells a run from others."""
+"""Results of step_time.py, and what the column "ranks" says of each."""
 CORPORA = {"wlbllm": "pretraining mix", "prolong": "ProLong"}
 
 

@@ -310,10 +310,10 @@ def test_figures_in_sentences_are_those_of_the_results():
     assert f"{counts[0]} of transformers' {sum(counts)} causal architectures" in page
     assert f"{counts[0]} of {sum(counts)} architectures" in README
     assert 0.4 < result("planner")["joint, at 0.001"]["bytes_total_ratio"]["median"] < 0.55  # "about half"
-    steps = [result(path.stem)["derived"] for path in sorted((ROOT / "benchmarks/results").glob("step_time*"))]
-    best = [ratio["median"] for found in steps for name, ratio in found.items() if "best other" in name]
+    steps = {name: result(name)["derived"] for name in tables.STEP_TIMES}
+    best = [ratio["median"] for found in steps.values() for name, ratio in found.items() if "best other" in name]
     assert f"of each mix of documents {min(best):.2f}× to {max(best):.2f}×, slow networks included" in text
-    long, tail = (steps[0][f"{mix}: whole / auto"]["median"] for mix in ("one long", "long tail"))
+    long, tail = (steps["step_time"][f"{mix}: whole / auto"]["median"] for mix in ("one long", "long tail"))
     assert f"{long:.2f}× for one long document and {tail:.2f}× for a long tail" in text
 
 

@@ -39,8 +39,9 @@ class Run:
 
     Attributes:
         mode: "baseline", BALANCED or WHOLE.
-        data: ranks that train on different data.
-        context: ranks that share each document.
+        data: groups of ranks; each group trains on different data.
+        context: ranks of a group, which share each document.
+        context_named: whether the measurements name that number; 1 is taken where they do not.
         tensor: GPUs of a rank: each has a share of the heads.
         layers: of the model.
         row_tokens: tokens of a row.
@@ -52,6 +53,7 @@ class Run:
     mode: str
     data: int
     context: int
+    context_named: bool
     tensor: int
     layers: int
     row_tokens: int
@@ -65,6 +67,7 @@ class Run:
             mode=run["mode"],
             data=run["dp"],
             context=run.get("cp") or 1,
+            context_named=run.get("cp") is not None,
             tensor=run["tp"],
             layers=run["layers"],
             row_tokens=run["tokens_per_row"],
@@ -140,9 +143,8 @@ def _whole(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
     The ranks of a group share each document evenly. The reference's `balance_data_for_wlbllm` has the same rule. It
     also gives the length at which core attention takes as long as all other work.
     """
-    groups = run.data // run.context
-    room = len(rows) * run.row_tokens // groups
-    packed: list[list[int]] = [[] for _ in range(groups)]
+    room = len(rows) * run.row_tokens // run.data
+    packed: list[list[int]] = [[] for _ in range(run.data)]
     for length in sorted((length for row in rows for length in row), reverse=True):
         least = min(packed, key=_work)
         shortest = min(packed, key=sum)
@@ -175,15 +177,16 @@ def predicted(fit: np.ndarray, steps: Sequence[Step]) -> np.ndarray:
 
 
 def sharing(fit: np.ndarray, run: Run) -> Run:
-    """Return a run with the number of ranks that share a document: the one whose predictions correlate best.
+    """Return a run of whole documents with the number of ranks that share a document.
 
-    The measurements do not hold it. Only the ups and downs from step to step count, not the level that is predicted.
-
-    Args:
-        run: of whole documents; its ranks are `data`.
+    Where the measurements do not name it, the number whose predictions correlate best is taken. Only the ups and downs
+    from step to step count then, not the level that is predicted.
     """
-    counts = [count for count in range(1, run.data + 1) if run.data % count == 0]
-    runs = [replace(run, context=count) for count in counts]
+    if run.context_named:
+        return run
+    ranks = run.data * run.context
+    counts = [count for count in range(1, ranks + 1) if ranks % count == 0]
+    runs = [replace(run, data=ranks // count, context=count) for count in counts]
     return max(runs, key=lambda each: np.corrcoef(predicted(fit, described(each)), each.seconds)[0, 1])
 
 
@@ -212,9 +215,19 @@ def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
             f"{name}_error_mean": float(error.mean()),
             f"{name}_error_p90": float(np.quantile(error, 0.9)),
             f"{name}_bias": float((guess / seen - 1).mean()),
-            f"{name}_ranks_a_document": chosen[0].context,
             f"{name}_moving_share": float(np.mean([step.moving for step in steps] / guess)),
         }
+        if mode == WHOLE:
+            found["whole_ranks_a_document"] = sorted({run.context for run in chosen})
+            found["whole_ranks_a_document_named"] = all(run.context_named for run in chosen)
+            found["whole_runs"] = [
+                {
+                    "ranks_a_document": run.context,
+                    "mean_seconds": float(run.seconds.mean()),
+                    "bias": float((predicted(fit, described(run)) / run.seconds - 1).mean()),
+                }
+                for run in chosen
+            ]
     return found
 
 

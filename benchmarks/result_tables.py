@@ -111,10 +111,23 @@ def predicted_steps() -> Rows:
 
 @table_of("reference_steps")
 def reference_steps() -> Rows:
-    yield "set", "R² of the baseline", "balanced: error, mean", "90 %", "whole documents: error, mean", "90 %"
+    yield (
+        "set",
+        "R² of the baseline",
+        "balanced: error, mean",
+        "90 %",
+        "whole documents: error, mean",
+        "90 %",
+        "ranks that share a document",
+    )
     for name, found in result("reference_steps").items():
         balanced = (f"{found[f'balanced_error_{which}']:.1%}" for which in ("mean", "p90"))
-        whole = (f"{found[f'whole_error_{which}']:.1%}" if "whole_steps" in found else "" for which in ("mean", "p90"))
+        whole = ["", "", ""]
+        if "whole_steps" in found:
+            counts = ", ".join(map(str, found["whole_ranks_a_document"]))
+            origin = "named" if found["whole_ranks_a_document_named"] else "not named; fits best"
+            errors = (f"{found[f'whole_error_{which}']:.1%}" for which in ("mean", "p90"))
+            whole = [*errors, f"{counts} ({origin})"]
         yield name, f"{found['baseline_r2']:.4f}", *balanced, *whole
 
 

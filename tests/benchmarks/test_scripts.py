@@ -112,7 +112,7 @@ def test_steps_of_the_reference_are_predicted_by_its_baseline_alone(script):
             named = name == "dp8-128k-L4"
             assert found["whole_ranks_a_document_named"] is named
             assert found["whole_ranks_a_document"] == ([1, 2, 4] if named else [4])
-            assert found["whole_error_mean"] < 0.06, name
+            assert found["whole_error_mean"] < (0.06 if named else 0.05), name
     baseline = [run("baseline", [[length], [1], [1], [1]], [float(length)]) for length in (2, 4, 8)]
     one, other = (
         reference.figures_of([reference.Run.of(each) for each in (*baseline, run("d2", [[8], [1], [1], [1]], [ms]))])

@@ -52,6 +52,8 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> N
         example: `input_ids` [L]; optionally `labels` [L], `attention_mask` [L] of ones and the length column. Labels
             are unshifted, with -100 for no loss; without labels every token is a label.
     """
+    if not isinstance(example, Mapping):
+        raise Data.NOT_A_ROW.error(name=name, kind=type(example).__name__)
     used = columns.used(example)
     tokens = {column: np.asarray(example[column]) for column in ("input_ids", "labels") if column in used}
     for column, values in tokens.items():

@@ -21,7 +21,19 @@ class Data:
     NO_TEXT = Refusal(
         "{name} has the columns {columns}",
         "it has neither tokens in 'input_ids' nor text in {field!r}",
-        "set dataset_text_field to the column with the text",
+        "set dataset_text_field to the column with the text, or remove such documents",
+    )
+    NOT_TEXT = Refusal(
+        "{name} has a {kind} in {field!r}",
+        "a document is a text",
+        "remove such documents: dataset.filter(lambda e: isinstance(e[{field!r}], str))",
+        condition="a document with `None` or anything else than text in its column",
+    )
+    SURROGATE = Refusal(
+        "{name} has {character} at character {at} of {field!r}",
+        "that is half of a character (a lone surrogate), which no tokenizer can encode",
+        "replace it: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')",
+        condition="a text with a lone surrogate such as `'\\ud800'`",
     )
     NO_TOKENIZER = Refusal(
         "{name} has text in {field!r} and no tokens in 'input_ids'",
@@ -29,6 +41,12 @@ class Data:
         "pass the model's tokenizer as processing_class",
     )
     # Data sets of tokens
+    NOT_A_ROW = Refusal(
+        "{name} is a {kind}",
+        "a document is a dictionary of columns, such as {{'input_ids': [1, 2]}} or {{'text': 'a b'}}",
+        "give dictionaries, and leave out documents that are missing",
+        condition="a document that is `None`, or no dictionary",
+    )
     DIFFERENT = Refusal(
         "ranks were given different data sets ({found})",
         "every rank plans from the same documents in the same order",

@@ -16,6 +16,7 @@ from hf_distca.collator.collation import excerpt_rows, rows_batch
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, token_document
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import TRUNCATED, fit_documents
+from hf_distca.collator.texts import TextStream
 from hf_distca.planner.bin_packing import pack_in_order
 
 logger = logging.getLogger(__name__)
@@ -35,12 +36,13 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
     any other iterable, every rank and worker reads all documents and takes every n-th one.
     """
 
-    dataset: Any  # examples as `token_document` expects them, the same on every rank, once per epoch
+    dataset: Any  # a TextStream, or examples as `token_document` expects them; the same on every rank, once per epoch
     ranks: int
     rank: int
     tokens_per_rank: int
     long_documents: str = "error"  # policy for documents longer than tokens_per_rank
     columns: Columns = ANY_COLUMNS
+    name: str = "the stream"  # in errors
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
@@ -49,6 +51,10 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
             )
         # Checks the limit and the policy before the first document is read.
         fit_documents(np.zeros(0, np.int64), self.tokens_per_rank, self.long_documents, "tokens_per_rank")
+        # Only this rank's share of a stream of texts is tokenized.
+        self._texts = self.dataset if isinstance(self.dataset, TextStream) else None
+        if self._texts is not None:
+            self.dataset, self.name = self._texts.rows, self._texts.name
         self._splits_itself = isinstance(self.dataset, datasets.IterableDataset)
         if self._splits_itself:
             self.dataset = split_dataset_by_node(self.dataset, rank=self.rank, world_size=self.ranks)
@@ -72,7 +78,9 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
             share = islice(iter(share), self.rank + worker_id * self.ranks, None, self.ranks * workers)
         truncated = dropped = 0
         for number, example in enumerate(share):
-            name = f"document {number} of rank {self.rank}'s stream"
+            name = f"document {number} of rank {self.rank}'s share of {self.name}"
+            if self._texts is not None:
+                example = self._texts.tokenized(example, name)
             document = token_document(example, name, self.columns)
             end = document.shape[1]
             if end > limit and self.long_documents == "error":

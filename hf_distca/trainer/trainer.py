@@ -7,13 +7,12 @@ import datasets
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from hf_distca.collator.refusals import Data
+from hf_distca.collator.texts import TextStream, document_text, tokenized_dataset
 from hf_distca.plan import ATTENTION_NAME
 from hf_distca.refusal import check
+from hf_distca.trainer.loaders import is_stream
 from hf_distca.trainer.mixin import DistCAMixin
 from hf_distca.trainer.refusals import LOADED_ALREADY
-
-CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
-"""Columns from which TRL's trainers make tokens and labels."""
 
 
 def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
@@ -21,41 +20,31 @@ def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
     args, given = given["args"], dict(given)
     field = getattr(args, "dataset_text_field", "text")
 
-    def tokenized(dataset: Any, name: str) -> Any:
-        if isinstance(dataset, dict):
-            return {key: tokenized(each, f"{name}[{key!r}]") for key, each in dataset.items()}
-        first: Any = None  # the first example, if reading it does not consume it
-        if isinstance(dataset, datasets.IterableDataset):
-            first = next(iter(dataset), None)
-        elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
-            first = dataset[0]
-        if not isinstance(first, Mapping) or "input_ids" in first:
-            return dataset
-        if chats := [column for column in CHATS if column in first]:
-            raise Data.CHATS.error(name=name, columns=", ".join(map(repr, chats)))
-        if not isinstance(first.get(field), str):
-            raise Data.NO_TEXT.error(name=name, columns=sorted(first), field=field)
+    def tokenizer() -> Any:
         if given.get("processing_class") is None and isinstance(model, str):
             given["processing_class"] = AutoTokenizer.from_pretrained(model)
-        if given.get("processing_class") is None:
+        return getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
+
+    def tokenized(dataset: Any, name: str) -> Any:
+        if isinstance(dataset, dict):
+            return {key: tokenized(of_key, f"{name}[{key!r}]") for key, of_key in dataset.items()}
+        if dataset is None or isinstance(dataset, str):  # Trainer's name of one of several evaluation data sets
+            return dataset
+        if is_stream(dataset) and not isinstance(dataset, datasets.IterableDataset):
+            # Reading the first document may consume it, so every document is looked at when it is read.
+            return TextStream(dataset, name, field, tokenizer())
+        first = next(iter(dataset), None) if is_stream(dataset) else dataset[0] if len(dataset) else None
+        if first is None or (isinstance(first, Mapping) and "input_ids" in first):
+            return dataset
+        document_text(first, f"document 0 of {name}", field)
+        if tokenizer() is None:
             raise Data.NO_TOKENIZER.error(name=name, field=field)
-        if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
-            dataset, first = datasets.Dataset.from_dict({field: [each[field] for each in dataset]}), {}
-        tokenizer = getattr(given["processing_class"], "tokenizer", given["processing_class"])
-        options: dict[str, Any] = {"batched": True, "remove_columns": list({field: None, **first})}
-        if isinstance(dataset, datasets.Dataset):
-            options["desc"] = f"Tokenizing {name}"
+        if is_stream(dataset):
+            return TextStream(dataset, name, field, tokenizer())
         with args.main_process_first():
-            return dataset.map(_tokenize, fn_kwargs={"tokenizer": tokenizer, "field": field}, **options)
+            return tokenized_dataset(dataset, name, field, tokenizer())
 
     return given | {name: tokenized(given.get(name), name) for name in ("train_dataset", "eval_dataset")}
-
-
-def _tokenize(batch: Mapping[str, list[str]], tokenizer: Any, field: str) -> dict[str, Any]:
-    """Return the tokens of documents, each with an end-of-sequence token at its end."""
-    end = tokenizer.eos_token or ""
-    texts = [text if text.endswith(end) else text + end for text in batch[field]]
-    return {"input_ids": tokenizer(texts, verbose=False)["input_ids"]}  # not truncated: plans handle the length
 
 
 class DistCATrainer(DistCAMixin, Trainer):
@@ -65,7 +54,8 @@ class DistCATrainer(DistCAMixin, Trainer):
 
     - `model` may be a name. The model is then loaded with `attn_implementation="distca"` and `args.model_init_kwargs`.
     - A data set without `input_ids` is tokenized with `processing_class`: the text in the column
-      `args.dataset_text_field`, with an end-of-sequence token after each document.
+      `args.dataset_text_field`, with one end-of-sequence token after each document. Streams are tokenized as they are
+      read.
     """
 
     def _prepare_given(self, named: dict[str, Any]) -> dict[str, Any]:

@@ -207,9 +207,9 @@ def test_ranks_and_workers_share_the_stream(shards, workers):
 
 
 def test_faulty_streams():
-    with refused(Data.LONG_IN_STREAM, name="document 1 of rank 0's stream", length=7, limit=6):
+    with refused(Data.LONG_IN_STREAM, name="document 1 of rank 0's share of the stream", length=7, limit=6):
         list(StreamPacker([{"input_ids": [1]}, {"input_ids": [1] * 7}], 1, 0, 6))
-    with refused(Data.EMPTY_DOCUMENT, name="document 1 of rank 0's stream"):
+    with refused(Data.EMPTY_DOCUMENT, name="document 1 of rank 0's share of the stream"):
         list(StreamPacker([{"input_ids": [1]}, {"input_ids": []}], 1, 0, 6))
     for rank, tokens, error in ((2, 6, "give one from 0 to 1"), (0, 0, "tokens_per_rank is 0")):
         with pytest.raises(ValueError, match=error):  # before the first document is read

@@ -1,5 +1,6 @@
 """What trainers are given: text and model names; arguments of other trainers that DistCAMixin is put before."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, HfArgumentParser, Trainer, TrainingArguments
 
 from hf_distca import DistCAArguments, DistCAMixin, DistCATrainingArguments
@@ -37,7 +39,17 @@ def tokens_in(dataset: Any) -> list[list[int]]:
     return [row["input_ids"] for row in dataset]
 
 
-@pytest.mark.parametrize("made_of", [datasets.Dataset.flatten, list, datasets.Dataset.to_iterable_dataset])
+class Texts(IterableDataset[dict[str, Any]]):
+    """A stream of torch."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = list(rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("made_of", [datasets.Dataset.flatten, list, datasets.Dataset.to_iterable_dataset, Texts])
 def test_text_is_tokenized(tmp_path, made_of):
     data = made_of(of_texts())
     trainer = make(tmp_path, data, given={"eval_dataset": {"own": data}})
@@ -74,14 +86,24 @@ def test_a_model_is_loaded_by_its_name_and_as_is_asked_for(tmp_path):
         make(tmp_path, of_texts(), **asked)
 
 
+def test_a_stream_without_a_tokenizer(tmp_path):
+    tokens = Texts([{"input_ids": row} for row in TOKENS])
+    make(tmp_path, tokens, given={"processing_class": None}).train()
+    trainer = make(tmp_path, Texts([{"text": "w1"}]), given={"processing_class": None})
+    with refused(Data.NO_TOKENIZER, name="document 0 of rank 0's share of train_dataset"):
+        trainer.train()
+
+
 def test_what_gives_no_tokens_is_refused_in_the_constructor(tmp_path):
     tokens = datasets.Dataset.from_dict({"input_ids": TOKENS})
     for entry, data, given, values in (
         (Data.NO_TOKENIZER, of_texts(), {"processing_class": None}, {"name": "train_dataset"}),
         (Data.NO_TEXT, of_texts("body"), {}, {"columns": ["body", "source"], "field": "text"}),
-        (Data.NO_TEXT, [{"text": 3}], {}, {"field": "text"}),
+        (Data.NOT_TEXT, [{"text": 3}], {}, {"kind": "int"}),
+        (Data.NOT_TEXT, [{"text": "w1"}, {"text": None}], {}, {"name": "document 1 of train_dataset"}),
+        (Data.NOT_A_ROW, ["w1"], {}, {"name": "document 0 of train_dataset", "kind": "str"}),
         (Data.CHATS, prompts(1), {}, {"columns": "'prompt', 'completion'"}),
-        (Data.CHATS, tokens, {"eval_dataset": {"own": chats(1)}}, {"name": "eval_dataset['own']"}),
+        (Data.CHATS, tokens, {"eval_dataset": {"own": chats(1)}}, {"name": "document 0 of eval_dataset['own']"}),
     ):
         with refused(entry, **values):
             make(tmp_path, data, given=given)

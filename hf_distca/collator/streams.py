@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import torch
 from datasets.distributed import split_dataset_by_node
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
@@ -20,6 +21,36 @@ from hf_distca.collator.texts import TextStream
 from hf_distca.planner.bin_packing import pack_in_order
 
 logger = logging.getLogger(__name__)
+
+
+class EpochStream(IterableDataset[Any]):
+    """A stream whose epoch reaches the processes that read it, also those that live for several epochs.
+
+    Such a process has a copy of the stream. `datasets.IterableDataset` shares its epoch by itself.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    @classmethod
+    def around(cls, stream: Any) -> Any:
+        """Return the stream, in an `EpochStream` if it has epochs and does not share them by itself."""
+        shares = isinstance(stream, datasets.IterableDataset)
+        return cls(stream) if hasattr(stream, "set_epoch") and not shares else stream
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, in every process."""
+        self._epoch.fill_(epoch)
+        self.stream.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.stream)
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            self.stream.set_epoch(int(self._epoch))
+        return iter(self.stream)
 
 
 @dataclass(eq=False)
@@ -55,6 +86,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         self._texts = self.dataset if isinstance(self.dataset, TextStream) else None
         if self._texts is not None:
             self.dataset, self.name = self._texts.rows, self._texts.name
+        self.dataset = EpochStream.around(self.dataset)
         self._splits_itself = isinstance(self.dataset, datasets.IterableDataset)
         if self._splits_itself:
             self.dataset = split_dataset_by_node(self.dataset, rank=self.rank, world_size=self.ranks)

@@ -118,12 +118,12 @@ class Dispatcher:
 
         Args:
             micro_batches: For each micro-batch, the lengths of this rank's documents in the order of its rows.
-            at_least: Least number of plans if any rank has a micro-batch.
+            at_least: Least number of plans, also if no rank has a micro-batch.
         """
         gathered = self.groups.all_gather([list(map(int, lengths)) for lengths in micro_batches])
         count = max(map(len, gathered))
         plans = []
-        for index in range(count and max(count, at_least)):
+        for index in range(max(count, at_least)):
             held = [rank[index] if index < len(rank) else [] for rank in gathered]
             plan = plan_placed([lengths or [1] for lengths in held], self.settings)  # [1]: of a `filler_batch`
             plans.append(replace(plan, fillers=held.count([])))
@@ -136,7 +136,7 @@ class Dispatcher:
         without a target follow.
 
         Args:
-            at_least: Least number of batches to return if any rank has one: the micro-batches of an optimizer step.
+            at_least: Least number of batches to return, also if no rank has one.
 
         Raises:
             ValueError: A batch is not packed without padding. Every rank raises it, also for another rank's batch.

@@ -37,9 +37,9 @@ class DistCAArguments(DistCAConfig, _Arguments):
     )
     per_device_eval_batch_size: int = setting(1, "Like per_device_train_batch_size, in evaluation.")
     dataloader_num_workers: int = setting(
-        1,
-        "Number of processes that load data. With 1 or more, these processes plan the next micro-batches while the "
-        "training step runs.",
+        0,
+        "Number of processes on each rank that read and plan micro-batches. 0 starts none: the rank itself reads and "
+        "plans the next micro-batches while its device computes.",
     )
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -118,21 +118,11 @@ def lengths_read_on_host(trainer: Trainer, dataset: Any) -> Iterator[None]:
         trainer.data_collator = collator
 
 
-class PlannedLoader:
-    """Loader that plans batches, whose documents lie on this rank, until the data of every rank has ended."""
-
-    def __init__(self, loader: DataLoader[Any], dispatcher: Dispatcher) -> None:
-        self._loader, self._dispatcher = loader, dispatcher
-        self.dataset = loader.dataset
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        batches = iter(self._loader)
-        while planned := self._dispatcher.plan_batches(list(islice(batches, 1))):
-            yield planned[0]
-
-
 class UpcomingBatches:
-    """Fetch the micro-batches of optimizer steps, and bind one micro-batch ahead.
+    """Fetch the micro-batches of optimizer steps; read, plan and bind the next ones while the device computes.
+
+    The loader's batches are planned when they are read, or all ranks plan them here in lockstep: documents then lie on
+    the rank that reads them, and batches follow until the data of every rank has ended.
 
     With dedicated servers nothing is bound ahead: a plan is made for the servers that are present when it is bound.
     """
@@ -140,23 +130,35 @@ class UpcomingBatches:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._plans: deque[MicroBatchPlan] = deque()  # plans of this step that have not begun
+        self._count = 0  # micro-batches of a step
         self._loader: Iterator[dict[str, Any]] | None = None
-        self._planned = self._ended = False  # by the loader; on all ranks
-        self._fetched: list[dict[str, Any]] = []  # batches for the next step
+        self._planned = False  # whether the loader plans
+        self._read_ahead: list[dict[str, Any]] = []  # planned micro-batches of the next step
+        self._ended = False  # on all ranks, or because a rank cannot read
+        self._failed = False  # a rank cannot read: on all ranks, or on this rank if the loader plans
+        self._error: Exception | None = None  # why this rank cannot read
         self._bound: tuple[MicroBatchPlan, BoundPlan] | None = None
 
     def fetch(self, loader: Iterator[dict[str, Any]], count: int, *, planned: bool) -> list[dict[str, Any]]:
         """Return the planned micro-batches of a step, fewer than `count` at the end of the data.
 
         A collective if the loader's batches are not `planned`.
+
+        Raises:
+            Exception: This rank could not read a micro-batch of this step. Unless the loader plans, every rank raises.
         """
         if loader is not self._loader:
-            self._loader, self._planned, self._ended, self._fetched = loader, planned, False, []
-        batches = list(islice(chain(self._fetched, loader), count))
-        self._fetched = []
-        if not planned and not self._ended:
-            batches = self._dispatcher.plan_batches(batches, at_least=count)
-            self._ended = not batches
+            self._loader, self._planned, self._read_ahead = loader, planned, []
+            self._ended, self._failed, self._error = False, False, None
+        self._count = count
+        batches, self._read_ahead = self._read_ahead[:count], self._read_ahead[count:]
+        while len(batches) < count and (batch := self._read()):
+            batches += batch
+        missing = count - len(batches)
+        if missing and self._failed:
+            self._raise()
+        if missing and batches and not planned:  # a step of a stream has all its micro-batches
+            batches += self._dispatcher.plan_batches([], at_least=missing)
         self._plans = deque(batch[PLAN_KEY] for batch in batches)
         return batches
 
@@ -169,12 +171,50 @@ class UpcomingBatches:
             return bound
         return self._dispatcher.bind(plan)
 
-    def bind_next(self) -> None:
-        """Bind the plan of the next micro-batch if it is known or can be fetched."""
-        if self._dispatcher.remote is not None:
-            return
-        if not self._plans and self._loader is not None and self._planned and not self._fetched:
-            self._fetched = list(islice(self._loader, 1))
-        upcoming = [*self._plans, *(batch[PLAN_KEY] for batch in self._fetched)]
-        if upcoming:
+    def prepare_next(self) -> None:
+        """Read and plan one more micro-batch of the next step, and bind the plan of the next micro-batch.
+
+        To be called once a micro-batch, after its work is launched. A collective if the loader does not plan.
+        """
+        if self._loader is not None and len(self._read_ahead) < self._count:
+            self._read_ahead += self._read()
+        upcoming = [*self._plans, *(batch[PLAN_KEY] for batch in self._read_ahead)]
+        if upcoming and self._dispatcher.remote is None:
             self._bound = upcoming[0], self._dispatcher.bind(upcoming[0])
+
+    def _read(self) -> list[dict[str, Any]]:
+        """Return one more planned micro-batch; none if the data has ended or a rank could not read."""
+        if self._ended or self._loader is None:
+            return []
+        batches: list[dict[str, Any]] = []
+        try:
+            batches = list(islice(self._loader, 1))
+        except Exception as error:  # raised by `fetch`: the steps before need no batch of this one
+            self._error = error
+        self._failed = self._error is not None
+        if not self._planned:
+            (self._failed,) = self._dispatcher.groups.any_of([self._failed])
+            batches = [] if self._failed else self._dispatcher.plan_batches(batches)
+        self._ended = not batches
+        return batches
+
+    def _raise(self) -> None:
+        if self._planned and self._error is not None:
+            raise self._error
+        self._dispatcher.groups.raise_together(self._error)
+
+
+class EvaluationLoader:
+    """Loader of an evaluation's planned micro-batches, which come from the `upcoming` ones."""
+
+    def __init__(self, loader: DataLoader[Any], upcoming: UpcomingBatches, *, planned: bool) -> None:
+        self._loader, self._upcoming, self._planned = loader, upcoming, planned
+        self.dataset = loader.dataset
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        batches = iter(self._loader)
+        while planned := self._upcoming.fetch(batches, 1, planned=self._planned):
+            yield planned[0]

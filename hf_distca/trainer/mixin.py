@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from hf_distca.collator.streams import StreamPacker
+from hf_distca.collator.streams import EpochStream, StreamPacker
 from hf_distca.models.decoder import mixing_layers
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.pool.launch import TOKEN_FILE, open_pool
@@ -20,7 +20,7 @@ from hf_distca.trainer import parallel, resuming
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.assembly import prepare_trainer
 from hf_distca.trainer.costs import LearnedCosts
-from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, UpcomingBatches, is_stream, lengths_read_on_host
+from hf_distca.trainer.loaders import EvaluationLoader, PackedLoaders, UpcomingBatches, is_stream, lengths_read_on_host
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
 from hf_distca.trainer.refusals import Run, by_name, check_given
 from hf_distca.trainer.tracing import StepTracer
@@ -73,12 +73,14 @@ class DistCAMixin(_Trainer):
         self._costs = LearnedCosts(dispatcher)
         self.meter = StepMeter(dispatcher, self.model, self.pool, self.args.world_size, self._costs)
         self._tracer = StepTracer(dispatcher, self.args) if self.args.trace_steps else None
-        self._progress = resuming.DataProgress()
-        for callback in filter(None, (self.meter, self._costs, self._tracer, self._progress)):
+        self._progress = resuming.DataProgress(resuming.DataPlace({}))
+        for callback in filter(None, (self.meter, self._costs, self._tracer)):
             self.add_callback(callback)
         self._remedies = Remedies(self.args, ping_pong=dispatcher.settings.ping_pong)
+        self._epoch_iterator: Iterator[Any] | None = None  # of the present pass over the training data
         self._loaders = PackedLoaders(self, dispatcher)
         self._upcoming = UpcomingBatches(dispatcher)
+        self._upcoming_evaluated = UpcomingBatches(dispatcher)  # of the present evaluation
         self._mixes = bool(mixing_layers(self.model))  # rows of a document other than by attention
         self._wrapped: nn.Module | None = None  # the wrapped model of the last training step
         self._evaluated: list[tuple[float, float]] = []  # this rank's sum of losses and all targets, of micro-batches
@@ -94,18 +96,21 @@ class DistCAMixin(_Trainer):
         named = by_name(super()._get_dataloader, args, kwargs)
         dataset, is_training = named["dataset"], named.get("is_training", False)
         if not self._packs:
+            if is_stream(dataset):
+                named["dataset"] = EpochStream.around(dataset)
             with lengths_read_on_host(self, dataset):
                 return super()._get_dataloader(**named)
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
         # The place has no capacity before training begins.
-        capacity = int(self._progress.place.order.get(resuming.CAPACITY, 0)) if is_training else 0
+        capacity = int(self._progress.start.order.get(resuming.CAPACITY, 0)) if is_training else 0
         return self._loaders.loader(dataset, shuffle=shuffle, capacity=capacity)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a loader of planned micro-batches of the evaluation data: this rank's rows."""
+        """Return a loader of planned micro-batches of the evaluation data: this rank's rows, one micro-batch ahead."""
         loader = super().get_eval_dataloader(*args, **kwargs)
-        is_planned = self._packs and not isinstance(loader.dataset, StreamPacker)
-        return loader if is_planned else PlannedLoader(loader, self.dispatcher)
+        planned = self._packs and not isinstance(loader.dataset, StreamPacker)
+        self._upcoming_evaluated = UpcomingBatches(self.dispatcher)
+        return EvaluationLoader(loader, self._upcoming_evaluated, planned=planned)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any
@@ -113,6 +118,9 @@ class DistCAMixin(_Trainer):
         """Return the planned micro-batches of an optimizer step and the number of targets on all ranks."""
         if self._tracer is not None:
             self._tracer.begin_step(self.state.global_step + 1)
+        if epoch_iterator is not self._epoch_iterator:
+            self._epoch_iterator = epoch_iterator
+            self._progress.begin_pass(self.state.global_step)
         planned = self._packs and not is_stream(self.train_dataset)
         batches = self._upcoming.fetch(epoch_iterator, num_batches, planned=planned)
         if self.pool is not None and batches:  # else a stream has ended: Trainer asks again until max_steps
@@ -128,8 +136,10 @@ class DistCAMixin(_Trainer):
         """Move the inputs to the device and bind their plan to this rank."""
         inputs = super()._prepare_inputs(inputs)
         if isinstance(inputs.get(PLAN_KEY), MicroBatchPlan):
-            inputs = {**inputs, PLAN_KEY: self._upcoming.bind(inputs[PLAN_KEY])}
-            if self.model_wrapped.training:
+            is_training = self.model_wrapped.training
+            upcoming = self._upcoming if is_training else self._upcoming_evaluated
+            inputs = {**inputs, PLAN_KEY: upcoming.bind(inputs[PLAN_KEY])}
+            if is_training:
                 self.meter.count(inputs[PLAN_KEY])
                 self._costs.count(inputs[PLAN_KEY].plan)
         return inputs
@@ -154,11 +164,13 @@ class DistCAMixin(_Trainer):
             with groups.failures.reported():
                 checkpoint = resuming.agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
                 order = resuming.data_order(self, self.dispatcher, self._loaders, packs=self._packs)
-                self._progress.place = resuming.agreed_place(order, checkpoint, self.args, groups)
+                place = resuming.agreed_place(order, checkpoint, self.args, groups)
+                self._progress = resuming.DataProgress(place)
                 self._costs.resume(None if checkpoint is None else Path(checkpoint))
                 return super().train(checkpoint, *args, **kwargs)
         finally:
-            self._upcoming = UpcomingBatches(self.dispatcher)  # an unfinished loader ends, and its processes stop
+            # An unfinished loader ends, and its processes stop.
+            self._upcoming, self._epoch_iterator = UpcomingBatches(self.dispatcher), None
             if self.pool is not None:
                 self.pool.close()
 
@@ -167,7 +179,7 @@ class DistCAMixin(_Trainer):
         self.dispatcher.close()
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Run `Trainer.training_step`, and bind the next micro-batch before Trainer waits for this loss."""
+        """Run `Trainer.training_step`, and prepare what comes next before Trainer waits for this loss."""
         if model is not self._wrapped:
             with self.dispatcher.groups.raised_together():
                 if self.args.world_size > 1 and not parallel.is_wrapped(model, self.accelerator):
@@ -177,7 +189,7 @@ class DistCAMixin(_Trainer):
         self._section("forward")
         loss = super().training_step(model, *args, **kwargs)
         self._section("between")
-        self._upcoming.bind_next()
+        self._upcoming.prepare_next()
         return loss
 
     def _section(self, name: str) -> None:
@@ -219,8 +231,11 @@ class DistCAMixin(_Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does; the loss is the exact mean over all targets."""
-        with self.dispatcher.groups.failures.reported():
-            return super().evaluate(*args, **kwargs)
+        try:
+            with self.dispatcher.groups.failures.reported():
+                return super().evaluate(*args, **kwargs)
+        finally:
+            self._upcoming_evaluated = UpcomingBatches(self.dispatcher)  # an unfinished loader ends
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate with the mean loss over the targets of all micro-batches."""
@@ -246,6 +261,7 @@ class DistCAMixin(_Trainer):
         targets: Any = super()._get_num_items_in_batch([inputs], self.args.device)  # may be 0
         loss, _, _ = super().prediction_step(model, inputs, True, *args, **kwargs)
         assert loss is not None
+        self._upcoming_evaluated.prepare_next()  # before the host waits for the loss
         # The loss of all ranks is the mean over ranks of `loss`.
         self._evaluated.append(((loss * targets / self.dispatcher.groups.ranks).item(), targets.item()))
         return loss, None, None
@@ -264,12 +280,12 @@ class DistCAMixin(_Trainer):
     ) -> tuple[int, int]:
         """Set up the state as Trainer does; return the first epoch and its completed micro-batches."""
         epochs, _ = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
-        place = self._progress.place
+        place = self._progress.start
         if self.args.ignore_data_skip:
             place = resuming.DataPlace(place.order, epochs)
         elif place.steps == num_update_steps_per_epoch:
             place = resuming.DataPlace(place.order, place.epoch + 1)
-        self._progress.place = place
+        self._progress = resuming.DataProgress(place)
         if self.state.global_step >= max_steps and self.is_world_process_zero():
             logger.warning(
                 "nothing is left to train: the checkpoint is of step %s, and training ends at step %s. Raise "
@@ -282,7 +298,7 @@ class DistCAMixin(_Trainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with resuming.disk_errors_named(folder):
             if self.args.should_save:
-                self._progress.save(folder)
+                self._progress.save(folder, self.state.global_step)
                 self._costs.save(folder)
             super()._save_checkpoint(model, trial, *args, **kwargs)
 

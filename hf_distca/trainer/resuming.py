@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
-from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_distca.dispatch.dispatcher import Dispatcher
@@ -34,6 +33,8 @@ CAPACITY = "ranks * tokens_per_rank"
 """Setting that may grow on resume: micro-batches keep their old size, and still fit."""
 LAYOUT, CUTTING = "document_layout", "joint or fixed"
 """Layout setting, and its value for layouts that cut documents: a run may resume with either."""
+WORKERS = "dataloader_num_workers"
+"""Setting that decides the order of a stream."""
 AGREED = (
     *("seed", "long_documents", "remove_unused_columns", "length_column_name"),
     *("num_train_epochs", "max_steps", "trace_steps", "attention_servers"),
@@ -123,11 +124,12 @@ def data_order(trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, 
         return {
             "ranks * per_device_train_batch_size": ranks * args.per_device_train_batch_size,
             **_drawn(args),
+            # Streams of `datasets` shuffle differently in a worker process than in the rank itself.
+            **({WORKERS: args.dataloader_num_workers} if is_stream(dataset) else {}),
             "train_dataset": f"{len(dataset)} examples" if hasattr(dataset, "__len__") else "a stream",
         }
     if is_stream(dataset):
-        # Streams of `datasets` shuffle differently in a worker process than in the rank itself.
-        names = ("tokens_per_rank", "long_documents", "dataloader_num_workers", "gradient_accumulation_steps")
+        names = ("tokens_per_rank", "long_documents", WORKERS, "gradient_accumulation_steps")
         return {"ranks": ranks, **{name: getattr(args, name) for name in names}, "train_dataset": "a stream"}
     lengths, fingerprint = loaders.lengths(dataset)
     return {
@@ -147,30 +149,32 @@ class DataPlace(NamedTuple):
     steps: int = 0  # completed optimizer steps of the present pass
 
 
-class DataProgress(TrainerCallback):
-    """Follow a run through its data, from the `place` that is set before training begins."""
+class DataProgress:
+    """Place of a run in its data, from the number of its completed optimizer steps."""
 
-    def __init__(self) -> None:
-        self.place = DataPlace({})
+    def __init__(self, start: DataPlace) -> None:
+        self.start = start  # where this training began in its present pass
+        self._step_at_start: int | None = None  # completed steps of the whole run there; None before the first pass
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Forget an earlier training."""
-        self._in_pass = False
+    def begin_pass(self, step: int) -> None:
+        """Note that a pass over the data begins, or goes on in a resumed training.
 
-    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Count a completed pass; `on_epoch_end` is also called if training stops within a pass."""
-        if self._in_pass:
-            self.place = DataPlace(self.place.order, self.place.epoch + 1)
-        self._in_pass = True
+        Args:
+            step: completed steps of the whole run.
+        """
+        if self._step_at_start is not None:
+            self.start = DataPlace(self.start.order, self.start.epoch + 1)
+        self._step_at_start = step
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Count a completed step."""
-        self.place = self.place._replace(steps=self.place.steps + 1)
+    def place(self, step: int) -> DataPlace:
+        """Return the place after so many completed steps of the whole run."""
+        begun_at = step if self._step_at_start is None else self._step_at_start
+        return self.start._replace(steps=self.start.steps + step - begun_at)
 
-    def save(self, checkpoint: Path) -> None:
+    def save(self, checkpoint: Path, step: int) -> None:
         """Write the place into a checkpoint folder, and make the folder if needed."""
         checkpoint.mkdir(parents=True, exist_ok=True)
-        (checkpoint / PLACE_FILE).write_text(json.dumps(self.place._asdict(), indent=2) + "\n")
+        (checkpoint / PLACE_FILE).write_text(json.dumps(self.place(step)._asdict(), indent=2) + "\n")
 
 
 def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments, groups: Groups) -> DataPlace:
@@ -196,6 +200,8 @@ def _kept_place(checkpoint: Path, order: DataOrder, ranks: int) -> DataPlace:
     stored = place.order
     if CAPACITY in stored:  # earlier versions stored only the layout "whole"
         stored = {LAYOUT: CUTTING, **stored}
+    if WORKERS in order:  # earlier versions stored it for packed streams alone; the default was 1
+        stored = {WORKERS: 1, **stored}
     wrong = [
         f"{name} is {order.get(name)}, but must be {stored.get(name)}"
         for name in {**stored, **order}

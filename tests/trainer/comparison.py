@@ -211,7 +211,7 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
     given = {"model": model, "train_dataset": documents, "eval_dataset": documents}
     given |= run.given(model) | run.given_planned()
     arguments = {**COMMON, **PLANNED, "tokens_per_rank": 2 * TOKENS_PER_RANK // how.shares, **exchanging(model)}
-    arguments |= {"output_dir": output, "dataloader_num_workers": 0, **run.arguments, **run.planned}
+    arguments |= {"output_dir": output, **run.arguments, **run.planned}
     classes: Any = (hf_distca.DistCATrainer, hf_distca.DistCATrainingArguments)
     if run.sft:
         classes = (hf_distca.DistCASFTTrainer, hf_distca.DistCASFTConfig)

@@ -43,7 +43,7 @@ def make_trainer(
     os.environ["ACCELERATE_USE_CPU"] = str(environment is None).lower()
     os.environ.update(environment or {})
     model = model or small_model()
-    few = {"logging_steps": 1, "lr_scheduler_type": "constant", "dataloader_num_workers": 0, "seed": 1}
+    few = {"logging_steps": 1, "lr_scheduler_type": "constant", "seed": 1}
     small = {"balance_block_size": 8, "tokens_per_rank": 160} | ({} if isinstance(model, str) else exchanging(model))
     quiet = {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
     args = hf_distca.DistCATrainingArguments(output_dir=folder, **{**quiet, **few, **small, **arguments})

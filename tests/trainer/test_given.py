@@ -22,7 +22,7 @@ from tests.trainer.small_trainers import make_trainer
 TEXTS = ["w1 w2 w3", "w4 [end]", "w5", "w6 w7 w8 w9"]
 TOKENS = [[6, 7, 8, 2], [9, 2], [10, 2], [11, 12, 13, 14, 2]]
 STEP = {"max_steps": 1, "save_strategy": "no"}
-OPTIONS: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_num_workers": 0, **STEP}
+OPTIONS: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, **STEP}
 
 
 def make(folder: Any, data: Any, model: Any = None, given: Any = None, **arguments: Any) -> Any:
@@ -140,7 +140,6 @@ class PlannedChatTrainer(DistCAMixin, ChatTrainer):
 def test_arguments_are_of_both_trainers(tmp_path):
     arguments = partial(PlannedChatArguments, str(tmp_path), **OPTIONS)
     assert (arguments().tokens_per_rank, arguments(end_of_turn=5).end_of_turn) == (8192, 5)
-    assert PlannedChatArguments(str(tmp_path), use_cpu=True).dataloader_num_workers == 1
     with pytest.raises(ValueError, match="tokens_per_rank must be positive"):
         arguments(tokens_per_rank=0)
     with refused(ARGUMENTS[3]):

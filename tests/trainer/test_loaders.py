@@ -3,9 +3,12 @@
 import gc
 import multiprocessing
 import os
+import subprocess
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,8 +16,10 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
+from hf_distca.collator import collation
 from hf_distca.collator.padding_free import CollatorWithLengths, batch_document_lengths
 from hf_distca.collator.refusals import Data
+from hf_distca.dispatch import dispatcher
 from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.trainer.loaders import PackedLoaders, UpcomingBatches, is_stream, lengths_read_on_host
@@ -105,7 +110,7 @@ def test_nothing_is_bound_ahead_of_another_loader_or_of_servers():
         upcoming = UpcomingBatches(binder)
         upcoming.fetch(iter([{PLAN_KEY: "a"}, {PLAN_KEY: "b"}]), count, planned=True)
         assert upcoming.bind("a") == "a bound"
-        upcoming.bind_next()
+        upcoming.prepare_next()
         assert bound == expected
         other = [{PLAN_KEY: "c"}, {PLAN_KEY: "d"}]
         assert upcoming.fetch(iter(other), 2, planned=True) == other
@@ -124,24 +129,136 @@ class Notes(TrainerCallback):
 
 
 @pytest.mark.parametrize("source", ["packed", "flattened"])
-def test_training_binds_ahead(tmp_path, monkeypatch, source):
+def test_training_plans_and_binds_ahead(tmp_path, monkeypatch, source):
     trainer = make_trainer(
-        str(tmp_path), source, lengths=[150] * 4, gradient_accumulation_steps=2, max_steps=2, save_strategy="no"
+        str(tmp_path), source, lengths=[150] * 6, gradient_accumulation_steps=2, max_steps=3, save_strategy="no"
     )
     events: list[str] = []
     trainer.add_callback(Notes(events))
     bind, compute_loss, collator = trainer.dispatcher.bind, trainer.compute_loss, trainer.data_collator
+    for module, name in ((collation, "plan_micro_batch"), (dispatcher, "plan_placed")):
+        plan = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, plan=plan: (events.append("plan"), plan(*a))[1])
     monkeypatch.setattr(trainer.dispatcher, "bind", lambda plan: (events.append("bind"), bind(plan))[1])
     # Trainer looks at the loss, and waits for it, before it counts these.
     monkeypatch.setattr(trainer, "floating_point_ops", lambda _inputs: (events.append("waited"), 0)[1])
     monkeypatch.setattr(trainer, "compute_loss", lambda *a, **k: (events.append("forward"), compute_loss(*a, **k))[1])
     trainer.train()
-    step = ["bind", "forward", "bind", "waited", "forward", "waited", "optimizer"]
-    expected = [*step, *step]
-    if source == "packed":  # the loader plans: the first batch of the next step is known
-        expected = [*step[:5], "bind", *step[5:], "forward", "bind", "waited", "forward", "waited", "optimizer"]
+    # Only the first step waits for its plans. While a micro-batch runs, one of the next step is planned, until the
+    # data ends. accelerate reads one micro-batch more than it gives.
+    plans_first, last_planned = (["plan"] * 3, 3) if source == "packed" else (["plan"] * 2, 4)
+    expected = [*plans_first, "bind"]
+    for micro_batch in range(6):
+        planned = ["plan"] if micro_batch < last_planned else []
+        bound = ["bind"] if micro_batch < 5 else []
+        expected += ["forward", *planned, *bound, "waited", *(["optimizer"] if micro_batch % 2 else [])]
     assert events == expected
     assert trainer.data_collator is collator
+
+
+def test_an_evaluation_plans_and_binds_ahead(tmp_path, monkeypatch):
+    trainer = make_trainer(str(tmp_path), lengths=[150] * 3)
+    events: list[str] = []
+    plan, bind, prediction_step = collation.plan_micro_batch, trainer.dispatcher.bind, trainer.prediction_step
+    monkeypatch.setattr(collation, "plan_micro_batch", lambda *a: (events.append("plan"), plan(*a))[1])
+    monkeypatch.setattr(trainer.dispatcher, "bind", lambda plan: (events.append("bind"), bind(plan))[1])
+
+    def noted_step(*args: Any, **kwargs: Any) -> Any:
+        events.append("begin")
+        result = prediction_step(*args, **kwargs)
+        events.append("end")
+        return result
+
+    monkeypatch.setattr(trainer, "prediction_step", noted_step)
+    trainer.evaluate()
+    first = ["plan", "plan", "begin", "bind", "plan", "bind", "end"]
+    assert events == [*first, "begin", "bind", "end", "begin", "end"]
+
+
+class Planner:
+    """A dispatcher of one of two ranks, whose batches are planned in lockstep: the other rank has `others` of them."""
+
+    def __init__(self, others: int, failing: int | None = None) -> None:
+        self.groups, self.remote, self.others, self.failing = self, None, others, failing
+        self.asked = 0
+
+    def any_of(self, flags: list[bool]) -> list[bool]:
+        self.asked += 1
+        return [flags[0] or self.asked == self.failing]
+
+    def raise_together(self, error: Exception | None) -> None:
+        raise ValueError(f"raised by both ranks: {error}")
+
+    def plan_batches(self, batches: list[dict[str, Any]], at_least: int = 0) -> list[dict[str, Any]]:
+        if not batches and self.others > 0:
+            batches = [{PLAN_KEY: "filler"}]
+        self.others -= 1
+        return [*batches, *([{PLAN_KEY: "filler"}] * (at_least - len(batches)))]
+
+    def bind(self, plan: str) -> str:
+        return f"{plan} bound"
+
+
+def _steps(upcoming: UpcomingBatches, loader: Iterator[Any], count: int, *, planned: bool) -> Iterator[list[str]]:
+    """The plans of each step of a training, in which something is prepared after each micro-batch."""
+    while batches := upcoming.fetch(loader, count, planned=planned):
+        yield [batch[PLAN_KEY] for batch in batches]
+        for batch in batches:
+            upcoming.bind(batch[PLAN_KEY])
+            upcoming.prepare_next()
+
+
+def _batches(names: str, error: Exception | None = None) -> Iterator[dict[str, Any]]:
+    yield from ({PLAN_KEY: name} for name in names)
+    if error is not None:
+        raise error
+
+
+def test_the_next_step_is_read_and_no_more():
+    upcoming, loader = UpcomingBatches(Planner(0)), _batches("abcdefg")  # type: ignore[arg-type]
+    steps = _steps(upcoming, loader, 2, planned=True)
+    assert next(steps) == ["a", "b"]
+    assert next(steps) == ["c", "d"]  # after both micro-batches of the first step
+    upcoming.prepare_next()
+    upcoming.prepare_next()
+    upcoming.prepare_next()  # as for a step that was interrupted
+    assert [batch[PLAN_KEY] for batch in loader] == ["g"]
+    assert list(steps) == [["e", "f"]]
+
+
+def test_steps_of_a_stream_end_on_all_ranks_at_once():
+    # This rank has three micro-batches, and the other rank has as many as it says.
+    for others, expected in (
+        (1, [["a", "b"], ["c", "filler"]]),
+        (3, [["a", "b"], ["c", "filler"]]),
+        (4, [["a", "b"], ["c", "filler"]]),
+        (5, [["a", "b"], ["c", "filler"], ["filler", "filler"]]),
+    ):
+        upcoming = UpcomingBatches(Planner(others))  # type: ignore[arg-type]
+        assert list(_steps(upcoming, _batches("abc"), 2, planned=False)) == expected
+    # Without a stream a step may have fewer.
+    upcoming = UpcomingBatches(Planner(0))  # type: ignore[arg-type]
+    assert list(_steps(upcoming, _batches("abc"), 2, planned=True)) == [["a", "b"], ["c"]]
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_batch_that_cannot_be_read_ends_the_step_that_needs_it(planned):
+    error = OSError("stale file handle")
+    steps = _steps(UpcomingBatches(Planner(9)), _batches("abc", error), 2, planned=planned)  # type: ignore[arg-type]
+    assert next(steps) == ["a", "b"]
+    raised = "^stale" if planned else "^raised by both ranks: stale"
+    with pytest.raises(OSError if planned else ValueError, match=raised):
+        next(steps)
+
+
+def test_a_batch_that_another_rank_cannot_read_ends_the_step():
+    planner = Planner(9, failing=4)
+    steps = _steps(UpcomingBatches(planner), _batches("abcdef"), 2, planned=False)  # type: ignore[arg-type]
+    assert next(steps) == ["a", "b"]
+    with pytest.raises(ValueError, match="raised by both ranks: None"):
+        next(steps)
+    # No rank asks or plans after that.
+    assert planner.asked == 4
 
 
 def test_ranks_are_not_asked_again_in_an_epoch_that_has_ended(tmp_path, monkeypatch):
@@ -151,6 +268,20 @@ def test_ranks_are_not_asked_again_in_an_epoch_that_has_ended(tmp_path, monkeypa
     ended = iter([])
     assert [trainer.get_batch_samples(ended, 2, trainer.args.device)[0] for _ in range(3)] == [[], [], []]
     assert len(asked) == 1
+
+
+def test_by_default_no_process_starts(tmp_path, monkeypatch):
+    forbidden = Mock(side_effect=AssertionError("a process was started"))
+    arguments = {"num_train_epochs": 2, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    for source in ("packed", "stream", "flattened"):
+        limited = {**arguments, "max_steps": 6} if source == "stream" else arguments
+        trainer = make_trainer(str(tmp_path / source), source, lengths=[150] * 4, **limited)
+        assert trainer.args.dataloader_num_workers == 0
+        for owner, name in ((os, "fork"), (os, "posix_spawn"), (subprocess.Popen, "__init__"), (BaseProcess, "start")):
+            monkeypatch.setattr(owner, name, forbidden)
+        trainer.train()
+        assert sum("eval_loss" in entry for entry in trainer.state.log_history) >= 2
+        monkeypatch.undo()
 
 
 # Behind

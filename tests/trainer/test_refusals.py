@@ -275,15 +275,15 @@ def groups(ranks: int = 2) -> Any:
 
 
 def order(source: str, ranks: int = 2, skip: int = 0, **changed: Any) -> dict[str, Any]:
-    """The order of documents on some ranks: packed without the first ones, of a stream, or of examples."""
-    base = {"tokens_per_rank": 96, "gradient_accumulation_steps": 3, "seed": 1, "dataloader_num_workers": 0}
+    """The order of documents on some ranks: packed without the first ones, of a stream, or by a custom collator."""
+    base = {"tokens_per_rank": 96, "gradient_accumulation_steps": 3, "seed": 1}
     args = settings(**{**base, **changed})
     layout = "whole" if args.document_layout == "whole" else "joint"
     return resuming.data_order(
-        SimpleNamespace(args=args, train_dataset=STREAM if source == "stream" else range(len(LENGTHS))),
+        SimpleNamespace(args=args, train_dataset=STREAM if "stream" in source else range(len(LENGTHS))),
         SimpleNamespace(groups=groups(ranks), settings=SimpleNamespace(document_layout=layout)),
         SimpleNamespace(lengths=lambda dataset: (np.array(LENGTHS[skip:]), str(skip) * 64)),
-        packs=source != "flattened",
+        packs="flattened" not in source,
     )
 
 
@@ -301,6 +301,8 @@ OTHERS: list[tuple[str, dict[str, Any], int, dict[str, Any], str]] = [
     ("stream", {}, 3, {}, "ranks is 3, but must be 2"),
     ("stream", {}, 2, {"tokens_per_rank": 97}, "tokens_per_rank is 97, but must be 96"),
     ("stream", {}, 2, {"dataloader_num_workers": 1}, "dataloader_num_workers is 1, but must be 0"),
+    ("stream", {"dataloader_num_workers": 1}, 2, {}, "dataloader_num_workers is 0, but must be 1"),  # an old default
+    ("flattened stream", {"dataloader_num_workers": 1}, 2, {}, "dataloader_num_workers is 0, but must be 1"),
     ("flattened", OF_BATCHES, 3, OF_BATCHES, "ranks * per_device_train_batch_size is 9, but must be 6"),
 ]
 """What the data are, settings that were saved, ranks that resume, their settings, and what differs."""
@@ -308,9 +310,7 @@ OTHERS: list[tuple[str, dict[str, Any], int, dict[str, Any], str]] = [
 
 def test_another_order(tmp_path):
     def save(order: dict[str, Any]) -> None:
-        progress = resuming.DataProgress()
-        progress.place = resuming.DataPlace(order, epoch=1)
-        progress.save(tmp_path)
+        resuming.DataProgress(resuming.DataPlace(order, epoch=1)).save(tmp_path, step=5)
 
     def place(order: dict[str, Any], ranks: int = 2, **changed: Any) -> resuming.DataPlace:
         return resuming.agreed_place(order, str(tmp_path), settings(**changed), groups(ranks))
@@ -336,6 +336,10 @@ def test_another_order(tmp_path):
     assert place(order("packed")).epoch == 1
     with refused(Resume.OTHER_ORDER, differences="document_layout is whole on 2 ranks, but must be joint or fixed"):
         place(order("packed", **WHOLE))
+    save({name: value for name, value in order("flattened stream").items() if name != "dataloader_num_workers"})
+    with refused(Resume.OTHER_ORDER, differences="dataloader_num_workers is 0, but must be 1"):
+        place(order("flattened stream"))
+    assert place(order("flattened stream", dataloader_num_workers=1)).epoch == 1
 
 
 DEEPSPEED = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={}))

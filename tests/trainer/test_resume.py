@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_distca.trainer.refusals import Resume
 from tests.logged import Messages
@@ -30,6 +32,7 @@ FLATTENED = {"per_device_train_batch_size": 3, "num_train_epochs": 3}
 # No document is cut: the longest has 150 tokens.
 WHOLE = {"tokens_per_rank": 160, "num_train_epochs": 2, "document_layout": "whole"}
 WORKER = {"dataloader_num_workers": 1}
+LASTING = {**WORKER, "dataloader_persistent_workers": True}
 RUNS: dict[str, tuple[str, dict[str, Any], Sequence[int]]] = {
     "packed": ("packed", PACKED, (0, 3, 4, 7, 8, 11, 12)),
     "sharded": ("packed", {**PACKED, "save_steps": 3, "strategy": "fsdp2"}, (0, 3, 4, 7, 8, 11, 12)),
@@ -39,7 +42,8 @@ RUNS: dict[str, tuple[str, dict[str, Any], Sequence[int]]] = {
     "stream": ("stream", STREAM, range(0, 22, 3)),
     # Several steps are in a pass; a process of each rank's own reads them.
     "read ahead": ("stream", {**STREAM, "max_steps": 8, "gradient_accumulation_steps": 1, **WORKER}, range(9)),
-    "own": ("own stream", {**STREAM, "max_steps": 6, "gradient_accumulation_steps": 2, **WORKER}, range(0, 13, 2)),
+    # This process lives for all passes.
+    "own": ("own stream", {**STREAM, "max_steps": 6, "gradient_accumulation_steps": 2, **LASTING}, range(0, 13, 2)),
 }
 """What the data is, arguments, and the number of micro-batches after each step."""
 OTHERS = {"learning_rate": 1e-2, "lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 1}
@@ -59,10 +63,24 @@ class OwnStream(torch.utils.data.IterableDataset):
             yield self._documents[index]
 
 
+class Terminated(TrainerCallback):
+    """Asks for a checkpoint in a step, as SIGTERM does with `enable_jit_checkpoint`."""
+
+    def __init__(self, trainer: Any, step: int, event: str) -> None:
+        (found,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, JITCheckpointCallback))
+        self._manager, self._step = found.jit_manager, step
+        setattr(self, event, self._ask)
+
+    def _ask(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == self._step - 1:
+            self._manager.is_checkpoint_requested = True
+
+
 def train(folder: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
     """What this rank was given in each micro-batch, what was logged in each step, and warned."""
     arguments = {"gradient_accumulation_steps": 1, "strategy": "ddp", "resume": None, **OTHERS, **options}
     strategy, resume = STRATEGIES[arguments.pop("strategy")], arguments.pop("resume")
+    terminated = arguments.pop("terminated", None)
     model = small_model(vocab_size=FIRST + len(ALL))
     source, own = source.removeprefix("own "), source.startswith("own ")
     trainer = make_trainer(folder, source, model=model, environment=strategy.environment, **arguments)
@@ -74,6 +92,8 @@ def train(folder: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
     trainer.train_dataset = OwnStream(documents) if own else datasets.Dataset.from_list(documents)
     if source == "stream" and not own:  # it is shuffled anew in each pass
         trainer.train_dataset = trainer.train_dataset.to_iterable_dataset().shuffle(seed=0, buffer_size=6)
+    if terminated is not None:
+        trainer.add_callback(Terminated(trainer, *terminated))
     micro_batches: list[list[int]] = []
     training_step = trainer.training_step
 
@@ -185,6 +205,18 @@ def test_a_run_that_stopped_within_a_pass(run, whole_run, tmp_path):
     whole, _ = whole_run("packed")
     run(tmp_path, "packed", **PACKED, max_steps=3, save_strategy="epoch", learning_rate=0.0)
     assert together(run(tmp_path, "packed", resume=True, **PACKED)) == together(whole)[7:]
+
+
+@pytest.mark.parametrize(
+    ("terminated", "saved"),
+    [((3, "on_step_begin"), 2), ((3, "on_optimizer_step"), 3), ((4, "on_optimizer_step"), 4)],
+)
+def test_a_run_that_was_terminated(run, whole_run, tmp_path, terminated, saved):
+    """transformers saves before it calls the callbacks of others, within a step and at the end of a pass."""
+    whole, _ = whole_run("packed")
+    run(tmp_path, "packed", **PACKED, save_strategy="no", enable_jit_checkpoint=True, terminated=terminated)
+    resumed = run(tmp_path, "packed", resume=True, **PACKED)
+    assert together(resumed) == together(whole)[RUNS["packed"][2][saved] :]
 
 
 def test_new_passes(run, whole_run, tmp_path):

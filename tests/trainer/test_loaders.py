@@ -83,6 +83,31 @@ def test_whatever_a_data_set_raises_reaches_all_processes_of_the_world(tmp_path,
     assert seen == [("stale file handle", {"in_world": True})]
 
 
+class Shuffled(IterableDataset):
+    """A stream of documents that tell their epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{"input_ids": [self.epoch, 1]}])
+
+
+@pytest.mark.parametrize("source", ["stream", "flattened"])
+def test_the_epoch_reaches_processes_that_live_for_several_epochs(tmp_path, source):
+    lasting = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "max_steps": 1}
+    trainer = make_trainer(str(tmp_path), source, **lasting)
+    trainer.train_dataset = Shuffled()
+    loader = trainer.get_train_dataloader()
+    read = []
+    for epoch in (0, 1, 5):
+        loader.set_epoch(epoch)
+        read += [batch["input_ids"][0, 0].item() for batch in loader]
+    assert read == [0, 1, 5]
+
+
 def test_lengths_are_read_by_the_collator_unless_rank_0_reads_for_all():
     for dataset, by_rank_0, expected in (
         ([], None, False),

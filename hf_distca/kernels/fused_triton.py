@@ -49,8 +49,8 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # compiled from its source
 def merge_into(o_NHE: Tensor, lse_NH: Tensor, o_part_QHE: Tensor, lse_part_QH: Tensor, rows_Q: Tensor | None) -> None:
     """See `hf_distca.kernels.fused.merge_into`; the part has at least one row."""
     rows, heads, head_dim = o_part_QHE.shape
-    o_part_QHE = o_part_QHE if o_part_QHE.stride()[1:] == (head_dim, 1) else o_part_QHE.contiguous()
-    assert o_NHE.stride()[1:] == (head_dim, 1)  # written in place; kernels give dense rows
+    assert _is_dense(o_NHE)
+    assert _is_dense(o_part_QHE)  # as kernels return it
     block_e = triton.next_power_of_2(head_dim)
     block_h = min(triton.next_power_of_2(heads), max(1, NUMBERS // block_e))
     _merge_kernel[(rows, triton.cdiv(heads, block_h))](
@@ -88,14 +88,14 @@ def sum_rows(
     """Write rows of a sum.
 
     Args:
-        out_N: the sum, dense within a row.
+        out_N: the sum; dense within a row, as all sources are.
         rows_W: the rows to write; None: all.
         ends_W: first addend of each of these rows, then the number of addends.
         onto: add to present values.
     """
     width = out_N[0].numel()
-    sources = tuple(source if _is_dense(source) else source.contiguous() for source in sources_S)
-    assert _is_dense(out_N)
+    sources = tuple(sources_S)
+    assert all(map(_is_dense, (out_N, *sources)))
     block = min(NUMBERS, triton.next_power_of_2(width))
     _sum_kernel[(len(ends_W) - 1, triton.cdiv(width, block))](
         out_N, out_N.stride(0), width, ends_W if rows_W is None else rows_W, ends_W, addends_A,

@@ -55,6 +55,9 @@ def test_epochs_and_seeds_differ_and_repeat_unless_documents_come_in_order():
     assert len(set(map(frozenset, first)) & set(map(frozenset, second))) <= 1  # not only in another order
     assert drawn(sampler_of(lengths, 500, seed=8)) != first
     assert drawn(sampler) == first == drawn(sampler_of(lengths, 500, seed=7))
+    # Runs with neighbouring seeds do not repeat each other's epochs.
+    others = [drawn(sampler_of(lengths, 500, seed=seed), epoch) for seed, epoch in ((6, 0), (8, 0), (6, 2))]
+    assert second not in others
 
 
 def test_the_longest_document_comes_anywhere_in_an_epoch():

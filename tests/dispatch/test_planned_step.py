@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_distca.dispatch.attention import disaggregated_attention
+from hf_distca.dispatch.bound import BoundNanoBatch
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.recorder import NO_ROWS
 from hf_distca.dispatch.rows import IndexBuffer, take
@@ -22,8 +23,9 @@ from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
-from hf_distca.plan import TASK, MicroBatchPlan, Plan
+from hf_distca.plan import TASK, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.cost import Workers
+from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.servers import local_tasks, plan_lost, plan_with_servers
@@ -510,3 +512,21 @@ def test_ranks_on_nodes_share_what_a_lost_server_was_to_compute(rank_pools, wind
     events = events_of(rank_pools[4], lost=(0, 1), window=window, **layout)
     ((_, at_home, shared),) = [event for event in events if event[0] == "repair"]
     assert shared < at_home
+
+
+def test_each_kind_of_attention_has_a_repair_of_its_own_which_is_made_once():
+    kinds = small_kinds(None, 4)
+    settings = PlanSettings(1, 64, kinds)
+    # A rank holds a document of 8 rows, of which the server computes the last two: 7 + 8 pairs, or 4 in each window.
+    tasks = np.array([(0, 0, 6, 0), (0, 6, 8, 1)], TASK)
+    layout = fixed_layout([[8]])
+    nano = NanoBatch(np.arange(1), layout, {kind: Plan(layout, tasks, 2, kind.window) for kind in kinds})
+    bound, asked, lost = BoundNanoBatch(0, nano, 0, "alone", set(), IndexBuffer(CPU)), [], frozenset({0})
+
+    def repaired(plan, kind, servers):
+        asked.append((kind.window, servers))
+        return plan_lost(plan, [1], kind, settings, pairs_per_second=1e6)
+
+    found = [bound.repair(kind, lost, SimpleNamespace(repair=repaired)) for kind in (*kinds, *kinds)]
+    assert [sum(group.pairs for group in routes.groups.values()) for routes in found] == [15, 8, 15, 8]
+    assert asked == [(None, lost), (4, lost)]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Need, TaskShapes, cpu, get_kernel, merge_into, speed
+from hf_distca.kernels.contract import check_tensors
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.fused import CHUNK
 from hf_distca.kernels.reference import ReferenceKernel
@@ -65,6 +66,11 @@ def test_refused_tensors(kernel_name: str) -> None:
             kernel.forward(*bad, params)
         with pytest.raises(ValueError, match=message):
             kernel.backward(do, *bad[:3], do, torch.zeros(3, 4), bad[3], params)
+    # Without a causal order rows may be more than keys; the same tasks with one are refused all the same.
+    few, shapes = (q, k[:2], v[:2]), TaskShapes.build([3], [2], "cpu")
+    check_tensors(*few, shapes, causal=False)
+    with pytest.raises(ValueError, match="task 0 has 3 query rows but only 2 key"):
+        kernel.forward(*few, shapes, params)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if sum(case.q_lens) and sum(case.k_lens)])

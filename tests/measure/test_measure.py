@@ -1,6 +1,8 @@
 """Devices and links, measured with few and short calls, or by a clock that counts pairs."""
 
 import os
+import socket
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -67,19 +69,42 @@ def test_ranks_measure_the_same_links_in_both_directions(rank_pools):
     assert all(0 < rate < 1000 for rate in rates.values())
 
 
+def test_a_rate_counts_for_the_link_over_which_a_rank_receives(monkeypatch):
+    """8 GB: ranks 0, 1 and 2 take 1, 2 and 4 s from the rank before them, 10, 20 and 40 s from the one after."""
+    seconds = {(1, 2, 0): [1.0, 2.0, 4.0], (2, 0, 1): [10.0, 20.0, 40.0]}  # by the ranks that receive
+    monkeypatch.setattr(
+        links,
+        "_timed",
+        lambda _, __, peers, **___: (np.array([1.0, 8e9]), np.array([[9.0] * 3, seconds[tuple(peers)]])),
+    )
+    rates = link_rates(SimpleNamespace(ranks=3), CPU)
+    assert rates == pytest.approx({(2, 0): 8, (0, 1): 4, (1, 2): 2, (1, 0): 0.8, (2, 1): 0.4, (0, 2): 0.2})
+
+
 def test_small_exchanges_that_a_network_buffers_do_not_set_the_bandwidth(monkeypatch):
     measured = np.array([64.0, 512.0, 4096.0]), np.array([[0.2], [11.0], [157.0]])
     monkeypatch.setattr(links, "_timed", lambda *_, **__: measured)
     assert measured_link(None, CPU, []).bandwidth == pytest.approx(4096 / 157, rel=0.3)
 
 
-def _per_core(cores: int) -> float:
+def _per_core(hosts: tuple[str, str], cores: tuple[int, int]) -> float:
+    """Six threads a rank, on these hosts with so many cores."""
+    groups = Groups(CPU, 60.0)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-        patched.setattr(torch, "get_num_threads", lambda: 2)
-        return ranks_per_core(Groups(CPU, 60.0))
+        patched.setattr(socket, "gethostname", lambda: hosts[groups.rank])
+        patched.setattr(os, "sched_getaffinity", lambda _: set(range(cores[groups.rank])))
+        patched.setattr(torch, "get_num_threads", lambda: 6)
+        return ranks_per_core(groups)
 
 
 def test_threads_of_ranks_per_core(rank_pools):
-    for cores, expected in ((1, 4.0), (3, 4 / 3), (8, 1.0)):
-        assert rank_pools[2].run(_per_core, cores) == [expected] * 2
+    one, two = ("a", "a"), ("a", "b")
+    for hosts, cores, expected in (
+        (one, (3, 3), 4.0),
+        (one, (9, 9), 4 / 3),
+        (one, (24, 24), 1.0),
+        (one, (9, 2), 4 / 3),  # the cores of a host are those of any rank
+        (two, (1, 3), 2.0),  # six threads a core on one host, two on the other
+        (two, (24, 3), 1.0),
+    ):
+        assert rank_pools[2].run(_per_core, hosts, cores) == [expected] * 2

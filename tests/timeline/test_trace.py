@@ -60,6 +60,14 @@ def test_times_of_spans():
     assert shown[4]["args"] == of_work | {"rows_sent": 2, "rows_received": 5, "number": 0}
 
 
+def test_ranks_may_differ_by_the_largest_clock_error_of_any_file(tmp_path):
+    step = Span("step", "step 1", None, 1.0, 2.0)
+    for rank, error_s in enumerate((0.001, 0.003, 0.002)):
+        trace = rank_trace([step], rank, world=3, members=(0, 1, 2), zero=(0.0, error_s))
+        (tmp_path / f"trace_rank_{rank}.json").write_text(json.dumps(trace))
+    assert joined_of(tmp_path)["otherData"] == {"ranks": 3, "clock_error_us": 3000.0}
+
+
 def joined_of(folder: Path) -> dict:
     return read_traces(sorted(folder.glob("trace_rank_*.json")))
 

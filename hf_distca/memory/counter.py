@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from hf_distca.config import DistCAConfig
 from hf_distca.memory.live import Part
 from hf_distca.memory.micro_batch import Use, busiest_rank, count_micro_batch
-from hf_distca.memory.model_state import ModelState, Strategy, model_state
+from hf_distca.memory.model_state import ModelState, Strategy, model_state, parameter_bytes
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_after, model_of_config, repeated_layers, with_layers
 from hf_distca.models.tensor_parallel import config_on_a_rank, is_divided_at_load
@@ -32,6 +32,8 @@ class Training:
     mixed: bool  # compute in bfloat16, else in float32; ddp autocasts float32 weights
     checkpointing: Mapping[str, Any] | None = None  # transformers' `activation_checkpointing_kwargs`; None without
     shards: int | None = None  # of the state; None for one per rank
+    liger: Mapping[str, Any] | None = None  # transformers' `liger_kernel_config`; None without Liger's kernels
+    accumulates: bool = True  # a step has several micro-batches; else gradients are freed before each
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,20 @@ class MemoryCounter:
         state = model_state(self._model, training.strategy, shards, mixed=training.mixed)
         rank = busiest_rank(plan, self._settings) if rank is None else rank
         autocasts = training.mixed and training.strategy == "ddp"
-        key = id(plan), rank, training.mixed, autocasts, repr(training.checkpointing)
+        # Under the other strategies a rank holds a share of the gradients, or a buffer for all of them.
+        accumulates = training.accumulates or training.strategy != "ddp"
+        key = id(plan), rank, training.mixed, autocasts, repr((training.checkpointing, training.liger, accumulates))
         if key not in self._counted:
-            counted = self._count(plan, training, rank)
-            for part in ("weights", "gradients", "host"):  # the state has weights and gradients
+            counted = self._count(plan, training, rank, accumulates=accumulates)
+            for part in ("weights", "host"):  # the state has weights
                 counted.pop(part, None)
             self._counted[key] = plan, counted  # keeping the plan keeps its id unique
-        return RankMemory(state, self._counted[key][1])
+        parts = dict(self._counted[key][1])
+        at_peak = parts.pop("gradients", 0)
+        if not accumulates:  # some gradients are not made yet at the peak, or all of them
+            missing = parameter_bytes(self._model, trained=True) - at_peak
+            state = state._replace(gradients=state.gradients - missing)
+        return RankMemory(state, parts)
 
     def longest(self, available: int, training: Training) -> int:
         """Return the most tokens per rank, a multiple of STEP, that fit into the available bytes; 0 if none do.
@@ -95,12 +104,20 @@ class MemoryCounter:
         slope = (needed(high) - needed(low)) / (high - low)
         return low + int((available - needed(low)) / slope) // STEP * STEP
 
-    def _count(self, plan: MicroBatchPlan, training: Training, rank: int) -> dict[Part, int]:
+    def _count(self, plan: MicroBatchPlan, training: Training, rank: int, *, accumulates: bool) -> dict[Part, int]:
         """Return peak bytes by part of a micro-batch."""
         model, options, kernel = self._model, self._options, self._settings.kernel
         computed, is_ddp = torch.bfloat16 if training.mixed else torch.float32, training.strategy == "ddp"
         autocast = computed if training.mixed and is_ddp else None
-        use = Use(kernel, autocast, training.checkpointing, options.keep_received, options.keep_core_attention)
+        use = Use(
+            kernel,
+            autocast,
+            training.checkpointing,
+            options.keep_received,
+            options.keep_core_attention,
+            training.liger,
+            accumulates,
+        )
 
         def of_config(config: PreTrainedConfig, dtype: torch.dtype) -> dict[Part, int]:
             prepared = model_of_config(config, dtype)

@@ -22,6 +22,7 @@ from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels import KERNELS, AttentionParams
+from hf_distca.memory.launches import with_liger, without_launches
 from hf_distca.memory.live import LiveMemory, Part
 from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, CountedExchange, CountedResults, FlashMemory
 from hf_distca.models.decoder import base_model
@@ -44,6 +45,8 @@ class Use:
     checkpointing: Mapping[str, Any] | None = None  # transformers' `activation_checkpointing_kwargs`; None without
     keep_received: bool = False
     keep_core_attention: bool = True
+    liger: Mapping[str, Any] | None = None  # transformers' `liger_kernel_config`; None without Liger's kernels
+    accumulates: bool = True  # gradients of earlier micro-batches exist
 
 
 def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
@@ -56,7 +59,8 @@ def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
 def count_micro_batch(model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use) -> dict[Part, int]:
     """Return peak bytes by part during the forward and backward of a micro-batch.
 
-    All gradients and exchange buffers exist from the start, as after an earlier micro-batch of the step.
+    Exchange buffers exist from the start, as after an earlier micro-batch. So do gradients where they accumulate. No
+    kernel is launched.
 
     Args:
         model: a model of fake tensors, with prepared layers if the plan needs them; `use` sets its checkpointing.
@@ -76,25 +80,33 @@ def count_micro_batch(model: nn.Module, plan: MicroBatchPlan, rank: int, use: Us
     def loss_ended(_gradient: Tensor) -> None:
         live.part = "backward"
 
+    def gradient_made(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        live.belong([parameter.grad], "gradients")
+
     first: Any = next(model.parameters())
     mode: FakeTensorMode = first.fake_mode
     # Of fake tensors torch's grouped_mm takes only bfloat16; transformers' other function makes the same tensors.
-    with mode, live, patch.object(moe, "_can_use_grouped_mm", lambda *_: False):
+    whole_experts = patch.object(moe, "_can_use_grouped_mm", lambda *_: False)
+    with without_launches(), with_liger(model, use.liger), mode, live, whole_experts:
         for kind in plan.nano_batches[0].plans:
             run_core_attention(bound, kind, use.autocast or base.dtype)  # makes the exchange buffers
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(gradient_made) for parameter in trained]
         with live.making("gradients"):
-            for parameter in model.parameters():
-                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+            for parameter in trained:
+                parameter.grad = torch.empty_like(parameter) if use.accumulates else None
         live.begin()
         names = ("input_ids", "position_ids", "labels", "shift_labels")
         batch = {name: torch.zeros((1, bound.rows), dtype=torch.long) for name in names}
         targets = torch.ones((), dtype=torch.long)
-        handle = base.get_decoder().register_forward_hook(decoder_ended)
+        hooks.append(base.get_decoder().register_forward_hook(decoder_ended))
         with torch.autocast(HOST.type, dtype=use.autocast, enabled=use.autocast is not None):
             loss = model(**batch, use_cache=False, num_items_in_batch=targets, **{PLAN_KEY: bound}).loss
         loss.backward()
-        handle.remove()
-        for parameter in model.parameters():
+        for hook in hooks:
+            hook.remove()
+        for parameter in trained:
             parameter.grad = None
     return dict(live.peak)
 
@@ -105,7 +117,7 @@ def count_core_attention(
     """Return peak bytes by part of one layer's core attention on its own; exchange buffers count even if unused."""
     live = LiveMemory()
     bound = bound_plan(plan, rank, use, live)
-    with fake_tensors(), live:
+    with without_launches(), fake_tensors(), live:
         run_core_attention(bound, kind, dtype)  # makes the exchange buffers
         live.begin()
         run_core_attention(bound, kind, dtype)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -14,8 +15,9 @@ from hf_distca.plan import ATTENTION_NAME
 
 
 def fake_tensors() -> FakeTensorMode:
-    """Return a mode in which all tensors are fake."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    """Return a mode in which all tensors are fake, and raise an error for who asks for their addresses."""
+    with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def model_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.memory.counter import MemoryCounter, Training, longest_documents
+from hf_distca.memory.launches import raised_in
 from hf_distca.memory.model_state import Strategy
 from hf_distca.models.decoder import base_model
 from hf_distca.models.tensor_parallel import is_divided_at_load
@@ -30,11 +31,20 @@ def log_memory(
     try:  # one document over all ranks exchanges the most
         strategy, shards = sharing_of(accelerator, model, ranks)
         mixed = trainer.bf16 or trainer.fp16 or settings.bytes_per_value < base_model(model).dtype.itemsize
-        training = Training(strategy, mixed, checkpointing_of(args, accelerator), shards)
+        training = Training(
+            strategy,
+            mixed,
+            checkpointing_of(args, accelerator),
+            shards,
+            # Transformers gives the model these kernels when training starts.
+            liger=(trainer.liger_kernel_config or {}) if trainer.use_liger_kernel else None,
+            accumulates=trainer.gradient_accumulation_steps > 1,
+        )
         plan = plan_micro_batch(longest_documents(settings), settings)
         counted = MemoryCounter(model, settings, args).count(plan, training, rank=ranks - 1)
     except Exception as error:  # a model may read values, which meta tensors do not have; it trains nevertheless
-        logger.warning("cannot estimate the memory for training %s: %s", type(model).__name__, error)
+        text = "cannot estimate the memory for training %s: %s (in %s)"
+        logger.warning(text, type(model).__name__, error, raised_in(error))
         return
     parts: dict[str, int] = {**counted.state._asdict(), **{str(part): size for part, size in counted.parts.items()}}
     total = sum(parts.values())

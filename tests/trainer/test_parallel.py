@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_distca import DistCAConfig
+from hf_distca.memory.counter import MemoryCounter
 from hf_distca.refusal import check
 from hf_distca.trainer.assembly import make_dispatcher
 from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of
@@ -132,7 +133,7 @@ def test_launches_that_would_train_alone_or_without_deepspeed(launched):
 # Memory
 
 
-def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog):
+def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, monkeypatch):
     model = small_model(hidden_size=64, intermediate_size=8192)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
     arguments = {"tokens_per_rank": 8192, "activation_checkpointing": True, "bf16": True}
@@ -145,13 +146,25 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog):
     messages = [f"{record.levelname} {record.message}" for record in caplog.records]
     assert re.match(r"INFO memory with 8192 tokens on each rank: .* of 10\.0 GB \(", messages[0])
     assert messages[2].startswith("WARNING tokens_per_rank=8192 will not fit: ")
+    # Transformers gives the model Liger's kernels later, when training starts.
+    seen, count = [], MemoryCounter.count
+    changed = {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}, "gradient_accumulation_steps": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryCounter, "count", lambda *args, **named: seen.append(args[2]) or count(*args, **named))
+        log_memory(*of_trainer, 10**10)
+        for name, value in changed.items():
+            patch.setattr(trainer.args, name, value)
+        log_memory(*of_trainer, 10**10)
+    assert [(training.liger, training.accumulates) for training in seen] == [(None, False), ({"rope": False}, True)]
     # The model is as it was.
     assert not model.is_gradient_checkpointing
     assert next(model.parameters()).grad is None
     trainer.train()
     # A model that cannot be counted trains nevertheless.
     log_memory(torch.nn.Linear(1, 1), *of_trainer[1:], 10**10)
-    assert caplog.records[-1].message.startswith("cannot estimate the memory for training Linear: ")
+    message = caplog.records[-1].message
+    assert message.startswith("cannot estimate the memory for training Linear: ")
+    assert message.endswith(" (in _checkpoint of hf_distca/memory/micro_batch.py)")
 
 
 def test_how_ranks_share_a_model_and_checkpoint_its_layers():

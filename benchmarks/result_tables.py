@@ -405,6 +405,14 @@ def gpu() -> Rows:
     yield 'step, one document, stock "sdpa"', *step("sdpa, one document")
 
 
+@table_of("gpu_replays")
+def gpu_replays() -> Rows:
+    yield "documents", "whole documents: busiest rank over mean", "planned", "busiest rank, times as fast"
+    for name, found in stored("gpu_replays")["parts"]["replays"]["figures"]["plans"].items():
+        figures = ("whole_busiest_over_mean", "busiest_over_mean", "speed_up_of_busiest")
+        yield name, *(f"{found[figure]:.2f}" for figure in figures)
+
+
 def table(name: str) -> str:
     header, *rows = TABLES[name][0]()
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows)) + "\n"

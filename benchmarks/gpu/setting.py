@@ -8,6 +8,23 @@ import torch
 
 
 @dataclass(frozen=True)
+class Replay:
+    """Plan whose ranks are replayed: documents of `benchmarks/data/planner_batches.json.gz` on ranks of a size."""
+
+    name: str
+    batch: str
+    ranks: int
+    tokens_per_rank: int = 32768
+
+
+REPLAYS = (
+    Replay("ProLong, 8 ranks", "prolong-plain-T32K-s0", 8),
+    Replay("documents up to 113K, 8 ranks", "wlbllm-up-cp4-T32K-s0", 8),
+    Replay("WLB-LLM, 64 ranks", "wlbllm-up-T32K-s0", 64),
+)
+
+
+@dataclass(frozen=True)
 class Setting:
     """Sizes of all parts. The defaults suit one GPU with 70 GiB or more.
 
@@ -23,6 +40,9 @@ class Setting:
         tokens: of its micro-batches.
         plans: its steps, in which plans change and memory must stay flat.
         stock_steps: steps of the stock attentions beside it.
+        replays: plans that are replayed rank by rank.
+        replay_scale: by which lengths of their documents are divided.
+        replay_repeats: of each of their kernel calls.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cuda", 0))
@@ -49,6 +69,9 @@ class Setting:
     tokens: int = 32768
     plans: int = 50
     stock_steps: int = 12
+    replays: tuple[Replay, ...] = REPLAYS
+    replay_scale: int = 1
+    replay_repeats: int = 3
 
     @property
     def on_cuda(self) -> bool:

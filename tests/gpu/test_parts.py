@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import exchange, steps
+from benchmarks.gpu import exchange, replay, steps
 from benchmarks.gpu.__main__ import SECONDS, START_S, command_of, parts_of
 from benchmarks.gpu.devices import cuda_devices, why_none
 from benchmarks.gpu.findings import Findings, StepResult, compare
 from benchmarks.gpu.kernels import calls_of, cases, check_kernel, deviation, side_by_side, why_missing
 from benchmarks.gpu.runner import Part, run_part
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import Replay, Setting
 from benchmarks.gpu.training import Watch, _check_logged, _check_memory
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.varlen import FlashVarlenKernel
@@ -37,6 +37,12 @@ SMALL = Setting(
     tokens=192,
     plans=5,
     stock_steps=3,
+    replays=(
+        Replay("long, 4 ranks", "wlbllm-up-cp4-T32K-s0", 4),
+        Replay("short, 2 ranks", "prolong-plain-T32K-s0", 2),
+    ),
+    replay_scale=64,
+    replay_repeats=1,
 )
 OPTIONAL = ("flash_attn", "flash_attn_3", "flash_attn_4")
 """Kernels whose packages are not there unless they are brought along."""
@@ -164,6 +170,37 @@ def test_a_result_that_is_further_off_than_stock_attention_is_found():
     compare(findings, "worse", StepResult(2.1, {"a": torch.tensor([1.3, 0.0])}), stock, exact, torch.float32)
     found = [sentence.rsplit(": ", 1)[0] for sentence in findings.wrong]
     assert found == [f"worse: deviation of the {what}" for what in ("loss", "gradient of a", "gradient of b")]
+
+
+def test_a_replay_without_a_call_is_found(monkeypatch):
+    every = replay.calls_of_plan
+    monkeypatch.setattr(replay, "calls_of_plan", lambda *of_rank: every(*of_rank)[:-1])
+    monkeypatch.setattr(measured, "QUERIES", {"cpu": (16, 64, 256)})
+    monkeypatch.setattr(measured, "REPEATS", 1)
+    wrong = replay.check_replays(replace(SMALL, replays=SMALL.replays[:1])).wrong
+    assert len(wrong) == 1
+    assert "long, 4 ranks" in wrong[0]
+    assert "pairs are computed, not" in wrong[0]
+
+
+def test_whole_documents_of_a_replay_go_to_the_rank_with_the_fewest_pairs():
+    assert replay.longest_first([3, 9, 4, 4, 1], 2) == [[9], [4, 4, 3, 1]]
+    lengths = replay.lengths_of(Setting().replays[1], Setting())
+    assert (max(lengths), sum(lengths)) == (115248, 8 * 32768)
+    lengths = replay.lengths_of(SMALL.replays[0], SMALL)  # half as many ranks, divided by 64
+    assert (max(lengths), sum(lengths)) == (602, 2041)
+
+
+def test_a_replay_that_gains_nothing_or_is_predicted_badly_is_found():
+    findings, figures = Findings(), {"speed_up_of_busiest": 1.01}
+    replay.check_times(
+        findings, "a", {**figures, "predicted_over_measured_least": 0.9, "predicted_over_measured_most": 1.1}
+    )
+    assert findings.wrong == []
+    figures = {"speed_up_of_busiest": 0.5, "predicted_over_measured_least": 0.8, "predicted_over_measured_most": 1.2}
+    replay.check_times(findings, "b", figures)
+    off = [f"b: predicted seconds of a rank are {ratio} of the measured" for ratio in ("0.80", "1.20")]
+    assert findings.wrong == ["b: the busiest rank takes 2.00 of its time with whole documents", *off]
 
 
 def test_memory_that_grows_and_losses_that_differ_are_found():

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from transformers.distributed import DistributedConfig
@@ -36,8 +36,8 @@ class ScriptArguments:
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "Documents: a name on the Hub, a folder, or a .jsonl, .parquet or .csv file; its split "
-            "'train'. Without it, the source files of the Python standard library."
+            "help": "Documents: a text file; a .jsonl, .csv or .parquet file with a document a row; a folder of such "
+            "files; or a name on the Hub. Without it, the source files of the Python standard library."
         },
     )
     max_documents: int | None = field(
@@ -120,16 +120,7 @@ def load_texts(script_args: ScriptArguments, show_progress: bool) -> Dataset:
     """Load the documents, as text."""
     if script_args.dataset_name is None:
         return standard_library(progress=show_progress)
-    return load_named(script_args.dataset_name)
-
-
-def load_named(name: str) -> Dataset:
-    """Load the split 'train' of a name on the Hub or a folder, or a .jsonl, .parquet or .csv file."""
-    file = Path(name)
-    if file.is_file():
-        kind = "json" if file.suffix == ".jsonl" else file.suffix.removeprefix(".")
-        return load_dataset(kind, data_files=str(file), split="train")
-    return load_dataset(name, split="train")
+    return hf_distca.load_documents(script_args.dataset_name)
 
 
 def standard_library(progress: bool = True) -> Dataset:

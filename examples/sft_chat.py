@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, HfArgumentParser
 
@@ -52,8 +52,9 @@ class ScriptArguments:
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "Chats: a name on the Hub, a folder, or a .jsonl or .parquet file; its split 'train'. Columns as "
-            "TRL takes them: messages, or prompt and completion. Without it, chats about the standard library."
+            "help": "Chats: a .jsonl or .parquet file with a chat a row, a folder of such files, or a name on the Hub. "
+            "Columns as TRL takes them: messages, or prompt and completion. Without it, chats about the standard "
+            "library."
         },
     )
     max_chats: int | None = field(
@@ -123,18 +124,9 @@ def load_chats(script_args: ScriptArguments, seed: int, show_progress: bool) -> 
     if script_args.dataset_name is None:
         sources = standard_library(progress=show_progress).shuffle(seed=seed)["text"]
         return Dataset.from_list(list(islice(library_chats(sources), script_args.max_chats)))
-    chats = load_named(script_args.dataset_name)
+    chats = hf_distca.load_documents(script_args.dataset_name)
     count = len(chats) if script_args.max_chats is None else min(script_args.max_chats, len(chats))
     return chats.shuffle(seed=seed).select(range(count))
-
-
-def load_named(name: str) -> Dataset:
-    """Load the split 'train' of a name on the Hub or a folder, or a .jsonl, .parquet or .csv file."""
-    file = Path(name)
-    if file.is_file():
-        kind = "json" if file.suffix == ".jsonl" else file.suffix.removeprefix(".")
-        return load_dataset(kind, data_files=str(file), split="train")
-    return load_dataset(name, split="train")
 
 
 def standard_library(progress: bool = True) -> Dataset:

@@ -1,10 +1,9 @@
-"""Fine-tune a language model on plain text; --help lists all settings.
+"""Fine-tune a language model on documents; --help lists all settings.
 
-accelerate launch --config_file examples/configs/ddp.yaml examples/train.py MODEL TEXT... [--learning_rate 1e-5 ...]
+accelerate launch --config_file examples/configs/ddp.yaml examples/train.py MODEL DOCUMENTS... [OPTIONS]
 """
 
 import torch
-from datasets import load_dataset
 from transformers import HfArgumentParser
 
 import hf_distca
@@ -12,8 +11,12 @@ import hf_distca
 parser = HfArgumentParser(hf_distca.DistCATrainingArguments, description=__doc__)
 parser.add_argument("model", help="a folder, or a name on the Hub")
 parser.add_argument(
-    "text", nargs="+", help="a file whose documents stand between blank lines; or files, each one document"
+    "documents",
+    nargs="+",
+    help="text files, one document each; .jsonl, .csv or .parquet files, a document a row; a folder of such files; or "
+    "a name on the Hub",
 )
+parser.add_argument("--sample_by", choices=("document", "paragraph"), default="document", help="divide text files")
 parser.set_defaults(
     output_dir="runs/train",
     tokens_per_rank=4096,  # the most that a process holds at a time: 32k and more on GPUs
@@ -24,9 +27,7 @@ parser.set_defaults(
 )
 args, given = parser.parse_args_into_dataclasses()
 
-documents = load_dataset(
-    "text", data_files=given.text, split="train", sample_by="document" if len(given.text) > 1 else "paragraph"
-)
+documents = hf_distca.load_documents(given.documents, sample_by=given.sample_by)
 trainer = hf_distca.DistCATrainer(model=given.model, args=args, train_dataset=documents)
 trainer.train()
 trainer.save_model()

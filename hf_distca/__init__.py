@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hf_distca.collator.collation import DistCACollator as DistCACollator
     from hf_distca.collator.padding_free import CollatorWithLengths as CollatorWithLengths
     from hf_distca.collator.sampler import GlobalBatchSampler as GlobalBatchSampler
+    from hf_distca.collator.sources import load_documents as load_documents
     from hf_distca.config import DistCAConfig as DistCAConfig
     from hf_distca.dispatch.dispatcher import Dispatcher as Dispatcher
     from hf_distca.models.settings import plan_settings as plan_settings
@@ -40,6 +41,7 @@ _MODULES = {
     "DistCATrainingArguments": "trainer.arguments",
     "GlobalBatchSampler": "collator.sampler",
     "PlanSettings": "planner.settings",
+    "load_documents": "collator.sources",
     "make_dispatcher": "trainer.assembly",
     "plan_layers": "patches.layers",
     "plan_settings": "models.settings",
@@ -54,7 +56,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, "__version__", "__doc__", "__name__", "__file__"})
 
 
 when_imported("transformers.modeling_utils", lambda: import_module("hf_distca.patches.prepare").register())

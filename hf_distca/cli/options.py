@@ -83,7 +83,13 @@ def add_planning_options(
     add = parser.add_argument
     add("--lengths", required=True, metavar="SOURCE", help="where document lengths come from, see above")
     add("--split", default="train", help="split of a data set (default: train)")
-    add("--column", help="column with lengths or lists of tokens (default: length, or input_ids)")
+    columns = (
+        "column with lengths, lists of tokens or text (default: length or input_ids; with --tokenizer also text or "
+    )
+    add("--column", help=f"{columns}messages)")
+    add("--tokenizer", metavar="NAME", help="tokenizer that counts the tokens of text: a name on the Hub or a folder")
+    divided = "documents of a text file: the whole file, or its paragraphs (default: document)"
+    add("--sample-by", choices=("document", "paragraph"), default="document", help=divided)
     add("--seed", type=seed, default=0, help="seed for drawing documents (default: 0)")
     add("--ranks", required=True, type=ranks, metavar="N", help=f"number of ranks that train, at most {MOST_RANKS}")
     add_settings(parser, "tokens_per_rank", required=True, metavar="T", type=tokens)

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,16 @@ SOURCES = f"""\
 --lengths takes one of these:
 
 - a .json file: a list of document lengths in tokens, or a list of such lists, one for each rank
-- a .csv, .jsonl or .parquet file with a column of lengths, or of lists of tokens (--column)
-- a data set: its name on the Hub or its folder (--split, --column)
+- a .csv, .jsonl or .parquet file with a column of lengths, of lists of tokens, or of text (--column, --tokenizer)
+- a data set: its name on the Hub or its folder (--split, --column, --tokenizer)
+- a text file, or a folder of text files, each one document (--tokenizer, --sample-by)
 - a distribution of the package: {", ".join(corpora())}
 - {LONG_AND_SHORT}: one document with half of all ranks' tokens, beside short ones
 - {LOGNORMAL}, such as lognormal:4000,1.5
 """
 EXPECTED = "expected a JSON list of document lengths, or a list of such lists, one per rank"
-TABLES = {".csv": "csv", ".jsonl": "json", ".parquet": "parquet"}
-"""Formats of `datasets` for tables of lengths or tokens, by file suffix."""
+LENGTHS, TEXTS = ("length", "input_ids"), ("text", "messages")
+"""Columns that are looked for: lengths or tokens, and text or chats that a tokenizer makes tokens of."""
 
 
 def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | list[list[int]]:
@@ -35,7 +36,7 @@ def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | lis
     Raises:
         InputError: there is no such source, or it holds no lengths.
     """
-    read = _of_file(options.lengths, options.column)
+    read = _of_file(options)
     return next(drawn_micro_batches(options, tokens)).tolist() if read is None else read
 
 
@@ -55,10 +56,10 @@ def drawn_micro_batches(options: argparse.Namespace, tokens: int) -> Iterator[In
             raise InputError(
                 f"{source!r} is not a distribution: expected {LOGNORMAL}, such as lognormal:4000,1.5 ({error})"
             ) from error
-    elif (read := _of_file(source, options.column)) is not None:
+    elif (read := _of_file(options)) is not None:
         draw = of_documents(as_lengths(documents_of(read)))
     else:
-        draw = of_documents(_of_data(source, options.column, split=options.split))
+        draw = of_documents(_of_data(options))
     return micro_batches(draw, tokens, options.seed, first)
 
 
@@ -67,21 +68,25 @@ def documents_of(lengths: list[int] | list[list[int]]) -> list[int]:
     return [length for row in lengths for length in (row if isinstance(row, list) else [row])]
 
 
-def _of_file(path: str, column: str | None) -> list[int] | list[list[int]] | None:
-    """Read document lengths from a table or from JSON; None if no file has the name."""
-    suffix = Path(path).suffix
-    if not Path(path).is_file():
-        if suffix in (".json", *TABLES):
-            raise InputError(f"cannot read {path}: no such file")
+def _of_file(options: argparse.Namespace) -> list[int] | list[list[int]] | None:
+    """Return the lengths that a file lists, in order; None for texts, data sets and distributions."""
+    from hf_distca.collator.sources import TABLES
+
+    path: str = options.lengths
+    if Path(path).suffix not in TABLES:
         return None
-    if suffix in TABLES:
-        return list(map(int, _of_data(path, column, table=TABLES[suffix])))
+    if not Path(path).is_file():
+        raise InputError(f"cannot read {path}: no such file")
+    if Path(path).suffix != ".json":
+        return list(map(int, _of_data(options)))
     try:
-        content: list[Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON ({error}); {EXPECTED}") from error
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        return list(map(int, _of_data(options)))
     nested = isinstance(content, list) and any(isinstance(item, list) for item in content)
     for number, row in enumerate(content if nested else [content]):
         where = f"{path}, row {number}" if nested else path
@@ -95,37 +100,34 @@ def _of_file(path: str, column: str | None) -> list[int] | list[list[int]] | Non
     return content
 
 
-def _of_data(source: str, column: str | None, *, table: str | None = None, split: str = "train") -> Any:
-    """Return the document lengths of a data set, or of a table of this format of `datasets`."""
+def _of_data(options: argparse.Namespace) -> IntArray:
+    """Return the document lengths of what `load_documents` reads: tables, texts and data sets."""
     import pyarrow
-    from datasets import load_dataset, load_from_disk
 
+    from hf_distca.collator.sources import load_documents
+
+    source: str = options.lengths
     try:
-        if table is not None:
-            data = load_dataset(table, data_files=source, split=split)
-        elif Path(source, "state.json").exists() or Path(source, "dataset_dict.json").exists():
-            data = load_from_disk(source)
-            data = data[split] if isinstance(data, dict) else data
-        else:
-            data = load_dataset(source, split=split)
-    except Exception as error:  # from the hub, a file system or a parser
-        cause = error.__cause__ or error  # `datasets` wraps a parser's error
-        why = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+        data = load_documents(source, split=options.split, sample_by=options.sample_by)
+    except ValueError as error:
         names = ", ".join([*sorted(corpora()), LONG_AND_SHORT])
-        others = f"a .json, .csv, .jsonl or .parquet file, one of {names}, {LOGNORMAL}, or a data set"
-        expected = others if table is None else f"a {table} file"
-        raise InputError(f"no document lengths at {source!r}: expected {expected} ({why})") from error
-    tried = [column] if column else ["length", "input_ids"]
+        raise InputError(f"no document lengths at {source!r}: {error}. Or give one of {names}, {LOGNORMAL}") from error
+    tried = [options.column] if options.column else [*LENGTHS, *(TEXTS if options.tokenizer else ())]
     found = [name for name in tried if name in data.column_names]
     if not found:
         raise InputError(
-            f"{source} has columns {data.column_names}, but none of {tried}; set --column to a column of lengths, or "
-            "of lists of tokens"
+            f"{source} has columns {data.column_names}, but none of {tried}; set --column to a column of lengths, of "
+            "lists of tokens or of text, and for text --tokenizer to the name of the model"
         )
-    where, values = f"{source}: column {found[0]}", data.with_format("arrow").data.column(found[0]).combine_chunks()
+    column = found[0]
+    if options.tokenizer and column not in LENGTHS:
+        data, column = _tokenized(data, column, options.tokenizer), "length"
+    where, values = f"{source}: column {column}", data.with_format("arrow").data.column(column).combine_chunks()
     lengths = values.value_lengths() if hasattr(values, "value_lengths") else values
     if not pyarrow.types.is_integer(lengths.type):
-        raise InputError(f"{where} holds {values.type}; expected whole numbers of tokens, or lists of tokens")
+        raise InputError(
+            f"{where} holds {values.type}; expected whole numbers of tokens, lists of tokens, or text with --tokenizer"
+        )
     if lengths.null_count:
         raise InputError(f"{where} is empty in row {lengths.is_null().index(True).as_py()}; leave such rows out")
     numbers = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
@@ -137,3 +139,30 @@ def _of_data(source: str, column: str | None, *, table: str | None = None, split
             f"{where}: row {row} is {numbers[row]}, but a document has at least 1 token; leave empty documents out"
         )
     return numbers
+
+
+def _tokenized(data: Any, column: str, name: str) -> Any:
+    """Return a data set with the column `length`: tokens of each text or chat. `datasets` caches it."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        return data.map(
+            _count_tokens,
+            batched=True,  # a tokenizer in Rust uses all cores for a batch
+            fn_kwargs={"tokenizer": tokenizer, "column": column},
+            remove_columns=data.column_names,
+            desc="Counting tokens",
+        )
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"--tokenizer {name} cannot make tokens of the column {column!r}: {error}") from error
+
+
+def _count_tokens(batch: Mapping[str, list[Any]], tokenizer: Any, column: str) -> dict[str, list[int]]:
+    from hf_distca.collator.texts import tokenize
+
+    documents = batch[column]
+    if documents and isinstance(documents[0], list):  # chats
+        chats = (tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True) for chat in documents)
+        return {"length": [len(chat["input_ids"]) for chat in chats]}
+    return {"length": [len(tokens) for tokens in tokenize(documents, tokenizer)]}

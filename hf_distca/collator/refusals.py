@@ -142,3 +142,35 @@ class Data:
         FLATTEN,
         condition="batches with other positions than 0, 1, 2, … in each document",
     )
+
+
+class Source:
+    """What is refused in the files and names of `load_documents`."""
+
+    NONE = Refusal("no source is named", "documents are read from it", "name a file, a folder or a data set")
+    MISSING = Refusal(
+        "there is no file or folder {path!r}",
+        "documents are read from it",
+        "give the path of a file or a folder, or the name of a data set on the Hub, such as 'trl-lib/Capybara'",
+        condition="a file or folder that does not exist",
+    )
+    EMPTY_FOLDER = Refusal("the folder {path!r} has no files", "documents are read from them", "name another folder")
+    EMPTY_FILE = Refusal("the file {path!r} is empty", "a document needs a text or a row", "leave the file out")
+    UNREADABLE = Refusal(
+        "{path} cannot be read as {kind}: {why}",
+        "a document that is left out in silence would be missing",
+        "repair the file or leave it out; text must be UTF-8: iconv -f LATIN1 -t UTF-8 converts a file",
+    )
+    NOT_LOADED = Refusal(
+        "{path!r} is no file here and cannot be loaded by `datasets` ({why})",
+        "documents are read from it",
+        "check the name, and the path; a private data set needs `hf auth login`",
+    )
+    NO_SPLIT = Refusal(
+        "{path!r} has the splits {splits}", "the split {split!r} was asked for", "set split to one of them"
+    )
+    OTHER_COLUMNS = Refusal(
+        "{path!r} has the columns {columns}",
+        "{first_path!r} has the columns {first}, and one data set has the same columns everywhere",
+        "give sources with the same columns, or load and join them with `datasets`",
+    )

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import hf_distca
 from hf_distca.cli.main import TOOLS
-from hf_distca.collator.refusals import Data
+from hf_distca.collator.refusals import Data, Source
 from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
 from hf_distca.refusal import Refusal
 from hf_distca.trainer import refusals
@@ -80,6 +80,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
     ),
     "With TRL": (*refusals.SFT_ARGUMENTS, *refusals.SFT_TRAINER),
     "Launch and model": (refusals.LOSES_DEEPSPEED, refusals.NOT_CONNECTED, *refusals.TRAINER),
+    "Files and names of data": entries(Source),
     "Data": entries(Data),
     "Runs": entries(refusals.Run),
     "Resuming": entries(refusals.Resume),

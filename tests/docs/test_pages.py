@@ -133,7 +133,8 @@ def test_options_and_targets_of_commands_exist(line, monkeypatch, capsys):
         parser = HfArgumentParser([*own, arguments])
         if not own:
             parser.add_argument("model")
-            parser.add_argument("text", nargs="+")
+            parser.add_argument("documents", nargs="+")
+            parser.add_argument("--sample_by", choices=("document", "paragraph"))
         parser.parse_args([option for option in shlex.split(match[2]) if "…" not in option])
 
 
@@ -309,6 +310,8 @@ def test_figures_in_sentences_are_those_of_the_results():
     counts = [int(count) for count in re.search(survey, PAGES["docs/reference/compatibility.md"], re.S).groups()]
     assert f"{counts[0]} of transformers' {sum(counts)} causal architectures" in page
     assert f"{counts[0]} of {sum(counts)} architectures" in README
+    for text_with_counts in (text, " ".join(page.split())):
+        assert f"{counts[1]} are refused with the reason, {counts[2]} cannot be tested" in text_with_counts
     assert 0.4 < result("planner")["joint, at 0.001"]["bytes_total_ratio"]["median"] < 0.55  # "about half"
     steps = {name: result(name)["derived"] for name in tables.STEP_TIMES}
     best = [ratio["median"] for found in steps.values() for name, ratio in found.items() if "best other" in name]

@@ -80,7 +80,7 @@ def test_the_quickstart_and_the_shown_scripts_train(python, tmp_path):
         return run_outside(["bash", "-c", f"PATH={python.parent}:$PATH; {command}"], tmp_path)
 
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    make_checkpoint, make_text, launch = blocks("README.md", part="Quickstart")[0].splitlines()
+    make_checkpoint, make_text, launch = blocks("README.md", part="Quickstart")[0].replace("\\\n", " ").splitlines()
     assert {make_checkpoint, make_text, launch} <= set(commands("docs/start/quickstart.md"))
     in_shell(f"{make_checkpoint} & {make_text}; wait")
     text = tmp_path / "my.txt"

@@ -1,0 +1,133 @@
+"""Load documents from files, folders and the Hub: one loader for examples, commands and scripts."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import datasets
+
+from hf_distca.collator.refusals import Source
+
+TABLES = {".arrow": "arrow", ".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+"""Formats of `datasets` for files with one document a row, by suffix. All other files are text."""
+TEXT, SAVED, NAMED = "text", "saved", "named"
+"""Formats of text files, of folders that `save_to_disk` wrote, and of what `datasets` finds by a name."""
+SAVED_FILES = ("state.json", "dataset_dict.json")
+"""Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write."""
+TEXT_SUFFIXES = (".txt", ".md")
+"""Suffixes of names that are meant as files, not as names on the Hub, besides those of tables."""
+
+
+class Found(NamedTuple):
+    """What a source is: a format, and the path or name that is read in this format."""
+
+    format: str
+    path: str
+
+
+def load_documents(
+    sources: str | Sequence[str], *, split: str = "train", sample_by: Literal["document", "paragraph"] = "document"
+) -> datasets.Dataset:
+    """Load a data set with one document a row.
+
+    A source is one of these:
+
+    - a .jsonl, .json, .csv, .parquet or .arrow file: each row is a document;
+    - any other file: text, in the column `text`; the file is one document, or each paragraph is one;
+    - a folder that `save_to_disk` wrote;
+    - a folder with tables: what `datasets.load_dataset` makes of it;
+    - a folder without tables: all its text files, those of its folders too;
+    - a name on the Hub.
+
+    Args:
+        sources: one source, or several with the same columns.
+        split: split of a data set from a folder with tables or from the Hub.
+        sample_by: "paragraph" divides text files at blank lines.
+
+    Raises:
+        ValueError: a source cannot be read. The message names the file.
+    """
+    names = [sources] if isinstance(sources, str) else list(sources)
+    if not names:
+        raise Source.NONE.error()
+    loaded: dict[str, datasets.Dataset] = {}  # by the first path of each group
+    for kind, group in groupby((found for name in names for found in _found(name)), key=lambda found: found.format):
+        paths = [found.path for found in group]
+        if kind in (SAVED, NAMED):
+            loaded |= {path: _load_named(kind, path, split) for path in paths}
+        else:
+            loaded[paths[0]] = _load_files(kind, paths, sample_by)
+    first_path, first = next(iter(loaded.items()))
+    for path, data in loaded.items():
+        if data.column_names != first.column_names:
+            columns = {"columns": data.column_names, "first_path": first_path, "first": first.column_names}
+            raise Source.OTHER_COLUMNS.error(path=path, **columns)
+    return first if len(loaded) == 1 else datasets.concatenate_datasets(list(loaded.values()))
+
+
+def _found(source: str) -> list[Found]:
+    """Return the files of a source, or the folder or name that `datasets` reads as a whole."""
+    path = Path(source)
+    if path.is_file():
+        return [Found(TABLES.get(path.suffix, TEXT), source)]
+    if path.is_dir():
+        if any((path / name).exists() for name in SAVED_FILES):
+            return [Found(SAVED, source)]
+        files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(path))]
+        if any(file.suffix in TABLES for file in files):
+            return [Found(NAMED, source)]
+        if not files:
+            raise Source.EMPTY_FOLDER.error(path=source)
+        return [Found(TEXT, str(file)) for file in files]
+    if path.suffix in (*TABLES, *TEXT_SUFFIXES) or path.is_absolute() or source.startswith(".") or len(path.parts) > 2:
+        raise Source.MISSING.error(path=source)
+    return [Found(NAMED, source)]
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _load_files(kind: str, paths: list[str], sample_by: str) -> datasets.Dataset:
+    options: dict[str, Any] = {"sample_by": sample_by, "keep_linebreaks": True} if kind == TEXT else {}
+    for path in paths:
+        if Path(path).stat().st_size == 0:
+            raise Source.EMPTY_FILE.error(path=path)
+    try:
+        return datasets.load_dataset(kind, data_files=paths, split="train", **options)
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        path = next((path for path in paths if _unreadable(kind, path)), paths[0]) if len(paths) > 1 else paths[0]
+        reason = _unreadable(kind, path) or _reason(error)
+        raise Source.UNREADABLE.error(path=path, kind=kind, why=reason) from error
+
+
+def _unreadable(kind: str, path: str) -> str:
+    """Return why a file of this format cannot be read alone; empty if it can be read."""
+    try:
+        Path(path).read_text(encoding="utf-8") if kind == TEXT else datasets.load_dataset(kind, data_files=path)
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} is {error.object[error.start]:#04x}, which is not UTF-8"
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        return _reason(error)
+    return ""
+
+
+def _load_named(kind: str, name: str, split: str) -> datasets.Dataset:
+    if kind == SAVED:
+        saved = datasets.load_from_disk(name)
+        if isinstance(saved, datasets.Dataset):
+            return saved
+        if split not in saved:
+            raise Source.NO_SPLIT.error(path=name, split=split, splits=sorted(saved))
+        return saved[split]
+    try:
+        return datasets.load_dataset(name, split=split)
+    except Exception as error:  # from the Hub, the network, a file system or a parser
+        raise Source.NOT_LOADED.error(path=name, why=_reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error's cause: `datasets` wraps the errors of parsers."""
+    cause = error.__cause__ or error
+    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)

@@ -52,8 +52,8 @@ class ScriptArguments:
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "Chats: a .jsonl or .parquet file with a chat a row, a folder of such files, or a name on the Hub. "
-            "Columns as TRL takes them: messages, or prompt and completion. Without it, chats about the standard "
+            "help": "Chats: a .jsonl or .parquet file with a chat a row, a folder of such files, or a name on the "
+            "Hub. Columns as TRL takes them: messages, or prompt and completion. Without it, chats about the standard "
             "library."
         },
     )

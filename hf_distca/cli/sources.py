@@ -77,16 +77,24 @@ def _of_file(options: argparse.Namespace) -> list[int] | list[list[int]] | None:
         return None
     if not Path(path).is_file():
         raise InputError(f"cannot read {path}: no such file")
-    if Path(path).suffix != ".json":
-        return list(map(int, _of_data(options)))
+    if Path(path).suffix == ".json":
+        content = _json_of(path)
+        if not (isinstance(content, list) and content and isinstance(content[0], dict)):  # not rows of a table
+            return _checked_lengths(path, content)
+    return list(map(int, _of_data(options)))
+
+
+def _json_of(path: str) -> Any:
     try:
-        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON ({error}); {EXPECTED}") from error
-    if isinstance(content, list) and content and isinstance(content[0], dict):
-        return list(map(int, _of_data(options)))
+
+
+def _checked_lengths(path: str, content: Any) -> list[int] | list[list[int]]:
+    """Return the content of a JSON file if it is a list of lengths, or a list of such lists."""
     nested = isinstance(content, list) and any(isinstance(item, list) for item in content)
     for number, row in enumerate(content if nested else [content]):
         where = f"{path}, row {number}" if nested else path
@@ -95,9 +103,10 @@ def _of_file(options: argparse.Namespace) -> list[int] | list[list[int]] | None:
         for index, length in enumerate(row):
             if type(length) is not int or length < 1:
                 raise InputError(f"{where}: item {index} is {length!r:.40}, not 1 or more tokens; {EXPECTED}")
-    if not documents_of(content):
+    lengths: list[int] | list[list[int]] = content
+    if not documents_of(lengths):
         raise InputError(f"{path} holds no documents; {EXPECTED}")
-    return content
+    return lengths
 
 
 def _of_data(options: argparse.Namespace) -> IntArray:
@@ -130,7 +139,7 @@ def _of_data(options: argparse.Namespace) -> IntArray:
         )
     if lengths.null_count:
         raise InputError(f"{where} is empty in row {lengths.is_null().index(True).as_py()}; leave such rows out")
-    numbers = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+    numbers: IntArray = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
     if not len(numbers):
         raise InputError(f"{where} holds no documents")
     row = int(numbers.argmin())

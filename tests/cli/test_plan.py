@@ -10,6 +10,7 @@ from hf_distca.cli.model import memory_table
 from hf_distca.planner.micro_batch import plan_micro_batch
 from tests.models_and_batches import small_model
 from tests.survey.tiny import tiny_config
+from tests.trainer.chats import tokenizer
 
 BYTES = [f"bytes_{where}_nodes{of}" for where in ("within", "between") for of in ("", "_bottleneck", "_busiest_node")]
 KEYS = [
@@ -233,18 +234,51 @@ def test_tables_hold_lengths_or_tokens(run, tmp_path):
         assert "documents                      4, 16 tokens" in run("plan", "--lengths", str(file), *SMALL)[1]
 
 
+def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(dumped, tmp_path):
+    def lengths_of(name: str, *more: str) -> list[int]:
+        nano_batches = dumped("plan", "--lengths", str(tmp_path / name), *options, *more)
+        return sorted(length for nano in nano_batches for length in nano["lengths"])
+
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    options = ["--tokenizer", str(tmp_path / "tokenizer"), "--ranks", "2", "--tokens-per-rank", "12"]
+    chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
+    for name, content, more, lengths in (
+        ("rows.jsonl", '{"text": "w1 w2 w3"}\n{"text": "w4"}\n', [], [2, 4]),  # each with the end of its document
+        ("rows.json", '[{"body": "w1 w2 w3"}, {"body": "w4"}]', ["--column", "body"], [2, 4]),
+        ("chats.jsonl", json.dumps({"messages": chat}), [], [6]),
+    ):
+        (tmp_path / name).write_text(content)
+        assert lengths_of(name, *more) == lengths
+    (tmp_path / "pieces.txt").write_text("w1 w2 w3\n\nw4 w5 w6\n")
+    # Documents are drawn until the next one does not fit.
+    assert lengths_of("pieces.txt") == [7] * 3
+    assert lengths_of("pieces.txt", "--sample-by", "paragraph") == [4] * 6
+
+
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
         ("a.csv", None, [], "no such file"),
         ("a.json", None, [], "cannot read"),
-        ("a.csv", "", [], "expected a csv file (No columns to parse from file)"),
+        ("a.csv", "", [], "a.csv' is empty, but a document needs a text or a row"),
         ("a.csv", "text\nab", [], "has columns ['text'], but none of ['length', 'input_ids']; set --column"),
-        ("a.csv", "text\nab", ["--column", "text"], "string; expected whole numbers of tokens, or lists of tokens"),
+        (
+            "a.csv",
+            "text\nab",
+            ["--column", "text"],
+            "string; expected whole numbers of tokens, lists of tokens, or text with --token",
+        ),
+        ("a.txt", "a b", [], "has columns ['text'], but none of ['length', 'input_ids']; set --column to a column of"),
+        (
+            "a.txt",
+            "a b",
+            ["--tokenizer", "/no/where"],
+            "--tokenizer /no/where cannot make tokens of the column 'text': ",
+        ),
         ("a.csv", "length\n2.5", [], "column length holds double; expected whole numbers"),
         ("a.csv", "length\n3\n0", [], "column length: row 1 is 0, but a document has at least 1 token"),
         ("a.jsonl", '{"input_ids": [1]}\n{"input_ids": null}\n', [], "column input_ids is empty in row 1; leave such"),
-        ("no/where", None, [], "/no/where': expected a .json, .csv, .jsonl or .parquet file, one of"),
+        ("no/where", None, [], "/no/where', but documents are read from it; give the path of a file or a folder"),
         ("lognormal:0", None, [], "is not a distribution: expected lognormal:MEDIAN,SIGMA"),
         ("lognormal:nan,1", None, [], "the median must be from 1 to 1000000000 tokens, got nan"),
         ("lognormal:1000,9", None, [], "sigma must be above 0 and at most 3, got 9"),

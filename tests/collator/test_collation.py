@@ -14,13 +14,15 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening
 
 from hf_distca.collator import collation
-from hf_distca.collator.collation import DistCACollator, RankDocuments
+from hf_distca.collator.collation import DistCACollator, RankDocuments, excerpt_rows
 from hf_distca.collator.documents import document_lengths
 from hf_distca.collator.padding_free import CollatorWithLengths, batch_document_lengths
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch, fit_documents
 from hf_distca.collator.streams import StreamPacker
-from hf_distca.planner.settings import PlanSettings
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
+from hf_distca.planner.settings import Choices, PlanSettings
 from tests.counting import Counting
 from tests.refused import refused
 
@@ -128,6 +130,28 @@ def test_the_rows_of_all_ranks_are_the_documents(lengths, ranks, layout, balance
     assert all(row == (-1, 0, -100) for row in rows if row[0] == -1)
     # Equal tokens: within the unit that fillers and rounding leave.
     assert 0 < tokens.min() <= tokens.max() <= -(-tokens.sum() // ranks)
+
+
+def test_an_excerpt_leaves_its_document_as_it_is():
+    document = np.array([[1, 2, 3], [2, 3, -100]])
+    assert excerpt_rows(document, 0, 2, 2).tolist() == [[1, 2], [2, -100]]  # truncated
+    assert excerpt_rows(document, 1, 3, 4).tolist() == [[2, 3], [3, -100]]
+    assert document.tolist() == [[1, 2, 3], [2, 3, -100]]
+
+
+def test_the_choices_that_come_with_a_micro_batch_are_those_of_its_plan():
+    """A token takes 2 s by the settings' costs, and 20 s by those that training has corrected since."""
+
+    def choices(seconds):
+        kernel, link = KernelCost(0.0, 0.0, 0.0, 0.0), LinkCost(0.0, np.inf)
+        kinds = (KindCosts(AttentionKind(), 1, kernel, kernel),)
+        return Choices(StepCosts(kinds, seconds, 0.0, 1.0, 0.0, Links(link, link)), nano_batches=(1,))
+
+    settings = PlanSettings(1, 8, choices=choices(1.0))
+    reader = RankDocuments(examples_of([5]), np.array([5]), settings, 0)
+    excerpts = fit_documents(np.array([5]), 8, "error", "limit")
+    for given_choices, seconds in ((None, 10.0), (choices(10.0), 100.0)):
+        assert reader[GlobalMicroBatch(excerpts, given_choices)].plan.choice.seconds == pytest.approx(seconds)
 
 
 def test_only_documents_with_rows_here_are_read():

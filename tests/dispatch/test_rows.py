@@ -12,8 +12,8 @@ from hf_distca.dispatch import rows as rows_module
 from hf_distca.dispatch.bound import BoundRoutes
 from hf_distca.dispatch.exchange import LAYOUTS_KEPT, Exchange, Route, rounded_up
 from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.rows import IndexBuffer, RowSum, copy_rows, merge_rows, put, row_index, take
-from hf_distca.kernels.contract import MAX_SOURCES
+from hf_distca.dispatch.rows import IndexBuffer, RowSum, addend_table, copy_rows, merge_rows, put, row_index, take
+from hf_distca.kernels.contract import MAX_SOURCES, SOURCE_BITS
 from hf_distca.plan import SEGMENT, TASK, Layout, Plan
 from hf_distca.planner.routes import make_routes
 from tests.counting import META, Counting
@@ -115,6 +115,20 @@ def test_sums_of_three_in_bfloat16_are_kept_in_float32_and_of_many_sources_refus
     assert row_sum([[0], [0], [0]], 1).add_up(values).item() == 258.0  # onto the first
     with pytest.raises(ValueError, match="at most 6 sources, got 7"):
         row_sum([[0]] * (MAX_SOURCES + 1), 1)
+
+
+def test_addends_of_a_row_come_source_by_source_and_in_order():
+    """Source 0 adds its rows to rows 2, 0 and 2 of the sum, and source 1 to rows 0 and 2."""
+    targets = [np.array(source, np.int64) for source in ([2, 0, 2], [0, 2])]
+    for onto, written, ends, expected in (
+        (False, None, [0, 2, 2, 5], [(0, 1), (1, 0), (0, 0), (0, 2), (1, 1)]),
+        (True, [0, 2], [0, 1, 2], [(1, 0), (1, 1)]),
+    ):
+        rows, found_ends, addends = addend_table(targets, 3, onto, IndexBuffer(CPU))
+        assert (rows is None or rows.tolist()) == (written is None or written)
+        assert found_ends.tolist() == ends
+        numbers = addends.tolist()
+        assert [(number & (1 << SOURCE_BITS) - 1, number >> SOURCE_BITS) for number in numbers] == expected
 
 
 def test_few_sizes_of_a_slot_are_kept_and_its_memory_grows_rarely():

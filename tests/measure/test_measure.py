@@ -2,6 +2,7 @@
 
 import os
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 
 from hf_distca.dispatch.groups import Groups
 from hf_distca.measure import device, links
-from hf_distca.measure.links import link_rates, measured_link, ranks_per_core
+from hf_distca.measure.links import link_rates, measured_link, peers_of, ranks_per_core, with_links
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.seconds import Tasks
+from hf_distca.planner.seconds import KernelCost, LinkCost, Links, Tasks
+from hf_distca.sim.costs import Accuracy, DeviceProfile
 
 CPU = torch.device("cpu")
 
@@ -108,3 +110,57 @@ def test_threads_of_ranks_per_core(rank_pools):
         (two, (24, 3), 1.0),
     ):
         assert rank_pools[2].run(_per_core, hosts, cores) == [expected] * 2
+
+
+def test_products_and_memory_are_counted_in_operations_and_bytes_there_and_back(monkeypatch):
+    """Every call takes two seconds: matrices of 1024 and 32 rows of 8 numbers, and a norm that reads and writes."""
+    kind, cost = AttentionKind(None, 1, 1, 8, 8), KernelCost(0.0, 0.0, 0.0, 1.0)
+    monkeypatch.setattr(device, "seconds_of", lambda *_: 2.0)
+    monkeypatch.setattr(device, "measured_kernel", lambda *_, **__: (cost, cost, Accuracy(1.0, 1.0, 0)))
+    found = device.measured_profile(SimpleNamespace(name="none"), kind, 8, torch.float32, CPU)
+    assert found.flops_per_second == 2 * 1024 * 32 * 8 / 2
+    assert found.bytes_per_second == 2 * (1024 * 8 * 4) / 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "inside", "across"),
+    [
+        (4, 2, [1, 0, 3, 2], [2, 3, 0, 1]),
+        (4, 4, [1, 2, 3, 0], [1, 2, 3, 0]),  # one node, and below as many nodes as ranks: links alike
+        (4, 1, [1, 2, 3, 0], [1, 2, 3, 0]),
+        (3, (1, 2), [0, 2, 1], [0, 2, 1]),  # no pairs between nodes of different sizes
+        (6, 3, [1, 2, 0, 4, 5, 3], [3, 4, 5, 0, 1, 2]),
+    ],
+)
+def test_peers_in_the_node_and_in_the_next_one(ranks, per_node, inside, across):
+    assert peers_of(ranks, per_node) == (inside, across)
+
+
+@pytest.mark.parametrize("slow", ["inside", "across"])
+def test_ranks_agree_on_the_mean_of_their_profiles_and_on_the_links_that_they_measured(monkeypatch, slow):
+    mine, other = (
+        replace(
+            DeviceProfile.load("cpu"),
+            forward=KernelCost(*(scale * np.arange(1.0, 6.0))),
+            backward=KernelCost(*(scale * np.arange(2.0, 7.0))),
+            flops_per_second=scale * 10.0, bytes_per_second=scale * 20.0, launches=scale * 30.0,
+        )
+        for scale in (1.0, 3.0)
+    )  # fmt: skip
+    inside, across = peers_of(4, 2)
+    links_of = {tuple(inside): LinkCost(1.0, 5.0), tuple(across): LinkCost(2.0, 50.0 if slow == "inside" else 0.5)}
+    beside: list[list[int]] = []
+
+    def beside_computation(_, __, peers):
+        beside.append(peers)
+        return 0.25, 0.125
+
+    monkeypatch.setattr(links, "measured_link", lambda _, __, peers, **___: links_of[tuple(peers)])
+    monkeypatch.setattr(links, "_beside_computation", beside_computation)
+    monkeypatch.setattr(links, "ranks_per_core", lambda _: 7.0)
+    found = with_links(mine, SimpleNamespace(ranks=4, all_gather=lambda _: [mine, other]), CPU, 2)
+    assert beside == [inside if slow == "inside" else across]
+    assert found.exchange == found.links == Links(*links_of.values(), 0.25, 0.125)
+    assert (found.flops_per_second, found.bytes_per_second, found.launches) == (20, 40, 60)
+    assert (found.forward, found.backward) == (KernelCost(2, 4, 6, 8, 10), KernelCost(4, 6, 8, 10, 12))
+    assert found.ranks_per_core == 7.0

@@ -17,20 +17,21 @@ LINKS = Links(LinkCost(1.0, 10.0), LinkCost(2.0, 5.0))
 COSTS = MixingCosts(layers=1, before=1.0, mix=2.0, continued=3.0, after=4.0, run=0.5, halo=10.0, state=100.0)
 
 
-def layout(lengths: list[int], *segments: tuple[int, int, int, int]) -> Layout:
+def layout(lengths: list[int], *segments: tuple[int, int, int, int], ranks: int = 2) -> Layout:
     """Segments are (document, start, stop, rank)."""
-    return assemble(np.array(lengths), tuple(np.array(segments).T), 2)
+    return assemble(np.array(lengths), tuple(np.array(segments).T), ranks)
 
 
 CUT = layout([4], (0, 0, 2, 0), (0, 2, 4, 1))
 WHOLE = layout([30, 30], (0, 0, 30, 0), (1, 0, 30, 1))
 
 
-def walk(*layouts: Layout, direction="forward", nodes=(0, 0), layers: float = 1.0):
-    counted = [count_cuts(each, nodes) for each in layouts]
-    factor = np.full(2, 1.0 if direction == "forward" else 2.0)
-    mixing = MixingLayers(counted, COSTS, layers, 0.0, LINKS, direction, factor)
-    return mixing.walk(np.zeros(2)).tolist(), mixing.waited.tolist(), mixing.computed.tolist()
+def walk(*layouts: Layout, direction="forward", nodes=(0, 0, 0), layers: float = 1.0, launches=0.0, links=LINKS):
+    ranks = layouts[0].ranks
+    counted = [count_cuts(each, nodes[:ranks]) for each in layouts]
+    factor = np.full(ranks, 1.0 if direction == "forward" else 2.0)
+    mixing = MixingLayers(counted, COSTS, layers, launches, links, direction, factor)
+    return mixing.walk(np.zeros(ranks)).tolist(), mixing.waited.tolist(), mixing.computed.tolist()
 
 
 def test_segments_and_messages():
@@ -55,6 +56,27 @@ def test_a_cut_document_waits_for_halos_and_states():
     # Back and forth: two halos take 1 + 2 s, three states 1 + 30 s.
     four = layout([8], (0, 0, 2, 0), (0, 4, 6, 0), (0, 2, 4, 1), (0, 6, 8, 1))
     assert walk(four)[0] == [4 + 3 + (4 * 2 + 4 * 3 + 2 * 0.5) + 31 + 4 * 4] * 2
+
+
+def test_launches_are_those_of_the_calls_and_whole_documents_of_a_rank_share_a_run():
+    # A nano-batch has calls of its own where documents are cut; else one call has the rows of both.
+    for layouts, calls in (([WHOLE], 1), ([WHOLE, WHOLE], 1), ([CUT], 1), ([CUT, CUT], 2), ([CUT, WHOLE], 2)):
+        without, launched = (walk(*layouts, launches=seconds)[2] for seconds in (0.0, 8.0))
+        assert np.subtract(launched, without).tolist() == [8.0 * calls] * 2
+    several = layout([10, 20, 30], (0, 0, 10, 0), (1, 0, 20, 0), (2, 0, 30, 1))
+    assert walk(several)[2] == [30 * 7 + 0.5] * 2
+
+
+def test_an_exchange_begins_when_the_host_has_started_it():
+    # Halos and states leave a second later each.
+    assert walk(CUT, links=replace(LINKS, start=1.0)) == ([33.5 + 2] * 2, [2 + 17 + 2, 2 + 11 + 2], [14.5, 20.5])
+
+
+def test_a_rank_without_cut_documents_neither_waits_nor_is_waited_for():
+    of_two = [(0, 0, 2, 0), (0, 2, 4, 1)]
+    for rows in (30, 1):  # the third rank reaches the exchanges later than the others, or sooner
+        ends, waited, _ = walk(layout([4, rows], *of_two, (1, 0, rows, 2), ranks=3))
+        assert (ends, waited) == ([33.5, 33.5, rows * 7 + 0.5], [2 + 17, 2 + 11, 0])
 
 
 def test_exchanges_hide_behind_the_other_nano_batch_and_whole_documents():

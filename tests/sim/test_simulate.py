@@ -128,7 +128,7 @@ def test_gains_and_loads():
     assert sum(each["tokens"] for each in found.histogram) == found.tokens == 32
     # The best strategy without plans cuts the fewest documents.
     whole, shared = by_name["whole documents balanced"], by_name["context parallel, 1 × 2"]
-    assert whole.documents_cut > shared.documents_cut == 0
+    assert (whole.documents_cut, shared.documents_cut) == (1 / 6, 0)  # of all documents
     assert whole.step_seconds < shared.step_seconds
     assert found.best_plain == shared.name
 

@@ -60,6 +60,19 @@ def test_times_of_spans():
     assert shown[4]["args"] == of_work | {"rows_sent": 2, "rows_received": 5, "number": 0}
 
 
+def test_simultaneous_exchanges_lie_on_several_tracks_and_later_ones_on_the_first_that_is_free():
+    spans = []
+    for part, begin, end in (("a", 1.0, 3.0), ("b", 2.0, 5.0), ("c", 3.0, 4.0), ("d", 4.5, 6.0), ("e", 4.75, 7.0)):
+        spans.append(Span("send", part, None, begin, begin, rows=Rows((0, 2), (0, 5))))
+        spans.append(Span("wait", part, None, end - 0.25, end))
+    events = rank_trace(spans, rank=0, world=2, members=(0, 1), zero=(0.0, 0.0))["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    tracks = {event["name"]: names[event["tid"]] for event in events if event.get("cat") == "exchange"}
+    first, second, third = "exchange", "exchange 2", "exchange 3"
+    assert tracks == {"a": first, "b": second, "c": first, "d": first, "e": third}
+    assert list(names.values()) == ["compute", first, second, third]
+
+
 def test_ranks_may_differ_by_the_largest_clock_error_of_any_file(tmp_path):
     step = Span("step", "step 1", None, 1.0, 2.0)
     for rank, error_s in enumerate((0.001, 0.003, 0.002)):

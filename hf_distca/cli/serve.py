@@ -10,6 +10,7 @@ import torch
 from hf_distca.cli import InputError
 from hf_distca.cli.options import port, seconds, threads
 from hf_distca.kernels import get_kernel
+from hf_distca.pool.child import end_with_parent
 from hf_distca.pool.server import AttentionServer
 from hf_distca.pool.token import parse_address, parse_token, read_token
 from hf_distca.pool.transport import Choice
@@ -52,10 +53,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=threads, metavar="N", help="CPU threads to compute with (default: all cores)")
     wait = "time to try to join, and to join again after the run could not be reached (default: 60)"
     add("--wait", type=seconds, default=60.0, metavar="SECONDS", help=wait)
+    add("--parent", type=int, help=argparse.SUPPRESS)  # of a server of the launch: the process that it ends with
 
 
 def run(options: argparse.Namespace) -> None:
     """Serve until training ends, or the process gets SIGINT or SIGTERM; raise InputError if it cannot serve."""
+    if options.parent is not None:
+        end_with_parent(options.parent)
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     named = "cuda:0" if options.device == "cuda" else options.device

@@ -120,7 +120,9 @@ class Dispatcher:
             micro_batches: For each micro-batch, the lengths of this rank's documents in the order of its rows.
             at_least: Least number of plans, also if no rank has a micro-batch.
         """
-        gathered = self.groups.all_gather([list(map(int, lengths)) for lengths in micro_batches])
+        gathered = self.groups.all_gather(
+            [list(map(int, lengths)) for lengths in micro_batches], of="lengths of documents"
+        )
         count = max(map(len, gathered))
         plans = []
         for index in range(max(count, at_least)):

@@ -98,7 +98,8 @@ class ExchangeBuffer:
         """Return the columns that have arrived; the next transfer of the slot may overwrite them."""
         work, self._work = self._work, None
         if work is not None:
-            work.wait()
+            with self._groups.waits.of("rows of other ranks"):
+                work.wait()
         return self._arriving
 
     def _start(self, hop: int, arriving: list[Tensor], *, back: bool = False) -> Self:

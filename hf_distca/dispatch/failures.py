@@ -1,19 +1,20 @@
 """Report of the failed rank's error on the surviving ranks."""
 
 import logging
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from hf_distca.dispatch.signs import StoreLine
+from hf_distca.dispatch.waits import Waits, says_that_another_is_gone
+
 logger = logging.getLogger(__name__)
 
 WAIT_S = 5.0
 """Seconds to look for the error of a lost partner; the partner leaves the error before its connections close."""
 _PAUSE_S = 0.05
-_LOST_PARTNER = re.compile(r"gloo|NCCL|connection (closed|reset) by peer|timed out waiting", re.IGNORECASE)
 
 
 class Failures:
@@ -22,43 +23,58 @@ class Failures:
     Without them, a failed rank's partners report a closed connection.
     """
 
-    def __init__(self, store: dist.Store | None, rank: int, ranks: int, wait_s: float = WAIT_S) -> None:
-        self._store, self._rank, self._ranks, self._wait_s = store, rank, ranks, wait_s
+    def __init__(self, waits: Waits, wait_s: float = WAIT_S) -> None:
+        self._waits, self._wait_s = waits, wait_s
         self._depth = self._begun = 0
 
     @contextmanager
-    def reported(self) -> Iterator[None]:
+    def reported(self, place: str = "the training loop") -> Iterator[None]:
         """Leave this rank's error for other ranks; raise RuntimeError with another's if this rank only lost that rank.
 
-        Every rank enters the context at the same point. A nested context belongs to the outermost one.
+        Every rank enters the context at the same point. A nested context belongs to the outermost one. A rank that
+        lost a silent rank raises RankLost, which says which rank is silent and where it was.
+
+        Args:
+            place: Name of the context in messages about waits.
         """
         self._begun += self._depth == 0
         self._depth += 1
         try:
-            yield
+            with self._waits.watched(place, explains=False):
+                yield
         except Exception as error:
-            others = [] if self._depth > 1 or self._store is None else self._exchanged(error, self._store)
-            if not others:
-                raise
-            raise RuntimeError("; ".join(others)) from error
+            if self._depth == 1 and self._waits.line is not None:
+                self._raise_for(error, self._waits.line)
+            raise
         finally:
             self._depth -= 1
 
-    def _exchanged(self, error: Exception, store: dist.Store) -> list[str]:
+    def _raise_for(self, error: Exception, line: StoreLine) -> None:
+        """Raise why another rank failed or is silent, if the error only says that another rank is gone."""
+        others = self._exchanged(error, line)
+        if others:
+            raise RuntimeError("; ".join(others)) from error
+        if says_that_another_is_gone(error):
+            raise self._waits.explained(error) from error
+
+    def _exchanged(self, error: Exception, line: StoreLine) -> list[str]:
         """Leave an error of this rank itself; else return other ranks' errors as soon as any rank has one."""
-        key = f"hf_distca/failures/{self._begun}/"
-        only_says_that_another_is_gone = isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and _LOST_PARTNER.search(str(error))
-        )
+        key, rank = f"failures/{self._begun}/", self._waits.rank
+
+        def found(store: dist.Store) -> list[str]:
+            others = [other for other in range(self._waits.ranks) if other != rank and store.check([f"{key}{other}"])]
+            return [f"rank {other} failed: {store.get(f'{key}{other}').decode()}" for other in others]
+
         try:
-            if not only_says_that_another_is_gone:
-                store.set(f"{key}{self._rank}", f"{type(error).__name__}: {error}")
+            if not says_that_another_is_gone(error):
+                message = f"{type(error).__name__}: {error}"
+                line.ask(lambda store: store.set(f"{key}{rank}", message), WAIT_S)
                 return []
             end = time.monotonic() + self._wait_s
             while True:
-                found = [rank for rank in range(self._ranks) if rank != self._rank and store.check([f"{key}{rank}"])]
-                if found or time.monotonic() > end:
-                    return [f"rank {rank} failed: {store.get(f'{key}{rank}').decode()}" for rank in found]
+                others = line.ask(found, WAIT_S)
+                if others or time.monotonic() > end:
+                    return others
                 time.sleep(_PAUSE_S)
         except Exception as unreachable:  # must not hide the error itself
             logger.debug("cannot exchange errors with other ranks: %s", unreachable)

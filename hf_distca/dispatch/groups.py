@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.dispatch.failures import Failures
+from hf_distca.dispatch.waits import Waits
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Groups:
     connection, and unreachable ranks fail here.
 
     Args:
-        timeout_s: seconds after which an exchange with a silent peer fails.
+        timeout_s: limit of every wait for other ranks; an exchange with a silent peer then fails.
         mesh: one of several meshes side by side that share no rank; None on every process for all ranks of the world.
     """
 
@@ -69,22 +70,23 @@ class Groups:
         self._device, self._timeout = device, timedelta(seconds=timeout_s)
         self._control: dist.ProcessGroup | None = None
         self._control_of_world: dist.ProcessGroup | None = None
-        store = None
+        self.waits = waits_in_world(timeout_s)
         if world[1] > 1:
             self._device = indexed(device)
             meshes = [self.members] if mesh is None else self._in_world(self.members)
             options: dict[str, Any] = {"backend": "gloo", "timeout": self._timeout}
             try:
-                self._control = self._control_of_world = _new_group(meshes, group_desc="distca control", **options)
-                if len(meshes) > 1:
-                    self._control_of_world = dist.new_group(group_desc="distca control of the world", **options)
+                with self.waits.of("connections to other ranks"):
+                    self._control = self._control_of_world = _new_group(meshes, group_desc="distca control", **options)
+                    if len(meshes) > 1:
+                        self._control_of_world = dist.new_group(group_desc="distca control of the world", **options)
                 uuids = self.all_gather(device_uuid(self._device))
             except RuntimeError as error:
+                self.waits.close()
                 raise unreachable(self.rank, error) from error
-            store = self._control_of_world.get_group_store()
             check_devices(exchange_backend(self._device), uuids)
             self.exchange = self._connected(meshes, self.ranks, "distca exchange")
-        self.failures = Failures(store, *world)  # of the ranks of all meshes
+        self.failures = Failures(self.waits)  # of the ranks of all meshes
 
     def connect_nodes(self, nodes: Sequence[int] | None) -> None:
         """Connect the ranks of each node by a group of their own. A collective of the world.
@@ -102,7 +104,7 @@ class Groups:
 
     def _in_world(self, mine: list[int]) -> list[list[int]]:
         """Return the distinct lists of ranks of all processes. A collective of the world."""
-        of_world = _gather_in_world(tuple(mine), self._timeout.total_seconds())
+        of_world = _gather_in_world(tuple(mine), self._timeout.total_seconds(), self.waits)
         return [list(ranks) for ranks in dict.fromkeys(of_world)]
 
     def _connected(self, lists: list[list[int]], ranks: int, name: str) -> dist.ProcessGroup | None:
@@ -112,13 +114,14 @@ class Groups:
         options: dict[str, Any] = {"backend": backend, "timeout": self._timeout, "group_desc": name}
         options["device_id"] = self._device if backend == dist.Backend.NCCL else None
         try:
-            group = _new_group(lists, pg_options=exchange_options(backend), **options)
-            if ranks == 1:
-                dist.destroy_process_group(group)
-                return None
-            # NCCL connects a pair, and takes memory for the pair, at the first send.
-            dist.all_to_all_single(received, sent, [1] * ranks, [1] * ranks, group=group)
-            received.cpu()  # wait for the arrival
+            with self.waits.of(f"connections to other ranks over {backend}"):
+                group = _new_group(lists, pg_options=exchange_options(backend), **options)
+                if ranks == 1:
+                    dist.destroy_process_group(group)
+                    return None
+                # NCCL connects a pair, and takes memory for the pair, at the first send.
+                dist.all_to_all_single(received, sent, [1] * ranks, [1] * ranks, group=group)
+                received.cpu()  # wait for the arrival
         except RuntimeError as error:
             raise RuntimeError(f"rank {self.rank} cannot exchange rows over {backend}: {error}") from error
         return group
@@ -128,14 +131,16 @@ class Groups:
         if self.closed:
             return
         if in_world():
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            self.meet()  # no rank has rows under way
+            with self.waits.of("work of the device before the groups close"):
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+            self.meet("all ranks to close their groups")  # no rank has rows under way
             for group in dict.fromkeys((self.node, self.exchange, self._control, self._control_of_world)):
                 if group is not None:
                     dist.destroy_process_group(group)
         self.exchange = self.node = self._control = self._control_of_world = None
         self.closed = True
+        self.waits.close()
 
     def check_open(self) -> None:
         """Raise if the groups are closed: torch takes a group of None for the world."""
@@ -144,35 +149,42 @@ class Groups:
                 "the process groups of this dispatcher are closed; make a new trainer or dispatcher to continue"
             )
 
-    def all_gather(self, value: Any, *, in_world: bool = False) -> list[Any]:
-        """Return the small Python object of every rank of the mesh, or of the world, in order. A collective."""
+    def all_gather(self, value: Any, *, in_world: bool = False, of: str = "control messages") -> list[Any]:
+        """Return the small Python object of every rank of the mesh, or of the world, in order. A collective.
+
+        Args:
+            of: name of the objects in messages about the wait for them.
+        """
         self.check_open()
         group = self._control_of_world if in_world else self._control
         if group is None or dist.get_world_size(group) == 1:
             return [value]
         gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, value, group=group)
+        with self.waits.of(f"{of} of other ranks"):
+            dist.all_gather_object(gathered, value, group=group)
         return gathered
 
-    def meet(self) -> None:
+    def meet(self, name: str = "all ranks to come here") -> None:
         """Wait for every process of the world. A collective on the CPU."""
-        self.all_gather(None, in_world=True)
+        with self.waits.of(name):
+            self.all_gather(None, in_world=True)
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether any rank has set the flag. A collective on the CPU."""
         self.check_open()
         agreed = torch.tensor(flags, dtype=torch.uint8)
         if self.ranks > 1:
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._control)
+            with self.waits.of("answers of other ranks"):
+                dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._control)
         return [bool(flag) for flag in agreed.tolist()]
 
     def raise_together(self, error: Exception | None, *, in_world: bool = False) -> None:
         """Raise ValueError on every rank, of the mesh or the world, if any rank has an error, with all errors."""
-        _raise_any(error, partial(self.all_gather, in_world=in_world))
+        _raise_any(error, partial(self.all_gather, in_world=in_world, of="checks"))
 
     def raised_together(self, *, in_world: bool = False) -> AbstractContextManager[None]:
         """Raise an error inside the context as `raise_together` does."""
-        return _raised_together(partial(self.all_gather, in_world=in_world))
+        return _raised_together(partial(self.all_gather, in_world=in_world, of="checks"))
 
 
 def raised_together(timeout_s: float) -> AbstractContextManager[None]:
@@ -205,17 +217,35 @@ def in_world() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _gather_in_world(value: Value, timeout_s: float) -> list[Value]:
+def waits_in_world(limit_s: float) -> Waits:
+    """Return the waits of this process for others of the world, with their own part of the world's store.
+
+    Every process calls this equally often, in the same order.
+    """
+    if not in_world() or dist.get_world_size() == 1:
+        return Waits(None, 0, 1, limit_s)
+    world: Any = dist.group.WORLD
+    rank, store = dist.get_rank(), world.get_group_store()
+    number = store.add(f"hf_distca/waits/{rank}", 1)  # the same on every rank
+    return Waits(dist.PrefixStore(f"hf_distca/waits/{number}", store), rank, dist.get_world_size(), limit_s)
+
+
+def _gather_in_world(value: Value, timeout_s: float, waits: Waits | None = None) -> list[Value]:
     """Return every process's value, in the order of world ranks. A collective of the world, on the CPU."""
     if not in_world() or dist.get_world_size() == 1:
         return [value]
     gathered = [value] * dist.get_world_size()
+    watched = waits or waits_in_world(timeout_s)
     try:
-        world = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="distca world")
-        dist.all_gather_object(gathered, value, group=world)
-        dist.destroy_process_group(world)
+        with watched.of("other ranks at the start"):
+            world = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="distca world")
+            dist.all_gather_object(gathered, value, group=world)
+            dist.destroy_process_group(world)
     except RuntimeError as error:
         raise unreachable(dist.get_rank(), error) from error
+    finally:
+        if waits is None:
+            watched.close()
     return gathered
 
 

@@ -30,6 +30,7 @@ def serve_from_child(command: Sequence[str], text: str, has_ended: Callable[[], 
     """Serve from a child process until training ends, a SIGINT or SIGTERM comes, or no child can serve any more.
 
     Args:
+        command: of the child, which calls `end_with_parent` with the id of this process.
         text: standard input of the child; no more than a pipe holds.
         has_ended: whether training has ended; asked twice a second, until it has.
     """
@@ -54,7 +55,7 @@ def serve_from_child(command: Sequence[str], text: str, has_ended: Callable[[], 
         os.write(sink, text.encode())
         os.close(sink)
         try:
-            child = subprocess.Popen(command, stdin=source, preexec_fn=_die_with_parent)
+            child = subprocess.Popen(command, stdin=source)  # without code between fork and exec, which can hang
         except OSError as error:
             code, why = 1, f"could not be started ({error})"
         else:
@@ -83,10 +84,15 @@ def serve_from_child(command: Sequence[str], text: str, has_ended: Callable[[], 
             time.sleep(min(_POLL_S, AGAIN_S))
 
 
-def _die_with_parent() -> None:
-    """Let the system kill this process when its parent dies, which could not end it any more."""
+def end_with_parent(parent: int) -> None:
+    """Let the system kill this process when its parent dies, which could not end it any more.
+
+    SystemExit: the parent has died already.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit(f"process {parent}, which started this server, has ended")
 
 
 def _report(line: str) -> None:

@@ -3,8 +3,8 @@
 import logging
 import os
 import sys
+import time
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,25 @@ from torch.cuda import device_count, is_available
 
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.signs import StoreLine
 from hf_distca.pool.child import serve_from_child
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.nixl import address_towards
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.token import make_token, parse_address, read_token, write_token
 from hf_distca.pool.transport import Choice, make_memory
+from hf_distca.waiting import wait_until
 
 logger = logging.getLogger(__name__)
 
 TOKEN_FILE = "attention_server_token"
+START_S = 300.0
+"""Most seconds from the start of one process of a launch to that of another."""
+TRAINER_S = 24 * 3600.0
+"""Most seconds in which ranks load their model and read their data."""
+STORE_S = 5.0
+"""Most seconds for an answer of the launch's store."""
+POLL_S = 0.1
 
 _OF_THE_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables by which a process takes part in the launch's process group; a server must not take part."""
@@ -82,9 +91,13 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
         )
     if rank >= ranks:
         store.set(f"error of {rank}", missing)
-    for error in [store.get(f"error of {server}").decode() for server in range(ranks, world)]:
-        if error:
+    line = StoreLine(store)
+    for server in range(ranks, world):
+        name = f"the attention server in process {server} of this launch to start"
+        remedy = "look at the output of that process; `WORLD_SIZE` processes must be launched"
+        if error := _value(line, f"error of {server}", name, START_S, remedy):
             raise ValueError(error)
+    line.close(STORE_S)
     if rank >= ranks:
         for name in _OF_THE_WORLD:
             os.environ.pop(name, None)
@@ -105,20 +118,49 @@ def serve_if_server(launch: Launch | None, timeout_s: float) -> None:
         return
     store = launch.store
     assert store is not None  # only a saved launch has none
-    # Ranks load their model first; if they fail instead, the launcher ends this process.
-    store.set_timeout(timedelta(days=1))
-    address, token, transport = (store.get(name).decode() for name in ("address", "token", "transport"))
+    # If the ranks fail instead, the launcher ends this process.
+    line, name = StoreLine(store), "rank 0 to make its trainer, in an attention server of the launch"
+    remedy = "ranks first load their model and read their data; look at the output of rank 0 if that is done"
+    address, token, transport = (
+        _value(line, key, name, TRAINER_S, remedy) for key in ("address", "token", "transport")
+    )
     command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", address, "--token-file", "-"]
     command += ["--device", launch.serves_on, "--wait", f"{timeout_s:g}", "--transport", transport]
+    command += ["--parent", str(os.getpid())]
 
     def has_ended() -> bool:
         try:
-            return store.check(["ended"])
+            return line.ask(lambda own: own.check(["ended"]), STORE_S)
+        except TimeoutError:  # the process that has the store is stopped
+            return False
         except dist.DistError:  # the process that has the store is gone, and rank 0 with it
             return True
 
     serve_from_child(command, token + "\n", has_ended)
     raise SystemExit(0)
+
+
+def _value(line: StoreLine, key: str, name: str, limit_s: float, remedy: str) -> str:
+    """Return a value of the launch's store as soon as it is there; WaitError at the limit.
+
+    Args:
+        name: whom this process waits for.
+        remedy: what to do if the value does not come.
+    """
+
+    def is_there(within_s: float) -> bool:
+        try:
+            if line.ask(lambda store: store.check([key]), STORE_S):
+                return True
+        except TimeoutError:
+            logger.warning(
+                "the launch's store does not answer; its process, the launcher or rank 0, is stopped or hung"
+            )
+        time.sleep(min(POLL_S, within_s))
+        return False
+
+    wait_until(is_there, name, limit_s, remedy)
+    return line.ask(lambda store: store.get(key), STORE_S).decode()
 
 
 def open_pool(dispatcher: Dispatcher, config: DistCAConfig, launch: Launch | None, token_file: str) -> Pool:

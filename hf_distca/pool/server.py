@@ -29,6 +29,8 @@ from hf_distca.pool.directory import ALIVE_S, ANSWER_S, join
 from hf_distca.pool.messages import Alive, Call, End, Message, PlanTables, RankHello, Refused, Reply, ServerHello
 from hf_distca.pool.transport import Choice, Memory, choose, make_memory
 from hf_distca.pool.wire import SERVER, Channel, LinkLost, Listener, MismatchError, Outbox, PeerLeft, ProtocolError
+from hf_distca.waiting import REPORT_S
+from hf_distca.waiting import join as join_thread
 
 logger = logging.getLogger(__name__)
 
@@ -165,13 +167,13 @@ class AttentionServer:
         """End all connections; calls whose rows are complete are computed first."""
         self._listener.close()
         self._complete.put(None)
-        self._computing.join()
+        join_thread(self._computing)
 
     def _stay(self, channel: Channel, joined: str, report: Callable[[str], None]) -> Message | None:
         """Be a member until a last message comes, or (None) the directory is lost or `stop` is called."""
         report(joined)
         before = (len(self._links), self.tasks, self.busy_s)
-        begin = last_alive = time.monotonic()
+        begin = last_alive = last_call = time.monotonic()
         try:
             while not self._stopping.is_set():
                 if time.monotonic() - last_alive > ALIVE_S:
@@ -185,6 +187,10 @@ class AttentionServer:
                     if now != before:
                         rate, busy = (now[1] - before[1]) / seconds, (now[2] - before[2]) / seconds
                         report(f"{joined}; {now[0]} ranks; {rate:.1f} tasks/s; busy {busy:.0%}")
+                        last_call = time.monotonic()
+                    elif time.monotonic() - last_call > REPORT_S:
+                        report(f"{joined}; {now[0]} ranks; still waiting for calls of ranks")
+                        last_call = time.monotonic()
                     before, begin = now, time.monotonic()
         except LinkLost as error:
             logger.warning("lost the connection to the directory: %s", error)

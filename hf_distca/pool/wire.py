@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from hf_distca.pool.messages import Message, Refused, decode, encode
+from hf_distca.waiting import join
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class Channel:
                 )
         finally:
             late.cancel()
-            late.join()
+            join(late)
 
     def send(self, message: Message, payload: Sequence[Buffer] = (), timeout_s: float | None = None) -> None:
         """Send a message and its payload; return when the system has taken all of it."""
@@ -253,7 +254,7 @@ class Outbox:
         self._queue.put(None)
         self._thread.join(timeout_s)
         self._channel.shut_down()
-        self._thread.join()
+        join(self._thread)
 
     def _run(self) -> None:
         lost = False
@@ -302,12 +303,12 @@ class Listener:
         self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # on Linux this ends `accept`
-        self._thread.join()
+        join(self._thread)
         with self._lock:
             peers = dict(self._peers)
         for channel, thread in peers.items():
             channel.shut_down()
-            thread.join()
+            join(thread)
 
     def _accept_all(self) -> None:
         while not self._closed:

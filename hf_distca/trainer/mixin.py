@@ -121,6 +121,7 @@ class DistCAMixin(_Trainer):
         if epoch_iterator is not self._epoch_iterator:
             self._epoch_iterator = epoch_iterator
             self._progress.begin_pass(self.state.global_step)
+        self._at("the loading of data for step {step}")
         planned = self._packs and not is_stream(self.train_dataset)
         batches = self._upcoming.fetch(epoch_iterator, num_batches, planned=planned)
         if self.pool is not None and batches:  # else a stream has ended: Trainer asks again until max_steps
@@ -161,7 +162,7 @@ class DistCAMixin(_Trainer):
         parallel.forget_evaluation(self.model_wrapped, self.accelerator)
         groups = self.dispatcher.groups
         try:
-            with groups.failures.reported():
+            with groups.failures.reported("the start of training"):
                 checkpoint = resuming.agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
                 order = resuming.data_order(self, self.dispatcher, self._loaders, packs=self._packs)
                 place = resuming.agreed_place(order, checkpoint, self.args, groups)
@@ -187,10 +188,16 @@ class DistCAMixin(_Trainer):
                     raise Run.NOT_WRAPPED.error(model=type(model).__name__, **facts)
             self._wrapped = model
         self._section("forward")
+        self._at("the forward of step {step}")
         loss = super().training_step(model, *args, **kwargs)
         self._section("between")
+        self._at("the optimizer and callbacks of step {step}")
         self._upcoming.prepare_next()
         return loss
+
+    def _at(self, place: str) -> None:
+        """Note the part of the run that begins now, for messages about waits."""
+        self.dispatcher.groups.waits.at(place.format(step=self.state.global_step + 1))
 
     def _section(self, name: str) -> None:
         if self._tracer is not None:
@@ -213,6 +220,7 @@ class DistCAMixin(_Trainer):
         )
         if self.model_wrapped.training:
             self._section("backward")
+            self._at("the backward of step {step}")
         if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
             raise Run.LOST_PLAN.error(model=type(self.model).__name__, key=PLAN_KEY)
         return result
@@ -232,7 +240,7 @@ class DistCAMixin(_Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does; the loss is the exact mean over all targets."""
         try:
-            with self.dispatcher.groups.failures.reported():
+            with self.dispatcher.groups.failures.reported("the start of an evaluation"):
                 return super().evaluate(*args, **kwargs)
         finally:
             self._upcoming_evaluated = UpcomingBatches(self.dispatcher)  # an unfinished loader ends
@@ -247,6 +255,7 @@ class DistCAMixin(_Trainer):
         self._evaluated = []
         with self.meter.paused():
             output = super().evaluation_loop(*args, **kwargs)
+        self._at("the end of an evaluation")
         if self._evaluated and output.metrics is not None:
             loss, targets = map(sum, zip(*self._evaluated, strict=True))
             loss = sum(self.dispatcher.groups.all_gather(loss)) / max(targets, 1)
@@ -258,6 +267,7 @@ class DistCAMixin(_Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, None, None]:
         """Add one micro-batch to the evaluation's loss."""
+        self._at(f"micro-batch {len(self._evaluated) + 1} of an evaluation")
         targets: Any = super()._get_num_items_in_batch([inputs], self.args.device)  # may be 0
         loss, _, _ = super().prediction_step(model, inputs, True, *args, **kwargs)
         assert loss is not None
@@ -296,6 +306,7 @@ class DistCAMixin(_Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, *args: Any, **kwargs: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self._at(f"the saving of {folder.name}")
         with resuming.disk_errors_named(folder):
             if self.args.should_save:
                 self._progress.save(folder, self.state.global_step)
@@ -305,6 +316,7 @@ class DistCAMixin(_Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False, **kwargs: Any) -> None:
         """Save the whole model for `from_pretrained()`; every rank calls it, and rank 0 gathers shards on its host."""
         with ExitStack() as around:
+            around.enter_context(self.dispatcher.groups.waits.watched("the saving of the model"))
             if not _internal_call or output_dir is None:  # not a checkpoint
                 around.enter_context(parallel.whole_weights(self.accelerator, self.deepspeed))
                 around.enter_context(resuming.disk_errors_named(Path(output_dir or str(self.args.output_dir))))

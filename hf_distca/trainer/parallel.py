@@ -3,13 +3,16 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
@@ -32,6 +35,9 @@ def join_on_cpu(args: Any) -> None:
 def share_on_cpu(args: Any, model: Any = None) -> None:
     """Let accelerate share a model among CPU processes, by FSDP or as a DistributedConfig divided it at load."""
     state: PartialState = args.distributed_state
+    if args.use_cpu and dist.is_initialized():
+        # Trainer hands ddp_timeout on without use_cpu only; with it, every collective would wait half an hour.
+        _set_pg_timeout(timedelta(seconds=args.ddp_timeout), dist.group.WORLD)
     on_cpu = state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU) and state.num_processes > 1
     if on_cpu and (asked_for("FSDP", args.fsdp) or is_divided_at_load(model)):
         state.distributed_type = DistributedType.MULTI_GPU  # CPUs have no type of their own for this

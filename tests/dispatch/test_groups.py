@@ -1,5 +1,6 @@
 """Groups of ranks: their backend, their connections, the nodes that ranks share, and errors that all ranks raise."""
 
+import re
 import socket
 import time
 from contextlib import closing
@@ -17,6 +18,7 @@ from hf_distca.dispatch import groups as groups_module
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.failures import Failures
 from hf_distca.dispatch.groups import Groups, mesh_ranks, raised_together, ranks_per_node
+from hf_distca.dispatch.waits import RankLost, Waits
 from hf_distca.planner.settings import PlanSettings
 from tests.models_and_batches import dispatcher_of_all_ranks, small_kinds
 from tests.ranks import RankPool
@@ -244,6 +246,10 @@ LOST = RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer
 BOOM = ValueError("boom")
 
 
+def failures_of(rank: int, ranks: int, store: dist.Store | None) -> Failures:
+    return Failures(Waits(store, rank, ranks, 1.0), wait_s=0.2)
+
+
 def raised(failures: Failures, error: Exception, evaluates: bool = False) -> Exception:
     """What is raised where the error is, here or in a second evaluation: itself, or one that has it as its cause."""
     try:
@@ -261,8 +267,8 @@ def raised(failures: Failures, error: Exception, evaluates: bool = False) -> Exc
 def left_behind(error: Exception) -> tuple[Failures, dist.Store]:
     """Rank 0 of three, once rank 1 has failed with the error, and their store."""
     store = dist.HashStore()
-    assert raised(Failures(store, 1, 3), error) is error
-    return Failures(store, 0, 3, wait_s=0.2), store
+    assert raised(failures_of(1, 3, store), error) is error
+    return failures_of(0, 3, store), store
 
 
 def test_a_rank_that_lost_its_partner_says_why():
@@ -271,7 +277,7 @@ def test_a_rank_that_lost_its_partner_says_why():
         found = raised(failures, lost)
         assert (type(found), str(found), found.__cause__) == (RuntimeError, "rank 1 failed: KeyError: 'text'", lost)
         # What rank 0 only reports is not reported again as an error of its own.
-        assert str(raised(Failures(store, 2, 3, wait_s=0.2), LOST)) == "rank 1 failed: KeyError: 'text'"
+        assert str(raised(failures_of(2, 3, store), LOST)) == "rank 1 failed: KeyError: 'text'"
 
 
 def test_an_error_of_its_own_stays_and_so_does_one_without_another():
@@ -279,16 +285,23 @@ def test_an_error_of_its_own_stays_and_so_does_one_without_another():
         failures, _ = left_behind(BOOM)
         assert raised(failures, own) is own
     gone = Mock(**dict.fromkeys(("set.side_effect", "check.side_effect"), dist.DistNetworkError("Broken pipe")))
-    for store in (dist.HashStore(), gone, None):  # no error left, a store that is gone, a single rank
-        for error in (LOST, BOOM):
-            assert raised(Failures(store, 0, 2, wait_s=0.2), error) is error
+    gone.clone.return_value = gone
+    # No error left, a store that is gone, a single rank.
+    for store, lost in ((dist.HashStore(), "rank 1 has not come"), (gone, "store.* has not answered"), (None, "")):
+        assert raised(failures_of(0, 2, store), BOOM) is BOOM
+        found = raised(failures_of(0, 2, store), LOST)
+        if lost:
+            assert (type(found), found.__cause__) == (RankLost, LOST)
+            assert re.search(lost, str(found))
+        else:
+            assert found is LOST
 
 
 def test_what_failed_before_is_forgotten_and_an_evaluation_belongs_to_its_training():
     failures, _ = left_behind(BOOM)
     with failures.reported():
         pass
-    assert raised(failures, LOST) is LOST
+    assert type(raised(failures, LOST)) is RankLost
     failures, _ = left_behind(BOOM)
     found = raised(failures, LOST, evaluates=True)
     assert (str(found), found.__cause__) == ("rank 1 failed: ValueError: boom", LOST)

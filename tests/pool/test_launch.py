@@ -210,6 +210,7 @@ def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_
         with pytest.raises(SystemExit):
             getattr(arguments, ask)()
     options = ["--join", "10.0.0.1:1", "--token-file", "-", "--device", "cpu", "--wait", "7", "--transport", "tcp"]
+    options += ["--parent", str(os.getpid())]
     assert served == [options] * 4
     serve_if_server(None, 60)  # a rank does not serve
     serve_if_server(Launch(dist.HashStore()), 60)
@@ -266,8 +267,10 @@ def test_a_server_that_does_not_end_with_training_is_killed(capfd, reported):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_ends_with_its_parent(number):
     # The file alone: the package takes seconds to import.
-    start = f"run_path({child.__file__!r})['serve_from_child'](['sleep', '100'], '', lambda: False)"
-    program = [sys.executable, "-c", f"from runpy import run_path; {start}"]
+    imports = f"import os, sys, time, runpy; child = runpy.run_path({child.__file__!r})"
+    served = f"{imports}; child['end_with_parent'](PARENT); time.sleep(100)"
+    command = f"[sys.executable, '-c', {served!r}.replace('PARENT', str(os.getpid()))]"
+    program = [sys.executable, "-c", f"{imports}; child['serve_from_child']({command}, '', lambda: False)"]
     with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as parent:
         lines = iter(parent.stderr.readline, "")
         pid = next(int(found[1]) for line in lines if (found := re.search(r"process (\d+) serves", line)))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_distca.dispatch.failures import Failures
+from hf_distca.dispatch.waits import Waits
 from hf_distca.trainer.refusals import Resume
 from hf_distca.trainer.resuming import disk_errors_named
 from tests.ranks import own_processes
@@ -111,10 +112,10 @@ def test_all_ranks_end_and_others_go_on(rank_pools, tmp_path, strategy, end, cod
 
 def test_an_evaluation_reports_the_failed_rank(tmp_path):
     store = dist.HashStore()
-    with pytest.raises(ValueError, match="boom"), Failures(store, 1, 2).reported():
+    with pytest.raises(ValueError, match="boom"), Failures(Waits(store, 1, 2, 60.0)).reported():
         raise ValueError("boom")
     trainer = make_trainer(str(tmp_path))
-    trainer.dispatcher.groups.failures = Failures(store, 0, 2, wait_s=0.2)
+    trainer.dispatcher.groups.failures = Failures(Waits(store, 0, 2, 60.0), wait_s=0.2)
     trainer.get_eval_dataloader = Mock(side_effect=dist.DistBackendError("Connection closed by peer"))
     with pytest.raises(RuntimeError, match=r"^rank 1 failed: ValueError: boom$"):
         trainer.evaluate()

@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_distca.pool.messages import Call, Message, RankHello, RankWelcome, Refused, Reply
 from hf_distca.pool.transport import Memory, Rows, rank_end
 from hf_distca.pool.wire import SERVER, Buffer, LinkLost, Outbox, ProtocolError, connect
+from hf_distca.waiting import join
 
 
 class Answer(Future[Reply]):
@@ -98,7 +99,7 @@ class ServerLink:
         self.fail("closed by this rank")
         with self._closing:
             self._outbox.finish(0)
-            self._receiver.join()
+            join(self._receiver)
             self._transport.close()
             self._channel.close()
 

@@ -1,0 +1,49 @@
+"""Waits that are never silent: a wait has a name and a limit, and ends with an error that says what to do."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+REPORT_S = 60.0
+"""Seconds between two lines about the same wait."""
+JOIN_S = 120.0
+"""Seconds for a thread to end once its connection is closed."""
+_SLICE_S = 1.0
+
+
+class WaitError(RuntimeError):
+    """A wait that failed or reached its limit; the message names who waited, for what, and the remedy."""
+
+
+def wait_until(done: Callable[[float], bool], name: str, limit_s: float, remedy: str) -> None:
+    """Wait until something is done; log that this process still waits once a minute.
+
+    Args:
+        done: gets the seconds for which it may block, and returns whether the wait is over.
+        name: what is waited for, and who waits.
+
+    Raises:
+        WaitError: The limit is reached.
+    """
+    begin, report_s = time.monotonic(), REPORT_S
+    while not done(min(_SLICE_S, limit_s)):
+        waited_s = time.monotonic() - begin
+        if waited_s >= limit_s:
+            raise WaitError(f"waited {waited_s:.0f} s for {name}, and it did not come; {remedy}")
+        if waited_s >= report_s:
+            logger.warning("still waiting for %s (%.0f s of at most %.0f s); %s", name, waited_s, limit_s, remedy)
+            report_s += REPORT_S
+
+
+def join(thread: threading.Thread, limit_s: float = JOIN_S) -> None:
+    """Wait until a thread whose connection is closed has ended."""
+
+    def has_ended(within_s: float) -> bool:
+        thread.join(within_s)
+        return not thread.is_alive()
+
+    remedy = "a device or network card does not answer it; `py-spy dump --pid PID` shows where the thread is"
+    wait_until(has_ended, f"the thread {thread.name!r} of this process to end", limit_s, remedy)

@@ -198,6 +198,22 @@ def test_payloads_of_any_size_arrive_whole_and_nothing_else_is_made_memory_for_o
     assert list(map(is_loopback, hosts)) == [True, True, False, False]
 
 
+def test_a_time_out_is_of_its_own_call_alone():
+    """What is sent or received after a call with a time-out may take longer."""
+    with channels() as (near, far), ThreadPoolExecutor(1) as beside:
+        near.send(REPLY, timeout_s=0.3)
+        assert far.receive(0.3) == (REPLY, 0)
+        receiving = beside.submit(far.receive)
+        time.sleep(0.8)
+        near.send(REPLY)
+        assert receiving.result(60) == (REPLY, 0)
+        sending = beside.submit(near.send, REPLY, [bytes(50_000_000)])  # more than the system keeps
+        time.sleep(0.8)
+        far.receive(60)
+        far.receive_payload([bytearray(50_000_000)], 60)
+        sending.result(60)
+
+
 def test_a_wrong_greeting_or_proof_is_noticed_also_one_of_another_handshake():
     heard, send = {}, Channel._send
 

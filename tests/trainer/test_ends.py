@@ -1,11 +1,14 @@
 """Trainings that end before their time: all processes end with the reason; other processes go on to the last bit."""
 
 import errno
+import logging
 import os
+import re
 import resource
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from hf_distca.dispatch import signs, waits
 from hf_distca.dispatch.failures import Failures
 from hf_distca.dispatch.waits import Waits
 from hf_distca.trainer.refusals import Resume
@@ -108,6 +112,102 @@ def test_all_ranks_end_and_others_go_on(rank_pools, tmp_path, strategy, end, cod
     resumed = rank_pools[2].run(_train, tmp_path, strategy, "", True)
     assert resumed == rank_pools[2].run(_train, tmp_path / "whole", strategy)
     assert [len(result["loss"]) for result in resumed] == [3, 3]
+
+
+PLACES = {
+    "plan": "the loading of data for step 3",
+    "forward": "the forward of step 4",
+    "backward": "the backward of step 5",
+    "evaluation": "micro-batch 1 of an evaluation",
+    "save": "the saving of checkpoint-6",
+}
+"""Places in which a rank is stopped, one after another, by what the other rank says of them."""
+
+
+def _train_with_stops(folder: Path, ends_at: str, stopped: int, limit_s: float) -> None:
+    """Train on ranks of which one is stopped: at every place until it is let go on, or for good at one place."""
+    logging.basicConfig(level=logging.WARNING)
+    if not ends_at:
+        waits.REPORT_S, signs.SIGN_S = 1.0, 0.1
+    if stopped == 0:  # the rank with the store of the run, as without a launcher's store
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(int(os.environ["MASTER_PORT"]) + 1))
+    arguments = {"save_strategy": "steps", "save_steps": 6, "eval_strategy": "steps", "eval_steps": 5}
+    trainer = make_trainer(str(folder), max_steps=6, exchange_timeout=limit_s, **arguments)
+    seen = set()
+
+    def stop(place: str, step: int) -> None:
+        at_its_step = trainer.state.global_step >= step and place not in seen and ends_at in ("", place)
+        if dist.get_rank() == stopped and at_its_step:
+            seen.add(place)
+            time.sleep(5 * signs.SIGN_S)  # so that the last sign of life is from here
+            (folder / f"stopped-{place}").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def before(name: str, place: str, step: int) -> None:
+        method = getattr(trainer, name)
+
+        def stopping(*args: Any, **kwargs: Any) -> Any:
+            if place == "plan":
+                trainer._at("the loading of data for step {step}")
+            elif place == "save":
+                trainer._at("the saving of checkpoint-6")
+            elif place == "evaluation":
+                trainer._at("micro-batch 1 of an evaluation")
+            stop(place, step)
+            return method(*args, **kwargs)
+
+        setattr(trainer, name, stopping)
+
+    before("get_batch_samples", "plan", 2)
+    before("prediction_step", "evaluation", 5)
+    before("_save_checkpoint", "save", 6)
+    layer = trainer.model.model.layers[1]
+    layer.register_forward_pre_hook(lambda *_: trainer.model.training and stop("forward", 3))
+    next(trainer.model.parameters()).register_hook(lambda _: stop("backward", 4))
+    trainer.train()
+
+
+def _wait_for(said: Callable[[], bool], ranks: list[Any]) -> None:
+    until = time.monotonic() + WAIT_S
+    while not said():
+        assert all(rank.is_alive() for rank in ranks)
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_rank_that_waits_for_a_stopped_one_says_where_that_one_is(tmp_path):
+    """In planning, in the forward, in DDP's backward, in an evaluation and while saving, until the rank goes on."""
+    output = tmp_path / "output-0"
+    with own_processes(2, _train_with_stops, tmp_path, "", 1, 120.0, folder=tmp_path) as ranks:
+        for name, place in PLACES.items():
+            stopped = tmp_path / f"stopped-{name}"
+            _wait_for(stopped.exists, ranks)
+            silence = r"has given no sign of life for \d+ s, and was last seen in"
+            silent = rf"rank 1 \(process {ranks[1].pid} .*\) {silence} {place}"
+            _wait_for(lambda said=silent: re.search(said, output.read_text(errors="replace")) is not None, ranks)
+            os.kill(ranks[1].pid, signal.SIGCONT)
+        for rank in ranks:
+            rank.join(WAIT_S)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("place", "stopped", "says"),
+    [
+        ("forward", 1, r"RankLost: rank 0 has waited for rows of other ranks in the forward .*: rank 1 \(process"),
+        ("backward", 1, r"rank 0 has been in the backward of step .*: rank 1 \(process .*\. This process ends"),
+        ("backward", 0, r"rank 1 has been in the backward of step .*: the run's store, .* This process ends"),
+    ],
+)
+def test_all_ranks_end_when_one_is_stopped_for_good(tmp_path, place, stopped, says):
+    limit_s = 5.0
+    with own_processes(2, _train_with_stops, tmp_path, place, stopped, limit_s, folder=tmp_path) as ranks:
+        _wait_for((tmp_path / f"stopped-{place}").exists, ranks)
+        begin = time.monotonic()
+        ranks[1 - stopped].join(WAIT_S)
+        assert ranks[1 - stopped].exitcode == 1
+        assert time.monotonic() - begin < limit_s + 30
+    assert re.search(says, (tmp_path / f"output-{1 - stopped}").read_text(errors="replace"))
 
 
 def test_an_evaluation_reports_the_failed_rank(tmp_path):

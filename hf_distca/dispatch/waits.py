@@ -124,6 +124,8 @@ class _Wait:
 
     def __enter__(self) -> None:
         self._before = before = self._watch.present
+        if before is None:
+            self._watch.failed = None
         self._watch.present = Present("" if before is None else before.place, self._name, time.monotonic())
 
     def __exit__(

@@ -161,8 +161,12 @@ def _train_with_stops(folder: Path, ends_at: str, stopped: int, limit_s: float) 
     before("get_batch_samples", "plan", 2)
     before("prediction_step", "evaluation", 5)
     before("_save_checkpoint", "save", 6)
-    layer = trainer.model.model.layers[1]
-    layer.register_forward_pre_hook(lambda *_: trainer.model.training and stop("forward", 3))
+
+    def before_a_layer(layer: Any, *_: Any) -> None:
+        if layer.training:
+            stop("forward", 3)
+
+    trainer.model.model.layers[1].register_forward_pre_hook(before_a_layer)
     next(trainer.model.parameters()).register_hook(lambda _: stop("backward", 4))
     trainer.train()
 

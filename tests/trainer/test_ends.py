@@ -139,7 +139,7 @@ def _train_with_stops(folder: Path, ends_at: str, stopped: int, limit_s: float) 
         at_its_step = trainer.state.global_step >= step and place not in seen and ends_at in ("", place)
         if dist.get_rank() == stopped and at_its_step:
             seen.add(place)
-            time.sleep(5 * signs.SIGN_S)  # so that the last sign of life is from here
+            time.sleep(5 * min(signs.SIGN_S, limit_s / 20))  # so that the last sign of life is from here
             (folder / f"stopped-{place}").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
 

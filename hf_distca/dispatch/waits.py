@@ -34,7 +34,8 @@ NAMED_RANKS = 4
 """Most ranks that a sentence describes."""
 
 _LOST_PARTNER = re.compile(
-    r"gloo|NCCL|connection (closed|reset) by peer|timed out waiting|wait timeout", re.IGNORECASE
+    r"gloo|NCCL|connection (closed|reset) by peer|timed out waiting|wait timeout|timeout caused pair closure",
+    re.IGNORECASE,
 )
 
 

@@ -272,7 +272,8 @@ def left_behind(error: Exception) -> tuple[Failures, dist.Store]:
 
 
 def test_a_rank_that_lost_its_partner_says_why():
-    for lost in (LOST, dist.DistBackendError("NCCL error"), dist.DistNetworkError("")):
+    of_a_pair = RuntimeError("Application timeout caused pair closure")
+    for lost in (LOST, of_a_pair, dist.DistBackendError("NCCL error"), dist.DistNetworkError("")):
         failures, store = left_behind(KeyError("text"))
         found = raised(failures, lost)
         assert (type(found), str(found), found.__cause__) == (RuntimeError, "rank 1 failed: KeyError: 'text'", lost)

@@ -24,6 +24,7 @@ from harness.models import documents_of, llama, rows_of_documents
 from harness.one_document import OneDocument, take_one_document
 
 from hf_distca import DistCAConfig, make_dispatcher
+from hf_distca.patches.loss import LEAST_CHUNK_BYTES
 
 SIZES = {
     "hidden_size": 256,
@@ -32,7 +33,7 @@ SIZES = {
     "num_attention_heads": 4,
     "vocab_size": 128256,
 }
-VARIANTS = {"own": 0, "chunked": DistCAConfig.loss_chunk_bytes}
+VARIANTS = {"own": 0, "chunked": LEAST_CHUNK_BYTES}
 """Variants of the loss, and their loss_chunk_bytes."""
 UNITS = {"memory": "MiB", "time": "s"}
 COMPARED_TOKENS = 8192

@@ -19,6 +19,7 @@ from hf_distca.memory.model_state import Strategy
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.refusals import check_model
+from hf_distca.patches.loss import LEAST_CHUNK_BYTES
 from hf_distca.planner.settings import PlanSettings
 
 NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -50,7 +51,9 @@ def main() -> None:
             settings = PlanSettings(
                 ranks, 8192, kinds=kinds, document_layout="joint", ping_pong=True, kernel="torch_varlen"
             )
-            memory = MemoryCounter(model, settings, DistCAConfig(), by_config=True)
+            # Small chunks of the loss: the most tokens that fit.
+            options = DistCAConfig(loss_chunk_bytes=LEAST_CHUNK_BYTES)
+            memory = MemoryCounter(model, settings, options, by_config=True)
             for strategy in STRATEGIES:
                 training = Training(strategy, mixed=True, checkpointing={})
                 longest = {size: memory.longest((size - OWN) * GB, training) for size in MEMORY}

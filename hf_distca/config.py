@@ -5,7 +5,7 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 from hf_distca.kernels import KERNEL_NAMES
-from hf_distca.units import AUTO, Bytes, Servers, Switch, Tokens, Tolerance, read_values
+from hf_distca.units import AUTO, Bytes, BytesOrAuto, Servers, Switch, Tokens, Tolerance, read_values
 
 DOCUMENT_LAYOUTS = (AUTO, "joint", "fixed", "whole")
 TRANSPORTS = (AUTO, "tcp", "nixl")
@@ -99,10 +99,13 @@ class DistCAConfig:
         "Keep the received Q, K and V rows for the backward pass instead of receiving them again. This moves fewer "
         "bytes and takes more memory. It has no effect where keep_core_attention applies.",
     )
-    loss_chunk_bytes: Bytes = setting(
-        256 * 2**20,
+    loss_chunk_bytes: BytesOrAuto = setting(
+        AUTO,
         "Maximum size of the float32 logits of a chunk of rows, such as 256MiB. The loss is computed chunk by chunk, "
-        "so that no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the model does without "
+        "so that no tensor of tokens × vocabulary is made. A chunk reads and writes the head's whole gradient, so "
+        "that larger chunks are faster and take more memory: some 2.5 times their size. 'auto' is 256 MiB on CPUs. "
+        "On GPUs 'auto' is 4096 rows, but at most 1/64 of the memory of the smallest GPU, and at least 256 MiB. 0 "
+        "computes all logits at once, as the model does without "
         "hf_distca: for a second backward pass through the same loss, or for logits with gradients after the forward "
         "pass under FSDP2.",
     )

@@ -13,7 +13,7 @@ SWITCHED = {"true": True, "yes": True, "1": True, "false": False, "no": False, "
 """Forms of on and off, in lower case."""
 BYTES = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 AUTO: Final = "auto"
-"""Value that lets the planner choose."""
+"""Value that lets the library choose."""
 EXTERNAL: Final = "external"
 """Value for attention servers that are started separately."""
 
@@ -44,6 +44,14 @@ def read_tokens(given: Any) -> int:
 
 def _read_bytes(given: Any) -> int:
     return _number(given, BYTES, "a number of bytes, such as 134217728 or '128MiB'")
+
+
+def _read_bytes_or_auto(given: Any) -> int | Literal["auto"]:
+    return (
+        AUTO
+        if given == AUTO
+        else _number(given, BYTES, f"a number of bytes, such as 134217728 or '128MiB', or {AUTO!r}")
+    )
 
 
 def _read_servers(given: Any) -> int | Literal["external"]:
@@ -81,7 +89,7 @@ def _number(given: Any, suffixes: dict[str, int], expected: str) -> int:
     return int(number)
 
 
-_READERS: list[Any] = [read_tokens, _read_bytes, _read_servers, _read_tolerance, _read_switch]
+_READERS: list[Any] = [read_tokens, _read_bytes, _read_bytes_or_auto, _read_servers, _read_tolerance, _read_switch]
 
 if TYPE_CHECKING:
     Held = TypeVar("Held", covariant=True)
@@ -95,10 +103,11 @@ if TYPE_CHECKING:
 
     Tokens = Read[int, int | str]
     Bytes = Read[int, int | str]
+    BytesOrAuto = Read[int | Literal["auto"], int | str]
     Servers = Read[int | Literal["external"], int | str]
     Tolerance = Read[float | Literal["auto"], float | str]
     Switch = Read[bool | Literal["auto"], bool | str]
 else:
     # HfArgumentParser calls the type of a field with what is on the command line.
     Tokens, Bytes, Servers = read_tokens, _read_bytes, _read_servers
-    Tolerance, Switch = _read_tolerance, _read_switch
+    BytesOrAuto, Tolerance, Switch = _read_bytes_or_auto, _read_tolerance, _read_switch

@@ -11,7 +11,7 @@ NODES = {"auto": "auto", 8: "8", "8": "8", (8, 12): "8,12", " 8, 8 ,4": "8,8,4"}
 READ = {
     "tokens_per_rank": TOKENS,
     "exchange_buffer_bytes": BYTES,
-    "loss_chunk_bytes": BYTES,
+    "loss_chunk_bytes": {**BYTES, "auto": "auto", 0: 0},
     "ranks_per_node": NODES,
     "attention_servers": {0: 0, "2": 2, "external": "external"},
     "ping_pong": {"auto": "auto", True: True, "true": True, "False": False, "0": False},
@@ -33,6 +33,11 @@ SERVERS_MESSAGE = "attention_servers must be a number of processes or 'external'
 REFUSED = {
     TOKENS_MESSAGE: ("", "k", "32q", "32kB", "0.3k", "1e4", 8192.0, True, None, [8192]),
     BYTES_MESSAGE: ("", "128M", "128k", "MiB", "0.1KiB", 1.5, None),
+    "loss_chunk_bytes must be a number of bytes, such as 134217728 or '128MiB', or 'auto', got ": (
+        "128M",
+        "all",
+        None,
+    ),
     NODES_MESSAGE: ("", "0", "8,0", "8,", "-8", "8;8", "8.0", 8.0, 0, -1, True, None, [], [8, "x"], "all"),
     SERVERS_MESSAGE: ("many", 1.0, True, None, "1k"),
     r"attention_servers must be 0 \(all processes train\) or more, got -1": (-1, "-1"),

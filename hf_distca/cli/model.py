@@ -10,7 +10,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedMo
 
 from hf_distca.cli import InputError
 from hf_distca.cli.options import GB, config_of
-from hf_distca.memory.counter import MemoryCounter, Training
+from hf_distca.memory.counter import MEMORY, MemoryCounter, Training
 from hf_distca.memory.live import Part
 from hf_distca.memory.model_state import STRATEGIES
 from hf_distca.models.fake import model_of_config
@@ -98,7 +98,8 @@ def memory_of(
     model: PreTrainedModel, plan: MicroBatchPlan, settings: PlanSettings, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return bytes on a rank by strategy and checkpointing, and the longest rows that fit."""
-    memory = MemoryCounter(model, settings, config_of(options), by_config=True)
+    device = MEMORY if options.device_memory is None else int(options.device_memory * GB)
+    memory = MemoryCounter(model, settings, config_of(options), by_config=True, memory=device)
     figures: dict[str, Any] = {}
     for strategy in STRATEGIES:
         for name, checkpointing in CHECKPOINTING.items():
@@ -106,7 +107,7 @@ def memory_of(
             counted = memory.count(plan, training)
             found: dict[str, Any] = {"parts": counted.parts, "total": counted.total}
             if options.device_memory is not None:
-                found["longest_tokens_per_rank"] = memory.longest(int(options.device_memory * GB), training)
+                found["longest_tokens_per_rank"] = memory.longest(device, training)
             figures.setdefault(strategy, counted.state._asdict())[name] = found
     return figures
 

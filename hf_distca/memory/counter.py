@@ -24,6 +24,10 @@ STEP, MOST = 1024, 1 << 24
 """Numbers of rows to try: multiples of STEP tokens, up to MOST."""
 
 
+MEMORY = 80 * 10**9
+"""Bytes of the GPU for which a model is prepared where no other is named: an H100."""
+
+
 @dataclass(frozen=True)
 class Training:
     """Training settings that affect memory."""
@@ -52,14 +56,21 @@ class RankMemory:
 class MemoryCounter:
     """Counter of one model's memory, before it is wrapped for several ranks; trainings share results.
 
-    For a model without adapters and other changes, `by_config` counts shallow models of the model's config.
+    For a model without adapters and other changes, `by_config` counts shallow models of the model's config, prepared
+    for a GPU with `memory` bytes.
     """
 
     def __init__(
-        self, model: nn.Module, settings: PlanSettings, options: DistCAConfig, *, by_config: bool = False
+        self,
+        model: nn.Module,
+        settings: PlanSettings,
+        options: DistCAConfig,
+        *,
+        by_config: bool = False,
+        memory: int = MEMORY,
     ) -> None:
         self._model: Any = model
-        self._settings, self._options, self._by_config = settings, options, by_config
+        self._settings, self._options, self._by_config, self._memory = settings, options, by_config, memory
         self._longest: dict[int, MicroBatchPlan] = {}  # by tokens of a rank
         self._counted: dict[Any, tuple[MicroBatchPlan, dict[Part, int]]] = {}
 
@@ -121,7 +132,7 @@ class MemoryCounter:
 
         def of_config(config: PreTrainedConfig, dtype: torch.dtype) -> dict[Part, int]:
             prepared = model_of_config(config, dtype)
-            prepare_model(prepared, options, ping_pong=self._settings.ping_pong)
+            prepare_model(prepared, options, ping_pong=self._settings.ping_pong, memory=self._memory)
             return count_micro_batch(prepared, plan, rank, use)
 
         if not self._by_config:

@@ -12,7 +12,7 @@ weights gathered and PEFT adapters active.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, partialmethod, wraps
 from types import EllipsisType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,18 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.models.decoder import base_model
 from hf_distca.models.tensor_parallel import MESH, is_shared_out
 from hf_distca.patches.layers import HOOKS
-from hf_distca.patches.loss import Forward, Step, apply_steps, as_autocast, loss_of_head, loss_of_linear
+from hf_distca.patches.loss import (
+    Forward,
+    Step,
+    apply_steps,
+    as_autocast,
+    chosen_chunk_bytes,
+    loss_of_head,
+    loss_of_linear,
+)
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.plan import PLAN_KEY
+from hf_distca.units import AUTO
 
 logger = logging.get_logger(__name__)
 
@@ -45,13 +54,14 @@ VALUE_BY_VALUE = {
 """Functions that change each value alone, if their other arguments are no tensors."""
 
 
-def plan_head(model: PreTrainedModel, chunk_bytes: int) -> None:
+def plan_head(model: PreTrainedModel, chunk_bytes: int | Literal["auto"], memory: int | None = None) -> None:
     """Let a model compute the loss of planned steps without all logits, in place; call it before `prepare`.
 
     Outside a planned step, and in one without labels, the model is unchanged.
 
     Args:
         chunk_bytes: most bytes of a chunk's logits in float32; 0 for all logits at once.
+        memory: bytes of the GPU, by which "auto" is chosen; None for a CPU.
     """
     base: Any = base_model(model)
     head = base.get_output_embeddings()
@@ -71,7 +81,7 @@ def plan_head(model: PreTrainedModel, chunk_bytes: int) -> None:
         base.__class__ = subclass(type(base), forward=_deferring(type(base).forward))
         if "forward" in vars(base):  # such as Liger's, which uses the head in evaluation only
             base.forward = _deferring(base.forward, base)
-    head.chunk_bytes = chunk_bytes
+    head.chunk_bytes = chosen_chunk_bytes(memory, head.out_features) if chunk_bytes == AUTO else chunk_bytes
 
 
 def adapted_heads(model: nn.Module) -> list[type[nn.Module]]:

@@ -17,10 +17,29 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+LEAST_CHUNK_BYTES = 256 * 2**20
+"""Bytes of a chunk's logits that are chosen on CPUs, and at least on GPUs."""
+ENOUGH_ROWS = 4096
+"""Rows of a chunk that are chosen on a GPU.
+
+A chunk reads and writes the head's gradient once: 12 bytes a weight in bfloat16. Its matrix products take 6 operations
+a weight and row. A GPU that does some 180 operations while it moves a byte, such as an H200, needs as long for both at
+some 360 rows. With 4096 rows the gradient adds less than a tenth to the products.
+"""
+MEMORY_SHARE = 64
+"""Part of a GPU's memory, one in so many, that a chunk's logits may take; a chunk takes some 2.5 times its logits."""
+
 Forward = Callable[[Tensor], Tensor]
 """Forward of a head: [C, D] to [C, V]."""
 Step = Callable[[Tensor], Tensor]
 """Element-wise change of logits: [C, V] to [C, V]."""
+
+
+def chosen_chunk_bytes(memory: int | None, vocabulary: int) -> int:
+    """Return the bytes of a chunk's float32 logits for a GPU with so many bytes of memory; None for a CPU."""
+    if memory is None:
+        return LEAST_CHUNK_BYTES
+    return max(LEAST_CHUNK_BYTES, min(4 * vocabulary * ENOUGH_ROWS, memory // MEMORY_SHARE))
 
 
 def apply_steps(logits: Tensor, steps: Sequence[Step]) -> Tensor:

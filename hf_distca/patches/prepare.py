@@ -32,11 +32,14 @@ def register(attention: Callable[..., Any] = LATE_ATTENTION, mask: Callable[...,
     AttentionMaskInterface.register(ATTENTION_NAME, mask)
 
 
-def prepare_model(model: "PreTrainedModel", config: "DistCAConfig", *, ping_pong: bool) -> None:
+def prepare_model(
+    model: "PreTrainedModel", config: "DistCAConfig", *, ping_pong: bool, memory: int | None = None
+) -> None:
     """Change a model in place so that it runs planned steps as the settings say.
 
     Args:
         ping_pong: whether micro-batches may have two nano-batches.
+        memory: bytes of the GPU with the least memory, the same on all ranks; None for CPUs.
 
     Raises:
         ValueError: the model lacks the modules that a setting changes.
@@ -52,4 +55,4 @@ def prepare_model(model: "PreTrainedModel", config: "DistCAConfig", *, ping_pong
         plan_layers(model)
     if config.mlp_chunk_rows:
         chunk_mlps(model, config.mlp_chunk_rows)
-    plan_head(model, config.loss_chunk_bytes)
+    plan_head(model, config.loss_chunk_bytes, memory)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import RankMesh, mesh_ranks, raised_together, ranks_per_node
+from hf_distca.dispatch.groups import Groups, RankMesh, mesh_ranks, raised_together, ranks_per_node
 from hf_distca.models.decoder import base_model, mixing_layers
 from hf_distca.models.settings import plan_settings
 from hf_distca.patches.head import adapted_heads
@@ -71,9 +71,16 @@ def make_dispatcher(
         names = ("is_activation_checkpointing", "is_gradient_checkpointing")
         checkpointing = getattr(model, next(name for name in names if hasattr(type(base_model(model)), name)))
     dispatcher.choose_by(choices_of(model, dispatcher, config, checkpointing=bool(checkpointing), folder=folder))
+    memory = smallest_memory(dispatcher.groups, device)
     with raised_together(config.exchange_timeout):
-        prepare_model(model, config, ping_pong=settings.ping_pong)
+        prepare_model(model, config, ping_pong=settings.ping_pong, memory=memory)
     return dispatcher
+
+
+def smallest_memory(groups: Groups, device: torch.device) -> int | None:
+    """Return the bytes of the GPU with the least memory among all ranks; None on CPUs. A collective."""
+    mine = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return min((memory for memory in groups.all_gather(mine) if memory is not None), default=None)
 
 
 def prepare_trainer(trainer: Trainer) -> Dispatcher:

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.memory.live import LiveMemory
 from hf_distca.patches.head import DeferredLogits, adapted_heads, plan_head
-from hf_distca.patches.loss import loss_of_head, loss_of_linear
+from hf_distca.patches.loss import chosen_chunk_bytes, loss_of_head, loss_of_linear
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.models_and_batches import cut_rows, gradients_of, random_documents, relative_error, small_kinds, small_model
@@ -278,3 +278,22 @@ def test_planning_twice_or_not_at_all_and_a_second_backward():
                 loss.backward()
         else:
             loss.backward()
+
+
+def test_chunks_that_are_chosen_by_the_memory_of_the_device():
+    mib, gb = 2**20, 10**9
+    for memory, vocabulary, expected in (
+        (None, 128256, 256 * mib),  # a CPU
+        (141 * gb, 128256, 4 * 128256 * 4096),  # enough rows
+        (80 * gb, 128256, 1_250_000_000),  # a share of the memory
+        (8 * gb, 128256, 256 * mib),  # at least as on a CPU
+        (80 * gb, 1000, 256 * mib),
+    ):
+        assert chosen_chunk_bytes(memory, vocabulary) == expected
+    model = small_model()
+    for given, memory, expected in (("auto", None, 256 * mib), ("auto", 10**12, 256 * mib), (1000, 10**12, 1000)):
+        plan_head(model, given, memory)
+        assert model.lm_head.chunk_bytes == expected
+    wide = small_model(vocab_size=2**15)
+    plan_head(wide, "auto", 80 * gb)
+    assert wide.lm_head.chunk_rows == 4096

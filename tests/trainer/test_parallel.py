@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from hf_distca import DistCAConfig
 from hf_distca.memory.counter import MemoryCounter
 from hf_distca.refusal import check
-from hf_distca.trainer.assembly import make_dispatcher
+from hf_distca.trainer.assembly import make_dispatcher, smallest_memory
 from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of
 from hf_distca.trainer.parallel import dtype_of_computation, is_wrapped, join_on_cpu, share_on_cpu, trained_towers
 from hf_distca.trainer.refusals import LOSES_DEEPSPEED, NOT_CONNECTED, TRAINER, Run
@@ -187,3 +187,14 @@ def test_how_ranks_share_a_model_and_checkpoint_its_layers():
     ):
         args: Any = SimpleNamespace(gradient_checkpointing=asked, gradient_checkpointing_kwargs=given)
         assert checkpointing_of(args, accelerator_of("FSDP", fsdp_plugin=fsdp)) == expected
+
+
+def test_gpus_agree_on_the_smallest_memory(monkeypatch):
+    """By which each chooses the same chunks of the loss."""
+    gathered = []
+    groups = SimpleNamespace(all_gather=lambda mine: gathered.append(mine) or [mine, 24 * 10**9, 141 * 10**9])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
+    assert smallest_memory(groups, torch.device("cuda", 0)) == 24 * 10**9
+    groups = SimpleNamespace(all_gather=lambda mine: gathered.append(mine) or [mine, mine])
+    assert smallest_memory(groups, torch.device("cpu")) is None
+    assert gathered == [80 * 10**9, None]

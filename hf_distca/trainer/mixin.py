@@ -22,6 +22,7 @@ from hf_distca.trainer.assembly import prepare_trainer
 from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.trainer.loaders import EvaluationLoader, PackedLoaders, UpcomingBatches, is_stream, lengths_read_on_host
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
+from hf_distca.trainer.optimizers import check_optimizer
 from hf_distca.trainer.refusals import Run, by_name, check_given
 from hf_distca.trainer.tracing import StepTracer
 
@@ -178,6 +179,14 @@ class DistCAMixin(_Trainer):
     def close(self) -> None:
         """Close this trainer's process groups, at the same point on every rank; only its model can be used again."""
         self.dispatcher.close()
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
+        """Wrap the model as Trainer does; raise ValueError on every rank if the optimizer cannot step on shards."""
+        if training:
+            with self.dispatcher.groups.raised_together(in_world=True):
+                check_optimizer(self)
+        wrapped: nn.Module = super()._wrap_model(model, training, *args, **kwargs)
+        return wrapped
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Run `Trainer.training_step`, and prepare what comes next before Trainer waits for this loss."""

@@ -13,7 +13,6 @@ from transformers import (
     DataCollatorWithPadding,
     TrainingArguments,
 )
-from transformers.training_args import OptimizerNames
 
 from hf_distca.config import DistCAConfig
 from hf_distca.models.decoder import base_model
@@ -287,13 +286,6 @@ TRAINER: tuple[Rule, ...] = (
         lambda it: it.accelerator.mixed_precision == "fp16" and it.args.device.type == "cpu",
     ),
     Rule(
-        "optim='adafactor' is set under FSDP2 or DeepSpeed",
-        "its moments need the rows and columns of whole weights: with the shards of FSDP2 the first step fails, and "
-        "with the flat shards of ZeRO it would silently train differently",
-        "set another optimizer, such as optim='adamw_torch', or train under DDP",
-        lambda it: it.args.optim == OptimizerNames.ADAFACTOR and (it.accelerator.is_fsdp2 or it.deepspeed),
-    ),
-    Rule(
         "optimizers=… is given under DeepSpeed",
         "transformers silently ignores it and makes its own from the arguments optim and lr_scheduler_type",
         "set optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler",
@@ -367,6 +359,13 @@ class Run:
         "{model} is not wrapped for {processes} ranks ({strategy})",
         "each rank would train apart",
         "give the trainer a model that no Accelerator has prepared, and call train()",
+    )
+    NEEDS_WHOLE_WEIGHTS = Refusal(
+        "{optimizer} is the optimizer where a rank has shards of weights",
+        "its steps on shards of weights are not its steps on whole weights: {why}",
+        "set another optimizer, such as optim='adamw_torch', or train under DDP",
+        condition="Adafactor, Muon, GaLore or another optimizer of whole weights under DeepSpeed or FSDP2; small "
+        "weights show what it does",
     )
     LOST_PLAN = Refusal(
         "{model} did not pass {key} on to its decoder layers",

@@ -32,6 +32,7 @@ from tests.trainer.comparison import (
 )
 
 ZERO = ("zero2", "zero3")
+ON_SHARDS = "its steps on shards of weights are not its steps on whole weights"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -56,6 +57,14 @@ def gpt_oss(implementation: str) -> nn.Module:
     """A model with experts and sinks, which transformers computes with its own functions only."""
     config = {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}
     return small_model("gpt_oss", "eager" if implementation == "sdpa" else implementation, **config)
+
+
+def without_vectors(implementation: str) -> nn.Module:
+    """A model of which only matrices are trained."""
+    model: Any = plain(implementation)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 2)
+    return model
 
 
 def with_tower(implementation: str) -> nn.Module:
@@ -181,7 +190,17 @@ FEATURES: dict[str, Run] = {
     "adamw_torch": Run({"optim": "adamw_torch", "learning_rate": 1e-2}),
     "adafactor": Run(
         {"optim": "adafactor", "learning_rate": 1e-2},
-        refused=dict.fromkeys(("fsdp2", *ZERO), "its moments need the rows and columns of whole weights"),
+        refused=dict.fromkeys(("fsdp2", *ZERO), ON_SHARDS),
+    ),
+    "torch.optim.Adafactor": Run(
+        given=lambda model: {"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {"lr": 1e-2})},
+        refused=dict.fromkeys(("fsdp2", *ZERO), ON_SHARDS),
+    ),
+    "Muon": Run(
+        given=lambda model: {"optimizer_cls_and_kwargs": (torch.optim.Muon, {"lr": 1e-2, "ns_steps": 1})},
+        model=without_vectors,
+        refused=dict.fromkeys(ZERO, ON_SHARDS),
+        within=(1e-5, 3e-2),  # it multiplies matrices in bfloat16
     ),
     "optimizers": Run(
         given=lambda model: {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), None)},
@@ -333,7 +352,7 @@ TRAININGS: dict[str, Run] = {
 TOGETHER: list[tuple[str, tuple[str, ...]]] = [
     ("ddp", ("DoRA", "neftune_noise_alpha", "EMA callback", "a last incomplete step", "optimizer_cls_and_kwargs")),
     ("ddp", ("OFT", "max_grad_norm", "targets on one rank only", "optimizers")),
-    ("ddp", ("LLaMA-Adapter", "chats of several turns", "no checkpoints")),
+    ("ddp", ("LLaMA-Adapter", "chats of several turns", "no checkpoints", "torch.optim.Adafactor")),
     ("ddp", ("a tower for images", "a step without targets")),
     ("ddp", ("adafactor", "debug=underflow_overflow", "trained twice")),
     ("ddp", ("evaluated and saved",)),
@@ -349,6 +368,7 @@ TOGETHER: list[tuple[str, tuple[str, ...]]] = [
     ("fsdp2", ("use_liger_kernel", "adamw_torch", "trained twice")),
     ("fsdp2", ("--mixed_precision bf16", "LoRA on v_proj only", "evaluated after", "saved")),
     ("fsdp2", ("a frozen tower for images", "max_grad_norm")),
+    ("fsdp2", ("Muon",)),
     ("fsdp2", ("a hybrid (Qwen3-Next) with documents that are cut",)),
     ("fsdp2", ("evaluated and saved",)),
     ("fsdp2", ("evaluated before",)),

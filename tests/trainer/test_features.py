@@ -102,6 +102,14 @@ def test_trainings(run, reference, strategy, names):
         assert (logs[0][0] == 0) is (shares == 1)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"), [("fsdp2", "torch.optim.Adafactor"), ("zero2", "adafactor"), ("zero3", "Muon")]
+)
+def test_optimizers_of_whole_weights_are_refused_on_every_rank(run, strategy, optimizer):
+    results = run(strategy, optimizer)
+    assert all(FEATURES[optimizer].refused[strategy] in result["error"] for result in results)
+
+
 def test_each_feature_is_among_those_that_are_always_tried():
     assert set(FEATURES) <= {name for _, names in TOGETHER for name in names}
     for strategy, names in TOGETHER:

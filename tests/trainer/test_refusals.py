@@ -120,7 +120,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"attention_servers": "external", "model": divided(), "tensor": 2},
         {"gradient_accumulation_steps": 2, "model": divided(tp_plan=("norm",)), "tensor": 2},
         {"by": {"mixed_precision": "fp16"}},
-        {"optim": "adafactor", "by": {"is_fsdp2": True}},
         {"trainer": {"optimizer": 1, "is_deepspeed_enabled": True}},
         {"trainer": {"model_accepts_loss_kwargs": False}},
         {**TOWER, **REENTRANT},
@@ -145,7 +144,6 @@ NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("TRAINER", {**ACCUMULATED, "model": divided(), "tensor": 2}),
     ("TRAINER", {**ACCUMULATED, "model": divided(tp_plan=("norm",))}),
     ("TRAINER", {"model": divided(adapters=True)}),
-    ("TRAINER", {"optim": "adafactor"}),
     ("TRAINER", {"model": TOWER["model"], **REENTRANT}),
     ("TRAINER", {**TOWER, "ddp_find_unused_parameters": True}),
 ]

@@ -192,6 +192,15 @@ def test_memory_of_a_model(command, figures, tmp_path):
         assert f"\n{line} " in f"\n{shown}"
 
 
+def test_memory_follows_the_settings_that_are_given(command, figures, tmp_path, monkeypatch):
+    small_model().config.save_pretrained(tmp_path)
+    monkeypatch.setattr("hf_distca.cli.model.STRATEGIES", ("ddp",))
+    monkeypatch.setattr("hf_distca.cli.model.CHECKPOINTING", {"with_checkpointing": {}})
+    options = ["--model", str(tmp_path), "--dtype", "float32", "--no-keep-core-attention"]
+    memory = figures(*command([256], 2, 128, *options))["memory"]["ddp"]["with_checkpointing"]
+    assert "kept O" not in memory["parts"]
+
+
 def test_hybrids_and_experts(command, run, figures, tmp_path, monkeypatch):
     for model_type in ("llama4_text", "qwen3_next"):
         tiny_config(model_type).save_pretrained(tmp_path)

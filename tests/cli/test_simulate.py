@@ -56,6 +56,15 @@ def test_long_documents_beside_short_ones_pay_and_equal_ones_do_not(figures, run
     assert "<h1>No gain expected: " in report.read_text()
 
 
+def test_without_checkpointing_no_layer_runs_again(figures, tmp_path, without_memory):
+    (tmp_path / "lengths.json").write_text(json.dumps([512] * 8))
+    options = [*SETTING[:5], "--lengths", str(tmp_path / "lengths.json"), "--batches", "1"]
+    again, once = (by_name(figures(*options, *more))["plain packing"] for more in ((), ("--no-checkpointing",)))
+    # Forward, backward and the forward again take 4, against 3; the output head, whose chunks run once, is a part.
+    assert 1.25 < again["other_seconds"] / once["other_seconds"] < 4 / 3
+    assert again["attention_seconds"] == once["attention_seconds"]
+
+
 def test_memory_is_that_of_a_counted_plan(figures, tmp_path, small):
     (tmp_path / "lengths.json").write_text(json.dumps([512] * 64))
     options = [*SETTING[1:5], "--lengths", str(tmp_path / "lengths.json"), "--model", small]

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from hf_distca.plan import TASK, AttentionKind, Plan
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import bytes_moved, loads_of
+from hf_distca.planner.metrics import bytes_by_link, bytes_moved, exchange_figures, loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.servers import local_tasks, plan_lost, plan_with_servers, seconds_of, without_ranks
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.stages import rows_by_stage
 from tests.planner.carried_out import carried_out, plans_of_all_kinds
 from tests.planner.plan_checks import check_plan, rows_of
 
@@ -72,12 +73,33 @@ def test_the_summary_counts_both_nano_batches(ranks_serve):
     assert 1 < plan.summary.max_over_mean < 1.02
 
 
+def test_rows_of_a_nano_batch_alone_travel_in_stages_beside_servers_too():
+    # The ranks compute all but a thousandth. Rank 1 reads 8192 rows of the document from rank 0; two documents stay.
+    for documents, ping_pong, stages in (([16384], False, [4]), ([8192, 8192], True, [1, 1])):
+        settings = PlanSettings(2, 8192, document_layout="fixed", ping_pong=ping_pong)
+        workers = Workers((1.0, 1.0, 1e-3), (0.0,) * 3)
+        plan = plan_with_servers(plan_micro_batch(documents, settings), workers, settings, ranks_serve=True)
+        plans = [only for nano in plan.nano_batches for only in nano.plans.values()]
+        assert [len(rows_by_stage(each)) for each in plans] == stages
+
+
 KIND = AttentionKind(q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)  # rows of 32 bytes of Q, of O, and of K and V together
 SLOW, FAST = 1e-3, 1e15  # pairs per second of ranks that bytes, or pairs, cost nothing beside
 
 
 def settings_of(ranks, block, **others):
     return PlanSettings(ranks, 64, (KIND,), balance_block_size=block, **others)
+
+
+def test_the_summary_is_of_the_costliest_kind_of_attention_and_of_links_inside_nodes_and_between():
+    settings = replace(settings_of(4, 2, row_overhead=3, ranks_per_node=2), kinds=(KIND, replace(KIND, window=8)))
+    before, workers, nodes = plan_placed([[40], [8], [8], [8]], settings), Workers.uniform(5), (0, 0, 1, 1, 1)
+    plan = plan_with_servers(before, workers, settings, ranks_serve=True, server_nodes=[1])
+    full, loads = plan.nano_batches[0].plans[KIND], np.array([226, 225, 233, 202, 234])
+    assert (full.nodes, loads_of(full, 3).tolist()) == (nodes, loads.tolist())
+    assert plan.summary.max_over_mean == pytest.approx(loads.max() / loads.mean())
+    assert plan.summary.exchange == exchange_figures(bytes_by_link(full, settings.row_bytes(KIND), nodes), nodes)
+    assert (plan.summary.exchange.bytes_within_nodes, plan.summary.exchange.bytes_between_nodes) == (2304, 3168)
 
 
 @pytest.mark.parametrize("nodes", [None, (0, 0, 1, 1, 2)])

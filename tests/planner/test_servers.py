@@ -81,6 +81,11 @@ def test_rows_of_a_nano_batch_alone_travel_in_stages_beside_servers_too():
         plan = plan_with_servers(plan_micro_batch(documents, settings), workers, settings, ranks_serve=True)
         plans = [only for nano in plan.nano_batches for only in nano.plans.values()]
         assert [len(rows_by_stage(each)) for each in plans] == stages
+    # A repair has stages of its own: rank 1 computes what the server owes it, with keys of rank 0.
+    tasks = np.array([(0, 0, 8192, 0), (0, 8192, 16384, 2)], TASK)
+    lost = Plan(fixed_layout([[16384]], 2), tasks, 3)
+    local = plan_lost(lost, [2], AttentionKind(), PlanSettings(2, 8192), 1e15)
+    assert (local.tasks.tolist(), len(rows_by_stage(local))) == ([(0, 8192, 16384, 1)], 4)
 
 
 KIND = AttentionKind(q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)  # rows of 32 bytes of Q, of O, and of K and V together

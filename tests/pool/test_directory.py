@@ -100,6 +100,16 @@ def test_a_server_that_ranks_could_not_reach_or_that_says_something_else_is_refu
         reachable(Alive(), "10.0.0.7")
 
 
+def test_a_server_computes_with_the_threads_that_it_is_given(monkeypatch, tmp_path):
+    threads = []
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    write_token(tmp_path / "token", TOKEN)
+    options = ["--token-file", str(tmp_path / "token"), "--join", "127.0.0.1:1", "--wait", "0"]
+    for more in ([], ["--threads", "3"]):
+        assert main(["serve", *options, *more]) == 2  # nobody answers
+    assert threads == [3]
+
+
 def test_wrong_options_are_said_in_a_line(capsys, tmp_path, directory):
     def refused(token, *options):
         """The error with which `hf-distca serve` ends."""

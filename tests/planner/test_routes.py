@@ -69,6 +69,10 @@ def test_halves_of_the_pairs():
     first, second = halves([2, 3, 1], [2, 8, 1])
     assert first == ([(2, 2), (1, 6)], [0, 1, 2], [*range(8)], [3, 6])
     assert second == ([(2, 8), (1, 1)], [3, 4, 5], [*range(2, 11)], [15, 1])
+    # A cut leaves a row on either side: of 10 + 11 and 11 pairs, 16 lie nearer to the end of the task.
+    first, second = halves([2, 1], [11, 11])
+    assert first == ([(1, 10)], [0], [*range(10)], [10])
+    assert second == ([(1, 11), (1, 11)], [1, 2], [*range(22)], [11, 11])
     # Each row sees one key.
     assert [half[0] for half in halves([4], [4], window=1)] == [[(2, 2)], [(2, 4)]]
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from hf_distca.collator.documents import ANY_COLUMNS, IGNORED_TARGET, Columns, token_document
+from hf_distca.collator.documents import A_DATASET, ANY_COLUMNS, Columns, is_stored, token_document
+from hf_distca.collator.limits import IGNORED_TARGET
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalMicroBatch
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
@@ -47,11 +47,12 @@ class RankDocuments(Dataset[PlannedDocuments]):
     settings: PlanSettings
     rank: int
     columns: Columns = ANY_COLUMNS
+    name: str = A_DATASET  # in errors
 
     def __post_init__(self) -> None:
         dataset = self.dataset
-        if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-            used = self.columns.used(dataset.column_names)
+        if is_stored(dataset):
+            used = self.columns.used(dataset.column_names, self.name)
             if left_out := sorted(set(dataset.column_names) - set(used)):
                 text = "columns %s are ignored, because neither the model nor a packed batch takes them"
                 logger.info(text, left_out)
@@ -78,11 +79,11 @@ class RankDocuments(Dataset[PlannedDocuments]):
             examples = [self.dataset[index] for index in indices]
         documents = {}
         for index, example in zip(indices, examples, strict=True):
-            documents[index] = token_document(example, f"document {index}", self.columns)
+            documents[index] = token_document(example, f"document {index} of {self.name}", self.columns)
             length, planned = documents[index].shape[1], self.lengths[index]
             if length != planned:
                 raise Data.CHANGED_LENGTH.error(
-                    index=index, length=length, planned=planned, column=self.columns.length
+                    name=f"document {index} of {self.name}", length=length, planned=planned, column=self.columns.length
                 )
         return PlannedDocuments(plan, excerpts, documents)
 

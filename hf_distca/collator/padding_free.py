@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
+from hf_distca.collator.limits import VALUES, Extremes, Limits, least_and_greatest
 from hf_distca.collator.refusals import Data
 
 REPLACED_BY_PLAN = (
-    *("attention_mask", "document_lengths", "seq_idx"),
+    *("attention_mask", "document_lengths", VALUES, "seq_idx"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 )
 """Fields of a batch that only describe documents, which a plan replaces."""
@@ -53,10 +54,25 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-class CollatorWithLengths:
-    """Add `document_lengths` to the batches of a padding-free collator, and remove an `attention_mask` of ones.
+def checked_document_lengths(batch: Mapping[str, Any], limits: Limits, name: str) -> tuple[int, ...]:
+    """Return the lengths of a batch's documents; raise ValueError if the batch is beyond the limits of the model.
 
-    Lengths are read on the host, so that no step waits for the device.
+    A batch that CollatorWithLengths or StreamPacker made was read on the host; reading another one waits for its GPU.
+
+    Args:
+        name: name of the batch in errors.
+    """
+    was_read = batch.get("document_lengths") is not None
+    lengths = batch_document_lengths(batch)
+    values: Mapping[str, Extremes] = batch.get(VALUES) or ({} if was_read else least_and_greatest(batch))
+    limits.check_batch(values, lengths, name)
+    return lengths
+
+
+class CollatorWithLengths:
+    """Add what plans need to know of a padding-free collator's batches, and remove an `attention_mask` of ones.
+
+    `document_lengths`, and the extremes of token ids and labels, are read on the host: no step waits for the device.
 
     Args:
         collator: A padding-free collator, such as transformers' `DataCollatorWithFlattening`.
@@ -66,13 +82,14 @@ class CollatorWithLengths:
         self.collator = collator
 
     def __call__(self, examples: Any) -> dict[str, Any]:
-        """Collate the examples and add `document_lengths`."""
+        """Collate the examples and read the batch."""
         batch = self.collator(examples)
         try:
             lengths = batch_document_lengths(batch)
         except ValueError:  # planning the batch raises the error on every rank
             return batch
-        return {**{name: x for name, x in batch.items() if name != "attention_mask"}, "document_lengths": lengths}
+        kept = {name: x for name, x in batch.items() if name != "attention_mask"}
+        return {**kept, "document_lengths": lengths, VALUES: least_and_greatest(batch)}
 
 
 def filler_batch(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:

@@ -52,14 +52,27 @@ class Data:
         "every rank plans from the same documents in the same order",
         "give all ranks the whole data set, shuffled with one seed",
     )
-    EMPTY = Refusal("the data set is empty", "training needs documents", "give at least one document")
+    EMPTY = Refusal("{name} is empty", "training needs documents", "give at least one document")
+    NO_TARGETS = Refusal(
+        "none of the {documents} documents of {name} has a target",
+        "a training would have the loss 0 and change no weight: every label is -100 or cut off (the longest excerpt "
+        "has {longest} tokens), or documents have a single token",
+        "check the column 'labels', and whether 'truncate' in long_documents cuts the answers off",
+        condition="a data set without any target: labels of -100 alone, or documents of one token",
+    )
+    NO_ANSWERS = Refusal(
+        "TRL kept none of the {examples} examples of {name}",
+        "max_length={max_length} cut every answer off, and examples without a target are dropped",
+        "raise max_length, or leave it out: documents then stay whole",
+        condition="`max_length` of DistCASFTConfig cuts every answer of a data set off",
+    )
     NO_TOKENS = Refusal(
-        "the data set has no column 'input_ids'; its columns are {columns}",
+        "{name} has no column 'input_ids'; its columns are {columns}",
         "only tokens are planned",
         "tokenize it first, for example dataset.map(lambda e: tokenizer(e['text']), batched=True)",
     )
     UNKNOWN_COLUMNS = Refusal(
-        "the data set has columns that a packed batch cannot carry: {unknown}",
+        "{name} has columns that a packed batch cannot carry: {unknown}",
         "it carries only 'input_ids', and optionally 'labels', an 'attention_mask' of ones and {length!r}",
         "remove the others with dataset.remove_columns({unknown}), or set remove_unused_columns=True to drop columns "
         "that the model does not take",
@@ -67,7 +80,7 @@ class Data:
         "these other columns or `remove_unused_columns=False`",
     )
     LENGTH_COLUMN = Refusal(
-        "the column {column!r} of lengths has the type {kind}",
+        "the column {column!r} of lengths of {name} has the type {kind}",
         "lengths are one integer per document",
         "remove the column: lengths are then computed from input_ids",
     )
@@ -95,15 +108,31 @@ class Data:
         condition="a length column that disagrees with the tokens",
     )
     CHANGED_LENGTH = Refusal(
-        "document {index} has {length} tokens",
+        "{name} has {length} tokens",
         "it had {planned} when its length was read, so the plans do not fit it",
         "tokenize the data set beforehand, so that it returns the same tokens each time; recompute or remove the "
         "column {column!r}",
         condition="documents that change when they are read again",
     )
+    TOKEN_ID = Refusal(
+        "{name} has the token id {token} at position {at}",
+        "the model's embedding has the ids 0 to {last}",
+        "use the model's own tokenizer, or enlarge the embedding: model.resize_token_embeddings(len(tokenizer))",
+    )
+    TARGET_ID = Refusal(
+        "{name} has the label {label} at position {at}",
+        "the model's output head predicts the ids 0 to {last}",
+        "give token ids as labels, and -100 for tokens without a loss",
+    )
+    BEYOND_POSITIONS = Refusal(
+        "{name} has {length} tokens",
+        "the model has only {positions} positions, in a table that it learned or computed once",
+        f"use a model with more positions, or set long_documents: {CUT}",
+        condition="a document with more tokens than the model has positions (GPT-2, OPT, BERT, CTRL)",
+    )
     LONG = Refusal(
-        "{count} of {documents} documents are longer than {limit_name} = {limit} tokens, such as document {longest} "
-        "with {length}",
+        "{count} of {documents} documents of {name} are longer than {limit_name} = {limit} tokens, such as document "
+        "{longest} with {length}",
         "a document must fit",
         f"raise tokens_per_rank, use more ranks, or set long_documents: {CUT}",
     )

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from hf_distca.collator.documents import A_DATASET
+from hf_distca.collator.limits import NO_LIMITS, Limits
 from hf_distca.collator.refusals import Data
 from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tightly
 from hf_distca.planner.settings import Choices
@@ -24,7 +26,15 @@ SPARE_BATCHES = 200
 """Micro-batches for each spare one, which leaves room for random placement: 0.5 % at most."""
 
 
-def fit_documents(lengths: NDArray[np.int64], limit: int, policy: str, limit_name: str) -> NDArray[np.void]:
+def fit_documents(
+    lengths: NDArray[np.int64],
+    limit: int,
+    policy: str,
+    limit_name: str,
+    *,
+    name: str = A_DATASET,
+    limits: Limits = NO_LIMITS,
+) -> NDArray[np.void]:
     """Apply the policy for long documents; return [excerpts] of dtype EXCERPT, in the order of the data set.
 
     A document within the limit becomes one excerpt. "truncate" keeps the first tokens, and logs how many are dropped.
@@ -34,17 +44,23 @@ def fit_documents(lengths: NDArray[np.int64], limit: int, policy: str, limit_nam
     Args:
         lengths: [documents] int64 tokens of each document.
         limit: maximum number of tokens of an excerpt; messages call it `limit_name`.
+        name: name of the data set in messages.
+        limits: limits of the model, whose positions no excerpt exceeds.
     """
     if limit <= 0 or policy not in ("error", "truncate", "split"):
         raise ValueError(
             f"{limit_name} is {limit} and the policy for long documents {policy!r}, but an excerpt needs a token and "
             "a known policy; give a positive limit, and 'error', 'truncate' or 'split'"
         )
+    longest = int(np.argmax(lengths)) if len(lengths) else None
+    if longest is not None and policy == "error":
+        limits.check_length(int(lengths[longest]), f"document {longest} of {name}")
+    if limits.positions is not None and limits.positions < limit:
+        limit, limit_name = limits.positions, "the positions of the model"
     too_long = lengths[lengths > limit]
     if len(too_long) and policy == "error":
-        longest = int(np.argmax(lengths))
         found = {"count": len(too_long), "documents": len(lengths), "longest": longest, "length": lengths[longest]}
-        raise Data.LONG.error(limit_name=limit_name, limit=limit, **found)
+        raise Data.LONG.error(name=name, limit_name=limit_name, limit=limit, **found)
     if len(too_long) and policy == "truncate":
         logger.warning(TRUNCATED, len(too_long), limit_name, limit, (too_long - limit).sum())
         lengths = np.minimum(lengths, limit)

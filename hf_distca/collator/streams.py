@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_distca.collator.collation import excerpt_rows, rows_batch
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, token_document
+from hf_distca.collator.limits import NO_LIMITS, Limits
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import TRUNCATED, fit_documents
 from hf_distca.collator.texts import TextStream
@@ -74,6 +75,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
     long_documents: str = "error"  # policy for documents longer than tokens_per_rank
     columns: Columns = ANY_COLUMNS
     name: str = "the stream"  # in errors
+    limits: Limits = NO_LIMITS
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
@@ -88,6 +90,8 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
             self.dataset, self.name = self._texts.rows, self._texts.name
         self.dataset = EpochStream.around(self.dataset)
         self._splits_itself = isinstance(self.dataset, datasets.IterableDataset)
+        # Another stream may be one that ends for good.
+        self.can_be_read_again = self._splits_itself
         if self._splits_itself:
             self.dataset = split_dataset_by_node(self.dataset, rank=self.rank, world_size=self.ranks)
 
@@ -103,7 +107,9 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
             yield {**rows_batch([(0, document) for document in packed]), "document_lengths": lengths}
 
     def _documents(self) -> Iterator[NDArray[np.int64]]:
-        share, limit = self.dataset, self.tokens_per_rank
+        share, limit, limit_name = self.dataset, self.tokens_per_rank, "tokens_per_rank"
+        if self.limits.positions is not None and self.limits.positions < limit:
+            limit, limit_name = self.limits.positions, "the positions of the model"
         if not self._splits_itself:
             worker = get_worker_info()
             workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
@@ -114,8 +120,10 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
             if self._texts is not None:
                 example = self._texts.tokenized(example, name)
             document = token_document(example, name, self.columns)
+            self.limits.check_document(document, name)
             end = document.shape[1]
             if end > limit and self.long_documents == "error":
+                self.limits.check_length(end, name)
                 raise Data.LONG_IN_STREAM.error(name=name, length=end, limit=limit)
             if end > limit and self.long_documents == "truncate":
                 truncated += 1
@@ -123,6 +131,6 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
                 end = limit
                 # A stream may truncate many documents: report totals whenever their number has doubled.
                 if truncated.bit_count() == 1:
-                    logger.warning(TRUNCATED, truncated, "tokens_per_rank", limit, dropped)
+                    logger.warning(TRUNCATED, truncated, limit_name, limit, dropped)
             for start in range(0, end, limit):
                 yield excerpt_rows(document, start, min(start + limit, end), end)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_distca.collator.padding_free import REPLACED_BY_PLAN, batch_document_lengths, filler_batch
+from hf_distca.collator.limits import NO_LIMITS, Limits
+from hf_distca.collator.padding_free import REPLACED_BY_PLAN, checked_document_lengths, filler_batch
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import EXCHANGE_CTAS, Groups, RankMesh
@@ -34,6 +35,7 @@ class Dispatcher:
         exchange_timeout: Seconds until an exchange with a rank that does not answer fails.
 
     Attributes:
+        limits: Limits of the model's tables, against which batches are checked when they are planned.
         remote: Dedicated attention servers for the plans that are bound from now on; None for none.
 
     Raises:
@@ -56,6 +58,7 @@ class Dispatcher:
         self.groups = Groups(self.device, exchange_timeout, mesh)
         self.recorder = Recorder(self.device)
         self.keep_received, self.keep_core_attention = keep_received, keep_core_attention
+        self.limits: Limits = NO_LIMITS
         self.remote: RemoteWorkers | None = None
         with self.groups.raised_together(in_world=True):
             # Leave SMs for the blocks of the exchange; a single rank exchanges nothing.
@@ -141,10 +144,12 @@ class Dispatcher:
             at_least: Least number of batches to return, also if no rank has one.
 
         Raises:
-            ValueError: A batch is not packed without padding. Every rank raises it, also for another rank's batch.
+            ValueError: A batch is not packed without padding, or is beyond the model's tables. Every rank
+                raises it, also for another rank's batch.
         """
         with self.groups.raised_together():
-            lengths = [batch_document_lengths(batch) for batch in batches]
+            name = f"a batch of rank {self.groups.rank}"
+            lengths = [checked_document_lengths(batch, self.limits, name) for batch in batches]
         plans = self.plan_lengths(lengths, at_least)
         fillers = [filler_batch(self.device) for _ in range(len(plans) - len(batches))]
         return [

@@ -12,6 +12,7 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups, RankMesh, mesh_ranks, raised_together, ranks_per_node
 from hf_distca.models.decoder import base_model, mixing_layers
 from hf_distca.models.settings import plan_settings
+from hf_distca.models.tables import model_limits
 from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.prepare import prepare_model
@@ -67,6 +68,7 @@ def make_dispatcher(
         keep_core_attention=config.keep_core_attention,
         exchange_timeout=config.exchange_timeout,
     )
+    dispatcher.limits = model_limits(model)
     if checkpointing is None:  # older versions of transformers have only `is_gradient_checkpointing`
         names = ("is_activation_checkpointing", "is_gradient_checkpointing")
         checkpointing = getattr(model, next(name for name in names if hasattr(type(base_model(model)), name)))

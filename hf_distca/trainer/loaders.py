@@ -15,7 +15,14 @@ from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
 from hf_distca.collator.collation import DistCACollator, RankDocuments
-from hf_distca.collator.documents import Columns, dataset_fingerprint, document_lengths
+from hf_distca.collator.documents import (
+    READ_BATCH,
+    Columns,
+    check_stored_documents,
+    check_targets,
+    dataset_fingerprint,
+    document_lengths,
+)
 from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
@@ -29,12 +36,13 @@ class PackedLoaders:
     """Make loaders of data sets that hf_distca packs."""
 
     def __init__(self, trainer: Any, dispatcher: Dispatcher) -> None:
-        self._args, self._dispatcher = trainer.args, dispatcher
+        self._trainer, self._args, self._dispatcher = trainer, trainer.args, dispatcher
         model_inputs: frozenset[str] | None = None
         if self._args.remove_unused_columns:
             trainer._set_signature_columns_if_needed()
             model_inputs = frozenset(trainer._signature_columns or ())
         self._columns = Columns(self._args.length_column_name, model_inputs)
+        self._have_targets: set[int] = set()  # ids of data sets
         # Keeps the data set alive, so that no other object gets its id.
         self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
 
@@ -42,11 +50,14 @@ class PackedLoaders:
         """Return [documents] int64 lengths and the fingerprint of a data set, read once. A collective of the world."""
         if id(dataset) in self._lengths:
             return self._lengths[id(dataset)][1]
-        groups = self._dispatcher.groups
+        groups, limits, name = self._dispatcher.groups, self._dispatcher.limits, self._name(dataset)
+        progress = groups.rank == 0 and not self._args.disable_tqdm
         error, lengths, fingerprint = None, np.empty(0, np.int64), ""
         try:
-            lengths = document_lengths(dataset, self._columns, groups.rank == 0 and not self._args.disable_tqdm)
-            fingerprint = dataset_fingerprint(dataset, lengths, self._columns)
+            lengths = document_lengths(dataset, self._columns, progress, name=name, limits=limits)
+            share = groups.rank, groups.ranks
+            check_stored_documents(dataset, lengths, self._columns, progress, name=name, limits=limits, share=share)
+            fingerprint = dataset_fingerprint(dataset, lengths, self._columns, name=name)
         except Exception as caught:  # a data set may raise anything, and the other ranks must not wait for this rank
             error = caught
         groups.raise_together(error, in_world=True)
@@ -57,6 +68,70 @@ class PackedLoaders:
         self._lengths[id(dataset)] = dataset, (lengths, fingerprint)
         return lengths, fingerprint
 
+    def excerpts(self, dataset: Any, capacity: int = 0) -> tuple[NDArray[np.void], int, int]:
+        """Return the excerpts of a data set with a length, the capacity of a bin and the bins of a micro-batch.
+
+        A collective of the world where the data set is new. Every rank raises ValueError for data that cannot train.
+
+        Args:
+            capacity: maximum number of tokens of a global micro-batch; 0 means ranks · tokens_per_rank.
+        """
+        groups, name = self._dispatcher.groups, self._name(dataset)
+        lengths, _ = self.lengths(dataset)
+        whole = self._dispatcher.settings.document_layout == "whole"
+        bins, limit_name = (groups.ranks, "tokens_per_rank") if whole else (1, "ranks · tokens_per_rank")
+        capacity = (capacity or groups.ranks * self._args.tokens_per_rank) // bins
+        policy, limits = self._args.long_documents, self._dispatcher.limits
+        excerpts = fit_documents(lengths, capacity, policy, limit_name, name=name, limits=limits)
+        if id(dataset) not in self._have_targets:
+            error = None
+            try:
+                check_targets(dataset, excerpts, self._columns, name=name)
+            except Exception as caught:
+                error = caught
+            groups.raise_together(error, in_world=True)
+            self._have_targets.add(id(dataset))
+        return excerpts, capacity, bins
+
+    def check_evaluation_data(self) -> None:
+        """Raise ValueError on every rank if an evaluation would fail because of its data. A collective of the world.
+
+        Of a stream that can be read again the first documents of every rank are read.
+        """
+        groups = self._dispatcher.groups
+        sets = named_datasets(self._trainer.eval_dataset, "eval_dataset")
+        names = groups.all_gather(tuple(sets), in_world=True)
+        if len(set(names)) > 1:
+            raise Data.DIFFERENT.error(found="; ".join(f"rank {rank}: {each}" for rank, each in enumerate(names)))
+        for dataset in sets.values():
+            if not is_stream(dataset):
+                self.excerpts(dataset)
+                continue
+            error, read = None, 0
+            try:
+                packer = self._packer(dataset)
+                batches = iter(packer if packer.can_be_read_again else ())
+                while read < READ_BATCH and (batch := next(batches, None)):
+                    read += len(batch["document_lengths"])
+            except Exception as caught:
+                error = caught
+            groups.raise_together(error, in_world=True)
+
+    def _name(self, dataset: Any) -> str:
+        """Return the name of a data set in errors: the trainer's argument that it is."""
+        trainer = self._trainer
+        named = {
+            **named_datasets(trainer.train_dataset, "train_dataset"),
+            **named_datasets(trainer.eval_dataset, "eval_dataset"),
+        }
+        return next((name for name, each in named.items() if each is dataset), "the data set")
+
+    def _packer(self, dataset: Any) -> StreamPacker:
+        """Return this rank's share of a stream, packed."""
+        args, groups = self._args, self._dispatcher.groups
+        place = groups.ranks, groups.rank, args.tokens_per_rank, args.long_documents, self._columns
+        return StreamPacker(dataset, *place, self._name(dataset), self._dispatcher.limits)
+
     def loader(self, dataset: Any, *, shuffle: bool, capacity: int = 0) -> DataLoader[Any]:
         """Return a loader of this rank's rows: of planned batches, or of a stream's, which are planned later.
 
@@ -66,17 +141,14 @@ class PackedLoaders:
         args, groups = self._args, self._dispatcher.groups
         options: dict[str, Any] = {"batch_size": None}
         if is_stream(dataset):
-            dataset = StreamPacker(
-                dataset, groups.ranks, groups.rank, args.tokens_per_rank, args.long_documents, self._columns
-            )
+            dataset = self._packer(dataset)
         else:
+            excerpts, capacity, bins = self.excerpts(dataset, capacity)
             lengths, _ = self.lengths(dataset)
-            whole = self._dispatcher.settings.document_layout == "whole"
-            bins, limit_name = (groups.ranks, "tokens_per_rank") if whole else (1, "ranks · tokens_per_rank")
-            capacity = (capacity or groups.ranks * args.tokens_per_rank) // bins
-            dataset = RankDocuments(dataset, lengths, self._dispatcher.settings, groups.rank, self._columns)
+            name, settings = self._name(dataset), self._dispatcher.settings
+            dataset = RankDocuments(dataset, lengths, settings, groups.rank, self._columns, name)
             sampler = GlobalBatchSampler(
-                fit_documents(lengths, capacity, args.long_documents, limit_name),
+                excerpts,
                 capacity,
                 shuffle=shuffle,
                 seed=args.seed if args.data_seed is None else args.data_seed,
@@ -103,6 +175,13 @@ class PackedLoaders:
 def is_stream(dataset: Any) -> bool:
     """Return whether a data set has no length, so that its documents are unknown before they come."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+
+
+def named_datasets(given: Any, name: str) -> dict[str, Any]:
+    """Return a trainer's data set, or its dictionary of several data sets, by name; none for None."""
+    if isinstance(given, dict):
+        return {f"{name}[{key!r}]": dataset for key, dataset in given.items()}
+    return {} if given is None else {name: given}
 
 
 @contextmanager

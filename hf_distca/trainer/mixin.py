@@ -168,6 +168,8 @@ class DistCAMixin(_Trainer):
                 order = resuming.data_order(self, self.dispatcher, self._loaders, packs=self._packs)
                 place = resuming.agreed_place(order, checkpoint, self.args, groups)
                 self._progress = resuming.DataProgress(place)
+                if self._packs:
+                    self._loaders.check_evaluation_data()
                 self._costs.resume(None if checkpoint is None else Path(checkpoint))
                 return super().train(checkpoint, *args, **kwargs)
         finally:

@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from hf_distca.collator.refusals import Data
 from hf_distca.config import setting
 from hf_distca.plan import ATTENTION_NAME, PLAN_KEY
 from hf_distca.refusal import check
 from hf_distca.trainer.arguments import DistCAArguments
+from hf_distca.trainer.loaders import is_stream, named_datasets
 from hf_distca.trainer.mixin import DistCAMixin
 from hf_distca.trainer.refusals import SFT_ARGUMENTS, SFT_TRAINER
 
@@ -57,6 +59,12 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
         self._targets: dict[str, list[float]] = defaultdict(list)
         super().__init__(model, args, *others, **kwargs)
         check(SFT_TRAINER, self)
+        for name in ("train_dataset", "eval_dataset"):
+            _check_kept(self._given[name], getattr(self, name), name, args.max_length)
+
+    def _prepare_given(self, named: dict[str, Any]) -> dict[str, Any]:
+        self._given = {name: named.get(name) for name in ("train_dataset", "eval_dataset")}
+        return super()._prepare_given(named)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return TRL's loss over the targets of all ranks, and note the number of targets for its metrics."""
@@ -86,3 +94,12 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
                 weighted = sum(value * count for value, count in zip(values, targets, strict=True))
                 self._metrics[mode][name] = [weighted / max(sum(targets), 1)]
         super().log(logs, *args, **kwargs)
+
+
+def _check_kept(given: Any, prepared: Any, name: str, max_length: int | None) -> None:
+    """Raise ValueError if TRL dropped every example of a data set, or of one of several, because of `max_length`."""
+    given, prepared = named_datasets(given, name), named_datasets(prepared, name)
+    for key, dataset in prepared.items():
+        sizes = [0 if is_stream(each) else len(each) for each in (given.get(key, ()), dataset)]
+        if max_length is not None and sizes[0] > 0 and sizes[1] == 0 and not is_stream(dataset):
+            raise Data.NO_ANSWERS.error(name=key, examples=sizes[0], max_length=max_length)

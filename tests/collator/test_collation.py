@@ -2,6 +2,7 @@
 
 import doctest
 import logging
+from contextlib import nullcontext
 
 import datasets
 import numpy as np
@@ -16,7 +17,8 @@ from transformers import DataCollatorWithFlattening
 from hf_distca.collator import collation
 from hf_distca.collator.collation import DistCACollator, RankDocuments, excerpt_rows
 from hf_distca.collator.documents import document_lengths
-from hf_distca.collator.padding_free import CollatorWithLengths, batch_document_lengths
+from hf_distca.collator.limits import Limits
+from hf_distca.collator.padding_free import CollatorWithLengths, batch_document_lengths, checked_document_lengths
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch, fit_documents
 from hf_distca.collator.streams import StreamPacker
@@ -174,10 +176,10 @@ def test_only_documents_with_rows_here_are_read():
 
 
 def test_documents_that_are_refused_when_they_are_read():
-    with refused(Data.WRONG_LENGTH, name="document 0", length=3, stated=2):
+    with refused(Data.WRONG_LENGTH, name="document 0 of the data set", length=3, stated=2):
         collate(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "length": [2]}), fixed(1, 4))
     reader = RankDocuments([{"input_ids": [1, 2, 3]}], np.array([2]), fixed(1, 4), 0)
-    with refused(Data.CHANGED_LENGTH, index=0, length=3, planned=2):
+    with refused(Data.CHANGED_LENGTH, name="document 0 of the data set", length=3, planned=2):
         reader[GlobalMicroBatch(fit_documents(np.array([2]), 4, "error", "limit"))]
     with pytest.raises(ValueError, match="DistCACollator got 2 items of type dict"):
         DistCACollator(0)([{"input_ids": [1]}, {"input_ids": [2]}])
@@ -230,6 +232,24 @@ def test_ranks_and_workers_share_the_stream(shards, workers):
     assert sorted(seen) == rows_of(lengths)
 
 
+def test_streams_beyond_the_tables_of_a_model():
+    def packed(document, policy="error"):
+        limits = Limits(vocabulary=10, classes=10, positions=4)
+        stream = [{"input_ids": [1]}, {"labels": document, "input_ids": [0] * len(document)}]
+        stream += [{"input_ids": document}] * (max(document) >= 10)
+        return list(StreamPacker(stream, 1, 0, 6, policy, limits=limits))
+
+    assert len(packed([9, 9, 9, 9])) == 1
+    with refused(Data.TARGET_ID, name="document 1 of rank 0's share of the stream", label=10, at=1, last=9):
+        packed([9, 10])
+    with refused(Data.TOKEN_ID, name="document 2 of rank 0's share of the stream", token=11, at=0, last=9):
+        packed([11, 9])
+    with refused(Data.BEYOND_POSITIONS, name="document 1 of rank 0's share of the stream", length=5, positions=4):
+        packed([9] * 5)
+    for policy, lengths in (("truncate", (1, 4)), ("split", (1, 4, 1))):
+        assert tuple(length for batch in packed([9] * 5, policy) for length in batch["document_lengths"]) == lengths
+
+
 def test_faulty_streams():
     with refused(Data.LONG_IN_STREAM, name="document 1 of rank 0's share of the stream", length=7, limit=6):
         list(StreamPacker([{"input_ids": [1]}, {"input_ids": [1] * 7}], 1, 0, 6))
@@ -257,14 +277,36 @@ def test_lengths_of_a_flattened_batch(options):
     batch = CollatorWithLengths(collator)(examples)
     batch = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
     with Counting():
-        assert batch_document_lengths(batch) == (3, 2, 1)
+        assert checked_document_lengths(batch, Limits(7, 7, 3), "a batch") == (3, 2, 1)
+        with refused(Data.TOKEN_ID, name="a batch", token=6, at=5, last=5):
+            checked_document_lengths(batch, Limits(6, 7, 3), "a batch")
+        with refused(Data.BEYOND_POSITIONS, name="a document of a batch", length=3, positions=2):
+            checked_document_lengths(batch, Limits(7, 7, 2), "a batch")
         with pytest.raises(AssertionError, match="makes the host wait"):
             batch_document_lengths({name: x for name, x in batch.items() if name != "document_lengths"})
 
 
+def test_batches_beyond_the_tables_of_a_model():
+    for ids, labels, entry, values in (
+        ([0, 3, 9], [-100, 3, 9], None, {}),
+        ([0, 10, 9], [-100, 3, 9], Data.TOKEN_ID, {"token": 10, "at": 1, "last": 9}),
+        ([0, -1, 9], [-100, 3, 9], Data.TOKEN_ID, {"token": -1, "at": 1}),
+        ([0, 3, 9], [-100, 8, -1], Data.TARGET_ID, {"label": -1, "at": 2, "last": 8}),
+        ([0, 3, 9], [9, -100, -100], Data.TARGET_ID, {"label": 9, "at": 0}),
+        ([0, 3, 9], [-100, -100, -100], None, {}),
+    ):
+        classes = 9 if entry is Data.TARGET_ID else 10
+        batch = batch_of([0, 1, 2]) | {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}
+        for read in (batch, CollatorWithLengths(lambda batch: batch)(batch)):
+            with refused(entry, name="a batch", **values) if entry else nullcontext():
+                assert checked_document_lengths(read, Limits(10, classes), "a batch") == (3,)
+
+
 def test_batches_that_the_collator_changes_and_leaves():
     with_mask = CollatorWithLengths(lambda batch: {**batch, "attention_mask": torch.ones(1, 3)})
-    assert sorted(with_mask(batch_of([0, 1, 0]))) == ["document_lengths", "input_ids", "position_ids"]
+    assert sorted(with_mask(batch_of([0, 1, 0]))) == [
+        *("document_lengths", "input_ids", "least_and_greatest", "position_ids")
+    ]
     # A faulty batch is left to those who raise on all ranks.
     faulty = batch_of([0, 1, 3])
     assert CollatorWithLengths(lambda batch: batch)(faulty) is faulty

@@ -1,11 +1,22 @@
 """Documents of a data set: their lengths, what is refused, and the fingerprint of all."""
 
+from contextlib import nullcontext
+
 import datasets
 import numpy as np
 import pytest
 
-from hf_distca.collator.documents import ANY_COLUMNS, Columns, dataset_fingerprint, document_lengths
+from hf_distca.collator.documents import (
+    ANY_COLUMNS,
+    Columns,
+    check_stored_documents,
+    check_targets,
+    dataset_fingerprint,
+    document_lengths,
+)
+from hf_distca.collator.limits import NO_LIMITS, Limits
 from hf_distca.collator.refusals import Data
+from hf_distca.collator.sampler import fit_documents
 from tests.refused import refused
 
 TWO = {"input_ids": [[1, 2, 3], [4, 5]]}
@@ -23,6 +34,13 @@ in_each_form = pytest.mark.parametrize("make", [as_dataset, as_list])
 
 def lengths_of(dataset, columns=ANY_COLUMNS):
     return document_lengths(dataset, columns, progress=False)
+
+
+def checked(dataset, columns=ANY_COLUMNS, limits=NO_LIMITS, share=(0, 1)):
+    """Read the lengths and check all documents, as the trainer does."""
+    lengths = document_lengths(dataset, columns, False, limits=limits)
+    check_stored_documents(dataset, lengths, columns, False, limits=limits, share=share)
+    return lengths
 
 
 @in_each_form
@@ -55,11 +73,11 @@ MANY = [[1]] * 1500
     ("columns", "entry", "values"),
     [
         ({"input_ids": []}, Data.EMPTY, {}),
-        ({"input_ids": [*MANY, [], *MANY]}, Data.EMPTY_DOCUMENT, {"name": "document 1500"}),
+        ({"input_ids": [*MANY, [], *MANY]}, Data.EMPTY_DOCUMENT, {"name": "document 1500 of the data set"}),
         (
             {"input_ids": [*MANY, [1, 2, 3]], "labels": [*MANY, [1, 2]]},
             Data.LABELS,
-            {"name": "document 1500", "labels": 2, "length": 3},
+            {"name": "document 1500 of the data set", "labels": 2, "length": 3},
         ),
         ({"text": ["a"], "label": [1]}, Data.NO_TOKENS, {"columns": ["label", "text"]}),
         ({**TWO, "token_type_ids": [[0, 0, 0], [0, 0]]}, Data.UNKNOWN_COLUMNS, {"unknown": ["token_type_ids"]}),
@@ -67,24 +85,24 @@ MANY = [[1]] * 1500
 )
 def test_data_sets_that_are_refused(make, columns, entry, values):
     with refused(entry, **values):
-        lengths_of(make(columns))
+        checked(make(columns))
 
 
 def test_columns_that_are_refused():
-    with refused(Data.EMPTY_DOCUMENT, name="document 1", stated=" (length 0)"):
+    with refused(Data.EMPTY_DOCUMENT, name="document 1 of the data set", stated=" (length 0)"):
         lengths_of(as_dataset({**TWO, "length": [3, 0]}))
     with refused(Data.LENGTH_COLUMN, column="length"):
         lengths_of(as_dataset({**TWO, "length": ["three", "two"]}))
-    with refused(Data.WRONG_LENGTH, name="document 1", length=2, stated=9):
+    with refused(Data.WRONG_LENGTH, name="document 1 of the data set", length=2, stated=9):
         lengths_of(as_list({**TWO, "length": [3, 9]}))
     for mask in ([1, 0], [1, 1, 1]):
-        with refused(Data.PADDED, name="document 0", length=2):
+        with refused(Data.PADDED, name="document 0 of the data set", length=2):
             lengths_of([{"input_ids": [1, 2], "attention_mask": mask}])
     for input_ids in ([[1, 2]], [0.5], ["a"], 3):
-        with refused(Data.NOT_INTEGERS, name="document 0", column="input_ids"):
+        with refused(Data.NOT_INTEGERS, name="document 0 of the data set", column="input_ids"):
             lengths_of([{"input_ids": input_ids}])
     features = datasets.Features({"input_ids": datasets.Array2D((1, 3), "int64")})
-    with refused(Data.NOT_INTEGERS, name="document 0", column="input_ids", shape=(1, 3)):
+    with refused(Data.NOT_INTEGERS, name="document 0 of the data set", column="input_ids", shape=(1, 3)):
         lengths_of(as_dataset({"input_ids": [[[1, 2, 3]]]}, features=features))
 
 
@@ -118,3 +136,86 @@ def test_other_data_has_another_fingerprint(make):
     base = fingerprint(make({"input_ids": documents}))
     for at, changed in ((333, [7] * 4), (499, [7, 7, 8])):
         assert fingerprint(make({"input_ids": [*documents[:at], changed, *documents[at + 1 :]]})) != base
+
+
+# Before training
+
+
+LIMITS = Limits(vocabulary=10, classes=8)
+LAST = "document 1500 of the data set"
+
+
+@in_each_form
+@pytest.mark.parametrize(
+    ("tokens", "labels", "entry", "values"),
+    [
+        ([1, 9], [1, 7], None, {}),
+        ([1, 9], [9, -100], None, {}),  # the first label is no target
+        ([1, 10], [1, 7], Data.TOKEN_ID, {"token": 10, "at": 1, "last": 9}),
+        ([-1, 9], [1, 7], Data.TOKEN_ID, {"token": -1, "at": 0}),
+        ([1, 9], [1, 8], Data.TARGET_ID, {"label": 8, "at": 1, "last": 7}),
+        ([1, 9, 9], [1, -100, -1], Data.TARGET_ID, {"label": -1, "at": 2}),
+        ([1, 9], [1, -101], Data.TARGET_ID, {"label": -101, "at": 1}),
+    ],
+)
+def test_tokens_and_labels_beyond_the_tables_of_a_model(make, tokens, labels, entry, values):
+    dataset = make({"input_ids": [*MANY, tokens], "labels": [*MANY, labels]})
+    with refused(entry, name=LAST, **values) if entry else nullcontext():
+        assert len(checked(dataset, limits=LIMITS)) == 1501
+    checked(dataset)  # a model without known tables
+
+
+@in_each_form
+def test_tokens_are_targets_where_there_are_no_labels(make):
+    checked(make({"input_ids": [[8, 7]]}), limits=LIMITS)
+    with refused(Data.TARGET_ID, name="document 0 of the data set", label=8, at=1):
+        checked(make({"input_ids": [[7, 8]]}), limits=LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("columns", "entry", "values"),
+    [
+        ({"input_ids": [*MANY, [1, None]]}, Data.NOT_INTEGERS, {"column": "input_ids"}),
+        ({"input_ids": [[0.5], *MANY]}, Data.NOT_INTEGERS, {"name": "document 0 of the data set"}),
+        ({"input_ids": [*MANY, [1]], "labels": [*MANY, None]}, Data.NOT_INTEGERS, {"column": "labels"}),
+        ({"input_ids": [*MANY, [1, 2]], "attention_mask": [*MANY, [1, 0]]}, Data.PADDED, {}),
+        ({"input_ids": [*MANY, [1, 2]], "attention_mask": [*MANY, [1]]}, Data.PADDED, {}),
+        ({"input_ids": [*MANY, [1, 2]], "length": [1] * 1500 + [3]}, Data.WRONG_LENGTH, {"length": 2, "stated": 3}),
+    ],
+)
+def test_every_stored_document_is_checked_by_one_rank(columns, entry, values):
+    dataset = as_dataset(columns)
+    with refused(entry, **{"name": LAST, **values}):
+        checked(dataset)
+    # Each of four ranks checks its part.
+    shares = [values.get("name") == "document 0 of the data set", False, False, "name" not in values]
+    for part, is_faulty in enumerate(shares):
+        # All tokens of a column have one type.
+        with refused(entry) if is_faulty or columns["input_ids"][0] == [0.5] else nullcontext():
+            checked(dataset, share=(part, 4))
+
+
+def test_rows_that_are_missing_are_named():
+    with refused(Data.NOT_A_ROW, name="document 1 of the data set", kind="NoneType"):
+        lengths_of([{"input_ids": [1]}, None])
+    with refused(Data.NO_TOKENS, name="document 1 of the data set", columns=["text"]):
+        lengths_of([{"input_ids": [1]}, {"text": "w1"}])
+
+
+@in_each_form
+def test_data_sets_without_a_target(make):
+    def check(columns, limit=4, policy="error"):
+        dataset = make(columns)
+        check_targets(dataset, fit_documents(lengths_of(dataset), limit, policy, "limit"))
+
+    check(TWO)
+    prompts = [[-100, -100, -100, 4], [5, -100]]
+    check({"input_ids": [[1, 2, 3, 4], [1, 2]], "labels": prompts})
+    check({"input_ids": [[1, 2, 3, 4], [1, 2]], "labels": prompts}, 3, "split")
+    for columns, limit, policy in (
+        ({"input_ids": [[1], [2]]}, 4, "error"),
+        ({"input_ids": [[1, 2], [2]], "labels": [[1, -100], [2]]}, 4, "error"),
+        ({"input_ids": [[1, 2, 3, 4], [1, 2]], "labels": prompts}, 3, "truncate"),
+    ):
+        with refused(Data.NO_TARGETS, name="the data set", documents=2):
+            check(columns, limit, policy)

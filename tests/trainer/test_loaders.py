@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from hf_distca.collator import collation
+from hf_distca.collator.limits import NO_LIMITS
 from hf_distca.collator.padding_free import CollatorWithLengths, batch_document_lengths
 from hf_distca.collator.refusals import Data
 from hf_distca.dispatch import dispatcher
@@ -62,7 +63,9 @@ def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(tmp_path):
     for layout, limit_name, limit in (("whole", "tokens_per_rank", 8), ("joint", "ranks · tokens_per_rank", 16)):
         settings = PlanSettings(2, 8, document_layout=layout)
         groups = SimpleNamespace(rank=0, ranks=2, **alike)
-        dispatcher: Any = SimpleNamespace(groups=groups, settings=settings, device=trainer.args.device, choices=list)
+        dispatcher: Any = SimpleNamespace(
+            groups=groups, settings=settings, device=trainer.args.device, choices=list, limits=NO_LIMITS
+        )
         loaders = PackedLoaders(trainer, dispatcher)
         documents = [{"input_ids": [0] * length} for length in (6, 5, 4)]
         # 15 tokens, but 4 more fit beside neither 6 nor 5 on a rank.

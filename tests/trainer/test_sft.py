@@ -3,16 +3,18 @@
 import sys
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import trl
 from transformers import ProcessorMixin
 
 import hf_distca
+from hf_distca.collator.refusals import Data
 from hf_distca.trainer.refusals import SFT_ARGUMENTS, SFT_TRAINER
 from tests.models_and_batches import small_model
 from tests.refused import refused
-from tests.trainer.chats import chats, tokenizer
+from tests.trainer.chats import chats, prompts, tokenizer
 
 
 class WithPixels(ProcessorMixin):
@@ -37,6 +39,21 @@ def test_models_arguments_and_data(tmp_path):
     images = chats(2).add_column("images", [[], []])
     with refused(SFT_TRAINER[1]):
         make(small_model(), hf_distca.DistCASFTConfig(str(tmp_path), **options), images, WithPixels(tokenizer()))
+
+
+def test_answers_that_max_length_cuts_off(tmp_path):
+    options = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True}
+
+    def make(max_length: int | None, **data: Any) -> Any:
+        args = hf_distca.DistCASFTConfig(str(tmp_path), **options, max_length=max_length)
+        return hf_distca.DistCASFTTrainer(small_model(), args, processing_class=tokenizer(), **data)
+
+    with refused(Data.NO_ANSWERS, name="train_dataset", examples=4, max_length=2):
+        make(2, train_dataset=prompts(4))
+    kept = datasets.Dataset.from_dict({"prompt": ["w1"], "completion": ["w2 w3"]})
+    with refused(Data.NO_ANSWERS, name="eval_dataset['own']", examples=3, max_length=2):
+        make(2, train_dataset=kept, eval_dataset={"chats": kept, "own": prompts(3)})
+    assert len(make(None, train_dataset=prompts(4)).train_dataset) == 4
 
 
 def test_without_trl(monkeypatch):

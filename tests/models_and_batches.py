@@ -154,8 +154,11 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def reference_step(model: PreTrainedModel, documents: Sequence[Tensor]) -> Step:
-    """Loss over all targets of the documents, and every parameter's gradient, in one process, document by document."""
-    documents = [document for document in documents if len(document) > 1]
+    """Loss over all targets of the documents, and every parameter's gradient, in one process, document by document.
+
+    Short documents come first: a rotary embedding of dynamic NTK remembers the longest document.
+    """
+    documents = sorted((document for document in documents if len(document) > 1), key=len)
     targets = sum(len(document) - 1 for document in documents)
     total = 0.0
     model.zero_grad()

@@ -202,6 +202,12 @@ class BoundNanoBatch:
         return BoundCuts(self._layout, self._rank, self._new_buffer())
 
     @cached_property
+    def segments(self) -> list[tuple[int, int]]:
+        """Rows of each segment in row order, and the length of its whole document."""
+        rows, lengths = self._mine["stop"] - self._mine["start"], self._layout.lengths[self._mine["document"]]
+        return list(zip(rows.tolist(), lengths.tolist(), strict=True))
+
+    @cached_property
     def positions(self) -> Tensor:
         """[rows] position of each row in its document."""
         starts, sizes = self._mine["start"], self._mine["stop"] - self._mine["start"]
@@ -224,6 +230,7 @@ class Ran:
     attentions: int = 0
     layers: int = 0  # decoder layers prepared by `plan_layers`
     layers_in_turns: int = 0  # layers that ran their nano-batches in turns
+    rotations: int = 0  # calls of rotary embeddings that depend on the lengths of documents
     mixing: int = 0  # calls of modules that mix along the row without attention, each for all documents
 
 
@@ -296,6 +303,11 @@ class BoundPlan:
                 "ranks; plan with document_layout='whole'"
             )
         return tuple(rows for nano in self.nano_batches for rows in nano.cuts.sizes)
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """Rows of each segment in row order, and the length of its whole document."""
+        return [segment for nano in self.nano_batches for segment in nano.segments]
 
     @property
     def positions(self) -> Tensor:

@@ -19,6 +19,7 @@ from hf_distca.models.decoder import (
     takes_keywords,
 )
 from hf_distca.models.kinds import MIXING, layer_types
+from hf_distca.models.rotary import unknown_rotary_modules
 from hf_distca.plan import ATTENTION_NAME
 from hf_distca.refusal import Refusal
 
@@ -28,6 +29,8 @@ IN_CONFIG = re.compile(r"(?!encoder_)(.*_)?(attn|attention)_.*drop.*")
 """Config fields: attention_dropout, attn_pdrop, attention_probs_dropout_prob, decoder_attention_dropout_rate, ..."""
 IN_MODULE = re.compile(r"(attn|attention)_.*drop.*|dropout(_p|_prob)?")
 """Attributes of an attention layer; there plain "dropout" also means dropout of the weights."""
+Z_LOSS = "z_loss_coefficient"
+"""Factor of a loss that keeps logits small, which Bamba takes the mean of over a call's rows."""
 STOCK = "train it with transformers' Trainer and stock attention (attn_implementation={stock})"
 NO_DROPOUT = "ranks cannot draw the same dropped attention weights"
 EARLIER_ROWS = "a plan supports attention to earlier rows only"
@@ -80,6 +83,13 @@ class Models:
         "{module} of {model} counts positions from its padding token",
         "packed documents need positions that begin at 0",
     )
+    LONGEST_POSITION = _stock(
+        "rotary embeddings that read the longest position in code of their own (longrope or dynamic NTK outside "
+        "transformers)",
+        "{module} of {model} has a rotary embedding that depends on the longest position of a row, or on the row's "
+        "length",
+        "a packed row holds many documents or a part of one, and how to compute it for each document is unknown",
+    )
     NOT_CAUSAL = _stock(
         "attention that is not causal, or to an encoder (PaliGemma, BERT, Whisper)",
         "{module} of {model} is not causal: its rows attend to later rows or to an encoder's",
@@ -116,6 +126,12 @@ class Models:
         "a loss without transformers' loss function (`GPT2ForTokenClassification`)",
         "{model} does not use transformers' loss function and takes the mean over its own rows",
         "ranks with different numbers of targets would have no exact loss",
+    )
+    MEAN_OF_ROWS = Refusal(
+        "{model} adds a mean over the rows of a rank to its loss ({name}={value})",
+        "ranks have different numbers of rows, and their means would be added up",
+        "set {name} to 0 in the config before you load the model",
+        condition="a loss of logits beside cross entropy (Bamba's `z_loss_coefficient`)",
     )
     CUT_MIXING = Refusal(
         "document_layout={layout!r} cuts documents",
@@ -210,6 +226,10 @@ def check_model(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise Models.POSITIONS_FROM_PADDING.error(**names, module=name)
+    for rotary in unknown_rotary_modules(model):
+        raise Models.LONGEST_POSITION.error(**names, module=rotary)
+    if getattr(model, Z_LOSS, 0.0) > 0:
+        raise Models.MEAN_OF_ROWS.error(**names, name=Z_LOSS, value=getattr(model, Z_LOSS))
     for name, module in attentions.items():
         # A config that is not causal makes masks that are not, whatever the modules say.
         if not (getattr(config, "is_causal", True) and getattr(module, "is_causal", True)):

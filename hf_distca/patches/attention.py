@@ -21,6 +21,7 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.kernels import AttentionParams
 from hf_distca.models.kinds import Reach, attention_reaches
 from hf_distca.models.refusals import CHANGING_MASKS
+from hf_distca.models.rotary import config_depends_on_length
 from hf_distca.patches.modules import uncompiled
 from hf_distca.plan import PLAN_KEY
 
@@ -127,7 +128,7 @@ def _planned_attention(
     **kwargs: Any,
 ) -> Tensor:
     reach = Reach(sliding_window, attention_chunk(module))
-    for found in _refused(module, query, mask, dropout, reach, kwargs):  # alike on every rank
+    for found in _refused(module, query, mask, plan, dropout, reach, kwargs):  # alike on every rank
         raise ValueError(f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')}) {found}")
     plan.ran.attentions += 1
     if getattr(module, "attn_temperature_tuning", False):
@@ -151,7 +152,7 @@ def attention_chunk(module: Any) -> int | None:
 
 
 def _refused(
-    module: nn.Module, query: Tensor, mask: Mask, dropout: float, reach: Reach, kwargs: dict[str, Any]
+    module: Any, query: Tensor, mask: Mask, plan: BoundPlan, dropout: float, reach: Reach, kwargs: dict[str, Any]
 ) -> Iterator[str]:
     """Yield why a planned step cannot compute the attention that a model asks for."""
     if dropout > 0:
@@ -178,6 +179,11 @@ def _refused(
         )
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         yield f"is not causal, but a plan supports causal attention only; {ELSEWHERE}"
+    if plan.ran.rotations == 0 and config_depends_on_length(getattr(module, "config", None)):
+        yield (
+            "gets a rotary embedding for the longest position of the rank's rows, and not for the length of each "
+            "document; prepare the model with make_dispatcher before its forward is wrapped or replaced"
+        )
     for name in ("position_bias", "cache"):
         if kwargs.get(name) is not None:
             yield f"passes {name}, which planned attention does not support; {ELSEWHERE}"

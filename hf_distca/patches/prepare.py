@@ -49,8 +49,10 @@ def prepare_model(
     from hf_distca.patches.chunked_mlp import chunk_mlps
     from hf_distca.patches.head import plan_head
     from hf_distca.patches.layers import plan_layers
+    from hf_distca.patches.rotary import plan_rotary
 
     register(distca_attention, distca_mask)  # already imported: register them directly
+    plan_rotary(model)  # before the layers, which may own rotary embeddings
     if ping_pong or mixing_layers(model):
         plan_layers(model)
     if config.mlp_chunk_rows:

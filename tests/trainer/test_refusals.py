@@ -235,6 +235,7 @@ WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
     (Models.NOT_CAUSAL, {}, lambda: tiny("paligemma", AutoModelForImageTextToText)),
     (Models.NOT_CAUSAL, {"module": "layers.0.self_attn"}, lambda: small_model(is_causal=False)),
     (Models.OWN_LOSS, {}, lambda: tiny("gpt2", AutoModelForTokenClassification)),
+    (Models.MEAN_OF_ROWS, {"value": 1e-4}, lambda: tiny("bamba", z_loss_coefficient=1e-4)),
 ]
 
 

@@ -1,0 +1,142 @@
+"""Rotary embeddings of a planned step: each document has the frequencies of its own length.
+
+For some types of RoPE (longrope, dynamic NTK) transformers chooses the frequencies of a call by its longest position,
+and for dynamic NTK by earlier calls too. In a planned step a call has rows of many documents, and other ranks have
+other rows of the same documents. `plan_rotary` gives such a module a subclass, which computes the rows of a document
+as a new module would compute them for the whole document alone. The module itself stays as it is.
+
+A rotary embedding is called without keywords, so that no plan reaches it. The module that owns it gets a subclass too,
+which makes the plan known while the owner's forward runs.
+
+Shape suffixes: T rows, D head dim.
+"""
+
+import inspect
+from contextvars import ContextVar
+from copy import copy
+from itertools import groupby
+from operator import itemgetter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.models.decoder import base_model, stock_forward
+from hf_distca.models.rotary import SCALING_BY_LENGTH, depends_on_length, rotary_modules
+from hf_distca.patches.modules import subclass, uncompiled
+from hf_distca.patches.split import Parts, join_results
+from hf_distca.plan import PLAN_KEY
+
+DOCUMENTS: Parts = ("a rotary embedding's", "train this model with stock attention and transformers' Trainer")
+
+_running: ContextVar[BoundPlan | None] = ContextVar("plan of the module whose forward runs", default=None)
+
+
+def plan_rotary(model: PreTrainedModel) -> None:
+    """Let rotary embeddings that depend on the longest position treat each document alone, in place."""
+    base = base_model(model)
+    for name, module in rotary_modules(base).items():
+        if isinstance(module, _PlannedRotary):
+            continue
+        module.__class__ = subclass(type(module), _PlannedRotary)
+        owner = _owner(base, name)
+        if not isinstance(owner, _RotaryOwner):
+            owner.__class__ = subclass(type(owner), _RotaryOwner)
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """Return the module whose forward calls a module: the nearest one around it that is no list."""
+    owner: nn.Module = nn.ModuleList()
+    while isinstance(owner, nn.ModuleList | nn.ModuleDict):
+        name = name.rpartition(".")[0]
+        owner = model.get_submodule(name)
+    return owner
+
+
+class _RotaryOwner(nn.Module):
+    """Base that precedes the class of a module that calls a rotary embedding."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plan = kwargs.get(PLAN_KEY)
+        if not isinstance(plan, BoundPlan):
+            return super().forward(*args, **kwargs)
+        return self._planned_forward(plan, args, kwargs)
+
+    # Only this function stays uncompiled, and what it calls may be compiled.
+    @torch.compiler.disable(recursive=False, reason="a plan is made known to rotary embeddings")  # type: ignore[untyped-decorator]
+    def _planned_forward(self, plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        token = _running.set(plan)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            _running.reset(token)
+
+
+class _PlannedRotary(nn.Module):
+    """Base that precedes a rotary embedding's own class."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        plan = _running.get()
+        options = {} if layer_type is None else {"layer_type": layer_type}
+        if plan is None:
+            return super().forward(x, position_ids, **options)
+        return self._planned_forward(plan, x, position_ids, options)
+
+    @uncompiled("documents have lengths that are new with each micro-batch")
+    @torch.no_grad()
+    def _planned_forward(self, plan: BoundPlan, x: Tensor, position_ids: Tensor, options: dict[str, str]) -> Any:
+        if position_ids.shape[-1] != plan.rows:
+            raise ValueError(
+                f"{type(self).__name__} was called with {position_ids.shape[-1]} positions, but the plan has "
+                f"{plan.rows} rows on this rank, so the document of each position is unknown; {DOCUMENTS[1]}"
+            )
+        plan.ran.rotations += 1
+        segments = [(_stretched(self, length, **options), rows) for rows, length in plan.segments]
+        groups = [(each, sum(rows for _, rows in group)) for each, group in groupby(segments, itemgetter(0))]
+        sizes = tuple(rows for _, rows in groups)
+        forward = inspect.unwrap(stock_forward(self))  # without the choice of frequencies
+        results = [
+            forward(_alone(self, stretched, x.device, **options), x, positions, **options)
+            for (stretched, _), positions in zip(groups, position_ids.split(list(sizes), -1), strict=True)
+        ]
+        return results[0] if len(results) == 1 else join_results("result", tuple(results), sizes, DOCUMENTS)
+
+
+def _stretched(module: Any, length: int, layer_type: str | None = None) -> int | None:
+    """Return the length by which a document's frequencies are chosen; None for the frequencies of short documents."""
+    rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    parameters = module.config.rope_parameters
+    parameters = parameters if layer_type is None else parameters[layer_type]
+    if type(module).__name__ in SCALING_BY_LENGTH or rope_type == "longrope":  # all long documents are alike
+        most = parameters["original_max_position_embeddings"]
+        return most + 1 if length > most else None
+    if not depends_on_length(rope_type):
+        return None
+    return length if length > module.original_max_seq_len else None
+
+
+def _alone(module: Any, stretched: int | None, device: torch.device, layer_type: str | None = None) -> Any:
+    """Return a copy of a rotary embedding with the frequencies of documents of one length."""
+    alone, prefix = copy(module), "" if layer_type is None else f"{layer_type}_"
+    if type(module).__name__ in SCALING_BY_LENGTH:
+        frequencies_D, _ = module.rope_init_fn(module.config)
+        factor = module.config.rope_parameters["short_mscale" if stretched is None else "long_mscale"]
+        # With this type the forward takes the factor that comes with the frequencies.
+        alone.config = SimpleNamespace(rope_parameters={"rope_type": "default"})
+        alone.rope_init_fn = lambda _: (frequencies_D, factor)
+        return alone
+    if stretched is None:
+        frequencies_D = getattr(module, f"{prefix}original_inv_freq")
+    else:
+        rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
+        # transformers computes dynamic NTK with a tensor in float32; a branch on a fake tensor would fail.
+        seq_len = stretched if rope_type == "longrope" else torch.tensor(stretched)
+        compute: Any = ROPE_INIT_FUNCTIONS[rope_type]
+        frequencies_D, _ = compute(module.config, torch.device("cpu"), seq_len=seq_len, layer_type=layer_type)
+    frequencies_D = frequencies_D.to(device, non_blocking=True)
+    alone._buffers = {**module._buffers, f"{prefix}inv_freq": frequencies_D}
+    return alone

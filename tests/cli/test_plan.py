@@ -264,6 +264,15 @@ def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(dumped, tmp_path)
     assert lengths_of("pieces.txt", "--sample-by", "paragraph") == [4] * 6
 
 
+def test_the_split_of_a_data_set(run, tmp_path):
+    parts = {
+        name: datasets.Dataset.from_dict({"length": [length] * 2}) for name, length in (("train", 4), ("test", 5))
+    }
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "data")
+    for options, drawn in (((), "4, 16 tokens"), (("--split", "test"), "3, 15 tokens")):
+        assert drawn in run("plan", "--lengths", str(tmp_path / "data"), *SMALL, *options)[1]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [

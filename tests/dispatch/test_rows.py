@@ -15,7 +15,9 @@ from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.rows import IndexBuffer, RowSum, addend_table, copy_rows, merge_rows, put, row_index, take
 from hf_distca.kernels.contract import MAX_SOURCES, SOURCE_BITS
 from hf_distca.plan import SEGMENT, TASK, Layout, Plan
+from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.routes import make_routes
+from hf_distca.planner.schedule import Transfer
 from tests.counting import META, Counting
 
 CPU = torch.device("cpu")
@@ -167,3 +169,19 @@ def test_a_stage_in_which_nothing_crosses_beside_others_that_are_forwarded():
             buffer = exchange.buffer("slot", route, [torch.empty(0, 3), torch.empty(0, dtype=torch.float64)])
             assert len(buffer.sent[0]) == sum(route.sent)
             assert len(buffer.received[0]) >= sum(route.received)
+
+
+def test_rows_of_a_transfer_there_and_back():
+    # Rank 0 computes rows 8 to 12 of rank 1; rank 1 computes the others of its rows, and reads all of rank 0.
+    tasks = np.array([(0, 0, 8, 0), (0, 8, 12, 0), (0, 12, 16, 1)], TASK)
+    plan = Plan(fixed_layout([[16]], 2), tasks, 2)
+    # By rank: sent and received rows of each rank; a task's own K/V rows beside others are gathered with them.
+    expected = {
+        "queries": (((0, 0), (0, 4)), ((4, 0), (0, 0))),
+        "keys": (((8, 8), (8, 4)), ((4, 0), (8, 0))),
+    }
+    for rank in (0, 1):
+        routes = BoundRoutes(plan, rank, "alone", IndexBuffer(CPU))
+        for rows, of_ranks in expected.items():
+            assert routes.rows_of(Transfer(rows, ())) == of_ranks[rank]
+            assert routes.rows_of(Transfer(rows, (), back=True)) == of_ranks[rank][::-1]

@@ -183,3 +183,12 @@ def test_stages_are_as_many_as_pay():
     for call, stages in ((1e3, 1), (0.0, None)):
         found = candidates(np.array([32768]), PlanSettings(2, 16384, (KIND,)), of_one_document(slow, call))
         assert {each.stages for each in found} == {stages}
+
+
+def test_the_rank_that_waits_longest_counts():
+    of_plans = PlanSettings(4, 64, (KIND,), balance_block_size=4)
+    slow = LinkCost(0.0, 1e4)
+    found = list(candidates(np.array([60, *[10] * 12]), of_plans, Choices(costs(slow, slow))))
+    uneven = [each for each in found if each.step.waited.min() < each.step.waited.max()]
+    assert uneven
+    assert all(each.waited == each.step.waited.max() / each.step.seconds for each in found)

@@ -231,6 +231,14 @@ def test_what_fits_travels_at_once():
     assert planned(exchange_buffer_bytes=1).stage_rows == 1
 
 
+def test_stages_of_windows_hold_the_rows_that_windows_reach_back_for():
+    # Rank 1 computes rows 40 to 80 of rank 0; each stage begins with the keys of its first query's window.
+    tasks = np.array([(0, 0, 40, 0), (0, 40, 80, 1), (1, 0, 80, 1)], TASK)
+    plan = Plan(fixed_layout([[80], [80]], 2), tasks, 2, window=5, stage_rows=20)
+    sent = rows_by_stage(plan)[:, 0, 0]
+    assert sent.tolist() == [16, 20, 16]  # 44 rows, and 4 rows once more in each further stage
+
+
 @given(plans_of_all_kinds(), st.integers(1, 12))
 def test_stages_hold_so_many_rows_and_servers_have_one(plan, buffer_rows):
     staged, ranks = with_stages(plan, buffer_rows, stages=1), plan.layout.ranks

@@ -106,3 +106,17 @@ def test_what_is_counted_of_a_plan():
     assert found.remote_kv.diagonal.tolist() == [0, 0]
     plan.tasks["worker"][plan.tasks["worker"] == 1] = 0
     assert count_plan(plan, AttentionKind(), 2).remote_query.diagonal.tolist() == [995 * 512 + 10 * 10, 0]
+
+
+def test_rows_cross_nodes_in_the_first_hop():
+    """Local tasks of a lone nano-batch hide the first hop, and not the second."""
+    keys = NOWHERE.copy()
+    keys[1, 0, 0] = keys[1, 1, 1] = 3  # from rank 0 to another node
+    plan = CountedPlan(
+        *(tasks(10, 10), tasks(0, 2), tasks(0, 0)),
+        *(RowsMoved(NOWHERE, keys), RowsMoved(NOWHERE, NOWHERE)),
+        *(RowBytes(1, 1, 1), 1, 0, 2, True, False, np.zeros(2, np.int64)),
+    )
+    links, nothing = Links(LinkCost(0.0, np.inf), LinkCost(0.0, 1.0)), [np.zeros(2)]
+    walked = LayerClocks([plan], KernelCost(0, 0, 0, 1.0), nothing, nothing, links, "forward").walked()
+    assert (walked.seconds, walked.waited.tolist()) == (10 + 2, [0, 0])

@@ -99,6 +99,14 @@ def test_figures_of_a_strategy():
     assert (packed.rows_bytes, packed.state_bytes) == (None, None)  # where nobody counts
 
 
+def test_gpus_of_servers_and_tensor_parallelism():
+    setup = replace(SETUP, tensor_parallel=2)
+    settings = replace(SETTINGS, kinds=(setup.on_a_gpu(KIND),))
+    found = {each.name: each for each in simulate([np.array([8, 4])], setup, settings, 1, servers=1).strategies}
+    assert {each.gpus for each in found.values() if not each.servers} == {2 * 2}
+    assert found["hf_distca, joint, 1 servers"].gpus == (2 + 1) * 2
+
+
 def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():
     asked = {}
 

@@ -7,6 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -34,6 +35,17 @@ def _step_of_a_bare_model(folder: str) -> bool:
 
 def test_ranks_do_not_train_apart(rank_pools, tmp_path):
     assert rank_pools[2].run(_step_of_a_bare_model, str(tmp_path)) == [False, False]
+
+
+def _limit_of_collectives(folder: str) -> float:
+    """Seconds after which a collective of the training framework fails on CPUs."""
+    make_trainer(folder, ddp_timeout=77)
+    world: Any = dist.group.WORLD
+    return float(world._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+
+def test_the_time_out_of_collectives_counts_on_cpus(rank_pools, tmp_path):
+    assert rank_pools[2].run(_limit_of_collectives, str(tmp_path)) == [77.0, 77.0]
 
 
 def test_compiling_by_the_launch(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ and keys, E head dim of values.
 """
 
 from collections.abc import Hashable, Sequence
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
+from hf_distca.dispatch.waits import Waits
 from hf_distca.kernels.versions import TorchVarlenKernel
 from hf_distca.memory.live import LiveMemory
 from hf_distca.models.mixing import DELTA_RULE, KIMI_DELTA_RULE, SCAN
@@ -105,7 +107,8 @@ class CountedExchange(Exchange):
     """Exchange whose buffers are counted and whose rows stay in place."""
 
     def __init__(self, live: LiveMemory) -> None:
-        groups: Any = SimpleNamespace(exchange=_NoGroup(), node=_NoGroup(), closed=False)
+        alone = Waits(None, 0, 1, inf)  # nobody is waited for
+        groups: Any = SimpleNamespace(exchange=_NoGroup(), node=_NoGroup(), closed=False, waits=alone)
         super().__init__(groups)
         self._live = live
 

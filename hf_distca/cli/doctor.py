@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 
 from hf_distca.cli.options import positive_seconds
 from hf_distca.dispatch.groups import Groups, ranks_per_node
+from hf_distca.interpreter import FORK_HANGS, fork_can_hang
 from hf_distca.kernels import choose_kernel
 from hf_distca.measure.links import link_rates
 from hf_distca.planner.nodes import node_sizes, nodes_of
@@ -100,7 +101,8 @@ def version_findings(about: PackageMetadata | None, version_of: Callable[[str], 
     if about is None:
         change = "pip install it, from a wheel or with -e from a checkout"
         return [Finding(NAME, "not installed as a package, so what it needs is not known", change)]
-    findings = [Finding("python", platform.python_version()), Finding(NAME, about["Version"])]
+    forks = f"{FORK_HANGS}, or leave dataloader_num_workers at 0" if fork_can_hang() else ""
+    findings = [Finding("python", platform.python_version(), forks), Finding(NAME, about["Version"])]
     needs = [Requirement(line) for line in about.get_all("Requires-Dist", [])]
     for extra in ("", *about.get_all("Provides-Extra", [])):
         for need in needs:

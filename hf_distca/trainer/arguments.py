@@ -12,7 +12,7 @@ from hf_distca.config import DistCAConfig, setting
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
 from hf_distca.refusal import check
 from hf_distca.trainer.parallel import join_on_cpu, share_on_cpu
-from hf_distca.trainer.refusals import ARGUMENTS, LIGERS_LOSSES, LOSES_DEEPSPEED, NOT_CONNECTED
+from hf_distca.trainer.refusals import ARGUMENTS, IMPORTED_AGAIN, LIGERS_LOSSES, LOSES_DEEPSPEED, NOT_CONNECTED
 
 if TYPE_CHECKING:
     _Arguments = TrainingArguments
@@ -43,6 +43,7 @@ class DistCAArguments(DistCAConfig, _Arguments):
     )
 
     def __post_init__(self) -> None:
+        check((IMPORTED_AGAIN,), self)
         DistCAConfig.__post_init__(self)
         # Otherwise TrainingArguments refuses bf16 on the CPU, although the launch asks for the CPU.
         self.use_cpu = self.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")

@@ -30,6 +30,7 @@ from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
+from hf_distca.trainer.processes import NO_PROCESSES, ReadingProcesses
 
 
 class PackedLoaders:
@@ -206,8 +207,9 @@ class UpcomingBatches:
     With dedicated servers nothing is bound ahead: a plan is made for the servers that are present when it is bound.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, dispatcher: Dispatcher, processes: ReadingProcesses) -> None:
+        self._dispatcher, self._processes = dispatcher, processes
+        self._reading = NO_PROCESSES
         self._plans: deque[MicroBatchPlan] = deque()  # plans of this step that have not begun
         self._count = 0  # micro-batches of a step
         self._loader: Iterator[dict[str, Any]] | None = None
@@ -229,6 +231,8 @@ class UpcomingBatches:
         if loader is not self._loader:
             self._loader, self._planned, self._read_ahead = loader, planned, []
             self._ended, self._failed, self._error = False, False, None
+            self._reading.end()
+            self._reading = self._processes.begin()
         self._count = count
         batches, self._read_ahead = self._read_ahead[:count], self._read_ahead[count:]
         while len(batches) < count and (batch := self._read()):
@@ -267,7 +271,8 @@ class UpcomingBatches:
             return []
         batches: list[dict[str, Any]] = []
         try:
-            batches = list(islice(self._loader, 1))
+            with self._reading.batch():
+                batches = list(islice(self._loader, 1))
         except Exception as error:  # raised by `fetch`: the steps before need no batch of this one
             self._error = error
         self._failed = self._error is not None
@@ -276,6 +281,11 @@ class UpcomingBatches:
             batches = [] if self._failed else self._dispatcher.plan_batches(batches)
         self._ended = not batches
         return batches
+
+    def close(self) -> None:
+        """Let an unfinished loader end, whose processes then stop."""
+        self._reading.end()
+        self._loader = None
 
     def _raise(self) -> None:
         if self._planned and self._error is not None:
@@ -294,6 +304,7 @@ class EvaluationLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        cast(Any, self._loader).set_epoch(0)  # every evaluation reads in the same order
         batches = iter(self._loader)
         while planned := self._upcoming.fetch(batches, 1, planned=self._planned):
             yield planned[0]

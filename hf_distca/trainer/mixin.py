@@ -23,6 +23,7 @@ from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.trainer.loaders import EvaluationLoader, PackedLoaders, UpcomingBatches, is_stream, lengths_read_on_host
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
 from hf_distca.trainer.optimizers import check_optimizer
+from hf_distca.trainer.processes import ReadingProcesses
 from hf_distca.trainer.refusals import Run, by_name, check_given
 from hf_distca.trainer.tracing import StepTracer
 
@@ -80,8 +81,15 @@ class DistCAMixin(_Trainer):
         self._remedies = Remedies(self.args, ping_pong=dispatcher.settings.ping_pong)
         self._epoch_iterator: Iterator[Any] | None = None  # of the present pass over the training data
         self._loaders = PackedLoaders(self, dispatcher)
-        self._upcoming = UpcomingBatches(dispatcher)
-        self._upcoming_evaluated = UpcomingBatches(dispatcher)  # of the present evaluation
+        self._processes = ReadingProcesses(
+            self.args.dataloader_num_workers,
+            self.args.process_index,
+            self.args.exchange_timeout,
+            self.args.dataloader_multiprocessing_context,
+        )
+        self._evaluation_loaders: dict[int, DataLoader[Any]] = {}  # by the id of the trainer's own data set
+        self._upcoming = UpcomingBatches(dispatcher, self._processes)
+        self._upcoming_evaluated = UpcomingBatches(dispatcher, self._processes)  # of the present evaluation
         self._mixes = bool(mixing_layers(self.model))  # rows of a document other than by attention
         self._wrapped: nn.Module | None = None  # the wrapped model of the last training step
         self._evaluated: list[tuple[float, float]] = []  # this rank's sum of losses and all targets, of micro-batches
@@ -100,17 +108,32 @@ class DistCAMixin(_Trainer):
             if is_stream(dataset):
                 named["dataset"] = EpochStream.around(dataset)
             with lengths_read_on_host(self, dataset):
-                return super()._get_dataloader(**named)
+                loader = super()._get_dataloader(**named)
+            self._processes.watch(loader)
+            return loader
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
         # The place has no capacity before training begins.
         capacity = int(self._progress.start.order.get(resuming.CAPACITY, 0)) if is_training else 0
-        return self._loaders.loader(dataset, shuffle=shuffle, capacity=capacity)
+        loader = self._loaders.loader(dataset, shuffle=shuffle, capacity=capacity)
+        self._processes.watch(loader)
+        return loader
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Return a loader of planned micro-batches of the evaluation data: this rank's rows, one micro-batch ahead."""
-        loader = super().get_eval_dataloader(*args, **kwargs)
+        named = by_name(super().get_eval_dataloader, args, kwargs)
+        chosen = named.get("eval_dataset")
+        own: Any = self.eval_dataset
+        dataset = own if chosen is None else own[chosen] if isinstance(chosen, str) else chosen
+        loader = self._evaluation_loaders.get(id(dataset))
+        if loader is None:
+            # Trainer keeps loaders by a name that data sets share.
+            vars(self).pop("_eval_dataloaders", None)
+            loader = super().get_eval_dataloader(**named)
+            if any(dataset is each for each in (own, *(own.values() if isinstance(own, dict) else ()))):
+                self._evaluation_loaders[id(dataset)] = loader  # whose processes may live on
         planned = self._packs and not isinstance(loader.dataset, StreamPacker)
-        self._upcoming_evaluated = UpcomingBatches(self.dispatcher)
+        self._upcoming_evaluated.close()
+        self._upcoming_evaluated = UpcomingBatches(self.dispatcher, self._processes)
         return EvaluationLoader(loader, self._upcoming_evaluated, planned=planned)
 
     def get_batch_samples(
@@ -163,7 +186,7 @@ class DistCAMixin(_Trainer):
         parallel.forget_evaluation(self.model_wrapped, self.accelerator)
         groups = self.dispatcher.groups
         try:
-            with groups.failures.reported("the start of training"):
+            with groups.failures.reported("the start of training"), self._processes.explained():
                 checkpoint = resuming.agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
                 order = resuming.data_order(self, self.dispatcher, self._loaders, packs=self._packs)
                 place = resuming.agreed_place(order, checkpoint, self.args, groups)
@@ -173,8 +196,8 @@ class DistCAMixin(_Trainer):
                 self._costs.resume(None if checkpoint is None else Path(checkpoint))
                 return super().train(checkpoint, *args, **kwargs)
         finally:
-            # An unfinished loader ends, and its processes stop.
-            self._upcoming, self._epoch_iterator = UpcomingBatches(self.dispatcher), None
+            self._upcoming.close()
+            self._upcoming, self._epoch_iterator = UpcomingBatches(self.dispatcher, self._processes), None
             if self.pool is not None:
                 self.pool.close()
 
@@ -251,10 +274,11 @@ class DistCAMixin(_Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does; the loss is the exact mean over all targets."""
         try:
-            with self.dispatcher.groups.failures.reported("the start of an evaluation"):
+            failures = self.dispatcher.groups.failures
+            with failures.reported("the start of an evaluation"), self._processes.explained():
                 return super().evaluate(*args, **kwargs)
         finally:
-            self._upcoming_evaluated = UpcomingBatches(self.dispatcher)  # an unfinished loader ends
+            self._upcoming_evaluated.close()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate with the mean loss over the targets of all micro-batches."""

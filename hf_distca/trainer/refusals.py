@@ -1,6 +1,7 @@
 """Tables of what trainers refuse before any work starts: arguments, launch and model, a run, and resuming."""
 
 import inspect
+import multiprocessing
 from collections.abc import Callable, Mapping
 from functools import reduce
 from types import SimpleNamespace
@@ -70,6 +71,14 @@ ARGUMENTS: tuple[Rule, ...] = (
     ),
 )
 """Arguments that no trainer can follow, checked when they are made."""
+IMPORTED_AGAIN = Rule(
+    "a process that reads data makes the arguments of training",
+    "it only imports the script, and would train, too",
+    "put the script's code under `if __name__ == '__main__':`, or leave dataloader_num_workers at 0",
+    # multiprocessing sets this while a process that it spawned imports the script, for a check of its own.
+    lambda _: getattr(multiprocessing.current_process(), "_inheriting", False),
+    condition="`dataloader_num_workers` with spawn or forkserver in a script without `if __name__ == '__main__':`",
+)
 LOSES_DEEPSPEED = Rule(
     "DeepSpeed is configured with use_cpu or ACCELERATE_USE_CPU",
     "accelerate would then train without DeepSpeed",

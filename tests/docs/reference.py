@@ -80,7 +80,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
         *(*refusals.ROWS_ARE_PLACED, refusals.LOADED_ALREADY),
     ),
     "With TRL": (*refusals.SFT_ARGUMENTS, *refusals.SFT_TRAINER),
-    "Launch and model": (refusals.LOSES_DEEPSPEED, refusals.NOT_CONNECTED, *refusals.TRAINER),
+    "Launch and model": (refusals.LOSES_DEEPSPEED, refusals.NOT_CONNECTED, refusals.IMPORTED_AGAIN, *refusals.TRAINER),
     "Files and names of data": entries(Source),
     "Data": entries(Data),
     "Runs": entries(refusals.Run),

@@ -24,6 +24,7 @@ from hf_distca.dispatch import dispatcher
 from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.trainer.loaders import PackedLoaders, UpcomingBatches, is_stream, lengths_read_on_host
+from hf_distca.trainer.processes import ReadingProcesses
 from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.trainer.small_trainers import LENGTHS, make_trainer
@@ -129,13 +130,16 @@ def test_lengths_are_read_by_the_collator_unless_rank_0_reads_for_all():
 
 # Ahead
 
+ALONE = ReadingProcesses(0, rank=0, timeout_s=60)
+"""No process reads for this rank."""
+
 
 def test_nothing_is_bound_ahead_of_another_loader_or_of_servers():
     # A pool of servers is asked when it is time.
     for remote, count, expected in ((None, 1, ["a", "b"]), (object(), 2, ["a"])):
         bound: list[str] = []
         binder: Any = SimpleNamespace(remote=remote, bind=lambda plan, to=bound: to.append(plan) or f"{plan} bound")
-        upcoming = UpcomingBatches(binder)
+        upcoming = UpcomingBatches(binder, ALONE)
         upcoming.fetch(iter([{PLAN_KEY: "a"}, {PLAN_KEY: "b"}]), count, planned=True)
         assert upcoming.bind("a") == "a bound"
         upcoming.prepare_next()
@@ -243,7 +247,7 @@ def _batches(names: str, error: Exception | None = None) -> Iterator[dict[str, A
 
 
 def test_the_next_step_is_read_and_no_more():
-    upcoming, loader = UpcomingBatches(Planner(0)), _batches("abcdefg")  # type: ignore[arg-type]
+    upcoming, loader = UpcomingBatches(Planner(0), ALONE), _batches("abcdefg")  # type: ignore[arg-type]
     steps = _steps(upcoming, loader, 2, planned=True)
     assert next(steps) == ["a", "b"]
     assert next(steps) == ["c", "d"]  # after both micro-batches of the first step
@@ -262,17 +266,17 @@ def test_steps_of_a_stream_end_on_all_ranks_at_once():
         (4, [["a", "b"], ["c", "filler"]]),
         (5, [["a", "b"], ["c", "filler"], ["filler", "filler"]]),
     ):
-        upcoming = UpcomingBatches(Planner(others))  # type: ignore[arg-type]
+        upcoming = UpcomingBatches(Planner(others), ALONE)  # type: ignore[arg-type]
         assert list(_steps(upcoming, _batches("abc"), 2, planned=False)) == expected
     # Without a stream a step may have fewer.
-    upcoming = UpcomingBatches(Planner(0))  # type: ignore[arg-type]
+    upcoming = UpcomingBatches(Planner(0), ALONE)  # type: ignore[arg-type]
     assert list(_steps(upcoming, _batches("abc"), 2, planned=True)) == [["a", "b"], ["c"]]
 
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_a_batch_that_cannot_be_read_ends_the_step_that_needs_it(planned):
     error = OSError("stale file handle")
-    steps = _steps(UpcomingBatches(Planner(9)), _batches("abc", error), 2, planned=planned)  # type: ignore[arg-type]
+    steps = _steps(UpcomingBatches(Planner(9), ALONE), _batches("abc", error), 2, planned=planned)  # type: ignore[arg-type]
     assert next(steps) == ["a", "b"]
     raised = "^stale" if planned else "^raised by both ranks: stale"
     with pytest.raises(OSError if planned else ValueError, match=raised):
@@ -281,7 +285,7 @@ def test_a_batch_that_cannot_be_read_ends_the_step_that_needs_it(planned):
 
 def test_a_batch_that_another_rank_cannot_read_ends_the_step():
     planner = Planner(9, failing=4)
-    steps = _steps(UpcomingBatches(planner), _batches("abcdef"), 2, planned=False)  # type: ignore[arg-type]
+    steps = _steps(UpcomingBatches(planner, ALONE), _batches("abcdef"), 2, planned=False)  # type: ignore[arg-type]
     assert next(steps) == ["a", "b"]
     with pytest.raises(ValueError, match="raised by both ranks: None"):
         next(steps)

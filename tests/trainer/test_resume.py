@@ -76,6 +76,16 @@ class Terminated(TrainerCallback):
             self._manager.is_checkpoint_requested = True
 
 
+class Passes(TrainerCallback):
+    """Notes the epoch in which each pass begins."""
+
+    def __init__(self) -> None:
+        self.begun: list[float] = []
+
+    def on_epoch_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.begun.append(state.epoch)
+
+
 def train(folder: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
     """What this rank was given in each micro-batch, what was logged in each step, and warned."""
     arguments = {"gradient_accumulation_steps": 1, "strategy": "ddp", "resume": None, **OTHERS, **options}
@@ -94,6 +104,8 @@ def train(folder: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
         trainer.train_dataset = trainer.train_dataset.to_iterable_dataset().shuffle(seed=0, buffer_size=6)
     if terminated is not None:
         trainer.add_callback(Terminated(trainer, *terminated))
+    passes = Passes()
+    trainer.add_callback(passes)
     micro_batches: list[list[int]] = []
     training_step = trainer.training_step
 
@@ -114,6 +126,7 @@ def train(folder: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
         "learning_rates": [entry["learning_rate"] for entry in logs],
         "warnings": [line for line in messages.lines if line.startswith("WARNING")],
         "epoch": trainer.state.epoch,
+        "passes": passes.begun,
         "parameters": parameters_hash(trainer.model),
     }
 
@@ -205,6 +218,12 @@ def test_a_run_that_stopped_within_a_pass(run, whole_run, tmp_path):
     whole, _ = whole_run("packed")
     run(tmp_path, "packed", **PACKED, max_steps=3, save_strategy="epoch", learning_rate=0.0)
     assert together(run(tmp_path, "packed", resume=True, **PACKED)) == together(whole)[7:]
+
+
+def test_what_was_saved_at_the_end_of_a_pass_begins_the_next(run, whole_run, tmp_path):
+    _, folder = whole_run("packed")
+    for rank in run(tmp_path, "packed", resume=f"{folder}/checkpoint-2", **PACKED):
+        assert rank["passes"] == [1, 2]  # callbacks and random numbers of the pass before are not repeated
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,18 @@
+"""What is known of the Python that runs."""
+
+import multiprocessing
+import sys
+from collections.abc import Sequence
+
+FORK_HANGS = "Python 3.11.0 to 3.11.9 can hang in a fork (gh-112275); install 3.11.10 or newer"
+"""Fault of some versions, and its remedy."""
+
+
+def fork_can_hang(version: Sequence[int] = sys.version_info[:3]) -> bool:
+    """Return whether a forked process can wait for ever for a lock that another thread held at the fork."""
+    return (3, 11, 0) <= tuple(version) < (3, 11, 10)
+
+
+def start_method(chosen: str | None = None) -> str:
+    """Return how processes of multiprocessing start; unlike multiprocessing's own function it leaves that open."""
+    return chosen or multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]

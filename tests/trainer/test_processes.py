@@ -1,0 +1,138 @@
+"""Processes that read for a rank: one that stops, hangs or ends is named, and the run ends on all ranks."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from hf_distca.interpreter import fork_can_hang
+from hf_distca.trainer import processes
+from tests.launch import cpu_environment
+from tests.logged import Messages
+from tests.ranks import own_processes
+from tests.trainer.small_trainers import LENGTHS, make_trainer
+
+TIMEOUT_S = 8.0
+ENDS_WITHIN_S = 40.0
+"""Much less than the half hour after which gloo's groups of DDP give up."""
+
+
+class Stops(TrainerCallback):
+    """Stops the process that reads for rank 1 after the first step, as a file system that hangs does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if dist.get_rank() == 1 and state.global_step == 1:
+            (process,) = multiprocessing.active_children()
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGSTOP)
+            (self._folder / "stopped").write_text(str(process.pid))
+
+
+def _train_with_a_process_that_stops(folder: Path, source: str) -> None:
+    options = {"dataloader_num_workers": 1, "exchange_timeout": TIMEOUT_S, "save_strategy": "no", "max_steps": 50}
+    trainer = make_trainer(str(folder), source, lengths=LENGTHS * 4, **options)
+    trainer.add_callback(Stops(folder))
+    trainer.train()
+
+
+@pytest.mark.parametrize("source", ["packed", "stream"])
+def test_a_process_that_is_stopped_ends_the_run_on_all_ranks(tmp_path, source):
+    with own_processes(2, _train_with_a_process_that_stops, tmp_path, source, folder=tmp_path) as ranks:
+        until = time.monotonic() + 200
+        while not (tmp_path / "stopped").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        stopped_at = time.monotonic()
+        for rank in ranks:
+            rank.join(100)
+        took = time.monotonic() - stopped_at
+        assert [rank.exitcode for rank in ranks] == [1, 1]
+    assert took < ENDS_WITHIN_S
+    stopped = (tmp_path / "stopped").read_text()
+    for rank in range(2):
+        printed = (tmp_path / f"output-{rank}").read_text(errors="replace")
+        assert f"rank 1 waits for a batch from process {stopped}, but none has come within 4 s" in printed
+        assert "set dataloader_num_workers=0, which starts no process" in printed
+    assert not Path(f"/proc/{stopped}").exists()
+
+
+def _hang(_worker_id: int) -> None:
+    time.sleep(600)
+
+
+def test_a_process_without_a_sign_of_life_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes.Signs, "__call__", lambda self, worker_id: _hang(worker_id))
+    monkeypatch.setattr(processes, "START_S", 0.5)
+    trainer = make_trainer(str(tmp_path), dataloader_num_workers=1, save_strategy="no")
+    with pytest.raises(RuntimeError, match=r"rank 0 started .* process \d+ gave no sign of life within 0.5 s"):
+        trainer.train()
+    assert multiprocessing.active_children() == []
+
+
+def test_a_warning_names_versions_that_can_hang(tmp_path, monkeypatch):
+    assert [fork_can_hang(version) for version in ((3, 11, 0), (3, 11, 9))] == [True, True]
+    assert [fork_can_hang(version) for version in ((3, 10, 13), (3, 11, 10), (3, 12, 0))] == [False] * 3
+    warned = []
+    for workers, rank, can_hang, method in (
+        (0, 0, True, "fork"),
+        (1, 0, True, "fork"),
+        (1, 1, True, "fork"),
+        (1, 0, False, "fork"),
+        (1, 0, True, "spawn"),
+    ):
+        monkeypatch.setattr(processes, "fork_can_hang", lambda can_hang=can_hang: can_hang)
+        messages = Messages("hf_distca.trainer")
+        processes.ReadingProcesses(workers, rank, 60, method)
+        messages.end()
+        warned.append(any("3.11.10" in line for line in messages.lines))
+    assert warned == [False, True, False, False, False]
+
+
+def test_evaluation_loaders_are_made_once(tmp_path):
+    lasting = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    for source in ("packed", "flattened"):
+        trainer = make_trainer(str(tmp_path), source, lengths=[40, 30, 20], **lasting)
+        own = trainer.eval_dataset
+        trainer.eval_dataset = {"a": own, "b": own.select([0])}
+        losses, pids = [], []
+        for _ in range(2):
+            losses.append(trainer.evaluate())
+            pids.append(sorted(process.pid for process in multiprocessing.active_children()))
+        assert pids[0] == pids[1]
+        assert len(pids[0]) == 2
+        assert losses[0]["eval_a_loss"] == losses[1]["eval_a_loss"] != losses[0]["eval_b_loss"]
+        # Another data set gets a loader of its own, which is not kept.
+        other = trainer.evaluate(own.select([2]))["eval_loss"]
+        assert other not in losses[0].values()
+        del trainer
+
+
+SCRIPT = """
+import hf_distca
+from tests.ranks import own_processes
+from tests.trainer.small_trainers import make_trainer
+make_trainer({folder!r}, dataloader_num_workers=1, dataloader_multiprocessing_context={method!r}).train()
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_that_processes_import_again(tmp_path, method):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(folder=str(tmp_path), method=method))
+    done = subprocess.run(
+        [sys.executable, script], env=cpu_environment(), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "put the script's code under `if __name__ == '__main__':`" in last
+    assert "rank 0" in last

@@ -3,8 +3,6 @@
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,10 @@ from transformers import TrainerCallback
 
 from hf_distca.interpreter import fork_can_hang
 from hf_distca.trainer import processes
-from tests.launch import cpu_environment
+from hf_distca.trainer.refusals import IMPORTED_AGAIN
 from tests.logged import Messages
 from tests.ranks import own_processes
+from tests.refused import refused
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 TIMEOUT_S = 8.0
@@ -117,22 +116,7 @@ def test_evaluation_loaders_are_made_once(tmp_path):
         del trainer
 
 
-SCRIPT = """
-import hf_distca
-from tests.ranks import own_processes
-from tests.trainer.small_trainers import make_trainer
-make_trainer({folder!r}, dataloader_num_workers=1, dataloader_multiprocessing_context={method!r}).train()
-"""
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_script_that_processes_import_again(tmp_path, method):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(folder=str(tmp_path), method=method))
-    done = subprocess.run(
-        [sys.executable, script], env=cpu_environment(), capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert "put the script's code under `if __name__ == '__main__':`" in last
-    assert "rank 0" in last
+def test_arguments_are_refused_while_a_process_imports_the_script_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with refused(IMPORTED_AGAIN):
+        make_trainer(str(tmp_path))

@@ -93,6 +93,7 @@ def prepare_trainer(trainer: Trainer) -> Dispatcher:
     with raised_together(args.exchange_timeout):
         check_trainer(trainer)
         parallel.allow_for_towers(model, accelerator)
+        parallel.keep_loss_in_float32(accelerator)
     dispatcher = make_dispatcher(
         model,
         args,

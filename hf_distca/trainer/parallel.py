@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, StateDictType
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -111,6 +112,14 @@ def allow_for_towers(model: nn.Module, accelerator: Accelerator) -> None:
         base._no_split_modules = {type(module).__name__ for module in base.modules()} & set(base._no_split_modules)
     if accelerator.distributed_type in DDP and not is_divided_at_load(model) and trained_towers(base):
         accelerator.ddp_handler.find_unused_parameters = True  # Trainer leaves it off with gradient checkpointing
+
+
+def keep_loss_in_float32(accelerator: Accelerator) -> None:
+    """Let FSDP2 return a model's outputs as they are, instead of rounding the loss to the dtype of computation."""
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if isinstance(policy, MixedPrecisionPolicy):
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
 
 def trained_towers(model: PreTrainedModel) -> list[str]:

@@ -47,6 +47,7 @@ ARGUMENTS: tuple[Rule, ...] = (
     _only("dataloader_drop_last", (False,), "it would drop documents"),
     _only("use_cache", (False,), "training has no use for cached keys and values"),
     _only("label_names", (None, ["labels"]), "targets are the column 'labels', or every token where there is none"),
+    _only("ddp_static_graph", (None, False), "torch's static graph allows no accumulation, and steps differ by plan"),
     # The following arguments are TRL's.
     _only("packing", (False,), PACKED),
     _only("eval_packing", (None, False), PACKED),
@@ -295,6 +296,12 @@ TRAINER: tuple[Rule, ...] = (
         lambda it: it.accelerator.mixed_precision == "fp16" and it.args.device.type == "cpu",
     ),
     Rule(
+        "modules_to_save={0.tied} has a copy of tied embeddings under FSDP2",
+        "accelerate ties the weights again when it divides the model, and the other one would use the trained copy",
+        "train under DDP, or make a model with tie_word_embeddings=False",
+        lambda it: it.tied and it.accelerator.is_fsdp2,
+    ),
+    Rule(
         "optimizers=… is given under DeepSpeed",
         "transformers silently ignores it and makes its own from the arguments optim and lr_scheduler_type",
         "set optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler",
@@ -322,6 +329,15 @@ TRAINER: tuple[Rule, ...] = (
 """Trainers that cannot train exactly as launched."""
 
 
+def tied_copies(model: Any) -> list[str]:
+    """Return the embeddings, of input or output, that share a weight and that PEFT trains as copies of their own."""
+    if not getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False):
+        return []
+    tied = (model.get_input_embeddings(), model.get_output_embeddings())
+    copies = [name for name, module in model.named_modules() if any(module is embedding for embedding in tied)]
+    return [name for name in copies if type(model.get_submodule(name)).__name__ == "ModulesToSaveWrapper"]
+
+
 def check_trainer(trainer: Any) -> None:
     """Raise ValueError unless a trainer with model and accelerator can train exactly as launched."""
     args, model, accelerator = trainer.args, trainer.model, trainer.accelerator
@@ -342,6 +358,7 @@ def check_trainer(trainer: Any) -> None:
         divided=divided,
         reentrant=args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"),
         towers=", ".join(towers),
+        tied=tied_copies(base),
     )
     check(TRAINER, facts)
     if facts.reentrant:

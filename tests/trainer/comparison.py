@@ -63,9 +63,8 @@ PLANNED = {"tokens_per_rank": TOKENS_PER_RANK, "balance_block_size": 8, "loss_ch
 EXACT_LOSS, EXACT = 1e-6, 4e-5
 """Relative errors in float32: a few roundings of 2^-24 of a loss, and of gradients, whose summands have both signs."""
 ROUNDING = 2.0**-8
-"""Relative error of rounding to bfloat16: of a loss under FSDP2, which rounds what a model returns; elsewhere of the
-losses of single targets, whose roundings are independent of one another, so that their mean is off by the root of the
-number of targets less."""
+"""Relative error of rounding to bfloat16: of the losses of single targets. Roundings are independent of one another,
+so that the mean loss is off by the root of the number of targets less."""
 TARGETS = sum(LENGTHS[:PER_MICRO_BATCH]) - PER_MICRO_BATCH
 FOLLOWED = re.compile(r"(eval_(\w+_)?)?(loss|grad_norm|entropy|mean_token_accuracy|num_tokens)")
 """What is compared of a log."""
@@ -336,7 +335,7 @@ def assert_equal(run: Run, result: Result, expected: Callable[..., Result], stra
         assert losses < run.within[0]
         assert others < run.within[1]
         return
-    assert losses < (ROUNDING if "fsdp2" in strategy else ROUNDING / TARGETS**0.5)
+    assert losses < ROUNDING / TARGETS**0.5
     _, of_one_process = errors(expected(), expected(True))
     _, others = errors(result, expected(True))
     assert others < 2 * of_one_process

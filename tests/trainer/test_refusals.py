@@ -71,6 +71,12 @@ def divided(adapters: bool = False, tp_plan: tuple[str, ...] = (), **sizes: int)
     return lambda: model
 
 
+def saves(*modules: str, **config: Any) -> Any:
+    """A model with LoRA, and with copies of modules that are trained."""
+    lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=list(modules), task_type="CAUSAL_LM")
+    return peft.get_peft_model(small_model(**config), lora)
+
+
 REENTRANT = {CHECKPOINTING: True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 TOWER = {"model": lambda: with_tower("distca"), "by": {"distributed_type": DistributedType.MULTI_CPU}}
 COMPILED = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.INDUCTOR))
@@ -90,7 +96,8 @@ CHECKS: dict[str, Callable[..., None]] = {
 CASES: dict[str, list[dict[str, Any]]] = {
     "ARGUMENTS": [
         *({"label_smoothing_factor": 0.1}, {"average_tokens_across_devices": False}, {"auto_find_batch_size": True}),
-        *({"dataloader_drop_last": True}, {"use_cache": True}, {"label_names": ["targets"]}, {"packing": True}),
+        *({"dataloader_drop_last": True}, {"use_cache": True}, {"label_names": ["targets"]}),
+        *({"ddp_static_graph": True}, {"packing": True}),
         *({"eval_packing": True}, {"padding_free": True}, {"pad_to_multiple_of": 8}, {"activation_offloading": True}),
         {**LIGER, "liger_kernel_config": {"cross_entropy": True}},
         {**LIGER, "liger_kernel_config": {"geglu": False}, "mlp_chunk_rows": 16},
@@ -120,6 +127,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"attention_servers": "external", "model": divided(), "tensor": 2},
         {"gradient_accumulation_steps": 2, "model": divided(tp_plan=("norm",)), "tensor": 2},
         {"by": {"mixed_precision": "fp16"}},
+        {"model": lambda: saves("embed_tokens", tie_word_embeddings=True), "by": {"is_fsdp2": True}},
         {"trainer": {"optimizer": 1, "is_deepspeed_enabled": True}},
         {"trainer": {"model_accepts_loss_kwargs": False}},
         {**TOWER, **REENTRANT},
@@ -144,6 +152,9 @@ NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("TRAINER", {**ACCUMULATED, "model": divided(), "tensor": 2}),
     ("TRAINER", {**ACCUMULATED, "model": divided(tp_plan=("norm",))}),
     ("TRAINER", {"model": divided(adapters=True)}),
+    ("TRAINER", {"model": lambda: saves("embed_tokens", tie_word_embeddings=True)}),
+    ("TRAINER", {"model": lambda: saves("norm", tie_word_embeddings=True), "by": {"is_fsdp2": True}}),
+    ("TRAINER", {"model": lambda: saves("embed_tokens"), "by": {"is_fsdp2": True}}),
     ("TRAINER", {"model": TOWER["model"], **REENTRANT}),
     ("TRAINER", {**TOWER, "ddp_find_unused_parameters": True}),
 ]

@@ -358,7 +358,7 @@ def check_trainer(trainer: Any) -> None:
         divided=divided,
         reentrant=args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"),
         towers=", ".join(towers),
-        tied=tied_copies(base),
+        tied=tied_copies(base) if accelerator.is_fsdp2 else [],
     )
     check(TRAINER, facts)
     if facts.reentrant:

@@ -153,7 +153,8 @@ def tool(name: str) -> str:
         else:
             code = r"(?<!\w)(--[a-z-]+|hf-distca [a-z]+(?: --[a-z-]+)?|\w+:[A-Z]+,[A-Z]+)"
             parts.append(re.sub(code, r"`\1`", prose(block)) + "\n\n")
-    return "".join([*parts, *map(option, parser._actions)])
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    return "".join([*parts, *map(option, shown)])
 
 
 def option(action: argparse.Action) -> str:

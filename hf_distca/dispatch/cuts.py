@@ -19,6 +19,7 @@ a state, R rows or states that arrive.
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,10 +53,16 @@ class BoundCuts:
         self._packings: dict[tuple[int, ...], Packing] = {}
 
     def bind(self, widths: Iterable[int]) -> None:
-        """Make the tables of convolutions that read so many rows, and of states, before a layer asks for them."""
+        """Make the tables of convolutions that read so many rows, of states, and of packed documents.
+
+        Layers find them later, where tables cannot be made.
+        """
         for width in widths:
             self.halos(width)
-        _ = self.chains
+        is_cut = set(self.chains.cut).__contains__
+        for cut, segments in groupby(range(len(self.sizes)), is_cut):
+            if not cut:
+                self.packing(tuple(self.sizes[segment] for segment in segments))
 
     def halos(self, width: int) -> "BoundHalos":
         """Return the halos for convolutions that read `width` rows before a row."""

@@ -17,7 +17,7 @@ from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
 from hf_distca.dispatch.waits import Waits
 from hf_distca.kernels.versions import TorchVarlenKernel
 from hf_distca.memory.live import LiveMemory
-from hf_distca.models.mixing import DELTA_RULE, KIMI_DELTA_RULE, SCAN
+from hf_distca.models.mixing import CONVOLUTION_AND_SCAN, DELTA_RULE, KIMI_DELTA_RULE, SCAN
 from hf_distca.sim.model import CHUNK
 
 
@@ -93,6 +93,8 @@ class _RecurrenceMemory(torch.autograd.Function):
 COUNTED_FUNCTIONS = {
     **dict.fromkeys((DELTA_RULE, KIMI_DELTA_RULE), RecurrenceMemory(2, "cu_seqlens")),
     SCAN: RecurrenceMemory(0, "seq_idx"),
+    # Not the kernel for a whole module, which would be launched: its convolution and its scan are counted.
+    CONVOLUTION_AND_SCAN: SimpleNamespace(packed_by=None),
 }
 
 

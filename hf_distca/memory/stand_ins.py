@@ -90,7 +90,7 @@ class _RecurrenceMemory(torch.autograd.Function):
         return None, None, *gradients
 
 
-COUNTED_FUNCTIONS = {
+COUNTED_FUNCTIONS: dict[str, Any] = {
     **dict.fromkeys((DELTA_RULE, KIMI_DELTA_RULE), RecurrenceMemory(2, "cu_seqlens")),
     SCAN: RecurrenceMemory(0, "seq_idx"),
     # Not the kernel for a whole module, which would be launched: its convolution and its scan are counted.

@@ -141,7 +141,8 @@ def test_other_data_has_another_fingerprint(make):
 # Before training
 
 
-LIMITS = Limits(vocabulary=10, classes=8)
+# More classes than tokens, so that each fault is of one column alone.
+LIMITS = Limits(vocabulary=10, classes=12)
 LAST = "document 1500 of the data set"
 
 
@@ -149,11 +150,11 @@ LAST = "document 1500 of the data set"
 @pytest.mark.parametrize(
     ("tokens", "labels", "entry", "values"),
     [
-        ([1, 9], [1, 7], None, {}),
-        ([1, 9], [9, -100], None, {}),  # the first label is no target
+        ([1, 9], [1, 11], None, {}),
+        ([1, 9], [12, -100], None, {}),  # the first label is no target
         ([1, 10], [1, 7], Data.TOKEN_ID, {"token": 10, "at": 1, "last": 9}),
         ([-1, 9], [1, 7], Data.TOKEN_ID, {"token": -1, "at": 0}),
-        ([1, 9], [1, 8], Data.TARGET_ID, {"label": 8, "at": 1, "last": 7}),
+        ([1, 9], [1, 12], Data.TARGET_ID, {"label": 12, "at": 1, "last": 11}),
         ([1, 9, 9], [1, -100, -1], Data.TARGET_ID, {"label": -1, "at": 2}),
         ([1, 9], [1, -101], Data.TARGET_ID, {"label": -101, "at": 1}),
     ],
@@ -167,9 +168,10 @@ def test_tokens_and_labels_beyond_the_tables_of_a_model(make, tokens, labels, en
 
 @in_each_form
 def test_tokens_are_targets_where_there_are_no_labels(make):
-    checked(make({"input_ids": [[8, 7]]}), limits=LIMITS)
+    limits = Limits(vocabulary=10, classes=8)
+    checked(make({"input_ids": [[8, 7]]}), limits=limits)
     with refused(Data.TARGET_ID, name="document 0 of the data set", label=8, at=1):
-        checked(make({"input_ids": [[7, 8]]}), limits=LIMITS)
+        checked(make({"input_ids": [[7, 8]]}), limits=limits)
 
 
 @pytest.mark.parametrize(

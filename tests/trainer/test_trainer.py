@@ -71,7 +71,10 @@ def test_columns(tmp_path, source):
 def test_documents_without_targets(tmp_path):
     # With logging_nan_inf_filter 0/0 would be logged as 0, too.
     arguments = {"max_steps": 1, "save_strategy": "no", "logging_nan_inf_filter": False}
-    trainer = make_trainer(str(tmp_path), lengths=[1, 1, 1], **arguments)
+    # A data set with a length is refused if it has no target; of a stream nobody knows beforehand.
+    with refused(Data.NO_TARGETS, name="train_dataset", documents=3):
+        make_trainer(str(tmp_path), lengths=[1, 1, 1], **arguments).train()
+    trainer = make_trainer(str(tmp_path), "stream", lengths=[1, 1, 1], **arguments)
     before = parameters_hash(trainer.model)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == trainer.evaluate()["eval_loss"] == 0.0

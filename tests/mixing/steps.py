@@ -54,6 +54,8 @@ def make_model(model_type: str, implementation: str = "distca", *, lora: bool = 
     for name in ("mamba_n_groups", "n_groups"):
         if hasattr(config, name):
             setattr(config, name, 2)
+    if hasattr(config, "time_step_limit"):  # steps of time of some rows are beyond either limit
+        config.time_step_limit = (0.5, 1.0)
     if model_type == "minimax":  # a document has several blocks; states of the last layer would not decay
         config.block_size, config.layer_types = 16, config.layer_types[::-1]
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)

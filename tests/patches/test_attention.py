@@ -1,12 +1,14 @@
 """The attention function: what "sdpa" gives outside a planned step, and what it refuses in one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from transformers.masking_utils import create_causal_mask
 
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.patches.attention import DeferredMask, distca_attention, distca_mask
+from hf_distca.patches.attention import DeferredMask, distca_attention, distca_mask, scaled_by_position
 from hf_distca.planner.settings import PlanSettings
 from tests.mixing.steps import make_model
 from tests.models_and_batches import small_kinds, small_model
@@ -125,3 +127,22 @@ def test_what_a_plan_cannot_express():
     output, weights = attend(deferred())
     assert (output.shape, weights, plan.ran.attentions) == ((1, 12, 4, 8), None, 1)
     attend(module_is_causal=False, is_causal=True)  # what the call says goes before what the module says
+
+
+@pytest.mark.parametrize("lengths", [[50, 20], [20, 50], [30, 25, 20]])
+def test_queries_are_scaled_by_positions_in_documents(lengths):
+    """Llama 4's factors grow with each 40 positions; the model takes rows of the call for positions."""
+    settings = PlanSettings(ranks=1, tokens_per_rank=128, kinds=small_kinds(), ping_pong=True)
+    dispatcher = Dispatcher(settings, torch.device("cpu"))
+    plan = dispatcher.bind(dispatcher.plan_lengths([lengths])[0])
+    assert len(plan.nano_batches) == 2
+    module = SimpleNamespace(use_rope=False, floor_scale=40, attn_scale=0.5)
+    of_model = torch.log1p((torch.arange(1, sum(lengths) + 1) // 40).float()) * 0.5 + 1.0
+    scaled = scaled_by_position(module, of_model[:, None], plan)[:, 0]
+    assert plan.last_position == max(lengths) - 1
+    assert plan.positions.max() == max(lengths) - 1
+    torch.testing.assert_close(scaled, torch.log1p(((plan.positions + 1) // 40).float()) * 0.5 + 1.0)
+    for part, nano in ((plan.of_nano_batch(i, lambda: None), nano) for i, nano in enumerate(plan.nano_batches)):
+        of_part = of_model[: nano.rows]
+        scaled = scaled_by_position(module, of_part[:, None], part)[:, 0]
+        torch.testing.assert_close(scaled, torch.log1p(((nano.positions + 1) // 40).float()) * 0.5 + 1.0)

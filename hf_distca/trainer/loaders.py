@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -30,7 +30,7 @@ from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
-from hf_distca.trainer.processes import NO_PROCESSES, ReadingProcesses
+from hf_distca.trainer.processes import Reading, ReadingProcesses
 
 
 class PackedLoaders:
@@ -209,7 +209,7 @@ class UpcomingBatches:
 
     def __init__(self, dispatcher: Dispatcher, processes: ReadingProcesses) -> None:
         self._dispatcher, self._processes = dispatcher, processes
-        self._reading = NO_PROCESSES
+        self._reading: Reading | None = None  # None without processes
         self._plans: deque[MicroBatchPlan] = deque()  # plans of this step that have not begun
         self._count = 0  # micro-batches of a step
         self._loader: Iterator[dict[str, Any]] | None = None
@@ -231,7 +231,7 @@ class UpcomingBatches:
         if loader is not self._loader:
             self._loader, self._planned, self._read_ahead = loader, planned, []
             self._ended, self._failed, self._error = False, False, None
-            self._reading.end()
+            self._end_reading()
             self._reading = self._processes.begin()
         self._count = count
         batches, self._read_ahead = self._read_ahead[:count], self._read_ahead[count:]
@@ -271,7 +271,7 @@ class UpcomingBatches:
             return []
         batches: list[dict[str, Any]] = []
         try:
-            with self._reading.batch():
+            with nullcontext() if self._reading is None else self._reading.batch():
                 batches = list(islice(self._loader, 1))
         except Exception as error:  # raised by `fetch`: the steps before need no batch of this one
             self._error = error
@@ -284,8 +284,12 @@ class UpcomingBatches:
 
     def close(self) -> None:
         """Let an unfinished loader end, whose processes then stop."""
-        self._reading.end()
+        self._end_reading()
         self._loader = None
+
+    def _end_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.end()
 
     def _raise(self) -> None:
         if self._planned and self._error is not None:

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
 from weakref import WeakSet
@@ -103,26 +103,12 @@ class ReadingProcesses:
         found = self.reason or f"rank {self.rank} lacks data, because a process that reads for it has ended: {error}"
         return f"{found}; {remedy}"
 
-    def begin(self) -> "Reading":
-        """Return the watch of one pass over a loader, before its processes start."""
-        return ReadingByProcesses(self) if self._count else NO_PROCESSES
+    def begin(self) -> "Reading | None":
+        """Return the watch of one pass over a loader, before its processes start; None without processes."""
+        return Reading(self) if self._count else None
 
 
 class Reading:
-    """One pass over a loader without processes: there is nothing to watch."""
-
-    def batch(self) -> AbstractContextManager[None]:
-        """Read a batch inside the context."""
-        return nullcontext()
-
-    def end(self) -> None:
-        """Watch no longer."""
-
-
-NO_PROCESSES = Reading()
-
-
-class ReadingByProcesses(Reading):
     """Watch one pass over a loader; a process that leaves no sign of life is ended."""
 
     def __init__(self, processes: ReadingProcesses) -> None:

@@ -104,9 +104,10 @@ def test_evaluation_loaders_are_made_once(tmp_path):
         own = trainer.eval_dataset
         trainer.eval_dataset = {"a": own, "b": own.select([0])}
         losses, pids = [], []
+        before = {process.pid for process in multiprocessing.active_children()}
         for _ in range(2):
             losses.append(trainer.evaluate())
-            pids.append(sorted(process.pid for process in multiprocessing.active_children()))
+            pids.append({process.pid for process in multiprocessing.active_children()} - before)
         assert pids[0] == pids[1]
         assert len(pids[0]) == 2
         assert losses[0]["eval_a_loss"] == losses[1]["eval_a_loss"] != losses[0]["eval_b_loss"]

@@ -1,12 +1,13 @@
 """What becomes of a causal language model of transformers, tiny, on two ranks with ping-pong: equal or refused.
 
 Each model trains in two ways: as the trainer does, which lays documents out anew, and in a custom loop, whose batches
-come from a collator of transformers, with gradient checkpointing.
+come from a collator of transformers, with gradient checkpointing. A model with rotary embeddings trains again with
+those that depend on the length of a document: as the trainer does with longrope, and in a loop with dynamic NTK.
 """
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -18,12 +19,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.config import DistCAConfig
 from hf_distca.models.decoder import decoder_layers
+from hf_distca.models.rotary import rotary_modules
 from hf_distca.models.settings import plan_settings
 from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
 from tests.models_and_batches import cut_rows, exchanging, random_documents, reference_step
-from tests.survey.tiny import tiny_config
+from tests.survey.tiny import stretched, tiny_config
 
 LENGTHS = (40, 7, 33, 1, 26, 12, 1)
 CONFIG = DistCAConfig(tokens_per_rank=64, balance_block_size=4, exchange_timeout=20.0, loss_chunk_bytes=4 * 64 * 20)
@@ -41,7 +43,8 @@ class Outcome:
     model_type: str
     status: Status
     told: str = ""  # the reason, or the error
-    errors: tuple[float, ...] = ()  # the largest relative error of loss and gradients in each of WAYS
+    # The largest relative error of loss and gradients in each of WAYS, and of STRETCHED if the model can have those.
+    errors: dict[str, float] = field(default_factory=dict)
     layout: str = ""
 
 
@@ -65,41 +68,56 @@ def outcome(model_type: str, pool: Any) -> Outcome:
         settings = plan_settings(model, CONFIG, ranks=2, device=torch.device("cpu"), dtype=torch.float32)
     except ValueError as error:
         return Outcome(model_type, "refused", str(error))
-    ranks = pool.run(planned, model_type)
-    errors = [error for error, _ in ranks if error]
-    if errors:
-        return Outcome(model_type, "unclear error", " | ".join(errors))
-    *steps, reference = (_sum(parts) for parts in zip(*(results for _, results in ranks), strict=True))
-    return _compared(model_type, steps, reference, settings.document_layout)
+    found = _compared(pool, Outcome(model_type, "equal", layout=settings.document_layout), None, WAYS)
+    for rope_type, way in STRETCHED.items() if found.status == "equal" else ():
+        if can_stretch(model, rope_type):
+            found = _compared(pool, found, rope_type, (way,))
+    return found
 
 
 Step = tuple[float, dict[str, Any]]
 """Loss and gradients of one rank, or of both."""
 WAYS = ("trainer", "loop")
+STRETCHED = {"longrope": "trainer", "dynamic": "loop"}
+"""Types of RoPE that depend on the length of a document, and the way in which each is tried."""
 
 
-def planned(model_type: str) -> tuple[str, list[Step]]:
-    """On each rank: the error, if any, and else its steps in each of WAYS and that of the reference."""
+def can_stretch(model: PreTrainedModel, rope_type: str) -> bool:
+    """Whether transformers itself runs a model with rotary embeddings that depend on the length of a document."""
+    config = stretched(model, rope_type)
+    if config is None:
+        return False
+    try:
+        other = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        other(input_ids=torch.arange(3, 7)[None])
+    except (ValueError, KeyError, RuntimeError):  # Gemma 4, for one, has another number of frequencies then
+        return False
+    return bool(rotary_modules(other))
+
+
+def planned(model_type: str, rope_type: str | None, ways: tuple[str, ...]) -> tuple[str, list[Step]]:
+    """On each rank: the error, if any, and else its steps in each of some ways and that of the reference."""
     documents = random_documents(LENGTHS)
     share = documents[dist.get_rank() :: 2]
     targets, of_share = (sum(max(len(document) - 1, 0) for document in each) for each in (documents, share))
     try:
-        model = _model(model_type, "distca")
+        model = _model(model_type, "distca", rope_type)
         dispatcher = make_dispatcher(model, replace(CONFIG, **exchanging(model)), torch.device("cpu"))
-        # As the trainer: rows of documents that are laid out anew.
-        plan = plan_micro_batch(LENGTHS, dispatcher.settings)
-        rows = cut_rows(plan, dist.get_rank(), documents)
-        batch = dispatcher.prepare({**rows, "labels": rows["shift_labels"], PLAN_KEY: plan})
-        steps = [_planned_step(model, batch, targets)]
-        # As in examples/accelerate_loop.py: documents as they lie, with checkpoints.
-        if model.supports_gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        collate = CollatorWithLengths(DataCollatorWithFlattening())
-        batch = dispatcher.plan_batch(collate([{"input_ids": document.tolist()} for document in share]))
-        steps.append(_planned_step(model, batch, targets))
+        steps = []
+        for way in ways:
+            if way == "trainer":  # rows of documents that are laid out anew
+                plan = plan_micro_batch(LENGTHS, dispatcher.settings)
+                rows = cut_rows(plan, dist.get_rank(), documents)
+                batch = dispatcher.prepare({**rows, "labels": rows["shift_labels"], PLAN_KEY: plan})
+            else:  # as in examples/accelerate_loop.py: documents as they lie, with checkpoints
+                if model.supports_gradient_checkpointing:
+                    model.gradient_checkpointing_enable({"use_reentrant": False})
+                collate = CollatorWithLengths(DataCollatorWithFlattening())
+                batch = dispatcher.plan_batch(collate([{"input_ids": document.tolist()} for document in share]))
+            steps.append(_planned_step(model, batch, targets))
         # This rank's share of what one process computes with "eager", document by document.
         part = of_share / targets
-        loss, gradients = reference_step(_model(model_type, "eager"), share)
+        loss, gradients = reference_step(_model(model_type, "eager", rope_type), share)
         return "", [*steps, (loss * part, {name: (grad * part).numpy() for name, grad in gradients.items()})]
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -119,9 +137,13 @@ def _planned_step(model: PreTrainedModel, batch: dict[str, Any], targets: int) -
     return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _model(model_type: str, implementation: str) -> PreTrainedModel:
+def _model(model_type: str, implementation: str, rope_type: str | None) -> PreTrainedModel:
+    config = tiny_config(model_type)
+    if rope_type is not None:
+        with torch.device("meta"):
+            config = stretched(AutoModelForCausalLM.from_config(config), rope_type)
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation=implementation)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 
 
 def _sum(steps: Sequence[Step]) -> tuple[float, dict[str, Tensor]]:
@@ -133,22 +155,25 @@ def _sum(steps: Sequence[Step]) -> tuple[float, dict[str, Tensor]]:
     return sum(loss for loss, _ in steps), added
 
 
-def _compared(model_type: str, steps: Sequence[Step], reference: Step, layout: str) -> Outcome:
-    """Losses and gradients in each of WAYS beside those of the reference."""
-    expected, expected_grads = reference
+def _compared(pool: Any, before: Outcome, rope_type: str | None, ways: tuple[str, ...]) -> Outcome:
+    """The outcome with what became of further ways: losses and gradients beside those of the reference."""
+    ranks = pool.run(planned, before.model_type, rope_type, ways)
+    if errors := [error for error, _ in ranks if error]:
+        return replace(before, status="unclear error", told=f"{rope_type or ''} {' | '.join(errors)}".strip())
+    *steps, (expected, expected_grads) = (_sum(parts) for parts in zip(*(steps for _, steps in ranks), strict=True))
     least = NEGLIGIBLE * max(grad.abs().max() for grad in expected_grads.values())
     zero = torch.zeros(())
-    told, errors_of_ways = [], []
-    for way, (got, got_grads) in zip(WAYS, steps, strict=True):
+    told, errors_of_ways = [before.told] if before.told else [], dict(before.errors)
+    for way, (got, got_grads) in zip(ways, steps, strict=True):
         errors = {"loss": abs(got - expected) / abs(expected)}
         for name in {**got_grads, **expected_grads}:
             one, other = got_grads.get(name, zero), expected_grads.get(name, zero)
             errors[name] = ((one - other).abs().max() / torch.maximum(other.abs().max(), least)).item()
         worst = max(errors, key=lambda name, of=errors: of[name] if of[name] == of[name] else float("inf"))
-        told.append(f"{way}: {worst}, loss {got:.6f} for {expected:.6f}")
-        errors_of_ways.append(errors[worst])
-    status: Status = "equal" if all(error < ACCEPTED for error in errors_of_ways) else "wrong"
-    return Outcome(model_type, status, "; ".join(told), tuple(errors_of_ways), layout)
+        told.append(f"{rope_type or way}: {worst}, loss {got:.6f} for {expected:.6f}")
+        errors_of_ways[rope_type or way] = errors[worst]
+    status: Status = "equal" if all(error < ACCEPTED for error in errors_of_ways.values()) else "wrong"
+    return replace(before, status=status, told="; ".join(told), errors=errors_of_ways)
 
 
 def _first_line(error: Exception) -> str:

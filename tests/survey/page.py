@@ -9,7 +9,7 @@ from pathlib import Path
 import transformers
 
 from tests.ranks import RankPool
-from tests.survey.outcomes import ACCEPTED, Outcome, Status, model_types, outcome
+from tests.survey.outcomes import ACCEPTED, STRETCHED, WAYS, Outcome, Status, model_types, outcome
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
 ERROR = re.compile(r"\d\.\de-\d\d")
@@ -23,6 +23,9 @@ attention document by document. Each model trains in two ways:
 - *trainer*: documents are laid out by the planner, as `DistCATrainer` does.
 - *loop*: documents stay on their rank, with `make_dispatcher` and `plan_batch`, under gradient checkpointing.
 
+Models whose rotary embeddings can depend on the length of a document train again with such embeddings: as the trainer
+does with *longrope*, and in a loop with *dynamic* NTK. Each document is rotated as it would be alone in a row.
+
 {equal} give the loss and gradients of one process in both. Of these, {whole} keep documents whole on their rank
 ([hybrid models](../explanation/hybrid-models.md) says which, and why). {refused} are refused before the first step,
 by an error on every rank. {unbuilt} cannot be built as a tiny causal language model from a config of their type.
@@ -35,7 +38,7 @@ SECTIONS: dict[Status, tuple[str, str]] = {
         "The numbers are the largest error of the loss or of a gradient, relative to the largest value of its "
         "tensor,\nin float32. The test accepts at most {most:.0e}. `layout` is the `document_layout` that `auto` "
         "chooses.\n\n"
-        "| model | layout | trainer | loop |\n| --- | --- | --- | --- |",
+        "| model | layout | trainer | loop | longrope | dynamic |\n| --- | --- | --- | --- | --- | --- |",
     ),
     "refused": ("Refused", "| model | reason |\n| --- | --- |"),
     "not built": ("Not tested", "| model | why |\n| --- | --- |"),
@@ -61,7 +64,8 @@ def without_errors(text: str) -> str:
 
 def _row(each: Outcome) -> str:
     if each.status == "equal":
-        errors = " | ".join(f"{error:.1e}" for error in each.errors)
+        named = (each.errors.get(name) for name in (*WAYS, *STRETCHED))
+        errors = " | ".join("–" if error is None else f"{error:.1e}" for error in named)
         return f"| `{each.model_type}` | {each.layout} | {errors} |"
     return f"| `{each.model_type}` | {each.told.replace('|', '/').replace('<', '&lt;')} |"
 

@@ -1,8 +1,9 @@
 """A tiny config of any causal language model of transformers, made from its default one."""
 
+import copy
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 SIZES: dict[str, Any] = {
     # width
@@ -141,3 +142,31 @@ def shown_layers(fields: dict[str, Any], depth: int | None) -> list[int]:
     kinds = [[value[layer] for value in lists if isinstance(value[layer], str)] for layer in range(depth)]
     shown = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
     return shown if len(shown) > 1 else [0, depth - 1]
+
+
+STRETCHED_BEYOND = 30
+"""Tokens from which on a document has other frequencies, where they depend on its length."""
+
+
+def stretched(model: PreTrainedModel, rope_type: str) -> PreTrainedConfig | None:
+    """The config of a tiny model with rotary embeddings that depend on the length of a document; None without any."""
+    config = copy.deepcopy(model.config)
+    text: Any = config.get_text_config(decoder=True)
+    parameters = getattr(text, "rope_parameters", None)
+    buffers = {name.rpartition(".")[2]: buffer for name, buffer in model.get_decoder().named_buffers()}
+    if not parameters or not any(name.endswith("inv_freq") for name in buffers):
+        return None
+    text.max_position_embeddings = STRETCHED_BEYOND
+    of_types = {key: value for key, value in parameters.items() if isinstance(value, dict)}
+    for layer_type, old in of_types.items() if of_types else [("", parameters)]:
+        frequencies = buffers.get(f"{layer_type}_inv_freq" if layer_type else "inv_freq")
+        if frequencies is None:
+            continue
+        steps = range(len(frequencies))
+        if len(steps) == 1:  # dynamic NTK needs two frequencies
+            old["partial_rotary_factor"], steps = 2 * old["partial_rotary_factor"], range(2)
+        new = {"rope_type": rope_type, "factor": 4.0, "original_max_position_embeddings": STRETCHED_BEYOND}
+        new |= {"short_factor": [1.0 + 0.1 * i for i in steps], "long_factor": [2.0 + i for i in steps]}
+        new |= {"short_mscale": 1.1, "long_mscale": 1.3}  # Phi-3.5-MoE's
+        old.update(new)
+    return config

@@ -235,6 +235,10 @@ REMEDIES = {
     "hooks on decoder layers, not inside them",
 }
 """Warnings about figures, as format strings of the settings and the figure."""
+NO_TARGETS = (
+    "the loss is 0: no document since the last log has a target, so weights do not change. Give labels other than -100, "
+    "or leave the column 'labels' out: each token then predicts the next one. Documents of one token have no target"
+)
 
 
 class Remedies:
@@ -249,6 +253,13 @@ class Remedies:
         if ping_pong and settings.ping_pong is True:
             self._limits["ping_pong_share"] = (0.1, inf)
         self._seen: list[tuple[int, Mapping[str, float]]] = []
+        self._seen_without_targets = False
+
+    def see_loss(self, loss: float) -> None:
+        """Warn once of a logged loss of 0, which documents without a target have."""
+        if loss == 0 and not self._seen_without_targets:
+            self._seen_without_targets = True
+            logger.warning(NO_TARGETS)
 
     def see(self, figures: Mapping[str, float], steps: int) -> None:
         """Add means over some steps, from `StepMeter.figures`; empty figures change nothing."""

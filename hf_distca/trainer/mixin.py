@@ -266,6 +266,7 @@ class DistCAMixin(_Trainer):
             figures = self.meter.figures()
             if self.args.process_index == 0:
                 self._remedies.see(figures, steps)
+                self._remedies.see_loss(logs["loss"])
             logs = {**logs, **{f"{PREFIX}{name}": figure for name, figure in figures.items()}}
         super().log(logs, *args, **kwargs)
 

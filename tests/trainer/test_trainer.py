@@ -6,7 +6,7 @@ import pytest
 from transformers.integrations.integration_utils import rewrite_logs
 
 from hf_distca.collator.refusals import Data
-from hf_distca.trainer.metrics import PREFIX
+from hf_distca.trainer.metrics import NO_TARGETS, PREFIX
 from hf_distca.trainer.refusals import Run
 from tests.models_and_batches import random_documents, reference_step, small_model
 from tests.refused import refused
@@ -68,15 +68,17 @@ def test_columns(tmp_path, source):
         make_trainer(str(tmp_path), source, columns={"tokens": 4}, length_column_name="tokens", **of_step).train()
 
 
-def test_documents_without_targets(tmp_path):
+def test_documents_without_targets(tmp_path, caplog):
     # With logging_nan_inf_filter 0/0 would be logged as 0, too.
     arguments = {"max_steps": 1, "save_strategy": "no", "logging_nan_inf_filter": False}
     # A data set with a length is refused if it has no target; of a stream nobody knows beforehand.
     with refused(Data.NO_TARGETS, name="train_dataset", documents=3):
         make_trainer(str(tmp_path), lengths=[1, 1, 1], **arguments).train()
+    arguments = {**arguments, "max_steps": 2, "logging_steps": 1}
     trainer = make_trainer(str(tmp_path), "stream", lengths=[1, 1, 1], **arguments)
     before = parameters_hash(trainer.model)
     trainer.train()
+    assert [record.message for record in caplog.records].count(NO_TARGETS) == 1
     assert trainer.state.log_history[0]["loss"] == trainer.evaluate()["eval_loss"] == 0.0
     assert parameters_hash(trainer.model) == before
     # A micro-batch without targets leaves the mean of the others as it is.

@@ -236,8 +236,8 @@ REMEDIES = {
 }
 """Warnings about figures, as format strings of the settings and the figure."""
 NO_TARGETS = (
-    "the loss is 0: no document since the last log has a target, so weights do not change. Give labels other than -100, "
-    "or leave the column 'labels' out: each token then predicts the next one. Documents of one token have no target"
+    "the loss is 0: no document since the last log has a target, so weights do not change. Give labels other than "
+    "-100, or leave the column 'labels' out: each token then predicts the next one. A document of one token has none"
 )
 
 

@@ -91,5 +91,8 @@ def test_what_the_planner_chooses():
     assert (default.chooses, DistCAConfig(ping_pong=False).chooses, set_all.chooses) == (True, True, False)
     assert default.planning(8)["ping_pong"]
     assert not DistCAConfig(ping_pong=False).planning(8)["ping_pong"]
+    # One rank alone has nobody to exchange with; with attention servers it has.
+    for servers, expected in ((0, False), (1, True), ("external", True)):
+        assert DistCAConfig(attention_servers=servers).planning(1)["ping_pong"] is expected
     assert default.planning(8).get("balance_tolerance") is None
     assert set_all.planning(8)["balance_tolerance"] == 0.01

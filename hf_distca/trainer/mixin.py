@@ -157,6 +157,12 @@ class DistCAMixin(_Trainer):
         # Documents of one token have no target: their loss is 0, not 0/0.
         return None if targets is None else targets.clamp(min=1)
 
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count the tokens of all documents of a micro-batch, also those with the id of padding; but no fillers."""
+        if self.args.include_num_input_tokens_seen != "no":
+            plan: MicroBatchPlan = inputs[PLAN_KEY]
+            self.state.num_input_tokens_seen += int(plan.tokens.sum()) - plan.fillers
+
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Move the inputs to the device and bind their plan to this rank."""
         inputs = super()._prepare_inputs(inputs)

@@ -39,6 +39,10 @@ def _only(path: str, allowed: tuple[Any, ...], reason: str) -> Rule:
     return Rule(f"{path}={{0.{path}!r}} is set", reason, f"set {' or '.join(map(repr, allowed))}", refuses)
 
 
+CONVERTED = (
+    "evaluate() would round the weights themselves, which are then trained on and saved; bf16=True evaluates in "
+    "bfloat16 without that"
+)
 PACKED = "documents are packed by their lengths, without padding, and stay apart"
 ARGUMENTS: tuple[Rule, ...] = (
     _only("label_smoothing_factor", (0.0,), "targets of packed documents are already shifted, and it shifts again"),
@@ -48,6 +52,8 @@ ARGUMENTS: tuple[Rule, ...] = (
     _only("use_cache", (False,), "training has no use for cached keys and values"),
     _only("label_names", (None, ["labels"]), "targets are the column 'labels', or every token where there is none"),
     _only("ddp_static_graph", (None, False), "torch's static graph allows no accumulation, and steps differ by plan"),
+    _only("bf16_full_eval", (False,), CONVERTED),
+    _only("fp16_full_eval", (False,), CONVERTED),
     # The following arguments are TRL's.
     _only("packing", (False,), PACKED),
     _only("eval_packing", (None, False), PACKED),

@@ -66,7 +66,7 @@ ROUNDING = 2.0**-8
 """Relative error of rounding to bfloat16: of the losses of single targets. Roundings are independent of one another,
 so that the mean loss is off by the root of the number of targets less."""
 TARGETS = sum(LENGTHS[:PER_MICRO_BATCH]) - PER_MICRO_BATCH
-FOLLOWED = re.compile(r"(eval_(\w+_)?)?(loss|grad_norm|entropy|mean_token_accuracy|num_tokens)")
+FOLLOWED = re.compile(r"(eval_(\w+_)?)?(loss|grad_norm|entropy|mean_token_accuracy|num_tokens)|num_input_tokens_seen")
 """What is compared of a log."""
 HYBRID: dict[str, Any] = {"model_type": "qwen3_next", **SMALL_HYBRID}
 Example = dict[str, Any]
@@ -207,6 +207,7 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
     unset_hf_deepspeed_config()
     model = run.make_model("distca", how.divided, f"{output}/model")
     documents, forwards = run.documents(), []
+    losses: dict[str, list[float]] = {"train": [], "eval": []}
     given = {"model": model, "train_dataset": documents, "eval_dataset": documents}
     given |= run.given(model) | run.given_planned()
     arguments = {**COMMON, **PLANNED, "tokens_per_rank": 2 * TOKENS_PER_RANK // how.shares, **exchanging(model)}
@@ -219,6 +220,15 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
         trainer = classes[0](args=classes[1](**arguments), **given)
         kernel, forward = trainer.dispatcher.kernel, trainer.dispatcher.kernel.forward
         kernel.forward = lambda *args, **options: (forwards.append(1), forward(*args, **options))[1]
+        compute_loss = trainer.compute_loss
+
+        def noted(model: Any, *args: Any, **options: Any) -> Any:
+            result = compute_loss(model, *args, **options)
+            loss = result[0] if isinstance(result, tuple) else result
+            losses["train" if model.training else "eval"].append(float(loss.detach()))
+            return result
+
+        trainer.compute_loss = noted
         return trainer
 
     looked = WholeLogits(VOCABULARY, rows=48) if model.config.vocab_size == VOCABULARY else nullcontext()
@@ -233,6 +243,7 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
         settings, groups = trainer.dispatcher.settings, trainer.dispatcher.groups
         result |= {
             "kernel_forwards": len(forwards),
+            "losses": losses,
             "heads": {(kind.q_heads, kind.kv_heads) for kind in settings.kinds},
             "place": (groups.rank, groups.ranks),
             "after": run.after(trainer),

@@ -11,7 +11,13 @@ import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, DataCollatorWithFlattening, EarlyStoppingCallback, TrainerCallback
+from transformers import (
+    BitsAndBytesConfig,
+    DataCollatorWithFlattening,
+    EarlyStoppingCallback,
+    TrainerCallback,
+    trainer_optimizer,
+)
 from transformers.integrations import liger
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -139,6 +145,29 @@ def install_liger(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     patch.setitem(sys.modules, "liger_kernel.transformers", functions)
     patch.setattr(liger, "is_liger_kernel_available", lambda: True)
+
+
+class OfRank(torch.optim.SGD):
+    """A stand-in for GaLore's optimizer: the best approximation of a lower rank of some weights' gradients."""
+
+    def __init__(self, groups: Any, lr: float, **_: Any) -> None:
+        super().__init__(groups, lr)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"] if "rank" in group else ():
+                u, s, v = torch.linalg.svd(parameter.grad, full_matrices=False)
+                rank = group["rank"]
+                parameter.grad = group["scale"] * (u[:, :rank] * s[:rank]) @ v[:rank]
+        return super().step(closure)
+
+
+def install_galore(patch: pytest.MonkeyPatch) -> None:
+    """Let transformers find a stand-in for galore-torch."""
+    module: Any = ModuleType("galore_torch")
+    module.GaLoreAdamW = module.GaLoreAdamW8bit = module.GaLoreAdafactor = OfRank
+    patch.setitem(sys.modules, "galore_torch", module)
+    patch.setattr(trainer_optimizer, "is_galore_torch_available", lambda: True)
 
 
 BF16 = {"bf16": True}
@@ -298,6 +327,19 @@ TRAININGS: dict[str, Run] = {
     ),
     "checkpointed by FSDP": Run({CHECKPOINTING: False}, environment=BY_FSDP),
     "computed again": Run({CHECKPOINTING: False}, environment=BY_FSDP, planned={"keep_core_attention": False}),
+    "arguments that few set": Run(
+        {
+            **{
+                "optim": "galore_adamw",
+                "optim_target_modules": ["q_proj", "up_proj"],
+                "optim_args": "rank=2,scale=0.5",
+            },
+            **{"ddp_bucket_cap_mb": 1, "ddp_broadcast_buffers": True, "full_determinism": True},
+            **{"torch_empty_cache_steps": 1, "include_num_input_tokens_seen": "non_padding"},
+            **{"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "forkserver"},
+        },
+        patched=install_galore,
+    ),
     # TRL
     "answers of assistants": on_chats({"assistant_only_loss": True, CHECKPOINTING: False}, given=LORA),
     "completions": on_chats({"loss_type": "dft", "max_length": 60}, prompts),
@@ -355,6 +397,7 @@ TOGETHER: list[tuple[str, tuple[str, ...]]] = [
     ("ddp", ("LLaMA-Adapter", "chats of several turns", "no checkpoints", "torch.optim.Adafactor")),
     ("ddp", ("a tower for images", "a step without targets")),
     ("ddp", ("adafactor", "debug=underflow_overflow", "trained twice")),
+    ("ddp", ("arguments that few set",)),
     ("ddp", ("evaluated and saved",)),
     ("ddp", ("bf16 and LoRA on all linear layers", "evaluated before", "saved")),
     ("ddp", ("answers of assistants",)),
@@ -376,6 +419,7 @@ TOGETHER: list[tuple[str, tuple[str, ...]]] = [
     ("fsdp2", ("checkpointed by FSDP",)),
     ("fsdp2", ("computed again",)),
     ("fsdp2", ("answers of assistants",)),
+    ("fsdp2", ("bf16 by default",)),
     ("zero2", ("trainable_token_indices", "a step without targets")),
     ("zero2", ("bf16 and a micro-batch without targets", "LoRA on MLPs only")),
     ("zero2", ("IA3", "chats of several turns", "optimizer_cls_and_kwargs")),

@@ -61,6 +61,26 @@ def test_what_may_be_chosen_and_by_which_costs():
     assert [each.tolerances for each in chosen] == [(0.2,)]
 
 
+def test_corrections_are_resumed_where_the_same_costs_were_measured(tmp_path):
+    """Those of other devices or settings are not."""
+
+    def learned(profile: str) -> tuple[LearnedCosts, Any]:
+        groups = SimpleNamespace(all_gather=lambda value, **_: [value])
+        dispatcher: Any = SimpleNamespace(settings=SimpleNamespace(choices=choices(device_profile=profile)))
+        dispatcher.groups = groups
+        dispatcher.choose_by = lambda chosen: setattr(dispatcher.settings, "choices", chosen)
+        return LearnedCosts(dispatcher), dispatcher
+
+    corrections = Corrections(2.0, 0.5, (0.5, 1.5, 1.0, 1.0))
+    saved, _ = learned("h100")
+    saved._correct(corrections)
+    saved.save(tmp_path)
+    for profile, expected in (("h100", corrections), ("h200", Corrections())):
+        costs, dispatcher = learned(profile)
+        costs.resume(tmp_path)
+        assert dispatcher.settings.choices.costs == expected.applied(choices(device_profile=profile).costs)
+
+
 def _measured(folder: Path) -> list[tuple[Any, str]]:
     """Costs of dispatchers on this rank, one after another, and what is kept; the last one is of another run."""
     found = []

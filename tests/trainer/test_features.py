@@ -74,6 +74,13 @@ HEADS = {"tp": (1, 1), "tp and fsdp": (2, 1), "tp and replicas": (2, 1)}
 SINGLE = [(strategy, (name,)) for name, feature in FEATURES.items() for strategy in feature.only]
 
 
+def assert_losses_are_not_rounded(training: Run, results: list[Result]) -> None:
+    """Models return losses in float32: early stopping would not see what is below a step of bfloat16."""
+    for mode in ("train", "eval") if "evaluate" in training.calls else ("train",):
+        losses = torch.tensor([loss for result in results for loss in result["losses"][mode]])
+        assert (losses != losses.bfloat16()).any(), mode
+
+
 @pytest.mark.features
 @pytest.mark.parametrize(
     ("strategy", "names"),
@@ -84,6 +91,8 @@ def test_trainings(run, reference, strategy, names):
     training, shares = together(*names), STRATEGIES[strategy].shares
     pytest.importorskip(training.needs)
     results = run(strategy, *names)
+    if strategy not in training.refused:
+        assert_losses_are_not_rounded(training, results)
     for rank, result in enumerate(results):
         assert_equal(training, result, lambda exact=False: reference(names, exact), strategy)
         if strategy in training.refused:

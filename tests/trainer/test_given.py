@@ -9,7 +9,7 @@ import datasets
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorWithFlattening, HfArgumentParser, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, HfArgumentParser, Trainer, TrainingArguments, training_args
 
 from hf_distca import DistCAArguments, DistCAMixin, DistCATrainingArguments
 from hf_distca.collator.refusals import Data
@@ -47,6 +47,16 @@ class Texts(IterableDataset[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.rows)
+
+
+def test_tf32_is_set_as_transformers_sets_it(tmp_path, monkeypatch):
+    """GPUs alone have it."""
+    found: list[bool] = []
+    monkeypatch.setattr(training_args, "is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr(training_args, "enable_tf32", found.append)
+    for tf32 in (True, False, None):
+        DistCATrainingArguments(str(tmp_path), **OPTIONS, tf32=tf32)
+    assert found == [True, False]
 
 
 @pytest.mark.parametrize("made_of", [datasets.Dataset.flatten, list, datasets.Dataset.to_iterable_dataset, Texts])

@@ -97,7 +97,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "ARGUMENTS": [
         *({"label_smoothing_factor": 0.1}, {"average_tokens_across_devices": False}, {"auto_find_batch_size": True}),
         *({"dataloader_drop_last": True}, {"use_cache": True}, {"label_names": ["targets"]}),
-        *({"ddp_static_graph": True}, {"packing": True}),
+        *({"ddp_static_graph": True}, {"bf16_full_eval": True}, {"fp16_full_eval": True}, {"packing": True}),
         *({"eval_packing": True}, {"padding_free": True}, {"pad_to_multiple_of": 8}, {"activation_offloading": True}),
         {**LIGER, "liger_kernel_config": {"cross_entropy": True}},
         {**LIGER, "liger_kernel_config": {"geglu": False}, "mlp_chunk_rows": 16},

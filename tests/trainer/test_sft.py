@@ -12,9 +12,10 @@ from transformers import ProcessorMixin
 import hf_distca
 from hf_distca.collator.refusals import Data
 from hf_distca.trainer.refusals import SFT_ARGUMENTS, SFT_TRAINER
-from tests.models_and_batches import small_model
+from tests.models_and_batches import exchanging, small_model
 from tests.refused import refused
 from tests.trainer.chats import chats, prompts, tokenizer
+from tests.trainer.comparison import launched
 
 
 class WithPixels(ProcessorMixin):
@@ -54,6 +55,28 @@ def test_answers_that_max_length_cuts_off(tmp_path):
     with refused(Data.NO_ANSWERS, name="eval_dataset['own']", examples=3, max_length=2):
         make(2, train_dataset=kept, eval_dataset={"chats": kept, "own": prompts(3)})
     assert len(make(None, train_dataset=prompts(4)).train_dataset) == 4
+
+
+def _counted(folder: str) -> list[dict[str, Any]]:
+    """Logs of steps whose second micro-batch has one document for two ranks."""
+    options = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "logging_steps": 1}
+    options |= {"max_steps": 2, "save_strategy": "no", "train_sampling_strategy": "sequential"}
+    options |= {"include_num_input_tokens_seen": True, "dataloader_pin_memory": False}
+    model = small_model(implementation="distca")
+    args = hf_distca.DistCASFTConfig(folder, **options, **{**exchanging(model), "tokens_per_rank": 8})
+    # Tokens with the id of padding are tokens of documents, too.
+    documents = datasets.Dataset.from_list([{"input_ids": [7, 0, 6, 8][:length]} for length in (4, 4, 4, 4, 3)])
+    with launched("ddp", {}):
+        trainer = hf_distca.DistCASFTTrainer(model, args, train_dataset=documents, processing_class=tokenizer())
+        trainer.train()
+        trainer.close()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_what_keeps_ranks_busy_without_data_is_not_counted(rank_pools, tmp_path):
+    for logged in rank_pools[2].run(_counted, str(tmp_path)):
+        assert [entry["num_tokens"] for entry in logged] == [16, 19]
+        assert [entry["num_input_tokens_seen"] for entry in logged] == [16, 19]
 
 
 def test_without_trl(monkeypatch):

@@ -304,8 +304,14 @@ TRAINER: tuple[Rule, ...] = (
     Rule(
         "modules_to_save={0.tied} has a copy of tied embeddings under FSDP2",
         "accelerate ties the weights again when it divides the model, and the other one would use the trained copy",
-        "train under DDP, or make a model with tie_word_embeddings=False",
-        lambda it: it.tied and it.accelerator.is_fsdp2,
+        "train under DDP or ZeRO",
+        lambda it: it.tied,
+    ),
+    Rule(
+        "trainable_token_indices is set for tied embeddings under FSDP2",
+        "the head would add trained tokens to a weight of which each rank has a shard",
+        "train under DDP or ZeRO",
+        lambda it: it.tied_tokens,
     ),
     Rule(
         "optimizers=… is given under DeepSpeed",
@@ -335,13 +341,13 @@ TRAINER: tuple[Rule, ...] = (
 """Trainers that cannot train exactly as launched."""
 
 
-def tied_copies(model: Any) -> list[str]:
-    """Return the embeddings, of input or output, that share a weight and that PEFT trains as copies of their own."""
+def tied_in(model: Any, wrapper: str) -> list[str]:
+    """Return the names of embeddings, of input or output, that share a weight and that PEFT wraps in this class."""
     if not getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False):
         return []
     tied = (model.get_input_embeddings(), model.get_output_embeddings())
-    copies = [name for name, module in model.named_modules() if any(module is embedding for embedding in tied)]
-    return [name for name in copies if type(model.get_submodule(name)).__name__ == "ModulesToSaveWrapper"]
+    embeddings = [name for name, module in model.named_modules() if any(module is each for each in tied)]
+    return [name for name in embeddings if type(model.get_submodule(name)).__name__ == wrapper]
 
 
 def check_trainer(trainer: Any) -> None:
@@ -364,7 +370,8 @@ def check_trainer(trainer: Any) -> None:
         divided=divided,
         reentrant=args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"),
         towers=", ".join(towers),
-        tied=tied_copies(base) if accelerator.is_fsdp2 else [],
+        tied=tied_in(base, "ModulesToSaveWrapper") if accelerator.is_fsdp2 else [],
+        tied_tokens=tied_in(base, "TrainableTokensWrapper") if accelerator.is_fsdp2 else [],
     )
     check(TRAINER, facts)
     if facts.reentrant:

@@ -71,10 +71,14 @@ def divided(adapters: bool = False, tp_plan: tuple[str, ...] = (), **sizes: int)
     return lambda: model
 
 
-def saves(*modules: str, **config: Any) -> Any:
-    """A model with LoRA, and with copies of modules that are trained."""
-    lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=list(modules), task_type="CAUSAL_LM")
-    return peft.get_peft_model(small_model(**config), lora)
+def adapted_by(*, tied: bool = True, **lora: Any) -> dict[str, Any]:
+    """A launch under FSDP2 of a model with LoRA, whose embeddings of input and output are one weight."""
+
+    def make() -> Any:
+        config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **lora)
+        return peft.get_peft_model(small_model(tie_word_embeddings=tied), config)
+
+    return {"model": make, "by": {"is_fsdp2": True}}
 
 
 REENTRANT = {CHECKPOINTING: True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
@@ -127,7 +131,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"attention_servers": "external", "model": divided(), "tensor": 2},
         {"gradient_accumulation_steps": 2, "model": divided(tp_plan=("norm",)), "tensor": 2},
         {"by": {"mixed_precision": "fp16"}},
-        {"model": lambda: saves("embed_tokens", tie_word_embeddings=True), "by": {"is_fsdp2": True}},
+        adapted_by(modules_to_save=["embed_tokens"]),
+        adapted_by(trainable_token_indices=[3]),
         {"trainer": {"optimizer": 1, "is_deepspeed_enabled": True}},
         {"trainer": {"model_accepts_loss_kwargs": False}},
         {**TOWER, **REENTRANT},
@@ -152,9 +157,11 @@ NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("TRAINER", {**ACCUMULATED, "model": divided(), "tensor": 2}),
     ("TRAINER", {**ACCUMULATED, "model": divided(tp_plan=("norm",))}),
     ("TRAINER", {"model": divided(adapters=True)}),
-    ("TRAINER", {"model": lambda: saves("embed_tokens", tie_word_embeddings=True)}),
-    ("TRAINER", {"model": lambda: saves("norm", tie_word_embeddings=True), "by": {"is_fsdp2": True}}),
-    ("TRAINER", {"model": lambda: saves("embed_tokens"), "by": {"is_fsdp2": True}}),
+    ("TRAINER", {**adapted_by(modules_to_save=["embed_tokens"]), "by": {}}),
+    ("TRAINER", {**adapted_by(trainable_token_indices=[3]), "by": {}}),
+    ("TRAINER", adapted_by(modules_to_save=["norm"])),
+    ("TRAINER", adapted_by(modules_to_save=["embed_tokens"], tied=False)),
+    ("TRAINER", adapted_by(trainable_token_indices=[3], tied=False)),
     ("TRAINER", {"model": TOWER["model"], **REENTRANT}),
     ("TRAINER", {**TOWER, "ddp_find_unused_parameters": True}),
 ]

@@ -63,10 +63,10 @@ def _counted(folder: str) -> list[dict[str, Any]]:
     options |= {"max_steps": 2, "save_strategy": "no", "train_sampling_strategy": "sequential"}
     options |= {"include_num_input_tokens_seen": True, "dataloader_pin_memory": False}
     model = small_model(implementation="distca")
-    args = hf_distca.DistCASFTConfig(folder, **options, **{**exchanging(model), "tokens_per_rank": 8})
     # Tokens with the id of padding are tokens of documents, too.
     documents = datasets.Dataset.from_list([{"input_ids": [7, 0, 6, 8][:length]} for length in (4, 4, 4, 4, 3)])
     with launched("ddp", {}):
+        args = hf_distca.DistCASFTConfig(folder, **options, **{**exchanging(model), "tokens_per_rank": 8})
         trainer = hf_distca.DistCASFTTrainer(model, args, train_dataset=documents, processing_class=tokenizer())
         trainer.train()
         trainer.close()

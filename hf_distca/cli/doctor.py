@@ -20,12 +20,14 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import str_to_bool
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from hf_distca.cli.options import positive_seconds
 from hf_distca.dispatch.groups import Groups, ranks_per_node
 from hf_distca.interpreter import FORK_HANGS, fork_can_hang
 from hf_distca.kernels import choose_kernel
 from hf_distca.measure.links import link_rates
+from hf_distca.models import fla
 from hf_distca.planner.nodes import node_sizes, nodes_of
 
 DESCRIPTION = """\
@@ -50,6 +52,8 @@ SAME_EVERYWHERE = (NAME, "torch", "transformers", "accelerate", "deepspeed", "at
 AGREE = "ranks differ: install the same packages on every host, or set attention_kernel to what all GPUs have"
 EXPANDABLE = "expandable_segments:True"
 INTERFACE = "GLOO_SOCKET_IFNAME"
+LIGER = "liger-kernel"
+LIGER_GAIN = "use_liger_kernel=True made a step 7.6 % shorter on an H200"
 HOW = f"set {INTERFACE} on every host to an interface that the others reach, such as eth0 (ip -brief address)"
 
 
@@ -163,6 +167,24 @@ def device_findings(device: torch.device, processes: int) -> list[Finding]:
     return findings
 
 
+def package_findings(capability: tuple[int, int], version_of: Callable[[str], str | None]) -> list[Finding]:
+    """Return findings on packages of kernels for a GPU's other layers: Liger's, and fla's for hybrids."""
+    liger = version_of(LIGER)
+    if liger is None:
+        findings = [
+            Finding(LIGER, f"not installed; {LIGER_GAIN}", f"pip install {LIGER}, and set use_liger_kernel=True")
+        ]
+    else:
+        findings = [Finding(LIGER, f"{liger}; {LIGER_GAIN}")]
+    versions = fla.versions_that_matter(version_of)
+    fault = fla.backward_fault(capability, versions)
+    if fault is not None:
+        findings.append(Finding(fla.FLA, fault, f"for models with gated delta rules: {fla.REMEDY}"))
+    elif versions[fla.FLA] is not None:
+        findings.append(Finding(fla.FLA, str(versions[fla.FLA])))
+    return findings
+
+
 def launch_findings(environment: Mapping[str, str], *, cuda: bool, cores: int, threads: int) -> list[Finding]:
     """Return findings on processes, threads per core, the network, and launcher settings."""
     given, world = environment.get, int(environment.get("WORLD_SIZE", "1"))
@@ -226,10 +248,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Check everything and print the findings on rank 0; return 1 if anything is wrong."""
     device, cuda = device_of_rank(), torch.cuda.is_available()
-    installed = {package.name.lower(): package for package in reversed([*distributions()])}  # the first one counts
-    about = installed[NAME].metadata if NAME in installed else None
-    mine = version_findings(about, lambda name: installed[name].version if name in installed else None)
+    # The first distribution of a name counts. Names are spelled with dashes, underscores or capitals.
+    installed = {package.name.lower(): package for package in reversed([*distributions()])}
+    about = installed[canonicalize_name(NAME)].metadata if NAME in installed else None
+
+    def version_of(name: str) -> str | None:
+        package = installed.get(canonicalize_name(name))
+        return None if package is None else package.version
+
+    mine = version_findings(about, version_of)
     mine += device_findings(device, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))))
+    if cuda:
+        mine += package_findings(torch.cuda.get_device_capability(device), version_of)
     mine += launch_findings(os.environ, cuda=cuda, cores=os.cpu_count() or 1, threads=torch.get_num_threads())
     try:
         groups = connect(device, options.timeout)

@@ -1,5 +1,6 @@
 """Build a dispatcher for the trainer and for custom training loops."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel, Trainer
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups, RankMesh, mesh_ranks, raised_together, ranks_per_node
+from hf_distca.models import fla
 from hf_distca.models.decoder import base_model, mixing_layers
 from hf_distca.models.settings import plan_settings
 from hf_distca.models.tables import model_limits
@@ -21,6 +23,8 @@ from hf_distca.trainer.costs import choices_of
 from hf_distca.trainer.memory import checkpointing_of, log_memory
 from hf_distca.trainer.refusals import NOT_CONNECTED, check_trainer
 from hf_distca.trainer.resuming import check_agreement
+
+logger = logging.getLogger(__name__)
 
 
 def make_dispatcher(
@@ -85,6 +89,15 @@ def smallest_memory(groups: Groups, device: torch.device) -> int | None:
     return min((memory for memory in groups.all_gather(mine) if memory is not None), default=None)
 
 
+def warn_of_kernels(model: PreTrainedModel, device: torch.device) -> None:
+    """Warn of kernels that the model's layers use and that will fail in the backward on this device."""
+    if device.type != "cuda" or not fla.uses_fla(model):
+        return
+    fault = fla.backward_fault(torch.cuda.get_device_capability(device), fla.versions_that_matter())
+    if fault is not None:
+        logger.warning("the first backward of %s will fail: %s. %s", type(model).__name__, fault, fla.REMEDY)
+
+
 def prepare_trainer(trainer: Trainer) -> Dispatcher:
     """Check a trainer with model and accelerator on all ranks, and prepare its model. A collective of the world."""
     args: Any = trainer.args
@@ -94,6 +107,8 @@ def prepare_trainer(trainer: Trainer) -> Dispatcher:
         check_trainer(trainer)
         parallel.allow_for_towers(model, accelerator)
         parallel.keep_loss_in_float32(accelerator)
+    if args.process_index == 0:
+        warn_of_kernels(model, args.device)
     dispatcher = make_dispatcher(
         model,
         args,

@@ -7,7 +7,15 @@ from unittest.mock import Mock
 import torch
 
 from hf_distca.cli import doctor
-from hf_distca.cli.doctor import Finding, device_findings, launch_findings, link_findings, report, version_findings
+from hf_distca.cli.doctor import (
+    Finding,
+    device_findings,
+    launch_findings,
+    link_findings,
+    package_findings,
+    report,
+    version_findings,
+)
 from tests.launch import ROOT, cpu_environment, launcher
 
 
@@ -53,6 +61,22 @@ def test_versions_are_compared_with_requirements():
         Finding("deepspeed", "not installed; pip install 'hf-distca[deepspeed]' if you want it"),
         Finding("peft", "0.17.0, needs >=0.18", "pip install 'peft>=0.18'", needed=True),
     ]
+
+
+def test_packages_of_kernels():
+    liger, *none = package_findings((8, 0), {"triton": "3.6.0"}.get)
+    assert (none, liger.name, liger.state) == ([], "liger-kernel", "advice")
+    assert liger.change == "pip install liger-kernel, and set use_liger_kernel=True"
+    versions = {"liger-kernel": "0.8.0", "fla-core": "0.6.0", "triton": "3.6.0"}
+    liger, delta_rules = package_findings((9, 0), versions.get)
+    assert liger == Finding("liger-kernel", f"0.8.0; {doctor.LIGER_GAIN}")
+    assert (delta_rules.name, delta_rules.state) == ("fla-core", "advice")
+    assert delta_rules.found.startswith("fla 0.6.0 raises in the backward of gated delta rules on Hopper with Triton")
+    assert "pip install 'triton>=3.7.1', or pip install tilelang" in delta_rules.change
+    _, delta_rules = package_findings((8, 0), versions.get)
+    assert delta_rules == Finding("fla-core", "0.6.0")
+    _, delta_rules = package_findings((9, 0), {"flash-linear-attention": "0.3.2", "triton": "3.4.0"}.get)
+    assert delta_rules.found.startswith("fla 0.3.2 raises")  # before fla-core was a package of its own
 
 
 def test_processes_threads_and_settings_of_the_environment():
@@ -129,6 +153,15 @@ def test_one_process(monkeypatch, run):
     assert (status, states["GLOO_SOCKET_IFNAME"]) == (1, "wrong")
     for timeout in ("nan", "inf", "0", "x"):
         assert "--timeout: must be " in run("doctor", "--timeout", timeout)[2]
+
+
+def test_names_of_packages_are_spelled_in_several_ways(monkeypatch, run):
+    about = message_from_string("Version: 1\nRequires-Dist: flash-attn>=2.7")
+    packages = [("HF_DistCA", "1"), ("Flash_Attn", "2.8"), ("flash-attn", "2.1")]  # the first of a name counts
+    found = [SimpleNamespace(name=name, version=version, metadata=about) for name, version in packages]
+    monkeypatch.setattr(doctor, "distributions", lambda: iter(found))
+    findings = json.loads(run("doctor", "--json")[1])["findings"]
+    assert [each["found"] for each in findings if each["name"] == "flash-attn"] == ["2.8"]
 
 
 def test_a_launch():

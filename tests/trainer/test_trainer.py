@@ -6,6 +6,7 @@ import pytest
 from transformers.integrations.integration_utils import rewrite_logs
 
 from hf_distca.collator.refusals import Data
+from hf_distca.trainer import assembly
 from hf_distca.trainer.metrics import NO_TARGETS, PREFIX
 from hf_distca.trainer.refusals import Run
 from tests.models_and_batches import random_documents, reference_step, small_model
@@ -112,6 +113,17 @@ def test_a_plan_that_reaches_no_attention(tmp_path):
         trainer.train()
     with pytest.raises(NotImplementedError, match="evaluate"):
         trainer.predict(None)
+
+
+def test_kernels_of_the_layers_are_looked_at_before_the_model_is_prepared(tmp_path, monkeypatch):
+    seen = []
+
+    def look(model, device):
+        seen.append((device.type, hasattr(model.lm_head, "chunk_bytes")))
+
+    monkeypatch.setattr(assembly, "warn_of_kernels", look)
+    make_trainer(str(tmp_path))
+    assert seen == [("cpu", False)]
 
 
 def test_evaluation_with_liger_makes_no_logits_either(tmp_path, monkeypatch):

@@ -1,0 +1,92 @@
+"""The fault of fla's gated delta rules on Hopper, by literal versions, and the models that meet it."""
+
+import logging
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from hf_distca.models import fla
+from hf_distca.models.fake import model_of_config
+from hf_distca.models.fla import HOPPER, backward_fault, uses_fla
+from hf_distca.trainer.assembly import warn_of_kernels
+from tests.models_and_batches import SMALL
+from tests.survey.tiny import tiny_config
+
+BROKEN = {"fla-core": "0.6.0", "triton": "3.6.0", "tilelang": None}
+
+
+def test_versions_and_gpus_that_have_the_fault():
+    said = backward_fault((9, 0), BROKEN)
+    assert said is not None
+    assert said.startswith("fla 0.6.0 raises in the backward of gated delta rules on Hopper with Triton 3.6.0")
+    for triton in ("3.4.0", "3.5.1", "3.7.0", "3.7.0+git1"):
+        assert backward_fault((9, 0), BROKEN | {"triton": triton}), triton
+    for changed in (
+        {"triton": "3.3.1"},
+        {"triton": "3.7.1"},
+        {"triton": "3.10.0"},
+        {"triton": None},
+        {"tilelang": "0.1.15"},
+        {"fla-core": None},
+    ):
+        assert backward_fault((9, 0), BROKEN | changed) is None, changed
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        assert backward_fault(capability, BROKEN) is None, capability
+
+
+def _model_with(monkeypatch, package: str):
+    """A tiny hybrid whose delta rule transformers has found in a package of this name."""
+
+    def chunk_gated_delta_rule():
+        pass
+
+    module = ModuleType(package)
+    chunk_gated_delta_rule.__module__ = f"{package}.ops.gated_delta_rule"
+    module.chunk_gated_delta_rule = chunk_gated_delta_rule
+    module.__version__ = "0.6.0"
+    monkeypatch.setitem(sys.modules, package, module)
+    wrap = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", package)
+    stock = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", wrap(stock))
+    return model_of_config(tiny_config("qwen3_next"), torch.float32)
+
+
+def test_models_whose_layers_fla_computes(monkeypatch):
+    assert not uses_fla(model_of_config(AutoConfig.for_model("llama", **SMALL), torch.float32))
+    assert not uses_fla(model_of_config(tiny_config("kimi_linear"), torch.float32))
+    with monkeypatch.context() as patches:
+        assert not uses_fla(_model_with(patches, "another_package"))
+    with monkeypatch.context() as patches:
+        assert uses_fla(_model_with(patches, "fla"))
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "triton", "warned"),
+    [
+        ("cuda", HOPPER, "3.6.0", True),
+        ("cuda", HOPPER, "3.7.1", False),
+        ("cuda", (8, 0), "3.6.0", False),
+        ("cpu", None, "3.6.0", False),
+    ],
+)
+def test_the_trainer_warns_before_the_first_backward(monkeypatch, caplog, device, capability, triton, warned):
+    model = _model_with(monkeypatch, "fla")
+    monkeypatch.setattr(
+        fla, "version", lambda name: {"fla-core": "0.6.0", "triton": triton}.get(name) or missing(name)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with caplog.at_level(logging.WARNING, "hf_distca"):
+        warn_of_kernels(model, torch.device(device))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+    if warned:
+        assert caplog.messages[0].startswith("the first backward of Qwen3NextForCausalLM will fail: fla 0.6.0 raises")
+        assert caplog.messages[0].endswith(fla.REMEDY)
+
+
+def missing(name: str) -> str:
+    raise fla.PackageNotFoundError(name)

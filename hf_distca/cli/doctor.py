@@ -249,8 +249,8 @@ def run(options: argparse.Namespace) -> int:
     """Check everything and print the findings on rank 0; return 1 if anything is wrong."""
     device, cuda = device_of_rank(), torch.cuda.is_available()
     # The first distribution of a name counts. Names are spelled with dashes, underscores or capitals.
-    installed = {package.name.lower(): package for package in reversed([*distributions()])}
-    about = installed[canonicalize_name(NAME)].metadata if NAME in installed else None
+    installed = {canonicalize_name(package.name): package for package in reversed([*distributions()])}
+    about = installed[canonicalize_name(NAME)].metadata if canonicalize_name(NAME) in installed else None
 
     def version_of(name: str) -> str | None:
         package = installed.get(canonicalize_name(name))

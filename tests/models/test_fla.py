@@ -66,16 +66,17 @@ def test_models_whose_layers_fla_computes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "triton", "warned"),
+    ("package", "device", "capability", "triton", "warned"),
     [
-        ("cuda", HOPPER, "3.6.0", True),
-        ("cuda", HOPPER, "3.7.1", False),
-        ("cuda", (8, 0), "3.6.0", False),
-        ("cpu", None, "3.6.0", False),
+        ("fla", "cuda", HOPPER, "3.6.0", True),
+        ("another_package", "cuda", HOPPER, "3.6.0", False),
+        ("fla", "cuda", HOPPER, "3.7.1", False),
+        ("fla", "cuda", (8, 0), "3.6.0", False),
+        ("fla", "cpu", HOPPER, "3.6.0", False),
     ],
 )
-def test_the_trainer_warns_before_the_first_backward(monkeypatch, caplog, device, capability, triton, warned):
-    model = _model_with(monkeypatch, "fla")
+def test_the_trainer_warns_before_the_first_backward(monkeypatch, caplog, package, device, capability, triton, warned):
+    model = _model_with(monkeypatch, package)
     monkeypatch.setattr(
         fla, "version", lambda name: {"fla-core": "0.6.0", "triton": triton}.get(name) or missing(name)
     )

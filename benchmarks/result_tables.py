@@ -413,6 +413,16 @@ def gpu_replays() -> Rows:
         yield name, *(f"{found[figure]:.2f}" for figure in figures)
 
 
+@table_of("gpu_loss_chunks")
+def gpu_loss_chunks() -> Rows:
+    found = result("gpu_loss_chunks")
+    yield "setting", "step", "peak memory", "counted before", "counted now"
+    for name, step in found["steps"].items():
+        memory = found["memory"].get(name, {})
+        sizes = step.get("peak_gb"), memory.get("counted_before_gb"), memory.get("counted_gb")
+        yield name, f"{step['step_s']:.3f} s", *("–" if size is None else f"{size:g} GB" for size in sizes)
+
+
 def table(name: str) -> str:
     header, *rows = TABLES[name][0]()
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows)) + "\n"

@@ -35,7 +35,7 @@ def parts_of(setting: "Setting", gpus: int = 1) -> "list[Part]":
     from benchmarks.gpu.runner import Part
     from benchmarks.gpu.server import check_server
     from benchmarks.gpu.steps import check_planned_steps, check_two_ranks
-    from benchmarks.gpu.training import check_training
+    from benchmarks.gpu.training import check_loss_chunks, check_training
 
     kernels = kernel_names(setting.device)
     return [
@@ -45,6 +45,7 @@ def parts_of(setting: "Setting", gpus: int = 1) -> "list[Part]":
         Part("exchange", partial(check_exchange, ranks=gpus), 60, all_gpus=True),
         Part("server", check_server, 80),
         Part("training", check_training, 130),
+        Part("loss chunks", check_loss_chunks, 60),
         Part("profile", check_profile, 60),
         Part("replays", check_replays, 60),
     ]

@@ -37,6 +37,7 @@ class Setting:
         steps: optimizer steps that are compared.
         attention_rows: rows of the document that is computed beside an exchange.
         wide: shape of the model that is trained.
+        large_vocabulary: of that model where chunks of the loss are measured.
         tokens: of its micro-batches.
         plans: its steps, in which plans change and memory must stay flat.
         stock_steps: steps of the stock attentions beside it.
@@ -66,6 +67,7 @@ class Setting:
             "vocab_size": 8192,
         }
     )
+    large_vocabulary: int = 128256
     tokens: int = 32768
     plans: int = 50
     stock_steps: int = 12

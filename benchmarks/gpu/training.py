@@ -8,6 +8,7 @@ import random
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -19,6 +20,7 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.models import new_model
 from benchmarks.gpu.setting import Setting
 from hf_distca import DistCATrainer, DistCATrainingArguments
+from hf_distca.units import AUTO
 
 WARM_UP = 2
 """Steps that are not timed."""
@@ -26,6 +28,8 @@ GROWTH = 1.05
 """So many times the memory of the first fifth of the steps may be in use at the end."""
 BOUNDS = {"loss": 5e-3, "grad_norm": 2e-2}
 """Largest differences of what stock attention and ours log, over the value."""
+SMALL_CHUNKS = "256MiB"
+"""Size of the loss's chunks beside which those of "auto" are measured."""
 
 
 class Watch(TrainerCallback):
@@ -108,15 +112,15 @@ def arguments(setting: Setting, folder: str, steps: int) -> dict[str, Any]:
     }
 
 
-def train(setting: Setting, implementation: str, batches: list[list[list[int]]]) -> Watch:
-    """Train on micro-batches, with DistCATrainer or with stock attention and transformers' Trainer."""
+def train(setting: Setting, implementation: str, batches: list[list[list[int]]], **planned: Any) -> Watch:
+    """Train on micro-batches, with DistCATrainer and `planned` settings, or with stock attention and Trainer."""
     watch, ours = Watch(setting), implementation == "distca"
     model = make_model(setting, implementation)
     with tempfile.TemporaryDirectory() as folder:
         options = arguments(setting, folder, len(batches))
         if ours:
             documents = [{"input_ids": document} for documents in batches for document in documents]
-            args = DistCATrainingArguments(tokens_per_rank=setting.tokens, **options)
+            args = DistCATrainingArguments(tokens_per_rank=setting.tokens, **options, **planned)
             trainer: Trainer = DistCATrainer(model=model, args=args, train_dataset=documents, callbacks=[watch])
         else:
             args = TrainingArguments(remove_unused_columns=False, **options)
@@ -155,6 +159,32 @@ def check_training(setting: Setting) -> Findings:
                     variants[f"{name}, {what}"] = {**_speed(setting, stock), "over_ours": over_ours}
                     _check_logged(findings, f"{name}, {what}", ours, stock)
         _free()
+    return findings
+
+
+def check_loss_chunks(setting: Setting) -> Findings:
+    """Steps of one document with a large vocabulary, with small chunks of the loss and with those that "auto" chooses.
+
+    The figure `over_auto` is the ratio of a step with small chunks to one with those of "auto".
+    """
+    findings = Findings()
+    large = replace(setting, wide={**setting.wide, "vocab_size": setting.large_vocabulary})
+    batches = tokens_of([[setting.tokens]] * setting.stock_steps, setting.large_vocabulary)
+    watches = {}
+    for chunk_bytes in (SMALL_CHUNKS, AUTO):
+        _free()
+        with findings.trying(f"loss_chunk_bytes={chunk_bytes!r}"):
+            if setting.on_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            watch = watches[chunk_bytes] = train(large, "distca", batches, loss_chunk_bytes=chunk_bytes)
+            findings.figures[chunk_bytes] = _speed(large, watch)
+            if setting.on_cuda:
+                findings.figures[chunk_bytes]["memory_peak"] = torch.cuda.max_memory_allocated()
+    _free()
+    if len(watches) == 2:
+        small, auto = (findings.figures[chunk_bytes]["step_s"] for chunk_bytes in (SMALL_CHUNKS, AUTO))
+        findings.figures["over_auto"] = small / auto
+        _check_logged(findings, "loss_chunk_bytes", watches[AUTO], watches[SMALL_CHUNKS])
     return findings
 
 

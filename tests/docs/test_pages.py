@@ -320,6 +320,23 @@ def test_figures_in_sentences_are_those_of_the_results():
     assert f"{long:.2f}× for one long document and {tail:.2f}× for a long tail" in text
 
 
+def test_figures_of_chunks_and_of_ligers_kernels_are_those_of_the_results():
+    small, large, liger, *_ = result("gpu_loss_chunks")["steps"].values()
+    chunks, kernels = (100 * (1 - faster["step_s"] / small["step_s"]) for faster in (large, liger))
+    evidence, gpus = (
+        " ".join(PAGES[f"docs/{name}.md"].split()) for name in ("evidence/benchmarks", "explanation/gpus")
+    )
+    more = large["peak_gb"] - small["peak_gb"]
+    assert f"cost {chunks:.1f} % of a step beside chunks of 1 GiB, which take {more:.1f} GB more" in evidence
+    assert f"took {kernels:.1f} % of a step away" in evidence
+    assert (
+        f"{kernels:.1f} % shorter, and its peak of memory fell from {small['peak_gb']} to {liger['peak_gb']} GB"
+        in gpus
+    )
+    assert f"costs {chunks:.1f} % of a step" in gpus
+    assert f"{kernels:.1f} % shorter on an H200" in import_module("hf_distca.cli.doctor").LIGER_GAIN
+
+
 def test_bytes_of_rows_add_up():
     page = PAGES["docs/explanation/exchange.md"]
 

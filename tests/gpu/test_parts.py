@@ -34,6 +34,7 @@ SMALL = Setting(
     attention_rows=128,
     repeats=2,
     wide={**WIDE, "num_attention_heads": 4, "num_key_value_heads": 2},
+    large_vocabulary=80,
     tokens=192,
     plans=5,
     stock_steps=3,

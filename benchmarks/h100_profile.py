@@ -42,10 +42,10 @@ def attention(rows: list[list[float]]) -> tuple[KernelCost, Accuracy]:
     def measured(chosen: list[list[float]]) -> tuple[Tasks, Any]:
         length, parts, ms = np.array(chosen, float).T  # of all heads, a part of them was measured
         pairs = length * (length + 1) / 2 / parts
-        # Every task has as many keys as queries, so a fit cannot separate the costs of keys and of queries.
-        return Tasks(
-            length / parts, np.zeros_like(length), pairs, np.ones_like(length), np.zeros_like(length)
-        ), ms / 1e3
+        ones, none = np.ones_like(length), np.zeros_like(length)
+        # Every call has one task with as many keys as queries, so a fit cannot separate the costs of keys and of
+        # queries, nor those of calls and of tasks.
+        return Tasks(length / parts, none, pairs, calls=ones, diagonal=none, tasks=none), ms / 1e3
 
     fitted, others = held_out(len(ordered))
     first = KernelCost.fitted(*measured([ordered[index] for index in fitted]))

@@ -89,7 +89,7 @@ def _table(profile: DeviceProfile) -> str:
     accuracy, kind = profile.accuracy, profile.measured
     amount = pairs(0, SHOWN_TOKENS)
     (seconds,) = profile.forward.seconds(
-        Tasks(*np.array([[SHOWN_TOKENS], [SHOWN_TOKENS], [amount], [1.0], [SHOWN_TOKENS * DIAGONAL_ROWS]]))
+        Tasks(*np.array([[SHOWN_TOKENS], [SHOWN_TOKENS], [amount], [1.0], [SHOWN_TOKENS * DIAGONAL_ROWS], [1.0]]))
     )
     tflops = 2.0 * kind.q_heads * (kind.dim_qk + kind.dim_v) * amount / seconds / 1e12
     lines = {

@@ -1,7 +1,7 @@
 """Measure the profile of a device: attention kernel calls, matrix products and memory."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from statistics import median
@@ -24,6 +24,12 @@ FEWEST = 3
 """Minimum number of measured query row counts, whatever their time: the fit needs them."""
 KEYS = (1, 2, 5)
 """K/V rows of measured tasks for each query row."""
+SHORT_ROWS = {"cpu": (64,), "cuda": (64, 128, 256)}
+"""Query rows of each short task, by type of device."""
+SHORT_KEYS = {"cpu": (256, 512, 1024), "cuda": (2048, 8192)}
+"""K/V rows of each short task, many beside its query rows, as a task has that is cut off a long document."""
+SHORT_TASKS = {"cpu": 4, "cuda": 8}
+"""Short tasks of a call: several, so that the cost of a task is found apart from that of a call."""
 REPEATS = 5
 """Repeats of each measurement; the median counts."""
 LAYER_OPERATORS = 120
@@ -98,35 +104,67 @@ def measured_kernel(
 ) -> tuple[KernelCost, KernelCost, Accuracy]:
     """Measure the costs of a kernel's forward and backward, and how well the forward's predict held-out calls.
 
-    Window and chunks of the kind are left out. After `limit_s` seconds no larger number of rows is begun. Shape
-    suffixes: Q query rows, K key/value rows, H query heads, G key/value heads, D and E head dims of keys and values.
+    Calls with one task come after calls with several short tasks, which the fit always needs. Window and chunks of
+    the kind are left out. After `limit_s` seconds no larger number of rows is begun. Shape suffixes: Q query rows, K
+    key/value rows, H query heads, G key/value heads, D and E head dims of keys and values.
     """
     queries = [rows for rows in QUERIES[device.type] if rows <= most_rows]
     if len(queries) < FEWEST:
         queries = [max(int(most_rows) >> halved, 1) for halved in reversed(range(FEWEST))]
-    calls, times = [], []
+    counts, times = [], []
     params, widths = AttentionParams(scale=kind.dim_qk**-0.5), (kind.dim_qk, kind.dim_v)
+
+    def measure(q_lens: list[int], k_lens: list[int]) -> None:
+        shapes, rows, keys = TaskShapes.build(q_lens, k_lens, device), sum(q_lens), sum(k_lens)
+        q_QHD, do_QHE = (torch.randn(rows, kind.q_heads, each, dtype=dtype, device=device) for each in widths)
+        k_KGD, v_KGE = (torch.randn(keys, kind.kv_heads, each, dtype=dtype, device=device) for each in widths)
+        forward = partial(kernel.forward, q_QHD, k_KGD, v_KGE, shapes, params)
+        o_QHE, lse_QH = forward()
+        backward = partial(kernel.backward, do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, shapes, params)
+        counts.append(counted_call(q_lens, k_lens))
+        times.append((seconds_of(forward, device), seconds_of(backward, device)))
+
     began = time.perf_counter()
+    for q_lens, k_lens in short_calls(device.type, most_rows):
+        measure(q_lens, k_lens)
     for number, rows in enumerate(queries):
         if number >= FEWEST and time.perf_counter() - began > limit_s:
             break
         for factor in KEYS:
-            keys = rows * factor
-            shapes = TaskShapes.build([rows], [keys], device)
-            q_QHD, do_QHE = (torch.randn(rows, kind.q_heads, each, dtype=dtype, device=device) for each in widths)
-            k_KGD, v_KGE = (torch.randn(keys, kind.kv_heads, each, dtype=dtype, device=device) for each in widths)
-            forward = partial(kernel.forward, q_QHD, k_KGD, v_KGE, shapes, params)
-            o_QHE, lse_QH = forward()
-            backward = partial(kernel.backward, do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, shapes, params)
-            calls.append((rows, keys, pairs(keys - rows, keys)))
-            times.append((seconds_of(forward, device), seconds_of(backward, device)))
+            measure([rows], [rows * factor])
     forward_s, backward_s = np.array(times).T
-    fitted, others = map(list, held_out(len(calls)))
-    q_rows, k_rows, amount = np.array(calls, np.float64).T
-    every = Tasks(q_rows, k_rows, amount, np.ones_like(q_rows), q_rows * np.minimum(q_rows, DIAGONAL_ROWS))
+    fitted, others = map(list, held_out(len(counts)))
+    every = Tasks(*np.array(counts).T)
     first, unseen = (Tasks(*(each[part] for each in vars(every).values())) for part in (fitted, others))
     accuracy = Accuracy.of(fitted_cost(first, forward_s[fitted]).seconds(unseen), forward_s[others])
     return fitted_cost(every, forward_s), fitted_cost(every, backward_s), accuracy
+
+
+def short_calls(device_type: str, most_rows: float) -> list[tuple[list[int], list[int]]]:
+    """Return query rows and K/V rows of the tasks of each call that is measured with several short tasks.
+
+    Tasks have no more K/V rows than a document of `most_rows`. The K/V rows of a call's tasks differ, because the CPU
+    kernel computes equal tasks at once.
+    """
+    calls = []
+    for rows in SHORT_ROWS[device_type]:
+        for keys in SHORT_KEYS[device_type]:
+            q_len, k_len = (max(int(min(length, most_rows)), 1) for length in (rows, keys))
+            tasks = range(SHORT_TASKS[device_type])
+            calls.append(([q_len for _ in tasks], [k_len + task for task in tasks]))
+    return calls
+
+
+def counted_call(q_lens: Sequence[int], k_lens: Sequence[int]) -> tuple[float, ...]:
+    """Return the counts of one kernel call on tasks without a window, in the order of `Tasks`."""
+    return (
+        float(sum(q_lens)),
+        float(sum(k_lens)),
+        float(sum(pairs(keys - rows, keys) for rows, keys in zip(q_lens, k_lens, strict=True))),
+        1.0,
+        float(sum(rows * min(rows, DIAGONAL_ROWS) for rows in q_lens)),
+        float(len(q_lens)),
+    )
 
 
 def fitted_cost(tasks: Tasks, seconds: FloatArray) -> KernelCost:

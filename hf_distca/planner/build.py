@@ -133,9 +133,12 @@ def packed_seconds(lengths: IntArray, settings: PlanSettings, costs: StepCosts) 
         window, segments = of_kind.kind.window, layout_of_kind(packed, of_kind.kind).segments
         rows, stops, rank = row_counts(segments), segments["stop"], segments["rank"]
         keys = stops if window is None else np.minimum(stops, rows + window - 1)
-        every = (rows, keys, pairs(segments["start"], stops, window), rows * np.minimum(rows, DIAGONAL_ROWS))
-        q_rows, k_rows, amount, diagonal = (np.bincount(rank, each, packed.ranks).astype(float) for each in every)
-        tasks = Tasks(q_rows, k_rows, amount, np.ones(packed.ranks), diagonal)
+        diagonal = rows * np.minimum(rows, DIAGONAL_ROWS)
+        every = (rows, keys, pairs(segments["start"], stops, window), diagonal, np.ones_like(rows))
+        of_rows, of_keys, of_pairs, of_diagonal, count = (
+            np.bincount(rank, each, packed.ranks).astype(float) for each in every
+        )
+        tasks = Tasks(of_rows, of_keys, of_pairs, np.ones(packed.ranks), of_diagonal, count)
         seconds = seconds + of_kind.layers * (of_kind.forward.seconds(tasks) + of_kind.backward.seconds(tasks))
     seconds = seconds * np.array(costs.slowness or 1.0)
     return costs.until_done(seconds, float(seconds.max()))

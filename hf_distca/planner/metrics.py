@@ -157,10 +157,10 @@ def count_plan(
     diagonal = rows * np.minimum(rows, DIAGONAL_ROWS)
 
     def summed(chosen: NDArray[np.bool_], keys: IntArray, amount: IntArray, diagonal: IntArray) -> Tasks:
-        amounts = (each * chosen for each in (rows, keys, amount, diagonal))
+        amounts = (each * chosen for each in (rows, keys, amount, diagonal, np.ones_like(rows)))
         counts = (np.bincount(tasks["target"], each, plan.workers).astype(np.float64) for each in amounts)
-        of_rows, of_keys, of_pairs, of_diagonal = counts
-        return Tasks(of_rows, of_keys, of_pairs, (of_rows > 0).astype(np.float64), of_diagonal)
+        of_rows, of_keys, of_pairs, of_diagonal, count = counts
+        return Tasks(of_rows, of_keys, of_pairs, (count > 0).astype(np.float64), of_diagonal, count)
 
     queries, keys = (_rows_between(plan.workers, *each) for each in ([tasks], [first, second]))
     to_server = np.arange(plan.workers) >= ranks  # servers get their rows in exchanges apart

@@ -24,14 +24,16 @@ class Tasks:
     pairs: FloatArray  # query-key pairs
     calls: FloatArray  # calls of the kernel
     diagonal: FloatArray  # rows, each times its task's rows, at most DIAGONAL_ROWS; 0 for keys that all rows see
+    tasks: FloatArray  # tasks in these calls; a document that is cut has more of them
 
 
 @dataclass(frozen=True)
 class KernelCost:
     """Costs of a kernel, in seconds.
 
-    A call takes call + row · query rows + key · K/V rows + pair · query-key pairs + diagonal · diagonal rows. Kernels
-    compute whole blocks of keys on the causal diagonal, so a pair of a short document takes longer.
+    A call takes call + row · query rows + key · K/V rows + pair · query-key pairs + diagonal · diagonal rows + task ·
+    tasks. Kernels compute whole blocks of keys on the causal diagonal, so a pair of a short document takes longer. They
+    compute whole blocks of query rows of each task, so a document that is cut takes longer than a whole one.
     """
 
     call: float
@@ -39,17 +41,25 @@ class KernelCost:
     key: float
     pair: float
     diagonal: float = 0.0
+    task: float = 0.0  # 0 in profiles that were measured without short tasks
 
     def seconds(self, tasks: Tasks) -> FloatArray:
         """Return [workers] seconds of each worker's tasks."""
         total: FloatArray = self.call * tasks.calls + self.row * tasks.rows + self.key * tasks.keys
-        return total + self.pair * tasks.pairs + self.diagonal * tasks.diagonal
+        return total + self.pair * tasks.pairs + self.diagonal * tasks.diagonal + self.task * tasks.tasks
 
     def for_kind(self, measured: AttentionKind, kind: AttentionKind) -> "KernelCost":
-        """Return the cost of another kind: K/V rows scale with key-value heads, all else with query heads."""
+        """Return the cost of another kind: K/V rows scale with key-value heads, all else but calls with query heads."""
         dims = (kind.dim_qk + kind.dim_v) / (measured.dim_qk + measured.dim_v)
         queries, keys = dims * kind.q_heads / measured.q_heads, dims * kind.kv_heads / measured.kv_heads
-        return KernelCost(self.call, self.row * queries, self.key * keys, self.pair * queries, self.diagonal * queries)
+        return KernelCost(
+            call=self.call,
+            row=self.row * queries,
+            key=self.key * keys,
+            pair=self.pair * queries,
+            diagonal=self.diagonal * queries,
+            task=self.task * queries,
+        )
 
     def scaled(self, by: float) -> "KernelCost":
         """Return the cost of calls that take `by` times as long."""
@@ -69,16 +79,16 @@ class KernelCost:
             weights: [n] weight of each squared error; None for equal weights.
         """
         counts = np.sqrt(np.ones_like(seconds) if weights is None else weights)
-        amounts = [tasks.calls, tasks.rows, tasks.keys, tasks.pairs, tasks.diagonal]
+        amounts = [tasks.calls, tasks.rows, tasks.keys, tasks.pairs, tasks.diagonal, tasks.tasks]
         columns = np.stack(amounts, axis=1) * (counts / seconds)[:, None]
-        best, least = np.zeros(5), np.inf
-        for count in range(1, 6):  # of every subset of the five costs, the least-squares solution
-            for chosen in combinations(range(5), count):
+        best, least = np.zeros(len(amounts)), np.inf
+        for count in range(1, len(amounts) + 1):  # of every subset of the costs, the least-squares solution
+            for chosen in combinations(range(len(amounts)), count):
                 part = columns[:, chosen]
                 found, *_ = np.linalg.lstsq(part, counts, rcond=None)
                 error = float(np.square(part @ found - counts).sum())
                 if found.min() >= 0 and error < least:
-                    best, least = np.zeros(5), error
+                    best, least = np.zeros(len(amounts)), error
                     best[list(chosen)] = found
         return cls(*best.tolist())
 
@@ -99,7 +109,7 @@ class LinkCost:
     def fitted(cls, size: FloatArray, seconds: FloatArray, weights: FloatArray | None = None) -> "LinkCost":
         """Fit a link to [n] bytes and [n] seconds, with the least error relative to each time."""
         none = np.zeros_like(size)
-        fit = KernelCost.fitted(Tasks(size, none, none, np.ones_like(size), none), seconds, weights)
+        fit = KernelCost.fitted(Tasks(size, none, none, np.ones_like(size), none, none), seconds, weights)
         return cls(fit.call, 1 / fit.row if fit.row else np.inf)
 
 

@@ -219,10 +219,19 @@ def _tasks(counted: CountedPlan, name: str) -> Tasks:
         return counted.local
     if name in ("local 1/2", "local 2/2"):
         tasks = counted.local
-        return Tasks(tasks.rows / 2, tasks.keys / 2, tasks.pairs / 2, tasks.calls, tasks.diagonal / 2)
+        return Tasks(
+            rows=tasks.rows / 2,
+            keys=tasks.keys / 2,
+            pairs=tasks.pairs / 2,
+            calls=tasks.calls,
+            diagonal=tasks.diagonal / 2,
+            tasks=tasks.tasks / 2,
+        )
     tasks, stages = counted.remote_kv if name == "remote-KV" else counted.remote_query, counted.stages
-    # Each stage reads all queries again, and only its own keys.
-    return Tasks(tasks.rows, tasks.keys / stages, tasks.pairs / stages, tasks.calls, tasks.diagonal / stages)
+    # Each stage reads all queries of all tasks again, and only its own keys.
+    return replace(
+        tasks, keys=tasks.keys / stages, pairs=tasks.pairs / stages, diagonal=tasks.diagonal / stages
+    )
 
 
 def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatArray:
@@ -313,12 +322,14 @@ def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
     total, diagonal = costs.token * lengths.astype(np.float64), lengths * np.minimum(lengths, DIAGONAL_ROWS)
     for of_kind in costs.kinds:
         kind = of_kind.kind
-        each = pairs(0, lengths, kind.window)
+        each, tasks = pairs(0, lengths, kind.window), np.ones_like(lengths)
         if kind.chunk is not None:
             chunks, rest = np.divmod(lengths, kind.chunk)
             each = chunks * pairs(0, kind.chunk, kind.window) + pairs(0, rest, kind.window)
+            tasks = chunks + (rest > 0)
         for cost in (of_kind.forward, of_kind.backward):
-            total += of_kind.layers * (cost.pair * each + (cost.row + cost.key) * lengths + cost.diagonal * diagonal)
+            of_rows = (cost.row + cost.key) * lengths + cost.diagonal * diagonal
+            total += of_kind.layers * (cost.pair * each + of_rows + cost.task * tasks)
     return total
 
 

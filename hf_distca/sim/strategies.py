@@ -238,11 +238,12 @@ def on_ranks(groups: Sequence[Sequence[int]], setup: Setup, context: int = 1, cu
     # Each of a document's equal parts reads the K/V rows up to its own end.
     keys = np.array([sum(n * (min(parts, n) + 1) / 2 for n in group) for group in groups]) / context
     diagonal = np.array([sum(n * min(n / parts, DIAGONAL_ROWS) for n in group) for group in groups]) / context
+    count = np.array([sum(min(parts, n) for n in group) for group in groups]) / context
     attention, gathered, moved = np.zeros(len(groups)), np.zeros(len(groups)), 0.0
     for of_kind in costs.kinds:
         gpu = of_kind.kind
         in_pairs = np.array([sum(pairs(0, n, gpu.window) for n in group) for group in groups], float) / context
-        tasks = Tasks(tokens, keys, in_pairs, np.ones(len(groups)), diagonal)
+        tasks = Tasks(tokens, keys, in_pairs, np.ones(len(groups)), diagonal, count)
         attention += of_kind.layers * (of_kind.forward.seconds(tasks) + of_kind.backward.seconds(tasks))
         if context > 1:
             size = tokens * (context - 1) * RowBytes.of_kind(gpu, setup.profile.bytes_per_value).kv

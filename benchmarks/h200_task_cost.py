@@ -27,9 +27,9 @@ TRIAL_PAIRS = 1e5
 """Pairs of a task with which the tasks are counted; the prediction is linear in them."""
 RESULT = Path(__file__).parent / "results" / "gpu_replays.json"
 SOURCE = (
-    "Kernel, matrices and memory measured with the kernel flash_attn_3 and torch 2.11.0+cu130; links not measured, but "
-    "taken as those of an H100. The cost of a task is a prior until it is measured: without it the seconds of a plan of "
-    "64 ranks, replayed on an H200 with the kernel torch_varlen, were predicted 5.7 % too low."
+    "Kernel, matrices and memory measured with the kernel flash_attn_3 and torch 2.11.0+cu130; links not measured, "
+    "but taken as those of an H100. The cost of a task is a prior until it is measured: without it the seconds of a "
+    "plan of 64 ranks, replayed on an H200 with the kernel torch_varlen, were predicted 5.7 % too low."
 )
 
 
@@ -47,16 +47,13 @@ def attention_s(plan: MicroBatchPlan, settings: PlanSettings, profile: DevicePro
     """Return the predicted seconds of all ranks in the kernel."""
     choices = settings.choices
     assert choices is not None
-    kinds = tuple(
-        replace(each, forward=profile.forward, backward=profile.backward) for each in choices.costs.kinds
-    )
+    kinds = tuple(replace(each, forward=profile.forward, backward=profile.backward) for each in choices.costs.kinds)
     return float(predict_plan(plan, settings, replace(choices.costs, kinds=kinds)).attention.sum())
 
 
 def main() -> None:
     path = Path(sys.argv[1])
-    profile = DeviceProfile.load(str(path))
-    profile = with_task(profile, 0.0)
+    profile = with_task(DeviceProfile.load(str(path)), 0.0)
     short = json.loads(RESULT.read_text(encoding="utf-8"))["parts"]["replays"]["figures"]["short_tasks"]
     missing = short["predicted_too_low"] / (1 - short["predicted_too_low"])  # share of the predicted seconds
     (replay,) = (each for each in REPLAYS if each.ranks == short["ranks"])
@@ -67,7 +64,9 @@ def main() -> None:
     pairs_of_task = float(f"{missing * before / (trial - before) * TRIAL_PAIRS:.2g}")
     profile = replace(with_task(profile, pairs_of_task), source=SOURCE)
     profile.save(path)
-    print(f"a task takes as long as {pairs_of_task:.0f} pairs: {profile.forward.task:.2g}, {profile.backward.task:.2g} s")
+    print(
+        f"a task takes as long as {pairs_of_task:.0f} pairs: {profile.forward.task:.2g}, {profile.backward.task:.2g} s"
+    )
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ class KernelCost:
     """Costs of a kernel, in seconds.
 
     A call takes call + row · query rows + key · K/V rows + pair · query-key pairs + diagonal · diagonal rows + task ·
-    tasks. Kernels compute whole blocks of keys on the causal diagonal, so a pair of a short document takes longer. They
-    compute whole blocks of query rows of each task, so a document that is cut takes longer than a whole one.
+    tasks. Kernels compute whole blocks of keys on the causal diagonal, so a pair of a short document takes longer.
+    Kernels compute whole blocks of query rows of each task, so a cut document takes longer than a whole one.
     """
 
     call: float
@@ -49,7 +49,7 @@ class KernelCost:
         return total + self.pair * tasks.pairs + self.diagonal * tasks.diagonal + self.task * tasks.tasks
 
     def for_kind(self, measured: AttentionKind, kind: AttentionKind) -> "KernelCost":
-        """Return the cost of another kind: K/V rows scale with key-value heads, all else but calls with query heads."""
+        """Return the cost of another kind: K/V rows scale with key-value heads, all but calls with query heads."""
         dims = (kind.dim_qk + kind.dim_v) / (measured.dim_qk + measured.dim_v)
         queries, keys = dims * kind.q_heads / measured.q_heads, dims * kind.kv_heads / measured.kv_heads
         return KernelCost(

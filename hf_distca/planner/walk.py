@@ -229,9 +229,7 @@ def _tasks(counted: CountedPlan, name: str) -> Tasks:
         )
     tasks, stages = counted.remote_kv if name == "remote-KV" else counted.remote_query, counted.stages
     # Each stage reads all queries of all tasks again, and only its own keys.
-    return replace(
-        tasks, keys=tasks.keys / stages, pairs=tasks.pairs / stages, diagonal=tasks.diagonal / stages
-    )
+    return replace(tasks, keys=tasks.keys / stages, pairs=tasks.pairs / stages, diagonal=tasks.diagonal / stages)
 
 
 def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatArray:

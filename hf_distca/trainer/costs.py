@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from hf_distca.measure.device import measured_profile, name_of
 from hf_distca.measure.links import with_links
 from hf_distca.models.shape import model_shape
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.seconds import FloatArray, StepCosts
+from hf_distca.planner.seconds import FloatArray, KernelCost, StepCosts
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.walk import predict_plan
 from hf_distca.sim.costs import DeviceProfile
@@ -86,7 +86,7 @@ def _measured_profile(model: PreTrainedModel, dispatcher: Dispatcher, folder: Pa
         f"Measured when training began: {settings.ranks} ranks on nodes of {settings.ranks_per_node}, "
         f"{name_of(device)}, kernel {dispatcher.kernel.name}, {settings.dominant_kind}, "
         f"{settings.bytes_per_value} bytes a value, at most {settings.tokens_per_rank} tokens a rank, "
-        f"torch {torch.__version__}"
+        f"torch {torch.__version__}, kernel costs {', '.join(cost.name for cost in fields(KernelCost))}"
     )
     kept: DeviceProfile | None = None
     if folder is not None:

@@ -20,14 +20,16 @@ CPU = torch.device("cpu")
 
 
 class CountedCalls:
-    """Kernel by whose clock a pair of the forward takes 2 ns, a call 10 µs, and a backward 100 µs."""
+    """Kernel by whose clock a pair of the forward takes 2 ns, a task 3 µs, a call 10 µs, and a backward 100 µs."""
 
     def __init__(self) -> None:
         self.now, self.widths = 0.0, set()
 
     def forward(self, q, k, v, shapes, params):
         self.widths.add((q.shape[-1], k.shape[-1], v.shape[-1]))
-        self.now += 2e-9 * (q.shape[0] * (k.shape[0] - q.shape[0]) + q.shape[0] * (q.shape[0] + 1) / 2) + 1e-5
+        self.now += 1e-5
+        for rows, keys in zip(shapes.q_lens, shapes.k_lens, strict=True):
+            self.now += 3e-6 + 2e-9 * (rows * (keys - rows) + rows * (rows + 1) / 2)
         return q.new_empty(*q.shape[:2], v.shape[-1]), q[..., 0]
 
     def backward(self, do, q, k, v, o, lse, shapes, params):
@@ -41,8 +43,8 @@ def test_costs_follow_the_time_of_calls(monkeypatch):
     monkeypatch.setattr(device.time, "perf_counter", lambda: kernel.now)
     kind = AttentionKind(None, 1, 1, 12, 8)
     forward, backward, accuracy = device.measured_kernel(kernel, kind, torch.float32, CPU)
-    assert (forward.pair, forward.call) == pytest.approx((2e-9, 1e-5), rel=1e-6)
-    assert (backward.pair, backward.call) == pytest.approx((0.0, 1e-4), abs=1e-15)
+    assert (forward.pair, forward.call, forward.task) == pytest.approx((2e-9, 1e-5, 3e-6), rel=1e-6)
+    assert (backward.pair, backward.call, backward.task) == pytest.approx((0.0, 1e-4, 0.0), abs=1e-15)
     assert accuracy.worst_ratio == pytest.approx(1.0)
     assert kernel.widths == {(12, 12, 8)}  # values may have another width
 
@@ -50,9 +52,20 @@ def test_costs_follow_the_time_of_calls(monkeypatch):
 def test_short_calls_do_not_distort_the_costs_of_long_calls():
     """A pair takes 3 s in short calls, and 1 s in long ones."""
     rows = np.array([8.0, 16.0, 32.0, 512.0, 1024.0, 2048.0])
-    tasks = Tasks(rows, rows, rows * rows, np.ones(6), np.zeros(6))
+    tasks = Tasks(rows, rows, rows * rows, np.ones(6), np.zeros(6), np.zeros(6))
     seconds = tasks.pairs * np.array([3.0, 3.0, 3.0, 1.0, 1.0, 1.0])
     assert device.fitted_cost(tasks, seconds).seconds(tasks)[3:] == pytest.approx(seconds[3:], rel=0.05)
+
+
+def test_short_tasks_have_few_rows_beside_many_keys_and_fit_into_a_document():
+    assert device.short_calls("cpu", 2048)[-1] == ([64] * 4, [1024, 1025, 1026, 1027])
+    assert device.short_calls("cpu", 32) == [([32] * 4, [32, 33, 34, 35])] * 3
+    of_gpus = device.short_calls("cuda", np.inf)
+    assert [(q_lens[0], k_lens[0]) for q_lens, k_lens in of_gpus] == [
+        (64, 2048), (64, 8192), (128, 2048), (128, 8192), (256, 2048), (256, 8192)
+    ]  # fmt: skip
+    # Rows, keys, pairs, one call, rows times the rows of their tasks, and tasks.
+    assert device.counted_call([2, 3], [4, 5]) == (5, 9, 3 + 4 + 3 + 4 + 5, 1, 4 + 9, 2)
 
 
 def _links():
@@ -141,8 +154,8 @@ def test_ranks_agree_on_the_mean_of_their_profiles_and_on_the_links_that_they_me
     mine, other = (
         replace(
             DeviceProfile.load("cpu"),
-            forward=KernelCost(*(scale * np.arange(1.0, 6.0))),
-            backward=KernelCost(*(scale * np.arange(2.0, 7.0))),
+            forward=KernelCost(*(scale * np.arange(1.0, 7.0))),
+            backward=KernelCost(*(scale * np.arange(2.0, 8.0))),
             flops_per_second=scale * 10.0, bytes_per_second=scale * 20.0, launches=scale * 30.0,
         )
         for scale in (1.0, 3.0)
@@ -162,5 +175,5 @@ def test_ranks_agree_on_the_mean_of_their_profiles_and_on_the_links_that_they_me
     assert beside == [inside if slow == "inside" else across]
     assert found.exchange == found.links == Links(*links_of.values(), 0.25, 0.125)
     assert (found.flops_per_second, found.bytes_per_second, found.launches) == (20, 40, 60)
-    assert (found.forward, found.backward) == (KernelCost(2, 4, 6, 8, 10), KernelCost(4, 6, 8, 10, 12))
+    assert (found.forward, found.backward) == (KernelCost(2, 4, 6, 8, 10, 12), KernelCost(4, 6, 8, 10, 12, 14))
     assert found.ranks_per_core == 7.0

@@ -117,14 +117,15 @@ def test_attention_is_balanced_inside_every_group():
 
 
 def test_seconds_of_a_document():
-    kernel = KernelCost(9.0, 0.25, 0.125, 0.5)
-    for kind, pairs in (
-        (KIND, 55),
-        (replace(KIND, window=4), 4 * 5 // 2 + 6 * 4),
-        (replace(KIND, chunk=4), 10 + 10 + 3),
+    kernel = KernelCost(9.0, 0.25, 0.125, 0.5, task=2.0)
+    for kind, pairs, tasks in (
+        (KIND, 55, 1),
+        (replace(KIND, window=4), 4 * 5 // 2 + 6 * 4, 1),
+        (replace(KIND, chunk=4), 10 + 10 + 3, 3),
+        (replace(KIND, chunk=5), 15 + 15, 2),
     ):
         of_kind = StepCosts((KindCosts(kind, 2, kernel, kernel),), 1.0, 2.0, 3.0, 5.0, Links(LINK, LINK))
-        expected = 10 * (2 * 3 * 4 + 5) + 4 * (0.5 * pairs + 0.375 * 10)
+        expected = 10 * (2 * 3 * 4 + 5) + 4 * (0.5 * pairs + 0.375 * 10 + 2.0 * tasks)
         assert document_seconds(np.array([10]), of_kind).tolist() == [expected]
     # A short document costs more a pair.
     of_kind = KindCosts(KIND, 1, KernelCost(0, 0, 0, 0, diagonal=1.0), KernelCost(0, 0, 0, 0))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_distca.plan import AttentionKind, Plan
+from hf_distca.plan import TASK, AttentionKind, Plan
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.intervals import local_tasks
 from hf_distca.planner.layout import fixed_layout
@@ -18,7 +18,8 @@ NOWHERE = np.zeros((2, 2, 2), np.int64)
 
 def tasks(*pairs: float) -> Tasks:
     amount = np.array(pairs)
-    return Tasks(amount, amount, amount, (amount > 0).astype(float), 0 * amount)
+    present = (amount > 0).astype(float)
+    return Tasks(amount, amount, amount, present, 0 * amount, present)
 
 
 def counted(local: tuple[float, float], remote_query: tuple[float, float] = (0, 0), rows: int = 0) -> CountedPlan:
@@ -106,6 +107,31 @@ def test_what_is_counted_of_a_plan():
     assert found.remote_kv.diagonal.tolist() == [0, 0]
     plan.tasks["worker"][plan.tasks["worker"] == 1] = 0
     assert count_plan(plan, AttentionKind(), 2).remote_query.diagonal.tolist() == [995 * 512 + 10 * 10, 0]
+
+
+def test_a_cut_costs_a_task():
+    """A document of 8 rows and one of 4 on two ranks, cut into tasks of rows [0, 4), [4, 6) and [6, 8)."""
+    layout, kind = fixed_layout([[8], [4]]), AttentionKind()
+    whole = Plan(layout, local_tasks(layout.segments), 2)
+    cut = replace(whole, tasks=np.array([(0, 0, 4, 0), (0, 4, 6, 1), (0, 6, 8, 0), (1, 0, 4, 1)], TASK))
+    counts = [count_plan(plan, kind, 2) for plan in (whole, cut)]
+    for found, local, received in zip(counts, ([1, 1], [2, 1]), ([0, 0], [0, 1]), strict=True):
+        assert (found.local.tasks.tolist(), found.remote_query.tasks.tolist()) == (local, received)
+    assert [count.remote_kv.tasks.tolist() for count in counts] == [[0, 0]] * 2
+    # A task with keys of its own rank and of others runs in two calls.
+    layout = fixed_layout([[8]], 2)
+    found = count_plan(Plan(layout, local_tasks(layout.segments), 2), kind, 2)
+    assert (found.local.tasks.tolist(), found.remote_kv.tasks.tolist()) == ([1, 1], [0, 1])
+    # A task takes ten seconds, nothing else takes time.
+    links, nothing = Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf)), [np.zeros(2)]
+    kernel = KernelCost(0, 0, 0, 0, task=10.0)
+
+    def attention(*plans):
+        return LayerClocks(plans, kernel, nothing * 2, nothing * 2, links, "forward").walked().attention.tolist()
+
+    assert [attention(count) for count in (*counts, found)] == [[10, 10], [20, 20], [10, 20]]
+    assert attention(counts[1], counts[1]) == [40, 40]  # two nano-batches in turns compute their own tasks
+    assert attention(replace(found, stages=3)) == [10, 40]  # each stage of keys runs the task again
 
 
 def test_rows_cross_nodes_in_the_first_hop():

@@ -12,9 +12,10 @@ from hf_distca.sim.costs import PROFILES, Accuracy, DeviceProfile, held_out
 from hf_distca.sim.lengths import corpora, lognormal, micro_batches, of_documents, of_histogram
 
 
-def tasks(*calls: tuple[float, float, float], diagonal: float = 0.0) -> Tasks:
+def tasks(*calls: tuple[float, float, float], diagonal: float = 0.0, count: tuple[float, ...] = ()) -> Tasks:
+    """Calls of rows, keys and pairs, and `count` tasks of each call; none to leave tasks out."""
     rows, keys, pairs = np.array(calls).T
-    return Tasks(rows, keys, pairs, np.ones(len(calls)), diagonal * rows)
+    return Tasks(rows, keys, pairs, np.ones(len(calls)), diagonal * rows, np.array(count or (0.0,) * len(calls)))
 
 
 def costs(found: KernelCost) -> list[float]:
@@ -30,18 +31,23 @@ def test_seconds_of_a_call_are_found_again():
     calls = replace(calls, diagonal=calls.rows * np.minimum(calls.rows, 512))
     cost = KernelCost(2e-5, 1e-8, 3e-9, 1e-11, 4e-12)
     assert costs(KernelCost.fitted(calls, cost.seconds(calls))) == pytest.approx(costs(cost), rel=1e-6)
+    # A task's cost is found apart from a call's by calls of several tasks.
+    calls = replace(calls, tasks=np.array([1.0, 1.0, 1.0, 8.0, 4.0]))
+    cost = KernelCost(2e-5, 1e-8, 0.0, 1e-11, 0.0, task=5e-6)
+    assert cost.seconds(calls)[3] - replace(cost, task=0.0).seconds(calls)[3] == pytest.approx(8 * 5e-6)
+    assert costs(KernelCost.fitted(calls, cost.seconds(calls))) == pytest.approx(costs(cost), rel=1e-6)
     # No cost is negative.
     assert min(costs(KernelCost.fitted(tasks((1, 1, 1), (2, 2, 4), (3, 3, 9)), np.array([1.0, 1.0, 0.5])))) >= 0
     # (r - 1)² + 4 (2r / 4 - 1)² is least at 1.5: 0.5. The best cost of a call, 1.6, misses by 1.8.
     weighted = KernelCost.fitted(tasks((1, 0, 0), (2, 0, 0)), np.array([1.0, 4.0]), np.array([1.0, 4.0]))
-    assert costs(weighted) == pytest.approx([0, 1.5, 0, 0, 0])
+    assert costs(weighted) == pytest.approx([0, 1.5, 0, 0, 0, 0])
 
 
 def test_other_heads():
-    cost, measured = KernelCost(1.0, 2.0, 4.0, 8.0, 0.5), AttentionKind(None, 8, 4, 64, 64)
-    assert cost.for_kind(measured, AttentionKind(None, 16, 2, 64, 64)) == KernelCost(1.0, 4.0, 2.0, 16.0, 1.0)
+    cost, measured = KernelCost(1.0, 2.0, 4.0, 8.0, 0.5, 3.0), AttentionKind(None, 8, 4, 64, 64)
+    assert cost.for_kind(measured, AttentionKind(None, 16, 2, 64, 64)) == KernelCost(1.0, 4.0, 2.0, 16.0, 1.0, 6.0)
     # Head dims of 320 in all are 2.5 times 128.
-    assert cost.for_kind(measured, AttentionKind(None, 8, 4, 192, 128)) == KernelCost(1.0, 5.0, 10.0, 20.0, 1.25)
+    assert cost.for_kind(measured, AttentionKind(None, 8, 4, 192, 128)) == KernelCost(1.0, 5.0, 10.0, 20.0, 1.25, 7.5)
 
 
 def test_a_link():
@@ -68,7 +74,16 @@ def test_profiles(tmp_path):
         assert len(profile.source) > 40
         profile.save(path)
         assert DeviceProfile.load(str(path)) == profile
-    h100 = DeviceProfile.load("h100")
+        # A file that was written before tasks had a cost.
+        content = json.loads(path.read_text())
+        del content["forward"]["task"], content["backward"]["task"]
+        path.write_text(json.dumps(content))
+        loaded = DeviceProfile.load(str(path))
+        assert (loaded.forward.task, loaded.backward.task) == (0.0, 0.0)
+    h100, h200 = DeviceProfile.load("h100"), DeviceProfile.load("h200")
+    assert (h100.forward.task, h100.backward.task) == (0.0, 0.0)  # was not published
+    assert min(h200.forward.task, h200.backward.task) > 0
+    assert "a prior until it is measured" in h200.source
     assert h100.exchange.within.bandwidth == 100e9 < h100.links.within.bandwidth
     assert h100.exchange.between == h100.links.between
     for content in ("{", json.dumps({"name": "half"}), None):

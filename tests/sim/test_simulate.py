@@ -55,6 +55,11 @@ def test_context_parallelism_shares_every_document_and_gathers_keys():
     setup = replace(SETUP, profile=diagonal, tokens_per_rank=600)
     assert plain(np.array([600, 8]), setup).seconds == 3 * 600 * 512
     assert data_and_context_parallel(np.array([16]), setup, 2).attention.max() == 3 * 16 * 4 / 2
+    # A whole document is one task. A document shared by two ranks is four, or as many as it has rows.
+    of_tasks = replace(PROFILE, forward=KernelCost(0, 0, 0, 0, task=1.0), backward=KernelCost(0, 0, 0, 0))
+    setup = replace(SETUP, profile=of_tasks, tokens_per_rank=32)
+    assert plain(np.array([16, 8, 8, 32]), setup).attention.tolist() == [3, 3 * 3]
+    assert data_and_context_parallel(np.array([16, 8, 3]), setup, 2).attention.tolist() == [3 * (4 + 4 + 3) / 2] * 2
 
 
 @pytest.mark.parametrize("layout", ["joint", "fixed"])

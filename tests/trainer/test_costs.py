@@ -101,6 +101,7 @@ def test_costs_are_measured_once_agreed_on_and_kept(rank_pools, tmp_path):
     assert first == second
     (costs, source), again, (other, source_of_other) = first
     assert again == (costs, source)
+    assert source.endswith("kernel costs call, row, key, pair, diagonal, task")  # fewer of an earlier version
     assert other != costs
     assert source_of_other == source.replace("at most 64 tokens a rank", "at most 32 tokens a rank")
     assert min(costs.before, costs.after, costs.launches, costs.exchange.start) > 0

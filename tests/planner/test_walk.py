@@ -126,10 +126,11 @@ def test_a_cut_costs_a_task():
     links, nothing = Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf)), [np.zeros(2)]
     kernel = KernelCost(0, 0, 0, 0, task=10.0)
 
-    def attention(*plans):
-        return LayerClocks(plans, kernel, nothing * 2, nothing * 2, links, "forward").walked().attention.tolist()
+    def attention(*plans, direction="forward"):
+        return LayerClocks(plans, kernel, nothing * 2, nothing * 2, links, direction).walked().attention.tolist()
 
     assert [attention(count) for count in (*counts, found)] == [[10, 10], [20, 20], [10, 20]]
+    assert attention(counts[1], direction="backward") == [20, 20]  # local tasks in two calls, half of them each
     assert attention(counts[1], counts[1]) == [40, 40]  # two nano-batches in turns compute their own tasks
     assert attention(replace(found, stages=3)) == [10, 40]  # each stage of keys runs the task again
 

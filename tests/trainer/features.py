@@ -282,6 +282,11 @@ BEST = {
     **{"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "load_best_model_at_end": True},
     **{"metric_for_best_model": "eval_most_loss", "greater_is_better": True},
 }
+OF_DETERMINISM = {
+    **dict.fromkeys(("CUDA_LAUNCH_BLOCKING", "ASCEND_LAUNCH_BLOCKING", "HCCL_DETERMINISTIC"), "1"),
+    **{"CUBLAS_WORKSPACE_CONFIG": ":16:8", "FLASH_ATTENTION_DETERMINISTIC": "1"},
+}
+"""What full_determinism sets for the rest of the process: named here, so that it is as before after the training."""
 BY_FSDP = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}  # --fsdp_activation_checkpointing true
 
 
@@ -339,6 +344,7 @@ TRAININGS: dict[str, Run] = {
             **{"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "forkserver"},
         },
         patched=install_galore,
+        environment=OF_DETERMINISM,
     ),
     # TRL
     "answers of assistants": on_chats({"assistant_only_loss": True, CHECKPOINTING: False}, given=LORA),

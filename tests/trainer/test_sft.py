@@ -58,13 +58,13 @@ def test_answers_that_max_length_cuts_off(tmp_path):
 
 
 def _counted(folder: str) -> list[dict[str, Any]]:
-    """Logs of steps whose second micro-batch has one document for two ranks."""
+    """Logs of two steps, of which the second has one token for two ranks."""
     options = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "logging_steps": 1}
     options |= {"max_steps": 2, "save_strategy": "no", "train_sampling_strategy": "sequential"}
     options |= {"include_num_input_tokens_seen": True, "dataloader_pin_memory": False}
     model = small_model(implementation="distca")
     # Tokens with the id of padding are tokens of documents, too.
-    documents = datasets.Dataset.from_list([{"input_ids": [7, 0, 6, 8][:length]} for length in (4, 4, 4, 4, 3)])
+    documents = datasets.Dataset.from_list([{"input_ids": [7, 0, 6, 8][:length]} for length in (4, 4, 4, 4, 1)])
     with launched("ddp", {}):
         args = hf_distca.DistCASFTConfig(folder, **options, **{**exchanging(model), "tokens_per_rank": 8})
         trainer = hf_distca.DistCASFTTrainer(model, args, train_dataset=documents, processing_class=tokenizer())
@@ -75,8 +75,8 @@ def _counted(folder: str) -> list[dict[str, Any]]:
 
 def test_what_keeps_ranks_busy_without_data_is_not_counted(rank_pools, tmp_path):
     for logged in rank_pools[2].run(_counted, str(tmp_path)):
-        assert [entry["num_tokens"] for entry in logged] == [16, 19]
-        assert [entry["num_input_tokens_seen"] for entry in logged] == [16, 19]
+        assert [entry["num_tokens"] for entry in logged] == [16, 17]
+        assert [entry["num_input_tokens_seen"] for entry in logged] == [16, 17]
 
 
 def test_without_trl(monkeypatch):

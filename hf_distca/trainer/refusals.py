@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from accelerate.utils import DynamoBackend
+from torch import nn
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -314,6 +315,12 @@ TRAINER: tuple[Rule, ...] = (
         lambda it: it.tied_tokens,
     ),
     Rule(
+        "ensure_weight_tying=True lets {0.views} share memory with other trained weights",
+        "DDP takes them for weights of their own and trains other ones; FSDP2 and DeepSpeed fail",
+        "leave ensure_weight_tying=False, or leave embed_tokens out of target_modules",
+        lambda it: it.views,
+    ),
+    Rule(
         "optimizers=… is given under DeepSpeed",
         "transformers silently ignores it and makes its own from the arguments optim and lr_scheduler_type",
         "set optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler",
@@ -339,6 +346,12 @@ TRAINER: tuple[Rule, ...] = (
     ),
 )
 """Trainers that cannot train exactly as launched."""
+
+
+def transposed_adapters(model: nn.Module) -> list[str]:
+    """Return the trained weights that are transposed views: PEFT makes one LoRA of tied embeddings so."""
+    trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+    return [name for name, weight in trained if not weight.is_contiguous()]
 
 
 def tied_in(model: Any, wrapper: str) -> list[str]:
@@ -372,6 +385,7 @@ def check_trainer(trainer: Any) -> None:
         towers=", ".join(towers),
         tied=tied_in(base, "ModulesToSaveWrapper") if accelerator.is_fsdp2 else [],
         tied_tokens=tied_in(base, "TrainableTokensWrapper") if accelerator.is_fsdp2 else [],
+        views=transposed_adapters(model) if base is not model and divided is None else [],
     )
     check(TRAINER, facts)
     if facts.reentrant:

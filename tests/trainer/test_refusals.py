@@ -75,7 +75,7 @@ def adapted_by(*, tied: bool = True, **lora: Any) -> dict[str, Any]:
     """A launch under FSDP2 of a model with LoRA, whose embeddings of input and output are one weight."""
 
     def make() -> Any:
-        config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **lora)
+        config = peft.LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **lora})
         return peft.get_peft_model(small_model(tie_word_embeddings=tied), config)
 
     return {"model": make, "by": {"is_fsdp2": True}}
@@ -133,6 +133,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"by": {"mixed_precision": "fp16"}},
         adapted_by(modules_to_save=["embed_tokens"]),
         adapted_by(trainable_token_indices=[3]),
+        {**adapted_by(target_modules=["embed_tokens"], ensure_weight_tying=True), "by": {}},
         {"trainer": {"optimizer": 1, "is_deepspeed_enabled": True}},
         {"trainer": {"model_accepts_loss_kwargs": False}},
         {**TOWER, **REENTRANT},
@@ -160,6 +161,7 @@ NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("TRAINER", {**adapted_by(modules_to_save=["embed_tokens"]), "by": {}}),
     ("TRAINER", {**adapted_by(trainable_token_indices=[3]), "by": {}}),
     ("TRAINER", adapted_by(modules_to_save=["norm"])),
+    ("TRAINER", adapted_by(target_modules=["embed_tokens"])),
     ("TRAINER", adapted_by(modules_to_save=["embed_tokens"], tied=False)),
     ("TRAINER", adapted_by(trainable_token_indices=[3], tied=False)),
     ("TRAINER", {"model": TOWER["model"], **REENTRANT}),

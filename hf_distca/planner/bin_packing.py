@@ -87,24 +87,16 @@ def place_tightly(lengths: Sequence[int], capacity: int) -> list[int]:
     return chosen
 
 
-def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int) -> list[NDArray[np.int64]]:
-    """Return the documents of each rank, with tokens as equal as whole documents allow.
+def ranks_of_whole(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int) -> NDArray[np.int64] | None:
+    """Return the rank of each whole document, with tokens as equal as possible; None if they do not fit.
 
     Longest first, each document goes to the rank with the fewest tokens. If that leaves no room for a document, each
     goes to the fullest rank that has room. If that fails too, ranks are filled one after another in the order of the
     documents: GlobalBatchSampler has packed them into a bin for each rank.
 
-    Raises:
-        ValueError: a document is longer than tokens_per_rank, or the documents do not fit.
+    Args:
+        lengths: [documents] of at most tokens_per_rank tokens each.
     """
-    lengths = as_lengths(lengths)
-    if len(lengths) and int(lengths.max()) > tokens_per_rank:
-        document = int(lengths.argmax())
-        raise ValueError(
-            f"document {document} has {int(lengths[document])} tokens, but with document_layout='whole' a document "
-            f"stays on one rank, which holds {tokens_per_rank}; raise tokens_per_rank, or set long_documents to "
-            "'truncate' or 'split'"
-        )
     order = np.argsort(-lengths, kind="stable")
     longest_first = lengths[order].tolist()
     chosen = place_evenly(longest_first, ranks, tokens_per_rank)
@@ -119,13 +111,33 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
             load += length
             chosen.append(rank)
         if rank >= ranks:
-            raise ValueError(
-                f"{len(lengths)} documents of {int(lengths.sum())} tokens do not fit on {ranks} ranks of "
-                f"{tokens_per_rank} without cutting a document; use fewer documents, more ranks or more "
-                "tokens_per_rank"
-            )
-    # Two halves of about equal tokens, so that nano-batches can divide the rank's rows between two documents.
+            return None
     rank_of = np.empty(len(lengths), np.int64)
     rank_of[order] = chosen
+    return rank_of
+
+
+def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int) -> list[NDArray[np.int64]]:
+    """Return the documents of each rank, with tokens as equal as whole documents allow: see `ranks_of_whole`.
+
+    Raises:
+        ValueError: a document is longer than tokens_per_rank, or the documents do not fit.
+    """
+    lengths = as_lengths(lengths)
+    if len(lengths) and int(lengths.max()) > tokens_per_rank:
+        document = int(lengths.argmax())
+        raise ValueError(
+            f"document {document} has {int(lengths[document])} tokens, but with document_layout='whole' a document "
+            f"stays on one rank, which holds {tokens_per_rank}; raise tokens_per_rank, or set long_documents to "
+            "'truncate' or 'split'"
+        )
+    rank_of = ranks_of_whole(lengths, ranks, tokens_per_rank)
+    if rank_of is None:
+        raise ValueError(
+            f"{len(lengths)} documents of {int(lengths.sum())} tokens do not fit on {ranks} ranks of "
+            f"{tokens_per_rank} without cutting a document; use fewer documents, more ranks or more "
+            "tokens_per_rank"
+        )
+    # Two halves of about equal tokens, so that nano-batches can divide the rank's rows between two documents.
     ordered = (np.flatnonzero(rank_of == rank) for rank in range(ranks))
     return [np.concatenate([documents[half] for half in halves(lengths[documents])]) for documents in ordered]

@@ -23,6 +23,7 @@ from hf_distca.planner.groups import (
     nano_batches_in_groups,
     partitions,
     place_in_groups,
+    place_on_ranks,
 )
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import CountedPlan, count_plan
@@ -170,6 +171,7 @@ class _Search:
         if layout == "joint" and groups:
             check_capacity(self._lengths, self._settings.ranks, self._settings.tokens_per_rank)
             yield self._grouped()
+            yield from self._on_ranks()
             return
         placing = self._placing(0)
         if layout == "whole" and groups and placing is not None and not placing.left:
@@ -201,6 +203,21 @@ class _Search:
                     yield candidate
                 if candidate.waited == 0:  # a second nano-batch has nothing to hide
                     break
+
+    def _on_ranks(self) -> Iterator[Candidate]:
+        """Yield the plan of whole documents on ranks where documents of equal work do not fit, if it could be faster."""
+        placing, best = self._placing(0), self._best
+        if placing is None or not placing.left or best is None:
+            return
+        fitted = place_on_ranks(
+            self._lengths, self._seconds, self._settings.ranks, self._settings.tokens_per_rank, self._speeds
+        )
+        if fitted is None or fitted.slowest > best.choice.seconds * (1 - GOOD_ENOUGH):
+            return
+        finest, count = self._choices.tolerances[0], min(self._choices.nano_batches)
+        nano_batches = nano_batches_in_groups(self._lengths, fitted, self._settings, self._costs, count, evenly=True)
+        if nano_batches is not None:
+            yield self._candidate(nano_batches, fitted, finest, self._settings, evenly=True)
 
     def _grouped(self) -> Candidate:
         """Return the best plan in groups. Sampled plans are made in full as long as one could be the best."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Layout, NanoBatch, Plan
 from hf_distca.planner.balance import balance
+from hf_distca.planner.bin_packing import ranks_of_whole
 from hf_distca.planner.build import local_plan
 from hf_distca.planner.joint import joint_segments
 from hf_distca.planner.layout import assemble, split_documents
@@ -119,6 +120,26 @@ def place_in_groups(
     by_group = np.argsort(group_of, kind="stable")
     left, *documents = np.split(by_group, np.searchsorted(group_of[by_group], np.arange(len(sizes))))
     return Placing(sizes, tuple(documents), tuple(left.tolist()), np.array(loads))
+
+
+def place_on_ranks(
+    lengths: IntArray, seconds: FloatArray, ranks: int, tokens_per_rank: int, speeds: FloatArray
+) -> Placing | None:
+    """Give whole documents to ranks so that they fit, if need be with unequal work.
+
+    Args:
+        seconds, speeds: as in `place_in_groups`.
+
+    Returns:
+        None if a document is too long, documents do not fit, or a rank would have none.
+    """
+    if int(lengths.max()) > tokens_per_rank:
+        return None
+    rank_of = ranks_of_whole(lengths, ranks, tokens_per_rank)
+    if rank_of is None or len(np.unique(rank_of)) < ranks:
+        return None
+    documents = tuple(np.flatnonzero(rank_of == rank) for rank in range(ranks))
+    return Placing((1,) * ranks, documents, (), np.bincount(rank_of, seconds, ranks) / speeds)
 
 
 def joined_nodes(

@@ -1,7 +1,7 @@
 """Simulation of many global micro-batches under every strategy: figures, comparison and advice."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -10,7 +10,8 @@ import numpy as np
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.seconds import FloatArray
-from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.whole_ranks import fitting, whole_ranks_pay
 from hf_distca.sim.lengths import IntArray, histogram
 from hf_distca.sim.strategies import CHOSEN, PLAIN, Setup, StepTime, Strategy, all_strategies
 
@@ -18,6 +19,11 @@ NOT_WORTH = 1.02
 """Least speed-up that counts as a gain; runs differ by as much."""
 MOST_WAITS = 0.05
 """Share of a step in waits for exchanges, above which the advice mentions them."""
+DRAWN_FOR_RANKS = (
+    "Micro-batches of all strategies hold documents that fit into whole ranks, as training draws them here: full ones "
+    "would wait for exchanges."
+)
+"""Advice where micro-batches are not full."""
 Memory = Callable[[Strategy, int, MicroBatchPlan | None], tuple[int | None, int | None]]
 """Function that returns a GPU's bytes for rows (None if unknown) and for model state.
 
@@ -118,7 +124,7 @@ def simulate(
     memory: Memory = lambda *_: (None, None),
 ) -> Simulation:
     """Simulate micro-batches under `all_strategies`; the default `memory` leaves memory out."""
-    every = list(islice(micro_batches, count))
+    every, fitted = _as_drawn(list(islice(micro_batches, count)), setup, settings)
     lengths, flops = np.concatenate(every), 0.0
     per_pair = {
         kind: layers * kind.q_heads * (kind.dim_qk + kind.dim_v) for kind, layers in setup.model.layers.items()
@@ -200,8 +206,21 @@ def simulate(
         over_best=gain_over(plain.name),
         speed_up=plain.step_seconds / planned.step_seconds,
         attention_speed_up=plain.attention_seconds / planned.attention_seconds,
-        advice=tuple(advice(tuple(figures.values()), plain, planned, setup.tokens_per_rank)),
+        advice=(
+            *advice(tuple(figures.values()), plain, planned, setup.tokens_per_rank),
+            *([DRAWN_FOR_RANKS] if fitted else []),
+        ),
     )
+
+
+def _as_drawn(full: list[IntArray], setup: Setup, settings: PlanSettings) -> tuple[list[IntArray], bool]:
+    """Return micro-batches as training draws them by default, and whether their documents fit into whole ranks."""
+    chosen = replace(settings, choices=Choices.beside(settings, setup.costs))
+    fitted = (fitting(lengths, setup.ranks, setup.tokens_per_rank) for lengths in full)
+    longest = max(int(lengths.max()) for lengths in full)
+    if longest > setup.tokens_per_rank or not whole_ranks_pay(full, fitted, chosen):
+        return full, False
+    return [fitting(lengths, setup.ranks, setup.tokens_per_rank) for lengths in full], True
 
 
 def advice(

@@ -69,18 +69,20 @@ class PackedLoaders:
         self._lengths[id(dataset)] = dataset, (lengths, fingerprint)
         return lengths, fingerprint
 
-    def excerpts(self, dataset: Any, capacity: int = 0) -> tuple[NDArray[np.void], int, int]:
+    def excerpts(self, dataset: Any, capacity: int = 0, bins: int = 0) -> tuple[NDArray[np.void], int, int]:
         """Return the excerpts of a data set with a length, the capacity of a bin and the bins of a micro-batch.
 
         A collective of the world where the data set is new. Every rank raises ValueError for data that cannot train.
 
         Args:
             capacity: maximum number of tokens of a global micro-batch; 0 means ranks · tokens_per_rank.
+            bins: number of bins of a micro-batch; 0 means one for each rank if documents must stay whole, or else one.
         """
         groups, name = self._dispatcher.groups, self._name(dataset)
         lengths, _ = self.lengths(dataset)
-        whole = self._dispatcher.settings.document_layout == "whole"
-        bins, limit_name = (groups.ranks, "tokens_per_rank") if whole else (1, "ranks · tokens_per_rank")
+        whole = self._dispatcher.settings.document_layout == "whole" or bins > 1
+        bins = bins or (groups.ranks if whole else 1)
+        limit_name = "tokens_per_rank" if whole else "ranks · tokens_per_rank"
         capacity = (capacity or groups.ranks * self._args.tokens_per_rank) // bins
         policy, limits = self._args.long_documents, self._dispatcher.limits
         excerpts = fit_documents(lengths, capacity, policy, limit_name, name=name, limits=limits)
@@ -133,18 +135,18 @@ class PackedLoaders:
         place = groups.ranks, groups.rank, args.tokens_per_rank, args.long_documents, self._columns
         return StreamPacker(dataset, *place, self._name(dataset), self._dispatcher.limits)
 
-    def loader(self, dataset: Any, *, shuffle: bool, capacity: int = 0) -> DataLoader[Any]:
+    def loader(self, dataset: Any, *, shuffle: bool, capacity: int = 0, bins: int = 0) -> DataLoader[Any]:
         """Return a loader of this rank's rows: of planned batches, or of a stream's, which are planned later.
 
         Args:
-            capacity: maximum number of tokens of a global micro-batch; 0 means ranks · tokens_per_rank.
+            capacity, bins: as in `excerpts`.
         """
         args, groups = self._args, self._dispatcher.groups
         options: dict[str, Any] = {"batch_size": None}
         if is_stream(dataset):
             dataset = self._packer(dataset)
         else:
-            excerpts, capacity, bins = self.excerpts(dataset, capacity)
+            excerpts, capacity, bins = self.excerpts(dataset, capacity, bins)
             lengths, _ = self.lengths(dataset)
             name, settings = self._name(dataset), self._dispatcher.settings
             dataset = RankDocuments(dataset, lengths, settings, groups.rank, self._columns, name)

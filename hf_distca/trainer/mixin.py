@@ -112,9 +112,8 @@ class DistCAMixin(_Trainer):
             self._processes.watch(loader)
             return loader
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
-        # The place has no capacity before training begins.
-        capacity = int(self._progress.start.order.get(resuming.CAPACITY, 0)) if is_training else 0
-        loader = self._loaders.loader(dataset, shuffle=shuffle, capacity=capacity)
+        capacity, bins = resuming.capacity_and_bins(self._progress.start.order if is_training else {})
+        loader = self._loaders.loader(dataset, shuffle=shuffle, capacity=capacity, bins=bins)
         self._processes.watch(loader)
         return loader
 
@@ -196,10 +195,12 @@ class DistCAMixin(_Trainer):
                 checkpoint = resuming.agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
                 order = resuming.data_order(self, self.dispatcher, self._loaders, packs=self._packs)
                 place = resuming.agreed_place(order, checkpoint, self.args, groups)
-                self._progress = resuming.DataProgress(place)
                 if self._packs:
                     self._loaders.check_evaluation_data()
                 self._costs.resume(None if checkpoint is None else Path(checkpoint))
+                if place.order is order and self._packs:  # a resumed training goes on with its micro-batches
+                    place = place._replace(order=resuming.chosen_order(order, self, self.dispatcher, self._loaders))
+                self._progress = resuming.DataProgress(place)
                 return super().train(checkpoint, *args, **kwargs)
         finally:
             self._upcoming.close()

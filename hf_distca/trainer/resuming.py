@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from accelerate import Accelerator
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_distca.collator.whole_ranks import draws_for_whole_ranks
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
 from hf_distca.trainer.arguments import DistCAArguments
@@ -31,8 +32,11 @@ STATE_FILE = "trainer_state.json"
 PLACE_FILE = "data_order.json"
 CAPACITY = "ranks * tokens_per_rank"
 """Setting that may grow on resume: micro-batches keep their old size, and still fit."""
-LAYOUT, CUTTING = "document_layout", "joint or fixed"
-"""Layout setting, and its value for layouts that cut documents: a run may resume with either."""
+LAYOUT, CUTTING, FITTING = "document_layout", "joint or fixed", "whole on {} ranks"
+"""Layout setting, and its values where documents of a micro-batch fit into all ranks together, or into whole ranks.
+
+A layout that cuts documents may resume with micro-batches of either kind. It takes those of the checkpoint.
+"""
 WORKERS = "dataloader_num_workers"
 """Setting that decides the order of a stream."""
 AGREED = (
@@ -134,11 +138,36 @@ def data_order(trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, 
     lengths, fingerprint = loaders.lengths(dataset)
     return {
         CAPACITY: ranks * args.tokens_per_rank,
-        LAYOUT: f"whole on {ranks} ranks" if dispatcher.settings.document_layout == "whole" else CUTTING,
+        LAYOUT: FITTING.format(ranks) if dispatcher.settings.document_layout == "whole" else CUTTING,
         "long_documents": args.long_documents,
         **_drawn(args),
         "train_dataset": f"{len(lengths)} documents of {lengths.sum()} tokens, fingerprint {fingerprint[:16]}",
     }
+
+
+def chosen_order(order: DataOrder, trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders) -> DataOrder:
+    """Return the order of a new training: for whole ranks where such micro-batches pay. A collective of the world."""
+    args, dataset, groups = trainer.args, trainer.train_dataset, dispatcher.groups
+    if is_stream(dataset) or args.train_sampling_strategy == "sequential":  # documents come in their own order
+        return order
+    lengths, _ = loaders.lengths(dataset)
+    pays = False
+    with groups.raised_together(in_world=True):
+        seed = args.seed if args.data_seed is None else args.data_seed
+        pays = draws_for_whole_ranks(lengths, dispatcher.settings, seed)
+    if not groups.all_gather(pays, in_world=True)[0]:
+        return order
+    logger.info(
+        "micro-batches hold documents that fit into whole ranks, which is predicted to be faster than full "
+        "micro-batches; document_layout='joint' keeps them full"
+    )
+    return {**order, LAYOUT: FITTING.format(groups.ranks)}
+
+
+def capacity_and_bins(order: DataOrder) -> tuple[int, int]:
+    """Return the maximum number of tokens and the number of bins of a micro-batch; 0 before a training has begun."""
+    ranks = re.fullmatch(FITTING.format(r"(\d+)"), str(order.get(LAYOUT, "")))
+    return int(order.get(CAPACITY, 0)), 0 if CAPACITY not in order else int(ranks[1]) if ranks else 1
 
 
 class DataPlace(NamedTuple):
@@ -202,10 +231,12 @@ def _kept_place(checkpoint: Path, order: DataOrder, ranks: int) -> DataPlace:
         stored = {LAYOUT: CUTTING, **stored}
     if WORKERS in order:  # earlier versions stored it for packed streams alone; the default was 1
         stored = {WORKERS: 1, **stored}
+    # Layouts that cut documents plan any micro-batch, so they take those of the checkpoint.
+    free = (CAPACITY, LAYOUT) if order.get(LAYOUT) == CUTTING and LAYOUT in stored else (CAPACITY,)
     wrong = [
         f"{name} is {order.get(name)}, but must be {stored.get(name)}"
         for name in {**stored, **order}
-        if name != CAPACITY and order.get(name) != stored.get(name)
+        if name not in free and order.get(name) != stored.get(name)
     ]
     least = int(stored.get(CAPACITY, 0))
     if int(order.get(CAPACITY, least)) < least:

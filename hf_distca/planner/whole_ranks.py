@@ -1,0 +1,79 @@
+"""Choice between micro-batches that are full and slightly smaller ones whose documents fit into whole ranks.
+
+Documents in whole ranks exchange nothing, but their lengths rarely fill every rank to the last token. Smaller
+micro-batches pay where the exchanges of full ones are not hidden behind computation.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.planner.bin_packing import ranks_of_whole
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.walk import document_seconds
+
+IntArray = NDArray[np.int64]
+
+PAYS = 1.05
+"""Least predicted speed-up per token for which micro-batches are smaller.
+
+It exceeds what measured costs vary by, so that a training draws the same micro-batches from run to run.
+"""
+COMPARED_BATCHES = 4
+"""Number of micro-batches of each kind that are planned for the comparison."""
+
+
+def fitting(lengths: IntArray, ranks: int, tokens_per_rank: int) -> IntArray:
+    """Return the lengths of a micro-batch without its last documents, so that the others fit into whole ranks.
+
+    Args:
+        lengths: [documents] of at most tokens_per_rank tokens each.
+    """
+
+    def too_many(count: int) -> bool:
+        return ranks_of_whole(lengths[:count], ranks, tokens_per_rank) is None
+
+    return lengths[: bisect_left(range(len(lengths) + 1), True, key=too_many) - 1]
+
+
+def may_choose_whole_ranks(settings: PlanSettings) -> bool:
+    """Return whether the planner may place documents as it likes, so that it may also have them drawn for ranks."""
+    return settings.document_layout == "joint" and settings.choices is not None and settings.choices.groups
+
+
+def whole_ranks_pay(full: Iterable[IntArray], fitted: Iterable[IntArray], settings: PlanSettings) -> bool:
+    """Return whether fitted micro-batches take clearly less predicted time per token than full ones.
+
+    Every rank decides alike, since predictions depend on lengths and settings alone.
+
+    Args:
+        full: [documents] lengths of micro-batches that are full; the first ones are read.
+        fitted: of micro-batches whose documents fit into whole ranks; read only if full ones could be improved.
+    """
+    if not may_choose_whole_ranks(settings) or settings.choices is None:
+        return False
+    compared = list(islice(full, COMPARED_BATCHES))
+    if max(int(lengths.max()) for lengths in compared) > settings.tokens_per_rank:
+        return False
+    costs = settings.choices.costs
+    speeds = 1 / np.array(costs.slowness or (1.0,) * settings.ranks)
+    work_s = sum(float(document_seconds(lengths, costs).sum()) for lengths in compared)
+    computing_s = work_s / float(speeds.sum()) / _tokens(compared)  # if ranks computed alike and never waited
+    full_s = _seconds_per_token(compared, settings)
+    if full_s < PAYS * computing_s:
+        return False
+    return full_s >= PAYS * _seconds_per_token(list(islice(fitted, COMPARED_BATCHES)), settings)
+
+
+def _tokens(micro_batches: Iterable[IntArray]) -> int:
+    return sum(int(lengths.sum()) for lengths in micro_batches)
+
+
+def _seconds_per_token(micro_batches: list[IntArray], settings: PlanSettings) -> float:
+    """Return the predicted seconds of micro-batches over their tokens."""
+    choices = [plan_micro_batch(lengths.tolist(), settings).choice for lengths in micro_batches]
+    return sum(choice.seconds for choice in choices if choice is not None) / _tokens(micro_batches)

@@ -205,7 +205,7 @@ class _Search:
                     break
 
     def _on_ranks(self) -> Iterator[Candidate]:
-        """Yield the plan of whole documents on ranks where documents of equal work do not fit, if it could be faster."""
+        """Yield the plan of whole documents on ranks where equal work does not fit, if it could be faster."""
         placing, best = self._placing(0), self._best
         if placing is None or not placing.left or best is None:
             return
@@ -338,7 +338,9 @@ class _Search:
         if self._best is None:
             return True
         enough = self._best.choice.seconds * (1 - GOOD_ENOUGH)
-        if level > max(self._level(), self._inside) and self._best.waited <= WAITING:
+        # A placing says nothing about the work of documents that fit in no group.
+        is_placed = not self._best.placing.left
+        if is_placed and level > max(self._level(), self._inside) and self._best.waited <= WAITING:
             # Larger groups exchange more, so they have to compute more evenly.
             enough = self._until_placed(self._best.placing) * (1 - GOOD_ENOUGH)
         return self._slowest(level, enough) * (1 + besides) < enough

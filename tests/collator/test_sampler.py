@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
+from hf_distca.collator.whole_ranks import draws_for_whole_ranks
+from tests.planner.test_choose import FREE, SLOW
+from tests.planner.test_whole_ranks import settings as slow_or_free
 from tests.refused import refused
 
 
@@ -98,3 +101,13 @@ def test_each_row_once_per_epoch_never_over_capacity(lengths, capacity, seed, sh
         assert len(batches) == len(sampler)
         assert sorted(excerpt for batch in batches for excerpt in batch) == excerpts
         assert all(0 < sum(stop - start for _, start, stop, _ in batch) <= capacity for batch in batches)
+
+
+def test_micro_batches_of_a_data_set_are_drawn_for_whole_ranks_where_that_pays():
+    lengths = np.array([280] * 45)  # 9 of them are a full micro-batch of 4 ranks of 640, and 2 fit on a rank
+    assert draws_for_whole_ranks(lengths, slow_or_free(SLOW), seed=1)
+    assert not draws_for_whole_ranks(lengths, slow_or_free(FREE), seed=1)
+    assert not draws_for_whole_ranks(np.append(lengths, 641), slow_or_free(SLOW), seed=1)  # a rank cannot hold it
+    assert not draws_for_whole_ranks(lengths[:0], slow_or_free(SLOW), seed=1)
+    # A large data set.
+    assert draws_for_whole_ranks(np.array([280] * 40_000), slow_or_free(SLOW), seed=1)

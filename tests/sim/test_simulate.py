@@ -10,7 +10,7 @@ from hf_distca.planner.seconds import KernelCost, LinkCost, Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import ModelShape
-from hf_distca.sim.simulate import StrategyFigures, advice, simulate
+from hf_distca.sim.simulate import DRAWN_FOR_RANKS, StrategyFigures, advice, simulate
 from hf_distca.sim.strategies import Setup, data_and_context_parallel, plain, planned
 
 KIND = AttentionKind(None, 2, 1, 4, 4)
@@ -176,3 +176,14 @@ def test_advice():
     ]
     slower = replace(faster, step_seconds=2.1)
     assert len(list(advice([slower, cuts, JOINT], cuts, JOINT, 512))) == 2
+
+
+def test_micro_batches_of_slow_links_hold_documents_that_fit_into_whole_ranks():
+    slow = LinkCost(0.0, 1e-3)
+    documents = [np.array([3, 3, 3, 3, 3])]  # two fit on a rank of 8, and 15 tokens on both
+    for link, tokens in ((slow, 12), (FREE.within, 15)):
+        setup = replace(SETUP, profile=replace(PROFILE, exchange=Links(link, link)))
+        found = simulate(documents, setup, SETTINGS, 1)
+        assert (found.tokens, DRAWN_FOR_RANKS in found.advice) == (tokens, link is slow)
+        seconds = {each.name: each.step_seconds for each in found.strategies}
+        assert (seconds["hf_distca, chosen"] == pytest.approx(seconds["whole documents balanced"])) == (link is slow)

@@ -71,6 +71,7 @@ def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(tmp_path):
         documents = [{"input_ids": [0] * length} for length in (6, 5, 4)]
         # 15 tokens, but 4 more fit beside neither 6 nor 5 on a rank.
         assert len(loaders.loader(documents, shuffle=False)) == (2 if layout == "whole" else 1)
+        assert [len(loaders.loader(documents, shuffle=False, capacity=16, bins=bins)) for bins in (1, 2)] == [1, 2]
         with refused(Data.LONG, limit_name=limit_name, limit=limit, length=limit + 1):
             loaders.loader([{"input_ids": [0] * (limit + 1)}], shuffle=False)
 

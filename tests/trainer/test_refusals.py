@@ -316,7 +316,7 @@ OTHERS: list[tuple[str, dict[str, Any], int, dict[str, Any], str]] = [
     ("packed", {}, 2, {"train_sampling_strategy": "sequential"}, RANDOM.format("sequential")),
     ("packed", {}, 2, {"long_documents": "split"}, "long_documents is split, but must be error"),
     ("packed", {}, 2, {"skip": 1}, "train_dataset is 11 documents of 471 tokens, fingerprint 1111111111111111"),
-    ("packed", WHOLE, 2, {}, "document_layout is joint or fixed, but must be whole on 2 ranks"),
+    ("packed", WHOLE, 3, WHOLE, "document_layout is whole on 3 ranks, but must be whole on 2 ranks"),
     ("stream", {}, 3, {}, "ranks is 3, but must be 2"),
     ("stream", {}, 2, {"tokens_per_rank": 97}, "tokens_per_rank is 97, but must be 96"),
     ("stream", {}, 2, {"dataloader_num_workers": 1}, "dataloader_num_workers is 1, but must be 0"),
@@ -344,6 +344,12 @@ def test_another_order(tmp_path):
         assert differences in str(error.value)
         assert place(other, ranks, ignore_data_skip=True) == resuming.DataPlace(other)
         assert place(order(source, **saved)).epoch == 1
+    # Layouts that cut documents go on with micro-batches whose documents fit into whole ranks.
+    save(order("packed", **WHOLE))
+    for ranks in (2, 3):
+        kept = place(order("packed", ranks), ranks).order
+        assert kept == order("packed", **WHOLE)
+        assert resuming.capacity_and_bins(kept) == (192, 2)
     # Another kind of data: what only the checkpoint, or only this run has.
     save(order("packed"))
     with refused(Resume.OTHER_ORDER) as error:

@@ -56,7 +56,8 @@ class DistCAConfig:
         "of at most tokens_per_rank tokens, on one rank and moves only core attention. 'auto' is 'whole' for models "
         "with Mamba-1 or another module that mixes rows in order and cannot take a part of a document. For other "
         "models 'auto' lets the planner choose for every micro-batch: whole documents without exchange, documents "
-        "inside groups of ranks or nodes, or the joint layout.",
+        "inside groups of ranks or nodes, or the joint layout. Where full micro-batches would wait for exchanges, "
+        "'auto' also draws micro-batches that are a little smaller, so that their documents fit into whole ranks.",
         choices=DOCUMENT_LAYOUTS,
     )
     balance_tolerance: Tolerance = setting(

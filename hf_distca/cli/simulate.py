@@ -43,7 +43,8 @@ were measured. The last lines report whether balancing pays.
 
 {SOURCES}
 A step has one micro-batch on each rank. It leaves out gradient synchronisation and the optimizer, which are the same
-for all strategies. Memory is counted as hf-distca plan --model does, with the model's state divided as in FSDP2.
+for all strategies. Where training would draw micro-batches whose documents fit into whole ranks, all strategies get
+these. Memory is counted as hf-distca plan --model does, with the model's state divided as in FSDP2.
 """
 
 

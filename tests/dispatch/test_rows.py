@@ -1,6 +1,7 @@
 """Index tensors of rows; gather, scatter and sums by them; the memory in which rows travel."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.dispatch import rows as rows_module
-from hf_distca.dispatch.bound import BoundRoutes
+from hf_distca.dispatch.bound import BoundRoutes, GradientSum
 from hf_distca.dispatch.exchange import LAYOUTS_KEPT, Exchange, Route, rounded_up
+from hf_distca.dispatch.executor import _Gradients
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.rows import IndexBuffer, RowSum, addend_table, copy_rows, merge_rows, put, row_index, take
 from hf_distca.kernels.contract import MAX_SOURCES, SOURCE_BITS
@@ -117,6 +119,21 @@ def test_sums_of_three_in_bfloat16_are_kept_in_float32_and_of_many_sources_refus
     assert row_sum([[0], [0], [0]], 1).add_up(values).item() == 258.0  # onto the first
     with pytest.raises(ValueError, match="at most 6 sources, got 7"):
         row_sum([[0]] * (MAX_SOURCES + 1), 1)
+
+
+def test_gradients_of_several_stages_in_bfloat16_are_added_up_in_float32():
+    for stages in ([[0, 1], [0], [0]], [[0], [0], [0]]):  # onto the rows of the first stage, and onto zeros
+        buffer = IndexBuffer(CPU)
+        early = {("ranks", stage): np.array(targets) for stage, targets in enumerate(stages)}
+        routes = SimpleNamespace(gradients={("dq", "local"): GradientSum(2, early, {}, buffer)})
+        buffer.send()
+        zeros = torch.zeros(2, 1, 1, dtype=torch.bfloat16)
+        gradients = _Gradients(routes, dict.fromkeys(("q", "k", "v"), zeros))
+        for stage, (value, targets) in enumerate(zip((256.0, 1.0, 1.0), stages, strict=True)):
+            rows = torch.full((len(targets), 1, 1), value, dtype=torch.bfloat16)
+            gradients.add_from_ranks(stage, {"dq": rows})
+        total = gradients.add_up("dq", "local")
+        assert total.flatten().tolist() == [258.0, 256.0 * (len(stages[0]) - 1)]  # in bfloat16, 256 + 1 is 256
 
 
 def test_addends_of_a_row_come_source_by_source_and_in_order():

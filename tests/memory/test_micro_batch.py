@@ -164,6 +164,23 @@ def test_a_deep_model_is_counted_by_a_few_layers(monkeypatch, model_type, config
     assert depths[-1].num_hidden_layers == 8
 
 
+def test_trainings_share_counts_only_where_they_take_the_same():
+    settings = PlanSettings(1, TOKENS, small_kinds(), kernel="torch_varlen")
+    plan, shared = plan_micro_batch([TOKENS], settings), MemoryCounter(small_model(), settings, DistCAConfig())
+    # Under ddp autocast makes copies of the weights; under fsdp2 the weights are in bfloat16.
+    for strategy, copies in (("fsdp2", False), ("ddp", True)):
+        counted_parts = shared.count(plan, Training(strategy, True)).parts
+        assert (counted_parts.get("cast weights", 0) > 0) == copies
+        assert (
+            counted_parts
+            == MemoryCounter(small_model(), settings, DistCAConfig()).count(plan, Training(strategy, True)).parts
+        )
+    # Offloaded bytes are the host's.
+    kept, offloaded = (shared.count(plan, Training("ddp", True, how)) for how in ({}, {"offload": True}))
+    assert offloaded.total < kept.total
+    assert "host" not in offloaded.parts
+
+
 def test_the_longest_rows_that_fit(monkeypatch):
     """A byte a token; above 5000 tokens two of them."""
     memory = MemoryCounter(small_model(), PlanSettings(1, 8192, small_kinds()), DistCAConfig())

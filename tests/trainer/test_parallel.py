@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from hf_distca import DistCAConfig
 from hf_distca.memory.counter import MemoryCounter
 from hf_distca.refusal import check
+from hf_distca.trainer import assembly
 from hf_distca.trainer.assembly import make_dispatcher, smallest_memory
 from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of
 from hf_distca.trainer.parallel import dtype_of_computation, is_wrapped, join_on_cpu, share_on_cpu, trained_towers
@@ -210,3 +211,10 @@ def test_gpus_agree_on_the_smallest_memory(monkeypatch):
     groups = SimpleNamespace(all_gather=lambda mine: gathered.append(mine) or [mine, mine])
     assert smallest_memory(groups, torch.device("cpu")) is None
     assert gathered == [80 * 10**9, None]
+
+
+def test_chunks_of_the_loss_are_chosen_by_the_smallest_memory(monkeypatch):
+    monkeypatch.setattr(assembly, "smallest_memory", lambda *_: 10**12)
+    model = small_model(vocab_size=2**15)
+    make_dispatcher(model, DistCAConfig(tokens_per_rank=64), torch.device("cpu")).close()
+    assert model.lm_head.chunk_bytes == 4 * 2**15 * 4096

@@ -41,6 +41,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.recorder import Recorder
+from hf_distca.dispatch.waits import Waits
 from hf_distca.kernels.versions import TorchVarlenKernel
 from hf_distca.models.decoder import base_model
 from hf_distca.models.kinds import layers_by_kind
@@ -274,7 +275,7 @@ def bound_plan(
     plan: MicroBatchPlan, rank: int, group: dist.ProcessGroup, device: torch.device = META, **options: Any
 ) -> BoundPlan:
     """The plan bound to one of the ranks of a fake group."""
-    exchange = Exchange(SimpleNamespace(exchange=group, node=group, closed=False))
+    exchange = Exchange(SimpleNamespace(exchange=group, node=group, closed=False, waits=Waits.alone()))
     return BoundPlan(plan, rank, Runtime(device, exchange, MetaKernel(), Recorder(device), **options))
 
 

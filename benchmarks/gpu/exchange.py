@@ -21,6 +21,7 @@ from benchmarks.harness import median_seconds, run_ranks
 from hf_distca.dispatch.exchange import Exchange, Route
 from hf_distca.dispatch.groups import EXCHANGE_CTAS, exchange_options
 from hf_distca.dispatch.rows import IndexBuffer, row_index
+from hf_distca.dispatch.waits import Waits
 from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel
 
 BLOCKS = (1, 4, 8, 16, 32)
@@ -56,7 +57,7 @@ def _figures(setting: Setting, blocks: int) -> dict[str, Any]:
     group = dist.new_group(
         backend=backend, pg_options=exchange_options(backend, blocks), device_id=device if setting.on_cuda else None
     )
-    exchange = Exchange(SimpleNamespace(exchange=group, node=None, closed=False))
+    exchange = Exchange(SimpleNamespace(exchange=group, node=None, closed=False, waits=Waits.alone()))
     heads, kv_heads, dim = (setting.wide[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
 
     def peers(of: int) -> list[int]:

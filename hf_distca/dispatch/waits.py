@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from types import TracebackType
 
 import torch.distributed as dist
@@ -69,6 +70,11 @@ class Waits:
             self._watch.start(Signs(self.line, rank, ranks, limit_s))
             # Called at the latest when the process ends, before Python stops its threads.
             self._close: Callable[[], object] = weakref.finalize(self, self._watch.close)
+
+    @classmethod
+    def alone(cls) -> "Waits":
+        """Return the waits of a rank that waits for nobody."""
+        return cls(None, 0, 1, inf)
 
     def of(self, name: str) -> "_Wait":
         """Return the context of a wait for other ranks.

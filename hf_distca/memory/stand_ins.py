@@ -5,7 +5,6 @@ and keys, E head dim of values.
 """
 
 from collections.abc import Hashable, Sequence
-from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,8 +108,7 @@ class CountedExchange(Exchange):
     """Exchange whose buffers are counted and whose rows stay in place."""
 
     def __init__(self, live: LiveMemory) -> None:
-        alone = Waits(None, 0, 1, inf)  # nobody is waited for
-        groups: Any = SimpleNamespace(exchange=_NoGroup(), node=_NoGroup(), closed=False, waits=alone)
+        groups: Any = SimpleNamespace(exchange=_NoGroup(), node=_NoGroup(), closed=False, waits=Waits.alone())
         super().__init__(groups)
         self._live = live
 

@@ -75,6 +75,12 @@ def closure(package: Distribution) -> list[Distribution]:
 
 
 def test_the_quickstart_and_the_shown_scripts_train(python, tmp_path):
+    """Run the README on the Python of the suite.
+
+    No Python 3.14 can be installed by pip for the suite. There processes start by forkserver and import the script
+    again, which matters only where a process is started: `tests/trainer/test_loaders.py` holds that none is.
+    """
+
     def in_shell(command: str) -> str:
         """Output of a command where the environment is activated."""
         return run_outside(["bash", "-c", f"PATH={python.parent}:$PATH; {command}"], tmp_path)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -52,7 +53,8 @@ def load_documents(
     if not names:
         raise Source.NONE.error()
     loaded: dict[str, datasets.Dataset] = {}  # by the first path of each group
-    for kind, group in groupby((found for name in names for found in _found(name)), key=lambda found: found.format):
+    found_sources = [found for name in names for found in _found(name)]
+    for kind, group in groupby(found_sources, key=attrgetter("format")):
         paths = [found.path for found in group]
         if kind in (SAVED, NAMED):
             loaded |= {path: _load_named(kind, path, split) for path in paths}

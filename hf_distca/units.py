@@ -42,16 +42,15 @@ def read_tokens(given: Any) -> int:
     return _number(given, TOKENS, "a number of tokens, such as 32768 or '32k'")
 
 
+A_NUMBER_OF_BYTES = "a number of bytes, such as 134217728 or '128MiB'"
+
+
 def _read_bytes(given: Any) -> int:
-    return _number(given, BYTES, "a number of bytes, such as 134217728 or '128MiB'")
+    return _number(given, BYTES, A_NUMBER_OF_BYTES)
 
 
 def _read_bytes_or_auto(given: Any) -> int | Literal["auto"]:
-    return (
-        AUTO
-        if given == AUTO
-        else _number(given, BYTES, f"a number of bytes, such as 134217728 or '128MiB', or {AUTO!r}")
-    )
+    return AUTO if given == AUTO else _number(given, BYTES, f"{A_NUMBER_OF_BYTES}, or {AUTO!r}")
 
 
 def _read_servers(given: Any) -> int | Literal["external"]:

@@ -29,7 +29,7 @@ GROWTH = 1.05
 BOUNDS = {"loss": 5e-3, "grad_norm": 2e-2}
 """Largest differences of what stock attention and ours log, over the value."""
 SMALL_CHUNKS = "256MiB"
-"""Size of the loss's chunks beside which those of "auto" are measured."""
+"""Small chunk of the loss, with which "auto" is compared."""
 
 
 class Watch(TrainerCallback):
@@ -165,7 +165,7 @@ def check_training(setting: Setting) -> Findings:
 def check_loss_chunks(setting: Setting) -> Findings:
     """Steps of one document with a large vocabulary, with small chunks of the loss and with those that "auto" chooses.
 
-    The figure `over_auto` is the ratio of a step with small chunks to one with those of "auto".
+    The figure `over_auto` is the time of a step with small chunks over the time of a step with "auto".
     """
     findings = Findings()
     large = replace(setting, wide={**setting.wide, "vocab_size": setting.large_vocabulary})

@@ -103,9 +103,9 @@ def document_lengths(
 
 def _checked_document(dataset: Any, index: int, columns: Columns, name: str, limits: Limits) -> NDArray[np.int64]:
     """Return a document from `token_document`; raise ValueError if it is beyond the limits."""
-    of_name = f"document {index} of {name}"
-    document = token_document(dataset[index], of_name, columns)
-    limits.check_document(document, of_name)
+    document_name = f"document {index} of {name}"
+    document = token_document(dataset[index], document_name, columns)
+    limits.check_document(document, document_name)
     return document
 
 

@@ -18,9 +18,13 @@ from torch import nn
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def uncompiled(reason: str) -> Callable[[Function], Function]:
-    """Decorate a function that compiled code calls without tracing it; TORCH_LOGS=graph_breaks shows the reason."""
-    decorator: Callable[[Function], Function] = torch.compiler.disable(reason=reason)
+def uncompiled(reason: str, *, recursive: bool = True) -> Callable[[Function], Function]:
+    """Decorate a function that compiled code calls without tracing it; TORCH_LOGS=graph_breaks shows the reason.
+
+    Args:
+        recursive: whether what the function calls is not traced either.
+    """
+    decorator: Callable[[Function], Function] = torch.compiler.disable(recursive=recursive, reason=reason)
     return decorator
 
 

@@ -67,7 +67,7 @@ class _RotaryOwner(nn.Module):
         return self._planned_forward(plan, args, kwargs)
 
     # Only this function stays uncompiled, and what it calls may be compiled.
-    @torch.compiler.disable(recursive=False, reason="a plan is made known to rotary embeddings")  # type: ignore[untyped-decorator]
+    @uncompiled("a plan is made known to rotary embeddings", recursive=False)
     def _planned_forward(self, plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         token = _running.set(plan)
         try:

@@ -184,6 +184,12 @@ class Source:
         condition="a file or folder that does not exist",
     )
     EMPTY_FOLDER = Refusal("the folder {path!r} has no files", "documents are read from them", "name another folder")
+    MIXED_FOLDER = Refusal(
+        "the folder {path!r} has text files such as {text!r} and tables such as {table!r}",
+        "a text file is one document and a table has one document a row",
+        "name the files, or move one kind into another folder",
+        condition="a folder with text files and tables; README and LICENSE do not count",
+    )
     EMPTY_FILE = Refusal("the file {path!r} is empty", "a document needs a text or a row", "leave the file out")
     UNREADABLE = Refusal(
         "{path} cannot be read as {kind}: {why}",

@@ -1,6 +1,5 @@
 """Draw global micro-batches: documents that are trained on together, the same on every rank."""
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -15,11 +14,8 @@ from hf_distca.collator.refusals import Data
 from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tightly
 from hf_distca.planner.settings import Choices
 
-logger = logging.getLogger(__name__)
-
 EXCERPT = np.dtype([(name, np.int64) for name in ("document", "start", "stop", "end")])
 """Tokens [start, stop) of a document, by its index in the data set; its tokens before `end` may be targets."""
-TRUNCATED = "Truncated %d documents to %s = %d tokens; %d tokens are dropped."
 CLASSES_PER_OCTAVE = (1, 4, 16)
 """Length classes per doubling of length, coarsest (most random) first, for placing documents."""
 SPARE_BATCHES = 200
@@ -37,9 +33,9 @@ def fit_documents(
 ) -> NDArray[np.void]:
     """Apply the policy for long documents; return [excerpts] of dtype EXCERPT, in the order of the data set.
 
-    A document within the limit becomes one excerpt. "truncate" keeps the first tokens, and logs how many are dropped.
-    "split" cuts a document into excerpts, which do not attend to each other; the last row of an excerpt still predicts
-    the first token of the next one.
+    A document within the limit becomes one excerpt. "truncate" keeps the first tokens. "split" cuts a document
+    into excerpts, which do not attend to each other; the last row of an excerpt still predicts the first token of the
+    next one.
 
     Args:
         lengths: [documents] int64 tokens of each document.
@@ -61,8 +57,7 @@ def fit_documents(
     if len(too_long) and policy == "error":
         found = {"count": len(too_long), "documents": len(lengths), "longest": longest, "length": lengths[longest]}
         raise Data.LONG.error(name=name, limit_name=limit_name, limit=limit, **found)
-    if len(too_long) and policy == "truncate":
-        logger.warning(TRUNCATED, len(too_long), limit_name, limit, (too_long - limit).sum())
+    if policy == "truncate":
         lengths = np.minimum(lengths, limit)
     counts = -(-lengths // limit)
     excerpts = np.empty(int(counts.sum()), EXCERPT)

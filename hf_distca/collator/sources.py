@@ -19,6 +19,9 @@ SAVED_FILES = ("state.json", "dataset_dict.json")
 TEXT_SUFFIXES = (".txt", ".md")
 """Suffixes of names that are meant as files, not as names on the Hub, besides those of tables."""
 
+ABOUT_THE_DATA = ("README", "LICENSE")
+"""Names of text files that are no documents in a folder with tables."""
+
 
 class Found(NamedTuple):
     """What a source is: a format, and the path or name that is read in this format."""
@@ -77,7 +80,11 @@ def _found(source: str) -> list[Found]:
         if any((path / name).exists() for name in SAVED_FILES):
             return [Found(SAVED, source)]
         files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(path))]
-        if any(file.suffix in TABLES for file in files):
+        tables = [file.name for file in files if file.suffix in TABLES]
+        texts = [file.name for file in files if file.suffix in TEXT_SUFFIXES and file.stem not in ABOUT_THE_DATA]
+        if tables and texts:  # `datasets` would read one kind only, and a text file line by line
+            raise Source.MIXED_FOLDER.error(path=source, text=texts[0], table=tables[0])
+        if tables:
             return [Found(NAMED, source)]
         if not files:
             raise Source.EMPTY_FOLDER.error(path=source)

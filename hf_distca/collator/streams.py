@@ -17,11 +17,13 @@ from hf_distca.collator.collation import excerpt_rows, rows_batch
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, token_document
 from hf_distca.collator.limits import NO_LIMITS, Limits
 from hf_distca.collator.refusals import Data
-from hf_distca.collator.sampler import TRUNCATED, fit_documents
+from hf_distca.collator.sampler import fit_documents
 from hf_distca.collator.texts import TextStream
 from hf_distca.planner.bin_packing import pack_in_order
 
 logger = logging.getLogger(__name__)
+
+TRUNCATED = "Truncated %d documents to %s = %d tokens; %d tokens are dropped."
 
 
 class EpochStream(IterableDataset[Any]):

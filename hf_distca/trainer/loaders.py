@@ -11,6 +11,7 @@ import numpy as np
 from accelerate.data_loader import prepare_data_loader
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
+from tqdm.auto import tqdm
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
@@ -27,6 +28,7 @@ from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.collator.streams import StreamPacker
+from hf_distca.collator.summary import documents_summary
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
@@ -44,6 +46,7 @@ class PackedLoaders:
             model_inputs = frozenset(trainer._signature_columns or ())
         self._columns = Columns(self._args.length_column_name, model_inputs)
         self._have_targets: set[int] = set()  # ids of data sets
+        self._summarized: set[int] = set()  # ids of data sets
         # Keeps the data set alive, so that no other object gets its id.
         self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
 
@@ -95,6 +98,20 @@ class PackedLoaders:
             groups.raise_together(error, in_world=True)
             self._have_targets.add(id(dataset))
         return excerpts, capacity, bins
+
+    def print_summary(self, dataset: Any, capacity: int = 0, bins: int = 0) -> None:
+        """Print once, on the first process, how many documents a data set has and which of them are cut.
+
+        A collective of the world where the data set is new.
+
+        Args:
+            capacity, bins: as in `excerpts`.
+        """
+        lengths, _ = self.lengths(dataset)
+        excerpts, _, _ = self.excerpts(dataset, capacity, bins)
+        if self._args.process_index == 0 and id(dataset) not in self._summarized:
+            tqdm.write(documents_summary(self._name(dataset), lengths, excerpts))  # beside the bars of other ranks
+        self._summarized.add(id(dataset))
 
     def check_evaluation_data(self) -> None:
         """Raise ValueError on every rank if an evaluation would fail because of its data. A collective of the world.

@@ -114,6 +114,8 @@ class DistCAMixin(_Trainer):
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
         capacity, bins = resuming.capacity_and_bins(self._progress.start.order if is_training else {})
         loader = self._loaders.loader(dataset, shuffle=shuffle, capacity=capacity, bins=bins)
+        if is_training and not is_stream(dataset):
+            self._loaders.print_summary(dataset, capacity, bins)
         self._processes.watch(loader)
         return loader
 

@@ -1,14 +1,14 @@
 """Documents that are too long, and the micro-batches that all of them are drawn into."""
 
-import logging
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_distca.collator.limits import NO_LIMITS, Limits
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
+from hf_distca.collator.summary import documents_summary
 from hf_distca.collator.whole_ranks import draws_for_whole_ranks
 from tests.planner.test_choose import FREE, SLOW
 from tests.planner.test_whole_ranks import settings as slow_or_free
@@ -19,17 +19,14 @@ def fit(policy, limit=4):
     return fit_documents(np.array([3, 9, 4, 5]), limit, policy, "ranks · tokens_per_rank").tolist()
 
 
-def test_policies_for_long_documents(caplog):
+def test_policies_for_long_documents():
     whole = [(0, 0, 3, 3), (1, 0, 9, 9), (2, 0, 4, 4), (3, 0, 5, 5)]
     assert [fit(policy, limit=9) for policy in ("error", "truncate", "split")] == [whole] * 3
     with refused(Data.LONG, count=2, documents=4, limit_name="ranks · tokens_per_rank", limit=4, longest=1, length=9):
         fit("error")
-    with caplog.at_level(logging.WARNING):
-        pieces = [(1, 0, 4, 9), (1, 4, 8, 9), (1, 8, 9, 9)]
-        assert fit("split") == [(0, 0, 3, 3), *pieces, (2, 0, 4, 4), (3, 0, 4, 5), (3, 4, 5, 5)]
-        assert not caplog.messages
-        assert fit("truncate") == [(0, 0, 3, 3), (1, 0, 4, 4), (2, 0, 4, 4), (3, 0, 4, 4)]
-    assert caplog.messages == ["Truncated 2 documents to ranks · tokens_per_rank = 4 tokens; 6 tokens are dropped."]
+    pieces = [(1, 0, 4, 9), (1, 4, 8, 9), (1, 8, 9, 9)]
+    assert fit("split") == [(0, 0, 3, 3), *pieces, (2, 0, 4, 4), (3, 0, 4, 5), (3, 4, 5, 5)]
+    assert fit("truncate") == [(0, 0, 3, 3), (1, 0, 4, 4), (2, 0, 4, 4), (3, 0, 4, 4)]
     for policy, limit in (("drop", 4), ("split", 0)):
         with pytest.raises(ValueError, match=f"is {limit} and the policy for long documents '{policy}'"):
             fit(policy, limit)
@@ -38,6 +35,25 @@ def test_policies_for_long_documents(caplog):
         GlobalBatchSampler(excerpts[:0], 9)
     with pytest.raises(ValueError, match=r"2 documents of at most 9 tokens, but .* holds at most 8 tokens"):
         GlobalBatchSampler(excerpts, 8)
+
+
+def test_a_summary_names_documents_tokens_lengths_and_what_is_cut_or_dropped():
+    def summary(lengths, limit, policy, limits=NO_LIMITS):
+        lengths = np.array(lengths)
+        return documents_summary("data", lengths, fit_documents(lengths, limit, policy, "limit", limits=limits))
+
+    counted = "data: 4 documents, 2,021 tokens; median length 8, longest 2,003"
+    lengths = [3, 2003, 4, 11]
+    assert summary(lengths, 2003, "split") == f"{counted}; no document is cut"
+    split = "long_documents='split' cuts {} into {} excerpts, which do not attend to each other"
+    assert summary(lengths, 1000, "split") == f"{counted}; {split.format('1 document of more than 1,000 tokens', 3)}"
+    assert summary(lengths, 10, "split") == f"{counted}; {split.format('2 documents of more than 10 tokens', 203)}"
+    dropped = "long_documents='truncate' drops 1,994 tokens (98.7%) of 2 documents of more than 10 tokens"
+    assert summary(lengths, 10, "truncate") == f"{counted}; {dropped}"
+    assert summary([1], 10, "error") == "data: 1 document, 1 token; median length 1, longest 1; no document is cut"
+    # The model's positions may be the limit.
+    positions = split.format("1 document of more than 4 tokens", 2)
+    assert summary([5], 9, "split", Limits(positions=4)).endswith(f"; {positions}")
 
 
 def sampler_of(lengths, capacity, **options):

@@ -56,6 +56,16 @@ def test_folders_with_tables_and_saved_data_sets(tmp_path):
         load_documents(str(tmp_path / "dict"), split="test")
 
 
+def test_a_folder_with_texts_and_tables_is_refused_since_datasets_reads_texts_line_by_line(tmp_path):
+    for name in ("LICENSE.txt", "a.txt", "b.txt", "about.json"):
+        file(tmp_path, name, '{"text": "x"}\n')
+    with pytest.raises(ValueError, match=r"data' has text files such as 'a.txt' and tables such as 'about.json', but"):
+        load_documents(str(tmp_path / "data"))
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "data" / name).unlink()
+    assert load_documents(str(tmp_path / "data"))["text"][:] == ["x"]
+
+
 def test_sources_of_different_formats_with_the_same_columns_are_joined_in_order(tmp_path):
     text, table = file(tmp_path, "a.txt", "one"), file(tmp_path, "b.jsonl", '{"text": "two"}\n')
     other = file(tmp_path, "c.jsonl", '{"body": "three"}\n')

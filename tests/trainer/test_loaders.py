@@ -76,6 +76,23 @@ def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(tmp_path):
             loaders.loader([{"input_ids": [0] * (limit + 1)}], shuffle=False)
 
 
+def test_the_training_data_is_summarized_once_before_training(tmp_path, capsys):
+    arguments = {"long_documents": "truncate", "tokens_per_rank": 100, "eval_strategy": "epoch", "disable_tqdm": False}
+    trainer = make_trainer(str(tmp_path), lengths=[150, 30, 20], max_steps=2, save_strategy="no", **arguments)
+    trainer.train()
+    trainer.train()
+    printed = capsys.readouterr().out.splitlines()
+    line = (
+        "train_dataset: 3 documents, 200 tokens; median length 30, longest 150; long_documents='truncate' drops "
+        "50 tokens (25.0%) of 1 document of more than 100 tokens"
+    )
+    assert printed.index(line) < min(at for at, text in enumerate(printed) if "'loss'" in text)
+    assert [text for text in printed if "documents" in text] == [line]
+    trainer._loaders._args = SimpleNamespace(**{**vars(trainer.args), "process_index": 1})
+    trainer._loaders.print_summary([{"input_ids": [1, 2]}])
+    assert not capsys.readouterr().out
+
+
 def test_whatever_a_data_set_raises_reaches_all_processes_of_the_world(tmp_path, monkeypatch):
     class Faulty(list[Any]):
         def __getitem__(self, index: Any) -> Any:

@@ -23,6 +23,7 @@ import torch
 import transformers
 from accelerate.utils import gather_object
 from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening, Trainer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -64,10 +65,9 @@ def main() -> None:
     # Arguments first: they connect the processes.
     args = hf_distca.DistCATrainingArguments(tokens_per_rank=options.tokens_per_rank, trace_steps=3, **settings)
     ranks = args.world_size
-    steps = full_steps(read_documents(options, ranks), ranks * options.tokens_per_rank, options.steps)
-    lengths = [len(document) for step in steps for document in step]
+    hide_bars = None if args.process_index == 0 else True  # None: shown on a terminal only
+    steps = full_steps(read_documents(options, ranks, hide_bars), ranks * options.tokens_per_rank, options.steps)
     if args.process_index == 0:
-        print(f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens, the median {median(lengths):.0f}")
         print(f"Training {options.steps} steps with plain DDP and with hf_distca, in turns ...", flush=True)
 
     def load(attention: str) -> torch.nn.Module:
@@ -81,6 +81,7 @@ def main() -> None:
     plain, planned = train_in_turns(
         Trainer(model=load(PACKED), args=plain_args, train_dataset=packed, data_collator=flatten),
         hf_distca.DistCATrainer(model=load("distca"), args=args, train_dataset=documents),
+        tqdm(total=2 * options.steps, desc="Steps of both trainings", disable=hide_bars, leave=False),
     )
 
     if args.process_index == 0:
@@ -93,7 +94,7 @@ def main() -> None:
 # ---- the documents, and who trains on which
 
 
-def read_documents(options: argparse.Namespace, ranks: int) -> Documents:
+def read_documents(options: argparse.Namespace, ranks: int, hide_bar: bool | None) -> Documents:
     """Source files of the standard library as tokens, in random order; those that fit on one rank.
 
     Plain packing can train on longer ones only in pieces.
@@ -104,14 +105,17 @@ def read_documents(options: argparse.Namespace, ranks: int) -> Documents:
     Random(0).shuffle(paths)
     documents: Documents = []
     left = options.steps * options.tokens_per_rank * ranks * 3 // 2  # more tokens than all steps take, which cut some
+    bar = tqdm(total=left, desc="Making tokens", unit=" tokens", unit_scale=True, disable=hide_bar, leave=False)
     for path in paths:
         with suppress(UnicodeDecodeError):
             tokens = tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
             if 32 <= len(tokens) <= options.tokens_per_rank:
                 documents.append(tokens)
                 left -= len(tokens)
+                bar.update(len(tokens))
         if left < 0:
             break
+    bar.close()
     return documents
 
 
@@ -197,8 +201,8 @@ class Measured(NamedTuple):
 class Turns(transformers.TrainerCallback):
     """Let two trainings take turns, a step each, so that whatever else the machine does slows both alike."""
 
-    def __init__(self, trainer: Trainer, mine: Semaphore, others: Semaphore) -> None:
-        self._trainer, self._mine, self._others = trainer, mine, others
+    def __init__(self, trainer: Trainer, bar: tqdm, mine: Semaphore, others: Semaphore) -> None:
+        self._trainer, self._bar, self._mine, self._others = trainer, bar, mine, others
         self._seconds: list[float] = []
         self._busy: list[float] = []
         trainer.remove_callback(transformers.PrinterCallback)
@@ -219,6 +223,7 @@ class Turns(transformers.TrainerCallback):
         """Note the times of the step, and wait for the next turn."""
         self._seconds.append(time.perf_counter() - self._began[0])
         self._busy.append(busy_seconds() - self._began[1])
+        self._bar.update()
         self._others.release()
         self._take_turn()
 
@@ -246,11 +251,11 @@ def busy_seconds() -> float:
     return (int(on_a_core) + int(for_a_core)) / 1e9
 
 
-def train_in_turns(first: Trainer, second: Trainer) -> list[Measured]:
-    """Train with both, a step of one after a step of the other."""
+def train_in_turns(first: Trainer, second: Trainer, bar: tqdm) -> list[Measured]:
+    """Train with both, a step of one after a step of the other; the bar counts all steps."""
     may_step = Semaphore(1), Semaphore(0)
-    turns = [Turns(first, *may_step), Turns(second, *reversed(may_step))]
-    with ThreadPoolExecutor(2) as pool:
+    turns = [Turns(first, bar, *may_step), Turns(second, bar, *reversed(may_step))]
+    with bar, ThreadPoolExecutor(2) as pool:
         for training in [pool.submit(each.train) for each in turns]:
             training.result()
     return [each.measured() for each in turns]

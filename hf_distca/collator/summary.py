@@ -21,10 +21,10 @@ def documents_summary(name: str, lengths: NDArray[np.int64], excerpts: NDArray[n
         return f"{found}; no document is cut"
     long_documents = f"{_counted(count, 'document')} of more than {limit:,} tokens"
     if dropped := int(lengths.sum() - sizes.sum()):
-        share = dropped / lengths.sum()
-        return f"{found}; long_documents='truncate' drops {_counted(dropped, 'token')} ({share:.1%}) of {long_documents}"
-    pieces = len(excerpts) - len(lengths) + count
-    return f"{found}; long_documents='split' cuts {long_documents} into {pieces:,} excerpts, which do not attend to each other"
+        tokens = f"{_counted(dropped, 'token')} ({dropped / lengths.sum():.1%})"
+        return f"{found}; long_documents='truncate' drops {tokens} of {long_documents}"
+    pieces = f"{len(excerpts) - len(lengths) + count:,} excerpts, which do not attend to each other"
+    return f"{found}; long_documents='split' cuts {long_documents} into {pieces}"
 
 
 def _counted(number: int, noun: str) -> str:

@@ -19,6 +19,7 @@ from hf_distca.pool.rank.pool import Pool
 from hf_distca.trainer import parallel, resuming
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.assembly import prepare_trainer
+from hf_distca.trainer.console import follow_log_level, log_choice, shorten_console
 from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.trainer.loaders import EvaluationLoader, PackedLoaders, UpcomingBatches, is_stream, lengths_read_on_host
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
@@ -67,6 +68,7 @@ class DistCAMixin(_Trainer):
         parallel.share_on_cpu(named["args"], named.get("model"))
         self._packs = named.get("data_collator") is None  # else the collator makes the batches
         super().__init__(**named)
+        follow_log_level(self.args)
         self.dispatcher = dispatcher = prepare_trainer(self)
         self.pool: Pool | None = None
         if self.args.attention_servers != 0:
@@ -78,6 +80,8 @@ class DistCAMixin(_Trainer):
         self._progress = resuming.DataProgress(resuming.DataPlace({}))
         for callback in filter(None, (self.meter, self._costs, self._tracer)):
             self.add_callback(callback)
+        shorten_console(self.callback_handler)
+        self._chose = False  # whether the planner's choice has been logged
         self._remedies = Remedies(self.args, ping_pong=dispatcher.settings.ping_pong)
         self._epoch_iterator: Iterator[Any] | None = None  # of the present pass over the training data
         self._loaders = PackedLoaders(self, dispatcher)
@@ -172,6 +176,9 @@ class DistCAMixin(_Trainer):
             upcoming = self._upcoming if is_training else self._upcoming_evaluated
             inputs = {**inputs, PLAN_KEY: upcoming.bind(inputs[PLAN_KEY])}
             if is_training:
+                if not self._chose and self.args.process_index == 0 and self.args.world_size > 1:
+                    log_choice(inputs[PLAN_KEY].plan, self.args, self.dispatcher.groups.ranks)
+                self._chose = True
                 self.meter.count(inputs[PLAN_KEY])
                 self._costs.count(inputs[PLAN_KEY].plan)
         return inputs

@@ -31,3 +31,6 @@ documents = hf_distca.load_documents(given.documents, sample_by=given.sample_by)
 trainer = hf_distca.DistCATrainer(model=given.model, args=args, train_dataset=documents)
 trainer.train()
 trainer.save_model()
+trainer.create_model_card()
+if trainer.is_world_process_zero():
+    print(f"\nThe model: {args.output_dir}. Load it with AutoModelForCausalLM.from_pretrained({args.output_dir!r})")

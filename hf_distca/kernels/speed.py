@@ -10,8 +10,23 @@ import torch
 
 from .contract import AttentionParams, Kernel, TaskShapes
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Operations a second of dense products in bfloat16, from the data sheets, by a part of the device's name."""
+PEAK_FLOPS = {
+    # Cards with fewer units or a lower clock come before those whose name is a part of their own.
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}
+"""Operations a second of dense products in bfloat16, by a part of the device's name; the first that fits counts.
+
+The figures are those of NVIDIA's data sheets, which give twice as much where they count with sparsity.
+"""
 
 
 def peak_flops(name: str) -> float | None:

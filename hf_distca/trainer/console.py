@@ -87,7 +87,8 @@ class ShortProgress(ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print a log."""
-        super().on_log(args, state, control, logs=for_console(logs or {}), **kwargs)
+        of_transformers: Any = super()  # without types
+        of_transformers.on_log(args, state, control, logs=for_console(logs or {}), **kwargs)
 
 
 class ShortPrinter(PrinterCallback):
@@ -95,7 +96,8 @@ class ShortPrinter(PrinterCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print a log."""
-        super().on_log(args, state, control, logs=for_console(logs or {}), **kwargs)
+        of_transformers: Any = super()  # without types
+        of_transformers.on_log(args, state, control, logs=for_console(logs or {}), **kwargs)
 
 
 SHORT: dict[type[TrainerCallback], type[TrainerCallback]] = {

@@ -68,7 +68,9 @@ METRICS: dict[str, Metric] = {
     "plans_without_exchange": Metric("share", "Share of micro-batches in which no rows travel", CHOSEN),
     "plans_within_nodes": Metric("share", "Share of micro-batches in which rows travel only inside nodes", CHOSEN),
     "attention_servers": Metric("servers", "Dedicated attention servers that take part", SERVERS),
-    "mfu": Metric("share", "Model FLOPs utilization in bfloat16, on A100, H100, H200, H800 and B200", CUDA),
+    "mfu": Metric(
+        "share", "Model FLOPs utilization in bfloat16, on A100, A800, H100, H200, H800, B200 and L40S", CUDA
+    ),
     "memory_peak_gib": Metric("GiB", "Most memory in use on this rank", CUDA),
     "memory_reserved_gib": Metric("GiB", "Memory that the CUDA allocator of this rank holds", CUDA),
 }

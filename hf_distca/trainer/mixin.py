@@ -19,6 +19,7 @@ from hf_distca.pool.rank.pool import Pool
 from hf_distca.trainer import parallel, resuming
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.assembly import prepare_trainer
+from hf_distca.trainer.card import TAG, add_to_card
 from hf_distca.trainer.console import follow_log_level, log_choice, shorten_console
 from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.trainer.loaders import EvaluationLoader, PackedLoaders, UpcomingBatches, is_stream, lengths_read_on_host
@@ -373,3 +374,12 @@ class DistCAMixin(_Trainer):
                 around.enter_context(parallel.whole_weights(self.accelerator, self.deepspeed))
                 around.enter_context(resuming.disk_errors_named(Path(output_dir or str(self.args.output_dir))))
             super().save_model(output_dir, _internal_call, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the trainer's model card, and add how hf_distca trained the model."""
+        named = by_name(super().create_model_card, args, kwargs)
+        tags = named.get("tags") or []
+        super().create_model_card(**{**named, "tags": [*([tags] if isinstance(tags, str) else tags), TAG]})
+        if self.is_world_process_zero():
+            path = Path(str(self.args.output_dir)) / "README.md"
+            add_to_card(path, self.args, self.model, self.accelerator, self.dispatcher.groups.ranks)

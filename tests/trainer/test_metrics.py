@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_distca import DistCAConfig
+from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import ExchangeFigures, PlanChoice, PlanSummary
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.trainer import metrics
@@ -121,6 +122,21 @@ def test_model_flops_are_those_of_weights_and_pairs():
     attention = 2 * 3 * 4 * 32 * (15 + 6)  # layers; forward and backward; operations of a pair; width; pairs
     assert flops_counter(model, shared_by=1)(plan) == pytest.approx(8 * weights + attention)
     assert flops_counter(model, shared_by=2)(plan) == pytest.approx(8 * weights + 2 * attention)
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("", None),
+    ],
+)
+def test_peaks_of_devices(device, peak):
+    assert peak_flops(device) == peak
 
 
 def test_predicted_attention_time():

@@ -59,9 +59,7 @@ def test_the_notebook_trains_on_two_processes(tmp_path):
     assert "Launching training on 2 " in printed
     losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+)", printed)]
     assert losses[-1] < losses[0] - 1
-    packed, planned = (
-        max(float(found) for found in re.findall(rf"'distca/{name}': '?([\d.]+)", printed))
-        for name in ("imbalance_degree_packed", "imbalance_degree")
-    )
+    shown = re.findall(r"'imbalance': '([\d.]+) -> ([\d.]+)'", printed)
+    packed, planned = (max(map(float, figures)) for figures in zip(*shown, strict=True))
     assert planned < 1.05 < packed
     assert "    return 1" in printed.splitlines()

@@ -10,6 +10,7 @@ import torch
 from hf_distca.cli import InputError
 from hf_distca.cli.options import port, seconds, threads
 from hf_distca.kernels import get_kernel
+from hf_distca.kernels.speed import measured_need
 from hf_distca.pool.child import end_with_parent
 from hf_distca.pool.server import AttentionServer
 from hf_distca.pool.token import parse_address, parse_token, read_token
@@ -41,7 +42,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", help="device to compute on: cpu, or a GPU such as cuda:0 (default: cpu)")
     add("--bind", default="127.0.0.1", metavar="HOST", help="interface to listen on for ranks (default: 127.0.0.1)")
     add("--port", type=port, default=0, help="port to listen on (default: 0, any that is free)")
-    kernel = "kernel that computes core attention (default: auto, the fastest that supports the model)"
+    kernel = (
+        "kernel that computes core attention; a server whose kernel cannot compute what ranks ask for ends with an error "
+        "(default: auto, the fastest that supports the model)"
+    )
     add("--attention-kernel", default="auto", metavar="NAME", help=kernel)
     add(
         "--transport",
@@ -68,11 +72,11 @@ def run(options: argparse.Namespace) -> None:
     device, transport = torch.device(named), Choice(options.transport)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    # The needs of ranks are known when they call; "auto" may then choose another kernel.
+    # The needs of ranks are known when they call; "auto" may then choose another kernel, but a named one stays.
     choose = (lambda need: get_kernel("auto", device, [need])) if options.attention_kernel == "auto" else None
     try:
         token = parse_token(sys.stdin.readline()) if options.token_file == "-" else read_token(options.token_file)
-        kernel = get_kernel(options.attention_kernel, device)
+        kernel = get_kernel(options.attention_kernel, device, [measured_need(device)])
         server = AttentionServer(
             token, device, kernel, choose=choose, host=options.bind, port=options.port, transport=transport
         )

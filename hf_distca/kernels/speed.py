@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from .contract import AttentionParams, Kernel, TaskShapes
+from .contract import AttentionParams, Kernel, Need, TaskShapes
 
 PEAK_FLOPS = {
     # Cards with fewer units or a lower clock come before those whose name is a part of their own.
@@ -43,16 +43,22 @@ FILLING_WORK = 16384, 32, 8, 128
 MEASURED_S = 0.5
 
 
+def measured_need(device: torch.device) -> Need:
+    """Return what a kernel must do to be measured on a device by `measure_speed`."""
+    on_cuda = device.type == "cuda"
+    *_, head_dim = FILLING_WORK if on_cuda else USUAL_WORK
+    return Need(torch.bfloat16 if on_cuda else torch.float32, head_dim, head_dim, AttentionParams(scale=head_dim**-0.5))
+
+
 def measure_speed(kernel: Kernel, device: torch.device) -> float:
     """Return the query-key pairs per second of a forward and backward, the median of at least three."""
-    on_cuda = device.type == "cuda"
-    work, dtype = (FILLING_WORK, torch.bfloat16) if on_cuda else (USUAL_WORK, torch.float32)
-    tokens, q_heads, kv_heads, head_dim = work
+    on_cuda, need = device.type == "cuda", measured_need(device)
+    tokens, q_heads, kv_heads, head_dim = FILLING_WORK if on_cuda else USUAL_WORK
     q_THD, k_TGD, v_TGD, do_THD = (
-        torch.full((tokens, heads, head_dim), 0.1, dtype=dtype, device=device)
+        torch.full((tokens, heads, head_dim), 0.1, dtype=need.dtype, device=device)
         for heads in (q_heads, kv_heads, kv_heads, q_heads)
     )
-    shapes, params = TaskShapes.build([tokens], [tokens], device), AttentionParams(scale=head_dim**-0.5)
+    shapes, params = TaskShapes.build([tokens], [tokens], device), need.params
     times: list[float] = []
     while len(times) < 4 or sum(times[1:]) < MEASURED_S:
         begin = time.perf_counter()

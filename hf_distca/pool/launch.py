@@ -109,10 +109,12 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
     return Launch(store)
 
 
-def serve_if_server(launch: Launch | None, timeout_s: float) -> None:
+def serve_if_server(launch: Launch | None, timeout_s: float, kernel: str) -> None:
     """Serve until training ends, then raise SystemExit, if this process is a server of its launch; else return.
 
-    `timeout_s` is how long the server waits for the ranks once it knows their address.
+    Args:
+        timeout_s: how long the server waits for the ranks once it knows their address.
+        kernel: name of the kernel with which the server computes, the same as on ranks.
     """
     if launch is None or launch.serves_on is None:
         return
@@ -126,7 +128,7 @@ def serve_if_server(launch: Launch | None, timeout_s: float) -> None:
     )
     command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", address, "--token-file", "-"]
     command += ["--device", launch.serves_on, "--wait", f"{timeout_s:g}", "--transport", transport]
-    command += ["--parent", str(os.getpid())]
+    command += ["--attention-kernel", kernel, "--parent", str(os.getpid())]
 
     def has_ended() -> bool:
         try:

@@ -101,7 +101,8 @@ class AttentionServer:
     a plan's nano-batch and kind of attention sends a call for each direction of each layer. What does not fit the plan
     ends the connection that it came on, and no other. A rank has at most two calls in flight, one of each nano-batch.
 
-    `choose` finds another kernel for what `kernel` cannot do. ValueError where the transport cannot be used.
+    `choose` finds another kernel for what `kernel` cannot do. Without `choose`, or where it finds none, the server
+    refuses the call and leaves the run. ValueError where the transport cannot be used.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class AttentionServer:
     ) -> None:
         self._token, self._device, self._kernel, self._choose = token, device, kernel, choose
         self._kernels: dict[Need, Kernel] = {}
+        self._unable = ""  # why no kernel of this server computes a call that fits a plan; the server then leaves
         self._memory = make_memory(transport, device, host)
         self.tasks, self.busy_s = 0, 0.0
         self._stopping = threading.Event()
@@ -135,7 +137,7 @@ class AttentionServer:
         """Join the run whose directory listens at an address, and serve until it ends or `stop` is called.
 
         LinkLost: joining took longer than `wait_s`, or joining again after the directory was lost. MismatchError:
-        ranks cannot use this server. `report` gets a line about the server's work now and then.
+        ranks cannot use this server, or its kernel cannot compute their calls. `report` gets a line about the server's work now and then.
         """
         with self._on_device():
             speed = measure_speed(self._kernel, self._device)
@@ -157,6 +159,8 @@ class AttentionServer:
                 return
             if isinstance(last, Refused):
                 raise MismatchError(last.reason)
+            if self._unable:
+                raise MismatchError(self._unable)
         report("stopped")
 
     def stop(self) -> None:
@@ -170,12 +174,12 @@ class AttentionServer:
         join_thread(self._computing)
 
     def _stay(self, channel: Channel, joined: str, report: Callable[[str], None]) -> Message | None:
-        """Be a member until a last message comes, or (None) the directory is lost or `stop` is called."""
+        """Be a member until a last message comes, or (None) the directory is lost or this server must leave."""
         report(joined)
         before = (len(self._links), self.tasks, self.busy_s)
         begin = last_alive = last_call = time.monotonic()
         try:
-            while not self._stopping.is_set():
+            while not self._stopping.is_set() and not self._unable:
                 if time.monotonic() - last_alive > ALIVE_S:
                     last_alive = time.monotonic()
                     channel.send(Alive(), timeout_s=ANSWER_S)
@@ -242,8 +246,8 @@ class AttentionServer:
         """Deal with one message that `size` bytes follow; LinkLost: the connection must end."""
         try:
             if isinstance(message, Call):
-                self._kernel_of(message)
                 assembly = self._begin(link, message)
+                self._kernel_of(message)
                 own = assembly.tasks.rows
                 rows = [assembly.received[spec.name][own[spec.rows][link.rank]] for spec in message.request()]
                 link.transport.receive(message, size, rows, ROWS_S)
@@ -305,17 +309,28 @@ class AttentionServer:
             return assembly
 
     def _kernel_of(self, call: Call) -> Kernel:
-        """Return the kernel that computes a call; ValueError: none can."""
+        """Return the kernel that computes a call which fits a plan; ValueError: none can, and the server leaves."""
         need = Need(getattr(torch, call.dtype), call.kind.dim_qk, call.kind.dim_v, params_of(call))
         if need not in self._kernels:
             try:
-                self._kernel.check(need, self._device)
-                self._kernels[need] = self._kernel
-            except ValueError:
-                if self._choose is None:
-                    raise
-                self._kernels[need] = self._choose(need)
+                self._kernels[need] = self._choose_kernel(need)
+            except ValueError as error:
+                self._unable = (
+                    f"{error}. Ranks need that of this server; start it with --attention-kernel auto, or with the "
+                    "name of a kernel that can"
+                )
+                raise
         return self._kernels[need]
+
+    def _choose_kernel(self, need: Need) -> Kernel:
+        """Return this server's kernel, or another one only where `choose` may find it; ValueError: none can."""
+        try:
+            self._kernel.check(need, self._device)
+        except ValueError:
+            if self._choose is None:
+                raise
+            return self._choose(need)
+        return self._kernel
 
     def _compute_calls(self) -> None:
         """Compute calls in the order of arrival, in one thread."""

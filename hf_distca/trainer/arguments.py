@@ -68,7 +68,7 @@ class DistCAArguments(DistCAConfig, _Arguments):
         Call it right after the arguments are made, so that a server loads neither data nor model. Nothing else of the
         script runs in a server: SystemExit ends it. Without this call a server serves when the trainer is made.
         """
-        serve_if_server(self.attention_server_launch, self.attention_server_timeout)
+        serve_if_server(self.attention_server_launch, self.attention_server_timeout, self.attention_kernel)
 
     @cached_property
     def _setup_devices(self) -> torch.device:

@@ -132,6 +132,7 @@ def test_wrong_options_are_said_in_a_line(capsys, tmp_path, directory):
             (["--device", "gpu"], "no device 'gpu' on this host; set --device to cpu"),
             (["--device", "cuda:99"], "no device 'cuda:99' on this host"),
             (["--attention-kernel", "fast"], "no kernel is named 'fast'"),
+            (["--attention-kernel", "torch_varlen"], "kernel 'torch_varlen' computes on CUDA, got cpu"),
             (["--threads", "0"], "--threads: must be a positive whole number"),
             (["--wait", "nan"], "number of seconds"),
             (["--port", "-1"], "--port: must be 0 or a positive whole number"),

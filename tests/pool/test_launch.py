@@ -204,16 +204,17 @@ def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_
         launch.store.set(name, value)
     monkeypatch.setattr("hf_distca.trainer.arguments.split_launch", lambda servers, cpu: launch)
     monkeypatch.setattr(launches, "serve_from_child", lambda command, text, has_ended: served.append(command[4:]))
-    arguments = DistCATrainingArguments(str(tmp_path), attention_servers=1, attention_server_timeout=7.0)
+    options = {"attention_servers": 1, "attention_server_timeout": 7.0, "attention_kernel": "reference"}
+    arguments = DistCATrainingArguments(str(tmp_path), **options)
     assert served == []
     for ask in ("serve_if_server", "device", "process_index", "n_gpu"):
         with pytest.raises(SystemExit):
             getattr(arguments, ask)()
     options = ["--join", "10.0.0.1:1", "--token-file", "-", "--device", "cpu", "--wait", "7", "--transport", "tcp"]
-    options += ["--parent", str(os.getpid())]
+    options += ["--attention-kernel", "reference", "--parent", str(os.getpid())]
     assert served == [options] * 4
-    serve_if_server(None, 60)  # a rank does not serve
-    serve_if_server(Launch(dist.HashStore()), 60)
+    serve_if_server(None, 60, "auto")  # a rank does not serve
+    serve_if_server(Launch(dist.HashStore()), 60, "auto")
     assert len(served) == 4
 
 

@@ -25,7 +25,7 @@ from hf_distca.pool.messages import Alive, End, Places, Reply, plan_tables
 from hf_distca.pool.server import KEPT, AttentionServer
 from hf_distca.pool.token import make_token, write_token
 from hf_distca.pool.transport import Choice, rank_hello
-from hf_distca.pool.wire import SERVER, VERSION, Channel, LinkLost
+from hf_distca.pool.wire import SERVER, VERSION, Channel, LinkLost, MismatchError
 from tests.planner.plan_checks import loads_by_row
 from tests.pool.ends import (
     CPU,
@@ -34,6 +34,7 @@ from tests.pool.ends import (
     TOKEN,
     FakeRank,
     ServeCommand,
+    alike,
     data_of,
     framed,
     make_call,
@@ -115,6 +116,27 @@ def test_results_and_pairs_are_those_of_the_reference(make_server, connect):
         some = [make_nano_batch(lengths, 2, seed, kinds)]
         ranks[0].send_plan(7 + seed, some)
         number = run_calls(ranks, 7 + seed, some, number)
+
+
+def test_a_server_whose_kernel_cannot_compute_a_planned_call_leaves_the_run(request, make_server, connect, monkeypatch):
+    monkeypatch.setattr(servers, "measure_speed", alike)
+    directory, server = Directory("127.0.0.1", 0, TOKEN), make_server(WithoutSoftcap())
+    request.addfinalizer(directory.close)
+    with ThreadPoolExecutor(1) as beside:
+        request.addfinalizer(server.stop)
+        serving = beside.submit(server.run, "127.0.0.1", directory.port, 60, lambda line: None)
+        wait_until(directory.members)
+        stranger, *_ = connect(to=server)
+        stranger.send_plan(0, NANO_BATCHES)
+        unplanned = replace(CALL, nano_batch=2, softcap=2.0)
+        refused(stranger, "no tasks of nano-batch 2", unplanned)
+        assert not serving.done()
+        ranks = connect(to=server)
+        ranks[0].send_plan(0, NANO_BATCHES)
+        refused(ranks[0], "cannot use this Call: no softcap", replace(CALL, softcap=2.0))
+        with pytest.raises(MismatchError, match="no softcap. Ranks need .* start it with --attention-kernel auto"):
+            serving.result(30)
+        wait_until(lambda: not directory.members())
 
 
 def test_a_call_may_overtake_its_plan_which_is_forgotten_or_waited_for_in_vain(

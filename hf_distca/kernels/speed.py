@@ -47,7 +47,9 @@ def measured_need(device: torch.device) -> Need:
     """Return what a kernel must do to be measured on a device by `measure_speed`."""
     on_cuda = device.type == "cuda"
     *_, head_dim = FILLING_WORK if on_cuda else USUAL_WORK
-    return Need(torch.bfloat16 if on_cuda else torch.float32, head_dim, head_dim, AttentionParams(scale=head_dim**-0.5))
+    return Need(
+        torch.bfloat16 if on_cuda else torch.float32, head_dim, head_dim, AttentionParams(scale=head_dim**-0.5)
+    )
 
 
 def measure_speed(kernel: Kernel, device: torch.device) -> float:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -118,12 +118,14 @@ def test_results_and_pairs_are_those_of_the_reference(make_server, connect):
         number = run_calls(ranks, 7 + seed, some, number)
 
 
-def test_a_server_whose_kernel_cannot_compute_a_planned_call_leaves_the_run(request, make_server, connect, monkeypatch):
+def test_a_server_whose_kernel_cannot_compute_a_planned_call_leaves_the_run(
+    request, make_server, connect, monkeypatch
+):
     monkeypatch.setattr(servers, "measure_speed", alike)
     directory, server = Directory("127.0.0.1", 0, TOKEN), make_server(WithoutSoftcap())
     request.addfinalizer(directory.close)
-    with ThreadPoolExecutor(1) as beside:
-        request.addfinalizer(server.stop)
+    with ThreadPoolExecutor(1) as beside, ExitStack() as at_end:
+        at_end.callback(server.stop)  # so that a server that stays does not hold up the test
         serving = beside.submit(server.run, "127.0.0.1", directory.port, 60, lambda line: None)
         wait_until(directory.members)
         stranger, *_ = connect(to=server)

@@ -43,8 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--bind", default="127.0.0.1", metavar="HOST", help="interface to listen on for ranks (default: 127.0.0.1)")
     add("--port", type=port, default=0, help="port to listen on (default: 0, any that is free)")
     kernel = (
-        "kernel that computes core attention; a server whose kernel cannot compute what ranks ask for ends with an error "
-        "(default: auto, the fastest that supports the model)"
+        "kernel that computes core attention; a server whose kernel cannot compute what ranks ask for ends with an "
+        "error (default: auto, the fastest that supports the model)"
     )
     add("--attention-kernel", default="auto", metavar="NAME", help=kernel)
     add(

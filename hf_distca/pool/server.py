@@ -137,7 +137,8 @@ class AttentionServer:
         """Join the run whose directory listens at an address, and serve until it ends or `stop` is called.
 
         LinkLost: joining took longer than `wait_s`, or joining again after the directory was lost. MismatchError:
-        ranks cannot use this server, or its kernel cannot compute their calls. `report` gets a line about the server's work now and then.
+        ranks cannot use this server, or its kernel cannot compute their calls. `report` gets a line about the server's
+        work now and then.
         """
         with self._on_device():
             speed = measure_speed(self._kernel, self._device)

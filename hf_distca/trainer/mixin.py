@@ -156,7 +156,22 @@ class DistCAMixin(_Trainer):
         batches = self._upcoming.fetch(epoch_iterator, num_batches, planned=planned)
         if self.pool is not None and batches:  # else a stream has ended: Trainer asks again until max_steps
             self.pool.refresh()
-        return super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
+        taken, targets = super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
+        if not planned and batches and self.state.global_step == 0:
+            self._check_first_targets(batches)
+        return taken, targets
+
+    def _check_first_targets(self, batches: list[dict[str, Any]]) -> None:
+        """Raise ValueError on every rank if no document of the first optimizer step has a target.
+
+        A data set with a length is checked as a whole before training, and may begin with such a step. What streams
+        and collators give is unknown before it comes. A warning is logged where the loss of later steps is 0, which may
+        be right, and where a collator gives no labels that could be counted.
+        """
+        targets: Any = super()._get_num_items_in_batch(batches, self.args.device)  # of all ranks, may be 0
+        if targets is not None and not targets.item():
+            plans = [batch[PLAN_KEY] for batch in batches]
+            raise Run.NO_TARGETS.error(tokens=sum(int(plan.tokens.sum()) - plan.fillers for plan in plans))
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | None:
         targets: Any = super()._get_num_items_in_batch(*args, **kwargs)

@@ -425,6 +425,13 @@ class Run:
         "they need it to keep documents apart",
         "train it with transformers' Trainer and attn_implementation='sdpa'",
     )
+    NO_TARGETS = Refusal(
+        "no document of the first optimizer step has a target ({tokens} tokens on all ranks)",
+        "its loss would be 0 and change no weight: every label is -100, or documents have a single token",
+        "check the labels that the stream or data_collator gives, and leave the column 'labels' out where each token "
+        "predicts the next; if later documents have targets, shuffle the data",
+        condition="a stream, or the batches of a custom collator, without any target in the first optimizer step",
+    )
     EARLY_EVALUATION = Refusal(
         "evaluate() was called before train()",
         "FSDP, ZeRO-1 and ZeRO-2 prepare a model only together with its optimizer",

@@ -136,7 +136,7 @@ def test_a_server_whose_kernel_cannot_compute_a_planned_call_leaves_the_run(
         ranks = connect(to=server)
         ranks[0].send_plan(0, NANO_BATCHES)
         refused(ranks[0], "cannot use this Call: no softcap", replace(CALL, softcap=2.0))
-        with pytest.raises(MismatchError, match="no softcap. Ranks need .* start it with --attention-kernel auto"):
+        with pytest.raises(MismatchError, match=r"no softcap\. Ranks need .* start it with --attention-kernel auto"):
             serving.result(30)
         wait_until(lambda: not directory.members())
 

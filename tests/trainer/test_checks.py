@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_distca.collator.refusals import Data
+from hf_distca.trainer.refusals import Run
 from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.survey.tiny import tiny_config
@@ -115,6 +116,25 @@ def _refused_on_ranks(folder: str) -> list[str]:
     except (ValueError, RuntimeError) as error:
         messages.append(str(error))
     return messages
+
+
+def _trained_without_targets(folder: str) -> list[str]:
+    """Outcomes of streams without a target, and with targets on the second rank only."""
+    outcomes, single, pair = [], {"input_ids": [3]}, {"input_ids": [3, 4]}
+    for rows in ([single] * 4, [single, pair] * 2):
+        options = {"max_steps": 1, "save_strategy": "no"}
+        trainer = make_trainer(folder, model=small_model(), given={"train_dataset": streamed(rows)}, **options)
+        try:
+            trainer.train()
+            outcomes.append(f"{trainer.state.global_step} steps")
+        except ValueError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def test_a_first_step_without_targets_on_any_rank_is_refused_on_every_rank(rank_pools, tmp_path):
+    refusal = str(Run.NO_TARGETS.error(tokens=4))
+    assert rank_pools[2].run(_trained_without_targets, str(tmp_path)) == [[refusal, "1 steps"]] * 2
 
 
 def test_every_rank_raises(rank_pools, tmp_path):

@@ -165,8 +165,8 @@ class DistCAMixin(_Trainer):
         """Raise ValueError on every rank if no document of the first optimizer step has a target.
 
         A data set with a length is checked as a whole before training, and may begin with such a step. What streams
-        and collators give is unknown before it comes. A warning is logged where the loss of later steps is 0, which may
-        be right, and where a collator gives no labels that could be counted.
+        and collators give is unknown before it comes. Later steps may have no target: their loss of 0 is a warning, as
+        it is where a collator gives no labels that could be counted.
         """
         targets: Any = super()._get_num_items_in_batch(batches, self.args.device)  # of all ranks, may be 0
         if targets is not None and not targets.item():

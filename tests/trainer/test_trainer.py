@@ -93,7 +93,7 @@ def test_documents_without_targets(tmp_path, caplog):
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         assert [loss == 0 for loss in losses] == without
         assert [record.message for record in caplog.records].count(NO_TARGETS) == 1
-    assert make_trainer(str(tmp_path), "stream", lengths=[1, 1, 1]).evaluate()["eval_loss"] == 0.0
+    assert make_trainer(str(tmp_path), "stream", lengths=[1, 1, 1], **arguments).evaluate()["eval_loss"] == 0.0
     # A micro-batch without targets leaves the mean of the others as it is.
     loss, _ = reference_step(small_model(implementation="sdpa"), random_documents([5]))
     evaluated = make_trainer(str(tmp_path), lengths=[5, 1], tokens_per_rank=5).evaluate()

@@ -1,7 +1,6 @@
 """A user's model, on fake tensors: its config, its kinds of attention, its shape, and the memory that it takes."""
 
 import argparse
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -112,12 +111,12 @@ def memory_of(
     return figures
 
 
-def memory_table(figures: dict[str, Any], device_memory: float | None) -> str:
-    """Return the figures of `memory_of` as a table in GB."""
+def memory_rows(figures: dict[str, Any], device_memory: float | None) -> dict[str, list[str]]:
+    """Return the figures of `memory_of` in GB as cells of a table by the heading of their row."""
     columns = [(state, state[checkpointing]) for state in figures.values() for checkpointing in CHECKPOINTING]
-    rows: dict[str, Iterable[str]] = {
-        "memory of a rank, GB": (text for strategy in figures for text in (strategy, "")),
-        "checkpointing": ("no", "yes") * len(figures),
+    rows: dict[str, list[str]] = {
+        "memory of a rank, GB": [text for strategy in figures for text in (strategy, "")],
+        "checkpointing": ["no", "yes"] * len(figures),
     }
     sizes = {name: [state[name] for state, _ in columns] for name in OF_STATE}
     sizes |= {name: [counted["parts"].get(part, 0) for _, counted in columns] for part, name in NAMES.items()}
@@ -128,4 +127,9 @@ def memory_table(figures: dict[str, Any], device_memory: float | None) -> str:
     if device_memory is not None:
         longest = [str(counted["longest_tokens_per_rank"]) for _, counted in columns]
         rows[f"longest rows in {device_memory:g} GB"] = longest
+    return rows
+
+
+def memory_table(rows: dict[str, list[str]]) -> str:
+    """Return what `memory_rows` returns as text."""
     return "\n".join(f"{name:<30} " + "".join(f"{value:>9}" for value in values) for name, values in rows.items())

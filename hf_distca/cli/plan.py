@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_distca.cli import InputError
-from hf_distca.cli.model import MODEL_SOURCES, fake_model, memory_of, memory_table, mixing_of
+from hf_distca.cli.model import MODEL_SOURCES, fake_model, memory_of, memory_rows, memory_table, mixing_of
 from hf_distca.cli.options import (
     HEADS,
     RANKS_PER_NODE,
@@ -95,11 +95,13 @@ def run(options: argparse.Namespace) -> None:
     except ValueError as error:
         raise InputError(str(error)) from error
     figures = _figures(documents_of(lengths), plan, settings, options) | {"plan_ms": round(plan_ms, 3)}
+    memory: dict[str, list[str]] = {}
     if model is not None:
         figures["memory"] = memory_of(model, plan, settings, options)
+        memory = memory_rows(figures["memory"], options.device_memory)
         figures["mixing"] = mixing_of(model, plan, settings)
     if options.report:
-        write(options.report, plan_report(figures))
+        write(options.report, plan_report(figures, memory))
     if options.dump:
         dumped = []
         for nano in plan.nano_batches:
@@ -111,8 +113,8 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(figures))
         return
     print(_table(plan, figures, settings, options))
-    if model is not None:
-        print("", memory_table(figures["memory"], options.device_memory), sep="\n")
+    if memory:
+        print("", memory_table(memory), sep="\n")
 
 
 def _model_and_settings(options: argparse.Namespace) -> tuple[PreTrainedModel | None, PlanSettings]:

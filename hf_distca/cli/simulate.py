@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
         kinds = tuple(map(setup.on_a_gpu, setup.model.layers))
         of_values = {"bytes_per_value": setup.profile.bytes_per_value}
         settings = plan_settings_of(config, setup.ranks, layout, kinds=kinds, **of_values)
-        drawn = drawn_micro_batches(options, options.ranks * options.tokens_per_rank)
+        drawn = drawn_micro_batches(options, options.ranks * options.tokens_per_rank, cut=False)
         memory = gpu_memory(setup, read_config(options.model), settings, config)
         result = simulate(drawn, setup, settings, count=options.batches, servers=options.servers, memory=memory)
     except ValueError as error:

@@ -40,8 +40,8 @@ def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | lis
     return next(drawn_micro_batches(options, tokens)).tolist() if read is None else read
 
 
-def drawn_micro_batches(options: argparse.Namespace, tokens: int) -> Iterator[IntArray]:
-    """Yield [documents] lengths of micro-batches without end, drawn from the source as in `one_micro_batch`."""
+def drawn_micro_batches(options: argparse.Namespace, tokens: int, *, cut: bool = True) -> Iterator[IntArray]:
+    """Yield [documents] lengths of micro-batches without end, drawn from the source as `micro_batches` does."""
     source: str = options.lengths
     first = np.array([tokens // 2]) if source == LONG_AND_SHORT else None
     if source in corpora():
@@ -60,7 +60,7 @@ def drawn_micro_batches(options: argparse.Namespace, tokens: int) -> Iterator[In
         draw = of_documents(as_lengths(documents_of(read)))
     else:
         draw = of_documents(_of_data(options))
-    return micro_batches(draw, tokens, options.seed, first)
+    return micro_batches(draw, tokens, options.seed, first, cut=cut)
 
 
 def documents_of(lengths: list[int] | list[list[int]]) -> list[int]:

@@ -51,21 +51,25 @@ def cut_at(draw: Draw, longest: int) -> Draw:
     return lambda random, count: np.minimum(draw(random, count), longest)
 
 
-def micro_batches(draw: Draw, tokens: int, seed: int, first: IntArray | None = None) -> Iterator[IntArray]:
+def micro_batches(
+    draw: Draw, tokens: int, seed: int, first: IntArray | None = None, *, cut: bool = True
+) -> Iterator[IntArray]:
     """Yield global micro-batches without end: documents drawn one after another as long as they fit.
 
     Args:
         tokens: the most tokens of a micro-batch, on all ranks together; a longer document is cut to these.
         first: lengths of documents that each micro-batch begins with, such as one long one.
+        cut: whether lengths are those of cut documents; else a longer document comes alone, with its own length.
     """
     random = np.random.default_rng(seed)
     begin = np.zeros(0, np.int64) if first is None else first
     waiting = np.zeros(0, np.int64)
     while True:
-        while waiting.sum() <= tokens:
-            waiting = np.append(waiting, np.minimum(np.maximum(draw(random, 256), 1), tokens))
-        fits = int(np.searchsorted(np.cumsum(waiting), tokens - begin.sum(), side="right"))
-        yield np.append(begin, waiting[:fits])
+        while np.minimum(waiting, tokens).sum() <= tokens:
+            waiting = np.append(waiting, np.maximum(draw(random, 256), 1))
+        held = np.minimum(waiting, tokens)
+        fits = int(np.searchsorted(np.cumsum(held), tokens - begin.sum(), side="right"))
+        yield np.append(begin, (held if cut else waiting)[:fits])
         waiting = waiting[fits:]
 
 

@@ -21,6 +21,8 @@ STEP_PARTS = {
     "exchange_mean_seconds": ("waits", "waits for rows of other ranks"),
 }
 """Parts of the mean rank's step: class and name, by field."""
+LAUNCH_CONFIG = "examples/configs/fsdp2.yaml"
+"""Configuration of the launch under which memory is counted."""
 IDLE = ("idle", "idle until the slowest rank is done")
 MEAN = ("level", "mean of the ranks")
 COLUMNS = (
@@ -32,6 +34,12 @@ COLUMNS = (
     "tensors, some 2 GB, are left out."
 )
 """Meaning of the columns of the table of strategies."""
+MEMORY = (
+    "Gigabytes of the rank that exchanges the most, at the peak of this micro-batch, by strategy and without or with "
+    "gradient checkpointing. A step of the model was run on fake tensors and counted. CUDA, NCCL and gaps between "
+    "tensors, some 2 GB, are left out."
+)
+"""Meaning of the table of memory."""
 
 
 def simulation_report(figures: Mapping[str, Any]) -> str:
@@ -61,7 +69,7 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
             *([] if pays else ["Settings to try it all the same:"]),
         ],
         _code(f'args = hf_distca.DistCATrainingArguments(\n    output_dir="out",\n{settings})', "settings in Python"),
-        _code(f"accelerate launch --num_processes {processes} train.py", "the launch"),
+        _code(f"accelerate launch --config_file {LAUNCH_CONFIG} --num_processes {processes} train.py", "the launch"),
     )
 
     compared, bars = [best, figures["best_planned"]], {}
@@ -126,11 +134,12 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
     )
 
 
-def plan_report(figures: Mapping[str, Any]) -> str:
+def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]]) -> str:
     """Return one HTML file.
 
     Args:
         figures: the figures that `hf-distca plan --json` prints with a report.
+        memory: rows of the table of memory, the first with the strategies; empty without a model.
     """
     given, bins, ranks = figures["setting"], figures["histogram"], figures["by_rank"]
     packed, planned, sent, received = (
@@ -168,6 +177,11 @@ def plan_report(figures: Mapping[str, Any]) -> str:
         ),
         table_of_ranks("Each rank", columns, ",.10g"),
     )
+    in_memory = []
+    if memory:
+        (first, strategies), *others = memory.items()
+        rows = [[name, *cells] for name, cells in others]
+        in_memory.append(_section("Memory", [MEMORY], _table("Memory of a rank", [first, *strategies], rows)))
     return _page(
         "hf-distca plan",
         f"The busiest rank has {figures['max_over_mean']:.3f}× the mean core attention; packed in order, "
@@ -175,7 +189,7 @@ def plan_report(figures: Mapping[str, Any]) -> str:
         "everything here is counted from the plan of one micro-batch.",
         f"{sum(each['documents'] for each in bins):,} documents, {sum(each['tokens'] for each in bins):,} tokens; "
         f"{given['ranks']} ranks of at most {given['tokens_per_rank']:,} tokens.",
-        [_lengths(bins), load, in_bytes, _origin({**given, "planned in": f"{figures['plan_ms']:.1f} ms"})],
+        [_lengths(bins), load, in_bytes, *in_memory, _origin({**given, "planned in": f"{figures['plan_ms']:.1f} ms"})],
     )
 
 

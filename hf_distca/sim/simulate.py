@@ -24,6 +24,12 @@ DRAWN_FOR_RANKS = (
     "would wait for exchanges."
 )
 """Advice where micro-batches are not full."""
+TOO_LONG = (
+    "{count:,} of {documents:,} documents {are} longer than the {tokens:,} tokens that all ranks hold; the longest "
+    "has {longest:,}. Here they are cut to {tokens:,}. Training refuses them by default: raise tokens_per_rank or the "
+    "number of ranks, or set long_documents to 'split' or 'truncate'."
+)
+"""Advice where documents are longer than a micro-batch."""
 Memory = Callable[[Strategy, int, MicroBatchPlan | None], tuple[int | None, int | None]]
 """Function that returns a GPU's bytes for rows (None if unknown) and for model state.
 
@@ -123,9 +129,15 @@ def simulate(
     servers: int = 0,
     memory: Memory = lambda *_: (None, None),
 ) -> Simulation:
-    """Simulate micro-batches under `all_strategies`; the default `memory` leaves memory out."""
-    every, fitted = _as_drawn(list(islice(micro_batches, count)), setup, settings)
+    """Simulate micro-batches under `all_strategies`; the default `memory` leaves memory out.
+
+    A document that is longer than all ranks hold is cut for every strategy, and counts as cut.
+    """
+    given, capacity = list(islice(micro_batches, count)), setup.ranks * setup.tokens_per_rank
+    every, fitted = _as_drawn([np.minimum(lengths, capacity) for lengths in given], setup, settings)
     lengths, flops = np.concatenate(every), 0.0
+    uncut = np.concatenate(given)
+    too_long = int((uncut > capacity).sum())
     per_pair = {
         kind: layers * kind.q_heads * (kind.dim_qk + kind.dim_v) for kind, layers in setup.model.layers.items()
     }
@@ -170,7 +182,8 @@ def simulate(
             tokens_most=tokens_most,
             rows_bytes=rows_bytes,
             state_bytes=state_bytes,
-            documents_cut=sum(step.documents_cut for step in steps) / len(lengths),
+            # Strategies that cut to fewer tokens than `capacity` cut these documents too, and count them.
+            documents_cut=max(too_long, sum(step.documents_cut for step in steps)) / len(lengths),
             mixing_seconds=float(np.mean([step.mixing.max() for step in steps])),
             mixing_runs=float(np.mean([step.mixing_runs for step in steps])),
             mixing_bytes=float(np.mean([step.mixing_bytes for step in steps])),
@@ -209,8 +222,16 @@ def simulate(
         advice=(
             *advice(tuple(figures.values()), plain, planned, setup.tokens_per_rank),
             *([DRAWN_FOR_RANKS] if fitted else []),
+            *([_too_long(uncut, capacity)] if too_long else []),
         ),
     )
+
+
+def _too_long(lengths: IntArray, capacity: int) -> str:
+    """Return the advice on documents that are longer than all ranks hold."""
+    count = int((lengths > capacity).sum())
+    of_lengths = {"documents": len(lengths), "longest": int(lengths.max()), "tokens": capacity}
+    return TOO_LONG.format(count=count, are="is" if count == 1 else "are", **of_lengths)
 
 
 def _as_drawn(full: list[IntArray], setup: Setup, settings: PlanSettings) -> tuple[list[IntArray], bool]:
@@ -246,7 +267,7 @@ def advice(
         )
         if by_plan.document_layout != "auto":
             yield "A larger balance_tolerance moves fewer rows."
-    if by_plain.documents_cut:
+    if by_plain.documents_cut > by_plan.documents_cut:
         yield (
             f"Every other strategy cuts documents: {by_plain.name} cuts {by_plain.documents_cut:.1%} of them. "
             "A document that is cut trains on less context."

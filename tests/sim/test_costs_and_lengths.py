@@ -105,6 +105,11 @@ def test_micro_batches_take_documents_in_order_as_long_as_they_fit(draw, first, 
     assert [next(drawn).tolist() for _ in batches] == batches
 
 
+def test_a_document_beyond_a_micro_batch_may_keep_its_length():
+    drawn = micro_batches(lambda random, count: np.resize([30, 3, 4], count), 10, seed=0, cut=False)
+    assert [next(drawn).tolist() for _ in range(3)] == [[30], [3, 4], [30]]
+
+
 def test_distributions():
     drawn = of_histogram(np.array([1, 10, 100]), np.array([3, 1]))(np.random.default_rng(0), 4000)
     assert 0.72 < (drawn < 10).mean() < 0.78

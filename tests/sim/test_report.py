@@ -1,5 +1,6 @@
 """Reports of simulate and plan: what they show."""
 
+import html
 import json
 import re
 from xml.etree import ElementTree
@@ -8,8 +9,11 @@ import numpy as np
 import pytest
 
 from hf_distca.cli.main import main
+from hf_distca.cli.model import config_of_shape
 from hf_distca.sim.drawing import COLOURS, MARKS, short, stacks_picture, ticks
+from hf_distca.sim.model import ModelShape
 from hf_distca.sim.report import POLICY, table_of_ranks
+from tests.launch import ROOT
 
 MOST_BYTES = 500_000
 
@@ -24,6 +28,8 @@ def reports(tmp_path_factory):
         ("plan", [[3000, 500], [900], [40, 2000], [700]], ["--ranks", "4", "--tokens-per-rank", "4096"]),
     ):
         (folder / "lengths.json").write_text(json.dumps(documents))
+        config_of_shape(ModelShape.llama(3, 64, 160, 4, 2, 100)).save_pretrained(folder)
+        options += ["--model", str(folder)] if tool == "plan" else []
         command = [tool, "--lengths", str(folder / "lengths.json"), *options]
         assert main([*command, "--report", str(folder / f"{tool}.html")]) == 0
     return folder
@@ -48,6 +54,15 @@ def test_a_report_is_one_file_with_labels_in_which_a_colour_has_one_meaning(repo
     classes = {name for style in re.findall(r'class="mark ([^"]*)"', text) for name in style.split()}
     assert classes <= {*MARKS, "documents", "tokens"}
     assert "#" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S).replace("&#", "")
+
+
+def test_what_was_counted_is_what_the_report_says(reports):
+    plan, simulation = (html.unescape((reports / f"{name}.html").read_text()) for name in ("plan", "simulate"))
+    headings = re.search(r'<th scope="col">memory of a rank, GB</th>(.*?)</tr>', plan)[1]
+    assert re.findall(r">([^<]+)<", headings) == ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+    assert re.search(r'<th scope="row">together</th>(<td>[\d.]+</td>){10}</tr>', plan)
+    launch = re.search(r"accelerate launch --config_file (\S+) --num_processes 16 train.py", simulation)
+    assert "FSDP" in (ROOT / launch[1]).read_text()  # as memory was counted
 
 
 @pytest.mark.parametrize("dark", [0, 1])

@@ -104,6 +104,19 @@ def test_figures_of_a_strategy():
     assert (packed.rows_bytes, packed.state_bytes) == (None, None)  # where nobody counts
 
 
+def test_documents_beyond_all_ranks_are_cut_and_counted_for_every_strategy_and_named():
+    found, strategies = figures_of([[40], [10, 2]])  # two ranks of 8 tokens hold 16
+    assert found.tokens == 16 + 10 + 2
+    cut = {name: each.documents_cut for name, each in strategies.items()}
+    assert cut["hf_distca, joint"] == cut["hf_distca, chosen"] == cut["context parallel, 1 × 2"] == 1 / 3
+    assert cut["plain packing"] == 2 / 3
+    sentence = (
+        "1 of 3 documents is longer than the 16 tokens that all ranks hold; the longest has 40. Here they are cut"
+    )
+    assert [advice for advice in found.advice if advice.startswith(sentence)]
+    assert not [advice for advice in figures_of([[16]])[0].advice if "longer than the" in advice]
+
+
 def test_gpus_of_servers_and_tensor_parallelism():
     setup = replace(SETUP, tensor_parallel=2)
     settings = replace(SETTINGS, kinds=(setup.on_a_gpu(KIND),))

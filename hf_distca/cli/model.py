@@ -18,6 +18,7 @@ from hf_distca.models.shape import mixing_shape
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.mixing import count_cuts
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.progress import terminal_bar
 from hf_distca.sim.model import MODELS, ModelShape
 
 MODEL_SOURCES = f"{', '.join(MODELS)}, a config.json, a folder with one, or a name on the Hub"
@@ -100,14 +101,14 @@ def memory_of(
     device = MEMORY if options.device_memory is None else int(options.device_memory * GB)
     memory = MemoryCounter(model, settings, config_of(options), by_config=True, memory=device)
     figures: dict[str, Any] = {}
-    for strategy in STRATEGIES:
-        for name, checkpointing in CHECKPOINTING.items():
-            training = Training(strategy, options.dtype != "float32", checkpointing)
-            counted = memory.count(plan, training)
-            found: dict[str, Any] = {"parts": counted.parts, "total": counted.total}
-            if options.device_memory is not None:
-                found["longest_tokens_per_rank"] = memory.longest(device, training)
-            figures.setdefault(strategy, counted.state._asdict())[name] = found
+    cases = [(strategy, name) for strategy in STRATEGIES for name in CHECKPOINTING]
+    for strategy, name in terminal_bar(cases, "Counting memory"):
+        training = Training(strategy, options.dtype != "float32", CHECKPOINTING[name])
+        counted = memory.count(plan, training)
+        found: dict[str, Any] = {"parts": counted.parts, "total": counted.total}
+        if options.device_memory is not None:
+            found["longest_tokens_per_rank"] = memory.longest(device, training)
+        figures.setdefault(strategy, counted.state._asdict())[name] = found
     return figures
 
 

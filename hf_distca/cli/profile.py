@@ -62,7 +62,9 @@ def run(options: argparse.Namespace) -> None:
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
     try:
-        profile = measured_profile(kernel, kind, options.hidden, dtype, device)
+        profile = measured_profile(
+            kernel, kind, options.hidden, dtype, device, progress=groups is None or groups.rank == 0
+        )
     except RuntimeError as error:
         if "memory" not in str(error):
             raise

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from transformers import TrainingArguments
-
 from hf_distca.cli import InputError
 from hf_distca.cli.model import MODEL_SOURCES, fake_model, read_config
 from hf_distca.cli.options import (
@@ -120,6 +118,8 @@ def _setup(options: argparse.Namespace, model: ModelShape) -> Setup:
 
 def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> dict[str, Any]:
     """Return the simulated training's arguments that differ from the defaults."""
+    from transformers import TrainingArguments  # takes seconds, and only reports need it
+
     default = vars(DistCAConfig())
     changed = {name: value for name, value in vars(config_of(options)).items() if value != default[name]}
     changed.pop("ranks_per_node", None)  # the launch gives the nodes

@@ -9,6 +9,7 @@ from statistics import median
 import numpy as np
 import torch
 from torch.nn.functional import linear, rms_norm
+from tqdm import tqdm
 
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
 from hf_distca.kernels.speed import peak_flops
@@ -64,12 +65,15 @@ def measured_profile(
     *,
     most_rows: float = inf,
     limit_s: float = inf,
+    progress: bool = False,
 ) -> DeviceProfile:
-    """Measure one device; its links are taken from an H100."""
+    """Measure one device; its links are taken from an H100. On a terminal `progress` shows a bar."""
     tokens = TOKENS[device.type]
     x, weight = (torch.randn(rows, hidden, dtype=dtype, device=device) for rows in (tokens, 4 * hidden))
     flops = 2.0 * tokens * weight.numel() / seconds_of(lambda: linear(x, weight), device)
-    forward, backward, accuracy = measured_kernel(kernel, kind, dtype, device, most_rows=most_rows, limit_s=limit_s)
+    forward, backward, accuracy = measured_kernel(
+        kernel, kind, dtype, device, most_rows=most_rows, limit_s=limit_s, progress=progress
+    )
     launches = 0.0  # the host of a GPU runs ahead
     if device.type == "cpu":
         few, small = torch.randn(1, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)
@@ -101,6 +105,7 @@ def measured_kernel(
     *,
     most_rows: float = inf,
     limit_s: float = inf,
+    progress: bool = False,
 ) -> tuple[KernelCost, KernelCost, Accuracy]:
     """Measure the costs of a kernel's forward and backward, and how well the forward's predict held-out calls.
 
@@ -125,13 +130,18 @@ def measured_kernel(
         times.append((seconds_of(forward, device), seconds_of(backward, device)))
 
     began = time.perf_counter()
-    for q_lens, k_lens in short_calls(device.type, most_rows):
-        measure(q_lens, k_lens)
-    for number, rows in enumerate(queries):
-        if number >= FEWEST and time.perf_counter() - began > limit_s:
-            break
-        for factor in KEYS:
-            measure([rows], [rows * factor])
+    short = short_calls(device.type, most_rows)
+    hidden = None if progress else True  # None: shown on a terminal only
+    with tqdm(total=len(short) + len(queries) * len(KEYS), desc="Measuring calls", disable=hidden, leave=False) as bar:
+        for q_lens, k_lens in short:
+            measure(q_lens, k_lens)
+            bar.update()
+        for number, rows in enumerate(queries):
+            if number >= FEWEST and time.perf_counter() - began > limit_s:
+                break
+            for factor in KEYS:
+                measure([rows], [rows * factor])
+                bar.update()
     forward_s, backward_s = np.array(times).T
     fitted, others = map(list, held_out(len(counts)))
     every = Tasks(*np.array(counts).T)

@@ -12,6 +12,7 @@ from hf_distca.planner.cost import pairs
 from hf_distca.planner.seconds import FloatArray
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.whole_ranks import fitting, whole_ranks_pay
+from hf_distca.progress import terminal_bar
 from hf_distca.sim.lengths import IntArray, histogram
 from hf_distca.sim.strategies import CHOSEN, PLAIN, Setup, StepTime, Strategy, all_strategies
 
@@ -148,7 +149,7 @@ def simulate(
     seconds: dict[str, FloatArray] = {}  # [steps] of each strategy
     load: dict[str, FloatArray] = {}  # [ranks] in core attention of the first step
     figures: dict[str, StrategyFigures] = {}
-    for strategy in all_strategies(setup, settings, servers):
+    for strategy in terminal_bar(all_strategies(setup, settings, servers), "Simulating strategies"):
         steps: list[StepTime] = []
         largest, most = None, 0  # plan whose busiest rank exchanges the most, and these bytes
         for each in every:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_distca
-from hf_distca.cli.model import memory_table
+from hf_distca.cli.model import memory_rows, memory_table
 from hf_distca.planner.micro_batch import plan_micro_batch
 from tests.models_and_batches import small_model
 from tests.survey.tiny import tiny_config
@@ -187,7 +187,7 @@ def test_memory_of_a_model(command, figures, tmp_path):
     assert plain["total"] == sum(plain["parts"].values()) + 20 * parameters
     assert checkpointed["total"] < plain["total"] < 10**8
     assert 2048 < plain["longest_tokens_per_rank"] < checkpointed["longest_tokens_per_rank"]
-    shown = memory_table(memory, 0.04)
+    shown = memory_table(memory_rows(memory, 0.04))
     for line in ("memory of a rank, GB", "kept O and log-sum-exp", "together", "longest rows in 0.04 GB"):
         assert f"\n{line} " in f"\n{shown}"
 

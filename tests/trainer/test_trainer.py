@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from transformers.integrations.integration_utils import rewrite_logs
 
 from hf_distca.collator.refusals import Data
@@ -10,6 +11,7 @@ from hf_distca.trainer import assembly
 from hf_distca.trainer.metrics import NO_TARGETS, PREFIX
 from hf_distca.trainer.refusals import Run
 from tests.models_and_batches import random_documents, reference_step, small_model
+from tests.patches.test_rotary import DYNAMIC, LONGROPE, WIDE
 from tests.refused import refused
 from tests.trainer.features import install_liger
 from tests.trainer.small_trainers import LENGTHS, make_trainer
@@ -52,6 +54,37 @@ def test_loss_is_that_of_all_documents(rank_pools, tmp_path, source, arguments):
     assert 1.0 <= figures["imbalance_degree"] < 1.05 < figures["imbalance_degree_packed"]
     assert min(figures[name] for name in ("tokens_per_second", "exchange_bytes", "exchange_wait_seconds")) > 0
     assert rewrite_logs(logged)["train/distca/imbalance_degree"] == figures["imbalance_degree"]  # as trackers show it
+
+
+ROTARY = {
+    "longrope": {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 280}},
+    "dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": 200},
+}
+"""Rotary embeddings with other frequencies for a document of 300 tokens than for one of 100."""
+
+
+def _losses_beyond(folder: str, kind: str) -> list[float]:
+    """Losses of a training step, and of evaluations of its documents and of the short one."""
+    model = small_model("llama", **WIDE, **ROTARY[kind])
+    step = {"max_steps": 1, "learning_rate": 0.0, "gradient_accumulation_steps": 1, "save_strategy": "no"}
+    planned = {"tokens_per_rank": 400 // dist.get_world_size(), "document_layout": "joint", "ping_pong": False}
+    trainer = make_trainer(folder, model=model, lengths=[300, 100], **step, **planned)
+    trainer.train()
+    # On one rank both documents lie in one row; on two ranks the long document is cut.
+    (batch,) = trainer.get_train_dataloader()
+    assert batch["distca_plan"].tokens.tolist() == ([400] if dist.get_world_size() == 1 else [200, 200])
+    short = trainer.eval_dataset.select([1])
+    losses = [trainer.evaluate(data)["eval_loss"] for data in (trainer.eval_dataset, short)]
+    return [trainer.state.log_history[0]["loss"], *losses]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ROTARY)
+def test_a_document_is_rotated_by_its_own_length(rank_pools, tmp_path, kind, ranks):
+    documents, stock = random_documents([300, 100]), small_model("llama", "sdpa", **WIDE, **ROTARY[kind])
+    short, both = (reference_step(stock, each)[0] for each in (documents[1:], documents))
+    for losses in rank_pools[ranks].run(_losses_beyond, str(tmp_path), kind):
+        assert losses == pytest.approx([both, both, short], rel=1e-6)
 
 
 @pytest.mark.parametrize("source", ["packed", "list", "stream", "transform"])

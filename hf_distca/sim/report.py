@@ -34,6 +34,13 @@ COLUMNS = (
     "tensors, some 2 GB, are left out."
 )
 """Meaning of the columns of the table of strategies."""
+NAMES = (
+    "context parallel, 8 × 4: 8 groups of 4 ranks; the ranks of a group share each of its documents evenly. hf_distca, "
+    "fixed: documents are packed in order and cut where the tokens of a rank end. joint: documents are placed so that "
+    "few rows move. chosen: the fastest plan of each micro-batch, as training takes it by default. MFU, model FLOPs "
+    "utilization: operations of the model over those that the GPUs can do in the same time."
+)
+"""Meaning of the names of strategies."""
 MEMORY = (
     "Gigabytes of the rank that exchanges the most, at the peak of this micro-batch, by strategy and without or with "
     "gradient checkpointing. A step of the model was run on fake tensors and counted. CUDA, NCCL and gaps between "
@@ -91,7 +98,7 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
             [*STEP_PARTS.values(), IDLE],
         ),
         _table("Means over all micro-batches", list(columns[0]), [list(each.values()) for each in columns], compared),
-        f"<p class='caption'>{COLUMNS}</p>",
+        f"<p class='caption'>{NAMES}</p><p class='caption'>{COLUMNS}</p>",
     )
 
     planned = {each["name"] for each in strategies if each["document_layout"] is not None}

@@ -61,6 +61,8 @@ def test_what_was_counted_is_what_the_report_says(reports):
     headings = re.search(r'<th scope="col">memory of a rank, GB</th>(.*?)</tr>', plan)[1]
     assert re.findall(r">([^<]+)<", headings) == ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
     assert re.search(r'<th scope="row">together</th>(<td>[\d.]+</td>){10}</tr>', plan)
+    for term in ("context parallel, 8 × 4: 8 groups of 4 ranks", "fixed: ", "joint: ", "chosen: ", "MFU, model FLOPs"):
+        assert simulation.count(term) == 1
     launch = re.search(r"accelerate launch --config_file (\S+) --num_processes 16 train.py", simulation)
     assert "FSDP" in (ROOT / launch[1]).read_text()  # as memory was counted
 

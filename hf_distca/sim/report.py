@@ -35,10 +35,10 @@ COLUMNS = (
 )
 """Meaning of the columns of the table of strategies."""
 NAMES = (
-    "context parallel, 8 × 4: 8 groups of 4 ranks; the ranks of a group share each of its documents evenly. hf_distca, "
-    "fixed: documents are packed in order and cut where the tokens of a rank end. joint: documents are placed so that "
-    "few rows move. chosen: the fastest plan of each micro-batch, as training takes it by default. MFU, model FLOPs "
-    "utilization: operations of the model over those that the GPUs can do in the same time."
+    "context parallel, 8 × 4: 8 groups of 4 ranks; the ranks of a group share each of its documents evenly. "
+    "hf_distca, fixed: documents are packed in order and cut where the tokens of a rank end. joint: documents are "
+    "placed so that few rows move. chosen: the fastest plan of each micro-batch, as training takes it by default. "
+    "MFU, model FLOPs utilization: operations of the model over those that the GPUs can do in the same time."
 )
 """Meaning of the names of strategies."""
 MEMORY = (

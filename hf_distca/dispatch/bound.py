@@ -232,6 +232,7 @@ class Ran:
     layers_in_turns: int = 0  # layers that ran their nano-batches in turns
     rotations: int = 0  # calls of rotary embeddings that depend on the lengths of documents
     mixing: int = 0  # calls of modules that mix along the row without attention, each for all documents
+    hits: Tensor | None = None  # [2] int64: rows whose target has the greatest logit, rows with a target; no gradients
 
 
 @dataclass(frozen=True)

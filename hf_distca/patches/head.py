@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.dispatch.bound import BoundPlan, Ran
 from hf_distca.models.decoder import base_model
 from hf_distca.models.tensor_parallel import MESH, is_shared_out
 from hf_distca.patches.layers import HOOKS
@@ -103,13 +103,25 @@ def _deferring(forward: Callable[..., Any], model: Any = None) -> Callable[..., 
         head = (args[0] if model is None else model).get_output_embeddings()
         if not isinstance(head, PlannedHead) or not head.can_defer():
             return forward(*args, **kwargs)
-        head.defers = True
+        head.defers, head.ran = True, kwargs[PLAN_KEY].ran
         try:
             return forward(*args, **kwargs)
         finally:
-            head.defers = False
+            head.defers, head.ran = False, None
 
     return deferring
+
+
+def count_hits(ran: Ran, ignore_index: int, logits: Tensor, target: Tensor) -> None:
+    """Add the rows whose target has the greatest logit, and the rows with a target, to those of a planned step.
+
+    Args:
+        logits: [..., V].
+        target: [...], shifted; rows whose target is `ignore_index` do not count.
+    """
+    counts = target != ignore_index
+    hits = torch.stack([((logits.argmax(-1) == target) & counts).sum(), counts.sum()])
+    ran.hits = hits if ran.hits is None else ran.hits + hits
 
 
 class PlannedHead(nn.Module):
@@ -117,6 +129,7 @@ class PlannedHead(nn.Module):
 
     chunk_bytes = 0  # most bytes of a chunk's logits in float32; 0 for all logits at once
     defers = False  # whether calls return deferred logits
+    ran: Ran | None = None  # of the planned step whose forward runs
     is_plain: bool  # whether the head is just a linear layer
     # With tensor parallelism, the forward in which each rank computes a share of the vocabulary.
     forward_in_shares: Forward | None = None
@@ -186,7 +199,11 @@ class PlannedHead(nn.Module):
 
     def cross_entropy(self, hidden: Tensor, target: Tensor, steps: Sequence[Step], ignore_index: int) -> Tensor:
         """Return the sum of cross entropies for hidden states [T, D] and targets [T]."""
-        others = target, ignore_index, steps, self.chunk_rows
+        # In an evaluation the loss's own logits also tell which targets the model would have chosen.
+        watch = None
+        if self.ran is not None and not torch.is_grad_enabled():
+            watch = partial(count_hits, self.ran, ignore_index)
+        others = target, ignore_index, steps, self.chunk_rows, watch
 
         def task(forward: Forward, x: Tensor) -> Tensor:
             if self.is_plain:

@@ -33,6 +33,8 @@ Forward = Callable[[Tensor], Tensor]
 """Forward of a head: [C, D] to [C, V]."""
 Step = Callable[[Tensor], Tensor]
 """Element-wise change of logits: [C, V] to [C, V]."""
+Watch = Callable[[Tensor, Tensor], None]
+"""Function that sees the changed logits [C, V] and the targets [C] of each chunk."""
 
 
 def chosen_chunk_bytes(memory: int | None, vocabulary: int) -> int:
@@ -58,7 +60,13 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 def loss_of_head(
-    forward: Forward, hidden_TD: Tensor, target_T: Tensor, ignore_index: int, steps: Sequence[Step], rows: int
+    forward: Forward,
+    hidden_TD: Tensor,
+    target_T: Tensor,
+    ignore_index: int,
+    steps: Sequence[Step],
+    rows: int,
+    watch: Watch | None = None,
 ) -> Tensor:
     """Return the sum of the cross entropies of rows for any head; the backward recomputes each chunk's logits.
 
@@ -66,10 +74,13 @@ def loss_of_head(
         target_T: int64; rows whose target is `ignore_index` do not count.
         steps: changes of the head's logits before the cross entropy.
         rows: most rows of a chunk.
+        watch: called once for each chunk; only without gradients, because a backward computes chunks again.
     """
 
     def of_chunk(hidden_CD: Tensor, target_C: Tensor) -> Tensor:
         logits_CV = apply_steps(forward(hidden_CD), steps)
+        if watch is not None:
+            watch(logits_CV, target_C)
         return functional.cross_entropy(logits_CV, target_C, ignore_index=ignore_index, reduction="sum")
 
     compute = partial(checkpoint, of_chunk, use_reentrant=False) if torch.is_grad_enabled() else of_chunk
@@ -77,12 +88,21 @@ def loss_of_head(
     return torch.stack([compute(*chunk) for chunk in chunks]).sum()
 
 
-def loss_of_linear(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *others: Any) -> Tensor:
+def loss_of_linear(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    target_T: Tensor,
+    ignore_index: int,
+    steps: Sequence[Step],
+    rows: int,
+    watch: Watch | None = None,
+) -> Tensor:
     """Return the sum of the cross entropies of rows for a linear head; the backward can run once.
 
-    Args:
-        others: the last arguments of `loss_of_head`.
+    The last arguments are those of `loss_of_head`.
     """
+    others = target_T, ignore_index, steps, rows, watch
     loss: Tensor = _OfLinear.apply(hidden_TD, weight_VD, bias_V, torch.is_grad_enabled(), *others)
     return loss
 
@@ -94,7 +114,7 @@ class _OfLinear(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, trains: bool, *others: Any
     ) -> Tensor:
-        target_T, ignore_index, steps, rows = others
+        target_T, ignore_index, steps, rows, watch = others
         needs = [trains and needed for needed in ctx.needs_input_grad[:3]]
         # The head's gradients are added up in at least float32.
         summed = torch.promote_types(weight_VD.dtype, torch.float32)
@@ -110,6 +130,8 @@ class _OfLinear(torch.autograd.Function):
             logits_CV = functional.linear(hidden_TD[chunk], weight_VD, bias_V)
             with torch.set_grad_enabled(any(needs)):
                 changed_CV = apply_steps(logits_CV.requires_grad_(any(needs)), steps)
+            if watch is not None:
+                watch(changed_CV, target_C)
             grad_CV = functional.log_softmax(changed_CV.detach(), dim=-1)
             losses.append(functional.nll_loss(grad_CV, target_C, ignore_index=ignore_index, reduction="sum"))
             if any(needs):
@@ -142,4 +164,4 @@ class _OfLinear(torch.autograd.Function):
                 "gradients; set loss_chunk_bytes=0 to use retain_graph=True"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return *(None if gradient is None else gradient.mul_(grad) for gradient in gradients), *[None] * 5
+        return *(None if gradient is None else gradient.mul_(grad) for gradient in gradients), *[None] * 6

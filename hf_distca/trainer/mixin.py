@@ -6,13 +6,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
+from hf_distca.collator.limits import IGNORED_TARGET
 from hf_distca.collator.streams import EpochStream, StreamPacker
+from hf_distca.dispatch.bound import Ran
 from hf_distca.models.decoder import mixing_layers
+from hf_distca.patches.head import count_hits
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.pool.launch import TOKEN_FILE, open_pool
 from hf_distca.pool.rank.pool import Pool
@@ -30,6 +34,9 @@ from hf_distca.trainer.refusals import Run, by_name, check_given
 from hf_distca.trainer.tracing import StepTracer
 
 logger = logging.getLogger(__name__)
+
+ACCURACY = "mean_token_accuracy"
+"""Name in TRL, without its prefix, of the share of targets that the model would have chosen."""
 
 if TYPE_CHECKING:
     _Trainer = Trainer
@@ -98,6 +105,7 @@ class DistCAMixin(_Trainer):
         self._mixes = bool(mixing_layers(self.model))  # rows of a document other than by attention
         self._wrapped: nn.Module | None = None  # the wrapped model of the last training step
         self._evaluated: list[tuple[float, float]] = []  # this rank's sum of losses and all targets, of micro-batches
+        self._hits: list[Tensor] = []  # `Ran.hits` of the same micro-batches
 
     def _prepare_given(self, named: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the trainer is built with; a subclass may load what they name."""
@@ -188,7 +196,7 @@ class DistCAMixin(_Trainer):
         """Move the inputs to the device and bind their plan to this rank."""
         inputs = super()._prepare_inputs(inputs)
         if isinstance(inputs.get(PLAN_KEY), MicroBatchPlan):
-            is_training = self.model_wrapped.training
+            is_training = self.model.training
             upcoming = self._upcoming if is_training else self._upcoming_evaluated
             inputs = {**inputs, PLAN_KEY: upcoming.bind(inputs[PLAN_KEY])}
             if is_training:
@@ -284,12 +292,22 @@ class DistCAMixin(_Trainer):
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
         )
-        if self.model_wrapped.training:
+        if self.model.training:
             self._section("backward")
             self._at("the backward of step {step}")
         if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
             raise Run.LOST_PLAN.error(model=type(self.model).__name__, key=PLAN_KEY)
+        if return_outputs and not self.model.training:
+            self._count_hits(plan.ran, inputs, result[1])
         return result
+
+    def _count_hits(self, ran: Ran, inputs: dict[str, Any], outputs: Any) -> None:
+        """Note which targets of an evaluated micro-batch the model would have chosen, if its logits are known."""
+        logits = outputs.get("logits") if isinstance(outputs, dict) else None
+        if ran.hits is None and isinstance(logits, Tensor):  # the loss was computed from all logits at once
+            count_hits(ran, IGNORED_TARGET, logits, inputs["shift_labels"])
+        if ran.hits is not None:
+            self._hits.append(ran.hits)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, and add the figures of the micro-batches since the last log of a training step."""
@@ -305,7 +323,7 @@ class DistCAMixin(_Trainer):
     # Evaluation
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as `Trainer.evaluate` does; the loss is the exact mean over all targets."""
+        """Evaluate as `Trainer.evaluate` does; loss and token accuracy are exact means over all targets."""
         try:
             failures = self.dispatcher.groups.failures
             with failures.reported("the start of an evaluation"), self._processes.explained():
@@ -314,21 +332,27 @@ class DistCAMixin(_Trainer):
             self._upcoming_evaluated.close()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate with the mean loss over the targets of all micro-batches."""
+        """Evaluate with the mean loss and the accuracy over the targets of all micro-batches."""
         # ZeRO-3 alone prepares a model without its optimizer; DDP has nothing to prepare.
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         early = sharded and not parallel.gathers_parameters(self.accelerator)
         if early and not parallel.is_wrapped(self.model_wrapped, self.accelerator):
             raise Run.EARLY_EVALUATION.error()
-        self._evaluated = []
+        self._evaluated, self._hits = [], []
         with self.meter.paused():
             output = super().evaluation_loop(*args, **kwargs)
         self._at("the end of an evaluation")
         if self._evaluated and output.metrics is not None:
             loss, targets = map(sum, zip(*self._evaluated, strict=True))
-            loss = sum(self.dispatcher.groups.all_gather(loss)) / max(targets, 1)
+            hits = torch.stack(self._hits).sum(0).tolist() if self._hits else [0, 0]
+            of_ranks = self.dispatcher.groups.all_gather((loss, *hits))
+            total, correct, counted = map(sum, zip(*of_ranks, strict=True))
             # Trainer's mean over batches has the only such name, with the prefix that the caller chose.
-            output.metrics.update({name: loss for name in output.metrics if name.endswith("_loss")})
+            for name in [name for name in output.metrics if name.endswith("_loss")]:
+                output.metrics[name] = total / max(targets, 1)
+                # Otherwise the model has several losses, or none of logits; TRL's trainer counts for itself.
+                if counted == targets > 0:
+                    output.metrics[f"{name.removesuffix('_loss')}_{ACCURACY}"] = correct / targets
         return output
 
     def prediction_step(
@@ -348,7 +372,8 @@ class DistCAMixin(_Trainer):
         """Raise NotImplementedError: the plan spreads a document's rows over ranks."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot return predictions for each document, because the rows of a document lie "
-            "on several ranks. Use evaluate() for the exact loss, or run the trained model outside the trainer"
+            "on several ranks. Use evaluate() for the exact loss and token accuracy, or run the trained model outside "
+            "the trainer"
         )
 
     # Saving and resuming

@@ -121,7 +121,7 @@ def _none(name: str, reason: str, remedy: str) -> Rule:
 
 
 NO_LOGITS = "it needs the logits of whole documents, and the rows of a document lie on several ranks"
-EVALUATE = "leave it out and call evaluate(), which reports the exact token-weighted loss"
+EVALUATE = "leave it out and call evaluate(), which reports the exact loss and mean_token_accuracy over all targets"
 GIVEN: tuple[Rule, ...] = (
     Rule(
         "{0[trl_trainer]} compares whole answers",

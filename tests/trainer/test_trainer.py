@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers.integrations.integration_utils import rewrite_logs
 
 from hf_distca.collator.refusals import Data
@@ -23,7 +25,21 @@ def _one_step_of_everything(folder: str, source: str, arguments: dict[str, Any])
     batches = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2} if source == "flattened" else {}
     trainer = make_trainer(folder, source, **{**step, **batches, **arguments})
     trainer.train()
-    return trainer.state.log_history, trainer.evaluate(), trainer.args.world_size
+    evaluation = trainer.evaluate()
+    assert not trainer.meter.figures()  # which are of training alone
+    return trainer.state.log_history, evaluation, trainer.args.world_size
+
+
+def accuracy_of(documents: list[Tensor], model: Any = None) -> float:
+    """The share of tokens that a model with stock attention would have chosen after those before them."""
+    model, correct, targets = model or small_model(implementation="sdpa"), 0, 0
+    for document in documents:
+        with torch.no_grad():
+            chosen = model(document[None]).logits[0].argmax(-1)
+        correct += int((chosen[:-1] == document[1:]).sum())
+        targets += len(document) - 1
+    assert correct > 0
+    return correct / targets
 
 
 @pytest.mark.parametrize(
@@ -44,6 +60,7 @@ def test_loss_is_that_of_all_documents(rank_pools, tmp_path, source, arguments):
         assert world_size == 2
         assert history[0]["loss"] == pytest.approx(loss, rel=1e-6)
         assert evaluation["eval_loss"] == pytest.approx(loss, rel=1e-6)
+        assert evaluation["eval_mean_token_accuracy"] == accuracy_of(random_documents(LENGTHS))
     if source != "packed":
         return
     logged, of_other_rank = (history[0] for history, *_ in results)
@@ -126,7 +143,9 @@ def test_documents_without_targets(tmp_path, caplog):
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         assert [loss == 0 for loss in losses] == without
         assert [record.message for record in caplog.records].count(NO_TARGETS) == 1
-    assert make_trainer(str(tmp_path), "stream", lengths=[1, 1, 1], **arguments).evaluate()["eval_loss"] == 0.0
+    metrics = make_trainer(str(tmp_path), "stream", lengths=[1, 1, 1], **arguments).evaluate()
+    assert metrics["eval_loss"] == 0.0
+    assert "eval_mean_token_accuracy" not in metrics
     # A micro-batch without targets leaves the mean of the others as it is.
     loss, _ = reference_step(small_model(implementation="sdpa"), random_documents([5]))
     evaluated = make_trainer(str(tmp_path), lengths=[5, 1], tokens_per_rank=5).evaluate()
@@ -148,6 +167,24 @@ def test_the_order_of_documents(tmp_path):
     assert drawn(seed=1, data_seed=7) == drawn(seed=2, data_seed=7) == drawn(seed=7) != drawn(1, seed=7)
     assert drawn(seed=7, data_seed=1) != drawn(seed=7)
     assert drawn(seed=1, data_seed=0) == drawn(seed=0)
+
+
+def test_accuracy_is_that_of_the_evaluated_targets(tmp_path):
+    documents = random_documents(LENGTHS)
+    # By chunks of one row, or from all logits at once.
+    for arguments in ({"loss_chunk_bytes": 4 * 64}, {"loss_chunk_bytes": 0}):
+        metrics = make_trainer(str(tmp_path), **arguments).evaluate(metric_key_prefix="mine")
+        assert metrics["mine_mean_token_accuracy"] == accuracy_of(documents)
+    # Only targets count: here those that the model would have chosen.
+    model = small_model(implementation="sdpa")
+    with torch.no_grad():
+        chosen = model(documents[0][None]).logits[0].argmax(-1)
+    labels = [-100, *chosen[:-1].tolist()]
+    labels[5:9] = [-100] * 4
+    labels[9] = (labels[9] + 1) % 64
+    wanted = [{"input_ids": documents[0].tolist(), "labels": labels}]
+    trainer = make_trainer(str(tmp_path))
+    assert trainer.evaluate(wanted)["eval_mean_token_accuracy"] == (len(labels) - 6) / (len(labels) - 5)
 
 
 def test_a_plan_that_reaches_no_attention(tmp_path):

@@ -86,6 +86,14 @@ def test_activations_do_not_grow_with_the_width_of_the_mlp():
     assert taken[1280, 64] == taken[640, 64]
 
 
+def test_an_mlp_with_another_forward_is_left_alone(caplog):
+    model = small_model()
+    model.model.layers[1].mlp.forward = lambda x: x  # as Liger puts it there
+    chunk_mlps(model, ROWS)
+    assert [hasattr(layer.mlp, "chunk_rows") for layer in model.model.layers] == [True, False]
+    assert "LlamaMLP has another forward, such as Liger's" in caplog.text
+
+
 def test_experts_are_left_alone(caplog):
     config = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
     model = small_model("qwen3_moe", **config)

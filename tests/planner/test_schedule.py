@@ -35,6 +35,9 @@ WRITTEN_OUT = {
 send do o lse q, k v / run local 1/2 / | / wait do o lse q, k v; run remote-query; send dq
 run remote-KV; send dk dv / run local 2/2 / | / wait dq, dk dv
 """,
+    ("forward", "second", 1, False): """
+send q, k v / run local / | / wait q, k v; run remote-query; send o lse / run remote-KV / | / wait o lse
+""",
     ("backward", "first", 1, False): """
 send do o lse q, k v / | / wait do o lse q, k v; run remote-query; send dq
 run remote-KV; send dk dv / run local / | / wait dq, dk dv
@@ -113,6 +116,9 @@ def test_a_forward_written_out():
         KernelCall("remote-query", "received", "received", first=False),
         KernelCall("remote-query prefix", "received", "received", causal=False, first=False),
     ]
+    # With a window a received query reads keys of one stage alone, so that nothing is merged with its results.
+    windowed = calls(made("forward", "alone", 2, windowed=True, groups=groups_of("forward", "alone", 1)))
+    assert windowed[1] == KernelCall("remote-query", "received", "received")
     # A window makes remote-KV tasks whole.
     assert calls(made("forward", "alone", windowed=True))[-1] == KernelCall(
         "remote-KV", "local", "received", True, True

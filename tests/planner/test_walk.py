@@ -10,8 +10,8 @@ from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.intervals import local_tasks
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import CountedPlan, RowsMoved, count_plan
-from hf_distca.planner.seconds import KernelCost, LinkCost, Links, Tasks
-from hf_distca.planner.walk import LayerClocks
+from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts, Tasks
+from hf_distca.planner.walk import LayerClocks, predict_step
 
 NOWHERE = np.zeros((2, 2, 2), np.int64)
 
@@ -33,12 +33,20 @@ def counted(local: tuple[float, float], remote_query: tuple[float, float] = (0, 
     )
 
 
-def walk(nano_batches, direction="forward", before: float = 0.0, after: float = 0.0, bandwidth: float = np.inf):
-    """A pair takes a second, in the backward two; a row that travels 1 / bandwidth."""
+def walk(
+    nano_batches,
+    direction="forward",
+    before: float | tuple[float, float] = 0.0,
+    after: float | tuple[float, float] = 0.0,
+    bandwidth: float = np.inf,
+    busy: float = 0.0,
+    slowness: tuple[float, float] = (1.0, 1.0),
+):
+    """A pair takes a second, in the backward two; a row that travels 1 / bandwidth. Numbers may be by rank."""
     kernel = KernelCost(0, 0, 0, 1.0 if direction == "forward" else 2.0)
-    links = Links(LinkCost(0.0, bandwidth), LinkCost(0.0, bandwidth))
-    parts = ([np.full(2, seconds)] * len(nano_batches) for seconds in (before, after))
-    return LayerClocks(nano_batches, kernel, *parts, links, direction).walked()
+    links = Links(LinkCost(0.0, bandwidth), LinkCost(0.0, bandwidth), busy=busy)
+    parts = ([np.zeros(2) + seconds] * len(nano_batches) for seconds in (before, after))
+    return LayerClocks(nano_batches, kernel, *parts, links, direction, np.array(slowness)).walked()
 
 
 def test_one_layer():
@@ -65,6 +73,78 @@ def test_one_layer():
     assert in_turns.seconds < alone.seconds
     assert in_turns.attention.tolist() == alone.attention.tolist()
     assert in_turns.waited.max() < alone.waited.max()
+
+
+def test_a_rank_that_is_slow_computes_longer():
+    walked = walk([counted(local=(5, 7))], slowness=(1.0, 2.0))
+    assert (walked.seconds, walked.attention.tolist()) == (14, [5, 14])
+
+
+def test_a_layer_begins_while_ranks_still_wait_in_the_one_before():
+    """Rank 0 has 60 seconds after core attention and rank 1 has 30, in which rank 0's next rows have not come."""
+    walked = walk([counted(local=(0, 0), remote_query=(0, 10), rows=1)], after=(60.0, 30.0))
+    assert (walked.seconds, walked.waited.tolist()) == (70, [10, 30])
+
+
+def test_the_second_nano_batch_begins_the_backward():
+    """Its local tasks, of 6 seconds, hide the 6 seconds for which 2 rows of do, o and q travel to rank 1."""
+    walked = walk([counted((4, 4), (0, 2), 2), counted((3, 3))], "backward", bandwidth=1.0)
+    # Rank 0 reaches the next layer 4 seconds before rank 1, which has no wait.
+    assert (walked.seconds, walked.waited.tolist()) == (6 + 4 + 8, [4, 0])
+
+
+def test_an_exchange_takes_time_of_a_rank_that_computes_meanwhile():
+    """2 rows travel for 8 seconds and take 1 second of a rank; it computes during half of the way."""
+    walked = walk([counted((4, 4), (0, 2), 2)], bandwidth=0.25, busy=0.5)
+    # Results travel while nobody computes: from 10 to 18; rank 0 waits for them from 8 on.
+    assert (walked.seconds, walked.waited.tolist()) == (18, [3.5 + 10, 3.5 + 8])
+    assert walked.other.tolist() == [2, 2]
+
+
+def test_a_server_begins_when_the_rows_of_all_ranks_are_there():
+    queries = np.zeros((2, 2, 3), np.int64)
+    queries[1, 0, :2], queries[1, 1, 2] = 1, 2  # each rank sends a row, the server receives two
+    moved, nothing = RowsMoved(queries, queries * 0), RowsMoved(queries * 0, queries * 0)
+    plan = CountedPlan(
+        *(tasks(0, 0, 0), tasks(0, 0, 0), tasks(0, 0, 4)),
+        *(nothing, moved, RowBytes(1, 1, 1), 1, 0, 2, False, False, np.zeros(2, np.int64)),
+    )
+    assert walk([plan], before=(0.0, 5.0)).seconds == 5 + 4
+
+
+def test_stages_compute_the_same_pairs():
+    """Of remote-KV tasks of 8 pairs, 8 keys and 8 diagonal rows each of two stages has half."""
+    layout = fixed_layout([[8]], 2)
+    plan = count_plan(Plan(layout, local_tasks(layout.segments), 2), AttentionKind(), 2)
+    of_stages = replace(plan, remote_kv=Tasks(*np.full((6, 2), 8.0)))
+    links, nothing = Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf)), [np.zeros(2)]
+    for cost in (
+        KernelCost(0, 0, key=1.0, pair=0),
+        KernelCost(0, 0, 0, pair=1.0),
+        KernelCost(0, 0, 0, 0, diagonal=1.0),
+    ):
+        found = [
+            LayerClocks([replace(of_stages, stages=stages)], cost, nothing, nothing, links, "forward").walked()
+            for stages in (1, 2)
+        ]
+        assert found[0].attention.tolist() == found[1].attention.tolist()
+
+
+def test_a_step_of_layers_that_mix_rows():
+    """A rank with 10 tokens, two layers with attention and six that mix rows; the backward takes three times as long.
+
+    A layer with attention takes 10 · (1 + 2) + 8 seconds in the forward, a mixing one 10 · (1 + 2 + 4) + 8.
+    """
+    kernel, links = KernelCost(0, 0, 0, 0), Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf))
+    mixing = MixingCosts(layers=6, before=1.0, mix=2.0, continued=0.0, after=4.0, run=0.0, halo=0.0, state=0.0)
+    kind, layout = AttentionKind(), fixed_layout([[10]], 1)
+    costs = StepCosts(*((KindCosts(kind, 2, kernel, kernel),), 1.0, 2.0, 3.0, 5.0, links), launches=8.0, mixing=mixing)
+    plan = count_plan(Plan(layout, local_tasks(layout.segments), 1), kind, 2)
+    walked = predict_step([{kind: plan}], [layout], costs, [0])
+    of_mixing = 6 * (10 * 7 + 8) * (1 + 3)
+    assert walked.mixing.tolist() == [of_mixing]
+    assert walked.other.tolist() == [of_mixing + 2 * (10 * 3 + 8) * (1 + 3) + 5 * 10]
+    assert walked.seconds == walked.other[0]
 
 
 def test_ranks_that_share_no_documents_do_not_wait_for_each_other():

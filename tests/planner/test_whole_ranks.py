@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hf_distca.planner import whole_ranks
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.seconds import LinkCost
 from hf_distca.planner.settings import Choices, PlanSettings
@@ -42,6 +43,22 @@ def test_documents_are_drawn_for_whole_ranks_where_exchanges_are_slow():
     assert not whole_ranks_pay(full, fitted, settings(SLOW, groups=False))
     assert not whole_ranks_pay(full, fitted, replace(settings(SLOW), choices=None))
     assert not whole_ranks_pay(full, fitted, replace(settings(SLOW), document_layout="whole"))
+
+
+def test_predicted_times_decide(monkeypatch):
+    full, fitted = [np.array([280] * 9)], [np.array([280] * 8)]
+    assert not whole_ranks_pay(full, full, settings(SLOW))  # waits for exchanges that are as long
+    assert not whole_ranks_pay(full, iter([None]), settings(FREE))  # none could be faster, so they are not read
+    for slowness, speeds in (((), 4.0), ((2.0, 1.0, 1.0, 1.0), 3.5)):
+        of_ranks = settings(SLOW)
+        costs_of_ranks = replace(of_ranks.choices.costs, slowness=slowness)
+        of_ranks = replace(of_ranks, choices=replace(of_ranks.choices, costs=costs_of_ranks))
+        # A document of 280 has 39,340 pairs; if ranks never waited, a token of the full ones took so long:
+        computing_s = (3e-3 * 39_340 + 4e-4 * 280) / 280 / speeds
+        for full_s, fitted_s, pays in ((1.04, 0.5, False), (1.06, 1.0, True), (1.06, 1.02, False)):
+            seconds = {9: full_s * computing_s, 8: fitted_s * computing_s}
+            monkeypatch.setattr(whole_ranks, "_seconds_per_token", lambda batches, _, of=seconds: of[len(batches[0])])
+            assert whole_ranks_pay(full, fitted, of_ranks) == pays, (slowness, full_s, fitted_s)
 
 
 def test_documents_that_fit_into_ranks_only_with_unequal_work_stay_whole_there():

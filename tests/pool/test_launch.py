@@ -15,7 +15,7 @@ import subprocess
 import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
@@ -172,10 +172,11 @@ def test_a_launch_is_divided_or_refused_on_every_process(monkeypatch):
     monkeypatch.setattr(PartialState, "_shared_state", {})
     monkeypatch.setattr(launches, "is_available", lambda: True)
 
-    def divide(rank, world, servers, gpus, cpu=False):
-        """As on a process of a launch, on one host with so many GPUs."""
+    def divide(rank, world, servers, gpus, cpu=False, hosts=1):
+        """As on a process of a launch, on hosts with so many GPUs."""
         monkeypatch.setattr(launches, "device_count", lambda: gpus)
-        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        of_host = world // hosts
+        environment = {"RANK": rank, "LOCAL_RANK": rank % of_host, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": of_host}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_USE_AGENT_STORE": True}
         for name, value in environment.items():
             monkeypatch.setenv(name, str(value))
@@ -193,17 +194,27 @@ def test_a_launch_is_divided_or_refused_on_every_process(monkeypatch):
         launch = divide(0, 2, 1, gpus, cpu)
         assert launch.serves_on is None
         assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "1")
+    # The second of two hosts with two processes each has a rank and a server.
+    assert divide(3, 4, 1, gpus=2, hosts=2).serves_on == "cuda:1"
+    for rank, on_this_host in ((0, "2"), (1, "2"), (2, "1")):
+        divide(rank, 4, 1, gpus=2, hosts=2)
+        assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("3", on_this_host)
     launch.store.set("ended", "")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # what was left before a restart counts no more
     assert not divide(1, 2, 1, gpus, cpu).store.check(["ended"])
 
 
 def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_serve(tmp_path, monkeypatch):
-    served, launch = [], Launch(dist.HashStore(), "cpu")
+    served, ends, launch = [], [], Launch(dist.HashStore(), "cpu")
     for name, value in (("address", "10.0.0.1:1"), ("token", "00"), ("transport", "tcp")):
         launch.store.set(name, value)
     monkeypatch.setattr("hf_distca.trainer.arguments.split_launch", lambda servers, cpu: launch)
-    monkeypatch.setattr(launches, "serve_from_child", lambda command, text, has_ended: served.append(command[4:]))
+
+    def serve(command, text, has_ended):
+        served.append(command[4:])
+        ends.append(has_ended)
+
+    monkeypatch.setattr(launches, "serve_from_child", serve)
     options = {"attention_servers": 1, "attention_server_timeout": 7.0, "attention_kernel": "reference"}
     arguments = DistCATrainingArguments(str(tmp_path), **options)
     assert served == []
@@ -216,6 +227,13 @@ def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_
     serve_if_server(None, 60, "auto")  # a rank does not serve
     serve_if_server(Launch(dist.HashStore()), 60, "auto")
     assert len(served) == 4
+    # Training has ended where rank 0 says so, or its store is gone; a store that is stopped may go on.
+    assert not ends[0]()
+    launch.store.set("ended", "")
+    assert ends[0]()
+    for error, has_ended in ((TimeoutError, False), (dist.DistError, True)):
+        monkeypatch.setattr(launches.StoreLine, "ask", Mock(side_effect=error))
+        assert ends[0]() == has_ended
 
 
 @pytest.fixture

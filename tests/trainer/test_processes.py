@@ -78,6 +78,14 @@ def test_a_process_without_a_sign_of_life_is_ended(tmp_path, monkeypatch):
     assert multiprocessing.active_children() == []
 
 
+def test_a_process_leaves_its_sign_and_is_set_up_as_before():
+    seen: list[int] = []
+    signs = processes.Signs(2, seen.append)
+    assert signs.pids() == {0}
+    signs(1)
+    assert (signs.pids(), seen) == ({0, os.getpid()}, [1])
+
+
 def test_a_warning_names_versions_that_can_hang(tmp_path, monkeypatch):
     assert [fork_can_hang(version) for version in ((3, 11, 0), (3, 11, 9))] == [True, True]
     assert [fork_can_hang(version) for version in ((3, 10, 13), (3, 11, 10), (3, 12, 0))] == [False] * 3

@@ -3,6 +3,9 @@
 import gc
 import logging
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -110,6 +113,15 @@ def test_ranks_that_are_elsewhere_absent_or_ended_are_named_when_none_is_silent(
         leaves.set()
         other.close()
         assert re.search(r": rank 1 \(process .*\) has ended\.", fail(mine, CLOSED))
+        signs = mine._watch.signs
+        for _ in range(4):  # a rank that has ended needs nobody, and nobody gives it up however long it is silent
+            time.sleep(signs.sign_s)
+            signs.exchange(None, look=True)
+        assert (signs.ended_ranks(), signs.silent_ranks(0.0)) == ([1], {})
+    with of_ranks(2) as (mine, other):
+        leaves = at_place(other, "", "rows of other ranks")
+        assert ": all ranks are alive and in the same place. Look at" in fail(mine, TIMED_OUT, wait_s=1.0)
+        leaves.set()
     with of_ranks(6) as (mine, *others):
         for absent in others:
             silence(absent)
@@ -124,15 +136,17 @@ def test_a_long_wait_is_logged_once_a_minute_by_the_first_rank_that_waits(monkey
     with of_ranks(3, 5.0) as (first, second, silent):
         time.sleep(1.0)  # for a first sign of life
         silence(silent)
-        events = [at_place(waits, "the backward of step 3") for waits in (first, second)]
-        time.sleep(2.8)
-        for event in events:
-            event.set()
+        for step, seconds in ((3, 2.8), (4, 1.0)):  # a wait that ended leaves nothing to the next one
+            events = [at_place(waits, f"the backward of step {step}") for waits in (first, second)]
+            time.sleep(seconds)
+            for event in events:
+                event.set()
+            time.sleep(0.3)  # for both to leave the place
     lines = [record.message for record in caplog.records if "has been" in record.message]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
-    assert len(lines) == 2
-    for line in lines:
-        begin = "rank 0 has been in the backward of step 3 for [2-5] s"
+    assert len(lines) == 3
+    for line, step in zip(lines, (3, 3, 4), strict=True):
+        begin = f"rank 0 has been in the backward of step {step} for [2-5] s"
         assert re.match(rf"{begin}: rank 2 \(process .*\) has given no sign of life", line)
 
 
@@ -190,6 +204,32 @@ def test_a_process_ends_that_would_wait_for_ever(monkeypatch, caplog, place_only
     what = "been in" if place_only else "waited for rows of other ranks in"
     assert last.startswith(f"rank 0 has {what} the backward of step 3 for ")
     assert last.endswith(". This process ends")
+
+
+def test_a_rank_that_was_stopped_itself_forgets_when_others_were_seen(monkeypatch):
+    with of_ranks(2, 2.0) as (mine, _):
+        forgotten = threading.Event()
+        monkeypatch.setattr(mine._watch.signs, "forget", forgotten.set)
+        assert not forgotten.wait(1.0)
+        exchange = mine._watch.signs.exchange
+        monkeypatch.setattr(mine._watch.signs, "exchange", lambda *_, **__: time.sleep(mine._watch.signs.silent_s))
+        assert forgotten.wait(30)
+        monkeypatch.setattr(mine._watch.signs, "exchange", exchange)
+
+
+def test_a_process_whose_wait_failed_exits_soon(monkeypatch):
+    registered = []
+    monkeypatch.setattr(waits_module.atexit, "register", registered.append)
+    with of_ranks(2) as (mine, other):
+        silence(other)
+        fail(mine, TIMED_OUT)
+    assert registered == [waits_module._end_soon]
+    # What runs at the exit hangs, as gloo may do that waits for collectives.
+    script = (
+        "import atexit, time; from hf_distca.dispatch import waits; waits.EXIT_S = 1; "
+        "atexit.register(time.sleep, 60); atexit.register(waits._end_soon)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=100).returncode == -signal.SIGALRM
 
 
 def test_what_is_not_watched_stays_as_it_is_and_threads_end_with_the_waits():

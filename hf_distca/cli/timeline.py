@@ -10,10 +10,15 @@ from hf_distca.timeline.steps import read_traces, steps_of, svg_of
 
 DESCRIPTION = """\
 Join the traces of all ranks and show one step: the time that each rank spent in core attention, in waits for rows, and
-in everything else. --svg draws when each rank did what. Training with trace_steps writes the traces.
+in everything else, section by section. --svg draws when each rank did what. Training with trace_steps
+writes the traces.
 
   hf-distca timeline out --joined trace.json     # for ui.perfetto.dev
 """
+OTHER = """
+Other time, by section of the step. batches: data are waited for and bound to plans. forward: projections, MLPs, loss.
+backward: their gradients, layers again under gradient checkpointing, and the part of the synchronisation of gradients
+that nothing hides. between: the next plans, and clipping of gradients. optimizer: its step, and callbacks."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +66,7 @@ def run(options: argparse.Namespace) -> None:
             "step_ms": (step.end - step.begin) / 1e6,
             **{f"{activity}_ms": time / 1e6 for activity, time in step.totals().items()},
             "sections_ms": {section: time / 1e6 for section, time in step.sections.items()},
+            "others_ms": {section: time / 1e6 for section, time in step.others.items()},
         }
         for step in steps
     ]
@@ -71,6 +77,14 @@ def run(options: argparse.Namespace) -> None:
     took = (max(step.end for step in steps) - min(step.begin for step in steps)) / 1e6
     print(f"{name}: {took:.1f} ms, {len(steps)} ranks{clocks}")
     columns = ("step", "attention", "waits", "other")
-    print(f"{'ms':9}" + "".join(f"{column:>12}" for column in columns))
-    for each in ranks:
-        print(f"rank {each['rank']:<4}" + "".join(f"{each[f'{column}_ms']:12.1f}" for column in columns))
+    sections = list(steps[0].others)
+    equals = " =" if sections else ""
+    print(
+        f"{'ms':9}" + "".join(f"{name:>12}" for name in columns) + equals + "".join(f"{name:>12}" for name in sections)
+    )
+    for each, step in zip(ranks, steps, strict=True):
+        times = "".join(f"{each[f'{column}_ms']:12.1f}" for column in columns)
+        parts = "".join(f"{step.others.get(name, 0) / 1e6:12.1f}" for name in sections)
+        print(f"rank {each['rank']:<4}{times}{equals}{parts}")
+    if sections:
+        print(OTHER)

@@ -33,6 +33,8 @@ class RankStep:
     stretches: list[tuple[int, int, Activity]] = field(default_factory=list)
     """(begin, end, activity) of attention and waits, by begin; the rest of the step is other."""
     sections: dict[str, int] = field(default_factory=dict)  # duration of each
+    others: dict[str, int] = field(default_factory=dict)  # of each section, the duration that is other
+    section: str = ""  # that began last, while slices are read
 
     def totals(self) -> dict[Activity, int]:
         """Return the nanoseconds of each activity; their sum is the step."""
@@ -90,8 +92,12 @@ def steps_of(joined: dict[str, Any]) -> dict[str, list[RankStep]]:
         elif of_rank and begin < (step := next(reversed(of_rank.values()))).end:
             if category in CATEGORIES:
                 step.stretches.append((begin, begin + took, CATEGORIES[category]))
+                if step.others:  # slices lie in the section that began last
+                    step.others[step.section] -= took
             elif category == "section":
+                step.section = name
                 step.sections[name] = step.sections.get(name, 0) + took
+                step.others[name] = step.others.get(name, 0) + took
     of_ranks = [steps[rank] for rank in sorted(steps)]
     return {
         name: [of_rank[name] for of_rank in of_ranks]

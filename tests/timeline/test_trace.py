@@ -154,9 +154,12 @@ def test_traces_end_with_a_training_and_are_only_written_if_asked_for(rank_pools
 def test_the_command_joins_and_draws(traced, tmp_path, capsys):
     joined, picture = tmp_path / "joined.json", tmp_path / "step.svg"
     assert main(["timeline", str(traced), "--joined", str(joined), "--svg", str(picture)]) == 0
-    title, header, *of_ranks = capsys.readouterr().out.splitlines()
+    title, header, *of_ranks = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert re.match(r"step 5: [\d.]+ ms, 2 ranks, clocks within [\d.e-]+ ms", title)
-    assert header.split() == ["ms", "step", "attention", "waits", "other"]
+    assert header.split() == ["ms", "step", "attention", "waits", "other", "=", *SECTIONS]
+    for line in of_ranks:  # the sections are the parts of what is other, to rounding
+        other, parts = line.split(" =")
+        assert sum(map(float, parts.split())) == pytest.approx(float(other.split()[-1]), rel=0.05)
     assert [line.split()[:2] for line in of_ranks] == [["rank", "0"], ["rank", "1"]]
     assert read_traces([joined]) == joined_of(traced)
     boxes = ElementTree.parse(picture).getroot().iter("{http://www.w3.org/2000/svg}rect")
@@ -205,7 +208,9 @@ def test_a_step_of_a_rank():
         piece(0, "forward", "section", 45, 70), piece(0, "q", "wait", 50, 60), piece(0, "late", "wait", 70, 80),
     ]  # fmt: skip
     (step,) = steps_of({"traceEvents": events})["step 2"]
-    assert step == RankStep(0, 10, 70, [(20, 35, "attention"), (50, 60, "waits")], {"forward": 30 + 25, "between": 5})
+    stretches = [(20, 35, "attention"), (50, 60, "waits")]
+    others = {"forward": 30 - 15 + 25 - 10, "between": 5}
+    assert step == RankStep(0, 10, 70, stretches, {"forward": 30 + 25, "between": 5}, others, "forward")
     assert step.totals() == {"attention": 15, "waits": 10, "other": 35}
 
 

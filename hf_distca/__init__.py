@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hf_distca.trainer.arguments import DistCAArguments as DistCAArguments
     from hf_distca.trainer.arguments import DistCATrainingArguments as DistCATrainingArguments
     from hf_distca.trainer.assembly import make_dispatcher as make_dispatcher
+    from hf_distca.trainer.assembly import pack_padded as pack_padded
     from hf_distca.trainer.mixin import DistCAMixin as DistCAMixin
     from hf_distca.trainer.sft import DistCASFTConfig as DistCASFTConfig
     from hf_distca.trainer.sft import DistCASFTTrainer as DistCASFTTrainer
@@ -43,6 +44,7 @@ _MODULES = {
     "PlanSettings": "planner.settings",
     "load_documents": "collator.sources",
     "make_dispatcher": "trainer.assembly",
+    "pack_padded": "trainer.assembly",
     "plan_layers": "patches.layers",
     "plan_settings": "models.settings",
 }

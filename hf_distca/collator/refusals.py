@@ -5,6 +5,7 @@ from hf_distca.refusal import Refusal
 REMOVE_EMPTY = "remove empty documents: dataset.filter(lambda e: e['input_ids'])"
 CUT = "'truncate' keeps the first tokens of a long document, 'split' cuts it into excerpts"
 FLATTEN = "use a padding-free collator such as transformers' DataCollatorWithFlattening"
+UNPACKED = "or train without hf_distca.pack_padded"
 NO_OTHER_MASK = "packed documents attend to themselves, causally, and need no other mask"
 
 
@@ -170,6 +171,55 @@ class Data:
         "each token needs a position, which begins at 0 with each document and counts on inside",
         FLATTEN,
         condition="batches with other positions than 0, 1, 2, … in each document",
+    )
+
+    # Padded batches
+    NO_TOKENS = Refusal(
+        "a padded batch has no input_ids [B, L]",
+        "ranks exchange token ids to balance a batch, and no embeddings",
+        f"pass input_ids, {UNPACKED}",
+        condition="`inputs_embeds` in place of `input_ids`",
+    )
+    OTHER_MASK = Refusal(
+        "the attention_mask of a padded batch has the shape {found}",
+        "only a mask {shape}, with a 1 for each token and a 0 for padding, says where sequences are",
+        f"pass such a mask, {UNPACKED}",
+        condition="masks of four dimensions in a padded batch",
+    )
+    HOLES = Refusal(
+        "the attention_mask of sequence {sequence} has {tokens} tokens from column {first} to column {last}",
+        "a sequence lies in one piece, with padding only before and after it",
+        f"remove the padding inside, {UNPACKED}",
+        condition="a mask with holes in a padded batch",
+    )
+    OTHER_INPUT = Refusal(
+        "the model is called with {name} of the shape {found} beside a padded batch {shape}",
+        "a packed batch takes only integers of that shape, one for each token",
+        f"leave {{name}} out, {UNPACKED}",
+        condition="images and other inputs that are not one integer for each token, beside a padded batch",
+    )
+    OTHER_OUTPUT = Refusal(
+        "the model returns a tensor of the shape {found} for {rows} packed rows",
+        "it cannot be put back into a padded batch",
+        f"ask the model for hidden states only, {UNPACKED}",
+        condition="outputs of a backbone that do not have a row for each token",
+    )
+    PADDED_TOKEN_ID = Refusal(
+        "sequence {sequence} of a padded batch has the token {token}",
+        "the model's embedding has the tokens 0 to {last}",
+        "use the tokenizer of this model, or resize the embedding: model.resize_token_embeddings(len(tokenizer))",
+        condition="a padded batch with a token id beyond the embedding",
+    )
+    LONG_SEQUENCE = Refusal(
+        "a sequence of a padded batch has {length} tokens",
+        "{where} may hold {limit} tokens",
+        "set a larger tokens_per_rank, or cut the sequence",
+        condition="a sequence of a padded batch that does not fit",
+    )
+    LOST_PADDED_PLAN = Refusal(
+        "the model did not pass the plan of a padded batch on to its attention layers",
+        "they need it to keep sequences apart",
+        "train without hf_distca.pack_padded",
     )
 
 

@@ -28,6 +28,8 @@ EXCHANGE_CTAS = 8
 NCCL's own limit is 32, a quarter of an H100's 132 SMs. In MagiAttention's measurements all-to-all exchanges ran fully
 under attention that left 4 to 8 SMs free ("How to Ensure Kernels Actually Overlap"); `make gpu` measures it.
 """
+ERRORS_OF_INPUT = (ValueError, TypeError, ImportError, OSError)
+"""Errors of a rank's input, which every rank raises together."""
 Value = TypeVar("Value")
 RankMesh = DeviceMesh | dist.ProcessGroup
 """Ranks that train together, as a one-dimensional mesh or as a group."""
@@ -164,6 +166,28 @@ class Groups:
             dist.all_gather_object(gathered, value, group=group)
         return gathered
 
+    def all_gather_checked(self, make: Callable[[], Value], *, of: str) -> list[Value]:
+        """Return what `make` returns on every rank of the mesh, in order. A collective.
+
+        An error of `make` is raised on every rank, as `raise_together` does.
+
+        Args:
+            of: name of the objects in messages about the wait for them.
+        """
+        error, value = None, None
+        try:
+            value = make()
+        except ERRORS_OF_INPUT as caught:
+            error = caught
+        gathered: list[tuple[str | None, Any]] = []
+
+        def gather(message: str | None) -> list[str | None]:
+            gathered.extend(self.all_gather((message, value), of=of))
+            return [message for message, _ in gathered]
+
+        _raise_any(error, gather)
+        return [value for _, value in gathered]
+
     def meet(self, name: str = "all ranks to come here") -> None:
         """Wait for every process of the world. A collective on the CPU."""
         with self.waits.of(name):
@@ -197,7 +221,7 @@ def _raised_together(gather: Callable[[str | None], list[str | None]]) -> Iterat
     error = None
     try:
         yield
-    except (ValueError, TypeError, ImportError, OSError) as caught:
+    except ERRORS_OF_INPUT as caught:
         error = caught
     _raise_any(error, gather)
 

@@ -65,7 +65,7 @@ def plan_head(model: PreTrainedModel, chunk_bytes: int | Literal["auto"], memory
     """
     base: Any = base_model(model)
     head = base.get_output_embeddings()
-    if chunk_bytes == 0 and not isinstance(head, PlannedHead):
+    if head is None or (chunk_bytes == 0 and not isinstance(head, PlannedHead)):
         return
     if not isinstance(getattr(head, "out_features", None), int) or isinstance(head, nn.Embedding):
         logger.warning_once(

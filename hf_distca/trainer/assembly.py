@@ -11,12 +11,14 @@ from transformers import PreTrainedModel, Trainer
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups, RankMesh, mesh_ranks, raised_together, ranks_per_node
+from hf_distca.dispatch.padded import PaddedBatches
 from hf_distca.models import fla
 from hf_distca.models.decoder import base_model, mixing_layers
 from hf_distca.models.settings import plan_settings
 from hf_distca.models.tables import model_limits
 from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
+from hf_distca.patches.padded import pack_backbone
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.trainer import parallel
 from hf_distca.trainer.costs import choices_of
@@ -80,6 +82,45 @@ def make_dispatcher(
     memory = smallest_memory(dispatcher.groups, device)
     with raised_together(config.exchange_timeout):
         prepare_model(model, config, ping_pong=settings.ping_pong, memory=memory)
+    return dispatcher
+
+
+def pack_padded(
+    model: PreTrainedModel,
+    config: DistCAConfig,
+    device: torch.device,
+    *,
+    dispatcher: Dispatcher | None = None,
+    **options: Any,
+) -> Dispatcher:
+    """Let a model compute padded batches packed and planned, and return its dispatcher.
+
+    After it, `model(input_ids, attention_mask)` computes only the tokens, balanced over all ranks, and returns what it
+    returned before: hidden states, logits and a loss for [B, L], with 0 where a hidden state is padding's. Every
+    forward of a padded batch is a collective call: ranks call the model equally often, and so are its backward passes.
+    Generation, calls with a cache and batches that carry a plan are as before. No cache is returned.
+
+    This is a collective call, like `make_dispatcher`, before `Accelerator.prepare`. A model that is never trained,
+    such as a reference model, may be wrapped already.
+
+    Args:
+        model: A model that was loaded with `attn_implementation="distca"`.
+        config: Settings for packing, balancing and exchanging. All ranks together hold
+            `tokens_per_rank` tokens a rank at a time; more tokens are computed one micro-batch after another.
+        device: Device of this rank.
+        dispatcher: Dispatcher of another model with the same kinds of attention, such as the trained model of a
+            reference model. None makes one.
+        options: Further arguments of `make_dispatcher`.
+
+    Raises:
+        ValueError: The model, kernel, nodes, settings or launch do not fit. Every rank says what to change.
+    """
+    if dispatcher is None:
+        dispatcher = make_dispatcher(model, config, device, **options)
+    else:
+        with dispatcher.groups.raised_together():
+            prepare_model(model, config, ping_pong=dispatcher.settings.ping_pong)
+    pack_backbone(model, PaddedBatches(dispatcher))
     return dispatcher
 
 

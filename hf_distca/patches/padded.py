@@ -1,0 +1,145 @@
+"""Padded batches: a model that takes padded batches, and computes their tokens packed and planned.
+
+`pack_backbone` gives the backbone of a model (the model without its head) a subclass of its own class. The subclass's
+forward packs `input_ids` [B, L] by `attention_mask` [B, L], runs the planned micro-batches one after another, and
+returns hidden states [B, L, H]. The head, and everything that calls the model, sees a padded batch.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from hf_distca.collator.refusals import Data
+from hf_distca.dispatch.padded import PackedBatch, PaddedBatch, PaddedBatches
+from hf_distca.models.decoder import base_model, stock_forward
+from hf_distca.patches.modules import subclass, uncompiled
+from hf_distca.plan import PLAN_KEY
+
+NOT_PER_TOKEN = ("cache_position",)
+"""Arguments that only number the columns of a batch."""
+INTEGERS = (torch.int64, torch.int32, torch.bool)
+"""Dtypes of what a model may be told about each token."""
+
+
+def pack_backbone(model: nn.Module, batches: PaddedBatches) -> None:
+    """Let a model compute padded batches as planned micro-batches, in place.
+
+    The model is prepared by `prepare_model`, or is never trained. It may be wrapped by FSDP2 or DeepSpeed already.
+    """
+    base: Any = base_model(model)
+    backbone = base.base_model
+    if not isinstance(backbone, PackedBackbone):
+        backbone.__class__ = subclass(type(backbone), PackedBackbone)
+        if hasattr(type(base), "generate"):
+            base.__class__ = subclass(type(base), _Generating)
+    backbone.batches = batches
+
+
+class _Generating:
+    """Base that precedes the class of a model that generates."""
+
+    base_model: "PackedBackbone"
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the model does without planned attention."""
+        inner: Any = super()
+        with unpacked(self.base_model):
+            return inner.generate(*args, **kwargs)
+
+
+@contextmanager
+def unpacked(backbone: "PackedBackbone") -> Iterator[None]:
+    """Let a backbone run batches as they are, each rank for itself."""
+    before, backbone.packs = backbone.packs, False
+    try:
+        yield
+    finally:
+        backbone.packs = before
+
+
+class PackedBackbone(nn.Module):
+    """Base that precedes a backbone's own class."""
+
+    batches: PaddedBatches
+    packs = True  # whether padded batches are packed
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a padded batch packed and planned; run a planned micro-batch, and generation, as they are."""
+        names = inspect.signature(stock_forward(self)).parameters
+        given = dict(zip(list(names)[1:], args, strict=False)) | kwargs
+        is_planned = given.get(PLAN_KEY) is not None
+        generates = given.get("past_key_values") is not None or bool(given.get("use_cache"))
+        if is_planned or generates or not self.packs:
+            return super().forward(*args, **kwargs)
+        return self._packed_forward(given, may_cache="use_cache" in names)
+
+    @uncompiled("padded batches are packed by plans that are new with each batch")
+    def _packed_forward(self, given: dict[str, Any], *, may_cache: bool) -> Any:
+        forward = super().forward
+        others = {name: value for name, value in given.items() if not isinstance(value, Tensor) and value is not None}
+        packed = self.batches.pack(lambda: _padded_batch(given))
+        if may_cache:
+            others["use_cache"] = False
+        results = [forward(**inputs, **others, **{PLAN_KEY: plan}) for inputs, plan in packed.micro_batches]
+        return _padded_result(results, packed)
+
+
+def _padded_batch(given: dict[str, Any]) -> PaddedBatch:
+    """Return the padded batch among the arguments of a backbone."""
+    input_ids_BL = given.get("input_ids")
+    if not isinstance(input_ids_BL, Tensor) or input_ids_BL.ndim != 2:
+        raise Data.NO_TOKENS.error()
+    shape = input_ids_BL.shape
+    mask_BL = given.get("attention_mask")
+    if mask_BL is None:
+        mask_BL = torch.ones_like(input_ids_BL)
+    if not isinstance(mask_BL, Tensor) or mask_BL.shape != shape:
+        found = tuple(mask_BL.shape) if isinstance(mask_BL, Tensor) else f"a {type(mask_BL).__name__}"
+        raise Data.OTHER_MASK.error(found=found, shape=tuple(shape))
+    # Without position_ids models number the columns, padding included.
+    numbers_BL = torch.arange(shape[1], device=input_ids_BL.device).expand(shape)
+    columns = {"input_ids": input_ids_BL.long(), "position_ids": numbers_BL}
+    for name, value in given.items():
+        if name in ("input_ids", "attention_mask", *NOT_PER_TOKEN) or not isinstance(value, Tensor):
+            continue
+        if value.dtype not in INTEGERS or value.shape not in (shape, (1, shape[1])):
+            raise Data.OTHER_INPUT.error(name=name, found=tuple(value.shape), shape=tuple(shape))
+        columns[name] = value.long().expand(shape)
+    return PaddedBatch(columns, mask_BL)
+
+
+def _padded_result(results: list[Any], packed: PackedBatch) -> Any:
+    """Return the outputs of all micro-batches as one output for the padded batch."""
+    outputs: list[list[Tensor]] = []  # of each micro-batch, [rows, ...]
+    for result, (_, plan) in zip(results, packed.micro_batches, strict=True):
+        if plan.ran.attentions == 0:
+            raise Data.LOST_PADDED_PLAN.error()
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs.append([tensor.squeeze(0) if _has_batch(tensor, plan.rows) else tensor for tensor in tensors])
+    returned = iter(packed.returned(outputs))
+
+    # The first micro-batch has the structure of all of them.
+    leaves, structure = tree_flatten(results[0])
+    rows, shape = packed.micro_batches[0][1].rows, packed.travel.shape
+
+    def padded(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        rows_F = next(returned)
+        return rows_F.unflatten(0, shape) if _has_batch(leaf, rows) else rows_F
+
+    return tree_unflatten([padded(leaf) for leaf in leaves], structure)
+
+
+def _has_batch(output: Tensor, rows: int) -> bool:
+    """Return whether an output is [1, rows, ...], as hidden states are, and not [rows, ...], as a router's logits."""
+    if output.shape[:2] == (1, rows):
+        return True
+    if output.shape[:1] == (rows,):
+        return False
+    raise Data.OTHER_OUTPUT.error(found=tuple(output.shape), rows=rows)

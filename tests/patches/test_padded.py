@@ -1,0 +1,111 @@
+"""Padded batches of several ranks, packed and planned, against stock attention on each rank's own padded batch.
+
+Shape suffixes: B sequences, L columns.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
+
+from hf_distca import DistCAConfig, pack_padded
+from tests.models_and_batches import SMALL
+from tests.ranks import RankPool
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**SMALL),
+    "windows": lambda: MistralConfig(**SMALL, sliding_window=7),
+    "experts": lambda: Qwen3MoeConfig(
+        **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, output_router_logits=True
+    ),
+    "learned positions": lambda: GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
+    ),
+}
+LENGTHS: dict[str, list[list[int]]] = {
+    "uneven": [[3, 20, 1], [31, 5], [2]],
+    "short": [[2], [1, 3], [2, 2]],
+    "none on a rank": [[9, 30], [0, 0], [11]],
+    "many": [[40, 33, 12], [25, 1, 60], [38]],
+}
+"""Lengths of the sequences of each rank; with tokens_per_rank=64 "many" takes several micro-batches."""
+
+
+def padded_batch(lengths: Sequence[int], side: str, rank: int) -> dict[str, Tensor]:
+    """A padded batch with random tokens, and labels for all but the first token of each sequence."""
+    generator = torch.Generator().manual_seed(rank)
+    columns = max(lengths) + 3
+    input_ids_BL = torch.randint(3, 64, (len(lengths), columns), generator=generator)
+    mask_BL = torch.zeros_like(input_ids_BL)
+    labels_BL = torch.full_like(input_ids_BL, -100)
+    for sequence, length in enumerate(lengths):
+        first = {"left": columns - length, "right": 0, "both": sequence % 3}[side]
+        mask_BL[sequence, first : first + length] = 1
+        labels_BL[sequence, first + 1 : first + length] = input_ids_BL[sequence, first + 1 : first + length]
+    return {"input_ids": input_ids_BL, "attention_mask": mask_BL, "labels": labels_BL}
+
+
+def small_model(name: str, attention: str, loader: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    torch.manual_seed(5)
+    model: PreTrainedModel = loader.from_config(CONFIGS[name](), attn_implementation=attention)
+    return model
+
+
+def outputs_and_gradients(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Any, Tensor]:
+    """The outputs for a batch, and the gradients of the sum of all ranks' losses."""
+    outputs = model(**batch, output_hidden_states=True)
+    has_targets = bool((batch["labels"] != -100).any())
+    (outputs.loss if has_targets else outputs.logits.sum() * 0).backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    dist.all_reduce(gradient)
+    return outputs, gradient
+
+
+def compare_with_stock(name: str, lengths_of_ranks: list[list[int]], side: str, settings: dict[str, Any]) -> None:
+    rank = dist.get_rank()
+    batch = padded_batch(lengths_of_ranks[rank], side, rank)
+    expected, expected_gradient = outputs_and_gradients(small_model(name, "sdpa"), batch)
+    model = small_model(name, "distca")
+    config = DistCAConfig(tokens_per_rank=64, exchange_timeout=30.0, **settings)
+    dispatcher = pack_padded(model, config, torch.device("cpu"))
+    try:
+        found, gradient = outputs_and_gradients(model, batch)
+        is_token_BL = batch["attention_mask"].bool()
+        if bool((batch["labels"] != -100).any()):
+            torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=2e-4, atol=2e-6)
+        torch.testing.assert_close(found.logits[is_token_BL], expected.logits[is_token_BL], rtol=1e-4, atol=1e-5)
+        for hidden, expected_hidden in zip(found.hidden_states, expected.hidden_states, strict=True):
+            torch.testing.assert_close(hidden[is_token_BL], expected_hidden[is_token_BL], rtol=1e-4, atol=1e-5)
+        assert torch.count_nonzero(found.hidden_states[-1][~is_token_BL]) == 0
+        assert found.past_key_values is None
+    finally:
+        dispatcher.close()
+
+
+JOINT = {"document_layout": "joint", "balance_tolerance": 0.01}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_outputs_and_gradients_are_those_of_each_padded_batch(
+    rank_pools: dict[int, RankPool], ranks: int, lengths: str
+) -> None:
+    rank_pools[ranks].run(compare_with_stock, "llama", LENGTHS[lengths][:ranks], "both", JOINT)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_kinds_of_models_and_sides_of_padding(rank_pools: dict[int, RankPool], name: str, side: str) -> None:
+    rank_pools[2].run(compare_with_stock, name, LENGTHS["uneven"][:2], side, {})

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from hf_distca.config import DistCAConfig, setting
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
 from hf_distca.refusal import check
-from hf_distca.trainer.parallel import join_on_cpu, share_on_cpu
+from hf_distca.trainer.parallel import ProcessCounts, join_on_cpu, share_on_cpu
 from hf_distca.trainer.refusals import ARGUMENTS, IMPORTED_AGAIN, LIGERS_LOSSES, LOSES_DEEPSPEED, NOT_CONNECTED
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class DistCAArguments(DistCAConfig, _Arguments):
         self.serve_if_server()
         of_trainer: Any = super()
         device: torch.device = of_trainer._setup_devices
-        check((NOT_CONNECTED,), self)
+        check((NOT_CONNECTED,), ProcessCounts.of_this_process())
         share_on_cpu(self)
         return device
 

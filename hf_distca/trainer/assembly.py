@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import is_initialized
 from transformers import PreTrainedModel, Trainer
 
 from hf_distca.config import DistCAConfig
@@ -20,6 +19,7 @@ from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.padded import pack_backbone
 from hf_distca.patches.prepare import prepare_model
+from hf_distca.refusal import check
 from hf_distca.trainer import parallel
 from hf_distca.trainer.costs import choices_of
 from hf_distca.trainer.memory import checkpointing_of, log_memory
@@ -27,6 +27,12 @@ from hf_distca.trainer.refusals import NOT_CONNECTED, check_trainer
 from hf_distca.trainer.resuming import check_agreement
 
 logger = logging.getLogger(__name__)
+
+ONE_RANK = (
+    "one rank trains, so nothing will be balanced: core attention is balanced among ranks, processes that train on "
+    "different documents. accelerate launch --config_file examples/configs/ddp.yaml --num_processes N starts N of them"
+)
+"""Warning of a training that this library cannot make faster."""
 
 
 def make_dispatcher(
@@ -59,8 +65,8 @@ def make_dispatcher(
         RuntimeError: This rank cannot reach the others.
         ImportError: The package of the kernel is not installed.
     """
-    if parallel.launched_processes() > 1 and not is_initialized():
-        raise NOT_CONNECTED.error()
+    with raised_together(config.exchange_timeout):
+        check((NOT_CONNECTED,), parallel.ProcessCounts.of_this_process())
     launched = ranks_per_node(mesh, config.exchange_timeout)
     with raised_together(config.exchange_timeout):
         settings = plan_settings(
@@ -74,6 +80,8 @@ def make_dispatcher(
         keep_core_attention=config.keep_core_attention,
         exchange_timeout=config.exchange_timeout,
     )
+    if dispatcher.groups.members == [0] and config.attention_servers == 0:
+        logger.warning(ONE_RANK)
     dispatcher.limits = model_limits(model)
     if checkpointing is None:  # older versions of transformers have only `is_gradient_checkpointing`
         names = ("is_activation_checkpointing", "is_gradient_checkpointing")

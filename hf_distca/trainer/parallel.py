@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +18,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
 
+from hf_distca.dispatch.groups import in_world
 from hf_distca.models.decoder import base_model
 from hf_distca.models.tensor_parallel import is_divided_at_load
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Variables by which launchers tell a process how many were started: torchrun, accelerate and deepspeed; MPI; srun."""
 
 
 def join_on_cpu(args: Any) -> None:
@@ -45,8 +48,43 @@ def share_on_cpu(args: Any, model: Any = None) -> None:
 
 
 def launched_processes() -> int:
-    """Return the number of launched processes, from the launcher's WORLD_SIZE."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return the number of launched processes, from a variable that the launcher set; 1 without one."""
+    return int(next((os.environ[name] for name in LAUNCHED if os.environ.get(name)), "1"))
+
+
+@dataclass(frozen=True)
+class ProcessCounts:
+    """How many processes train together, in the view of everyone who counts them.
+
+    Attributes:
+        launched: processes that the launcher started; 1 where no variable says so.
+        in_torch: processes that torch.distributed connects.
+        in_accelerate: processes that accelerate connects; None in a loop without accelerate.
+    """
+
+    launched: int
+    in_torch: int
+    in_accelerate: int | None
+
+    @classmethod
+    def of_this_process(cls) -> "ProcessCounts":
+        """Return the counts that this process sees."""
+        in_torch = dist.get_world_size() if in_world() else 1
+        # An instance would start accelerate where the loop does without.
+        return cls(launched_processes(), in_torch, PartialState._shared_state.get("num_processes"))
+
+    def __str__(self) -> str:
+        """Return the counts in words."""
+        counts = [f"the launcher started {self.launched} processes", f"torch.distributed connects {self.in_torch}"]
+        if self.in_accelerate is not None:
+            counts.append(f"accelerate connects {self.in_accelerate}")
+        return f"{', '.join(counts[:-1])} and {counts[-1]}"
+
+    @property
+    def differ(self) -> bool:
+        """Whether someone counts other processes; processes may also be started without a launcher's variables."""
+        counted = {self.in_torch, self.in_torch if self.in_accelerate is None else self.in_accelerate}
+        return counted != {self.launched} if self.launched > 1 else len(counted) > 1
 
 
 def asked_for(name: str, argument: Any) -> bool:

@@ -94,11 +94,12 @@ LOSES_DEEPSPEED = Rule(
     lambda args: launched_processes() > 1 and asked_for("DEEPSPEED", args.deepspeed) and args.use_cpu,
 )
 NOT_CONNECTED = Rule(
-    "several processes were launched (WORLD_SIZE) and are not connected",
-    "each would train alone: LOCAL_RANK is not set, or no backend connects processes on CPUs",
-    "launch with accelerate launch or torchrun; on CPUs also set use_cpu=True or ddp_backend='gloo', and in a custom "
-    "loop ACCELERATE_USE_CPU=true",
-    lambda args: launched_processes() > 1 and args.distributed_state.num_processes == 1,
+    "{0}",
+    "processes that are not connected would each train alone, on the same documents",
+    "without GPUs set ACCELERATE_USE_CPU=true, or use_cpu=True (--use_cpu) in a trainer's arguments; else launch with "
+    "accelerate launch or torchrun; where each process is to train alone, set WORLD_SIZE=1",
+    lambda counts: counts.differ,
+    condition="the launcher, torch.distributed and accelerate count different processes",
 )
 
 # Arguments of a trainer, before it is built

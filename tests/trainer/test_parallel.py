@@ -8,17 +8,27 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import DistributedType
+from accelerate import DistributedType, PartialState
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from hf_distca import DistCAConfig
+from hf_distca import DistCAConfig, DistCATrainingArguments
 from hf_distca.memory.counter import MemoryCounter
 from hf_distca.refusal import check
 from hf_distca.trainer import assembly
 from hf_distca.trainer.assembly import make_dispatcher, smallest_memory
 from hf_distca.trainer.memory import checkpointing_of, log_memory, sharing_of
-from hf_distca.trainer.parallel import dtype_of_computation, is_wrapped, join_on_cpu, share_on_cpu, trained_towers
+from hf_distca.trainer.parallel import (
+    LAUNCHED,
+    ProcessCounts,
+    dtype_of_computation,
+    is_wrapped,
+    join_on_cpu,
+    launched_processes,
+    share_on_cpu,
+    trained_towers,
+)
 from hf_distca.trainer.refusals import LOSES_DEEPSPEED, NOT_CONNECTED, TRAINER, Run
 from tests.models_and_batches import small_model
 from tests.refused import refused
@@ -131,16 +141,78 @@ def test_processes_on_cpus_join_and_share_a_model(launched):
     assert args.distributed_state.distributed_type == DistributedType.MULTI_GPU
 
 
-def test_launches_that_would_train_alone_or_without_deepspeed(launched):
+def test_launches_that_would_train_alone_or_without_deepspeed(launched, monkeypatch, tmp_path):
     args = launched(strategy="DEEPSPEED", use_cpu=True)
     with refused(LOSES_DEEPSPEED):
         check((LOSES_DEEPSPEED,), args)
-    args.distributed_state = SimpleNamespace(distributed_type=DistributedType.NO, num_processes=1)
-    with refused(NOT_CONNECTED):
-        check((NOT_CONNECTED,), args)
     with refused(NOT_CONNECTED):  # in a custom loop
         make_dispatcher(small_model(), DistCAConfig(), torch.device("cpu"))
-    check((LOSES_DEEPSPEED, NOT_CONNECTED), launched(strategy="DEEPSPEED", use_cpu=True, processes=1))
+    launched()
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setattr("hf_distca.trainer.arguments.join_on_cpu", lambda _: None)  # as with GPUs
+    with refused(NOT_CONNECTED):
+        DistCATrainingArguments(output_dir=str(tmp_path))
+    check((LOSES_DEEPSPEED,), launched(strategy="DEEPSPEED", use_cpu=True, processes=1))
+
+
+@pytest.mark.parametrize(
+    ("launched", "in_torch", "in_accelerate", "differ"),
+    [
+        (1, 1, None, False),
+        (1, 1, 1, False),
+        (2, 2, 2, False),
+        (2, 2, None, False),  # a loop without accelerate
+        (1, 2, 2, False),  # started by a script itself, without variables
+        (2, 1, None, True),
+        (2, 1, 1, True),
+        (2, 2, 1, True),
+        (1, 2, 1, True),
+        (4, 2, 2, True),
+    ],
+)
+def test_processes_that_are_counted_differently(launched, in_torch, in_accelerate, differ):
+    assert ProcessCounts(launched, in_torch, in_accelerate).differ is differ
+
+
+def test_launchers_that_say_how_many_processes_they_started(monkeypatch):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    assert launched_processes() == 1
+    for number, name in enumerate(
+        reversed(LAUNCHED), 2
+    ):  # a launcher's own variable counts before that of MPI or srun
+        monkeypatch.setenv(name, str(number))
+        assert launched_processes() == number
+
+
+def _refusal_of_ranks_that_accelerate_does_not_connect(lost: int) -> tuple[str, int]:
+    """The error of a custom loop, and the ranks that accelerate counts where rank `lost`, or every rank, is alone."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        state = PartialState(cpu=lost not in (-1, dist.get_rank()))
+        with pytest.raises(ValueError, match="would each train alone") as error:
+            make_dispatcher(small_model(), DistCAConfig(), torch.device("cpu"))
+        return str(error.value), state.num_processes
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_ranks_that_torch_connects_and_accelerate_does_not_are_refused_together(rank_pools):
+    """As `accelerate launch` starts two processes on CPUs without ACCELERATE_USE_CPU."""
+    counts = "the launcher started 2 processes, torch.distributed connects 2 and accelerate connects 1, but"
+    for message, counted in rank_pools[2].run(_refusal_of_ranks_that_accelerate_does_not_connect, -1):
+        assert counted == 1
+        assert message.startswith(counts)
+    one, other = rank_pools[2].run(_refusal_of_ranks_that_accelerate_does_not_connect, 1)
+    assert (one[1], other[1]) == (2, 1)
+    assert one[0] == other[0]
+    assert one[0].startswith(f"rank 1: ValueError: {counts}")
+
+
+def test_a_training_of_one_rank_says_that_nothing_is_balanced(caplog):
+    for settings in ({}, {"attention_servers": "external"}):
+        make_dispatcher(small_model(), DistCAConfig(tokens_per_rank=64, **settings), torch.device("cpu")).close()
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [assembly.ONE_RANK]
 
 
 # Memory

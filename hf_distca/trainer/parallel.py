@@ -73,12 +73,10 @@ class ProcessCounts:
         # An instance would start accelerate where the loop does without.
         return cls(launched_processes(), in_torch, PartialState._shared_state.get("num_processes"))
 
-    def __str__(self) -> str:
-        """Return the counts in words."""
-        counts = [f"the launcher started {self.launched} processes", f"torch.distributed connects {self.in_torch}"]
-        if self.in_accelerate is not None:
-            counts.append(f"accelerate connects {self.in_accelerate}")
-        return f"{', '.join(counts[:-1])} and {counts[-1]}"
+    @property
+    def by_accelerate(self) -> str:
+        """What accelerate does, in words."""
+        return "has not started" if self.in_accelerate is None else f"connects {self.in_accelerate}"
 
     @property
     def differ(self) -> bool:

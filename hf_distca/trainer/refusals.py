@@ -94,7 +94,8 @@ LOSES_DEEPSPEED = Rule(
     lambda args: launched_processes() > 1 and asked_for("DEEPSPEED", args.deepspeed) and args.use_cpu,
 )
 NOT_CONNECTED = Rule(
-    "{0}",
+    "the launcher started {0.launched} processes, torch.distributed connects {0.in_torch} and accelerate "
+    "{0.by_accelerate}",
     "processes that are not connected would each train alone, on the same documents",
     "without GPUs set ACCELERATE_USE_CPU=true, or use_cpu=True (--use_cpu) in a trainer's arguments; else launch with "
     "accelerate launch or torchrun; where each process is to train alone, set WORLD_SIZE=1",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -109,3 +110,108 @@ def test_outputs_and_gradients_are_those_of_each_padded_batch(
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_kinds_of_models_and_sides_of_padding(rank_pools: dict[int, RankPool], name: str, side: str) -> None:
     rank_pools[2].run(compare_with_stock, name, LENGTHS["uneven"][:2], side, {})
+
+
+def classify(lengths_of_ranks: list[list[int]]) -> None:
+    """Compare pooled logits of a sequence classifier, such as a reward model, without gradients."""
+    rank = dist.get_rank()
+    batch = {**padded_batch(lengths_of_ranks[rank], "right", rank)}
+    del batch["labels"]
+    batch["input_ids"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, SMALL["pad_token_id"])
+    stock = small_model("llama", "sdpa", AutoModelForSequenceClassification)
+    model = small_model("llama", "distca", AutoModelForSequenceClassification)
+    dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=64, **JOINT), torch.device("cpu"))
+    try:
+        with torch.no_grad():
+            torch.testing.assert_close(model(**batch).logits, stock(**batch).logits, rtol=1e-4, atol=1e-5)
+    finally:
+        dispatcher.close()
+
+
+def test_a_classifier_reads_the_last_token_of_each_sequence(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(classify, LENGTHS["uneven"][:2])
+
+
+def generate_on_one_rank() -> None:
+    """Generation is no collective call: rank 0 generates alone."""
+    model = small_model("llama", "distca")
+    dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=64), torch.device("cpu"))
+    try:
+        if dist.get_rank() == 0:
+            prompt = torch.tensor([[3, 9, 27]])
+            options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+            expected = small_model("llama", "sdpa").generate(prompt, **options)
+            for use_cache in (True, False):
+                assert torch.equal(model.generate(prompt, use_cache=use_cache, **options), expected)
+    finally:
+        dispatcher.close()
+
+
+def test_generation_is_unchanged(rank_pools: dict[int, RankPool]) -> None:
+    rank_pools[2].run(generate_on_one_rank)
+
+
+def with_holes(batch: dict[str, Tensor]) -> dict[str, Any]:
+    batch["attention_mask"][0, 2] = 0
+    return batch
+
+
+def with_embeddings(batch: dict[str, Tensor]) -> dict[str, Any]:
+    return {"inputs_embeds": torch.zeros(2, 4, 32), "attention_mask": torch.ones(2, 4)}
+
+
+def with_mask_of_four_dimensions(batch: dict[str, Tensor]) -> dict[str, Any]:
+    return {**batch, "attention_mask": torch.ones(1, 1, 4, 4)}
+
+
+def with_unknown_token(batch: dict[str, Tensor]) -> dict[str, Any]:
+    batch["input_ids"][1, 1] = 64
+    return batch
+
+
+def with_long_sequence(batch: dict[str, Tensor]) -> dict[str, Any]:
+    return {"input_ids": torch.ones(1, 200, dtype=torch.long)}
+
+
+def with_images(batch: dict[str, Tensor]) -> dict[str, Any]:
+    return {**batch, "pixel_values": torch.zeros(1, 3, 8, 8)}
+
+
+def message_of(change: Callable[[dict[str, Tensor]], dict[str, Any]]) -> str:
+    """The error on this rank where only rank 1's batch is changed."""
+    model = small_model("llama", "distca")
+    dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=64), torch.device("cpu"))
+    batch: dict[str, Any] = padded_batch([5, 4], "right", dist.get_rank())
+    del batch["labels"]
+    try:
+        if dist.get_rank() == 1:
+            batch = change(batch)
+        with pytest.raises(ValueError, match="padded batch") as caught:
+            model.base_model(**batch)
+        return str(caught.value)
+    finally:
+        dispatcher.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            with_holes,
+            "the attention_mask of sequence 0 has 4 tokens from column 0 to column 4, but a sequence lies in",
+        ),
+        (with_embeddings, "a padded batch has no input_ids [B, L], but ranks exchange token ids"),
+        (with_mask_of_four_dimensions, "the attention_mask of a padded batch has the shape (1, 1, 4, 4), but only"),
+        (with_unknown_token, "sequence 1 of a padded batch has the token 64, but the model's embedding has"),
+        (
+            with_long_sequence,
+            "a sequence of a padded batch has 200 tokens, but all ranks together may hold 128 tokens",
+        ),
+        (with_images, "the model is called with pixel_values of the shape (1, 3, 8, 8) beside a padded batch (2, 8)"),
+    ],
+)
+def test_both_ranks_refuse_what_cannot_be_packed(
+    rank_pools: dict[int, RankPool], change: Callable[[dict[str, Tensor]], dict[str, Any]], sentence: str
+) -> None:
+    for message in rank_pools[2].run(message_of, change):
+        assert sentence in message

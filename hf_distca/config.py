@@ -1,7 +1,9 @@
 """All settings of hf_distca in one dataclass."""
 
+import os
 from dataclasses import dataclass, field, fields
-from numbers import Real
+from math import isfinite
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from hf_distca.kernels import KERNEL_NAMES
@@ -167,14 +169,25 @@ class DistCAConfig:
 
     def __post_init__(self) -> None:
         read_values(self)
+        for name in ("device_profile", "attention_server_token_file"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                setattr(self, name, os.fspath(path))
         self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
         for each in fields(DistCAConfig):
             name, given, valid = each.name, getattr(self, each.name), each.metadata.get("choices")
             if valid and given not in valid:
                 raise ValueError(f"{name} must be one of {list(valid)}, got {given!r}")
             is_number = isinstance(given, Real) and not isinstance(given, bool)
-            if each.type in (int, float) and not is_number:
-                raise ValueError(f"{name} must be a number, got {given!r}")
+            if each.type is float and not (is_number and isfinite(given)):
+                raise ValueError(f"{name} must be a finite number, got {given!r}")
+            if each.type is int and not (is_number and isinstance(given, Integral)):
+                raise ValueError(f"{name} must be a whole number, got {given!r}")
+            if each.type is bool and not isinstance(given, bool):
+                raise ValueError(f"{name} must be true or false, got {given!r}")
+            # HfArgumentParser leaves only `str` of `str | None`.
+            may_be_none = given is None and each.default is None
+            if each.type in (str, str | None) and not (isinstance(given, str) or may_be_none):
+                raise ValueError(f"{name} must be text, got {given!r}")
             if is_number and (given < 0 or (given == 0 and name not in ZERO)):
                 expected = f"0 ({ZERO[name]}) or more" if name in ZERO else "positive"
                 raise ValueError(f"{name} must be {expected}, got {given!r}")

@@ -42,3 +42,12 @@ def check(rules: Iterable[Rule], subject: Any) -> None:
     for rule in rules:
         if rule.when(subject):
             raise rule.error(subject)
+
+
+def given_as(given: Any) -> str:
+    """Return how an error names an object that is of a wrong type."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    if given is None or isinstance(given, str | int | float):
+        return repr(given)
+    return f"of the type {type(given).__name__}"

@@ -1,6 +1,7 @@
 """Read and check the documents of a user's data set: their lengths, tokens and targets, and their fingerprint."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from hf_distca.collator.limits import IGNORED_TARGET, NO_LIMITS, Limits
 from hf_distca.collator.refusals import Data
+from hf_distca.refusal import given_as
 
 READ_BATCH = 1000
 """Number of documents read at once to compute lengths and to check documents."""
@@ -21,6 +24,8 @@ A_DATASET = "the data set"
 """Name of a data set in errors, where the caller gives none."""
 FINGERPRINT_DOCUMENTS = 64
 """Number of documents whose tokens enter a fingerprint."""
+TABLES = ("pandas", "polars", "pyarrow")
+"""Packages of tables, which give columns where a data set gives documents."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,31 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> N
     return np.stack([input_ids, np.append(labels[1:], IGNORED_TARGET)])
 
 
+def check_dataset(dataset: Any, name: str) -> None:
+    """Raise ValueError if an object, called `name` in errors, can be no data set."""
+    kind = type(dataset).__name__
+    package = type(dataset).__module__.partition(".")[0]
+    if isinstance(dataset, str | os.PathLike):
+        raise Data.A_NAME.error(name=name, given=os.fspath(dataset))
+    if isinstance(dataset, Mapping):
+        first, is_split = next(iter(dataset), None), any(map(_is_dataset, dataset.values()))
+        refusal = Data.SPLITS if is_split else Data.COLUMNS
+        raise refusal.error(name=name, kind=kind, keys=", ".join(map(repr, dataset)), first=first)
+    if package in TABLES:
+        raise Data.TABLE.error(name=name, kind=kind, package=package)
+    # With a length, documents are read by number; a DataLoader and a set have a length and no numbers.
+    in_order = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+    gives_documents = hasattr(dataset, "__getitem__") or (in_order and hasattr(dataset, "__iter__"))
+    if isinstance(dataset, type) or not gives_documents:
+        raise Data.NOT_A_DATASET.error(name=name, given=given_as(dataset))
+
+
+def _is_dataset(value: Any) -> bool:
+    """Return whether a dictionary's value is a data set: a split, not a column."""
+    kinds = (datasets.Dataset, datasets.IterableDataset, Dataset)
+    return isinstance(value, kinds) or (isinstance(value, list) and any(isinstance(row, Mapping) for row in value[:1]))
+
+
 def document_lengths(
     dataset: Any,
     columns: Columns = ANY_COLUMNS,
@@ -89,6 +119,7 @@ def document_lengths(
     Of a stored `datasets.Dataset` only lengths are read; `check_stored_documents` reads the rest. Its length column is
     trusted here. Of any other data set every document is read once and checked.
     """
+    check_dataset(dataset, name)
     if len(dataset) == 0:
         raise Data.EMPTY.error(name=name)
     lengths = _stored_lengths(dataset, columns, progress, name)

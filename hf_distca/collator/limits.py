@@ -25,6 +25,7 @@ class Limits:
     vocabulary: int | None = None  # rows of the token embedding
     classes: int | None = None  # logits of the output head
     positions: int | None = None  # rows of the smallest table of positions
+    trained_positions: int | None = None  # positions that rotary embeddings were made for; later ones can be computed
 
     def check_document(self, document: NDArray[np.int64], name: str) -> None:
         """Raise ValueError if [2, L] tokens and targets of a document, called `name`, are beyond the tables."""

@@ -12,6 +12,38 @@ NO_OTHER_MASK = "packed documents attend to themselves, causally, and need no ot
 class Data:
     """What is refused in a user's data."""
 
+    # Data sets as wholes
+    SPLITS = Refusal(
+        "{name} is a dictionary ({kind}) of the data sets {keys}",
+        "training takes the documents of one data set",
+        "choose one: {name}[{first!r}]; several evaluation data sets are one dictionary: "
+        "eval_dataset={{'name': dataset}}",
+        condition="a `DatasetDict` whose split was forgotten, or a dictionary of data sets",
+    )
+    COLUMNS = Refusal(
+        "{name} is a dictionary ({kind}) of the columns {keys}",
+        "documents are read by number, not by column",
+        "make a data set of the columns: datasets.Dataset.from_dict(dict({name}))",
+        condition="columns in a dictionary, such as what a tokenizer returns",
+    )
+    A_NAME = Refusal(
+        "{name} is the text {given!r}",
+        "names and files are not loaded here",
+        "load it: {name}=hf_distca.load_documents({given!r})",
+        condition="the name or the path of a data set instead of the data set",
+    )
+    TABLE = Refusal(
+        "{name} is a table ({kind} of {package})",
+        "documents are read by number, not by column",
+        "make a data set of it, such as datasets.Dataset.from_pandas(dataframe) or datasets.Dataset(table)",
+        condition="a table of pandas, polars or pyarrow",
+    )
+    NOT_A_DATASET = Refusal(
+        "{name} is {given}",
+        "it gives no documents, neither by number nor one after another",
+        "give a datasets.Dataset, a list of dictionaries, or a stream such as datasets.IterableDataset",
+        condition="a number, a function, a class, a set or a DataLoader as a data set",
+    )
     # Data sets of text
     CHATS = Refusal(
         "{name} has {columns} and no 'input_ids'",
@@ -25,7 +57,7 @@ class Data:
         "set dataset_text_field to the column with the text, or remove such documents",
     )
     NOT_TEXT = Refusal(
-        "{name} has a {kind} in {field!r}",
+        "{name} has a value of the type {kind} in {field!r}",
         "a document is a text",
         "remove such documents: dataset.filter(lambda e: isinstance(e[{field!r}], str))",
         condition="a document with `None` or anything else than text in its column",
@@ -41,9 +73,15 @@ class Data:
         "there is no tokenizer",
         "pass the model's tokenizer as processing_class",
     )
+    NOT_A_TOKENIZER = Refusal(
+        "processing_class is {given}",
+        "it cannot tokenize the text in {field!r}",
+        "pass the model's tokenizer: processing_class=AutoTokenizer.from_pretrained(name)",
+        condition="a name, a class or a processor of images as `processing_class`, with data of text",
+    )
     # Data sets of tokens
     NOT_A_ROW = Refusal(
-        "{name} is a {kind}",
+        "{name} is of the type {kind}",
         "a document is a dictionary of columns, such as {{'input_ids': [1, 2]}} or {{'text': 'a b'}}",
         "give dictionaries, and leave out documents that are missing",
         condition="a document that is `None`, or no dictionary",
@@ -53,7 +91,7 @@ class Data:
         "every rank plans from the same documents in the same order",
         "give all ranks the whole data set, shuffled with one seed",
     )
-    EMPTY = Refusal("{name} is empty", "training needs documents", "give at least one document")
+    EMPTY = Refusal("{name} has no documents", "training needs documents", "give at least one document")
     NO_TARGETS = Refusal(
         "none of the {documents} documents of {name} has a target",
         "a training would have the loss 0 and change no weight: every label is -100 or cut off (the longest excerpt "
@@ -89,8 +127,9 @@ class Data:
     EMPTY_DOCUMENT = Refusal("{name} is empty{stated}", "a document needs a token", REMOVE_EMPTY)
     NOT_INTEGERS = Refusal(
         "{name} has {column!r} of shape {shape} and type {kind}",
-        "a document is one list of integers",
-        "tokenize each document by itself, without return_tensors",
+        "a document has one list of integers, one for each token",
+        "tokenize each document by itself, without return_tensors; classes of whole documents cannot be labels",
+        condition="tokens or labels that are missing, a single number, text, fractions, or lists of lists",
     )
     LABELS = Refusal(
         "{name} has {labels} labels for {length} input_ids",

@@ -1,5 +1,6 @@
 """Load documents from files, folders and the Hub: one loader for examples, commands and scripts."""
 
+import os
 from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -31,7 +32,10 @@ class Found(NamedTuple):
 
 
 def load_documents(
-    sources: str | Sequence[str], *, split: str = "train", sample_by: Literal["document", "paragraph"] = "document"
+    sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    split: str = "train",
+    sample_by: Literal["document", "paragraph"] = "document",
 ) -> datasets.Dataset:
     """Load a data set with one document a row.
 
@@ -52,7 +56,7 @@ def load_documents(
     Raises:
         ValueError: a source cannot be read. The message names the file.
     """
-    names = [sources] if isinstance(sources, str) else list(sources)
+    names = [os.fspath(each) for each in ([sources] if isinstance(sources, str | os.PathLike) else sources)]
     if not names:
         raise Source.NONE.error()
     loaded: dict[str, datasets.Dataset] = {}  # by the first path of each group

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
+import pyarrow as pa
 from torch.utils.data import IterableDataset
 
+from hf_distca.collator.documents import READ_BATCH, is_stored
 from hf_distca.collator.refusals import Data
 
 CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
@@ -29,6 +31,25 @@ def document_text(row: Any, name: str, field: str) -> str:
         character = ascii(text[error.start])
         raise Data.SURROGATE.error(name=name, field=field, character=character, at=error.start) from error
     return text
+
+
+def check_texts(dataset: Any, name: str, field: str) -> None:
+    """Raise ValueError if a stored data set, called `name` in errors, has no tokens, chats or text."""
+    if not is_stored(dataset):
+        return
+    if len(dataset) == 0:
+        raise Data.EMPTY.error(name=name)
+    if {"input_ids", *CHATS} & set(dataset.column_names):
+        return
+    if field not in dataset.column_names:
+        raise Data.NO_TEXT.error(name=f"document 0 of {name}", columns=sorted(dataset.column_names), field=field)
+    kind = dataset.features.arrow_schema.field(field).type
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    tables = dataset.select_columns([field]).with_format("arrow").iter(batch_size=READ_BATCH)
+    for number, table in enumerate(tables):
+        if table[field].null_count or not is_text:
+            for at, text in enumerate(table[field].to_pylist()):
+                document_text({field: text}, f"document {number * READ_BATCH + at} of {name}", field)
 
 
 def tokenize(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:

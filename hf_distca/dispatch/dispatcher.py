@@ -1,7 +1,8 @@
 """Dispatcher: makes a collator's batch one whose core attention is planned and bound."""
 
+import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -10,13 +11,27 @@ from hf_distca.collator.limits import NO_LIMITS, Limits
 from hf_distca.collator.padding_free import REPLACED_BY_PLAN, checked_document_lengths, filler_batch
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
-from hf_distca.dispatch.groups import EXCHANGE_CTAS, Groups, RankMesh
+from hf_distca.dispatch.groups import EXCHANGE_CTAS, Groups, RankMesh, first_difference
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import get_kernel
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_placed
 from hf_distca.planner.settings import Choices, PlanSettings
+
+logger = logging.getLogger(__name__)
+
+BEYOND_TRAINED = (
+    "a document has %d tokens, but max_position_embeddings of the model is %d: it may have learned nothing about "
+    "later positions. Extend them by rope_parameters in the config (such as YaRN), cut documents with long_documents, "
+    "or raise max_position_embeddings in the config if this training teaches them"
+)
+"""Warning about documents beyond the positions of a rotary embedding."""
+DIFFERENT = (
+    "{0} differs between ranks ({1}), but ranks with different settings would make different plans; start all ranks "
+    "with the same {0}"
+)
+"""Error of a setting that ranks must have in common."""
 
 
 class Dispatcher:
@@ -60,23 +75,23 @@ class Dispatcher:
         self.keep_received, self.keep_core_attention = keep_received, keep_core_attention
         self.limits: Limits = NO_LIMITS
         self.remote: RemoteWorkers | None = None
+        self._warned_of_positions = False
         with self.groups.raised_together(in_world=True):
             # Leave SMs for the blocks of the exchange; a single rank exchanges nothing.
             sm_margin = EXCHANGE_CTAS if self.groups.ranks > 1 else 0
             self.kernel = get_kernel(settings.kernel, self.device, sm_margin=sm_margin)
         # Compare the kernel's own name: "auto" depends on the installed packages.
-        mine = (settings, self.kernel.name, keep_received, keep_core_attention)
-        others = self.groups.all_gather(mine)
+        mine: dict[str, Any] = {"attention_kernel": self.kernel.name}
+        mine |= {each.name: getattr(settings, each.name) for each in fields(settings)}
+        mine |= {"keep_received": keep_received, "keep_core_attention": keep_core_attention}
+        of_ranks = self.groups.all_gather(mine)
         with self.groups.raised_together(in_world=True):
             if settings.ranks != self.groups.ranks:
                 raise ValueError(
                     f"PlanSettings.ranks is {settings.ranks}, but {self.groups.ranks} ranks run; set it to that"
                 )
-            if any(other != others[0] for other in others):
-                raise ValueError(
-                    f"settings differ between ranks, so they would make different plans; this rank has {mine}. Start "
-                    "all ranks with the same settings"
-                )
+            if found := first_difference(of_ranks):
+                raise ValueError(DIFFERENT.format(*found))
         self.groups.connect_nodes(settings.nodes)
         self.exchange = Exchange(self.groups)
 
@@ -87,6 +102,15 @@ class Dispatcher:
     def choices(self) -> Choices | None:
         """Return the choices that micro-batches are planned with; None where the planner chooses nothing."""
         return self.settings.choices
+
+    def see_length(self, longest: int) -> None:
+        """Warn once, on rank 0, of a document with more tokens than the positions that the model is made for."""
+        trained = self.limits.trained_positions
+        if trained is None or longest <= trained or self._warned_of_positions:
+            return
+        self._warned_of_positions = True
+        if self.groups.members[self.groups.rank] == 0:
+            logger.warning(BEYOND_TRAINED, longest, trained)
 
     def close(self) -> None:
         """Close the process groups of this dispatcher, on every rank at the same point; the model stays usable."""
@@ -105,6 +129,7 @@ class Dispatcher:
                     f"the plan is made for ranks on the nodes {nodes}, but the dispatcher's settings have the nodes "
                     f"{self.settings.nodes}; use the same ranks_per_node for both"
                 )
+        self.see_length(max(int(nano_batch.layout.lengths.max()) for nano_batch in plan.nano_batches))
         self.recorder.drain()
         remote = None
         if self.remote is not None:

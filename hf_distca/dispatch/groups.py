@@ -6,7 +6,7 @@ No group of the training framework is touched: its collectives and ours never wa
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -106,7 +106,7 @@ class Groups:
 
     def _in_world(self, mine: list[int]) -> list[list[int]]:
         """Return the distinct lists of ranks of all processes. A collective of the world."""
-        of_world = _gather_in_world(tuple(mine), self._timeout.total_seconds(), self.waits)
+        of_world = gather_in_world(tuple(mine), self._timeout.total_seconds(), self.waits)
         return [list(ranks) for ranks in dict.fromkeys(of_world)]
 
     def _connected(self, lists: list[list[int]], ranks: int, name: str) -> dist.ProcessGroup | None:
@@ -213,7 +213,7 @@ class Groups:
 
 def raised_together(timeout_s: float) -> AbstractContextManager[None]:
     """Raise an error inside the context on every process, before groups exist. A collective of the world."""
-    return _raised_together(partial(_gather_in_world, timeout_s=timeout_s))
+    return _raised_together(partial(gather_in_world, timeout_s=timeout_s))
 
 
 @contextmanager
@@ -236,6 +236,26 @@ def _raise_any(error: Exception | None, gather: Callable[[str | None], list[str 
         raise ValueError("; ".join(failed)) from error
 
 
+def first_difference(by_rank: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+    """Return the first setting that differs between ranks, and its values with their ranks; None if all are alike.
+
+    Args:
+        by_rank: settings of each rank by name, with the same names on all ranks.
+    """
+    for name in by_rank[0]:
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, settings in enumerate(by_rank):
+            ranks_by_value.setdefault(repr(settings[name]), []).append(rank)
+        if len(ranks_by_value) > 1:
+            return name, ", ".join(f"{value} on {_named(ranks)}" for value, ranks in ranks_by_value.items())
+    return None
+
+
+def _named(ranks: Sequence[int]) -> str:
+    others = f" and {len(ranks) - 1} others" if len(ranks) > 1 else ""
+    return f"rank {ranks[0]}{others}"
+
+
 def in_world() -> bool:
     """Return whether this process belongs to a launch."""
     return dist.is_available() and dist.is_initialized()
@@ -254,7 +274,7 @@ def waits_in_world(limit_s: float) -> Waits:
     return Waits(dist.PrefixStore(f"hf_distca/waits/{number}", store), rank, dist.get_world_size(), limit_s)
 
 
-def _gather_in_world(value: Value, timeout_s: float, waits: Waits | None = None) -> list[Value]:
+def gather_in_world(value: Value, timeout_s: float, waits: Waits | None = None) -> list[Value]:
     """Return every process's value, in the order of world ranks. A collective of the world, on the CPU."""
     if not in_world() or dist.get_world_size() == 1:
         return [value]
@@ -345,7 +365,7 @@ def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, 
         return 1
     rank = dist.get_rank()
     # The host of each process, and the first rank that was launched with the process there.
-    places = _gather_in_world((socket.gethostname(), rank - dist.get_node_local_rank(fallback_rank=0)), timeout_s)
+    places = gather_in_world((socket.gethostname(), rank - dist.get_node_local_rank(fallback_rank=0)), timeout_s)
     members = mesh_ranks(mesh)
     found = [places[member] for member in members]
     # A node is a run of consecutive ranks with the same place: ranks numbered round-robin across hosts are alone.

@@ -6,7 +6,9 @@ from dis import get_instructions
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_distca.models.decoder import (
     base_model,
@@ -20,8 +22,9 @@ from hf_distca.models.decoder import (
 )
 from hf_distca.models.kinds import MIXING, layer_types
 from hf_distca.models.rotary import unknown_rotary_modules
+from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.plan import ATTENTION_NAME
-from hf_distca.refusal import Refusal
+from hf_distca.refusal import Refusal, given_as
 
 CHANGING_MASKS = ("doge",)
 """Model types whose layers derive a mask of their own from the given mask."""
@@ -29,6 +32,8 @@ IN_CONFIG = re.compile(r"(?!encoder_)(.*_)?(attn|attention)_.*drop.*")
 """Config fields: attention_dropout, attn_pdrop, attention_probs_dropout_prob, decoder_attention_dropout_rate, ..."""
 IN_MODULE = re.compile(r"(attn|attention)_.*drop.*|dropout(_p|_prob)?")
 """Attributes of an attention layer; there plain "dropout" also means dropout of the weights."""
+WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.", "deepspeed.")
+"""Packages of classes that wrap a model."""
 Z_LOSS = "z_loss_coefficient"
 """Factor of a loss that keeps logits small, which Bamba takes the mean of over a call's rows."""
 STOCK = "train it with transformers' Trainer and stock attention (attn_implementation={stock})"
@@ -43,6 +48,19 @@ def _stock(condition: str, found: str, reason: str) -> Refusal:
 class Models:
     """What is refused in a model."""
 
+    NOT_A_MODEL = Refusal(
+        "model is {given}",
+        "hf_distca changes the layers of a loaded model of transformers",
+        f"pass AutoModelForCausalLM.from_pretrained(name, attn_implementation={ATTENTION_NAME!r})",
+        condition="a config, a class, a path or a module of torch as the model",
+    )
+    WRAPPED = Refusal(
+        "{model} is wrapped or compiled already, as {wrapper}",
+        "hf_distca changes the model before that",
+        "pass the model itself: call make_dispatcher, or make the trainer, before Accelerator.prepare, DDP, FSDP, "
+        "DeepSpeed and torch.compile",
+        condition="a model after `Accelerator.prepare`, DDP, FSDP, DeepSpeed or `torch.compile`",
+    )
     NO_INTERFACE = _stock(
         "no attention interface (models with attention code of their own)",
         "{model} does not run its attention through transformers' AttentionInterface, in modules of a class "
@@ -122,6 +140,13 @@ class Models:
         "{model} drops keywords on the way to its attention: {module}.forward takes none, or does not use them",
         "the plan is such a keyword",
     )
+    OTHER_LOSS = Refusal(
+        "{model} computes transformers' loss {loss}",
+        "labels of packed documents are their next tokens: no classes, answers or hidden tokens",
+        "load the model with AutoModelForCausalLM; or train it with transformers' Trainer and "
+        "attn_implementation='sdpa'",
+        condition="classifiers and other models without a language model's loss (`LlamaForSequenceClassification`)",
+    )
     OWN_LOSS = _stock(
         "a loss without transformers' loss function (`GPT2ForTokenClassification`)",
         "{model} does not use transformers' loss function and takes the mean over its own rows",
@@ -191,8 +216,32 @@ ADAPTERS = {
 """Refused types of PEFT's adapters."""
 
 
+def check_is_model(model: Any) -> None:
+    """Raise ValueError unless an object is a model of transformers, or PEFT's around one, that nothing has wrapped."""
+    if not isinstance(model, nn.Module):
+        raise Models.NOT_A_MODEL.error(given=given_as(model))
+    kind = type(model)
+    is_sharded = isinstance(model, FSDPModule) and not is_divided_at_load(model)
+    if kind.__module__.startswith(WRAPPERS) or is_sharded:
+        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", model)
+        raise Models.WRAPPED.error(model=type(inner).__name__, wrapper=kind.__name__)
+    if model._compiled_call_impl is not None:
+        raise Models.WRAPPED.error(model=kind.__name__, wrapper="model.compile() does")
+    if not isinstance(base_model(model), PreTrainedModel):
+        raise Models.NOT_A_MODEL.error(given=given_as(model))
+
+
+def check_loss(model: nn.Module) -> None:
+    """Raise ValueError if transformers computes another loss of a model than that of the next tokens."""
+    base: Any = base_model(model)
+    loss = getattr(base, "loss_type", None) or "ForCausalLM"
+    if LOSS_MAPPING.get(loss, ForCausalLMLoss) is not ForCausalLMLoss:
+        raise Models.OTHER_LOSS.error(model=type(base).__name__, loss=loss)
+
+
 def check_model(model: PreTrainedModel) -> None:
     """Raise ValueError if a planned step of a model, or of a PEFT model around one, would be wrong."""
+    check_is_model(model)
     for name, adapter in getattr(model, "peft_config", {}).items():
         refusal = ADAPTERS.get(adapter.peft_type)
         if adapter.is_prompt_learning:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -27,7 +27,27 @@ def model_limits(model: nn.Module) -> Limits:
         None if embedding is None else embedding.num_embeddings,
         None if head is None else head.out_features,
         min(_positions(base, "", type(base.config.get_text_config(decoder=True))), default=None),
+        trained_positions(base.config.get_text_config(decoder=True)),
     )
+
+
+def trained_positions(config: Any) -> int | None:
+    """Return the number of positions that a model with rotary embeddings is made for; None without a limit.
+
+    A factor such as YaRN's extends the first positions. Dynamic NTK adapts to any length.
+    """
+    rope = getattr(config, "rope_parameters", None)
+    stated = getattr(config, "max_position_embeddings", None)
+    if not rope or not isinstance(stated, int):
+        return None
+    of_layer_types = [each for each in rope.values() if isinstance(each, dict)]
+    numbers = [stated]
+    for parameters in of_layer_types or [rope]:
+        if "dynamic" in parameters.get("rope_type", "default"):
+            return None
+        first = parameters.get("original_max_position_embeddings") or stated
+        numbers.append(int(first * (parameters.get("factor") or 1)))
+    return max(numbers)
 
 
 def _first(kind: type[Kind], module: nn.Module | None) -> Kind | None:

@@ -1,6 +1,7 @@
 """Build a dispatcher for the trainer and for custom training loops."""
 
 import logging
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,15 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import Groups, RankMesh, mesh_ranks, raised_together, ranks_per_node
+from hf_distca.dispatch.groups import (
+    Groups,
+    RankMesh,
+    first_difference,
+    gather_in_world,
+    mesh_ranks,
+    raised_together,
+    ranks_per_node,
+)
 from hf_distca.dispatch.padded import PaddedBatches
 from hf_distca.models import fla
 from hf_distca.models.decoder import base_model, mixing_layers
@@ -23,7 +32,7 @@ from hf_distca.refusal import check
 from hf_distca.trainer import parallel
 from hf_distca.trainer.costs import choices_of
 from hf_distca.trainer.memory import checkpointing_of, log_memory
-from hf_distca.trainer.refusals import NOT_CONNECTED, check_trainer
+from hf_distca.trainer.refusals import DISPATCHED, NOT_CONNECTED, Run, check_trainer
 from hf_distca.trainer.resuming import check_agreement
 
 logger = logging.getLogger(__name__)
@@ -33,6 +42,8 @@ ONE_RANK = (
     "different documents. accelerate launch --config_file examples/configs/ddp.yaml --num_processes N starts N of them"
 )
 """Warning of a training that this library cannot make faster."""
+OF_ONE_RANK = ("attention_server_address", "attention_server_token_file")
+"""Settings that only rank 0 uses."""
 
 
 def make_dispatcher(
@@ -65,8 +76,11 @@ def make_dispatcher(
         RuntimeError: This rank cannot reach the others.
         ImportError: The package of the kernel is not installed.
     """
+    check(DISPATCHED, {"config": config, "mesh": mesh})
+    device = torch.device(device)
     with raised_together(config.exchange_timeout):
         check((NOT_CONNECTED,), parallel.ProcessCounts.of_this_process())
+    _check_same_settings(config)
     launched = ranks_per_node(mesh, config.exchange_timeout)
     with raised_together(config.exchange_timeout):
         settings = plan_settings(
@@ -130,6 +144,14 @@ def pack_padded(
             prepare_model(model, config, ping_pong=dispatcher.settings.ping_pong)
     pack_backbone(model, PaddedBatches(dispatcher))
     return dispatcher
+
+
+def _check_same_settings(config: DistCAConfig) -> None:
+    """Raise ValueError on every rank if a setting differs between ranks. A collective of the world."""
+    names = [each.name for each in fields(DistCAConfig) if each.name not in OF_ONE_RANK]
+    mine = {name: getattr(config, name) for name in names}
+    if found := first_difference(gather_in_world(mine, config.exchange_timeout)):
+        raise Run.DIFFERENT_ARGUMENTS.error(name=found[0], by_rank=found[1])
 
 
 def smallest_memory(groups: Groups, device: torch.device) -> int | None:

@@ -4,7 +4,6 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,8 @@ WATCHED_STEPS = 3
 
 Checkpoints are rarely saved right after these steps, while micro-batches planned with the old costs are to come.
 """
+UNREADABLE = "the costs in %s cannot be read and are measured again (%s)"
+"""Warning about a damaged file with measured costs, or with corrections of them."""
 MOST_OFF = 0.1
 """Relative error up to which costs stay unchanged, so that plans stay the same from run to run."""
 
@@ -57,12 +58,12 @@ def choices_of(
 ) -> Choices | None:
     """Return the planner's choices and costs; None if nothing is chosen. A collective."""
     settings = dispatcher.settings
-    chooses = config.chooses or config.device_profile is not None
-    # With dedicated servers, every plan is balanced again for the servers that are present.
-    if not chooses or settings.ranks == 1 or config.attention_servers != 0:
-        return None
+    # Read also where nothing is chosen: a name that is wrong is wrong on any number of ranks.
     with raised_together(config.exchange_timeout):
         named = None if config.device_profile is None else DeviceProfile.load(config.device_profile)
+    # With dedicated servers, every plan is balanced again for the servers that are present.
+    if not (config.chooses or named is not None) or settings.ranks == 1 or config.attention_servers != 0:
+        return None
     profile = named or _measured_profile(model, dispatcher, folder)
     ranks = (settings.ranks, settings.tokens_per_rank, settings.ranks_per_node)
     costs = Setup(model_shape(model), profile, *ranks, checkpointing=checkpointing).costs
@@ -90,8 +91,12 @@ def _measured_profile(model: PreTrainedModel, dispatcher: Dispatcher, folder: Pa
     )
     kept: DeviceProfile | None = None
     if folder is not None:
-        with suppress(ValueError):  # there is none, or a run ended while it wrote
-            kept = DeviceProfile.load(str(folder / PROFILE_FILE))
+        file = folder / PROFILE_FILE
+        try:
+            kept = DeviceProfile.load(str(file)) if file.exists() else None
+        except ValueError as error:  # a run ended while it wrote
+            if groups.members[groups.rank] == 0:
+                logger.warning(UNREADABLE, file, error.__cause__)
     # Ranks that share layers belong to several groups of ranks, and need the same plans.
     kept = groups.all_gather(kept if kept is not None and kept.source == source else None, in_world=True)[0]
     if kept is not None:
@@ -242,9 +247,22 @@ class LearnedCosts(TrainerCallback):
         self._recording, self._plans, self._seen = None, [], []
         if self._choices is None:
             return
-        file = None if folder is None else folder / CORRECTIONS_FILE
-        content = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {}
-        content = self._dispatcher.groups.all_gather(content, in_world=True)[0]
+        groups, kept = self._dispatcher.groups, None
+        if folder is not None and groups.members[groups.rank] == 0:
+            kept = _kept_corrections(folder / CORRECTIONS_FILE, self._choices.costs)
+        self._correct(groups.all_gather(kept or Corrections(), in_world=True)[0])
+
+
+def _kept_corrections(file: Path, costs: StepCosts) -> Corrections | None:
+    """Return a checkpoint's corrections of the same measured costs; None, with a warning, if they cannot be read."""
+    if not file.exists():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        kept = content["corrections"]
+        corrections = Corrections(**{**kept, "slowness": tuple(kept["slowness"])})
         # Corrections of other measured costs belong to other devices or settings.
-        kept = content["corrections"] if content.get("measured") == repr(self._choices.costs) else {}
-        self._correct(Corrections(**{**kept, "slowness": tuple(kept.get("slowness", ()))}))
+        return corrections if content["measured"] == repr(costs) else None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning(UNREADABLE, file, f"{type(error).__name__}: {error}")
+        return None

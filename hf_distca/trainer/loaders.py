@@ -89,6 +89,7 @@ class PackedLoaders:
         capacity = (capacity or groups.ranks * self._args.tokens_per_rank) // bins
         policy, limits = self._args.long_documents, self._dispatcher.limits
         excerpts = fit_documents(lengths, capacity, policy, limit_name, name=name, limits=limits)
+        self._dispatcher.see_length(int((excerpts["stop"] - excerpts["start"]).max(initial=0)))
         if id(dataset) not in self._have_targets:
             error = None
             try:

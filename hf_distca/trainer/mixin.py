@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from hf_distca.collator.limits import IGNORED_TARGET
+from hf_distca.collator.refusals import Data
 from hf_distca.collator.streams import EpochStream, StreamPacker
 from hf_distca.dispatch.bound import Ran
 from hf_distca.models.decoder import mixing_layers
@@ -30,7 +31,7 @@ from hf_distca.trainer.loaders import EvaluationLoader, PackedLoaders, UpcomingB
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
 from hf_distca.trainer.optimizers import check_optimizer
 from hf_distca.trainer.processes import ReadingProcesses
-from hf_distca.trainer.refusals import Run, by_name, check_given
+from hf_distca.trainer.refusals import Run, by_name, check_given, check_objects
 from hf_distca.trainer.tracing import StepTracer
 
 logger = logging.getLogger(__name__)
@@ -69,8 +70,11 @@ class DistCAMixin(_Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         named = by_name(super().__init__, args, kwargs)
-        if isinstance(named.get("args"), DistCAArguments):
+        has_settings = isinstance(named.get("args"), DistCAArguments)
+        if has_settings:
             named["args"].serve_if_server()  # before a server loads anything; its arguments are incomplete
+        check_objects(named)
+        if has_settings:
             named = self._prepare_given(named)
         check_given(type(self), named)
         parallel.share_on_cpu(named["args"], named.get("model"))
@@ -137,6 +141,8 @@ class DistCAMixin(_Trainer):
         named = by_name(super().get_eval_dataloader, args, kwargs)
         chosen = named.get("eval_dataset")
         own: Any = self.eval_dataset
+        if isinstance(chosen, str) and not (isinstance(own, dict) and chosen in own):
+            raise Data.A_NAME.error(name="eval_dataset", given=chosen)
         dataset = own if chosen is None else own[chosen] if isinstance(chosen, str) else chosen
         loader = self._evaluation_loaders.get(id(dataset))
         if loader is None:
@@ -156,12 +162,15 @@ class DistCAMixin(_Trainer):
         """Return the planned micro-batches of an optimizer step and the number of targets on all ranks."""
         if self._tracer is not None:
             self._tracer.begin_step(self.state.global_step + 1)
-        if epoch_iterator is not self._epoch_iterator:
+        begins = epoch_iterator is not self._epoch_iterator
+        if begins:
             self._epoch_iterator = epoch_iterator
             self._progress.begin_pass(self.state.global_step)
         self._at("the loading of data for step {step}")
         planned = self._packs and not is_stream(self.train_dataset)
         batches = self._upcoming.fetch(epoch_iterator, num_batches, planned=planned)
+        if begins and not batches and self.state.global_step == 0:  # on every rank
+            raise Data.EMPTY.error(name="train_dataset")
         if self.pool is not None and batches:  # else a stream has ended: Trainer asks again until max_steps
             self.pool.refresh()
         taken, targets = super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
@@ -216,6 +225,8 @@ class DistCAMixin(_Trainer):
             RuntimeError: Another rank failed. The message says which one and why.
             ValueError: on every rank, before training, if checkpoint, data or the model's state do not fit this run.
         """
+        if self.args.num_train_epochs <= 0 and self.args.max_steps <= 0:
+            raise Run.NO_STEPS.error(epochs=self.args.num_train_epochs, steps=self.args.max_steps)
         if self.is_deepspeed_enabled and self.deepspeed is not None:
             if self.state.global_step:
                 raise Run.SECOND_TRAINING.error(trainer=type(self).__name__)
@@ -226,6 +237,7 @@ class DistCAMixin(_Trainer):
         try:
             with groups.failures.reported("the start of training"), self._processes.explained():
                 checkpoint = resuming.agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
+                resuming.warn_of_random_states(checkpoint, self.args, groups)
                 order = resuming.data_order(self, self.dispatcher, self._loaders, packs=self._packs)
                 place = resuming.agreed_place(order, checkpoint, self.args, groups)
                 if self._packs:

@@ -2,6 +2,7 @@
 
 import inspect
 import multiprocessing
+import os
 from collections.abc import Callable, Mapping
 from functools import reduce
 from types import SimpleNamespace
@@ -16,9 +17,11 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_distca.collator.documents import check_dataset
 from hf_distca.config import DistCAConfig
+from hf_distca.dispatch.groups import RankMesh
 from hf_distca.models.decoder import base_model
-from hf_distca.models.refusals import check_reentrant
+from hf_distca.models.refusals import check_is_model, check_loss, check_reentrant
 from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.refusal import Refusal, Rule, check
 from hf_distca.trainer.parallel import DDP, asked_for, launched_processes, trained_towers
@@ -120,6 +123,64 @@ def by_name(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 def _none(name: str, reason: str, remedy: str) -> Rule:
     """Return the rule of an argument of a trainer that must stay None."""
     return Rule(f"{name} is given", reason, remedy, lambda given: given.get(name) is not None)
+
+
+OBJECTS: tuple[Rule, ...] = (
+    Rule(
+        "model is {0[model]!r}",
+        "there is no such folder",
+        "give the folder of a saved model, or the name of a model on the Hub such as 'Qwen/Qwen3-0.6B'",
+        lambda given: isinstance(given.get("model"), str) and _is_missing_folder(given["model"]),
+        condition="the path of a model that does not exist",
+    ),
+    Rule(
+        "processing_class is {0[processing_class]!r}",
+        "it is no tokenizer",
+        "load it: processing_class=AutoTokenizer.from_pretrained(name)",
+        lambda given: isinstance(given.get("processing_class"), str | type),
+        condition="the name or the class of a tokenizer as `processing_class`",
+    ),
+)
+"""Arguments of a trainer's `__init__`, by name, that are objects of another kind."""
+
+
+def _is_missing_folder(name: str) -> bool:
+    return (os.path.isabs(name) or name.startswith((".", "~"))) and not os.path.exists(name)
+
+
+def check_objects(given: Mapping[str, Any]) -> None:
+    """Raise ValueError if a model, a data set or a tokenizer among a trainer's arguments is of another kind."""
+    check(OBJECTS, given)
+    model: Any = given.get("model")
+    if not (isinstance(model, str) or (model is None and given.get("model_init") is not None)):
+        check_is_model(model)
+        check_loss(model)
+    for argument in ("train_dataset", "eval_dataset"):
+        dataset = given.get(argument)
+        if argument == "eval_dataset" and isinstance(dataset, dict):
+            for key, of_key in dataset.items():
+                check_dataset(of_key, f"{argument}[{key!r}]")
+        elif dataset is not None:
+            check_dataset(dataset, argument)
+
+
+DISPATCHED: tuple[Rule, ...] = (
+    Rule(
+        "config is {0[config]}",
+        "make_dispatcher needs the settings of hf_distca",
+        "pass hf_distca.DistCAConfig(tokens_per_rank=…)",
+        lambda given: not isinstance(given["config"], DistCAConfig),
+        condition="settings in a dictionary, or none, in `make_dispatcher`",
+    ),
+    Rule(
+        "mesh is {0[mesh]}",
+        "ranks are named by a mesh or by a group",
+        "pass one dimension of a DeviceMesh such as mesh['dp'], a process group, or None for all ranks",
+        lambda given: not isinstance(given["mesh"], RankMesh | None),
+        condition="ranks as a list in `make_dispatcher`",
+    ),
+)
+"""Arguments of `make_dispatcher` that are objects of another kind."""
 
 
 NO_LOGITS = "it needs the logits of whole documents, and the rows of a document lie on several ranks"
@@ -329,6 +390,12 @@ TRAINER: tuple[Rule, ...] = (
         lambda it: it.deepspeed and (it.trainer.optimizer is not None or it.trainer.lr_scheduler is not None),
     ),
     Rule(
+        "the forward of {0.model_class} takes no labels",
+        "it computes no loss: the model has no head",
+        "load the model with AutoModelForCausalLM, or override compute_loss",
+        lambda it: _asks_for_loss(it.trainer) and not _takes_labels(it.base),
+    ),
+    Rule(
         "the forward of {0.model.__class__.__name__} does not take num_items_in_batch",
         "ranks with different numbers of targets need it for an exact loss",
         "let its forward take **kwargs and pass them to self.loss_function",
@@ -365,6 +432,16 @@ def tied_in(model: Any, wrapper: str) -> list[str]:
     return [name for name in embeddings if type(model.get_submodule(name)).__name__ == wrapper]
 
 
+def _takes_labels(model: nn.Module) -> bool:
+    return "labels" in inspect.signature(model.forward).parameters
+
+
+def _asks_for_loss(trainer: Any) -> bool:
+    """Return whether a trainer asks the model for its loss: another trainer may override `compute_loss`."""
+    module: str = trainer.compute_loss.__module__
+    return module.startswith("hf_distca.")
+
+
 def check_trainer(trainer: Any) -> None:
     """Raise ValueError unless a trainer with model and accelerator can train exactly as launched."""
     args, model, accelerator = trainer.args, trainer.model, trainer.accelerator
@@ -379,6 +456,7 @@ def check_trainer(trainer: Any) -> None:
         model=model,
         accelerator=accelerator,
         deepspeed=trainer.is_deepspeed_enabled,
+        base=base,
         model_class=type(base).__name__,
         adapted=base is not model,
         tp_size=trainer.get_tp_size(),
@@ -401,9 +479,15 @@ class Run:
     """What is refused when training or an evaluation begins."""
 
     DIFFERENT_ARGUMENTS = Refusal(
-        "{name} differs between ranks: its values by rank are {by_rank}",
-        "all ranks must train on the same micro-batches",
-        "start all ranks with the same arguments",
+        "{name} differs between ranks ({by_rank})",
+        "all ranks must train on the same micro-batches, with the same plans",
+        "start all ranks with the same {name}",
+    )
+    NO_STEPS = Refusal(
+        "num_train_epochs={epochs} and max_steps={steps} are set",
+        "training would end before its first step",
+        "set one of them above 0; evaluate() needs no training",
+        condition="`num_train_epochs=0` without `max_steps`",
     )
     SECOND_TRAINING = Refusal(
         "train() was called a second time under DeepSpeed",
@@ -449,6 +533,25 @@ class Resume:
         "there is no checkpoint in {folder}",
         "set output_dir to the folder of the earlier run, or leave resume_from_checkpoint out",
         condition="`resume_from_checkpoint=True` without a checkpoint",
+    )
+    NO_FOLDER = Refusal(
+        "resume_from_checkpoint={folder!r} is set",
+        "there is no such folder",
+        "name the folder of a checkpoint such as {example!r}, or set resume_from_checkpoint=True for the last one in "
+        "output_dir",
+        condition="`resume_from_checkpoint` with a folder that does not exist",
+    )
+    NOT_A_CHECKPOINT = Refusal(
+        "resume_from_checkpoint={folder!r} is a folder of checkpoints",
+        "training resumes from one checkpoint",
+        "name one, such as {example!r}, or set resume_from_checkpoint=True for the last one in output_dir",
+    )
+    UNREADABLE = Refusal(
+        "{file} cannot be read ({why})",
+        "training needs its state: training ended while it saved, or the file was changed or copied in part",
+        "remove {checkpoint}, and resume from the checkpoint before it",
+        condition="a damaged file in a checkpoint: `trainer_state.json`, `data_order.json`, weights, states of "
+        "optimizer, learning rate or random numbers",
     )
     INCOMPLETE = Refusal(
         "the checkpoint {checkpoint} has no {file}",

@@ -10,23 +10,28 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
-from transformers.trainer_utils import get_last_checkpoint
+from safetensors import safe_open
+from transformers import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from hf_distca.collator.whole_ranks import draws_for_whole_ranks
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.groups import Groups, first_difference
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.loaders import PackedLoaders, is_stream
 from hf_distca.trainer.refusals import Resume, Run
 
 logger = logging.getLogger(__name__)
 
+RANDOM_STATE = "rng_state{}.pth"
+"""File with the state of random numbers of a rank, or of a training on one rank."""
 STATE_FILE = "trainer_state.json"
 """File that Trainer writes last into a checkpoint."""
 PLACE_FILE = "data_order.json"
@@ -66,7 +71,9 @@ def agreed_checkpoint(
                 raise Resume.NO_CHECKPOINT.error(folder=args.output_dir)
         if checkpoint is not None:
             checkpoint = str(checkpoint)  # Trainer gets a string, also for a Path
+            _check_folder(Path(checkpoint), Path(str(args.output_dir)))
             _check_complete(Path(checkpoint), accelerator)
+            _check_readable(Path(checkpoint))
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     options = {} if deepspeed is None else deepspeed.deepspeed_config.get("checkpoint", {})
     if checkpoint is not None and deepspeed is not None and not options.get("load_universal"):
@@ -79,6 +86,64 @@ def agreed_checkpoint(
     if saved_by not in (0, groups.ranks):
         raise Resume.OTHER_SHARDS.error(checkpoint=checkpoint, saved_by=saved_by, ranks=groups.ranks)
     return checkpoint
+
+
+def _check_folder(folder: Path, output_dir: Path) -> None:
+    """Raise ValueError if there is no such folder, or if the folder only holds checkpoints."""
+    if not folder.is_dir():
+        last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+        raise Resume.NO_FOLDER.error(folder=str(folder), example=last or f"{output_dir}/{PREFIX_CHECKPOINT_DIR}-500")
+    last = get_last_checkpoint(str(folder))
+    if last is not None and not (folder / STATE_FILE).is_file():
+        raise Resume.NOT_A_CHECKPOINT.error(folder=str(folder), example=last)
+
+
+def _check_readable(checkpoint: Path) -> None:
+    """Raise ValueError with its name if a file of a checkpoint was cut off. Only beginnings and ends are read."""
+    readers: dict[str, Callable[[Path], Any]] = {
+        STATE_FILE: lambda file: TrainerState.load_from_json(str(file)),
+        PLACE_FILE: read_place,
+        "*.safetensors": _check_weights,
+        **dict.fromkeys(("optimizer.*", "scheduler.pt", "rng_state*.pth", "global_step*/*.pt"), _check_archive),
+    }
+    for pattern, read in readers.items():
+        for file in sorted(checkpoint.glob(pattern)):
+            try:
+                read(file)
+            except Exception as error:  # of JSON, of safetensors, of a wrong type
+                why = f"{type(error).__name__}: {error}"
+                raise Resume.UNREADABLE.error(file=file, why=why, checkpoint=checkpoint) from error
+
+
+def _check_weights(file: Path) -> None:
+    """Raise SafetensorError if a file of weights has not the length that its beginning states."""
+    with safe_open(file, framework="pt"):
+        pass
+
+
+def _check_archive(file: Path) -> None:
+    """Raise ValueError if a file of `torch.save` has no end."""
+    if not zipfile.is_zipfile(file):
+        raise ValueError("the end of the file is missing")
+
+
+def read_place(file: Path) -> "DataPlace":
+    """Return the place in the data that a checkpoint's file holds."""
+    return DataPlace(**json.loads(file.read_text(encoding="utf-8")))
+
+
+def warn_of_random_states(checkpoint: str | None, args: DistCAArguments, groups: Groups) -> None:
+    """Warn if a checkpoint lacks the random state of a rank. A collective of the world."""
+    if checkpoint is None:
+        return
+    name = RANDOM_STATE.format(f"_{args.process_index}" if args.world_size > 1 else "")
+    found = groups.all_gather(None if (Path(checkpoint) / name).is_file() else name, in_world=True)
+    if (missing := [name for name in found if name is not None]) and args.process_index == 0:
+        logger.warning(
+            "the checkpoint %s has no %s, so these ranks draw other random numbers, as for dropout, than without the "
+            "interruption. Resume on the number of ranks that saved the checkpoint, with all its files",
+            *(checkpoint, ", ".join(missing)),
+        )
 
 
 def _check_complete(folder: Path, accelerator: Accelerator) -> None:
@@ -104,12 +169,9 @@ def _check_complete(folder: Path, accelerator: Accelerator) -> None:
 def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
     """Raise ValueError on every rank if ranks differ in micro-batches or order. A collective of the world."""
     mine: dict[str, Any] = {name: getattr(args, name) for name in AGREED}
-    mine |= _drawn(args) | {"settings of plans": dispatcher.settings}
-    gathered = dispatcher.groups.all_gather(mine, in_world=True)
-    for name in mine:
-        by_rank = [values[name] for values in gathered]
-        if len(set(by_rank)) > 1:
-            raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=by_rank)
+    mine |= _drawn(args)
+    if found := first_difference(dispatcher.groups.all_gather(mine, in_world=True)):
+        raise Run.DIFFERENT_ARGUMENTS.error(name=found[0], by_rank=found[1])
 
 
 def _drawn(args: DistCAArguments) -> DataOrder:
@@ -225,7 +287,7 @@ def _kept_place(checkpoint: Path, order: DataOrder, ranks: int) -> DataPlace:
     """Return a checkpoint's place; raise ValueError if documents would come in another order."""
     if not (checkpoint / PLACE_FILE).is_file():
         raise Resume.NO_PLACE.error(checkpoint=checkpoint, file=PLACE_FILE)
-    place = DataPlace(**json.loads((checkpoint / PLACE_FILE).read_text()))
+    place = read_place(checkpoint / PLACE_FILE)
     stored = place.order
     if CAPACITY in stored:  # earlier versions stored only the layout "whole"
         stored = {LAYOUT: CUTTING, **stored}

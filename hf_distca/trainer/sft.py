@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from hf_distca.collator.refusals import Data
+from hf_distca.collator.texts import check_texts
 from hf_distca.config import setting
 from hf_distca.plan import ATTENTION_NAME, PLAN_KEY
 from hf_distca.refusal import check
@@ -64,6 +65,10 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
 
     def _prepare_given(self, named: dict[str, Any]) -> dict[str, Any]:
         self._given = {name: named.get(name) for name in ("train_dataset", "eval_dataset")}
+        if named.get("formatting_func") is None:  # else it makes the text
+            for name, given in self._given.items():
+                for key, dataset in named_datasets(given, name).items():
+                    check_texts(dataset, key, named["args"].dataset_text_field)
         return super()._prepare_given(named)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.texts import TextStream, document_text, tokenized_dataset
 from hf_distca.plan import ATTENTION_NAME
-from hf_distca.refusal import check
+from hf_distca.refusal import check, given_as
 from hf_distca.trainer.loaders import is_stream
 from hf_distca.trainer.mixin import DistCAMixin
 from hf_distca.trainer.refusals import LOADED_ALREADY
@@ -23,12 +23,15 @@ def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
     def tokenizer() -> Any:
         if given.get("processing_class") is None and isinstance(model, str):
             given["processing_class"] = AutoTokenizer.from_pretrained(model)
-        return getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
+        found = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
+        if found is not None and (isinstance(found, type) or not (callable(found) and hasattr(found, "eos_token_id"))):
+            raise Data.NOT_A_TOKENIZER.error(given=given_as(found), field=field)
+        return found
 
     def tokenized(dataset: Any, name: str) -> Any:
         if isinstance(dataset, dict):
             return {key: tokenized(of_key, f"{name}[{key!r}]") for key, of_key in dataset.items()}
-        if dataset is None or isinstance(dataset, str):  # Trainer's name of one of several evaluation data sets
+        if dataset is None:
             return dataset
         if is_stream(dataset) and not isinstance(dataset, datasets.IterableDataset):
             # Reading the first document may consume it, so every document is looked at when it is read.

@@ -197,13 +197,6 @@ def test_every_stored_document_is_checked_by_one_rank(columns, entry, values):
             checked(dataset, share=(part, 4))
 
 
-def test_rows_that_are_missing_are_named():
-    with refused(Data.NOT_A_ROW, name="document 1 of the data set", kind="NoneType"):
-        lengths_of([{"input_ids": [1]}, None])
-    with refused(Data.NO_TOKENS, name="document 1 of the data set", columns=["text"]):
-        lengths_of([{"input_ids": [1]}, {"text": "w1"}])
-
-
 @in_each_form
 def test_data_sets_without_a_target(make):
     def check(columns, limit=4, policy="error"):

@@ -171,4 +171,4 @@ def _kernel_of_this_rank(*kernels: str) -> str:
 def test_ranks_have_one_kernel(rank_pools):
     assert rank_pools[2].run(_kernel_of_this_rank, "cpu", "auto") == ["cpu", "cpu"]
     for error in rank_pools[2].run(_kernel_of_this_rank, "cpu", "reference"):
-        assert "settings differ between ranks" in error
+        assert "attention_kernel differs between ranks ('cpu' on rank 0, 'reference' on rank 1)" in error

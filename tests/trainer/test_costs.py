@@ -65,7 +65,7 @@ def test_corrections_are_resumed_where_the_same_costs_were_measured(tmp_path):
     """Those of other devices or settings are not."""
 
     def learned(profile: str) -> tuple[LearnedCosts, Any]:
-        groups = SimpleNamespace(all_gather=lambda value, **_: [value])
+        groups = SimpleNamespace(all_gather=lambda value, **_: [value], members=[0], rank=0)
         dispatcher: Any = SimpleNamespace(settings=SimpleNamespace(choices=choices(device_profile=profile)))
         dispatcher.groups = groups
         dispatcher.choose_by = lambda chosen: setattr(dispatcher.settings, "choices", chosen)

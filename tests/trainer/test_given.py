@@ -17,7 +17,7 @@ from hf_distca.collator.refusals import Data
 from hf_distca.trainer.refusals import ARGUMENTS, GIVEN, LOADED_ALREADY, by_name
 from tests.models_and_batches import small_model
 from tests.refused import refused
-from tests.trainer.chats import chats, prompts, tokenizer
+from tests.trainer.chats import tokenizer
 from tests.trainer.small_trainers import make_trainer
 
 TEXTS = ["w1 w2 w3", "w4 [end]", "w5", "w6 w7 w8 w9"]
@@ -103,21 +103,6 @@ def test_a_stream_without_a_tokenizer(tmp_path):
     trainer = make(tmp_path, Texts([{"text": "w1"}]), given={"processing_class": None})
     with refused(Data.NO_TOKENIZER, name="document 0 of rank 0's share of train_dataset"):
         trainer.train()
-
-
-def test_what_gives_no_tokens_is_refused_in_the_constructor(tmp_path):
-    tokens = datasets.Dataset.from_dict({"input_ids": TOKENS})
-    for entry, data, given, values in (
-        (Data.NO_TOKENIZER, of_texts(), {"processing_class": None}, {"name": "train_dataset"}),
-        (Data.NO_TEXT, of_texts("body"), {}, {"columns": ["body", "source"], "field": "text"}),
-        (Data.NOT_TEXT, [{"text": 3}], {}, {"kind": "int"}),
-        (Data.NOT_TEXT, [{"text": "w1"}, {"text": None}], {}, {"name": "document 1 of train_dataset"}),
-        (Data.NOT_A_ROW, ["w1"], {}, {"name": "document 0 of train_dataset", "kind": "str"}),
-        (Data.CHATS, prompts(1), {}, {"columns": "'prompt', 'completion'"}),
-        (Data.CHATS, tokens, {"eval_dataset": {"own": chats(1)}}, {"name": "document 0 of eval_dataset['own']"}),
-    ):
-        with refused(entry, **values):
-            make(tmp_path, data, given=given)
 
 
 # Other trainers

@@ -67,6 +67,7 @@ def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(tmp_path):
         dispatcher: Any = SimpleNamespace(
             groups=groups, settings=settings, device=trainer.args.device, choices=list, limits=NO_LIMITS
         )
+        dispatcher.see_length = lambda longest: None
         loaders = PackedLoaders(trainer, dispatcher)
         documents = [{"input_ids": [0] * length} for length in (6, 5, 4)]
         # 15 tokens, but 4 more fit beside neither 6 nor 5 on a rank.
@@ -315,7 +316,7 @@ def test_ranks_are_not_asked_again_in_an_epoch_that_has_ended(tmp_path, monkeypa
     trainer, asked = make_trainer(str(tmp_path), "stream", max_steps=1), []
     plan_batches = trainer.dispatcher.plan_batches
     monkeypatch.setattr(trainer.dispatcher, "plan_batches", lambda *a, **k: asked.append(1) or plan_batches(*a, **k))
-    ended = iter([])
+    ended = trainer._epoch_iterator = iter([])
     assert [trainer.get_batch_samples(ended, 2, trainer.args.device)[0] for _ in range(3)] == [[], [], []]
     assert len(asked) == 1
 

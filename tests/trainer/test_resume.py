@@ -201,8 +201,12 @@ def test_what_is_left_comes_once(run, whole_run, tmp_path, name, steps, ranks, c
         resumed = run(tmp_path, source, ranks, resume=f"{folder}/checkpoint-{step}", **{**arguments, **changed})
         folder = tmp_path
         assert together(resumed) == together(whole)[micro_batches[step] :]
-        larger = changed.get("tokens_per_rank", 0) == 500
-        assert ["still hold at most 192 tokens" in line for line in resumed[0]["warnings"]] == [True] * larger
+        # Two ranks saved the checkpoint.
+        expected = ["has no rng_state_2.pth"] if ranks == 3 else []
+        if changed.get("tokens_per_rank", 0) == 500:
+            expected.append("still hold at most 192 tokens")
+        for line, text in zip(resumed[0]["warnings"], expected, strict=True):
+            assert text in line
         for rank in resumed:
             assert rank["epoch"] == whole[0]["epoch"]
             if changed is not CHANGED:

@@ -1,0 +1,750 @@
+"""Wrong inputs of users, and the answer that each of them gets.
+
+A row has a name, what is given, and what the user sees. An ellipsis in an answer stands for anything, FOLDER for the
+folder of the training. No step may begin before an error.
+"""
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import inf, nan
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    TrainerCallback,
+)
+
+import hf_distca
+from tests.models_and_batches import SMALL, small_model
+from tests.trainer.chats import tokenizer
+from tests.trainer.small_trainers import make_trainer
+
+CPU = torch.device("cpu")
+TOKENS = [{"input_ids": [3, 4, 5]}] * 4
+TEXTS = [{"text": "w1 w2"}] * 4
+CHATS = [{"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]}]
+stored = datasets.Dataset.from_list
+Rows = list[tuple[str, Callable[..., Any], str]]
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+class NoStep(TrainerCallback):
+    def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        raise AssertionError("a step began")
+
+
+def train(folder: Any, rows: Any = TOKENS, model: Any = None, resume: Any = None, **options: Any) -> None:
+    """Train with DistCATrainer; `options` are arguments of the trainer, or fields of its `args`."""
+    given: dict[str, Any] = {"train_dataset": rows, "processing_class": tokenizer()}
+    given |= {name: options.pop(name) for name in ("eval_dataset", "processing_class") if name in options}
+    options = {"max_steps": 1, "save_strategy": "no", **options}
+    trainer = make_trainer(str(folder), model=model, given=given, **options)
+    trainer.add_callback(NoStep())
+    trainer.train(resume_from_checkpoint=resume)
+
+
+def train_chats(folder: Any, rows: Any, model: Any = None) -> None:
+    """Train with DistCASFTTrainer."""
+    options = {"use_cpu": True, "bf16": False, "report_to": [], "max_steps": 1, "disable_tqdm": True}
+    args = hf_distca.DistCASFTConfig(str(folder), **options)
+    given = {"train_dataset": rows, "processing_class": tokenizer(), "callbacks": [NoStep()]}
+    hf_distca.DistCASFTTrainer(model or small_model(), args, **given).train()
+
+
+def answer_of(function: Callable[[], None], folder: Any) -> str:
+    """The message of the error that a function raises, with FOLDER for the folder."""
+    try:
+        function()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return str(error).replace(str(folder), "FOLDER")
+    return "no error"
+
+
+def assert_said(seen: str, answer: str) -> None:
+    expected = ".*".join(map(re.escape, answer.split("…")))
+    assert re.fullmatch(expected, seen, re.S), seen
+
+
+# Data
+
+ONE_SET = "training takes the documents of one data set; choose one: "
+BY_NUMBER = "but documents are read by number, not by column; make a data set of "
+NOT_GIVEN = "it gives no documents, neither by number nor one after another; give a datasets.Dataset, …"
+LOADED = "but names and files are not loaded here; load it: "
+A_ROW = (
+    "but a document is a dictionary of columns, such as {'input_ids': [1, 2]} or {'text': 'a b'}; give dictionaries, …"
+)
+A_TEXT = "but a document is a text; remove such documents: dataset.filter(lambda e: isinstance(e['text'], str))"
+A_LIST = "but a document has one list of integers, one for each token; tokenize each document by itself, …"
+FIRST = "document 0 of train_dataset"
+DATA: Rows = [
+    (
+        "a DatasetDict, its split forgotten",
+        lambda: datasets.DatasetDict(train=stored(TOKENS), test=stored(TOKENS)),
+        f"train_dataset is a dictionary (DatasetDict) of the data sets 'train', 'test', but {ONE_SET}"
+        "train_dataset['train']; …",
+    ),
+    (
+        "a DatasetDict of texts",
+        lambda: datasets.DatasetDict(train=stored(TEXTS)),
+        f"train_dataset is a dictionary (DatasetDict) of the data sets 'train', but "
+        f"{ONE_SET}train_dataset['train']; …",
+    ),
+    (
+        "an IterableDatasetDict",
+        lambda: datasets.IterableDatasetDict(train=stored(TOKENS).to_iterable_dataset()),
+        "train_dataset is a dictionary (IterableDatasetDict) of the data sets 'train', but …",
+    ),
+    (
+        "data sets by name",
+        lambda: {"a": TOKENS},
+        f"train_dataset is a dictionary (dict) … {ONE_SET}train_dataset['a']; …",
+    ),
+    (
+        "columns in a dictionary",
+        lambda: {"input_ids": [[3, 4]]},
+        f"train_dataset is a dictionary (dict) of the columns 'input_ids', {BY_NUMBER}the columns: "
+        "datasets.Dataset.from_dict(dict(train_dataset))",
+    ),
+    (
+        "what a tokenizer returns for several texts",
+        lambda: tokenizer()(["w1 w2", "w3"]),
+        f"train_dataset is a dictionary (BatchEncoding) of the columns 'input_ids', 'attention_mask', {BY_NUMBER}…",
+    ),
+    (
+        "a table of pandas",
+        lambda: stored(TOKENS).to_pandas(),
+        f"train_dataset is a table (DataFrame of pandas), {BY_NUMBER}…",
+    ),
+    (
+        "a table of pyarrow",
+        lambda: stored(TOKENS).data.table,
+        f"train_dataset is a table (Table of pyarrow), {BY_NUMBER}…",
+    ),
+    (
+        "the path of a file",
+        lambda: "texts.jsonl",
+        f"train_dataset is the text 'texts.jsonl', {LOADED}train_dataset=hf_distca.load_documents('texts.jsonl')",
+    ),
+    ("a Path", lambda: Path("texts"), f"train_dataset is the text 'texts', {LOADED}…load_documents('texts')"),
+    ("a number", lambda: 5, f"train_dataset is 5, but {NOT_GIVEN}"),
+    ("a function that yields", lambda: DATA.__iter__, f"train_dataset is of the type method-wrapper, but {NOT_GIVEN}"),
+    ("a class", lambda: datasets.Dataset, f"train_dataset is the class Dataset, but {NOT_GIVEN}"),
+    ("a DataLoader", lambda: DataLoader(stored(TOKENS)), f"train_dataset is of the type DataLoader, but {NOT_GIVEN}"),
+    ("strings instead of rows", lambda: ["hello", "you"], f"{FIRST} is of the type str, {A_ROW}"),
+    ("a list of tokens", lambda: [3, 4, 5], f"{FIRST} is of the type int, {A_ROW}"),
+    ("lists of tokens", lambda: [[3, 4], [5]], f"{FIRST} is of the type list, {A_ROW}"),
+    ("a tensor of tokens", lambda: torch.tensor([[3, 4]]), f"{FIRST} is of the type Tensor, {A_ROW}"),
+    ("a row that is missing", lambda: [*TEXTS, None], f"document 4 of train_dataset is of the type NoneType, {A_ROW}"),
+    (
+        "a row of tokens that is missing",
+        lambda: [*TOKENS, None],
+        f"document 4 of train_dataset is of the type NoneType, {A_ROW}",
+    ),
+    ("no documents", list, "train_dataset has no documents, but training needs documents; give at least one document"),
+    (
+        "a stream without documents",
+        lambda: Stream([]),
+        "train_dataset has no documents, but training needs documents; …",
+    ),
+    ("no data", lambda: None, "Trainer: training requires a train_dataset."),
+    ("a text that is None", lambda: [{"text": None}], f"{FIRST} has a value of the type NoneType in 'text', {A_TEXT}"),
+    ("a text that is a number", lambda: [{"text": 3}], f"{FIRST} has a value of the type int in 'text', {A_TEXT}"),
+    ("a list of texts", lambda: [{"text": ["w1"]}], f"{FIRST} has a value of the type list in 'text', {A_TEXT}"),
+    (
+        "a stored text that is None",
+        lambda: stored([*TEXTS, {"text": None}]),
+        f"document 4 of train_dataset has a value of the type NoneType in 'text', {A_TEXT}",
+    ),
+    (
+        "a text in another column",
+        lambda: stored([{"content": "w1", "source": 1}]),
+        f"{FIRST} has the columns ['content', 'source'], but it has neither tokens in 'input_ids' nor text in 'text'; "
+        "set dataset_text_field to the column with the text, or remove such documents",
+    ),
+    (
+        "chats without TRL",
+        lambda: stored(CHATS),
+        f"{FIRST} has 'messages' and no 'input_ids', but chat templates and prompts are applied by TRL's SFTTrainer "
+        "only; use hf_distca.DistCASFTTrainer with DistCASFTConfig",
+    ),
+    (
+        "prompts without TRL",
+        lambda: [{"prompt": "w1", "completion": "w2"}],
+        f"{FIRST} has 'prompt', 'completion' and …",
+    ),
+    (
+        "tokens for one document only",
+        lambda: [*TOKENS, {"text": "w1"}],
+        "document 4 of train_dataset has no column 'input_ids'; …",
+    ),
+    (
+        "tokens that are text",
+        lambda: [{"input_ids": "w1"}],
+        f"{FIRST} has 'input_ids' of shape () and type <U2, {A_LIST}",
+    ),
+    (
+        "tokens that are None",
+        lambda: [{"input_ids": None}],
+        f"{FIRST} has 'input_ids' of shape () and type object, {A_LIST}",
+    ),
+    ("one token", lambda: [{"input_ids": 3}], f"{FIRST} has 'input_ids' of shape () and type int64, {A_LIST}"),
+    (
+        "tokens of tokenizer(…, return_tensors='pt')",
+        lambda: [{"input_ids": torch.tensor([[3, 4]])}],
+        f"{FIRST} has 'input_ids' of shape (1, 2) and type int64, {A_LIST}",
+    ),
+    (
+        "fractions as tokens",
+        lambda: [{"input_ids": [0.5]}],
+        f"{FIRST} has 'input_ids' of shape (1,) and type float64, {A_LIST}",
+    ),
+    (
+        "a class as label",
+        lambda: [{"input_ids": [3, 4], "labels": 1}],
+        f"{FIRST} has 'labels' of shape () and type int64, …; classes of whole documents cannot be labels",
+    ),
+    (
+        "labels longer than the tokens",
+        lambda: [{"input_ids": [3, 4], "labels": [3, 4, 5]}],
+        f"{FIRST} has 3 labels for 2 input_ids, but every token needs a label; give one label per token, …",
+    ),
+    (
+        "padding",
+        lambda: [{"input_ids": [3, 0], "attention_mask": [1, 0]}],
+        f"{FIRST} has an attention_mask other than a 1 for each of its 2 input_ids, but documents are packed without "
+        "padding, …; remove the column, or tokenize with padding=False; …",
+    ),
+    (
+        "a column that the model takes",
+        lambda: stored([{"input_ids": [3, 4], "label": 1}]),
+        "train_dataset has columns that a packed batch cannot carry: ['label'], …; remove the others with "
+        "dataset.remove_columns(['label']), …",
+    ),
+    ("a document without tokens", lambda: [{"input_ids": []}], f"{FIRST} is empty, but a document needs a token; …"),
+    (
+        "tokens of another tokenizer",
+        lambda: [{"input_ids": [3, 64]}],
+        f"{FIRST} has the token id 64 at position 1, but the model's embedding has the ids 0 to 63; use the model's "
+        "own tokenizer, or enlarge the embedding: model.resize_token_embeddings(len(tokenizer))",
+    ),
+    (
+        "a document that is too long",
+        lambda: [*TOKENS, {"input_ids": [3] * 161}],
+        "1 of 5 documents of train_dataset are longer than ranks · tokens_per_rank = 160 tokens, such as document 4 "
+        "with 161, but a document must fit; raise tokens_per_rank, use more ranks, or set long_documents: …",
+    ),
+    (
+        "lengths that are text",
+        lambda: stored([{"input_ids": [3, 4], "length": "two"}]),
+        "the column 'length' of lengths of train_dataset has the type …, but lengths are one integer per document; …",
+    ),
+    (
+        "lengths of something else",
+        lambda: [{"input_ids": [3, 4], "length": 9}],
+        f"{FIRST} has 2 input_ids, but its column 'length' says 9; remove or recompute the column 'length'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rows", "answer"), [pytest.param(*row[1:], id=row[0]) for row in DATA])
+def test_data(rows, answer, tmp_path):
+    assert_said(answer_of(lambda: train(tmp_path, rows()), tmp_path), answer)
+
+
+def eval_of(rows: Callable[[], Any]) -> Callable[[Any], None]:
+    return lambda folder: train(folder, eval_dataset=rows())
+
+
+def evaluate_by_name(folder: Any) -> None:
+    make_trainer(str(folder), given={"eval_dataset": {"own": TOKENS}}).evaluate("other")
+
+
+def classifier(auto: Any) -> Any:
+    config = AutoConfig.for_model("llama", **SMALL)
+    return auto.from_config(config, attn_implementation="distca")
+
+
+def of_model(make: Callable[[], Any]) -> Callable[[Any], None]:
+    """Make a trainer of what is given as its model."""
+
+    def use(folder: Any) -> None:
+        args = hf_distca.DistCATrainingArguments(str(folder), use_cpu=True, report_to=[])
+        hf_distca.DistCATrainer(make(), args, train_dataset=TOKENS)
+
+    return use
+
+
+def dispatch(model: Any = None, config: Any = hf_distca.DistCAConfig, **options: Any) -> Callable[[Any], None]:
+    """Call make_dispatcher; `model` and `config` make what is given."""
+    return lambda _: hf_distca.make_dispatcher(
+        (model or small_model)(), config(), CPU, **{name: value() for name, value in options.items()}
+    ).close()
+
+
+def in_parallel() -> Any:
+    return torch.nn.DataParallel(small_model())
+
+
+MODEL = (
+    "but hf_distca changes the layers of a loaded model of transformers; pass AutoModelForCausalLM.from_pretrained(…"
+)
+PREPARED = (
+    "LlamaForCausalLM is wrapped or compiled already, as {}, but hf_distca changes the model before that; pass the "
+    "model itself: call make_dispatcher, or make the trainer, before Accelerator.prepare, DDP, FSDP, DeepSpeed and "
+    "torch.compile"
+)
+CAUSAL = "but labels of packed documents are their next tokens: …; load the model with AutoModelForCausalLM; …"
+NO_HEAD = (
+    "takes no labels, but it computes no loss: the model has no head; load the model with AutoModelForCausalLM, …"
+)
+SETTINGS_NEEDED = "but hf_distca needs its settings, such as tokens_per_rank; pass DistCATrainingArguments; …"
+GIVEN: Rows = [
+    # Evaluation data
+    (
+        "a DatasetDict among evaluation data",
+        eval_of(lambda: {"own": datasets.DatasetDict(test=stored(TOKENS))}),
+        f"eval_dataset['own'] is a dictionary (DatasetDict) of the data sets 'test', but "
+        f"{ONE_SET}eval_dataset['own']['test']; …",
+    ),
+    (
+        "a path as evaluation data",
+        eval_of(lambda: "texts"),
+        f"eval_dataset is the text 'texts', {LOADED}eval_dataset=…",
+    ),
+    ("evaluation data of strings", eval_of(lambda: ["a"]), f"document 0 of eval_dataset is of the type str, {A_ROW}"),
+    ("the name of no evaluation data", evaluate_by_name, f"eval_dataset is the text 'other', {LOADED}…"),
+    # Tokenizers
+    (
+        "text without a tokenizer",
+        lambda folder: train(folder, TEXTS, processing_class=None),
+        "train_dataset has text in 'text' and no tokens in 'input_ids', but there is no tokenizer; pass the model's "
+        "tokenizer as processing_class",
+    ),
+    (
+        "the name of a tokenizer",
+        lambda folder: train(folder, TEXTS, processing_class="gpt2"),
+        "processing_class is 'gpt2', but it is no tokenizer; load it: "
+        "processing_class=AutoTokenizer.from_pretrained(name)",
+    ),
+    (
+        "the class of a tokenizer",
+        lambda folder: train(folder, processing_class=AutoTokenizer),
+        "processing_class is <class '….AutoTokenizer'>, but it is no tokenizer; load it: …",
+    ),
+    (
+        "text with a processor of images",
+        lambda folder: train(folder, TEXTS, processing_class=SimpleNamespace(size=3)),
+        "processing_class is of the type SimpleNamespace, but it cannot tokenize the text in 'text'; pass …",
+    ),
+    # Models
+    (
+        "a sequence classifier",
+        of_model(partial(classifier, AutoModelForSequenceClassification)),
+        f"LlamaForSequenceClassification computes transformers' loss ForSequenceClassification, {CAUSAL}",
+    ),
+    (
+        "a token classifier",
+        of_model(partial(classifier, AutoModelForTokenClassification)),
+        f"LlamaForTokenClassification computes transformers' loss ForTokenClassification, {CAUSAL}",
+    ),
+    (
+        "a model for answers",
+        of_model(partial(classifier, AutoModelForQuestionAnswering)),
+        f"LlamaForQuestionAnswering computes transformers' loss ForQuestionAnswering, {CAUSAL}",
+    ),
+    ("a model without a head", of_model(partial(classifier, AutoModel)), f"the forward of LlamaModel {NO_HEAD}"),
+    (
+        "another attention",
+        of_model(lambda: small_model(implementation="sdpa")),
+        "LlamaForCausalLM runs attn_implementation='sdpa', but plans do not reach that attention; load it with …",
+    ),
+    ("a config as model", of_model(lambda: small_model().config), f"model is of the type LlamaConfig, {MODEL}"),
+    ("a class as model", of_model(lambda: LlamaForCausalLM), f"model is the class LlamaForCausalLM, {MODEL}"),
+    ("a Path as model", of_model(lambda: Path("llama")), f"model is of the type PosixPath, {MODEL}"),
+    ("a module of torch", of_model(lambda: torch.nn.Linear(2, 2)), f"model is of the type Linear, {MODEL}"),
+    (
+        "a model that is not there",
+        lambda folder: train(folder, model=f"{folder}/llama"),
+        "model is 'FOLDER/llama', but there is no such folder; give the folder of a saved model, …",
+    ),
+    ("a wrapped model", of_model(in_parallel), PREPARED.format("DataParallel")),
+    ("make_dispatcher after prepare()", dispatch(in_parallel), PREPARED.format("DataParallel")),
+    (
+        "make_dispatcher after torch.compile",
+        dispatch(lambda: torch.compile(small_model())),
+        PREPARED.format("OptimizedModule"),
+    ),
+    ("the name of a model in make_dispatcher", dispatch(lambda: "gpt2"), f"model is 'gpt2', {MODEL}"),
+    # Arguments
+    (
+        "settings in a dictionary",
+        dispatch(config=lambda: {"tokens_per_rank": 64}),
+        "config is {'tokens_per_rank': 64}, but make_dispatcher needs the settings of hf_distca; pass "
+        "hf_distca.DistCAConfig(…",
+    ),
+    (
+        "no settings",
+        dispatch(config=lambda: None),
+        "config is None, but make_dispatcher needs the settings of hf_distca; …",
+    ),
+    (
+        "ranks as a list",
+        dispatch(mesh=lambda: [0]),
+        "mesh is [0], but ranks are named by a mesh or by a group; pass …",
+    ),
+    (
+        "a trainer without args",
+        lambda _: hf_distca.DistCATrainer(small_model(), train_dataset=TOKENS),
+        f"args are NoneType, {SETTINGS_NEEDED}",
+    ),
+    (
+        "settings without a trainer's",
+        lambda _: hf_distca.DistCATrainer(small_model(), hf_distca.DistCAConfig()),
+        f"args are DistCAConfig, {SETTINGS_NEEDED}",
+    ),
+    (
+        "a profile that is not there",
+        lambda folder: train(folder, device_profile="nosuch.json"),
+        "no device profile at 'nosuch.json': expected one of cpu, h100, h200, or a file that hf-distca profile …",
+    ),
+    (
+        "no epochs",
+        lambda folder: train(folder, num_train_epochs=0, max_steps=-1),
+        "num_train_epochs=0 and max_steps=-1 are set, but training would end before its first step; set …",
+    ),
+    # With TRL
+    (
+        "a DatasetDict with TRL",
+        lambda folder: train_chats(folder, datasets.DatasetDict(train=stored(CHATS))),
+        f"train_dataset is a dictionary (DatasetDict) of the data sets 'train', but "
+        f"{ONE_SET}train_dataset['train']; …",
+    ),
+    (
+        "rows in a list with TRL",
+        lambda folder: train_chats(folder, CHATS),
+        "`train_dataset` must be a `Dataset` or `IterableDataset`, got `list`.",
+    ),
+    (
+        "a text that is None with TRL",
+        lambda folder: train_chats(folder, stored([*TEXTS, {"text": None}])),
+        f"document 4 of train_dataset has a value of the type NoneType in 'text', {A_TEXT}",
+    ),
+    (
+        "a text in another column with TRL",
+        lambda folder: train_chats(folder, stored([{"content": "w1"}])),
+        f"{FIRST} has the columns ['content'], but it has neither tokens in 'input_ids' nor text in 'text'; …",
+    ),
+    ("no documents with TRL", lambda folder: train_chats(folder, stored([])), "train_dataset has no documents, but …"),
+    (
+        "a classifier with TRL",
+        lambda folder: train_chats(folder, stored(CHATS), classifier(AutoModelForSequenceClassification)),
+        f"LlamaForSequenceClassification computes transformers' loss ForSequenceClassification, {CAUSAL}",
+    ),
+    # Files
+    (
+        "a file that is not there",
+        lambda folder: hf_distca.load_documents(folder / "a.txt"),
+        "there is no file or folder 'FOLDER/a.txt', but documents are read from it; give …",
+    ),
+]
+
+
+@pytest.mark.parametrize(("use", "answer"), [pytest.param(*row[1:], id=row[0]) for row in GIVEN])
+def test_what_is_given(use, answer, tmp_path):
+    assert_said(answer_of(lambda: use(tmp_path), tmp_path), answer)
+
+
+# Settings
+
+TOKENS_MESSAGE = "tokens_per_rank must be a number of tokens, such as 32768 or '32k', got …"
+BYTES_MESSAGE = "exchange_buffer_bytes must be a number of bytes, such as 134217728 or '128MiB', got …"
+NODES_MESSAGE = "ranks_per_node must be one number of ranks, a number for each node such as '8,8,4', or 'auto', got …"
+SERVERS_MESSAGE = "attention_servers must be a number of processes or 'external', got …"
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    TOKENS_MESSAGE: ("", "k", "32q", "32kB", "0.3k", "1e4", 8192.0, True, None, [8192]),
+    "tokens_per_rank must be positive, got 0": (0,),
+    "tokens_per_rank must be positive, got -1024": ("-1k", -1024),
+    BYTES_MESSAGE: ("", "128M", "128k", "MiB", "0.1KiB", 1.5, None),
+    "loss_chunk_bytes must be a number of bytes, such as 134217728 or '128MiB', or 'auto', got …": (
+        "128M",
+        "all",
+        None,
+    ),
+    "loss_chunk_bytes must be 0 (all logits at once) or more, got -1": (-1,),
+    NODES_MESSAGE: ("", "0", "8,0", "8,", "-8", "8;8", "8.0", 8.0, 0, -1, True, None, [], [8, "x"], "all"),
+    SERVERS_MESSAGE: ("many", 1.0, True, None, "1k"),
+    "attention_servers must be 0 (all processes train) or more, got -1": (-1, "-1"),
+    "balance_block_size must be positive, got 0": (0,),
+    "balance_block_size must be a whole number, got …": (128.5, "128", None, True),
+    "mlp_chunk_rows must be a whole number, got …": (1.5, "16"),
+    "exchange_timeout must be a finite number, got …": ("60", None, True, inf, nan),
+    "keep_received must be true or false, got …": ("no", "false", None, 1),
+    "device_profile must be text, got …": (3, True),
+    "attention_server_address must be text, got …": (None, 3),
+    "long_documents must be one of ['error', 'truncate', 'split'], got …": ("cut", "Truncate", None),
+    "document_layout must be one of ['auto', 'joint', 'fixed', 'whole'], got …": ("best", ["joint"]),
+    "attention_kernel must be one of […], got 'flash_attention_2'": ("flash_attention_2",),
+    "attention_server_transport must be one of ['auto', 'tcp', 'nixl'], got …": ("rdma", None),
+    "ping_pong must be true, false or 'auto', got …": ("sometimes", 2),
+    "balance_tolerance must be 0 or more (0.05 is 5 %), or 'auto', got …": (-0.1, "inf", None),
+}
+
+
+@pytest.mark.parametrize("answer", SETTINGS)
+def test_settings(answer):
+    for given in SETTINGS[answer]:
+        assert_said(
+            answer_of(lambda given=given: hf_distca.DistCAConfig(**{answer.split()[0]: given}), "FOLDER"), answer
+        )
+
+
+# Resuming
+
+Damage = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="module")
+def earlier_run(tmp_path_factory) -> Path:
+    """The folder of a training of two steps, with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("earlier")
+    make_trainer(str(folder), given={"train_dataset": TOKENS}, max_steps=2, save_steps=1).train()
+    return folder
+
+
+def resume(at: str | bool = "FOLDER/checkpoint-1", damage: Damage = lambda checkpoint: None) -> Callable[[Path], None]:
+    """Damage a checkpoint and resume from it."""
+
+    def use(folder: Path) -> None:
+        damage(folder / "checkpoint-1")
+        train(folder, resume=at.replace("FOLDER", str(folder)) if isinstance(at, str) else at, max_steps=2)
+
+    return use
+
+
+def halved(name: str) -> Damage:
+    def halve(checkpoint: Path) -> None:
+        content = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(content[: len(content) // 2])
+
+    return halve
+
+
+def written(name: str, content: str) -> Damage:
+    return lambda checkpoint: (checkpoint / name).write_text(content)
+
+
+def without(name: str) -> Damage:
+    return lambda checkpoint: (checkpoint / name).unlink()
+
+
+CUT_OFF = "the end of the file is missing"
+DAMAGED = (
+    "FOLDER/checkpoint-1/{} cannot be read ({}), but training needs its state: training ended while it saved, or the "
+    "file was changed or copied in part; remove FOLDER/checkpoint-1, and resume from the checkpoint before it"
+)
+NO_FOLDER = (
+    "resume_from_checkpoint='{}' is set, but there is no such folder; name the folder of a checkpoint such as "
+    "'FOLDER/checkpoint-2', or set resume_from_checkpoint=True for the last one in output_dir"
+)
+RESUMED: Rows = [
+    ("a folder that is not there", resume("FOLDER/checkpoint-9"), NO_FOLDER.format("FOLDER/checkpoint-9")),
+    ("a folder of checkpoints", resume("FOLDER"), "resume_from_checkpoint='FOLDER' is a folder of checkpoints, but …"),
+    ("True as text", resume("True"), NO_FOLDER.format("True")),
+    (
+        "half of trainer_state.json",
+        resume(damage=halved("trainer_state.json")),
+        DAMAGED.format("trainer_state.json", "…"),
+    ),
+    (
+        "another trainer_state.json",
+        resume(damage=written("trainer_state.json", "[]")),
+        DAMAGED.format("trainer_state.json", "…"),
+    ),
+    ("half of data_order.json", resume(damage=halved("data_order.json")), DAMAGED.format("data_order.json", "…")),
+    (
+        "another data_order.json",
+        resume(damage=written("data_order.json", "{}")),
+        DAMAGED.format("data_order.json", "…"),
+    ),
+    ("half of the weights", resume(damage=halved("model.safetensors")), DAMAGED.format("model.safetensors", "…")),
+    ("half of the optimizer", resume(damage=halved("optimizer.pt")), DAMAGED.format("optimizer.pt", f"…{CUT_OFF}")),
+    ("half of the schedule", resume(damage=halved("scheduler.pt")), DAMAGED.format("scheduler.pt", f"…{CUT_OFF}")),
+    ("half of a random state", resume(damage=halved("rng_state.pth")), DAMAGED.format("rng_state.pth", f"…{CUT_OFF}")),
+    (
+        "no trainer_state.json",
+        resume(damage=without("trainer_state.json")),
+        "the checkpoint FOLDER/checkpoint-1 has no …",
+    ),
+    (
+        "no data_order.json",
+        resume(damage=without("data_order.json")),
+        "the checkpoint FOLDER/checkpoint-1 has no data_order.json, …",
+    ),
+]
+
+
+@pytest.mark.parametrize(("use", "answer"), [pytest.param(*row[1:], id=row[0]) for row in RESUMED])
+def test_resuming(use, answer, tmp_path, earlier_run):
+    folder = shutil.copytree(earlier_run, tmp_path / "run")
+    assert_said(answer_of(lambda: use(folder), folder), answer)
+
+
+def test_resuming_where_there_is_no_checkpoint(tmp_path):
+    answer = "resume_from_checkpoint is set, but there is no checkpoint in FOLDER; set output_dir to …"
+    assert_said(answer_of(lambda: train(tmp_path, resume=True), tmp_path), answer)
+
+
+# Warnings
+
+
+def begin(use: Callable[[], None]) -> None:
+    """Run what must reach the first step."""
+    with pytest.raises(AssertionError, match="a step began"):
+        use()
+
+
+def long_document(folder: Any) -> None:
+    train(folder, stored([{"input_ids": [3] * 100}, *TOKENS]), model=small_model(max_position_embeddings=64))
+
+
+BEYOND = (
+    "a document has 100 tokens, but max_position_embeddings of the model is 64: it may have learned nothing about "
+    "later positions. Extend them by rope_parameters in the config (such as YaRN), …"
+)
+WARNINGS: Rows = [
+    ("a document beyond the positions of RoPE", long_document, BEYOND),
+    (
+        "no random state",
+        resume(damage=without("rng_state.pth")),
+        "the checkpoint FOLDER/checkpoint-1 has no rng_state.pth, so these ranks draw other random numbers, as for "
+        "dropout, than without the interruption. …",
+    ),
+]
+
+
+@pytest.mark.parametrize(("use", "answer"), [pytest.param(*row[1:], id=row[0]) for row in WARNINGS])
+def test_warnings(use, answer, tmp_path, earlier_run, caplog):
+    folder = shutil.copytree(earlier_run, tmp_path / "run")
+    with caplog.at_level(logging.WARNING):
+        begin(lambda: use(folder))
+    (said,) = [each.getMessage() for each in caplog.records if each.name.startswith("hf_distca.")]
+    assert_said(said.replace(str(folder), "FOLDER"), answer)
+
+
+def test_a_document_of_a_stream_beyond_the_positions_of_rope(tmp_path, caplog):
+    model = small_model(max_position_embeddings=64)
+    given = {"train_dataset": Stream([{"input_ids": [3] * 100}, *TOKENS])}
+    make_trainer(str(tmp_path), model=model, given=given, max_steps=2, save_strategy="no").train()
+    (said,) = [each.getMessage() for each in caplog.records if each.name.startswith("hf_distca.dispatch")]
+    assert_said(said, BEYOND)
+
+
+# Two ranks, of which the second one alone is given something else: both say the same
+
+ALL_RANKS = "but all ranks must train on the same micro-batches, with the same plans; start all ranks with the same "
+
+
+def differs(name: str, first: Any, second: Any) -> str:
+    return f"{name} differs between ranks ({first!r} on rank 0, {second!r} on rank 1), {ALL_RANKS}{name}"
+
+
+def without_mlps() -> Any:
+    model = small_model()
+    for layer in model.model.layers:
+        layer.mlp = torch.nn.Identity()
+    return model
+
+
+ON_BOTH_RANKS = {"layers without MLPs": {"mlp_chunk_rows": 16}}
+OF_RANK_1: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "tokens_per_rank": (lambda: {"tokens_per_rank": 96}, differs("tokens_per_rank", 160, 96)),
+    "attention_kernel": (lambda: {"attention_kernel": "cpu"}, differs("attention_kernel", "auto", "cpu")),
+    "keep_received": (lambda: {"keep_received": True}, differs("keep_received", False, True)),
+    "device_profile": (lambda: {"device_profile": "h100"}, differs("device_profile", None, "h100")),
+    "mlp_chunk_rows": (lambda: {"mlp_chunk_rows": 16}, differs("mlp_chunk_rows", 0, 16)),
+    "seed": (lambda: {"seed": 2}, differs("seed", 1, 2)),
+    "another attention": (
+        lambda: {"model": small_model(implementation="sdpa")},
+        "rank 1: ValueError: LlamaForCausalLM runs attn_implementation='sdpa', but plans do not reach …",
+    ),
+    "layers without MLPs": (
+        lambda: {"model": without_mlps()},
+        "rank 1: ValueError: mlp_chunk_rows=16 has no effect on …",
+    ),
+    "torch.compile": (
+        lambda: {"torch_compile": True},
+        "rank 1: ValueError: torch.compile is set for the whole model …",
+    ),
+    "documents of its own": (
+        lambda: {"rows": [{"input_ids": [3, 4, 6]}] * 4},
+        "ranks were given different data sets (rank 0: 4 documents, 12 tokens; rank 1: 4 documents, 12 tokens), but …",
+    ),
+    "a document that is wrong": (
+        lambda: {"rows": [*TOKENS, {"input_ids": [3], "labels": [3, 4]}]},
+        "rank 1: ValueError: document 4 of train_dataset has 2 labels for 1 input_ids, …",
+    ),
+}
+
+
+def _answers_of_ranks(folder: Path) -> list[str]:
+    answers = []
+    for name, (make_options, _) in OF_RANK_1.items():
+        options = make_options() if dist.get_rank() == 1 else {}
+        given = {"exchange_timeout": 20, **ON_BOTH_RANKS.get(name, {}), **options}
+        answers.append(answer_of(partial(train, folder, **given), folder))
+    return answers
+
+
+def test_one_rank_is_given_something_else(rank_pools, tmp_path):
+    for answers in rank_pools[2].run(_answers_of_ranks, tmp_path):
+        for seen, (_, answer) in zip(answers, OF_RANK_1.values(), strict=True):
+            assert_said(seen, answer)
+
+
+def _resumed_with_damaged_costs(folder: Path) -> list[str]:
+    """Costs, measured and corrected, are in files that a run did not write to the end."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hf_distca.trainer.costs")
+    logger.addHandler(handler)
+    options = {"document_layout": "auto", "balance_tolerance": "auto", "ping_pong": "auto"}
+    make_trainer(str(folder), max_steps=1, save_steps=1, **options).train()
+    if dist.get_rank() == 0:
+        for file in (folder / "device_profile.json", folder / "checkpoint-1" / "distca_costs.json"):
+            file.write_text(file.read_text()[:40])
+    dist.barrier()
+    make_trainer(str(folder), max_steps=2, save_strategy="no", **options).train(resume_from_checkpoint=True)
+    logger.removeHandler(handler)
+    return [record.replace(str(folder), "FOLDER") for record in records]
+
+
+def test_costs_that_cannot_be_read_are_measured_again(rank_pools, tmp_path):
+    first, second = rank_pools[2].run(_resumed_with_damaged_costs, tmp_path)
+    for said, file in zip(first, ("device_profile.json", "checkpoint-1/distca_costs.json"), strict=True):
+        assert_said(said, f"the costs in FOLDER/{file} cannot be read and are measured again (…)")
+    assert second == []

@@ -213,7 +213,7 @@ class Data:
     )
 
     # Padded batches
-    NO_TOKENS = Refusal(
+    NO_TOKEN_IDS = Refusal(
         "a padded batch has no input_ids [B, L]",
         "ranks exchange token ids to balance a batch, and no embeddings",
         f"pass input_ids, {UNPACKED}",

@@ -93,7 +93,7 @@ def _padded_batch(given: dict[str, Any]) -> PaddedBatch:
     """Return the padded batch among the arguments of a backbone."""
     input_ids_BL = given.get("input_ids")
     if not isinstance(input_ids_BL, Tensor) or input_ids_BL.ndim != 2:
-        raise Data.NO_TOKENS.error()
+        raise Data.NO_TOKEN_IDS.error()
     shape = input_ids_BL.shape
     mask_BL = given.get("attention_mask")
     if mask_BL is None:

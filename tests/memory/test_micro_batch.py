@@ -14,7 +14,14 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.memory import counter
 from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.memory.live import LiveMemory
-from hf_distca.memory.micro_batch import Use, bound_plan, count_core_attention, count_micro_batch, run_core_attention
+from hf_distca.memory.micro_batch import (
+    Use,
+    bound_plan,
+    busiest_rank,
+    count_core_attention,
+    count_micro_batch,
+    run_core_attention,
+)
 from hf_distca.memory.simulated import gpu_memory
 from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, RecurrenceMemory
 from hf_distca.models.fake import fake_tensors, model_after, model_of_config
@@ -132,6 +139,14 @@ def test_exchange_buffers_of_forwarded_rows_are_as_the_setting_says():
         assert any(stage.forwarded.send_counts.any() for stage in stages)
         most = max(most, count_core_attention(plan, kind, torch.float32, rank, FLASH)["exchange buffers"])
     assert 6 * buffer < most - 4096 <= 10 * buffer  # six times would do without the second hop; no queries: a page
+
+
+@pytest.mark.parametrize(("lengths", "rank"), [([8, 12, 4], 1), ([12, 4, 8], 0)])
+def test_the_busiest_rank_exchanges_the_most(lengths, rank):
+    """Of three ranks with 8 rows each, one sends four rows of a document to the next, and one exchanges nothing."""
+    unbalanced = {"document_layout": "fixed", "balance_tolerance": 100.0, "ping_pong": False}
+    settings = PlanSettings(3, 8, (AttentionKind(),), balance_block_size=1, **unbalanced)
+    assert busiest_rank(plan_micro_batch(lengths, settings), settings) == rank
 
 
 def test_a_copy_of_a_model_takes_what_the_model_does():

@@ -3,6 +3,8 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -11,6 +13,8 @@ from hf_distca.cli.main import main
 from hf_distca.dispatch.recorder import ALWAYS, Rows, Span, Work
 from hf_distca.timeline.events import rank_trace
 from hf_distca.timeline.steps import RankStep, read_traces, runs, steps_of, svg_of
+from hf_distca.trainer import tracing
+from hf_distca.trainer.tracing import StepTracer
 from tests.trainer.small_trainers import make_trainer
 
 BEFORE, TRACED = 3, 2
@@ -149,6 +153,28 @@ def test_traces_end_with_a_training_and_are_only_written_if_asked_for(rank_pools
     ((_, kinds),) = rank_pools[1].run(_trained, str(tmp_path), 3, BEFORE + 1)
     assert kinds == ALWAYS
     assert list(steps_of(joined_of(tmp_path))) == ["step 4"]
+
+
+def test_a_training_that_ends_before_the_first_recorded_step_writes_nothing(rank_pools, tmp_path):
+    rank_pools[1].run(_trained, str(tmp_path), 3, BEFORE)
+    assert not list(tmp_path.glob("trace*"))
+
+
+def test_clocks_are_compared_in_the_quickest_of_some_rounds(monkeypatch):
+    """This rank spends 4, 1 and 2 seconds in the rounds, another one 1, 5 and 2: the third is the quickest for all."""
+    moments, gathered = iter([0.0, 4.0, 10.0, 11.0, 20.0, 22.0]), []
+
+    def all_gather(mine: tuple[list[float], float], in_world: bool) -> list[tuple[list[float], float]]:
+        gathered.append((mine, in_world))
+        return [mine, ([1.0, 5.0, 2.0], 0.25)]
+
+    groups = SimpleNamespace(meet=lambda: None, all_gather=all_gather)
+    dispatcher: Any = SimpleNamespace(groups=groups, recorder=SimpleNamespace(clock=lambda: (100.0, 0.5)))
+    monkeypatch.setattr(tracing, "ROUNDS", 3)
+    monkeypatch.setattr(tracing, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
+    args: Any = SimpleNamespace(trace_steps=1)
+    assert StepTracer(dispatcher, args)._common_zero() == (100.0 + 22.0, 2.0 + 0.5)
+    assert gathered == [(([4.0, 1.0, 2.0], 0.5), True)]
 
 
 def test_the_command_joins_and_draws(traced, tmp_path, capsys):

@@ -67,12 +67,21 @@ def test_only_training_counts(tmp_path, monkeypatch, clock):
 
 
 def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
-    def figures_of(moved=([*range(9)], [*range(1, 10)]), nodes: Any = None, choice: Any = None, servers: Any = None):
-        """Figures of two steps with two micro-batches of 24 tokens, whose plans move these bytes, on two processes."""
+    def figures_of(
+        moved=([*range(9)], [*range(1, 10)]),
+        nodes: Any = None,
+        choice: Any = None,
+        servers: Any = None,
+        other: Any = (),
+    ):
+        """Figures of two steps with two micro-batches of 24 tokens, whose plans move these bytes, on two processes.
+
+        The other rank may have measured seconds in waits and in kernel calls.
+        """
         dispatcher = SimpleNamespace(
             settings=SimpleNamespace(nodes=nodes),
             recorder=SimpleNamespace(seconds=clock.seconds),
-            groups=SimpleNamespace(all_gather=lambda value: [value], ranks=2),
+            groups=SimpleNamespace(all_gather=lambda value: [value, *other], ranks=2),
             device=torch.device("cpu"),
         )
         pool = None if servers is None else SimpleNamespace(servers=servers)
@@ -104,6 +113,11 @@ def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
     assert figures["gain_predicted"] == pytest.approx(1.2)
     assert (figures["plans_without_exchange"], figures["plans_within_nodes"]) == (0.25, 0.25)
     assert figures["attention_ms_predicted"] == pytest.approx(4 * 100.0 / 2)
+    # The slowest rank counts, whichever it is.
+    for other, waited, attention in (([9.0, 0.1], 9.0, 1.0), ([0.1, 7.0], 2.0, 7.0)):
+        figures = figures_of(other=[other])
+        assert (figures["exchange_wait_seconds"], figures["attention_ms"]) == (waited, attention * 1e3 / 2)
+        assert figures["exposed_exchange_share"] == waited / 4.0
     monkeypatch.setattr(metrics, "peak_flops", lambda name: 100.0)
     monkeypatch.setattr(metrics, "flops_counter", lambda model, shared_by: lambda plan: 50.0)
     figures = figures_of(servers=[7])

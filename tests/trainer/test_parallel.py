@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_distca import DistCAConfig, DistCATrainingArguments
-from hf_distca.memory.counter import MemoryCounter
+from hf_distca.memory.counter import MemoryCounter, RankMemory
+from hf_distca.memory.model_state import ModelState
 from hf_distca.refusal import check
 from hf_distca.trainer import assembly
 from hf_distca.trainer.assembly import make_dispatcher, smallest_memory
@@ -241,6 +242,17 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
             patch.setattr(trainer.args, name, value)
         log_memory(*of_trainer, 10**10)
     assert [(training.liger, training.accumulates) for training in seen] == [(None, False), ({"rope": False}, True)]
+    # Counted is the last of all ranks, and a little of the memory stays free.
+    of_three: Any = SimpleNamespace(settings=trainer.dispatcher.settings, groups=SimpleNamespace(ranks=3))
+    counted = []
+    with monkeypatch.context() as patch:
+        taken = RankMemory(ModelState(96, 0, 0), {})
+        patch.setattr(MemoryCounter, "count", lambda *_, rank: counted.append(rank) or taken)
+        caplog.clear()
+        for memory in (102, 100):  # 96 is more than 0.95 of 100
+            log_memory(trainer.model, of_three, *of_trainer[2:], memory)
+    assert counted == [2, 2]
+    assert [record.levelname for record in caplog.records if "will not fit" in record.message] == ["WARNING"]
     # The model is as it was.
     assert not model.is_gradient_checkpointing
     assert next(model.parameters()).grad is None

@@ -23,7 +23,7 @@ import trl
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, training_args
+from transformers import AutoModelForCausalLM, EvalPrediction, Trainer, TrainingArguments, training_args
 from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -252,6 +252,19 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
     return result
 
 
+def chosen_tokens(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The tokens with the greatest logits, of what a model returns beside its loss."""
+    chosen: torch.Tensor = (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
+    return chosen
+
+
+def accuracy(evaluated: EvalPrediction) -> dict[str, float]:
+    """The share of targets that a model chose, of rows that are not shifted."""
+    targets = evaluated.label_ids[:, 1:]
+    counts = targets != IGNORED
+    return {"mean_token_accuracy": float((evaluated.predictions[:, :-1] == targets)[counts].mean())}
+
+
 def train_alone(folder: str, run: Run, exact: bool = False) -> Result:
     """What the trainer of others makes of a run in one process; with `exact` in float32, from the same weights."""
     idle = run.steps_without_targets
@@ -262,7 +275,9 @@ def train_alone(folder: str, run: Run, exact: bool = False) -> Result:
         arguments["bf16"], model = False, model.float()
     documents = run.documents(without=idle * PER_MICRO_BATCH)
     given = {"model": model, "train_dataset": documents, "eval_dataset": documents}
-    given |= {"data_collator": None if run.sft else pad, **run.given(model)}
+    if not run.sft:
+        given |= {"data_collator": pad, "compute_metrics": accuracy, "preprocess_logits_for_metrics": chosen_tokens}
+    given |= run.given(model)
     classes: Any = (trl.SFTTrainer, trl.SFTConfig) if run.sft else (Trainer, TrainingArguments)
     with launched("ddp", {} if exact else run.environment) as patch:
         run.patched(patch)

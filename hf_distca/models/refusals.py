@@ -221,8 +221,11 @@ def check_is_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise Models.NOT_A_MODEL.error(given=given_as(model))
     kind = type(model)
-    is_sharded = isinstance(model, FSDPModule) and not is_divided_at_load(model)
-    if kind.__module__.startswith(WRAPPERS) or is_sharded:
+    if isinstance(model, FSDPModule):  # torch makes its class, in a module of its own
+        is_wrapped = not is_divided_at_load(model)
+    else:
+        is_wrapped = kind.__module__.startswith(WRAPPERS)
+    if is_wrapped:
         inner = getattr(model, "module", None) or getattr(model, "_orig_mod", model)
         raise Models.WRAPPED.error(model=type(inner).__name__, wrapper=kind.__name__)
     if model._compiled_call_impl is not None:

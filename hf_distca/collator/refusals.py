@@ -226,7 +226,7 @@ class Data:
         condition="masks of four dimensions in a padded batch",
     )
     HOLES = Refusal(
-        "the attention_mask of sequence {sequence} of a padded batch has {tokens} tokens from column {first} to column {last}",
+        "the mask of sequence {sequence} of a padded batch has {tokens} tokens from column {first} to column {last}",
         "a sequence lies in one piece, with padding only before and after it",
         f"remove the padding inside, {UNPACKED}",
         condition="a mask with holes in a padded batch",

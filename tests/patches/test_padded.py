@@ -198,7 +198,7 @@ def message_of(change: Callable[[dict[str, Tensor]], dict[str, Any]]) -> str:
     [
         (
             with_holes,
-            "the attention_mask of sequence 0 of a padded batch has 4 tokens from column 0 to column 4, but a sequence",
+            "the mask of sequence 0 of a padded batch has 4 tokens from column 0 to column 4, but a sequence",
         ),
         (with_embeddings, "a padded batch has no input_ids [B, L], but ranks exchange token ids"),
         (with_mask_of_four_dimensions, "the attention_mask of a padded batch has the shape (1, 1, 4, 4), but only"),

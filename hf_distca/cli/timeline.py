@@ -79,12 +79,12 @@ def run(options: argparse.Namespace) -> None:
     columns = ("step", "attention", "waits", "other")
     sections = list(steps[0].others)
     equals = " =" if sections else ""
-    print(
-        f"{'ms':9}" + "".join(f"{name:>12}" for name in columns) + equals + "".join(f"{name:>12}" for name in sections)
-    )
-    for each, step in zip(ranks, steps, strict=True):
-        times = "".join(f"{each[f'{column}_ms']:12.1f}" for column in columns)
+    names_of_columns = "".join(f"{name:>12}" for name in columns)
+    names_of_sections = "".join(f"{name:>12}" for name in sections)
+    print(f"{'ms':9}{names_of_columns}{equals}{names_of_sections}")
+    for rank, step in zip(ranks, steps, strict=True):
+        times = "".join(f"{rank[f'{column}_ms']:12.1f}" for column in columns)
         parts = "".join(f"{step.others.get(name, 0) / 1e6:12.1f}" for name in sections)
-        print(f"rank {each['rank']:<4}{times}{equals}{parts}")
+        print(f"rank {rank['rank']:<4}{times}{equals}{parts}")
     if sections:
         print(OTHER)

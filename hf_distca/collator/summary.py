@@ -10,21 +10,22 @@ def documents_summary(name: str, lengths: NDArray[np.int64], excerpts: NDArray[n
     Args:
         name: name of the data set.
         lengths: [documents] int64 tokens of each document, at least one document.
-        excerpts: [excerpts] of dtype EXCERPT, what `fit_documents` made of these documents.
+        excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
     """
-    of_lengths = f"median length {np.median(lengths):,.0f}, longest {lengths.max():,}"
-    found = f"{name}: {_counted(len(lengths), 'document')}, {_counted(int(lengths.sum()), 'token')}; {of_lengths}"
+    documents, tokens = _counted(len(lengths), "document"), _counted(int(lengths.sum()), "token")
+    spread = f"median length {np.median(lengths):,.0f}, longest {lengths.max():,}"
+    summary = f"{name}: {documents}, {tokens}; {spread}"
     sizes = excerpts["stop"] - excerpts["start"]
     limit = sizes.max()  # where a document is longer than its limit, the longest excerpt is as long as the limit
     count = int((lengths > limit).sum())
     if not count:
-        return f"{found}; no document is cut"
+        return f"{summary}; no document is cut"
     long_documents = f"{_counted(count, 'document')} of more than {limit:,} tokens"
     if dropped := int(lengths.sum() - sizes.sum()):
-        tokens = f"{_counted(dropped, 'token')} ({dropped / lengths.sum():.1%})"
-        return f"{found}; long_documents='truncate' drops {tokens} of {long_documents}"
+        dropped_tokens = f"{_counted(dropped, 'token')} ({dropped / lengths.sum():.1%})"
+        return f"{summary}; long_documents='truncate' drops {dropped_tokens} of {long_documents}"
     pieces = f"{len(excerpts) - len(lengths) + count:,} excerpts, which do not attend to each other"
-    return f"{found}; long_documents='split' cuts {long_documents} into {pieces}"
+    return f"{summary}; long_documents='split' cuts {long_documents} into {pieces}"
 
 
 def _counted(number: int, noun: str) -> str:

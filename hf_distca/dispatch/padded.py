@@ -145,7 +145,7 @@ def _divided(lengths: NDArray[np.int64], settings: PlanSettings) -> list[NDArray
         )
     longest_first = np.argsort(-lengths, kind="stable")
     fewest = max(1, -(-int(lengths.sum()) // (settings.tokens_per_rank * settings.ranks)))
-    for micro_batches in count(fewest):  # at last each document has a bin of its own
+    for micro_batches in count(fewest):  # documents fit at the latest with a bin for each
         chosen = place_evenly(lengths[longest_first].tolist(), micro_batches * bins_of_each, capacity)
         if chosen is not None:
             break
@@ -183,11 +183,12 @@ class RowTravel:
 
     Args:
         shares: [shares] of dtype SHARE, by rank, micro-batch and row.
+        own: sequences of this rank's padded batch.
         shape: [B, L] of this rank's padded batch.
     """
 
     def __init__(
-        self, shares: NDArray[np.void], given: Sequences, shape: torch.Size, groups: Groups, device: torch.device
+        self, shares: NDArray[np.void], own: Sequences, shape: torch.Size, groups: Groups, device: torch.device
     ) -> None:
         self._groups, self.shape = groups, shape
         columns = shape[1]
@@ -198,7 +199,7 @@ class RowTravel:
         # 1. Rows of this rank's padded batch, by the rank that they go to.
         leaving = shares[shares["source"] == groups.rank]
         sequences, rows = leaving["sequence"], leaving["stop"] - leaving["start"]
-        padded_rows = expand(sequences * columns + given.firsts[sequences] + leaving["start"], rows)
+        padded_rows = expand(sequences * columns + own.firsts[sequences] + leaving["start"], rows)
         self._sent = _counts(leaving["rank"], rows, groups.ranks)
 
         # 2. Rows that this rank holds. They arrive by the rank that they come from.

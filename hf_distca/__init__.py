@@ -20,10 +20,22 @@ if TYPE_CHECKING:
     from hf_distca.patches.layers import plan_layers as plan_layers
     from hf_distca.planner.settings import PlanSettings as PlanSettings
     from hf_distca.trainer.arguments import DistCAArguments as DistCAArguments
+    from hf_distca.trainer.arguments import DistCAPaddedArguments as DistCAPaddedArguments
     from hf_distca.trainer.arguments import DistCATrainingArguments as DistCATrainingArguments
     from hf_distca.trainer.assembly import make_dispatcher as make_dispatcher
     from hf_distca.trainer.assembly import pack_padded as pack_padded
     from hf_distca.trainer.mixin import DistCAMixin as DistCAMixin
+    from hf_distca.trainer.padded import DistCAPaddedMixin as DistCAPaddedMixin
+    from hf_distca.trainer.preference import DistCADPOConfig as DistCADPOConfig
+    from hf_distca.trainer.preference import DistCADPOTrainer as DistCADPOTrainer
+    from hf_distca.trainer.preference import DistCAGRPOConfig as DistCAGRPOConfig
+    from hf_distca.trainer.preference import DistCAGRPOTrainer as DistCAGRPOTrainer
+    from hf_distca.trainer.preference import DistCAKTOConfig as DistCAKTOConfig
+    from hf_distca.trainer.preference import DistCAKTOTrainer as DistCAKTOTrainer
+    from hf_distca.trainer.preference import DistCARewardConfig as DistCARewardConfig
+    from hf_distca.trainer.preference import DistCARewardTrainer as DistCARewardTrainer
+    from hf_distca.trainer.preference import DistCARLOOConfig as DistCARLOOConfig
+    from hf_distca.trainer.preference import DistCARLOOTrainer as DistCARLOOTrainer
     from hf_distca.trainer.sft import DistCASFTConfig as DistCASFTConfig
     from hf_distca.trainer.sft import DistCASFTTrainer as DistCASFTTrainer
     from hf_distca.trainer.trainer import DistCATrainer as DistCATrainer
@@ -35,7 +47,14 @@ _MODULES = {
     "DistCAArguments": "trainer.arguments",
     "DistCACollator": "collator.collation",
     "DistCAConfig": "config",
+    **{
+        f"DistCA{name}{kind}": "trainer.preference"
+        for name in ("DPO", "GRPO", "KTO", "RLOO", "Reward")
+        for kind in ("Config", "Trainer")
+    },
     "DistCAMixin": "trainer.mixin",
+    "DistCAPaddedArguments": "trainer.arguments",
+    "DistCAPaddedMixin": "trainer.padded",
     "DistCASFTConfig": "trainer.sft",
     "DistCASFTTrainer": "trainer.sft",
     "DistCATrainer": "trainer.trainer",

@@ -294,10 +294,11 @@ class PaddedBatches:
 
     Args:
         dispatcher: plans micro-batches, and binds and carries out their plans.
+        count: is called with each batch that a model is about to train on.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self.dispatcher = dispatcher
+    def __init__(self, dispatcher: Dispatcher, count: Callable[[PackedBatch], None] | None = None) -> None:
+        self.dispatcher, self.count = dispatcher, count
         self._plans: dict[tuple[tuple[int, ...], ...], PlannedSequences] = {}  # the latest last
         self._settings = dispatcher.settings  # of those plans
 

@@ -179,7 +179,7 @@ def _refused(
         )
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         yield f"is not causal, but a plan supports causal attention only; {ELSEWHERE}"
-    if plan.ran.rotations == 0 and config_depends_on_length(getattr(module, "config", None)):
+    if plan.ran.rotations == 0 and _needs_lengths(module):
         yield (
             "gets a rotary embedding for the longest position of the rank's rows, and not for the length of each "
             "document; prepare the model with make_dispatcher before its forward is wrapped or replaced"
@@ -187,6 +187,14 @@ def _refused(
     for name in ("position_bias", "cache"):
         if kwargs.get(name) is not None:
             yield f"passes {name}, which planned attention does not support; {ELSEWHERE}"
+
+
+def _needs_lengths(module: Any) -> bool:
+    """Return whether an attention layer's rotary embedding depends on the lengths of documents; found out once."""
+    if not hasattr(module, "rotates_by_length"):
+        module.rotates_by_length = config_depends_on_length(getattr(module, "config", None))
+    found: bool = module.rotates_by_length
+    return found
 
 
 def scaled_by_position(module: Any, query_BHTD: Tensor, plan: BoundPlan) -> Tensor:

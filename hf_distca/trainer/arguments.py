@@ -1,8 +1,8 @@
-"""Arguments of DistCATrainer, and the base class that adds them to any trainer's arguments."""
+"""Arguments of DistCATrainer, and the base classes that add them to any trainer's arguments."""
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.utils import parse_flag_from_env
@@ -10,9 +10,16 @@ from transformers import TrainingArguments
 
 from hf_distca.config import DistCAConfig, setting
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
-from hf_distca.refusal import check
+from hf_distca.refusal import Rule, check
 from hf_distca.trainer.parallel import ProcessCounts, join_on_cpu, share_on_cpu
-from hf_distca.trainer.refusals import ARGUMENTS, IMPORTED_AGAIN, LIGERS_LOSSES, LOSES_DEEPSPEED, NOT_CONNECTED
+from hf_distca.trainer.refusals import (
+    ARGUMENTS,
+    IMPORTED_AGAIN,
+    LIGERS_LOSSES,
+    LOSES_DEEPSPEED,
+    NOT_CONNECTED,
+    PACKED_ARGUMENTS,
+)
 
 if TYPE_CHECKING:
     _Arguments = TrainingArguments
@@ -21,26 +28,16 @@ else:  # a subclass names the trainer's arguments
 
 
 @dataclass
-class DistCAArguments(DistCAConfig, _Arguments):
-    """Settings of `DistCAConfig` for the arguments of any trainer; a base class to put first.
+class DistCAPaddedArguments(DistCAConfig, _Arguments):
+    """Settings of `DistCAConfig` for the arguments of a trainer with padded batches; a base class to put first.
 
     ```python
     @dataclass
-    class MyArguments(hf_distca.DistCAArguments, OthersArguments): ...
+    class MyArguments(hf_distca.DistCAPaddedArguments, OthersArguments): ...
     ```
     """
 
-    per_device_train_batch_size: int = setting(
-        1,
-        "Must stay 1: a rank trains on one packed row of up to tokens_per_rank tokens. With a custom data_collator it "
-        "is the number of examples that the collator gets.",
-    )
-    per_device_eval_batch_size: int = setting(1, "Like per_device_train_batch_size, in evaluation.")
-    dataloader_num_workers: int = setting(
-        0,
-        "Number of processes on each rank that read and plan micro-batches. 0 starts none: the rank itself reads and "
-        "plans the next micro-batches while its device computes.",
-    )
+    _refused: ClassVar[tuple[Rule, ...]] = ARGUMENTS
 
     def __post_init__(self) -> None:
         check((IMPORTED_AGAIN,), self)
@@ -58,9 +55,7 @@ class DistCAArguments(DistCAConfig, _Arguments):
         join_on_cpu(self)
         of_trainer: Any = super(DistCAConfig, self)
         of_trainer.__post_init__()
-        check(ARGUMENTS, self)
-        if getattr(self, "use_liger_kernel", False):  # applied when training starts: to kernels of layers only
-            self.liger_kernel_config = {**(self.liger_kernel_config or {}), **dict.fromkeys(LIGERS_LOSSES, False)}
+        check(self._refused, self)
 
     def serve_if_server(self) -> None:
         """Serve until training ends if this process is an attention server of its launch; else return at once.
@@ -85,6 +80,36 @@ class DistCAArguments(DistCAConfig, _Arguments):
         """Placeholder until TrainingArguments has looked up the world and sets the attribute."""
         self.serve_if_server()
         raise AttributeError("distributed_state is not known yet")
+
+
+@dataclass
+class DistCAArguments(DistCAPaddedArguments):
+    """Settings of `DistCAConfig` for the arguments of a trainer with packed documents; a base class to put first.
+
+    ```python
+    @dataclass
+    class MyArguments(hf_distca.DistCAArguments, OthersArguments): ...
+    ```
+    """
+
+    _refused: ClassVar[tuple[Rule, ...]] = (*ARGUMENTS, *PACKED_ARGUMENTS)
+
+    per_device_train_batch_size: int = setting(
+        1,
+        "Must stay 1: a rank trains on one packed row of up to tokens_per_rank tokens. With a custom data_collator it "
+        "is the number of examples that the collator gets.",
+    )
+    per_device_eval_batch_size: int = setting(1, "Like per_device_train_batch_size, in evaluation.")
+    dataloader_num_workers: int = setting(
+        0,
+        "Number of processes on each rank that read and plan micro-batches. 0 starts none: the rank itself reads and "
+        "plans the next micro-batches while its device computes.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if getattr(self, "use_liger_kernel", False):  # applied when training starts: to kernels of layers only
+            self.liger_kernel_config = {**(self.liger_kernel_config or {}), **dict.fromkeys(LIGERS_LOSSES, False)}
 
 
 @dataclass

@@ -100,7 +100,9 @@ def make_dispatcher(
     if checkpointing is None:  # older versions of transformers have only `is_gradient_checkpointing`
         names = ("is_activation_checkpointing", "is_gradient_checkpointing")
         checkpointing = getattr(model, next(name for name in names if hasattr(type(base_model(model)), name)))
-    dispatcher.choose_by(choices_of(model, dispatcher, config, checkpointing=bool(checkpointing), folder=folder))
+    # Measuring the device draws random numbers, and rollouts and dropout of a seed stay what they are without it.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        dispatcher.choose_by(choices_of(model, dispatcher, config, checkpointing=bool(checkpointing), folder=folder))
     memory = smallest_memory(dispatcher.groups, device)
     with raised_together(config.exchange_timeout):
         prepare_model(model, config, ping_pong=settings.ping_pong, memory=memory)
@@ -169,13 +171,17 @@ def warn_of_kernels(model: PreTrainedModel, device: torch.device) -> None:
         logger.warning("the first backward of %s will fail: %s. %s", type(model).__name__, fault, fla.REMEDY)
 
 
-def prepare_trainer(trainer: Trainer) -> Dispatcher:
-    """Check a trainer with model and accelerator on all ranks, and prepare its model. A collective of the world."""
+def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
+    """Check a trainer with model and accelerator on all ranks, and prepare its model. A collective of the world.
+
+    Args:
+        packs: whether documents are packed, and not batches that are padded.
+    """
     args: Any = trainer.args
     model: Any = trainer.model
     accelerator = trainer.accelerator
     with raised_together(args.exchange_timeout):
-        check_trainer(trainer)
+        check_trainer(trainer, packs=packs)
         parallel.allow_for_towers(model, accelerator)
         parallel.keep_loss_in_float32(accelerator)
     if args.process_index == 0:

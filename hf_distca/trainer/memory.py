@@ -14,7 +14,7 @@ from hf_distca.memory.model_state import Strategy
 from hf_distca.models.decoder import base_model
 from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.trainer.arguments import DistCAArguments
+from hf_distca.trainer.arguments import DistCAPaddedArguments
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ LEFT = 0.95
 
 
 def log_memory(
-    model: nn.Module, dispatcher: Dispatcher, args: DistCAArguments, accelerator: Accelerator, memory: int
+    model: nn.Module, dispatcher: Dispatcher, args: DistCAPaddedArguments, accelerator: Accelerator, memory: int
 ) -> None:
     """Log what a document over all ranks takes of a device's `memory` in bytes, and warn if it does not fit."""
     settings, trainer, ranks = dispatcher.settings, cast(Any, args), dispatcher.groups.ranks

@@ -1,10 +1,10 @@
 """Metrics that a training logs: their names and meanings, what computes them, and warnings with remedies."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.bound import BoundPlan, Ran
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.padded import PackedBatch
 from hf_distca.kernels.speed import peak_flops
 from hf_distca.models.decoder import base_model
 from hf_distca.models.kinds import layers_by_kind
@@ -36,6 +37,7 @@ NODES = "Ranks share nodes"
 CHOSEN = "The planner chooses"
 SERVERS = "Dedicated attention servers"
 CUDA = "CUDA"
+PADDED = "Trainers with padded batches"
 
 
 class Metric(NamedTuple):
@@ -68,6 +70,7 @@ METRICS: dict[str, Metric] = {
     "plans_without_exchange": Metric("share", "Share of micro-batches in which no rows travel", CHOSEN),
     "plans_within_nodes": Metric("share", "Share of micro-batches in which rows travel only inside nodes", CHOSEN),
     "attention_servers": Metric("servers", "Dedicated attention servers that take part", SERVERS),
+    "padding_share": Metric("share", "Share of padded batches that is padding, which is not computed", PADDED),
     "mfu": Metric(
         "share", "Model FLOPs utilization in bfloat16, on A100, A800, H100, H200, H800, B200 and L40S", CUDA
     ),
@@ -127,10 +130,9 @@ def flops_counter(model: nn.Module, shared_by: int) -> Callable[[MicroBatchPlan]
 class StepMeter(TrainerCallback):
     """Collect figures of micro-batches and return them when the trainer logs."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, model: nn.Module, pool: Pool | None, processes: int, costs: LearnedCosts
-    ) -> None:
-        self._dispatcher, self._pool, self._processes, self._costs = dispatcher, pool, processes, costs
+    def __init__(self, dispatcher: Dispatcher, model: nn.Module, pool: Pool | None, processes: int) -> None:
+        self._dispatcher, self._pool, self._processes = dispatcher, pool, processes
+        self._costs: LearnedCosts | None = None  # None: steps also compute what is not in the plans
         self._layers, self._device = layers_by_kind(model), dispatcher.device
         is_cuda = self._device.type == "cuda"
         self._peak_flops = peak_flops(torch.cuda.get_device_name(self._device) if is_cuda else "")
@@ -141,6 +143,7 @@ class StepMeter(TrainerCallback):
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
         """Reset the figures, which leave out start-up and the rest of an earlier training."""
         self._counted: list[tuple[MicroBatchPlan, Ran, int]] = []
+        self._padded_rows = 0  # of this rank's padded batches, padding included
         self.steps = 0  # since figures were last returned
         self._since = self._seconds()
 
@@ -160,20 +163,31 @@ class StepMeter(TrainerCallback):
         seconds = self._dispatcher.recorder.seconds
         return np.array([time.perf_counter(), seconds("wait"), seconds("kernel")])
 
+    def compare_with(self, costs: LearnedCosts) -> None:
+        """Also report how long steps take, beside what these costs predict: the plans are all that steps compute."""
+        self._costs = costs
+
     def count(self, bound: BoundPlan) -> None:
         """Note a micro-batch that is about to run."""
         self._counted.append((bound.plan, bound.ran, bound.stages))
+
+    def count_padded(self, packed: PackedBatch) -> None:
+        """Note a padded batch whose micro-batches are about to run."""
+        for _, bound in packed.micro_batches:
+            self.count(bound)
+        self._padded_rows += math.prod(packed.travel.shape)
 
     def figures(self) -> dict[str, float]:
         """Return the figures since the last call, by their names in `METRICS`. A collective."""
         if not self._counted:
             return {}
         elapsed, *measured = (self._seconds() - self._since).tolist()
-        waits, attention = zip(*self._dispatcher.groups.all_gather(measured), strict=True)
+        of_ranks = self._dispatcher.groups.all_gather((*measured, self._padded_rows))
+        waits, attention, padded_rows = zip(*of_ranks, strict=True)
         plans, runs, stages = zip(*self._counted, strict=True)
         summaries = [plan.summary for plan in plans]
         moved = [summary.exchange for summary in summaries]
-        tokens = sum(int(plan.tokens.sum()) for plan in plans)
+        tokens = sum(int(plan.tokens.sum()) - plan.fillers for plan in plans)
         devices = self._processes + (0 if self._pool is None else len(self._pool.servers))
 
         def mean(values: Iterable[float]) -> float:
@@ -190,6 +204,8 @@ class StepMeter(TrainerCallback):
             "exchange_wait_seconds": max(waits),
             "exposed_exchange_share": max(waits) / elapsed,
         }
+        if sum(padded_rows):
+            figures["padding_share"] = 1 - tokens / sum(padded_rows)
         if self.steps:
             predicted = predicted_attention(self._layers, plans, attention)
             figures["attention_ms"] = max(attention) * 1e3 / self.steps
@@ -197,14 +213,15 @@ class StepMeter(TrainerCallback):
         choices = [plan.choice for plan in plans if plan.choice is not None]
         if self.steps and len(choices) == len(plans):
             seconds = sum(choice.seconds for choice in choices)
+            if self._costs is not None:
+                figures["step_ms"] = elapsed * 1e3 / self.steps
+                figures["step_ms_predicted"] = (seconds / self.steps + self._costs.besides) * 1e3
             figures |= {
-                "step_ms": elapsed * 1e3 / self.steps,
-                "step_ms_predicted": (seconds / self.steps + self._costs.besides) * 1e3,
                 "gain_predicted": sum(choice.packed_seconds for choice in choices) / seconds,
                 "plans_without_exchange": mean(each.bytes_total == 0 for each in moved),
                 "plans_within_nodes": mean(each.bytes_total > 0 and each.bytes_between_nodes == 0 for each in moved),
             }
-        if self._flops_of is not None and self._peak_flops is not None:
+        if self._flops_of is not None and self._peak_flops is not None and self._costs is not None:
             figures["mfu"] = sum(map(self._flops_of, plans)) / (elapsed * devices * self._peak_flops)
         if self._dispatcher.settings.nodes is not None:
             figures |= {
@@ -248,12 +265,12 @@ class Remedies:
 
     def __init__(self, settings: DistCAConfig, *, ping_pong: bool) -> None:
         self._settings = settings
-        self._limits = {"exposed_exchange_share": (-inf, 0.1)}
+        self._limits = {"exposed_exchange_share": (-math.inf, 0.1)}
         # With "auto" the planner chooses these two.
         if settings.balance_tolerance != AUTO:
-            self._limits["imbalance_degree"] = (-inf, 1.1)
+            self._limits["imbalance_degree"] = (-math.inf, 1.1)
         if ping_pong and settings.ping_pong is True:
-            self._limits["ping_pong_share"] = (0.1, inf)
+            self._limits["ping_pong_share"] = (0.1, math.inf)
         self._seen: list[tuple[int, Mapping[str, float]]] = []
         self._seen_without_targets = False
 

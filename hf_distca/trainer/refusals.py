@@ -49,27 +49,13 @@ CONVERTED = (
 )
 PACKED = "documents are packed by their lengths, without padding, and stay apart"
 ARGUMENTS: tuple[Rule, ...] = (
-    _only("label_smoothing_factor", (0.0,), "targets of packed documents are already shifted, and it shifts again"),
-    _only("average_tokens_across_devices", (True,), "ranks hold different numbers of targets"),
     _only("auto_find_batch_size", (False,), "memory is set by tokens_per_rank"),
-    _only("dataloader_drop_last", (False,), "it would drop documents"),
-    _only("use_cache", (False,), "training has no use for cached keys and values"),
-    _only("label_names", (None, ["labels"]), "targets are the column 'labels', or every token where there is none"),
     _only("ddp_static_graph", (None, False), "torch's static graph allows no accumulation, and steps differ by plan"),
     _only("bf16_full_eval", (False,), CONVERTED),
     _only("fp16_full_eval", (False,), CONVERTED),
     # The following arguments are TRL's.
-    _only("packing", (False,), PACKED),
-    _only("eval_packing", (None, False), PACKED),
     _only("padding_free", (False,), PACKED),
-    _only("pad_to_multiple_of", (None,), PACKED),
     _only("activation_offloading", (False,), "its CUDA stream of copies does not wait for exchanges of rows"),
-    Rule(
-        "liger_kernel_config={0.liger_kernel_config} is set",
-        "Liger's loss would replace the loss of planned steps, which is exact across ranks and never holds all logits",
-        f"remove {' and '.join(map(repr, LIGERS_LOSSES))} from liger_kernel_config",
-        lambda args: args.use_liger_kernel and any(map((args.liger_kernel_config or {}).get, LIGERS_LOSSES)),
-    ),
     Rule(
         "mlp_chunk_rows={0.mlp_chunk_rows} is set with use_liger_kernel=True",
         "it would have no effect: Liger replaces the MLPs that are computed in chunks",
@@ -82,6 +68,24 @@ ARGUMENTS: tuple[Rule, ...] = (
     ),
 )
 """Arguments that no trainer can follow, checked when they are made."""
+PACKED_ARGUMENTS: tuple[Rule, ...] = (
+    _only("label_smoothing_factor", (0.0,), "targets of packed documents are already shifted, and it shifts again"),
+    _only("average_tokens_across_devices", (True,), "ranks hold different numbers of targets"),
+    _only("dataloader_drop_last", (False,), "it would drop documents"),
+    _only("use_cache", (False,), "training has no use for cached keys and values"),
+    _only("label_names", (None, ["labels"]), "targets are the column 'labels', or every token where there is none"),
+    # The following arguments are TRL's.
+    _only("packing", (False,), PACKED),
+    _only("eval_packing", (None, False), PACKED),
+    _only("pad_to_multiple_of", (None,), PACKED),
+    Rule(
+        "liger_kernel_config={0.liger_kernel_config} is set",
+        "Liger's loss would replace the loss of planned steps, which is exact across ranks and never holds all logits",
+        f"remove {' and '.join(map(repr, LIGERS_LOSSES))} from liger_kernel_config",
+        lambda args: args.use_liger_kernel and any(map((args.liger_kernel_config or {}).get, LIGERS_LOSSES)),
+    ),
+)
+"""Arguments that a trainer with packed documents cannot follow."""
 IMPORTED_AGAIN = Rule(
     "a process that reads data makes the arguments of training",
     "it only imports the script, and would train, too",
@@ -148,13 +152,18 @@ def _is_missing_folder(name: str) -> bool:
     return (os.path.isabs(name) or name.startswith((".", "~"))) and not os.path.exists(name)
 
 
-def check_objects(given: Mapping[str, Any]) -> None:
-    """Raise ValueError if a model, a data set or a tokenizer among a trainer's arguments is of another kind."""
+def check_objects(given: Mapping[str, Any], *, packs: bool) -> None:
+    """Raise ValueError if a model, a data set or a tokenizer among a trainer's arguments is of another kind.
+
+    Args:
+        packs: whether documents are packed, and not batches that are padded.
+    """
     check(OBJECTS, given)
     model: Any = given.get("model")
     if not (isinstance(model, str) or (model is None and given.get("model_init") is not None)):
         check_is_model(model)
-        check_loss(model)
+        if packs:
+            check_loss(model)
     for argument in ("train_dataset", "eval_dataset"):
         dataset = given.get(argument)
         if argument == "eval_dataset" and isinstance(dataset, dict):
@@ -187,13 +196,6 @@ NO_LOGITS = "it needs the logits of whole documents, and the rows of a document 
 EVALUATE = "leave it out and call evaluate(), which reports the exact loss and mean_token_accuracy over all targets"
 GIVEN: tuple[Rule, ...] = (
     Rule(
-        "{0[trl_trainer]} compares whole answers",
-        "a plan spreads the rows of packed documents over ranks",
-        "use {0[trl_trainer]} without DistCAMixin: attn_implementation='distca' then computes the same as 'sdpa'",
-        lambda given: given["trl_trainer"] not in ("", "SFTTrainer", "_BaseTrainer"),
-        condition="`DPOTrainer`, `RewardTrainer` and others with `DistCAMixin`",
-    ),
-    Rule(
         "args are {0[args].__class__.__name__}",
         "hf_distca needs its settings, such as tokens_per_rank",
         "pass DistCATrainingArguments; for a trainer with its own arguments combine both classes in one dataclass: "
@@ -201,23 +203,10 @@ GIVEN: tuple[Rule, ...] = (
         lambda given: not (isinstance(given["args"], DistCAConfig) and isinstance(given["args"], TrainingArguments)),
         condition="`args` without the settings of hf_distca",
     ),
-    _none("compute_metrics", NO_LOGITS, EVALUATE),
-    _none("preprocess_logits_for_metrics", NO_LOGITS, EVALUATE),
-    _none(
-        "compute_loss_func",
-        "it would get targets that are already shifted",
-        "leave it out and use the model's own loss, which takes shift_labels",
-    ),
     _none(
         "model_init",
         "it would replace the model when training begins, and the new model would lack the changes for planned steps",
         "make the model first and pass it as model",
-    ),
-    Rule(
-        "data_collator={0[data_collator].__class__.__name__} pads documents",
-        "hf_distca packs them without padding",
-        "leave data_collator out: each token then predicts the next, unless the data set has labels",
-        lambda given: isinstance(given.get("data_collator"), PADDING),
     ),
     Rule(
         "one process sees {0[args].n_gpu} GPUs, which Trainer would use with DataParallel",
@@ -227,6 +216,30 @@ GIVEN: tuple[Rule, ...] = (
     ),
 )
 """Arguments of a trainer's `__init__`, by name, that cannot train exactly."""
+PACKED_GIVEN: tuple[Rule, ...] = (
+    Rule(
+        "{0[trl_trainer]} compares whole answers",
+        "DistCAMixin spreads the rows of packed documents over ranks",
+        "put hf_distca.DistCAPaddedMixin before it, whose model takes padded batches: DPO, GRPO, RLOO, KTO and reward "
+        "models come ready made, such as DistCADPOTrainer",
+        lambda given: given["trl_trainer"] not in ("", "SFTTrainer", "_BaseTrainer"),
+        condition="`DPOTrainer`, `RewardTrainer` and others with `DistCAMixin`",
+    ),
+    _none("compute_metrics", NO_LOGITS, EVALUATE),
+    _none("preprocess_logits_for_metrics", NO_LOGITS, EVALUATE),
+    _none(
+        "compute_loss_func",
+        "it would get targets that are already shifted",
+        "leave it out and use the model's own loss, which takes shift_labels",
+    ),
+    Rule(
+        "data_collator={0[data_collator].__class__.__name__} pads documents",
+        "hf_distca packs them without padding",
+        "leave data_collator out: each token then predicts the next, unless the data set has labels",
+        lambda given: isinstance(given.get("data_collator"), PADDING),
+    ),
+)
+"""The same for trainers with packed documents."""
 ONE_ROW = "a rank's batch is one packed row of up to tokens_per_rank={0.tokens_per_rank} tokens"
 BY_PLAN = "it would be ignored: each rank reads the rows that its plan assigns, in an order drawn from the seed"
 PACKING: tuple[Rule, ...] = (
@@ -258,14 +271,21 @@ ROWS_ARE_PLACED: tuple[Rule, ...] = (
 """Sizes of a `ParallelismConfig`, which may be None; the launch may set other sizes than the arguments."""
 
 
-def check_given(trainer: type, named: Mapping[str, Any]) -> None:
-    """Raise ValueError if a trainer cannot train exactly with these arguments, before its `__init__` sees them."""
+def check_given(trainer: type, named: Mapping[str, Any], *, packs: bool) -> None:
+    """Raise ValueError if a trainer cannot train exactly with these arguments, before its `__init__` sees them.
+
+    Args:
+        packs: whether documents are packed, and not batches that are padded.
+    """
     of_trl = (base.__name__ for base in trainer.__mro__ if base.__module__.split(".")[0] == "trl")
     trl_trainer = next((name for name in of_trl if name.endswith("Trainer")), "")
     args: Any = named.get("args")
-    check(GIVEN, {**named, "args": args, "trl_trainer": trl_trainer})
+    given = {**named, "args": args, "trl_trainer": trl_trainer}
+    if packs:
+        check(PACKED_GIVEN, given)
+    check(GIVEN, given)
     check(ROWS_ARE_PLACED, args.parallelism_config)
-    if named.get("data_collator") is None:
+    if packs and named.get("data_collator") is None:
         check(PACKING, args)
 
 
@@ -277,6 +297,14 @@ LOADED_ALREADY = Rule(
         not isinstance(given.get("model"), str) and getattr(given["args"], "model_init_kwargs", None) is not None
     ),
 )
+TRL_ARGUMENTS: tuple[Rule, ...] = (
+    _only(
+        "use_transformers_continuous_batching",
+        (False,),
+        "it generates with paged attention in place of the model's attention, attn_implementation='distca'",
+    ),
+)
+"""Arguments of TRL's trainers with padded batches."""
 SFT_ARGUMENTS: tuple[Rule, ...] = (
     Rule(
         "args of DistCASFTTrainer are {0.__class__.__name__}",
@@ -293,6 +321,12 @@ SFT_ARGUMENTS: tuple[Rule, ...] = (
         lambda args: bool((args.gradient_checkpointing_kwargs or {}).get("selective")),
     ),
 )
+IMAGES = Rule(
+    "{0.__class__.__name__} gets a data set with images",
+    "plans divide only text among ranks, not pixels",
+    "train on text, or use TRL's own trainer with attn_implementation='sdpa'",
+    lambda trainer: getattr(trainer, "_is_vision_dataset", False),
+)
 SFT_TRAINER: tuple[Rule, ...] = (
     Rule(
         "DistCASFTTrainer runs with tensor parallelism, where each rank has a shard of the output head",
@@ -300,12 +334,7 @@ SFT_TRAINER: tuple[Rule, ...] = (
         "set tp_size=1, or train with DistCATrainer on input_ids and labels",
         lambda trainer: trainer.get_tp_size() > 1,
     ),
-    Rule(
-        "DistCASFTTrainer gets a data set with images",
-        "plans divide only text among ranks, not pixels",
-        "train on text, or use trl.SFTTrainer with attn_implementation='sdpa'",
-        lambda trainer: trainer._is_vision_dataset,
-    ),
+    IMAGES,
 )
 
 # Model and launch, once the trainer is built
@@ -390,18 +419,6 @@ TRAINER: tuple[Rule, ...] = (
         lambda it: it.deepspeed and (it.trainer.optimizer is not None or it.trainer.lr_scheduler is not None),
     ),
     Rule(
-        "the forward of {0.model_class} takes no labels",
-        "it computes no loss: the model has no head",
-        "load the model with AutoModelForCausalLM, or override compute_loss",
-        lambda it: _asks_for_loss(it.trainer) and not _takes_labels(it.base),
-    ),
-    Rule(
-        "the forward of {0.model.__class__.__name__} does not take num_items_in_batch",
-        "ranks with different numbers of targets need it for an exact loss",
-        "let its forward take **kwargs and pass them to self.loss_function",
-        lambda it: not it.trainer.model_accepts_loss_kwargs,
-    ),
-    Rule(
         "gradient_checkpointing_kwargs={{'use_reentrant': True}} is set",
         NO_GRADIENT,
         "freeze them (requires_grad_(False)), or set 'use_reentrant' to False",
@@ -415,6 +432,30 @@ TRAINER: tuple[Rule, ...] = (
     ),
 )
 """Trainers that cannot train exactly as launched."""
+PACKED_TRAINER: tuple[Rule, ...] = (
+    Rule(
+        "the forward of {0.model_class} takes no labels",
+        "it computes no loss: the model has no head",
+        "load the model with AutoModelForCausalLM, or override compute_loss",
+        lambda it: _asks_for_loss(it.trainer) and not _takes_labels(it.base),
+    ),
+    Rule(
+        "the forward of {0.model.__class__.__name__} does not take num_items_in_batch",
+        "ranks with different numbers of targets need it for an exact loss",
+        "let its forward take **kwargs and pass them to self.loss_function",
+        lambda it: not it.trainer.model_accepts_loss_kwargs,
+    ),
+)
+"""The same for trainers with packed documents."""
+PADDED_TRAINER: tuple[Rule, ...] = (
+    Rule(
+        "padded batches are computed with tensor parallelism (tp_size={0.tp_size})",
+        "it is not tested with them",
+        "set tp_size=1, and share the weights with FSDP2 or ZeRO-3",
+        lambda it: it.tp_size > 1,
+    ),
+)
+"""The same for trainers with padded batches."""
 
 
 def transposed_adapters(model: nn.Module) -> list[str]:
@@ -442,8 +483,12 @@ def _asks_for_loss(trainer: Any) -> bool:
     return module.startswith("hf_distca.")
 
 
-def check_trainer(trainer: Any) -> None:
-    """Raise ValueError unless a trainer with model and accelerator can train exactly as launched."""
+def check_trainer(trainer: Any, *, packs: bool) -> None:
+    """Raise ValueError unless a trainer with model and accelerator can train exactly as launched.
+
+    Args:
+        packs: whether documents are packed, and not batches that are padded.
+    """
     args, model, accelerator = trainer.args, trainer.model, trainer.accelerator
     check(ROWS_ARE_PLACED, accelerator.parallelism_config)
     base: Any = base_model(model)
@@ -467,7 +512,7 @@ def check_trainer(trainer: Any) -> None:
         tied_tokens=tied_in(base, "TrainableTokensWrapper") if accelerator.is_fsdp2 else [],
         views=transposed_adapters(model) if base is not model and divided is None else [],
     )
-    check(TRAINER, facts)
+    check((*TRAINER, *(PACKED_TRAINER if packs else PADDED_TRAINER)), facts)
     if facts.reentrant:
         check_reentrant(model)
 

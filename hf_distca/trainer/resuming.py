@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from hf_distca.collator.whole_ranks import draws_for_whole_ranks
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups, first_difference
-from hf_distca.trainer.arguments import DistCAArguments
+from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.loaders import PackedLoaders, is_stream
 from hf_distca.trainer.refusals import Resume, Run
 
@@ -60,7 +60,7 @@ DataOrder = dict[str, int | str]
 
 
 def agreed_checkpoint(
-    resume_from_checkpoint: str | bool | None, args: DistCAArguments, accelerator: Accelerator, groups: Groups
+    resume_from_checkpoint: str | bool | None, args: DistCAPaddedArguments, accelerator: Accelerator, groups: Groups
 ) -> str | None:
     """Return the folder of the complete checkpoint to resume from; None to begin anew. A collective."""
     checkpoint, saved_by = resume_from_checkpoint or None, 0
@@ -132,7 +132,7 @@ def read_place(file: Path) -> "DataPlace":
     return DataPlace(**json.loads(file.read_text(encoding="utf-8")))
 
 
-def warn_of_random_states(checkpoint: str | None, args: DistCAArguments, groups: Groups) -> None:
+def warn_of_random_states(checkpoint: str | None, args: DistCAPaddedArguments, groups: Groups) -> None:
     """Warn if a checkpoint lacks the random state of a rank. A collective of the world."""
     if checkpoint is None:
         return
@@ -166,7 +166,7 @@ def _check_complete(folder: Path, accelerator: Accelerator) -> None:
             raise Resume.NO_STATE.error(checkpoint=folder, files=" or ".join(names), state=state, load=load)
 
 
-def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
+def check_agreement(args: DistCAPaddedArguments, dispatcher: Dispatcher) -> None:
     """Raise ValueError on every rank if ranks differ in micro-batches or order. A collective of the world."""
     mine: dict[str, Any] = {name: getattr(args, name) for name in AGREED}
     mine |= _drawn(args)
@@ -174,7 +174,7 @@ def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
         raise Run.DIFFERENT_ARGUMENTS.error(name=found[0], by_rank=found[1])
 
 
-def _drawn(args: DistCAArguments) -> DataOrder:
+def _drawn(args: DistCAPaddedArguments) -> DataOrder:
     """Return how documents are drawn from a data set with a length and divided into optimizer steps."""
     strategy, seed = args.train_sampling_strategy, args.seed if args.data_seed is None else args.data_seed
     return {
@@ -268,7 +268,7 @@ class DataProgress:
         (checkpoint / PLACE_FILE).write_text(json.dumps(self.place(step)._asdict(), indent=2) + "\n")
 
 
-def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments, groups: Groups) -> DataPlace:
+def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAPaddedArguments, groups: Groups) -> DataPlace:
     """Return the place to train from: the checkpoint's, or the start, also with `ignore_data_skip`. A collective."""
     place = DataPlace(order)
     with groups.raised_together(in_world=True):

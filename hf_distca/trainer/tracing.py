@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.recorder import Recording, Span
 from hf_distca.timeline.events import TRACED, rank_trace
-from hf_distca.trainer.arguments import DistCAArguments
+from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.resuming import disk_errors_named
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ ROUNDS = 8
 class StepTracer(TrainerCallback):
     """Record `trace_steps` steps of a training; on CUDA the host waits for the GPU at the end of each."""
 
-    def __init__(self, dispatcher: Dispatcher, args: DistCAArguments) -> None:
+    def __init__(self, dispatcher: Dispatcher, args: DistCAPaddedArguments) -> None:
         self._dispatcher, self._args = dispatcher, args
         self._recording: Recording | None = None
         self.on_train_begin()

@@ -74,13 +74,16 @@ def entries(table: type) -> tuple[Refusal, ...]:
 REFUSALS: dict[str, tuple[Refusal, ...]] = {
     "Models": entries(Models),
     "Adapters": (PROMPT_LEARNING, ALORA, *ADAPTERS.values()),
-    "Arguments": refusals.ARGUMENTS,
+    "Arguments": (*refusals.ARGUMENTS, *refusals.PACKED_ARGUMENTS),
     "Arguments of the trainer": (
-        *(*refusals.GIVEN, *refusals.PACKING),
+        *(*refusals.PACKED_GIVEN, *refusals.GIVEN, *refusals.PACKING),
         *(*refusals.ROWS_ARE_PLACED, refusals.LOADED_ALREADY),
     ),
-    "With TRL": (*refusals.SFT_ARGUMENTS, *refusals.SFT_TRAINER),
-    "Launch and model": (refusals.LOSES_DEEPSPEED, refusals.NOT_CONNECTED, refusals.IMPORTED_AGAIN, *refusals.TRAINER),
+    "With TRL": (*refusals.SFT_ARGUMENTS, *refusals.SFT_TRAINER, *refusals.TRL_ARGUMENTS),
+    "Launch and model": (
+        *(refusals.LOSES_DEEPSPEED, refusals.NOT_CONNECTED, refusals.IMPORTED_AGAIN),
+        *(*refusals.TRAINER, *refusals.PACKED_TRAINER, *refusals.PADDED_TRAINER),
+    ),
     "Files and names of data": entries(Source),
     "Data": entries(Data),
     "Runs": entries(refusals.Run),

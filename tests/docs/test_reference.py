@@ -12,7 +12,7 @@ import hf_distca
 from hf_distca.cli.main import TOOLS
 from hf_distca.kernels import KERNEL_NAMES
 from hf_distca.trainer.metrics import METRICS, StepMeter
-from hf_distca.trainer.refusals import ARGUMENTS, GIVEN, PACKING
+from hf_distca.trainer.refusals import ARGUMENTS, GIVEN, PACKED_ARGUMENTS, PACKED_GIVEN, PACKING
 from tests.docs.reference import FIELDS, FOLDER, GROUPED, PAGES, REFUSALS, UNITS, written
 
 
@@ -63,7 +63,7 @@ def test_public_docstrings_name_their_parameters():
 
 
 def test_refused_arguments_exist():
-    rules = (*ARGUMENTS, *GIVEN, *PACKING)
+    rules = (*ARGUMENTS, *PACKED_ARGUMENTS, *GIVEN, *PACKED_GIVEN, *PACKING)
     named = {name for rule in rules for name in re.findall(r"^(\w+)(?:=| is given)", rule.found)}
     known = {"DPOTrainer", "args", *inspect.signature(Trainer.__init__).parameters}
     for arguments in (hf_distca.DistCATrainingArguments, hf_distca.DistCASFTConfig):

@@ -14,7 +14,7 @@ from transformers import DataCollatorWithFlattening, HfArgumentParser, Trainer, 
 
 from hf_distca import DistCAArguments, DistCAMixin, DistCATrainingArguments
 from hf_distca.collator.refusals import Data
-from hf_distca.trainer.refusals import ARGUMENTS, GIVEN, LOADED_ALREADY, by_name
+from hf_distca.trainer.refusals import GIVEN, LOADED_ALREADY, PACKED_ARGUMENTS, by_name
 from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.trainer.chats import tokenizer
@@ -138,12 +138,12 @@ def test_arguments_are_of_both_trainers(tmp_path):
     assert (arguments().tokens_per_rank, arguments(end_of_turn=5).end_of_turn) == (8192, 5)
     with pytest.raises(ValueError, match="tokens_per_rank must be positive"):
         arguments(tokens_per_rank=0)
-    with refused(ARGUMENTS[3]):
+    with refused(PACKED_ARGUMENTS[2]):
         arguments(dataloader_drop_last=True)
     # By position, too. The collator is seen there: without one the batch size would be refused.
     data = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
     PlannedChatTrainer(small_model(), arguments(per_device_train_batch_size=4), data, DataCollatorWithFlattening())
-    with refused(GIVEN[1]):
+    with refused(GIVEN[0]):
         PlannedChatTrainer(small_model(), ChatArguments(output_dir=str(tmp_path), use_cpu=True), data)
     trainer = PlannedChatTrainer(small_model(), arguments(), data)
     (batch,) = trainer.get_train_dataloader()

@@ -73,10 +73,12 @@ def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
         choice: Any = None,
         servers: Any = None,
         other: Any = (),
+        padded: Any = None,
     ):
         """Figures of two steps with two micro-batches of 24 tokens, whose plans move these bytes, on two processes.
 
-        The other rank may have measured seconds in waits and in kernel calls.
+        The other rank may have measured seconds in waits and in kernel calls, and rows of padded batches.
+        Micro-batches may come from padded batches of a shape; steps then also compute what is not in the plans.
         """
         dispatcher = SimpleNamespace(
             settings=SimpleNamespace(nodes=nodes),
@@ -85,11 +87,19 @@ def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
             device=torch.device("cpu"),
         )
         pool = None if servers is None else SimpleNamespace(servers=servers)
-        meter: Any = StepMeter(dispatcher, small_model(), pool, 2, SimpleNamespace(besides=0.5))
+        meter: Any = StepMeter(dispatcher, small_model(), pool, 2)
+        if padded is None:
+            meter.compare_with(SimpleNamespace(besides=0.5))
         for each in moved:
             summary = PlanSummary(1.5, 1.0, ExchangeFigures(*each))
-            plan = SimpleNamespace(tokens=np.array([20, 4]), summary=summary, choice=choice, nano_batches=())
-            meter.count(SimpleNamespace(plan=plan, ran=SimpleNamespace(layers_in_turns=1, layers=2), stages=1))
+            plan = SimpleNamespace(
+                tokens=np.array([20, 4]), fillers=0, summary=summary, choice=choice, nano_batches=()
+            )
+            bound = SimpleNamespace(plan=plan, ran=SimpleNamespace(layers_in_turns=1, layers=2), stages=1)
+            if padded is None:
+                meter.count(bound)
+            else:
+                meter.count_padded(SimpleNamespace(micro_batches=[({}, bound)], travel=SimpleNamespace(shape=padded)))
         for _ in range(2):
             clock.on_step_begin()
             meter.on_step_end()
@@ -115,9 +125,17 @@ def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
     assert figures["attention_ms_predicted"] == pytest.approx(4 * 100.0 / 2)
     # The slowest rank counts, whichever it is.
     for other, waited, attention in (([9.0, 0.1], 9.0, 1.0), ([0.1, 7.0], 2.0, 7.0)):
-        figures = figures_of(other=[other])
+        figures = figures_of(other=[[*other, 0]])
         assert (figures["exchange_wait_seconds"], figures["attention_ms"]) == (waited, attention * 1e3 / 2)
         assert figures["exposed_exchange_share"] == waited / 4.0
+    # Of 2 * 24 tokens in two batches of 4 * 10 rows on this rank and 40 rows on the other.
+    figures = figures_of(moved, choice=PlanChoice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3), padded=(4, 10))
+    assert figures["padding_share"] == pytest.approx(1 - 4 * 24 / (4 * 40))
+    assert not {"step_ms", "step_ms_predicted", "mfu"} & figures.keys()
+    assert figures["gain_predicted"] == pytest.approx(1.2)
+    figures = figures_of(other=[[0.1, 0.1, 40]], padded=(4, 5))
+    assert figures["padding_share"] == pytest.approx(1 - 48 / (40 + 40))
+    assert "padding_share" not in figures_of()
     monkeypatch.setattr(metrics, "peak_flops", lambda name: 100.0)
     monkeypatch.setattr(metrics, "flops_counter", lambda model, shared_by: lambda plan: 50.0)
     figures = figures_of(servers=[7])

@@ -47,10 +47,13 @@ def settings(kind: Any = hf_distca.DistCASFTConfig, **changes: Any) -> Any:
 
 
 def give(trainer: type = hf_distca.DistCATrainer, options: Any = None, **named: Any) -> None:
-    check_given(trainer, {"args": settings(**(options or {})), **named})
+    packs = issubclass(trainer, hf_distca.DistCAMixin)
+    check_given(trainer, {"args": settings(**(options or {})), **named}, packs=packs)
 
 
-def launch(model: Any = small_model, tensor: int = 1, trainer: Any = None, by: Any = None, **changes: Any) -> None:
+def launch(
+    model: Any = small_model, tensor: int = 1, trainer: Any = None, by: Any = None, packs: bool = True, **changes: Any
+) -> None:
     """Check a trainer as it would be launched by an accelerator, with tensor parallelism of this size."""
     state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
     accelerator = {"mixed_precision": "no", "is_fsdp2": False, "parallelism_config": None, "state": state}
@@ -63,7 +66,7 @@ def launch(model: Any = small_model, tensor: int = 1, trainer: Any = None, by: A
         "lr_scheduler": None,
     }
     facts |= {"args": settings(**changes), "model": model(), "get_tp_size": lambda: tensor, **(trainer or {})}
-    check_trainer(SimpleNamespace(accelerator=SimpleNamespace(**accelerator), **facts))
+    check_trainer(SimpleNamespace(accelerator=SimpleNamespace(**accelerator), **facts), packs=packs)
 
 
 def divided(adapters: bool = False, tp_plan: tuple[str, ...] = (), **sizes: int) -> Callable[[], Any]:
@@ -95,28 +98,43 @@ LOADING = {"split_batches": True, "dispatch_batches": True, "even_batches": Fals
 CHECKS: dict[str, Callable[..., None]] = {
     "ARGUMENTS": lambda **changes: check(refusals.ARGUMENTS, settings(**changes)),
     "GIVEN": give,
-    "PACKING": lambda **changes: give(options=changes),
+    "PACKED_ARGUMENTS": lambda **changes: check(refusals.PACKED_ARGUMENTS, settings(**changes)),
+    "PACKED_GIVEN": give,
+    "PACKED_TRAINER": launch,
+    "PADDED_TRAINER": lambda **changes: launch(packs=False, **changes),
+    "PACKING": lambda options=None, data_collator=None, **changes: give(
+        options=options or changes, data_collator=data_collator
+    ),
     "ROWS_ARE_PLACED": lambda **sizes: launch(by={"parallelism_config": SimpleNamespace(**sizes)}),
     "SFT_ARGUMENTS": lambda **changes: check(refusals.SFT_ARGUMENTS, settings(**changes)),
     "SFT_TRAINER": lambda tensor=1, images=False: check(
         refusals.SFT_TRAINER, SimpleNamespace(get_tp_size=lambda: tensor, _is_vision_dataset=images)
     ),
     "TRAINER": launch,
+    "TRL_ARGUMENTS": lambda **changes: check(refusals.TRL_ARGUMENTS, settings(hf_distca.DistCAGRPOConfig, **changes)),
 }
 CASES: dict[str, list[dict[str, Any]]] = {
     "ARGUMENTS": [
-        *({"label_smoothing_factor": 0.1}, {"average_tokens_across_devices": False}, {"auto_find_batch_size": True}),
-        *({"dataloader_drop_last": True}, {"use_cache": True}, {"label_names": ["targets"]}),
-        *({"ddp_static_graph": True}, {"bf16_full_eval": True}, {"fp16_full_eval": True}, {"packing": True}),
-        *({"eval_packing": True}, {"padding_free": True}, {"pad_to_multiple_of": 8}, {"activation_offloading": True}),
-        {**LIGER, "liger_kernel_config": {"cross_entropy": True}},
+        *({"auto_find_batch_size": True}, {"ddp_static_graph": True}, {"bf16_full_eval": True}),
+        *({"fp16_full_eval": True}, {"padding_free": True}, {"activation_offloading": True}),
         {**LIGER, "liger_kernel_config": {"geglu": False}, "mlp_chunk_rows": 16},
     ],
-    "GIVEN": [
-        *({"trainer": trl.DPOTrainer}, {"args": None}, {"compute_metrics": print}),
-        *({"preprocess_logits_for_metrics": print}, {"compute_loss_func": print}, {"model_init": print}),
-        *({"data_collator": PADDING[-1].__new__(PADDING[-1])}, {"options": {"_n_gpu": 2}}),
+    "GIVEN": [{"args": None}, {"model_init": print}, {"options": {"_n_gpu": 2}}],
+    "PACKED_ARGUMENTS": [
+        *({"label_smoothing_factor": 0.1}, {"average_tokens_across_devices": False}, {"dataloader_drop_last": True}),
+        *({"use_cache": True}, {"label_names": ["targets"]}, {"packing": True}, {"eval_packing": True}),
+        *({"pad_to_multiple_of": 8}, {**LIGER, "liger_kernel_config": {"cross_entropy": True}}),
     ],
+    "PACKED_GIVEN": [
+        *({"trainer": type("Mixed", (hf_distca.DistCAMixin, trl.DPOTrainer), {})}, {"compute_metrics": print}),
+        *({"preprocess_logits_for_metrics": print}, {"compute_loss_func": print}),
+        {"data_collator": PADDING[-1].__new__(PADDING[-1])},
+    ],
+    "PACKED_TRAINER": [
+        {"model": lambda: tiny("gpt2", AutoModel)},
+        {"trainer": {"model_accepts_loss_kwargs": False}},
+    ],
+    "PADDED_TRAINER": [{"tensor": 2, "model": divided()}],
     "PACKING": [
         *({"per_device_train_batch_size": 4}, {"per_device_eval_batch_size": 4}),
         {"train_sampling_strategy": "group_by_length"},
@@ -141,11 +159,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
         adapted_by(trainable_token_indices=[3]),
         {**adapted_by(target_modules=["embed_tokens"], ensure_weight_tying=True), "by": {}},
         {"trainer": {"optimizer": 1, "is_deepspeed_enabled": True}},
-        {"model": lambda: tiny("gpt2", AutoModel)},
-        {"trainer": {"model_accepts_loss_kwargs": False}},
         {**TOWER, **REENTRANT},
         {**TOWER, "ddp_find_unused_parameters": False},
     ],
+    "TRL_ARGUMENTS": [{"use_transformers_continuous_batching": True}],
 }
 """What each rule of each table refuses, in the order of the rules."""
 TEXTS = {
@@ -156,11 +173,12 @@ TEXTS = {
 """Values in one of the messages."""
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("ARGUMENTS", {**LIGER, "label_names": ["labels"], "eval_packing": False}),
+    ("PACKED_ARGUMENTS", {**LIGER, "label_names": ["labels"], "eval_packing": False}),
     ("ARGUMENTS", {"mlp_chunk_rows": 16}),
     ("ARGUMENTS", {**LIGER, "liger_kernel_config": {"swiglu": False, "geglu": False}, "mlp_chunk_rows": 16}),
-    ("GIVEN", {"trainer": hf_distca.DistCASFTTrainer}),
-    ("GIVEN", {"options": {"per_device_train_batch_size": 4}, "data_collator": DataCollatorWithFlattening()}),
+    ("PACKED_GIVEN", {"trainer": hf_distca.DistCASFTTrainer}),
+    ("PACKED_GIVEN", {"trainer": hf_distca.DistCADPOTrainer, "compute_metrics": print}),
+    ("PACKING", {"options": {"per_device_train_batch_size": 4}, "data_collator": DataCollatorWithFlattening()}),
     ("SFT_ARGUMENTS", {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
     ("TRAINER", {**ACCUMULATED, "model": divided(), "tensor": 2}),
     ("TRAINER", {**ACCUMULATED, "model": divided(tp_plan=("norm",))}),
@@ -171,7 +189,7 @@ NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("TRAINER", adapted_by(target_modules=["embed_tokens"])),
     ("TRAINER", adapted_by(modules_to_save=["embed_tokens"], tied=False)),
     ("TRAINER", adapted_by(trainable_token_indices=[3], tied=False)),
-    ("TRAINER", {"model": lambda: tiny("gpt2", AutoModel), "trainer": {"compute_loss": lambda: None}}),
+    ("PACKED_TRAINER", {"model": lambda: tiny("gpt2", AutoModel), "trainer": {"compute_loss": lambda: None}}),
     ("TRAINER", {"model": TOWER["model"], **REENTRANT}),
     ("TRAINER", {**TOWER, "ddp_find_unused_parameters": True}),
 ]
@@ -191,7 +209,8 @@ def test_each_rule_refuses_its_case(table):
 
 def test_the_tables_are_checked(tmp_path):
     for rule, options in (
-        (refusals.ARGUMENTS[0], {"label_smoothing_factor": 0.1}),
+        (refusals.ARGUMENTS[0], {"auto_find_batch_size": True}),
+        (refusals.PACKED_ARGUMENTS[0], {"label_smoothing_factor": 0.1}),
         (refusals.PACKING[0], {"per_device_train_batch_size": 4}),
     ):
         with refused(rule):

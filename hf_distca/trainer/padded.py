@@ -1,0 +1,77 @@
+"""DistCAPaddedMixin: trainers whose model takes padded batches, and computes them packed and planned."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from hf_distca.dispatch.padded import PackedBatch, PaddedBatches
+from hf_distca.patches.padded import pack_backbone
+from hf_distca.trainer.assembly import pack_padded
+from hf_distca.trainer.planned import PlannedTraining
+from hf_distca.trainer.refusals import by_name
+
+
+class DistCAPaddedMixin(PlannedTraining):
+    """Padded batches, computed packed and planned, for `transformers.Trainer` or a subclass; put the mixin first.
+
+    ```python
+    class MyTrainer(hf_distca.DistCAPaddedMixin, OthersTrainer): ...
+    ```
+
+    The trainer keeps its own arguments, data, collator, loss and metrics. Its `args` are a dataclass of
+    `DistCAPaddedArguments` and the trainer's own arguments. The model, and the trainer's `ref_model` if it has one,
+    compute padded batches as `pack_padded` lets them. Loss, gradients and metrics are those of the trainer without the
+    mixin. Ranks must call their model equally often, as trainers do.
+
+    Raises:
+        ValueError: on every rank before training, with the reason, if this model cannot be trained.
+    """
+
+    packs_documents = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        named = self._checked(by_name(super().__init__, args, kwargs))
+        self._is_packed = False
+        super().__init__(**named)
+        self._pack_models()
+
+    def _pack_models(self) -> None:
+        """Let the models of a trainer that is built compute padded batches, once; a subclass may need it early."""
+        if self._is_packed:
+            return
+        self._is_packed = True
+        self._prepare_planned()
+        dispatcher = self.dispatcher
+        pack_backbone(self.model, PaddedBatches(dispatcher, self._count))
+        reference = getattr(self, "ref_model", None)
+        if reference is not None:
+            pack_padded(self.accelerator.unwrap_model(reference), self.args, self.args.device, dispatcher=dispatcher)
+
+    def _count(self, packed: PackedBatch) -> None:
+        """Note a padded batch that the model is about to train on."""
+        self._log_choice(packed.micro_batches[0][1].plan)
+        self.meter.count_padded(packed)
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """Return the trainer's loader, whose processes are watched."""
+        loader = super()._get_dataloader(*args, **kwargs)
+        self._processes.watch(loader)
+        return loader
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any
+    ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
+        """Return the batches of an optimizer step as the trainer does."""
+        self._begin_step()
+        if self.pool is not None:
+            self.pool.refresh()
+        return super().get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
+
+    def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return the trainer's loss."""
+        loss = super().compute_loss(model, *args, **kwargs)
+        if self.model.training:
+            self._begin_backward()
+        return loss

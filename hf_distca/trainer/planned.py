@@ -1,0 +1,235 @@
+"""PlannedTraining: what a training with planned core attention needs, whatever its batches are.
+
+It prepares model, dispatcher and servers, explains waits and failures of ranks, and logs figures. Two mixins add the
+batches: `DistCAMixin` packs documents, and with `DistCAPaddedMixin` the model takes padded batches.
+"""
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.pool.launch import TOKEN_FILE, open_pool
+from hf_distca.pool.rank.pool import Pool
+from hf_distca.trainer import parallel, resuming
+from hf_distca.trainer.arguments import DistCAPaddedArguments
+from hf_distca.trainer.assembly import prepare_trainer
+from hf_distca.trainer.card import TAG, add_to_card
+from hf_distca.trainer.console import follow_log_level, log_choice, shorten_console
+from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
+from hf_distca.trainer.optimizers import check_optimizer
+from hf_distca.trainer.processes import ReadingProcesses
+from hf_distca.trainer.refusals import Run, by_name, check_given, check_objects
+from hf_distca.trainer.tracing import StepTracer
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    _Trainer = Trainer
+else:  # a subclass names the trainer
+    _Trainer = object
+
+
+class PlannedTraining(_Trainer):
+    """Base of the mixins."""
+
+    packs_documents: ClassVar[bool]
+    """Whether documents are packed, and not batches that are padded."""
+    args: DistCAPaddedArguments
+    model: PreTrainedModel
+    dispatcher: Dispatcher
+
+    def _checked(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name that the trainer is built with, or raise ValueError."""
+        has_settings = isinstance(named.get("args"), DistCAPaddedArguments)
+        if has_settings:
+            named["args"].serve_if_server()  # before a server loads anything; its arguments are incomplete
+        check_objects(named, packs=self.packs_documents)
+        if has_settings:
+            named = self._prepare_given(named)
+        check_given(type(self), named, packs=self.packs_documents)
+        parallel.share_on_cpu(named["args"], named.get("model"))
+        return named
+
+    def _prepare_given(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments that the trainer is built with; a subclass may load what they name."""
+        return named
+
+    def _prepare_planned(self) -> None:
+        """Prepare the model of a trainer that is built, and everything that a training needs. A collective."""
+        follow_log_level(self.args)
+        self.dispatcher = dispatcher = prepare_trainer(self, packs=self.packs_documents)
+        self.pool: Pool | None = None
+        if self.args.attention_servers != 0:
+            token_file = self.args.attention_server_token_file or f"{self.args.output_dir}/{TOKEN_FILE}"
+            self.pool = open_pool(dispatcher, self.args, self.args.attention_server_launch, token_file)
+        self.meter = StepMeter(dispatcher, self.model, self.pool, self.args.world_size)
+        self._tracer = StepTracer(dispatcher, self.args) if self.args.trace_steps else None
+        for callback in filter(None, (self.meter, self._tracer)):
+            self.add_callback(callback)
+        shorten_console(self.callback_handler)
+        self._chose = False  # whether the planner's choice has been logged
+        self._remedies = Remedies(self.args, ping_pong=dispatcher.settings.ping_pong)
+        self._processes = ReadingProcesses(
+            self.args.dataloader_num_workers,
+            self.args.process_index,
+            self.args.exchange_timeout,
+            self.args.dataloader_multiprocessing_context,
+        )
+        self._wrapped: nn.Module | None = None  # the wrapped model of the last training step
+
+    # Training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as `Trainer.train` does; dedicated attention servers are released at the end.
+
+        Raises:
+            RuntimeError: Another rank failed. The message says which one and why.
+            ValueError: on every rank, before training, if checkpoint, data or the model's state do not fit this run.
+        """
+        if self.args.num_train_epochs <= 0 and self.args.max_steps <= 0:
+            raise Run.NO_STEPS.error(epochs=self.args.num_train_epochs, steps=self.args.max_steps)
+        if self.is_deepspeed_enabled and self.deepspeed is not None:
+            if self.state.global_step:
+                raise Run.SECOND_TRAINING.error(trainer=type(self).__name__)
+            # The engine of an evaluation cannot train.
+            self.model_wrapped, self.deepspeed = self.model, None
+        parallel.forget_evaluation(self.model_wrapped, self.accelerator)
+        groups = self.dispatcher.groups
+        try:
+            with groups.failures.reported("the start of training"), self._processes.explained():
+                checkpoint = resuming.agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
+                resuming.warn_of_random_states(checkpoint, self.args, groups)
+                self._prepare_training(checkpoint)
+                return super().train(checkpoint, *args, **kwargs)
+        finally:
+            self._end_training()
+            if self.pool is not None:
+                self.pool.close()
+
+    def _prepare_training(self, checkpoint: str | None) -> None:
+        """Check the data, and find the place in it where a checkpoint goes on. A collective."""
+
+    def _end_training(self) -> None:
+        """Let go of what a training held, also after an error."""
+
+    def close(self) -> None:
+        """Close this trainer's process groups, at the same point on every rank; only its model can be used again."""
+        self.dispatcher.close()
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
+        """Wrap the model as Trainer does; raise ValueError on every rank if the optimizer cannot step on shards."""
+        if training:
+            with self.dispatcher.groups.raised_together(in_world=True):
+                check_optimizer(self)
+        wrapped: nn.Module = super()._wrap_model(model, training, *args, **kwargs)
+        return wrapped
+
+    def _begin_step(self) -> None:
+        """Note that an optimizer step begins, before its batches are fetched."""
+        if self._tracer is not None:
+            self._tracer.begin_step(self.state.global_step + 1)
+        self._at("the loading of data for step {step}")
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """Run `Trainer.training_step` with a model that is wrapped for all ranks."""
+        if model is not self._wrapped:
+            with self.dispatcher.groups.raised_together():
+                if self.args.world_size > 1 and not parallel.is_wrapped(model, self.accelerator):
+                    facts = {"processes": self.args.world_size, "strategy": self.accelerator.distributed_type}
+                    raise Run.NOT_WRAPPED.error(model=type(model).__name__, **facts)
+            self._wrapped = model
+        self._section("forward")
+        self._at("the forward of step {step}")
+        loss = super().training_step(model, *args, **kwargs)
+        self._section("between")
+        self._at("the optimizer and callbacks of step {step}")
+        return loss
+
+    def _begin_backward(self) -> None:
+        """Note that the backward of a micro-batch begins."""
+        self._section("backward")
+        self._at("the backward of step {step}")
+
+    def _log_choice(self, plan: MicroBatchPlan) -> None:
+        """Log once what the planner chose."""
+        if not self._chose and self.args.process_index == 0 and self.args.world_size > 1:
+            log_choice(plan, self.args, self.dispatcher.groups.ranks)
+        self._chose = True
+
+    def _at(self, place: str) -> None:
+        """Note the part of the run that begins now, for messages about waits."""
+        self.dispatcher.groups.waits.at(place.format(step=self.state.global_step + 1))
+
+    def _section(self, name: str) -> None:
+        if self._tracer is not None:
+            self._tracer.section(name)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, and add the figures of the micro-batches since the last log of a training step."""
+        if "loss" in logs:
+            steps = self.meter.steps
+            figures = self.meter.figures()
+            if self.args.process_index == 0:
+                self._remedies.see(figures, steps)
+                if self.packs_documents:  # other losses may be 0
+                    self._remedies.see_loss(logs["loss"])
+            logs = {**logs, **{f"{PREFIX}{name}": figure for name, figure in figures.items()}}
+        super().log(logs, *args, **kwargs)
+
+    # Evaluation
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as `Trainer.evaluate` does; an error names the rank that failed."""
+        failures = self.dispatcher.groups.failures
+        with failures.reported("the start of an evaluation"), self._processes.explained():
+            return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Evaluate outside the time of training."""
+        # ZeRO-3 alone prepares a model without its optimizer; DDP has nothing to prepare.
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        early = sharded and not parallel.gathers_parameters(self.accelerator)
+        if early and not parallel.is_wrapped(self.model_wrapped, self.accelerator):
+            raise Run.EARLY_EVALUATION.error()
+        with self.meter.paused():
+            output = super().evaluation_loop(*args, **kwargs)
+        self._at("the end of an evaluation")
+        return output
+
+    # Saving
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any, *args: Any, **kwargs: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self._at(f"the saving of {folder.name}")
+        with resuming.disk_errors_named(folder):
+            if self.args.should_save:
+                self._save_place(folder)
+            super()._save_checkpoint(model, trial, *args, **kwargs)
+
+    def _save_place(self, folder: Path) -> None:
+        """Save, in the folder of a checkpoint, the place in the data and what was learned."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False, **kwargs: Any) -> None:
+        """Save the whole model for `from_pretrained()`; every rank calls it, and rank 0 gathers shards on its host."""
+        with ExitStack() as around:
+            around.enter_context(self.dispatcher.groups.waits.watched("the saving of the model"))
+            if not _internal_call or output_dir is None:  # not a checkpoint
+                around.enter_context(parallel.whole_weights(self.accelerator, self.deepspeed))
+                around.enter_context(resuming.disk_errors_named(Path(output_dir or str(self.args.output_dir))))
+            super().save_model(output_dir, _internal_call, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the trainer's model card, and add how hf_distca trained the model."""
+        named = by_name(super().create_model_card, args, kwargs)
+        tags = named.get("tags") or []
+        super().create_model_card(**{**named, "tags": [*([tags] if isinstance(tags, str) else tags), TAG]})
+        if self.is_world_process_zero():
+            path = Path(str(self.args.output_dir)) / "README.md"
+            add_to_card(path, self.args, self.model, self.accelerator, self.dispatcher.groups.ranks)

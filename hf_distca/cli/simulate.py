@@ -30,7 +30,7 @@ from hf_distca.models.shape import model_shape
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import MODELS, ModelShape
 from hf_distca.sim.report import simulation_report
-from hf_distca.sim.simulate import Simulation, columns_of, simulate
+from hf_distca.sim.simulate import SECONDS, Simulation, columns_of, simulate
 from hf_distca.sim.strategies import Setup
 from hf_distca.units import AUTO
 
@@ -143,4 +143,6 @@ def _table(figures: Mapping[str, Any]) -> str:
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
     batches = f"{figures['documents']:,} documents, {figures['tokens']:,} tokens"
     first = f"{batches}; {figures['ranks']} ranks of {figures['tokens_per_rank']:,} tokens; {figures['profile']}"
-    return "\n".join([first, "", *lines, "", *figures["advice"], f"simulated in {figures['simulated_in']:.1f} s"])
+    return "\n".join(
+        [first, "", SECONDS, *lines, "", *figures["advice"], f"simulated in {figures['simulated_in']:.1f} s"]
+    )

@@ -36,7 +36,8 @@ From "attention" on, the names are classes of marks: core attention, other layer
 planned strategies, and strategies without plans.
 """
 MARKS = list(COLOURS)[list(COLOURS).index("attention") :]
-OF_FILES = """text { font: 13px system-ui, sans-serif; fill: var(--muted); font-variant-numeric: tabular-nums; }
+OF_FILES = """svg { max-width: 100%; height: auto; }
+text { font: 13px system-ui, sans-serif; fill: var(--muted); font-variant-numeric: tabular-nums; }
 .strong { fill: var(--ink); font-weight: 600; } .ground { fill: var(--page); } .ink { stroke: var(--ink); fill: none; }
 .gain { fill: var(--planned); font-size: 17px; font-weight: 600; }
 .arrow { fill: none; stroke: var(--planned); stroke-width: 2; }

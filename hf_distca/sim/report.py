@@ -1,13 +1,14 @@
 """Reports of a simulation and of a plan: one HTML file each that needs nothing else."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from hf_distca.sim.drawing import Drawing, lengths_picture, loads_picture, stacks_picture, style_sheet
-from hf_distca.sim.simulate import NOT_WORTH, columns_of
+from hf_distca.sim.simulate import NOT_WORTH, SECONDS, columns_of, parts_of_step
 from hf_distca.sim.strategies import PLAIN
 
 STYLE = Path(__file__).with_suffix(".css")
@@ -16,29 +17,30 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 MOST_RANKS = 256
 """Maximum number of ranks in a table; `--json` has all of them."""
 STEP_PARTS = {
-    "attention_mean_seconds": ("attention", "core attention"),
-    "other_mean_seconds": ("other", "other layers"),
-    "exchange_mean_seconds": ("waits", "waits for rows of other ranks"),
+    "attention": "core attention",
+    "other": "other layers",
+    "waits": "waits for rows of other ranks",
+    "idle": "idle until the slowest rank is done",
 }
-"""Parts of the mean rank's step: class and name, by field."""
+"""Names of the parts of the mean rank's step; the keys are also classes of marks, and columns of the table."""
 LAUNCH_CONFIG = "examples/configs/fsdp2.yaml"
 """Configuration of the launch under which memory is counted."""
-IDLE = ("idle", "idle until the slowest rank is done")
 MEAN = ("level", "mean of the ranks")
 COLUMNS = (
-    "attention, other: of the busiest rank. waits: of the rank that waits the longest. idle: share of the ranks' time "
-    "without computation. sent: the busiest rank's bytes in one layer's forward. cut: documents that lose context. "
-    "GB: memory of one GPU, with weights, gradients and optimizer divided over all GPUs as by FSDP2. A step of the "
-    "model was run on fake tensors and counted: a planned strategy with the plan that exchanges the most; the others "
-    "without an exchange, and context parallelism with K and V of its group besides. CUDA, NCCL and gaps between "
-    "tensors, some 2 GB, are left out."
+    f"{SECONDS} imbalance: core attention of the busiest rank over that of the mean rank. tokens/s: of all ranks. "
+    "MFU, model FLOPs utilization: operations of the model over those that the GPUs can do in the same time. cut: "
+    "documents that lose context. sent: the busiest rank's bytes in one layer's forward. GB: memory of one GPU, with "
+    "weights, gradients and optimizer divided over all GPUs as by FSDP2. A step of the model was run on fake tensors "
+    "and counted: a planned strategy with the plan that exchanges the most; the others without an exchange, and "
+    "context parallelism with K and V of its group besides. CUDA, NCCL and gaps between tensors, some 2 GB, are left "
+    "out."
 )
 """Meaning of the columns of the table of strategies."""
 NAMES = (
-    "context parallel, 8 × 4: 8 groups of 4 ranks; the ranks of a group share each of its documents evenly. "
-    "hf_distca, fixed: documents are packed in order and cut where the tokens of a rank end. joint: documents are "
-    "placed so that few rows move. chosen: the fastest plan of each micro-batch, as training takes it by default. "
-    "MFU, model FLOPs utilization: operations of the model over those that the GPUs can do in the same time."
+    "Plain packing gives every rank equal tokens. Context parallel, 8 × 4: there are 8 groups of 4 ranks, and the "
+    "ranks of a group share each of its documents evenly. hf_distca plans which rank computes which core attention. "
+    "Fixed: documents are packed in order and cut where the tokens of a rank end. Joint: documents are placed so that "
+    "few rows move. Chosen: the fastest plan of each micro-batch, as training takes it by default."
 )
 """Meaning of the names of strategies."""
 MEMORY = (
@@ -47,6 +49,20 @@ MEMORY = (
     "tensors, some 2 GB, are left out."
 )
 """Meaning of the table of memory."""
+PARTS_OF_MEMORY = (
+    "optimizer: its state, such as the two moments of Adam. activations: results that the backward reads. autocast's "
+    "copies of weights: in the dtype of the computation. kept O and log-sum-exp: results of core attention that "
+    "gradient checkpointing does not compute again. exchange buffers: rows that arrive from other ranks. row numbers "
+    "of the plan: tensors by which rows are gathered. loss: logits of a chunk of rows, and gradients that the loss "
+    "computes. gradients under way: what the backward has made, other than gradients of weights."
+)
+"""Meaning of the rows of the table of memory."""
+
+PARTS_OF_STEP = {
+    1: "All rows travel before the rank that needs them computes with them: the micro-batch is one nano-batch.",
+    2: "The micro-batch is divided into two nano-batches: one computes while rows of the other travel.",
+}
+"""Meaning of nano-batches, by their number."""
 
 
 def simulation_report(figures: Mapping[str, Any]) -> str:
@@ -79,26 +95,27 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         _code(f"accelerate launch --config_file {LAUNCH_CONFIG} --num_processes {processes} train.py", "the launch"),
     )
 
-    compared, bars = [best, figures["best_planned"]], {}
-    for each in strategies:
-        parts = [(each[part], *shown) for part, shown in STEP_PARTS.items()]
-        idle = max(each["step_seconds"] - sum(size for size, _, _ in parts), 0.0)
-        bars[each["name"]] = [*parts, (idle, *IDLE)]
+    compared = [best, figures["best_planned"]]
+    bars = {
+        each["name"]: [(seconds, part, STEP_PARTS[part]) for part, seconds in parts_of_step(each).items()]
+        for each in strategies
+    }
     columns = [columns_of(each) | {"sent, MB": f"{each['bytes_bottleneck'] / 1e6:,.1f}"} for each in strategies]
     by_strategy = _section(
         "Strategies",
         [
-            "Seconds of a step on the mean rank. Gradient synchronisation and the optimizer take equally long under "
-            "all strategies and are left out. The two strategies in bold are compared; bars far longer than theirs "
-            "are broken off."
+            NAMES,
+            "The bars and the table have the same seconds: those of the mean rank. Gradient synchronisation and the "
+            "optimizer take equally long under all strategies and are left out. The two strategies in bold are "
+            "compared; bars far longer than theirs are broken off.",
         ],
         _figure(
             "Seconds of a step by strategy, divided into core attention, other layers, waits and idle time",
             stacks_picture(bars, " s", compared),
-            [*STEP_PARTS.values(), IDLE],
+            list(STEP_PARTS.items()),
         ),
         _table("Means over all micro-batches", list(columns[0]), [list(each.values()) for each in columns], compared),
-        f"<p class='caption'>{NAMES}</p><p class='caption'>{COLUMNS}</p>",
+        f"<p class='caption'>{escape(COLUMNS)}</p>",
     )
 
     planned = {each["name"] for each in strategies if each["document_layout"] is not None}
@@ -130,7 +147,7 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         "costs of the device were measured; steps, with the plans that training makes, were simulated.",
         f"{given['batches']:,} micro-batches of {given['lengths']}: {figures['documents']:,} documents, "
         f"{figures['tokens']:,} tokens. {figures['ranks']:,} ranks of {figures['tokens_per_rank']:,} tokens; "
-        f"{given['model']}; {figures['profile']}.",
+        f"{given['model']}; {figures['profile']}.{in_groups(best)}",
         [
             advice,
             _lengths(figures["histogram"]),
@@ -139,6 +156,16 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
             _origin(facts, ["Every strategy trains the same micro-batches."]),
         ],
     )
+
+
+def in_groups(strategy: str) -> str:
+    """Return a sentence that explains the name of a strategy of context parallelism; nothing for other strategies."""
+    sizes = re.search(r"(\d+) × (\d+)", strategy)
+    if sizes is None:
+        return ""
+    groups, ranks = sizes[1], sizes[2]
+    divided = f"{groups} groups of {ranks} ranks each" if groups != "1" else f"one group of {ranks} ranks"
+    return f" {strategy.capitalize()}: {divided}, which share each document of the group evenly."
 
 
 def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]]) -> str:
@@ -156,9 +183,11 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
     load = _section(
         "Load of the ranks, before and after",
         [
-            "Millions of query-key pairs that each rank computes in a layer. They are core attention alone: the "
-            "whole step gains less, since other layers take their part of it. hf-distca simulate predicts both. "
-            f"The most tokens of a rank are {figures['tokens_max_over_mean']:.3f}× the mean."
+            "Millions of query-key pairs that each rank computes in a layer. A pair is one query row and one row of "
+            "K and V that it sees. Pairs are core attention alone: the whole step gains less, since other layers take "
+            "their part of it. hf-distca simulate predicts both.",
+            "Packed in order: documents follow one another, and each rank gets equal tokens. Planned: the plan that "
+            f"training makes. The most tokens of a rank are then {figures['tokens_max_over_mean']:.3f}× the mean.",
         ],
         _figure(
             "Query-key pairs of each rank, before and after",
@@ -171,11 +200,14 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
     in_bytes = _section(
         "Bytes by rank",
         [
-            "Megabytes that each rank sends and receives in one layer's forward: rows of Q, K and V, and O rows "
-            f"back. All ranks send {figures['bytes_total'] / 1e6:,.1f} MB, the busiest "
-            f"{figures['bytes_bottleneck'] / 1e6:,.1f} MB. K and V travel in {figures['stages']} stages; exchange "
-            f"buffers of the busiest rank take {figures['exchange_buffers'] / 1e6:,.1f} MB. {figures['tasks']:,} "
-            f"tasks in {figures['nano_batches']} nano-batches; the smallest has {figures['min_rows']:,} rows."
+            "Megabytes that each rank sends and receives in one layer's forward: rows of Q, K and V to the rank that "
+            "computes, and rows of the output O back. "
+            f"All ranks send {figures['bytes_total'] / 1e6:,.1f} MB, the busiest rank "
+            f"{figures['bytes_bottleneck'] / 1e6:,.1f} MB.",
+            "A task is the core attention of query rows that lie side by side in a document. The plan has "
+            f"{counted(figures['tasks'], 'task')}; the smallest has {counted(figures['min_rows'], 'row')}. "
+            f"{PARTS_OF_STEP[figures['nano_batches']]} K and V travel in {counted(figures['stages'], 'stage')}. The "
+            f"memory for rows that arrive takes {figures['exchange_buffers'] / 1e6:,.1f} MB on the busiest rank.",
         ],
         _figure(
             "Megabytes that each rank sends and receives",
@@ -188,7 +220,8 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
     if memory:
         (first, strategies), *others = memory.items()
         rows = [[name, *cells] for name, cells in others]
-        in_memory.append(_section("Memory", [MEMORY], _table("Memory of a rank", [first, *strategies], rows)))
+        table = _table("Memory of a rank", [first, *strategies], rows)
+        in_memory.append(_section("Memory", [MEMORY], table, f"<p class='caption'>{escape(PARTS_OF_MEMORY)}</p>"))
     return _page(
         "hf-distca plan",
         f"The busiest rank has {figures['max_over_mean']:.3f}× the mean core attention; packed in order, "
@@ -198,6 +231,11 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
         f"{given['ranks']} ranks of at most {given['tokens_per_rank']:,} tokens.",
         [_lengths(bins), load, in_bytes, *in_memory, _origin({**given, "planned in": f"{figures['plan_ms']:.1f} ms"})],
     )
+
+
+def counted(count: int, what: str, several: str = "") -> str:
+    """Return a number and a noun, whose plural is `several` or ends in s."""
+    return f"{count:,} {what if count == 1 else several or what + 's'}"
 
 
 def _page(tool: str, title: str, source: str, lead: str, sections: Sequence[str]) -> str:

@@ -62,29 +62,44 @@ class StrategyFigures:
     state_bytes: int | None  # memory of a GPU for weights, gradients and optimizer; None if not asked for
     documents_cut: float  # share of documents that lose context
     mixing_seconds: float  # the part of `other_seconds` in layers that mix rows in order
+    mixing_mean_seconds: float
     mixing_runs: float  # as in `StepTime`
     mixing_bytes: float
+
+
+SECONDS = "Seconds of the mean rank: step = attention + other + waits + idle."
+"""Meaning of the first columns of a table of strategies."""
+
+
+def parts_of_step(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of the mean rank in a step, which they add up to, from the fields of `StrategyFigures`."""
+    busy = {
+        "attention": figures["attention_mean_seconds"],
+        "other": figures["other_mean_seconds"],
+        "waits": figures["exchange_mean_seconds"],
+    }
+    return {**busy, "idle": max(figures["step_seconds"] - sum(busy.values()), 0.0)}
 
 
 def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
     """Return the columns of a table of strategies, from the fields of `StrategyFigures`.
 
-    A hybrid model has three more: of mixing layers, the part of the time, kernel runs and bytes of states a layer.
+    Seconds of a step's parts are of the mean rank, and add up to the step. A hybrid model has three more columns: of
+    mixing layers, the part of the other time, kernel runs, and bytes of states a layer.
     """
     in_bytes = figures["rows_bytes"], figures["state_bytes"]
+    busiest, mean = figures["attention_seconds"], figures["attention_mean_seconds"]
     of_mixing = {
-        "mixing, s": f"{figures['mixing_seconds']:.3f}",
+        "mixing": f"{figures['mixing_mean_seconds']:.3f}",
         "runs": f"{figures['mixing_runs']:.1f}",
         "states, MB": f"{figures['mixing_bytes'] / 1e6:,.1f}",
     }
     return {
         "": figures["name"],
         "step, s": f"{figures['step_seconds']:.3f}",
-        "attention, s": f"{figures['attention_seconds']:.3f}",
-        "other, s": f"{figures['other_seconds']:.3f}",
+        **{name: f"{seconds:.3f}" for name, seconds in parts_of_step(figures).items()},
         **(of_mixing if figures["mixing_seconds"] else {}),
-        "waits, s": f"{figures['exchange_seconds']:.3f}",
-        "idle": f"{figures['idle']:.0%}",
+        "imbalance": f"{busiest / mean if mean else 1.0:.2f}",
         "tokens/s": f"{figures['tokens_per_second']:,.0f}",
         "MFU": f"{figures['mfu']:.1%}",
         "GB": "" if None in in_bytes else f"{sum(in_bytes) / 1e9:.1f}",
@@ -186,6 +201,7 @@ def simulate(
             # Strategies that cut to fewer tokens than `capacity` cut these documents too, and count them.
             documents_cut=max(too_long, sum(step.documents_cut for step in steps)) / len(lengths),
             mixing_seconds=float(np.mean([step.mixing.max() for step in steps])),
+            mixing_mean_seconds=float(np.mean([step.mixing.mean() for step in steps])),
             mixing_runs=float(np.mean([step.mixing_runs for step in steps])),
             mixing_bytes=float(np.mean([step.mixing_bytes for step in steps])),
         )

@@ -9,18 +9,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hf_distca.sim.drawing import Drawing, ticks
+from hf_distca.sim.drawing import LETTER, Drawing, ticks
 
 Activity = Literal["attention", "waits", "other"]
 """Activity of a rank: core attention, waits for rows of other ranks, or anything else."""
 
 CATEGORIES: dict[str, Activity] = {"kernel": "attention", "wait": "waits"}
 """Activity for each category of slices."""
-WAITS = "waits for rows of other ranks"
-NAMES: dict[Activity, str] = {"attention": "core attention", "waits": WAITS, "other": "other"}
+NAMES: dict[Activity, str] = {
+    "attention": "core attention",
+    "waits": "waits for rows of other ranks",
+    "other": "other: projections, MLPs, loss, gradients, optimizer",
+}
 """Labels of a rank's activities; the keys are also classes of SVG marks."""
-WIDTH, ROW, LEFT, RIGHT, TOP, BOTTOM = 1000, 18, 80, 240, 64, 40
-"""Sizes of the picture in pixels: time axis, row of a rank, and margins."""
+WIDTH, ROW, LEFT, RIGHT, TOP, BOTTOM, COLUMN = 810, 18, 70, 320, 64, 40, 76
+"""Sizes of the picture in pixels: time axis, row of a rank, margins, and column of the totals on the right."""
 
 
 @dataclass
@@ -135,18 +138,22 @@ def svg_of(name: str, steps: Sequence[RankStep]) -> str:
     for activity, words in NAMES.items():
         drawing.bar(x, 36, 12, 12, activity, words)
         drawing.text(x + 18, 47, words)
-        x += 48 + 8 * len(words)
+        x += 42 + LETTER * len(words)
     for mark in marks:
         x = LEFT + WIDTH * mark / marks[-1]
         drawing.line(x, TOP - 4, x, bottom)
         drawing.text(x, bottom + 18, f"{mark:,.10g} ms", "middle")
-    drawing.text(LEFT + WIDTH + 24, TOP - 8, " + ".join(NAMES))
+    columns = ("step", *NAMES)  # as on the console
+    right = LEFT + WIDTH + RIGHT - 10 - COLUMN * (len(columns) - 1)  # where the first column ends
+    for column, title in enumerate(columns):
+        drawing.text(right + COLUMN * column, TOP - 8, title, "end")
+    drawing.text(right + COLUMN * (len(columns) - 1), TOP - 26, "milliseconds of each rank", "end")
     for row, step in enumerate(steps):
         y = TOP + ROW * row
         drawing.text(LEFT - 8, y + 12, f"rank {step.rank}", "end")
         for first, last, main in runs(step, begin, end, WIDTH):
             if main is not None:
                 drawing.bar(LEFT + first, y, last - first, ROW - 3, main, f"rank {step.rank}, {NAMES[main]}")
-        totals = " + ".join(f"{time / 1e6:.1f}" for time in step.totals().values())
-        drawing.text(LEFT + WIDTH + 24, y + 12, f"{totals} ms")
+        for column, time in enumerate((step.end - step.begin, *step.totals().values())):
+            drawing.text(right + COLUMN * column, y + 12, f"{time / 1e6:,.1f}", "end")
     return drawing.file(f"{name}: what each of {len(steps)} ranks did in {took:.1f} ms")

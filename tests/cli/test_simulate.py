@@ -139,7 +139,12 @@ def test_a_hybrid(figures, run, tmp_path, without_memory):
     assert (whole["mixing_runs"], whole["mixing_bytes"]) == (1, 0)
     assert (joint["mixing_seconds"] > 0, joint["mixing_runs"] > 1) == (True, True)
     assert joint["mixing_bytes"] >= 3 * 48 * 2 + 2 * 8 * 16 * 4
-    assert "mixing, s" in run(*options)[1]
+    printed = run(*options)[1].splitlines()
+    (head,) = (line for line in printed if "imbalance" in line)
+    assert head.split()[:7] == ["step,", "s", "attention", "other", "waits", "idle", "mixing"]
+    (cells,) = (line.split() for line in printed if line.startswith("hf_distca, joint "))
+    assert cells[7] == f"{joint['mixing_mean_seconds']:.3f}"
+    assert 0 < joint["mixing_mean_seconds"] < joint["mixing_seconds"]
     tiny_config("jamba").save_pretrained(tmp_path)
     assert "hf_distca, whole" in by_name(figures(*options, "--lengths", "lognormal:400,0.5"))
 

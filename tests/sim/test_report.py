@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from hf_distca.cli.main import main
+from hf_distca.cli.model import NAMES as OF_MEMORY
 from hf_distca.cli.model import config_of_shape
+from hf_distca.sim import report
 from hf_distca.sim.drawing import COLOURS, MARKS, short, stacks_picture, ticks
 from hf_distca.sim.model import ModelShape
 from hf_distca.sim.report import POLICY, table_of_ranks
@@ -51,9 +53,49 @@ def test_a_report_is_one_file_with_labels_in_which_a_colour_has_one_meaning(repo
     assert len(page.findall(".//title")) == len(page.findall(".//rect")) + 1
     assert all(table.get("aria-label") or table.get("class") == "facts" for table in page.iter("table"))
 
+    # What is wider than a phone scrolls in a box of its own, so that the page does not.
+    boxes = {child: box for box in page.iter("div") for child in box}
+    wide = [*pictures, *(table for table in page.iter("table") if table.get("class") != "facts")]
+    assert {boxes[each].get("class") for each in wide} == {"picture", "table"}
+    for box in (".picture, .table", "pre"):
+        assert re.search(rf"^{re.escape(box)} \{{[^}}]*overflow-x: auto;", text, re.M)
+
     classes = {name for style in re.findall(r'class="mark ([^"]*)"', text) for name in style.split()}
     assert classes <= {*MARKS, "documents", "tokens"}
     assert "#" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S).replace("&#", "")
+
+
+def test_bars_and_table_of_strategies_have_the_seconds_of_the_same_rank_and_names_are_explained_first(reports):
+    simulation = html.unescape((reports / "simulate.html").read_text())
+    section = re.search("<h2>Strategies</h2>.*?</section>", simulation, re.S)[0]
+    titles = re.findall(r'<th scope="col">([^<]+)</th>', section)  # the first column has none
+    rows = re.findall(r'<th scope="row">([^<]+)</th>((?:<td>[^<]*</td>)+)', section)
+    table = {name: dict(zip(titles, re.findall("<td>([^<]*)</td>", cells), strict=True)) for name, cells in rows}
+    assert {"plain packing", "hf_distca, chosen"} <= set(table)
+    drawn = dict.fromkeys(table, 0.0)
+    parts = {"core attention": "attention", "other layers": "other", "waits for rows of other ranks": "waits"}
+    parts["idle until the slowest rank is done"] = "idle"
+    for label in re.findall("<title>([^<]+)</title>", section):
+        name, part, seconds = re.fullmatch("(.+), ([^,]+): (.+) s", label).groups()
+        assert table[name][parts[part]] == seconds
+        drawn[name] += float(seconds)
+    for name, figures in table.items():
+        # A bar that is far too long is broken off.
+        whole = sum(float(figures[part]) for part in parts.values())
+        assert float(figures["step, s"]) == pytest.approx(whole, abs=2.1e-3)
+        assert drawn[name] == pytest.approx(whole) or section.count('class="break"')
+
+    for term in ("Context parallel, 8 × 4: ", "Fixed: ", "Joint: ", "Chosen: "):
+        assert section.count(term) == 1
+        assert section.index(term) < section.index("<svg")
+    for term in ("MFU, model FLOPs utilization: ", "imbalance: core attention of the busiest rank"):
+        assert section.count(term) == 1
+    # The title names a strategy of groups, and the sentence below explains its sizes.
+    assert report.in_groups("context parallel, 2 × 8") == (
+        " Context parallel, 2 × 8: 2 groups of 8 ranks each, which share each document of the group evenly."
+    )
+    header = re.search("<header>.*?</header>", simulation, re.S)[0]
+    assert ("context parallel" in header) == ("Context parallel, " in header)
 
 
 def test_what_was_counted_is_what_the_report_says(reports):
@@ -61,8 +103,9 @@ def test_what_was_counted_is_what_the_report_says(reports):
     headings = re.search(r'<th scope="col">memory of a rank, GB</th>(.*?)</tr>', plan)[1]
     assert re.findall(r">([^<]+)<", headings) == ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
     assert re.search(r'<th scope="row">together</th>(<td>[\d.]+</td>){10}</tr>', plan)
-    for term in ("context parallel, 8 × 4: 8 groups of 4 ranks", "fixed: ", "joint: ", "chosen: ", "MFU, model FLOPs"):
-        assert simulation.count(term) == 1
+    (memory,) = re.findall("<h2>Memory</h2>.*?</section>", plan, re.S)
+    for part in OF_MEMORY.values():
+        assert memory.count(f"{part}: ") == 1  # explained below the table
     launch = re.search(r"accelerate launch --config_file (\S+) --num_processes 16 train.py", simulation)
     assert "FSDP" in (ROOT / launch[1]).read_text()  # as memory was counted
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from hf_distca.cli.main import main
 from hf_distca.dispatch.recorder import ALWAYS, Rows, Span, Work
+from hf_distca.sim.drawing import LETTER
 from hf_distca.timeline.events import rank_trace
 from hf_distca.timeline.steps import RankStep, read_traces, runs, steps_of, svg_of
 from hf_distca.trainer import tracing
@@ -272,3 +274,20 @@ def test_a_picture_has_round_ticks_and_a_view_box(nanoseconds, marks):
     ticks = [text.text.removesuffix(" ms") for text in texts if float(text.get("y")) > height - 30]
     assert " ".join(ticks).startswith(marks)
     assert all(0 < float(text.get("x")) < width and float(text.get("y")) < height for text in texts)
+    # It shrinks to a narrow window, and fills none that is wider than usual.
+    (style,) = picture.iter("{http://www.w3.org/2000/svg}style")
+    assert "svg { max-width: 100%; height: auto; }" in style.text
+    assert width <= 1200
+    # The totals of a rank, to the right of its row, stand in columns that do not touch.
+    of_lines: dict[str, list[tuple[float, float]]] = {}
+    for text in texts:
+        size, x = LETTER * len(text.text), float(text.get("x"))
+        left = x - {"start": 0, "middle": size / 2, "end": size}[text.get("text-anchor")]
+        assert left >= 0
+        assert left + size <= width
+        of_lines.setdefault(text.get("y"), []).append((left, left + size))
+    for spans in of_lines.values():
+        assert all(before < after for (_, before), (after, _) in pairwise(sorted(spans)))
+    (y,) = {text.get("y") for text in texts if text.text == "rank 1"}
+    took = f"{nanoseconds / 1e6:,.1f}"
+    assert [text.text for text in texts if text.get("y") == y] == ["rank 1", took, "0.0", "0.0", took]

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFl
 import hf_distca
 
 
+@hf_distca.record  # an error is reported once, and not by every process
 def main() -> None:
     """Read the options and train."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)

@@ -64,11 +64,14 @@ class ScriptArguments:
     use_peft: bool = field(default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."})
 
 
+@hf_distca.record  # an error is reported once, and not by every process
 def main() -> None:
     """Read the options, prepare chats and tokenizer, train, evaluate, report."""
-    parser = HfArgumentParser((ScriptArguments, hf_distca.DistCASFTConfig))
+    parser = HfArgumentParser((ScriptArguments, hf_distca.DistCASFTConfig), usage="%(prog)s [OPTIONS]")
     parser.set_defaults(logging_steps=5, logging_first_step=True)  # the table is made of what is logged
-    script_args, training_args = parser.parse_args_into_dataclasses()
+    script_args, training_args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; --help lists all")
     training_args.serve_if_server()
     adapters = lora_adapters() if script_args.use_peft else None
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_distca.models.settings import plan_settings as plan_settings
     from hf_distca.patches.layers import plan_layers as plan_layers
     from hf_distca.planner.settings import PlanSettings as PlanSettings
+    from hf_distca.script import record as record
     from hf_distca.trainer.arguments import DistCAArguments as DistCAArguments
     from hf_distca.trainer.arguments import DistCAPaddedArguments as DistCAPaddedArguments
     from hf_distca.trainer.arguments import DistCATrainingArguments as DistCATrainingArguments
@@ -66,6 +67,7 @@ _MODULES = {
     "pack_padded": "trainer.assembly",
     "plan_layers": "patches.layers",
     "plan_settings": "models.settings",
+    "record": "script",
 }
 __all__ = list(_MODULES)
 

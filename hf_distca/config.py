@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from hf_distca.kernels import KERNEL_NAMES
+from hf_distca.refusal import RefusedError
 from hf_distca.units import AUTO, Bytes, BytesOrAuto, Servers, Switch, Tokens, Tolerance, read_values
 
 DOCUMENT_LAYOUTS = (AUTO, "joint", "fixed", "whole")
@@ -176,21 +177,21 @@ class DistCAConfig:
         for each in fields(DistCAConfig):
             name, given, valid = each.name, getattr(self, each.name), each.metadata.get("choices")
             if valid and given not in valid:
-                raise ValueError(f"{name} must be one of {list(valid)}, got {given!r}")
+                raise RefusedError(f"{name} must be one of {list(valid)}, got {given!r}")
             is_number = isinstance(given, Real) and not isinstance(given, bool)
             if each.type is float and not (is_number and isfinite(given)):
-                raise ValueError(f"{name} must be a finite number, got {given!r}")
+                raise RefusedError(f"{name} must be a finite number, got {given!r}")
             if each.type is int and not (is_number and isinstance(given, Integral)):
-                raise ValueError(f"{name} must be a whole number, got {given!r}")
+                raise RefusedError(f"{name} must be a whole number, got {given!r}")
             if each.type is bool and not isinstance(given, bool):
-                raise ValueError(f"{name} must be true or false, got {given!r}")
+                raise RefusedError(f"{name} must be true or false, got {given!r}")
             # HfArgumentParser leaves only `str` of `str | None`.
             may_be_none = given is None and each.default is None
             if each.type in (str, str | None) and not (isinstance(given, str) or may_be_none):
-                raise ValueError(f"{name} must be text, got {given!r}")
+                raise RefusedError(f"{name} must be text, got {given!r}")
             if is_number and (given < 0 or (given == 0 and name not in ZERO)):
                 expected = f"0 ({ZERO[name]}) or more" if name in ZERO else "positive"
-                raise ValueError(f"{name} must be {expected}, got {given!r}")
+                raise RefusedError(f"{name} must be {expected}, got {given!r}")
 
     @property
     def planned_layout(self) -> str:
@@ -234,7 +235,7 @@ def _ranks_per_node(given: Any) -> str:
     if parts == [AUTO]:
         return AUTO
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(
+        raise RefusedError(
             "ranks_per_node must be one number of ranks, a number for each node such as '8,8,4', or 'auto', got "
             f"{given!r}"
         )

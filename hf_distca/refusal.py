@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class RefusedError(ValueError):
+    """What is given cannot work; the message is a whole sentence that needs no traceback, the same on every rank."""
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A case that is refused. Texts are format strings; the values come from the case.
@@ -25,9 +29,9 @@ class Refusal:
     remedy: str
     condition: str = field(default="", kw_only=True)
 
-    def error(self, *subject: Any, **values: Any) -> ValueError:
+    def error(self, *subject: Any, **values: Any) -> RefusedError:
         """Return the error with the message "found, but reason; remedy"."""
-        return ValueError(f"{self.found}, but {self.reason}; {self.remedy}".format(*subject, **values))
+        return RefusedError(f"{self.found}, but {self.reason}; {self.remedy}".format(*subject, **values))
 
 
 @dataclass(frozen=True)

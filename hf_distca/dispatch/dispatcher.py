@@ -18,6 +18,7 @@ from hf_distca.kernels import get_kernel
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_placed
 from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.refusal import RefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +88,11 @@ class Dispatcher:
         of_ranks = self.groups.all_gather(mine)
         with self.groups.raised_together(in_world=True):
             if settings.ranks != self.groups.ranks:
-                raise ValueError(
+                raise RefusedError(
                     f"PlanSettings.ranks is {settings.ranks}, but {self.groups.ranks} ranks run; set it to that"
                 )
             if found := first_difference(of_ranks):
-                raise ValueError(DIFFERENT.format(*found))
+                raise RefusedError(DIFFERENT.format(*found))
         self.groups.connect_nodes(settings.nodes)
         self.exchange = Exchange(self.groups)
 

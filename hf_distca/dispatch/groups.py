@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.dispatch.failures import Failures
 from hf_distca.dispatch.waits import Waits
+from hf_distca.refusal import RefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def mesh_ranks(mesh: RankMesh | None) -> list[int]:
         return list(range(dist.get_world_size()))
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
-            raise ValueError(
+            raise RefusedError(
                 f"the mesh has the dimensions {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}; expected one "
                 'dimension, that of the data-parallel ranks, such as mesh["dp"]'
             )
@@ -216,8 +217,15 @@ def raised_together(timeout_s: float) -> AbstractContextManager[None]:
     return _raised_together(partial(gather_in_world, timeout_s=timeout_s))
 
 
+class Report(NamedTuple):
+    """What other ranks learn of an error."""
+
+    message: str
+    refused: bool
+
+
 @contextmanager
-def _raised_together(gather: Callable[[str | None], list[str | None]]) -> Iterator[None]:
+def _raised_together(gather: Callable[[Report | None], list[Report | None]]) -> Iterator[None]:
     error = None
     try:
         yield
@@ -226,14 +234,19 @@ def _raised_together(gather: Callable[[str | None], list[str | None]]) -> Iterat
     _raise_any(error, gather)
 
 
-def _raise_any(error: Exception | None, gather: Callable[[str | None], list[str | None]]) -> None:
+def _raise_any(error: Exception | None, gather: Callable[[Report | None], list[Report | None]]) -> None:
     """Raise if any rank has an error: this rank's own if all have the same, else all messages."""
-    errors = gather(None if error is None else f"{type(error).__name__}: {error}")
-    failed = [f"rank {rank}: {message}" for rank, message in enumerate(errors) if message is not None]
-    if error is not None and len(set(errors)) == 1:
+    mine = None
+    if error is not None:
+        refused = isinstance(error, RefusedError)
+        mine = Report(str(error) if refused else f"{type(error).__name__}: {error}", refused)
+    reports = gather(mine)
+    if error is not None and len(set(reports)) == 1:
         raise error
+    failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
     if failed:
-        raise ValueError("; ".join(failed)) from error
+        kind = RefusedError if all(report.refused for _, report in failed) else ValueError
+        raise kind("; ".join(f"rank {rank}: {report.message}" for rank, report in failed)) from error
 
 
 def first_difference(by_rank: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
@@ -333,7 +346,7 @@ def check_devices(backend: str, uuids: Sequence[str | None]) -> None:
     ranks = {uuid: [rank for rank, other in enumerate(uuids) if other == uuid] for uuid in uuids}
     shared = [f"ranks {of_uuid} on {uuid}" for uuid, of_uuid in ranks.items() if len(of_uuid) > 1]
     if shared and backend == dist.Backend.NCCL:
-        raise ValueError(
+        raise RefusedError(
             f"NCCL takes one rank per GPU, but several ranks share one: {'; '.join(shared)}. Start one process per "
             'GPU, each with its own torch.cuda.set_device(LOCAL_RANK); or use gloo, with ddp_backend="gloo" or '
             'init_process_group("gloo")'

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_distca.refusal import RefusedError
+
 from .contract import AttentionParams, Kernel, Need
 from .cpu import CpuKernel
 from .reference import ReferenceKernel
@@ -43,7 +45,7 @@ def get_kernel(
     if name == "auto":
         return choose_kernel(device, needs, sm_margin=sm_margin)[0]
     if name not in KERNELS:
-        raise ValueError(f"no kernel is named {name!r}; valid names: {', '.join(KERNEL_NAMES)}")
+        raise RefusedError(f"no kernel is named {name!r}; valid names: {', '.join(KERNEL_NAMES)}")
     kernel = FlashAttn3Kernel(sm_margin, hub=hub) if name == "flash_attn_3" else KERNELS[name]()
     for need in needs:
         kernel.check(need, device)
@@ -64,7 +66,7 @@ def choose_kernel(
     if device.type == "cpu":
         return get_kernel("cpu", device, needs), {}
     if device.type != "cuda":
-        raise ValueError(
+        raise RefusedError(
             f"kernel 'auto' chooses for cpu and cuda devices only, got {device}; set attention_kernel='reference', "
             "which runs on any device"
         )
@@ -76,7 +78,7 @@ def choose_kernel(
         except (ImportError, ValueError) as error:
             passed_over[name] = str(error)
     reasons = "".join(f"\n- {reason}" for reason in passed_over.values())
-    raise ValueError(
+    raise RefusedError(
         f"no installed kernel can compute this model's attention on {device}, a GPU of compute capability "
         f"{major}.{minor}:{reasons}"
     )

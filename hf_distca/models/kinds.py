@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from hf_distca.models.decoder import base_model, decoder_attentions, hands_on
 from hf_distca.models.tensor_parallel import kind_on_a_rank
 from hf_distca.plan import AttentionKind
+from hf_distca.refusal import RefusedError
 
 ROWWISE = ("moe", "mlp", "sparse", "dense")
 """Types of layers that compute each row independently."""
@@ -44,7 +45,7 @@ def layers_by_kind(model: nn.Module) -> Counter[AttentionKind]:
         own = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
         q_heads = getattr(own, "num_attention_heads", None)
         if q_heads is None:
-            raise ValueError(
+            raise RefusedError(
                 f"{type(own).__name__} has no num_attention_heads, so the heads of {type(module).__name__} are "
                 "unknown and its attention cannot be planned; train this model with stock attention and transformers' "
                 "Trainer"
@@ -80,7 +81,7 @@ def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
     known |= dict.fromkeys(("sliding_attention", "hybrid_sliding"), Reach(window))
     known["chunked_attention"] = Reach(chunk=getattr(config, "attention_chunk_size", None))
     if unknown := sorted(set(types) - set(known)):
-        raise ValueError(
+        raise RefusedError(
             f"{type(config).__name__} has layers of type {unknown}, but a planned step is exact only for layers of "
             f"the types {sorted(known)}. Choose a model with these types only, or train this model with stock "
             "attention and transformers' Trainer"

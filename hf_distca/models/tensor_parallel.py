@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_distca.plan import AttentionKind
+from hf_distca.refusal import RefusedError
 
 TAKES_SHARES = "rowwise"
 """transformers' style of a linear layer with divided input: the output projection of divided attention.
@@ -36,7 +37,7 @@ def kind_on_a_rank(kind: AttentionKind, model: PreTrainedModel, attention: nn.Mo
         return kind
     for heads, what in ((kind.q_heads, "query heads"), (kind.kv_heads, "key/value heads")):
         if heads % ranks:
-            raise ValueError(
+            raise RefusedError(
                 f"{name} has {heads} {what}, which tensor parallelism cannot divide among {ranks} ranks. Load "
                 f"{type(model).__name__} with a tp_size that divides {kind.q_heads} and {kind.kv_heads}; raise "
                 "fsdp_size to use the other ranks: DistributedConfig(tp_size=…, fsdp_size=…)"

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hf_distca.refusal import RefusedError
+
 NODE_BANDWIDTH = 450.0
 """GB/s that a GPU sends, and receives, inside its node: NVLink of an H100 or H200."""
 EXCHANGE_BANDWIDTH = 100.0
@@ -21,13 +23,13 @@ def node_sizes(ranks: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ..
     advice = "give the number of ranks of every node, in the order of the ranks, or 1 where all links are equally fast"
     if isinstance(ranks_per_node, int):
         if ranks_per_node < 1 or ranks % ranks_per_node:
-            raise ValueError(
+            raise RefusedError(
                 f"ranks_per_node={ranks_per_node} does not divide the {ranks} ranks that train together; {advice}"
             )
         return (ranks_per_node,) * (ranks // ranks_per_node)
     sizes, named = tuple(ranks_per_node), ",".join(map(str, ranks_per_node))
     if min(sizes, default=0) < 1 or sum(sizes) != ranks:
-        raise ValueError(f"ranks_per_node={named} adds up to {sum(sizes)} ranks, but {ranks} ranks train; {advice}")
+        raise RefusedError(f"ranks_per_node={named} adds up to {sum(sizes)} ranks, but {ranks} ranks train; {advice}")
     return sizes
 
 

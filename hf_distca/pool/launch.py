@@ -23,6 +23,7 @@ from hf_distca.pool.nixl import address_towards
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.token import make_token, parse_address, read_token, write_token
 from hf_distca.pool.transport import Choice, make_memory
+from hf_distca.refusal import RefusedError
 from hf_distca.waiting import wait_until
 
 logger = logging.getLogger(__name__)
@@ -61,12 +62,12 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     ranks = world - servers
     if ranks < 1:
-        raise ValueError(
+        raise RefusedError(
             f"attention_servers={servers} of {world} processes leaves no rank to train; start more processes: "
             f"accelerate launch --num_processes {servers + 1} or above"
         )
     if dist.is_initialized() or PartialState._shared_state:
-        raise ValueError(
+        raise RefusedError(
             "torch.distributed or accelerate has started already, but attention_servers divides the processes before "
             "that; make DistCATrainingArguments first in the script"
         )
@@ -96,7 +97,7 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
         name = f"the attention server in process {server} of this launch to start"
         remedy = "look at the output of that process; `WORLD_SIZE` processes must be launched"
         if error := _value(line, f"error of {server}", name, START_S, remedy):
-            raise ValueError(error)
+            raise RefusedError(error)
     line.close(STORE_S)
     if rank >= ranks:
         for name in _OF_THE_WORLD:

@@ -20,6 +20,7 @@ from hf_distca.dispatch.failures import Failures
 from hf_distca.dispatch.groups import Groups, mesh_ranks, raised_together, ranks_per_node
 from hf_distca.dispatch.waits import RankLost, Waits
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.refusal import RefusedError
 from tests.models_and_batches import dispatcher_of_all_ranks, small_kinds
 from tests.ranks import RankPool
 
@@ -157,6 +158,12 @@ def _two_by_two() -> None:
     wrong = [["wrong", "wrong"], ["wrong", None]][shard][replica]
     with pytest.raises(ValueError, match=[r"^wrong$", r"^rank 0: ValueError: wrong$"][shard]):
         groups.raise_together(wrong and ValueError(wrong))
+    # A refusal stays a refusal on ranks that did not see it; a crash of any rank is none.
+    for kinds, expected in (((RefusedError, None), RefusedError), ((RefusedError, OSError), ValueError)):
+        kind = kinds[replica]
+        with pytest.raises(ValueError, match=r"^rank 0: wrong") as caught:
+            groups.raise_together(kind and kind("wrong"))
+        assert type(caught.value) is expected
     # Different plans side by side, one of them with rows that travel.
     settings = PlanSettings(2, 64, small_kinds(), balance_block_size=8)
     dispatcher = Dispatcher(settings, CPU, mesh["dp"].get_group())

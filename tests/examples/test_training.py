@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import finetune_llama, make_checkpoint, sft_chat
 from tests.examples.running import EXAMPLES, finetune, run_forked, summary_of
+from tests.launch import run_in_forks
 
 
 def test_the_checkpoint_loads_like_any_other(checkpoint):
@@ -96,6 +97,42 @@ def test_a_loop_of_ones_own(checkpoint, tmp_path):
     losses = [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step ")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
+
+
+def test_a_refusal_is_one_line_of_rank_0(checkpoint, tmp_path):
+    (tmp_path / "text.txt").write_text("A text.")
+    options = ["--output_dir", str(tmp_path / "run"), "--label_smoothing_factor", "0.1"]
+    command = [str(checkpoint), str(tmp_path / "text.txt"), *options]
+    assert run_in_forks("ddp", EXAMPLES / "train.py", command, tmp_path) == [1, 1]
+    printed, others = ((tmp_path / f"output-{rank}").read_text(errors="replace") for rank in range(2))
+    assert [line for line in printed.splitlines() if "label_smoothing_factor" in line] == [
+        "label_smoothing_factor=0.1 is set, but targets of packed documents are already shifted, and it shifts again; "
+        "set 0.0"
+    ]
+    assert "label_smoothing_factor" not in others
+    assert "Traceback" not in printed + others
+
+
+def test_a_misspelt_option_is_two_lines(monkeypatch, capsys):
+    """Without the usage of two hundred options."""
+    for name, given in (("train", ["model", "text.txt"]), ("finetune_llama", []), ("sft_chat", [])):
+        example = import_module(f"examples.{name}")
+        needed = [] if given else ["--model_name_or_path", "model"]
+        monkeypatch.setattr(
+            sys, "argv", [f"{name}.py", *given, *needed, "--use_cpu", "--output_dir", "/no", "--nosuch"]
+        )
+        with pytest.raises(SystemExit, match=r"^2$"):
+            example.main()
+        usage, error = capsys.readouterr().err.splitlines()[-2:]
+        assert usage.startswith(f"usage: {name}.py ")
+        assert error == f"{name}.py: error: unrecognized arguments: --nosuch; --help lists all"
+
+
+def test_every_example_that_is_launched_reports_errors_once():
+    for name in ("train", "finetune_llama", "sft_chat", "accelerate_loop"):
+        tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
+        (main,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+        assert [ast.unparse(each) for each in main.decorator_list] == ["hf_distca.record"], name
 
 
 def test_a_run_that_logged_nothing(capsys):

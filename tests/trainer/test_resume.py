@@ -287,4 +287,4 @@ def _error_of_own_folder(folders: list[str]) -> str:
 
 def test_a_checkpoint_that_one_rank_lacks(rank_pools, whole_run, tmp_path):
     for error in rank_pools[2].run(_error_of_own_folder, [str(whole_run("packed")[1]), str(tmp_path)]):
-        assert re.search(f"^rank 1: ValueError: {pattern(Resume.NO_CHECKPOINT, folder=tmp_path)}", error)
+        assert re.search(f"^rank 1: {pattern(Resume.NO_CHECKPOINT, folder=tmp_path)}", error)

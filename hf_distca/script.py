@@ -1,0 +1,60 @@
+"""One line for a training that is refused or interrupted, instead of a traceback on every rank."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import NoReturn, ParamSpec, TypeVar
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from hf_distca.refusal import RefusedError
+from hf_distca.units import UnitError
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a process that Ctrl-C ends, as shells have it."""
+
+
+def record(main: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let the launcher report why a script's main function failed, as torch's `record` does, in one line if possible.
+
+    ```python
+    @hf_distca.record
+    def main() -> None: ...
+    ```
+
+    The launcher shows the error in its last lines. Where hf_distca refuses what it is given, rank 0 prints the
+    sentence and other ranks print nothing. Where Ctrl-C interrupts the function, rank 0 prints that. Any other error
+    keeps its traceback on its rank.
+    """
+
+    @wraps(main)
+    def recorded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        handler = get_error_handler()
+        handler.initialize()
+        try:
+            return main(*args, **kwargs)
+        except (RefusedError, UnitError) as error:
+            # The launcher's report would begin with the traceback, if there were one.
+            error.__traceback__ = error.__cause__ = error.__context__ = None
+            handler.record_exception(error)
+            _end(str(error), 1)
+        except KeyboardInterrupt:
+            # The launcher interrupts its processes a second time.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _end("interrupted", INTERRUPTED)
+        except Exception as error:
+            handler.record_exception(error)
+            raise
+
+    return recorded
+
+
+def _end(sentence: str, code: int) -> NoReturn:
+    """End the process; rank 0 prints why."""
+    if os.environ.get("RANK", "0") == "0":
+        print(sentence, file=sys.stderr, flush=True)
+    sys.exit(code)

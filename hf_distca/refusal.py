@@ -13,6 +13,10 @@ class RefusedError(ValueError):
     """What is given cannot work; the message is a whole sentence that needs no traceback, the same on every rank."""
 
 
+class PackageError(RefusedError, ImportError):
+    """A package that a setting needs is missing or cannot be imported."""
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A case that is refused. Texts are format strings; the values come from the case.

@@ -10,7 +10,6 @@ from typing import NoReturn, ParamSpec, TypeVar
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from hf_distca.refusal import RefusedError
-from hf_distca.units import UnitError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -37,7 +36,7 @@ def record(main: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         handler.initialize()
         try:
             return main(*args, **kwargs)
-        except (RefusedError, UnitError) as error:
+        except RefusedError as error:
             # The launcher's report would begin with the traceback, if there were one.
             error.__traceback__ = error.__cause__ = error.__context__ = None
             handler.record_exception(error)

@@ -7,6 +7,8 @@ from decimal import Decimal
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 
+from hf_distca.refusal import RefusedError
+
 TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 """Suffixes of token numbers: 32k is 32,768 tokens, as in names of models."""
 SWITCHED = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -18,7 +20,7 @@ EXTERNAL: Final = "external"
 """Value for attention servers that are started separately."""
 
 
-class UnitError(ArgumentTypeError, ValueError):
+class UnitError(ArgumentTypeError, RefusedError):
     """Error of a value that cannot be read; argparse shows the message."""
 
 

@@ -6,7 +6,8 @@ import signal
 import pytest
 
 import hf_distca
-from hf_distca.refusal import Refusal, RefusedError
+from hf_distca.kernels.varlen import MissingPackageError
+from hf_distca.refusal import PackageError, Refusal, RefusedError
 from hf_distca.units import read_tokens
 
 REFUSAL = Refusal("x=1 is set", "it has no effect", "set x=0")
@@ -30,6 +31,8 @@ def fail(kind: str) -> None:
             raise REFUSAL.error() from error
     if kind == "unit":
         read_tokens("32q")
+    if kind == "package":
+        raise PackageError("install trl")
     if kind == "crash":
         raise RuntimeError("boom")
     if kind == "bug":
@@ -42,6 +45,7 @@ def fail(kind: str) -> None:
     [
         ("refused", 1, "x=1 is set, but it has no effect; set x=0"),
         ("unit", 1, "must be a number of tokens, such as 32768 or '32k', got '32q'"),
+        ("package", 1, "install trl"),
         ("interrupted", 130, "interrupted"),
     ],
 )
@@ -72,6 +76,8 @@ def test_a_function_that_ends_well_returns_as_before(rank, tmp_path):
     assert not (tmp_path / "error.json").exists()
 
 
-def test_a_refusal_is_a_value_error():
+def test_refusals_are_errors_of_values_and_packages():
     assert isinstance(REFUSAL.error(), RefusedError)
     assert issubclass(RefusedError, ValueError)
+    assert issubclass(MissingPackageError, RefusedError)
+    assert issubclass(MissingPackageError, ImportError)

@@ -691,15 +691,15 @@ OF_RANK_1: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "seed": (lambda: {"seed": 2}, differs("seed", 1, 2)),
     "another attention": (
         lambda: {"model": small_model(implementation="sdpa")},
-        "rank 1: ValueError: LlamaForCausalLM runs attn_implementation='sdpa', but plans do not reach …",
+        "rank 1: LlamaForCausalLM runs attn_implementation='sdpa', but plans do not reach …",
     ),
     "layers without MLPs": (
         lambda: {"model": without_mlps()},
-        "rank 1: ValueError: mlp_chunk_rows=16 has no effect on …",
+        "rank 1: mlp_chunk_rows=16 has no effect on …",
     ),
     "torch.compile": (
         lambda: {"torch_compile": True},
-        "rank 1: ValueError: torch.compile is set for the whole model …",
+        "rank 1: torch.compile is set for the whole model …",
     ),
     "documents of its own": (
         lambda: {"rows": [{"input_ids": [3, 4, 6]}] * 4},
@@ -707,7 +707,7 @@ OF_RANK_1: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "a document that is wrong": (
         lambda: {"rows": [*TOKENS, {"input_ids": [3], "labels": [3, 4]}]},
-        "rank 1: ValueError: document 4 of train_dataset has 2 labels for 1 input_ids, …",
+        "rank 1: document 4 of train_dataset has 2 labels for 1 input_ids, …",
     ),
 }
 

@@ -180,11 +180,11 @@ class Groups:
             value = make()
         except ERRORS_OF_INPUT as caught:
             error = caught
-        gathered: list[tuple[str | None, Any]] = []
+        gathered: list[tuple[Report | None, Any]] = []
 
-        def gather(message: str | None) -> list[str | None]:
-            gathered.extend(self.all_gather((message, value), of=of))
-            return [message for message, _ in gathered]
+        def gather(report: Report | None) -> list[Report | None]:
+            gathered.extend(self.all_gather((report, value), of=of))
+            return [report for report, _ in gathered]
 
         _raise_any(error, gather)
         return [value for _, value in gathered]

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_distca.refusal import RefusedError
+
 from .contract import AttentionParams, Need, TaskShapes, check_tensors
 from .fused import merge_into
 
@@ -44,12 +46,12 @@ class CpuKernel:
     def check(self, need: Need, device: torch.device) -> None:
         """See `Kernel.check`."""
         if device.type != "cpu":
-            raise ValueError(
+            raise RefusedError(
                 f"kernel 'cpu' computes on the CPU, got {device}; on CUDA use 'torch_varlen' or 'flash_attn'"
             )
         if need.dtype not in DTYPES:
             names = ", ".join(str(supported).removeprefix("torch.") for supported in DTYPES)
-            raise ValueError(f"kernel 'cpu' computes in {names}, got {need.dtype}; 'reference' takes any dtype")
+            raise RefusedError(f"kernel 'cpu' computes in {names}, got {need.dtype}; 'reference' takes any dtype")
 
     def forward(
         self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, params: AttentionParams

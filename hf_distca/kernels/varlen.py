@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_distca.refusal import PackageError, RefusedError
+
 from .contract import ALIGNMENT, AttentionParams, Need, TaskShapes, check_tensors
 from .split import OF_LONGEST, OF_LONGEST_Q, task_ranges
 
 MAX_HEAD_DIM = 256
 
 
-class MissingPackageError(ImportError):
+class MissingPackageError(PackageError):
     """A kernel's package is not installed; other import errors are of installed packages."""
 
 
@@ -68,7 +70,7 @@ class FlashVarlenKernel:
         module = self.load() if module is None else module
         lacking = [name for name in self.functions if not hasattr(module, name)]
         if lacking:
-            raise ImportError(
+            raise PackageError(
                 f"kernel {self.name!r}: the {self.distribution} package has no {' and '.join(lacking)}; install "
                 f"{self.newer}: {self.install}"
             )
@@ -86,7 +88,7 @@ class FlashVarlenKernel:
 
     @classmethod
     def load(cls) -> ModuleType:
-        """Import the module; raise MissingPackageError if the package is not installed, else ImportError."""
+        """Import the module; raise MissingPackageError if the package is not installed, else PackageError."""
         try:
             return import_module(cls.module)
         # Built for another torch or CUDA, a package fails with an OSError or an AttributeError as well.
@@ -98,7 +100,7 @@ class FlashVarlenKernel:
                 raise MissingPackageError(missing if absent else f"{missing} ({why})") from error
             build = f"install a build for this torch and CUDA: {cls.install}"
             module = f"install what has {lacking}; PYTHONPATH ignores .pth files: add the folder that one names"
-            raise ImportError(
+            raise PackageError(
                 f"kernel {cls.name!r}: the {cls.distribution} package is installed, but cannot be imported: "
                 f"{why}; {build if lacking is None else module}"
             ) from error
@@ -114,31 +116,31 @@ class FlashVarlenKernel:
     def check(self, need: Need, device: torch.device) -> None:
         """See `Kernel.check`."""
         if device.type != "cuda":
-            raise ValueError(f"kernel {self.name!r} computes on CUDA, got {device}; on the CPU use 'cpu'")
+            raise RefusedError(f"kernel {self.name!r} computes on CUDA, got {device}; on the CPU use 'cpu'")
         capability = torch.cuda.get_device_capability(device)
         if capability[0] not in self.majors:
             others = "'reference' runs on any" if capability[0] < 8 else "'torch_varlen' runs from 8.0 on"
-            raise ValueError(
+            raise RefusedError(
                 f"kernel {self.name!r} needs a GPU of compute capability {self.gpus}, got "
                 f"{capability[0]}.{capability[1]}; {others}"
             )
         if need.dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(
+            raise RefusedError(
                 f"kernel {self.name!r} computes in float16 and bfloat16, got {need.dtype}: train in bfloat16 "
                 "(bf16=True), or use 'reference', which takes any dtype but keeps all scores of a task in memory"
             )
         if max(need.head_dim_qk, need.head_dim_v) > MAX_HEAD_DIM:
-            raise ValueError(
+            raise RefusedError(
                 f"kernel {self.name!r} takes head dims up to {MAX_HEAD_DIM}, got {need.head_dim_qk} for "
                 f"queries and keys and {need.head_dim_v} for values; 'reference' takes any"
             )
         if need.params.softcap is not None and not self.has_softcap:
-            raise ValueError(
+            raise RefusedError(
                 f"kernel {self.name!r} does not support softcap, got {need.params.softcap}; set attention_kernel to "
                 "'flash_attn', 'flash_attn_3' or 'flash_attn_4'"
             )
         if refusal := self._refusal(need, capability):
-            raise ValueError(refusal)
+            raise RefusedError(refusal)
 
     def forward(
         self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, params: AttentionParams

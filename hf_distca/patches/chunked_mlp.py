@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.patches.modules import subclass
+from hf_distca.refusal import RefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def chunk_mlps(model: nn.Module, rows: int) -> None:
             chunked += 1
     reasons = "; ".join(left) or "they have no module whose class name ends in MLP"
     if not chunked:
-        raise ValueError(
+        raise RefusedError(
             f"mlp_chunk_rows={rows} has no effect on the decoder layers of {type(model).__name__}: {reasons}; set "
             "mlp_chunk_rows=0"
         )

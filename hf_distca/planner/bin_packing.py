@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from hf_distca.planner.cost import as_lengths
 from hf_distca.planner.layout import halves
+from hf_distca.refusal import RefusedError
 
 Item = TypeVar("Item")
 
@@ -126,14 +127,14 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
     lengths = as_lengths(lengths)
     if len(lengths) and int(lengths.max()) > tokens_per_rank:
         document = int(lengths.argmax())
-        raise ValueError(
+        raise RefusedError(
             f"document {document} has {int(lengths[document])} tokens, but with document_layout='whole' a document "
             f"stays on one rank, which holds {tokens_per_rank}; raise tokens_per_rank, or set long_documents to "
             "'truncate' or 'split'"
         )
     rank_of = ranks_of_whole(lengths, ranks, tokens_per_rank)
     if rank_of is None:
-        raise ValueError(
+        raise RefusedError(
             f"{len(lengths)} documents of {int(lengths.sum())} tokens do not fit on {ranks} ranks of "
             f"{tokens_per_rank} without cutting a document; use fewer documents, more ranks or more "
             "tokens_per_rank"

@@ -26,6 +26,7 @@ import psutil
 
 from hf_distca.pool.messages import NixlPeer
 from hf_distca.pool.wire import LinkLost
+from hf_distca.refusal import PackageError, RefusedError
 
 CHUNK_BYTES = 32 << 20
 """Most bytes of one transfer: longer ones are made one after another, each with its own time-out."""
@@ -78,7 +79,9 @@ class NixlAgent:
     def __init__(self, address: str) -> None:
         package = next(filter(find_spec, _MODULES), None)
         if package is None:
-            raise ImportError("NIXL is not installed; install nixl-cu12 or nixl-cu13, for the CUDA version of PyTorch")
+            raise PackageError(
+                "NIXL is not installed; install nixl-cu12 or nixl-cu13, for the CUDA version of PyTorch"
+            )
         api, bindings = import_module(f"{package}._api"), import_module(f"{package}._bindings")
         if "NIXL_LOG_LEVEL" not in os.environ:  # NIXL's own; else it prints a line for every agent
             logging.getLogger("nixl").setLevel(logging.WARNING)
@@ -87,7 +90,7 @@ class NixlAgent:
             found = psutil.net_if_addrs().items()
             self.listens_on = next((name for name, each in found if address in {one.address for one in each}), "")
             if not self.listens_on:
-                raise ValueError(
+                raise RefusedError(
                     f"no network interface of this host has the address {address}, to which NIXL binds its port; use "
                     "an address of an interface of this host"
                 )

@@ -7,6 +7,8 @@ import string
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+from hf_distca.refusal import RefusedError
+
 TOKEN_BYTES = 32
 
 
@@ -15,7 +17,7 @@ def parse_token(text: str) -> bytes:
     digits = text.strip()
     if len(digits) == 2 * TOKEN_BYTES and set(digits) <= set(string.hexdigits):
         return bytes.fromhex(digits)
-    raise ValueError(
+    raise RefusedError(
         f"a token has {2 * TOKEN_BYTES} hexadecimal digits, got {len(digits)} characters that are not a token; use "
         "the token that the training run wrote"
     )
@@ -46,13 +48,13 @@ def read_token(path: str | Path) -> bytes:
         with open(path, encoding="ascii", errors="replace") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
-                raise ValueError(
+                raise RefusedError(
                     f"{path} can be read or written by other users (mode {mode:04o}); restrict it with chmod 600, or "
                     "make a new token"
                 )
             return parse_token(file.read(4 * TOKEN_BYTES))
     except OSError as error:
-        raise ValueError(f"cannot read the token file {path}: {error.strerror}") from error
+        raise RefusedError(f"cannot read the token file {path}: {error.strerror}") from error
 
 
 def parse_address(text: str, least_port: int = 0, setting: str = "an address") -> tuple[str, int]:
@@ -60,5 +62,5 @@ def parse_address(text: str, least_port: int = 0, setting: str = "an address") -
     host, _, port = text.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or not least_port <= int(port) <= 65535:
-        raise ValueError(f"{setting} must be HOST:PORT with a port from {least_port} to 65535, got {text!r}")
+        raise RefusedError(f"{setting} must be HOST:PORT with a port from {least_port} to 65535, got {text!r}")
     return host, int(port)

@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_distca.pool.messages import Call, NixlPeer, Places, RankHello, RankWelcome, Reply, TensorSpec
 from hf_distca.pool.nixl import HOST, NixlAgent, Operation, Piece, Space, has_rdma, is_installed
 from hf_distca.pool.wire import Buffer, Channel, LinkLost, MismatchError, ProtocolError
+from hf_distca.refusal import RefusedError
 
 SLAB_BYTES = 64 << 20
 """Bytes of the first slab; every further one is as large as all before it, so that there are few."""
@@ -188,7 +189,7 @@ def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
     except (ImportError, ValueError, LinkLost) as error:
         if choice is Choice.AUTO:
             return Memory(device, str(error))
-        raise ValueError(f"attention_server_transport='nixl' cannot be used: {error}") from error
+        raise RefusedError(f"attention_server_transport='nixl' cannot be used: {error}") from error
 
 
 class Transport:

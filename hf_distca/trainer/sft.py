@@ -10,7 +10,7 @@ from hf_distca.collator.refusals import Data
 from hf_distca.collator.texts import check_texts
 from hf_distca.config import setting
 from hf_distca.plan import ATTENTION_NAME, PLAN_KEY
-from hf_distca.refusal import check
+from hf_distca.refusal import PackageError, check
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.loaders import is_stream, named_datasets
 from hf_distca.trainer.mixin import DistCAMixin
@@ -21,7 +21,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "trl":
         raise
-    raise ImportError(
+    raise PackageError(
         "DistCASFTTrainer and DistCASFTConfig are based on TRL, which is not installed; run pip install "
         "'hf_distca[trl]'"
     ) from error

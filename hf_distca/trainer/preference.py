@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_distca.plan import ATTENTION_NAME
-from hf_distca.refusal import check
+from hf_distca.refusal import PackageError, check
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.padded import DistCAPaddedMixin
 from hf_distca.trainer.refusals import IMAGES, TRL_ARGUMENTS
@@ -28,7 +28,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "trl":
         raise
-    raise ImportError(
+    raise PackageError(
         "DistCADPOTrainer, DistCAGRPOTrainer, DistCARLOOTrainer, DistCAKTOTrainer and DistCARewardTrainer are based "
         "on TRL, which is not installed; run pip install 'hf_distca[trl]'"
     ) from error

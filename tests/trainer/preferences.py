@@ -1,0 +1,185 @@
+"""Trainings of TRL's trainers for preferences, rewards and rollouts: stock, and with padded batches packed."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+import torch.distributed as dist
+import trl
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+import hf_distca
+from tests.models_and_batches import exchanging, small_model
+from tests.trainer.chats import WORDS, tokenizer
+from tests.trainer.comparison import launched, whole
+
+COMMON: dict[str, Any] = {
+    "report_to": [],
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "lr_scheduler_type": "constant",
+    "max_steps": 4,
+    "bf16": False,
+    "optim": "sgd",
+    "learning_rate": 0.5,
+    "seed": 3,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+}
+PLANNED: dict[str, Any] = {"tokens_per_rank": 96, "balance_block_size": 8, "exchange_timeout": 60.0}
+TIMES = re.compile(r"distca/.*|.*(time|runtime|per_second|flos).*|epoch")
+"""Logged figures that no two trainings share."""
+
+
+def text(random: np.random.Generator, most: int) -> str:
+    return " ".join(random.choice(WORDS[:20], int(random.integers(1, most))))
+
+
+def preferences(count: int = 40, most: int = 60) -> datasets.Dataset:
+    """Prompts with two answers; every fifth answer is long."""
+    random, rows = np.random.default_rng(2), []
+    for number in range(count):
+        longest = most if number % 5 == 0 else 12
+        row = {"prompt": text(random, 15), "chosen": " " + text(random, longest), "rejected": " " + text(random, 20)}
+        rows.append(row)
+    return datasets.Dataset.from_list(rows)
+
+
+def judged(count: int = 40) -> datasets.Dataset:
+    """Prompts with an answer, wanted or not."""
+    rows = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": bool(number % 2)}
+        for number, row in enumerate(preferences(count))
+    ]
+    return datasets.Dataset.from_list(rows)
+
+
+def asked(count: int = 40) -> datasets.Dataset:
+    """Prompts alone."""
+    return preferences(count).select_columns("prompt")
+
+
+def few_words(completions: list[str], **_: Any) -> list[float]:
+    """Reward answers of different words."""
+    return [len(set(answer.split())) / 10 - len(answer.split()) / 40 for answer in completions]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A trainer of TRL."""
+
+    name: str
+    data: Callable[[], datasets.Dataset]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)
+    loader: Any = AutoModelForCausalLM
+
+    def classes(self, *, planned: bool) -> tuple[Any, Any]:
+        if planned:
+            return getattr(hf_distca, f"DistCA{self.name}Trainer"), getattr(hf_distca, f"DistCA{self.name}Config")
+        return getattr(trl, f"{self.name}Trainer"), getattr(trl, f"{self.name}Config")
+
+
+ROLLOUTS = {"num_generations": 4, "max_completion_length": 24, "beta": 0.1}
+KINDS = {
+    "dpo": Kind("DPO", preferences),
+    "grpo": Kind("GRPO", asked, ROLLOUTS, {"reward_funcs": few_words}),
+    "rloo": Kind("RLOO", asked, ROLLOUTS, {"reward_funcs": few_words}),
+    "kto": Kind("KTO", judged),
+    "reward": Kind("Reward", preferences, loader=AutoModelForSequenceClassification),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is set in a training."""
+
+    kind: str
+    strategy: str = "ddp"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    given: Callable[[], dict[str, Any]] = dict
+    model: Mapping[str, Any] = field(default_factory=dict)  # of the model's config
+    planned: Mapping[str, Any] = field(default_factory=dict)  # settings of hf_distca
+    evaluates: bool = False
+
+
+def saved_model(folder: str, case: Case) -> str:
+    """The folder of a small model that every rank can load; rank 0 saves it."""
+    path = f"{folder}/model"
+    if dist.get_rank() == 0:
+        small_model(**case.model).save_pretrained(path)
+        tokenizer().save_pretrained(path)
+    dist.barrier()
+    return path
+
+
+def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[str, Any]:
+    """Logs and changed weights of a training; with `exact` in float32."""
+    unset_hf_deepspeed_config()
+    kind = KINDS[case.kind]
+    trainer_class, config_class = kind.classes(planned=planned)[0], kind.classes(planned=True)[1]
+    path = saved_model(folder, case)
+    with launched(case.strategy, {}):
+        torch.manual_seed(7)
+        loading = {"dtype": "float32", "attn_implementation": "distca" if planned else "sdpa"}
+        if kind.loader is AutoModelForSequenceClassification:
+            loading["num_labels"] = 1
+        model = kind.loader.from_pretrained(path, **loading)
+        arguments = {**COMMON, **kind.arguments, **case.arguments, "output_dir": f"{folder}/{planned}"}
+        if exact:
+            arguments["bf16"] = False
+        if planned:
+            arguments |= {**PLANNED, **exchanging(model), **case.planned}
+        data = kind.data()
+        given = {"train_dataset": data, "processing_class": tokenizer(), **kind.given, **case.given()}
+        if case.evaluates:
+            given["eval_dataset"] = kind.data().select(range(10))
+        before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        trainer = trainer_class(model, args=config_class(**arguments), **given)
+        trainer.train()
+        if case.evaluates:
+            trainer.evaluate()
+        after = {name: whole(weight) for name, weight in trainer.model.named_parameters()}
+        result = {
+            "history": [
+                {name: value for name, value in entry.items() if not TIMES.fullmatch(name)}
+                for entry in trainer.state.log_history
+            ],
+            "figures": [{k: v for k, v in entry.items() if k.startswith("distca/")} for entry in trainer.state.log_history],
+            "learned": {
+                name: weight - before[name] if name in before else weight
+                for name, weight in ((name.replace("_checkpoint_wrapped_module.", ""), w) for name, w in after.items())
+            },
+        }
+        if planned:
+            trainer.close()
+    return result
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any], within: float) -> None:
+    """Compare every logged figure and every weight."""
+    assert len(found["history"]) == len(expected["history"])
+    for step, (entry, wanted) in enumerate(zip(found["history"], expected["history"], strict=True)):
+        assert entry.keys() == wanted.keys()
+        for name, value in wanted.items():
+            if isinstance(value, int | float):
+                assert abs(entry[name] - value) <= within * max(abs(value), 0.01), (step, name, entry[name], value)
+    assert found["learned"].keys() == expected["learned"].keys()
+    for name, wanted in expected["learned"].items():
+        difference = float((found["learned"][name] - wanted).norm())
+        assert difference <= within * max(float(wanted.norm()), 1e-3), (name, difference, float(wanted.norm()))
+
+
+def compare_with_stock(folder: str, case: Case, within: float) -> dict[str, Any]:
+    """Compare a training with TRL's own trainer, both on all ranks; return the figures of the first step."""
+    expected = train(folder, case, planned=False)
+    found = train(folder, case, planned=True)
+    compare(found, expected, within)
+    return found["figures"][0]

@@ -295,10 +295,13 @@ class PaddedBatches:
     Args:
         dispatcher: plans micro-batches, and binds and carries out their plans.
         count: is called with each batch that a model is about to train on.
+        at_once: whether a batch that a model trains on must be one micro-batch.
     """
 
-    def __init__(self, dispatcher: Dispatcher, count: Callable[[PackedBatch], None] | None = None) -> None:
-        self.dispatcher, self.count = dispatcher, count
+    def __init__(
+        self, dispatcher: Dispatcher, count: Callable[[PackedBatch], None] | None = None, *, at_once: bool = False
+    ) -> None:
+        self.dispatcher, self._count, self._at_once = dispatcher, count, at_once
         self._plans: dict[tuple[tuple[int, ...], ...], PlannedSequences] = {}  # the latest last
         self._settings = dispatcher.settings  # of those plans
 
@@ -332,6 +335,20 @@ class PaddedBatches:
             inputs = {name: part_NC[None, :, index].contiguous() for index, name in enumerate(batch.columns)}
             micro_batches.append((inputs, self.dispatcher.bind(plan)))
         return PackedBatch(micro_batches, travel)
+
+    def see_trained(self, packed: PackedBatch) -> None:
+        """See a batch that a model is about to train on.
+
+        Raises:
+            ValueError: It must be one micro-batch and is not; on every rank.
+        """
+        plans = [bound.plan for _, bound in packed.micro_batches]
+        if self._at_once and len(plans) > 1:
+            settings = self.dispatcher.settings
+            tokens = sum(int(plan.tokens.sum()) - plan.fillers for plan in plans)
+            raise Data.SEVERAL_MICRO_BATCHES.error(tokens=tokens, limit=settings.ranks * settings.tokens_per_rank)
+        if self._count is not None:
+            self._count(packed)
 
     def _planned(self, lengths_of_ranks: tuple[tuple[int, ...], ...]) -> PlannedSequences:
         if self._settings is not self.dispatcher.settings:

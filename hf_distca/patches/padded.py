@@ -83,8 +83,8 @@ class PackedBackbone(nn.Module):
         forward = super().forward
         others = {name: value for name, value in given.items() if not isinstance(value, Tensor) and value is not None}
         packed = self.batches.pack(lambda: _padded_batch(given))
-        if self.batches.count is not None and self.training and torch.is_grad_enabled():
-            self.batches.count(packed)
+        if self.training and torch.is_grad_enabled():
+            self.batches.see_trained(packed)
         if may_cache:
             others["use_cache"] = False
         results = [forward(**inputs, **others, **{PLAN_KEY: plan}) for inputs, plan in packed.micro_batches]

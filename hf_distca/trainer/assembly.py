@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from transformers import PreTrainedModel, Trainer
 
 from hf_distca.config import DistCAConfig
@@ -34,6 +35,7 @@ from hf_distca.trainer.costs import choices_of
 from hf_distca.trainer.memory import checkpointing_of, log_memory
 from hf_distca.trainer.refusals import DISPATCHED, NOT_CONNECTED, Run, check_trainer
 from hf_distca.trainer.resuming import check_agreement
+from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +173,14 @@ def warn_of_kernels(model: PreTrainedModel, device: torch.device) -> None:
         logger.warning("the first backward of %s will fail: %s. %s", type(model).__name__, fault, fla.REMEDY)
 
 
+def gathers_whole_layers(
+    model: PreTrainedModel, config: DistCAConfig, dispatcher: Dispatcher, accelerator: Accelerator
+) -> bool:
+    """Return whether ZeRO-3 gathers decoder layers as wholes, and not their modules one after another."""
+    divided = dispatcher.settings.ping_pong or config.mlp_chunk_rows or mixing_layers(model)
+    return bool(divided) and parallel.gathers_parameters(accelerator)
+
+
 def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
     """Check a trainer with model and accelerator on all ranks, and prepare its model. A collective of the world.
 
@@ -186,6 +196,10 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
         parallel.keep_loss_in_float32(accelerator)
     if args.process_index == 0:
         warn_of_kernels(model, args.device)
+    if not packs and args.ping_pong == AUTO and parallel.gathers_parameters(accelerator):
+        # ZeRO-3 reduces the gradients of whole layers once in a backward, and a padded batch may be several
+        # micro-batches.
+        args.ping_pong = False
     dispatcher = make_dispatcher(
         model,
         args,
@@ -196,8 +210,8 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
         folder=Path(str(args.output_dir)),
     )
     if parallel.gathers_parameters(accelerator):
-        planned = dispatcher.settings.ping_pong or args.mlp_chunk_rows or mixing_layers(model)
-        parallel.gather_whole_layers(model, [*(plan_layers(model) if planned else []), *adapted_heads(model)])
+        layers = plan_layers(model) if gathers_whole_layers(model, args, dispatcher, accelerator) else []
+        parallel.gather_whole_layers(model, [*layers, *adapted_heads(model)])
     check_agreement(args, dispatcher)
     if args.device.type == "cuda" and dispatcher.groups.rank == 0:  # the memory of other devices is unknown
         memory = torch.cuda.get_device_properties(dispatcher.device).total_memory

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from hf_distca.dispatch.padded import PackedBatch, PaddedBatches
 from hf_distca.patches.padded import pack_backbone
-from hf_distca.trainer.assembly import pack_padded
+from hf_distca.trainer.assembly import gathers_whole_layers, pack_padded
 from hf_distca.trainer.planned import PlannedTraining
 from hf_distca.trainer.refusals import by_name
 
@@ -44,7 +44,8 @@ class DistCAPaddedMixin(PlannedTraining):
         self._is_packed = True
         self._prepare_planned()
         dispatcher = self.dispatcher
-        pack_backbone(self.model, PaddedBatches(dispatcher, self._count))
+        at_once = gathers_whole_layers(self.model, self.args, dispatcher, self.accelerator)
+        pack_backbone(self.model, PaddedBatches(dispatcher, self._count, at_once=at_once))
         reference = getattr(self, "ref_model", None)
         if reference is not None:
             pack_padded(self.accelerator.unwrap_model(reference), self.args, self.args.device, dispatcher=dispatcher)

@@ -136,7 +136,7 @@ def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[s
         if exact:
             arguments["bf16"] = False
         if planned:
-            arguments |= {**PLANNED, **exchanging(model), **case.planned}
+            arguments |= {**PLANNED, **exchanging(model), **({"ping_pong": "auto"} if case.strategy == "zero3" else {}), **case.planned}
         data = kind.data()
         given = {"train_dataset": data, "processing_class": tokenizer(), **kind.given, **case.given()}
         if case.evaluates:
@@ -152,7 +152,9 @@ def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[s
                 {name: value for name, value in entry.items() if not TIMES.fullmatch(name)}
                 for entry in trainer.state.log_history
             ],
-            "figures": [{k: v for k, v in entry.items() if k.startswith("distca/")} for entry in trainer.state.log_history],
+            "figures": [
+                {k: v for k, v in entry.items() if k.startswith("distca/")} for entry in trainer.state.log_history
+            ],
             "learned": {
                 name: weight - before[name] if name in before else weight
                 for name, weight in ((name.replace("_checkpoint_wrapped_module.", ""), w) for name, w in after.items())

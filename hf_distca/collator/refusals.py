@@ -256,13 +256,11 @@ class Data:
         condition="a sequence of a padded batch that does not fit",
     )
     SEVERAL_MICRO_BATCHES = Refusal(
-        "the padded batches of all ranks have {tokens} tokens, more than the {limit} of one micro-batch, and ZeRO-3 "
+        "the padded batches of all ranks have {tokens} tokens, more than the {limit} of one micro-batch",
+        "a weight would get a gradient for each micro-batch, and only the first would count, because {why}",
+        "raise tokens_per_rank, or lower per_device_train_batch_size; {remedy}",
+        condition="padded batches of more than one micro-batch with reentrant checkpoints, or under ZeRO-3 where it "
         "gathers whole layers",
-        "it reduces the gradients of a layer once in a backward pass",
-        "raise tokens_per_rank or lower per_device_train_batch_size; or let ZeRO-3 gather modules, with "
-        "ping_pong=False and mlp_chunk_rows=0, where no layer mixes along the row without attention",
-        condition="padded batches of more than one micro-batch under ZeRO-3 with `ping_pong=True`, `mlp_chunk_rows` "
-        "or a hybrid model",
     )
     LOST_PADDED_PLAN = Refusal(
         "the model did not pass the plan of a padded batch on to its attention layers",

@@ -10,7 +10,7 @@ all micro-batches that this rank holds; C integers of each token.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -289,17 +289,28 @@ class PackedBatch:
         return list(back(self.travel, *held))
 
 
+class OneMicroBatch(NamedTuple):
+    """Why padded batches must be one micro-batch each, and what helps besides fewer tokens."""
+
+    why: str
+    remedy: str
+
+
 class PaddedBatches:
     """Packs the padded batches of all ranks into planned micro-batches.
 
     Args:
         dispatcher: plans micro-batches, and binds and carries out their plans.
         count: is called with each batch that a model is about to train on.
-        at_once: whether a batch that a model trains on must be one micro-batch.
+        at_once: why a batch that a model trains on must be one micro-batch; None if it need not.
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, count: Callable[[PackedBatch], None] | None = None, *, at_once: bool = False
+        self,
+        dispatcher: Dispatcher,
+        count: Callable[[PackedBatch], None] | None = None,
+        *,
+        at_once: OneMicroBatch | None = None,
     ) -> None:
         self.dispatcher, self._count, self._at_once = dispatcher, count, at_once
         self._plans: dict[tuple[tuple[int, ...], ...], PlannedSequences] = {}  # the latest last
@@ -343,10 +354,11 @@ class PaddedBatches:
             ValueError: It must be one micro-batch and is not; on every rank.
         """
         plans = [bound.plan for _, bound in packed.micro_batches]
-        if self._at_once and len(plans) > 1:
+        if self._at_once is not None and len(plans) > 1:
             settings = self.dispatcher.settings
             tokens = sum(int(plan.tokens.sum()) - plan.fillers for plan in plans)
-            raise Data.SEVERAL_MICRO_BATCHES.error(tokens=tokens, limit=settings.ranks * settings.tokens_per_rank)
+            limit = settings.ranks * settings.tokens_per_rank
+            raise Data.SEVERAL_MICRO_BATCHES.error(tokens=tokens, limit=limit, **self._at_once._asdict())
         if self._count is not None:
             self._count(packed)
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hf_distca.dispatch.padded import PackedBatch, PaddedBatches
+from hf_distca.dispatch.padded import OneMicroBatch, PackedBatch, PaddedBatches
 from hf_distca.patches.padded import pack_backbone
 from hf_distca.trainer.assembly import gathers_whole_layers, pack_padded
 from hf_distca.trainer.planned import PlannedTraining
@@ -44,11 +44,26 @@ class DistCAPaddedMixin(PlannedTraining):
         self._is_packed = True
         self._prepare_planned()
         dispatcher = self.dispatcher
-        at_once = gathers_whole_layers(self.model, self.args, dispatcher, self.accelerator)
-        pack_backbone(self.model, PaddedBatches(dispatcher, self._count, at_once=at_once))
+        pack_backbone(self.model, PaddedBatches(dispatcher, self._count, at_once=self._one_micro_batch()))
         reference = getattr(self, "ref_model", None)
         if reference is not None:
             pack_padded(self.accelerator.unwrap_model(reference), self.args, self.args.device, dispatcher=dispatcher)
+
+    def _one_micro_batch(self) -> OneMicroBatch | None:
+        """Return why a padded batch must be one micro-batch in training; None if it need not be."""
+        args: Any = self.args
+        if gathers_whole_layers(self.model, self.args, self.dispatcher, self.accelerator):
+            return OneMicroBatch(
+                "ZeRO-3 gathers whole layers",
+                "else set ping_pong=False and mlp_chunk_rows=0, and train models whose layers all have attention",
+            )
+        if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            return OneMicroBatch(
+                "checkpoints are reentrant",
+                "else set gradient_checkpointing_kwargs={'use_reentrant': False}, which TRL sets to True for LoRA "
+                "under ZeRO-3",
+            )
+        return None
 
     def _count(self, packed: PackedBatch) -> None:
         """Note a padded batch that the model is about to train on."""

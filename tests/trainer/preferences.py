@@ -116,6 +116,7 @@ def saved_model(folder: str, case: Case) -> str:
     if dist.get_rank() == 0:
         small_model(**case.model).save_pretrained(path)
         tokenizer().save_pretrained(path)
+        KINDS[case.kind].data().save_to_disk(f"{path}/data")
     dist.barrier()
     return path
 
@@ -136,17 +137,23 @@ def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[s
         if exact:
             arguments["bf16"] = False
         if planned:
-            arguments |= {**PLANNED, **exchanging(model), **({"ping_pong": "auto"} if case.strategy == "zero3" else {}), **case.planned}
-        data = kind.data()
+            arguments |= {
+                **PLANNED,
+                **exchanging(model),
+                **({"ping_pong": "auto"} if case.strategy == "zero3" else {}),
+                **case.planned,
+            }
+        data = datasets.load_from_disk(f"{path}/data")  # with files that all ranks share
         given = {"train_dataset": data, "processing_class": tokenizer(), **kind.given, **case.given()}
         if case.evaluates:
-            given["eval_dataset"] = kind.data().select(range(10))
-        before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+            given["eval_dataset"] = data.select(range(10))
         trainer = trainer_class(model, args=config_class(**arguments), **given)
+        before = {name: whole(weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad}
         trainer.train()
         if case.evaluates:
             trainer.evaluate()
-        after = {name: whole(weight) for name, weight in trainer.model.named_parameters()}
+        # FSDP's checkpoints put a name in between.
+        after = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in trainer.model.named_parameters()}
         result = {
             "history": [
                 {name: value for name, value in entry.items() if not TIMES.fullmatch(name)}
@@ -155,10 +162,7 @@ def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[s
             "figures": [
                 {k: v for k, v in entry.items() if k.startswith("distca/")} for entry in trainer.state.log_history
             ],
-            "learned": {
-                name: weight - before[name] if name in before else weight
-                for name, weight in ((name.replace("_checkpoint_wrapped_module.", ""), w) for name, w in after.items())
-            },
+            "learned": {name: whole(after[name]) - weight for name, weight in before.items()},
         }
         if planned:
             trainer.close()

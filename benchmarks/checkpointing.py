@@ -18,6 +18,7 @@ from harness.models import documents_of, llama, rows_of_documents, settings_of
 
 from hf_distca import Dispatcher
 from hf_distca.kernels import AttentionParams, TaskShapes
+from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.planner.micro_batch import plan_placed
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64
@@ -33,7 +34,7 @@ SIZES = {
 def prepare(tokens: int) -> Callable[[], Round]:
     device = torch.device("cpu")
     model = llama(tokens, **SIZES)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable_checkpointing(model, {"use_reentrant": False})
     settings = settings_of(model, 1, tokens, device)
     dispatchers = {
         variant: Dispatcher(settings, device, keep_core_attention=variant == "kept")

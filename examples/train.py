@@ -28,7 +28,6 @@ def main() -> None:
         tokens_per_rank=4096,  # the most that a process holds at a time: 32k and more on GPUs
         long_documents="split",  # those longer than all processes hold together
         bf16=torch.cuda.is_available(),
-        ddp_find_unused_parameters=False,  # text trains every parameter of a text model
         logging_steps=10,
     )
     args, given, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)

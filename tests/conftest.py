@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.ranks import RankPool, backward_in_a_thread, with_backward_in_a_thread
+from tests.ranks import EARLIER_NAMES, RankPool, backward_in_a_thread, with_backward_in_a_thread
 
 LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.comparison) ", re.M)
 """Imports of files that launch, or train on processes of their own."""
@@ -36,6 +36,11 @@ def backward_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     with backward_in_a_thread():
         yield
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let a test fail where transformers warns of an earlier name for checkpoints of layers."""
+    config.addinivalue_line("filterwarnings", f"error:{EARLIER_NAMES}:FutureWarning")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,6 +18,8 @@ from typing import Any
 from unittest.mock import patch
 
 TIMEOUT_S = 90
+EARLIER_NAMES = ".gradient_checkpointing"
+"""Beginning of transformers' warnings of earlier names. PEFT alone asks for `is_gradient_checkpointing`."""
 PRELOADED = [
     *("torch", "transformers", "datasets", "deepspeed", "peft", "hf_distca", "hf_distca.dispatch.dispatcher"),
     *("hf_distca.kernels.cpu", "hf_distca.pool.server", "hf_distca.trainer.trainer", "tests.models_and_batches"),
@@ -143,6 +146,7 @@ def _become_rank(rank: int, size: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
 
+    warnings.filterwarnings("error", EARLIER_NAMES, FutureWarning)
     # As in a process that is launched: what a forkserver has made would make processes that import everything anew.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)

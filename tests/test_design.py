@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 import hf_distca
+from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.planner.schedule import make_schedule
 from tests.ranks import RankPool
 from tests.trainer.small_trainers import LENGTHS, make_trainer
@@ -41,7 +42,7 @@ class Traced(TrainerCallback):
 
 
 def _files_of_a_step(folder: str) -> set[str]:
-    settings = {"max_steps": 3, "logging_steps": 100, "save_strategy": "no", "gradient_checkpointing": True}
+    settings = {"max_steps": 3, "logging_steps": 100, "save_strategy": "no", CHECKPOINTING: True}
     trainer, traced = make_trainer(folder, lengths=LENGTHS * 8, **settings), Traced()
     trainer.add_callback(traced)
     trainer.train()

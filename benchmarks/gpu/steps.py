@@ -16,6 +16,7 @@ from benchmarks.gpu.models import HEADS, dispatcher_of, gradients, planned_loss,
 from benchmarks.gpu.setting import Setting
 from benchmarks.harness import run_ranks
 from benchmarks.harness.models import documents_of
+from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 
 LEARNING_RATE = 1e-3
@@ -75,7 +76,7 @@ def planned_result(setting: Setting, variant: Variant, **model_options: Any) -> 
         model, setting, ping_pong=variant.ping_pong, ranks=ranks, exchange_timeout=TIMEOUT_S, **variant.options
     )
     if variant.reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": variant.reentrant})
+        enable_checkpointing(model, {"use_reentrant": variant.reentrant})
     documents = documents_of(lengths)
     if variant.layout == "joint":
         plan = plan_micro_batch(lengths, dispatcher.settings)

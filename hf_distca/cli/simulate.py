@@ -4,7 +4,7 @@ import argparse
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from hf_distca.cli import InputError
@@ -25,6 +25,7 @@ from hf_distca.cli.options import (
 from hf_distca.cli.sources import SOURCES, drawn_micro_batches
 from hf_distca.config import DistCAConfig
 from hf_distca.memory.simulated import gpu_memory
+from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.models.settings import document_layout
 from hf_distca.models.shape import model_shape
 from hf_distca.sim.costs import DeviceProfile
@@ -118,20 +119,15 @@ def _setup(options: argparse.Namespace, model: ModelShape) -> Setup:
 
 def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> dict[str, Any]:
     """Return the simulated training's arguments that differ from the defaults."""
-    from transformers import TrainingArguments  # takes seconds, and only reports need it
-
     default = vars(DistCAConfig())
     changed = {name: value for name, value in vars(config_of(options)).items() if value != default[name]}
     changed.pop("ranks_per_node", None)  # the launch gives the nodes
     best = next(strategy for strategy in result.strategies if strategy.name == result.best_planned)
-    # Newer versions of transformers deprecate the older name.
-    new, old = "activation_checkpointing", "gradient_checkpointing"
-    checkpointing = new if new in {setting.name for setting in fields(TrainingArguments)} else old
     return {
         "tokens_per_rank": options.tokens_per_rank,
         **({} if best.document_layout == AUTO else {"document_layout": best.document_layout}),
         **changed,
-        checkpointing: options.checkpointing,
+        CHECKPOINTING: options.checkpointing,
         **{"bfloat16": {"bf16": True}, "float16": {"fp16": True}}.get(setup.profile.dtype, {}),
     }
 

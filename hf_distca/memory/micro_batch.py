@@ -25,6 +25,7 @@ from hf_distca.kernels import KERNELS, AttentionParams
 from hf_distca.memory.launches import with_liger, without_launches
 from hf_distca.memory.live import LiveMemory, Part
 from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, CountedExchange, CountedResults, FlashMemory
+from hf_distca.models.checkpointing import disable_checkpointing, enable_checkpointing
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import fake_tensors
 from hf_distca.models.mixing import halo_widths
@@ -152,13 +153,12 @@ def run_core_attention(bound: BoundPlan, kind: AttentionKind, dtype: torch.dtype
 def _checkpoint(model: Any, checkpointing: Mapping[str, Any] | None, live: LiveMemory) -> None:
     """Set a model's checkpointing as transformers' trainer does, or turn it off."""
     if checkpointing is None:
-        getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+        disable_checkpointing(model)
         return
     options = dict(checkpointing)
     every = {"every_n_layers": options.pop("every_n_layers")} if "every_n_layers" in options else {}
     offload = options.pop("offload", False)
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable(options or {"use_reentrant": False}, **every)
+    enable_checkpointing(model, options or {"use_reentrant": False}, **every)
 
     def to_host(x: Tensor) -> Tensor:
         with live.making("host"):

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.models.decoder import (
     base_model,
     decoder_attentions,
@@ -168,7 +169,7 @@ class Models:
     CHECKPOINT_INSIDE = Refusal(
         "{module} runs in a gradient checkpoint that begins inside its decoder layer",
         "recomputation would lack the layer's plan and mix documents",
-        "put checkpoints around whole layers, as model.gradient_checkpointing_enable() does",
+        f"put checkpoints around whole layers, as model.{CHECKPOINTING}_enable() does",
         condition="checkpoints that begin inside a decoder layer with such a module",
     )
     NO_LAYERS = Refusal(
@@ -180,7 +181,7 @@ class Models:
     REENTRANT = Refusal(
         "{module} reads the keys and values of an earlier layer",
         "a reentrant checkpoint passes no gradient back to them",
-        "set gradient_checkpointing_kwargs={{'use_reentrant': False}}",
+        f"set {CHECKPOINTING}_kwargs={{{{'use_reentrant': False}}}}",
         condition="reentrant checkpoints of layers that share keys and values (Gemma 3n, Gemma 4)",
     )
 

@@ -9,6 +9,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
 from hf_distca.config import DistCAConfig, setting
+from hf_distca.models.checkpointing import move_default
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
 from hf_distca.refusal import Rule, check
 from hf_distca.trainer.parallel import ProcessCounts, join_on_cpu, share_on_cpu
@@ -53,6 +54,7 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
                 return  # a server only calls `serve_if_server` with its arguments
         check((LOSES_DEEPSPEED,), self)
         join_on_cpu(self)
+        move_default(self)
         of_trainer: Any = super(DistCAConfig, self)
         of_trainer.__post_init__()
         check(self._refused, self)

@@ -22,7 +22,8 @@ from hf_distca.dispatch.groups import (
 )
 from hf_distca.dispatch.padded import PaddedBatches
 from hf_distca.models import fla
-from hf_distca.models.decoder import base_model, mixing_layers
+from hf_distca.models.checkpointing import is_checkpointing
+from hf_distca.models.decoder import mixing_layers
 from hf_distca.models.settings import plan_settings
 from hf_distca.models.tables import model_limits
 from hf_distca.patches.head import adapted_heads
@@ -99,12 +100,11 @@ def make_dispatcher(
     if dispatcher.groups.members == [0] and config.attention_servers == 0:
         logger.warning(ONE_RANK)
     dispatcher.limits = model_limits(model)
-    if checkpointing is None:  # older versions of transformers have only `is_gradient_checkpointing`
-        names = ("is_activation_checkpointing", "is_gradient_checkpointing")
-        checkpointing = getattr(model, next(name for name in names if hasattr(type(base_model(model)), name)))
+    if checkpointing is None:
+        checkpointing = is_checkpointing(model)
     # Measuring the device draws random numbers, and rollouts and dropout of a seed stay what they are without it.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        dispatcher.choose_by(choices_of(model, dispatcher, config, checkpointing=bool(checkpointing), folder=folder))
+        dispatcher.choose_by(choices_of(model, dispatcher, config, checkpointing=checkpointing, folder=folder))
     memory = smallest_memory(dispatcher.groups, device)
     with raised_together(config.exchange_timeout):
         prepare_model(model, config, ping_pong=settings.ping_pong, memory=memory)
@@ -192,7 +192,8 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
     accelerator = trainer.accelerator
     with raised_together(args.exchange_timeout):
         check_trainer(trainer, packs=packs)
-        parallel.allow_for_towers(model, accelerator)
+        parallel.split_present_layers(model, accelerator)
+        parallel.search_for_unused_parameters(model, accelerator, args.ddp_find_unused_parameters)
         parallel.keep_loss_in_float32(accelerator)
     if args.process_index == 0:
         warn_of_kernels(model, args.device)

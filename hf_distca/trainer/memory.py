@@ -11,6 +11,7 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.memory.counter import MemoryCounter, Training, longest_documents
 from hf_distca.memory.launches import raised_in
 from hf_distca.memory.model_state import Strategy
+from hf_distca.models.checkpointing import CHECKPOINTING, checkpointing_options
 from hf_distca.models.decoder import base_model
 from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -54,7 +55,7 @@ def log_memory(
     if total > LEFT * memory:
         logger.warning(
             "tokens_per_rank=%s will not fit: a document that fills all ranks needs %.1f GB on a device of %.1f GB "
-            "(%s). Lower tokens_per_rank, set activation_checkpointing=True, or train under FSDP2 or ZeRO-3; "
+            f"(%s). Lower tokens_per_rank, set {CHECKPOINTING}=True, or train under FSDP2 or ZeRO-3; "
             "`hf-distca plan --model` shows the most tokens that fit",
             *figures,
         )
@@ -75,8 +76,9 @@ def sharing_of(accelerator: Accelerator, model: nn.Module, ranks: int) -> tuple[
 
 def checkpointing_of(args: Any, accelerator: Accelerator) -> dict[str, Any] | None:
     """Return how transformers or FSDP checkpoints decoder layers; None without checkpointing."""
-    if args.gradient_checkpointing:
-        return dict(args.gradient_checkpointing_kwargs or {})
+    options = checkpointing_options(args)
+    if options is not None:
+        return options
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.activation_checkpointing:
         return {"offload": getattr(fsdp, "activation_checkpointing_offload", False)}

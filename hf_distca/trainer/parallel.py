@@ -32,6 +32,7 @@ def join_on_cpu(args: Any) -> None:
     if launched_processes() > 1 and not torch.accelerator.is_available():
         if asked_for("DEEPSPEED", args.deepspeed):
             args.ddp_backend = args.ddp_backend or "gloo"
+            args.dataloader_pin_memory = False  # Trainer turns it off with use_cpu alone, and torch warns
         else:
             args.use_cpu = True
 
@@ -140,14 +141,28 @@ def forget_evaluation(model: nn.Module, accelerator: Accelerator) -> None:
             model.forward = vars(model).pop("_original_forward")
 
 
-def allow_for_towers(model: nn.Module, accelerator: Accelerator) -> None:
-    """Let DDP and FSDP wrap a model with image or sound towers, which get no gradient from text."""
+def split_present_layers(model: nn.Module, accelerator: Accelerator) -> None:
+    """Let FSDP wrap a model that lacks some of the layers that its class lists, such as those of an image tower."""
     base: Any = base_model(model)
     if getattr(accelerator.state, "fsdp_plugin", None) is not None and base._no_split_modules:
         # accelerate and PEFT raise for listed classes of towers that this model does not have.
         base._no_split_modules = {type(module).__name__ for module in base.modules()} & set(base._no_split_modules)
-    if accelerator.distributed_type in DDP and not is_divided_at_load(model) and trained_towers(base):
+
+
+def search_for_unused_parameters(model: nn.Module, accelerator: Accelerator, asked: bool | None) -> None:
+    """Let DDP look for parameters without a gradient in models where text may leave some, and in no others.
+
+    The search walks over the graph in every micro-batch. transformers turns it on without gradient checkpointing.
+
+    Args:
+        asked: what the arguments say; None if they leave the choice open.
+    """
+    if accelerator.distributed_type not in DDP or is_divided_at_load(model):
+        return
+    if trained_towers(base_model(model)):
         accelerator.ddp_handler.find_unused_parameters = True  # Trainer leaves it off with gradient checkpointing
+    elif asked is None and text_trains_all(base_model(model)):
+        accelerator.ddp_handler.find_unused_parameters = False
 
 
 def keep_loss_in_float32(accelerator: Accelerator) -> None:
@@ -166,6 +181,18 @@ def trained_towers(model: PreTrainedModel) -> list[str]:
     reached = {id(parameter) for module in of_text if module is not None for parameter in module.parameters()}
     missed = (name for name, p in model.named_parameters() if p.requires_grad and id(p) not in reached)
     return list(dict.fromkeys(".".join(name.split(".")[:2]) for name in missed))
+
+
+def text_trains_all(model: PreTrainedModel) -> bool:
+    """Return whether text surely gives every trained parameter of a model without trained towers a gradient.
+
+    It does in transformers' own models; in one of a user nobody knows. Two things may leave parameters out: layers
+    that are skipped at random, and parts with a config of their own in a model that has no text model apart from them.
+    """
+    text = model.config.get_text_config(decoder=True)
+    skips = any(value for name, value in vars(text).items() if "layerdrop" in name)
+    unknown_parts = text is model.config and bool(model.config.sub_configs)
+    return type(model).__module__.startswith("transformers.models.") and not skips and not unknown_parts
 
 
 def gathers_parameters(accelerator: Accelerator) -> bool:

@@ -203,7 +203,12 @@ class PlannedTraining(_Trainer):
         self._at("the end of an evaluation")
         return output
 
-    # Saving
+    # Saving and resuming
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Warn of weights that a loaded checkpoint lacks, except of those that are tied to loaded ones."""
+        missing = resuming.without_tied(self.model, load_result.missing_keys)
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, *args: Any, **kwargs: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -20,6 +20,7 @@ from transformers import (
 from hf_distca.collator.documents import check_dataset
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.groups import RankMesh
+from hf_distca.models.checkpointing import CHECKPOINTING, checkpointing_options
 from hf_distca.models.decoder import base_model
 from hf_distca.models.refusals import check_is_model, check_loss, check_reentrant
 from hf_distca.models.tensor_parallel import is_divided_at_load
@@ -315,10 +316,10 @@ SFT_ARGUMENTS: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "gradient_checkpointing_kwargs={{'selective': True}} keeps attention's results through checkpoints",
+        f"{CHECKPOINTING}_kwargs={{{{'selective': True}}}} keeps attention's results through checkpoints",
         "keep_core_attention=True already does so for planned attention",
         "leave 'selective' out",
-        lambda args: bool((args.gradient_checkpointing_kwargs or {}).get("selective")),
+        lambda args: bool((getattr(args, f"{CHECKPOINTING}_kwargs") or {}).get("selective")),
     ),
 )
 IMAGES = Rule(
@@ -383,7 +384,7 @@ TRAINER: tuple[Rule, ...] = (
         "parallelism (tp_size={0.tp_size})",
         "transformers sums gradients of norms of Q and K over ranks after each micro-batch, and earlier sums again",
         "set gradient_accumulation_steps=1 and raise tokens_per_rank; where memory is short, use mlp_chunk_rows and "
-        "gradient_checkpointing",
+        f"{CHECKPOINTING}",
         lambda it: (
             min(it.tp_size, it.args.gradient_accumulation_steps) > 1 and SUMMED_GRADIENTS in it.model.tp_plan.values()
         ),
@@ -419,7 +420,7 @@ TRAINER: tuple[Rule, ...] = (
         lambda it: it.deepspeed and (it.trainer.optimizer is not None or it.trainer.lr_scheduler is not None),
     ),
     Rule(
-        "gradient_checkpointing_kwargs={{'use_reentrant': True}} is set",
+        f"{CHECKPOINTING}_kwargs={{{{'use_reentrant': True}}}} is set",
         NO_GRADIENT,
         "freeze them (requires_grad_(False)), or set 'use_reentrant' to False",
         lambda it: it.reentrant and it.towers,
@@ -506,7 +507,7 @@ def check_trainer(trainer: Any, *, packs: bool) -> None:
         adapted=base is not model,
         tp_size=trainer.get_tp_size(),
         divided=divided,
-        reentrant=args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"),
+        reentrant=(checkpointing_options(args) or {}).get("use_reentrant"),
         towers=", ".join(towers),
         tied=tied_in(base, "ModulesToSaveWrapper") if accelerator.is_fsdp2 else [],
         tied_tokens=tied_in(base, "TrainableTokensWrapper") if accelerator.is_fsdp2 else [],

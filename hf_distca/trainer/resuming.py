@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from safetensors import safe_open
+from torch import nn
 from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
@@ -307,6 +308,13 @@ def _kept_place(checkpoint: Path, order: DataOrder, ranks: int) -> DataPlace:
     if wrong:
         raise Resume.OTHER_ORDER.error(differences="; ".join(wrong))
     return place
+
+
+def without_tied(model: nn.Module, missing: list[str]) -> list[str]:
+    """Return the names of missing weights whose parameter is not tied to one of another name that is there."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    loaded = {id(parameter) for name, parameter in parameters.items() if name not in missing}
+    return [name for name in missing if id(parameters.get(name)) not in loaded]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from transformers import Qwen3NextConfig
 import hf_distca
 from hf_distca.cli.model import config_of_shape
 from hf_distca.measure import device
+from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
 from hf_distca.plan import AttentionKind
@@ -157,7 +158,7 @@ def test_settings_to_copy_are_not_deprecated(figures, tmp_path, recwarn, without
     names = {"hf_distca": hf_distca}
     exec(code.replace('output_dir="out"', f'output_dir="{tmp_path}", use_cpu=True').replace("bf16=True,", ""), names)
     args = names["args"]
-    assert (args.tokens_per_rank, args.balance_tolerance, args.gradient_checkpointing) == (4096, 0.02, True)
+    assert (args.tokens_per_rank, args.balance_tolerance, getattr(args, CHECKPOINTING)) == (4096, 0.02, True)
     assert args.ranks_per_node == "auto"  # the launch gives the nodes
     assert not [str(warning.message) for warning in recwarn if "deprecated" in str(warning.message)]
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.kernels import get_kernel
+from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import MicroBatchPlan
@@ -82,7 +83,7 @@ def counted_step(model: PreTrainedModel, bound: BoundPlan, checkpoint: str = "no
     if len(bound.nano_batches) > 1:
         plan_layers(model)
     if checkpoint != "none":
-        model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
+        enable_checkpointing(model, {"use_reentrant": checkpoint == "reentrant"})
     return counted(model, bound)
 
 

@@ -21,6 +21,7 @@ from hf_distca.dispatch.recorder import NO_ROWS
 from hf_distca.dispatch.rows import IndexBuffer, take
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.kernels.cpu import CpuKernel
+from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import TASK, MicroBatchPlan, NanoBatch, Plan
@@ -133,7 +134,7 @@ def run_case(case: Case) -> list[Step]:
         assert len(plan.nano_batches) == 2
     model = with_lora(model) if case.lora else model
     if case.checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": case.checkpointing})
+        enable_checkpointing(model, {"use_reentrant": case.checkpointing})
         if case.checkpointing and case.lora:
             model.enable_input_require_grads()
     steps = []

@@ -10,6 +10,8 @@ import pytest
 from tests.launch import cpu_environment, run_in_forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+NOISE = ("`gradient_checkpointing", "find_unused_parameters", "pin_memory", "missing keys")
+"""Parts of warnings of other libraries that our own calls and defaults would cause."""
 
 
 def run(command: Sequence[str | Path], folder: Path, **environment: str) -> str:
@@ -26,6 +28,7 @@ def run_forked(command: list[str], folder: Path, ranks: int = 2, config: str = "
     codes = run_in_forks(config, EXAMPLES / command[0], command[1:], folder, ranks, **environment)
     printed = "".join((folder / f"output-{rank}").read_text(errors="replace") for rank in range(ranks))
     assert set(codes) == {0}, printed
+    assert not [noise for noise in NOISE if noise in printed], printed
     return printed
 
 

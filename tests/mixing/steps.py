@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 from hf_distca import DistCAConfig
+from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.plan import MicroBatchPlan, NanoBatch
 from hf_distca.planner.balance import balance
 from hf_distca.planner.build import finished
@@ -96,7 +97,7 @@ def step(
     config = DistCAConfig(**{**fixed, "balance_tolerance": 0.01, "ping_pong": True, **options})
     dispatcher = make_dispatcher(model, config, torch.device("cpu"))
     if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        enable_checkpointing(model, {"use_reentrant": checkpointing})
         model.enable_input_require_grads()
     if inner:
         parent, _, child = inner[0].rpartition(".")

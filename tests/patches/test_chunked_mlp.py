@@ -6,6 +6,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from hf_distca.memory.micro_batch import Use, count_micro_batch
+from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.fake import model_after
 from hf_distca.patches.chunked_mlp import chunk_mlps
 from hf_distca.patches.layers import plan_layers
@@ -36,7 +37,7 @@ def _model(model_type: str, rows: int, checkpointing: bool | None) -> PreTrained
     if rows:
         chunk_mlps(model, rows)
     if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        enable_checkpointing(model, {"use_reentrant": checkpointing})
         model.enable_input_require_grads()
     return model
 
@@ -59,7 +60,7 @@ def _planned(checkpointing: bool | None) -> Step:
     plan_layers(model)
     chunk_mlps(model, ROWS)
     if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        enable_checkpointing(model, {"use_reentrant": checkpointing})
     bound = dispatcher.bind(plan_micro_batch(LENGTHS, dispatcher.settings))
     return planned_step(model, bound, random_documents(LENGTHS))
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -36,7 +37,7 @@ def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list
     if ping_pong:
         plan_layers(model)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model, {"use_reentrant": False})
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(model, backend="eager") if parts == "model" else model

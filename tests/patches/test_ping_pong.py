@@ -21,6 +21,7 @@ from transformers.utils import logging
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.recorder import NO_ROWS, Span
+from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
@@ -59,7 +60,7 @@ def prepared(model: Any, ping_pong: bool = True, checkpointing: bool | None = No
     if ping_pong:
         plan_layers(model)
     if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        enable_checkpointing(model, {"use_reentrant": checkpointing})
     return Dispatcher(settings, torch.device("cpu"), **options)
 
 
@@ -241,8 +242,8 @@ def _wrap_layers(wrapper, model) -> None:
 
 
 CHECKPOINTS = {
-    "transformers": lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}),
-    "transformers reentrant": lambda model: model.gradient_checkpointing_enable({"use_reentrant": True}),
+    "transformers": lambda model: enable_checkpointing(model, {"use_reentrant": False}),
+    "transformers reentrant": lambda model: enable_checkpointing(model, {"use_reentrant": True}),
     "fsdp": partial(_wrap_layers, checkpoint_wrapper),
     "fsdp reentrant": partial(_wrap_layers, partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)),
     "fsdp offloaded": partial(_wrap_layers, lambda layer: offload_wrapper(checkpoint_wrapper(layer))),

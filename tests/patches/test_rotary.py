@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from hf_distca import Dispatcher, DistCAConfig, make_dispatcher, plan_settings
 from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.memory.micro_batch import Use, count_micro_batch
+from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.fake import model_after, model_of_config
 from hf_distca.models.refusals import Models
 from hf_distca.models.rotary import config_depends_on_length
@@ -126,7 +127,7 @@ def _step(kind: str, ping_pong: bool, checkpointing: bool | None, dtype: torch.d
     )
     dispatcher = make_dispatcher(model, config, torch.device("cpu"))
     if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        enable_checkpointing(model, {"use_reentrant": checkpointing})
     bound = dispatcher.bind(plan_micro_batch(LENGTHS, dispatcher.settings))
     assert bound.cuts_documents or dist.get_world_size() == 1
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.config import DistCAConfig
+from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.models.rotary import rotary_modules
 from hf_distca.models.settings import plan_settings
@@ -111,7 +112,7 @@ def planned(model_type: str, rope_type: str | None, ways: tuple[str, ...]) -> tu
                 batch = dispatcher.prepare({**rows, "labels": rows["shift_labels"], PLAN_KEY: plan})
             else:  # as in examples/accelerate_loop.py: documents as they lie, with checkpoints
                 if model.supports_gradient_checkpointing:
-                    model.gradient_checkpointing_enable({"use_reentrant": False})
+                    enable_checkpointing(model, {"use_reentrant": False})
                 collate = CollatorWithLengths(DataCollatorWithFlattening())
                 batch = dispatcher.plan_batch(collate([{"input_ids": document.tolist()} for document in share]))
             steps.append(_planned_step(model, batch, targets))

@@ -12,6 +12,7 @@ import pytest
 
 from hf_distca.cli.main import main
 from hf_distca.dispatch.recorder import ALWAYS, Rows, Span, Work
+from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.sim.drawing import LETTER
 from hf_distca.timeline.events import rank_trace
 from hf_distca.timeline.steps import RankStep, read_traces, runs, steps_of, svg_of
@@ -25,7 +26,7 @@ SECTIONS = ["batches", "forward", "backward", "between", "optimizer"]
 
 def _trained(folder: str, trace_steps: int, steps: int) -> tuple[bool, frozenset]:
     """Under DDP with bfloat16, checkpoints and ping-pong; documents that leave two nano-batches with exchanges."""
-    settings = {"bf16": True, "gradient_checkpointing": True, "document_layout": "fixed"}
+    settings = {"bf16": True, CHECKPOINTING: True, "document_layout": "fixed"}
     settings |= {"save_strategy": "no", "logging_strategy": "no", "trace_steps": trace_steps, "max_steps": steps}
     trainer = make_trainer(folder, lengths=[70, 60, 60, 50, 30, 30] * steps, **settings)
     trainer.train()

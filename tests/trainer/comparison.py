@@ -28,15 +28,10 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_distca
+from hf_distca.models.checkpointing import CHECKPOINTING
 from tests.models_and_batches import SMALL_HYBRID, exchanging, random_documents, small_model
 from tests.whole_logits import WholeLogits
 
-# Older transformers know it by its first name alone.
-CHECKPOINTING = next(
-    name
-    for name in ("activation_checkpointing", "gradient_checkpointing")
-    if name in TrainingArguments.__dataclass_fields__
-)
 IGNORED = -100
 LENGTHS = [90, 50, 33, 19, 120, 40, 31, 1, 64, 64, 37, 27]
 PER_MICRO_BATCH, TOKENS_PER_RANK = 4, 96

@@ -12,10 +12,12 @@ from accelerate import DistributedType, PartialState
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_distca import DistCAConfig, DistCATrainingArguments
 from hf_distca.memory.counter import MemoryCounter, RankMemory
 from hf_distca.memory.model_state import ModelState
+from hf_distca.models.checkpointing import CHECKPOINTING, is_checkpointing
 from hf_distca.refusal import check
 from hf_distca.trainer import assembly
 from hf_distca.trainer.assembly import make_dispatcher, smallest_memory
@@ -27,12 +29,14 @@ from hf_distca.trainer.parallel import (
     is_wrapped,
     join_on_cpu,
     launched_processes,
+    search_for_unused_parameters,
     share_on_cpu,
     trained_towers,
 )
 from hf_distca.trainer.refusals import LOSES_DEEPSPEED, NOT_CONNECTED, TRAINER, Run
 from tests.models_and_batches import small_model
 from tests.refused import refused
+from tests.survey.tiny import tiny_config
 from tests.trainer.features import with_frozen_tower, with_tower
 from tests.trainer.small_trainers import make_trainer
 
@@ -64,6 +68,39 @@ def test_compiling_by_the_launch(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
     with refused(TRAINER[0]):
         make_trainer(str(tmp_path))
+
+
+class OfAUser(LlamaForCausalLM):
+    """A model that transformers does not have."""
+
+
+def tiny(model_type: str, **changes: Any) -> Any:
+    """A tiny model on the meta device, with changes to its config."""
+    config = tiny_config(model_type)
+    vars(config).update(changes)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "asked", "before", "after"),
+    [
+        (small_model, "MULTI_CPU", None, True, False),
+        (small_model, "MULTI_CPU", True, True, True),
+        (small_model, "FSDP", None, True, True),
+        (lambda: with_frozen_tower("distca"), "MULTI_GPU", None, True, False),
+        (lambda: with_tower("distca"), "MULTI_GPU", None, False, True),
+        # What is not known to get a gradient: parts of a user's own model, skipped layers, parts in no text model.
+        (lambda: OfAUser(small_model().config), "MULTI_CPU", None, True, True),
+        (lambda: tiny("opt", layerdrop=0.1), "MULTI_CPU", None, True, True),
+        (lambda: tiny("phi4_multimodal"), "MULTI_CPU", None, True, True),
+    ],
+)
+def test_ddp_looks_for_unused_parameters_where_there_may_be_some(make, kind, asked, before, after):
+    accelerator = accelerator_of(kind)
+    accelerator.ddp_handler = SimpleNamespace(find_unused_parameters=before)
+    search_for_unused_parameters(make(), accelerator, asked)
+    assert accelerator.ddp_handler.find_unused_parameters is after
 
 
 def test_towers_are_what_text_gives_no_gradient():
@@ -120,7 +157,8 @@ def launched(monkeypatch):
         for name in ("DEEPSPEED", "FSDP"):
             monkeypatch.setenv(f"ACCELERATE_USE_{name}", str(name == strategy).lower())
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
-        return SimpleNamespace(**{"use_cpu": False, "ddp_backend": None, "deepspeed": None, "fsdp": None, **given})
+        unset = {"ddp_backend": None, "deepspeed": None, "fsdp": None}
+        return SimpleNamespace(**{"use_cpu": False, "dataloader_pin_memory": True, **unset, **given})
 
     return arguments
 
@@ -137,6 +175,7 @@ def test_processes_on_cpus_join_and_share_a_model(launched):
         args = launched(**launch)
         join_on_cpu(args)
         assert (args.use_cpu, args.ddp_backend) == (use_cpu, backend)
+        assert args.dataloader_pin_memory is (backend is None)  # Trainer sees to it with use_cpu
     args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
     share_on_cpu(args, SimpleNamespace(is_distributed_loading_by_transformers=True))
     assert args.distributed_state.distributed_type == DistributedType.MULTI_GPU
@@ -254,14 +293,14 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
     assert counted == [2, 2]
     assert [record.levelname for record in caplog.records if "will not fit" in record.message] == ["WARNING"]
     # The model is as it was.
-    assert not model.is_gradient_checkpointing
+    assert not is_checkpointing(model)
     assert next(model.parameters()).grad is None
     trainer.train()
     # A model that cannot be counted trains nevertheless.
     log_memory(torch.nn.Linear(1, 1), *of_trainer[1:], 10**10)
     message = caplog.records[-1].message
     assert message.startswith("cannot estimate the memory for training Linear: ")
-    assert message.endswith(" (in _checkpoint of hf_distca/memory/micro_batch.py)")
+    assert message.endswith(" (in enable_checkpointing of hf_distca/models/checkpointing.py)")
 
 
 def test_how_ranks_share_a_model_and_checkpoint_its_layers():
@@ -282,7 +321,7 @@ def test_how_ranks_share_a_model_and_checkpoint_its_layers():
         (True, every, plugin, every),
         (False, None, plugin, {"offload": True}),
     ):
-        args: Any = SimpleNamespace(gradient_checkpointing=asked, gradient_checkpointing_kwargs=given)
+        args: Any = SimpleNamespace(**{CHECKPOINTING: asked, f"{CHECKPOINTING}_kwargs": given})
         assert checkpointing_of(args, accelerator_of("FSDP", fsdp_plugin=fsdp)) == expected
 
 

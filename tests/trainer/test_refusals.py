@@ -90,7 +90,7 @@ def adapted_by(*, tied: bool = True, **lora: Any) -> dict[str, Any]:
     return {"model": make, "by": {"is_fsdp2": True}}
 
 
-REENTRANT = {CHECKPOINTING: True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+REENTRANT = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}
 TOWER = {"model": lambda: with_tower("distca"), "by": {"distributed_type": DistributedType.MULTI_CPU}}
 COMPILED = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.INDUCTOR))
 LIGER = {"use_liger_kernel": True}
@@ -144,7 +144,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "ROWS_ARE_PLACED": [{"cp_size": 2}, {"cp_size": 1, "sp_size": 2}],
     "SFT_ARGUMENTS": [
         {"kind": hf_distca.DistCATrainingArguments},
-        {"gradient_checkpointing_kwargs": {"selective": True}},
+        {f"{CHECKPOINTING}_kwargs": {"selective": True}},
     ],
     "SFT_TRAINER": [{"tensor": 2}, {"images": True}],
     "TRAINER": [
@@ -179,7 +179,7 @@ NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("PACKED_GIVEN", {"trainer": hf_distca.DistCASFTTrainer}),
     ("PACKED_GIVEN", {"trainer": hf_distca.DistCADPOTrainer, "compute_metrics": print}),
     ("PACKING", {"options": {"per_device_train_batch_size": 4}, "data_collator": DataCollatorWithFlattening()}),
-    ("SFT_ARGUMENTS", {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+    ("SFT_ARGUMENTS", {f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}),
     ("TRAINER", {**ACCUMULATED, "model": divided(), "tensor": 2}),
     ("TRAINER", {**ACCUMULATED, "model": divided(tp_plan=("norm",))}),
     ("TRAINER", {"model": divided(adapters=True)}),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import _IncompatibleKeys
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
@@ -283,6 +284,25 @@ def _error_of_own_folder(folders: list[str]) -> str:
     with pytest.raises(ValueError, match="rank 1") as error:
         train(folders[dist.get_rank()], "packed", {"resume": True, **PACKED})
     return str(error.value)
+
+
+def test_weights_that_are_tied_are_not_missing(tmp_path):
+    def make(max_steps: int) -> Any:
+        tied = small_model(tie_word_embeddings=True)
+        return make_trainer(str(tmp_path), model=tied, max_steps=max_steps, save_strategy="steps", save_steps=1)
+
+    make(1).train()
+    resumed, messages = make(2), Messages("transformers.trainer")
+    try:
+        resumed.train(resume_from_checkpoint=True)
+        assert not [line for line in messages.lines if "missing keys" in line]
+        resumed._issue_warnings_after_load(_IncompatibleKeys(["lm_head.weight", "model.norm.weight"], []))
+        assert messages.lines[-1].endswith("missing keys in the checkpoint model loaded: ['model.norm.weight'].")
+        both = ["lm_head.weight", "model.embed_tokens.weight"]
+        resumed._issue_warnings_after_load(_IncompatibleKeys(both, []))
+        assert messages.lines[-1].endswith(f"missing keys in the checkpoint model loaded: {both}.")
+    finally:
+        messages.end()
 
 
 def test_a_checkpoint_that_one_rank_lacks(rank_pools, whole_run, tmp_path):

@@ -151,8 +151,13 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         return self
 
     def __iter__(self) -> Iterator[list[GlobalMicroBatch]]:
+        for excerpts in self.excerpts_in_order():
+            yield [GlobalMicroBatch(excerpts, self._choices())]
+
+    def excerpts_in_order(self) -> Iterator[NDArray[np.void]]:
+        """Yield the excerpts of each micro-batch of this epoch."""
         for batch in self._shuffled() if self.shuffle else self._in_order:
-            yield [GlobalMicroBatch(self.excerpts[batch], self._choices())]
+            yield self.excerpts[batch]
 
     def _shuffled(self) -> list[NDArray[np.int64]]:
         """Return the excerpts of each micro-batch of this epoch."""

@@ -225,14 +225,15 @@ class BoundNanoBatch:
 
 @dataclass
 class Ran:
-    """Counts of what ran in a planned step, recomputations included."""
+    """Counts of what ran in a planned step, recomputations included, and who sees its logits."""
 
     attentions: int = 0
     layers: int = 0  # decoder layers prepared by `plan_layers`
     layers_in_turns: int = 0  # layers that ran their nano-batches in turns
     rotations: int = 0  # calls of rotary embeddings that depend on the lengths of documents
     mixing: int = 0  # calls of modules that mix along the row without attention, each for all documents
-    hits: Tensor | None = None  # [2] int64: rows whose target has the greatest logit, rows with a target; no gradients
+    # Without gradients: sees logits [C, V], their log-probabilities [C, V] and targets [C] of each chunk of rows.
+    watch: Callable[[Tensor, Tensor, Tensor], None] | None = None
 
 
 @dataclass(frozen=True)

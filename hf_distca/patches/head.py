@@ -112,18 +112,6 @@ def _deferring(forward: Callable[..., Any], model: Any = None) -> Callable[..., 
     return deferring
 
 
-def count_hits(ran: Ran, ignore_index: int, logits: Tensor, target: Tensor) -> None:
-    """Add the rows whose target has the greatest logit, and the rows with a target, to those of a planned step.
-
-    Args:
-        logits: [..., V].
-        target: [...], shifted; rows whose target is `ignore_index` do not count.
-    """
-    counts = target != ignore_index
-    hits = torch.stack([((logits.argmax(-1) == target) & counts).sum(), counts.sum()])
-    ran.hits = hits if ran.hits is None else ran.hits + hits
-
-
 class PlannedHead(nn.Module):
     """Base that precedes an output head's own class."""
 
@@ -199,10 +187,7 @@ class PlannedHead(nn.Module):
 
     def cross_entropy(self, hidden: Tensor, target: Tensor, steps: Sequence[Step], ignore_index: int) -> Tensor:
         """Return the sum of cross entropies for hidden states [T, D] and targets [T]."""
-        # In an evaluation the loss's own logits also tell which targets the model would have chosen.
-        watch = None
-        if self.ran is not None and not torch.is_grad_enabled():
-            watch = partial(count_hits, self.ran, ignore_index)
+        watch = None if self.ran is None or torch.is_grad_enabled() else self.ran.watch
         others = target, ignore_index, steps, self.chunk_rows, watch
 
         def task(forward: Forward, x: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ Forward = Callable[[Tensor], Tensor]
 """Forward of a head: [C, D] to [C, V]."""
 Step = Callable[[Tensor], Tensor]
 """Element-wise change of logits: [C, V] to [C, V]."""
-Watch = Callable[[Tensor, Tensor], None]
-"""Function that sees the changed logits [C, V] and the targets [C] of each chunk."""
+Watch = Callable[[Tensor, Tensor, Tensor], None]
+"""Function that sees the changed logits [C, V], their log-probabilities [C, V] and the targets [C] of each chunk."""
 
 
 def chosen_chunk_bytes(memory: int | None, vocabulary: int) -> int:
@@ -74,14 +74,16 @@ def loss_of_head(
         target_T: int64; rows whose target is `ignore_index` do not count.
         steps: changes of the head's logits before the cross entropy.
         rows: most rows of a chunk.
-        watch: called once for each chunk; only without gradients, because a backward computes chunks again.
+        watch: called once for each chunk, in the order of the rows; only without gradients, because a backward
+            computes chunks again.
     """
 
     def of_chunk(hidden_CD: Tensor, target_C: Tensor) -> Tensor:
         logits_CV = apply_steps(forward(hidden_CD), steps)
+        log_probs_CV = functional.log_softmax(logits_CV, dim=-1)
         if watch is not None:
-            watch(logits_CV, target_C)
-        return functional.cross_entropy(logits_CV, target_C, ignore_index=ignore_index, reduction="sum")
+            watch(logits_CV, log_probs_CV, target_C)
+        return functional.nll_loss(log_probs_CV, target_C, ignore_index=ignore_index, reduction="sum")
 
     compute = partial(checkpoint, of_chunk, use_reentrant=False) if torch.is_grad_enabled() else of_chunk
     chunks = zip(hidden_TD.split(rows), target_T.split(rows), strict=True)
@@ -130,9 +132,9 @@ class _OfLinear(torch.autograd.Function):
             logits_CV = functional.linear(hidden_TD[chunk], weight_VD, bias_V)
             with torch.set_grad_enabled(any(needs)):
                 changed_CV = apply_steps(logits_CV.requires_grad_(any(needs)), steps)
-            if watch is not None:
-                watch(changed_CV, target_C)
             grad_CV = functional.log_softmax(changed_CV.detach(), dim=-1)
+            if watch is not None:
+                watch(changed_CV, grad_CV, target_C)
             losses.append(functional.nll_loss(grad_CV, target_C, ignore_index=ignore_index, reduction="sum"))
             if any(needs):
                 # Overwrite log_softmax by softmax minus one at the target: the gradient of the changed logits.

@@ -323,6 +323,8 @@ class EvaluationLoader:
     def __init__(self, loader: DataLoader[Any], upcoming: UpcomingBatches, *, planned: bool) -> None:
         self._loader, self._upcoming, self._planned = loader, upcoming, planned
         self.dataset = loader.dataset
+        # None where documents come in an order that only a stream or a collator knows.
+        self.sampler = loader.batch_sampler if isinstance(loader.batch_sampler, GlobalBatchSampler) else None
 
     def __len__(self) -> int:
         return len(self._loader)

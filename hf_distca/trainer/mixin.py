@@ -5,28 +5,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, PredictionOutput, denumpify_detensorize
 
-from hf_distca.collator.limits import IGNORED_TARGET
+from hf_distca.collator.documents import check_dataset
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.streams import EpochStream, StreamPacker
-from hf_distca.dispatch.bound import Ran
 from hf_distca.models.decoder import mixing_layers
-from hf_distca.patches.head import count_hits
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer import resuming
 from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.trainer.loaders import EvaluationLoader, PackedLoaders, UpcomingBatches, is_stream, lengths_read_on_host
 from hf_distca.trainer.planned import PlannedTraining
+from hf_distca.trainer.predictions import EvaluatedRows, Predictions
 from hf_distca.trainer.refusals import Run, by_name
 
 logger = logging.getLogger(__name__)
 
-ACCURACY = "mean_token_accuracy"
-"""Name in TRL, without its prefix, of the share of targets that the model would have chosen."""
+ACCURACY, ENTROPY = "mean_token_accuracy", "entropy"
+"""Names in TRL, without their prefix: share of targets that have the greatest logit, and mean entropy in nats."""
 
 
 class DistCAMixin(PlannedTraining):
@@ -68,7 +66,7 @@ class DistCAMixin(PlannedTraining):
         self._upcoming_evaluated = UpcomingBatches(dispatcher, self._processes)  # of the present evaluation
         self._mixes = bool(mixing_layers(self.model))  # rows of a document other than by attention
         self._evaluated: list[tuple[float, float]] = []  # this rank's sum of losses and all targets, of micro-batches
-        self._hits: list[Tensor] = []  # `Ran.hits` of the same micro-batches
+        self._rows = EvaluatedRows()  # of the present evaluation
 
     # Data
 
@@ -106,6 +104,15 @@ class DistCAMixin(PlannedTraining):
             loader = super().get_eval_dataloader(**named)
             if any(dataset is each for each in (own, *(own.values() if isinstance(own, dict) else ()))):
                 self._evaluation_loaders[id(dataset)] = loader  # whose processes may live on
+        return self._read_ahead(loader)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Return the same for the data of `predict`."""
+        check_dataset(test_dataset, "test_dataset")
+        return self._read_ahead(super().get_test_dataloader(test_dataset))
+
+    def _read_ahead(self, loader: DataLoader[Any]) -> EvaluationLoader:
+        """Return a loader of the same batches, planned one ahead."""
         planned = self._packs and not isinstance(loader.dataset, StreamPacker)
         self._upcoming_evaluated.close()
         self._upcoming_evaluated = UpcomingBatches(self.dispatcher, self._processes)
@@ -202,6 +209,9 @@ class DistCAMixin(PlannedTraining):
         plan = inputs[PLAN_KEY]
         if num_items_in_batch is None:  # evaluation of a trainer that takes the mean on each rank
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        evaluates, rows = return_outputs and not self.model.training, self._rows
+        seen = rows.seen
+        plan.ran.watch = rows.see if evaluates else None
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
         )
@@ -209,43 +219,57 @@ class DistCAMixin(PlannedTraining):
             self._begin_backward()
         if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
             raise Run.LOST_PLAN.error(model=type(self.model).__name__, key=PLAN_KEY)
-        if return_outputs and not self.model.training:
-            self._count_hits(plan.ran, inputs, result[1])
+        logits = result[1].get("logits") if evaluates and isinstance(result[1], dict) else None
+        if rows.seen == seen and isinstance(logits, Tensor):  # the loss was computed from all logits at once
+            rows.see_all(logits[0], inputs["shift_labels"][0])
         return result
-
-    def _count_hits(self, ran: Ran, inputs: dict[str, Any], outputs: Any) -> None:
-        """Note which targets of an evaluated micro-batch the model would have chosen, if its logits are known."""
-        logits = outputs.get("logits") if isinstance(outputs, dict) else None
-        if ran.hits is None and isinstance(logits, Tensor):  # the loss was computed from all logits at once
-            count_hits(ran, IGNORED_TARGET, logits, inputs["shift_labels"])
-        if ran.hits is not None:
-            self._hits.append(ran.hits)
 
     # Evaluation
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as `Trainer.evaluate` does; loss and token accuracy are exact means over all targets."""
+        """Evaluate as `Trainer.evaluate` does; loss, token accuracy and entropy are exact means over all targets."""
         try:
             return super().evaluate(*args, **kwargs)
         finally:
             self._upcoming_evaluated.close()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate with the mean loss and the accuracy over the targets of all micro-batches."""
-        self._evaluated, self._hits = [], []
-        output = super().evaluation_loop(*args, **kwargs)
+        """Evaluate with means over the targets of all micro-batches, and with predictions if the caller wants them."""
+        named = by_name(super(PlannedTraining, self).evaluation_loop, args, kwargs)
+        loss_alone, prefix = named.get("prediction_loss_only"), named.get("metric_key_prefix", "eval")
+        if loss_alone is None:
+            loss_alone = self.args.prediction_loss_only
+        predictions = None if loss_alone else self._new_predictions(named["dataloader"])
+        self._evaluated, self._rows = [], EvaluatedRows(predictions)
+        output = super().evaluation_loop(**named)
         if self._evaluated and output.metrics is not None:
             loss, targets = map(sum, zip(*self._evaluated, strict=True))
-            hits = torch.stack(self._hits).sum(0).tolist() if self._hits else [0, 0]
-            of_ranks = self.dispatcher.groups.all_gather((loss, *hits))
-            total, correct, counted = map(sum, zip(*of_ranks, strict=True))
-            # Trainer's mean over batches has the only such name, with the prefix that the caller chose.
-            for name in [name for name in output.metrics if name.endswith("_loss")]:
-                output.metrics[name] = total / max(targets, 1)
-                # Otherwise the model has several losses, or none of logits; TRL's trainer counts for itself.
-                if counted == targets > 0:
-                    output.metrics[f"{name.removesuffix('_loss')}_{ACCURACY}"] = correct / targets
-        return output
+            of_ranks = self.dispatcher.groups.all_gather((loss, *self._rows.figures.sums()))
+            total, counted, hits, entropy = map(sum, zip(*of_ranks, strict=True))
+            output.metrics[f"{prefix}_loss"] = total / max(targets, 1)
+            # Otherwise the model has several losses, or none of logits; TRL's trainer counts for itself.
+            if counted == targets > 0:
+                output.metrics[f"{prefix}_{ACCURACY}"] = hits / targets
+                output.metrics[f"{prefix}_{ENTROPY}"] = entropy / targets
+        if predictions is None or not self._evaluated:
+            return output
+        values, labels = predictions.joined()
+        metrics = dict(output.metrics or {})
+        if self.compute_metrics is not None:
+            given: Any = self.compute_metrics(EvalPrediction(predictions=values, label_ids=labels))
+            for name, value in denumpify_detensorize(given).items():
+                metrics[name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"] = value
+        return output._replace(predictions=values, label_ids=labels, metrics=metrics)
+
+    def _new_predictions(self, loader: EvaluationLoader) -> Predictions:
+        """Return where predictions for a loader's documents are collected."""
+        function, sampler = self.preprocess_logits_for_metrics, loader.sampler
+        if function is None:
+            raise Run.ALL_LOGITS.error()
+        if sampler is None:
+            raise Run.NO_ORDER.error()
+        documents: Any = loader.dataset
+        return Predictions(function, sampler.excerpts_in_order(), len(documents), self.dispatcher.groups)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -253,20 +277,30 @@ class DistCAMixin(PlannedTraining):
         """Add one micro-batch to the evaluation's loss."""
         self._at(f"micro-batch {len(self._evaluated) + 1} of an evaluation")
         targets: Any = super()._get_num_items_in_batch([inputs], self.args.device)  # may be 0
+        predictions = self._rows.predictions
+        if predictions is not None:
+            predictions.begin(inputs[PLAN_KEY], inputs["shift_labels"][0])
         loss, _, _ = super().prediction_step(model, inputs, True, *args, **kwargs)
+        if predictions is not None:
+            predictions.end()
         assert loss is not None
         self._upcoming_evaluated.prepare_next()  # before the host waits for the loss
         # The loss of all ranks is the mean over ranks of `loss`.
         self._evaluated.append(((loss * targets / self.dispatcher.groups.ranks).item(), targets.item()))
         return loss, None, None
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise NotImplementedError: the plan spreads a document's rows over ranks."""
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot return predictions for each document, because the rows of a document lie "
-            "on several ranks. Use evaluate() for the exact loss and token accuracy, or run the trained model outside "
-            "the trainer"
-        )
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """Return what `preprocess_logits_for_metrics` makes of each token's logits, by document of the data set.
+
+        Predictions and labels are [documents, longest, ...], with -100 elsewhere. Labels are unshifted: the prediction
+        of a token is for the label after it. The first label of a document is -100.
+        """
+        failures = self.dispatcher.groups.failures
+        try:
+            with failures.reported("the start of a prediction"), self._processes.explained():
+                return super().predict(*args, **kwargs)
+        finally:
+            self._upcoming_evaluated.close()
 
     # Saving and resuming
 

@@ -193,8 +193,10 @@ DISPATCHED: tuple[Rule, ...] = (
 """Arguments of `make_dispatcher` that are objects of another kind."""
 
 
-NO_LOGITS = "it needs the logits of whole documents, and the rows of a document lie on several ranks"
-EVALUATE = "leave it out and call evaluate(), which reports the exact loss and mean_token_accuracy over all targets"
+METRICS_FUNCTION, LOGITS_FUNCTION = "compute_metrics", "preprocess_logits_for_metrics"
+METRICS_ALONE = (
+    "evaluate() reports the exact loss, mean_token_accuracy and entropy over all targets without compute_metrics"
+)
 GIVEN: tuple[Rule, ...] = (
     Rule(
         "args are {0[args].__class__.__name__}",
@@ -226,8 +228,32 @@ PACKED_GIVEN: tuple[Rule, ...] = (
         lambda given: given["trl_trainer"] not in ("", "SFTTrainer", "_BaseTrainer"),
         condition="`DPOTrainer`, `RewardTrainer` and others with `DistCAMixin`",
     ),
-    _none("compute_metrics", NO_LOGITS, EVALUATE),
-    _none("preprocess_logits_for_metrics", NO_LOGITS, EVALUATE),
+    Rule(
+        "{0[trl_trainer]} gets compute_metrics or preprocess_logits_for_metrics",
+        "TRL computes the loss without logits, and gives none to these functions from its version 2 on",
+        f"leave them out, because {METRICS_ALONE}; or evaluate with DistCATrainer",
+        lambda given: bool(given["trl_trainer"]) and any(map(given.get, (METRICS_FUNCTION, LOGITS_FUNCTION))),
+        condition="`compute_metrics` or `preprocess_logits_for_metrics` with `DistCASFTTrainer`",
+    ),
+    Rule(
+        "compute_metrics is given without preprocess_logits_for_metrics",
+        "it would get the logits of all tokens, which take memory for tokens × vocabulary values on every rank",
+        "give a preprocess_logits_for_metrics that makes them small token by token, such as "
+        f"lambda logits, labels: logits.argmax(-1); {METRICS_ALONE}",
+        lambda given: given.get(METRICS_FUNCTION) is not None and given.get(LOGITS_FUNCTION) is None,
+    ),
+    Rule(
+        "batch_eval_metrics=True is set with compute_metrics",
+        "a micro-batch of a rank may have parts of documents, and compute_metrics gets whole ones",
+        "set batch_eval_metrics=False",
+        lambda given: given.get(METRICS_FUNCTION) is not None and given["args"].batch_eval_metrics,
+    ),
+    Rule(
+        "include_for_metrics={0[args].include_for_metrics} is set with compute_metrics",
+        "compute_metrics gets predictions and labels alone",
+        "leave it out; inputs are in the data set, in the order of the predictions",
+        lambda given: given.get(METRICS_FUNCTION) is not None and bool(given["args"].include_for_metrics),
+    ),
     _none(
         "compute_loss_func",
         "it would get targets that are already shifted",
@@ -563,6 +589,38 @@ class Run:
         "check the labels that the stream or data_collator gives, and leave the column 'labels' out where each token "
         "predicts the next; if later documents have targets, shuffle the data",
         condition="a stream, or the batches of a custom collator, without any target in the first optimizer step",
+    )
+    ALL_LOGITS = Refusal(
+        "predict() is called without preprocess_logits_for_metrics",
+        "it would return the logits of all tokens, which take memory for tokens × vocabulary values on every rank",
+        "give the trainer a preprocess_logits_for_metrics that makes them small token by token, such as "
+        "lambda logits, labels: logits.argmax(-1); evaluate() reports the exact loss, token accuracy and entropy",
+    )
+    NO_ORDER = Refusal(
+        "predictions are asked for documents of a stream, or with a data_collator",
+        "documents are numbered in a data set with a length only, so that predictions could not be put in order",
+        "evaluate on a data set with a length, such as datasets.Dataset.from_list(list(stream)), and leave "
+        "data_collator out; or leave compute_metrics out",
+        condition="`compute_metrics` or `predict()` with a stream or a custom collator",
+    )
+    OTHER_ROWS = Refusal(
+        "{function} returned {what} for logits of the shape {logits}",
+        "a document's rows lie on several ranks, so that its results are joined token by token",
+        "return one value or one vector for each token, [1, tokens] or [1, tokens, …], such as logits.argmax(-1); "
+        "labels are unshifted: shift where compute_metrics compares",
+        condition="`preprocess_logits_for_metrics` that returns another number of tokens than it gets",
+    )
+    NOT_BY_ROWS = Refusal(
+        "{function} returns other values for a token when it gets fewer tokens around it",
+        "a document's rows lie on several ranks and in several chunks, so that the function gets parts of documents",
+        "compute each token's value from its own logits, such as logits.argmax(-1), and shift and average in "
+        "compute_metrics",
+    )
+    NO_LOGITS = Refusal(
+        "{function} saw the logits of {seen} of {rows} tokens",
+        "the model does not compute its loss by one cross entropy of all logits",
+        "leave compute_metrics out; or set loss_chunk_bytes=0",
+        condition="`preprocess_logits_for_metrics` with a model whose loss is not one cross entropy of its logits",
     )
     EARLY_EVALUATION = Refusal(
         "evaluate() was called before train()",

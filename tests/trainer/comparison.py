@@ -61,7 +61,9 @@ ROUNDING = 2.0**-8
 """Relative error of rounding to bfloat16: of the losses of single targets. Roundings are independent of one another,
 so that the mean loss is off by the root of the number of targets less."""
 TARGETS = sum(LENGTHS[:PER_MICRO_BATCH]) - PER_MICRO_BATCH
-FOLLOWED = re.compile(r"(eval_(\w+_)?)?(loss|grad_norm|entropy|mean_token_accuracy|num_tokens)|num_input_tokens_seen")
+FOLLOWED = re.compile(
+    r"(eval_(\w+_)?)?(loss|grad_norm|entropy|mean_token_accuracy|by_document|num_tokens)|num_input_tokens_seen"
+)
 """What is compared of a log."""
 HYBRID: dict[str, Any] = {"model_type": "qwen3_next", **SMALL_HYBRID}
 Example = dict[str, Any]
@@ -205,6 +207,8 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
     losses: dict[str, list[float]] = {"train": [], "eval": []}
     given = {"model": model, "train_dataset": documents, "eval_dataset": documents}
     given |= run.given(model) | run.given_planned()
+    if not run.sft and "data_collator" not in given:
+        given |= {"compute_metrics": of_documents, "preprocess_logits_for_metrics": chosen_tokens}
     arguments = {**COMMON, **PLANNED, "tokens_per_rank": 2 * TOKENS_PER_RANK // how.shares, **exchanging(model)}
     arguments |= {"output_dir": output, **run.arguments, **run.planned}
     classes: Any = (hf_distca.DistCATrainer, hf_distca.DistCATrainingArguments)
@@ -247,17 +251,27 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
     return result
 
 
-def chosen_tokens(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """The tokens with the greatest logits, of what a model returns beside its loss."""
-    chosen: torch.Tensor = (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
-    return chosen
+def chosen_tokens(logits: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens with the greatest logits and the entropies, of what a model returns beside its loss."""
+    values: torch.Tensor = logits[0] if isinstance(logits, tuple) else logits
+    log_probs = values.double().log_softmax(-1)
+    return values.argmax(-1), -(log_probs.exp() * log_probs).sum(-1)
 
 
-def accuracy(evaluated: EvalPrediction) -> dict[str, float]:
-    """The share of targets that a model chose, of rows that are not shifted."""
-    targets = evaluated.label_ids[:, 1:]
+def of_documents(evaluated: EvalPrediction) -> dict[str, float]:
+    """The mean over documents of the share of their targets that a model chose, of rows that are not shifted."""
+    chosen, targets = evaluated.predictions[0][:, :-1], evaluated.label_ids[:, 1:]
     counts = targets != IGNORED
-    return {"mean_token_accuracy": float((evaluated.predictions[:, :-1] == targets)[counts].mean())}
+    right = ((chosen == targets) & counts).sum(1) / counts.sum(1).clip(min=1)
+    return {"by_document": float((right * np.arange(1, len(right) + 1)).mean())}  # in the order of the data set
+
+
+def of_targets(evaluated: EvalPrediction) -> dict[str, float]:
+    """The same, the share of all targets that a model chose, and the mean entropy before them."""
+    (chosen, entropy), targets = (each[:, :-1] for each in evaluated.predictions), evaluated.label_ids[:, 1:]
+    counts = targets != IGNORED
+    figures = {"mean_token_accuracy": (chosen == targets)[counts].mean(), "entropy": entropy[counts].mean()}
+    return {**of_documents(evaluated), **{name: float(figure) for name, figure in figures.items()}}
 
 
 def train_alone(folder: str, run: Run, exact: bool = False) -> Result:
@@ -271,7 +285,7 @@ def train_alone(folder: str, run: Run, exact: bool = False) -> Result:
     documents = run.documents(without=idle * PER_MICRO_BATCH)
     given = {"model": model, "train_dataset": documents, "eval_dataset": documents}
     if not run.sft:
-        given |= {"data_collator": pad, "compute_metrics": accuracy, "preprocess_logits_for_metrics": chosen_tokens}
+        given |= {"data_collator": pad, "compute_metrics": of_targets, "preprocess_logits_for_metrics": chosen_tokens}
     given |= run.given(model)
     classes: Any = (trl.SFTTrainer, trl.SFTConfig) if run.sft else (Trainer, TrainingArguments)
     with launched("ddp", {} if exact else run.environment) as patch:

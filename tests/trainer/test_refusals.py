@@ -113,6 +113,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "TRAINER": launch,
     "TRL_ARGUMENTS": lambda **changes: check(refusals.TRL_ARGUMENTS, settings(hf_distca.DistCAGRPOConfig, **changes)),
 }
+METRICS = {"compute_metrics": print, "preprocess_logits_for_metrics": print}
 CASES: dict[str, list[dict[str, Any]]] = {
     "ARGUMENTS": [
         *({"auto_find_batch_size": True}, {"ddp_static_graph": True}, {"bf16_full_eval": True}),
@@ -126,8 +127,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
         *({"pad_to_multiple_of": 8}, {**LIGER, "liger_kernel_config": {"cross_entropy": True}}),
     ],
     "PACKED_GIVEN": [
-        *({"trainer": type("Mixed", (hf_distca.DistCAMixin, trl.DPOTrainer), {})}, {"compute_metrics": print}),
-        *({"preprocess_logits_for_metrics": print}, {"compute_loss_func": print}),
+        {"trainer": type("Mixed", (hf_distca.DistCAMixin, trl.DPOTrainer), {})},
+        {"trainer": hf_distca.DistCASFTTrainer, "preprocess_logits_for_metrics": print},
+        *({"compute_metrics": print}, {**METRICS, "options": {"batch_eval_metrics": True}}),
+        *({**METRICS, "options": {"include_for_metrics": ["loss"]}}, {"compute_loss_func": print}),
         {"data_collator": PADDING[-1].__new__(PADDING[-1])},
     ],
     "PACKED_TRAINER": [
@@ -177,6 +180,8 @@ NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("ARGUMENTS", {"mlp_chunk_rows": 16}),
     ("ARGUMENTS", {**LIGER, "liger_kernel_config": {"swiglu": False, "geglu": False}, "mlp_chunk_rows": 16}),
     ("PACKED_GIVEN", {"trainer": hf_distca.DistCASFTTrainer}),
+    *(("PACKED_GIVEN", given) for given in (METRICS, {"preprocess_logits_for_metrics": print})),
+    ("PACKED_GIVEN", {"options": {"batch_eval_metrics": True, "include_for_metrics": ["loss"]}}),
     ("PACKED_GIVEN", {"trainer": hf_distca.DistCADPOTrainer, "compute_metrics": print}),
     ("PACKING", {"options": {"per_device_train_batch_size": 4}, "data_collator": DataCollatorWithFlattening()}),
     ("SFT_ARGUMENTS", {f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}),

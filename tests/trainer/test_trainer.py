@@ -30,16 +30,18 @@ def _one_step_of_everything(folder: str, source: str, arguments: dict[str, Any])
     return trainer.state.log_history, evaluation, trainer.args.world_size
 
 
-def accuracy_of(documents: list[Tensor], model: Any = None) -> float:
-    """The share of tokens that a model with stock attention would have chosen after those before them."""
-    model, correct, targets = model or small_model(implementation="sdpa"), 0, 0
+def figures_of(documents: list[Tensor], model: Any = None) -> tuple[float, float]:
+    """Return the share of tokens that a model with stock attention would have chosen, and the mean entropy in nats."""
+    model, correct, targets, entropy = model or small_model(implementation="sdpa"), 0, 0, 0.0
     for document in documents:
         with torch.no_grad():
-            chosen = model(document[None]).logits[0].argmax(-1)
-        correct += int((chosen[:-1] == document[1:]).sum())
+            logits = model(document[None]).logits[0]
+        correct += int((logits.argmax(-1)[:-1] == document[1:]).sum())
+        log_probs = logits[:-1].double().log_softmax(-1)
+        entropy -= float((log_probs.exp() * log_probs).sum())
         targets += len(document) - 1
     assert correct > 0
-    return correct / targets
+    return correct / targets, entropy / targets
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,9 @@ def test_loss_is_that_of_all_documents(rank_pools, tmp_path, source, arguments):
         assert world_size == 2
         assert history[0]["loss"] == pytest.approx(loss, rel=1e-6)
         assert evaluation["eval_loss"] == pytest.approx(loss, rel=1e-6)
-        assert evaluation["eval_mean_token_accuracy"] == accuracy_of(random_documents(LENGTHS))
+        accuracy, entropy = figures_of(random_documents(LENGTHS))
+        assert evaluation["eval_mean_token_accuracy"] == accuracy
+        assert evaluation["eval_entropy"] == pytest.approx(entropy, rel=1e-6)
     if source != "packed":
         return
     logged, of_other_rank = (history[0] for history, *_ in results)
@@ -145,7 +149,7 @@ def test_documents_without_targets(tmp_path, caplog):
         assert [record.message for record in caplog.records].count(NO_TARGETS) == 1
     metrics = make_trainer(str(tmp_path), "stream", lengths=[1, 1, 1], **arguments).evaluate()
     assert metrics["eval_loss"] == 0.0
-    assert "eval_mean_token_accuracy" not in metrics
+    assert not {"eval_mean_token_accuracy", "eval_entropy"} & set(metrics)
     # A micro-batch without targets leaves the mean of the others as it is.
     loss, _ = reference_step(small_model(implementation="sdpa"), random_documents([5]))
     evaluated = make_trainer(str(tmp_path), lengths=[5, 1], tokens_per_rank=5).evaluate()
@@ -169,12 +173,14 @@ def test_the_order_of_documents(tmp_path):
     assert drawn(seed=1, data_seed=0) == drawn(seed=0)
 
 
-def test_accuracy_is_that_of_the_evaluated_targets(tmp_path):
+def test_accuracy_and_entropy_are_those_of_the_evaluated_targets(tmp_path):
     documents = random_documents(LENGTHS)
     # By chunks of one row, or from all logits at once.
     for arguments in ({"loss_chunk_bytes": 4 * 64}, {"loss_chunk_bytes": 0}):
         metrics = make_trainer(str(tmp_path), **arguments).evaluate(metric_key_prefix="mine")
-        assert metrics["mine_mean_token_accuracy"] == accuracy_of(documents)
+        accuracy, entropy = figures_of(documents)
+        assert metrics["mine_mean_token_accuracy"] == accuracy
+        assert metrics["mine_entropy"] == pytest.approx(entropy, rel=1e-6)
     # Only targets count: here those that the model would have chosen.
     model = small_model(implementation="sdpa")
     with torch.no_grad():
@@ -193,8 +199,6 @@ def test_a_plan_that_reaches_no_attention(tmp_path):
     trainer.model.forward = lambda distca_plan=None, **inputs: forward(**inputs)
     with refused(Run.LOST_PLAN, model="LlamaForCausalLM", key="distca_plan"):
         trainer.train()
-    with pytest.raises(NotImplementedError, match="evaluate"):
-        trainer.predict(None)
 
 
 def test_kernels_of_the_layers_are_looked_at_before_the_model_is_prepared(tmp_path, monkeypatch):

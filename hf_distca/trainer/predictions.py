@@ -1,0 +1,205 @@
+"""Figures and predictions of an evaluation, from the logits of its rows where the loss computes them.
+
+Logits stay on their rank and exist a chunk of rows at a time. A user's function `preprocess_logits_for_metrics` makes
+something small of them, such as the token with the greatest logit. The rows of a document may lie on several ranks, so
+the function gets parts of documents, and its results are joined row by row.
+
+Shape suffixes: T rows of this rank, C rows of a chunk, V vocabulary; 1 is a batch of one document.
+"""
+
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers.trainer_pt_utils import nested_numpify
+
+from hf_distca.collator.limits import IGNORED_TARGET
+from hf_distca.dispatch.groups import Groups
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.trainer.refusals import Run
+
+Function = Callable[[Tensor, Tensor], Any]
+"""`preprocess_logits_for_metrics`: logits [1, C, V] and labels [1, C] to tensors [1, C, ...]."""
+FUNCTION = "preprocess_logits_for_metrics"
+BLOCK_VALUES = {"cpu": 2**16}
+"""Values of a block of rows whose entropy is computed at once, by type of device: they stay in a CPU's cache."""
+MOST_BLOCK_VALUES = 2**26
+"""The same on other devices."""
+
+
+class TokenFigures:
+    """Sums over the rows with a target: the rows, those whose target has the greatest logit, and entropies in nats."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None  # [3] float64
+
+    def see(self, logits_CV: Tensor, log_probs_CV: Tensor, target_C: Tensor) -> None:
+        """Add a chunk of rows."""
+        counts_C = target_C != IGNORED_TARGET
+        # Like argmax, max returns the first of several greatest values; on CPUs it takes half of argmax's time.
+        hits_C = (logits_CV.max(-1).indices == target_C) & counts_C
+        entropy_C = torch.where(counts_C, entropies(log_probs_CV), 0.0)
+        sums = torch.stack([rows.sum(dtype=torch.float64) for rows in (counts_C, hits_C, entropy_C)])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def sums(self) -> list[float]:
+        """Return the three sums; waits for the device."""
+        return [0.0] * 3 if self._sums is None else self._sums.tolist()
+
+
+def entropies(log_probs_CV: Tensor) -> Tensor:
+    """Return the entropy [C] of each row in nats, a block of rows at a time."""
+    rows = max(1, BLOCK_VALUES.get(log_probs_CV.device.type, MOST_BLOCK_VALUES) // log_probs_CV.shape[1])
+    blocks = (block.float() for block in log_probs_CV.split(rows))
+    least = torch.finfo(torch.float32).min  # a probability of 0 adds 0, not 0 · -inf
+    return torch.cat([-torch.linalg.vecdot(block.exp(), block.clamp(min=least)) for block in blocks])
+
+
+class Piece(NamedTuple):
+    """Rows of a document from `start` on."""
+
+    document: int  # index in the data set
+    start: int
+    targets: NDArray[np.int64]  # [rows], shifted
+    result: Any  # nested arrays [1, rows, ...]
+
+
+class Predictions:
+    """Results of a user's function and labels, by document of a data set.
+
+    For each micro-batch call `begin`, `see` for each chunk of rows in order, and `end`.
+
+    Args:
+        excerpts: for each micro-batch, its [documents] of dtype EXCERPT.
+        documents: number of documents in the data set.
+    """
+
+    def __init__(
+        self, function: Function, excerpts: Iterator[NDArray[np.void]], documents: int, groups: Groups
+    ) -> None:
+        self._function, self._excerpts, self._documents, self._groups = function, excerpts, documents, groups
+        self._pieces: list[Piece] = []
+        self._compared = False  # whether results are known to depend on each row alone
+        self._error: Exception | None = None
+
+    def begin(self, plan: MicroBatchPlan, target_T: Tensor) -> None:
+        """Note the rows of a micro-batch that this rank holds. A collective."""
+        held, at = list(plan.held_by(self._groups.rank)), 0
+        self._targets = target_T.cpu().numpy()
+        self._seen = 0  # rows
+        self._results: list[tuple[int, int, int, Any]] = []  # document of the micro-batch, start, row of the rank, ...
+        # The label of a segment's first row is the target of the row before, which another rank may hold.
+        ends: dict[tuple[int, int], int] = {}
+        for document, start, stop in held:
+            at += stop - start
+            ends[document, stop] = int(self._targets[at - 1])
+        before = ChainMap(*self._groups.all_gather(ends, of="labels"))
+        labels, at = np.full_like(self._targets, IGNORED_TARGET), 0
+        self._segments: list[tuple[int, int, int, int]] = []  # document, start, first row of the rank and one past it
+        for document, start, stop in held:
+            end = at + stop - start
+            labels[at] = before.get((document, start), IGNORED_TARGET)
+            labels[at + 1 : end] = self._targets[at : end - 1]
+            self._segments.append((document, start, at, end))
+            at = end
+        self._label_T = torch.from_numpy(labels).to(target_T.device)
+
+    def see(self, logits_CV: Tensor) -> None:
+        """Give the next rows' logits to the function, document by document."""
+        first, past = self._seen, self._seen + len(logits_CV)
+        self._seen = past
+        for document, start, begin, end in self._segments:
+            low, high = max(first, begin), min(past, end)
+            if low < high and self._error is None:
+                logits_1CV, label_1C = logits_CV[None, low - first : high - first], self._label_T[None, low:high]
+                try:
+                    result = self._result(logits_1CV, label_1C)
+                except Exception as error:  # of the user's function: all ranks raise it together
+                    self._error = error
+                else:
+                    self._results.append((document, start + low - begin, low, result))
+
+    def _result(self, logits_1CV: Tensor, label_1C: Tensor) -> Any:
+        """Return the function's result; raise ValueError unless it has a value for each row, of that row alone."""
+
+        def call(rows: slice) -> Any:
+            result = self._function(logits_1CV[:, rows], label_1C[:, rows])
+            expected = label_1C[:, rows].shape
+            for leaf in tree_leaves(result):
+                shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else None
+                if shape is None or shape[:2] != expected:
+                    what = type(leaf).__name__ if shape is None else f"the shape {list(shape)}"
+                    raise Run.OTHER_ROWS.error(function=FUNCTION, what=what, logits=list(logits_1CV[:, rows].shape))
+            return result
+
+        rows = label_1C.shape[1]
+        result = call(slice(rows))
+        if rows > 1 and not self._compared:
+            self._compared = True
+            parts = zip(tree_leaves(call(slice(rows // 2))), tree_leaves(call(slice(rows // 2, rows))), strict=True)
+            for leaf, halves in zip(tree_leaves(result), parts, strict=True):
+                joined = torch.cat(halves, dim=1)
+                alike = torch.allclose(leaf.float(), joined.float(), rtol=1e-2, atol=1e-3, equal_nan=True)
+                if not alike:
+                    raise Run.NOT_BY_ROWS.error(function=FUNCTION)
+        return result
+
+    def end(self) -> None:
+        """Keep a micro-batch's results on the host; raise ValueError on every rank after an error. A collective."""
+        if self._error is None and self._seen != len(self._targets):
+            self._error = Run.NO_LOGITS.error(function=FUNCTION, seen=self._seen, rows=len(self._targets))
+        self._groups.raise_together(self._error)
+        excerpts = next(self._excerpts)
+        for document, start, at, result in self._results:
+            if document < len(excerpts):  # else a filler
+                index, begin, *_ = excerpts[document].tolist()
+                on_host: Any = nested_numpify(result)
+                targets = self._targets[at : at + tree_leaves(on_host)[0].shape[1]]
+                self._pieces.append(Piece(index, begin + start, targets, on_host))
+
+    def joined(self) -> tuple[Any, NDArray[np.int64]]:
+        """Return predictions and labels of all documents. A collective.
+
+        They are [documents, longest, ...], with -100 beyond a document's end. Labels are unshifted, as in a data set.
+        The first token of a document has the label -100: nothing predicts it.
+        """
+        pieces: Sequence[Piece] = [piece for held in self._groups.all_gather(self._pieces) for piece in held]
+        longest = max(piece.start + len(piece.targets) for piece in pieces)
+
+        def join(*of_pieces: NDArray[Any]) -> NDArray[Any]:
+            first = of_pieces[0]
+            joined = np.full((self._documents, longest, *first.shape[2:]), IGNORED_TARGET, first.dtype)
+            for piece, values in zip(pieces, of_pieces, strict=True):
+                joined[piece.document, piece.start : piece.start + values.shape[1]] = values[0]
+            return joined
+
+        labels = np.full((self._documents, longest + 1), IGNORED_TARGET, np.int64)
+        for piece in pieces:
+            labels[piece.document, piece.start + 1 : piece.start + 1 + len(piece.targets)] = piece.targets
+        return tree_map(join, *(piece.result for piece in pieces)), labels[:, :longest]
+
+
+class EvaluatedRows:
+    """Receives the logits of an evaluation's rows."""
+
+    def __init__(self, predictions: Predictions | None = None) -> None:
+        self.figures, self.predictions = TokenFigures(), predictions
+        self.seen = 0  # rows of all micro-batches
+
+    def see(self, logits_CV: Tensor, log_probs_CV: Tensor, target_C: Tensor) -> None:
+        """Take a chunk of rows."""
+        self.seen += len(logits_CV)
+        self.figures.see(logits_CV, log_probs_CV, target_C)
+        if self.predictions is not None:
+            self.predictions.see(logits_CV)
+
+    def see_all(self, logits_TV: Tensor, target_T: Tensor) -> None:
+        """Take all rows of a micro-batch, in blocks."""
+        rows = max(1, MOST_BLOCK_VALUES // logits_TV.shape[1])
+        for logits_CV, target_C in zip(logits_TV.split(rows), target_T.split(rows), strict=True):
+            self.see(logits_CV, logits_CV.float().log_softmax(-1), target_C)

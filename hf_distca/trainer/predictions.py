@@ -28,7 +28,7 @@ Function = Callable[[Tensor, Tensor], Any]
 FUNCTION = "preprocess_logits_for_metrics"
 BLOCK_VALUES = {"cpu": 2**16}
 """Values of a block of rows whose entropy is computed at once, by type of device: they stay in a CPU's cache."""
-MOST_BLOCK_VALUES = 2**26
+MOST_BLOCK_VALUES = 2**24
 """The same on other devices."""
 
 

@@ -21,7 +21,6 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.progress import terminal_bar
 from hf_distca.sim.model import MODELS, ModelShape
 
-MODEL_SOURCES = f"{', '.join(MODELS)}, a config.json, a folder with one, or a name on the Hub"
 OF_STATE = ("weights", "gradients", "optimizer")
 CHECKPOINTING: dict[str, dict[str, Any] | None] = {"without_checkpointing": None, "with_checkpointing": {}}
 NAMES: dict[Part, str] = {

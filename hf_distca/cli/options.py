@@ -1,4 +1,7 @@
-"""Options that subcommands share: numbers, settings of DistCAConfig, nodes, and files to write."""
+"""Options that subcommands share: numbers, settings of DistCAConfig, nodes, models, and files to write.
+
+Modules of subcommands import torch and transformers only once their arguments have been checked: both take seconds.
+"""
 
 import argparse
 import os
@@ -12,6 +15,7 @@ from hf_distca.cli import InputError
 from hf_distca.config import DistCAConfig
 from hf_distca.planner.nodes import node_sizes
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.sim.model import MODELS
 from hf_distca.units import Switch, read_tokens
 
 MOST_RANKS = 4096
@@ -24,6 +28,7 @@ RANKS_PER_NODE = 8
 """Default of the command line: the number of GPUs in most hosts."""
 HEADS = {"q_heads": (32, "query heads"), "kv_heads": (8, "key-value heads"), "head_dim": (128, "size of a head")}
 """Options of a layer's heads, with the numbers of Llama-3-8B."""
+MODEL_SOURCES = f"{', '.join(MODELS)}, a config.json, a folder with one, or a name on the Hub"
 GB = 1e9
 
 
@@ -131,6 +136,14 @@ def plan_settings_of(config: DistCAConfig, ranks: int, document_layout: str, **o
             f"fewer than {LEAST_STAGE} rows are too many to plan; raise --exchange-buffer-bytes"
         )
     return settings
+
+
+def check_model_name(name: str) -> None:
+    """Raise InputError if a model's config is a file that does not exist; names on the Hub are not looked up."""
+    path = Path(name)
+    is_path = name.endswith(".json") or path.is_absolute() or name.startswith(".") or len(path.parts) > 2
+    if name not in MODELS and is_path and not path.exists():
+        raise InputError(f"no model config at {name!r}: there is no such file or folder; expected {MODEL_SOURCES}")
 
 
 def check_writable(*names: str | None) -> None:

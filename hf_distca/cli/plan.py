@@ -4,32 +4,30 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel
 
 from hf_distca.cli import InputError
-from hf_distca.cli.model import MODEL_SOURCES, fake_model, memory_of, memory_rows, memory_table, mixing_of
 from hf_distca.cli.options import (
     HEADS,
+    MODEL_SOURCES,
     RANKS_PER_NODE,
     add_planning_options,
     add_settings,
+    check_model_name,
     check_writable,
     config_of,
     gigabytes,
+    nodes_of_ranks,
     plan_settings_of,
     positive,
     write,
 )
 from hf_distca.cli.sources import SOURCES, documents_of, one_micro_batch
-from hf_distca.kernels import KERNELS
-from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
-from hf_distca.models.kinds import layers_by_kind
-from hf_distca.models.settings import document_layout
+from hf_distca.config import DistCAConfig
+from hf_distca.kernel_names import KERNEL_NAMES
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.build import loads_as_packed
 from hf_distca.planner.cost import as_lengths
@@ -42,6 +40,11 @@ from hf_distca.planner.stages import rows_by_stage
 from hf_distca.sim.lengths import histogram
 from hf_distca.sim.report import plan_report
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Lengths = list[int] | list[list[int]]
+"""Lengths of documents, or a list of them for each rank."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MANY_RANKS, LEAST_BLOCKS = 512, 8
 """Beyond 512 ranks, each needs at least 8 blocks of rows: balancing smaller shares takes too many moves."""
@@ -69,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add_planning_options(parser, *PLANNED, within=NODE_BANDWIDTH, between=NETWORK_BANDWIDTH)
     add = parser.add_argument
-    of_kernel = {"default": "torch_varlen", "choices": tuple(KERNELS), "help": "kernel whose costs are used"}
+    of_kernel = {"default": "torch_varlen", "choices": KERNEL_NAMES[1:], "help": "kernel whose costs are used"}
     add_settings(parser, "attention_kernel", **of_kernel)
     for name, (value, what) in HEADS.items():
         add(f"--{name.replace('_', '-')}", type=positive, help=f"{what} of a layer (default: {value})")
@@ -86,17 +89,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Plan, print and write; raise InputError if the options or files cannot be used."""
     check_writable(options.report, options.dump)
-    lengths = one_micro_batch(options, options.ranks * options.tokens_per_rank)
+    _check_model_options(options)
     try:
-        model, settings = _model_and_settings(options)
+        config = config_of(options)
+        nodes_of_ranks(config, options.ranks)
+        lengths = one_micro_batch(options, options.ranks * options.tokens_per_rank)
+        _check_fit(lengths, config, options)
+        model, settings = _model_and_settings(config, options)
         began = time.perf_counter()
-        plan = _plan(lengths, settings, options)
+        plan = _plan(lengths, settings)
         plan_ms = (time.perf_counter() - began) * 1e3
     except ValueError as error:
         raise InputError(str(error)) from error
     figures = _figures(documents_of(lengths), plan, settings, options) | {"plan_ms": round(plan_ms, 3)}
     memory: dict[str, list[str]] = {}
     if model is not None:
+        from hf_distca.cli.model import memory_of, memory_rows, mixing_of
+
         figures["memory"] = memory_of(model, plan, settings, options)
         memory = memory_rows(figures["memory"], options.device_memory)
         figures["mixing"] = mixing_of(model, plan, settings)
@@ -114,57 +123,89 @@ def run(options: argparse.Namespace) -> None:
         return
     print(_table(plan, figures, settings, options))
     if memory:
+        from hf_distca.cli.model import memory_table
+
         print("", memory_table(memory), sep="\n")
 
 
-def _model_and_settings(options: argparse.Namespace) -> tuple[PreTrainedModel | None, PlanSettings]:
-    """Return the named model, None if no model is named, and the settings of its plans."""
-    config, model = config_of(options), None
-    kernel = KERNELS[config.attention_kernel]
+def _check_model_options(options: argparse.Namespace) -> None:
+    """Raise InputError if options of a model contradict each other."""
     if options.model is None:
         if options.device_memory is not None:
             raise InputError("--device-memory limits the rows of a model, but no model is given; add --model")
-        q_heads, kv_heads, head_dim = (getattr(options, name) or value for name, (value, _) in HEADS.items())
-        kinds: tuple[AttentionKind, ...] = (AttentionKind(options.window, q_heads, kv_heads, head_dim, head_dim),)
-        layout = config.planned_layout
-    else:
-        for name in (*HEADS, "window"):
-            if getattr(options, name) is not None:
-                option = name.replace("_", "-")
-                raise InputError(f"--{option} and --model both describe the model; leave one of them out")
-        if options.dtype == "float16":
-            raise InputError("memory with --model is counted in bfloat16 or float32 only; set --dtype to one of them")
-        model = fake_model(options.model)
-        kinds, layout = tuple(layers_by_kind(model)), document_layout(model, config)
-    of_model = {"kinds": kinds, "bytes_per_value": BYTES[options.dtype], "kernel": config.attention_kernel}
-    of_kernel = {"row_overhead": kernel.row_overhead, "gather_cost": kernel.gather_cost}
-    return model, plan_settings_of(config, options.ranks, layout, **of_model, **of_kernel)
+        return
+    for name in (*HEADS, "window"):
+        if getattr(options, name) is not None:
+            option = name.replace("_", "-")
+            raise InputError(f"--{option} and --model both describe the model; leave one of them out")
+    if options.dtype == "float16":
+        raise InputError("memory with --model is counted in bfloat16 or float32 only; set --dtype to one of them")
+    check_model_name(options.model)
 
 
-def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options: argparse.Namespace) -> MicroBatchPlan:
-    rows = [row for row in lengths if isinstance(row, list)]
-    documents, ranks, tokens = documents_of(lengths), settings.ranks, settings.tokens_per_rank
-    stay = bool(rows) and settings.document_layout == "fixed"
+def _check_fit(lengths: Lengths, config: DistCAConfig, options: argparse.Namespace) -> None:
+    """Raise ValueError if ranks cannot hold documents, or rows of documents, or cannot plan them in time."""
+    rows, documents = _rows_of(lengths), documents_of(lengths)
+    ranks, tokens = options.ranks, options.tokens_per_rank
+    stay = bool(rows) and config.planned_layout == "fixed"
     if len(rows) > ranks or (stay and len(rows) < ranks):
         raise InputError(f"{options.lengths} holds {len(rows)} rows, but --ranks is {ranks}; give a row per rank")
     check_capacity(as_lengths(documents), ranks, tokens)
-    if ranks > MANY_RANKS and sum(documents) < ranks * LEAST_BLOCKS * settings.balance_block_size:
+    if ranks > MANY_RANKS and sum(documents) < ranks * LEAST_BLOCKS * config.balance_block_size:
         raise InputError(
             f"{sum(documents)} tokens on {ranks} ranks leave fewer than {LEAST_BLOCKS} blocks of "
-            f"{settings.balance_block_size} rows to each; give more documents, or at most {MANY_RANKS} ranks"
+            f"{config.balance_block_size} rows to each; give more documents, or at most {MANY_RANKS} ranks"
         )
-    if not stay:
-        return plan_micro_batch(documents, settings)
-    for rank, row in enumerate(rows):
+    for rank, row in enumerate(rows if stay else ()):
         if sum(row) > tokens:
             raise InputError(f"row {rank} holds {sum(row)} tokens, but a rank holds {tokens}; raise --tokens-per-rank")
-    return plan_placed(rows, settings)
+
+
+def _rows_of(lengths: Lengths) -> list[list[int]]:
+    """Return lists of lengths, one for each rank; none if the lengths are a plain list."""
+    return [row for row in lengths if isinstance(row, list)]
+
+
+def _model_and_settings(
+    config: DistCAConfig, options: argparse.Namespace
+) -> tuple["PreTrainedModel | None", PlanSettings]:
+    """Return the named model, None if no model is named, and the settings of its plans."""
+    of_kernel: dict[str, Any] = {"kernel": config.attention_kernel, "bytes_per_value": BYTES[options.dtype]}
+    model = None
+    if options.model is None:
+        q_heads, kv_heads, head_dim = (getattr(options, name) or value for name, (value, _) in HEADS.items())
+        kinds: tuple[AttentionKind, ...] = (AttentionKind(options.window, q_heads, kv_heads, head_dim, head_dim),)
+        settings = plan_settings_of(config, options.ranks, config.planned_layout, kinds=kinds, **of_kernel)
+    else:
+        from hf_distca.cli.model import fake_model
+        from hf_distca.models.kinds import layers_by_kind
+        from hf_distca.models.settings import document_layout
+
+        model = fake_model(options.model)
+        kinds, layout = tuple(layers_by_kind(model)), document_layout(model, config)
+        settings = plan_settings_of(config, options.ranks, layout, kinds=kinds, **of_kernel)
+
+    from hf_distca.kernels import KERNELS
+
+    kernel = KERNELS[config.attention_kernel]
+    return model, replace(settings, row_overhead=kernel.row_overhead, gather_cost=kernel.gather_cost)
+
+
+def _plan(lengths: Lengths, settings: PlanSettings) -> MicroBatchPlan:
+    rows = _rows_of(lengths)
+    if rows and settings.document_layout == "fixed":
+        return plan_placed(rows, settings)
+    return plan_micro_batch(documents_of(lengths), settings)
 
 
 def _figures(
     documents: Sequence[int], plan: MicroBatchPlan, settings: PlanSettings, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return balance and costs of the plan, summed over nano-batches; for a report, figures of each rank too."""
+    import torch
+
+    from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
+
     kind, nodes = settings.dominant_kind, settings.node_of_ranks
     plans = [nano.plans[kind] for nano in plan.nano_batches]
     loads = np.sum([loads_of(each) for each in plans], axis=0)

@@ -6,16 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from hf_distca.cli import InputError
-from hf_distca.cli.doctor import connect, device_of_rank
 from hf_distca.cli.options import HEADS, add_settings, check_writable, positive
-from hf_distca.dispatch.groups import ranks_per_node
-from hf_distca.kernels import AttentionParams, Need, get_kernel
-from hf_distca.measure.device import measured_profile
-from hf_distca.measure.links import with_links
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.seconds import DIAGONAL_ROWS, LinkCost, Tasks
@@ -52,6 +45,16 @@ def run(options: argparse.Namespace) -> None:
     """Measure and write; raise InputError if kernel, heads or file cannot be used."""
     if os.environ.get("RANK", "0") == "0":  # rank 0 writes the file
         check_writable(options.output)
+
+    import torch
+    import torch.distributed as dist
+
+    from hf_distca.cli.findings import connect, device_of_rank
+    from hf_distca.dispatch.groups import ranks_per_node
+    from hf_distca.kernels import AttentionParams, Need, get_kernel
+    from hf_distca.measure.device import measured_profile
+    from hf_distca.measure.links import with_links
+
     device = device_of_rank()
     groups = connect(device, TIMEOUT_S)
     dtype: torch.dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))

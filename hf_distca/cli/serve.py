@@ -5,17 +5,11 @@ import logging
 import signal
 import sys
 
-import torch
-
 from hf_distca.cli import InputError
 from hf_distca.cli.options import port, seconds, threads
-from hf_distca.kernels import get_kernel
-from hf_distca.kernels.speed import measured_need
+from hf_distca.kernel_names import KERNEL_NAMES
 from hf_distca.pool.child import end_with_parent
-from hf_distca.pool.server import AttentionServer
 from hf_distca.pool.token import parse_address, parse_token, read_token
-from hf_distca.pool.transport import Choice
-from hf_distca.pool.wire import LinkLost, MismatchError
 
 DESCRIPTION = """\
 Be a dedicated attention server (experimental): compute core attention for the ranks of a run until training ends or
@@ -46,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "kernel that computes core attention; a server whose kernel cannot compute what ranks ask for ends with an "
         "error (default: auto, the fastest that supports the model)"
     )
-    add("--attention-kernel", default="auto", metavar="NAME", help=kernel)
+    add("--attention-kernel", default="auto", choices=KERNEL_NAMES, help=kernel)
     add(
         "--transport",
         default="auto",
@@ -65,6 +59,19 @@ def run(options: argparse.Namespace) -> None:
     if options.parent is not None:
         end_with_parent(options.parent)
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
+    try:
+        token = parse_token(sys.stdin.readline()) if options.token_file == "-" else read_token(options.token_file)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+    import torch
+
+    from hf_distca.kernels import get_kernel
+    from hf_distca.kernels.speed import measured_need
+    from hf_distca.pool.server import AttentionServer
+    from hf_distca.pool.transport import Choice
+    from hf_distca.pool.wire import LinkLost, MismatchError
+
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     named = "cuda:0" if options.device == "cuda" else options.device
     if named not in devices:
@@ -75,7 +82,6 @@ def run(options: argparse.Namespace) -> None:
     # The needs of ranks are known when they call; "auto" may then choose another kernel, but a named one stays.
     choose = (lambda need: get_kernel("auto", device, [need])) if options.attention_kernel == "auto" else None
     try:
-        token = parse_token(sys.stdin.readline()) if options.token_file == "-" else read_token(options.token_file)
         kernel = get_kernel(options.attention_kernel, device, [measured_need(device)])
         server = AttentionServer(
             token, device, kernel, choose=choose, host=options.bind, port=options.port, transport=transport

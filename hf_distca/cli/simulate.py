@@ -8,12 +8,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hf_distca.cli import InputError
-from hf_distca.cli.model import MODEL_SOURCES, fake_model, read_config
 from hf_distca.cli.options import (
     GB,
+    MODEL_SOURCES,
     RANKS_PER_NODE,
     add_planning_options,
     batches,
+    check_model_name,
     check_writable,
     config_of,
     nodes_of_ranks,
@@ -24,10 +25,6 @@ from hf_distca.cli.options import (
 )
 from hf_distca.cli.sources import SOURCES, drawn_micro_batches
 from hf_distca.config import DistCAConfig
-from hf_distca.memory.simulated import gpu_memory
-from hf_distca.models.checkpointing import CHECKPOINTING
-from hf_distca.models.settings import document_layout
-from hf_distca.models.shape import model_shape
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import MODELS, ModelShape
 from hf_distca.sim.report import simulation_report
@@ -69,15 +66,33 @@ def run(options: argparse.Namespace) -> None:
     check_writable(options.report)
     if options.tokens_per_rank < 2:
         raise InputError("--tokens-per-rank must be at least 2: memory is counted with full and with half rows")
+    check_model_name(options.model)
     try:
-        config = config_of(options)
-        model = None if options.model in MODELS else fake_model(options.model)
-        layout = "joint" if model is None else document_layout(model, config)
-        setup = _setup(options, MODELS[options.model] if model is None else model_shape(model))
+        config, profile = config_of(options), _profile(options)
+        nodes = nodes_of_ranks(config, options.ranks)
+        shape, layout = MODELS.get(options.model), "joint"
+        if shape is not None:
+            _check_heads(shape, options.tensor_parallel)
+        drawn = drawn_micro_batches(options, options.ranks * options.tokens_per_rank, cut=False)
+        if shape is None:
+            shape, layout = _shape_and_layout(options.model, config)
+            _check_heads(shape, options.tensor_parallel)
+        setup = Setup(
+            model=shape,
+            profile=profile,
+            ranks=options.ranks,
+            tokens_per_rank=options.tokens_per_rank,
+            ranks_per_node=nodes,
+            tensor_parallel=options.tensor_parallel,
+            checkpointing=options.checkpointing,
+        )
         kinds = tuple(map(setup.on_a_gpu, setup.model.layers))
         of_values = {"bytes_per_value": setup.profile.bytes_per_value}
         settings = plan_settings_of(config, setup.ranks, layout, kinds=kinds, **of_values)
-        drawn = drawn_micro_batches(options, options.ranks * options.tokens_per_rank, cut=False)
+
+        from hf_distca.cli.model import read_config
+        from hf_distca.memory.simulated import gpu_memory
+
         memory = gpu_memory(setup, read_config(options.model), settings, config)
         result = simulate(drawn, setup, settings, count=options.batches, servers=options.servers, memory=memory)
     except ValueError as error:
@@ -94,31 +109,40 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps(figures) if options.json else _table(figures))
 
 
-def _setup(options: argparse.Namespace, model: ModelShape) -> Setup:
+def _shape_and_layout(name: str, config: DistCAConfig) -> tuple[ModelShape, str]:
+    """Return the shape of a user's model, and the layout of its documents."""
+    from hf_distca.cli.model import fake_model
+    from hf_distca.models.settings import document_layout
+    from hf_distca.models.shape import model_shape
+
+    model = fake_model(name)
+    return model_shape(model), document_layout(model, config)
+
+
+def _check_heads(model: ModelShape, tensor_parallel: int) -> None:
+    """Raise InputError unless tensor parallelism divides the query heads of every layer."""
     for kind in model.layers:
-        if kind.q_heads % options.tensor_parallel:
+        if kind.q_heads % tensor_parallel:
             raise InputError(
-                f"--tensor-parallel {options.tensor_parallel} does not divide the model's {kind.q_heads} query heads"
+                f"--tensor-parallel {tensor_parallel} does not divide the model's {kind.q_heads} query heads"
             )
+
+
+def _profile(options: argparse.Namespace) -> DeviceProfile:
+    """Return the device's costs, with the bandwidths that the options set."""
     profile = DeviceProfile.load(options.profile)
     links, exchange = profile.links, profile.exchange
     for where, rate in (("within", options.node_bandwidth), ("between", options.network_bandwidth)):
         if rate is not None:
             links = replace(links, **{where: replace(getattr(links, where), bandwidth=rate * GB)})
             exchange = replace(exchange, **{where: replace(getattr(exchange, where), bandwidth=rate * GB)})
-    return Setup(
-        model=model,
-        profile=replace(profile, links=links, exchange=exchange),
-        ranks=options.ranks,
-        tokens_per_rank=options.tokens_per_rank,
-        ranks_per_node=nodes_of_ranks(config_of(options), options.ranks),
-        tensor_parallel=options.tensor_parallel,
-        checkpointing=options.checkpointing,
-    )
+    return replace(profile, links=links, exchange=exchange)
 
 
 def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> dict[str, Any]:
     """Return the simulated training's arguments that differ from the defaults."""
+    from hf_distca.models.checkpointing import CHECKPOINTING
+
     default = vars(DistCAConfig())
     changed = {name: value for name, value in vars(config_of(options)).items() if value != default[name]}
     changed.pop("ranks_per_node", None)  # the launch gives the nodes

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hf_distca.cli import InputError
+from hf_distca.collator.formats import TABLES
 from hf_distca.planner.cost import as_lengths
 from hf_distca.sim.lengths import IntArray, corpora, lognormal, micro_batches, of_documents
 
@@ -70,8 +71,6 @@ def documents_of(lengths: list[int] | list[list[int]]) -> list[int]:
 
 def _of_file(options: argparse.Namespace) -> list[int] | list[list[int]] | None:
     """Return the lengths that a file lists, in order; None for texts, data sets and distributions."""
-    from hf_distca.collator.sources import TABLES
-
     path: str = options.lengths
     if Path(path).suffix not in TABLES:
         return None

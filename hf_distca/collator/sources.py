@@ -9,10 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 import datasets
 
+from hf_distca.collator.formats import TABLES
 from hf_distca.collator.refusals import Source
 
-TABLES = {".arrow": "arrow", ".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-"""Formats of `datasets` for files with one document a row, by suffix. All other files are text."""
 TEXT, SAVED, NAMED = "text", "saved", "named"
 """Formats of text files, of folders that `save_to_disk` wrote, and of what `datasets` finds by a name."""
 SAVED_FILES = ("state.json", "dataset_dict.json")

@@ -1,6 +1,8 @@
 """Core attention kernels: one contract, implementations chosen by name."""
 
-from .choice import KERNEL_NAMES, KERNELS, choose_kernel, get_kernel
+from hf_distca.kernel_names import KERNEL_NAMES
+
+from .choice import KERNELS, choose_kernel, get_kernel
 from .contract import AttentionParams, Kernel, Need, TaskShapes
 from .fused import merge_into
 

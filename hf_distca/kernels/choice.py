@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_distca.kernel_names import KERNEL_NAMES
 from hf_distca.refusal import RefusedError
 
 from .contract import AttentionParams, Kernel, Need
@@ -17,7 +18,6 @@ KERNELS: dict[str, type[Kernel]] = {
     "torch_varlen": TorchVarlenKernel,
     **PACKAGES,
 }
-KERNEL_NAMES = ("auto", *KERNELS)
 
 FASTEST_FIRST = {
     9: ("flash_attn_3", "flash_attn_4", "torch_varlen", "flash_attn"),

@@ -35,4 +35,4 @@ def figures(run):
 @pytest.fixture
 def without_memory(monkeypatch):
     """Let `simulate` leave out memory, which takes longer to count than everything else."""
-    monkeypatch.setattr("hf_distca.cli.simulate.gpu_memory", lambda *_: lambda *_: (None, None))
+    monkeypatch.setattr("hf_distca.memory.simulated.gpu_memory", lambda *_: lambda *_: (None, None))

@@ -6,8 +6,8 @@ from unittest.mock import Mock
 
 import torch
 
-from hf_distca.cli import doctor
-from hf_distca.cli.doctor import (
+from hf_distca.cli import findings as of_doctor
+from hf_distca.cli.findings import (
     Finding,
     device_findings,
     launch_findings,
@@ -36,7 +36,7 @@ def test_findings_of_ranks_are_merged(capsys):
     assert report(by_rank, {}, as_json=False) == 1
     assert capsys.readouterr().out.splitlines() == [  # ranks may differ in peft, but not in torch
         "wrong   torch   2.13.0 (ranks 0-1, 3)",
-        f"                -> {doctor.AGREE}",
+        f"                -> {of_doctor.AGREE}",
         "wrong   torch   2.9.0, needs >=2.11 (rank 2)",
         "                -> pip install torch",
         "advice  device  cpu",
@@ -69,7 +69,7 @@ def test_packages_of_kernels():
     assert liger.change == "pip install liger-kernel, and set use_liger_kernel=True"
     versions = {"liger-kernel": "0.8.0", "fla-core": "0.6.0", "triton": "3.6.0"}
     liger, delta_rules = package_findings((9, 0), versions.get)
-    assert liger == Finding("liger-kernel", f"0.8.0; {doctor.LIGER_GAIN}")
+    assert liger == Finding("liger-kernel", f"0.8.0; {of_doctor.LIGER_GAIN}")
     assert (delta_rules.name, delta_rules.state) == ("fla-core", "advice")
     assert delta_rules.found.startswith("fla 0.6.0 raises in the backward of gated delta rules on Hopper with Triton")
     assert "pip install 'triton>=3.7.1', or pip install tilelang" in delta_rules.change
@@ -119,7 +119,11 @@ def test_addresses_that_gloo_gives(monkeypatch):
         resolve = Mock(return_value=address, side_effect=None if address else OSError)
         monkeypatch.setattr("socket.gethostbyname", resolve)
         environment = launch(8, local) | ({"GLOO_SOCKET_IFNAME": named} if named else {})
-        assert of_launch("GLOO_SOCKET_IFNAME", **environment) == [state, found, doctor.HOW if state == "wrong" else ""]
+        assert of_launch("GLOO_SOCKET_IFNAME", **environment) == [
+            state,
+            found,
+            of_doctor.HOW if state == "wrong" else "",
+        ]
 
 
 def test_a_gpu_that_no_kernel_supports_and_slow_links(monkeypatch):
@@ -159,7 +163,7 @@ def test_names_of_packages_are_spelled_in_several_ways(monkeypatch, run):
     about = message_from_string("Version: 1\nRequires-Dist: flash-attn>=2.7")
     packages = [("HF_DistCA", "1"), ("Flash_Attn", "2.8"), ("flash-attn", "2.1")]  # the first of a name counts
     found = [SimpleNamespace(name=name, version=version, metadata=about) for name, version in packages]
-    monkeypatch.setattr(doctor, "distributions", lambda: iter(found))
+    monkeypatch.setattr(of_doctor, "distributions", lambda: iter(found))
     findings = json.loads(run("doctor", "--json")[1])["findings"]
     assert [each["found"] for each in findings if each["name"] == "flash-attn"] == ["2.8"]
 

@@ -207,7 +207,7 @@ def test_hybrids_and_experts(command, run, figures, tmp_path, monkeypatch):
         of_model = command([150, 30], 2, 96, "--model", str(tmp_path))
         assert figures(*of_model, "--dtype", "float32")["tokens_max_over_mean"] == 1.0
     cut = [*of_model, "--document-layout", "fixed", "--no-ping-pong"]
-    monkeypatch.setattr("hf_distca.cli.plan.memory_of", lambda *_: {})  # it was counted above
+    monkeypatch.setattr("hf_distca.cli.model.memory_of", lambda *_: {})  # it was counted above
     mixing = figures(*cut)["mixing"]
     # One layer: 3 rows of 48 channels in bfloat16; A and B of 2 heads, 8 rows and 16 columns in float32.
     halo, state = 3 * 48 * 2, 2 * 8 * 16 * 4

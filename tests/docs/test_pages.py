@@ -334,7 +334,7 @@ def test_figures_of_chunks_and_of_ligers_kernels_are_those_of_the_results():
         in gpus
     )
     assert f"costs {chunks:.1f} % of a step" in gpus
-    assert f"{kernels:.1f} % shorter on an H200" in import_module("hf_distca.cli.doctor").LIGER_GAIN
+    assert f"{kernels:.1f} % shorter on an H200" in import_module("hf_distca.cli.findings").LIGER_GAIN
 
 
 def test_bytes_of_rows_add_up():

@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Need, TaskShapes, cpu, get_kernel, merge_into, speed
+from hf_distca.kernels import (
+    KERNEL_NAMES,
+    KERNELS,
+    AttentionParams,
+    Need,
+    TaskShapes,
+    cpu,
+    get_kernel,
+    merge_into,
+    speed,
+)
 from hf_distca.kernels.contract import check_tensors
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.fused import CHUNK
@@ -22,6 +32,7 @@ def test_kernels_by_name() -> None:
     with pytest.raises(ValueError, match="'sdpa'") as error:
         get_kernel("sdpa", CPU)
     assert all(name in str(error.value) for name in KERNEL_NAMES)
+    assert ("auto", *KERNELS) == KERNEL_NAMES
     usual = [Need(torch.float32, 64, 64, AttentionParams(1.0))]
     get_kernel("cpu", CPU, usual)
     with pytest.raises(ValueError, match="got cuda; on CUDA use 'torch_varlen'"):

@@ -81,7 +81,7 @@ class PackedBackbone(nn.Module):
     @uncompiled("padded batches are packed by plans that are new with each batch")
     def _packed_forward(self, given: dict[str, Any], *, may_cache: bool) -> Any:
         forward = super().forward
-        others = {name: value for name, value in given.items() if not isinstance(value, Tensor) and value is not None}
+        others = {name: value for name, value in given.items() if value is not None and not _is_of_tokens(value)}
         packed = self.batches.pack(lambda: _padded_batch(given))
         if self.training and torch.is_grad_enabled():
             self.batches.see_trained(packed)
@@ -89,6 +89,11 @@ class PackedBackbone(nn.Module):
             others["use_cache"] = False
         results = [forward(**inputs, **others, **{PLAN_KEY: plan}) for inputs, plan in packed.micro_batches]
         return _padded_result(results, packed)
+
+
+def _is_of_tokens(value: Any) -> bool:
+    """Return whether an argument is a tensor with values of tokens, and not a number such as num_items_in_batch."""
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _padded_batch(given: dict[str, Any]) -> PaddedBatch:
@@ -107,7 +112,7 @@ def _padded_batch(given: dict[str, Any]) -> PaddedBatch:
     numbers_BL = torch.arange(shape[1], device=input_ids_BL.device).expand(shape)
     columns = {"input_ids": input_ids_BL.long(), "position_ids": numbers_BL}
     for name, value in given.items():
-        if name in ("input_ids", "attention_mask", *NOT_PER_TOKEN) or not isinstance(value, Tensor):
+        if name in ("input_ids", "attention_mask", *NOT_PER_TOKEN) or not _is_of_tokens(value):
             continue
         if value.dtype not in INTEGERS or value.shape not in (shape, (1, shape[1])):
             raise Data.OTHER_INPUT.error(name=name, found=tuple(value.shape), shape=tuple(shape))

@@ -1,0 +1,239 @@
+"""Trainers with padded batches beside the same trainers without hf_distca, on the same ranks, data and rollouts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import DataCollatorForSeq2Seq, EvalPrediction, Trainer, TrainingArguments
+
+import hf_distca
+from hf_distca.trainer.refusals import TRL_ARGUMENTS
+from tests.models_and_batches import exchanging, small_model
+from tests.ranks import RankPool
+from tests.refused import refused
+from tests.trainer.chats import tokenizer
+from tests.trainer.comparison import HYBRID, dataset_of, launched, whole
+from tests.trainer.preferences import COMMON, KINDS, PLANNED, Case, compare, compare_with_stock, few_words, train
+
+WITHIN = 1e-4
+"""Largest relative difference of a logged figure or of what a weight has learned, in float32."""
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+
+
+def lora() -> dict[str, Any]:
+    """LoRA whose B is not 0 at first, so that the model with the adapter off is another one."""
+    targets = ["q_proj", "v_proj", "gate_proj"]
+    return {
+        "peft_config": peft.LoraConfig(
+            r=4, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=targets, lora_alpha=8
+        )
+    }
+
+
+ONE_LAUNCH: dict[str, list[Case]] = {
+    "two ranks": [
+        *(Case(kind) for kind in KINDS),
+        Case("dpo", arguments={"gradient_accumulation_steps": 2, "max_steps": 2}, evaluates=True),
+        Case("grpo", arguments={"max_steps": 1}, evaluates=True),
+        Case("dpo", given=lora),
+        Case("grpo", given=lora),
+        Case("grpo", arguments={"num_iterations": 2, "steps_per_generation": 2, "beta": 0.0}),
+        Case("dpo", arguments={"precompute_ref_log_probs": True, "loss_type": ["sigmoid", "sft"]}),
+        Case("dpo", model=HYBRID),
+        Case("grpo", model={**EXPERTS, "output_router_logits": True}),
+        Case("dpo", planned={"tokens_per_rank": 40}),
+    ],
+    "three ranks": [Case("dpo", given=lora), Case("grpo"), Case("reward", arguments={"max_length": 6})],
+    "fsdp2": [*(Case(kind, "fsdp2", {"max_steps": 2}) for kind in KINDS), Case("kto", "fsdp2", given=lora)],
+    "zero3": [
+        *(Case(kind, "zero3", {"max_steps": 2}) for kind in KINDS),
+        Case("dpo", "zero3", {"max_steps": 2}, given=lora, planned={"tokens_per_rank": 300}),
+    ],
+}
+"""Trainings by launch, one after another in the same processes."""
+
+
+@pytest.mark.parametrize("launch", ONE_LAUNCH)
+def test_trainings_are_those_of_trl(launch, tmp_path):
+    pool = RankPool(3 if launch == "three ranks" else 2)  # of their own: trainers leave their state in a process
+    of_first_steps = []
+    try:
+        for number, case in enumerate(ONE_LAUNCH[launch]):
+            # DeepSpeed's groups are those of its first training.
+            figures = pool.run(
+                compare_with_stock, str(tmp_path / str(number)), case, WITHIN, keeps_groups=case.strategy == "zero3"
+            )
+            of_first_steps.append(figures[0][0])
+            assert 0 < of_first_steps[-1]["distca/padding_share"] < 1, case
+        assert any(each["distca/exchange_bytes"] > 0 for each in of_first_steps)
+    finally:
+        pool.close()
+
+
+def train_in_bf16(folder: str) -> tuple[float, float]:
+    """How far weights are from those of float32 after a training in bfloat16: with hf_distca, and of TRL's trainer."""
+    case = Case("dpo", arguments={"bf16": True})
+    exact = train(folder, case, planned=False, exact=True)["learned"]
+
+    def distance(planned: bool) -> float:
+        learned = train(folder, case, planned=planned)["learned"]
+        assert learned.keys() == exact.keys()
+        return float(np.sqrt(sum(float((learned[name] - exact[name]).square().sum()) for name in exact)))
+
+    return distance(True), distance(False)
+
+
+def test_bfloat16_is_at_most_twice_as_far_from_float32_as_without_hf_distca(rank_pools, tmp_path):
+    for found, of_trl in rank_pools[2].run(train_in_bf16, str(tmp_path)):
+        assert 0 < found < 2 * of_trl
+
+
+# Stock Trainer: its own collator, loss and metrics
+
+
+class HiddenNorm(nn.Module):
+    """A loss of a user's own, of hidden states: the mean square of the last token's."""
+
+    def forward(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        is_target_BL = labels != -100
+        hidden_BLH = outputs["hidden_states"][-1]
+        lasts_B = labels.shape[1] - 1 - is_target_BL.flip(1).byte().argmax(1)
+        last_BH = hidden_BLH[torch.arange(len(labels)), lasts_B]
+        loss: Tensor = last_BH.square().sum() / num_items_in_batch
+        return loss
+
+
+def norms(evaluated: EvalPrediction) -> dict[str, float]:
+    logits, hidden = evaluated.predictions
+    targets = evaluated.label_ids != -100
+    return {"logits": float(np.abs(logits[targets]).mean()), "hidden": float(np.abs(hidden[targets]).mean())}
+
+
+def kept(outputs: Any, labels: Tensor) -> Any:
+    """Of what a model returns: logits, and hidden states after the last layer."""
+    return outputs[0], outputs[1][-1]
+
+
+class PaddedTrainer(hf_distca.DistCAPaddedMixin, Trainer):
+    pass
+
+
+@dataclass
+class PaddedArguments(hf_distca.DistCAPaddedArguments, TrainingArguments):
+    pass
+
+
+def train_with_own_loss(folder: str, way: str) -> dict[str, Any]:
+    """A training and an evaluation by transformers' Trainer: alone, with the mixin, or with `pack_padded`."""
+    with launched("ddp", {}):
+        torch.manual_seed(1)
+        model = small_model(implementation="sdpa" if way == "stock" else "distca", output_hidden_states=True)
+        arguments = {**COMMON, "output_dir": folder, "max_steps": 2, "use_cpu": True}
+        settings: dict[str, Any] = {**PLANNED, **exchanging(model)}
+        if way == "mixin":
+            args: Any = PaddedArguments(**arguments, **settings)
+        else:
+            args = TrainingArguments(**arguments)
+        dispatcher = None
+        if way == "pack_padded":
+            dispatcher = hf_distca.pack_padded(model, hf_distca.DistCAConfig(**settings), args.device)
+        data = dataset_of([30, 4, 19, 7, 3, 25, 11, 2])
+        data = data.add_column("labels", data["input_ids"])
+        trainer = (PaddedTrainer if way == "mixin" else Trainer)(
+            model,
+            args,
+            train_dataset=data,
+            eval_dataset=data,
+            data_collator=DataCollatorForSeq2Seq(tokenizer()),
+            compute_loss_func=HiddenNorm(),
+            compute_metrics=norms,
+            preprocess_logits_for_metrics=kept,
+        )
+        before = {name: whole(weight) for name, weight in model.named_parameters()}
+        trainer.train()
+        predicted = trainer.predict(data)
+        result = {
+            "history": [{"loss": trainer.state.log_history[0]["loss"]}, trainer.evaluate()],
+            "learned": {name: whole(weight) - before[name] for name, weight in model.named_parameters()},
+            "predicted": [np.where(predicted.label_ids[..., None] != -100, each, 0) for each in predicted.predictions],
+        }
+        for times in ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second"):
+            result["history"][1].pop(times)
+        if way == "mixin":
+            trainer.close()
+        elif dispatcher is not None:
+            dispatcher.close()
+    return result
+
+
+def compare_own_loss(folder: str) -> None:
+    expected = train_with_own_loss(folder, "stock")
+    for way in ("mixin", "pack_padded"):
+        found = train_with_own_loss(folder, way)
+        compare(found, expected, WITHIN)
+        for mine, wanted in zip(found["predicted"], expected["predicted"], strict=True):
+            np.testing.assert_allclose(mine, wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_own_losses_metrics_and_predictions_of_transformers_trainer(rank_pools, tmp_path):
+    rank_pools[2].run(compare_own_loss, str(tmp_path))
+
+
+# What is refused, and what is left as it was
+
+
+def refused_trainings(folder: str) -> None:
+    """Several micro-batches where a weight would get several gradients; on all ranks."""
+    with pytest.raises(ValueError, match="checkpoints are reentrant"):
+        train(folder, Case("dpo", arguments=REENTRANT, planned={"tokens_per_rank": 40}), planned=True)
+
+
+def refused_under_zero3(folder: str) -> None:
+    with pytest.raises(ValueError, match="ZeRO-3 gathers whole layers"):
+        train(folder, Case("dpo", "zero3", planned={"ping_pong": True, "tokens_per_rank": 40}), planned=True)
+
+
+def test_several_gradients_of_a_weight_are_refused(tmp_path):
+    for function in (refused_trainings, refused_under_zero3):
+        pool = RankPool(2)
+        try:
+            pool.run(function, str(tmp_path))
+        finally:
+            pool.close()
+
+
+def test_arguments_and_models_by_name(tmp_path):
+    small_model().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    options = {"use_cpu": True, "bf16": False, "report_to": [], **KINDS["grpo"].arguments}
+    given = {"reward_funcs": few_words, "train_dataset": KINDS["grpo"].data(), "processing_class": tokenizer()}
+    args = hf_distca.DistCAGRPOConfig(str(tmp_path), **options)
+    trainer = hf_distca.DistCAGRPOTrainer(str(tmp_path), args=args, **given)
+    models: Any = (trainer.model, trainer.ref_model)
+    assert [model.config._attn_implementation for model in models] == ["distca"] * 2
+    with refused(TRL_ARGUMENTS[0]):
+        args = hf_distca.DistCAGRPOConfig(str(tmp_path), **options, use_transformers_continuous_batching=True)
+        hf_distca.DistCAGRPOTrainer(str(tmp_path), args=args, **given)
+
+
+def drawn_numbers(folder: str) -> None:
+    """Making a dispatcher, which measures the device, draws nothing from torch's generator."""
+    config, model = hf_distca.DistCAConfig(tokens_per_rank=64), small_model()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    dispatcher = hf_distca.pack_padded(model, config, torch.device("cpu"), folder=Path(folder))
+    assert (Path(folder) / "device_profile.json").exists() or dist.get_rank() > 0
+    assert torch.equal(torch.rand(3), expected)
+    dispatcher.close()
+
+
+def test_a_dispatcher_draws_no_random_numbers(rank_pools, tmp_path):
+    rank_pools[2].run(drawn_numbers, str(tmp_path))

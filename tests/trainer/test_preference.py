@@ -50,7 +50,7 @@ ONE_LAUNCH: dict[str, list[Case]] = {
         Case("grpo", model={**EXPERTS, "output_router_logits": True}),
         Case("dpo", planned={"tokens_per_rank": 40}),
     ],
-    "three ranks": [Case("dpo", given=lora), Case("grpo"), Case("reward", arguments={"max_length": 6})],
+    "three ranks": [Case("dpo", given=lora), Case("grpo"), Case("dpo", arguments={"max_length": 12})],
     "fsdp2": [*(Case(kind, "fsdp2", {"max_steps": 2}) for kind in KINDS), Case("kto", "fsdp2", given=lora)],
     "zero3": [
         *(Case(kind, "zero3", {"max_steps": 2}) for kind in KINDS),
@@ -98,15 +98,15 @@ def test_bfloat16_is_at_most_twice_as_far_from_float32_as_without_hf_distca(rank
 # Stock Trainer: its own collator, loss and metrics
 
 
-class HiddenNorm(nn.Module):
-    """A loss of a user's own, of hidden states: the mean square of the last token's."""
+class LastNorm(nn.Module):
+    """A loss of a user's own: the mean square of the hidden state and of the logits of the last token."""
 
     def forward(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         is_target_BL = labels != -100
-        hidden_BLH = outputs["hidden_states"][-1]
+        outputs_BLX = torch.cat([outputs["hidden_states"][-1], outputs["logits"]], -1)
         lasts_B = labels.shape[1] - 1 - is_target_BL.flip(1).byte().argmax(1)
-        last_BH = hidden_BLH[torch.arange(len(labels)), lasts_B]
-        loss: Tensor = last_BH.square().sum() / num_items_in_batch
+        last_BX = outputs_BLX[torch.arange(len(labels)), lasts_B]
+        loss: Tensor = last_BX.square().sum() / (len(labels) if num_items_in_batch is None else num_items_in_batch)
         return loss
 
 
@@ -152,7 +152,7 @@ def train_with_own_loss(folder: str, way: str) -> dict[str, Any]:
             train_dataset=data,
             eval_dataset=data,
             data_collator=DataCollatorForSeq2Seq(tokenizer()),
-            compute_loss_func=HiddenNorm(),
+            compute_loss_func=LastNorm(),
             compute_metrics=norms,
             preprocess_logits_for_metrics=kept,
         )

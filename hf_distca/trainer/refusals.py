@@ -596,6 +596,13 @@ class Run:
         "give the trainer a preprocess_logits_for_metrics that makes them small token by token, such as "
         "lambda logits, labels: logits.argmax(-1); evaluate() reports the exact loss, token accuracy and entropy",
     )
+    NO_LOGITS_OF_TRL = Refusal(
+        "predict() of {trainer} is called",
+        "TRL computes the loss without logits",
+        "tokenize the chats and predict with DistCATrainer; evaluate() reports the exact loss, token accuracy and "
+        "entropy",
+        condition="`predict()` of `DistCASFTTrainer`",
+    )
     NO_ORDER = Refusal(
         "predictions are asked for documents of a stream, or with a data_collator",
         "documents are numbered in a data set with a length only, so that predictions could not be put in order",

@@ -12,9 +12,10 @@ from hf_distca.config import setting
 from hf_distca.plan import ATTENTION_NAME, PLAN_KEY
 from hf_distca.refusal import PackageError, check
 from hf_distca.trainer.arguments import DistCAArguments
-from hf_distca.trainer.loaders import is_stream, named_datasets
+from hf_distca.trainer.loaders import EvaluationLoader, is_stream, named_datasets
 from hf_distca.trainer.mixin import DistCAMixin
-from hf_distca.trainer.refusals import SFT_ARGUMENTS, SFT_TRAINER
+from hf_distca.trainer.predictions import Predictions
+from hf_distca.trainer.refusals import SFT_ARGUMENTS, SFT_TRAINER, Run
 
 try:
     from trl import SFTConfig, SFTTrainer
@@ -89,6 +90,9 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
             self._total_train_tokens = tokens + int(plan.tokens.sum()) - plan.fillers
             self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
         return result
+
+    def _new_predictions(self, loader: EvaluationLoader) -> Predictions:
+        raise Run.NO_LOGITS_OF_TRL.error(trainer=type(self).__name__)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with TRL's metrics as means over targets instead of micro-batches."""

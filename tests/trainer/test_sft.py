@@ -11,7 +11,7 @@ from transformers import ProcessorMixin
 
 import hf_distca
 from hf_distca.collator.refusals import Data
-from hf_distca.trainer.refusals import SFT_ARGUMENTS, SFT_TRAINER
+from hf_distca.trainer.refusals import SFT_ARGUMENTS, SFT_TRAINER, Run
 from tests.models_and_batches import exchanging, small_model
 from tests.refused import refused
 from tests.trainer.chats import chats, prompts, tokenizer
@@ -69,6 +69,8 @@ def _counted(folder: str) -> list[dict[str, Any]]:
         args = hf_distca.DistCASFTConfig(folder, **options, **{**exchanging(model), "tokens_per_rank": 8})
         trainer = hf_distca.DistCASFTTrainer(model, args, train_dataset=documents, processing_class=tokenizer())
         trainer.train()
+        with refused(Run.NO_LOGITS_OF_TRL, trainer="DistCASFTTrainer"):
+            trainer.predict(documents)
         trainer.close()
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 

@@ -36,7 +36,7 @@ def main() -> None:
 
     documents = hf_distca.load_documents(given.documents, sample_by=given.sample_by)
     trainer = hf_distca.DistCATrainer(model=given.model, args=args, train_dataset=documents)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.create_model_card()
     if trainer.is_world_process_zero():

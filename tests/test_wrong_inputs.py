@@ -564,16 +564,16 @@ def without(name: str) -> Damage:
 CUT_OFF = "the end of the file is missing"
 DAMAGED = (
     "FOLDER/checkpoint-1/{} cannot be read ({}), but training needs its state: training ended while it saved, or the "
-    "file was changed or copied in part; remove FOLDER/checkpoint-1, and resume from the checkpoint before it"
+    "file was changed or copied in part; take another checkpoint; resume_from_checkpoint=True takes the last one that "
+    "is complete"
 )
 NO_FOLDER = (
     "resume_from_checkpoint='{}' is set, but there is no such folder; name the folder of a checkpoint such as "
-    "'FOLDER/checkpoint-2', or set resume_from_checkpoint=True for the last one in output_dir"
+    "'FOLDER/checkpoint-2', or set resume_from_checkpoint=True for the last complete one in output_dir"
 )
 RESUMED: Rows = [
     ("a folder that is not there", resume("FOLDER/checkpoint-9"), NO_FOLDER.format("FOLDER/checkpoint-9")),
     ("a folder of checkpoints", resume("FOLDER"), "resume_from_checkpoint='FOLDER' is a folder of checkpoints, but …"),
-    ("True as text", resume("True"), NO_FOLDER.format("True")),
     (
         "half of trainer_state.json",
         resume(damage=halved("trainer_state.json")),
@@ -598,6 +598,20 @@ RESUMED: Rows = [
         "no trainer_state.json",
         resume(damage=without("trainer_state.json")),
         "the checkpoint FOLDER/checkpoint-1 has no …",
+    ),
+    (
+        "no weights",
+        resume(damage=without("model.safetensors")),
+        "the checkpoint FOLDER/checkpoint-1 has no model.safetensors or other weights, …",
+    ),
+    (
+        "no complete checkpoint",
+        lambda folder: (
+            [without("trainer_state.json")(folder / f"checkpoint-{step}") for step in (1, 2)],
+            train(folder, resume=True),
+        ),
+        "resume_from_checkpoint=True is set, but no checkpoint in FOLDER can be resumed: the checkpoint "
+        "FOLDER/checkpoint-2 has no trainer_state.json, …; or leave resume_from_checkpoint out to begin anew",
     ),
     (
         "no data_order.json",
@@ -637,6 +651,17 @@ BEYOND = (
 )
 WARNINGS: Rows = [
     ("a document beyond the positions of RoPE", long_document, BEYOND),
+    (
+        "the last checkpoint incomplete",
+        lambda folder: (halved("optimizer.pt")(folder / "checkpoint-2"), train(folder, resume=True, max_steps=2)),
+        "training resumes from FOLDER/checkpoint-1, because later checkpoints cannot be resumed: "
+        f"FOLDER/checkpoint-2/optimizer.pt cannot be read (…{CUT_OFF}), …",
+    ),
+    (
+        "True on a command line",
+        lambda folder: (halved("optimizer.pt")(folder / "checkpoint-2"), train(folder, resume="True", max_steps=2)),
+        "training resumes from FOLDER/checkpoint-1, …",
+    ),
     (
         "no random state",
         resume(damage=without("rng_state.pth")),

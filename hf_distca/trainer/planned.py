@@ -21,6 +21,7 @@ from hf_distca.trainer import parallel, resuming
 from hf_distca.trainer.arguments import DistCAPaddedArguments
 from hf_distca.trainer.assembly import prepare_trainer
 from hf_distca.trainer.card import TAG, add_to_card
+from hf_distca.trainer.checkpoints import agreed_checkpoint, warn_of_random_states
 from hf_distca.trainer.console import follow_log_level, log_choice, shorten_console
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
 from hf_distca.trainer.optimizers import check_optimizer
@@ -104,8 +105,10 @@ class PlannedTraining(_Trainer):
         groups = self.dispatcher.groups
         try:
             with groups.failures.reported("the start of training"), self._processes.explained():
-                checkpoint = resuming.agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
-                resuming.warn_of_random_states(checkpoint, self.args, groups)
+                checkpoint = agreed_checkpoint(
+                    resume_from_checkpoint, self.args, self.accelerator, groups, has_place=self.packs_documents
+                )
+                warn_of_random_states(checkpoint, self.args, groups)
                 self._prepare_training(checkpoint)
                 return super().train(checkpoint, *args, **kwargs)
         finally:

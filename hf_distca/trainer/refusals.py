@@ -636,6 +636,10 @@ class Run:
     )
 
 
+ANOTHER_CHECKPOINT = "take another checkpoint; resume_from_checkpoint=True takes the last one that is complete"
+"""Remedy where a checkpoint is not complete."""
+
+
 class Resume:
     """What is refused when training resumes."""
 
@@ -645,30 +649,42 @@ class Resume:
         "set output_dir to the folder of the earlier run, or leave resume_from_checkpoint out",
         condition="`resume_from_checkpoint=True` without a checkpoint",
     )
+    NONE_COMPLETE = Refusal(
+        "resume_from_checkpoint=True is set",
+        "no checkpoint in {folder} can be resumed: {why}",
+        "or leave resume_from_checkpoint out to begin anew",
+        condition="`resume_from_checkpoint=True` without a complete checkpoint",
+    )
     NO_FOLDER = Refusal(
         "resume_from_checkpoint={folder!r} is set",
         "there is no such folder",
-        "name the folder of a checkpoint such as {example!r}, or set resume_from_checkpoint=True for the last one in "
-        "output_dir",
+        "name the folder of a checkpoint such as {example!r}, or set resume_from_checkpoint=True for the last "
+        "complete one in output_dir",
         condition="`resume_from_checkpoint` with a folder that does not exist",
     )
     NOT_A_CHECKPOINT = Refusal(
         "resume_from_checkpoint={folder!r} is a folder of checkpoints",
         "training resumes from one checkpoint",
-        "name one, such as {example!r}, or set resume_from_checkpoint=True for the last one in output_dir",
+        "name one, such as {example!r}, or set resume_from_checkpoint=True for the last complete one in output_dir",
     )
     UNREADABLE = Refusal(
         "{file} cannot be read ({why})",
         "training needs its state: training ended while it saved, or the file was changed or copied in part",
-        "remove {checkpoint}, and resume from the checkpoint before it",
+        ANOTHER_CHECKPOINT,
         condition="a damaged file in a checkpoint: `trainer_state.json`, `data_order.json`, weights, states of "
         "optimizer, learning rate or random numbers",
     )
     INCOMPLETE = Refusal(
         "the checkpoint {checkpoint} has no {file}",
         "that file is written last: training ended while it saved, or the folder is no checkpoint",
-        "remove it, and resume from the checkpoint before it",
+        ANOTHER_CHECKPOINT,
         condition="an incomplete checkpoint",
+    )
+    NO_WEIGHTS = Refusal(
+        "the checkpoint {checkpoint} has no {file}",
+        "training goes on from the weights: files were removed or not copied, or another strategy saved them",
+        ANOTHER_CHECKPOINT,
+        condition="a checkpoint without weights, or without one of several files of weights",
     )
     NO_STATE = Refusal(
         "the checkpoint {checkpoint} has no {files}, which holds {state}",

@@ -1,4 +1,4 @@
-"""Save and resume a training: the checkpoint, the order of documents and the place in it.
+"""Save and resume a training: the order of its documents and the place in it.
 
 Trainer alone would skip a number of batches: the wrong documents if batches have changed, and none if the number of
 steps of a pass is unknown.
@@ -10,17 +10,12 @@ import logging
 import os
 import re
 import tempfile
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accelerate import Accelerator
-from safetensors import safe_open
 from torch import nn
-from transformers import TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from hf_distca.collator.whole_ranks import draws_for_whole_ranks
 from hf_distca.dispatch.dispatcher import Dispatcher
@@ -31,11 +26,8 @@ from hf_distca.trainer.refusals import Resume, Run
 
 logger = logging.getLogger(__name__)
 
-RANDOM_STATE = "rng_state{}.pth"
-"""File with the state of random numbers of a rank, or of a training on one rank."""
-STATE_FILE = "trainer_state.json"
-"""File that Trainer writes last into a checkpoint."""
 PLACE_FILE = "data_order.json"
+"""File of a checkpoint with the place in the data."""
 CAPACITY = "ranks * tokens_per_rank"
 """Setting that may grow on resume: micro-batches keep their old size, and still fit."""
 LAYOUT, CUTTING, FITTING = "document_layout", "joint or fixed", "whole on {} ranks"
@@ -60,111 +52,9 @@ DataOrder = dict[str, int | str]
 """Everything that decides which documents a step trains on, by the names of the user's settings."""
 
 
-def agreed_checkpoint(
-    resume_from_checkpoint: str | bool | None, args: DistCAPaddedArguments, accelerator: Accelerator, groups: Groups
-) -> str | None:
-    """Return the folder of the complete checkpoint to resume from; None to begin anew. A collective."""
-    checkpoint, saved_by = resume_from_checkpoint or None, 0
-    with groups.raised_together(in_world=True):
-        if checkpoint is True:
-            checkpoint = get_last_checkpoint(str(args.output_dir))
-            if checkpoint is None:
-                raise Resume.NO_CHECKPOINT.error(folder=args.output_dir)
-        if checkpoint is not None:
-            checkpoint = str(checkpoint)  # Trainer gets a string, also for a Path
-            _check_folder(Path(checkpoint), Path(str(args.output_dir)))
-            _check_complete(Path(checkpoint), accelerator)
-            _check_readable(Path(checkpoint))
-    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
-    options = {} if deepspeed is None else deepspeed.deepspeed_config.get("checkpoint", {})
-    if checkpoint is not None and deepspeed is not None and not options.get("load_universal"):
-        shards = (
-            re.search(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$", file.name)
-            for file in Path(checkpoint).glob("global_step*/*")
-        )
-        saved_by = max((int(shard[1]) + 1 for shard in shards if shard), default=0)
-    saved_by = max(groups.all_gather(saved_by))  # a host may hold only the shards of its own ranks
-    if saved_by not in (0, groups.ranks):
-        raise Resume.OTHER_SHARDS.error(checkpoint=checkpoint, saved_by=saved_by, ranks=groups.ranks)
-    return checkpoint
-
-
-def _check_folder(folder: Path, output_dir: Path) -> None:
-    """Raise ValueError if there is no such folder, or if the folder only holds checkpoints."""
-    if not folder.is_dir():
-        last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
-        raise Resume.NO_FOLDER.error(folder=str(folder), example=last or f"{output_dir}/{PREFIX_CHECKPOINT_DIR}-500")
-    last = get_last_checkpoint(str(folder))
-    if last is not None and not (folder / STATE_FILE).is_file():
-        raise Resume.NOT_A_CHECKPOINT.error(folder=str(folder), example=last)
-
-
-def _check_readable(checkpoint: Path) -> None:
-    """Raise ValueError with its name if a file of a checkpoint was cut off. Only beginnings and ends are read."""
-    readers: dict[str, Callable[[Path], Any]] = {
-        STATE_FILE: lambda file: TrainerState.load_from_json(str(file)),
-        PLACE_FILE: read_place,
-        "*.safetensors": _check_weights,
-        **dict.fromkeys(("optimizer.*", "scheduler.pt", "rng_state*.pth", "global_step*/*.pt"), _check_archive),
-    }
-    for pattern, read in readers.items():
-        for file in sorted(checkpoint.glob(pattern)):
-            try:
-                read(file)
-            except Exception as error:  # of JSON, of safetensors, of a wrong type
-                why = f"{type(error).__name__}: {error}"
-                raise Resume.UNREADABLE.error(file=file, why=why, checkpoint=checkpoint) from error
-
-
-def _check_weights(file: Path) -> None:
-    """Raise SafetensorError if a file of weights has not the length that its beginning states."""
-    with safe_open(file, framework="pt"):
-        pass
-
-
-def _check_archive(file: Path) -> None:
-    """Raise ValueError if a file of `torch.save` has no end."""
-    if not zipfile.is_zipfile(file):
-        raise ValueError("the end of the file is missing")
-
-
 def read_place(file: Path) -> "DataPlace":
     """Return the place in the data that a checkpoint's file holds."""
     return DataPlace(**json.loads(file.read_text(encoding="utf-8")))
-
-
-def warn_of_random_states(checkpoint: str | None, args: DistCAPaddedArguments, groups: Groups) -> None:
-    """Warn if a checkpoint lacks the random state of a rank. A collective of the world."""
-    if checkpoint is None:
-        return
-    name = RANDOM_STATE.format(f"_{args.process_index}" if args.world_size > 1 else "")
-    found = groups.all_gather(None if (Path(checkpoint) / name).is_file() else name, in_world=True)
-    if (missing := [name for name in found if name is not None]) and args.process_index == 0:
-        logger.warning(
-            "the checkpoint %s has no %s, so these ranks draw other random numbers, as for dropout, than without the "
-            "interruption. Resume on the number of ranks that saved the checkpoint, with all its files",
-            *(checkpoint, ", ".join(missing)),
-        )
-
-
-def _check_complete(folder: Path, accelerator: Accelerator) -> None:
-    """Raise ValueError if a checkpoint lacks state, which Trainer would begin anew."""
-    if not (folder / STATE_FILE).is_file():
-        raise Resume.INCOMPLETE.error(checkpoint=folder, file=STATE_FILE)
-    optimizer, schedule = ["optimizer.pt"], ["scheduler.pt"]
-    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
-    if deepspeed is not None:
-        optimizer = ["global_step*"]
-        if "scheduler" in deepspeed.deepspeed_config:  # DeepSpeed saves the schedule beside the optimizer
-            schedule = optimizer
-    elif getattr(accelerator.state, "fsdp_plugin", None) is not None:
-        optimizer = ["optimizer_0", "optimizer.bin"]
-    load = f"from_pretrained('{folder}')"
-    if (folder / "adapter_config.json").is_file():
-        load = f"PeftModel.from_pretrained(model, '{folder}', is_trainable=True)"
-    for state, names in (("the optimizer's state", optimizer), ("the learning rate's schedule", schedule)):
-        if not any(found for name in names for found in folder.glob(name)):
-            raise Resume.NO_STATE.error(checkpoint=folder, files=" or ".join(names), state=state, load=load)
 
 
 def check_agreement(args: DistCAPaddedArguments, dispatcher: Dispatcher) -> None:
@@ -286,8 +176,6 @@ def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAPaddedArg
 
 def _kept_place(checkpoint: Path, order: DataOrder, ranks: int) -> DataPlace:
     """Return a checkpoint's place; raise ValueError if documents would come in another order."""
-    if not (checkpoint / PLACE_FILE).is_file():
-        raise Resume.NO_PLACE.error(checkpoint=checkpoint, file=PLACE_FILE)
     place = read_place(checkpoint / PLACE_FILE)
     stored = place.order
     if CAPACITY in stored:  # earlier versions stored only the layout "whole"

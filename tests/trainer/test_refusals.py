@@ -1,6 +1,5 @@
 """What cannot be trained exactly is refused before any work starts, on every rank."""
 
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     DataCollatorWithFlattening,
-    TrainerState,
 )
 
 import hf_distca
@@ -366,8 +364,6 @@ def test_another_order(tmp_path):
     def place(order: dict[str, Any], ranks: int = 2, **changed: Any) -> resuming.DataPlace:
         return resuming.agreed_place(order, str(tmp_path), settings(**changed), groups(ranks))
 
-    with refused(Resume.NO_PLACE, checkpoint=tmp_path, file="data_order.json"):
-        place(order("packed"))
     for source, saved, ranks, changed, differences in OTHERS:
         save(order(source, **saved))
         other = order(source, ranks, **changed)
@@ -397,58 +393,6 @@ def test_another_order(tmp_path):
     with refused(Resume.OTHER_ORDER, differences="dataloader_num_workers is 0, but must be 1"):
         place(order("flattened stream"))
     assert place(order("flattened stream", dataloader_num_workers=1)).epoch == 1
-
-
-DEEPSPEED = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={}))
-WITH_SCHEDULER = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"scheduler": {}}))
-DDP, FSDP = SimpleNamespace(), SimpleNamespace(fsdp_plugin=object())
-STATE = "trainer_state.json"
-
-
-def test_checkpoints_with_and_without_state(tmp_path):
-    at = tmp_path / "checkpoint-3"
-
-    def checkpoint(files: str) -> None:
-        shutil.rmtree(at, ignore_errors=True)
-        at.mkdir()
-        for name in files.split():
-            (at / name).touch()
-        if STATE in files:
-            TrainerState().save_to_json(str(at / STATE))
-        for archive in set(files.split()) & {"optimizer.pt", "optimizer.bin", "scheduler.pt"}:
-            torch.save({}, at / archive)
-
-    def resume(state: Any = DDP, resume_from: Any = True) -> str | None:
-        args: Any = SimpleNamespace(output_dir=tmp_path)
-        return resuming.agreed_checkpoint(resume_from, args, SimpleNamespace(state=state), groups())
-
-    with refused(Resume.NO_CHECKPOINT, folder=tmp_path):
-        resume()
-    checkpoint("optimizer.pt scheduler.pt")
-    with refused(Resume.INCOMPLETE, checkpoint=at, file=STATE):
-        resume()
-    for strategy, files, missing in (
-        (DDP, "scheduler.pt", "optimizer.pt"),
-        (DDP, "optimizer.pt", "scheduler.pt"),
-        (FSDP, "optimizer.pt scheduler.pt", "optimizer_0 or optimizer.bin"),
-        (DEEPSPEED, "optimizer.pt scheduler.pt", "global_step*"),
-        (DEEPSPEED, "global_step3", "scheduler.pt"),
-    ):
-        checkpoint(f"{STATE} {files}")
-        for load in (f"from_pretrained('{at}')", f"PeftModel.from_pretrained(model, '{at}', is_trainable=True)"):
-            with refused(Resume.NO_STATE, checkpoint=at, files=missing, load=load):
-                resume(strategy)
-            (at / "adapter_config.json").touch()
-    for strategy, files in (
-        (DDP, "optimizer.pt scheduler.pt"),
-        (FSDP, "optimizer_0 scheduler.pt"),
-        (FSDP, "optimizer.bin scheduler.pt"),
-        (DEEPSPEED, "global_step3 scheduler.pt"),
-        (WITH_SCHEDULER, "global_step3"),
-    ):
-        checkpoint(f"{STATE} {files}")
-        assert resume(strategy) == resume(strategy, str(at)) == str(at)
-        assert resume(strategy, None) is None
 
 
 # Agreement

@@ -84,12 +84,13 @@ def resume(folder: Path, asked: Any = True, strategy: Any = DDP, *, has_place: b
         (WITH_SCHEDULER, "global_step3/mp_rank_00_model_states.pt"),
     ],
 )
-def test_complete_checkpoints(tmp_path, strategy, files):
+def test_complete_checkpoints(tmp_path, caplog, strategy, files):
     checkpoint = save(tmp_path / "checkpoint-3", f"{STATE} {PLACE} {files}")
     for asked in (True, "True", str(checkpoint), checkpoint):
         assert resume(tmp_path, asked, strategy) == str(checkpoint)
     for asked in (None, False):
         assert resume(tmp_path, asked, strategy) is None
+    assert caplog.messages == []
     # Each of its files and folders is needed.
     for name in {file.split("/")[0] for file in files.split()} - {"adapter_config.json"}:
         save(checkpoint, " ".join([STATE, PLACE, *(file for file in files.split() if file.split("/")[0] != name)]))

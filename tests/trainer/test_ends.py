@@ -244,7 +244,7 @@ def test_a_full_disk_is_reported_with_the_folder(tmp_path):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert caught.value.filename == str(checkpoint)
-        with refused(Resume.INCOMPLETE, checkpoint=checkpoint, file="trainer_state.json"):
+        with refused(Resume.NONE_COMPLETE, folder=tmp_path):
             train(resume=True)
 
 

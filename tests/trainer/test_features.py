@@ -1,0 +1,238 @@
+"""Features and whole trainings under each strategy, beside one process; or refused on every rank."""
+
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from hf_distca.memory.model_state import parameter_bytes
+from hf_distca.models.decoder import base_model
+from hf_distca.models.fake import model_of_config
+from hf_distca.models.kinds import layers_by_kind
+from hf_distca.models.tensor_parallel import config_on_a_rank
+from hf_distca.trainer.memory import log_memory, sharing_of
+from hf_distca.trainer.refusals import Resume
+from hf_distca.trainer.checkpoints import agreed_checkpoint
+from tests.logged import Messages
+from tests.models_and_batches import random_documents, reference_step
+from tests.refused import refused
+from tests.trainer.comparison import (
+    AS_GPUS,
+    LENGTHS,
+    STRATEGIES,
+    Result,
+    Run,
+    assert_equal,
+    launched,
+    model_of,
+    plain,
+    train_alone,
+    train_planned,
+)
+from tests.trainer.features import FEATURES, SAVED, TOGETHER, together
+from tests.trainer.small_trainers import LENGTHS as OF_TRAINERS
+from tests.trainer.small_trainers import make_trainer
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "features.md"
+
+
+def planned(folder: str, names: tuple[str, ...], strategy: str) -> Result:
+    """A rank's training."""
+    return train_planned(folder, together(*names), strategy, ", ".join(names))
+
+
+@pytest.fixture(scope="module")
+def run(rank_pools, zero_pools, tmp_path_factory) -> Callable[..., list[Result]]:
+    """Trains under a strategy once, and gives what became of it on each rank."""
+    folder = str(tmp_path_factory.mktemp("planned"))
+
+    @cache
+    def trains(strategy: str, *names: str) -> list[Result]:
+        pool = zero_pools.get(strategy, rank_pools[STRATEGIES[strategy].ranks])
+        return pool.run(planned, folder, names, strategy, keeps_groups=pool is not rank_pools[2])
+
+    return trains
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Callable[..., Result]:
+    """What one process makes of names, trained once."""
+    folder = str(tmp_path_factory.mktemp("alone"))
+    return cache(lambda names, exact=False: train_alone(folder, together(*names), exact))
+
+
+HEADS = {"tp": (1, 1), "tp and fsdp": (2, 1), "tp and replicas": (2, 1)}
+"""Query and key/value heads of a rank that has not all."""
+SINGLE = [(strategy, (name,)) for name, feature in FEATURES.items() for strategy in feature.only]
+
+
+def assert_losses_are_not_rounded(training: Run, results: list[Result]) -> None:
+    """Models return losses in float32: early stopping would not see what is below a step of bfloat16."""
+    for mode in ("train", "eval") if "evaluate" in training.calls else ("train",):
+        losses = torch.tensor([loss for result in results for loss in result["losses"][mode]])
+        assert (losses != losses.bfloat16()).any(), mode
+
+
+@pytest.mark.features
+@pytest.mark.parametrize(
+    ("strategy", "names"),
+    [*TOGETHER, *(pytest.param(*each, marks=pytest.mark.further_strategy) for each in SINGLE if each not in TOGETHER)],
+    ids=lambda value: value if isinstance(value, str) else ", ".join(value),
+)
+def test_trainings(run, reference, strategy, names):
+    training, shares = together(*names), STRATEGIES[strategy].shares
+    pytest.importorskip(training.needs)
+    results = run(strategy, *names)
+    if strategy not in training.refused:
+        assert_losses_are_not_rounded(training, results)
+    for rank, result in enumerate(results):
+        assert_equal(training, result, lambda exact=False: reference(names, exact), strategy)
+        if strategy in training.refused:
+            continue
+        # Ranks have the same weights, and layers run in turns, but for hooks of the debugger.
+        assert all(torch.equal(result["learned"][name], of_0) for name, of_0 in results[0]["learned"].items())
+        in_turns = max(entry.get("distca/ping_pong_share", 0.0) for entry in result["history"])
+        assert (in_turns > 0) is (shares > 1 and "debug=underflow_overflow" not in names)
+        # Rows are planned for the data and the heads of the rank, and ranks log the same figures.
+        assert result["place"] == (rank // (len(results) // shares), shares)
+        if len(results) == 4:
+            assert result["heads"] == {HEADS.get(strategy, (4, 2))}
+        for key in ("loss", "distca/exchange_bytes"):
+            logs = [[entry[key] for entry in each["history"] if key in entry] for each in (result, results[0])]
+            assert logs[0] == logs[1]
+        assert (logs[0][0] == 0) is (shares == 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"), [("fsdp2", "torch.optim.Adafactor"), ("zero2", "adafactor"), ("zero3", "Muon")]
+)
+def test_optimizers_of_whole_weights_are_refused_on_every_rank(run, strategy, optimizer):
+    results = run(strategy, optimizer)
+    assert all(FEATURES[optimizer].refused[strategy] in result["error"] for result in results)
+
+
+def test_each_feature_is_among_those_that_are_always_tried():
+    assert set(FEATURES) <= {name for _, names in TOGETHER for name in names}
+    for strategy, names in TOGETHER:
+        assert all(strategy not in FEATURES[name].refused for name in names if name in FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "names"), [each for each in TOGETHER if any("saved" in name for name in each[1])]
+)
+def test_what_is_saved_is_what_was_trained(run, reference, strategy, names):
+    (result, *_), training = run(strategy, *names), together(*names)
+    if training.adapter is None:
+        model = AutoModelForCausalLM.from_pretrained(result["after"], attn_implementation="sdpa", dtype=torch.float32)
+    else:
+        model = peft.PeftModel.from_pretrained(training.model("sdpa"), result["after"], is_trainable=True)
+    loss, _ = reference_step(model, random_documents(LENGTHS))
+    assert loss == pytest.approx(result["logged"]["eval_loss"][-1], rel=1e-3 if training.rounds else 2e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_a_resumed_training_is_the_same_to_the_last_bit(run, strategy):
+    for whole, resumed in zip(run(strategy, "evaluated and saved"), run(strategy, "resumed"), strict=True):
+        assert resumed["logged"]["loss"] == whole["logged"]["loss"]
+        assert resumed["logged"]["eval_loss"][-1] == whole["logged"]["eval_loss"][-1]
+        assert all(torch.equal(resumed["learned"][name], weight) for name, weight in whole["learned"].items())
+        assert resumed["kernel_forwards"] < 0.85 * whole["kernel_forwards"]  # both evaluate twice
+    shards = {"fsdp2": "pytorch_model_fsdp_0", "zero3": f"global_step{SAVED}"}.get(strategy)
+    if shards is not None:
+        checkpoint = Path(whole["after"]).parent / f"checkpoint-{SAVED}"
+        assert len(list((checkpoint / shards).iterdir())) >= 2
+        assert not list(checkpoint.glob("*.safetensors"))
+
+
+def test_optimizer_shards_of_another_number_of_ranks(run):
+    checkpoint = str(Path(run("zero2", "evaluated and saved")[0]["after"]).parent / f"checkpoint-{SAVED}")
+
+    def agreed(ranks: int, **config: Any) -> str | None:
+        accelerator = MagicMock(**{"state.deepspeed_plugin.deepspeed_config": config})
+        groups = MagicMock(ranks=ranks, all_gather=lambda value, **_: [value])
+        return agreed_checkpoint(checkpoint, MagicMock(), accelerator, groups, has_place=True)
+
+    assert agreed(2) == agreed(3, checkpoint={"load_universal": True}) == checkpoint
+    with refused(Resume.OTHER_SHARDS, checkpoint=checkpoint, saved_by=2, ranks=3):
+        agreed(3)
+
+
+def test_core_attention_is_kept_through_checkpoints_of_fsdp(run):
+    kept, again = (run("fsdp2", name)[0] for name in ("checkpointed by FSDP", "computed again"))
+    assert again["kernel_forwards"] == 2 * kept["kernel_forwards"] > 0
+
+
+# Models that ranks share
+
+
+def test_ranks_on_two_nodes_exchange_in_stages(run):
+    for result in run("fsdp2 on four ranks", "two nodes", "bf16", "LoRA on v_proj only"):
+        for metric, least in (("exchange_stages", 1), ("exchange_bytes_between_nodes", 0)):
+            assert max(entry.get(f"distca/{metric}", 0.0) for entry in result["history"]) > least
+
+
+def _refusals_and_memory(folder: str) -> None:
+    """Models, data and settings that cannot be trained are refused on this rank; its share of a model is counted."""
+    rank = torch.distributed.get_rank()
+
+    def made(name: str, sizes: Any = STRATEGIES["tp and fsdp"].divided, config: Any = None, **arguments: Any) -> Any:
+        model = Run(model=model_of(**(config or {}))).make_model("distca", sizes, f"{folder}/{name}")
+        return make_trainer(f"{folder}/out", model=model, environment=AS_GPUS, save_strategy="no", **arguments)
+
+    cases: dict[str, dict[str, Any]] = {
+        r"layers\.0\.self_attn has 1 key/value heads, which tensor parallelism cannot divide among 2 ranks": {
+            "config": {"num_key_value_heads": 1}
+        },
+        r"\(pp_size=4\) gives ranks different layers": {"sizes": {"pp_size": 4}},
+        r"different data sets \(rank 0: 12 documents, 621 tokens; .*rank 3: 11 documents, 590 tokens": {
+            "lengths": OF_TRAINERS[: 11 if rank == 3 else 12]
+        },
+        # Ranks 1 and 3 have the same heads, and agree with each other.
+        r"tokens_per_rank differs between ranks \(160 on rank 0": {"tokens_per_rank": 96 if rank % 2 else 160},
+    }
+    with launched("tp and fsdp", {}):
+        for number, (error, case) in enumerate(cases.items()):
+            with pytest.raises(ValueError, match=error):
+                made(f"refused-{number}", **case).get_train_dataloader()
+        trainer, messages = made("memory"), Messages("hf_distca.trainer.memory")
+        if rank == 0:  # alone, as in a training
+            log_memory(trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator, 10**10)
+            assert messages.lines[0].startswith("INFO memory with ")
+        messages.end()
+        base = base_model(trainer.model)
+        alone = model_of_config(config_on_a_rank(base), torch.float32)
+        (kind,) = layers_by_kind(alone)
+        assert (kind.q_heads, kind.kv_heads, alone.config.intermediate_size) == (2, 1, 24)
+        whole, norms = sum(parameter.numel() for parameter in plain("sdpa").parameters()), 5 * 32
+        assert parameter_bytes(base, 1) == (whole - norms) // 2 + norms
+        assert sharing_of(trainer.accelerator, trainer.model, trainer.dispatcher.groups.ranks)[1] == 2
+
+
+def test_refusals_and_memory_of_a_divided_model(run, rank_pools, tmp_path):
+    rank_pools[4].run(_refusals_and_memory, str(tmp_path), keeps_groups=True)
+
+
+# The page
+
+
+def test_the_page_has_the_outcome_of_each_feature():
+    table, arguments = PAGE.read_text().split("## Arguments of Trainer")
+    rows = {row[0]: row[1:] for line in table.splitlines() if len(row := line.strip("| ").split(" | ")) > 4}
+    titles = ("ddp", "fsdp2", "zero2", "zero3")
+    for name, feature in FEATURES.items():
+        outcomes = ["refused" if s in feature.refused else "equal" if s in feature.only else "–" for s in titles]
+        assert rows[name][:4] == outcomes, name
+        assert all(text in rows[name][4] for text in feature.refused.values()), name
+    assert len(rows) == 2 + len(FEATURES)
+    cells = [line.split(" | ")[0] for line in arguments.splitlines() if line.startswith("| `")]
+    named = re.findall(r"`(\w+)`", " ".join(cells))
+    assert len(named) == len(set(named))
+    assert {each.name for each in fields(TrainingArguments)} <= set(named)

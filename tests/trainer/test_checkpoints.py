@@ -90,7 +90,7 @@ def test_complete_checkpoints(tmp_path, caplog, strategy, files):
         assert resume(tmp_path, asked, strategy) == str(checkpoint)
     for asked in (None, False):
         assert resume(tmp_path, asked, strategy) is None
-    assert caplog.messages == []
+    assert not any(record.name.startswith("hf_distca") for record in caplog.records)
     # Each of its files and folders is needed.
     for name in {file.split("/")[0] for file in files.split()} - {"adapter_config.json"}:
         save(checkpoint, " ".join([STATE, PLACE, *(file for file in files.split() if file.split("/")[0] != name)]))

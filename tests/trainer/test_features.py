@@ -18,9 +18,9 @@ from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.tensor_parallel import config_on_a_rank
+from hf_distca.trainer.checkpoints import agreed_checkpoint
 from hf_distca.trainer.memory import log_memory, sharing_of
 from hf_distca.trainer.refusals import Resume
-from hf_distca.trainer.checkpoints import agreed_checkpoint
 from tests.logged import Messages
 from tests.models_and_batches import random_documents, reference_step
 from tests.refused import refused

@@ -24,7 +24,13 @@ from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels import KERNELS, AttentionParams
 from hf_distca.memory.launches import with_liger, without_launches
 from hf_distca.memory.live import LiveMemory, Part
-from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, CountedExchange, CountedResults, FlashMemory
+from hf_distca.memory.stand_ins import (
+    COUNTED_FUNCTIONS,
+    CountedExchange,
+    CountedResults,
+    FlashMemory,
+    grouped_products,
+)
 from hf_distca.models.checkpointing import disable_checkpointing, enable_checkpointing
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import fake_tensors
@@ -87,9 +93,8 @@ def count_micro_batch(model: nn.Module, plan: MicroBatchPlan, rank: int, use: Us
 
     first: Any = next(model.parameters())
     mode: FakeTensorMode = first.fake_mode
-    # Of fake tensors torch's grouped_mm takes only bfloat16; transformers' other function makes the same tensors.
-    whole_experts = patch.object(moe, "_can_use_grouped_mm", lambda *_: False)
-    with without_launches(), with_liger(model, use.liger), mode, live, whole_experts:
+    experts = patch.object(moe, "_grouped_mm", grouped_products)
+    with without_launches(), with_liger(model, use.liger), mode, live, experts:
         for kind in plan.nano_batches[0].plans:
             run_core_attention(bound, kind, use.autocast or base.dtype)  # makes the exchange buffers
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,7 +1,7 @@
 """Stand-ins for GPU kernels and other ranks in a step that is only counted.
 
 Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D head dim of queries
-and keys, E head dim of values.
+and keys, E head dim of values, R rows of a token for each of its experts, X experts, I inputs, O outputs.
 """
 
 from collections.abc import Hashable, Sequence
@@ -95,6 +95,29 @@ COUNTED_FUNCTIONS: dict[str, Any] = {
     # Not the kernel for a whole module, which would be launched: its convolution and its scan are counted.
     CONVOLUTION_AND_SCAN: SimpleNamespace(packed_by=None),
 }
+
+
+def grouped_products(rows_RI: Tensor, weights_XIO: Tensor, offs: Tensor) -> Tensor:
+    """Return an empty product of rows with the weights of their experts, in place of transformers' `_grouped_mm`.
+
+    Of fake tensors torch's grouped_mm takes only bfloat16, and transformers' own function reads `offs` on some
+    versions.
+    """
+    product: Any = _GroupedProducts.apply
+    made: Tensor = product(rows_RI.to(weights_XIO.dtype), weights_XIO)
+    return made
+
+
+class _GroupedProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RI: Tensor, weights_XIO: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_RI, weights_XIO)
+        return rows_RI.new_empty((rows_RI.shape[0], weights_XIO.shape[2]))
+
+    @staticmethod
+    def backward(ctx: Any, d_out_RO: Tensor) -> tuple[Tensor, Tensor]:
+        rows_RI, weights_XIO = ctx.saved_tensors
+        return torch.empty_like(rows_RI), torch.empty_like(weights_XIO)
 
 
 class _NoGroup:

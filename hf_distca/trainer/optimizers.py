@@ -4,12 +4,13 @@ R, C: rows and columns of a small weight
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,20 +37,38 @@ Place = Callable[[Tensor], Tensor]
 
 def check_optimizer(trainer: Trainer) -> None:
     """Raise ValueError if a rank has shards of weights and the optimizer needs whole weights. A collective call."""
+    accelerator, device, mesh = trainer.accelerator, trainer.args.device, None
     optimizer: Any = trainer.optimizer
-    # DeepSpeed makes the optimizer of its configuration itself, and an earlier training has prepared its optimizer.
+    if trainer.is_deepspeed_enabled:
+        config = accelerator.state.deepspeed_plugin.hf_ds_config
+        if config.is_offload():
+            device = torch.device("cpu")
+        if not isinstance(optimizer, Optimizer):
+            optimizer = optimizer_named_in(config.config)
+    # An earlier training has prepared its optimizer.
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AcceleratedOptimizer):
         return
-    accelerator, device = trainer.accelerator, trainer.args.device
-    mesh = None
     if accelerator.is_fsdp2 or is_divided_at_load(trainer.model):
         mesh = init_device_mesh(device.type, (trainer.args.world_size,))
-    elif not trainer.is_deepspeed_enabled:
+    elif accelerator.distributed_type not in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         return
-    elif accelerator.state.deepspeed_plugin.hf_ds_config.is_offload():
-        device = torch.device("cpu")
     if why := why_not_on_shards(optimizer, mesh, device):
         raise Run.NEEDS_WHOLE_WEIGHTS.error(optimizer=type(optimizer).__name__, why=why)
+
+
+def optimizer_named_in(config: Mapping[str, Any]) -> Optimizer | None:
+    """Return the optimizer of torch that DeepSpeed makes from its configuration, for one small weight.
+
+    None where the configuration names no optimizer, or one of DeepSpeed's own, which know shards.
+    """
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    named = config.get("optimizer")
+    if named is None or named["type"].lower() in DEEPSPEED_OPTIMIZERS:
+        return None
+    options = {name: value for name, value in named.get("params", {}).items() if value != "auto"}
+    made: Optimizer = getattr(torch.optim, named["type"])([nn.Parameter(torch.zeros(1, 1))], **options)
+    return made
 
 
 def why_not_on_shards(optimizer: Optimizer, mesh: DeviceMesh | None, device: torch.device) -> str:
@@ -58,7 +77,8 @@ def why_not_on_shards(optimizer: Optimizer, mesh: DeviceMesh | None, device: tor
     Small weights take the place of the optimizer's weights for some steps. This is a collective call of `mesh`.
 
     Args:
-        mesh: Ranks among which FSDP2 divides the rows of weights, as DTensors. None stands for flat shards of ZeRO.
+        mesh: Ranks among which FSDP2 divides the rows of weights, as DTensors. None stands for flat shards, of ZeRO
+            and of FSDP1.
     """
     rows = ROWS if mesh is None else math.ceil(ROWS / mesh.size()) * mesh.size()
     groups = [group for group in optimizer.param_groups if group["params"]]

@@ -143,6 +143,12 @@ def test_gradients_that_a_step_of_one_micro_batch_has_not_made_yet():
     # At the peak, the end of the forward, no gradient exists.
     assert once.parts == often.parts
     assert (often.state.gradients, once.state.gradients) == (4 * model.num_parameters(), 0)
+    # With few tokens the peak is near the end of the backward: only the embedding has no gradient yet.
+    few = PlanSettings(1, 8, small_kinds(), kernel="torch_varlen")
+    once = MemoryCounter(model, few, DistCAConfig()).count(
+        plan_micro_batch([8], few), Training("ddp", False, accumulates=False)
+    )
+    assert once.state.gradients == 4 * (model.num_parameters() - 128 * SMALL["hidden_size"])
     # Shards of gradients, and buffers for them, exist at any time.
     often, once = (counter.count(PLAN, Training("zero2", False, accumulates=given)) for given in (True, False))
     assert once == often

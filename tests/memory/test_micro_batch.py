@@ -23,7 +23,7 @@ from hf_distca.memory.micro_batch import (
     run_core_attention,
 )
 from hf_distca.memory.simulated import gpu_memory
-from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, RecurrenceMemory
+from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, FlashMemory, RecurrenceMemory, grouped_products
 from hf_distca.models.fake import fake_tensors, model_after, model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.mixing import DELTA_RULE, SCAN
@@ -117,12 +117,67 @@ def test_a_recurrence_keeps_what_it_reads_and_makes_states_of_chunks():
         inverse, states = 4 * CHUNK * 2 * CHUNK * 4, 4 * 2 * 8 * 8 * 4
         assert live.peak.total() - before == inverse + states + 4 * CHUNK * 2 * 8 * 4 + 2 * 8 * 8 * 4
         assert (out.shape, final.shape, final.dtype) == (value.shape, (1, 2, 8, 8), torch.float32)
+        live.begin()
+        before = live.peak.total()
         out.backward(out)
         assert (g.grad.shape, key.grad.shape) == (g.shape, key.shape)
-        hidden, dt, A, B, C = (torch.empty(1, 100, *s) for s in ((4, 16), (4,), (4,), (1, 8), (1, 8)))
+        # Two states of each chunk, a gradient of each input, and one of the last state.
+        assert live.peak.total() - before == 2 * states + 4 * 4 * CHUNK * 2 * (3 * 8 + 2) + 2 * 8 * 8 * 4
+        shapes = (4, 16), (4,), (4,), (1, 8), (1, 8)
+        hidden, dt, A, B, C = (torch.empty(1, CHUNK + 36, *shape, dtype=torch.bfloat16) for shape in shapes)
         scan = COUNTED_FUNCTIONS[SCAN]
-        assert scan(hidden, dt, A, B, C, return_final_states=False).shape == hidden.shape
-        assert scan(hidden, dt, A, B, C, return_final_states=True)[1].shape == (1, 4, 16, 8)
+        live.begin()
+        before = live.peak.total()
+        out = scan(hidden, dt, A, B, C, return_final_states=False)
+        # The result, a state of each of two chunks, and the last state in float32.
+        assert live.peak.total() - before == 2 * (CHUNK + 36) * 4 * 16 + (2 * 2 + 4) * 4 * 16 * 8
+        assert out.shape == hidden.shape
+        _, final = scan(hidden, dt, A, B, C, return_final_states=True)
+        assert (final.shape, final.dtype) == ((1, 4, 16, 8), torch.float32)
+
+
+def test_core_attention_takes_what_flash_attention_takes():
+    """In bfloat16, with two query heads for each key-value head."""
+    rows, keys = 1000, 3000
+    with fake_tensors(), LiveMemory() as live:
+        q, k, v = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((rows, 4, 16), (keys, 2, 16), (keys, 2, 8)))
+        live.begin()
+        before = live.peak.total()
+        o, lse = FlashMemory().forward(q, k, v)
+        forward = live.peak.total() - before
+        live.begin()
+        before = live.peak.total()
+        found = FlashMemory().backward(o, q, k, v, o, lse)
+        backward = live.peak.total() - before
+    assert (o.shape, o.dtype, lse.shape, lse.dtype) == ((rows, 4, 8), torch.bfloat16, (rows, 4), torch.float32)
+    assert forward == rows * 4 * (2 * 8 + 4)
+    assert [gradient.shape for gradient in found] == [q.shape, k.shape, v.shape]
+    gradients = 2 * (rows * 4 * 16 + keys * 2 * (16 + 8))
+    # dQ and a sum of each row in float32, and dK and dV for every query head.
+    assert backward == gradients + 4 * rows * 4 * (16 + 1) + 2 * keys * 4 * (16 + 8)
+
+
+def test_products_of_experts_are_counted_without_values(monkeypatch):
+    """Transformers 5.17 reads in the backward how many rows each expert has, which fake tensors do not have."""
+    monkeypatch.setattr(torch.ops.transformers, "grouped_mm_fallback", lambda *_, offs: offs.tolist())
+    for model_type in ("qwen3_moe", "granitemoehybrid"):
+        model = model_of_config(tiny_config(model_type), torch.float32)
+        settings = PlanSettings(1, TOKENS, tuple(layers_by_kind(model)))
+        parts = count_micro_batch(model, plan_micro_batch([TOKENS], settings), 0, CHECKPOINTING)
+        assert parts["gradients"] == 4 * model.num_parameters()
+    with fake_tensors(), LiveMemory() as live:
+        rows, weights = (torch.empty(*shape, requires_grad=True) for shape in ((1000, 16), (4, 16, 24)))
+        ends = torch.empty(4)
+        live.begin()
+        before = live.peak.total()
+        out = grouped_products(rows, weights, ends)
+        assert (out.shape, live.peak.total() - before) == ((1000, 24), 4 * 1000 * 24)
+        live.begin()
+        before = live.peak.total()
+        out.backward(out)
+        assert live.peak.total() - before == 4 * (1000 * 16 + 4 * 16 * 24)
+        # Autocast may leave rows in another dtype than the weights.
+        assert grouped_products(rows.bfloat16(), weights, ends).dtype == torch.float32
 
 
 def test_exchange_buffers_of_forwarded_rows_are_as_the_setting_says():

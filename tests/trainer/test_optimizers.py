@@ -1,14 +1,18 @@
 """What an optimizer does on small weights says whether it can step on shards of weights."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import DistributedType
+from accelerate.utils import DummyOptim
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.optimization import Adafactor
 
-from hf_distca.trainer.optimizers import why_not_on_shards
+from hf_distca.trainer.optimizers import check_optimizer, why_not_on_shards
 
 CPU = torch.device("cpu")
 ROWS = "it keeps numbers for each row or column of a weight"
@@ -181,3 +185,42 @@ def test_shards_of_fsdp2(rank_pools):
         assert reasons[:3] == ["", "", ""]
         assert reasons[3] == NUMBERS
         assert all(why.startswith("its step fails on a shard of a weight: ") for why in reasons[4:])
+
+
+def trainer_of(kind: str, optimizer: Any, config: dict[str, Any]) -> Any:
+    """A trainer of a strategy, as far as the check reads it."""
+    plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(config=config, is_offload=lambda: False))
+    accelerator = SimpleNamespace(
+        is_fsdp2=False, distributed_type=DistributedType[kind], state=SimpleNamespace(deepspeed_plugin=plugin)
+    )
+    return SimpleNamespace(
+        accelerator=accelerator,
+        args=SimpleNamespace(device=CPU),
+        model=nn.Linear(1, 1),
+        optimizer=optimizer,
+        is_deepspeed_enabled=kind == "DEEPSPEED",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "is_refused"),
+    [
+        ("DEEPSPEED", {"type": "Adafactor", "params": {"lr": "auto", "weight_decay": 0.5}}, True),
+        ("DEEPSPEED", {"type": "SGD", "params": {"lr": 0.5}}, False),
+        ("DEEPSPEED", {"type": "AdamW", "params": {"lr": "auto"}}, False),  # DeepSpeed's own
+        ("DEEPSPEED", None, False),
+    ],
+)
+def test_an_optimizer_of_a_deepspeed_configuration(kind, named, is_refused):
+    trainer = trainer_of(kind, DummyOptim([]), {} if named is None else {"optimizer": named})
+    with pytest.raises(ValueError, match=f"{named['type']} is the optimizer") if is_refused else nullcontext():
+        check_optimizer(trainer)
+
+
+def test_strategies_with_flat_shards():
+    """FSDP1 among them, which needs a GPU."""
+    for kind in ("FSDP", "DEEPSPEED"):
+        with pytest.raises(ValueError, match="Adafactor is the optimizer where a rank has shards"):
+            check_optimizer(trainer_of(kind, Adafactor(weights()), {}))
+        check_optimizer(trainer_of(kind, torch.optim.AdamW(weights()), {}))
+    check_optimizer(trainer_of("MULTI_GPU", Adafactor(weights()), {}))

@@ -1,6 +1,7 @@
 """Ranks never train apart, on GPUs or CPUs, and log their memory; see `test_features.py` for whole trainings."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -281,16 +282,20 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
             patch.setattr(trainer.args, name, value)
         log_memory(*of_trainer, 10**10)
     assert [(training.liger, training.accumulates) for training in seen] == [(None, False), ({"rope": False}, True)]
-    # Counted is the last of all ranks, and a little of the memory stays free.
-    of_three: Any = SimpleNamespace(settings=trainer.dispatcher.settings, groups=SimpleNamespace(ranks=3))
+    # Counted is the last of all ranks, and a little of the memory stays free. Whoever asks for it, autocast counts.
+    settings = trainer.dispatcher.settings
     counted = []
     with monkeypatch.context() as patch:
+        patch.setattr(trainer.args, "bf16", False)
         taken = RankMemory(ModelState(96, 0, 0), {})
-        patch.setattr(MemoryCounter, "count", lambda *_, rank: counted.append(rank) or taken)
+        patch.setattr(MemoryCounter, "count", lambda *args, rank: counted.append((rank, args[2].mixed)) or taken)
         caplog.clear()
-        for memory in (102, 100):  # 96 is more than 0.95 of 100
+        for memory, bytes_per_value in ((102, 4), (100, 2)):  # 96 is more than 0.95 of 100
+            of_three: Any = SimpleNamespace(
+                settings=replace(settings, bytes_per_value=bytes_per_value), groups=SimpleNamespace(ranks=3)
+            )
             log_memory(trainer.model, of_three, *of_trainer[2:], memory)
-    assert counted == [2, 2]
+    assert counted == [(2, False), (2, True)]
     assert [record.levelname for record in caplog.records if "will not fit" in record.message] == ["WARNING"]
     # The model is as it was.
     assert not is_checkpointing(model)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, StateDictType
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
@@ -42,7 +42,8 @@ def share_on_cpu(args: Any, model: Any = None) -> None:
     state: PartialState = args.distributed_state
     if args.use_cpu and dist.is_initialized():
         # Trainer hands ddp_timeout on without use_cpu only; with it, every collective would wait half an hour.
-        _set_pg_timeout(timedelta(seconds=args.ddp_timeout), dist.group.WORLD)
+        set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.14
+        set_timeout(timedelta(seconds=args.ddp_timeout), dist.group.WORLD)
     on_cpu = state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU) and state.num_processes > 1
     if on_cpu and (asked_for("FSDP", args.fsdp) or is_divided_at_load(model)):
         state.distributed_type = DistributedType.MULTI_GPU  # CPUs have no type of their own for this

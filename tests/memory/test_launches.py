@@ -57,7 +57,9 @@ def _mlp(self, x: Tensor) -> Tensor:
     return self.down_proj(_Multiplied.apply(self.gate_proj(x), self.up_proj(x)))
 
 
-def _give_kernels(model: nn.Module, **_: object) -> None:
+def _give_kernels(model: nn.Module, *, swiglu: bool = True, **_: object) -> None:
+    if not swiglu:
+        return
     modeling_llama.apply_rotary_pos_emb = lambda q, k, *_: (q, k)
     for layer in model.model.layers:
         layer.mlp.forward = MethodType(_mlp, layer.mlp)
@@ -111,23 +113,28 @@ def test_other_threads_launch_while_a_thread_counts(launches):
     assert launches == 2 * ["JITFunction"]
 
 
+def _launch(x: Tensor) -> int:
+    return x.data_ptr()
+
+
 def test_fake_tensors_give_no_address_to_a_kernel():
     with fake_tensors():
         x = torch.empty(4, 4)
         for fake in (x, x[1:], x + 1, nn.Linear(2, 2).weight):
             with pytest.raises(RuntimeError, match="Cannot access data pointer") as raised:
-                fake.data_ptr()
-    assert raised_in(raised.value) == (
-        "test_fake_tensors_give_no_address_to_a_kernel of tests/memory/test_launches.py"
-    )
+                _launch(fake)
+    assert raised_in(raised.value) == "_launch of tests/memory/test_launches.py"
 
 
 def test_kernels_that_liger_gives_a_model_when_training_starts(launches, liger_kernel):
     model, rope = small_model(), modeling_llama.apply_rotary_pos_emb
+    model.__class__ = type("Own", (type(model),), {})  # whose functions are in the file of the class below
     counter = MemoryCounter(model, SETTINGS, DistCAConfig())
-    stock, counted = (
-        counter.count(PLAN, Training("ddp", False, liger=given)).parts["activations"] for given in (None, {})
+    stock, counted, without = (
+        counter.count(PLAN, Training("ddp", False, liger=given)).parts["activations"]
+        for given in (None, {}, {"swiglu": False})
     )
+    assert without == stock
     # In each layer: an activation of the MLP, and what the rotation of Q and K keeps, their rotated halves included.
     assert stock - counted >= LAYERS * TOKENS * INTERMEDIATE * 4
     # The model and transformers' file are as they were.

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from hf_distca.cli.model import config_of_shape
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.memory import counter
+from hf_distca.memory import counter, simulated
 from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.memory.live import LiveMemory
 from hf_distca.memory.micro_batch import (
@@ -22,12 +22,14 @@ from hf_distca.memory.micro_batch import (
     count_micro_batch,
     run_core_attention,
 )
+from hf_distca.memory.model_state import model_state
 from hf_distca.memory.simulated import gpu_memory
 from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, FlashMemory, RecurrenceMemory, grouped_products
 from hf_distca.models.fake import fake_tensors, model_after, model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.mixing import DELTA_RULE, SCAN
 from hf_distca.models.shape import model_shape
+from hf_distca.patches import mixing_functions
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -93,6 +95,10 @@ def test_rows_are_added_up_as_by_the_device_of_the_kernel():
 def test_mixing_layers_take_what_their_kernels_take(model_type, monkeypatch):
     runs, compute, states = [], RecurrenceMemory.__call__, []
     monkeypatch.setattr(RecurrenceMemory, "__call__", lambda *args, **kw: runs.append(1) or compute(*args, **kw))
+    # As where mamba_ssm is installed, whose kernel for a whole module must not be launched.
+    monkeypatch.setattr(
+        mixing_functions, "_takes_packed", lambda stock, name: getattr(stock, "packed_by", name) == name
+    )
     for documents in ([2 * TOKENS], [TOKENS, TOKENS], 4 * [TOKENS // 2]):
         model = model_of_config(tiny_config(model_type), torch.float32)
         settings = PlanSettings(2, TOKENS, tuple(layers_by_kind(model)), document_layout="joint")
@@ -296,9 +302,9 @@ SETUP = Setup(SHAPE, DeviceProfile.load("h100"), 2, 1024)
 PLAIN, WHOLE, CONTEXT, FIXED, JOINT, CHOSEN, SERVERS = all_strategies(SETUP, SETTINGS, 1)
 
 
-def memory_of(**changes):
+def memory_of(of_plans=SETTINGS, **changes):
     setup = replace(SETUP, **changes)
-    settings = replace(SETTINGS, kinds=tuple(map(setup.on_a_gpu, SHAPE.layers)))
+    settings = replace(of_plans, kinds=tuple(map(setup.on_a_gpu, SHAPE.layers)))
     return gpu_memory(setup, config_of_shape(SHAPE), settings, DistCAConfig())
 
 
@@ -311,9 +317,27 @@ def test_rows_take_memory_along_a_line():
     gathered = 2 * 1536 * 2 * (16 + 16) * 2  # K and V of the other rank, and their gradients
     assert memory(CONTEXT, 1536, None) == (rows + gathered, state)
     assert memory(SERVERS, 1536, None) == (None, state)
+    # The state is divided over both ranks. Without autocast numbers have four bytes.
+    model = model_of_config(config_of_shape(SHAPE), torch.float32)
+    wide = memory_of(replace(SETTINGS, bytes_per_value=4))
+    for of_width, mixed in ((memory, True), (wide, False)):
+        assert of_width(PLAIN, 1024, None)[1] == sum(model_state(model, "fsdp2", 2, mixed=mixed))
+    assert wide(PLAIN, 1536, None)[0] > 1.4 * memory(PLAIN, 1536, None)[0]
     # Exchange buffers of a plan take memory.
     rows, state = memory(PLAIN, 1024, None)
     assert rows < memory(JOINT, 1024, plan_micro_batch([2048], SETTINGS))[0]
     # GPUs that share layers take less.
     shared_rows, shared_state = memory_of(tensor_parallel=2)(PLAIN, 1024, None)
     assert (shared_rows < rows, shared_state < state) == (True, True)
+
+
+def test_a_gpu_is_simulated_whatever_computes_here(monkeypatch):
+    kernels = []
+
+    def counter_of(model, settings, *args, **options):
+        kernels.append(settings.kernel)
+        return MemoryCounter(model, settings, *args, **options)
+
+    monkeypatch.setattr(simulated, "MemoryCounter", counter_of)
+    memory_of(replace(SETTINGS, kernel="cpu"))
+    assert kernels == ["torch_varlen", "torch_varlen"]

@@ -75,16 +75,21 @@ def closure(package: Distribution) -> list[Distribution]:
 
 
 def test_the_quickstart_and_the_shown_scripts_train(python, tmp_path):
-    """Run the README on the Python of the suite.
+    """Run the README with the start method of Python 3.14, on the Python of the suite: pip installs no Python 3.14.
 
-    No Python 3.14 can be installed by pip for the suite. There processes start by forkserver and import the script
-    again, which matters only where a process is started: `tests/trainer/test_loaders.py` holds that none is.
+    A process that multiprocessing starts then imports the script again, which fails in a script without
+    `if __name__ == "__main__"`.
     """
+    method = "import multiprocessing; multiprocessing.set_start_method('forkserver', force=True)"
+    (tmp_path / "sitecustomize.py").write_text(method)
 
     def in_shell(command: str) -> str:
         """Output of a command where the environment is activated."""
-        return run_outside(["bash", "-c", f"PATH={python.parent}:$PATH; {command}"], tmp_path)
+        environment = f"export PYTHONPATH={tmp_path} PATH={python.parent}:$PATH"
+        return run_outside(["bash", "-c", f"{environment}; {command}"], tmp_path)
 
+    started = "import multiprocessing; print(multiprocessing.get_start_method())"
+    assert in_shell(f'python -c "{started}"').split() == ["forkserver"]
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     make_checkpoint, make_text, launch = blocks("README.md", part="Quickstart")[0].replace("\\\n", " ").splitlines()
     assert {make_checkpoint, make_text, launch} <= set(commands("docs/start/quickstart.md"))

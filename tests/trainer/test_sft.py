@@ -25,6 +25,7 @@ class WithPixels(ProcessorMixin):
         self.tokenizer, self.chat_template = tokenizer, tokenizer.chat_template
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # of TRL's own SFTConfig
 def test_models_arguments_and_data(tmp_path):
     def make(model: Any, args: Any, data: Any, processing_class: Any) -> Any:
         return hf_distca.DistCASFTTrainer(model, args, train_dataset=data, processing_class=processing_class)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import DataCollatorForSeq2Seq, EvalPrediction, Trainer, TrainingArguments
 
 import hf_distca
+from hf_distca.patches.padded import PackedBackbone
 from hf_distca.trainer.refusals import TRL_ARGUMENTS
 from tests.models_and_batches import exchanging, small_model
 from tests.ranks import RankPool
@@ -218,6 +219,7 @@ def test_arguments_and_models_by_name(tmp_path):
     trainer = hf_distca.DistCAGRPOTrainer(str(tmp_path), args=args, **given)
     models: Any = (trainer.model, trainer.ref_model)
     assert [model.config._attn_implementation for model in models] == ["distca"] * 2
+    assert all(isinstance(model.base_model, PackedBackbone) for model in models)
     with refused(TRL_ARGUMENTS[0]):
         args = hf_distca.DistCAGRPOConfig(str(tmp_path), **options, use_transformers_continuous_batching=True)
         hf_distca.DistCAGRPOTrainer(str(tmp_path), args=args, **given)

@@ -313,7 +313,8 @@ class PaddedBatches:
         at_once: OneMicroBatch | None = None,
     ) -> None:
         self.dispatcher, self._count, self._at_once = dispatcher, count, at_once
-        self._plans: dict[tuple[tuple[int, ...], ...], PlannedSequences] = {}  # the latest last
+        # By lengths, and by whether there will be a backward; the latest last.
+        self._plans: dict[tuple[tuple[tuple[int, ...], ...], bool], PlannedSequences] = {}
         self._settings = dispatcher.settings  # of those plans
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PaddedBatches":
@@ -366,8 +367,12 @@ class PaddedBatches:
         if self._settings is not self.dispatcher.settings:
             self._plans.clear()
             self._settings = self.dispatcher.settings
-        planned = self._plans.pop(lengths_of_ranks, None) or plan_sequences(lengths_of_ranks, self._settings)
-        self._plans[lengths_of_ranks] = planned
+        has_backward, settings = torch.is_grad_enabled(), self._settings
+        if settings.choices is not None and not has_backward:
+            settings = replace(settings, choices=settings.choices.forward_only())
+        key = lengths_of_ranks, has_backward or settings.choices is None
+        planned = self._plans.pop(key, None) or plan_sequences(lengths_of_ranks, settings)
+        self._plans[key] = planned
         if len(self._plans) > PLANS_KEPT:
             del self._plans[next(iter(self._plans))]
         return planned

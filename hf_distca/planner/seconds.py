@@ -176,6 +176,7 @@ class StepCosts:
         ranks_per_core: CPU ranks that share a core, all of them busy while these costs were measured. A core that one
             rank leaves idle makes the others faster. 1 if every rank has its own cores or GPU.
         mixing: costs of layers that mix rows in order; None for a model without.
+        directions: passes that a micro-batch takes.
     """
 
     kinds: tuple[KindCosts, ...]
@@ -188,6 +189,12 @@ class StepCosts:
     slowness: tuple[float, ...] = ()
     ranks_per_core: float = 1.0
     mixing: MixingCosts | None = None
+    directions: tuple[Direction, ...] = ("forward", "backward")
+
+    def forward_only(self) -> "StepCosts":
+        """Return the costs of a forward without gradients. A head takes a third of the time of both passes."""
+        kinds = tuple(replace(of_kind, backward=of_kind.backward.scaled(0.0)) for of_kind in self.kinds)
+        return replace(self, kinds=kinds, backward_factor=0.0, head=self.head / 3, directions=("forward",))
 
     def until_done(self, work: FloatArray | float, longest: float) -> float:
         """Return the seconds until all ranks are done.

@@ -1,6 +1,6 @@
 """Settings of plans: everything besides document lengths that a plan depends on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -24,6 +24,10 @@ class Choices:
     groups: bool = True  # whether documents may stay inside smaller groups of ranks
     tolerances: tuple[float, ...] = (BALANCE_TOLERANCE, *COARSER)  # of balance, the finest first
     nano_batches: tuple[int, ...] = (1, 2)
+
+    def forward_only(self) -> "Choices":
+        """Return the choices for micro-batches without a backward."""
+        return replace(self, costs=self.costs.forward_only())
 
     @classmethod
     def beside(

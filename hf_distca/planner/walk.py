@@ -279,7 +279,7 @@ def predict_step(
     other, seconds = head.copy(), 0.0
     for of_kind in costs.kinds:
         counted = [nano[of_kind.kind] for nano in nano_batches]
-        for direction in ("forward", "backward"):
+        for direction in costs.directions:
             begin, end = (before, after) if direction == "forward" else in_backward
             kernel = of_kind.kernel(direction)
             mixing = _mixing_layers(cuts, costs, direction, slowness)

@@ -11,7 +11,7 @@ from hf_distca.planner.intervals import local_tasks
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import CountedPlan, RowsMoved, count_plan
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts, Tasks
-from hf_distca.planner.walk import LayerClocks, predict_step
+from hf_distca.planner.walk import LayerClocks, document_seconds, predict_step
 
 NOWHERE = np.zeros((2, 2, 2), np.int64)
 
@@ -145,6 +145,15 @@ def test_a_step_of_layers_that_mix_rows():
     assert walked.mixing.tolist() == [of_mixing]
     assert walked.other.tolist() == [of_mixing + 2 * (10 * 3 + 8) * (1 + 3) + 5 * 10]
     assert walked.seconds == walked.other[0]
+    # A kernel call takes 1 second for 10 rows in the forward, and 100 in a backward that is left out.
+    calls = KindCosts(kind, 2, KernelCost(0, 0.1, 0, 0), KernelCost(0, 10.0, 0, 0))
+    forward = predict_step([{kind: plan}], [layout], replace(costs, kinds=(calls,)).forward_only(), [0])
+    assert forward.attention.tolist() == pytest.approx([2 * 1.0])
+    assert forward.other.tolist() == pytest.approx([6 * (10 * 7 + 8) + 2 * (10 * 3 + 8) + 5 * 10 / 3])
+    assert forward.seconds == pytest.approx(float(forward.attention[0] + forward.other[0]))
+    assert document_seconds(np.array([10]), replace(costs, kinds=(calls,)).forward_only()).tolist() == pytest.approx(
+        [2 * 1.0 + 10 * replace(costs, kinds=(calls,)).forward_only().token]
+    )
 
 
 def test_ranks_that_share_no_documents_do_not_wait_for_each_other():
@@ -227,3 +236,16 @@ def test_rows_cross_nodes_in_the_first_hop():
     links, nothing = Links(LinkCost(0.0, np.inf), LinkCost(0.0, 1.0)), [np.zeros(2)]
     walked = LayerClocks([plan], KernelCost(0, 0, 0, 1.0), nothing, nothing, links, "forward").walked()
     assert (walked.seconds, walked.waited.tolist()) == (10 + 2, [0, 0])
+
+
+def test_a_forward_alone_waits_for_no_gradients():
+    """Rank 1 attends to 16 rows of rank 0, over a link that takes 1 second; nothing else takes time.
+
+    K and V travel in both passes, and their gradients return in the backward.
+    """
+    kind, nothing, link = AttentionKind(), KernelCost(0, 0, 0, 0), LinkCost(1.0, np.inf)
+    costs = StepCosts((KindCosts(kind, 1, nothing, nothing),), 0.0, 0.0, 0.0, 0.0, Links(link, link))
+    layout = fixed_layout([[31]], 2)
+    counted = count_plan(Plan(layout, local_tasks(layout.segments), 2), kind, 2)
+    both, forward = (predict_step([{kind: counted}], [layout], each, [0, 0]) for each in (costs, costs.forward_only()))
+    assert (both.seconds, forward.seconds) == (3.0, 1.0)

@@ -27,6 +27,8 @@ SOURCES = f"""\
 - {LOGNORMAL}, such as lognormal:4000,1.5
 """
 EXPECTED = "expected a JSON list of document lengths, or a list of such lists, one per rank"
+TEXTS_AT_ONCE = 100
+"""Enough for all cores, and few enough for a bar that moves."""
 LENGTHS, TEXTS = ("length", "input_ids"), ("text", "messages")
 """Columns that are looked for: lengths or tokens, and text or chats that a tokenizer makes tokens of."""
 
@@ -158,6 +160,7 @@ def _tokenized(data: Any, column: str, name: str) -> Any:
         return data.map(
             _count_tokens,
             batched=True,  # a tokenizer in Rust uses all cores for a batch
+            batch_size=TEXTS_AT_ONCE,
             fn_kwargs={"tokenizer": tokenizer, "column": column},
             remove_columns=data.column_names,
             desc="Counting tokens",

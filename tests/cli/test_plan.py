@@ -7,6 +7,7 @@ import torch
 
 import hf_distca
 from hf_distca.cli.model import memory_rows, memory_table
+from hf_distca.collator import texts
 from hf_distca.planner.micro_batch import plan_micro_batch
 from tests.models_and_batches import small_model
 from tests.survey.tiny import tiny_config
@@ -262,6 +263,28 @@ def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(dumped, tmp_path)
     # Documents are drawn until the next one does not fit.
     assert lengths_of("pieces.txt") == [7] * 3
     assert lengths_of("pieces.txt", "--sample-by", "paragraph") == [4] * 6
+
+
+def test_tokens_are_counted_once_and_a_bar_moves_while_they_are(run, tmp_path, monkeypatch):
+    counted = []
+    monkeypatch.setattr(
+        texts, "tokenize", lambda documents, *_: counted.append(len(documents)) or [[1]] * len(documents)
+    )
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": f"w{number}"}) + "\n" for number in range(250)))
+    options = [
+        "--lengths",
+        str(file),
+        "--tokenizer",
+        str(tmp_path / "tokenizer"),
+        "--ranks",
+        "2",
+        "--tokens-per-rank",
+        "256",
+    ]
+    assert [run("plan", *options)[0] for _ in range(2)] == [0, 0]
+    assert counted == [100, 100, 50]
 
 
 def test_the_split_of_a_data_set(run, tmp_path):

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import sys
 from dataclasses import fields
 from importlib import import_module
@@ -21,6 +22,8 @@ def test_the_checkpoint_loads_like_any_other(checkpoint):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     assert model.config.to_dict().items() >= {"model_type": "llama", "vocab_size": 512, **sizes}.items()
     assert len(tokenizer) == 512
+    printed = (checkpoint / "printed/output-0").read_text()
+    assert re.search(r"^Training a tokenizer on 200 of \d+ documents$", printed, re.M)
     inputs = tokenizer("def main():", return_tensors="pt")
     assert model.generate(**inputs, max_new_tokens=3).shape[1] <= inputs["input_ids"].shape[1] + 3
     text = (EXAMPLES / "make_checkpoint.py").read_text(encoding="utf-8") + "\t ünïcödé ✓\n\n"

@@ -74,6 +74,12 @@ def train_chats(folder: Any, rows: Any, model: Any = None) -> None:
     hf_distca.DistCASFTTrainer(model or small_model(), args, **given).train()
 
 
+def saved_model(folder: Path) -> str:
+    """Save a model without a tokenizer."""
+    small_model().save_pretrained(folder)
+    return str(folder)
+
+
 def answer_of(function: Callable[[], None], folder: Any) -> str:
     """The message of the error that a function raises, with FOLDER for the folder."""
     try:
@@ -343,6 +349,12 @@ GIVEN: Rows = [
         lambda folder: train(folder, TEXTS, processing_class=None),
         "train_dataset has text in 'text' and no tokens in 'input_ids', but there is no tokenizer; pass the model's "
         "tokenizer as processing_class",
+    ),
+    (
+        "text with a model saved without its tokenizer",
+        lambda folder: train(folder, TEXTS, model=saved_model(folder / "model"), processing_class=None),
+        "train_dataset needs a tokenizer for its text in 'text', but none can be loaded from FOLDER/model (…); save "
+        "the model's tokenizer there, tokenizer.save_pretrained('FOLDER/model'), or pass it as processing_class",
     ),
     (
         "the name of a tokenizer",

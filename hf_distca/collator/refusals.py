@@ -73,6 +73,12 @@ class Data:
         "there is no tokenizer",
         "pass the model's tokenizer as processing_class",
     )
+    NO_SAVED_TOKENIZER = Refusal(
+        "{name} needs a tokenizer for its text in {field!r}",
+        "none can be loaded from {model} ({why})",
+        "save the model's tokenizer there, tokenizer.save_pretrained({model!r}), or pass it as processing_class",
+        condition="data of text, and a model's name or folder without a tokenizer",
+    )
     NOT_A_TOKENIZER = Refusal(
         "processing_class is {given}",
         "it cannot tokenize the text in {field!r}",

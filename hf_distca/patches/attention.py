@@ -12,9 +12,11 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.utils.logging import get_logger
 
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan
@@ -23,10 +25,20 @@ from hf_distca.models.kinds import Reach, attention_reaches
 from hf_distca.models.refusals import CHANGING_MASKS
 from hf_distca.models.rotary import config_depends_on_length
 from hf_distca.patches.modules import uncompiled
-from hf_distca.plan import PLAN_KEY
+from hf_distca.plan import ATTENTION_NAME, PLAN_KEY
 
 ELSEWHERE = "train this model with stock attention and transformers' Trainer"
 """Remedy where a plan cannot express a model's attention."""
+UNPLANNED = (
+    f"a model with attn_implementation={ATTENTION_NAME!r} trains on {{ranks}} ranks without plans, so nothing is "
+    "balanced: train it with DistCATrainer or another trainer of hf_distca, call make_dispatcher or pack_padded in a "
+    "custom loop, or load it with attn_implementation='sdpa'"
+)
+"""Warning about a training that plans nothing, such as one by transformers' own Trainer."""
+PREPARED = "distca_prepared"
+"""Attribute of modules whose model was prepared for planned steps."""
+
+logger = get_logger(__name__)
 
 
 class DeferredMask:
@@ -90,6 +102,8 @@ def distca_attention(
     plan = kwargs.pop(PLAN_KEY, None)
     if plan is not None:
         return _planned_attention(module, query, key, value, attention_mask, plan, dropout, scaling, **kwargs), None
+    if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _warn_if_unplanned(module)
     mask = attention_mask.tensor if isinstance(attention_mask, DeferredMask) else attention_mask
     softcap, sinks_H = kwargs.get("softcap"), kwargs.get("s_aux")
     if softcap is None and sinks_H is None:
@@ -109,6 +123,15 @@ def distca_attention(
     weights_BHTS = scores_BHTS.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
     weights_BHTS = nn.functional.dropout(weights_BHTS, dropout, training=module.training)
     return (weights_BHTS @ value).transpose(1, 2).contiguous(), None
+
+
+def _warn_if_unplanned(module: nn.Module) -> None:
+    """Warn once if several ranks train a model that was never prepared for planned steps."""
+    if hasattr(module, PREPARED) or not (dist.is_available() and dist.is_initialized()):
+        return
+    ranks = dist.get_world_size()
+    if ranks > 1 and dist.get_rank() == 0:
+        logger.warning_once(UNPLANNED.format(ranks=ranks))
 
 
 @uncompiled("core attention follows a plan that is new with each micro-batch")

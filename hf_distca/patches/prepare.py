@@ -45,12 +45,14 @@ def prepare_model(
         ValueError: the model lacks the modules that a setting changes.
     """
     from hf_distca.models.decoder import mixing_layers
-    from hf_distca.patches.attention import distca_attention, distca_mask
+    from hf_distca.patches.attention import PREPARED, distca_attention, distca_mask
     from hf_distca.patches.chunked_mlp import chunk_mlps
     from hf_distca.patches.head import plan_head
     from hf_distca.patches.layers import plan_layers
     from hf_distca.patches.rotary import plan_rotary
 
+    for module in model.modules():  # also those of towers, whose attention is not planned
+        setattr(module, PREPARED, True)
     register(distca_attention, distca_mask)  # already imported: register them directly
     plan_rotary(model)  # before the layers, which may own rotary embeddings
     if ping_pong or mixing_layers(model):

@@ -20,9 +20,14 @@ def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
     args, given = given["args"], dict(given)
     field = getattr(args, "dataset_text_field", "text")
 
-    def tokenizer() -> Any:
+    def tokenizer(name: str) -> Any:
+        """Return the tokenizer for the data set of this name; None if there is none."""
         if given.get("processing_class") is None and isinstance(model, str):
-            given["processing_class"] = AutoTokenizer.from_pretrained(model)
+            try:
+                given["processing_class"] = AutoTokenizer.from_pretrained(model)
+            except (OSError, ValueError) as error:
+                facts = {"name": name, "field": field, "model": model, "why": str(error).strip().partition("\n")[0]}
+                raise Data.NO_SAVED_TOKENIZER.error(**facts) from error
         found = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
         if found is not None and (isinstance(found, type) or not (callable(found) and hasattr(found, "eos_token_id"))):
             raise Data.NOT_A_TOKENIZER.error(given=given_as(found), field=field)
@@ -35,17 +40,17 @@ def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
             return dataset
         if is_stream(dataset) and not isinstance(dataset, datasets.IterableDataset):
             # Reading the first document may consume it, so every document is looked at when it is read.
-            return TextStream(dataset, name, field, tokenizer())
+            return TextStream(dataset, name, field, tokenizer(name))
         first = next(iter(dataset), None) if is_stream(dataset) else dataset[0] if len(dataset) else None
         if first is None or (isinstance(first, Mapping) and "input_ids" in first):
             return dataset
         document_text(first, f"document 0 of {name}", field)
-        if tokenizer() is None:
+        if tokenizer(name) is None:
             raise Data.NO_TOKENIZER.error(name=name, field=field)
         if is_stream(dataset):
-            return TextStream(dataset, name, field, tokenizer())
+            return TextStream(dataset, name, field, tokenizer(name))
         with args.main_process_first():
-            return tokenized_dataset(dataset, name, field, tokenizer())
+            return tokenized_dataset(dataset, name, field, tokenizer(name))
 
     return given | {name: tokenized(given.get(name), name) for name in ("train_dataset", "eval_dataset")}
 

@@ -1,15 +1,22 @@
 """The attention function: what "sdpa" gives outside a planned step, and what it refuses in one."""
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
+from transformers import Trainer, TrainingArguments
 from transformers.masking_utils import create_causal_mask
+from transformers.utils.logging import warning_once
 
+import hf_distca
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.patches.attention import DeferredMask, distca_attention, distca_mask, scaled_by_position
+from hf_distca.patches.attention import UNPLANNED, DeferredMask, distca_attention, distca_mask, scaled_by_position
 from hf_distca.planner.settings import PlanSettings
+from tests.logged import Messages
 from tests.mixing.steps import make_model
 from tests.models_and_batches import small_kinds, small_model
 
@@ -146,3 +153,36 @@ def test_queries_are_scaled_by_positions_in_documents(lengths):
         of_part = of_model[: nano.rows]
         scaled = scaled_by_position(module, of_part[:, None], part)[:, 0]
         torch.testing.assert_close(scaled, torch.log1p(((nano.positions + 1) // 40).float()) * 0.5 + 1.0)
+
+
+def _warnings_of_unplanned_steps(folder: Path) -> list[list[str]]:
+    """What a rank warns of: first where nothing is trained without a plan by mistake, then in a stock training."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    warning_once.cache_clear()  # of other tests in this process
+    tokens, model, prepared = torch.arange(3, 9)[None], small_model(), small_model()
+    config = hf_distca.DistCAConfig(tokens_per_rank=64)
+    dispatcher = hf_distca.make_dispatcher(prepared, config, torch.device("cpu"))
+    messages = Messages("hf_distca.patches.attention")
+    model.eval()(tokens)
+    model.generate(tokens, max_new_tokens=2)
+    with torch.no_grad():
+        model.train()(tokens)
+    prepared.train()(tokens, labels=tokens).loss.backward()
+    dispatcher.close()
+    quiet = list(messages.lines)
+    options = {"use_cpu": True, "bf16": False, "report_to": [], "max_steps": 2, "save_strategy": "no"}
+    args = TrainingArguments(str(folder), per_device_train_batch_size=1, disable_tqdm=True, **options)
+    rows = [{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}] * 4
+    Trainer(model, args, train_dataset=rows).train()
+    messages.end()
+    return [quiet, messages.lines[len(quiet) :]]
+
+
+def test_a_stock_training_on_several_ranks_warns_once(rank_pools, tmp_path):
+    first, second = rank_pools[2].run(_warnings_of_unplanned_steps, tmp_path)
+    assert first == [[], [f"WARNING {UNPLANNED.format(ranks=2)}"]]
+    assert second == [[], []]
+    # One rank has nothing to balance.
+    (alone,) = rank_pools[1].run(_warnings_of_unplanned_steps, tmp_path)
+    assert alone == [[], []]

@@ -25,14 +25,14 @@ from hf_distca.models.kinds import Reach, attention_reaches
 from hf_distca.models.refusals import CHANGING_MASKS
 from hf_distca.models.rotary import config_depends_on_length
 from hf_distca.patches.modules import uncompiled
-from hf_distca.plan import ATTENTION_NAME, PLAN_KEY
+from hf_distca.plan import PLAN_KEY
 
 ELSEWHERE = "train this model with stock attention and transformers' Trainer"
 """Remedy where a plan cannot express a model's attention."""
 UNPLANNED = (
-    f"a model with attn_implementation={ATTENTION_NAME!r} trains on {{ranks}} ranks without plans, so nothing is "
-    "balanced: train it with DistCATrainer or another trainer of hf_distca, call make_dispatcher or pack_padded in a "
-    "custom loop, or load it with attn_implementation='sdpa'"
+    "a model with attn_implementation='distca' trains on {ranks} ranks without plans, so nothing is balanced: train "
+    "it with DistCATrainer or another trainer of hf_distca, call make_dispatcher or pack_padded in a custom loop, or "
+    "load it with attn_implementation='sdpa'"
 )
 """Warning about a training that plans nothing, such as one by transformers' own Trainer."""
 PREPARED = "distca_prepared"

@@ -1,5 +1,6 @@
 """A trace of literal spans, and a trace of real steps of two ranks: nested, joined and drawn."""
 
+import gc
 import json
 import re
 from itertools import pairwise
@@ -30,6 +31,8 @@ def _trained(folder: str, trace_steps: int, steps: int) -> tuple[bool, frozenset
     settings |= {"save_strategy": "no", "logging_strategy": "no", "trace_steps": trace_steps, "max_steps": steps}
     trainer = make_trainer(folder, lengths=[70, 60, 60, 50, 30, 30] * steps, **settings)
     trainer.train()
+    # Spans are many, so that none is kept once it is written.
+    assert not any(isinstance(each, Span) and each.kind == "step" for each in gc.get_objects())
     return trainer.model_wrapped is not trainer.model, trainer.dispatcher.recorder._kinds
 
 

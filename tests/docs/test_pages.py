@@ -127,8 +127,10 @@ def test_options_and_targets_of_commands_exist(line, monkeypatch, capsys):
     if match := re.search(r"examples/make_checkpoint\.py (.*)", line):
         known = set(re.findall(r"\"(--\w+)\"", (ROOT / "examples" / "make_checkpoint.py").read_text()))
         assert set(re.findall(r"--\w+", match[1])) <= known
-    if match := re.search(r"examples/(train|finetune_llama|sft_chat)\.py (.*)", line):
-        arguments = hf_distca.DistCASFTConfig if match[1] == "sft_chat" else hf_distca.DistCATrainingArguments
+    if match := re.search(r"examples/(train|finetune_llama|sft_chat|grpo|dpo)\.py (.*)", line):
+        of_trl = {"sft_chat": "SFT", "grpo": "GRPO", "dpo": "DPO"}
+        name = of_trl.get(match[1])
+        arguments = getattr(hf_distca, f"DistCA{name}Config") if name else hf_distca.DistCATrainingArguments
         own = [] if match[1] == "train" else [import_module(match[1]).ScriptArguments]
         parser = HfArgumentParser([*own, arguments])
         if not own:

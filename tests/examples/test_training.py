@@ -12,9 +12,12 @@ import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples import finetune_llama, make_checkpoint, sft_chat
+from examples import dpo, finetune_llama, grpo, make_checkpoint, sft_chat
 from tests.examples.running import EXAMPLES, finetune, run_forked, summary_of
 from tests.launch import run_in_forks
+
+PRINTED = r"The {}: ([\d.]+) at first, ([\d.]+) at last\nPadding: (\d+)% of the batches, which was not computed\n"
+"""Last lines of a training with padded batches."""
 
 
 def test_the_checkpoint_loads_like_any_other(checkpoint):
@@ -93,6 +96,44 @@ def test_chats_about_the_standard_library(checkpoint, tmp_path):
     assert chat == {"messages": [question, {"role": "assistant", "content": "Add."}]}
 
 
+def test_rewards_of_a_program(checkpoint, tmp_path):
+    # TRL turns checkpoints off and on around generation, by names of which transformers 5.23 warns.
+    options = "--max_prompts 8 --max_steps 2 --max_completion_length 8 --gradient_checkpointing False --beta 0.1"
+    paths = ["--model_name_or_path", str(checkpoint), "--output_dir", str(tmp_path)]
+    printed = run_forked(["grpo.py", *paths, *options.split(), "--report_to", "none"], tmp_path / "printed")
+    first, last, padding = re.search(PRINTED.format("reward"), printed).groups()
+    assert 0 <= float(first) <= 1
+    assert 0 <= float(last) <= 1
+    assert 0 < int(padding) < 100
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_preferences_with_adapters_and_divided_weights(checkpoint, tmp_path):
+    options = "--max_pairs 16 --max_steps 2 --max_length 256 --gradient_checkpointing False --use_peft"
+    paths = ["--model_name_or_path", str(checkpoint), "--output_dir", str(tmp_path), "--ddp_backend", "gloo"]
+    command = ["dpo.py", *paths, *options.split(), "--report_to", "none"]
+    printed = run_forked(command, tmp_path / "printed", config="zero3", DS_ACCELERATOR="cpu")
+    first, _, padding = re.search(PRINTED.format("loss"), printed).groups()
+    assert float(first) == pytest.approx(0.693, abs=1e-3)  # ln 2: the model is its own reference
+    assert 0 < int(padding) < 100
+    assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_what_the_parser_reads_of_a_completion():
+    prompt, messages = "def f():\n", [{"role": "user", "content": "def f():\n"}]
+    completions = ["    return 1", "    return 1\n)", " ", "    \0", "    )"]
+    assert grpo.reward([prompt] * 5, completions) == [1.0, 13 / 14, 0.0, 0.0, 4 / 5]
+    assert grpo.reward([messages], [[{"role": "assistant", "content": "    return 1\n)"}]]) == [13 / 14]
+
+
+def test_functions_of_the_standard_library():
+    first, second = 'def f(x):\n    """Add."""\n', 'def g():\n    """Say."""\n'
+    source = f"{first}    x += 1\n    return x\n\n\n@h\n{second}    pass\n\n\ndef h(g):\n    return g\n"
+    assert list(grpo.function_heads([source, "not Python"])) == [{"prompt": first}, {"prompt": second}]
+    pair = {"prompt": first, "chosen": "    x += 1\n    return x", "rejected": "    pass"}
+    assert list(dpo.function_pairs([source, "not Python"])) == [pair]
+
+
 def test_a_loop_of_ones_own(checkpoint, tmp_path):
     options = "--steps 4 --documents_per_rank 2 --max_length 512"
     command = ["accelerate_loop.py", "--model_name_or_path", str(checkpoint), *options.split()]
@@ -118,7 +159,10 @@ def test_a_refusal_is_one_line_of_rank_0(checkpoint, tmp_path):
 
 def test_a_misspelt_option_is_two_lines(monkeypatch, capsys):
     """Without the usage of two hundred options."""
-    for name, given in (("train", ["model", "text.txt"]), ("finetune_llama", []), ("sft_chat", [])):
+    for name, given in (
+        ("train", ["model", "text.txt"]),
+        *((name, []) for name in ("finetune_llama", "sft_chat", "grpo", "dpo")),
+    ):
         example = import_module(f"examples.{name}")
         needed = [] if given else ["--model_name_or_path", "model"]
         monkeypatch.setattr(
@@ -132,7 +176,7 @@ def test_a_misspelt_option_is_two_lines(monkeypatch, capsys):
 
 
 def test_every_example_that_is_launched_reports_errors_once():
-    for name in ("train", "finetune_llama", "sft_chat", "accelerate_loop"):
+    for name in ("train", "finetune_llama", "sft_chat", "grpo", "dpo", "accelerate_loop"):
         tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
         (main,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
         assert [ast.unparse(each) for each in main.decorator_list] == ["hf_distca.record"], name
@@ -146,14 +190,20 @@ def test_a_run_that_logged_nothing(capsys):
     finetune_llama.print_table(summary, 2, "out")
     assert "not logged: see --logging_steps" in capsys.readouterr().out
     assert sft_chat.summarize([], metrics, 2) == {**metrics, "chats": 2}
+    for example in (grpo, dpo):
+        example.print_summary([{"epoch": 1.0}], "out")
+        assert capsys.readouterr().out == "The model: out\n"
 
 
 def test_adapters_without_peft(monkeypatch):
-    import_module("hf_distca.trainer.sft")  # while peft is there, which transformers and TRL import for themselves
+    for trainers in ("sft", "preference"):
+        import_module(
+            f"hf_distca.trainer.{trainers}"
+        )  # while peft is there, which transformers and TRL import for themselves
     monkeypatch.setitem(sys.modules, "peft", None)
     options = ["--model_name_or_path", "/no", "--use_peft", "--use_cpu", "--output_dir", "/no"]
     monkeypatch.setattr(sys, "argv", ["x", *options])
-    for example in (finetune_llama, sft_chat):
+    for example in (finetune_llama, sft_chat, grpo, dpo):
         with pytest.raises(SystemExit, match=r"^--use_peft needs peft, .*: pip install peft$"):
             example.main()
 
@@ -165,8 +215,16 @@ def test_each_example_stands_alone_with_options_called_as_in_trl():
             if isinstance(node, ast.Import | ast.ImportFrom):
                 assert not names & {getattr(node, "module", None), *(alias.name for alias in node.names)}, path
     theirs = {each.name for each in (*fields(trl.ScriptArguments), *fields(trl.ModelConfig))}
-    ours = [{each.name for each in fields(example.ScriptArguments)} - theirs for example in (finetune_llama, sft_chat)]
-    assert ours == [{"max_documents", "eval_fraction", "tp_size"}, {"max_chats", "eval_fraction"}]
+    ours = [
+        {each.name for each in fields(example.ScriptArguments)} - theirs
+        for example in (finetune_llama, sft_chat, grpo, dpo)
+    ]
+    assert ours == [
+        {"max_documents", "eval_fraction", "tp_size"},
+        {"max_chats", "eval_fraction"},
+        {"max_prompts"},
+        {"max_pairs"},
+    ]
 
 
 def test_no_model_where_there_are_no_weights(tmp_path):

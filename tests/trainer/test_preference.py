@@ -163,6 +163,7 @@ def train_with_own_loss(folder: str, way: str) -> dict[str, Any]:
         result = {
             "history": [{"loss": trainer.state.log_history[0]["loss"]}, trainer.evaluate()],
             "learned": {name: whole(weight) - before[name] for name, weight in model.named_parameters()},
+            "rounding": {name: float(2.0**-24 * weight.norm()) for name, weight in before.items()},
             "predicted": [np.where(predicted.label_ids[..., None] != -100, each, 0) for each in predicted.predictions],
         }
         for times in ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second"):

@@ -31,6 +31,7 @@ def parts_of(setting: "Setting", gpus: int = 1) -> "list[Part]":
     """All parts: first what must be right, then how fast it is; and the most seconds that each may take on an H100."""
     from benchmarks.gpu.exchange import check_exchange
     from benchmarks.gpu.kernels import check_kernel, check_profile, kernel_names, why_missing
+    from benchmarks.gpu.padded import check_padded
     from benchmarks.gpu.replay import check_replays
     from benchmarks.gpu.runner import Part
     from benchmarks.gpu.server import check_server
@@ -48,6 +49,7 @@ def parts_of(setting: "Setting", gpus: int = 1) -> "list[Part]":
         Part("loss chunks", check_loss_chunks, 60),
         Part("profile", check_profile, 60),
         Part("replays", check_replays, 60),
+        Part("padded", check_padded, 100),
     ]
 
 

@@ -44,6 +44,10 @@ class Setting:
         replays: plans that are replayed rank by rank.
         replay_scale: by which lengths of their documents are divided.
         replay_repeats: of each of their kernel calls.
+        rollout_model: sizes of the model that computes padded batches: those of Qwen3-0.6B.
+        rollouts: sequences of these batches.
+        rollout_scale: by which their lengths are divided.
+        rollout_repeats: timed steps of each strategy.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cuda", 0))
@@ -74,6 +78,20 @@ class Setting:
     replays: tuple[Replay, ...] = REPLAYS
     replay_scale: int = 1
     replay_repeats: int = 3
+    rollout_model: dict[str, int] = field(
+        default_factory=lambda: {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+        }
+    )
+    rollouts: int = 64
+    rollout_scale: int = 1
+    rollout_repeats: int = 2
 
     @property
     def on_cuda(self) -> bool:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import exchange, replay, steps
+from benchmarks.gpu import exchange, padded, replay, steps
 from benchmarks.gpu.__main__ import SECONDS, START_S, command_of, parts_of
 from benchmarks.gpu.devices import cuda_devices, why_none
 from benchmarks.gpu.findings import Findings, StepResult, compare
@@ -44,6 +44,10 @@ SMALL = Setting(
     ),
     replay_scale=64,
     replay_repeats=1,
+    rollout_model={**WIDE, "num_attention_heads": 4, "num_key_value_heads": 2},
+    rollouts=16,
+    rollout_scale=64,
+    rollout_repeats=1,
 )
 OPTIONAL = ("flash_attn", "flash_attn_3", "flash_attn_4")
 """Kernels whose packages are not there unless they are brought along."""
@@ -220,3 +224,30 @@ def test_memory_that_grows_and_losses_that_differ_are_found():
     assert memory == "memory at the end over that after a fifth of the steps"
     steps = [f"sdpa: difference of the {name} of step 1" for name in ("loss", "grad_norm")]
     assert of_logs == [*steps, "none", "none"]
+
+
+def test_padded_batches_that_differ_gain_little_or_are_packed_slowly_are_found():
+    same = {"loss": 6.0, "norm of gradients": 2.0, "share_before_model": 0.03}
+    found = {padded.STOCK: {**same, "step_s": 5.0}, padded.PACKED: {**same, "step_s": 2.0}}
+    findings = Findings()
+    padded.compare_strategies(findings, found, on_cuda=True)
+    assert (findings.wrong, found[padded.STOCK]["over_packed"]) == ([], 2.5)
+    worse = {"loss": 6.04, "norm of gradients": 1.95, "share_before_model": 0.04, "step_s": 2.1}
+    padded.compare_strategies(findings, {**found, padded.PACKED: worse}, on_cuda=False)
+    differences = [f"{padded.PACKED}: difference of the {what}" for what in padded.BOUNDS]
+    assert [sentence.rsplit(": ", 1)[0] for sentence in findings.wrong] == differences
+    slow = {**same, "share_before_model": 0.04, "step_s": 2.1}
+    padded.compare_strategies(findings := Findings(), {**found, padded.PACKED: slow}, on_cuda=True)
+    of_times = ["time of packed over padded to all", "share of a step before the model"]
+    assert [sentence.rsplit(": ", 1)[0] for sentence in findings.wrong] == of_times
+
+
+def test_a_packed_model_without_its_attention_is_found(monkeypatch):
+    found = padded.check_padded(SMALL)
+    packed = [figures for name, figures in found.figures["strategies"].items() if name.startswith("packed")]
+    assert len(packed) == 2
+    assert all(figures["before_model_s"] > 0 for figures in packed)
+    monkeypatch.setattr(CpuKernel, "forward", lambda self, q, *_: (q * 0, q[..., 0] * 0))
+    wrong = padded.check_padded(SMALL).wrong
+    assert wrong
+    assert all(sentence.startswith("packed") and "difference of the" in sentence for sentence in wrong)

@@ -1,0 +1,105 @@
+"""Padded batches of rollouts, and the forward and backward of a model that is called with them, as TRL's trainers do.
+
+Shape suffixes: B sequences, L columns, N tokens with a target, H width of a hidden state.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+MEDIAN, SIGMA, LONGEST = 300.0, 1.0, 4096
+"""Tokens of a rollout: lognormal, the deviation of the logarithm, and the most tokens."""
+AT_ONCE = 8
+"""Sequences in a call of the model."""
+LOGIT_ROWS = 2048
+"""Rows whose logits are made at once."""
+
+
+def rollout_lengths(count: int, scale: int = 1, seed: int = 0) -> list[int]:
+    """Lengths of rollouts, the same every time for a seed; `scale` divides them. Each has a target."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(MEDIAN), SIGMA, count)
+    lengths: list[int] = (np.clip(drawn, 2 * scale, LONGEST) / scale).astype(int).tolist()
+    return lengths
+
+
+def lengths_that_add_up(count: int, tokens: int, seed: int) -> list[int]:
+    """Lengths like those of rollouts that have `tokens` tokens together."""
+    drawn = np.array(rollout_lengths(count, seed=seed), float)
+    ends = np.round(np.cumsum(drawn) * ((tokens - count) / drawn.sum())).astype(int)
+    lengths: list[int] = (np.diff(ends, prepend=0) + 1).tolist()
+    return lengths
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A padded batch [B, L] of token ids with its mask; padding follows the tokens."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+
+
+def padded_batches(
+    lengths: Sequence[int], vocabulary: int, device: torch.device, *, to_all: bool = False, at_once: int = AT_ONCE
+) -> list[Batch]:
+    """Batches of `at_once` sequences, the same tokens every time.
+
+    Args:
+        to_all: whether a batch is padded to the longest of all sequences, as GRPO pads a generation batch; else to
+            its own longest.
+    """
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(3, vocabulary, (length,), generator=generator) for length in lengths]
+    batches = []
+    for first in range(0, len(documents), at_once):
+        part = documents[first : first + at_once]
+        columns = max(len(document) for document in (documents if to_all else part))
+        ids_BL = torch.zeros(len(part), columns, dtype=torch.int64)
+        mask_BL = torch.zeros_like(ids_BL)
+        for row, document in enumerate(part):
+            ids_BL[row, : len(document)] = document
+            mask_BL[row, : len(document)] = 1
+        batches.append(Batch(ids_BL.to(device), mask_BL.to(device)))
+    return batches
+
+
+def keep_only_inputs_of_layers(model: nn.Module) -> None:
+    """Turn gradient checkpointing on; older versions of transformers have another name for it."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable({"use_reentrant": False})
+
+
+def forward_backward(model: nn.Module, batches: Sequence[Batch], targets: int) -> float:
+    """Run forward and backward of each batch; returns the loss of this rank's batches.
+
+    As TRL does, only rows with a target get logits.
+
+    Args:
+        targets: of all ranks; the loss is their mean.
+    """
+    total = 0.0
+    for batch in batches:
+        hidden_BLH = model.base_model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
+        ).last_hidden_state
+        has_target_BL = batch.attention_mask[:, 1:].bool()
+        rows_NH, wanted_N = hidden_BLH[:, :-1][has_target_BL], batch.input_ids[:, 1:][has_target_BL]
+        loss = sum(_losses(model.lm_head, rows_NH, wanted_N)) / targets
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def _losses(head: nn.Module, rows_NH: Tensor, wanted_N: Tensor) -> Iterator[Tensor]:
+    """Summed losses of a few rows at a time, whose logits are made again in the backward."""
+
+    def loss_of(rows: Tensor, wanted: Tensor) -> Tensor:
+        return cross_entropy(head(rows).float(), wanted, reduction="sum")
+
+    for rows, wanted in zip(rows_NH.split(LOGIT_ROWS), wanted_N.split(LOGIT_ROWS), strict=True):
+        yield checkpoint(loss_of, rows, wanted, use_reentrant=False)

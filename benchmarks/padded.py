@@ -220,7 +220,10 @@ def host_times(dispatcher: Dispatcher, seed: int) -> Round:
 
 
 def settings_of_h200(ranks: int) -> PlanSettings:
+    """Settings of plans as training has them; on one rank there is nothing to choose."""
     settings = PlanSettings(ranks, TOKENS, tuple(QWEN3_600M.layers), ping_pong=True, ranks_per_node=min(ranks, 8))
+    if ranks == 1:
+        return replace(settings, ping_pong=False)
     costs = Setup(QWEN3_600M, DeviceProfile.load("h200"), ranks, TOKENS, min(ranks, 8)).costs
     return replace(settings, choices=Choices.beside(settings, costs))
 

@@ -47,6 +47,21 @@ def test_pairs_and_figures_of_peers(script):
         assert all(len(lengths) % ranks == 0 for ranks in peers.RANKS)
 
 
+def test_padded_batches_of_rollouts(script):
+    harness, benchmark = script("harness.padded"), script("padded")
+    lengths = harness.rollout_lengths(2000)
+    assert (min(lengths) >= 2, max(lengths), 280 < np.median(lengths) < 320) == (True, harness.LONGEST, True)
+    assert harness.rollout_lengths(2000, scale=4) == [max(length // 4, 2) for length in lengths]
+    assert sum(harness.lengths_that_add_up(64, 16384, seed=3)) == 16384
+    for to_all, columns in ((True, [5, 5]), (False, [5, 3])):
+        batches = harness.padded_batches([5, 2, 3], 10, torch.device("cpu"), to_all=to_all, at_once=2)
+        assert [batch.input_ids.shape[1] for batch in batches] == columns
+        assert [batch.attention_mask.sum(1).tolist() for batch in batches] == [[5, 2], [3]]
+    rows = benchmark.rows_of(benchmark.Case(32, 4))
+    tokens = sum(harness.rollout_lengths(32, 4))
+    assert rows["packed"] == rows["hf_distca"] == tokens < rows["padded to eight"] < rows["padded to all"]
+
+
 def test_plans_that_know_of_nodes_beside_flat_ones(script):
     planner = script("planner")
     # Half the ranks of each node have one document, half of them four.

@@ -3,7 +3,7 @@
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,13 +20,23 @@ from hf_distca.cli.options import (
     nodes_of_ranks,
     plan_settings_of,
     positive,
+    sequences,
     servers,
     write,
 )
-from hf_distca.cli.sources import SOURCES, drawn_micro_batches
+from hf_distca.cli.sources import SOURCES, drawn_micro_batches, drawn_padded_batches
 from hf_distca.config import DistCAConfig
+from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import MODELS, ModelShape
+from hf_distca.sim.padded import (
+    Batches,
+    PaddedFigures,
+    PlannedBatches,
+    padded_advice,
+    padded_columns,
+    simulate_padded,
+)
 from hf_distca.sim.report import simulation_report
 from hf_distca.sim.simulate import SECONDS, Simulation, columns_of, simulate
 from hf_distca.sim.strategies import Setup
@@ -57,6 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--servers", type=servers, default=0, metavar="M", help=more)
     again = "gradient checkpointing: run layers again in the backward pass (default: on)"
     add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=again)
+    padded = "compare padded batches of B sequences a rank too, as trainers of preferences and rollouts make them"
+    add("--padded", type=sequences, metavar="B", help=padded)
     add("--batches", type=batches, default=16, metavar="B", help="micro-batches to draw (default: 16)")
 
 
@@ -94,11 +106,20 @@ def run(options: argparse.Namespace) -> None:
         from hf_distca.memory.simulated import gpu_memory
 
         memory = gpu_memory(setup, read_config(options.model), settings, config)
+        padded = [] if options.padded is None else _padded(options, setup, settings)
         result = simulate(drawn, setup, settings, count=options.batches, servers=options.servers, memory=memory)
     except ValueError as error:
         raise InputError(str(error)) from error
     simulated_in = round(time.perf_counter() - began, 3)
     figures = {**asdict(result), "profile": setup.profile.name, "simulated_in": simulated_in}
+    if padded:
+        columns = [padded_columns(each, padded[0]) for each in padded]
+        figures["padded"] = {
+            "sequences": options.padded,
+            "strategies": [asdict(each) for each in padded],
+            "columns": columns,
+            "advice": padded_advice(padded),
+        }
     if options.report:
         shown = ("lengths", "model", "tensor_parallel", "checkpointing", "batches", "seed", "servers")
         figures["settings"] = _to_copy(options, result, setup)
@@ -107,6 +128,20 @@ def run(options: argparse.Namespace) -> None:
         figures["profile_source"] = setup.profile.source
         write(options.report, simulation_report(figures))
     print(json.dumps(figures) if options.json else _table(figures))
+
+
+def _padded(options: argparse.Namespace, setup: Setup, settings: PlanSettings) -> Sequence[PaddedFigures]:
+    """Compare padded batches; plans without gradients are chosen by the forward alone, as in training."""
+    from hf_distca.dispatch.padded import plan_sequences
+
+    batches = drawn_padded_batches(options, setup.ranks, options.padded, options.batches)
+
+    def plan(batch: Batches, of: Setup) -> PlannedBatches:
+        # On one rank nothing is chosen.
+        choices = None if of.ranks == 1 else Choices.beside(settings, of.costs)
+        return plan_sequences(batch, replace(settings, choices=choices))
+
+    return simulate_padded(batches, setup, settings, plan)
 
 
 def _shape_and_layout(name: str, config: DistCAConfig) -> tuple[ModelShape, str]:
@@ -157,12 +192,22 @@ def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> d
 
 
 def _table(figures: Mapping[str, Any]) -> str:
-    rows = [columns_of(each) for each in figures["strategies"]]
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+    lines = _aligned([columns_of(each) for each in figures["strategies"]])
+    advice = list(figures["advice"])
+    padded = figures.get("padded")
+    of_padded: list[str] = []
+    if padded is not None:
+        title = f"Padded batches of {padded['sequences']} sequences a rank. Rows: those that all ranks compute."
+        of_padded = ["", title, *_aligned(padded["columns"])]
+        advice.append(padded["advice"])
     batches = f"{figures['documents']:,} documents, {figures['tokens']:,} tokens"
     first = f"{batches}; {figures['ranks']} ranks of {figures['tokens_per_rank']:,} tokens; {figures['profile']}"
-    return "\n".join(
-        [first, "", SECONDS, *lines, "", *figures["advice"], f"simulated in {figures['simulated_in']:.1f} s"]
-    )
+    simulated = f"simulated in {figures['simulated_in']:.1f} s"
+    return "\n".join([first, "", SECONDS, *lines, *of_padded, "", *advice, simulated])
+
+
+def _aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the lines of a table, its header first, from the cells of each row by the title of the column."""
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]

@@ -11,7 +11,7 @@ import numpy as np
 from hf_distca.cli import InputError
 from hf_distca.collator.formats import TABLES
 from hf_distca.planner.cost import as_lengths
-from hf_distca.sim.lengths import IntArray, corpora, lognormal, micro_batches, of_documents
+from hf_distca.sim.lengths import Draw, IntArray, corpora, lognormal, micro_batches, of_documents
 
 LONG_AND_SHORT = "one-long"
 LOGNORMAL = "lognormal:MEDIAN,SIGMA"
@@ -45,8 +45,21 @@ def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | lis
 
 def drawn_micro_batches(options: argparse.Namespace, tokens: int, *, cut: bool = True) -> Iterator[IntArray]:
     """Yield [documents] lengths of micro-batches without end, drawn from the source as `micro_batches` does."""
+    first = np.array([tokens // 2]) if options.lengths == LONG_AND_SHORT else None
+    return micro_batches(_draw_of(options), tokens, options.seed, first, cut=cut)
+
+
+def drawn_padded_batches(options: argparse.Namespace, ranks: int, sequences: int, count: int) -> list[list[list[int]]]:
+    """Return `count` batches: of each the lengths of each rank's sequences, drawn from the source."""
+    random, draw = np.random.default_rng(options.seed), _draw_of(options)
+    drawn = np.maximum(draw(random, count * ranks * sequences), 1)
+    batches: list[list[list[int]]] = drawn.reshape(count, ranks, sequences).tolist()
+    return batches
+
+
+def _draw_of(options: argparse.Namespace) -> Draw:
+    """Return the draw of lengths from the source."""
     source: str = options.lengths
-    first = np.array([tokens // 2]) if source == LONG_AND_SHORT else None
     if source in corpora():
         draw = corpora()[source]
     elif source == LONG_AND_SHORT:
@@ -63,7 +76,7 @@ def drawn_micro_batches(options: argparse.Namespace, tokens: int, *, cut: bool =
         draw = of_documents(as_lengths(documents_of(read)))
     else:
         draw = of_documents(_of_data(options))
-    return micro_batches(draw, tokens, options.seed, first, cut=cut)
+    return draw
 
 
 def documents_of(lengths: list[int] | list[list[int]]) -> list[int]:

@@ -43,6 +43,13 @@ NAMES = (
     "few rows move. Chosen: the fastest plan of each micro-batch, as training takes it by default."
 )
 """Meaning of the names of strategies."""
+PADDED_ROWS = (
+    "Trainers of preferences and rollouts pad the sequences of a batch. Padded to the longest: every rank computes "
+    "its padding too. Packed on each rank: a rank computes its own tokens alone. Whole sequences balanced: sequences "
+    "move between ranks, and none is cut. hf_distca: what pack_padded does; rows and core attention are balanced. "
+    "Rows: those that all ranks compute. Imbalance: computation of the busiest rank over the mean."
+)
+"""Meaning of the table of padded batches."""
 MEMORY = (
     "Gigabytes of the rank that exchanges the most, at the peak of this micro-batch, by strategy and without or with "
     "gradient checkpointing. A step of the model was run on fake tensors and counted. CUDA, NCCL and gaps between "
@@ -118,6 +125,13 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         f"<p class='caption'>{escape(COLUMNS)}</p>",
     )
 
+    of_padded = []
+    if padded := figures.get("padded"):
+        rows = padded["columns"]
+        caption = f"Means over all batches of {padded['sequences']} sequences a rank"
+        table = _table(caption, list(rows[0]), [list(each.values()) for each in rows])
+        of_padded = [_section("Padded batches", [PADDED_ROWS, padded["advice"]], table)]
+
     planned = {each["name"] for each in strategies if each["document_layout"] is not None}
     panels = [(name, load, "planned" if name in planned else "plain") for name, load in figures["load"].items()]
     cut = strategies[0]["documents_cut"]
@@ -152,6 +166,7 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
             advice,
             _lengths(figures["histogram"]),
             by_strategy,
+            *of_padded,
             by_rank,
             _origin(facts, ["Every strategy trains the same micro-batches."]),
         ],

@@ -45,6 +45,7 @@ class Setup:
     ranks_per_node: int | tuple[int, ...] = 1
     tensor_parallel: int = 1  # GPUs that share each layer and count as one rank
     checkpointing: bool = True  # layers are recomputed in the backward; core attention is not
+    forward_only: bool = False  # no backward follows, as where log-probabilities of a reference are computed
 
     def on_a_gpu(self, kind: AttentionKind) -> AttentionKind:
         """Return a kind with the heads that one GPU of a rank has."""
@@ -79,7 +80,7 @@ class Setup:
                 state=shape.state_bytes / gpus,
             )
         kinds = [(self.on_a_gpu(kind), layers) for kind, layers in model.layers.items()]
-        return StepCosts(
+        costs = StepCosts(
             tuple(
                 KindCosts(kind, layers, profile.kernel(kind, "forward"), profile.kernel(kind, "backward"))
                 for kind, layers in kinds
@@ -93,6 +94,7 @@ class Setup:
             ranks_per_core=profile.ranks_per_core,
             mixing=mixing,
         )
+        return costs.forward_only() if self.forward_only else costs
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,6 +200,11 @@ def planned(
     plan = plan_micro_batch(lengths.tolist(), settings)
     if servers:
         plan = plan_with_servers(plan, Workers.uniform(settings.ranks + servers), settings, ranks_serve=True)
+    return step_of_plan(plan, setup, settings, servers), plan
+
+
+def step_of_plan(plan: MicroBatchPlan, setup: Setup, settings: PlanSettings, servers: int = 0) -> StepTime:
+    """Predict a step of a plan."""
     nodes = list(settings.node_of_ranks)
     nodes += [max(nodes) + 1 + index for index in range(servers)]
     counted = [
@@ -207,15 +214,14 @@ def planned(
     layouts, costs = [nano.layout for nano in plan.nano_batches], setup.costs
     most = int(np.sum([layout.tokens for layout in layouts], axis=0).max())
     moved = np.sum([[each[kind].forward_bytes for kind in settings.kinds] for each in counted], axis=(0, 2))
-    step = StepTime(
-        **vars(predict_step(counted, layouts, costs, nodes)), bytes_bottleneck=int(np.max(moved)), tokens_most=most
-    )
+    walked = predict_step(counted, layouts, costs, nodes)
+    step = StepTime(**vars(walked), bytes_bottleneck=int(np.max(moved)), tokens_most=most)
     if costs.mixing is not None:
         cuts = [count_cuts(layout, nodes) for layout in layouts]
         in_mixing = sum(each.bytes_moved(costs.mixing.halo, costs.mixing.state) for each in cuts)
         runs = int(np.sum([each.runs for each in cuts], axis=0).max())
         step = replace(step, mixing_runs=runs, mixing_bytes=in_mixing)
-    return step, plan
+    return step
 
 
 def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:

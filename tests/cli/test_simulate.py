@@ -150,6 +150,30 @@ def test_a_hybrid(figures, run, tmp_path, without_memory):
     assert "hf_distca, whole" in by_name(figures(*options, "--lengths", "lognormal:400,0.5"))
 
 
+def test_padded_batches_are_compared_in_table_and_report(run, figures, tmp_path, without_memory):
+    report = tmp_path / "report.html"
+    options = ("--lengths", "lognormal:300,1", "--ranks", "2", "--padded", "8", "--report", str(report))
+    padded = figures(*SETTING, *options)["padded"]
+    by_strategy = {each["name"]: each for each in padded["strategies"]}
+    assert list(by_strategy) == [
+        "padded to the longest",
+        "packed on each rank",
+        "whole sequences balanced",
+        "hf_distca",
+    ]
+    assert all(each["forward_seconds"] < each["step_seconds"] for each in by_strategy.values())
+    assert by_strategy["padded to the longest"]["rows"] > by_strategy["hf_distca"]["rows"]
+    printed = run(*SETTING, *options)[1]
+    text = html.unescape(report.read_text())
+    for shown in (printed, text):
+        assert padded["advice"] in shown
+        assert all(row["rows"] in shown for row in padded["columns"])
+    assert "Padded batches of 8 sequences a rank." in printed
+    assert "padded" not in figures(*SETTING, *options[:4])
+    status, _, error = run(*SETTING, *options[:4], "--padded", "0")
+    assert (status, "--padded: must be a positive whole number" in error) == (2, True)
+
+
 def test_settings_to_copy_are_not_deprecated(figures, tmp_path, recwarn, without_memory):
     report = tmp_path / "report.html"
     options = ("--balance-tolerance", "0.02", "--ranks-per-node", "4", "--batches", "1", "--report", str(report))

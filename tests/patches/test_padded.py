@@ -144,6 +144,14 @@ def generate_on_one_rank() -> None:
             expected = small_model("llama", "sdpa").generate(prompt, **options)
             for use_cache in (True, False):
                 assert torch.equal(model.generate(prompt, use_cache=use_cache, **options), expected)
+            # A user's own loop, with a cache.
+            token = prompt
+            cache = None
+            for _ in range(4):
+                outputs = model(token, past_key_values=cache, use_cache=True)
+                token, cache = outputs.logits[:, -1:].argmax(-1), outputs.past_key_values
+                prompt = torch.cat([prompt, token], 1)
+            assert torch.equal(prompt, expected)
     finally:
         dispatcher.close()
 

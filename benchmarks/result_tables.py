@@ -234,6 +234,39 @@ def peers_ulysses() -> Rows:
     yield 'one row, attention "sdpa"', found["ulysses_sdpa_first_loss"]
 
 
+@table_of("padded")
+def padded() -> Rows:
+    found = result("padded")
+    yield "strategy", "rows", "seconds", "speed-up of hf_distca", "MiB"
+    for name, rows in found["rows"].items():
+        ratio = found["derived"].get(f"{name} / hf_distca")
+        yield (
+            name,
+            str(rows),
+            quartiles(found["figures"][f"{name}, s"]),
+            quartiles(ratio) if ratio else "",
+            f"{found['memory_mib'][name]:.0f}",
+        )
+
+
+@table_of("padded")
+def padded_before_model() -> Rows:
+    found, step_s = result("padded")["figures"], seconds_of_packed()
+    yield "part", "ms", "of the packed step on an H200"
+    for name, spread in found.items():
+        if name.endswith(", ms"):
+            yield name.removesuffix(", ms"), quartiles(spread), f"{spread['median'] / 1e3 / step_s:.2%}"
+
+
+def seconds_of_packed() -> float:
+    return float(padded_on_gpu()["packed, all at once"]["step_s"])
+
+
+def padded_on_gpu() -> dict[str, Any]:
+    found: dict[str, Any] = stored("gpu_padded")["parts"]["padded"]["figures"]["strategies"]
+    return found
+
+
 @table_of("overlap", "overlap_one_document")
 def overlap() -> Rows:
     yield (
@@ -411,6 +444,13 @@ def gpu_replays() -> Rows:
     for name, found in stored("gpu_replays")["parts"]["replays"]["figures"]["plans"].items():
         figures = ("whole_busiest_over_mean", "busiest_over_mean", "speed_up_of_busiest")
         yield name, *(f"{found[figure]:.2f}" for figure in figures)
+
+
+@table_of("gpu_padded")
+def gpu_padded() -> Rows:
+    yield "strategy", "step", "over packed"
+    for name, figures in padded_on_gpu().items():
+        yield name, f"{figures['step_s']:.2f} s", f"{figures['step_s'] / seconds_of_packed():.1f}"
 
 
 @table_of("gpu_loss_chunks")

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from hf_distca import DistCAConfig, pack_padded
+from hf_distca.dispatch.padded import PackedBatch, PaddedBatches
 from tests.models_and_batches import SMALL
 from tests.ranks import RankPool
 
@@ -172,11 +173,14 @@ def forward_only_plans(folder: str) -> None:
         return bind(plan)
 
     dispatcher.bind = noted
+    trained_on: list[PackedBatch] = []
+    model.base_model.batches = PaddedBatches(dispatcher, trained_on.append)
     try:
         trained = model(**batch)
         with torch.no_grad():
             for _ in range(2):  # a plan, and the same one again
                 torch.testing.assert_close(model(**batch).logits, trained.logits)
+        assert len(trained_on) == 1
     finally:
         dispatcher.close()
     assert seconds[1] == seconds[2] < 0.7 * seconds[0]

@@ -110,6 +110,8 @@ def test_a_server_begins_when_the_rows_of_all_ranks_are_there():
         *(nothing, moved, RowBytes(1, 1, 1), 1, 0, 2, False, False, np.zeros(2, np.int64)),
     )
     assert walk([plan], before=(0.0, 5.0)).seconds == 5 + 4
+    # The link of the server takes both rows, one after the other, from when the first rank sends.
+    assert walk([plan], before=(1.0, 1.5), bandwidth=1.0).seconds == 1 + 2 + 4 + 2
 
 
 def test_stages_compute_the_same_pairs():

@@ -219,7 +219,8 @@ def test_defaults_of_options_and_settings(capsys):
 
 def shown_runs() -> Iterator[tuple[str, str, list[str]]]:
     """A line before a command, the command, and the lines shown below it."""
-    for page, part in (("README.md", "Will it pay?"), ("docs/guides/will-it-pay.md", None)):
+    pages = ("docs/guides/will-it-pay.md", "docs/explanation/plans.md")
+    for page, part in (("README.md", "Will it pay?"), *((page, None) for page in pages)):
         before = ""
         for block in blocks(page, part=part):
             for command, *lines in (run.splitlines() for run in block.split("$ ")[1:]):
@@ -320,6 +321,9 @@ def test_figures_in_sentences_are_those_of_the_results():
     assert f"of each mix of documents {min(best):.2f}× to {max(best):.2f}×, slow networks included" in text
     long, tail = (steps["step_time"][f"{mix}: whole / auto"]["median"] for mix in ("one long", "long tail"))
     assert f"{long:.2f}× for one long document and {tail:.2f}× for a long tail" in text
+    planning = result("plan_time")["figures"]["chosen, 512 ranks, prolong, ms"]["median"]
+    plans = " ".join(PAGES["docs/explanation/plans.md"].split())
+    assert f"a plan takes {planning:.0f} ms of a core, and a step of 32,768 tokens takes 4.1 s" in plans
 
 
 def test_figures_of_chunks_and_of_ligers_kernels_are_those_of_the_results():

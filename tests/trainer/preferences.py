@@ -109,6 +109,7 @@ class Case:
     model: Mapping[str, Any] = field(default_factory=dict)  # of the model's config
     planned: Mapping[str, Any] = field(default_factory=dict)  # settings of hf_distca
     evaluates: bool = False
+    resumes: bool = False  # whether it is trained a second time, from its checkpoint after two steps
 
 
 def saved_model(folder: str, case: Case) -> str:
@@ -152,6 +153,8 @@ def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[s
         trainer = trainer_class(model, args=config_class(**arguments), **given)
         before = {name: whole(weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad}
         trainer.train()
+        if case.resumes:
+            trainer.train(resume_from_checkpoint=f"{arguments['output_dir']}/checkpoint-2")
         if case.evaluates:
             trainer.evaluate()
         # FSDP's checkpoints put a name in between.

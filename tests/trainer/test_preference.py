@@ -50,6 +50,7 @@ ONE_LAUNCH: dict[str, list[Case]] = {
         Case("dpo", model=HYBRID),
         Case("grpo", model={**EXPERTS, "output_router_logits": True}),
         Case("dpo", planned={"tokens_per_rank": 40}),
+        Case("dpo", arguments={"save_strategy": "steps", "save_steps": 2}, given=lora, resumes=True),
     ],
     "three ranks": [Case("dpo", given=lora), Case("grpo"), Case("dpo", arguments={"max_length": 12})],
     "fsdp2": [*(Case(kind, "fsdp2", {"max_steps": 2}) for kind in KINDS), Case("kto", "fsdp2", given=lora)],

@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--servers", type=servers, default=0, metavar="M", help=more)
     again = "gradient checkpointing: run layers again in the backward pass (default: on)"
     add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=again)
-    padded = "compare padded batches of B sequences a rank too, as trainers of preferences and rollouts make them"
+    padded = "compare padded batches of B sequences a rank too, as in preference training (default: none)"
     add("--padded", type=sequences, metavar="B", help=padded)
     add("--batches", type=batches, default=16, metavar="B", help="micro-batches to draw (default: 16)")
 

@@ -131,7 +131,7 @@ def test_wrong_options_are_said_in_a_line(capsys, tmp_path, directory):
             (["--token-file", "/no/such/file"], "cannot read the token file"),
             (["--device", "gpu"], "no device 'gpu' on this host; set --device to cpu"),
             (["--device", "cuda:99"], "no device 'cuda:99' on this host"),
-            (["--attention-kernel", "fast"], "no kernel is named 'fast'"),
+            (["--attention-kernel", "fast"], "invalid choice: 'fast' (choose from 'auto', "),
             (["--attention-kernel", "torch_varlen"], "kernel 'torch_varlen' computes on CUDA, got cpu"),
             (["--threads", "0"], "--threads: must be a positive whole number"),
             (["--wait", "nan"], "number of seconds"),

@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from hf_distca import DistCAConfig, pack_padded
-from hf_distca.dispatch.padded import PackedBatch, PaddedBatches
-from tests.models_and_batches import SMALL
+from hf_distca.dispatch.padded import PackedBatch, PaddedBatches, plan_sequences
+from hf_distca.planner.settings import PlanSettings
+from tests.models_and_batches import SMALL, SMALL_KIND
 from tests.ranks import RankPool
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -254,3 +255,12 @@ def test_both_ranks_refuse_what_cannot_be_packed(
 ) -> None:
     for message in rank_pools[2].run(message_of, change):
         assert sentence in message
+
+
+def test_no_micro_batch_holds_more_than_all_ranks() -> None:
+    """Of 256 tokens two micro-batches of 128 could hold all, but not these sequences whole: 100, 100 and 56."""
+    settings = PlanSettings(2, 64, (SMALL_KIND,))
+    planned = plan_sequences([[100], [100, 56]], settings)
+    assert sorted(int(plan.tokens.sum()) for plan in planned.plans) == [56, 100, 100]
+    planned = plan_sequences([[100], [28, 100, 28]], settings)
+    assert sorted(int(plan.tokens.sum()) for plan in planned.plans) == [128, 128]

@@ -29,6 +29,7 @@ def main() -> None:
         long_documents="split",  # those longer than all processes hold together
         bf16=torch.cuda.is_available(),
         logging_steps=10,
+        logging_first_step=True,
     )
     args, given, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
     if unknown:

@@ -255,7 +255,7 @@ def prepare(case: Case) -> Callable[[], Round]:
 
 
 def largest_differences(found: dict[str, Any]) -> dict[str, float]:
-    """By strategy, the largest relative difference of loss and norm from those of the first strategy."""
+    """By strategy, the largest relative difference of its loss and norm from the first strategy's."""
     want = found[STRATEGIES[0]]
     return {
         strategy: max(abs(found[strategy][name] - want[name]) / abs(want[name]) for name in want)
@@ -300,7 +300,7 @@ def main() -> None:
 
 
 def slower(of_ranks: Sequence[Round]) -> Round:
-    """By figure, that of the rank that takes longer."""
+    """Each figure, of the rank that takes longer."""
     return {name: max(figures[name] for figures in of_ranks) for name in of_ranks[0]}
 
 

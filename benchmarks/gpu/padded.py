@@ -123,7 +123,7 @@ def seconds_of(setting: Setting, call: Callable[[], Any]) -> float:
 
 
 def compare_strategies(findings: Findings, found: dict[str, dict[str, float]], *, on_cuda: bool) -> None:
-    """Compare all strategies with stock; times on a GPU alone, as those of a CPU say nothing of it."""
+    """Compare all strategies with stock. Times are compared on a GPU only: a CPU's say nothing about a GPU."""
     if STOCK not in found or PACKED not in found:
         return
     stock, packed_s = found[STOCK], found[PACKED]["step_s"]

@@ -28,7 +28,7 @@ def rollout_lengths(count: int, scale: int = 1, seed: int = 0) -> list[int]:
 
 
 def lengths_that_add_up(count: int, tokens: int, seed: int) -> list[int]:
-    """Lengths like those of rollouts that have `tokens` tokens together."""
+    """Lengths of rollouts, which have `tokens` tokens in all."""
     drawn = np.array(rollout_lengths(count, seed=seed), float)
     ends = np.round(np.cumsum(drawn) * ((tokens - count) / drawn.sum())).astype(int)
     lengths: list[int] = (np.diff(ends, prepend=0) + 1).tolist()

@@ -37,7 +37,8 @@ Place = Callable[[Tensor], Tensor]
 
 def check_optimizer(trainer: Trainer) -> None:
     """Raise ValueError if a rank has shards of weights and the optimizer needs whole weights. A collective call."""
-    accelerator, device, mesh = trainer.accelerator, trainer.args.device, None
+    accelerator, device = trainer.accelerator, trainer.args.device
+    mesh = None
     optimizer: Any = trainer.optimizer
     if trainer.is_deepspeed_enabled:
         config = accelerator.state.deepspeed_plugin.hf_ds_config

@@ -43,14 +43,21 @@ def prepare(tokens: int) -> Callable[[], Round]:
     plan = plan_placed([[tokens]], settings)
     batch = rows_of_documents(documents_of([tokens], 512), device)
     qkv = [torch.randn(tokens, HEADS, HEAD_DIM) for _ in range(3)]
-    shapes, params = TaskShapes.build([tokens], [tokens], device), AttentionParams(scale=HEAD_DIM**-0.5)
+    shapes, params = (
+        TaskShapes.build([tokens], [tokens], device),
+        AttentionParams(scale=HEAD_DIM**-0.5),
+    )
 
     def step(variant: str) -> None:
         model(**batch, distca_plan=dispatchers[variant].bind(plan)).loss.backward()
         model.zero_grad()
 
-    variants: dict[str, Callable[[], object]] = {variant: partial(step, variant) for variant in dispatchers}
-    variants["one core attention forward"] = partial(dispatchers["kept"].kernel.forward, *qkv, shapes, params)
+    variants: dict[str, Callable[[], object]] = {
+        variant: partial(step, variant) for variant in dispatchers
+    }
+    variants["one core attention forward"] = partial(
+        dispatchers["kept"].kernel.forward, *qkv, shapes, params
+    )
 
     def take() -> Round:
         figures = {}
@@ -66,11 +73,15 @@ def prepare(tokens: int) -> Callable[[], Round]:
 
 def saved(taken: Round) -> float:
     """Time saved, in forwards of core attention of all layers."""
-    return (taken["recomputed, s"] - taken["kept, s"]) / (LAYERS * taken["one core attention forward, s"])
+    return (taken["recomputed, s"] - taken["kept, s"]) / (
+        LAYERS * taken["one core attention forward, s"]
+    )
 
 
 def main() -> None:
-    options = rounds_parser(__doc__, rounds=7, tokens=(16384, "length of the document")).parse_args()
+    options = rounds_parser(
+        __doc__, rounds=7, tokens=(16384, "length of the document")
+    ).parse_args()
     with Ranks(1, prepare, options.tokens) as ranks:
         measured = take_rounds(options, lambda: ranks.take()[0])
     report(

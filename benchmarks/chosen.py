@@ -42,10 +42,14 @@ def grid_documents(tokens: int) -> Iterator[tuple[str, Draw, IntArray | None]]:
 def setup_of(ranks_per_node: int, network: float) -> tuple[Setup, PlanSettings]:
     between = LinkCost(H100.exchange.between.latency, network * 1e9)
     profile = replace(
-        H100, links=replace(H100.links, between=between), exchange=replace(H100.exchange, between=between)
+        H100,
+        links=replace(H100.links, between=between),
+        exchange=replace(H100.exchange, between=between),
     )
     setup = Setup(LLAMA_8B, profile, RANKS, TOKENS, ranks_per_node)
-    settings = PlanSettings(RANKS, TOKENS, tuple(LLAMA_8B.layers), ping_pong=True, ranks_per_node=ranks_per_node)
+    settings = PlanSettings(
+        RANKS, TOKENS, tuple(LLAMA_8B.layers), ping_pong=True, ranks_per_node=ranks_per_node
+    )
     return setup, replace(settings, choices=Choices(setup.costs))
 
 

@@ -23,7 +23,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Ranks, begin_peak, follow_tensors, over, peak, report, rounds_parser, run_ranks, take_rounds
+from harness import (
+    Ranks,
+    begin_peak,
+    follow_tensors,
+    over,
+    peak,
+    report,
+    rounds_parser,
+    run_ranks,
+    take_rounds,
+)
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
@@ -53,7 +63,10 @@ def make_module(name: str, share: int) -> nn.Module:
         )
         return Qwen3NextGatedDeltaNet(config, 0)
     config = AutoConfig.for_model(
-        "nemotron_h", hidden_size=4096 // share, mamba_num_heads=128 // share, n_groups=8 // min(share, 8)
+        "nemotron_h",
+        hidden_size=4096 // share,
+        mamba_num_heads=128 // share,
+        n_groups=8 // min(share, 8),
     )
     module = NemotronHMamba2Mixer(config, 0)
     with torch.no_grad():
@@ -67,7 +80,12 @@ def rows(module: nn.Module, start: int, stop: int) -> Tensor:
     width = module.out_proj.weight.shape[0]
     return torch.cat(
         [
-            torch.randn(1, min(start + 1024, stop) - start, width, generator=torch.Generator().manual_seed(start))
+            torch.randn(
+                1,
+                min(start + 1024, stop) - start,
+                width,
+                generator=torch.Generator().manual_seed(start),
+            )
             for start in range(start, stop, 1024)
         ],
         1,
@@ -92,7 +110,10 @@ def prepare(name: str, tokens: int, share: int) -> Callable[[], dict[str, float]
     plan_mixing(planned)
     settings = PlanSettings(RANKS, quarter, document_layout="fixed")
     dispatcher = Dispatcher(settings, torch.device("cpu"))
-    plans = {"whole": plan_placed([[quarter]] * RANKS, settings), "cut": plan_micro_batch([tokens], settings)}
+    plans = {
+        "whole": plan_placed([[quarter]] * RANKS, settings),
+        "cut": plan_micro_batch([tokens], settings),
+    }
     x = rows(module, rank * quarter, (rank + 1) * quarter)
 
     order = random.Random(0)  # the same on every rank
@@ -100,7 +121,9 @@ def prepare(name: str, tokens: int, share: int) -> Callable[[], dict[str, float]
     def take() -> dict[str, float]:
         figures = {}
         for case in order.sample(CASES, len(CASES)):
-            run = partial(step, module, x) if case == "quarter" else partial(step, planned.module, x)
+            run = (
+                partial(step, module, x) if case == "quarter" else partial(step, planned.module, x)
+            )
             bound = None if case == "quarter" else dispatcher.bind(plans[case])
             dist.barrier()
             before, begin = begin_peak(), time.perf_counter()
@@ -124,7 +147,9 @@ def results(name: str, tokens: int, share: int) -> dict[str, Tensor]:
         settings = PlanSettings(ranks, tokens // ranks, document_layout="fixed")
         bound = Dispatcher(settings, torch.device("cpu")).bind(plan_micro_batch([tokens], settings))
     out, gradient = step(
-        holder.module, rows(holder.module, rank * tokens // ranks, (rank + 1) * tokens // ranks), bound
+        holder.module,
+        rows(holder.module, rank * tokens // ranks, (rank + 1) * tokens // ranks),
+        bound,
     )
     found = {"output": out, "gradient of the rows": gradient}
     for parameter, p in holder.module.named_parameters():
@@ -141,20 +166,31 @@ def errors(name: str, tokens: int, share: int) -> dict[str, float]:
     found = dict(of_ranks[0])
     for part in ("output", "gradient of the rows"):
         found[part] = torch.cat([of_rank[part] for of_rank in of_ranks], 1)
-    return {part: ((found[part] - x).abs().max() / x.abs().max()).item() for part, x in reference.items()}
+    return {
+        part: ((found[part] - x).abs().max() / x.abs().max()).item()
+        for part, x in reference.items()
+    }
 
 
 def main() -> None:
-    numbers = {"tokens": (1 << 14, "of the document"), "share": (4, "a module has 1 in so many heads")}
+    numbers = {
+        "tokens": (1 << 14, "of the document"),
+        "share": (4, "a module has 1 in so many heads"),
+    }
     options = rounds_parser(__doc__, rounds=5, **numbers).parse_args()
     arguments = [(name, options.tokens, options.share) for name in MODULES]
-    with Ranks(RANKS, prepare, *arguments[0]) as delta, Ranks(RANKS, prepare, *arguments[1]) as scan:
+    with (
+        Ranks(RANKS, prepare, *arguments[0]) as delta,
+        Ranks(RANKS, prepare, *arguments[1]) as scan,
+    ):
 
         def take() -> dict[str, float]:
             figures = {}
             for name, ranks in zip(MODULES, (delta, scan), strict=True):
                 of_ranks = ranks.take()
-                figures |= {f"{name}: {key}": max(each[key] for each in of_ranks) for key in of_ranks[0]}
+                figures |= {
+                    f"{name}: {key}": max(each[key] for each in of_ranks) for key in of_ranks[0]
+                }
             return figures
 
         measured = take_rounds(options, take)
@@ -166,7 +202,14 @@ def main() -> None:
     found = {name: errors(*each) for name, each in zip(MODULES, arguments, strict=True)}
     for name, of_module in found.items():
         print(f"{name}: largest relative error {max(of_module.values()):.1e}")
-    report(measured, derived, tokens=options.tokens, ranks=RANKS, share=options.share, relative_errors=found)
+    report(
+        measured,
+        derived,
+        tokens=options.tokens,
+        ranks=RANKS,
+        share=options.share,
+        relative_errors=found,
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Ranks, Round, over, report, rounds_parser, take_rounds
-from harness.models import PlainAttention, documents_of, llama, rows_of_documents, rows_of_rank, settings_of
+from harness.models import (
+    PlainAttention,
+    documents_of,
+    llama,
+    rows_of_documents,
+    rows_of_rank,
+    settings_of,
+)
 from torch import Tensor
 
 from hf_distca import Dispatcher
@@ -55,7 +62,9 @@ class NoKernel:
     def check(self, *_: object) -> None:
         pass
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: TaskShapes, params: AttentionParams) -> tuple:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shapes: TaskShapes, params: AttentionParams
+    ) -> tuple:
         return torch.zeros_like(q), q.new_zeros(q.shape[:2])
 
     def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple:
@@ -94,15 +103,24 @@ def prepare() -> Callable[[], Round]:
     plain_shapes = TaskShapes.build(own, own, device)
     runs: dict[str, Callable[[], Any]] = {}
     for way, ping_pong in (("default", True), ("no turns", False)):
-        settings = settings_of(models["distca"], 2, TOKENS, device, balance_block_size=8, ping_pong=ping_pong)
+        settings = settings_of(
+            models["distca"], 2, TOKENS, device, balance_block_size=8, ping_pong=ping_pong
+        )
         dispatcher = Dispatcher(settings, device)
         dispatcher.kernel = NoKernel()
-        for layout, make, lengths in (("joint", plan_micro_batch, documents), ("fixed", plan_placed, ROWS)):
+        for layout, make, lengths in (
+            ("joint", plan_micro_batch, documents),
+            ("fixed", plan_placed, ROWS),
+        ):
             plan = make(lengths, settings)
             batch = rows_of_rank(plan, dist.get_rank(), documents_of(documents, 16), device)
             bound = dispatcher.bind(plan)
-            runs[f"{layout}, {way}"] = partial(models["distca"].model, **without_targets(batch), distca_plan=bound)
-    plain_step = partial(models["plain"].model, **without_targets(plain_batch), plain_shapes=plain_shapes)
+            runs[f"{layout}, {way}"] = partial(
+                models["distca"].model, **without_targets(batch), distca_plan=bound
+            )
+    plain_step = partial(
+        models["plain"].model, **without_targets(plain_batch), plain_shapes=plain_shapes
+    )
 
     def layer(step: Callable[[], Any]) -> float:
         """Milliseconds of this thread a layer, forward and backward."""
@@ -142,7 +160,9 @@ def main() -> None:
     report(
         measured,
         {
-            f"{layout}: default / no turns": over(f"{layout}, default, ms", f"{layout}, no turns, ms")
+            f"{layout}: default / no turns": over(
+                f"{layout}, default, ms", f"{layout}, no turns, ms"
+            )
             for layout in LAYOUTS
         },
     )

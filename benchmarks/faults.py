@@ -122,7 +122,9 @@ class Killer(threading.Thread):
 
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=serve, args=(self._port, self._transport, theirs), daemon=True)
+        process = self._context.Process(
+            target=serve, args=(self._port, self._transport, theirs), daemon=True
+        )
         process.start()
         self._servers.append((process, ours))
 
@@ -161,18 +163,24 @@ def train(
         pool.wait_for(1, 60)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[float] = []
-    while not dispatcher.groups.any_of([Path(enough).exists() if steps is None else len(losses) == steps])[0]:
+    while not dispatcher.groups.any_of(
+        [Path(enough).exists() if steps is None else len(losses) == steps]
+    )[0]:
         if pool is not None:
             pool.refresh()
         choose = random.Random(len(losses))
         lengths = [choose.randint(2, 120) for _ in range(8)]
         generator = torch.Generator().manual_seed(len(losses))
-        documents = [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
+        documents = [
+            torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths
+        ]
         plan = plan_micro_batch(lengths, settings)
         rows = rows_of_rank(plan, rank, documents, CPU)
         inputs = {name: rows[name] for name in ("input_ids", "position_ids")}
         logits = model(**inputs, distca_plan=dispatcher.bind(plan)).logits
-        loss = cross_entropy(logits[0], rows["shift_labels"][0], reduction="sum") / (sum(lengths) - len(lengths))
+        loss = cross_entropy(logits[0], rows["shift_labels"][0], reduction="sum") / (
+            sum(lengths) - len(lengths)
+        )
         loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
@@ -182,12 +190,20 @@ def train(
         losses.append(loss.item())
     if pool is not None:
         pool.close()
-    return losses, [parameter.detach() for parameter in model.parameters()], (seen.in_a_call, seen.all)
+    return (
+        losses,
+        [parameter.detach() for parameter in model.parameters()],
+        (seen.in_a_call, seen.all),
+    )
 
 
 def main() -> None:
-    parser = options_parser(__doc__, kills=(100, "servers to kill"), seed=(0, "of victims and moments"))
-    parser.add_argument("--transport", type=Choice, choices=(Choice.TCP, Choice.NIXL), default=Choice.TCP)
+    parser = options_parser(
+        __doc__, kills=(100, "servers to kill"), seed=(0, "of victims and moments")
+    )
+    parser.add_argument(
+        "--transport", type=Choice, choices=(Choice.TCP, Choice.NIXL), default=Choice.TCP
+    )
     options = parser.parse_args()
     port, transport = free_port(), options.transport
     begin = time.monotonic()
@@ -195,11 +211,15 @@ def main() -> None:
         enough = Path(folder) / "enough"
         killer = Killer(port, transport, options.kills, options.seed, enough)
         killer.start()
-        losses, parameters, (in_a_call, noticed) = run_ranks(2, train, port, transport, None, str(enough))[0]
+        losses, parameters, (in_a_call, noticed) = run_ranks(
+            2, train, port, transport, None, str(enough)
+        )[0]
         killer.close()
         expected, reference, _ = run_ranks(2, train, None, transport, len(losses), str(enough))[0]
     seconds = time.monotonic() - begin
-    lost = sum(abs(got - loss) > 1e-9 * abs(loss) for got, loss in zip(losses, expected, strict=True))
+    lost = sum(
+        abs(got - loss) > 1e-9 * abs(loss) for got, loss in zip(losses, expected, strict=True)
+    )
     diff = max(
         ((got - other).abs().max() / other.abs().max()).item()
         for got, other in zip(parameters, reference, strict=True)

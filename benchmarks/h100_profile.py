@@ -57,8 +57,13 @@ def main() -> None:
     raw = json.loads(DATA.read_text())
     forward, accuracy = attention(raw["attention"])
     _, _, _, output, norm, _, _ = next(row for row in raw["linear"] if row[1] == 1)
-    links = np.array([(size / 8 * 7, size / 8 * 7 / speed / 1e9) for _, _, size, speed in raw["links"]])
-    within, between = LinkCost.fitted(links[:, 0], links[:, 1]), LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9)
+    links = np.array(
+        [(size / 8 * 7, size / 8 * 7 / speed / 1e9) for _, _, size, speed in raw["links"]]
+    )
+    within, between = (
+        LinkCost.fitted(links[:, 0], links[:, 1]),
+        LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9),
+    )
     profile = DeviceProfile(
         name="H100, bfloat16",
         source=SOURCE,
@@ -74,7 +79,9 @@ def main() -> None:
         accuracy=accuracy,
     )
     profile.save(Path(sys.argv[1]))
-    print(f"R² {accuracy.r2:.5f}, worst ratio {accuracy.worst_ratio:.3f}, of {accuracy.count} held out")
+    print(
+        f"R² {accuracy.r2:.5f}, worst ratio {accuracy.worst_ratio:.3f}, of {accuracy.count} held out"
+    )
 
 
 if __name__ == "__main__":

@@ -47,20 +47,29 @@ def attention_s(plan: MicroBatchPlan, settings: PlanSettings, profile: DevicePro
     """Return the predicted seconds of all ranks in the kernel."""
     choices = settings.choices
     assert choices is not None
-    kinds = tuple(replace(each, forward=profile.forward, backward=profile.backward) for each in choices.costs.kinds)
+    kinds = tuple(
+        replace(each, forward=profile.forward, backward=profile.backward)
+        for each in choices.costs.kinds
+    )
     return float(predict_plan(plan, settings, replace(choices.costs, kinds=kinds)).attention.sum())
 
 
 def main() -> None:
     path = Path(sys.argv[1])
     profile = with_task(DeviceProfile.load(str(path)), 0.0)
-    short = json.loads(RESULT.read_text(encoding="utf-8"))["parts"]["replays"]["figures"]["short_tasks"]
-    missing = short["predicted_too_low"] / (1 - short["predicted_too_low"])  # share of the predicted seconds
+    short = json.loads(RESULT.read_text(encoding="utf-8"))["parts"]["replays"]["figures"][
+        "short_tasks"
+    ]
+    missing = short["predicted_too_low"] / (
+        1 - short["predicted_too_low"]
+    )  # share of the predicted seconds
     (replay,) = (each for each in REPLAYS if each.ranks == short["ranks"])
     setting = Setting()
     settings = settings_of(setting, replay, profile)
     plan = plan_micro_batch(lengths_of(replay, setting), settings)
-    before, trial = (attention_s(plan, settings, costs) for costs in (profile, with_task(profile, TRIAL_PAIRS)))
+    before, trial = (
+        attention_s(plan, settings, costs) for costs in (profile, with_task(profile, TRIAL_PAIRS))
+    )
     pairs_of_task = float(f"{missing * before / (trial - before) * TRIAL_PAIRS:.2g}")
     profile = replace(with_task(profile, pairs_of_task), source=SOURCE)
     profile.save(path)

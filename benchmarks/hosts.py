@@ -51,16 +51,30 @@ class Hosts:
         with open(f"/run/netns/{self.names[host]}") as namespace:
             libc = ctypes.CDLL(None, use_errno=True)
             if libc.setns(namespace.fileno(), NETWORK_NAMESPACE) != 0:
-                raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {self.names[host]}")
+                raise OSError(
+                    ctypes.get_errno(), f"cannot enter the network namespace {self.names[host]}"
+                )
         os.environ.update(MASTER_ADDR=ADDRESSES[0], GLOO_SOCKET_IFNAME=self.devices[host])
 
     def limit(self, rank: int, rate_mbit: float | None) -> None:
         """Limit the Mbit/s that the ranks of a host send together; None: no limit. A collective."""
         if rank % self._ranks_per_host == 0:
             device = self.devices[self.host_of(rank)]
-            subprocess.run(["tc", "qdisc", "del", "dev", device, "root"], check=False, stderr=subprocess.DEVNULL)
+            subprocess.run(
+                ["tc", "qdisc", "del", "dev", device, "root"],
+                check=False,
+                stderr=subprocess.DEVNULL,
+            )
             if rate_mbit is not None:
-                shape = ["tbf", "rate", f"{rate_mbit:.0f}mbit", "burst", "256kb", "latency", "400ms"]
+                shape = [
+                    "tbf",
+                    "rate",
+                    f"{rate_mbit:.0f}mbit",
+                    "burst",
+                    "256kb",
+                    "latency",
+                    "400ms",
+                ]
                 subprocess.run(["tc", "qdisc", "add", "dev", device, "root", *shape], check=True)
         dist.barrier()
 

@@ -31,7 +31,9 @@ RANKS = (8, 64)
 LONGEST = (32768, 131072)
 
 
-def steps(every: list[IntArray], setup: Setup, settings: PlanSettings, strategy: str) -> list[StepTime]:
+def steps(
+    every: list[IntArray], setup: Setup, settings: PlanSettings, strategy: str
+) -> list[StepTime]:
     if strategy == "whole":
         return [data_and_context_parallel(lengths, setup, 1) for lengths in every]
     if strategy == "chosen":
@@ -40,7 +42,9 @@ def steps(every: list[IntArray], setup: Setup, settings: PlanSettings, strategy:
 
 
 def main() -> None:
-    count = options_parser(__doc__, batches=(8, "micro-batches of each setting")).parse_args().batches
+    count = (
+        options_parser(__doc__, batches=(8, "micro-batches of each setting")).parse_args().batches
+    )
     shape = model_shape(model_of_config(Qwen3NextConfig(), torch.bfloat16))
     profile = DeviceProfile.load("h100")
     found: list[dict[str, Any]] = []
@@ -48,8 +52,12 @@ def main() -> None:
         for longest in LONGEST:
             for ranks in RANKS:
                 setup = Setup(shape, profile, ranks, TOKENS_PER_RANK, 8)
-                settings = PlanSettings(ranks, TOKENS_PER_RANK, tuple(shape.layers), ping_pong=True, ranks_per_node=8)
-                drawn = micro_batches(cut_at(corpora()[corpus], longest), ranks * TOKENS_PER_RANK, seed=0)
+                settings = PlanSettings(
+                    ranks, TOKENS_PER_RANK, tuple(shape.layers), ping_pong=True, ranks_per_node=8
+                )
+                drawn = micro_batches(
+                    cut_at(corpora()[corpus], longest), ranks * TOKENS_PER_RANK, seed=0
+                )
                 every = list(islice(drawn, count))
                 whole = None
                 for strategy in ("whole", "joint", "chosen"):
@@ -68,8 +76,10 @@ def main() -> None:
                             "mixing": float(np.mean([step.mixing.max() for step in taken])),
                             "waits": float(np.mean([step.waited.max() for step in taken])),
                             "runs": float(np.mean([step.mixing_runs for step in taken])),
-                            "states_mb": float(np.mean([step.mixing_bytes for step in taken])) / 1e6,
-                            "documents_cut": sum(step.documents_cut for step in taken) / sum(map(len, every)),
+                            "states_mb": float(np.mean([step.mixing_bytes for step in taken]))
+                            / 1e6,
+                            "documents_cut": sum(step.documents_cut for step in taken)
+                            / sum(map(len, every)),
                         }
                     )
     print_rows(found)

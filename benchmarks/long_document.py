@@ -39,10 +39,16 @@ def main() -> None:
         got_SHD = torch.cat([rank.results[name] for rank in found])[order].double()
         errors[name] = ((got_SHD - want_SHD).norm() / want_SHD.norm()).item()
     peaks, estimates = [rank.peak_bytes / 2**20 for rank in found], estimated(case)
-    table(["result", "relative error of sampled rows"], [[name, f"{error:.1e}"] for name, error in errors.items()])
+    table(
+        ["result", "relative error of sampled rows"],
+        [[name, f"{error:.1e}"] for name, error in errors.items()],
+    )
     print()
     of_ranks = list(zip(peaks, estimates, strict=True))
-    rows = [[str(rank), f"{peak:.0f}", f"{estimate:.0f}"] for rank, (peak, estimate) in enumerate(of_ranks)]
+    rows = [
+        [str(rank), f"{peak:.0f}", f"{estimate:.0f}"]
+        for rank, (peak, estimate) in enumerate(of_ranks)
+    ]
     table(["rank", "peak, MiB", "estimated"], rows)
     print_json(
         tokens=tokens,

@@ -19,7 +19,17 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from harness import Round, begin_peak, over, peak, report, rounds_parser, run_ranks, spread, take_rounds
+from harness import (
+    Round,
+    begin_peak,
+    over,
+    peak,
+    report,
+    rounds_parser,
+    run_ranks,
+    spread,
+    take_rounds,
+)
 from harness.models import documents_of, llama, rows_of_documents
 from harness.one_document import OneDocument, take_one_document
 
@@ -51,7 +61,9 @@ def step_of_loss(tokens: int, chunk_bytes: int) -> Round:
 
     def step(length: int) -> float:
         batch = rows_of_documents(documents_of([length], SIZES["vocab_size"]), torch.device("cpu"))
-        loss = model(**batch, distca_plan=dispatcher.bind(dispatcher.plan_lengths([[length]])[0])).loss
+        loss = model(
+            **batch, distca_plan=dispatcher.bind(dispatcher.plan_lengths([[length]])[0])
+        ).loss
         loss.backward()
         return loss.item()
 
@@ -78,20 +90,29 @@ def loss_cases(tokens: list[int]) -> dict[str, Case]:
 
 def exchange_case(document: OneDocument) -> Round:
     """Core attention on both ranks: the most that either takes."""
-    return {"MiB": max(rank.peak_bytes for rank in run_ranks(document.ranks, take_one_document, document)) / 2**20}
+    return {
+        "MiB": max(
+            rank.peak_bytes for rank in run_ranks(document.ranks, take_one_document, document)
+        )
+        / 2**20
+    }
 
 
 def exchange_cases(tokens: int) -> dict[str, Case]:
     whole = OneDocument(tokens, 2, 1, 128, None)
     return {
         "document in one stage": partial(exchange_case, whole),
-        "document in stages": partial(exchange_case, replace(whole, buffer_bytes=EXCHANGE_BUFFER_BYTES * tokens)),
+        "document in stages": partial(
+            exchange_case, replace(whole, buffer_bytes=EXCHANGE_BUFFER_BYTES * tokens)
+        ),
         "without exchange": partial(exchange_case, replace(whole, documents=tokens // 4096)),
     }
 
 
 def take(cases: dict[str, Case]) -> Round:
-    return {f"{name}, {unit}": value for name, case in cases.items() for unit, value in case().items()}
+    return {
+        f"{name}, {unit}": value for name, case in cases.items() for unit, value in case().items()
+    }
 
 
 def in_stages(taken: Round) -> float:
@@ -102,9 +123,15 @@ def in_stages(taken: Round) -> float:
 
 
 def main() -> None:
-    parser = rounds_parser(__doc__, rounds=3, document=(1 << 18, "tokens of the exchange's document"))
-    parser.add_argument("--only", choices=("loss", "exchange"), required=True, help="what is measured")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192], help="of the loss's document")
+    parser = rounds_parser(
+        __doc__, rounds=3, document=(1 << 18, "tokens of the exchange's document")
+    )
+    parser.add_argument(
+        "--only", choices=("loss", "exchange"), required=True, help="what is measured"
+    )
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[4096, 8192], help="of the loss's document"
+    )
     options = parser.parse_args()
     of_loss = options.only == "loss"
     cases = loss_cases(options.tokens) if of_loss else exchange_cases(options.document)
@@ -118,7 +145,10 @@ def main() -> None:
         for count in options.tokens
         for unit in ("MiB", "s", "loss")
     }
-    keys = {f"loss_{what}_ratio": f"{COMPARED_TOKENS} chunked / own, {unit}" for what, unit in UNITS.items()}
+    keys = {
+        f"loss_{what}_ratio": f"{COMPARED_TOKENS} chunked / own, {unit}"
+        for what, unit in UNITS.items()
+    }
     medians = {
         key: spread([ratios[name](taken) for taken in measured.ours]).median
         for key, name in keys.items()

@@ -82,7 +82,9 @@ def _train(case: Case) -> None:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("llama", **case.sizes), attn_implementation="distca"
     ).train()
-    dispatcher = make_dispatcher(model, DistCAConfig(tokens_per_rank=case.tokens), CPU, dtype=case.dtype)
+    dispatcher = make_dispatcher(
+        model, DistCAConfig(tokens_per_rank=case.tokens), CPU, dtype=case.dtype
+    )
     if case.checkpointing:
         model.activation_checkpointing_enable()
     wrapped: nn.Module = DistributedDataParallel(model) if case.ranks > 1 else model
@@ -95,7 +97,9 @@ def _train(case: Case) -> None:
         for micro_batch in range(MICRO_BATCHES):
             last = micro_batch == MICRO_BATCHES - 1
             with nullcontext() if last or case.ranks == 1 else wrapped.no_sync():
-                with torch.autocast("cpu", dtype=case.dtype or torch.bfloat16, enabled=case.autocast):
+                with torch.autocast(
+                    "cpu", dtype=case.dtype or torch.bfloat16, enabled=case.autocast
+                ):
                     bound = dispatcher.bind(plan)
                     loss = wrapped(**batch, num_items_in_batch=targets, distca_plan=bound).loss
                 loss.backward()
@@ -115,7 +119,9 @@ def estimated(case: Case) -> list[int]:
         dtype=case.dtype,
     )
     plan = plan_micro_batch(case.lengths, settings)
-    training = Training("ddp", mixed=case.autocast, checkpointing={} if case.checkpointing else None)
+    training = Training(
+        "ddp", mixed=case.autocast, checkpointing={} if case.checkpointing else None
+    )
     counter = MemoryCounter(model, settings, config)
     return [counter.count(plan, training, rank).total for rank in range(case.ranks)]
 
@@ -128,7 +134,9 @@ def main() -> None:
         results[name] = {
             "estimated_mb": [round(size / 1e6, 1) for size in guessed],
             "measured_mb": [round(size / 1e6, 1) for size in taken],
-            "estimated_over_measured": [round(a / b, 3) for a, b in zip(guessed, taken, strict=True)],
+            "estimated_over_measured": [
+                round(a / b, 3) for a, b in zip(guessed, taken, strict=True)
+            ],
         }
         print(name, results[name])
     print_json(tokens=options.tokens, configurations=results)

@@ -22,7 +22,13 @@ from hf_distca.models.refusals import check_model
 from hf_distca.patches.loss import LEAST_CHUNK_BYTES
 from hf_distca.planner.settings import PlanSettings
 
-NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NAMES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 CONFIGS = {
     "Llama-3.2-1B": (LlamaConfig, (128256, 2048, 8192, 16, 32), {"tie_word_embeddings": True}),
     "Llama-3.1-8B": (LlamaConfig, (128256, 4096, 14336, 32, 32), {}),
@@ -49,7 +55,12 @@ def main() -> None:
         kinds = tuple(layers_by_kind(model))
         for ranks in RANKS[name]:
             settings = PlanSettings(
-                ranks, 8192, kinds=kinds, document_layout="joint", ping_pong=True, kernel="torch_varlen"
+                ranks,
+                8192,
+                kinds=kinds,
+                document_layout="joint",
+                ping_pong=True,
+                kernel="torch_varlen",
             )
             # Small chunks of the loss: the most tokens that fit.
             options = DistCAConfig(loss_chunk_bytes=LEAST_CHUNK_BYTES)
@@ -57,9 +68,14 @@ def main() -> None:
             for strategy in STRATEGIES:
                 training = Training(strategy, mixed=True, checkpointing={})
                 longest = {size: memory.longest((size - OWN) * GB, training) for size in MEMORY}
-                found.append({"model": name, "ranks": ranks, "strategy": strategy, "longest": longest})
+                found.append(
+                    {"model": name, "ranks": ranks, "strategy": strategy, "longest": longest}
+                )
     columns = ("model", "ranks", "strategy", *(f"{size} GB" for size in MEMORY))
-    table(columns, [(*map(str, list(row.values())[:3]), *map(str, row["longest"].values())) for row in found])
+    table(
+        columns,
+        [(*map(str, list(row.values())[:3]), *map(str, row["longest"].values())) for row in found],
+    )
     print_json(guide=found)
 
 

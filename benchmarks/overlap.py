@@ -94,12 +94,20 @@ class Case:
 def several(tokens: int) -> Case:
     """Documents of which each nano-batch has one too long for a rank's share, which the joint layout cuts."""
     total = 2 * tokens
-    variants = {"waiting": Variant(waits=True), "own first": Variant(), "ping-pong": Variant(turns=True)}
+    variants = {
+        "waiting": Variant(waits=True),
+        "own first": Variant(),
+        "ping-pong": Variant(turns=True),
+    }
     return Case([total * 3 // 8] * 2 + [total // 16] * 4, variants)
 
 
 def one_document(tokens: int) -> Case:
-    variants = {"waiting": Variant(waits=True, whole=True), "own first": Variant(whole=True), "stages": Variant()}
+    variants = {
+        "waiting": Variant(waits=True, whole=True),
+        "own first": Variant(whole=True),
+        "stages": Variant(),
+    }
     return Case([2 * tokens], variants)
 
 
@@ -147,7 +155,9 @@ class WaitingBuffer:
 
 def in_one_stage(plan: MicroBatchPlan) -> MicroBatchPlan:
     def whole(nano: Any) -> Any:
-        return replace(nano, plans={kind: replace(each, stage_rows=None) for kind, each in nano.plans.items()})
+        return replace(
+            nano, plans={kind: replace(each, stage_rows=None) for kind, each in nano.plans.items()}
+        )
 
     return replace(plan, nano_batches=tuple(map(whole, plan.nano_batches)))
 
@@ -157,7 +167,9 @@ class Steps:
 
     def __init__(self, case: Case) -> None:
         total, ranks = sum(case.lengths), dist.get_world_size()
-        models = {turns: llama(total) for turns in {variant.turns for variant in case.variants.values()}}
+        models = {
+            turns: llama(total) for turns in {variant.turns for variant in case.variants.values()}
+        }
         if True in models:
             plan_layers(models[True])
         flat = settings_of(next(iter(models.values())), ranks, -(-total // ranks), CPU)
@@ -170,9 +182,13 @@ class Steps:
             dispatcher, plan = Dispatcher(settings, CPU), plan_micro_batch(case.lengths, settings)
             if variant.waits:
                 dispatcher.exchange = WaitingExchange(dispatcher)
-            self._dispatchers[name], self._plans[name] = dispatcher, in_one_stage(plan) if variant.whole else plan
+            self._dispatchers[name], self._plans[name] = (
+                dispatcher,
+                in_one_stage(plan) if variant.whole else plan,
+            )
         self._batches = {
-            name: rows_of_rank(plan, dist.get_rank(), documents, CPU) for name, plan in self._plans.items()
+            name: rows_of_rank(plan, dist.get_rank(), documents, CPU)
+            for name, plan in self._plans.items()
         }
 
     def step(self, variant: str) -> tuple[float, float]:
@@ -218,7 +234,9 @@ def prepare(hosts: Hosts, case: Case, given_rate: float | None) -> Callable[[], 
     steps, order = Steps(case), random.Random(0)
     for variant in case.variants:
         steps.step(variant)  # warms up
-    rate = chosen_rate(steps, hosts, next(iter(case.variants))) if given_rate is None else given_rate
+    rate = (
+        chosen_rate(steps, hosts, next(iter(case.variants))) if given_rate is None else given_rate
+    )
     runs = [(link, variant) for link in LINKS for variant in case.variants]
 
     def take() -> Round:
@@ -226,7 +244,9 @@ def prepare(hosts: Hosts, case: Case, given_rate: float | None) -> Callable[[], 
         for link, variant in order.sample(runs, len(runs)):
             hosts.limit(rank, rate if link == "limited" else None)
             before = hosts.sent(rank)
-            figures[f"{link}, {variant}, s"], figures[f"{link}, {variant}: in waits, s"] = steps.step(variant)
+            figures[f"{link}, {variant}, s"], figures[f"{link}, {variant}: in waits, s"] = (
+                steps.step(variant)
+            )
             if link == "free" and case.ranks_per_host > 1:
                 sent = torch.tensor(hosts.sent(rank) - before, dtype=torch.float64)
                 dist.all_reduce(sent)  # every rank counts what its whole host sends
@@ -240,7 +260,10 @@ def added(variant: str, beside: str, ending: str) -> Callable[[Round], float]:
     """Time that the limit adds to a step of one variant over the time for another, by figures with an ending."""
 
     def compute(taken: Round) -> float:
-        one, other = (taken[f"limited, {name}{ending}"] - taken[f"free, {name}{ending}"] for name in (variant, beside))
+        one, other = (
+            taken[f"limited, {name}{ending}"] - taken[f"free, {name}{ending}"]
+            for name in (variant, beside)
+        )
         return one / other
 
     return compute
@@ -260,8 +283,12 @@ def derived(case: Case) -> dict[str, Callable[[Round], float]]:
             for name, ending in MEASURES.items():
                 ratios[f"exposed: {aware} / {flat}{name}"] = added(aware, flat, ending)
             for link in LINKS:
-                ratios[f"{link}: {aware} / {flat}"] = over(f"{link}, {aware}, s", f"{link}, {flat}, s")
-            ratios[f"what the limit adds to {flat}"] = over(f"limited, {flat}, s", f"free, {flat}, s")
+                ratios[f"{link}: {aware} / {flat}"] = over(
+                    f"{link}, {aware}, s", f"{link}, {flat}, s"
+                )
+            ratios[f"what the limit adds to {flat}"] = over(
+                f"limited, {flat}, s", f"free, {flat}, s"
+            )
             sent = (f"{variant}: over the link, MB" for variant in (aware, flat))
             ratios[f"over the link: {aware} / {flat}"] = over(*sent)
         return {f"nodes_{name}": ratio for name, ratio in ratios.items()}
@@ -271,29 +298,49 @@ def derived(case: Case) -> dict[str, Callable[[Round], float]]:
             ratios[f"hidden by {variant}{name}"] = hidden(variant, ending)
     ratios["what the limit adds to waiting"] = over("limited, waiting, s", "free, waiting, s")
     ratios[f"overhead: {hiding} / own first"] = over(f"free, {hiding}, s", "free, own first, s")
-    ratios[f"limited: own first / {hiding}"] = over("limited, own first, s", f"limited, {hiding}, s")
+    ratios[f"limited: own first / {hiding}"] = over(
+        "limited, own first, s", f"limited, {hiding}, s"
+    )
     prefix = "one_document_" if hiding == "stages" else ""
     return {f"{prefix}{name}": ratio for name, ratio in ratios.items()}
 
 
 def main() -> None:
     parser = rounds_parser(__doc__, rounds=12)
-    parser.add_argument("--tokens", type=int, help="of a rank; default 4096, with --nodes or --one-document 2048")
-    parser.add_argument("--rate-mbit", type=float, help="of the limited link; by default it is found by trying")
-    parser.add_argument("--one-document", action="store_true", help="one document over both hosts instead of several")
-    parser.add_argument("--nodes", action="store_true", help="hosts of two ranks: plans with nodes beside flat ones")
+    parser.add_argument(
+        "--tokens", type=int, help="of a rank; default 4096, with --nodes or --one-document 2048"
+    )
+    parser.add_argument(
+        "--rate-mbit", type=float, help="of the limited link; by default it is found by trying"
+    )
+    parser.add_argument(
+        "--one-document",
+        action="store_true",
+        help="one document over both hosts instead of several",
+    )
+    parser.add_argument(
+        "--nodes", action="store_true", help="hosts of two ranks: plans with nodes beside flat ones"
+    )
     options = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("benchmarks/overlap.py makes network namespaces and limits a link: run it as root")
     if options.against is not None and options.rate_mbit is None:
-        parser.error("--against needs --rate-mbit, so that both checkouts have the same link; a run alone finds one")
+        parser.error(
+            "--against needs --rate-mbit, so that both checkouts have the same link; a run alone finds one"
+        )
     make, tokens = (
-        (nodes, 2048) if options.nodes else (one_document, 2048) if options.one_document else (several, 4096)
+        (nodes, 2048)
+        if options.nodes
+        else (one_document, 2048)
+        if options.one_document
+        else (several, 4096)
     )
     case = make(options.tokens or tokens)
     with (
         Hosts(case.ranks_per_host) as hosts,
-        Ranks(2 * case.ranks_per_host, prepare, hosts, case, options.rate_mbit, enter=hosts.move_in) as ranks,
+        Ranks(
+            2 * case.ranks_per_host, prepare, hosts, case, options.rate_mbit, enter=hosts.move_in
+        ) as ranks,
     ):
         measured = take_rounds(options, lambda: ranks.take()[0])
     report(measured, derived(case))

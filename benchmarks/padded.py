@@ -97,7 +97,9 @@ class Case:
 
     def batches(self, seed: int, *, to_all: bool) -> list[Batch]:
         """Batches of this rank."""
-        return padded_batches(self.lengths(seed)[dist.get_rank() :: RANKS], VOCABULARY, CPU, to_all=to_all)
+        return padded_batches(
+            self.lengths(seed)[dist.get_rank() :: RANKS], VOCABULARY, CPU, to_all=to_all
+        )
 
     def targets(self, seed: int) -> int:
         return sum(self.lengths(seed)) - self.rollouts
@@ -110,7 +112,11 @@ def model_of(case: Case, strategy: str) -> tuple[nn.Module, Dispatcher | None]:
     keep_only_inputs_of_layers(model)
     if strategy in WITHOUT_PLANS:
         return model, None
-    alone = [dist.new_group([rank]) for rank in range(RANKS)][dist.get_rank()] if strategy == "packed" else None
+    alone = (
+        [dist.new_group([rank]) for rank in range(RANKS)][dist.get_rank()]
+        if strategy == "packed"
+        else None
+    )
     # All sequences of a call fit at once.
     config = DistCAConfig(tokens_per_rank=8 * positions)
     return model, pack_padded(model, config, CPU, mesh=alone)
@@ -147,7 +153,9 @@ class Exchanges:
     def __exit__(self, *_: object) -> None:
         dist.all_to_all_single, dist.all_gather_object = self._before
 
-    def _rows(self, received: torch.Tensor, sent: torch.Tensor, to: Any, of: list[int], **options: Any) -> Any:
+    def _rows(
+        self, received: torch.Tensor, sent: torch.Tensor, to: Any, of: list[int], **options: Any
+    ) -> Any:
         row_bytes = sent[0].nbytes if len(sent) else 0
         hidden_bytes = SIZES["hidden_size"] * 4
         kind = "tokens" if row_bytes < hidden_bytes else "hidden states and their gradients"
@@ -178,7 +186,9 @@ def checked(case: Case) -> dict[str, Any]:
             names = dict.fromkeys(name for of_rank in counts for name in of_rank)
             found["exchanged"] = {
                 # Every rank takes part in every exchange; bytes are those of all ranks.
-                name: counts[0][name] if name.endswith("exchanges") else sum(of.get(name, 0) for of in counts)
+                name: counts[0][name]
+                if name.endswith("exchanges")
+                else sum(of.get(name, 0) for of in counts)
                 for name in names
             }
     return found
@@ -208,7 +218,9 @@ def host_times(dispatcher: Dispatcher, seed: int) -> Round:
     figures["reading the mask, ms"] = time.thread_time() - begin
     dist.barrier()
     begin = time.perf_counter()
-    dispatcher.groups.all_gather_checked(lambda: tuple(read.lengths.tolist()), of="lengths of sequences")
+    dispatcher.groups.all_gather_checked(
+        lambda: tuple(read.lengths.tolist()), of="lengths of sequences"
+    )
     figures["exchanging lengths, ms"] = time.perf_counter() - begin
     for ranks in PLANNED_RANKS:
         settings = settings_of_h200(ranks)
@@ -221,7 +233,9 @@ def host_times(dispatcher: Dispatcher, seed: int) -> Round:
 
 def settings_of_h200(ranks: int) -> PlanSettings:
     """Settings of plans as training has them; on one rank there is nothing to choose."""
-    settings = PlanSettings(ranks, TOKENS, tuple(QWEN3_600M.layers), ping_pong=True, ranks_per_node=min(ranks, 8))
+    settings = PlanSettings(
+        ranks, TOKENS, tuple(QWEN3_600M.layers), ping_pong=True, ranks_per_node=min(ranks, 8)
+    )
     if ranks == 1:
         return replace(settings, ping_pong=False)
     costs = Setup(QWEN3_600M, DeviceProfile.load("h200"), ranks, TOKENS, min(ranks, 8)).costs
@@ -238,7 +252,10 @@ def prepare(case: Case) -> Callable[[], Round]:
 
     def take() -> Round:
         seed = next(seeds)
-        steps = {strategy: step_of(case, strategy, model, seed) for strategy, (model, _) in models.items()}
+        steps = {
+            strategy: step_of(case, strategy, model, seed)
+            for strategy, (model, _) in models.items()
+        }
         seconds = {}
         for strategy in order.sample(STRATEGIES, len(STRATEGIES)):
             dist.barrier()
@@ -268,7 +285,10 @@ def rows_of(case: Case) -> dict[str, int]:
     lengths = case.lengths(0)
 
     def padded(to_all: bool) -> int:
-        by_rank = [padded_batches(lengths[rank::RANKS], VOCABULARY, CPU, to_all=to_all) for rank in range(RANKS)]
+        by_rank = [
+            padded_batches(lengths[rank::RANKS], VOCABULARY, CPU, to_all=to_all)
+            for rank in range(RANKS)
+        ]
         return sum(batch.input_ids.numel() for batches in by_rank for batch in batches)
 
     packed = dict.fromkeys(STRATEGIES[2:], sum(lengths))
@@ -276,12 +296,18 @@ def rows_of(case: Case) -> dict[str, int]:
 
 
 def ratios() -> dict[str, Callable[[Round], float]]:
-    return {f"{strategy} / hf_distca": over(f"{strategy}, s", "hf_distca, s") for strategy in STRATEGIES[:-1]}
+    return {
+        f"{strategy} / hf_distca": over(f"{strategy}, s", "hf_distca, s")
+        for strategy in STRATEGIES[:-1]
+    }
 
 
 def main() -> None:
     parser = rounds_parser(
-        __doc__, rounds=12, rollouts=(64, "of all ranks"), scale=(4, "divides the lengths of rollouts")
+        __doc__,
+        rounds=12,
+        rollouts=(64, "of all ranks"),
+        scale=(4, "divides the lengths of rollouts"),
     )
     options = parser.parse_args()
     case = Case(options.rollouts, options.scale)

@@ -41,7 +41,9 @@ def settings() -> Iterator[tuple[str, str, str, int]]:
 
 
 def main() -> None:
-    count = options_parser(__doc__, batches=(8, "micro-batches of each setting")).parse_args().batches
+    count = (
+        options_parser(__doc__, batches=(8, "micro-batches of each setting")).parse_args().batches
+    )
     profile = DeviceProfile.load("h100")
     found = []
     for model, corpus, longest, gpus in settings():
@@ -49,7 +51,9 @@ def main() -> None:
         setup = Setup(MODELS[model], profile, ranks, TOKENS_PER_RANK, 1, TENSOR_PARALLEL)
         kinds = tuple(map(setup.on_a_gpu, setup.model.layers))
         plans = PlanSettings(ranks, TOKENS_PER_RANK, kinds=kinds, ping_pong=True)
-        drawn = micro_batches(cut_at(corpora()[corpus], LONGEST[longest]), ranks * TOKENS_PER_RANK, seed=0)
+        drawn = micro_batches(
+            cut_at(corpora()[corpus], LONGEST[longest]), ranks * TOKENS_PER_RANK, seed=0
+        )
         result = simulate(drawn, setup, plans, count)
         best = {strategy.name: strategy for strategy in result.strategies}
         found.append(
@@ -61,7 +65,8 @@ def main() -> None:
                 "baseline": result.best_plain,
                 "speed_up": result.speed_up,
                 "attention_speed_up": result.attention_speed_up,
-                "fixed_speed_up": best[result.best_plain].step_seconds / best["hf_distca, fixed"].step_seconds,
+                "fixed_speed_up": best[result.best_plain].step_seconds
+                / best["hf_distca, fixed"].step_seconds,
                 "published": PUBLISHED[model, corpus],
             }
         )

@@ -69,10 +69,32 @@ RANKS = (2, 4)
 TOKENS = 16384
 MIXES = {
     "one long": [8192, *[544] * 14, 576],
-    "long tail": [5248, 2816, 1792, 1408, 1024, 832, 768, 608, 480, 384, 288, 224, 192, 128, 96, 96],
+    "long tail": [
+        5248,
+        2816,
+        1792,
+        1408,
+        1024,
+        832,
+        768,
+        608,
+        480,
+        384,
+        288,
+        224,
+        192,
+        128,
+        96,
+        96,
+    ],
 }
 """Tokens of the documents of a step, of TOKENS in all; multiples of 32."""
-SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 PACKED = "documents_by_position"
 """Attention implementation for rows in which positions mark the documents."""
 KERNEL = get_kernel("auto", torch.device("cpu"))
@@ -89,7 +111,9 @@ def _shapes(lengths: tuple[int, ...]) -> TaskShapes:
 def document_lengths(positions: Tensor) -> tuple[int, ...]:
     """Lengths of the documents of a packed row, which begin where positions [T] are 0."""
     starts = torch.nonzero(positions == 0).flatten().tolist()
-    return tuple(stop - start for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True))
+    return tuple(
+        stop - start for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True)
+    )
 
 
 def attention_of_documents(
@@ -104,7 +128,9 @@ def attention_of_documents(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each document of a packed row; positions mark the documents."""
-    return attend_packed(KERNEL, _shapes(document_lengths(position_ids[0])), scaling, query, key, value)
+    return attend_packed(
+        KERNEL, _shapes(document_lengths(position_ids[0])), scaling, query, key, value
+    )
 
 
 AttentionInterface.register(PACKED, attention_of_documents)
@@ -155,18 +181,26 @@ class Case:
         return llama(max(self.lengths), attention, **SIZES)
 
 
-def data_parallel(case: Case, ranks: int, strategy: str = "random", *, padded: bool = False) -> "Halted":
+def data_parallel(
+    case: Case, ranks: int, strategy: str = "random", *, padded: bool = False
+) -> "Halted":
     """Plain DDP, documents of a rank packed without padding, or rows padded to the longest of the rank."""
     words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", padding_side="right")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="[PAD]", padding_side="right"
+    )
     pad = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     collate = Counted(pad if padded else DataCollatorWithFlattening(), padded=padded)
     batch_size = len(case.lengths) // ranks
     args = TrainingArguments(
-        **case.arguments(use_cpu=True, per_device_train_batch_size=batch_size, train_sampling_strategy=strategy)
+        **case.arguments(
+            use_cpu=True, per_device_train_batch_size=batch_size, train_sampling_strategy=strategy
+        )
     )
     model = case.model("sdpa" if padded else PACKED)
-    return Halted(Trainer(model=model, args=args, train_dataset=case.data, data_collator=collate), collate)
+    return Halted(
+        Trainer(model=model, args=args, train_dataset=case.data, data_collator=collate), collate
+    )
 
 
 def planned(case: Case, ranks: int) -> "Halted":
@@ -178,7 +212,11 @@ def planned(case: Case, ranks: int) -> "Halted":
         **case.arguments(num_train_epochs=1, use_cpu=True, train_sampling_strategy="sequential"),
         tokens_per_rank=-(-sum(case.lengths) // ranks),
     )
-    return Halted(DistCATrainer(model=case.model("distca"), args=args, train_dataset=case.data * (case.steps + 1)))
+    return Halted(
+        DistCATrainer(
+            model=case.model("distca"), args=args, train_dataset=case.data * (case.steps + 1)
+        )
+    )
 
 
 def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool = False) -> "Halted":
@@ -196,7 +234,9 @@ def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool =
     parts = [data[:1], data[1:]] if in_two_rows else [data]
     packed = [{name: column[0] for name, column in flatten(part).items()} for part in parts]
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
-    handler.sp_attn_implementation = attention  # accelerate takes few names, DeepSpeed any that is registered
+    handler.sp_attn_implementation = (
+        attention  # accelerate takes few names, DeepSpeed any that is registered
+    )
     args = TrainingArguments(
         **case.arguments(
             num_train_epochs=1,
@@ -204,12 +244,16 @@ def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool =
             train_sampling_strategy="sequential",
             per_device_train_batch_size=1,
             gradient_accumulation_steps=len(parts),
-            parallelism_config=ParallelismConfig(sp_size=ranks, sp_backend="deepspeed", sp_handler=handler),
+            parallelism_config=ParallelismConfig(
+                sp_size=ranks, sp_backend="deepspeed", sp_handler=handler
+            ),
         )
     )
     rows = packed * (-(-case.steps // ranks) * ranks)
     model = case.model(attention)
-    return Halted(Trainer(model=model, args=args, train_dataset=rows, data_collator=default_data_collator))
+    return Halted(
+        Trainer(model=model, args=args, train_dataset=rows, data_collator=default_data_collator)
+    )
 
 
 OURS, ULYSSES = "hf_distca", "Ulysses"
@@ -247,7 +291,9 @@ class Halted(TrainerCallback):
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
         self._go.get()
 
-    def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, float], **_: Any) -> None:
+    def on_log(
+        self, _args: Any, _state: Any, _control: Any, logs: dict[str, float], **_: Any
+    ) -> None:
         """Pass a step's log on, and wait for the next step."""
         if "loss" in logs:
             self._logged.put(dict(logs))
@@ -255,7 +301,9 @@ class Halted(TrainerCallback):
 
     def step(self) -> dict[str, Any]:
         """Figures of a step on this rank; it takes from documents to updated weights on all ranks."""
-        if self._thread.ident is None:  # not earlier: arguments of a further trainer reset what accelerate knows
+        if (
+            self._thread.ident is None
+        ):  # not earlier: arguments of a further trainer reset what accelerate knows
             self._thread.start()
         dist.barrier()
         begin = time.perf_counter()
@@ -291,7 +339,9 @@ def prepare(
     The last of the steps that a case has is taken for its memory.
     """
     trainers = {
-        f"{mix}, {strategy}": make(case, ranks) for mix, case in cases.items() for strategy, make in makers.items()
+        f"{mix}, {strategy}": make(case, ranks)
+        for mix, case in cases.items()
+        for strategy, make in makers.items()
     }
     order, steps = random.Random(0), next(iter(cases.values())).steps
     left = iter(range(steps))
@@ -299,7 +349,10 @@ def prepare(
     def take() -> Figures:
         measures_memory = next(left) == steps - 1
         names = order.sample(list(trainers), len(trainers))
-        return {name: trainers[name].step_memory() if measures_memory else trainers[name].step() for name in names}
+        return {
+            name: trainers[name].step_memory() if measures_memory else trainers[name].step()
+            for name in names
+        }
 
     return take
 
@@ -326,9 +379,13 @@ def measure(ranks: int, rounds: int, lengths: dict[str, list[int]], folder: str)
     cases = {mix: Case(of_mix, rounds + 2, folder) for mix, of_mix in lengths.items()}
     order = random.Random(0)
     with ExitStack() as stack:
-        pools = [stack.enter_context(Ranks(ranks, prepare, DATA_PARALLEL, cases, ranks, enter=enter))]
+        pools = [
+            stack.enter_context(Ranks(ranks, prepare, DATA_PARALLEL, cases, ranks, enter=enter))
+        ]
         pools += [
-            stack.enter_context(Ranks(ranks, prepare, {ULYSSES: ulysses}, {mix: case}, ranks, enter=enter))
+            stack.enter_context(
+                Ranks(ranks, prepare, {ULYSSES: ulysses}, {mix: case}, ranks, enter=enter)
+            )
             for mix, case in cases.items()
         ]
         steps = []
@@ -351,13 +408,21 @@ def first_loss(case: Case, **settings: Any) -> float:
 
 
 def main() -> None:
-    options = options_parser(__doc__, rounds=(6, "how many"), tokens=(TOKENS, "of a step")).parse_args()
-    lengths = {mix: [length * options.tokens // TOKENS for length in of_mix] for mix, of_mix in MIXES.items()}
+    options = options_parser(
+        __doc__, rounds=(6, "how many"), tokens=(TOKENS, "of a step")
+    ).parse_args()
+    lengths = {
+        mix: [length * options.tokens // TOKENS for length in of_mix]
+        for mix, of_mix in MIXES.items()
+    }
     rounds: list[dict[str, float]] = [{} for _ in range(options.rounds)]
     strategies, ratios = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         case = Case(lengths["one long"], 2, folder)
-        masks_dropped, two_rows = first_loss(case, attention="sdpa"), first_loss(case, in_two_rows=True)
+        masks_dropped, two_rows = (
+            first_loss(case, attention="sdpa"),
+            first_loss(case, in_two_rows=True),
+        )
         for ranks in RANKS:
             steps = measure(ranks, options.rounds, lengths, folder)
             for mix in lengths:
@@ -372,7 +437,9 @@ def main() -> None:
                         "MiB": of_strategy[-1]["MiB"],
                     }
                     for taken, timed in zip(rounds, of_strategy[1:-1], strict=True):
-                        taken[f"{setting}, {strategy}, tokens/s"] = sum(lengths[mix]) / timed["seconds"]
+                        taken[f"{setting}, {strategy}, tokens/s"] = (
+                            sum(lengths[mix]) / timed["seconds"]
+                        )
                         taken[f"{setting}, {strategy}, imbalance"] = timed.get("imbalance", 1.0)
                     if strategy != OURS:
                         speeds = (f"{setting}, {each}, tokens/s" for each in (OURS, strategy))

@@ -37,7 +37,9 @@ KINDS = {
 
 def plans(ranks: int, choices: bool) -> dict[str, list[Callable[[], object]]]:
     """Return what plans the micro-batches of each kind of documents, by the name of the figure."""
-    settings = PlanSettings(ranks, TOKENS, tuple(LLAMA_8B.layers), ping_pong=True, ranks_per_node=NODE)
+    settings = PlanSettings(
+        ranks, TOKENS, tuple(LLAMA_8B.layers), ping_pong=True, ranks_per_node=NODE
+    )
     if choices:
         costs = Setup(LLAMA_8B, DeviceProfile.load("h100"), ranks, TOKENS, NODE).costs
         settings = replace(settings, choices=Choices.beside(settings, costs))
@@ -51,10 +53,16 @@ def plans(ranks: int, choices: bool) -> dict[str, list[Callable[[], object]]]:
 
 def main() -> None:
     parser = rounds_parser(__doc__, rounds=12)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256], help="how many (default: 8 64 256)")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[8, 64, 256], help="how many (default: 8 64 256)"
+    )
     parser.add_argument("--choices", action="store_true", help="plans chosen by seconds")
     options = parser.parse_args()
-    planning = {name: each for ranks in options.ranks for name, each in plans(ranks, options.choices).items()}
+    planning = {
+        name: each
+        for ranks in options.ranks
+        for name, each in plans(ranks, options.choices).items()
+    }
 
     def take() -> Round:
         figures = {}

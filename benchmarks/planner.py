@@ -45,7 +45,9 @@ KINDS = ("fixed", "fixed, head-tail", "joint")
 TOLERANCES = (0.001, BALANCE_TOLERANCE)
 
 
-def beside_reference(batches: list[dict[str, Any]], kind: str, tolerance: float, repeats: int) -> dict[str, Any]:
+def beside_reference(
+    batches: list[dict[str, Any]], kind: str, tolerance: float, repeats: int
+) -> dict[str, Any]:
     """The figures of one kind of plan at one tolerance, every batch at every number of ranks."""
     with (DATA / "reference_planner.csv").open() as file:
         reference = {(row["id"], int(row["R"])): row for row in csv.DictReader(file)}
@@ -53,7 +55,11 @@ def beside_reference(batches: list[dict[str, Any]], kind: str, tolerance: float,
     for batch in batches:
         for ranks in RANKS:
             plan, plan_ms = timed(partial(plan_once, batch, ranks, kind, tolerance), repeats)
-            theirs = {name: float(value) for name, value in reference[batch["id"], ranks].items() if name != "id"}
+            theirs = {
+                name: float(value)
+                for name, value in reference[batch["id"], ranks].items()
+                if name != "id"
+            }
             found.append((measure(plan), theirs, plan_ms))
     moved = [(ours, theirs) for ours, theirs, _ in found if theirs["tot_bytes"]]
     total = [ours.bytes_total / theirs["tot_bytes"] for ours, theirs in moved]
@@ -61,7 +67,9 @@ def beside_reference(batches: list[dict[str, Any]], kind: str, tolerance: float,
     return {
         "plans": len(found),
         "percent_above_mean_worst": max(100 * (ours.max_over_mean - 1) for ours, _, _ in found),
-        "their_percent_above_mean_worst": max(100 * (theirs["max_mean"] - 1) for _, theirs, _ in found),
+        "their_percent_above_mean_worst": max(
+            100 * (theirs["max_mean"] - 1) for _, theirs, _ in found
+        ),
         "bytes_total_ratio": spread(total),
         "bytes_total_ratio_worst": max(total),
         "bytes_bottleneck_ratio": spread(busiest),
@@ -91,8 +99,12 @@ class Planned:
     plan_ms: float
 
 
-def planned(batch: dict[str, Any], kind: str, tolerance: float, ranks_per_node: int | None, repeats: int) -> Planned:
-    plan, plan_ms = timed(partial(plan_once, batch, IN_NODES, kind, tolerance, ranks_per_node), repeats)
+def planned(
+    batch: dict[str, Any], kind: str, tolerance: float, ranks_per_node: int | None, repeats: int
+) -> Planned:
+    plan, plan_ms = timed(
+        partial(plan_once, batch, IN_NODES, kind, tolerance, ranks_per_node), repeats
+    )
     moved = bytes_by_link(plan, RowBytes(), nodes_of(node_sizes(IN_NODES, RANKS_PER_NODE)))
     within, between = int(moved[WITHIN].max()), int(moved[BETWEEN, 0].sum())
     return Planned(measure(plan), within, between, link_seconds(moved), plan_ms)
@@ -102,18 +114,31 @@ def node_aware_over_flat(pairs: dict[str, tuple[Planned, Planned]]) -> dict[str,
     figures: dict[str, Any] = {"plans": len(pairs)}
     for side, prefix in enumerate(("", "flat_")):
         plans = [pair[side] for pair in pairs.values()]
-        figures[f"{prefix}plans_with_bytes_between_nodes"] = sum(plan.bytes_between_nodes > 0 for plan in plans)
-        figures[f"{prefix}percent_above_mean_worst"] = max(100 * (plan.metrics.max_over_mean - 1) for plan in plans)
-        figures[f"{prefix}tokens_max_over_mean_worst"] = max(plan.metrics.tokens_max_over_mean for plan in plans)
+        figures[f"{prefix}plans_with_bytes_between_nodes"] = sum(
+            plan.bytes_between_nodes > 0 for plan in plans
+        )
+        figures[f"{prefix}percent_above_mean_worst"] = max(
+            100 * (plan.metrics.max_over_mean - 1) for plan in plans
+        )
+        figures[f"{prefix}tokens_max_over_mean_worst"] = max(
+            plan.metrics.tokens_max_over_mean for plan in plans
+        )
         figures[f"{prefix}plan_ms"] = spread([plan.plan_ms for plan in plans])
     sides: dict[str, tuple[Callable[[Planned], float], Callable[[Planned], float]]] = {
         "bytes_between_nodes": (attrgetter("bytes_between_nodes"),) * 2,
-        "busiest_within_node": (attrgetter("busiest_within_node"), attrgetter("metrics.bytes_bottleneck")),
+        "busiest_within_node": (
+            attrgetter("busiest_within_node"),
+            attrgetter("metrics.bytes_bottleneck"),
+        ),
         "link_seconds": (attrgetter("link_seconds"),) * 2,
         "bytes_total": (attrgetter("metrics.bytes_total"),) * 2,
     }
     for name, (of_aware, of_flat) in sides.items():
-        found = {batch: of_aware(aware) / of_flat(flat) for batch, (aware, flat) in pairs.items() if of_flat(flat)}
+        found = {
+            batch: of_aware(aware) / of_flat(flat)
+            for batch, (aware, flat) in pairs.items()
+            if of_flat(flat)
+        }
         worst = max(found, key=found.__getitem__)
         figures[f"{name}_ratio"] = spread(list(found.values()))
         figures |= {f"{name}_ratio_worst": found[worst], f"{name}_ratio_worst_input": worst}
@@ -123,7 +148,10 @@ def node_aware_over_flat(pairs: dict[str, tuple[Planned, Planned]]) -> dict[str,
 def print_figures(title: str, by_plan: dict[str, dict[str, Any]]) -> None:
     columns = [name for name in next(iter(by_plan.values())) if not name.endswith("_input")]
     print(title)
-    table(["figure", *by_plan], [[name, *(_shown(figures[name]) for figures in by_plan.values())] for name in columns])
+    table(
+        ["figure", *by_plan],
+        [[name, *(_shown(figures[name]) for figures in by_plan.values())] for name in columns],
+    )
     print()
 
 
@@ -132,7 +160,10 @@ def _shown(figure: Any) -> str:
 
 
 def main() -> None:
-    repeats, batches = options_parser(__doc__, repeats=(3, "runs per timing")).parse_args().repeats, read_batches()
+    repeats, batches = (
+        options_parser(__doc__, repeats=(3, "runs per timing")).parse_args().repeats,
+        read_batches(),
+    )
     figures = {
         f"{kind}, at {tolerance}": beside_reference(batches, kind, tolerance, repeats)
         for tolerance in TOLERANCES
@@ -144,7 +175,8 @@ def main() -> None:
         for tolerance in TOLERANCES:
             pairs = {
                 batch["id"]: tuple(
-                    planned(batch, kind, tolerance, nodes_known, repeats) for nodes_known in (RANKS_PER_NODE, None)
+                    planned(batch, kind, tolerance, nodes_known, repeats)
+                    for nodes_known in (RANKS_PER_NODE, None)
                 )
                 for batch in batches
             }

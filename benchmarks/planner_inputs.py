@@ -43,12 +43,16 @@ def plan_once(
     sizes = None if ranks_per_node is None else node_sizes(ranks, ranks_per_node)
     if kind == "joint":
         lengths = [length for row in rows for length in row]
-        layout = joint_layout(lengths, ranks, batch["T"], window=window, balance_tolerance=tolerance, node_sizes=sizes)
+        layout = joint_layout(
+            lengths, ranks, batch["T"], window=window, balance_tolerance=tolerance, node_sizes=sizes
+        )
     else:
         layout = fixed_layout(rows, ranks)
         if kind == "fixed, head-tail":
             layout = head_tail(layout)
-    settings = PlanSettings(ranks, batch["T"], balance_tolerance=tolerance, ranks_per_node=sizes or 1)
+    settings = PlanSettings(
+        ranks, batch["T"], balance_tolerance=tolerance, ranks_per_node=sizes or 1
+    )
     return balance(layout, AttentionKind(window), settings)
 
 
@@ -92,7 +96,10 @@ def head_tail(layout: Layout) -> Layout:
     for doc, start, stop, rank, _ in layout.segments.tolist():
         head = (stop - start) // 2
         tail = stop - start - head
-        shares += [(rank, doc, taken[doc], taken[doc] + head), (rank, doc, left[doc] - tail, left[doc])]
+        shares += [
+            (rank, doc, taken[doc], taken[doc] + head),
+            (rank, doc, left[doc] - tail, left[doc]),
+        ]
         taken[doc] += head
         left[doc] -= tail
     segments, filled = [], [0] * layout.ranks

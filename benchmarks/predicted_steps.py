@@ -71,7 +71,9 @@ class Calibration:
         layers = SIZES["num_hidden_layers"]
         hidden, mlp = SIZES["hidden_size"], SIZES["intermediate_size"]
         model = replace(ModelShape.llama(layers, hidden, mlp, 4, 4, 1024, 64))
-        flops = 6.0 * (layers * (model.before + model.after) + model.head)  # forward and backward of a token
+        flops = 6.0 * (
+            layers * (model.before + model.after) + model.head
+        )  # forward and backward of a token
         links = Links(self.link, self.link)
         profile = DeviceProfile(
             "this CPU", "measured in the same round", "float32", KIND, self.forward, self.backward,
@@ -91,7 +93,10 @@ class Steps:
         self._dispatcher = Dispatcher(self.settings, CPU)
         self.steps: dict[str, Callable[[], None]] = {}
         self.plans: dict[str, MicroBatchPlan] = {}
-        few, many = (self._models.plain([[SHORT] * (rows // SHORT)] * RANKS) for rows in (tokens // 4, tokens))
+        few, many = (
+            self._models.plain([[SHORT] * (rows // SHORT)] * RANKS)
+            for rows in (tokens // 4, tokens)
+        )
         self._short = {tokens // 4: few, tokens: many}
         for mix in LENGTHS:
             self.steps[f"{mix}, plain"] = self._models.plain(whole_rows(self.lengths(mix), RANKS))
@@ -106,7 +111,9 @@ class Steps:
     def _plan(self) -> None:
         for mix in LENGTHS:
             plan = self.plans[mix] = plan_micro_batch(self.lengths(mix), self.settings)
-            self.steps[f"{mix}, planned"] = self._models.planned(plan, self.lengths(mix), self._dispatcher)
+            self.steps[f"{mix}, planned"] = self._models.planned(
+                plan, self.lengths(mix), self._dispatcher
+            )
 
     def lengths(self, mix: str) -> list[int]:
         return [length * self.tokens // PER_RANK for length in LENGTHS[mix]]
@@ -118,7 +125,9 @@ class Steps:
         link = measured_link(self.groups, CPU, [1, 0])
         return forward, backward, link, [seconds_of(step) for step in self._short.values()]
 
-    def calibrated(self, measured: Sequence[tuple[KernelCost, KernelCost, LinkCost, list[float]]]) -> Calibration:
+    def calibrated(
+        self, measured: Sequence[tuple[KernelCost, KernelCost, LinkCost, list[float]]]
+    ) -> Calibration:
         """Return the mean costs of all ranks and measurements: what kernel and link do not take is left for tokens."""
         every = [each for of_rank in self.groups.all_gather(list(measured)) for each in of_rank]
         forward, backward, link, short = zip(*every, strict=True)
@@ -130,7 +139,10 @@ class Steps:
             step=0.0,
         )
         others = [
-            seconds - on_ranks([[SHORT] * (tokens // SHORT)] * RANKS, free.setup(self.tokens)).attention.max()
+            seconds
+            - on_ranks(
+                [[SHORT] * (tokens // SHORT)] * RANKS, free.setup(self.tokens)
+            ).attention.max()
             for tokens, seconds in zip(self._short, np.mean(short, axis=0).tolist(), strict=True)
         ]
         few, many = self._short
@@ -141,7 +153,10 @@ class Steps:
         lengths, setup = self.lengths(mix), calibration.setup(self.tokens)
         plain = on_ranks(whole_rows(lengths, RANKS), setup)
         balanced = predict_plan(self.plans[mix], self.settings, setup.costs)
-        return {"plain": plain.seconds + calibration.step, "planned": balanced.seconds + calibration.step}
+        return {
+            "plain": plain.seconds + calibration.step,
+            "planned": balanced.seconds + calibration.step,
+        }
 
 
 def seconds_of(step: Callable[[], None]) -> float:
@@ -193,7 +208,13 @@ def main() -> None:
                 "seconds": spread([each[seconds] for each in rounds]),
                 "predicted / measured": spread([each[guess] / each[seconds] for each in rounds]),
             }
-    table(("", "", ""), [(name, *(f"{what} {value}" for what, value in each.items())) for name, each in found.items()])
+    table(
+        ("", "", ""),
+        [
+            (name, *(f"{what} {value}" for what, value in each.items()))
+            for name, each in found.items()
+        ],
+    )
     worst = max(abs(each["predicted / measured"].median - 1) for each in found.values())
     print_json(rounds=len(rounds), worst_median_error=worst, steps=found)
 

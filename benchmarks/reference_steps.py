@@ -126,7 +126,9 @@ def _balanced(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
     Forward: Q, K and V there and O back; backward: dO there and dQ, dK and dV back, the same bytes.
     """
     load, moved = 0.0, 0.0
-    settings = PlanSettings(run.data, run.row_tokens, document_layout="fixed", balance_tolerance=0.0)
+    settings = PlanSettings(
+        run.data, run.row_tokens, document_layout="fixed", balance_tolerance=0.0
+    )
     for nano_batch in zip(*run.rows_of_ranks(rows), strict=True):
         plan = plan_placed(nano_batch, settings).nano_batches[0].plans[settings.dominant_kind]
         load += float(loads_of(plan).max())
@@ -134,7 +136,9 @@ def _balanced(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
     # Ranks that share documents share what is moved too.
     gpus = run.tensor * run.context
     moving = 2 * run.layers * moved / gpus / (NETWORK_BANDWIDTH * 1e9)
-    return Step(run.rows_per_gpu(rows), run.layers * load / run.context, moving + run.gathering(rows))
+    return Step(
+        run.rows_per_gpu(rows), run.layers * load / run.context, moving + run.gathering(rows)
+    )
 
 
 def _whole(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
@@ -155,7 +159,13 @@ def _whole(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
     return Step(
         tokens / run.row_tokens,
         run.layers * _pairs(last) / run.context,
-        3 * run.layers * tokens * (run.context - 1) * ROW.kv / run.tensor / (NETWORK_BANDWIDTH * 1e9),
+        3
+        * run.layers
+        * tokens
+        * (run.context - 1)
+        * ROW.kv
+        / run.tensor
+        / (NETWORK_BANDWIDTH * 1e9),
     )
 
 
@@ -187,7 +197,9 @@ def sharing(fit: np.ndarray, run: Run) -> Run:
     ranks = run.data * run.context
     counts = [count for count in range(1, ranks + 1) if ranks % count == 0]
     runs = [replace(run, data=ranks // count, context=count) for count in counts]
-    return max(runs, key=lambda each: np.corrcoef(predicted(fit, described(each)), each.seconds)[0, 1])
+    return max(
+        runs, key=lambda each: np.corrcoef(predicted(fit, described(each)), each.seconds)[0, 1]
+    )
 
 
 def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
@@ -197,7 +209,8 @@ def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
     fit, *_ = np.linalg.lstsq(columns, measured - [step.moving for step in steps], rcond=None)
     missed = predicted(fit, steps) - measured
     found = {
-        "baseline_r2": 1 - float(np.square(missed).sum() / np.square(measured - measured.mean()).sum()),
+        "baseline_r2": 1
+        - float(np.square(missed).sum() / np.square(measured - measured.mean()).sum()),
         "ms_per_row": fit[0] * 1e3,
         "ms_per_billion_pairs": fit[1] * 1e12,
     }
@@ -241,11 +254,24 @@ def main() -> None:
     path = parser.parse_args().file
     raw = path.read_bytes()
     sets = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    found = {name: figures_of([Run.of(run) for run in runs]) for name, runs in sets.items() if isinstance(runs, list)}
-    columns = ("baseline_r2", "balanced_error_mean", "balanced_error_p90", "balanced_bias", "whole_error_mean")
+    found = {
+        name: figures_of([Run.of(run) for run in runs])
+        for name, runs in sets.items()
+        if isinstance(runs, list)
+    }
+    columns = (
+        "baseline_r2",
+        "balanced_error_mean",
+        "balanced_error_p90",
+        "balanced_bias",
+        "whole_error_mean",
+    )
     table(
         ("set", *columns),
-        [(name, *(f"{one[c]:.4f}" if c in one else "" for c in columns)) for name, one in found.items()],
+        [
+            (name, *(f"{one[c]:.4f}" if c in one else "" for c in columns))
+            for name, one in found.items()
+        ],
     )
     print_json(**found)
 

@@ -97,7 +97,14 @@ def plain_packing() -> Rows:
     for row in result("typical_data")["settings"]:
         terms = (f"{row[name]:.2f}" for name in ("r", "m", "t", "w"))
         dropped, formula = f"{row['plain_drops']:.0%}", f"{gain_by_formula(row):.2f}"
-        yield row["documents"], str(row["ranks"]), dropped, *terms, formula, f"{row['over_plain']:.2f}"
+        yield (
+            row["documents"],
+            str(row["ranks"]),
+            dropped,
+            *terms,
+            formula,
+            f"{row['over_plain']:.2f}",
+        )
 
 
 @table_of("predicted_steps")
@@ -105,7 +112,9 @@ def predicted_steps() -> Rows:
     yield "documents, strategy", "measured, s", "predicted / measured: median (quartiles)"
     for name, found in result("predicted_steps")["steps"].items():
         if "seconds" in found:
-            ratio = "{median:.3f} ({lower:.3f} to {upper:.3f})".format(**found["predicted / measured"])
+            ratio = "{median:.3f} ({lower:.3f} to {upper:.3f})".format(
+                **found["predicted / measured"]
+            )
             yield name, f"{found['seconds']['median']:.2f}", ratio
 
 
@@ -164,14 +173,22 @@ def paper_tables() -> Rows:
     published = {}
     for row in result("paper_tables")["settings"]:
         figures = f"{row['speed_up']:.2f} ({row['fixed_speed_up']:.2f})"
-        by_setting.setdefault((row["model"], row["documents"], row["longest"]), {})[row["gpus"]] = figures
+        by_setting.setdefault((row["model"], row["documents"], row["longest"]), {})[row["gpus"]] = (
+            figures
+        )
         published[row["model"], row["documents"]] = row["published"]
     folded: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for (model, documents, longest), by_gpus in by_setting.items():
         folded.setdefault((model, documents, tuple(by_gpus.values())), []).append(longest)
     yield "model", "documents", "longest", *(f"{gpus} GPUs" for gpus in by_gpus), "the paper"
     for (model, documents, figures_of_row), longest_ones in folded.items():
-        yield model, CORPORA[documents], ", ".join(longest_ones), *figures_of_row, published[model, documents]
+        yield (
+            model,
+            CORPORA[documents],
+            ", ".join(longest_ones),
+            *figures_of_row,
+            published[model, documents],
+        )
 
 
 @table_of("chosen")
@@ -183,7 +200,11 @@ def chosen_networks() -> Rows:
         by_network.setdefault((row["GPUs a node"], row["GB/s"]), {})[row["documents"]] = row
     yield "GPUs a node", "GB/s between nodes", *kinds
     for (per_node, network), of in by_network.items():
-        yield str(per_node), f"{network:g}", *(f"{of[kind]['median']:.2f} ({of[kind]['worst']:.2f})" for kind in kinds)
+        yield (
+            str(per_node),
+            f"{network:g}",
+            *(f"{of[kind]['median']:.2f} ({of[kind]['worst']:.2f})" for kind in kinds),
+        )
 
 
 @table_of("typical_data")
@@ -191,7 +212,13 @@ def chosen_data_sets() -> Rows:
     yield "documents", "GPUs", "median", "worst", "micro-batches below 0.99"
     for row in result("typical_data")["settings"]:
         median, worst = (f"{row['over_best_fitting'][name]:.2f}" for name in ("median", "worst"))
-        yield row["documents"], str(row["ranks"]), median, worst, f"{row['slower_than_best_fitting']:.1%}"
+        yield (
+            row["documents"],
+            str(row["ranks"]),
+            median,
+            worst,
+            f"{row['slower_than_best_fitting']:.1%}",
+        )
 
 
 @table_of(*STEP_TIMES)
@@ -208,10 +235,21 @@ def step_time() -> Rows:
 @table_of("peers")
 def peers() -> Rows:
     found = result("peers")
-    yield "ranks", "documents", "strategy", "losses differ by", "m", "MiB", "tokens/s", "speed-up of hf_distca"
+    yield (
+        "ranks",
+        "documents",
+        "strategy",
+        "losses differ by",
+        "m",
+        "MiB",
+        "tokens/s",
+        "speed-up of hf_distca",
+    )
     for name, of_strategy in found["strategies"].items():
         setting, mix, *words = name.split(", ")
-        speed, imbalance = (found["figures"][f"{name}, {figure}"] for figure in ("tokens/s", "imbalance"))
+        speed, imbalance = (
+            found["figures"][f"{name}, {figure}"] for figure in ("tokens/s", "imbalance")
+        )
         ratio = found["derived"].get(f"{setting}, {mix}: hf_distca / {', '.join(words)}")
         yield (
             setting.removesuffix(" ranks"),
@@ -229,7 +267,10 @@ def peers() -> Rows:
 def peers_ulysses() -> Rows:
     found = result("peers")
     yield "rows, attention", "loss of the first step"
-    yield "all documents in one row", found["strategies"]["2 ranks, one long, Ulysses"]["first_loss"]
+    yield (
+        "all documents in one row",
+        found["strategies"]["2 ranks, one long, Ulysses"]["first_loss"],
+    )
     yield "two rows of equal tokens", found["ulysses_two_rows_first_loss"]
     yield 'one row, attention "sdpa"', found["ulysses_sdpa_first_loss"]
 
@@ -255,7 +296,11 @@ def padded_before_model() -> Rows:
     yield "part", "ms", "of the packed step on an H200"
     for name, spread in found.items():
         if name.endswith(", ms"):
-            yield name.removesuffix(", ms"), quartiles(spread), f"{spread['median'] / 1e3 / step_s:.2%}"
+            yield (
+                name.removesuffix(", ms"),
+                quartiles(spread),
+                f"{spread['median'] / 1e3 / step_s:.2%}",
+            )
 
 
 def seconds_of_packed() -> float:
@@ -281,7 +326,10 @@ def overlap() -> Rows:
         ("overlap", "several", "ping-pong", ""),
         ("overlap_one_document", "one", "stages", "one_document_"),
     ):
-        found = {key.removeprefix(mark): quartiles(spread) for key, spread in result(name)["derived"].items()}
+        found = {
+            key.removeprefix(mark): quartiles(spread)
+            for key, spread in result(name)["derived"].items()
+        }
         link = found["what the limit adds to waiting"]
         yield documents, "local tasks first", *_hidden(found, "own first"), link, ""
         yield documents, how, *_hidden(found, how), link, found[f"overhead: {how} / own first"]
@@ -301,7 +349,10 @@ def overlap_nodes() -> Rows:
         ("the same, by waits", "exposed: node-aware{} / flat{}, by waits"),
         ("step on a free link", "free: node-aware{} / flat{}"),
     ):
-        yield what, *(quartiles(found["nodes_" + key.format(kind, kind)]) for kind in ("", " waiting"))
+        yield (
+            what,
+            *(quartiles(found["nodes_" + key.format(kind, kind)]) for kind in ("", " waiting")),
+        )
 
 
 @table_of("planner")
@@ -331,11 +382,22 @@ def planner() -> Rows:
 @table_of("planner")
 def planner_nodes() -> Rows:
     found = result("planner")["nodes"]
-    yield "layout", "bytes between nodes", "largest", "time of the busiest link", "largest", "planning, ms"
+    yield (
+        "layout",
+        "bytes between nodes",
+        "largest",
+        "time of the busiest link",
+        "largest",
+        "planning, ms",
+    )
     for layout in ("fixed", "joint"):
         row = found[f"{layout}, at 0.001"]
         ratios = ("bytes_between_nodes_ratio", "link_seconds_ratio")
-        cells = (cell for name in ratios for cell in (f"{row[name]['median']:.3f}", f"{row[f'{name}_worst']:.2f}"))
+        cells = (
+            cell
+            for name in ratios
+            for cell in (f"{row[name]['median']:.3f}", f"{row[f'{name}_worst']:.2f}")
+        )
         yield layout, *cells, f"{row['plan_ms']['median']:.0f}"
 
 
@@ -346,14 +408,23 @@ def plan_time() -> Rows:
     ranks = list(dict.fromkeys(key[1] for key in keys if key))
     yield "documents", *(f"{count} ranks, ms" for count in ranks)
     for kind in dict.fromkeys(key[2] for key in keys if key):
-        medians = (f"{found[f'chosen, {count} ranks, {kind}, ms']['median']:.0f}" for count in ranks)
+        medians = (
+            f"{found[f'chosen, {count} ranks, {kind}, ms']['median']:.0f}" for count in ranks
+        )
         yield CORPORA.get(kind, kind), *medians
 
 
 @table_of("dispatch")
 def dispatch() -> Rows:
     found = result("dispatch")["figures"]
-    yield "layout", "nano-batches", "layer, ms", "of it dispatching", "of it collectives", "the model alone"
+    yield (
+        "layout",
+        "nano-batches",
+        "layer, ms",
+        "of it dispatching",
+        "of it collectives",
+        "the model alone",
+    )
     for layout in ("joint", "fixed"):
         for halves, name in (("2", "default"), ("1", "no turns")):
             of = f"{layout}, {name}"
@@ -365,17 +436,33 @@ def dispatch() -> Rows:
 def checkpointing() -> Rows:
     found = result("checkpointing")
     yield "figure", "ratio"
-    yield "step that keeps core attention over one that computes it again", f"{found['step_ratio']:.2f}"
-    yield "time saved in a layer over one forward of core attention", f"{found['saved_fraction']:.2f}"
+    yield (
+        "step that keeps core attention over one that computes it again",
+        f"{found['step_ratio']:.2f}",
+    )
+    yield (
+        "time saved in a layer over one forward of core attention",
+        f"{found['saved_fraction']:.2f}",
+    )
 
 
 @table_of("memory_loss", "memory_exchange", "long_document", "memory_estimate")
 def memory() -> Rows:
-    loss, document, estimate = result("memory_loss")["derived"], result("long_document"), result("memory_estimate")
-    estimated = [ratio for of in estimate["configurations"].values() for ratio in of["estimated_over_measured"]]
+    loss, document, estimate = (
+        result("memory_loss")["derived"],
+        result("long_document"),
+        result("memory_estimate"),
+    )
+    estimated = [
+        ratio
+        for of in estimate["configurations"].values()
+        for ratio in of["estimated_over_measured"]
+    ]
     yield "figure", "ratio"
     for tokens in dict.fromkeys(key.split()[0] for key in loss):
-        memory_ratio, time_ratio = (loss[f"{tokens} chunked / own, {unit}"]["median"] for unit in ("MiB", "s"))
+        memory_ratio, time_ratio = (
+            loss[f"{tokens} chunked / own, {unit}"]["median"] for unit in ("MiB", "s")
+        )
         yield f"loss of {tokens} tokens in chunks over all logits: memory", f"{memory_ratio:.2f}"
         yield f"loss of {tokens} tokens in chunks over all logits: time", f"{time_ratio:.2f}"
     yield (
@@ -413,7 +500,10 @@ def by_transport(name: str) -> list[tuple[str, Any]]:
 def servers() -> Rows:
     yield "rows over", "speed-up (quartiles)", "rank's finishing time / server's (quartiles)"
     for transport, found in by_transport("servers"):
-        yield transport, *(quartiles(found["of_rounds"][figure]) for figure in ("speedup", "finish_ratio"))
+        yield (
+            transport,
+            *(quartiles(found["of_rounds"][figure]) for figure in ("speedup", "finish_ratio")),
+        )
 
 
 @table_of("faults", "faults_nixl")
@@ -429,7 +519,9 @@ def gpu() -> Rows:
     attention = [each["exchange"]["figures"]["8 blocks"]["attention_ms"] for each in parts]
 
     def step(what: str) -> tuple[str, ...]:
-        return tuple(f"{each['training']['figures']['variants'][what]['step_s']:.2f} s" for each in parts)
+        return tuple(
+            f"{each['training']['figures']['variants'][what]['step_s']:.2f} s" for each in parts
+        )
 
     yield "kernel of `hf_distca`", "`torch_varlen`", "`flash_attn_3`"
     yield "attention of 16,384 tokens", *(f"{each:.0f} ms" for each in attention)
@@ -440,7 +532,12 @@ def gpu() -> Rows:
 
 @table_of("gpu_replays")
 def gpu_replays() -> Rows:
-    yield "documents", "whole documents: busiest rank over mean", "planned", "busiest rank, times as fast"
+    yield (
+        "documents",
+        "whole documents: busiest rank over mean",
+        "planned",
+        "busiest rank, times as fast",
+    )
     for name, found in stored("gpu_replays")["parts"]["replays"]["figures"]["plans"].items():
         figures = ("whole_busiest_over_mean", "busiest_over_mean", "speed_up_of_busiest")
         yield name, *(f"{found[figure]:.2f}" for figure in figures)
@@ -460,12 +557,19 @@ def gpu_loss_chunks() -> Rows:
     for name, step in found["steps"].items():
         memory = found["memory"].get(name, {})
         sizes = step.get("peak_gb"), memory.get("counted_before_gb"), memory.get("counted_gb")
-        yield name, f"{step['step_s']:.3f} s", *("–" if size is None else f"{size:g} GB" for size in sizes)
+        yield (
+            name,
+            f"{step['step_s']:.3f} s",
+            *("–" if size is None else f"{size:g} GB" for size in sizes),
+        )
 
 
 def table(name: str) -> str:
     header, *rows = TABLES[name][0]()
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows)) + "\n"
+    return (
+        "\n".join("| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows))
+        + "\n"
+    )
 
 
 def commands(name: str) -> str:
@@ -474,7 +578,10 @@ def commands(name: str) -> str:
 
 def written(text: str) -> str:
     """Return a page with its tables and commands written anew."""
-    return MARK.sub(lambda mark: mark[0].split("\n")[0] + f"\n\n{(commands if mark[2] else table)(mark[1])}", text)
+    return MARK.sub(
+        lambda mark: mark[0].split("\n")[0] + f"\n\n{(commands if mark[2] else table)(mark[1])}",
+        text,
+    )
 
 
 if __name__ == "__main__":

@@ -106,7 +106,12 @@ def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any
     plans = {"alone": plan_placed([lengths], settings), "server": plan_of(lengths, settings)}
     tokens = torch.randint(0, 1024, (1, sum(lengths)))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    batch = {"input_ids": tokens, "position_ids": positions, "labels": tokens, "shift_labels": tokens}
+    batch = {
+        "input_ids": tokens,
+        "position_ids": positions,
+        "labels": tokens,
+        "shift_labels": tokens,
+    }
     recorder = dispatchers["server"].recorder
     recording = recorder.listen(*OBSERVED)
 
@@ -141,8 +146,12 @@ def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any
 
 def main() -> None:
     parser = options_parser(__doc__, rounds=(6, "steps of each kind"))
-    parser.add_argument("--documents", type=int, nargs="+", default=[16384], help="1 or 2 lengths, in tokens")
-    parser.add_argument("--transport", type=Choice, choices=(Choice.TCP, Choice.NIXL), default=Choice.TCP)
+    parser.add_argument(
+        "--documents", type=int, nargs="+", default=[16384], help="1 or 2 lengths, in tokens"
+    )
+    parser.add_argument(
+        "--transport", type=Choice, choices=(Choice.TCP, Choice.NIXL), default=Choice.TCP
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     steps = measure(options.documents, options.rounds, options.transport)
@@ -154,7 +163,12 @@ def main() -> None:
         "finish_ratio": spread([server["own"] / server["served"] for _, server in pairs]),
     }
     table(["", "median (quartiles)"], [[name, str(figure)] for name, figure in of_rounds.items()])
-    print_json(transport=options.transport, of_rounds=of_rounds, rounds=options.rounds, documents=options.documents)
+    print_json(
+        transport=options.transport,
+        of_rounds=of_rounds,
+        rounds=options.rounds,
+        documents=options.documents,
+    )
 
 
 if __name__ == "__main__":

@@ -63,7 +63,9 @@ def picture(steps: Sequence[Panel]) -> str:
             x = float(LEFT)
             sizes = (step["other"], attention, step["seconds"] - step["other"] - attention)
             for (style, name), seconds in zip(PARTS, sizes, strict=True):
-                drawing.bar(x, y, seconds * scale, BAR, style, f"rank {rank}, {name}: {seconds:.2f} s")
+                drawing.bar(
+                    x, y, seconds * scale, BAR, style, f"rank {rank}, {name}: {seconds:.2f} s"
+                )
                 x += seconds * scale
         end = LEFT + step["seconds"] * scale
         drawing.line(end, top - 4, end, top + RANKS * ROW, "ink")
@@ -71,16 +73,28 @@ def picture(steps: Sequence[Panel]) -> str:
     before, after = steps[0]["seconds"], steps[-1]["seconds"]
     middle, end = 64 + panel * (len(steps) - 1) + RANKS * ROW / 2, LEFT + after * scale
     drawing.arrow(LEFT + before * scale, end + 2, middle, "gain")
-    drawing.text(LEFT + before * scale + 6, middle + 5, f"{before / after:.2f}× speed", style="gain")
+    drawing.text(
+        LEFT + before * scale + 6, middle + 5, f"{before / after:.2f}× speed", style="gain"
+    )
     label = ", ".join(f"{step['title']}: {step['seconds']:.2f} s" for step in steps)
-    return drawing.file(f"One step of {RANKS} ranks. {label}. {before / after:.2f} times the speed.")
+    return drawing.file(
+        f"One step of {RANKS} ranks. {label}. {before / after:.2f} times the speed."
+    )
 
 
 def main() -> None:
-    count = options_parser(__doc__, batches=(31, "micro-batches to take the median of")).parse_args().batches
+    count = (
+        options_parser(__doc__, batches=(31, "micro-batches to take the median of"))
+        .parse_args()
+        .batches
+    )
     setup = Setup(LLAMA_8B, DeviceProfile.load("h100"), RANKS, TOKENS_PER_RANK)
     settings = PlanSettings(
-        RANKS, TOKENS_PER_RANK, document_layout="joint", kinds=tuple(LLAMA_8B.layers), ping_pong=True
+        RANKS,
+        TOKENS_PER_RANK,
+        document_layout="joint",
+        kinds=tuple(LLAMA_8B.layers),
+        ping_pong=True,
     )
     drawn = micro_batches(corpora()["prolong"], RANKS * TOKENS_PER_RANK, seed=0)
     pairs = []
@@ -91,7 +105,9 @@ def main() -> None:
     gain, packed, balanced = pairs[len(pairs) // 2]
     steps = (
         panel_of("plain packing: equal tokens on every rank", packed),
-        panel_of("planned by hf_distca: equal tokens and equal core attention on every rank", balanced),
+        panel_of(
+            "planned by hf_distca: equal tokens and equal core attention on every rank", balanced
+        ),
     )
     PICTURE.write_text(picture(steps), encoding="utf-8")
     gains = [pair[0] for pair in pairs]

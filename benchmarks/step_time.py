@@ -53,13 +53,28 @@ from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.trainer.costs import EARLY_STEPS, WATCHED_STEPS, LearnedCosts
 
 CPU = torch.device("cpu")
-SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 MIXES = {
     "equal": [1024] * 16,
     "mild": [2048, 1920, 1824, 1760, 1696, 1632, 1568, 1408, 1344, 1184],
     "long tail": [5248, 2816, 1792, 1408, 1024, 832, 768, 608, 512, 448, 352, 256, 192, 128],
     "one long": [8192, *[512] * 16],
-    "chats": [1600, 1280, 1024, *[800] * 3, *[640] * 4, *[480] * 6, *[320] * 9, *[160] * 9, *[64] * 5],
+    "chats": [
+        1600,
+        1280,
+        1024,
+        *[800] * 3,
+        *[640] * 4,
+        *[480] * 6,
+        *[320] * 9,
+        *[160] * 9,
+        *[64] * 5,
+    ],
     "rollouts": [4096, 3584, 2048, 1536, 1280, 1024, 768, *[512] * 2, *[256] * 4],
 }
 """Lengths of the documents of a micro-batch. They add up to LENGTHS_FOR; another number of tokens scales them."""
@@ -81,7 +96,11 @@ def whole_rows(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 def packed_rows(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Whole documents on ranks, in shuffled order, each rank filled to its share of the tokens."""
     rows: list[list[int]] = [[] for _ in range(ranks)]
-    order, share, rank = random.Random(0).sample(list(lengths), len(lengths)), sum(lengths) / ranks, 0
+    order, share, rank = (
+        random.Random(0).sample(list(lengths), len(lengths)),
+        sum(lengths) / ranks,
+        0,
+    )
     for length in order:
         if rows[rank] and sum(rows[rank]) + length / 2 > share and rank < ranks - 1:
             rank += 1
@@ -110,16 +129,28 @@ class Models:
         batch = rows_of_documents(documents_of(own), CPU)
         lengths = [length for row in rows for length in row]
         return partial(
-            self._step, "plain", batch, lambda: {"plain_shapes": TaskShapes.build(own, own, "cpu")}, lengths
+            self._step,
+            "plain",
+            batch,
+            lambda: {"plain_shapes": TaskShapes.build(own, own, "cpu")},
+            lengths,
         )
 
-    def planned(self, plan: MicroBatchPlan, lengths: Sequence[int], dispatcher: Dispatcher) -> Callable[[], None]:
+    def planned(
+        self, plan: MicroBatchPlan, lengths: Sequence[int], dispatcher: Dispatcher
+    ) -> Callable[[], None]:
         """A step on documents of these lengths by a plan; binding it is part of the step."""
         batch = rows_of_rank(plan, dist.get_rank(), documents_of(lengths), CPU)
-        return partial(self._step, "distca", batch, lambda: {"distca_plan": dispatcher.bind(plan)}, lengths)
+        return partial(
+            self._step, "distca", batch, lambda: {"distca_plan": dispatcher.bind(plan)}, lengths
+        )
 
     def _step(
-        self, name: str, batch: dict[str, Tensor], extra: Callable[[], dict[str, Any]], lengths: Sequence[int]
+        self,
+        name: str,
+        batch: dict[str, Tensor],
+        extra: Callable[[], dict[str, Any]],
+        lengths: Sequence[int],
     ) -> None:
         model, optimizer = self._trained[name]
         targets = sum(length - 1 for length in lengths)
@@ -131,12 +162,20 @@ class Models:
 def steps_of(ranks: int, tokens: int) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
     """Steps of all mixes in all strategies by name, and what "auto" chose, by mix."""
     models = Models(ranks * tokens)
-    strategies = {"auto": {}, "joint": {**SET, "ping_pong": True}, "no turns": {**SET, "ping_pong": False}}
+    strategies = {
+        "auto": {},
+        "joint": {**SET, "ping_pong": True},
+        "no turns": {**SET, "ping_pong": False},
+    }
     dispatchers = {
-        strategy: make_dispatcher(models.distca, DistCAConfig(tokens_per_rank=tokens, **settings), CPU)
+        strategy: make_dispatcher(
+            models.distca, DistCAConfig(tokens_per_rank=tokens, **settings), CPU
+        )
         for strategy, settings in strategies.items()
     }
-    mixes = {mix: [length * ranks * tokens // LENGTHS_FOR for length in of] for mix, of in MIXES.items()}
+    mixes = {
+        mix: [length * ranks * tokens // LENGTHS_FOR for length in of] for mix, of in MIXES.items()
+    }
     correct_costs(models, dispatchers["auto"], list(mixes.values()))
     steps, chosen = {}, {}
     for mix, lengths in mixes.items():
@@ -172,7 +211,11 @@ def correct_costs(models: Models, auto: Dispatcher, mixes: Sequence[Sequence[int
 def medians_of(rounds: Sequence[Round], mix: str) -> dict[str, float]:
     """Median seconds of the strategies of a mix other than auto."""
     names = {strategy: f"{mix}, {strategy}, s" for strategy in STRATEGIES[1:]}
-    return {strategy: median(taken[name] for taken in rounds) for strategy, name in names.items() if name in rounds[0]}
+    return {
+        strategy: median(taken[name] for taken in rounds)
+        for strategy, name in names.items()
+        if name in rounds[0]
+    }
 
 
 def prepare(
@@ -194,7 +237,9 @@ def prepare(
     def take() -> Round:
         figures = {}
         mixes = order.sample(list(MIXES), len(MIXES))
-        for name in [f"{mix}, {of}" for mix in mixes for of in order.sample(running[mix], len(running[mix]))]:
+        for name in [
+            f"{mix}, {of}" for mix in mixes for of in order.sample(running[mix], len(running[mix]))
+        ]:
             dist.barrier()
             begin = time.perf_counter()
             steps[name]()
@@ -206,7 +251,10 @@ def prepare(
     if finalists is not None:
         before = [take() for _ in range(ROUNDS_BEFORE)]
         medians = {mix: medians_of(before, mix) for mix in MIXES}
-        fastest = {mix: ("auto", *sorted(of, key=of.__getitem__)[:finalists]) for mix, of in medians.items()}
+        fastest = {
+            mix: ("auto", *sorted(of, key=of.__getitem__)[:finalists])
+            for mix, of in medians.items()
+        }
         agreed = [fastest]
         dist.broadcast_object_list(agreed)  # each rank has its own clock
         running = agreed[0]
@@ -215,8 +263,12 @@ def prepare(
 
 def main() -> None:
     parser = rounds_parser(__doc__, rounds=12, tokens=(4096, "of a rank"), ranks=(2, "processes"))
-    parser.add_argument("--rate-mbit", type=float, help="of the link between two hosts (default: one host)")
-    parser.add_argument("--finalists", type=int, help="others of a mix that go on after six rounds (default: all)")
+    parser.add_argument(
+        "--rate-mbit", type=float, help="of the link between two hosts (default: one host)"
+    )
+    parser.add_argument(
+        "--finalists", type=int, help="others of a mix that go on after six rounds (default: all)"
+    )
     options = parser.parse_args()
     limited = options.rate_mbit is not None
     with Hosts(options.ranks // 2) if limited else nullcontext() as hosts:

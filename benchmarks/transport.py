@@ -57,7 +57,9 @@ def serve(token: bytes, own: Connection) -> None:
             transport.receive(message, size, [rows], 60)
             transport.send(Reply(message.call_id, 0.0, 0), [rows], 60)
 
-    listeners = [Listener("127.0.0.1", 0, token, SERVER, partial(echo, choice)) for choice in TRANSPORTS]
+    listeners = [
+        Listener("127.0.0.1", 0, token, SERVER, partial(echo, choice)) for choice in TRANSPORTS
+    ]
     own.send([listener.port for listener in listeners])
     while own.recv():
         own.send(time.process_time())
@@ -74,9 +76,13 @@ class Calls:
         self._memory = {choice: make_memory(choice, CPU, "127.0.0.1") for choice in TRANSPORTS}
         self._links = {
             choice: ServerLink("127.0.0.1", port, token, rank_hello(0, memory), 30, 60, memory)
-            for (choice, memory), port in zip(self._memory.items(), self._server.recv(), strict=True)
+            for (choice, memory), port in zip(
+                self._memory.items(), self._server.recv(), strict=True
+            )
         }
-        self._given = {mb: torch.randint(0, 100, (mb * 1024, *ROWS.shape)).to(torch.bfloat16) for mb in sizes}
+        self._given = {
+            mb: torch.randint(0, 100, (mb * 1024, *ROWS.shape)).to(torch.bfloat16) for mb in sizes
+        }
         self._order = random.Random(0)
         self.round()  # which touches memory for the first time
 
@@ -90,7 +96,11 @@ class Calls:
         return figures
 
     def _call(self, choice: Choice, given: torch.Tensor) -> dict[str, float]:
-        rows, memory, link = given.clone(), self._memory[choice], self._links[choice]  # as taken from the rank's rows
+        rows, memory, link = (
+            given.clone(),
+            self._memory[choice],
+            self._links[choice],
+        )  # as taken from the rank's rows
         before, begin = self._cpu_s(), time.perf_counter()
         staged, ready = memory.stage([rows])
         results = memory.empty(ROWS, len(rows))
@@ -103,7 +113,11 @@ class Calls:
         if not torch.equal(results, given):
             raise RuntimeError(f"{choice}: other rows came back")
         both_ways = 2 * given.nbytes / 1e9
-        return {"gbs": both_ways / seconds, "cpu_s_gb": cost / both_ways, "blocked_ms": 1e3 * blocked}
+        return {
+            "gbs": both_ways / seconds,
+            "cpu_s_gb": cost / both_ways,
+            "blocked_ms": 1e3 * blocked,
+        }
 
     def close(self) -> None:
         for link in self._links.values():
@@ -126,7 +140,10 @@ def main() -> None:
         measured = take_rounds(options, calls.round)
     finally:
         calls.close()
-    report(measured, {f"nixl_over_tcp_{mb}": over(f"nixl_gbs_{mb}", f"tcp_gbs_{mb}") for mb in options.mb})
+    report(
+        measured,
+        {f"nixl_over_tcp_{mb}": over(f"nixl_gbs_{mb}", f"tcp_gbs_{mb}") for mb in options.mb},
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,15 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches
 from hf_distca.sim.model import LLAMA_8B
-from hf_distca.sim.strategies import CHOSEN, PLAIN, Setup, StepTime, all_strategies, on_ranks, packed_rows
+from hf_distca.sim.strategies import (
+    CHOSEN,
+    PLAIN,
+    Setup,
+    StepTime,
+    all_strategies,
+    on_ranks,
+    packed_rows,
+)
 
 RANKS, RANKS_PER_NODE, TOKENS_PER_RANK = (8, 64), 8, 32768
 BUSIEST = "busiest packed rank"
@@ -52,8 +60,14 @@ def simulated(draw: Draw, ranks: int, count: int) -> dict[str, list[StepTime]]:
     """What every strategy, and the busiest packed rank, take for the same micro-batches: [count] steps of each."""
     setup = Setup(LLAMA_8B, DeviceProfile.load("h100"), ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
     kinds = tuple(LLAMA_8B.layers)
-    settings = PlanSettings(ranks, TOKENS_PER_RANK, kinds, ping_pong=True, ranks_per_node=RANKS_PER_NODE)
-    ways = [way for way in all_strategies(setup, settings, 0) if way.document_layout is None or way.name == CHOSEN]
+    settings = PlanSettings(
+        ranks, TOKENS_PER_RANK, kinds, ping_pong=True, ranks_per_node=RANKS_PER_NODE
+    )
+    ways = [
+        way
+        for way in all_strategies(setup, settings, 0)
+        if way.document_layout is None or way.name == CHOSEN
+    ]
     batches = list(islice(micro_batches(draw, ranks * TOKENS_PER_RANK, seed=0), count))
     busiest = {BUSIEST: [busiest_packed(lengths, setup) for lengths in batches]}
     return busiest | {way.name: [way.step(lengths)[0] for lengths in batches] for way in ways}
@@ -75,7 +89,11 @@ def comparison(steps: Mapping[str, Sequence[StepTime]]) -> dict[str, Any]:
     seconds = mean(planned, lambda step: step.seconds)
     names = [name for name in steps if name not in (CHOSEN, BUSIEST)]
     best = [
-        min((steps[name][index].seconds, name) for name in names if not steps[name][index].documents_cut)
+        min(
+            (steps[name][index].seconds, name)
+            for name in names
+            if not steps[name][index].documents_cut
+        )
         for index in range(len(planned))
     ]
     fitting = [
@@ -93,21 +111,27 @@ def comparison(steps: Mapping[str, Sequence[StepTime]]) -> dict[str, Any]:
         "attention_share": unit / seconds,
         "best_other": Counter(name for _, name in best).most_common(1)[0][0],
         "over_best_other": float(np.mean([of for of, _ in best])) / seconds,
-        "over_best_other_of_batches": spread([of / own.seconds for (of, _), own in zip(best, planned, strict=True)]),
+        "over_best_other_of_batches": spread(
+            [of / own.seconds for (of, _), own in zip(best, planned, strict=True)]
+        ),
         "over_best_fitting": {"median": float(np.median(fitting)), "worst": min(fitting)},
         "slower_than_best_fitting": float(np.mean(np.array(fitting) < FAST_ENOUGH)),
-        "over_best_fixed": min(mean(steps[name], lambda step: step.seconds) for name in fixed) / seconds,
+        "over_best_fixed": min(mean(steps[name], lambda step: step.seconds) for name in fixed)
+        / seconds,
         "over_plain": mean(plain, lambda step: step.seconds) / seconds,
         "plain_drops": 1 - mean(plain, lambda step: step.attention.mean()) / unit,
         "m": mean(busiest, lambda step: step.attention.max()) / unit,
-        "t": mean(busiest, lambda step: step.other.max()) / mean(planned, lambda step: step.other.mean()),
+        "t": mean(busiest, lambda step: step.other.max())
+        / mean(planned, lambda step: step.other.mean()),
         "r": mean(planned, lambda step: step.other.mean()) / unit,
         "w": (seconds - mean(planned, lambda step: step.other.mean())) / unit - 1,
     }
 
 
 def main() -> None:
-    count = options_parser(__doc__, batches=(64, "micro-batches of each setting")).parse_args().batches
+    count = (
+        options_parser(__doc__, batches=(64, "micro-batches of each setting")).parse_args().batches
+    )
     found = [
         {"documents": name, "ranks": ranks, **comparison(simulated(draw, ranks, count))}
         for name, draw in data()

@@ -27,8 +27,12 @@ import hf_distca
 def main() -> None:
     """Read the options and train."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model_name_or_path", required=True, help="checkpoint: a name on the Hub or a folder")
-    parser.add_argument("--documents_per_rank", type=int, default=4, help="documents of a rank in one step")
+    parser.add_argument(
+        "--model_name_or_path", required=True, help="checkpoint: a name on the Hub or a folder"
+    )
+    parser.add_argument(
+        "--documents_per_rank", type=int, default=4, help="documents of a rank in one step"
+    )
     parser.add_argument("--max_length", type=int, default=4096, help="tokens kept of a document")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
     parser.add_argument("--learning_rate", type=float, default=1e-3)
@@ -41,7 +45,9 @@ def main() -> None:
     texts = standard_library(progress=accelerator.is_main_process).shuffle(seed=0)
     documents = texts.select(range(min(needed, len(texts)))).map(
         lambda batch: tokenizer(
-            [text + tokenizer.eos_token for text in batch["text"]], truncation=True, max_length=options.max_length
+            [text + tokenizer.eos_token for text in batch["text"]],
+            truncation=True,
+            max_length=options.max_length,
         ),
         batched=True,
         desc="Tokenizing",
@@ -60,7 +66,9 @@ def main() -> None:
         use_cache=False,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-    config = hf_distca.DistCAConfig(tokens_per_rank=options.documents_per_rank * options.max_length)  # distca
+    config = hf_distca.DistCAConfig(
+        tokens_per_rank=options.documents_per_rank * options.max_length
+    )  # distca
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     # distca: rows travel between the ranks, and decoder layers run both nano-batches in turns
     dispatcher = hf_distca.make_dispatcher(model, config, accelerator.device, dtype=dtype)
@@ -93,13 +101,20 @@ def standard_library(progress: bool = True) -> Dataset:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
-    for path in tqdm(sorted(root.rglob("*.py")), "Reading the standard library", unit=" files", disable=not progress):
+    for path in tqdm(
+        sorted(root.rglob("*.py")),
+        "Reading the standard library",
+        unit=" files",
+        disable=not progress,
+    ):
         installed = {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
         if not installed and 100 <= path.stat().st_size <= 300_000:
             with suppress(UnicodeDecodeError):
                 texts.append(path.read_text(encoding="utf-8"))
     if not texts:
-        raise FileNotFoundError(f"found no .py files under {root}, where the standard library should be")
+        raise FileNotFoundError(
+            f"found no .py files under {root}, where the standard library should be"
+        )
     return Dataset.from_dict({"text": texts})
 
 

@@ -39,11 +39,24 @@ Documents = list[list[int]]
 
 def main() -> None:
     """Read the options, train twice, print the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name_or_path", required=True, help="checkpoint: a name on the Hub or a folder")
-    parser.add_argument("--output_dir", default="runs/demo", help="folder for the traces (default: runs/demo)")
-    parser.add_argument("--tokens_per_rank", type=int, default=8192, help="tokens of a rank in a step (default: 8192)")
-    parser.add_argument("--steps", type=int, default=20, help="steps of each training (default: 20)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model_name_or_path", required=True, help="checkpoint: a name on the Hub or a folder"
+    )
+    parser.add_argument(
+        "--output_dir", default="runs/demo", help="folder for the traces (default: runs/demo)"
+    )
+    parser.add_argument(
+        "--tokens_per_rank",
+        type=int,
+        default=8192,
+        help="tokens of a rank in a step (default: 8192)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="steps of each training (default: 20)"
+    )
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -63,25 +76,36 @@ def main() -> None:
         "dataloader_pin_memory": False,
     }
     # Arguments first: they connect the processes.
-    args = hf_distca.DistCATrainingArguments(tokens_per_rank=options.tokens_per_rank, trace_steps=3, **settings)
+    args = hf_distca.DistCATrainingArguments(
+        tokens_per_rank=options.tokens_per_rank, trace_steps=3, **settings
+    )
     ranks = args.world_size
     hide_bars = None if args.process_index == 0 else True  # None: shown on a terminal only
-    steps = full_steps(read_documents(options, ranks, hide_bars), ranks * options.tokens_per_rank, options.steps)
+    steps = full_steps(
+        read_documents(options, ranks, hide_bars), ranks * options.tokens_per_rank, options.steps
+    )
     if args.process_index == 0:
-        print(f"Training {options.steps} steps with plain DDP and with hf_distca, in turns ...", flush=True)
+        print(
+            f"Training {options.steps} steps with plain DDP and with hf_distca, in turns ...",
+            flush=True,
+        )
 
     def load(attention: str) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(
             options.model_name_or_path, attn_implementation=attention, dtype=torch.float32
         )
 
-    plain_args = transformers.TrainingArguments(**settings, per_device_train_batch_size=1, remove_unused_columns=False)
+    plain_args = transformers.TrainingArguments(
+        **settings, per_device_train_batch_size=1, remove_unused_columns=False
+    )
     packed = [{"documents": part} for step in steps for part in packed_in_order(step, ranks)]
     documents = [{"input_ids": document} for step in steps for document in step]
     plain, planned = train_in_turns(
         Trainer(model=load(PACKED), args=plain_args, train_dataset=packed, data_collator=flatten),
         hf_distca.DistCATrainer(model=load("distca"), args=args, train_dataset=documents),
-        tqdm(total=2 * options.steps, desc="Steps of both trainings", disable=hide_bars, leave=False),
+        tqdm(
+            total=2 * options.steps, desc="Steps of both trainings", disable=hide_bars, leave=False
+        ),
     )
 
     if args.process_index == 0:
@@ -101,11 +125,22 @@ def read_documents(options: argparse.Namespace, ranks: int, hide_bar: bool | Non
     """
     tokenizer = AutoTokenizer.from_pretrained(options.model_name_or_path)
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(path for path in root.rglob("*.py") if "-packages" not in str(path.relative_to(root)))
+    paths = sorted(
+        path for path in root.rglob("*.py") if "-packages" not in str(path.relative_to(root))
+    )
     Random(0).shuffle(paths)
     documents: Documents = []
-    left = options.steps * options.tokens_per_rank * ranks * 3 // 2  # more tokens than all steps take, which cut some
-    bar = tqdm(total=left, desc="Making tokens", unit=" tokens", unit_scale=True, disable=hide_bar, leave=False)
+    left = (
+        options.steps * options.tokens_per_rank * ranks * 3 // 2
+    )  # more tokens than all steps take, which cut some
+    bar = tqdm(
+        total=left,
+        desc="Making tokens",
+        unit=" tokens",
+        unit_scale=True,
+        disable=hide_bar,
+        leave=False,
+    )
     for path in paths:
         with suppress(UnicodeDecodeError):
             tokens = tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
@@ -165,7 +200,9 @@ def attend_within_documents(
     outputs = []
     for start, stop in zip(starts, [*starts[1:], query.shape[2]], strict=True):
         rows = (x[:, :, start:stop] for x in (query, key, value))
-        outputs.append(sdpa_attention_forward(module, *rows, None, scaling=more["scaling"], is_causal=True)[0])
+        outputs.append(
+            sdpa_attention_forward(module, *rows, None, scaling=more["scaling"], is_causal=True)[0]
+        )
     return torch.cat(outputs, dim=1), None
 
 
@@ -176,7 +213,9 @@ transformers.AttentionInterface.register(PACKED, attend_within_documents)
 def flatten(examples: list[dict[str, Documents]]) -> dict[str, Tensor]:
     """Put a rank's documents into one row without padding."""
     (example,) = examples
-    return DataCollatorWithFlattening()([{"input_ids": document} for document in example["documents"]])
+    return DataCollatorWithFlattening()(
+        [{"input_ids": document} for document in example["documents"]]
+    )
 
 
 # ---- training and measuring
@@ -269,7 +308,9 @@ def print_table(found: dict[str, Measured]) -> None:
     plain, planned = found.values()
     rows = {
         "step time, median": lambda each: f"{median(each.seconds):.2f} s",
-        "idle share": lambda each: f"{max(0.0, 1 - sum(map(mean, each.busy)) / sum(each.seconds)):.0%}",
+        "idle share": lambda each: (
+            f"{max(0.0, 1 - sum(map(mean, each.busy)) / sum(each.seconds)):.0%}"
+        ),
         "imbalance of attention": lambda each: f"{each.imbalance:.2f}",
         "loss, first step": lambda each: f"{each.losses[0]:.4f}",
         "loss, last step": lambda each: f"{each.losses[-1]:.4f}",
@@ -280,7 +321,9 @@ def print_table(found: dict[str, Measured]) -> None:
     gains = [before / after for before, after in zip(plain.seconds, planned.seconds, strict=True)]
     apart = max(abs(a - b) for a, b in zip(plain.losses, planned.losses, strict=True))
     lower, middle, upper = quantiles(gains, n=4)
-    print(f"\nSpeed-up {middle:.2f}× (quartiles {lower:.2f} to {upper:.2f}); losses differ by {apart:.0e} at most.")
+    print(
+        f"\nSpeed-up {middle:.2f}× (quartiles {lower:.2f} to {upper:.2f}); losses differ by {apart:.0e} at most."
+    )
 
     step = gains.index(sorted(gains)[len(gains) // 2])
     print(f"\nStep {step + WARM_UP + 1}, whose speed-up is {gains[step]:.2f}×: █ computes, · waits")

@@ -45,13 +45,17 @@ class ScriptArguments:
     max_pairs: int | None = field(
         default=None, metadata={"help": "Take so many pairs, drawn by the seed; all without it."}
     )
-    use_peft: bool = field(default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."})
+    use_peft: bool = field(
+        default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."}
+    )
 
 
 @hf_distca.record  # an error is reported once, and not by every process
 def main() -> None:
     """Read the options, prepare pairs, train, save."""
-    parser = HfArgumentParser((ScriptArguments, hf_distca.DistCADPOConfig), usage="%(prog)s [OPTIONS]")
+    parser = HfArgumentParser(
+        (ScriptArguments, hf_distca.DistCADPOConfig), usage="%(prog)s [OPTIONS]"
+    )
     parser.set_defaults(
         output_dir="runs/dpo",
         tokens_per_rank=4096,  # the tokens of a rank's batch: chosen and rejected answers, without padding
@@ -59,14 +63,18 @@ def main() -> None:
         logging_steps=5,
         logging_first_step=True,
     )
-    script_args, training_args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    script_args, training_args, unknown = parser.parse_args_into_dataclasses(
+        return_remaining_strings=True
+    )
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; --help lists all")
     training_args.serve_if_server()
     adapters = lora_adapters() if script_args.use_peft else None
 
     with training_args.main_process_first(desc="loading"):
-        pairs = load_pairs(script_args, training_args.seed, show_progress=training_args.process_index == 0)
+        pairs = load_pairs(
+            script_args, training_args.seed, show_progress=training_args.process_index == 0
+        )
 
     trainer = hf_distca.DistCADPOTrainer(
         model=script_args.model_name_or_path,  # loaded with attn_implementation="distca"
@@ -99,7 +107,9 @@ def lora_adapters() -> "LoraConfig":
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:
-        raise SystemExit(f"--use_peft needs peft, which cannot be imported ({error}): pip install peft") from error
+        raise SystemExit(
+            f"--use_peft needs peft, which cannot be imported ({error}): pip install peft"
+        ) from error
     return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
 
 
@@ -121,13 +131,20 @@ def standard_library(progress: bool = True) -> Dataset:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
-    for path in tqdm(sorted(root.rglob("*.py")), "Reading the standard library", unit=" files", disable=not progress):
+    for path in tqdm(
+        sorted(root.rglob("*.py")),
+        "Reading the standard library",
+        unit=" files",
+        disable=not progress,
+    ):
         installed = {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
         if not installed and 100 <= path.stat().st_size <= 300_000:
             with suppress(UnicodeDecodeError):
                 texts.append(path.read_text(encoding="utf-8"))
     if not texts:
-        raise FileNotFoundError(f"found no .py files under {root}, where the standard library should be")
+        raise FileNotFoundError(
+            f"found no .py files under {root}, where the standard library should be"
+        )
     return Dataset.from_dict({"text": texts})
 
 
@@ -142,11 +159,19 @@ def function_pairs(sources: Iterable[str]) -> Iterator[dict[str, str]]:
             nodes = list(ast.walk(ast.parse(source)))
         except (SyntaxError, ValueError):  # what the parser's own tests are made of
             continue
-        functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and len(node.body) > 1]
+        functions = [
+            node for node in nodes if isinstance(node, ast.FunctionDef) and len(node.body) > 1
+        ]
         documented = [function for function in functions if ast.get_docstring(function) is not None]
         for function, another in pairwise(documented):
-            head = ast.FunctionDef(**{**vars(function), "decorator_list": [], "body": function.body[:1]})
-            yield {"prompt": ast.unparse(head) + "\n", "chosen": body_of(function), "rejected": body_of(another)}
+            head = ast.FunctionDef(
+                **{**vars(function), "decorator_list": [], "body": function.body[:1]}
+            )
+            yield {
+                "prompt": ast.unparse(head) + "\n",
+                "chosen": body_of(function),
+                "rejected": body_of(another),
+            }
 
 
 def body_of(function: ast.FunctionDef) -> str:

@@ -41,21 +41,35 @@ class ScriptArguments:
         },
     )
     max_documents: int | None = field(
-        default=None, metadata={"help": "Take so many documents, drawn by the seed; all without it."}
+        default=None,
+        metadata={"help": "Take so many documents, drawn by the seed; all without it."},
     )
-    eval_fraction: float = field(default=0.05, metadata={"help": "Part of the documents kept for evaluation."})
-    use_peft: bool = field(default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."})
+    eval_fraction: float = field(
+        default=0.05, metadata={"help": "Part of the documents kept for evaluation."}
+    )
+    use_peft: bool = field(
+        default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."}
+    )
     tp_size: int = field(
-        default=1, metadata={"help": "Processes that share each layer; the weights are divided among the others too."}
+        default=1,
+        metadata={
+            "help": "Processes that share each layer; the weights are divided among the others too."
+        },
     )
 
 
 @hf_distca.record  # an error is reported once, and not by every process
 def main() -> None:
     """Read the options, prepare documents and model, train, evaluate, report."""
-    parser = HfArgumentParser((ScriptArguments, hf_distca.DistCATrainingArguments), usage="%(prog)s [OPTIONS]")
-    parser.set_defaults(logging_steps=5, logging_first_step=True)  # the table is made of what is logged
-    script_args, training_args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    parser = HfArgumentParser(
+        (ScriptArguments, hf_distca.DistCATrainingArguments), usage="%(prog)s [OPTIONS]"
+    )
+    parser.set_defaults(
+        logging_steps=5, logging_first_step=True
+    )  # the table is made of what is logged
+    script_args, training_args, unknown = parser.parse_args_into_dataclasses(
+        return_remaining_strings=True
+    )
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; --help lists all")
     training_args.serve_if_server()
@@ -74,7 +88,9 @@ def main() -> None:
     divided = {}
     if script_args.tp_size > 1:
         shards = training_args.world_size // script_args.tp_size
-        divided["distributed_config"] = DistributedConfig(tp_size=script_args.tp_size, fsdp_size=shards)
+        divided["distributed_config"] = DistributedConfig(
+            tp_size=script_args.tp_size, fsdp_size=shards
+        )
     model = AutoModelForCausalLM.from_pretrained(
         script_args.model_name_or_path, attn_implementation="distca", **divided
     )
@@ -97,7 +113,9 @@ def main() -> None:
     if trainer.is_world_process_zero():
         check_weights(Path(training_args.output_dir))
         summary = summarize(trainer.state.log_history, metrics, trainer.train_dataset)
-        Path(training_args.output_dir, "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        Path(training_args.output_dir, "summary.json").write_text(
+            json.dumps(summary, indent=2) + "\n"
+        )
         print_table(summary, training_args.world_size, training_args.output_dir)
     # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
     trainer.accelerator.wait_for_everyone()
@@ -109,7 +127,9 @@ def lora_adapters() -> "LoraConfig":
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:
-        raise SystemExit(f"--use_peft needs peft, which cannot be imported ({error}): pip install peft") from error
+        raise SystemExit(
+            f"--use_peft needs peft, which cannot be imported ({error}): pip install peft"
+        ) from error
     return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
 
 
@@ -134,17 +154,26 @@ def standard_library(progress: bool = True) -> Dataset:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
-    for path in tqdm(sorted(root.rglob("*.py")), "Reading the standard library", unit=" files", disable=not progress):
+    for path in tqdm(
+        sorted(root.rglob("*.py")),
+        "Reading the standard library",
+        unit=" files",
+        disable=not progress,
+    ):
         installed = {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
         if not installed and 100 <= path.stat().st_size <= 300_000:
             with suppress(UnicodeDecodeError):
                 texts.append(path.read_text(encoding="utf-8"))
     if not texts:
-        raise FileNotFoundError(f"found no .py files under {root}, where the standard library should be")
+        raise FileNotFoundError(
+            f"found no .py files under {root}, where the standard library should be"
+        )
     return Dataset.from_dict({"text": texts})
 
 
-def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], documents: Dataset) -> dict[str, float]:
+def summarize(
+    log_history: list[dict[str, float]], metrics: dict[str, float], documents: Dataset
+) -> dict[str, float]:
     """Summarise the run; without logged steps only the evaluation and the documents."""
     steps = [entry for entry in log_history if "loss" in entry]
     tokens = sum(map(len, documents["input_ids"]))
@@ -155,7 +184,9 @@ def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], do
         "loss_first": steps[0]["loss"],
         "loss_last": steps[-1]["loss"],
         **summary,
-        "imbalance_degree_as_packed": mean(entry["distca/imbalance_degree_packed"] for entry in steps),
+        "imbalance_degree_as_packed": mean(
+            entry["distca/imbalance_degree_packed"] for entry in steps
+        ),
         "imbalance_degree_planned": mean(entry["distca/imbalance_degree"] for entry in steps),
         "tokens_per_second": median(entry["distca/tokens_per_second"] for entry in steps),
     }
@@ -163,7 +194,10 @@ def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], do
 
 def print_table(summary: dict[str, float], ranks: int, output_dir: str) -> None:
     """Print the summary as a table."""
-    documents = ("Training documents", f"{summary['documents']:,} of {summary['tokens']:,} tokens in all")
+    documents = (
+        "Training documents",
+        f"{summary['documents']:,} of {summary['tokens']:,} tokens in all",
+    )
     evaluation = ("Evaluation loss", f"{summary['eval_loss']:.3f}")
     if "loss_first" in summary:
         rows = [

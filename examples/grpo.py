@@ -45,7 +45,9 @@ class ScriptArguments:
     max_prompts: int | None = field(
         default=None, metadata={"help": "Take so many prompts, drawn by the seed; all without it."}
     )
-    use_peft: bool = field(default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."})
+    use_peft: bool = field(
+        default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."}
+    )
 
 
 def reward(prompts: list[Any], completions: list[Any], **_columns: Any) -> list[float]:
@@ -64,7 +66,9 @@ def reward(prompts: list[Any], completions: list[Any], **_columns: Any) -> list[
 @hf_distca.record  # an error is reported once, and not by every process
 def main() -> None:
     """Read the options, prepare prompts, train, save."""
-    parser = HfArgumentParser((ScriptArguments, hf_distca.DistCAGRPOConfig), usage="%(prog)s [OPTIONS]")
+    parser = HfArgumentParser(
+        (ScriptArguments, hf_distca.DistCAGRPOConfig), usage="%(prog)s [OPTIONS]"
+    )
     parser.set_defaults(
         output_dir="runs/grpo",
         tokens_per_rank=4096,  # the tokens of a rank's batch: prompts and completions, without padding
@@ -72,15 +76,21 @@ def main() -> None:
         max_completion_length=64,
         logging_steps=1,
     )
-    script_args, training_args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    script_args, training_args, unknown = parser.parse_args_into_dataclasses(
+        return_remaining_strings=True
+    )
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; --help lists all")
     training_args.serve_if_server()
-    warnings.simplefilter("ignore", SyntaxWarning)  # of odd escapes and comparisons in what the reward parses
+    warnings.simplefilter(
+        "ignore", SyntaxWarning
+    )  # of odd escapes and comparisons in what the reward parses
     adapters = lora_adapters() if script_args.use_peft else None
 
     with training_args.main_process_first(desc="loading"):
-        prompts = load_prompts(script_args, training_args.seed, show_progress=training_args.process_index == 0)
+        prompts = load_prompts(
+            script_args, training_args.seed, show_progress=training_args.process_index == 0
+        )
 
     trainer = hf_distca.DistCAGRPOTrainer(
         model=script_args.model_name_or_path,  # loaded with attn_implementation="distca"
@@ -101,7 +111,9 @@ def main() -> None:
 
 def print_summary(log_history: list[dict[str, float]], folder: str | None) -> None:
     """Print the reward, the share of padding and the folder of the model; without logged steps only the folder."""
-    steps = [entry for entry in log_history if "reward" in entry and "distca/padding_share" in entry]
+    steps = [
+        entry for entry in log_history if "reward" in entry and "distca/padding_share" in entry
+    ]
     if steps:
         padding = sum(step["distca/padding_share"] for step in steps) / len(steps)
         print(f"\nThe reward: {steps[0]['reward']:.3f} at first, {steps[-1]['reward']:.3f} at last")
@@ -119,7 +131,11 @@ def readable_share(prompt: str, completion: str) -> float:
         lines = (prompt + completion).splitlines(keepends=True)[: (error.lineno or 1) - 1]
         read = sum(map(len, lines)) + max((error.offset or 1) - 1, 0)
         return min(max(read - len(prompt), 0) / len(completion), 1.0)
-    except (ValueError, RecursionError, MemoryError):  # characters and depths that the parser does not take
+    except (
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # characters and depths that the parser does not take
         return 0.0
     return 1.0
 
@@ -134,7 +150,9 @@ def lora_adapters() -> "LoraConfig":
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:
-        raise SystemExit(f"--use_peft needs peft, which cannot be imported ({error}): pip install peft") from error
+        raise SystemExit(
+            f"--use_peft needs peft, which cannot be imported ({error}): pip install peft"
+        ) from error
     return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
 
 
@@ -144,7 +162,11 @@ def load_prompts(script_args: ScriptArguments, seed: int, show_progress: bool) -
         sources = standard_library(progress=show_progress).shuffle(seed=seed)["text"]
         return Dataset.from_list(list(islice(function_heads(sources), script_args.max_prompts)))
     prompts = hf_distca.load_documents(script_args.dataset_name)
-    count = len(prompts) if script_args.max_prompts is None else min(script_args.max_prompts, len(prompts))
+    count = (
+        len(prompts)
+        if script_args.max_prompts is None
+        else min(script_args.max_prompts, len(prompts))
+    )
     return prompts.shuffle(seed=seed).select(range(count))
 
 
@@ -156,13 +178,20 @@ def standard_library(progress: bool = True) -> Dataset:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
-    for path in tqdm(sorted(root.rglob("*.py")), "Reading the standard library", unit=" files", disable=not progress):
+    for path in tqdm(
+        sorted(root.rglob("*.py")),
+        "Reading the standard library",
+        unit=" files",
+        disable=not progress,
+    ):
         installed = {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
         if not installed and 100 <= path.stat().st_size <= 300_000:
             with suppress(UnicodeDecodeError):
                 texts.append(path.read_text(encoding="utf-8"))
     if not texts:
-        raise FileNotFoundError(f"found no .py files under {root}, where the standard library should be")
+        raise FileNotFoundError(
+            f"found no .py files under {root}, where the standard library should be"
+        )
     return Dataset.from_dict({"text": texts})
 
 
@@ -179,7 +208,9 @@ def function_heads(sources: Iterable[str]) -> Iterator[dict[str, str]]:
             continue
         for node in nodes:
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
-                head = ast.FunctionDef(**{**vars(node), "decorator_list": [], "body": node.body[:1]})
+                head = ast.FunctionDef(
+                    **{**vars(node), "decorator_list": [], "body": node.body[:1]}
+                )
                 yield {"prompt": ast.unparse(head) + "\n"}
 
 

@@ -34,13 +34,20 @@ def standard_library(progress: bool = True) -> Dataset:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
-    for path in tqdm(sorted(root.rglob("*.py")), "Reading the standard library", unit=" files", disable=not progress):
+    for path in tqdm(
+        sorted(root.rglob("*.py")),
+        "Reading the standard library",
+        unit=" files",
+        disable=not progress,
+    ):
         installed = {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
         if not installed and 100 <= path.stat().st_size <= 300_000:
             with suppress(UnicodeDecodeError):
                 texts.append(path.read_text(encoding="utf-8"))
     if not texts:
-        raise FileNotFoundError(f"found no .py files under {root}, where the standard library should be")
+        raise FileNotFoundError(
+            f"found no .py files under {root}, where the standard library should be"
+        )
     return Dataset.from_dict({"text": texts})
 
 
@@ -61,7 +68,9 @@ def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerF
     )
     tokenizer.train_from_iterator(documents["text"], trainer, length=len(documents))
     begin = (BEGIN, tokenizer.token_to_id(BEGIN))
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[begin])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[begin]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BEGIN,
@@ -72,7 +81,12 @@ def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerF
 
 
 def make_model(
-    tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int, heads: int, kv_heads: int, seed: int
+    tokenizer: PreTrainedTokenizerFast,
+    hidden_size: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    seed: int,
 ) -> LlamaForCausalLM:
     """Make a LLaMA model with random weights in float32.
 
@@ -105,7 +119,9 @@ def main() -> None:
         description="Make a small LLaMA checkpoint with a tokenizer trained on the Python standard library.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder to write the checkpoint to")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder to write the checkpoint to"
+    )
     parser.add_argument("--hidden_size", type=int, default=256, help="width of the hidden states")
     parser.add_argument("--layers", type=int, default=4, help="number of decoder layers")
     parser.add_argument("--heads", type=int, default=4, help="number of query heads")
@@ -123,7 +139,14 @@ def main() -> None:
     read = documents.select(range(min(TOKENIZER_DOCUMENTS, len(documents))))
     print(f"Training a tokenizer on {len(read)} of {len(documents)} documents")
     tokenizer = train_tokenizer(read, options.vocab_size)
-    model = make_model(tokenizer, options.hidden_size, options.layers, options.heads, options.kv_heads, options.seed)
+    model = make_model(
+        tokenizer,
+        options.hidden_size,
+        options.layers,
+        options.heads,
+        options.kv_heads,
+        options.seed,
+    )
     tokenizer.save_pretrained(options.output)
     model.save_pretrained(options.output)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens: {options.output}")

@@ -60,16 +60,26 @@ class ScriptArguments:
     max_chats: int | None = field(
         default=None, metadata={"help": "Take so many chats, drawn by the seed; all without it."}
     )
-    eval_fraction: float = field(default=0.05, metadata={"help": "Part of the chats kept for evaluation."})
-    use_peft: bool = field(default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."})
+    eval_fraction: float = field(
+        default=0.05, metadata={"help": "Part of the chats kept for evaluation."}
+    )
+    use_peft: bool = field(
+        default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."}
+    )
 
 
 @hf_distca.record  # an error is reported once, and not by every process
 def main() -> None:
     """Read the options, prepare chats and tokenizer, train, evaluate, report."""
-    parser = HfArgumentParser((ScriptArguments, hf_distca.DistCASFTConfig), usage="%(prog)s [OPTIONS]")
-    parser.set_defaults(logging_steps=5, logging_first_step=True)  # the table is made of what is logged
-    script_args, training_args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    parser = HfArgumentParser(
+        (ScriptArguments, hf_distca.DistCASFTConfig), usage="%(prog)s [OPTIONS]"
+    )
+    parser.set_defaults(
+        logging_steps=5, logging_first_step=True
+    )  # the table is made of what is logged
+    script_args, training_args, unknown = parser.parse_args_into_dataclasses(
+        return_remaining_strings=True
+    )
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; --help lists all")
     training_args.serve_if_server()
@@ -77,7 +87,9 @@ def main() -> None:
 
     # Every rank gets all chats, in the same order; TRL makes documents of them, and a plan says who holds which rows.
     with training_args.main_process_first(desc="loading"):
-        chats = load_chats(script_args, training_args.seed, show_progress=training_args.process_index == 0)
+        chats = load_chats(
+            script_args, training_args.seed, show_progress=training_args.process_index == 0
+        )
     parts = chats.train_test_split(test_size=script_args.eval_fraction, seed=training_args.seed)
 
     tokenizer = AutoTokenizer.from_pretrained(script_args.model_name_or_path)
@@ -99,7 +111,9 @@ def main() -> None:
     if trainer.is_world_process_zero():
         check_weights(Path(training_args.output_dir))
         summary = summarize(trainer.state.log_history, metrics, len(parts["train"]))
-        Path(training_args.output_dir, "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        Path(training_args.output_dir, "summary.json").write_text(
+            json.dumps(summary, indent=2) + "\n"
+        )
         width = max(map(len, summary))
         print("\n" + "\n".join(f"{name:<{width}}  {value:.6g}" for name, value in summary.items()))
     # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
@@ -112,7 +126,9 @@ def lora_adapters() -> "LoraConfig":
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:
-        raise SystemExit(f"--use_peft needs peft, which cannot be imported ({error}): pip install peft") from error
+        raise SystemExit(
+            f"--use_peft needs peft, which cannot be imported ({error}): pip install peft"
+        ) from error
     return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
 
 
@@ -140,13 +156,20 @@ def standard_library(progress: bool = True) -> Dataset:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
-    for path in tqdm(sorted(root.rglob("*.py")), "Reading the standard library", unit=" files", disable=not progress):
+    for path in tqdm(
+        sorted(root.rglob("*.py")),
+        "Reading the standard library",
+        unit=" files",
+        disable=not progress,
+    ):
         installed = {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
         if not installed and 100 <= path.stat().st_size <= 300_000:
             with suppress(UnicodeDecodeError):
                 texts.append(path.read_text(encoding="utf-8"))
     if not texts:
-        raise FileNotFoundError(f"found no .py files under {root}, where the standard library should be")
+        raise FileNotFoundError(
+            f"found no .py files under {root}, where the standard library should be"
+        )
     return Dataset.from_dict({"text": texts})
 
 
@@ -167,14 +190,21 @@ def library_chats(sources: Iterable[str]) -> Iterator[dict[str, list[dict[str, s
             continue
         messages = []
         for node in nodes:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (answer := ast.get_docstring(node)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (
+                answer := ast.get_docstring(node)
+            ):
                 question = f"What does `{node.name}({ast.unparse(node.args)})` do?"
-                messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+                messages += [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": answer},
+                ]
         if messages:
             yield {"messages": messages}
 
 
-def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], chats: int) -> dict[str, float]:
+def summarize(
+    log_history: list[dict[str, float]], metrics: dict[str, float], chats: int
+) -> dict[str, float]:
     """Summarise the run; without logged steps only the evaluation and the chats."""
     steps = [entry for entry in log_history if "loss" in entry]
     evaluated = {name: metrics[name] for name in ("eval_loss", "eval_mean_token_accuracy")}

@@ -13,7 +13,9 @@ import hf_distca
 def main() -> None:
     """Read the options and train."""
     parser = HfArgumentParser(
-        hf_distca.DistCATrainingArguments, usage="%(prog)s MODEL DOCUMENTS... [OPTIONS]", description=__doc__
+        hf_distca.DistCATrainingArguments,
+        usage="%(prog)s MODEL DOCUMENTS... [OPTIONS]",
+        description=__doc__,
     )
     parser.add_argument("model", help="a folder, or a name on the Hub")
     parser.add_argument(
@@ -22,7 +24,12 @@ def main() -> None:
         help="text files, one document each; .jsonl, .csv or .parquet files, a document a row; a folder of such "
         "files; or a name on the Hub",
     )
-    parser.add_argument("--sample_by", choices=("document", "paragraph"), default="document", help="divide text files")
+    parser.add_argument(
+        "--sample_by",
+        choices=("document", "paragraph"),
+        default="document",
+        help="divide text files",
+    )
     parser.set_defaults(
         output_dir="runs/train",
         tokens_per_rank=4096,  # the most that a process holds at a time: 32k and more on GPUs

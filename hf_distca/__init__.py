@@ -82,4 +82,6 @@ def __dir__() -> list[str]:
     return sorted({*__all__, "__version__", "__doc__", "__name__", "__file__"})
 
 
-when_imported("transformers.modeling_utils", lambda: import_module("hf_distca.patches.prepare").register())
+when_imported(
+    "transformers.modeling_utils", lambda: import_module("hf_distca.patches.prepare").register()
+)

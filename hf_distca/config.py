@@ -8,7 +8,16 @@ from typing import Any, Literal, get_args
 
 from hf_distca.kernel_names import KERNEL_NAMES
 from hf_distca.refusal import RefusedError
-from hf_distca.units import AUTO, Bytes, BytesOrAuto, Servers, Switch, Tokens, Tolerance, read_values
+from hf_distca.units import (
+    AUTO,
+    Bytes,
+    BytesOrAuto,
+    Servers,
+    Switch,
+    Tokens,
+    Tolerance,
+    read_values,
+)
 
 DOCUMENT_LAYOUTS = (AUTO, "joint", "fixed", "whole")
 TRANSPORTS = (AUTO, "tcp", "nixl")
@@ -70,7 +79,8 @@ class DistCAConfig:
         "lets the planner choose for every micro-batch by the predicted time.",
     )
     balance_block_size: int = setting(
-        128, "Documents are cut at multiples of this many rows, the block size of attention kernels."
+        128,
+        "Documents are cut at multiples of this many rows, the block size of attention kernels.",
     )
     attention_kernel: str = setting(
         "auto",
@@ -139,7 +149,9 @@ class DistCAConfig:
         "writes them to device_profile.json in the output folder, from where the same run takes them again. Training "
         "corrects costs that are wrong by more than a tenth.",
     )
-    exchange_timeout: float = setting(1800.0, "Seconds until an exchange with a rank that does not answer fails.")
+    exchange_timeout: float = setting(
+        1800.0, "Seconds until an exchange with a rank that does not answer fails."
+    )
     attention_servers: Servers = setting(
         0,
         "Experimental: dedicated attention servers. A number N makes the last N processes of this launch servers, "
@@ -231,7 +243,10 @@ class DistCAConfig:
 
 def _ranks_per_node(given: Any) -> str:
     """Return the setting as a string, from any form in YAML or Python, such as [8, 8, 4]."""
-    parts = [str(part).strip() for part in (given if isinstance(given, list | tuple) else str(given).split(","))]
+    parts = [
+        str(part).strip()
+        for part in (given if isinstance(given, list | tuple) else str(given).split(","))
+    ]
     if parts == [AUTO]:
         return AUTO
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):

@@ -90,7 +90,9 @@ class Layout:
     def tokens(self) -> NDArray[np.int64]:
         """[ranks] int64: rows that each rank holds."""
         rows = self.segments["stop"] - self.segments["start"]
-        return np.bincount(self.segments["rank"], weights=rows, minlength=self.ranks).astype(np.int64)
+        return np.bincount(self.segments["rank"], weights=rows, minlength=self.ranks).astype(
+            np.int64
+        )
 
     @cached_property
     def has_cuts(self) -> bool:
@@ -131,7 +133,9 @@ class Plan:
 class NanoBatch:
     """One layout and the plans of every kind of attention layer on it."""
 
-    documents: NDArray[np.int64]  # [documents] of the layout: index in the micro-batch; each is in one nano-batch only
+    documents: NDArray[
+        np.int64
+    ]  # [documents] of the layout: index in the micro-batch; each is in one nano-batch only
     layout: Layout
     plans: dict[AttentionKind, Plan]
 
@@ -193,7 +197,9 @@ class MicroBatchPlan:
     @property
     def tokens(self) -> NDArray[np.int64]:
         """[ranks] int64: rows that each rank holds."""
-        total: NDArray[np.int64] = np.sum([nano.layout.tokens for nano in self.nano_batches], axis=0)
+        total: NDArray[np.int64] = np.sum(
+            [nano.layout.tokens for nano in self.nano_batches], axis=0
+        )
         return total
 
     def held_by(self, rank: int) -> Iterator[tuple[int, int, int]]:

@@ -35,7 +35,9 @@ class Refusal:
 
     def error(self, *subject: Any, **values: Any) -> RefusedError:
         """Return the error with the message "found, but reason; remedy"."""
-        return RefusedError(f"{self.found}, but {self.reason}; {self.remedy}".format(*subject, **values))
+        return RefusedError(
+            f"{self.found}, but {self.reason}; {self.remedy}".format(*subject, **values)
+        )
 
 
 @dataclass(frozen=True)

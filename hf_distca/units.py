@@ -56,7 +56,11 @@ def _read_bytes_or_auto(given: Any) -> int | Literal["auto"]:
 
 
 def _read_servers(given: Any) -> int | Literal["external"]:
-    return EXTERNAL if given == EXTERNAL else _number(given, {"": 1}, f"a number of processes or {EXTERNAL!r}")
+    return (
+        EXTERNAL
+        if given == EXTERNAL
+        else _number(given, {"": 1}, f"a number of processes or {EXTERNAL!r}")
+    )
 
 
 def _read_tolerance(given: Any) -> float | Literal["auto"]:
@@ -82,7 +86,11 @@ def _read_switch(given: Any) -> bool | Literal["auto"]:
 def _number(given: Any, suffixes: dict[str, int], expected: str) -> int:
     if isinstance(given, int) and not isinstance(given, bool):
         return int(given)
-    found = re.fullmatch(r"\s*(-?\d[\d_]*(?:\.\d+)?)\s*([a-zA-Z]*)\s*", given) if isinstance(given, str) else None
+    found = (
+        re.fullmatch(r"\s*(-?\d[\d_]*(?:\.\d+)?)\s*([a-zA-Z]*)\s*", given)
+        if isinstance(given, str)
+        else None
+    )
     factor = suffixes.get(found[2].lower()) if found else None
     number = Decimal(found[1]) * factor if found and factor else None
     if number is None or number % 1:
@@ -90,7 +98,14 @@ def _number(given: Any, suffixes: dict[str, int], expected: str) -> int:
     return int(number)
 
 
-_READERS: list[Any] = [read_tokens, _read_bytes, _read_bytes_or_auto, _read_servers, _read_tolerance, _read_switch]
+_READERS: list[Any] = [
+    read_tokens,
+    _read_bytes,
+    _read_bytes_or_auto,
+    _read_servers,
+    _read_tolerance,
+    _read_switch,
+]
 
 if TYPE_CHECKING:
     Held = TypeVar("Held", covariant=True)

@@ -34,7 +34,13 @@ def wait_until(done: Callable[[float], bool], name: str, limit_s: float, remedy:
         if waited_s >= limit_s:
             raise WaitError(f"waited {waited_s:.0f} s for {name}, and it did not come; {remedy}")
         if waited_s >= report_s:
-            logger.warning("still waiting for %s (%.0f s of at most %.0f s); %s", name, waited_s, limit_s, remedy)
+            logger.warning(
+                "still waiting for %s (%.0f s of at most %.0f s); %s",
+                name,
+                waited_s,
+                limit_s,
+                remedy,
+            )
             report_s += REPORT_S
 
 

@@ -22,7 +22,9 @@ class _Finder(MetaPathFinder):
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._name, self._call = name, call
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Return the spec of the awaited module, and None for every other module."""
         if name != self._name:
             return None

@@ -11,14 +11,18 @@ from tests.ranks import EARLIER_NAMES, RankPool, backward_in_a_thread, with_back
 LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.comparison) ", re.M)
 """Imports of files that launch, or train on processes of their own."""
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: idle threads of one process keep cores from others
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # before torch is imported: idle threads of one process keep cores from others
+)
 
 # The time of an example shows how busy the machine is.
 settings.register_profile("hf_distca", deadline=None)
 settings.load_profile("hf_distca")
 
 
-@pytest.fixture(scope="module")  # ranks start in 0.1 s, and threads of their groups poll while they live
+@pytest.fixture(
+    scope="module"
+)  # ranks start in 0.1 s, and threads of their groups poll while they live
 def rank_pools() -> Iterator[dict[int, RankPool]]:
     """Pools of 1 to 4 ranks; each starts when it is first used."""
     pools = {size: RankPool(size) for size in (1, 2, 3, 4)}
@@ -32,7 +36,9 @@ def backward_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every backward runs in a thread of its own, in this process and on `rank_pools`: as on a GPU."""
     run = RankPool.run
     monkeypatch.setattr(
-        RankPool, "run", lambda pool, *args, **options: run(pool, with_backward_in_a_thread, *args, **options)
+        RankPool,
+        "run",
+        lambda pool, *args, **options: run(pool, with_backward_in_a_thread, *args, **options),
     )
     with backward_in_a_thread():
         yield
@@ -45,7 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files that launch first, the trainer's before others: one taken last would leave the other workers idle."""
-    launching = {path: bool(LAUNCHES.search(path.read_text())) for path in {item.path for item in items}}
+    launching = {
+        path: bool(LAUNCHES.search(path.read_text())) for path in {item.path for item in items}
+    }
     items.sort(key=lambda item: (not launching[item.path], "trainer" not in item.path.parts))
 
 

@@ -52,9 +52,26 @@ from hf_distca.planner.settings import PlanSettings
 
 META = torch.device("meta")
 
-WAITS = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique_dim", "_unique2"}
+WAITS = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "nonzero",
+    "equal",
+    "masked_select",
+    "unique_dim",
+    "_unique2",
+}
 GEMMS = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm"}
-COPIES = {"copy_", "clone", "_to_copy", "cat", "index_select", "index_copy_", "constant_pad_nd", "slice_backward"}
+COPIES = {
+    "copy_",
+    "clone",
+    "_to_copy",
+    "cat",
+    "index_select",
+    "index_copy_",
+    "constant_pad_nd",
+    "slice_backward",
+}
 ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 FILLED_FIRST = {"slice_backward", "select_backward", "index_select_backward"}
 """Zeros of the whole shape, then a copy into a part."""
@@ -98,7 +115,9 @@ class Counting(TorchDispatchMode):
         self.device = device
         self.calls: list[Call] = []
         self.layer: int | None = None
-        self._places: dict[int, tuple[str, int | None]] = {}  # owner and layer of nodes, by sequence number
+        self._places: dict[
+            int, tuple[str, int | None]
+        ] = {}  # owner and layer of nodes, by sequence number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -140,9 +159,13 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _check_no_wait(func: Any, args: Any, kwargs: Any) -> None:
     name = func._schema.name.split("::")[1]
     source = args[1 if name == "copy_" else 0] if args else None
-    target = kwargs.get("device") if name == "_to_copy" else args[0].device if name == "copy_" else None
+    target = (
+        kwargs.get("device") if name == "_to_copy" else args[0].device if name == "copy_" else None
+    )
     goes_to_host = target is not None and target.type == "cpu" != source.device.type
-    by_mask = name in ("index", "index_put_") and any(x.dtype in (torch.bool, torch.uint8) for x in _tensors(args[1]))
+    by_mask = name in ("index", "index_put_") and any(
+        x.dtype in (torch.bool, torch.uint8) for x in _tensors(args[1])
+    )
     if name in WAITS or goes_to_host or by_mask:
         raise AssertionError(f"{func} makes the host wait for the device")
 
@@ -165,16 +188,23 @@ def _what(func: Any, name: str, result: Any, args: Any) -> tuple[str, int]:
 
 def _moved(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     """Bytes that an operator reads and writes."""
-    if name == "merge_into":  # the part is read, and as many rows of the result are read and written
+    if (
+        name == "merge_into"
+    ):  # the part is read, and as many rows of the result are read and written
         _, _, *part, rows = args
         return 3 * _bytes(*part) + _bytes(*_tensors(rows))
-    if name == "sum_rows":  # each addend is read, and each row that has one is written; read too where it is added to
+    if (
+        name == "sum_rows"
+    ):  # each addend is read, and each row that has one is written; read too where it is added to
         out, rows, ends, addends, _, onto = args
         moved_rows = len(addends) + (len(ends) - 1) * (2 if onto else 1)
         return moved_rows * out[:1].numel() * out.itemsize + _bytes(ends, addends, *_tensors(rows))
     written, read = [], []
     schema = func._schema.arguments
-    given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+    given = [
+        *zip(schema, args, strict=False),
+        *((a, kwargs[a.name]) for a in schema if a.name in kwargs),
+    ]
     for argument, value in given:
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written:
@@ -182,7 +212,9 @@ def _moved(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
         if not is_written or (name not in OVERWRITTEN and argument.name != "out"):
             read += _tensors(value)
     fresh = [x for x in _tensors(result) if not any(x is other for other in written)]
-    if name in BY_ROWS:  # as many rows are read as written, those of a result or of the last argument
+    if (
+        name in BY_ROWS
+    ):  # as many rows are read as written, those of a result or of the last argument
         rows = fresh or [kwargs.get("out", args[-1])]
         return 2 * _bytes(*rows) + _bytes(*(x for x in read if not x.is_floating_point()))
     if name in FILLED_FIRST:
@@ -193,7 +225,8 @@ def _moved(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
 def _bytes(*tensors: Tensor) -> int:
     """As they lie in memory: what is broadcast is there once."""
     return sum(
-        math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.itemsize for x in tensors
+        math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.itemsize
+        for x in tensors
     )
 
 
@@ -229,7 +262,9 @@ class MetaKernel(TorchVarlenKernel):
 def _aligned(x: Tensor) -> bool:
     """Whether every row and head begins at a multiple of 16 bytes, and the numbers of a head lie side by side."""
     steps = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    return x.stride(-1) == 1 and not any(step * x.itemsize % 16 for step in (*steps, x.storage_offset()))
+    return x.stride(-1) == 1 and not any(
+        step * x.itemsize % 16 for step in (*steps, x.storage_offset())
+    )
 
 
 @contextmanager
@@ -247,7 +282,9 @@ def without_numbers(device: torch.device = META) -> Iterator[None]:
     """What is made inside on the device has no numbers; what asks for more than a shape finds an answer."""
     with ExitStack() as stack:
         # transformers looks at the positions, whether documents are packed: a wait, without an answer here.
-        stack.enter_context(patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None))
+        stack.enter_context(
+            patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
+        )
         if device == META:  # torch has no autocast for it
             stack.enter_context(patch("torch.is_autocast_enabled", lambda _device: False))
             stack.enter_context(patch("torch.get_autocast_dtype", lambda _device: torch.bfloat16))
@@ -267,16 +304,26 @@ def empty_model(model_type: str, device: torch.device = META, **config: Any) -> 
     """A model without numbers; to be made inside `without_numbers`."""
     settings = AutoConfig.for_model(model_type, **config)
     with device, patch("torch.nn.init.normal_", lambda x, *_, **__: x):
-        model = AutoModelForCausalLM.from_config(settings, attn_implementation="distca", dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            settings, attn_implementation="distca", dtype=torch.bfloat16
+        )
     return model.train()
 
 
 def bound_plan(
-    plan: MicroBatchPlan, rank: int, group: dist.ProcessGroup, device: torch.device = META, **options: Any
+    plan: MicroBatchPlan,
+    rank: int,
+    group: dist.ProcessGroup,
+    device: torch.device = META,
+    **options: Any,
 ) -> BoundPlan:
     """The plan bound to one of the ranks of a fake group."""
-    exchange = Exchange(SimpleNamespace(exchange=group, node=group, closed=False, waits=Waits.alone()))
-    return BoundPlan(plan, rank, Runtime(device, exchange, MetaKernel(), Recorder(device), **options))
+    exchange = Exchange(
+        SimpleNamespace(exchange=group, node=group, closed=False, waits=Waits.alone())
+    )
+    return BoundPlan(
+        plan, rank, Runtime(device, exchange, MetaKernel(), Recorder(device), **options)
+    )
 
 
 def counted(model: PreTrainedModel, bound: BoundPlan) -> Counting:
@@ -287,7 +334,9 @@ def counted(model: PreTrainedModel, bound: BoundPlan) -> Counting:
     hooks = []
     for number, layer in enumerate(decoder.layers):
         hooks += [
-            layer.register_forward_pre_hook(lambda *_, number=number: setattr(mode, "layer", number)),
+            layer.register_forward_pre_hook(
+                lambda *_, number=number: setattr(mode, "layer", number)
+            ),
             layer.register_forward_hook(lambda *_: setattr(mode, "layer", None)),
         ]
     with mode:
@@ -315,7 +364,9 @@ RANKS, TOKENS = 8, 32768
 
 def main() -> None:
     """Print, for a document of 100000 tokens among short ones of some 600, what each rank's layer takes."""
-    parser = argparse.ArgumentParser(description="Counts what one layer launches and moves, on meta tensors.")
+    parser = argparse.ArgumentParser(
+        description="Counts what one layer launches and moves, on meta tensors."
+    )
     parser.add_argument("--no-ping-pong", dest="ping_pong", action="store_false")
     ping_pong = parser.parse_args().ping_pong
     draw, lengths = np.random.default_rng(0), [100_000]
@@ -327,10 +378,17 @@ def main() -> None:
             plan_layers(model)
         options = {"row_overhead": MetaKernel.row_overhead, "ping_pong": ping_pong}
         for layout in ("joint", "fixed"):
-            settings = PlanSettings(RANKS, TOKENS, tuple(layers_by_kind(model)), document_layout=layout, **options)
+            settings = PlanSettings(
+                RANKS, TOKENS, tuple(layers_by_kind(model)), document_layout=layout, **options
+            )
             plan = plan_micro_batch(lengths, settings)
-            of_ranks = [counted(model, bound_plan(plan, rank, group)).calls for rank in range(RANKS)]
-            _print_table(layout, [[call for call in calls if call.layer == INNER_LAYER] for calls in of_ranks])
+            of_ranks = [
+                counted(model, bound_plan(plan, rank, group)).calls for rank in range(RANKS)
+            ]
+            _print_table(
+                layout,
+                [[call for call in calls if call.layer == INNER_LAYER] for calls in of_ranks],
+            )
 
 
 def _print_table(layout: str, of_ranks: list[list[Call]]) -> None:
@@ -338,11 +396,17 @@ def _print_table(layout: str, of_ranks: list[list[Call]]) -> None:
     print(f"{layout + ' layout':28}" + "".join(f"{name:>16}" for name in (*FIGURES[:-1], "GB")))
     for owner in ("dispatch", "model"):
         for title, ways in (("forward", (False,)), ("backward", (True,)), ("both", (False, True))):
-            of_part = [[call for call in calls if call.owner == owner and call.backward in ways] for calls in of_ranks]
+            of_part = [
+                [call for call in calls if call.owner == owner and call.backward in ways]
+                for calls in of_ranks
+            ]
             rows = [[found[name] for name in FIGURES] for found in map(figures_of, of_part)]
             figures = np.array(rows) / [1, 1, 1, 1, 1, 1e9]
             columns = zip(figures.mean(0), figures.max(0), strict=True)
-            print(f"  {owner + ' ' + title:26}" + "".join(f"{mean:8.1f} ({most:5.1f})" for mean, most in columns))
+            print(
+                f"  {owner + ' ' + title:26}"
+                + "".join(f"{mean:8.1f} ({most:5.1f})" for mean, most in columns)
+            )
 
 
 if __name__ == "__main__":

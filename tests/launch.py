@@ -18,26 +18,41 @@ CONFIGS = ROOT / "examples" / "configs"
 
 def launcher(strategy: str, ranks: int) -> list[str]:
     """The command that launches a script, without the script."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{strategy}.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(CONFIGS / f"{strategy}.yaml"),
+    ]
     return [*command, f"--num_processes={ranks}", f"--main_process_port={free_port()}"]
 
 
 def cpu_environment() -> dict[str, str]:
     """The environment of a launch on the CPU."""
     # Trainers that tests make in this process leave settings for accelerate behind.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")
+    }
     return environment | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_in_forks(
-    strategy: str, script: Path, arguments: Sequence[str], folder: Path, ranks: int = 2, **environment: str
+    strategy: str,
+    script: Path,
+    arguments: Sequence[str],
+    folder: Path,
+    ranks: int = 2,
+    **environment: str,
 ) -> list[int | None]:
     """Run a script as `accelerate launch` does, in processes that have imported everything; return their exit codes.
 
     What a rank prints is in the file `output-RANK` of the folder.
     """
     environment = {"CUDA_VISIBLE_DEVICES": "", **launch_environment(strategy, ranks), **environment}
-    with own_processes(ranks, _run_script, environment, script, arguments, folder=folder) as processes:
+    with own_processes(
+        ranks, _run_script, environment, script, arguments, folder=folder
+    ) as processes:
         for process in processes:
             process.join(280)
         return [process.exitcode for process in processes]
@@ -50,16 +65,28 @@ def launch_environment(strategy: str, ranks: int) -> dict[str, str]:
 
     found: list[dict[str, str]] = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:  # which other tests left behind
+        for name in [
+            name for name in os.environ if name.startswith("ACCELERATE_")
+        ]:  # which other tests left behind
             patch.delenv(name)
-        patch.setattr(accelerate_launch, "multi_gpu_launcher", lambda args: found.append(prepare_multi_gpu_env(args)))
         patch.setattr(
-            accelerate_launch, "deepspeed_launcher", lambda args: found.append(prepare_deepspeed_cmd_env(args)[1])
+            accelerate_launch,
+            "multi_gpu_launcher",
+            lambda args: found.append(prepare_multi_gpu_env(args)),
+        )
+        patch.setattr(
+            accelerate_launch,
+            "deepspeed_launcher",
+            lambda args: found.append(prepare_deepspeed_cmd_env(args)[1]),
         )
         command = [*launcher(strategy, ranks)[3:], "script.py"]
-        accelerate_launch.launch_command(accelerate_launch.launch_command_parser().parse_args(command))
+        accelerate_launch.launch_command(
+            accelerate_launch.launch_command_parser().parse_args(command)
+        )
         (environment,) = found
-        changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+        changed = {
+            name: value for name, value in environment.items() if os.environ.get(name) != value
+        }
     return {name: value for name, value in changed.items() if not name.startswith("MASTER_")}
 
 

@@ -92,7 +92,9 @@ SMALL_HYBRID = {
 """Besides SMALL, for qwen3_next: a layer with a gated delta rule, and one with attention."""
 
 
-def small_model(model_type: str = "llama", implementation: str = "distca", **config: Any) -> PreTrainedModel:
+def small_model(
+    model_type: str = "llama", implementation: str = "distca", **config: Any
+) -> PreTrainedModel:
     """A randomly initialised model, the same every time."""
     torch.manual_seed(0)
     settings = AutoConfig.for_model(model_type, **{**SMALL, **config})
@@ -106,7 +108,12 @@ def with_lora(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def dispatcher_of_all_ranks(**settings: Any) -> Dispatcher:
-    settings = {"tokens_per_rank": 4096, "balance_block_size": 8, "kinds": small_kinds(), **settings}
+    settings = {
+        "tokens_per_rank": 4096,
+        "balance_block_size": 8,
+        "kinds": small_kinds(),
+        **settings,
+    }
     return Dispatcher(PlanSettings(ranks=dist.get_world_size(), **settings), torch.device("cpu"))
 
 
@@ -133,7 +140,9 @@ def planned_step(model: nn.Module, bound: BoundPlan, documents: Sequence[Tensor]
     rank = dist.get_rank() if dist.is_initialized() else 0
     batch = cut_rows(bound.plan, rank, documents)
     targets = sum(max(len(document) - 1, 0) for document in documents)
-    loss = model(**batch, labels=batch["shift_labels"], num_items_in_batch=targets, distca_plan=bound).loss
+    loss = model(
+        **batch, labels=batch["shift_labels"], num_items_in_batch=targets, distca_plan=bound
+    ).loss
     loss.backward()
     return summed_step(model, loss)
 

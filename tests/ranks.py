@@ -21,8 +21,21 @@ TIMEOUT_S = 90
 EARLIER_NAMES = ".gradient_checkpointing"
 """Beginning of transformers' warnings of earlier names. PEFT alone asks for `is_gradient_checkpointing`."""
 PRELOADED = [
-    *("torch", "transformers", "datasets", "deepspeed", "peft", "hf_distca", "hf_distca.dispatch.dispatcher"),
-    *("hf_distca.kernels.cpu", "hf_distca.pool.server", "hf_distca.trainer.trainer", "tests.models_and_batches"),
+    *(
+        "torch",
+        "transformers",
+        "datasets",
+        "deepspeed",
+        "peft",
+        "hf_distca",
+        "hf_distca.dispatch.dispatcher",
+    ),
+    *(
+        "hf_distca.kernels.cpu",
+        "hf_distca.pool.server",
+        "hf_distca.trainer.trainer",
+        "tests.models_and_batches",
+    ),
 ]
 
 
@@ -34,7 +47,9 @@ class RankPool:
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, keeps_groups: bool = False) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, keeps_groups: bool = False
+    ) -> list[Any]:
         """Call a module-level function with the arguments on every rank; what each returned, by rank.
 
         With `keeps_groups` the groups that it made stay until a later run ends them: torch gives the meshes of
@@ -46,11 +61,17 @@ class RankPool:
             connection.send((function, args, keeps_groups))
         results: dict[int, Any] = {}
         while len(results) < self.size:
-            waiting = [connection for rank, connection in enumerate(self._connections) if rank not in results]
+            waiting = [
+                connection
+                for rank, connection in enumerate(self._connections)
+                if rank not in results
+            ]
             ready = wait(waiting, timeout=TIMEOUT_S)
             if not ready:
                 self.close()
-                raise TimeoutError(f"only ranks {sorted(results)} of {self.size} answered in {TIMEOUT_S} s")
+                raise TimeoutError(
+                    f"only ranks {sorted(results)} of {self.size} answered in {TIMEOUT_S} s"
+                )
             for connection in ready:
                 rank = self._connections.index(connection)
                 succeeded, results[rank] = connection.recv()
@@ -91,7 +112,9 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
             modules = len(sys.modules)
         try:
             result = function(*args)
-            if not keeps_groups:  # the threads of one group poll, those of hundreds take a core and more
+            if (
+                not keeps_groups
+            ):  # the threads of one group poll, those of hundreds take a core and more
                 dist.barrier()  # nothing is on its way in any of them
                 gc.collect()
                 for group in list(dist.distributed_c10d._world.pg_map):
@@ -103,7 +126,9 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
 
 
 @contextmanager
-def own_processes(size: int, function: Callable[..., None], *args: Any, folder: Path) -> Iterator[list[Any]]:
+def own_processes(
+    size: int, function: Callable[..., None], *args: Any, folder: Path
+) -> Iterator[list[Any]]:
     """Processes of a world of their own, which may end as they like: they are killed where the block ends.
 
     Args:
@@ -128,7 +153,12 @@ def own_processes(size: int, function: Callable[..., None], *args: Any, folder: 
 
 
 def _in_own_process(
-    rank: int, size: int, port: int, folder: Path, function: Callable[..., None], args: tuple[Any, ...]
+    rank: int,
+    size: int,
+    port: int,
+    folder: Path,
+    function: Callable[..., None],
+    args: tuple[Any, ...],
 ) -> None:
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -150,7 +180,9 @@ def _become_rank(rank: int, size: int, port: int) -> None:
     # As in a process that is launched: what a forkserver has made would make processes that import everything anew.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
-    with suppress(ImportError):  # DeepSpeed would compile for half a minute an operator that only inference uses
+    with suppress(
+        ImportError
+    ):  # DeepSpeed would compile for half a minute an operator that only inference uses
         from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
         ShareMemCommBuilder.is_compatible = lambda *_, **__: False

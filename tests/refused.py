@@ -17,10 +17,14 @@ def refused(entry: Refusal, **values: Any) -> Any:
 def pattern(entry: Refusal, **values: Any) -> str:
     """A regular expression of the message of an entry, in which other values than those given are anything."""
     parts = []
-    for text, name, spec, conversion in Formatter().parse(f"{entry.found}, but {entry.reason}; {entry.remedy}"):
+    for text, name, spec, conversion in Formatter().parse(
+        f"{entry.found}, but {entry.reason}; {entry.remedy}"
+    ):
         parts.append(re.escape(text))
         if name in values:
-            field = f"{{{name}{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}}}"
+            field = (
+                f"{{{name}{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}}}"
+            )
             parts.append(re.escape(field.format(**values)))
         elif name is not None:
             parts.append("(?s:.*?)")

@@ -5,8 +5,24 @@ from transformers import HfArgumentParser
 
 from hf_distca import DistCAConfig
 
-TOKENS = {8192: 8192, "8192": 8192, "8_192": 8192, "32k": 32768, "32K": 32768, " 1.5 k ": 1536, "1M": 2**20}
-BYTES = {1000: 1000, "1000": 1000, "64KiB": 2**16, "128MiB": 2**27, "0.5 gib": 2**29, "64kB": 64000, "1GB": 10**9}
+TOKENS = {
+    8192: 8192,
+    "8192": 8192,
+    "8_192": 8192,
+    "32k": 32768,
+    "32K": 32768,
+    " 1.5 k ": 1536,
+    "1M": 2**20,
+}
+BYTES = {
+    1000: 1000,
+    "1000": 1000,
+    "64KiB": 2**16,
+    "128MiB": 2**27,
+    "0.5 gib": 2**29,
+    "64kB": 64000,
+    "1GB": 10**9,
+}
 NODES = {"auto": "auto", 8: "8", "8": "8", (8, 12): "8,12", " 8, 8 ,4": "8,8,4"}
 READ = {
     "tokens_per_rank": TOKENS,
@@ -34,9 +50,15 @@ def test_planned_nodes():
 
 def test_settings_on_the_command_line_and_in_yaml(tmp_path, capsys):
     parser, file = HfArgumentParser(DistCAConfig), tmp_path / "settings.yaml"
-    written = {"tokens_per_rank": "32k", "exchange_buffer_bytes": "64MiB", "attention_servers": "external"}
+    written = {
+        "tokens_per_rank": "32k",
+        "exchange_buffer_bytes": "64MiB",
+        "attention_servers": "external",
+    }
     written |= {"ranks_per_node": "8,8,4", "ping_pong": "false", "balance_tolerance": "0.1"}
-    expected = DistCAConfig(32768, exchange_buffer_bytes=2**26, attention_servers="external", ranks_per_node="8,8,4")
+    expected = DistCAConfig(
+        32768, exchange_buffer_bytes=2**26, attention_servers="external", ranks_per_node="8,8,4"
+    )
     expected.ping_pong, expected.balance_tolerance = False, 0.1
     file.write_text("".join(f"{name}: {value}\n" for name, value in written.items()))
     assert parser.parse_yaml_file(str(file)) == (expected,)
@@ -44,16 +66,28 @@ def test_settings_on_the_command_line_and_in_yaml(tmp_path, capsys):
     assert parser.parse_yaml_file(str(file))[0].ranks_per_node == "8,8,4"
     options = [word for name, value in written.items() for word in (f"--{name}", value)]
     assert parser.parse_args_into_dataclasses(options) == (expected,)
-    assert parser.parse_args_into_dataclasses(["--attention_servers", "2"])[0].attention_servers == 2
+    assert (
+        parser.parse_args_into_dataclasses(["--attention_servers", "2"])[0].attention_servers == 2
+    )
     with pytest.raises(SystemExit):
         parser.parse_args_into_dataclasses(["--tokens_per_rank", "32q"])
-    assert "argument --tokens_per_rank/--tokens-per-rank: must be a number of tokens" in capsys.readouterr().err
+    assert (
+        "argument --tokens_per_rank/--tokens-per-rank: must be a number of tokens"
+        in capsys.readouterr().err
+    )
 
 
 def test_what_the_planner_chooses():
-    default, set_all = DistCAConfig(), DistCAConfig(ping_pong=True, balance_tolerance=0.01, document_layout="joint")
+    default, set_all = (
+        DistCAConfig(),
+        DistCAConfig(ping_pong=True, balance_tolerance=0.01, document_layout="joint"),
+    )
     assert (default.ping_pong, default.balance_tolerance, default.document_layout) == ("auto",) * 3
-    assert (default.chooses, DistCAConfig(ping_pong=False).chooses, set_all.chooses) == (True, True, False)
+    assert (default.chooses, DistCAConfig(ping_pong=False).chooses, set_all.chooses) == (
+        True,
+        True,
+        False,
+    )
     assert default.planning(8)["ping_pong"]
     assert not DistCAConfig(ping_pong=False).planning(8)["ping_pong"]
     # One rank alone has nobody to exchange with; with attention servers it has.

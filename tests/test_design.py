@@ -62,7 +62,9 @@ def test_a_step_goes_through_the_listed_files(tmp_path):
 def test_named_files_exist():
     named = set(re.findall(r"`((?:[\w]+/)+[\w]*(?:\.py)?)`", DESIGN))
     assert {"planner/joint.py", "planner/schedule.py"} <= named
-    assert not {name for name in named if not ((ROOT / name).exists() or (ROOT.parent / name).exists())}
+    assert not {
+        name for name in named if not ((ROOT / name).exists() or (ROOT.parent / name).exists())
+    }
 
 
 def test_phases_are_those_of_the_schedule():
@@ -76,10 +78,14 @@ def test_phases_are_those_of_the_schedule():
 def _written(direction: Any, turn: Any, stages: int) -> str:
     """A schedule as the page writes it: what arrived is only named where it was not just sent."""
     tasks = ("remote-KV", "remote-query", *(("remote-query prefix",) if stages > 1 else ()))
-    groups = frozenset([("local", 0), *((name, stage) for name in tasks for stage in range(stages))])
+    groups = frozenset(
+        [("local", 0), *((name, stage) for name in tasks for stage in range(stages))]
+    )
     parts: list[str] = []
     for phase in make_schedule(direction, turn, groups=groups, windowed=False, stages=stages):
         name = phase.name.replace("run ", "").replace("; ", " · ")
-        parts.append(name if not name.startswith("wait do") else re.sub("^wait [^·]*", "wait … ", name))
+        parts.append(
+            name if not name.startswith("wait do") else re.sub("^wait [^·]*", "wait … ", name)
+        )
         parts += ["pause"] if phase.pause else []
     return " │ ".join(parts)

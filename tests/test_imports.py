@@ -9,7 +9,9 @@ import hf_distca
 
 
 def test_public_names():
-    assert [name for name in dir(hf_distca) if not name.startswith("__")] == sorted(hf_distca.__all__)
+    assert [name for name in dir(hf_distca) if not name.startswith("__")] == sorted(
+        hf_distca.__all__
+    )
     for name in hf_distca.__all__:
         assert getattr(hf_distca, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -22,10 +22,16 @@ def test_ci_runs_targets_of_the_makefile_on_the_declared_pythons():
     targets = " ".join(re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.M)).split()
     run = [step["run"] for job in CI["jobs"].values() for step in job["steps"] if "run" in step]
     versions = " ".join(CI["jobs"]["versions"]["strategy"]["matrix"]["versions"])
-    asked = {name for line in run for name in line.replace("${{ matrix.versions }}", versions).split()[1:]}
+    asked = {
+        name
+        for line in run
+        for name in line.replace("${{ matrix.versions }}", versions).split()[1:]
+    }
     assert {"lint", "types", "tests", "oldest", "newest"} <= asked <= set(targets)
     declared = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
-    assert CI["jobs"]["tests"]["strategy"]["matrix"]["python"] == declared == ["3.11", "3.12", "3.13"]
+    assert (
+        CI["jobs"]["tests"]["strategy"]["matrix"]["python"] == declared == ["3.11", "3.12", "3.13"]
+    )
 
 
 def test_version_and_form_of_the_changelog():
@@ -39,12 +45,21 @@ def test_version_and_form_of_the_changelog():
 def test_the_map_for_agents_is_short_and_whole():
     agents = (ROOT / "AGENTS.md").read_text()
     assert len(agents.splitlines()) <= 60
-    packages = {f"hf_distca/{path.parent.name}" for path in (ROOT / "hf_distca").glob("*/__init__.py")}
-    assert set(re.findall(r"`(hf_distca/\w+)`", agents.split("## Packages")[1].split("## Rules")[0])) == packages
+    packages = {
+        f"hf_distca/{path.parent.name}" for path in (ROOT / "hf_distca").glob("*/__init__.py")
+    }
+    assert (
+        set(re.findall(r"`(hf_distca/\w+)`", agents.split("## Packages")[1].split("## Rules")[0]))
+        == packages
+    )
 
 
 def test_experimental_settings_are_listed():
-    marked = {each.name for each in fields(hf_distca.DistCAConfig) if each.metadata["help"].startswith("Experimental")}
+    marked = {
+        each.name
+        for each in fields(hf_distca.DistCAConfig)
+        if each.metadata["help"].startswith("Experimental")
+    }
     page = (ROOT / "docs" / "development" / "contributing.md").read_text()
     listed = page.split('begins with "Experimental":')[1].split("##")[0]
     assert marked == set(re.findall(r"^- `(\w+)`", listed, re.M))

@@ -49,14 +49,18 @@ def fail(kind: str) -> None:
         ("interrupted", 130, "interrupted"),
     ],
 )
-def test_rank_0_prints_one_line_and_others_print_nothing(rank, capsys, tmp_path, kind, code, sentence):
+def test_rank_0_prints_one_line_and_others_print_nothing(
+    rank, capsys, tmp_path, kind, code, sentence
+):
     with pytest.raises(SystemExit) as ended:
         hf_distca.record(fail)(kind)
     assert ended.value.code == code
     assert capsys.readouterr() == ("", f"{sentence}\n" if rank == 0 else "")
     file = tmp_path / "error.json"
     assert file.exists() is (kind != "interrupted")
-    if file.exists():  # the launcher shows the call stack: it is the sentence alone, with the name of its class
+    if (
+        file.exists()
+    ):  # the launcher shows the call stack: it is the sentence alone, with the name of its class
         (line,) = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"].splitlines()
         assert line.endswith(f"Error: {sentence}")
 
@@ -66,7 +70,9 @@ def test_a_crash_keeps_its_traceback(rank, capsys, tmp_path, kind, error):
     with pytest.raises(error, match=r"^boom$"):
         hf_distca.record(fail)(kind)
     assert capsys.readouterr() == ("", "")
-    stack = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
+    stack = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"][
+        "py_callstack"
+    ]
     assert "Traceback" in stack
     assert "in fail" in stack
 

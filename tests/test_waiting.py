@@ -26,7 +26,10 @@ def test_a_wait_ends_at_its_limit_and_says_so_once_a_minute(monkeypatch, caplog)
     clock = Clock(monkeypatch)
     with pytest.raises(WaitError) as raised:
         wait_until(clock.never, "rank 0, in a server", 150.0, "look at rank 0")
-    assert str(raised.value) == "waited 150 s for rank 0, in a server, and it did not come; look at rank 0"
+    assert (
+        str(raised.value)
+        == "waited 150 s for rank 0, in a server, and it did not come; look at rank 0"
+    )
     assert clock.slices == [1.0] * 150  # short enough for signals
     assert [record.message for record in caplog.records] == [
         f"still waiting for rank 0, in a server ({seconds} s of at most 150 s); look at rank 0"
@@ -52,7 +55,9 @@ def test_a_thread_that_does_not_end_is_named():
     thread = threading.Thread(target=stays.wait, args=(60,), name="receive 10.0.0.1:5", daemon=True)
     thread.start()
     begin = time.monotonic()
-    with pytest.raises(WaitError, match=r"the thread 'receive 10\.0\.0\.1:5' of this process to end.*py-spy dump"):
+    with pytest.raises(
+        WaitError, match=r"the thread 'receive 10\.0\.0\.1:5' of this process to end.*py-spy dump"
+    ):
         join(thread, 0.2)
     assert 0.2 <= time.monotonic() - begin < 30
     stays.set()

@@ -56,10 +56,14 @@ class NoStep(TrainerCallback):
         raise AssertionError("a step began")
 
 
-def train(folder: Any, rows: Any = TOKENS, model: Any = None, resume: Any = None, **options: Any) -> None:
+def train(
+    folder: Any, rows: Any = TOKENS, model: Any = None, resume: Any = None, **options: Any
+) -> None:
     """Train with DistCATrainer; `options` are arguments of the trainer, or fields of its `args`."""
     given: dict[str, Any] = {"train_dataset": rows, "processing_class": tokenizer()}
-    given |= {name: options.pop(name) for name in ("eval_dataset", "processing_class") if name in options}
+    given |= {
+        name: options.pop(name) for name in ("eval_dataset", "processing_class") if name in options
+    }
     options = {"max_steps": 1, "save_strategy": "no", **options}
     trainer = make_trainer(str(folder), model=model, given=given, **options)
     trainer.add_callback(NoStep())
@@ -68,7 +72,13 @@ def train(folder: Any, rows: Any = TOKENS, model: Any = None, resume: Any = None
 
 def train_chats(folder: Any, rows: Any, model: Any = None) -> None:
     """Train with DistCASFTTrainer."""
-    options = {"use_cpu": True, "bf16": False, "report_to": [], "max_steps": 1, "disable_tqdm": True}
+    options = {
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "max_steps": 1,
+        "disable_tqdm": True,
+    }
     args = hf_distca.DistCASFTConfig(str(folder), **options)
     given = {"train_dataset": rows, "processing_class": tokenizer(), "callbacks": [NoStep()]}
     hf_distca.DistCASFTTrainer(model or small_model(), args, **given).train()
@@ -98,11 +108,11 @@ def assert_said(seen: str, answer: str) -> None:
 
 ONE_SET = "training takes the documents of one data set; choose one: "
 BY_NUMBER = "but documents are read by number, not by column; make a data set of "
-NOT_GIVEN = "it gives no documents, neither by number nor one after another; give a datasets.Dataset, …"
-LOADED = "but names and files are not loaded here; load it: "
-A_ROW = (
-    "but a document is a dictionary of columns, such as {'input_ids': [1, 2]} or {'text': 'a b'}; give dictionaries, …"
+NOT_GIVEN = (
+    "it gives no documents, neither by number nor one after another; give a datasets.Dataset, …"
 )
+LOADED = "but names and files are not loaded here; load it: "
+A_ROW = "but a document is a dictionary of columns, such as {'input_ids': [1, 2]} or {'text': 'a b'}; give dictionaries, …"
 A_TEXT = "but a document is a text; remove such documents: dataset.filter(lambda e: isinstance(e['text'], str))"
 A_LIST = "but a document has one list of integers, one for each token; tokenize each document by itself, …"
 FIRST = "document 0 of train_dataset"
@@ -155,31 +165,67 @@ DATA: Rows = [
         lambda: "texts.jsonl",
         f"train_dataset is the text 'texts.jsonl', {LOADED}train_dataset=hf_distca.load_documents('texts.jsonl')",
     ),
-    ("a Path", lambda: Path("texts"), f"train_dataset is the text 'texts', {LOADED}…load_documents('texts')"),
+    (
+        "a Path",
+        lambda: Path("texts"),
+        f"train_dataset is the text 'texts', {LOADED}…load_documents('texts')",
+    ),
     ("a number", lambda: 5, f"train_dataset is 5, but {NOT_GIVEN}"),
-    ("a function that yields", lambda: DATA.__iter__, f"train_dataset is of the type method-wrapper, but {NOT_GIVEN}"),
+    (
+        "a function that yields",
+        lambda: DATA.__iter__,
+        f"train_dataset is of the type method-wrapper, but {NOT_GIVEN}",
+    ),
     ("a class", lambda: datasets.Dataset, f"train_dataset is the class Dataset, but {NOT_GIVEN}"),
-    ("a DataLoader", lambda: DataLoader(stored(TOKENS)), f"train_dataset is of the type DataLoader, but {NOT_GIVEN}"),
+    (
+        "a DataLoader",
+        lambda: DataLoader(stored(TOKENS)),
+        f"train_dataset is of the type DataLoader, but {NOT_GIVEN}",
+    ),
     ("strings instead of rows", lambda: ["hello", "you"], f"{FIRST} is of the type str, {A_ROW}"),
     ("a list of tokens", lambda: [3, 4, 5], f"{FIRST} is of the type int, {A_ROW}"),
     ("lists of tokens", lambda: [[3, 4], [5]], f"{FIRST} is of the type list, {A_ROW}"),
-    ("a tensor of tokens", lambda: torch.tensor([[3, 4]]), f"{FIRST} is of the type Tensor, {A_ROW}"),
-    ("a row that is missing", lambda: [*TEXTS, None], f"document 4 of train_dataset is of the type NoneType, {A_ROW}"),
+    (
+        "a tensor of tokens",
+        lambda: torch.tensor([[3, 4]]),
+        f"{FIRST} is of the type Tensor, {A_ROW}",
+    ),
+    (
+        "a row that is missing",
+        lambda: [*TEXTS, None],
+        f"document 4 of train_dataset is of the type NoneType, {A_ROW}",
+    ),
     (
         "a row of tokens that is missing",
         lambda: [*TOKENS, None],
         f"document 4 of train_dataset is of the type NoneType, {A_ROW}",
     ),
-    ("no documents", list, "train_dataset has no documents, but training needs documents; give at least one document"),
+    (
+        "no documents",
+        list,
+        "train_dataset has no documents, but training needs documents; give at least one document",
+    ),
     (
         "a stream without documents",
         lambda: Stream([]),
         "train_dataset has no documents, but training needs documents; …",
     ),
     ("no data", lambda: None, "Trainer: training requires a train_dataset."),
-    ("a text that is None", lambda: [{"text": None}], f"{FIRST} has a value of the type NoneType in 'text', {A_TEXT}"),
-    ("a text that is a number", lambda: [{"text": 3}], f"{FIRST} has a value of the type int in 'text', {A_TEXT}"),
-    ("a list of texts", lambda: [{"text": ["w1"]}], f"{FIRST} has a value of the type list in 'text', {A_TEXT}"),
+    (
+        "a text that is None",
+        lambda: [{"text": None}],
+        f"{FIRST} has a value of the type NoneType in 'text', {A_TEXT}",
+    ),
+    (
+        "a text that is a number",
+        lambda: [{"text": 3}],
+        f"{FIRST} has a value of the type int in 'text', {A_TEXT}",
+    ),
+    (
+        "a list of texts",
+        lambda: [{"text": ["w1"]}],
+        f"{FIRST} has a value of the type list in 'text', {A_TEXT}",
+    ),
     (
         "a stored text that is None",
         lambda: stored([*TEXTS, {"text": None}]),
@@ -217,7 +263,11 @@ DATA: Rows = [
         lambda: [{"input_ids": None}],
         f"{FIRST} has 'input_ids' of shape () and type object, {A_LIST}",
     ),
-    ("one token", lambda: [{"input_ids": 3}], f"{FIRST} has 'input_ids' of shape () and type int64, {A_LIST}"),
+    (
+        "one token",
+        lambda: [{"input_ids": 3}],
+        f"{FIRST} has 'input_ids' of shape () and type int64, {A_LIST}",
+    ),
     (
         "tokens of tokenizer(…, return_tensors='pt')",
         lambda: [{"input_ids": torch.tensor([[3, 4]])}],
@@ -250,7 +300,11 @@ DATA: Rows = [
         "train_dataset has columns that a packed batch cannot carry: ['label'], …; remove the others with "
         "dataset.remove_columns(['label']), …",
     ),
-    ("a document without tokens", lambda: [{"input_ids": []}], f"{FIRST} is empty, but a document needs a token; …"),
+    (
+        "a document without tokens",
+        lambda: [{"input_ids": []}],
+        f"{FIRST} is empty, but a document needs a token; …",
+    ),
     (
         "tokens of another tokenizer",
         lambda: [{"input_ids": [3, 64]}],
@@ -304,10 +358,15 @@ def of_model(make: Callable[[], Any]) -> Callable[[Any], None]:
     return use
 
 
-def dispatch(model: Any = None, config: Any = hf_distca.DistCAConfig, **options: Any) -> Callable[[Any], None]:
+def dispatch(
+    model: Any = None, config: Any = hf_distca.DistCAConfig, **options: Any
+) -> Callable[[Any], None]:
     """Call make_dispatcher; `model` and `config` make what is given."""
     return lambda _: hf_distca.make_dispatcher(
-        (model or small_model)(), config(), CPU, **{name: value() for name, value in options.items()}
+        (model or small_model)(),
+        config(),
+        CPU,
+        **{name: value() for name, value in options.items()},
     ).close()
 
 
@@ -315,19 +374,17 @@ def in_parallel() -> Any:
     return torch.nn.DataParallel(small_model())
 
 
-MODEL = (
-    "but hf_distca changes the layers of a loaded model of transformers; pass AutoModelForCausalLM.from_pretrained(…"
-)
+MODEL = "but hf_distca changes the layers of a loaded model of transformers; pass AutoModelForCausalLM.from_pretrained(…"
 PREPARED = (
     "LlamaForCausalLM is wrapped or compiled already, as {}, but hf_distca changes the model before that; pass the "
     "model itself: call make_dispatcher, or make the trainer, before Accelerator.prepare, DDP, FSDP, DeepSpeed and "
     "torch.compile"
 )
 CAUSAL = "but labels of packed documents are their next tokens: …; load the model with AutoModelForCausalLM; …"
-NO_HEAD = (
-    "takes no labels, but it computes no loss: the model has no head; load the model with AutoModelForCausalLM, …"
+NO_HEAD = "takes no labels, but it computes no loss: the model has no head; load the model with AutoModelForCausalLM, …"
+SETTINGS_NEEDED = (
+    "but hf_distca needs its settings, such as tokens_per_rank; pass DistCATrainingArguments; …"
 )
-SETTINGS_NEEDED = "but hf_distca needs its settings, such as tokens_per_rank; pass DistCATrainingArguments; …"
 GIVEN: Rows = [
     # Evaluation data
     (
@@ -341,8 +398,16 @@ GIVEN: Rows = [
         eval_of(lambda: "texts"),
         f"eval_dataset is the text 'texts', {LOADED}eval_dataset=…",
     ),
-    ("evaluation data of strings", eval_of(lambda: ["a"]), f"document 0 of eval_dataset is of the type str, {A_ROW}"),
-    ("the name of no evaluation data", evaluate_by_name, f"eval_dataset is the text 'other', {LOADED}…"),
+    (
+        "evaluation data of strings",
+        eval_of(lambda: ["a"]),
+        f"document 0 of eval_dataset is of the type str, {A_ROW}",
+    ),
+    (
+        "the name of no evaluation data",
+        evaluate_by_name,
+        f"eval_dataset is the text 'other', {LOADED}…",
+    ),
     # Tokenizers
     (
         "text without a tokenizer",
@@ -352,7 +417,9 @@ GIVEN: Rows = [
     ),
     (
         "text with a model saved without its tokenizer",
-        lambda folder: train(folder, TEXTS, model=saved_model(folder / "model"), processing_class=None),
+        lambda folder: train(
+            folder, TEXTS, model=saved_model(folder / "model"), processing_class=None
+        ),
         "train_dataset needs a tokenizer for its text in 'text', but none can be loaded from FOLDER/model (…); save "
         "the model's tokenizer there, tokenizer.save_pretrained('FOLDER/model'), or pass it as processing_class",
     ),
@@ -388,16 +455,36 @@ GIVEN: Rows = [
         of_model(partial(classifier, AutoModelForQuestionAnswering)),
         f"LlamaForQuestionAnswering computes transformers' loss ForQuestionAnswering, {CAUSAL}",
     ),
-    ("a model without a head", of_model(partial(classifier, AutoModel)), f"the forward of LlamaModel {NO_HEAD}"),
+    (
+        "a model without a head",
+        of_model(partial(classifier, AutoModel)),
+        f"the forward of LlamaModel {NO_HEAD}",
+    ),
     (
         "another attention",
         of_model(lambda: small_model(implementation="sdpa")),
         "LlamaForCausalLM runs attn_implementation='sdpa', but plans do not reach that attention; load it with …",
     ),
-    ("a config as model", of_model(lambda: small_model().config), f"model is of the type LlamaConfig, {MODEL}"),
-    ("a class as model", of_model(lambda: LlamaForCausalLM), f"model is the class LlamaForCausalLM, {MODEL}"),
-    ("a Path as model", of_model(lambda: Path("llama")), f"model is of the type PosixPath, {MODEL}"),
-    ("a module of torch", of_model(lambda: torch.nn.Linear(2, 2)), f"model is of the type Linear, {MODEL}"),
+    (
+        "a config as model",
+        of_model(lambda: small_model().config),
+        f"model is of the type LlamaConfig, {MODEL}",
+    ),
+    (
+        "a class as model",
+        of_model(lambda: LlamaForCausalLM),
+        f"model is the class LlamaForCausalLM, {MODEL}",
+    ),
+    (
+        "a Path as model",
+        of_model(lambda: Path("llama")),
+        f"model is of the type PosixPath, {MODEL}",
+    ),
+    (
+        "a module of torch",
+        of_model(lambda: torch.nn.Linear(2, 2)),
+        f"model is of the type Linear, {MODEL}",
+    ),
     (
         "a model that is not there",
         lambda folder: train(folder, model=f"{folder}/llama"),
@@ -410,7 +497,11 @@ GIVEN: Rows = [
         dispatch(lambda: torch.compile(small_model())),
         PREPARED.format("OptimizedModule"),
     ),
-    ("the name of a model in make_dispatcher", dispatch(lambda: "gpt2"), f"model is 'gpt2', {MODEL}"),
+    (
+        "the name of a model in make_dispatcher",
+        dispatch(lambda: "gpt2"),
+        f"model is 'gpt2', {MODEL}",
+    ),
     # Arguments
     (
         "settings in a dictionary",
@@ -470,10 +561,16 @@ GIVEN: Rows = [
         lambda folder: train_chats(folder, stored([{"content": "w1"}])),
         f"{FIRST} has the columns ['content'], but it has neither tokens in 'input_ids' nor text in 'text'; …",
     ),
-    ("no documents with TRL", lambda folder: train_chats(folder, stored([])), "train_dataset has no documents, but …"),
+    (
+        "no documents with TRL",
+        lambda folder: train_chats(folder, stored([])),
+        "train_dataset has no documents, but …",
+    ),
     (
         "a classifier with TRL",
-        lambda folder: train_chats(folder, stored(CHATS), classifier(AutoModelForSequenceClassification)),
+        lambda folder: train_chats(
+            folder, stored(CHATS), classifier(AutoModelForSequenceClassification)
+        ),
         f"LlamaForSequenceClassification computes transformers' loss ForSequenceClassification, {CAUSAL}",
     ),
     # Files
@@ -493,7 +590,9 @@ def test_what_is_given(use, answer, tmp_path):
 # Settings
 
 TOKENS_MESSAGE = "tokens_per_rank must be a number of tokens, such as 32768 or '32k', got …"
-BYTES_MESSAGE = "exchange_buffer_bytes must be a number of bytes, such as 134217728 or '128MiB', got …"
+BYTES_MESSAGE = (
+    "exchange_buffer_bytes must be a number of bytes, such as 134217728 or '128MiB', got …"
+)
 NODES_MESSAGE = "ranks_per_node must be one number of ranks, a number for each node such as '8,8,4', or 'auto', got …"
 SERVERS_MESSAGE = "attention_servers must be a number of processes or 'external', got …"
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -507,7 +606,23 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
         None,
     ),
     "loss_chunk_bytes must be 0 (all logits at once) or more, got -1": (-1,),
-    NODES_MESSAGE: ("", "0", "8,0", "8,", "-8", "8;8", "8.0", 8.0, 0, -1, True, None, [], [8, "x"], "all"),
+    NODES_MESSAGE: (
+        "",
+        "0",
+        "8,0",
+        "8,",
+        "-8",
+        "8;8",
+        "8.0",
+        8.0,
+        0,
+        -1,
+        True,
+        None,
+        [],
+        [8, "x"],
+        "all",
+    ),
     SERVERS_MESSAGE: ("many", 1.0, True, None, "1k"),
     "attention_servers must be 0 (all processes train) or more, got -1": (-1, "-1"),
     "balance_block_size must be positive, got 0": (0,),
@@ -517,8 +632,15 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "keep_received must be true or false, got …": ("no", "false", None, 1),
     "device_profile must be text, got …": (3, True),
     "attention_server_address must be text, got …": (None, 3),
-    "long_documents must be one of ['error', 'truncate', 'split'], got …": ("cut", "Truncate", None),
-    "document_layout must be one of ['auto', 'joint', 'fixed', 'whole'], got …": ("best", ["joint"]),
+    "long_documents must be one of ['error', 'truncate', 'split'], got …": (
+        "cut",
+        "Truncate",
+        None,
+    ),
+    "document_layout must be one of ['auto', 'joint', 'fixed', 'whole'], got …": (
+        "best",
+        ["joint"],
+    ),
     "attention_kernel must be one of […], got 'flash_attention_2'": ("flash_attention_2",),
     "attention_server_transport must be one of ['auto', 'tcp', 'nixl'], got …": ("rdma", None),
     "ping_pong must be true, false or 'auto', got …": ("sometimes", 2),
@@ -530,7 +652,10 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 def test_settings(answer):
     for given in SETTINGS[answer]:
         assert_said(
-            answer_of(lambda given=given: hf_distca.DistCAConfig(**{answer.split()[0]: given}), "FOLDER"), answer
+            answer_of(
+                lambda given=given: hf_distca.DistCAConfig(**{answer.split()[0]: given}), "FOLDER"
+            ),
+            answer,
         )
 
 
@@ -547,12 +672,18 @@ def earlier_run(tmp_path_factory) -> Path:
     return folder
 
 
-def resume(at: str | bool = "FOLDER/checkpoint-1", damage: Damage = lambda checkpoint: None) -> Callable[[Path], None]:
+def resume(
+    at: str | bool = "FOLDER/checkpoint-1", damage: Damage = lambda checkpoint: None
+) -> Callable[[Path], None]:
     """Damage a checkpoint and resume from it."""
 
     def use(folder: Path) -> None:
         damage(folder / "checkpoint-1")
-        train(folder, resume=at.replace("FOLDER", str(folder)) if isinstance(at, str) else at, max_steps=2)
+        train(
+            folder,
+            resume=at.replace("FOLDER", str(folder)) if isinstance(at, str) else at,
+            max_steps=2,
+        )
 
     return use
 
@@ -584,8 +715,16 @@ NO_FOLDER = (
     "'FOLDER/checkpoint-2', or set resume_from_checkpoint=True for the last complete one in output_dir"
 )
 RESUMED: Rows = [
-    ("a folder that is not there", resume("FOLDER/checkpoint-9"), NO_FOLDER.format("FOLDER/checkpoint-9")),
-    ("a folder of checkpoints", resume("FOLDER"), "resume_from_checkpoint='FOLDER' is a folder of checkpoints, but …"),
+    (
+        "a folder that is not there",
+        resume("FOLDER/checkpoint-9"),
+        NO_FOLDER.format("FOLDER/checkpoint-9"),
+    ),
+    (
+        "a folder of checkpoints",
+        resume("FOLDER"),
+        "resume_from_checkpoint='FOLDER' is a folder of checkpoints, but …",
+    ),
     (
         "half of trainer_state.json",
         resume(damage=halved("trainer_state.json")),
@@ -596,16 +735,36 @@ RESUMED: Rows = [
         resume(damage=written("trainer_state.json", "[]")),
         DAMAGED.format("trainer_state.json", "…"),
     ),
-    ("half of data_order.json", resume(damage=halved("data_order.json")), DAMAGED.format("data_order.json", "…")),
+    (
+        "half of data_order.json",
+        resume(damage=halved("data_order.json")),
+        DAMAGED.format("data_order.json", "…"),
+    ),
     (
         "another data_order.json",
         resume(damage=written("data_order.json", "{}")),
         DAMAGED.format("data_order.json", "…"),
     ),
-    ("half of the weights", resume(damage=halved("model.safetensors")), DAMAGED.format("model.safetensors", "…")),
-    ("half of the optimizer", resume(damage=halved("optimizer.pt")), DAMAGED.format("optimizer.pt", f"…{CUT_OFF}")),
-    ("half of the schedule", resume(damage=halved("scheduler.pt")), DAMAGED.format("scheduler.pt", f"…{CUT_OFF}")),
-    ("half of a random state", resume(damage=halved("rng_state.pth")), DAMAGED.format("rng_state.pth", f"…{CUT_OFF}")),
+    (
+        "half of the weights",
+        resume(damage=halved("model.safetensors")),
+        DAMAGED.format("model.safetensors", "…"),
+    ),
+    (
+        "half of the optimizer",
+        resume(damage=halved("optimizer.pt")),
+        DAMAGED.format("optimizer.pt", f"…{CUT_OFF}"),
+    ),
+    (
+        "half of the schedule",
+        resume(damage=halved("scheduler.pt")),
+        DAMAGED.format("scheduler.pt", f"…{CUT_OFF}"),
+    ),
+    (
+        "half of a random state",
+        resume(damage=halved("rng_state.pth")),
+        DAMAGED.format("rng_state.pth", f"…{CUT_OFF}"),
+    ),
     (
         "no trainer_state.json",
         resume(damage=without("trainer_state.json")),
@@ -640,7 +799,9 @@ def test_resuming(use, answer, tmp_path, earlier_run):
 
 
 def test_resuming_where_there_is_no_checkpoint(tmp_path):
-    answer = "resume_from_checkpoint is set, but there is no checkpoint in FOLDER; set output_dir to …"
+    answer = (
+        "resume_from_checkpoint is set, but there is no checkpoint in FOLDER; set output_dir to …"
+    )
     assert_said(answer_of(lambda: train(tmp_path, resume=True), tmp_path), answer)
 
 
@@ -654,7 +815,11 @@ def begin(use: Callable[[], None]) -> None:
 
 
 def long_document(folder: Any) -> None:
-    train(folder, stored([{"input_ids": [3] * 100}, *TOKENS]), model=small_model(max_position_embeddings=64))
+    train(
+        folder,
+        stored([{"input_ids": [3] * 100}, *TOKENS]),
+        model=small_model(max_position_embeddings=64),
+    )
 
 
 BEYOND = (
@@ -665,13 +830,19 @@ WARNINGS: Rows = [
     ("a document beyond the positions of RoPE", long_document, BEYOND),
     (
         "the last checkpoint incomplete",
-        lambda folder: (halved("optimizer.pt")(folder / "checkpoint-2"), train(folder, resume=True, max_steps=2)),
+        lambda folder: (
+            halved("optimizer.pt")(folder / "checkpoint-2"),
+            train(folder, resume=True, max_steps=2),
+        ),
         "training resumes from FOLDER/checkpoint-1, because later checkpoints cannot be resumed: "
         f"FOLDER/checkpoint-2/optimizer.pt cannot be read (…{CUT_OFF}), …",
     ),
     (
         "True on a command line",
-        lambda folder: (halved("optimizer.pt")(folder / "checkpoint-2"), train(folder, resume="True", max_steps=2)),
+        lambda folder: (
+            halved("optimizer.pt")(folder / "checkpoint-2"),
+            train(folder, resume="True", max_steps=2),
+        ),
         "training resumes from FOLDER/checkpoint-1, …",
     ),
     (
@@ -698,7 +869,9 @@ def test_a_document_of_a_stream_beyond_the_positions_of_rope(tmp_path, caplog):
     model = small_model(max_position_embeddings=64)
     given = {"train_dataset": Stream([{"input_ids": [3] * 100}, *TOKENS])}
     make_trainer(str(tmp_path), model=model, given=given, max_steps=2, save_strategy="no").train()
-    (said,) = [each.getMessage() for each in caplog.records if each.name.startswith("hf_distca.dispatch")]
+    (said,) = [
+        each.getMessage() for each in caplog.records if each.name.startswith("hf_distca.dispatch")
+    ]
     assert_said(said, BEYOND)
 
 
@@ -721,7 +894,10 @@ def without_mlps() -> Any:
 ON_BOTH_RANKS = {"layers without MLPs": {"mlp_chunk_rows": 16}}
 OF_RANK_1: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "tokens_per_rank": (lambda: {"tokens_per_rank": 96}, differs("tokens_per_rank", 160, 96)),
-    "attention_kernel": (lambda: {"attention_kernel": "cpu"}, differs("attention_kernel", "auto", "cpu")),
+    "attention_kernel": (
+        lambda: {"attention_kernel": "cpu"},
+        differs("attention_kernel", "auto", "cpu"),
+    ),
     "keep_received": (lambda: {"keep_received": True}, differs("keep_received", False, True)),
     "device_profile": (lambda: {"device_profile": "h100"}, differs("device_profile", None, "h100")),
     "mlp_chunk_rows": (lambda: {"mlp_chunk_rows": 16}, differs("mlp_chunk_rows", 0, 16)),
@@ -777,13 +953,17 @@ def _resumed_with_damaged_costs(folder: Path) -> list[str]:
         for file in (folder / "device_profile.json", folder / "checkpoint-1" / "distca_costs.json"):
             file.write_text(file.read_text()[:40])
     dist.barrier()
-    make_trainer(str(folder), max_steps=2, save_strategy="no", **options).train(resume_from_checkpoint=True)
+    make_trainer(str(folder), max_steps=2, save_strategy="no", **options).train(
+        resume_from_checkpoint=True
+    )
     logger.removeHandler(handler)
     return [record.replace(str(folder), "FOLDER") for record in records]
 
 
 def test_costs_that_cannot_be_read_are_measured_again(rank_pools, tmp_path):
     first, second = rank_pools[2].run(_resumed_with_damaged_costs, tmp_path)
-    for said, file in zip(first, ("device_profile.json", "checkpoint-1/distca_costs.json"), strict=True):
+    for said, file in zip(
+        first, ("device_profile.json", "checkpoint-1/distca_costs.json"), strict=True
+    ):
         assert_said(said, f"the costs in FOLDER/{file} cannot be read and are measured again (…)")
     assert second == []

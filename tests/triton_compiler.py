@@ -16,7 +16,9 @@ def compiled(kernel: Any, capability: int, types: dict[str, Any], constants: dic
     divisible = {}
     for name, kind in types.items():
         index = kernel.arg_names.index(name)
-        for path in [(index, i) for i in range(len(kind))] if isinstance(kind, tuple) else [(index,)]:
+        for path in (
+            [(index, i) for i in range(len(kind))] if isinstance(kind, tuple) else [(index,)]
+        ):
             divisible[path] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, divisible)
     result = triton.compile(source, target=GPUTarget("cuda", capability, 32))

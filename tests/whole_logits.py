@@ -19,10 +19,16 @@ class WholeLogits(TorchDispatchMode):
         self._vocabulary, self._rows = vocabulary, rows
         self.shapes: list[tuple[int, ...]] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for x in tree_iter(result):
-            if isinstance(x, torch.Tensor) and x.is_floating_point() and self._vocabulary in x.shape:
+            if (
+                isinstance(x, torch.Tensor)
+                and x.is_floating_point()
+                and self._vocabulary in x.shape
+            ):
                 takes_memory = 0 not in x.stride()  # not expanded
                 if x.numel() > self._rows * self._vocabulary and takes_memory:
                     self.shapes.append(tuple(x.shape))

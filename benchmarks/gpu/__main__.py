@@ -40,7 +40,10 @@ def parts_of(setting: "Setting", gpus: int = 1) -> "list[Part]":
 
     kernels = kernel_names(setting.device)
     return [
-        *(Part(f"kernel {name}", partial(check_kernel, name=name), 60, why_missing(name)) for name in kernels),
+        *(
+            Part(f"kernel {name}", partial(check_kernel, name=name), 60, why_missing(name))
+            for name in kernels
+        ),
         Part("planned steps", check_planned_steps, 60),
         Part("two ranks", check_two_ranks, 60),
         Part("exchange", partial(check_exchange, ranks=gpus), 60, all_gpus=True),
@@ -55,12 +58,28 @@ def parts_of(setting: "Setting", gpus: int = 1) -> "list[Part]":
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help="these alone: a name, or how names begin")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all parts together (default: {SECONDS})")
-    parser.add_argument("--output", type=Path, default=RESULTS, help=f"where results are written (default: {RESULTS})")
-    parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)  # one part, in this process
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help="these alone: a name, or how names begin"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help=f"for all parts together (default: {SECONDS})",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=RESULTS,
+        help=f"where results are written (default: {RESULTS})",
+    )
+    parser.add_argument(
+        "--findings", type=Path, help=argparse.SUPPRESS
+    )  # one part, in this process
     options = parser.parse_args()
     gpus = cuda_devices()
     if not gpus:
@@ -70,7 +89,9 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print(f"no CUDA: this torch, {torch.__version__}, cannot use the GPU, so nothing was checked")
+        print(
+            f"no CUDA: this torch, {torch.__version__}, cannot use the GPU, so nothing was checked"
+        )
         return NO_CUDA
     from benchmarks.gpu.runner import chosen, print_table, run_parts
     from benchmarks.gpu.setting import setting_of_this_gpu
@@ -84,7 +105,8 @@ def main() -> int:
     if options.findings is not None:
         return run_here(parts[0], setting, options.findings)
     shown = {
-        name: value if isinstance(value, int | float | dict) else str(value) for name, value in vars(setting).items()
+        name: value if isinstance(value, int | float | dict) else str(value)
+        for name, value in vars(setting).items()
     }
     results: dict[str, Any] = {**provenance(), "setting": shown}
     left = options.seconds - (time.monotonic() - begin)

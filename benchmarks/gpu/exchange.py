@@ -28,16 +28,25 @@ BLOCKS = (1, 4, 8, 16, 32)
 """Values of EXCHANGE_CTAS. On other backends than NCCL they change nothing."""
 
 
-def check_exchange(setting: Setting, ranks: int, run: Callable[..., list[Any]] = run_ranks) -> Findings:
+def check_exchange(
+    setting: Setting, ranks: int, run: Callable[..., list[Any]] = run_ranks
+) -> Findings:
     """Exchanges with numbers of blocks, alone and under attention; the slowest rank's figures."""
     findings = Findings()
     by_rank = run(ranks, rank_figures, setting)
-    findings.figures |= {"ranks": ranks, "link": "between GPUs" if ranks > 1 else "none: a rank with itself"}
+    findings.figures |= {
+        "ranks": ranks,
+        "link": "between GPUs" if ranks > 1 else "none: a rank with itself",
+    }
     findings.figures["blocks_in_use"] = EXCHANGE_CTAS
     for blocks in BLOCKS:
         of_ranks = [figures[blocks] for figures in by_rank]
-        findings.figures[f"{blocks} blocks"] = max(of_ranks, key=lambda figures: figures["exchange_ms"])
-        findings.check(all(figures["right"] for figures in of_ranks), f"{blocks} blocks: rows came otherwise")
+        findings.figures[f"{blocks} blocks"] = max(
+            of_ranks, key=lambda figures: figures["exchange_ms"]
+        )
+        findings.check(
+            all(figures["right"] for figures in of_ranks), f"{blocks} blocks: rows came otherwise"
+        )
         places = sorted({place for figures in of_ranks for place in figures["waits"]})
         findings.check(not places, f"{blocks} blocks: the host waits for the device in {places}")
     return findings
@@ -55,10 +64,16 @@ def _figures(setting: Setting, blocks: int) -> dict[str, Any]:
     backend = "nccl" if setting.on_cuda else "gloo"
     begin = time.perf_counter()
     group = dist.new_group(
-        backend=backend, pg_options=exchange_options(backend, blocks), device_id=device if setting.on_cuda else None
+        backend=backend,
+        pg_options=exchange_options(backend, blocks),
+        device_id=device if setting.on_cuda else None,
     )
-    exchange = Exchange(SimpleNamespace(exchange=group, node=None, closed=False, waits=Waits.alone()))
-    heads, kv_heads, dim = (setting.wide[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    exchange = Exchange(
+        SimpleNamespace(exchange=group, node=None, closed=False, waits=Waits.alone())
+    )
+    heads, kv_heads, dim = (
+        setting.wide[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
 
     def peers(of: int) -> list[int]:
         return [other for other in range(ranks) if other != of or ranks == 1]
@@ -93,7 +108,8 @@ def _figures(setting: Setting, blocks: int) -> dict[str, Any]:
     right = True
     for index, received in enumerate(arrived):
         parts = [
-            columns_of(sender)[index].flip(0)[peers(sender).index(rank) * rows :][:rows] for sender in peers(rank)
+            columns_of(sender)[index].flip(0)[peers(sender).index(rank) * rows :][:rows]
+            for sender in peers(rank)
         ]
         right &= torch.equal(received, torch.cat(parts))
 
@@ -113,7 +129,9 @@ def _figures(setting: Setting, blocks: int) -> dict[str, Any]:
         attention()
         pending.wait()
 
-    alone, computing, together = (median_seconds(call, device, setting.repeats) for call in (there, attention, both))
+    alone, computing, together = (
+        median_seconds(call, device, setting.repeats) for call in (there, attention, both)
+    )
     dist.destroy_process_group(group)
     return {
         "right": right,

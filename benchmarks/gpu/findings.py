@@ -61,7 +61,12 @@ class StepResult:
 
 
 def compare(
-    findings: Findings, what: str, got: StepResult, stock: StepResult, exact: StepResult, dtype: torch.dtype
+    findings: Findings,
+    what: str,
+    got: StepResult,
+    stock: StepResult,
+    exact: StepResult,
+    dtype: torch.dtype,
 ) -> float:
     """Note what deviates further than stock attention does.
 
@@ -85,7 +90,9 @@ def deviations(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, flo
     """
     least = 1e-3 * max(grad.norm().item() for grad in want.values())
     return {
-        name: (got[name] - grad).norm().item() / max(grad.norm().item(), least) if name in got else float("inf")
+        name: (got[name] - grad).norm().item() / max(grad.norm().item(), least)
+        if name in got
+        else float("inf")
         for name, grad in want.items()
     }
 
@@ -106,4 +113,8 @@ def waits(device: torch.device) -> Iterator[list[str]]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
             # Torch warns of the debug mode itself too, once: it may miss "synchronizing operations".
-            places += [f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)]
+            places += [
+                f"{w.filename}:{w.lineno}"
+                for w in caught
+                if "called a synchronizing" in str(w.message)
+            ]

@@ -56,7 +56,9 @@ class Case:
 
     @property
     def params(self) -> AttentionParams:
-        return AttentionParams(self.dim_qk**-0.5, window=self.window, softcap=self.softcap, causal=self.causal)
+        return AttentionParams(
+            self.dim_qk**-0.5, window=self.window, softcap=self.softcap, causal=self.causal
+        )
 
     @property
     def variant(self) -> tuple[object, ...]:
@@ -69,8 +71,16 @@ def cases(setting: Setting) -> dict[str, Case]:
     n = setting.task_rows
     q_lens, k_lens = (n, 0, n // 4, n // 8, 1, 40), (n, 0, 2 * n + 3, n // 8, 9, 40)
     found = {f"head dim {d}": Case(q_lens, k_lens, dim_qk=d, dim_v=d) for d in setting.head_dims}
-    found |= {f"head dim {d}, received": Case(q_lens, k_lens, dim_qk=d, dim_v=d, received=True) for d in (64, 128)}
-    heads = {"one kv head": (8, 1), "as many kv heads": (4, 4), "9 heads": (9, 3), "14 heads": (14, 2)}
+    found |= {
+        f"head dim {d}, received": Case(q_lens, k_lens, dim_qk=d, dim_v=d, received=True)
+        for d in (64, 128)
+    }
+    heads = {
+        "one kv head": (8, 1),
+        "as many kv heads": (4, 4),
+        "9 heads": (9, 3),
+        "14 heads": (14, 2),
+    }
     for name, (q_heads, kv_heads) in heads.items():
         for received in (False, True):
             case = Case(q_lens, k_lens, q_heads, kv_heads, received=received)
@@ -85,7 +95,9 @@ def cases(setting: Setting) -> dict[str, Case]:
         "one row, many keys": Case((1, 0, 1), (4 * n, 3, 1)),
         "not causal": Case(q_lens, (n // 2, 7, 2 * n, 0, 9, 1), causal=False),
         "not causal, one row": Case((1, 0, 1), (3, 2, 0), causal=False),
-        "one long task, many short": Case((4 * n, *(3,) * (n // 10)), (4 * n, *(3,) * (n // 10)), 4, 1),
+        "one long task, many short": Case(
+            (4 * n, *(3,) * (n // 10)), (4 * n, *(3,) * (n // 10)), 4, 1
+        ),
         "values narrower": Case(q_lens, k_lens, 4, 4, dim_qk=192, dim_v=128),
         "softcap": Case(q_lens, k_lens, softcap=20.0),
         "softcap and window": Case(q_lens, k_lens, softcap=20.0, window=100),
@@ -96,11 +108,16 @@ def calls_of(setting: Setting, name: str) -> dict[tuple[torch.dtype, str], Case]
     found, dtypes = cases(setting), (torch.bfloat16, torch.float16, torch.float32)
     if name in COMPILED:
         variants = {found[case].variant for case in VARIANTS}
-        found, dtypes = {case: of for case, of in found.items() if of.variant in variants}, dtypes[:1]
+        found, dtypes = (
+            {case: of for case, of in found.items() if of.variant in variants},
+            dtypes[:1],
+        )
     return {(dtype, case): of for dtype in dtypes for case, of in found.items()}
 
 
-def side_by_side(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def side_by_side(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
     """Random tensors of equally many rows that lie beside each other in one buffer of bytes, aligned."""
     rows = shapes[0][0]
     widths = [aligned(math.prod(shape[1:]) * dtype.itemsize) for shape in shapes]
@@ -108,7 +125,9 @@ def side_by_side(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torc
     *offsets, row_bytes = accumulate(widths, initial=ALIGNMENT)
     buffer_NB = torch.zeros((rows, row_bytes), dtype=torch.uint8, device=device)
     views = [
-        buffer_NB[:, offset : offset + math.prod(shape[1:]) * dtype.itemsize].view(dtype).view(shape)
+        buffer_NB[:, offset : offset + math.prod(shape[1:]) * dtype.itemsize]
+        .view(dtype)
+        .view(shape)
         if rows
         else torch.empty(shape, dtype=dtype, device=device)
         for offset, shape in zip(offsets, shapes, strict=True)
@@ -131,7 +150,9 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[T
     )
 
 
-def errors(kernel: Kernel, case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+def errors(
+    kernel: Kernel, case: Case, dtype: torch.dtype, device: torch.device
+) -> dict[str, float]:
     """Largest deviations of o, lse and the gradients from float64, each over the largest magnitude."""
     do_QHE, *qkv = make_inputs(case, dtype, device)
     shapes, params = TaskShapes.build(case.q_lens, case.k_lens, device), case.params
@@ -183,11 +204,14 @@ def check_kernel(setting: Setting, name: str) -> Findings:
         with findings.trying(what):
             ran += 1
             for tensor, error in errors(kernel, case, dtype, device).items():
-                findings.at_most(error, LSE_BOUND if tensor == "lse" else BOUNDS[dtype], f"{what}, {tensor}")
+                findings.at_most(
+                    error, LSE_BOUND if tensor == "lse" else BOUNDS[dtype], f"{what}, {tensor}"
+                )
                 worst[f"{dtype}, {tensor}"] = max(worst.get(f"{dtype}, {tensor}", 0.0), error)
     if not ran:
         findings.check(
-            get_kernel("auto", device).name != name, f"{name} is what 'auto' is here, and refuses everything"
+            get_kernel("auto", device).name != name,
+            f"{name} is what 'auto' is here, and refuses everything",
         )
         findings.skipped = min(refused)
         return findings
@@ -205,7 +229,9 @@ def _check_waits(kernel: Kernel, setting: Setting, findings: Findings) -> None:
     with waits(setting.device) as places:
         o_QHE, lse_QH = kernel.forward(*qkv, shapes, case.params)
         kernel.backward(do_QHE, *qkv, o_QHE, lse_QH, shapes, case.params)
-    findings.check(not places, f"{kernel.name}: the host waits for the device in {sorted(set(places))}")
+    findings.check(
+        not places, f"{kernel.name}: the host waits for the device in {sorted(set(places))}"
+    )
 
 
 def why_missing(name: str) -> str:
@@ -238,5 +264,7 @@ def check_profile(setting: Setting) -> Findings:
             findings.figures["profile"] = json.loads(path.read_text())
             r2 = findings.figures["profile"]["accuracy"]["r2"]
             good = r2 > LEAST_R2 or not setting.on_cuda
-            findings.check(good, f"R² of the calls held out is {r2:.3f}, more than {LEAST_R2} is expected")
+            findings.check(
+                good, f"R² of the calls held out is {r2:.3f}, more than {LEAST_R2} is expected"
+            )
     return findings

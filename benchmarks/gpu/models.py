@@ -29,7 +29,11 @@ SMALL = {
 
 
 def new_model(
-    setting: Setting, implementation: str, model_type: str, dtype: torch.dtype, config: dict[str, Any]
+    setting: Setting,
+    implementation: str,
+    model_type: str,
+    dtype: torch.dtype,
+    config: dict[str, Any],
 ) -> PreTrainedModel:
     """A model with random weights, made on the device, the same every time."""
     torch.manual_seed(0)
@@ -37,13 +41,20 @@ def new_model(
     experts = {"experts_implementation": "eager"} if "num_local_experts" in config else {}
     with setting.device:
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(model_type, **config), attn_implementation=implementation, dtype=dtype, **experts
+            AutoConfig.for_model(model_type, **config),
+            attn_implementation=implementation,
+            dtype=dtype,
+            **experts,
         )
     return model.to(setting.device).train()
 
 
 def small_model(
-    setting: Setting, implementation: str, model_type: str = "llama", heads: tuple[int, int] = HEADS, **config: Any
+    setting: Setting,
+    implementation: str,
+    model_type: str = "llama",
+    heads: tuple[int, int] = HEADS,
+    **config: Any,
 ) -> PreTrainedModel:
     q_heads, kv_heads = heads
     sizes = {
@@ -53,7 +64,9 @@ def small_model(
         "num_key_value_heads": kv_heads,
         "head_dim": setting.head_dim,
     }
-    return new_model(setting, implementation, model_type, torch.float32, {**SMALL, **sizes, **config})
+    return new_model(
+        setting, implementation, model_type, torch.float32, {**SMALL, **sizes, **config}
+    )
 
 
 def dispatcher_of(
@@ -70,7 +83,10 @@ def dispatcher_of(
 
 
 def planned_loss(
-    model: PreTrainedModel, plan: MicroBatchPlan, dispatcher: Dispatcher, documents: Sequence[Tensor]
+    model: PreTrainedModel,
+    plan: MicroBatchPlan,
+    dispatcher: Dispatcher,
+    documents: Sequence[Tensor],
 ) -> Tensor:
     """This rank's share of the loss over all targets, planned; raises if the model did not follow the plan."""
     batch = rows_of_rank(plan, dispatcher.groups.rank, documents, dispatcher.device)
@@ -79,8 +95,14 @@ def planned_loss(
     if not bound.ran.attentions:
         raise RuntimeError("the plan reached no attention layer")
     # Where nothing moves, as on one rank, there are no turns.
-    if len(plan.nano_batches) == 2 and bound.exchanges and bound.ran.layers_in_turns != bound.ran.layers:
-        raise RuntimeError(f"only {bound.ran.layers_in_turns} of {bound.ran.layers} layers ran their halves in turns")
+    if (
+        len(plan.nano_batches) == 2
+        and bound.exchanges
+        and bound.ran.layers_in_turns != bound.ran.layers
+    ):
+        raise RuntimeError(
+            f"only {bound.ran.layers_in_turns} of {bound.ran.layers} layers ran their halves in turns"
+        )
     return loss
 
 
@@ -90,7 +112,11 @@ def stock_step(model: PreTrainedModel, documents: Sequence[Tensor]) -> float:
     for document in documents:
         if len(document) > 1:
             tokens = document.to(model.device)
-            logits = model(input_ids=tokens[None]).logits[0, :-1].to(torch.promote_types(model.dtype, torch.float32))
+            logits = (
+                model(input_ids=tokens[None])
+                .logits[0, :-1]
+                .to(torch.promote_types(model.dtype, torch.float32))
+            )
             loss = cross_entropy(logits, tokens[1:], reduction="sum") / targets
             loss.backward()
             total += loss.item()
@@ -98,7 +124,12 @@ def stock_step(model: PreTrainedModel, documents: Sequence[Tensor]) -> float:
 
 
 def stock_result(
-    setting: Setting, implementation: str, *, exact: bool = False, model_type: str = "llama", **config: Any
+    setting: Setting,
+    implementation: str,
+    *,
+    exact: bool = False,
+    model_type: str = "llama",
+    **config: Any,
 ) -> StepResult:
     """A step with stock attention, in the usual precision or a higher one."""
     model = small_model(setting, implementation, model_type, **config)
@@ -116,6 +147,8 @@ def targets_of(documents: Sequence[Tensor]) -> int:
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     """Gradients by parameter, on the CPU; the model has none afterwards."""
-    grads = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
+    grads = {
+        name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None
+    }
     model.zero_grad()
     return grads

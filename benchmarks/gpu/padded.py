@@ -61,7 +61,9 @@ def check_padded(setting: Setting) -> Findings:
             dispatcher = None
             if attention == "distca":
                 config = DistCAConfig(tokens_per_rank=sum(lengths))
-                dispatcher = pack_padded(model, config, setting.device, dtype=setting.dtype, checkpointing=True)
+                dispatcher = pack_padded(
+                    model, config, setting.device, dtype=setting.dtype, checkpointing=True
+                )
             batches = padded_batches(
                 lengths, setting.rollout_model["vocab_size"], setting.device,
                 to_all=to_all, at_once=at_once or len(lengths),
@@ -81,7 +83,9 @@ def make_model(setting: Setting, attention: str) -> PreTrainedModel:
     return model
 
 
-def measured(setting: Setting, model: PreTrainedModel, batches: Sequence[Batch], targets: int) -> dict[str, float]:
+def measured(
+    setting: Setting, model: PreTrainedModel, batches: Sequence[Batch], targets: int
+) -> dict[str, float]:
     """Loss and norm of the gradients of a step, its median time, and the most memory of a step."""
     loss = forward_backward(model, batches, targets)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -103,14 +107,18 @@ def before_model(
     setting: Setting, dispatcher: Dispatcher, batches: Sequence[Batch], step_s: float
 ) -> dict[str, float]:
     """Seconds that packing and binding take, of batches that were not planned before, and their share of a step."""
-    padded = [PaddedBatch({"input_ids": batch.input_ids}, batch.attention_mask) for batch in batches]
+    padded = [
+        PaddedBatch({"input_ids": batch.input_ids}, batch.attention_mask) for batch in batches
+    ]
 
     def pack() -> None:
         fresh = PaddedBatches(dispatcher)  # no plan is known
         for batch in padded:
             fresh.pack(lambda batch=batch: batch)
 
-    seconds = statistics.median(seconds_of(setting, pack) for _ in range(setting.rollout_repeats + 1))
+    seconds = statistics.median(
+        seconds_of(setting, pack) for _ in range(setting.rollout_repeats + 1)
+    )
     return {"before_model_s": seconds, "share_before_model": seconds / step_s}
 
 
@@ -122,7 +130,9 @@ def seconds_of(setting: Setting, call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def compare_strategies(findings: Findings, found: dict[str, dict[str, float]], *, on_cuda: bool) -> None:
+def compare_strategies(
+    findings: Findings, found: dict[str, dict[str, float]], *, on_cuda: bool
+) -> None:
     """Compare all strategies with stock. Times are compared on a GPU only: a CPU's say nothing about a GPU."""
     if STOCK not in found or PACKED not in found:
         return
@@ -133,8 +143,12 @@ def compare_strategies(findings: Findings, found: dict[str, dict[str, float]], *
             difference = abs(figures[what] - stock[what]) / abs(stock[what])
             findings.at_most(difference, bound, f"{name}: difference of the {what}")
     if on_cuda:
-        findings.at_most(1 / stock["over_packed"], 1 / LEAST_SPEED_UP, f"time of packed over {STOCK}")
-        findings.at_most(found[PACKED]["share_before_model"], MOST_BEFORE, "share of a step before the model")
+        findings.at_most(
+            1 / stock["over_packed"], 1 / LEAST_SPEED_UP, f"time of packed over {STOCK}"
+        )
+        findings.at_most(
+            found[PACKED]["share_before_model"], MOST_BEFORE, "share of a step before the model"
+        )
 
 
 def _free() -> None:

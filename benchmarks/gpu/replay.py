@@ -71,13 +71,17 @@ class Device:
             o_QHD, lse_QH = self.kernel.forward(q_QHD, k_KGD, v_KGD, shapes, params)
 
             def run() -> object:
-                return self.kernel.backward(do_QHD, q_QHD, k_KGD, v_KGD, o_QHD, lse_QH, shapes, params)
+                return self.kernel.backward(
+                    do_QHD, q_QHD, k_KGD, v_KGD, o_QHD, lse_QH, shapes, params
+                )
 
         return median_seconds(run, self.setting.device, self.setting.replay_repeats)
 
     def _rows(self, rows: int, heads: int) -> Tensor:
         setting = self.setting
-        return torch.randn(rows, heads, self.kind.dim_qk, dtype=setting.dtype, device=setting.device)
+        return torch.randn(
+            rows, heads, self.kind.dim_qk, dtype=setting.dtype, device=setting.device
+        )
 
 
 def lengths_of(replay: Replay, setting: Setting) -> list[int]:
@@ -107,7 +111,10 @@ def calls_of_plan(
 ) -> list[Call]:
     """Return the kernel calls of a rank, as its schedules run them."""
     buffer, turns = IndexBuffer(device), _turns(plan)
-    bound = [BoundNanoBatch(n, nano, rank, turns[n], set(), buffer) for n, nano in enumerate(plan.nano_batches)]
+    bound = [
+        BoundNanoBatch(n, nano, rank, turns[n], set(), buffer)
+        for n, nano in enumerate(plan.nano_batches)
+    ]
     buffer.send()
     found = []
     for nano in bound:
@@ -151,7 +158,9 @@ def settings_of(setting: Setting, replay: Replay, profile: DeviceProfile) -> Pla
     return replace(settings, choices=Choices.beside(settings, setup.costs))
 
 
-def replayed(setting: Setting, replay: Replay, profile: DeviceProfile, device: Device) -> dict[str, Any]:
+def replayed(
+    setting: Setting, replay: Replay, profile: DeviceProfile, device: Device
+) -> dict[str, Any]:
     """Replay a plan and whole documents, and return the figures of both."""
     lengths, kind = lengths_of(replay, setting), device.kind
     plan = plan_micro_batch(lengths, settings_of(setting, replay, profile))
@@ -222,14 +231,20 @@ def check_replays(setting: Setting) -> Findings:
     kind = AttentionKind(None, *heads, head_dim, head_dim)
     profile = measured_profile(kernel, kind, wide["hidden_size"], setting.dtype, setting.device)
     findings.figures["kernel"] = kernel.name
-    findings.figures["costs"] = {"forward": vars(profile.forward), "backward": vars(profile.backward)}
+    findings.figures["costs"] = {
+        "forward": vars(profile.forward),
+        "backward": vars(profile.backward),
+    }
     device = Device(setting, kernel, kind)
     plans = findings.figures["plans"] = {}
     for replay in setting.replays:
         with findings.trying(replay.name):
             found = plans[replay.name] = replayed(setting, replay, profile, device)
             same = found["pairs"] == found["whole_pairs"]
-            findings.check(same, f"{replay.name}: {found['pairs']} pairs are computed, not {found['whole_pairs']}")
+            findings.check(
+                same,
+                f"{replay.name}: {found['pairs']} pairs are computed, not {found['whole_pairs']}",
+            )
             if setting.on_cuda:  # times of tiny tasks say nothing
                 check_times(findings, replay.name, found)
     return findings
@@ -238,9 +253,12 @@ def check_replays(setting: Setting) -> Findings:
 def check_times(findings: Findings, name: str, found: dict[str, Any]) -> None:
     """Note a plan whose busiest rank gains nothing, and predictions that are too far off."""
     taken = 1 / found["speed_up_of_busiest"]
-    findings.check(taken < 1, f"{name}: the busiest rank takes {taken:.2f} of its time with whole documents")
+    findings.check(
+        taken < 1, f"{name}: the busiest rank takes {taken:.2f} of its time with whole documents"
+    )
     for end in ("least", "most"):
         ratio = found[f"predicted_over_measured_{end}"]
         findings.check(
-            abs(ratio - 1) <= MOST_OFF, f"{name}: predicted seconds of a rank are {ratio:.2f} of the measured"
+            abs(ratio - 1) <= MOST_OFF,
+            f"{name}: predicted seconds of a rank are {ratio:.2f} of the measured",
         )

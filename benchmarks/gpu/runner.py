@@ -57,13 +57,20 @@ def chosen(parts: Sequence[Part], words: Sequence[str]) -> list[Part]:
         same = [part.name for part in parts if part.name == word]
         named = same or [part.name for part in parts if part.name.startswith(word)]
         if not named:
-            raise ValueError(f"no part is called {word!r}; there are: {', '.join(part.name for part in parts)}")
+            raise ValueError(
+                f"no part is called {word!r}; there are: {', '.join(part.name for part in parts)}"
+            )
         names.update(named)
     return [part for part in parts if not words or part.name in names]
 
 
 def run_parts(
-    parts: Sequence[Part], command_of: CommandOf, results: dict[str, Any], output: Path, logs: Path, seconds: float
+    parts: Sequence[Part],
+    command_of: CommandOf,
+    results: dict[str, Any],
+    output: Path,
+    logs: Path,
+    seconds: float,
 ) -> bool:
     """Run parts; results are written before and after each, so that a run that is killed leaves them.
 
@@ -87,9 +94,14 @@ def run_parts(
             _write(output, results)
             found[part.name] = run_part(part, command_of, logs)
         else:
-            short = f"it is given {part.limit_s:.0f} s, of {seconds:.0f} s {max(left, 0):.0f} are left"
+            short = (
+                f"it is given {part.limit_s:.0f} s, of {seconds:.0f} s {max(left, 0):.0f} are left"
+            )
             found[part.name] = _result(NOT_RUN, wrong=[short])
-        print(f"{part.name}: {found[part.name]['status']} in {found[part.name]['seconds']:.0f} s", flush=True)
+        print(
+            f"{part.name}: {found[part.name]['status']} in {found[part.name]['seconds']:.0f} s",
+            flush=True,
+        )
         _write(output, results)
     return all(part["status"] in (PASSED, SKIPPED) for part in found.values())
 
@@ -125,9 +137,13 @@ def run_part(part: Part, command_of: CommandOf, logs: Path) -> dict[str, Any]:
     seconds = time.monotonic() - begin
     printed = log.read_text(errors="replace")[-LOG_TAIL:].strip()
     if code is None:
-        return _result(TIMED_OUT, seconds, wrong=[f"not done in {part.limit_s:.0f} s"], printed=printed)
+        return _result(
+            TIMED_OUT, seconds, wrong=[f"not done in {part.limit_s:.0f} s"], printed=printed
+        )
     if not findings.exists():
-        return _result(FAILED, seconds, wrong=[f"ended with status {code}, without findings"], printed=printed)
+        return _result(
+            FAILED, seconds, wrong=[f"ended with status {code}, without findings"], printed=printed
+        )
     found = json.loads(findings.read_text())
     if found["wrong"]:
         return _result(FAILED, seconds, printed=printed, **found)
@@ -142,7 +158,12 @@ def _result(
     skipped: str = "",
     printed: str = "",
 ) -> dict[str, Any]:
-    result = {"status": status, "seconds": round(seconds, 1), "wrong": list(wrong), "skipped": skipped}
+    result = {
+        "status": status,
+        "seconds": round(seconds, 1),
+        "wrong": list(wrong),
+        "skipped": skipped,
+    }
     return {**result, "figures": figures or {}, "printed": printed}
 
 
@@ -160,7 +181,12 @@ def print_table(results: dict[str, Any]) -> None:
     table(
         ["part", "result", "seconds", "wrong"],
         [
-            [name, part["status"], f"{part['seconds']:.0f}", str(len(part["wrong"])) if part["wrong"] else ""]
+            [
+                name,
+                part["status"],
+                f"{part['seconds']:.0f}",
+                str(len(part["wrong"])) if part["wrong"] else "",
+            ]
             for name, part in parts.items()
         ],
     )

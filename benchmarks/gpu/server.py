@@ -46,8 +46,20 @@ class Fate(TrainerCallback):
         """Start the server before its step, and kill it after its last one."""
         pool = self.trainer.pool
         if state.global_step == JOINS:
-            command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", args.attention_server_address]
-            command += ["--token-file", args.attention_server_token_file, "--device", str(args.device)]
+            command = [
+                sys.executable,
+                "-m",
+                "hf_distca.cli.main",
+                "serve",
+                "--join",
+                args.attention_server_address,
+            ]
+            command += [
+                "--token-file",
+                args.attention_server_token_file,
+                "--device",
+                str(args.device),
+            ]
             self._server = subprocess.Popen(command, preexec_fn=end_with_parent)
             pool.wait_for(1, JOIN_S)
             if not pool.servers:
@@ -72,7 +84,9 @@ def train(setting: Setting, fate: Fate | None, folder: str, **options: Any) -> l
     trainer = DistCATrainer(
         model=small_model(setting, "distca"),
         args=args,
-        train_dataset=[{"input_ids": document.tolist()} for document in documents_of(setting.lengths * STEPS)],
+        train_dataset=[
+            {"input_ids": document.tolist()} for document in documents_of(setting.lengths * STEPS)
+        ],
         callbacks=[] if fate is None else [fate],
     )
     if fate is not None:
@@ -107,11 +121,19 @@ def check_server(setting: Setting) -> Findings:
     findings.figures = {"servers": fate.served, "losses": losses, "losses_without": expected}
     texts = findings.figures["warnings"] = [record.getMessage() for record in warnings.buffer]
     wanted = [int(JOINS <= step <= KILLED) for step in range(STEPS)]
-    findings.check(fate.served == wanted, f"so many servers took part: {fate.served}, {wanted} were expected")
+    findings.check(
+        fate.served == wanted, f"so many servers took part: {fate.served}, {wanted} were expected"
+    )
     finished = any("computed by the ranks" in text for text in texts)
-    findings.check(finished, f"the trainer did not compute the server's last call; it warned of {texts}")
-    findings.check(len(losses) == len(expected) == STEPS, f"{len(losses)} losses were logged, expected {STEPS}")
+    findings.check(
+        finished, f"the trainer did not compute the server's last call; it warned of {texts}"
+    )
+    findings.check(
+        len(losses) == len(expected) == STEPS, f"{len(losses)} losses were logged, expected {STEPS}"
+    )
     for number, (mine, theirs) in enumerate(zip(losses, expected, strict=False)):
         difference = abs(mine - theirs) / theirs
-        findings.at_most(difference, LOSS_BOUNDS[setting.dtype], f"difference of the loss of step {number}")
+        findings.at_most(
+            difference, LOSS_BOUNDS[setting.dtype], f"difference of the loss of step {number}"
+        )
     return findings

@@ -108,5 +108,7 @@ class Setting:
 def setting_of_this_gpu() -> Setting:
     """The setting for the GPU at hand: one with less memory trains on fewer tokens."""
     gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-    tokens = next((tokens for least, tokens in ((70, 32768), (36, 16384), (20, 8192)) if gib >= least), 4096)
+    tokens = next(
+        (tokens for least, tokens in ((70, 32768), (36, 16384), (20, 8192)) if gib >= least), 4096
+    )
     return replace(Setting(), tokens=tokens)

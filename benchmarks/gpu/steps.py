@@ -12,7 +12,15 @@ import torch.distributed as dist
 
 import hf_distca
 from benchmarks.gpu.findings import Findings, StepResult, compare, waits
-from benchmarks.gpu.models import HEADS, dispatcher_of, gradients, planned_loss, small_model, stock_result, stock_step
+from benchmarks.gpu.models import (
+    HEADS,
+    dispatcher_of,
+    gradients,
+    planned_loss,
+    small_model,
+    stock_result,
+    stock_step,
+)
 from benchmarks.gpu.setting import Setting
 from benchmarks.harness import run_ranks
 from benchmarks.harness.models import documents_of
@@ -62,18 +70,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3, windows": ("eager", {"model_type": "gemma3_text", "heads": (4, 2), **WINDOWS}),
     "gpt_oss, sinks and windows": (
         "eager",
-        {"model_type": "gpt_oss", "sliding_window": 128, "num_local_experts": 2, "num_experts_per_tok": 2},
+        {
+            "model_type": "gpt_oss",
+            "sliding_window": 128,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 2,
+        },
     ),
 }
 """Stock attention that a model is compared with, and what the model is."""
 
 
-def planned_result(setting: Setting, variant: Variant, **model_options: Any) -> tuple[StepResult, int]:
+def planned_result(
+    setting: Setting, variant: Variant, **model_options: Any
+) -> tuple[StepResult, int]:
     """A planned step of all ranks, and the bytes through the busiest rank in one layer's forward."""
     ranks, lengths = (dist.get_world_size() if dist.is_initialized() else 1), list(setting.lengths)
     model = small_model(setting, "distca", **{"heads": variant.heads, **model_options})
     dispatcher = dispatcher_of(
-        model, setting, ping_pong=variant.ping_pong, ranks=ranks, exchange_timeout=TIMEOUT_S, **variant.options
+        model,
+        setting,
+        ping_pong=variant.ping_pong,
+        ranks=ranks,
+        exchange_timeout=TIMEOUT_S,
+        **variant.options,
     )
     if variant.reentrant is not None:
         enable_checkpointing(model, {"use_reentrant": variant.reentrant})
@@ -109,7 +129,10 @@ def check_planned_steps(setting: Setting) -> Findings:
         findings.check(not ours, f"{name}: the host waits for the device in {sorted(ours)}")
     for name, (implementation, options) in MODELS.items():
         with findings.trying(name):
-            exact, stock = (stock_result(setting, implementation, exact=exact, **options) for exact in (True, False))
+            exact, stock = (
+                stock_result(setting, implementation, exact=exact, **options)
+                for exact in (True, False)
+            )
             result, _ = planned_result(setting, Variant(), **options)
             largest[name] = compare(findings, name, result, stock, exact, setting.dtype)
     with findings.trying(f"{setting.steps} steps"):
@@ -132,16 +155,22 @@ def _many_steps(setting: Setting, findings: Findings) -> None:
 def _losses(setting: Setting, implementation: str, *, exact: bool = False) -> list[float]:
     """Losses of steps on documents that come in another order each time, fewer and more of them."""
     model = small_model(setting, implementation).to(setting.exact if exact else torch.float32)
-    dispatcher = dispatcher_of(model, setting, ping_pong=True) if implementation == "distca" else None
+    dispatcher = (
+        dispatcher_of(model, setting, ping_pong=True) if implementation == "distca" else None
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     everything, order, losses = documents_of(setting.lengths), random.Random(0), []
     for _ in range(setting.steps):
-        documents = order.sample(everything, order.randrange(len(everything) - 2, len(everything) + 1))
+        documents = order.sample(
+            everything, order.randrange(len(everything) - 2, len(everything) + 1)
+        )
         with torch.autocast(setting.device.type, enabled=False) if exact else setting.autocast():
             if dispatcher is None:
                 losses.append(stock_step(model, documents))
             else:
-                plan = plan_micro_batch([len(document) for document in documents], dispatcher.settings)
+                plan = plan_micro_batch(
+                    [len(document) for document in documents], dispatcher.settings
+                )
                 loss = planned_loss(model, plan, dispatcher, documents)
         if dispatcher is not None:
             loss.backward()
@@ -163,7 +192,10 @@ def check_two_ranks(setting: Setting, run: Callable[..., list[Any]] = run_ranks)
             continue
         loss, arrays, moved[name] = results[name]
         findings.check(moved[name] > 0, f"{name}: the plan moves nothing between ranks")
-        stock, exact = (stock_result(setting, "sdpa", exact=exact, heads=variant.heads) for exact in (False, True))
+        stock, exact = (
+            stock_result(setting, "sdpa", exact=exact, heads=variant.heads)
+            for exact in (False, True)
+        )
         result = StepResult(loss, {key: torch.from_numpy(array) for key, array in arrays.items()})
         largest[name] = compare(findings, name, result, stock, exact, setting.dtype)
     return findings
@@ -183,7 +215,15 @@ def rank_steps(setting: Setting) -> dict[str, Any] | None:
             result, moved = planned_result(setting, variant)
         except Exception as error:
             traceback.print_exc()
-            results |= {left: f"{type(error).__name__}: {error}" for left in ON_TWO_RANKS if left not in results}
+            results |= {
+                left: f"{type(error).__name__}: {error}"
+                for left in ON_TWO_RANKS
+                if left not in results
+            }
             break
-        results[name] = result.loss, {key: grad.numpy() for key, grad in result.grads.items()}, moved
+        results[name] = (
+            result.loss,
+            {key: grad.numpy() for key, grad in result.grads.items()},
+            moved,
+        )
     return results if dist.get_rank() == 0 else None

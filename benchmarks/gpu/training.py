@@ -13,8 +13,18 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
+from transformers import (
+    DataCollatorWithFlattening,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.utils import (
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
+    is_flash_attn_4_available,
+)
 
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.models import new_model
@@ -51,7 +61,9 @@ class Watch(TrainerCallback):
         self.seconds.append(time.perf_counter() - self._begin)
         self.memory.append(memory_taken(self._setting.device))
 
-    def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, float], **_kwargs: Any) -> None:
+    def on_log(
+        self, _args: Any, _state: Any, _control: Any, logs: dict[str, float], **_kwargs: Any
+    ) -> None:
         if "loss" in logs:
             for name, values in self.logged.items():
                 values.append(float(logs[name]))
@@ -59,7 +71,11 @@ class Watch(TrainerCallback):
 
 def memory_taken(device: torch.device) -> int:
     """Bytes that the allocator holds; on the CPU those of the process."""
-    taken: int = torch.cuda.memory_reserved(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+    taken: int = (
+        torch.cuda.memory_reserved(device)
+        if device.type == "cuda"
+        else psutil.Process().memory_info().rss
+    )
     return taken
 
 
@@ -69,20 +85,27 @@ def micro_batches(setting: Setting) -> list[list[int]]:
     for _ in range(setting.plans):
         lengths: list[int] = []
         while (left := setting.tokens - sum(lengths)) > 0:
-            lengths.append(min(left, max(2, round(setting.tokens * draw.lognormvariate(-3.5, 1.5)))))
+            lengths.append(
+                min(left, max(2, round(setting.tokens * draw.lognormvariate(-3.5, 1.5))))
+            )
         batches.append(lengths)
     return batches
 
 
 def tokens_of(batches: list[list[int]], vocabulary: int) -> list[list[list[int]]]:
     torch.manual_seed(0)
-    return [[torch.randint(3, vocabulary, (length,)).tolist() for length in lengths] for lengths in batches]
+    return [
+        [torch.randint(3, vocabulary, (length,)).tolist() for length in lengths]
+        for lengths in batches
+    ]
 
 
 def collate(examples: list[list[list[int]]]) -> dict[str, torch.Tensor]:
     """A micro-batch of documents as stock attention takes it: packed without padding."""
     (documents,) = examples
-    packed: dict[str, torch.Tensor] = DataCollatorWithFlattening()([{"input_ids": each} for each in documents])
+    packed: dict[str, torch.Tensor] = DataCollatorWithFlattening()(
+        [{"input_ids": each} for each in documents]
+    )
     return packed
 
 
@@ -112,7 +135,9 @@ def arguments(setting: Setting, folder: str, steps: int) -> dict[str, Any]:
     }
 
 
-def train(setting: Setting, implementation: str, batches: list[list[list[int]]], **planned: Any) -> Watch:
+def train(
+    setting: Setting, implementation: str, batches: list[list[list[int]]], **planned: Any
+) -> Watch:
     """Train on micro-batches, with DistCATrainer and `planned` settings, or with stock attention and Trainer."""
     watch, ours = Watch(setting), implementation == "distca"
     model = make_model(setting, implementation)
@@ -121,10 +146,18 @@ def train(setting: Setting, implementation: str, batches: list[list[list[int]]],
         if ours:
             documents = [{"input_ids": document} for documents in batches for document in documents]
             args = DistCATrainingArguments(tokens_per_rank=setting.tokens, **options, **planned)
-            trainer: Trainer = DistCATrainer(model=model, args=args, train_dataset=documents, callbacks=[watch])
+            trainer: Trainer = DistCATrainer(
+                model=model, args=args, train_dataset=documents, callbacks=[watch]
+            )
         else:
             args = TrainingArguments(remove_unused_columns=False, **options)
-            trainer = Trainer(model=model, args=args, train_dataset=batches, data_collator=collate, callbacks=[watch])
+            trainer = Trainer(
+                model=model,
+                args=args,
+                train_dataset=batches,
+                data_collator=collate,
+                callbacks=[watch],
+            )
         trainer.train()
     return watch
 
@@ -135,14 +168,20 @@ def check_training(setting: Setting) -> Findings:
     The figure `over_ours` is the median ratio of a stock step to our step on the same documents.
     """
     findings = Findings()
-    lengths_of = {"documents": micro_batches(setting), "one document": [[setting.tokens]] * setting.stock_steps}
+    lengths_of = {
+        "documents": micro_batches(setting),
+        "one document": [[setting.tokens]] * setting.stock_steps,
+    }
     findings.figures |= {"tokens": setting.tokens, "layers": setting.wide["num_hidden_layers"]}
     variants = findings.figures["variants"] = {}
     for what, lengths in lengths_of.items():
         batches = tokens_of(lengths, setting.wide["vocab_size"])
         with findings.trying(what):
             ours = train(setting, "distca", batches)
-            findings.check(len(ours.seconds) == len(lengths), f"{len(ours.seconds)} of {len(lengths)} steps ran")
+            findings.check(
+                len(ours.seconds) == len(lengths),
+                f"{len(ours.seconds)} of {len(lengths)} steps ran",
+            )
             if what == "documents":
                 _check_memory(findings, ours)
             variants[f"distca, {what}"] = _speed(setting, ours)
@@ -176,28 +215,41 @@ def check_loss_chunks(setting: Setting) -> Findings:
         with findings.trying(f"loss_chunk_bytes={chunk_bytes!r}"):
             if setting.on_cuda:
                 torch.cuda.reset_peak_memory_stats()
-            watch = watches[chunk_bytes] = train(large, "distca", batches, loss_chunk_bytes=chunk_bytes)
+            watch = watches[chunk_bytes] = train(
+                large, "distca", batches, loss_chunk_bytes=chunk_bytes
+            )
             findings.figures[chunk_bytes] = _speed(large, watch)
             if setting.on_cuda:
                 findings.figures[chunk_bytes]["memory_peak"] = torch.cuda.max_memory_allocated()
     _free()
     if len(watches) == 2:
-        small, auto = (findings.figures[chunk_bytes]["step_s"] for chunk_bytes in (SMALL_CHUNKS, AUTO))
+        small, auto = (
+            findings.figures[chunk_bytes]["step_s"] for chunk_bytes in (SMALL_CHUNKS, AUTO)
+        )
         findings.figures["over_auto"] = small / auto
         _check_logged(findings, "loss_chunk_bytes", watches[AUTO], watches[SMALL_CHUNKS])
     return findings
 
 
 def stock_attentions() -> list[str]:
-    available = {2: is_flash_attn_2_available, 3: is_flash_attn_3_available, 4: is_flash_attn_4_available}
+    available = {
+        2: is_flash_attn_2_available,
+        3: is_flash_attn_3_available,
+        4: is_flash_attn_4_available,
+    }
     return ["sdpa", *(f"flash_attention_{version}" for version, has in available.items() if has())]
 
 
 def _check_memory(findings: Findings, watch: Watch) -> None:
     """Memory stays flat: plans change, and nothing of the earlier ones is left."""
     first = max(watch.memory[: max(1, len(watch.memory) // 5)])
-    findings.figures["memory_after_first_fifth"], findings.figures["memory_at_end"] = first, watch.memory[-1]
-    findings.at_most(watch.memory[-1] / first, GROWTH, "memory at the end over that after a fifth of the steps")
+    findings.figures["memory_after_first_fifth"], findings.figures["memory_at_end"] = (
+        first,
+        watch.memory[-1],
+    )
+    findings.at_most(
+        watch.memory[-1] / first, GROWTH, "memory at the end over that after a fifth of the steps"
+    )
     if torch.cuda.is_available():
         figures = torch.cuda.memory_stats()
         findings.figures["allocation_retries"] = figures["num_alloc_retries"]
@@ -208,8 +260,14 @@ def _check_logged(findings: Findings, what: str, ours: Watch, stock: Watch) -> N
     """The same micro-batches have the same losses and gradients as large, step by step."""
     for name, bound in BOUNDS.items():
         findings.check(bool(stock.logged[name]), f"{what}: no {name} was logged")
-        for step, (mine, theirs) in enumerate(zip(ours.logged[name], stock.logged[name], strict=False)):
-            findings.at_most(abs(mine - theirs) / theirs, bound, f"{what}: difference of the {name} of step {step}")
+        for step, (mine, theirs) in enumerate(
+            zip(ours.logged[name], stock.logged[name], strict=False)
+        ):
+            findings.at_most(
+                abs(mine - theirs) / theirs,
+                bound,
+                f"{what}: difference of the {name} of step {step}",
+            )
 
 
 def _speed(setting: Setting, watch: Watch) -> dict[str, float]:

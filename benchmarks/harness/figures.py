@@ -33,7 +33,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows of text in columns, the first one flush left."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     for first, *others in [header, *rows]:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        cells = [
+            first.ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)),
+        ]
         print("  ".join(cells))
 
 
@@ -41,13 +44,16 @@ def options_parser(description: str | None, **numbers: tuple[int, str]) -> Argum
     """The parser of a benchmark's options, those that take a number by name, with default and meaning."""
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     for name, (default, what) in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"{what} (default: {default})"
+        )
     return parser
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     shown = [
-        [f"{figure:.3f}" if isinstance(figure, float) else str(figure) for figure in row.values()] for row in rows
+        [f"{figure:.3f}" if isinstance(figure, float) else str(figure) for figure in row.values()]
+        for row in rows
     ]
     table(list(rows[0]), shown)
 

@@ -13,7 +13,16 @@ import torch
 
 import hf_distca
 
-PACKAGES = ("torch", "transformers", "accelerate", "flash-attn", "flash-attn-3", "flash-attn-4", "triton", "kernels")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "triton",
+    "kernels",
+)
 """Whose versions results depend on."""
 CHECKOUT = Path(hf_distca.__file__).resolve().parents[1]
 """Checkout of the hf_distca that runs; the benchmark may lie in another."""
@@ -74,7 +83,9 @@ def _cpu() -> str | None:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None
+    )
 
 
 def _output(*words: str) -> str | None:

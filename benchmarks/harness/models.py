@@ -22,7 +22,12 @@ def llama(
     positions: int, implementation: str = "distca", dtype: torch.dtype = torch.float32, **sizes: Any
 ) -> nn.Module:
     """A LLaMA with random weights, the same every time, of these sizes or of the usual ones."""
-    usual = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
+    usual = {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     config = LlamaConfig(
         **{"vocab_size": VOCABULARY, **(sizes or usual)},
         max_position_embeddings=positions,
@@ -34,7 +39,9 @@ def llama(
     return LlamaForCausalLM(config).to(dtype).train()
 
 
-def settings_of(model: nn.Module, ranks: int, tokens: int, device: torch.device, **config: Any) -> PlanSettings:
+def settings_of(
+    model: nn.Module, ranks: int, tokens: int, device: torch.device, **config: Any
+) -> PlanSettings:
     options = DistCAConfig(tokens_per_rank=tokens, **config)
     return plan_settings(model, options, ranks=ranks, device=device, dtype=model.dtype)
 
@@ -62,12 +69,22 @@ def rows_of_rank(
     return _columns(segments, device)
 
 
-def _columns(segments: Sequence[tuple[Tensor, int, int]], device: torch.device) -> dict[str, Tensor]:
+def _columns(
+    segments: Sequence[tuple[Tensor, int, int]], device: torch.device
+) -> dict[str, Tensor]:
     """Columns [1, T] of rows [start, stop) of documents, one after another."""
     rows = [document[start:stop] for document, start, stop in segments]
     positions = [torch.arange(start, stop) for _, start, stop in segments]
-    targets = [torch.cat([document[1:], torch.tensor([-100])])[start:stop] for document, start, stop in segments]
-    columns = {"input_ids": rows, "position_ids": positions, "labels": targets, "shift_labels": targets}
+    targets = [
+        torch.cat([document[1:], torch.tensor([-100])])[start:stop]
+        for document, start, stop in segments
+    ]
+    columns = {
+        "input_ids": rows,
+        "position_ids": positions,
+        "labels": targets,
+        "shift_labels": targets,
+    }
     return {name: torch.cat(parts)[None].to(device) for name, parts in columns.items()}
 
 
@@ -92,7 +109,12 @@ class KernelNode(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THD: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.kernel.backward(do_THD, *ctx.saved_tensors, ctx.shapes, ctx.params)
+        return (
+            None,
+            None,
+            None,
+            *ctx.kernel.backward(do_THD, *ctx.saved_tensors, ctx.shapes, ctx.params),
+        )
 
 
 def attend_packed(

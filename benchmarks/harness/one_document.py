@@ -48,7 +48,9 @@ class OneDocument:
     @property
     def settings(self) -> PlanSettings:
         buffer = {} if self.buffer_bytes is None else {"exchange_buffer_bytes": self.buffer_bytes}
-        return PlanSettings(self.ranks, -(-self.tokens // self.ranks), (self.kind,), bytes_per_value=4, **buffer)
+        return PlanSettings(
+            self.ranks, -(-self.tokens // self.ranks), (self.kind,), bytes_per_value=4, **buffer
+        )
 
     def plan(self) -> MicroBatchPlan:
         plan = plan_micro_batch([self.tokens // self.documents] * self.documents, self.settings)
@@ -94,7 +96,9 @@ class Taken:
 
 def take_one_document(case: OneDocument, sampled: Sequence[int] = ()) -> Taken:
     follow_tensors()
-    _take(replace(case, tokens=64 * case.ranks, documents=1))  # code that is loaded, threads that are started
+    _take(
+        replace(case, tokens=64 * case.ranks, documents=1)
+    )  # code that is loaded, threads that are started
     return _take(case, sampled)
 
 
@@ -105,7 +109,10 @@ def _take(case: OneDocument, sampled: Sequence[int] = ()) -> Taken:
     dist.barrier()
     before = begin_peak()
     numbers_T = torch.cat(
-        [document * length + torch.arange(start, stop) for document, start, stop in plan.held_by(dist.get_rank())]
+        [
+            document * length + torch.arange(start, stop)
+            for document, start, stop in plan.held_by(dist.get_rank())
+        ]
     )
     q_THD, k_THD, v_THD = (case.rows(name, numbers_T).requires_grad_() for name in ("q", "k", "v"))
     do_THD = case.rows("do", numbers_T)
@@ -117,7 +124,9 @@ def _take(case: OneDocument, sampled: Sequence[int] = ()) -> Taken:
     gradients = (q_THD.grad, k_THD.grad, v_THD.grad)
     results = {"o": o_THD.detach()[mine]}
     results |= {
-        name: x_THD[mine] for name, x_THD in zip(("dq", "dk", "dv"), gradients, strict=True) if x_THD is not None
+        name: x_THD[mine]
+        for name, x_THD in zip(("dq", "dk", "dv"), gradients, strict=True)
+        if x_THD is not None
     }
     routes = bound.nano_batches[0].routes.get(case.kind)  # None where nothing moves
     return Taken(taken, len(routes.stages) if routes else 0, numbers_T[mine], results)
@@ -132,16 +141,25 @@ def reference(case: OneDocument, sampled: Sequence[int], chunk: int = 512) -> di
     k_LHD, v_LHD = (case.rows(name, every).double() for name in ("k", "v"))
     sampled_S = torch.tensor(sorted(sampled))
     queries = torch.cat([every[every % case.with_gradient == 0], sampled_S]).unique()
-    found = {name: torch.zeros(len(sampled_S), case.heads, case.head_dim).double() for name in ("o", "dq", "dk", "dv")}
+    found = {
+        name: torch.zeros(len(sampled_S), case.heads, case.head_dim).double()
+        for name in ("o", "dq", "dk", "dv")
+    }
     for rows_C in queries.split(chunk):
         q_CHD, do_CHD = (case.rows(name, rows_C).double() for name in ("q", "do"))
         keys = slice(0, int(rows_C[-1]) + 1)
         visible_CL = every[keys] <= rows_C[:, None]
         for head in range(case.heads):
             k_LD, v_LD, do_CD = k_LHD[keys, head], v_LHD[keys, head], do_CHD[:, head]
-            p_CL = (case.params.scale * q_CHD[:, head] @ k_LD.T).masked_fill_(~visible_CL, -torch.inf).softmax(-1)
+            p_CL = (
+                (case.params.scale * q_CHD[:, head] @ k_LD.T)
+                .masked_fill_(~visible_CL, -torch.inf)
+                .softmax(-1)
+            )
             o_CD = p_CL @ v_LD
-            ds_CL = p_CL * (do_CD @ v_LD.T - (do_CD * o_CD).sum(-1, keepdim=True)) * case.params.scale
+            ds_CL = (
+                p_CL * (do_CD @ v_LD.T - (do_CD * o_CD).sum(-1, keepdim=True)) * case.params.scale
+            )
             seen = sampled_S < keys.stop
             columns = sampled_S[seen]
             found["dk"][seen, head] += ds_CL[:, columns].T @ q_CHD[:, head]

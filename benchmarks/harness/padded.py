@@ -44,7 +44,12 @@ class Batch:
 
 
 def padded_batches(
-    lengths: Sequence[int], vocabulary: int, device: torch.device, *, to_all: bool = False, at_once: int = AT_ONCE
+    lengths: Sequence[int],
+    vocabulary: int,
+    device: torch.device,
+    *,
+    to_all: bool = False,
+    at_once: int = AT_ONCE,
 ) -> list[Batch]:
     """Batches of `at_once` sequences, the same tokens every time.
 

@@ -52,7 +52,9 @@ class Ranks:
         self._processes = []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, count, port, enter, prepare, args))
+            process = context.Process(
+                target=_serve, args=(theirs, rank, count, port, enter, prepare, args)
+            )
             self._connections.append(ours)
             self._processes.append((process, theirs))
 
@@ -76,7 +78,9 @@ class Ranks:
             connection.send(None)
         results: dict[int, Any] = {}
         while len(results) < len(self._connections):
-            for connection in wait([c for rank, c in enumerate(self._connections) if rank not in results]):
+            for connection in wait(
+                [c for rank, c in enumerate(self._connections) if rank not in results]
+            ):
                 rank = self._connections.index(connection)
                 try:
                     succeeded, results[rank] = connection.recv()
@@ -114,7 +118,9 @@ def _serve(
 ) -> None:
     """The life of a rank: until the other end of the connection is closed."""
     end_with_parent()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     torch.set_num_threads(1)
     try:
         if enter is not None:

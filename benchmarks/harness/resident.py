@@ -25,7 +25,9 @@ def keep_freed_memory() -> None:
     new pages, which took up to 2 % of a step.
     """
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_MAX, 0)  # glibc otherwise maps large blocks one by one, and unmaps them when they are freed
+    libc.mallopt(
+        M_MMAP_MAX, 0
+    )  # glibc otherwise maps large blocks one by one, and unmaps them when they are freed
     libc.mallopt(M_TRIM_THRESHOLD, -1)  # glibc otherwise returns free memory at the end of the heap
 
 

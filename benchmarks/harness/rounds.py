@@ -29,7 +29,9 @@ _MARK = "round: "
 """Begins the lines that one checkout's script sends to the other's."""
 
 
-def rounds_parser(description: str | None, rounds: int, **numbers: tuple[int, str]) -> ArgumentParser:
+def rounds_parser(
+    description: str | None, rounds: int, **numbers: tuple[int, str]
+) -> ArgumentParser:
     parser = options_parser(description, rounds=(rounds, "how many"), **numbers)
     parser.add_argument(
         "--against",
@@ -37,7 +39,9 @@ def rounds_parser(description: str | None, rounds: int, **numbers: tuple[int, st
         metavar="CHECKOUT",
         help="another checkout, whose script of this name takes rounds in turns with this one",
     )
-    parser.add_argument("--follow", action="store_true", help=SUPPRESS)  # take a round at every line of stdin
+    parser.add_argument(
+        "--follow", action="store_true", help=SUPPRESS
+    )  # take a round at every line of stdin
     return parser
 
 
@@ -90,7 +94,9 @@ class _Other:
         checkout = checkout.resolve()
         here = Path(__file__).resolve().parents[2]
         if here != CHECKOUT:
-            raise ValueError(f"this benchmark lies in {here}, but imports hf_distca from {CHECKOUT}: set PYTHONPATH")
+            raise ValueError(
+                f"this benchmark lies in {here}, but imports hf_distca from {CHECKOUT}: set PYTHONPATH"
+            )
         script = checkout / "benchmarks" / Path(sys.argv[0]).name
         words = shlex.split(re.sub(r"--against[= ]\S+", "", shlex.join(sys.argv[1:])))
         self._process = subprocess.Popen(
@@ -132,7 +138,9 @@ def over(numerator: str, denominator: str) -> Callable[[Round], float]:
     return lambda taken: taken[numerator] / taken[denominator]
 
 
-def report(measured: Measured, derived: Mapping[str, Callable[[Round], float]], **others: object) -> None:
+def report(
+    measured: Measured, derived: Mapping[str, Callable[[Round], float]], **others: object
+) -> None:
     """Print tables of figures, of what is derived from them within a round and of checkouts, then one JSON object.
 
     Args:
@@ -147,13 +155,20 @@ def report(measured: Measured, derived: Mapping[str, Callable[[Round], float]], 
         _show("within a round", _spreads(ratios))
     against = None
     if theirs:
-        quotients = [{name: a[name] / b[name] for name in a} for a, b in zip(ours, theirs, strict=True)]
+        quotients = [
+            {name: a[name] / b[name] for name in a} for a, b in zip(ours, theirs, strict=True)
+        ]
         between, figures_there = _spreads(quotients), _spreads(theirs)
         print()
         table(
             [f"against {measured.their_commit}", "ours", "theirs", "ours / theirs (quartiles)"],
             [
-                [name, f"{figures[name].median:.3f}", f"{figures_there[name].median:.3f}", str(quotient)]
+                [
+                    name,
+                    f"{figures[name].median:.3f}",
+                    f"{figures_there[name].median:.3f}",
+                    str(quotient),
+                ]
                 for name, quotient in between.items()
             ],
         )

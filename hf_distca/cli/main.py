@@ -35,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="TOOL", parser_class=_Parser)
     asked = next((name for name in given if not name.startswith("-")), None)
     for name, what_for in TOOLS.items():
-        of_tool = commands.add_parser(name, help=what_for, formatter_class=argparse.RawDescriptionHelpFormatter)
+        of_tool = commands.add_parser(
+            name, help=what_for, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         if name == asked:
             tool = import_module(f"hf_distca.cli.{name}")
             of_tool.description = tool.DESCRIPTION

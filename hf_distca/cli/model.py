@@ -22,7 +22,10 @@ from hf_distca.progress import terminal_bar
 from hf_distca.sim.model import MODELS, ModelShape
 
 OF_STATE = ("weights", "gradients", "optimizer")
-CHECKPOINTING: dict[str, dict[str, Any] | None] = {"without_checkpointing": None, "with_checkpointing": {}}
+CHECKPOINTING: dict[str, dict[str, Any] | None] = {
+    "without_checkpointing": None,
+    "with_checkpointing": {},
+}
 NAMES: dict[Part, str] = {
     "activations": "activations",
     "cast weights": "autocast's copies of weights",
@@ -76,12 +79,17 @@ def config_of_shape(shape: ModelShape) -> LlamaConfig:
     )
 
 
-def mixing_of(model: PreTrainedModel, plan: MicroBatchPlan, settings: PlanSettings) -> dict[str, float] | None:
+def mixing_of(
+    model: PreTrainedModel, plan: MicroBatchPlan, settings: PlanSettings
+) -> dict[str, float] | None:
     """Return figures of a layer that mixes rows in order; None for a model without."""
     shape = mixing_shape(model)
     if shape is None:
         return None
-    cuts = [count_cuts(nano.layout, settings.nodes or (0,) * settings.ranks) for nano in plan.nano_batches]
+    cuts = [
+        count_cuts(nano.layout, settings.nodes or (0,) * settings.ranks)
+        for nano in plan.nano_batches
+    ]
     halo = shape.width * shape.channels * settings.bytes_per_value
     return {
         "layers": shape.layers,
@@ -94,7 +102,10 @@ def mixing_of(model: PreTrainedModel, plan: MicroBatchPlan, settings: PlanSettin
 
 
 def memory_of(
-    model: PreTrainedModel, plan: MicroBatchPlan, settings: PlanSettings, options: argparse.Namespace
+    model: PreTrainedModel,
+    plan: MicroBatchPlan,
+    settings: PlanSettings,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return bytes on a rank by strategy and checkpointing, and the longest rows that fit."""
     device = MEMORY if options.device_memory is None else int(options.device_memory * GB)
@@ -113,13 +124,20 @@ def memory_of(
 
 def memory_rows(figures: dict[str, Any], device_memory: float | None) -> dict[str, list[str]]:
     """Return the figures of `memory_of` in GB as cells of a table by the heading of their row."""
-    columns = [(state, state[checkpointing]) for state in figures.values() for checkpointing in CHECKPOINTING]
+    columns = [
+        (state, state[checkpointing])
+        for state in figures.values()
+        for checkpointing in CHECKPOINTING
+    ]
     rows: dict[str, list[str]] = {
         "memory of a rank, GB": [text for strategy in figures for text in (strategy, "")],
         "checkpointing": ["no", "yes"] * len(figures),
     }
     sizes = {name: [state[name] for state, _ in columns] for name in OF_STATE}
-    sizes |= {name: [counted["parts"].get(part, 0) for _, counted in columns] for part, name in NAMES.items()}
+    sizes |= {
+        name: [counted["parts"].get(part, 0) for _, counted in columns]
+        for part, name in NAMES.items()
+    }
     sizes["together"] = [counted["total"] for _, counted in columns]
     for name, of_columns in sizes.items():
         if any(of_columns) or name in OF_STATE:
@@ -132,4 +150,6 @@ def memory_rows(figures: dict[str, Any], device_memory: float | None) -> dict[st
 
 def memory_table(rows: dict[str, list[str]]) -> str:
     """Return what `memory_rows` returns as text."""
-    return "\n".join(f"{name:<30} " + "".join(f"{value:>9}" for value in values) for name, values in rows.items())
+    return "\n".join(
+        f"{name:<30} " + "".join(f"{value:>9}" for value in values) for name, values in rows.items()
+    )

@@ -26,14 +26,22 @@ LONGEST_WAIT = 1e8
 """Seconds of the longest wait: three years."""
 RANKS_PER_NODE = 8
 """Default of the command line: the number of GPUs in most hosts."""
-HEADS = {"q_heads": (32, "query heads"), "kv_heads": (8, "key-value heads"), "head_dim": (128, "size of a head")}
+HEADS = {
+    "q_heads": (32, "query heads"),
+    "kv_heads": (8, "key-value heads"),
+    "head_dim": (128, "size of a head"),
+}
 """Options of a layer's heads, with the numbers of Llama-3-8B."""
 MODEL_SOURCES = f"{', '.join(MODELS)}, a config.json, a folder with one, or a name on the Hub"
 GB = 1e9
 
 
 def number(
-    expected: str, read: Callable[[str], Any] = int, least: float = 1, most: float = 2**31 - 1, why: str = ""
+    expected: str,
+    read: Callable[[str], Any] = int,
+    least: float = 1,
+    most: float = 2**31 - 1,
+    why: str = "",
 ) -> Callable[[str], Any]:
     """Return a parser of numbers from `least` to `most`; `read` raises ValueError if a text is no number."""
 
@@ -70,7 +78,10 @@ def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -
     """Add the options of settings, such as `--tokens-per-rank` for `tokens_per_rank`."""
     settings = {setting.name: setting for setting in fields(DistCAConfig)}
     for name, setting in ((name, settings[name]) for name in names):
-        options: dict[str, Any] = {"default": setting.default, "help": setting.metadata["help"].replace("%", "%%")}
+        options: dict[str, Any] = {
+            "default": setting.default,
+            "help": setting.metadata["help"].replace("%", "%%"),
+        }
         if setting.type in (bool, Switch):
             options["action"] = argparse.BooleanOptionalAction
         else:
@@ -78,7 +89,9 @@ def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -
         options |= changes
         if not options.get("required"):
             default = options["default"]
-            options["help"] += f" (default: {('off', 'on')[default] if isinstance(default, bool) else default})"
+            options["help"] += (
+                f" (default: {('off', 'on')[default] if isinstance(default, bool) else default})"
+            )
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
@@ -87,29 +100,49 @@ def add_planning_options(
 ) -> None:
     """Add options of documents, ranks, nodes and output; bandwidths are in GB/s, None for the profile's."""
     add = parser.add_argument
-    add("--lengths", required=True, metavar="SOURCE", help="where document lengths come from, see above")
-    add("--split", default="train", help="split of a data set (default: train)")
-    columns = (
-        "column with lengths, lists of tokens or text (default: length or input_ids; with --tokenizer also text or "
+    add(
+        "--lengths",
+        required=True,
+        metavar="SOURCE",
+        help="where document lengths come from, see above",
     )
+    add("--split", default="train", help="split of a data set (default: train)")
+    columns = "column with lengths, lists of tokens or text (default: length or input_ids; with --tokenizer also text or "
     add("--column", help=f"{columns}messages)")
-    add("--tokenizer", metavar="NAME", help="tokenizer that counts the tokens of text: a name on the Hub or a folder")
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help="tokenizer that counts the tokens of text: a name on the Hub or a folder",
+    )
     divided = "documents of a text file: the whole file, or its paragraphs (default: document)"
     add("--sample-by", choices=("document", "paragraph"), default="document", help=divided)
     add("--seed", type=seed, default=0, help="seed for drawing documents (default: 0)")
-    add("--ranks", required=True, type=ranks, metavar="N", help=f"number of ranks that train, at most {MOST_RANKS}")
+    add(
+        "--ranks",
+        required=True,
+        type=ranks,
+        metavar="N",
+        help=f"number of ranks that train, at most {MOST_RANKS}",
+    )
     add_settings(parser, "tokens_per_rank", required=True, metavar="T", type=tokens)
     add_settings(parser, *settings)
     nodes = "ranks that share a node: one number, or one for each node in the order of the ranks, such as 8,8,4; 1 "
     nodes += "treats all links alike (default: 8, and the rest on the last node)"
     add("--ranks-per-node", metavar="K", help=nodes)
-    links = (("--node-bandwidth", within, "inside its node"), ("--network-bandwidth", between, "between nodes"))
+    links = (
+        ("--node-bandwidth", within, "inside its node"),
+        ("--network-bandwidth", between, "between nodes"),
+    )
     for name, default, where in links:
         shown = "the profile's" if default is None else f"{default:g}"
         what = f"bandwidth of a rank {where}, in each direction (default: {shown})"
         add(name, type=gigabytes, default=default, metavar="GB/S", help=what)
     add("--json", action="store_true", help="print one JSON object and nothing else")
-    add("--report", metavar="FILE.html", help="write a report: one file with pictures and tables, for a browser")
+    add(
+        "--report",
+        metavar="FILE.html",
+        help="write a report: one file with pictures and tables, for a browser",
+    )
 
 
 def config_of(options: argparse.Namespace) -> DistCAConfig:
@@ -121,14 +154,22 @@ def config_of(options: argparse.Namespace) -> DistCAConfig:
 def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:
     """Return the number of ranks of each node, [nodes]; raise ValueError if nodes do not add up to `ranks`."""
     full, left = divmod(ranks, RANKS_PER_NODE)
-    planned = config.planning(ranks, (*[RANKS_PER_NODE] * full, *[left] * (left > 0)))["ranks_per_node"]
+    planned = config.planning(ranks, (*[RANKS_PER_NODE] * full, *[left] * (left > 0)))[
+        "ranks_per_node"
+    ]
     return node_sizes(ranks, min(planned, ranks) if isinstance(planned, int) else planned)
 
 
-def plan_settings_of(config: DistCAConfig, ranks: int, document_layout: str, **of_model: Any) -> PlanSettings:
+def plan_settings_of(
+    config: DistCAConfig, ranks: int, document_layout: str, **of_model: Any
+) -> PlanSettings:
     """Return settings of plans; raise ValueError if they contradict each other or cannot be planned in time."""
     nodes = nodes_of_ranks(config, ranks)
-    planning = {**config.planning(ranks), "ranks_per_node": nodes, "document_layout": document_layout}
+    planning = {
+        **config.planning(ranks),
+        "ranks_per_node": nodes,
+        "document_layout": document_layout,
+    }
     settings = PlanSettings(**planning, **of_model)
     rows = settings.exchange_buffer_bytes // settings.row_bytes(settings.dominant_kind).kv
     if rows < LEAST_STAGE:
@@ -142,9 +183,13 @@ def plan_settings_of(config: DistCAConfig, ranks: int, document_layout: str, **o
 def check_model_name(name: str) -> None:
     """Raise InputError if a model's config is a file that does not exist; names on the Hub are not looked up."""
     path = Path(name)
-    is_path = name.endswith(".json") or path.is_absolute() or name.startswith(".") or len(path.parts) > 2
+    is_path = (
+        name.endswith(".json") or path.is_absolute() or name.startswith(".") or len(path.parts) > 2
+    )
     if name not in MODELS and is_path and not path.exists():
-        raise InputError(f"no model config at {name!r}: there is no such file or folder; expected {MODEL_SOURCES}")
+        raise InputError(
+            f"no model config at {name!r}: there is no such file or folder; expected {MODEL_SOURCES}"
+        )
 
 
 def check_writable(*names: str | None) -> None:

@@ -48,7 +48,13 @@ Lengths = list[int] | list[list[int]]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MANY_RANKS, LEAST_BLOCKS = 512, 8
 """Beyond 512 ranks, each needs at least 8 blocks of rows: balancing smaller shares takes too many moves."""
-PLANNED = ("document_layout", "balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong")
+PLANNED = (
+    "document_layout",
+    "balance_tolerance",
+    "balance_block_size",
+    "exchange_buffer_bytes",
+    "ping_pong",
+)
 """Settings of plans."""
 
 DESCRIPTION = f"""\
@@ -72,18 +78,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add_planning_options(parser, *PLANNED, within=NODE_BANDWIDTH, between=NETWORK_BANDWIDTH)
     add = parser.add_argument
-    of_kernel = {"default": "torch_varlen", "choices": KERNEL_NAMES[1:], "help": "kernel whose costs are used"}
+    of_kernel = {
+        "default": "torch_varlen",
+        "choices": KERNEL_NAMES[1:],
+        "help": "kernel whose costs are used",
+    }
     add_settings(parser, "attention_kernel", **of_kernel)
     for name, (value, what) in HEADS.items():
-        add(f"--{name.replace('_', '-')}", type=positive, help=f"{what} of a layer (default: {value})")
-    add("--window", type=positive, metavar="W", help="sliding window in tokens (default: full attention)")
-    add("--dtype", choices=tuple(BYTES), default="bfloat16", help="dtype of activations (default: bfloat16)")
+        add(
+            f"--{name.replace('_', '-')}",
+            type=positive,
+            help=f"{what} of a layer (default: {value})",
+        )
+    add(
+        "--window",
+        type=positive,
+        metavar="W",
+        help="sliding window in tokens (default: full attention)",
+    )
+    add(
+        "--dtype",
+        choices=tuple(BYTES),
+        default="bfloat16",
+        help="dtype of activations (default: bfloat16)",
+    )
     of_model = f"model whose attention to plan and whose memory to count: {MODEL_SOURCES}"
     add("--model", metavar="CONFIG", help=of_model)
-    add_settings(parser, "keep_core_attention", "keep_received", "loss_chunk_bytes", "mlp_chunk_rows")
+    add_settings(
+        parser, "keep_core_attention", "keep_received", "loss_chunk_bytes", "mlp_chunk_rows"
+    )
     of_device = "memory of a device: show the longest rows that fit, with --model"
     add("--device-memory", type=gigabytes, metavar="GB", help=of_device)
-    add("--dump", metavar="FILE", help="write the documents, segments and tasks of the plan as JSON")
+    add(
+        "--dump", metavar="FILE", help="write the documents, segments and tasks of the plan as JSON"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -101,7 +129,9 @@ def run(options: argparse.Namespace) -> None:
         plan_ms = (time.perf_counter() - began) * 1e3
     except ValueError as error:
         raise InputError(str(error)) from error
-    figures = _figures(documents_of(lengths), plan, settings, options) | {"plan_ms": round(plan_ms, 3)}
+    figures = _figures(documents_of(lengths), plan, settings, options) | {
+        "plan_ms": round(plan_ms, 3)
+    }
     memory: dict[str, list[str]] = {}
     if model is not None:
         from hf_distca.cli.model import memory_of, memory_rows, mixing_of
@@ -114,7 +144,11 @@ def run(options: argparse.Namespace) -> None:
     if options.dump:
         dumped = []
         for nano in plan.nano_batches:
-            tables = {"documents": nano.documents, "lengths": nano.layout.lengths, "segments": nano.layout.segments}
+            tables = {
+                "documents": nano.documents,
+                "lengths": nano.layout.lengths,
+                "segments": nano.layout.segments,
+            }
             tables["tasks"] = nano.plans[settings.dominant_kind].tasks
             dumped.append({name: table.tolist() for name, table in tables.items()})
         write(options.dump, json.dumps({"nano_batches": dumped}) + "\n")
@@ -132,14 +166,20 @@ def _check_model_options(options: argparse.Namespace) -> None:
     """Raise InputError if options of a model contradict each other."""
     if options.model is None:
         if options.device_memory is not None:
-            raise InputError("--device-memory limits the rows of a model, but no model is given; add --model")
+            raise InputError(
+                "--device-memory limits the rows of a model, but no model is given; add --model"
+            )
         return
     for name in (*HEADS, "window"):
         if getattr(options, name) is not None:
             option = name.replace("_", "-")
-            raise InputError(f"--{option} and --model both describe the model; leave one of them out")
+            raise InputError(
+                f"--{option} and --model both describe the model; leave one of them out"
+            )
     if options.dtype == "float16":
-        raise InputError("memory with --model is counted in bfloat16 or float32 only; set --dtype to one of them")
+        raise InputError(
+            "memory with --model is counted in bfloat16 or float32 only; set --dtype to one of them"
+        )
     check_model_name(options.model)
 
 
@@ -149,7 +189,9 @@ def _check_fit(lengths: Lengths, config: DistCAConfig, options: argparse.Namespa
     ranks, tokens = options.ranks, options.tokens_per_rank
     stay = bool(rows) and config.planned_layout == "fixed"
     if len(rows) > ranks or (stay and len(rows) < ranks):
-        raise InputError(f"{options.lengths} holds {len(rows)} rows, but --ranks is {ranks}; give a row per rank")
+        raise InputError(
+            f"{options.lengths} holds {len(rows)} rows, but --ranks is {ranks}; give a row per rank"
+        )
     check_capacity(as_lengths(documents), ranks, tokens)
     if ranks > MANY_RANKS and sum(documents) < ranks * LEAST_BLOCKS * config.balance_block_size:
         raise InputError(
@@ -158,7 +200,9 @@ def _check_fit(lengths: Lengths, config: DistCAConfig, options: argparse.Namespa
         )
     for rank, row in enumerate(rows if stay else ()):
         if sum(row) > tokens:
-            raise InputError(f"row {rank} holds {sum(row)} tokens, but a rank holds {tokens}; raise --tokens-per-rank")
+            raise InputError(
+                f"row {rank} holds {sum(row)} tokens, but a rank holds {tokens}; raise --tokens-per-rank"
+            )
 
 
 def _rows_of(lengths: Lengths) -> list[list[int]]:
@@ -170,12 +214,21 @@ def _model_and_settings(
     config: DistCAConfig, options: argparse.Namespace
 ) -> tuple["PreTrainedModel | None", PlanSettings]:
     """Return the named model, None if no model is named, and the settings of its plans."""
-    of_kernel: dict[str, Any] = {"kernel": config.attention_kernel, "bytes_per_value": BYTES[options.dtype]}
+    of_kernel: dict[str, Any] = {
+        "kernel": config.attention_kernel,
+        "bytes_per_value": BYTES[options.dtype],
+    }
     model = None
     if options.model is None:
-        q_heads, kv_heads, head_dim = (getattr(options, name) or value for name, (value, _) in HEADS.items())
-        kinds: tuple[AttentionKind, ...] = (AttentionKind(options.window, q_heads, kv_heads, head_dim, head_dim),)
-        settings = plan_settings_of(config, options.ranks, config.planned_layout, kinds=kinds, **of_kernel)
+        q_heads, kv_heads, head_dim = (
+            getattr(options, name) or value for name, (value, _) in HEADS.items()
+        )
+        kinds: tuple[AttentionKind, ...] = (
+            AttentionKind(options.window, q_heads, kv_heads, head_dim, head_dim),
+        )
+        settings = plan_settings_of(
+            config, options.ranks, config.planned_layout, kinds=kinds, **of_kernel
+        )
     else:
         from hf_distca.cli.model import fake_model
         from hf_distca.models.kinds import layers_by_kind
@@ -188,7 +241,9 @@ def _model_and_settings(
     from hf_distca.kernels import KERNELS
 
     kernel = KERNELS[config.attention_kernel]
-    return model, replace(settings, row_overhead=kernel.row_overhead, gather_cost=kernel.gather_cost)
+    return model, replace(
+        settings, row_overhead=kernel.row_overhead, gather_cost=kernel.gather_cost
+    )
 
 
 def _plan(lengths: Lengths, settings: PlanSettings) -> MicroBatchPlan:
@@ -199,7 +254,10 @@ def _plan(lengths: Lengths, settings: PlanSettings) -> MicroBatchPlan:
 
 
 def _figures(
-    documents: Sequence[int], plan: MicroBatchPlan, settings: PlanSettings, options: argparse.Namespace
+    documents: Sequence[int],
+    plan: MicroBatchPlan,
+    settings: PlanSettings,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return balance and costs of the plan, summed over nano-batches; for a report, figures of each rank too."""
     import torch
@@ -224,7 +282,9 @@ def _figures(
         "tasks_below_block": int((rows < settings.balance_block_size).sum()),
         "nano_batches": len(plans),
         "stages": max(len(rows_by_stage(each)) for each in plans),
-        "exchange_buffers": core_attention.get("exchange buffers", 0),  # all layers of a kind share them
+        "exchange_buffers": core_attention.get(
+            "exchange buffers", 0
+        ),  # all layers of a kind share them
     }
     if not options.report:
         return figures
@@ -252,7 +312,12 @@ def _figures(
     }
 
 
-def _table(plan: MicroBatchPlan, figures: dict[str, Any], settings: PlanSettings, options: argparse.Namespace) -> str:
+def _table(
+    plan: MicroBatchPlan,
+    figures: dict[str, Any],
+    settings: PlanSettings,
+    options: argparse.Namespace,
+) -> str:
     def mb(name: str) -> str:
         return f"{figures[name] / 1e6:.2f} MB"
 
@@ -281,7 +346,10 @@ def _table(plan: MicroBatchPlan, figures: dict[str, Any], settings: PlanSettings
         "planned in": f"{figures['plan_ms']:.1f} ms",
     }
     if mixing := figures.get("mixing"):
-        runs, without = mixing["runs"], f"{mixing['runs_unpacked']} without a kernel that takes packed documents"
+        runs, without = (
+            mixing["runs"],
+            f"{mixing['runs_unpacked']} without a kernel that takes packed documents",
+        )
         lines |= {
             "mixing layers": f"{mixing['layers']}, {mixing['segments']} segments of cut documents on all ranks",
             "kernel runs, busiest rank": f"{runs} a layer; {without}",

@@ -35,10 +35,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, metavar="FILE", help="file to write")
     add_settings(parser, "attention_kernel")
     for name, (value, what) in HEADS.items():
-        add(f"--{name.replace('_', '-')}", type=positive, default=value, help=f"{what} (default: {value})")
+        add(
+            f"--{name.replace('_', '-')}",
+            type=positive,
+            default=value,
+            help=f"{what} (default: {value})",
+        )
     add("--hidden", type=positive, default=4096, help="hidden size of the model (default: 4096)")
     default = "bfloat16 on GPUs, else float32"
-    add("--dtype", choices=("bfloat16", "float32"), help=f"dtype of activations (default: {default})")
+    add(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help=f"dtype of activations (default: {default})",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -57,10 +66,16 @@ def run(options: argparse.Namespace) -> None:
 
     device = device_of_rank()
     groups = connect(device, TIMEOUT_S)
-    dtype: torch.dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    dtype: torch.dtype = getattr(
+        torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    )
     try:
-        kind = AttentionKind(None, options.q_heads, options.kv_heads, options.head_dim, options.head_dim)
-        need = Need(dtype, options.head_dim, options.head_dim, AttentionParams(scale=options.head_dim**-0.5))
+        kind = AttentionKind(
+            None, options.q_heads, options.kv_heads, options.head_dim, options.head_dim
+        )
+        need = Need(
+            dtype, options.head_dim, options.head_dim, AttentionParams(scale=options.head_dim**-0.5)
+        )
         kernel = get_kernel(options.attention_kernel, device, [need])
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
@@ -72,7 +87,9 @@ def run(options: argparse.Namespace) -> None:
         if "memory" not in str(error):
             raise
         sizes = "--q-heads, --kv-heads, --head-dim or --hidden"
-        raise InputError(f"{device} has too little memory for rows of this size; make {sizes} smaller") from error
+        raise InputError(
+            f"{device} has too little memory for rows of this size; make {sizes} smaller"
+        ) from error
     links = "links not measured, but taken as those of an H100"
     if groups is not None:
         links = f"links between {len(groups.members)} ranks"
@@ -83,7 +100,9 @@ def run(options: argparse.Namespace) -> None:
         try:
             profile.save(Path(options.output))
         except OSError as error:
-            raise InputError(f"cannot write {options.output}: {error.strerror}; name another file") from error
+            raise InputError(
+                f"cannot write {options.output}: {error.strerror}; name another file"
+            ) from error
         print(_table(profile), flush=True)
 
 
@@ -94,7 +113,18 @@ def _table(profile: DeviceProfile) -> str:
     accuracy, kind = profile.accuracy, profile.measured
     amount = pairs(0, SHOWN_TOKENS)
     (seconds,) = profile.forward.seconds(
-        Tasks(*np.array([[SHOWN_TOKENS], [SHOWN_TOKENS], [amount], [1.0], [SHOWN_TOKENS * DIAGONAL_ROWS], [1.0]]))
+        Tasks(
+            *np.array(
+                [
+                    [SHOWN_TOKENS],
+                    [SHOWN_TOKENS],
+                    [amount],
+                    [1.0],
+                    [SHOWN_TOKENS * DIAGONAL_ROWS],
+                    [1.0],
+                ]
+            )
+        )
     )
     tflops = 2.0 * kind.q_heads * (kind.dim_qk + kind.dim_v) * amount / seconds / 1e12
     lines = {

@@ -31,10 +31,30 @@ def _address(text: str) -> tuple[str, int]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add("--join", required=True, type=_address, metavar="HOST:PORT", help="address at which the run accepts servers")
-    add("--token-file", required=True, metavar="FILE", help="file with the run's token; - for standard input")
-    add("--device", default="cpu", help="device to compute on: cpu, or a GPU such as cuda:0 (default: cpu)")
-    add("--bind", default="127.0.0.1", metavar="HOST", help="interface to listen on for ranks (default: 127.0.0.1)")
+    add(
+        "--join",
+        required=True,
+        type=_address,
+        metavar="HOST:PORT",
+        help="address at which the run accepts servers",
+    )
+    add(
+        "--token-file",
+        required=True,
+        metavar="FILE",
+        help="file with the run's token; - for standard input",
+    )
+    add(
+        "--device",
+        default="cpu",
+        help="device to compute on: cpu, or a GPU such as cuda:0 (default: cpu)",
+    )
+    add(
+        "--bind",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="interface to listen on for ranks (default: 127.0.0.1)",
+    )
     add("--port", type=port, default=0, help="port to listen on (default: 0, any that is free)")
     kernel = (
         "kernel that computes core attention; a server whose kernel cannot compute what ranks ask for ends with an "
@@ -48,19 +68,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="transport of rows; nixl without an RDMA device lets UCX listen on the interface of --bind, where it "
         "accepts any peer (default: auto, which is nixl where both ends have it and an RDMA device, else tcp)",
     )
-    add("--threads", type=threads, metavar="N", help="CPU threads to compute with (default: all cores)")
+    add(
+        "--threads",
+        type=threads,
+        metavar="N",
+        help="CPU threads to compute with (default: all cores)",
+    )
     wait = "time to try to join, and to join again after the run could not be reached (default: 60)"
     add("--wait", type=seconds, default=60.0, metavar="SECONDS", help=wait)
-    add("--parent", type=int, help=argparse.SUPPRESS)  # of a server of the launch: the process that it ends with
+    add(
+        "--parent", type=int, help=argparse.SUPPRESS
+    )  # of a server of the launch: the process that it ends with
 
 
 def run(options: argparse.Namespace) -> None:
     """Serve until training ends, or the process gets SIGINT or SIGTERM; raise InputError if it cannot serve."""
     if options.parent is not None:
         end_with_parent(options.parent)
-    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.basicConfig(
+        format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr
+    )
     try:
-        token = parse_token(sys.stdin.readline()) if options.token_file == "-" else read_token(options.token_file)
+        token = (
+            parse_token(sys.stdin.readline())
+            if options.token_file == "-"
+            else read_token(options.token_file)
+        )
     except ValueError as error:
         raise InputError(str(error)) from error
 
@@ -75,22 +108,39 @@ def run(options: argparse.Namespace) -> None:
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     named = "cuda:0" if options.device == "cuda" else options.device
     if named not in devices:
-        raise InputError(f"no device {options.device!r} on this host; set --device to {' or '.join(devices)}")
+        raise InputError(
+            f"no device {options.device!r} on this host; set --device to {' or '.join(devices)}"
+        )
     device, transport = torch.device(named), Choice(options.transport)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     # The needs of ranks are known when they call; "auto" may then choose another kernel, but a named one stays.
-    choose = (lambda need: get_kernel("auto", device, [need])) if options.attention_kernel == "auto" else None
+    choose = (
+        (lambda need: get_kernel("auto", device, [need]))
+        if options.attention_kernel == "auto"
+        else None
+    )
     try:
         kernel = get_kernel(options.attention_kernel, device, [measured_need(device)])
         server = AttentionServer(
-            token, device, kernel, choose=choose, host=options.bind, port=options.port, transport=transport
+            token,
+            device,
+            kernel,
+            choose=choose,
+            host=options.bind,
+            port=options.port,
+            transport=transport,
         )
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
     except OSError as error:
-        raise InputError(f"cannot listen on {options.bind}:{options.port}: {error}; see --bind and --port") from error
-    before = {number: signal.signal(number, lambda *_: server.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+        raise InputError(
+            f"cannot listen on {options.bind}:{options.port}: {error}; see --bind and --port"
+        ) from error
+    before = {
+        number: signal.signal(number, lambda *_: server.stop())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         host, port = options.join
         server.run(host, port, options.wait, lambda line: print(line, flush=True))

@@ -59,17 +59,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     settings = ("balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong")
     add_planning_options(parser, *settings, within=None, between=None)
     add = parser.add_argument
-    add("--model", default="llama-8b", metavar="CONFIG", help=f"model: {MODEL_SOURCES} (default: llama-8b)")
+    add(
+        "--model",
+        default="llama-8b",
+        metavar="CONFIG",
+        help=f"model: {MODEL_SOURCES} (default: llama-8b)",
+    )
     costs = "costs of the device: h100, h200, cpu, or a file that hf-distca profile wrote (default: h100)"
     add("--profile", default="h100", help=costs)
-    add("--tensor-parallel", type=positive, default=1, metavar="G", help="GPUs that share each layer (default: 1)")
+    add(
+        "--tensor-parallel",
+        type=positive,
+        default=1,
+        metavar="G",
+        help="GPUs that share each layer (default: 1)",
+    )
     more = "simulate M dedicated attention servers too (default: 0)"
     add("--servers", type=servers, default=0, metavar="M", help=more)
     again = "gradient checkpointing: run layers again in the backward pass (default: on)"
     add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=again)
     padded = "compare padded batches of B sequences a rank too, as in preference training (default: none)"
     add("--padded", type=sequences, metavar="B", help=padded)
-    add("--batches", type=batches, default=16, metavar="B", help="micro-batches to draw (default: 16)")
+    add(
+        "--batches",
+        type=batches,
+        default=16,
+        metavar="B",
+        help="micro-batches to draw (default: 16)",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -77,7 +94,9 @@ def run(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     check_writable(options.report)
     if options.tokens_per_rank < 2:
-        raise InputError("--tokens-per-rank must be at least 2: memory is counted with full and with half rows")
+        raise InputError(
+            "--tokens-per-rank must be at least 2: memory is counted with full and with half rows"
+        )
     check_model_name(options.model)
     try:
         config, profile = config_of(options), _profile(options)
@@ -107,7 +126,9 @@ def run(options: argparse.Namespace) -> None:
 
         memory = gpu_memory(setup, read_config(options.model), settings, config)
         padded = [] if options.padded is None else _padded(options, setup, settings)
-        result = simulate(drawn, setup, settings, count=options.batches, servers=options.servers, memory=memory)
+        result = simulate(
+            drawn, setup, settings, count=options.batches, servers=options.servers, memory=memory
+        )
     except ValueError as error:
         raise InputError(str(error)) from error
     simulated_in = round(time.perf_counter() - began, 3)
@@ -121,7 +142,15 @@ def run(options: argparse.Namespace) -> None:
             "advice": padded_advice(padded),
         }
     if options.report:
-        shown = ("lengths", "model", "tensor_parallel", "checkpointing", "batches", "seed", "servers")
+        shown = (
+            "lengths",
+            "model",
+            "tensor_parallel",
+            "checkpointing",
+            "batches",
+            "seed",
+            "servers",
+        )
         figures["settings"] = _to_copy(options, result, setup)
         figures["setting"] = {name: getattr(options, name) for name in shown}
         figures["setting"]["ranks_per_node"] = options.ranks_per_node or str(RANKS_PER_NODE)
@@ -130,7 +159,9 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps(figures) if options.json else _table(figures))
 
 
-def _padded(options: argparse.Namespace, setup: Setup, settings: PlanSettings) -> Sequence[PaddedFigures]:
+def _padded(
+    options: argparse.Namespace, setup: Setup, settings: PlanSettings
+) -> Sequence[PaddedFigures]:
     """Compare padded batches; plans without gradients are chosen by the forward alone, as in training."""
     from hf_distca.dispatch.padded import plan_sequences
 
@@ -170,7 +201,9 @@ def _profile(options: argparse.Namespace) -> DeviceProfile:
     for where, rate in (("within", options.node_bandwidth), ("between", options.network_bandwidth)):
         if rate is not None:
             links = replace(links, **{where: replace(getattr(links, where), bandwidth=rate * GB)})
-            exchange = replace(exchange, **{where: replace(getattr(exchange, where), bandwidth=rate * GB)})
+            exchange = replace(
+                exchange, **{where: replace(getattr(exchange, where), bandwidth=rate * GB)}
+            )
     return replace(profile, links=links, exchange=exchange)
 
 
@@ -179,7 +212,9 @@ def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> d
     from hf_distca.models.checkpointing import CHECKPOINTING
 
     default = vars(DistCAConfig())
-    changed = {name: value for name, value in vars(config_of(options)).items() if value != default[name]}
+    changed = {
+        name: value for name, value in vars(config_of(options)).items() if value != default[name]
+    }
     changed.pop("ranks_per_node", None)  # the launch gives the nodes
     best = next(strategy for strategy in result.strategies if strategy.name == result.best_planned)
     return {
@@ -210,4 +245,6 @@ def _aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the lines of a table, its header first, from the cells of each row by the title of the column."""
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells
+    ]

@@ -43,13 +43,17 @@ def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | lis
     return next(drawn_micro_batches(options, tokens)).tolist() if read is None else read
 
 
-def drawn_micro_batches(options: argparse.Namespace, tokens: int, *, cut: bool = True) -> Iterator[IntArray]:
+def drawn_micro_batches(
+    options: argparse.Namespace, tokens: int, *, cut: bool = True
+) -> Iterator[IntArray]:
     """Yield [documents] lengths of micro-batches without end, drawn from the source as `micro_batches` does."""
     first = np.array([tokens // 2]) if options.lengths == LONG_AND_SHORT else None
     return micro_batches(_draw_of(options), tokens, options.seed, first, cut=cut)
 
 
-def drawn_padded_batches(options: argparse.Namespace, ranks: int, sequences: int, count: int) -> list[list[list[int]]]:
+def drawn_padded_batches(
+    options: argparse.Namespace, ranks: int, sequences: int, count: int
+) -> list[list[list[int]]]:
     """Return `count` batches: of each the lengths of each rank's sequences, drawn from the source."""
     random, draw = np.random.default_rng(options.seed), _draw_of(options)
     drawn = np.maximum(draw(random, count * ranks * sequences), 1)
@@ -93,7 +97,9 @@ def _of_file(options: argparse.Namespace) -> list[int] | list[list[int]] | None:
         raise InputError(f"cannot read {path}: no such file")
     if Path(path).suffix == ".json":
         content = _json_of(path)
-        if not (isinstance(content, list) and content and isinstance(content[0], dict)):  # not rows of a table
+        if not (
+            isinstance(content, list) and content and isinstance(content[0], dict)
+        ):  # not rows of a table
             return _checked_lengths(path, content)
     return list(map(int, _of_data(options)))
 
@@ -116,7 +122,9 @@ def _checked_lengths(path: str, content: Any) -> list[int] | list[list[int]]:
             raise InputError(f"{where}: found {row!r:.40}, not a list of lengths; {EXPECTED}")
         for index, length in enumerate(row):
             if type(length) is not int or length < 1:
-                raise InputError(f"{where}: item {index} is {length!r:.40}, not 1 or more tokens; {EXPECTED}")
+                raise InputError(
+                    f"{where}: item {index} is {length!r:.40}, not 1 or more tokens; {EXPECTED}"
+                )
     lengths: list[int] | list[list[int]] = content
     if not documents_of(lengths):
         raise InputError(f"{path} holds no documents; {EXPECTED}")
@@ -134,8 +142,12 @@ def _of_data(options: argparse.Namespace) -> IntArray:
         data = load_documents(source, split=options.split, sample_by=options.sample_by)
     except ValueError as error:
         names = ", ".join([*sorted(corpora()), LONG_AND_SHORT])
-        raise InputError(f"no document lengths at {source!r}: {error}. Or give one of {names}, {LOGNORMAL}") from error
-    tried = [options.column] if options.column else [*LENGTHS, *(TEXTS if options.tokenizer else ())]
+        raise InputError(
+            f"no document lengths at {source!r}: {error}. Or give one of {names}, {LOGNORMAL}"
+        ) from error
+    tried = (
+        [options.column] if options.column else [*LENGTHS, *(TEXTS if options.tokenizer else ())]
+    )
     found = [name for name in tried if name in data.column_names]
     if not found:
         raise InputError(
@@ -145,14 +157,19 @@ def _of_data(options: argparse.Namespace) -> IntArray:
     column = found[0]
     if options.tokenizer and column not in LENGTHS:
         data, column = _tokenized(data, column, options.tokenizer), "length"
-    where, values = f"{source}: column {column}", data.with_format("arrow").data.column(column).combine_chunks()
+    where, values = (
+        f"{source}: column {column}",
+        data.with_format("arrow").data.column(column).combine_chunks(),
+    )
     lengths = values.value_lengths() if hasattr(values, "value_lengths") else values
     if not pyarrow.types.is_integer(lengths.type):
         raise InputError(
             f"{where} holds {values.type}; expected whole numbers of tokens, lists of tokens, or text with --tokenizer"
         )
     if lengths.null_count:
-        raise InputError(f"{where} is empty in row {lengths.is_null().index(True).as_py()}; leave such rows out")
+        raise InputError(
+            f"{where} is empty in row {lengths.is_null().index(True).as_py()}; leave such rows out"
+        )
     numbers: IntArray = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
     if not len(numbers):
         raise InputError(f"{where} holds no documents")
@@ -179,14 +196,21 @@ def _tokenized(data: Any, column: str, name: str) -> Any:
             desc="Counting tokens",
         )
     except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"--tokenizer {name} cannot make tokens of the column {column!r}: {error}") from error
+        raise InputError(
+            f"--tokenizer {name} cannot make tokens of the column {column!r}: {error}"
+        ) from error
 
 
-def _count_tokens(batch: Mapping[str, list[Any]], tokenizer: Any, column: str) -> dict[str, list[int]]:
+def _count_tokens(
+    batch: Mapping[str, list[Any]], tokenizer: Any, column: str
+) -> dict[str, list[int]]:
     from hf_distca.collator.texts import tokenize
 
     documents = batch[column]
     if documents and isinstance(documents[0], list):  # chats
-        chats = (tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True) for chat in documents)
+        chats = (
+            tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)
+            for chat in documents
+        )
         return {"length": [len(chat["input_ids"]) for chat in chats]}
     return {"length": [len(tokens) for tokens in tokenize(documents, tokenizer)]}

@@ -48,7 +48,9 @@ def run(options: argparse.Namespace) -> None:
     except ValueError as error:
         raise InputError(str(error)) from error
     except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}; name the files that training wrote") from error
+        raise InputError(
+            f"{error.filename}: {error.strerror}; name the files that training wrote"
+        ) from error
     steps_by_name = steps_of(joined)
     if not steps_by_name:
         raise InputError("the traces have no step in common; give the files of one training")

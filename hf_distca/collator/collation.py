@@ -31,7 +31,9 @@ class PlannedDocuments:
 
     plan: MicroBatchPlan
     excerpts: NDArray[np.void]  # [excerpts] of dtype EXCERPT
-    documents: dict[int, NDArray[np.int64]]  # whole, from `token_document`, by index in the data set
+    documents: dict[
+        int, NDArray[np.int64]
+    ]  # whole, from `token_document`, by index in the data set
 
 
 @dataclass(eq=False)
@@ -71,7 +73,9 @@ class RankDocuments(Dataset[PlannedDocuments]):
         choices = self.settings.choices if micro_batch.choices is None else micro_batch.choices
         plan = plan_micro_batch(lengths + fillers, replace(self.settings, choices=choices))
         plan = replace(plan, fillers=len(fillers))
-        held = {document for document, _, _ in plan.held_by(self.rank) if document < len(excerpts)}  # else a filler
+        held = {
+            document for document, _, _ in plan.held_by(self.rank) if document < len(excerpts)
+        }  # else a filler
         indices = np.unique(excerpts["document"][sorted(held)]).tolist()
         if hasattr(self.dataset, "__getitems__"):  # one batched read
             examples = self.dataset.__getitems__(indices)
@@ -79,11 +83,16 @@ class RankDocuments(Dataset[PlannedDocuments]):
             examples = [self.dataset[index] for index in indices]
         documents = {}
         for index, example in zip(indices, examples, strict=True):
-            documents[index] = token_document(example, f"document {index} of {self.name}", self.columns)
+            documents[index] = token_document(
+                example, f"document {index} of {self.name}", self.columns
+            )
             length, planned = documents[index].shape[1], self.lengths[index]
             if length != planned:
                 raise Data.CHANGED_LENGTH.error(
-                    name=f"document {index} of {self.name}", length=length, planned=planned, column=self.columns.length
+                    name=f"document {index} of {self.name}",
+                    length=length,
+                    planned=planned,
+                    column=self.columns.length,
                 )
         return PlannedDocuments(plan, excerpts, documents)
 

@@ -33,7 +33,9 @@ class Columns:
     """Columns of an example that are used: `input_ids`, `labels`, `attention_mask` and the document's length."""
 
     length: str = "length"
-    model_inputs: frozenset[str] | None = None  # of the others, those to keep, and refuse; None: all
+    model_inputs: frozenset[str] | None = (
+        None  # of the others, those to keep, and refuse; None: all
+    )
 
     def used(self, present: Iterable[str], name: str = A_DATASET) -> list[str]:
         """Return the used ones of the columns of `name`; raise ValueError if a packed batch cannot carry them."""
@@ -61,10 +63,14 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> N
     if not isinstance(example, Mapping):
         raise Data.NOT_A_ROW.error(name=name, kind=type(example).__name__)
     used = columns.used(example, name)
-    tokens = {column: np.asarray(example[column]) for column in ("input_ids", "labels") if column in used}
+    tokens = {
+        column: np.asarray(example[column]) for column in ("input_ids", "labels") if column in used
+    }
     for column, values in tokens.items():
         if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
-            raise Data.NOT_INTEGERS.error(name=name, column=column, shape=values.shape, kind=values.dtype)
+            raise Data.NOT_INTEGERS.error(
+                name=name, column=column, shape=values.shape, kind=values.dtype
+            )
     input_ids = tokens["input_ids"].astype(np.int64)
     labels = tokens.get("labels", input_ids).astype(np.int64)
     length = len(input_ids)
@@ -77,7 +83,9 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> N
         if mask.shape != (length,) or not np.all(mask == 1):
             raise Data.PADDED.error(name=name, length=length)
     if columns.length in used and (stated := int(example[columns.length])) != length:
-        raise Data.WRONG_LENGTH.error(name=name, length=length, column=columns.length, stated=stated)
+        raise Data.WRONG_LENGTH.error(
+            name=name, length=length, column=columns.length, stated=stated
+        )
     return np.stack([input_ids, np.append(labels[1:], IGNORED_TARGET)])
 
 
@@ -103,7 +111,9 @@ def check_dataset(dataset: Any, name: str) -> None:
 def _is_dataset(value: Any) -> bool:
     """Return whether a dictionary's value is a data set: a split, not a column."""
     kinds = (datasets.Dataset, datasets.IterableDataset, Dataset)
-    return isinstance(value, kinds) or (isinstance(value, list) and any(isinstance(row, Mapping) for row in value[:1]))
+    return isinstance(value, kinds) or (
+        isinstance(value, list) and any(isinstance(row, Mapping) for row in value[:1])
+    )
 
 
 def document_lengths(
@@ -124,15 +134,23 @@ def document_lengths(
         raise Data.EMPTY.error(name=name)
     lengths = _stored_lengths(dataset, columns, progress, name)
     if lengths is None:
-        indices = tqdm(range(len(dataset)), "Document lengths", unit=" documents", disable=not progress)
-        read = (_checked_document(dataset, index, columns, name, limits).shape[1] for index in indices)
+        indices = tqdm(
+            range(len(dataset)), "Document lengths", unit=" documents", disable=not progress
+        )
+        read = (
+            _checked_document(dataset, index, columns, name, limits).shape[1] for index in indices
+        )
         return np.fromiter(read, np.int64, len(dataset))
     for index in np.flatnonzero(lengths <= 0)[:1]:
-        raise Data.EMPTY_DOCUMENT.error(name=f"document {index} of {name}", stated=f" (length {lengths[index]})")
+        raise Data.EMPTY_DOCUMENT.error(
+            name=f"document {index} of {name}", stated=f" (length {lengths[index]})"
+        )
     return lengths
 
 
-def _checked_document(dataset: Any, index: int, columns: Columns, name: str, limits: Limits) -> NDArray[np.int64]:
+def _checked_document(
+    dataset: Any, index: int, columns: Columns, name: str, limits: Limits
+) -> NDArray[np.int64]:
     """Return a document from `token_document`; raise ValueError if it is beyond the limits."""
     document_name = f"document {index} of {name}"
     document = token_document(dataset[index], document_name, columns)
@@ -145,15 +163,21 @@ def is_stored(dataset: Any) -> bool:
     return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
 
 
-def _stored_lengths(dataset: Any, columns: Columns, progress: bool, name: str) -> NDArray[np.int64] | None:
+def _stored_lengths(
+    dataset: Any, columns: Columns, progress: bool, name: str
+) -> NDArray[np.int64] | None:
     """Return the lengths of a stored data set's documents without its tokens; None where tokens must be read."""
     if not is_stored(dataset):
         return None
     columns.used(dataset.column_names, name)
     if columns.length in dataset.column_names:
-        given = np.asarray(dataset.select_columns([columns.length]).with_format("numpy")[:][columns.length])
+        given = np.asarray(
+            dataset.select_columns([columns.length]).with_format("numpy")[:][columns.length]
+        )
         if given.ndim != 1 or given.dtype.kind not in "iu":
-            raise Data.LENGTH_COLUMN.error(name=name, column=columns.length, kind=dataset.features[columns.length])
+            raise Data.LENGTH_COLUMN.error(
+                name=name, column=columns.length, kind=dataset.features[columns.length]
+            )
         return given.astype(np.int64)
     kind = dataset.features.arrow_schema.field("input_ids").type
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):  # tensors
@@ -171,7 +195,9 @@ def _stored_lengths(dataset: Any, columns: Columns, progress: bool, name: str) -
 
 def _list_lengths(column: pa.ChunkedArray) -> NDArray[np.int64]:
     """Return the lengths of a column's lists; a missing list counts as empty."""
-    lengths: NDArray[np.int64] = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+    lengths: NDArray[np.int64] = (
+        pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+    )
     return lengths
 
 
@@ -218,7 +244,9 @@ def check_stored_documents(
                 )
 
 
-def _columns_are_sound(table: pa.Table, lengths: NDArray[np.int64], columns: Columns, limits: Limits) -> bool:
+def _columns_are_sound(
+    table: pa.Table, lengths: NDArray[np.int64], columns: Columns, limits: Limits
+) -> bool:
     """Return whether columns of documents surely have no fault; if False, the documents have to be looked at."""
     for column in table.column_names:
         values = table[column]
@@ -235,7 +263,11 @@ def _columns_are_sound(table: pa.Table, lengths: NDArray[np.int64], columns: Col
         least, greatest = extremes["min"].as_py(), extremes["max"].as_py()
         if column == "attention_mask" and (least, greatest) != (1, 1):
             return False
-        if column == "input_ids" and limits.vocabulary is not None and not 0 <= least <= greatest < limits.vocabulary:
+        if (
+            column == "input_ids"
+            and limits.vocabulary is not None
+            and not 0 <= least <= greatest < limits.vocabulary
+        ):
             return False
         if column == "input_ids" and limits.classes is not None and greatest >= limits.classes:
             return False  # tokens are targets unless there are labels
@@ -254,7 +286,11 @@ def _has_between(values: pa.ChunkedArray, above: int, below: int) -> bool:
 
 
 def check_targets(
-    dataset: Any, excerpts: NDArray[np.void], columns: Columns = ANY_COLUMNS, *, name: str = A_DATASET
+    dataset: Any,
+    excerpts: NDArray[np.void],
+    columns: Columns = ANY_COLUMNS,
+    *,
+    name: str = A_DATASET,
 ) -> None:
     """Raise ValueError if no token of any excerpt is a target: a training would change nothing.
 
@@ -264,18 +300,26 @@ def check_targets(
         excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
     """
     if is_stored(dataset):
-        dataset = dataset.select_columns(columns.used(dataset.column_names, name)).with_format("numpy")
+        dataset = dataset.select_columns(columns.used(dataset.column_names, name)).with_format(
+            "numpy"
+        )
     for index, start, stop, end in excerpts.tolist():
         targets = token_document(dataset[index], f"document {index} of {name}", columns)[1]
         # The last token of a document predicts nothing, and a token that truncation dropped is no target.
         if np.any(targets[start : min(stop, end - 1)] != IGNORED_TARGET):
             return
     longest = int((excerpts["stop"] - excerpts["start"]).max(initial=0))
-    raise Data.NO_TARGETS.error(name=name, documents=len(np.unique(excerpts["document"])), longest=longest)
+    raise Data.NO_TARGETS.error(
+        name=name, documents=len(np.unique(excerpts["document"])), longest=longest
+    )
 
 
 def dataset_fingerprint(
-    dataset: Any, lengths: NDArray[np.int64], columns: Columns = ANY_COLUMNS, *, name: str = A_DATASET
+    dataset: Any,
+    lengths: NDArray[np.int64],
+    columns: Columns = ANY_COLUMNS,
+    *,
+    name: str = A_DATASET,
 ) -> str:
     """Return a hash that differs if the data sets of two ranks differ.
 

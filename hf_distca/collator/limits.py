@@ -25,25 +25,35 @@ class Limits:
     vocabulary: int | None = None  # rows of the token embedding
     classes: int | None = None  # logits of the output head
     positions: int | None = None  # rows of the smallest table of positions
-    trained_positions: int | None = None  # positions that rotary embeddings were made for; later ones can be computed
+    trained_positions: int | None = (
+        None  # positions that rotary embeddings were made for; later ones can be computed
+    )
 
     def check_document(self, document: NDArray[np.int64], name: str) -> None:
         """Raise ValueError if [2, L] tokens and targets of a document, called `name`, are beyond the tables."""
         tokens_L, targets_L = document
         if self.vocabulary is not None:
             for at in np.flatnonzero((tokens_L < 0) | (tokens_L >= self.vocabulary))[:1]:
-                raise Data.TOKEN_ID.error(name=name, token=tokens_L[at], at=at, last=self.vocabulary - 1)
+                raise Data.TOKEN_ID.error(
+                    name=name, token=tokens_L[at], at=at, last=self.vocabulary - 1
+                )
         if self.classes is not None:
-            beyond_L = (targets_L != IGNORED_TARGET) & ((targets_L < 0) | (targets_L >= self.classes))
+            beyond_L = (targets_L != IGNORED_TARGET) & (
+                (targets_L < 0) | (targets_L >= self.classes)
+            )
             for at in np.flatnonzero(beyond_L)[:1]:  # the target is the next label
-                raise Data.TARGET_ID.error(name=name, label=targets_L[at], at=at + 1, last=self.classes - 1)
+                raise Data.TARGET_ID.error(
+                    name=name, label=targets_L[at], at=at + 1, last=self.classes - 1
+                )
 
     def check_length(self, length: int, name: str) -> None:
         """Raise ValueError if a document, called `name`, has tokens beyond the model's positions."""
         if self.positions is not None and length > self.positions:
             raise Data.BEYOND_POSITIONS.error(name=name, length=length, positions=self.positions)
 
-    def check_batch(self, values: Mapping[str, Extremes], lengths: tuple[int, ...], name: str) -> None:
+    def check_batch(
+        self, values: Mapping[str, Extremes], lengths: tuple[int, ...], name: str
+    ) -> None:
         """Raise ValueError if a batch of a collator, called `name`, is beyond the tables.
 
         Args:

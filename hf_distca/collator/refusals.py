@@ -97,7 +97,9 @@ class Data:
         "every rank plans from the same documents in the same order",
         "give all ranks the whole data set, shuffled with one seed",
     )
-    EMPTY = Refusal("{name} has no documents", "training needs documents", "give at least one document")
+    EMPTY = Refusal(
+        "{name} has no documents", "training needs documents", "give at least one document"
+    )
     NO_TARGETS = Refusal(
         "none of the {documents} documents of {name} has a target",
         "a training would have the loss 0 and change no weight: every label is -100 or cut off (the longest excerpt "
@@ -278,21 +280,27 @@ class Data:
 class Source:
     """What is refused in the files and names of `load_documents`."""
 
-    NONE = Refusal("no source is named", "documents are read from it", "name a file, a folder or a data set")
+    NONE = Refusal(
+        "no source is named", "documents are read from it", "name a file, a folder or a data set"
+    )
     MISSING = Refusal(
         "there is no file or folder {path!r}",
         "documents are read from it",
         "give the path of a file or a folder, or the name of a data set on the Hub, such as 'trl-lib/Capybara'",
         condition="a file or folder that does not exist",
     )
-    EMPTY_FOLDER = Refusal("the folder {path!r} has no files", "documents are read from them", "name another folder")
+    EMPTY_FOLDER = Refusal(
+        "the folder {path!r} has no files", "documents are read from them", "name another folder"
+    )
     MIXED_FOLDER = Refusal(
         "the folder {path!r} has text files such as {text!r} and tables such as {table!r}",
         "a text file is one document and a table has one document a row",
         "name the files, or move one kind into another folder",
         condition="a folder with text files and tables; README and LICENSE do not count",
     )
-    EMPTY_FILE = Refusal("the file {path!r} is empty", "a document needs a text or a row", "leave the file out")
+    EMPTY_FILE = Refusal(
+        "the file {path!r} is empty", "a document needs a text or a row", "leave the file out"
+    )
     UNREADABLE = Refusal(
         "{path} cannot be read as {kind}: {why}",
         "a document that is left out in silence would be missing",
@@ -304,7 +312,9 @@ class Source:
         "check the name, and the path; a private data set needs `hf auth login`",
     )
     NO_SPLIT = Refusal(
-        "{path!r} has the splits {splits}", "the split {split!r} was asked for", "set split to one of them"
+        "{path!r} has the splits {splits}",
+        "the split {split!r} was asked for",
+        "set split to one of them",
     )
     OTHER_COLUMNS = Refusal(
         "{path!r} has the columns {columns}",

@@ -55,7 +55,12 @@ def fit_documents(
         limit, limit_name = limits.positions, "the positions of the model"
     too_long = lengths[lengths > limit]
     if len(too_long) and policy == "error":
-        found = {"count": len(too_long), "documents": len(lengths), "longest": longest, "length": lengths[longest]}
+        found = {
+            "count": len(too_long),
+            "documents": len(lengths),
+            "longest": longest,
+            "length": lengths[longest],
+        }
         raise Data.LONG.error(name=name, limit_name=limit_name, limit=limit, **found)
     if policy == "truncate":
         lengths = np.minimum(lengths, limit)
@@ -75,7 +80,9 @@ class GlobalMicroBatch:
     """Documents, [documents] of dtype EXCERPT, that all ranks train on in one forward and backward pass."""
 
     excerpts: NDArray[np.void]
-    choices: Choices | None = None  # choices of the planner; None: the choices in the reader's settings
+    choices: Choices | None = (
+        None  # choices of the planner; None: the choices in the reader's settings
+    )
 
 
 class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
@@ -126,8 +133,12 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         self._choices = choices
         self._lengths = lengths
         if not shuffle:
-            filled = list(pack_in_order(zip(lengths.tolist(), range(len(excerpts)), strict=True), capacity))
-            self._in_order = [list(chain(*filled[first : first + bins])) for first in range(0, len(filled), bins)]
+            filled = list(
+                pack_in_order(zip(lengths.tolist(), range(len(excerpts)), strict=True), capacity)
+            )
+            self._in_order = [
+                list(chain(*filled[first : first + bins])) for first in range(0, len(filled), bins)
+            ]
             self._batches = len(self._in_order)
             return
         # Micro-batches are nearly full, with room for every random placement.
@@ -166,7 +177,10 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         lengths = self._lengths[shuffled]
         # Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that different processors agree.
         mantissa, exponent = np.frexp(lengths)
-        classes = [exponent * n + np.floor((2 * mantissa - 1) * n).astype(np.int64) for n in CLASSES_PER_OCTAVE]
+        classes = [
+            exponent * n + np.floor((2 * mantissa - 1) * n).astype(np.int64)
+            for n in CLASSES_PER_OCTAVE
+        ]
         for sizes in (*classes, lengths):
             order = np.argsort(-sizes, kind="stable")  # equal sizes are still in random order
             chosen = place_evenly(lengths[order].tolist(), self._batches * self.bins, self.capacity)
@@ -181,4 +195,6 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         # Placing starts the first micro-batches with the longest documents: give them a random place in the epoch.
         batch_of = random.permutation(self._batches)[batch_of]
         order = np.lexsort((bin_in_batch, batch_of))
-        return np.split(shuffled[order], np.cumsum(np.bincount(batch_of, minlength=self._batches))[:-1])
+        return np.split(
+            shuffled[order], np.cumsum(np.bincount(batch_of, minlength=self._batches))[:-1]
+        )

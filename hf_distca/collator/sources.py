@@ -55,7 +55,10 @@ def load_documents(
     Raises:
         ValueError: a source cannot be read. The message names the file.
     """
-    names = [os.fspath(each) for each in ([sources] if isinstance(sources, str | os.PathLike) else sources)]
+    names = [
+        os.fspath(each)
+        for each in ([sources] if isinstance(sources, str | os.PathLike) else sources)
+    ]
     if not names:
         raise Source.NONE.error()
     loaded: dict[str, datasets.Dataset] = {}  # by the first path of each group
@@ -69,7 +72,11 @@ def load_documents(
     first_path, first = next(iter(loaded.items()))
     for path, data in loaded.items():
         if data.column_names != first.column_names:
-            columns = {"columns": data.column_names, "first_path": first_path, "first": first.column_names}
+            columns = {
+                "columns": data.column_names,
+                "first_path": first_path,
+                "first": first.column_names,
+            }
             raise Source.OTHER_COLUMNS.error(path=path, **columns)
     return first if len(loaded) == 1 else datasets.concatenate_datasets(list(loaded.values()))
 
@@ -82,9 +89,17 @@ def _found(source: str) -> list[Found]:
     if path.is_dir():
         if any((path / name).exists() for name in SAVED_FILES):
             return [Found(SAVED, source)]
-        files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(path))]
+        files = [
+            file
+            for file in sorted(path.rglob("*"))
+            if file.is_file() and not _is_hidden(file.relative_to(path))
+        ]
         tables = [file.name for file in files if file.suffix in TABLES]
-        texts = [file.name for file in files if file.suffix in TEXT_SUFFIXES and file.stem not in ABOUT_THE_DATA]
+        texts = [
+            file.name
+            for file in files
+            if file.suffix in TEXT_SUFFIXES and file.stem not in ABOUT_THE_DATA
+        ]
         if tables and texts:  # `datasets` would read one kind only, and a text file line by line
             raise Source.MIXED_FOLDER.error(path=source, text=texts[0], table=tables[0])
         if tables:
@@ -92,7 +107,12 @@ def _found(source: str) -> list[Found]:
         if not files:
             raise Source.EMPTY_FOLDER.error(path=source)
         return [Found(TEXT, str(file)) for file in files]
-    if path.suffix in (*TABLES, *TEXT_SUFFIXES) or path.is_absolute() or source.startswith(".") or len(path.parts) > 2:
+    if (
+        path.suffix in (*TABLES, *TEXT_SUFFIXES)
+        or path.is_absolute()
+        or source.startswith(".")
+        or len(path.parts) > 2
+    ):
         raise Source.MISSING.error(path=source)
     return [Found(NAMED, source)]
 
@@ -102,14 +122,20 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _load_files(kind: str, paths: list[str], sample_by: str) -> datasets.Dataset:
-    options: dict[str, Any] = {"sample_by": sample_by, "keep_linebreaks": True} if kind == TEXT else {}
+    options: dict[str, Any] = (
+        {"sample_by": sample_by, "keep_linebreaks": True} if kind == TEXT else {}
+    )
     for path in paths:
         if Path(path).stat().st_size == 0:
             raise Source.EMPTY_FILE.error(path=path)
     try:
         return datasets.load_dataset(kind, data_files=paths, split="train", **options)
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-        path = next((path for path in paths if _unreadable(kind, path)), paths[0]) if len(paths) > 1 else paths[0]
+        path = (
+            next((path for path in paths if _unreadable(kind, path)), paths[0])
+            if len(paths) > 1
+            else paths[0]
+        )
         reason = _unreadable(kind, path) or _reason(error)
         raise Source.UNREADABLE.error(path=path, kind=kind, why=reason) from error
 
@@ -117,7 +143,9 @@ def _load_files(kind: str, paths: list[str], sample_by: str) -> datasets.Dataset
 def _unreadable(kind: str, path: str) -> str:
     """Return why a file of this format cannot be read alone; empty if it can be read."""
     try:
-        Path(path).read_text(encoding="utf-8") if kind == TEXT else datasets.load_dataset(kind, data_files=path)
+        Path(path).read_text(encoding="utf-8") if kind == TEXT else datasets.load_dataset(
+            kind, data_files=path
+        )
     except UnicodeDecodeError as error:
         return f"byte {error.start} is {error.object[error.start]:#04x}, which is not UTF-8"
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:

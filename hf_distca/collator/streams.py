@@ -85,7 +85,9 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
                 f"the rank is {self.rank} of {self.ranks}, but ranks count from 0; give one from 0 to {self.ranks - 1}"
             )
         # Checks the limit and the policy before the first document is read.
-        fit_documents(np.zeros(0, np.int64), self.tokens_per_rank, self.long_documents, "tokens_per_rank")
+        fit_documents(
+            np.zeros(0, np.int64), self.tokens_per_rank, self.long_documents, "tokens_per_rank"
+        )
         # Only this rank's share of a stream of texts is tokenized.
         self._texts = self.dataset if isinstance(self.dataset, TextStream) else None
         if self._texts is not None:
@@ -95,7 +97,9 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         # Another stream may be one that ends for good.
         self.can_be_read_again = self._splits_itself
         if self._splits_itself:
-            self.dataset = split_dataset_by_node(self.dataset, rank=self.rank, world_size=self.ranks)
+            self.dataset = split_dataset_by_node(
+                self.dataset, rank=self.rank, world_size=self.ranks
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of a data set with epochs."""
@@ -106,7 +110,10 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         documents = ((document.shape[1], document) for document in self._documents())
         for packed in pack_in_order(documents, self.tokens_per_rank):
             lengths = tuple(document.shape[1] for document in packed)
-            yield {**rows_batch([(0, document) for document in packed]), "document_lengths": lengths}
+            yield {
+                **rows_batch([(0, document) for document in packed]),
+                "document_lengths": lengths,
+            }
 
     def _documents(self) -> Iterator[NDArray[np.int64]]:
         share, limit, limit_name = self.dataset, self.tokens_per_rank, "tokens_per_rank"
@@ -115,7 +122,9 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         if not self._splits_itself:
             worker = get_worker_info()
             workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
-            share = islice(iter(share), self.rank + worker_id * self.ranks, None, self.ranks * workers)
+            share = islice(
+                iter(share), self.rank + worker_id * self.ranks, None, self.ranks * workers
+            )
         truncated = dropped = 0
         for number, example in enumerate(share):
             name = f"document {number} of rank {self.rank}'s share of {self.name}"

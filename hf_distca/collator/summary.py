@@ -16,7 +16,9 @@ def documents_summary(name: str, lengths: NDArray[np.int64], excerpts: NDArray[n
     spread = f"median length {np.median(lengths):,.0f}, longest {lengths.max():,}"
     summary = f"{name}: {documents}, {tokens}; {spread}"
     sizes = excerpts["stop"] - excerpts["start"]
-    limit = sizes.max()  # where a document is longer than its limit, the longest excerpt is as long as the limit
+    limit = (
+        sizes.max()
+    )  # where a document is longer than its limit, the longest excerpt is as long as the limit
     count = int((lengths > limit).sum())
     if not count:
         return f"{summary}; no document is cut"

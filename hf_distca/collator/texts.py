@@ -29,7 +29,9 @@ def document_text(row: Any, name: str, field: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         character = ascii(text[error.start])
-        raise Data.SURROGATE.error(name=name, field=field, character=character, at=error.start) from error
+        raise Data.SURROGATE.error(
+            name=name, field=field, character=character, at=error.start
+        ) from error
     return text
 
 
@@ -42,14 +44,18 @@ def check_texts(dataset: Any, name: str, field: str) -> None:
     if {"input_ids", *CHATS} & set(dataset.column_names):
         return
     if field not in dataset.column_names:
-        raise Data.NO_TEXT.error(name=f"document 0 of {name}", columns=sorted(dataset.column_names), field=field)
+        raise Data.NO_TEXT.error(
+            name=f"document 0 of {name}", columns=sorted(dataset.column_names), field=field
+        )
     kind = dataset.features.arrow_schema.field(field).type
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     tables = dataset.select_columns([field]).with_format("arrow").iter(batch_size=READ_BATCH)
     for number, table in enumerate(tables):
         if table[field].null_count or not is_text:
             for at, text in enumerate(table[field].to_pylist()):
-                document_text({field: text}, f"document {number * READ_BATCH + at} of {name}", field)
+                document_text(
+                    {field: text}, f"document {number * READ_BATCH + at} of {name}", field
+                )
 
 
 def tokenize(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
@@ -77,7 +83,10 @@ def tokenized_dataset(dataset: Any, name: str, field: str, tokenizer: Any) -> da
     if isinstance(dataset, datasets.Dataset):
         remove = list(dataset[0])
     else:
-        texts = [document_text(dataset[index], f"document {index} of {name}", field) for index in range(len(dataset))]
+        texts = [
+            document_text(dataset[index], f"document {index} of {name}", field)
+            for index in range(len(dataset))
+        ]
         dataset = datasets.Dataset.from_dict({field: texts})
     options = {"tokenizer": tokenizer, "name": name, "field": field}
     return dataset.map(
@@ -94,7 +103,9 @@ def _tokenize_batch(
     batch: Mapping[str, list[Any]], indices: Sequence[int], tokenizer: Any, name: str, field: str
 ) -> dict[str, Any]:
     named = zip(indices, batch[field], strict=True)
-    texts = [document_text({field: text}, f"document {index} of {name}", field) for index, text in named]
+    texts = [
+        document_text({field: text}, f"document {index} of {name}", field) for index, text in named
+    ]
     return {"input_ids": tokenize(texts, tokenizer)}
 
 

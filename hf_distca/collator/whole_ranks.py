@@ -25,7 +25,9 @@ def draws_for_whole_ranks(lengths: NDArray[np.int64], settings: PlanSettings, se
         return False
     capacity = settings.ranks * settings.tokens_per_rank
     sampled = np.random.default_rng(seed).permutation(lengths)
-    sampled = sampled[: np.searchsorted(np.cumsum(sampled), SAMPLED_BATCHES * capacity, side="right")]
+    sampled = sampled[
+        : np.searchsorted(np.cumsum(sampled), SAMPLED_BATCHES * capacity, side="right")
+    ]
     excerpts = fit_documents(sampled, settings.tokens_per_rank, "error", "tokens_per_rank")
 
     def drawn(bins: int) -> Iterator[NDArray[np.int64]]:

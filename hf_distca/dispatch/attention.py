@@ -54,9 +54,15 @@ def disaggregated_attention(
         )
     runtime = plan.runtime
     runtime.kernel.check(Need(q_THD.dtype, q_THD.shape[2], v_TGE.shape[2], params), q_THD.device)
-    kind = AttentionKind(params.window, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], v_TGE.shape[2], chunk)
+    kind = AttentionKind(
+        params.window, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], v_TGE.shape[2], chunk
+    )
     kept_results, recomputes = plan.kept_results, is_recomputation()
-    keeps = runtime.keep_core_attention and not recomputes and is_checkpointed(module is None or module.training)
+    keeps = (
+        runtime.keep_core_attention
+        and not recomputes
+        and is_checkpointed(module is None or module.training)
+    )
     layer = getattr(module, "layer_idx", None)
     if kind in plan.local:
         tasks, number = plan.local[kind], plan.nano_batches[0].index
@@ -82,7 +88,9 @@ def disaggregated_attention(
     parts = []
     # The backward of slices, instead of a split, would copy each slice into zeros of all rows.
     sizes = [nano.rows for nano in plan.nano_batches]
-    divided = [(x_T,) if len(sizes) == 1 else torch.split(x_T, sizes) for x_T in (q_THD, k_TGD, v_TGE)]
+    divided = [
+        (x_T,) if len(sizes) == 1 else torch.split(x_T, sizes) for x_T in (q_THD, k_TGD, v_TGE)
+    ]
     for nano, *qkv in zip(plan.nano_batches, *divided, strict=True):
         if kind not in nano.routes:
             raise ValueError(
@@ -95,7 +103,9 @@ def disaggregated_attention(
         kept: Kept = "nothing"
         # Results kept through a checkpoint outlive the rows that the first forward received.
         if runtime.keep_received and not keeps and not were_kept:
-            kept = "results" if sinks_H is None else "received"  # with sinks, the worker's O and LSE are not final
+            kept = (
+                "results" if sinks_H is None else "received"
+            )  # with sinks, the worker's O and LSE are not final
         parts.append((CoreAttention(runtime, nano, kind, params, layer, kept, known), qkv))
 
     # The order is the same whether both nano-batches are here or take turns: ranks stay in step even if nano-batches
@@ -118,10 +128,18 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[..., tuple[Tensor, ...]], known: tuple[Tensor, ...] | None, *qkv_sinks: Any
+        ctx: Any,
+        run: Callable[..., tuple[Tensor, ...]],
+        known: tuple[Tensor, ...] | None,
+        *qkv_sinks: Any,
     ) -> tuple[Tensor, ...]:
         ctx.run, (*qkv, sinks_H) = run, qkv_sinks
-        return _save(ctx, qkv, _with_sinks(run("forward", *qkv), sinks_H) if known is None else known, sinks_H)
+        return _save(
+            ctx,
+            qkv,
+            _with_sinks(run("forward", *qkv), sinks_H) if known is None else known,
+            sinks_H,
+        )
 
     @staticmethod
     @once_differentiable
@@ -133,7 +151,9 @@ class _Local(torch.autograd.Function):
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, core: CoreAttention, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, core: CoreAttention, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor
+    ) -> Tensor:
         ctx.core = core
         if core.known is None:
             core.begin("forward", q_THD, k_TGD, v_TGE)
@@ -162,7 +182,9 @@ class _Compute(torch.autograd.Function):
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, core: CoreAttention, token: Tensor, *qkv_sinks: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, core: CoreAttention, token: Tensor, *qkv_sinks: Any
+    ) -> tuple[Tensor, ...]:
         ctx.core, received, (*qkv, sinks_H) = core, {}, qkv_sinks
         known, core.known = core.known, None  # autograd keeps them, or hooks that offload them
         if known is None:
@@ -175,12 +197,25 @@ class _Receive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # unpacked once, as checkpoints want it
-        inputs, sinks_H, received = saved[:5], saved[5], dict(zip(ctx.received, saved[6:], strict=True))
+        inputs, sinks_H, received = (
+            saved[:5],
+            saved[5],
+            dict(zip(ctx.received, saved[6:], strict=True)),
+        )
         ctx.core.begin("backward", do_THE, *inputs, received=received)
-        return None, do_THE.new_empty(0), None, None, None, _sink_gradient(ctx, do_THE, inputs[3], inputs[4], sinks_H)
+        return (
+            None,
+            do_THE.new_empty(0),
+            None,
+            None,
+            None,
+            _sink_gradient(ctx, do_THE, inputs[3], inputs[4], sinks_H),
+        )
 
 
-def _save(ctx: Any, qkv: list[Tensor], results: tuple[Tensor, ...], *others: Tensor | None) -> tuple[Tensor, ...]:
+def _save(
+    ctx: Any, qkv: list[Tensor], results: tuple[Tensor, ...], *others: Tensor | None
+) -> tuple[Tensor, ...]:
     """Save a node's inputs and results, O and LSE, for the backward; return the results."""
     ctx.save_for_backward(*qkv, *results, *others)
     ctx.mark_non_differentiable(results[1])
@@ -201,7 +236,9 @@ def _with_sinks(results: tuple[Tensor, ...], sinks_H: Tensor | None) -> tuple[Te
     return (o_THE * (lse_TH - with_sink_TH).exp().unsqueeze(-1)).to(o_THE.dtype), with_sink_TH
 
 
-def _sink_gradient(ctx: Any, do_THE: Tensor, o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor | None) -> Tensor | None:
+def _sink_gradient(
+    ctx: Any, do_THE: Tensor, o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor | None
+) -> Tensor | None:
     """Return the gradient of learned sinks from O and LSE that include the sinks; None if none is needed."""
     if sinks_H is None or not ctx.needs_input_grad[-1]:
         return None

@@ -15,13 +15,29 @@ from hf_distca.dispatch.cuts import BoundCuts
 from hf_distca.dispatch.exchange import Exchange, Route, bound_route
 from hf_distca.dispatch.recorder import NO_ROWS, Recorder, Rows
 from hf_distca.dispatch.remote import RemotePlan, ServerRows
-from hf_distca.dispatch.rows import ALL_ROWS, IndexBuffer, IntArray, RowIndex, RowSum, names_all, row_index
+from hf_distca.dispatch.rows import (
+    ALL_ROWS,
+    IndexBuffer,
+    IntArray,
+    RowIndex,
+    RowSum,
+    names_all,
+    row_index,
+)
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.intervals import expand
 from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
-from hf_distca.planner.schedule import Group, Kept, Location, Schedule, Transfer, Turn, make_schedule
+from hf_distca.planner.schedule import (
+    Group,
+    Kept,
+    Location,
+    Schedule,
+    Transfer,
+    Turn,
+    make_schedule,
+)
 from hf_distca.planner.stages import stage_slots
 
 Source = tuple[str, int]
@@ -44,7 +60,9 @@ class BoundGroup(NamedTuple):
     def bind(group: TaskGroup, buffer: IndexBuffer) -> "BoundGroup":
         """Return a group of tasks on some of the local or received rows, valid once the buffer is sent."""
         shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
-        return BoundGroup(shapes, group.pairs, row_index(group.q_rows, buffer), row_index(group.k_rows, buffer))
+        return BoundGroup(
+            shapes, group.pairs, row_index(group.q_rows, buffer), row_index(group.k_rows, buffer)
+        )
 
     @staticmethod
     def whole(lengths: Sequence[int], window: int | None, buffer: IndexBuffer) -> "BoundGroup":
@@ -57,11 +75,20 @@ class GradientSum:
     """Sources of the gradient of rows at one place; an early source is added once it is there, to free its memory."""
 
     def __init__(
-        self, rows: int, early: RowsOfSources, late: RowsOfSources, buffer: IndexBuffer, *, in_place: bool = True
+        self,
+        rows: int,
+        early: RowsOfSources,
+        late: RowsOfSources,
+        buffer: IndexBuffer,
+        *,
+        in_place: bool = True,
     ) -> None:
         self.rows = rows
         total = {TOTAL: np.arange(rows)}
-        self.early = {source: RowSum({**total, source: targets}, rows, buffer) for source, targets in early.items()}
+        self.early = {
+            source: RowSum({**total, source: targets}, rows, buffer)
+            for source, targets in early.items()
+        }
         # As the first source, one with each row once and in order is the total.
         self.whole = {source for source, targets in early.items() if names_all(targets, rows)}
         self.late = RowSum({**total, **late} if early else late, rows, buffer, in_place=in_place)
@@ -79,11 +106,18 @@ class BoundRoutes:
         self._peers: IntArray | None = None  # ranks of this rank's node
         if plan.nodes is not None and any(stage.forwarded.crossing for stage in stages):
             self._peers = np.flatnonzero(np.equal(plan.nodes[:ranks], plan.nodes[rank]))
-        self.forwards = self._peers is not None  # whether any rank forwards K/V rows inside its node
+        self.forwards = (
+            self._peers is not None
+        )  # whether any rank forwards K/V rows inside its node
         self.queries = bound_route(routes.queries, buffer, slice(ranks))
-        self.rows: dict[Location, int] = {"local": routes.local_rows, "received": sum(self.queries.received)}
+        self.rows: dict[Location, int] = {
+            "local": routes.local_rows,
+            "received": sum(self.queries.received),
+        }
         self.keys: list[Route] = []  # of each stage, for K and V, and for dK and dV
-        self.gateway_sums: list[RowSum] = []  # of each stage: dK and dV of forwarded rows to a gateway's copies
+        self.gateway_sums: list[
+            RowSum
+        ] = []  # of each stage: dK and dV of forwarded rows to a gateway's copies
         for stage in stages:
             route = bound_route(stage.keys, buffer, slice(ranks))
             if self._peers is not None:
@@ -95,9 +129,13 @@ class BoundRoutes:
                 sources = {"received": np.arange(received), "forwarded": stage.forwarded.send_rows}
                 self.gateway_sums.append(RowSum(sources, received, buffer))
             self.keys.append(route)
-        self.slots = stage_slots(len(stages), forwards=self.forwards)  # memory of each stage's K/V rows
+        self.slots = stage_slots(
+            len(stages), forwards=self.forwards
+        )  # memory of each stage's K/V rows
         busy = np.unique(plan.tasks["worker"])
-        self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, buffer) for worker in busy[busy >= ranks])
+        self.servers = tuple(
+            ServerRows(int(worker) - ranks, routes, ranks, buffer) for worker in busy[busy >= ranks]
+        )
 
         # 2. Tasks of each kernel call; calls without tasks are missing.
         remote: dict[Group, TaskGroup] = {}
@@ -115,16 +153,26 @@ class BoundRoutes:
             halves = (later, earlier) if len(later.q_lens) else (earlier, later)
             local = {("local 1/2", 0): halves[0], ("local 2/2", 0): halves[1]}
             tasks |= local
-        self.groups = {name: BoundGroup.bind(group, buffer) for name, group in tasks.items() if len(group.q_lens)}
-        self.merges = several and plan.window is None  # whether a query's keys come in several stages
+        self.groups = {
+            name: BoundGroup.bind(group, buffer)
+            for name, group in tasks.items()
+            if len(group.q_lens)
+        }
+        self.merges = (
+            several and plan.window is None
+        )  # whether a query's keys come in several stages
 
         # 3. Sources of gradients by place, and of received keys by stage. dk and dv have the same sources. An
         # exchange lists the rows of ranks first.
         queries, keys = routes.queries, [stage.keys for stage in stages]
         sent_q, sent_k = sum(self.queries.sent), [sum(route.sent) for route in self.keys]
         q_rows: RowsOfSources = {name: group.q_rows for name, group in (local | remote).items()}
-        received_q: RowsOfSources = {name: rows for name, rows in q_rows.items() if "query" in name[0]}
-        of_tasks_q: RowsOfSources = {name: rows for name, rows in q_rows.items() if "query" not in name[0]}
+        received_q: RowsOfSources = {
+            name: rows for name, rows in q_rows.items() if "query" in name[0]
+        }
+        of_tasks_q: RowsOfSources = {
+            name: rows for name, rows in q_rows.items() if "query" not in name[0]
+        }
         of_tasks_k: RowsOfSources = {name: group.k_rows for name, group in local.items()}
         of_tasks_k |= {("ranks", n): keys[n].send_rows[:sent] for n, sent in enumerate(sent_k)}
         of_ranks_q: RowsOfSources = {("ranks", 0): queries.send_rows[:sent_q]}
@@ -143,10 +191,16 @@ class BoundRoutes:
             early, late = (early, late) if several else ({}, early | late)
             self.gradients[name, place] = GradientSum(self.rows[place], early, late, buffer)
         for n, route in enumerate(self.keys):
-            rows = sum(route.received) + (0 if route.forwarded is None else sum(route.forwarded.received))
-            readers: RowsOfSources = {name: group.k_rows for name, group in remote.items() if name[1] == n}
+            rows = sum(route.received) + (
+                0 if route.forwarded is None else sum(route.forwarded.received)
+            )
+            readers: RowsOfSources = {
+                name: group.k_rows for name, group in remote.items() if name[1] == n
+            }
             self.gradients["dk", n] = GradientSum(rows, {}, readers, buffer, in_place=False)
-        self.gradients |= {("dv", place): sums for (name, place), sums in self.gradients.items() if name == "dk"}
+        self.gradients |= {
+            ("dv", place): sums for (name, place), sums in self.gradients.items() if name == "dk"
+        }
 
         # 4. The order of all that.
         schedule = partial(
@@ -159,7 +213,9 @@ class BoundRoutes:
             servers=bool(self.servers),
         )
         self.forward = schedule("forward")
-        self.backward: dict[Kept, Schedule] = {kept: schedule("backward", kept=kept) for kept in get_args(Kept)}
+        self.backward: dict[Kept, Schedule] = {
+            kept: schedule("backward", kept=kept) for kept in get_args(Kept)
+        }
 
     def rows_of(self, transfer: Transfer) -> Rows:
         """Return the rows of a transfer between ranks, for the recorder; NO_ROWS if no rank sends rows to another."""
@@ -171,7 +227,9 @@ class BoundRoutes:
         if not route.crossing or transfer.rows == "servers":
             return NO_ROWS
         rows = np.zeros((2, self._ranks), np.int64)
-        rows[:, peers] = (route.received, route.sent) if transfer.back else (route.sent, route.received)
+        rows[:, peers] = (
+            (route.received, route.sent) if transfer.back else (route.sent, route.received)
+        )
         return Rows(*map(tuple, rows.tolist()))
 
 
@@ -179,7 +237,13 @@ class BoundNanoBatch:
     """Nano-batch on one rank: tasks of kinds of attention for which nothing moves, and routes of all other kinds."""
 
     def __init__(
-        self, index: int, nano_batch: NanoBatch, rank: int, turn: Turn, local: Set[AttentionKind], buffer: IndexBuffer
+        self,
+        index: int,
+        nano_batch: NanoBatch,
+        rank: int,
+        turn: Turn,
+        local: Set[AttentionKind],
+        buffer: IndexBuffer,
     ) -> None:
         self.index = index
         self.rows = int(nano_batch.layout.tokens[rank])
@@ -189,7 +253,9 @@ class BoundNanoBatch:
         self.routes: dict[AttentionKind, BoundRoutes] = {}
         for kind, plan in nano_batch.plans.items():
             if kind in local:
-                self.local[kind] = BoundGroup.whole(plan.layout.of_rank(rank)["stop"].tolist(), plan.window, buffer)
+                self.local[kind] = BoundGroup.whole(
+                    plan.layout.of_rank(rank)["stop"].tolist(), plan.window, buffer
+                )
             else:
                 self.routes[kind] = BoundRoutes(plan, rank, turn, buffer)
         self._plans, self._rank, self._device = nano_batch.plans, rank, buffer.device
@@ -204,7 +270,10 @@ class BoundNanoBatch:
     @cached_property
     def segments(self) -> list[tuple[int, int]]:
         """Rows of each segment in row order, and the length of its whole document."""
-        rows, lengths = self._mine["stop"] - self._mine["start"], self._layout.lengths[self._mine["document"]]
+        rows, lengths = (
+            self._mine["stop"] - self._mine["start"],
+            self._layout.lengths[self._mine["document"]],
+        )
         return list(zip(rows.tolist(), lengths.tolist(), strict=True))
 
     @cached_property
@@ -213,7 +282,9 @@ class BoundNanoBatch:
         starts, sizes = self._mine["start"], self._mine["stop"] - self._mine["start"]
         return torch.from_numpy(expand(starts, sizes)).to(self._device)
 
-    def repair(self, kind: AttentionKind, lost: frozenset[int], remote: RemotePlan | None) -> BoundRoutes:
+    def repair(
+        self, kind: AttentionKind, lost: frozenset[int], remote: RemotePlan | None
+    ) -> BoundRoutes:
         """Return the routes by which the ranks compute the tasks of lost servers."""
         assert remote is not None  # a plan with servers is bound with them
         if (kind, lost) not in self._repairs:
@@ -231,7 +302,9 @@ class Ran:
     layers: int = 0  # decoder layers prepared by `plan_layers`
     layers_in_turns: int = 0  # layers that ran their nano-batches in turns
     rotations: int = 0  # calls of rotary embeddings that depend on the lengths of documents
-    mixing: int = 0  # calls of modules that mix along the row without attention, each for all documents
+    mixing: int = (
+        0  # calls of modules that mix along the row without attention, each for all documents
+    )
     # Without gradients: sees logits [C, V], their log-probabilities [C, V] and targets [C] of each chunk of rows.
     watch: Callable[[Tensor, Tensor, Tensor], None] | None = None
 
@@ -245,8 +318,12 @@ class Runtime:
     kernel: Kernel
     recorder: Recorder
     remote: RemotePlan | None = None  # the plan at its dedicated servers
-    keep_received: bool = False  # keep received Q, K and V rows for the backward instead of receiving them again
-    keep_core_attention: bool = True  # keep O and LSE of checkpointed layers instead of computing them again
+    keep_received: bool = (
+        False  # keep received Q, K and V rows for the backward instead of receiving them again
+    )
+    keep_core_attention: bool = (
+        True  # keep O and LSE of checkpointed layers instead of computing them again
+    )
     # Functions of mixing modules by name, in place of transformers' own.
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
@@ -279,7 +356,11 @@ class BoundPlan:
         self.kept_results = KeptResults() if kept_results is None else kept_results
         nanos, buffer = plan.nano_batches, IndexBuffer(runtime.device, in_one_go)
         turns: tuple[Turn, ...] = ("alone",) if len(nanos) == 1 else ("first", "second")
-        local = {kind for kind in nanos[0].plans if all(nothing_moves(nano.plans[kind]) for nano in nanos)}
+        local = {
+            kind
+            for kind in nanos[0].plans
+            if all(nothing_moves(nano.plans[kind]) for nano in nanos)
+        }
         self.nano_batches = tuple(
             BoundNanoBatch(index, nano, rank, turn, local, buffer)
             for index, (nano, turn) in enumerate(zip(nanos, turns, strict=True))
@@ -288,7 +369,9 @@ class BoundPlan:
         if len(turns) > 1:
             first, second = (nano.local for nano in self.nano_batches)
             self.local = {
-                kind: BoundGroup.whole((*first[kind].shapes.q_lens, *second[kind].shapes.q_lens), kind.window, buffer)
+                kind: BoundGroup.whole(
+                    (*first[kind].shapes.q_lens, *second[kind].shapes.q_lens), kind.window, buffer
+                )
                 for kind in first
             }
         buffer.send()
@@ -324,7 +407,10 @@ class BoundPlan:
     @property
     def stages(self) -> int:
         """Number of stages of K/V rows, the most of any nano-batch and kind of attention."""
-        return max((len(routes.keys) for nano in self.nano_batches for routes in nano.routes.values()), default=1)
+        return max(
+            (len(routes.keys) for nano in self.nano_batches for routes in nano.routes.values()),
+            default=1,
+        )
 
     def of_nano_batch(self, index: int, pause: Callable[[], None]) -> "BoundPlan":
         """Return the plan for a layer that runs on the rows of one nano-batch; `pause` lets the other one run."""

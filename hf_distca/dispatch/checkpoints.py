@@ -41,7 +41,9 @@ class KeptResults:
         if key in self._kept:
             self._kept[key] = None
             return
-        hooks = next((hooks for hooks in _hooks() if not _of_checkpoint(hooks)), None)  # outside of checkpoints
+        hooks = next(
+            (hooks for hooks in _hooks() if not _of_checkpoint(hooks)), None
+        )  # outside of checkpoints
         self._kept[key] = hooks, [x if hooks is None else hooks[0](x) for x in tensors]
 
     def take(self, key: Hashable) -> tuple[Tensor, ...] | None:

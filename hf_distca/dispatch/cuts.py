@@ -47,7 +47,9 @@ class BoundCuts:
 
     def __init__(self, layout: Layout, rank: int, buffer: IndexBuffer) -> None:
         mine = layout.of_rank(rank)
-        self.sizes: tuple[int, ...] = tuple((mine["stop"] - mine["start"]).tolist())  # rows, in row order
+        self.sizes: tuple[int, ...] = tuple(
+            (mine["stop"] - mine["start"]).tolist()
+        )  # rows, in row order
         self._layout, self._rank, self._buffer = layout, rank, buffer
         self._halos: dict[int, BoundHalos] = {}
         self._packings: dict[tuple[int, ...], Packing] = {}
@@ -77,7 +79,9 @@ class BoundCuts:
         if sizes not in self._packings:
             ends = np.cumsum([0, *sizes]).astype(np.int32)
             numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-            self._packings[sizes] = Packing(self._buffer.place(ends), self._buffer.place(numbers)[None])
+            self._packings[sizes] = Packing(
+                self._buffer.place(ends), self._buffer.place(numbers)[None]
+            )
             self._buffer.send()
         return self._packings[sizes]
 
@@ -94,11 +98,18 @@ class BoundHalos:
         self.rows = table.rows
         self.places_T = buffer.place(table.places)
         self.received_places_R = buffer.place(table.received_places)
-        self.local_rows, self.local_places = buffer.place(table.local_rows), buffer.place(table.local_places)
+        self.local_rows, self.local_places = (
+            buffer.place(table.local_rows),
+            buffer.place(table.local_places),
+        )
         self.route = bound_route(table.messages, buffer)
         local = len(table.places)
         # Gradients of local rows come from the rows themselves, from halos on this rank and on other ranks.
-        rows_of = {"rows": np.arange(local), "local": table.local_rows, "ranks": table.messages.send_rows}
+        rows_of = {
+            "rows": np.arange(local),
+            "local": table.local_rows,
+            "ranks": table.messages.send_rows,
+        }
         self.sums = RowSum(rows_of, local, buffer)
         buffer.send()
 
@@ -138,7 +149,9 @@ class _Exchange:
         self._buffer: ExchangeBuffer
 
     def _start(self, route: Route, columns: Sequence[Tensor], *, back: bool = False) -> None:
-        self._buffer = self._exchange.buffer((self._name, 0, self._nano_batch, frozenset()), route, columns)
+        self._buffer = self._exchange.buffer(
+            (self._name, 0, self._nano_batch, frozenset()), route, columns
+        )
         if back:
             self._buffer.return_received(columns)
         else:
@@ -217,7 +230,9 @@ class HaloExchange(_Exchange):
     def begin_back(self, _ctx: Any, d_x_XC: Tensor) -> tuple[None]:
         """Start the backward's exchange and return the gradients of what `receive` took."""
         self._d_x_XC = d_x_XC
-        self._start(self.bound.route, [d_x_XC.index_select(0, self.bound.received_places_R)], back=True)
+        self._start(
+            self.bound.route, [d_x_XC.index_select(0, self.bound.received_places_R)], back=True
+        )
         return (None,)
 
     def end_back(self) -> tuple[Tensor]:
@@ -225,7 +240,10 @@ class HaloExchange(_Exchange):
         bound, d_x_XC = self.bound, self._d_x_XC
         del self._d_x_XC
         (returned_RC,) = self._wait("backward")
-        d_x_TC, d_local = d_x_XC.index_select(0, bound.places_T), d_x_XC.index_select(0, bound.local_places)
+        d_x_TC, d_local = (
+            d_x_XC.index_select(0, bound.places_T),
+            d_x_XC.index_select(0, bound.local_places),
+        )
         return (bound.sums.add_up([d_x_TC, d_local, returned_RC]),)
 
 
@@ -240,17 +258,25 @@ class StateExchange(_Exchange):
     """Exchange of the states of cut segments, with A and B of the given shapes."""
 
     def __init__(
-        self, bound: BoundChains, shapes: tuple[tuple[int, ...], tuple[int, ...]], *args: Any, **kwargs: Any
+        self,
+        bound: BoundChains,
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         super().__init__("states", *args, **kwargs)
         self.bound, self._shapes = bound, shapes
         # A, and B or the gradients of S_in, of all cut segments of this rank, while they are exchanged.
         self._own: list[Tensor] = []
-        self._states: Sequence[Tensor] = ()  # S_in of this rank's continued segments, in the backward
+        self._states: Sequence[
+            Tensor
+        ] = ()  # S_in of this rank's continued segments, in the backward
 
     def send(self, transitions: Sequence[Transition], anchors: Sequence[Tensor]) -> Tensor:
         """Start the exchange and return a token; anchors need a gradient on every rank or on none."""
-        token: Tensor = _Send.apply(self, *(a for a, _ in transitions), *(b for _, b in transitions), *anchors)
+        token: Tensor = _Send.apply(
+            self, *(a for a, _ in transitions), *(b for _, b in transitions), *anchors
+        )
         return token
 
     def receive(
@@ -309,21 +335,35 @@ class StateExchange(_Exchange):
         return [*d_factors, *d_offsets]
 
     def _start_states(
-        self, factors: Sequence[Tensor | None], states: Sequence[Tensor | None], like: Tensor, *, back: bool = False
+        self,
+        factors: Sequence[Tensor | None],
+        states: Sequence[Tensor | None],
+        like: Tensor,
+        *,
+        back: bool = False,
     ) -> None:
         """Start to send A, and B or gradients of S_in, of all cut segments: zeros where no rank reads them."""
-        self._own = [like.new_zeros((len(self.bound.cut), *shape), dtype=torch.float32) for shape in self._shapes]
+        self._own = [
+            like.new_zeros((len(self.bound.cut), *shape), dtype=torch.float32)
+            for shape in self._shapes
+        ]
         for column, parts in zip(self._own, (factors, states), strict=True):
             for number, part in enumerate(parts):
                 if part is not None:
                     column[number] = part
-        columns = [column.index_select(0, self.bound.received) for column in self._own] if back else self._own
+        columns = (
+            [column.index_select(0, self.bound.received) for column in self._own]
+            if back
+            else self._own
+        )
         self._start(self.bound.route, columns, back=back)
 
     def _arrived(self, direction: Direction) -> tuple[list[Tensor], list[Tensor]]:
         """Return A, and B or gradients of S_in, of all segments that a table of `Chains` numbers."""
         own, self._own = self._own, []
-        factors, states = ([*ours, *theirs] for ours, theirs in zip(own, self._wait(direction), strict=True))
+        factors, states = (
+            [*ours, *theirs] for ours, theirs in zip(own, self._wait(direction), strict=True)
+        )
         return factors, states
 
 
@@ -333,5 +373,7 @@ def _chained(numbers: Sequence[int], factors: list[Tensor], offsets: list[Tensor
     state = offsets[first].clone()  # not in memory that is used again
     for number in others:
         factor = factors[number]
-        state = offsets[number] + (factor @ state if factor.dim() == 3 else factor[:, None, None] * state)
+        state = offsets[number] + (
+            factor @ state if factor.dim() == 3 else factor[:, None, None] * state
+        )
     return state

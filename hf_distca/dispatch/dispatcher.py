@@ -130,7 +130,9 @@ class Dispatcher:
                     f"the plan is made for ranks on the nodes {nodes}, but the dispatcher's settings have the nodes "
                     f"{self.settings.nodes}; use the same ranks_per_node for both"
                 )
-        self.see_length(max(int(nano_batch.layout.lengths.max()) for nano_batch in plan.nano_batches))
+        self.see_length(
+            max(int(nano_batch.layout.lengths.max()) for nano_batch in plan.nano_batches)
+        )
         self.recorder.drain()
         remote = None
         if self.remote is not None:
@@ -139,7 +141,9 @@ class Dispatcher:
         runtime = Runtime(self.device, self.exchange, self.kernel, self.recorder, remote, *keeps)
         return BoundPlan(plan, self.groups.rank, runtime)
 
-    def plan_lengths(self, micro_batches: Sequence[Sequence[int]], at_least: int = 0) -> list[MicroBatchPlan]:
+    def plan_lengths(
+        self, micro_batches: Sequence[Sequence[int]], at_least: int = 0
+    ) -> list[MicroBatchPlan]:
         """Plan micro-batches from the lengths of the documents on this rank; tokens stay on their rank.
 
         A collective call. A rank without documents in a micro-batch takes part with a single row without a target:
@@ -156,11 +160,15 @@ class Dispatcher:
         plans = []
         for index in range(max(count, at_least)):
             held = [rank[index] if index < len(rank) else [] for rank in gathered]
-            plan = plan_placed([lengths or [1] for lengths in held], self.settings)  # [1]: of a `filler_batch`
+            plan = plan_placed(
+                [lengths or [1] for lengths in held], self.settings
+            )  # [1]: of a `filler_batch`
             plans.append(replace(plan, fillers=held.count([])))
         return plans
 
-    def plan_batches(self, batches: Sequence[dict[str, Any]], at_least: int = 0) -> list[dict[str, Any]]:
+    def plan_batches(
+        self, batches: Sequence[dict[str, Any]], at_least: int = 0
+    ) -> list[dict[str, Any]]:
         """Plan the padding-free batches of one optimizer step, whose tokens stay on this rank.
 
         A collective call. A rank whose data has ended gives fewer batches than others, or none: batches of one row
@@ -179,7 +187,8 @@ class Dispatcher:
         plans = self.plan_lengths(lengths, at_least)
         fillers = [filler_batch(self.device) for _ in range(len(plans) - len(batches))]
         return [
-            {name: value for name, value in batch.items() if name not in REPLACED_BY_PLAN} | {PLAN_KEY: plan}
+            {name: value for name, value in batch.items() if name not in REPLACED_BY_PLAN}
+            | {PLAN_KEY: plan}
             for batch, plan in zip([*batches, *fillers], plans, strict=True)
         ]
 

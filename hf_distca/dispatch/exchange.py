@@ -32,14 +32,22 @@ class Route:
     sent: list[int]  # [ranks] number of rows to each rank
     received: list[int]  # [ranks] from each rank
     crossing: bool  # whether any rank sends such rows to another; the same on every rank
-    rows: RowIndex = field(default_factory=lambda: ALL_ROWS, compare=False)  # those to send, by receiving rank
-    forwarded: "Route | None" = None  # received rows that go on to other ranks of the node; None if no rank has any
+    rows: RowIndex = field(
+        default_factory=lambda: ALL_ROWS, compare=False
+    )  # those to send, by receiving rank
+    forwarded: "Route | None" = (
+        None  # received rows that go on to other ranks of the node; None if no rank has any
+    )
 
 
-def bound_route(messages: ExchangedRows, buffer: IndexBuffer, peers: slice | IntArray = ALL_ROWS) -> Route:
+def bound_route(
+    messages: ExchangedRows, buffer: IndexBuffer, peers: slice | IntArray = ALL_ROWS
+) -> Route:
     """Return the route of the rows that these peers exchange; rows of further workers come last and are left out."""
     sent, received = messages.send_counts[peers].tolist(), messages.recv_counts[peers].tolist()
-    return Route(sent, received, messages.crossing, row_index(messages.send_rows[: sum(sent)], buffer))
+    return Route(
+        sent, received, messages.crossing, row_index(messages.send_rows[: sum(sent)], buffer)
+    )
 
 
 class ExchangeBuffer:
@@ -54,13 +62,21 @@ class ExchangeBuffer:
         forwarded: columns of received rows that this rank forwards, ordered by receiving rank.
     """
 
-    def __init__(self, groups: Groups, route: Route, columns: Columns, memory_B: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, groups: Groups, route: Route, columns: Columns, memory_B: Mapping[str, Tensor]
+    ) -> None:
         self.route, self.columns = route, columns
         width = _row_bytes(columns)
         memory_NB = {part: bytes_B.view(-1, width) for part, bytes_B in memory_B.items()}
         sent_NB = memory_NB["sent"]
-        received_NB = memory_NB.get("received", sent_NB)  # one memory for both where no row crosses a link
-        self.sent, self.received, self.forwarded = _views(sent_NB, columns), _views(received_NB, columns), []
+        received_NB = memory_NB.get(
+            "received", sent_NB
+        )  # one memory for both where no row crosses a link
+        self.sent, self.received, self.forwarded = (
+            _views(sent_NB, columns),
+            _views(received_NB, columns),
+            [],
+        )
         count = sum(route.received)
         self._hops = [(route, sent_NB, received_NB[:count])]
         if route.forwarded is not None:
@@ -111,7 +127,9 @@ class ExchangeBuffer:
             from_NB, to_NB, sent, received = to_NB, from_NB, received, sent
         self._arriving = arriving
         if route.crossing:
-            self._work = dist.all_to_all_single(to_NB, from_NB, received, sent, group=group, async_op=True)
+            self._work = dist.all_to_all_single(
+                to_NB, from_NB, received, sent, group=group, async_op=True
+            )
         return self
 
 
@@ -132,7 +150,11 @@ def _views(rows_NB: Tensor, columns: Columns) -> list[Tensor]:
         column_NB = rows_NB[:, start : start + width]
         start += aligned(width)
         empty = not len(rows_NB)
-        views.append(rows_NB.new_empty((0, *shape), dtype=dtype) if empty else column_NB.view(dtype).view(-1, *shape))
+        views.append(
+            rows_NB.new_empty((0, *shape), dtype=dtype)
+            if empty
+            else column_NB.view(dtype).view(-1, *shape)
+        )
     return views
 
 
@@ -146,7 +168,9 @@ class Exchange:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._buffers: dict[Hashable, list[ExchangeBuffer]] = {}  # by slot, one per layout
-        self._memory_B: dict[Hashable, dict[str, Tensor]] = {}  # by slot, and part of `ExchangeBuffer`
+        self._memory_B: dict[
+            Hashable, dict[str, Tensor]
+        ] = {}  # by slot, and part of `ExchangeBuffer`
 
     def buffer(self, slot: Hashable, route: Route, like: Sequence[Tensor]) -> ExchangeBuffer:
         """Return the buffer of a slot for rows of a route; its contents are those of the slot's last buffer.
@@ -170,21 +194,29 @@ class Exchange:
             rows["forwarded"] = sum(route.forwarded.sent)
         memory_B = self._memory_B.setdefault(slot, {})
         sizes = {part: count * _row_bytes(columns) for part, count in rows.items()}
-        grows = [part for part, size in sizes.items() if part not in memory_B or len(memory_B[part]) < size]
+        grows = [
+            part
+            for part, size in sizes.items()
+            if part not in memory_B or len(memory_B[part]) < size
+        ]
         if grows:  # free the memory before more is taken
             known.clear()
         else:
             del known[: 1 - LAYOUTS_KEPT]  # drop layouts of earlier plans
         for part in grows:
             memory_B.pop(part, None)
-            memory_B[part] = torch.empty(rounded_up(sizes[part]), dtype=torch.uint8, device=like[0].device)
+            memory_B[part] = torch.empty(
+                rounded_up(sizes[part]), dtype=torch.uint8, device=like[0].device
+            )
         parts_B = {part: memory_B[part][:size] for part, size in sizes.items()}
         known.append(ExchangeBuffer(self._groups, route, columns, parts_B))
         return known[-1]
 
     def size(self) -> int:
         """Return the bytes of all slots."""
-        return sum(part_B.numel() for memory_B in self._memory_B.values() for part_B in memory_B.values())
+        return sum(
+            part_B.numel() for memory_B in self._memory_B.values() for part_B in memory_B.values()
+        )
 
 
 def rounded_up(size: int) -> int:

@@ -27,13 +27,20 @@ Columns = dict[str, Tensor]
 """Rows of one place, by column."""
 ReceivedRows = dict[tuple[str, int], Tensor]
 """Received rows by column and stage; queries have stage 0."""
-INPUTS: dict[Direction, tuple[str, ...]] = {"forward": ("q", "k", "v"), "backward": ("do", "q", "k", "v", "o", "lse")}
+INPUTS: dict[Direction, tuple[str, ...]] = {
+    "forward": ("q", "k", "v"),
+    "backward": ("do", "q", "k", "v", "o", "lse"),
+}
 """Inputs of a kernel, in its order."""
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[None]:
     """Return a context in which autocast leaves dtypes alone."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else NOT_MEASURED
+    return (
+        torch.autocast(device_type, enabled=False)
+        if torch.is_autocast_enabled(device_type)
+        else NOT_MEASURED
+    )
 
 
 @dataclass(eq=False)
@@ -46,11 +53,15 @@ class CoreAttention:
     params: AttentionParams
     layer: int | None = None
     kept: Kept = "nothing"  # received rows that the forward keeps for the backward
-    known: tuple[Tensor, ...] | None = None  # O and LSE of the first forward, for a recomputation that does nothing
+    known: tuple[Tensor, ...] | None = (
+        None  # O and LSE of the first forward, for a recomputation that does nothing
+    )
     lost: frozenset[int] = frozenset()  # servers whose tasks the ranks compute, and no others
     running: "Pass" = field(init=False)  # the pass that has begun and not ended
 
-    def begin(self, direction: Direction, *inputs: Tensor, received: ReceivedRows | None = None) -> None:
+    def begin(
+        self, direction: Direction, *inputs: Tensor, received: ReceivedRows | None = None
+    ) -> None:
         """Begin a pass and run its phases up to the first pause."""
         self.running = Pass(self, direction, inputs, received or {})
         self.running.go_on()
@@ -67,18 +78,30 @@ class Pass:
     """One direction of a core attention, run phase by phase, on INPUTS of all local rows and on rows that it kept."""
 
     def __init__(
-        self, core: CoreAttention, direction: Direction, inputs: Iterable[Tensor], received: ReceivedRows
+        self,
+        core: CoreAttention,
+        direction: Direction,
+        inputs: Iterable[Tensor],
+        received: ReceivedRows,
     ) -> None:
         self.core, self.runtime, nano = core, core.runtime, core.nano
-        self.routes = nano.repair(core.kind, core.lost, self.runtime.remote) if core.lost else nano.routes[core.kind]
+        self.routes = (
+            nano.repair(core.kind, core.lost, self.runtime.remote)
+            if core.lost
+            else nano.routes[core.kind]
+        )
         self.local: Columns = dict(zip(INPUTS[direction], inputs, strict=True))
         self.received, self.work = dict(received), Work(core.layer, nano.index, direction)
         forward = direction == "forward"
-        self.results: _Outputs | _Gradients = (_Outputs if forward else _Gradients)(self.routes, self.local)
+        self.results: _Outputs | _Gradients = (_Outputs if forward else _Gradients)(
+            self.routes, self.local
+        )
         self.left = deque(self.routes.forward if forward else self.routes.backward[core.kept])
         self._keeps = forward and core.kept != "nothing"
         self._under_way: dict[Transfer, ExchangeBuffer] = {}
-        self._carriers = {"servers": _OnServers(core, self.work, self.local, self.results)}  # the pass carries others
+        self._carriers = {
+            "servers": _OnServers(core, self.work, self.local, self.results)
+        }  # the pass carries others
 
     def go_on(self) -> None:
         """Run the phases up to the next pause, or to the end."""
@@ -93,7 +116,9 @@ class Pass:
                     for call in phase.run:
                         self._compute(call, self.routes.groups[call.group])
                     for transfer in phase.send:
-                        rows = self.routes.rows_of(transfer) if recorder.measures("send") else NO_ROWS
+                        rows = (
+                            self.routes.rows_of(transfer) if recorder.measures("send") else NO_ROWS
+                        )
                         with recorder.span("send", transfer.name, self.work, rows=rows):
                             self._carriers.get(transfer.rows, self).start(transfer)
                 if phase.pause:
@@ -115,7 +140,9 @@ class Pass:
         of_queries, of_keys = (call.queries, 0, group.q_rows), (call.keys, call.stage, group.k_rows)
         for name in INPUTS[self.work.direction]:
             place, stage, index = of_keys if name in ("k", "v") else of_queries
-            inputs.append(take(self.local[name] if place == "local" else self.received[name, stage], index))
+            inputs.append(
+                take(self.local[name] if place == "local" else self.received[name, stage], index)
+            )
         params = self.core.params if call.causal else replace(self.core.params, causal=False)
         run: Callable[..., tuple[Tensor, ...]] = getattr(self.runtime.kernel, self.work.direction)
         with self.runtime.recorder.span("kernel", call.name, self.work, group.pairs):
@@ -128,10 +155,20 @@ class Pass:
         # Rows that are in use at once have different slots.
         if transfer.rows == "queries":
             slot, route = ("queries", 0), routes.queries
-            moved = self.results.of("received") if transfer.back else [local[name] for name in transfer.columns]
+            moved = (
+                self.results.of("received")
+                if transfer.back
+                else [local[name] for name in transfer.columns]
+            )
         else:
-            slot, route, moved = ("keys", routes.slots[stage]), routes.keys[stage], [local["k"], local["v"]]
-        buffer = self.runtime.exchange.buffer((*slot, core.nano.index, bool(core.lost)), route, moved)
+            slot, route, moved = (
+                ("keys", routes.slots[stage]),
+                routes.keys[stage],
+                [local["k"], local["v"]],
+            )
+        buffer = self.runtime.exchange.buffer(
+            (*slot, core.nano.index, bool(core.lost)), route, moved
+        )
         self._under_way[transfer] = buffer
         match transfer.rows, transfer.back:
             case (("queries" | "keys"), False):
@@ -166,7 +203,10 @@ class Pass:
             case ("keys", False) | ("forwarded", True) if self.routes.forwards:
                 pass  # more rows come to the same memory, or go on from there
             case _:
-                for name, rows_R in columns.items():  # whose memory the exchange uses again before the backward
+                for (
+                    name,
+                    rows_R,
+                ) in columns.items():  # whose memory the exchange uses again before the backward
                     self.received[name, transfer.stage] = rows_R.clone() if self._keeps else rows_R
 
 
@@ -180,16 +220,24 @@ class _OnServers:
     results: "_Outputs | _Gradients"
 
     def start(self, transfer: Transfer) -> None:
-        core, remote, rows = self.core, self.core.runtime.remote, {name: self.local[name] for name in transfer.columns}
+        core, remote, rows = (
+            self.core,
+            self.core.runtime.remote,
+            {name: self.local[name] for name in transfer.columns},
+        )
         assert remote is not None  # a plan with servers is bound with them
-        self.call = remote.start(self.work, core.nano.routes[core.kind].servers, core.kind, core.params, rows)
+        self.call = remote.start(
+            self.work, core.nano.routes[core.kind].servers, core.kind, core.params, rows
+        )
 
     def finish(self, _transfer: Transfer) -> None:
         core, repaired = self.core, None
         with core.runtime.recorder.span("wait", "servers", self.work):
             answers, lost = self.call.collect()
         if lost:
-            repair = CoreAttention(core.runtime, core.nano, core.kind, core.params, core.layer, lost=lost)
+            repair = CoreAttention(
+                core.runtime, core.nano, core.kind, core.params, core.layer, lost=lost
+            )
             again = Pass(repair, self.work.direction, self.local.values(), {})
             while again.left:
                 again.go_on()
@@ -217,7 +265,9 @@ class _Outputs:
     def add_from_ranks(self, _stage: int, columns: Columns) -> None:
         self._put("local", self._routes.queries.rows, (columns["o"], columns["lse"]))
 
-    def add_from_servers(self, answers: Mapping[int, Columns], repaired: tuple[Tensor, ...] | None) -> None:
+    def add_from_servers(
+        self, answers: Mapping[int, Columns], repaired: tuple[Tensor, ...] | None
+    ) -> None:
         for asked in self._routes.servers:
             if columns := answers.get(asked.server):
                 self._put("local", asked.q_rows, (columns["o"], columns["lse"]))
@@ -252,7 +302,10 @@ class _Gradients:
 
     def __init__(self, routes: BoundRoutes, local: Columns) -> None:
         self._routes = routes
-        self._no_rows = {f"d{name}": local[name].new_empty((0, *local[name].shape[1:])) for name in ("q", "k", "v")}
+        self._no_rows = {
+            f"d{name}": local[name].new_empty((0, *local[name].shape[1:]))
+            for name in ("q", "k", "v")
+        }
         self._dtype = local["q"].dtype
         self._wide = torch.promote_types(self._dtype, torch.float32)
         self._parts: dict[tuple[str, Location | int, Source], Tensor] = {}
@@ -260,14 +313,18 @@ class _Gradients:
 
     def add(self, call: KernelCall, _group: BoundGroup, part: tuple[Tensor, ...]) -> None:
         keys_at: Location | int = "local" if call.keys == "local" else call.stage
-        for name, place, rows_N in zip(self._no_rows, (call.queries, keys_at, keys_at), part, strict=True):
+        for name, place, rows_N in zip(
+            self._no_rows, (call.queries, keys_at, keys_at), part, strict=True
+        ):
             self._add(name, place, call.group, rows_N)
 
     def add_from_ranks(self, stage: int, columns: Columns) -> None:
         for name, rows_N in columns.items():
             self._add(name, "local", ("ranks", stage), rows_N)
 
-    def add_from_servers(self, answers: Mapping[int, Columns], repaired: tuple[Tensor, ...] | None) -> None:
+    def add_from_servers(
+        self, answers: Mapping[int, Columns], repaired: tuple[Tensor, ...] | None
+    ) -> None:
         self._repaired = repaired
         for name in self._no_rows:
             parts = []
@@ -289,7 +346,9 @@ class _Gradients:
     def add_up(self, name: str, place: Location | int, out: Tensor | None = None) -> Tensor:
         """Return a gradient once all sources are there; `out` is memory to write it to."""
         sums = self._routes.gradients[name, place]
-        return sums.late.add_up([self._take(name, place, source) for source in sums.late.sources], out)
+        return sums.late.add_up(
+            [self._take(name, place, source) for source in sums.late.sources], out
+        )
 
     def _add(self, name: str, place: Location | int, source: Source, rows_N: Tensor) -> None:
         """Add a source to the total, or keep its rows until all are there, as the plan declares."""

@@ -62,8 +62,14 @@ class Failures:
         key, rank = f"failures/{self._begun}/", self._waits.rank
 
         def found(store: dist.Store) -> list[str]:
-            others = [other for other in range(self._waits.ranks) if other != rank and store.check([f"{key}{other}"])]
-            return [f"rank {other} failed: {store.get(f'{key}{other}').decode()}" for other in others]
+            others = [
+                other
+                for other in range(self._waits.ranks)
+                if other != rank and store.check([f"{key}{other}"])
+            ]
+            return [
+                f"rank {other} failed: {store.get(f'{key}{other}').decode()}" for other in others
+            ]
 
         try:
             if not says_that_another_is_gone(error):

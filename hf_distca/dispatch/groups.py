@@ -63,7 +63,9 @@ class Groups:
         mesh: one of several meshes side by side that share no rank; None on every process for all ranks of the world.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float, mesh: RankMesh | None = None) -> None:
+    def __init__(
+        self, device: torch.device, timeout_s: float, mesh: RankMesh | None = None
+    ) -> None:
         self.members, self.closed = mesh_ranks(mesh), False  # world ranks of the mesh
         world = (dist.get_rank(), dist.get_world_size()) if in_world() else (0, 1)
         self.rank, self.ranks = self.members.index(world[0]), len(self.members)
@@ -80,9 +82,13 @@ class Groups:
             options: dict[str, Any] = {"backend": "gloo", "timeout": self._timeout}
             try:
                 with self.waits.of("connections to other ranks"):
-                    self._control = self._control_of_world = _new_group(meshes, group_desc="distca control", **options)
+                    self._control = self._control_of_world = _new_group(
+                        meshes, group_desc="distca control", **options
+                    )
                     if len(meshes) > 1:
-                        self._control_of_world = dist.new_group(group_desc="distca control of the world", **options)
+                        self._control_of_world = dist.new_group(
+                            group_desc="distca control of the world", **options
+                        )
                 uuids = self.all_gather(device_uuid(self._device))
             except RuntimeError as error:
                 self.waits.close()
@@ -100,7 +106,11 @@ class Groups:
         if nodes is None and not self._side_by_side:
             return
         of_ranks = nodes or range(self.ranks)
-        mine = [member for member, node in zip(self.members, of_ranks, strict=True) if node == of_ranks[self.rank]]
+        mine = [
+            member
+            for member, node in zip(self.members, of_ranks, strict=True)
+            if node == of_ranks[self.rank]
+        ]
         of_world = self._in_world(mine)
         if any(len(members) > 1 for members in of_world):
             self.node = self._connected(of_world, len(mine), "distca node")
@@ -126,7 +136,9 @@ class Groups:
                 dist.all_to_all_single(received, sent, [1] * ranks, [1] * ranks, group=group)
                 received.cpu()  # wait for the arrival
         except RuntimeError as error:
-            raise RuntimeError(f"rank {self.rank} cannot exchange rows over {backend}: {error}") from error
+            raise RuntimeError(
+                f"rank {self.rank} cannot exchange rows over {backend}: {error}"
+            ) from error
         return group
 
     def close(self) -> None:
@@ -138,7 +150,9 @@ class Groups:
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
             self.meet("all ranks to close their groups")  # no rank has rows under way
-            for group in dict.fromkeys((self.node, self.exchange, self._control, self._control_of_world)):
+            for group in dict.fromkeys(
+                (self.node, self.exchange, self._control, self._control_of_world)
+            ):
                 if group is not None:
                     dist.destroy_process_group(group)
         self.exchange = self.node = self._control = self._control_of_world = None
@@ -152,7 +166,9 @@ class Groups:
                 "the process groups of this dispatcher are closed; make a new trainer or dispatcher to continue"
             )
 
-    def all_gather(self, value: Any, *, in_world: bool = False, of: str = "control messages") -> list[Any]:
+    def all_gather(
+        self, value: Any, *, in_world: bool = False, of: str = "control messages"
+    ) -> list[Any]:
         """Return the small Python object of every rank of the mesh, or of the world, in order. A collective.
 
         Args:
@@ -234,7 +250,9 @@ def _raised_together(gather: Callable[[Report | None], list[Report | None]]) -> 
     _raise_any(error, gather)
 
 
-def _raise_any(error: Exception | None, gather: Callable[[Report | None], list[Report | None]]) -> None:
+def _raise_any(
+    error: Exception | None, gather: Callable[[Report | None], list[Report | None]]
+) -> None:
     """Raise if any rank has an error: this rank's own if all have the same, else all messages."""
     mine = None
     if error is not None:
@@ -246,7 +264,9 @@ def _raise_any(error: Exception | None, gather: Callable[[Report | None], list[R
     failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
     if failed:
         kind = RefusedError if all(report.refused for _, report in failed) else ValueError
-        raise kind("; ".join(f"rank {rank}: {report.message}" for rank, report in failed)) from error
+        raise kind(
+            "; ".join(f"rank {rank}: {report.message}" for rank, report in failed)
+        ) from error
 
 
 def first_difference(by_rank: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
@@ -260,7 +280,9 @@ def first_difference(by_rank: Sequence[Mapping[str, Any]]) -> tuple[str, str] | 
         for rank, settings in enumerate(by_rank):
             ranks_by_value.setdefault(repr(settings[name]), []).append(rank)
         if len(ranks_by_value) > 1:
-            return name, ", ".join(f"{value} on {_named(ranks)}" for value, ranks in ranks_by_value.items())
+            return name, ", ".join(
+                f"{value} on {_named(ranks)}" for value, ranks in ranks_by_value.items()
+            )
     return None
 
 
@@ -284,7 +306,9 @@ def waits_in_world(limit_s: float) -> Waits:
     world: Any = dist.group.WORLD
     rank, store = dist.get_rank(), world.get_group_store()
     number = store.add(f"hf_distca/waits/{rank}", 1)  # the same on every rank
-    return Waits(dist.PrefixStore(f"hf_distca/waits/{number}", store), rank, dist.get_world_size(), limit_s)
+    return Waits(
+        dist.PrefixStore(f"hf_distca/waits/{number}", store), rank, dist.get_world_size(), limit_s
+    )
 
 
 def gather_in_world(value: Value, timeout_s: float, waits: Waits | None = None) -> list[Value]:
@@ -295,7 +319,9 @@ def gather_in_world(value: Value, timeout_s: float, waits: Waits | None = None) 
     watched = waits or waits_in_world(timeout_s)
     try:
         with watched.of("other ranks at the start"):
-            world = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="distca world")
+            world = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="distca world"
+            )
             dist.all_gather_object(gathered, value, group=world)
             dist.destroy_process_group(world)
     except RuntimeError as error:
@@ -333,7 +359,11 @@ def exchange_options(backend: str, ctas: int = EXCHANGE_CTAS) -> Any:
 
 def indexed(device: torch.device) -> torch.device:
     """Return the device with an index: the current device for "cuda"."""
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if device == torch.device("cuda")
+        else device
+    )
 
 
 def device_uuid(device: torch.device) -> str | None:
@@ -378,7 +408,9 @@ def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, 
         return 1
     rank = dist.get_rank()
     # The host of each process, and the first rank that was launched with the process there.
-    places = gather_in_world((socket.gethostname(), rank - dist.get_node_local_rank(fallback_rank=0)), timeout_s)
+    places = gather_in_world(
+        (socket.gethostname(), rank - dist.get_node_local_rank(fallback_rank=0)), timeout_s
+    )
     members = mesh_ranks(mesh)
     found = [places[member] for member in members]
     # A node is a run of consecutive ranks with the same place: ranks numbered round-robin across hosts are alone.

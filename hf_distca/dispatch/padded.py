@@ -84,12 +84,17 @@ def read_sequences(batch: PaddedBatch, limits: Limits) -> Sequences:
     lengths, firsts, lasts, lowest, highest = figures
     for sequence in np.flatnonzero((lengths > 0) & (lasts - firsts + 1 != lengths))[:1]:
         raise Data.HOLES.error(
-            sequence=sequence, tokens=lengths[sequence], first=firsts[sequence], last=lasts[sequence]
+            sequence=sequence,
+            tokens=lengths[sequence],
+            first=firsts[sequence],
+            last=lasts[sequence],
         )
     if limits.vocabulary is not None:
         for sequence in np.flatnonzero((lowest < 0) | (highest >= limits.vocabulary))[:1]:
             token = lowest[sequence] if lowest[sequence] < 0 else highest[sequence]
-            raise Data.PADDED_TOKEN_ID.error(sequence=sequence, token=token, last=limits.vocabulary - 1)
+            raise Data.PADDED_TOKEN_ID.error(
+                sequence=sequence, token=token, last=limits.vocabulary - 1
+            )
     longest = int(lengths.argmax())
     limits.check_length(int(lengths[longest]), f"sequence {longest} of a padded batch")
     return Sequences(firsts, lengths)
@@ -107,7 +112,9 @@ class PlannedSequences:
     shares: NDArray[np.void]
 
 
-def plan_sequences(lengths_of_ranks: Sequence[Sequence[int]], settings: PlanSettings) -> PlannedSequences:
+def plan_sequences(
+    lengths_of_ranks: Sequence[Sequence[int]], settings: PlanSettings
+) -> PlannedSequences:
     """Plan the micro-batches for sequences of [ranks] lengths each; sequences without tokens are left out.
 
     Raises:
@@ -123,12 +130,17 @@ def plan_sequences(lengths_of_ranks: Sequence[Sequence[int]], settings: PlanSett
     plans, shares = [], []
     for micro_batch, documents in enumerate(_divided(lengths, settings)):
         # Every rank needs a row, as in `RankDocuments`.
-        rows = len(documents) if settings.document_layout == "whole" else int(lengths[documents].sum())
+        rows = (
+            len(documents) if settings.document_layout == "whole" else int(lengths[documents].sum())
+        )
         fillers = [1] * (settings.ranks - rows)
         plan = plan_micro_batch([*lengths[documents].tolist(), *fillers], settings)
         plans.append(replace(plan, fillers=len(fillers)))
         no_owner = np.full(len(fillers), NO_RANK)
-        of_documents = np.concatenate([sources[documents], no_owner]), np.concatenate([sequences[documents], no_owner])
+        of_documents = (
+            np.concatenate([sources[documents], no_owner]),
+            np.concatenate([sequences[documents], no_owner]),
+        )
         shares.append(_shares(plan, micro_batch, *of_documents))
     table = np.concatenate(shares)
     return PlannedSequences(tuple(plans), table[np.argsort(table["rank"], kind="stable")])
@@ -141,18 +153,27 @@ def _divided(lengths: NDArray[np.int64], settings: PlanSettings) -> list[NDArray
     bins_of_each = settings.ranks if stay_whole else 1
     if len(lengths) and lengths.max() > capacity:
         raise Data.LONG_SEQUENCE.error(
-            length=lengths.max(), limit=capacity, where="one rank" if stay_whole else "all ranks together"
+            length=lengths.max(),
+            limit=capacity,
+            where="one rank" if stay_whole else "all ranks together",
         )
     longest_first = np.argsort(-lengths, kind="stable")
     fewest = max(1, -(-int(lengths.sum()) // (settings.tokens_per_rank * settings.ranks)))
     for micro_batches in count(fewest):  # documents fit at the latest with a bin for each
-        chosen = place_evenly(lengths[longest_first].tolist(), micro_batches * bins_of_each, capacity)
+        chosen = place_evenly(
+            lengths[longest_first].tolist(), micro_batches * bins_of_each, capacity
+        )
         if chosen is not None:
             break
     bin_of_documents = np.zeros(len(lengths), np.int64)
     bin_of_documents[longest_first] = np.asarray(chosen, np.int64)
-    bins = [np.flatnonzero(bin_of_documents == number) for number in range(micro_batches * bins_of_each)]
-    return [np.concatenate(bins[first : first + bins_of_each]) for first in range(0, len(bins), bins_of_each)]
+    bins = [
+        np.flatnonzero(bin_of_documents == number) for number in range(micro_batches * bins_of_each)
+    ]
+    return [
+        np.concatenate(bins[first : first + bins_of_each])
+        for first in range(0, len(bins), bins_of_each)
+    ]
 
 
 def _shares(
@@ -188,7 +209,12 @@ class RowTravel:
     """
 
     def __init__(
-        self, shares: NDArray[np.void], own: Sequences, shape: torch.Size, groups: Groups, device: torch.device
+        self,
+        shares: NDArray[np.void],
+        own: Sequences,
+        shape: torch.Size,
+        groups: Groups,
+        device: torch.device,
     ) -> None:
         self._groups, self.shape = groups, shape
         columns = shape[1]
@@ -216,18 +242,27 @@ class RowTravel:
         ).astype(int)
 
         self._padded_index, self._held_index = (
-            torch.from_numpy(index).to(device, non_blocking=True) for index in (padded_rows, held_rows)
+            torch.from_numpy(index).to(device, non_blocking=True)
+            for index in (padded_rows, held_rows)
         )
 
     def forth(self, padded_F: Tensor) -> Tensor:
         """Return the rows [N, ...] that this rank holds, given the rows [F, ...] of the padded batches."""
-        arrived = self._exchanged(padded_F.index_select(0, self._padded_index), self._sent, self._received)
-        return arrived.new_zeros((self.held_rows, *arrived.shape[1:])).index_copy_(0, self._held_index, arrived)
+        arrived = self._exchanged(
+            padded_F.index_select(0, self._padded_index), self._sent, self._received
+        )
+        return arrived.new_zeros((self.held_rows, *arrived.shape[1:])).index_copy_(
+            0, self._held_index, arrived
+        )
 
     def back(self, held_N: Tensor) -> Tensor:
         """Return the rows [F, ...] of the padded batch, given the rows [N, ...] that the ranks hold."""
-        arrived = self._exchanged(held_N.index_select(0, self._held_index), self._received, self._sent)
-        return arrived.new_zeros((self.shape.numel(), *arrived.shape[1:])).index_copy_(0, self._padded_index, arrived)
+        arrived = self._exchanged(
+            held_N.index_select(0, self._held_index), self._received, self._sent
+        )
+        return arrived.new_zeros((self.shape.numel(), *arrived.shape[1:])).index_copy_(
+            0, self._padded_index, arrived
+        )
 
     def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Return the rows that arrive here, by the rank that they come from."""
@@ -237,12 +272,16 @@ class RowTravel:
         arriving = rows.new_empty((sum(received), *rows.shape[1:]))
         bytes_sent, bytes_received = (_as_bytes(x) for x in (rows, arriving))
         with self._groups.waits.of("rows of padded batches of other ranks"):
-            dist.all_to_all_single(bytes_received, bytes_sent, received, sent, group=self._groups.exchange)
+            dist.all_to_all_single(
+                bytes_received, bytes_sent, received, sent, group=self._groups.exchange
+            )
         return arriving
 
 
 def _counts(ranks: NDArray[np.int64], rows: NDArray[np.int64], number_of_ranks: int) -> list[int]:
-    counts: list[int] = np.bincount(ranks, weights=rows, minlength=number_of_ranks).astype(int).tolist()
+    counts: list[int] = (
+        np.bincount(ranks, weights=rows, minlength=number_of_ranks).astype(int).tolist()
+    )
     return counts
 
 
@@ -284,7 +323,9 @@ class PackedBatch:
         Args:
             outputs: of each micro-batch, the same number of tensors [rows, ...].
         """
-        held = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*outputs, strict=True)]
+        held = [
+            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*outputs, strict=True)
+        ]
         back: Any = _Back.apply
         return list(back(self.travel, *held))
 
@@ -337,14 +378,21 @@ class PaddedBatches:
             given.append((batch, read_sequences(batch, limits)))
             return tuple(given[0][1].lengths.tolist())
 
-        planned = self._planned(tuple(groups.all_gather_checked(lengths, of="lengths of sequences")))
+        planned = self._planned(
+            tuple(groups.all_gather_checked(lengths, of="lengths of sequences"))
+        )
         ((batch, sequences),) = given
         travel = RowTravel(planned.shares, sequences, batch.mask.shape, groups, batch.mask.device)
-        rows_NC = travel.forth(torch.stack([column_BL.flatten() for column_BL in batch.columns.values()], 1))
+        rows_NC = travel.forth(
+            torch.stack([column_BL.flatten() for column_BL in batch.columns.values()], 1)
+        )
         sizes = travel.rows_of_micro_batches.tolist()
         micro_batches = []
         for plan, part_NC in zip(planned.plans, rows_NC.split(sizes), strict=True):
-            inputs = {name: part_NC[None, :, index].contiguous() for index, name in enumerate(batch.columns)}
+            inputs = {
+                name: part_NC[None, :, index].contiguous()
+                for index, name in enumerate(batch.columns)
+            }
             micro_batches.append((inputs, self.dispatcher.bind(plan)))
         return PackedBatch(micro_batches, travel)
 
@@ -359,7 +407,9 @@ class PaddedBatches:
             settings = self.dispatcher.settings
             tokens = sum(int(plan.tokens.sum()) - plan.fillers for plan in plans)
             limit = settings.ranks * settings.tokens_per_rank
-            raise Data.SEVERAL_MICRO_BATCHES.error(tokens=tokens, limit=limit, **self._at_once._asdict())
+            raise Data.SEVERAL_MICRO_BATCHES.error(
+                tokens=tokens, limit=limit, **self._at_once._asdict()
+            )
         if self._count is not None:
             self._count(packed)
 

@@ -158,12 +158,18 @@ class Recorder:
         while self._queued and (wait or self._queued[0][-1].query()):
             span, begin, end = self._queued.popleft()
             end.synchronize()
-            if self._anchor is not None:  # time from the previous span: long event intervals lose digits
+            if (
+                self._anchor is not None
+            ):  # time from the previous span: long event intervals lose digits
                 self._anchor_s += self._anchor.elapsed_time(begin) / 1000
                 self._free.append(self._anchor)
             self._anchor = begin
             self._free.append(end)
-            self.add(span._replace(begin=self._anchor_s, end=self._anchor_s + begin.elapsed_time(end) / 1000))
+            self.add(
+                span._replace(
+                    begin=self._anchor_s, end=self._anchor_s + begin.elapsed_time(end) / 1000
+                )
+            )
 
     @contextmanager
     def _here(self, span: Span) -> Iterator[None]:

@@ -18,7 +18,10 @@ class ServerRows:
     """Local query rows that one dedicated server computes, and local K/V rows that it needs, as index tensors."""
 
     def __init__(self, server: int, routes: Routes, ranks: int, buffer: IndexBuffer) -> None:
-        self.server, worker = server, ranks + server  # its index among the plan's servers, and among all workers
+        self.server, worker = (
+            server,
+            ranks + server,
+        )  # its index among the plan's servers, and among all workers
         q_rows, k_rows = (
             np.split(messages.send_rows, np.cumsum(messages.send_counts))[worker]
             for messages in (routes.queries, routes.stages[0].keys)
@@ -62,5 +65,7 @@ class RemotePlan(Protocol):
 class RemoteWorkers(Protocol):
     """Servers that may take part in any micro-batch."""
 
-    def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, RemotePlan | None]:
+    def bind(
+        self, plan: MicroBatchPlan, settings: PlanSettings
+    ) -> tuple[MicroBatchPlan, RemotePlan | None]:
         """Return a plan of ranks alone with the current servers, and the servers' side; None without servers."""

@@ -50,7 +50,11 @@ class IndexBuffer:
             size = max(CHUNK_BYTES, dense.nbytes)
             self._host_B = host_bytes(size, pinned=self.device.type == "cuda")
             on_host = self.device.type == "cpu"
-            self._device_B = self._host_B if on_host else torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._device_B = (
+                self._host_B
+                if on_host
+                else torch.empty(size, dtype=torch.uint8, device=self.device)
+            )
         start, stop = self._used, self._used + dense.nbytes
         self._host_B.numpy()[start:stop] = dense.view(np.uint8)
         self._used = aligned(stop)
@@ -76,7 +80,9 @@ def row_index(rows: IntArray, buffer: IndexBuffer) -> RowIndex:
     """Return an index of the given rows [N]; the index is valid once the buffer is sent."""
     if len(rows) == 0:
         return slice(0, 0)
-    return slice(int(rows[0]), int(rows[-1]) + 1) if (np.diff(rows) == 1).all() else buffer.place(rows)
+    return (
+        slice(int(rows[0]), int(rows[-1]) + 1) if (np.diff(rows) == 1).all() else buffer.place(rows)
+    )
 
 
 def take(x: Tensor, index: RowIndex) -> Tensor:
@@ -102,7 +108,9 @@ def put(x: Tensor, index: RowIndex, rows: Tensor) -> None:
         x.index_copy_(0, index, rows.to(x.dtype))
 
 
-def merge_rows(o_NHE: Tensor, lse_NH: Tensor, index: RowIndex, o_part_SHE: Tensor, lse_part_SH: Tensor) -> None:
+def merge_rows(
+    o_NHE: Tensor, lse_NH: Tensor, index: RowIndex, o_part_SHE: Tensor, lse_part_SH: Tensor
+) -> None:
     """Merge attention over further keys into the indexed rows of O and LSE; the index names no row twice."""
     if isinstance(index, slice):
         merge_into(o_NHE[index], lse_NH[index], o_part_SHE, lse_part_SH)
@@ -122,7 +130,12 @@ class RowSum:
     """
 
     def __init__(
-        self, sources_S: Mapping[Any, IntArray], rows: int, buffer: IndexBuffer, *, in_place: bool = True
+        self,
+        sources_S: Mapping[Any, IntArray],
+        rows: int,
+        buffer: IndexBuffer,
+        *,
+        in_place: bool = True,
     ) -> None:
         if len(sources_S) > MAX_SOURCES:
             raise ValueError(f"a sum has at most {MAX_SOURCES} sources, got {len(sources_S)}")
@@ -130,7 +143,9 @@ class RowSum:
         targets_S = list(sources_S.values())
         self._rows = rows
         self._in_place = in_place and names_all(targets_S[0], rows)
-        self._table = addend_table(targets_S, rows, self._in_place, buffer) if buffer.in_one_go else None
+        self._table = (
+            addend_table(targets_S, rows, self._in_place, buffer) if buffer.in_one_go else None
+        )
         if self._table is None:
             self._rows_S = [row_index(targets, buffer) for targets in targets_S]
             # A sum of two addends is rounded once in any dtype.
@@ -176,7 +191,10 @@ def addend_table(
     """
     added = list(enumerate(targets_S))[onto:]
     targets = np.concatenate([np.empty(0, np.int64), *(of_source for _, of_source in added)])
-    of_sources = [np.arange(len(of_source), dtype=np.int32) << SOURCE_BITS | source for source, of_source in added]
+    of_sources = [
+        np.arange(len(of_source), dtype=np.int32) << SOURCE_BITS | source
+        for source, of_source in added
+    ]
     addends = np.concatenate([np.empty(0, np.int32), *of_sources])
     if (targets[1:] <= targets[:-1]).any():
         addends = addends[np.argsort(targets, kind="stable")]

@@ -48,8 +48,12 @@ class StoreLine:
     """
 
     def __init__(self, store: dist.Store) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[dist.Store], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(store,), name="store of signs", daemon=True)
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[dist.Store], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(
+            target=self._run, args=(store,), name="store of signs", daemon=True
+        )
         self._thread.start()
 
     def post(self, call: Callable[[dist.Store], Value]) -> "Future[Value]":
@@ -97,7 +101,9 @@ class Signs:
         self._process, self._number = f"process {os.getpid()} on {socket.gethostname()}", 0
         self._lock = threading.Lock()  # of `exchange`
         self._asked: Future[dict[int, Sign]] | None = None
-        self._seen: dict[int, tuple[Sign, float]] = {}  # the latest sign of a rank, and when it was first seen
+        self._seen: dict[
+            int, tuple[Sign, float]
+        ] = {}  # the latest sign of a rank, and when it was first seen
         self._answered_at = time.monotonic()  # the store
         self._looked_at = self._answered_at  # at the signs of other ranks
 
@@ -117,7 +123,9 @@ class Signs:
                         self._seen[rank] = sign, now
             others = self.others if look else []
             written = json.dumps(self._sign(present))
-            self._asked = self.line.post(partial(_exchange, rank=self.rank, sign=written, others=others))
+            self._asked = self.line.post(
+                partial(_exchange, rank=self.rank, sign=written, others=others)
+            )
 
     def end(self) -> None:
         """Leave the sign that this rank needs no other rank any more."""
@@ -167,7 +175,9 @@ class Signs:
             if sign.ended:
                 found[rank] = f"{name} has ended"
             elif rank in silent:
-                found[rank] = f"{name} has given no sign of life for {silent[rank]:.0f} s, and was last seen {where}"
+                found[rank] = (
+                    f"{name} has given no sign of life for {silent[rank]:.0f} s, and was last seen {where}"
+                )
             elif not (silent or ended or absent or rank in same):
                 seconds = sign.seconds + time.monotonic() - first
                 found[rank] = f"{name} is alive and has been {where} for {seconds:.0f} s"
@@ -178,7 +188,9 @@ class Signs:
         sign = Sign(self._number, self._process)
         if present is None:
             return sign
-        return sign._replace(place=present.place, wait=present.wait, seconds=time.monotonic() - present.since)
+        return sign._replace(
+            place=present.place, wait=present.wait, seconds=time.monotonic() - present.since
+        )
 
 
 def _where(sign: Sign) -> str:
@@ -196,4 +208,8 @@ def _key(rank: int) -> str:
 def _exchange(store: dist.Store, rank: int, sign: str, others: Sequence[int]) -> dict[int, Sign]:
     """Leave a rank's sign of life in the store, and return the latest signs of other ranks that have left one."""
     store.set(_key(rank), sign)
-    return {other: Sign(*json.loads(store.get(_key(other)))) for other in others if store.check([_key(other)])}
+    return {
+        other: Sign(*json.loads(store.get(_key(other))))
+        for other in others
+        if store.check([_key(other)])
+    }

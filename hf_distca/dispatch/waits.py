@@ -133,15 +133,25 @@ class _Wait:
         self._before = before = self._watch.present
         if before is None:
             self._watch.failed = None
-        self._watch.present = Present("" if before is None else before.place, self._name, time.monotonic())
+        self._watch.present = Present(
+            "" if before is None else before.place, self._name, time.monotonic()
+        )
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         watch, before = self._watch, self._before
         present, now = watch.present, time.monotonic()
         watch.present = before and before._replace(since=now)
-        if error is None or present is None or isinstance(error, RankLost) or not says_that_another_is_gone(error):
+        if (
+            error is None
+            or present is None
+            or isinstance(error, RankLost)
+            or not says_that_another_is_gone(error)
+        ):
             return
         if before is not None:  # `watched` explains it, or the wait that this one is a part of
             watch.failed = watch.failed or present
@@ -157,7 +167,9 @@ class _Watch:
 
     def __init__(self, rank: int, limit_s: float) -> None:
         self.present: Present | None = None  # None: not watched
-        self.failed: Present | None = None  # the wait that failed in this context of `Waits.watched`
+        self.failed: Present | None = (
+            None  # the wait that failed in this context of `Waits.watched`
+        )
         self.signs: Signs | None = None
         self._rank, self._limit_s = rank, limit_s
         self._stop = threading.Event()
@@ -183,10 +195,16 @@ class _Watch:
         seconds, signs = time.monotonic() - present.since, self.signs
         if signs is not None:  # a rank that has just gone is silent from now on
             until = time.monotonic() + signs.silent_s + 3 * signs.sign_s
-            while not signs.silent_ranks(signs.silent_s) and not signs.ended_ranks() and time.monotonic() < until:
+            while (
+                not signs.silent_ranks(signs.silent_s)
+                and not signs.ended_ranks()
+                and time.monotonic() < until
+            ):
                 signs.exchange(None, look=True)
                 time.sleep(signs.sign_s / 2)
-        return RankLost(f"{self._sentence(present, seconds)}. {self._remedy()}. The error was: {error}")
+        return RankLost(
+            f"{self._sentence(present, seconds)}. {self._remedy()}. The error was: {error}"
+        )
 
     def _run(self) -> None:
         assert self.signs is not None
@@ -209,7 +227,9 @@ class _Watch:
             due_s = reported_s + REPORT_S if reported_s else min(REPORT_S, self._limit_s / 2)
             if seconds >= due_s:
                 reported_s = seconds
-                if self._rank < min(signs.ranks_at(present), default=self._rank + 1):  # speaks for the others there
+                if self._rank < min(
+                    signs.ranks_at(present), default=self._rank + 1
+                ):  # speaks for the others there
                     logger.warning("%s", self._sentence(present, seconds))
 
     def _must_end(self, signs: Signs, present: Present, seconds: float) -> bool:

@@ -32,7 +32,12 @@ USUAL = Need(torch.bfloat16, 128, 128, AttentionParams(scale=128**-0.5))
 
 
 def get_kernel(
-    name: str, device: torch.device, needs: Sequence[Need] = (), *, sm_margin: int = 0, hub: bool = True
+    name: str,
+    device: torch.device,
+    needs: Sequence[Need] = (),
+    *,
+    sm_margin: int = 0,
+    hub: bool = True,
 ) -> Kernel:
     """Return a kernel by name, which runs on the device and can do what is needed.
 
@@ -74,7 +79,9 @@ def choose_kernel(
     passed_over: dict[str, str] = {}
     for name in FASTEST_FIRST.get(major, ELSEWHERE):
         try:
-            return get_kernel(name, device, needs or (USUAL,), sm_margin=sm_margin, hub=False), passed_over
+            return get_kernel(
+                name, device, needs or (USUAL,), sm_margin=sm_margin, hub=False
+            ), passed_over
         except (ImportError, ValueError) as error:
             passed_over[name] = str(error)
     reasons = "".join(f"\n- {reason}" for reason in passed_over.values())

@@ -40,15 +40,23 @@ class AttentionParams:
     """
 
     scale: float  # factor on the scores q·k, usually 1/√D
-    window: int | None = None  # the most keys of a row, up to and including its own (sliding window); None: all
-    softcap: float | None = None  # scores become softcap·tanh(scores/softcap); None: they stay as they are
+    window: int | None = (
+        None  # the most keys of a row, up to and including its own (sliding window); None: all
+    )
+    softcap: float | None = (
+        None  # scores become softcap·tanh(scores/softcap); None: they stay as they are
+    )
     causal: bool = True
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise ValueError(f"window must be at least 1 (a row sees itself) or None, got {self.window}")
+            raise ValueError(
+                f"window must be at least 1 (a row sees itself) or None, got {self.window}"
+            )
         if self.window is not None and not self.causal:
-            raise ValueError(f"a window needs causal=True, got window={self.window} with causal=False")
+            raise ValueError(
+                f"a window needs causal=True, got window={self.window} with causal=False"
+            )
         if self.softcap is not None and self.softcap <= 0:
             raise ValueError(f"softcap must be positive or None, got {self.softcap}")
 
@@ -101,12 +109,16 @@ class TaskShapes:
 
         q_lens, k_lens = tuple(map(int, q_lens)), tuple(map(int, k_lens))
         if len(q_lens) != len(k_lens):
-            raise ValueError(f"got {len(q_lens)} q_lens but {len(k_lens)} k_lens; give both for every task")
+            raise ValueError(
+                f"got {len(q_lens)} q_lens but {len(k_lens)} k_lens; give both for every task"
+            )
         if any(n < 0 for n in q_lens + k_lens):
             raise ValueError(f"lengths must be 0 or more, got q_lens {q_lens} and k_lens {k_lens}")
         cu_q = place(np.array([0, *accumulate(q_lens)], np.int32))
         cu_k = cu_q if k_lens == q_lens else place(np.array([0, *accumulate(k_lens)], np.int32))
-        return TaskShapes(q_lens, k_lens, cu_q, cu_k, max(q_lens, default=0), max(k_lens, default=0))
+        return TaskShapes(
+            q_lens, k_lens, cu_q, cu_k, max(q_lens, default=0), max(k_lens, default=0)
+        )
 
 
 class Kernel(Protocol):
@@ -128,7 +140,12 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, params: AttentionParams
+        self,
+        q_QHD: Tensor,
+        k_KGD: Tensor,
+        v_KGE: Tensor,
+        shapes: TaskShapes,
+        params: AttentionParams,
     ) -> tuple[Tensor, Tensor]:
         """Compute attention. Queries, keys and values have one dtype and any strides.
 
@@ -163,7 +180,9 @@ class Kernel(Protocol):
         ...
 
 
-def check_tensors(q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, causal: bool) -> None:
+def check_tensors(
+    q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, causal: bool
+) -> None:
     """Raise ValueError unless the tensors of a kernel call fit one another and the shapes."""
 
     def count() -> tuple[int, int]:

@@ -51,10 +51,17 @@ class CpuKernel:
             )
         if need.dtype not in DTYPES:
             names = ", ".join(str(supported).removeprefix("torch.") for supported in DTYPES)
-            raise RefusedError(f"kernel 'cpu' computes in {names}, got {need.dtype}; 'reference' takes any dtype")
+            raise RefusedError(
+                f"kernel 'cpu' computes in {names}, got {need.dtype}; 'reference' takes any dtype"
+            )
 
     def forward(
-        self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, params: AttentionParams
+        self,
+        q_QHD: Tensor,
+        k_KGD: Tensor,
+        v_KGE: Tensor,
+        shapes: TaskShapes,
+        params: AttentionParams,
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         check_tensors(q_QHD, k_KGD, v_KGE, shapes, params.causal)
@@ -63,7 +70,9 @@ class CpuKernel:
         lse_QH = q_QHD.new_full(q_QHD.shape[:2], -torch.inf, dtype=_accumulator(dtype))
         o_QHE = lse_QH.new_zeros(*q_QHD.shape[:2], v_KGE.shape[2])
         for call in _calls(shapes, params, q_QHD):
-            part = _forward(call.rows_of(q_QHD), call.keys_of(k_KGD), call.keys_of(v_KGE), call, params)
+            part = _forward(
+                call.rows_of(q_QHD), call.keys_of(k_KGD), call.keys_of(v_KGE), call, params
+            )
             o_BHRE, lse_BHR = call.rows_of(o_QHE), call.rows_of(lse_QH)
             if call.further:
                 merge_into(o_BHRE, lse_BHR, *part)
@@ -90,15 +99,27 @@ class CpuKernel:
         # than in float32 where the processor has no matrix instructions for them.
         tensors = (x.to(_accumulator(dtype)) for x in (do_QHE, q_QHD, k_KGD, v_KGE, o_QHE))
         do_QHE, q_QHD, k_KGD, v_KGE, o_QHE = _one_head_dim(*tensors)
-        dq_QHD, dk_KGD, dv_KGE = (torch.zeros(x.shape, dtype=x.dtype) for x in (q_QHD, k_KGD, v_KGE))
+        dq_QHD, dk_KGD, dv_KGE = (
+            torch.zeros(x.shape, dtype=x.dtype) for x in (q_QHD, k_KGD, v_KGE)
+        )
         for call in _calls(shapes, params, q_QHD):
             do, q, o, lse = (call.rows_of(x) for x in (do_QHE, q_QHD, o_QHE, lse_QH))
-            dq, dk, dv = _backward((do, q, call.keys_of(k_KGD), call.keys_of(v_KGE), o, lse), call, params)
+            dq, dk, dv = _backward(
+                (do, q, call.keys_of(k_KGD), call.keys_of(v_KGE), o, lse), call, params
+            )
             call.rows_of(dq_QHD).add_(dq)
             call.keys_of(dk_KGD).add_(dk)
             call.keys_of(dv_KGE).add_(dv)
-        dq_QHD, dk_KGD, dv_KGE = dq_QHD[..., :head_dim_qk], dk_KGD[..., :head_dim_qk], dv_KGE[..., :head_dim_v]
-        return dq_QHD.to(dtype).contiguous(), dk_KGD.to(dtype).contiguous(), dv_KGE.to(dtype).contiguous()
+        dq_QHD, dk_KGD, dv_KGE = (
+            dq_QHD[..., :head_dim_qk],
+            dk_KGD[..., :head_dim_qk],
+            dv_KGE[..., :head_dim_v],
+        )
+        return (
+            dq_QHD.to(dtype).contiguous(),
+            dk_KGD.to(dtype).contiguous(),
+            dv_KGE.to(dtype).contiguous(),
+        )
 
 
 class _Call(NamedTuple):
@@ -111,7 +132,9 @@ class _Call(NamedTuple):
     of_keys: slice
     causal: bool = False
     further: bool = False  # these rows' results over other keys came before
-    mask: Tensor | None = None  # [R, S] added to scores, -inf where a row does not see a key; None: all pairs visible
+    mask: Tensor | None = (
+        None  # [R, S] added to scores, -inf where a row does not see a key; None: all pairs visible
+    )
 
     def rows_of(self, x_Q: Tensor) -> Tensor:
         """View query rows of a packed tensor [Q, H, ...] as [B, H, R, ...]."""
@@ -149,7 +172,9 @@ def _calls_of(
                 yield _Call(tasks, rows, keys, slice(None), slice(0, own), further=True)
             continue
         at_once = max(scores // (tasks * k_len), 1)
-        if params.causal:  # small blocks leave little to be computed in vain at the edges of the mask
+        if (
+            params.causal
+        ):  # small blocks leave little to be computed in vain at the edges of the mask
             at_once = min(at_once, 128)
         for start in range(0, q_len, at_once):
             stop = min(start + at_once, q_len)
@@ -157,11 +182,16 @@ def _calls_of(
             if params.causal:  # the keys that any of the rows sees
                 first = 0 if params.window is None else max(before + start - params.window + 1, 0)
                 last = before + stop
-                own_R1, key_S = torch.arange(before + start, last).unsqueeze(1), torch.arange(first, last)
+                own_R1, key_S = (
+                    torch.arange(before + start, last).unsqueeze(1),
+                    torch.arange(first, last),
+                )
                 hidden_RS = key_S > own_R1
                 if params.window is not None:
                     hidden_RS |= key_S <= own_R1 - params.window
-                mask_RS = torch.zeros(hidden_RS.shape, dtype=dtype).masked_fill_(hidden_RS, -torch.inf)
+                mask_RS = torch.zeros(hidden_RS.shape, dtype=dtype).masked_fill_(
+                    hidden_RS, -torch.inf
+                )
             yield _Call(tasks, rows, keys, slice(start, stop), slice(first, last), mask=mask_RS)
 
 
@@ -187,7 +217,12 @@ def _forward(
         return o_BHRE, lse_BHR
     dtype, heads = _accumulator(q_BHRD.dtype), q_BHRD.shape[1]
     q_BGMD = _by_kv_head(q_BHRD.to(dtype), k_BGSD.shape[1])
-    s_BGMS = (q_BGMD @ k_BGSD.to(dtype).mT).mul_(params.scale / params.softcap).tanh_().mul_(params.softcap)
+    s_BGMS = (
+        (q_BGMD @ k_BGSD.to(dtype).mT)
+        .mul_(params.scale / params.softcap)
+        .tanh_()
+        .mul_(params.softcap)
+    )
     if call.mask is not None:
         s_BGMS.unflatten(2, (-1, len(call.mask))).add_(call.mask)
     lse_BGM1 = s_BGMS.logsumexp(dim=-1, keepdim=True)
@@ -195,7 +230,9 @@ def _forward(
     return _by_head(o_BGME, heads), _by_head(lse_BGM1, heads).squeeze(-1)
 
 
-def _backward(tensors: tuple[Tensor, ...], call: _Call, params: AttentionParams) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    tensors: tuple[Tensor, ...], call: _Call, params: AttentionParams
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients that these pairs add, from do, q, k, v, and o and lse over all keys of the rows."""
     if params.softcap is None:
         options = {"attn_mask": call.mask, "scale": params.scale}
@@ -210,7 +247,9 @@ def _backward(tensors: tuple[Tensor, ...], call: _Call, params: AttentionParams)
         p_BGMS.unflatten(2, (-1, len(call.mask))).add_(call.mask)
     p_BGMS.exp_()
     ds_BGMS = (do_BGME @ v_BGSE.mT).sub_((do_BGME * o_BGME).sum(-1, keepdim=True)).mul_(p_BGMS)
-    ds_BGMS.mul_(t_BGMS.square_().neg_().add_(1.0)).mul_(params.scale)  # the slope of the softcap is 1 - tanh²
+    ds_BGMS.mul_(t_BGMS.square_().neg_().add_(1.0)).mul_(
+        params.scale
+    )  # the slope of the softcap is 1 - tanh²
     return _by_head(ds_BGMS @ k_BGSD, q_BHRD.shape[1]), ds_BGMS.mT @ q_BGMD, p_BGMS.mT @ do_BGME
 
 

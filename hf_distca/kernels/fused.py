@@ -16,7 +16,11 @@ CHUNK = 1 << 16
 
 
 def merge_into(
-    o_NHE: Tensor, lse_NH: Tensor, o_part_QHE: Tensor, lse_part_QH: Tensor, rows_Q: Tensor | None = None
+    o_NHE: Tensor,
+    lse_NH: Tensor,
+    o_part_QHE: Tensor,
+    lse_part_QH: Tensor,
+    rows_Q: Tensor | None = None,
 ) -> None:
     """Merge the output over further keys into o and lse in place, computed in the dtype of lse.
 
@@ -30,7 +34,9 @@ def merge_into(
         torch.ops.hf_distca.merge_into(o_NHE, lse_NH, o_part_QHE, lse_part_QH, rows_Q)
 
 
-def _merge_on_cpu(o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor, rows_Q: Tensor | None) -> None:
+def _merge_on_cpu(
+    o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor, rows_Q: Tensor | None
+) -> None:
     if rows_Q is None and o.dtype == lse.dtype:
         _merge(o, lse, o_part, lse_part)
         return
@@ -65,4 +71,6 @@ for _schema in (
     _name = _library.define(_schema)
     _library.impl(_name, partial(_on_cuda, _name), "CUDA")
     _library.impl(_name, lambda *_: None, "Meta")
-_library.impl("merge_into", _merge_on_cpu, "CPU")  # sums on the CPU go another way, see `hf_distca.dispatch.rows`
+_library.impl(
+    "merge_into", _merge_on_cpu, "CPU"
+)  # sums on the CPU go another way, see `hf_distca.dispatch.rows`

@@ -41,12 +41,16 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # compiled from its source
     there_too = there[:, None] & (e < head_dim)[None, :]
     into = o + row * o_row + numbers
     was = tl.load(into, mask=there_too, other=0.0).to(share.dtype)
-    part = tl.load(o_part + part_row * o_part_row + numbers, mask=there_too, other=0.0).to(share.dtype)
+    part = tl.load(o_part + part_row * o_part_row + numbers, mask=there_too, other=0.0).to(
+        share.dtype
+    )
     tl.store(into, (was + (part - was) * share[:, None]).to(o.dtype.element_ty), mask=there_too)
     tl.store(lse + row * lse_row + h * lse_head, merged, mask=there)
 
 
-def merge_into(o_NHE: Tensor, lse_NH: Tensor, o_part_QHE: Tensor, lse_part_QH: Tensor, rows_Q: Tensor | None) -> None:
+def merge_into(
+    o_NHE: Tensor, lse_NH: Tensor, o_part_QHE: Tensor, lse_part_QH: Tensor, rows_Q: Tensor | None
+) -> None:
     """See `hf_distca.kernels.fused.merge_into`; the part has at least one row."""
     rows, heads, head_dim = o_part_QHE.shape
     assert _is_dense(o_NHE)
@@ -77,13 +81,22 @@ def _sum_kernel(  # type: ignore[no-untyped-def]  # compiled from its source
         source = addend & ((1 << BITS) - 1)
         member = (addend >> BITS).to(tl.int64)
         for i in tl.static_range(len(sources)):
-            here = numbers < tl.where(source == i, width, 0)  # nothing of sources other than the addend's
-            total += tl.load(sources[i] + member * source_rows[i] + numbers, mask=here, other=0).to(WIDE)
+            here = numbers < tl.where(
+                source == i, width, 0
+            )  # nothing of sources other than the addend's
+            total += tl.load(sources[i] + member * source_rows[i] + numbers, mask=here, other=0).to(
+                WIDE
+            )
     tl.store(into, total.to(out.dtype.element_ty), mask=there)
 
 
 def sum_rows(
-    out_N: Tensor, rows_W: Tensor | None, ends_W: Tensor, addends_A: Tensor, sources_S: Sequence[Tensor], onto: bool
+    out_N: Tensor,
+    rows_W: Tensor | None,
+    ends_W: Tensor,
+    addends_A: Tensor,
+    sources_S: Sequence[Tensor],
+    onto: bool,
 ) -> None:
     """Write rows of a sum.
 

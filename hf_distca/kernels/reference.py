@@ -23,7 +23,12 @@ class ReferenceKernel:
         """Accept everything."""
 
     def forward(
-        self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, params: AttentionParams
+        self,
+        q_QHD: Tensor,
+        k_KGD: Tensor,
+        v_KGE: Tensor,
+        shapes: TaskShapes,
+        params: AttentionParams,
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         check_tensors(q_QHD, k_KGD, v_KGE, shapes, params.causal)
@@ -53,7 +58,9 @@ class ReferenceKernel:
         """See `Kernel.backward`."""
         check_tensors(q_QHD, k_KGD, v_KGE, shapes, params.causal)
         dqs, dks, dvs = [], [], []
-        for do_t, q_t, o_t, lse_t, k_t, v_t in _tasks(shapes, [do_QHE, q_QHD, o_QHE, lse_QH], [k_KGD, v_KGE]):
+        for do_t, q_t, o_t, lse_t, k_t, v_t in _tasks(
+            shapes, [do_QHE, q_QHD, o_QHE, lse_QH], [k_KGD, v_KGE]
+        ):
             heads, kv_heads = q_t.shape[1], k_t.shape[1]
             k_KHD, v_KHE = _repeat(k_t, heads), _repeat(v_t, heads)
             scores_HQK, slope_HQK = _scores(q_t, k_KHD, params)
@@ -71,9 +78,13 @@ class ReferenceKernel:
         return _join(dqs, q_QHD), _join(dks, k_KGD), _join(dvs, v_KGE)
 
 
-def _tasks(shapes: TaskShapes, by_query: list[Tensor], by_key: list[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+def _tasks(
+    shapes: TaskShapes, by_query: list[Tensor], by_key: list[Tensor]
+) -> Iterator[tuple[Tensor, ...]]:
     """Yield each task's rows of packed tensors, in float64."""
-    split = [x.double().split(shapes.q_lens) for x in by_query] + [x.double().split(shapes.k_lens) for x in by_key]
+    split = [x.double().split(shapes.q_lens) for x in by_query] + [
+        x.double().split(shapes.k_lens) for x in by_key
+    ]
     return zip(*split, strict=True)
 
 

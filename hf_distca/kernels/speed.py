@@ -48,7 +48,10 @@ def measured_need(device: torch.device) -> Need:
     on_cuda = device.type == "cuda"
     *_, head_dim = FILLING_WORK if on_cuda else USUAL_WORK
     return Need(
-        torch.bfloat16 if on_cuda else torch.float32, head_dim, head_dim, AttentionParams(scale=head_dim**-0.5)
+        torch.bfloat16 if on_cuda else torch.float32,
+        head_dim,
+        head_dim,
+        AttentionParams(scale=head_dim**-0.5),
     )
 
 

@@ -49,7 +49,10 @@ def task_ranges(shapes: TaskShapes, grid: Grid, heads: int) -> tuple[TaskRange, 
         for first, last in pairwise(borders):
             q_lens, k_lens = shapes.q_lens[first:last], shapes.k_lens[first:last]
             q, k = slice(q_stop, q_stop + sum(q_lens)), slice(k_stop, k_stop + sum(k_lens))
-            cu_q, cu_k = shapes.cu_q[first : last + 1] - q.start, shapes.cu_k[first : last + 1] - k.start
+            cu_q, cu_k = (
+                shapes.cu_q[first : last + 1] - q.start,
+                shapes.cu_k[first : last + 1] - k.start,
+            )
             found.append((TaskShapes(q_lens, k_lens, cu_q, cu_k, max(q_lens), max(k_lens)), q, k))
             q_stop, k_stop = q.stop, k.stop
         return tuple(found)
@@ -61,9 +64,14 @@ def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -
     """Return the cuts of least cost: 0, the first task of each further kernel call, and the number of tasks."""
     tasks = len(q_lens)
     per_call = CALL_NS / (EMPTY_BLOCK_NS * heads)  # in blocks of one head
-    q_blocks, k_blocks = (-(-np.asarray(lens, dtype=np.int64) // BLOCK) for lens in (q_lens, k_lens))
+    q_blocks, k_blocks = (
+        -(-np.asarray(lens, dtype=np.int64) // BLOCK) for lens in (q_lens, k_lens)
+    )
     needed = grid.by_q * q_blocks.sum() + grid.by_k * k_blocks.sum()
-    if tasks < 2 or (grid.by_q * q_blocks.max() + grid.by_k * k_blocks.max()) * tasks - needed <= per_call:
+    if (
+        tasks < 2
+        or (grid.by_q * q_blocks.max() + grid.by_k * k_blocks.max()) * tasks - needed <= per_call
+    ):
         return [0, tasks]
 
     # 1. Neighbours alike are one run.
@@ -71,13 +79,17 @@ def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -
     borders = np.concatenate([[0], np.flatnonzero(differs) + 1, [tasks]])
     while len(borders) - 1 > MOST_RUNS:
         borders = np.concatenate([borders[:-1:2], borders[-1:]])
-    longest_q, longest_k = (np.maximum.reduceat(blocks, borders[:-1]) for blocks in (q_blocks, k_blocks))
+    longest_q, longest_k = (
+        np.maximum.reduceat(blocks, borders[:-1]) for blocks in (q_blocks, k_blocks)
+    )
 
     # 2. The least cost of the first runs, and where their last kernel call begins.
     runs = len(borders) - 1
     least, begins = np.zeros(runs + 1), np.zeros(runs + 1, dtype=np.int64)
     for end in range(1, runs + 1):
-        tallest_q, tallest_k = (np.maximum.accumulate(x[:end][::-1])[::-1] for x in (longest_q, longest_k))
+        tallest_q, tallest_k = (
+            np.maximum.accumulate(x[:end][::-1])[::-1] for x in (longest_q, longest_k)
+        )
         blocks = (grid.by_q * tallest_q + grid.by_k * tallest_k) * (borders[end] - borders[:end])
         cost = least[:end] + blocks + per_call
         begins[end] = cost.argmin()

@@ -55,15 +55,28 @@ class FlashVarlenKernel:
     distribution = ""
     module = ""
     install = ""
-    functions: tuple[str, ...]  # for forward and backward; then names that show a version to be new enough
+    functions: tuple[
+        str, ...
+    ]  # for forward and backward; then names that show a version to be new enough
     newer = "a newer one"
     # Arguments for cu_q, cu_k, the most rows and keys of a task, `AttentionParams.scale` and `causal`.
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal")
+    names = (
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "max_seqlen_q",
+        "max_seqlen_k",
+        "softmax_scale",
+        "causal",
+    )
     no_window: int | None = -1  # both sides of a window that sees all keys
     no_softcap: float | None = 0.0  # a forward's softcap where scores are not capped
     do_first = True  # the backward takes do before q; else behind o
-    in_place = True  # the backward writes dq, dk and dv into given tensors; else it returns new ones
-    forward_options: ClassVar[Mapping[str, Any]] = {}  # further arguments of the function for this direction
+    in_place = (
+        True  # the backward writes dq, dk and dv into given tensors; else it returns new ones
+    )
+    forward_options: ClassVar[
+        Mapping[str, Any]
+    ] = {}  # further arguments of the function for this direction
     backward_options: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, module: Any = None, **options: Any) -> None:
@@ -116,10 +129,16 @@ class FlashVarlenKernel:
     def check(self, need: Need, device: torch.device) -> None:
         """See `Kernel.check`."""
         if device.type != "cuda":
-            raise RefusedError(f"kernel {self.name!r} computes on CUDA, got {device}; on the CPU use 'cpu'")
+            raise RefusedError(
+                f"kernel {self.name!r} computes on CUDA, got {device}; on the CPU use 'cpu'"
+            )
         capability = torch.cuda.get_device_capability(device)
         if capability[0] not in self.majors:
-            others = "'reference' runs on any" if capability[0] < 8 else "'torch_varlen' runs from 8.0 on"
+            others = (
+                "'reference' runs on any"
+                if capability[0] < 8
+                else "'torch_varlen' runs from 8.0 on"
+            )
             raise RefusedError(
                 f"kernel {self.name!r} needs a GPU of compute capability {self.gpus}, got "
                 f"{capability[0]}.{capability[1]}; {others}"
@@ -143,13 +162,22 @@ class FlashVarlenKernel:
             raise RefusedError(refusal)
 
     def forward(
-        self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, params: AttentionParams
+        self,
+        q_QHD: Tensor,
+        k_KGD: Tensor,
+        v_KGE: Tensor,
+        shapes: TaskShapes,
+        params: AttentionParams,
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         check_tensors(q_QHD, k_KGD, v_KGE, shapes, params.causal)
         heads = q_QHD.shape[1]
         head_dim_p, head_dim_r = self._padded(q_QHD.shape[2], v_KGE.shape[2], q_QHD.device)
-        q_QHP, k_KGP, v_KGR = _ready(q_QHD, head_dim_p), _ready(k_KGD, head_dim_p), _ready(v_KGE, head_dim_r)
+        q_QHP, k_KGP, v_KGR = (
+            _ready(q_QHD, head_dim_p),
+            _ready(k_KGD, head_dim_p),
+            _ready(v_KGE, head_dim_r),
+        )
         o_parts, lse_parts = [], []
         for part, q_rows, k_rows in task_ranges(shapes, self.forward_grid, heads):
             q, k, v = _slice(q_QHP, q_rows), _slice(k_KGP, k_rows), _slice(v_KGR, k_rows)
@@ -157,7 +185,10 @@ class FlashVarlenKernel:
                 options = {**self._arguments(part, params, self.no_softcap), **self.forward_options}
                 o_QHR, lse_HQ, *_ = self._forward(q, k, v, **options)
             else:  # filled in below
-                o_QHR, lse_HQ = q.new_empty(len(q), heads, head_dim_r), q.new_empty(heads, len(q), dtype=torch.float32)
+                o_QHR, lse_HQ = (
+                    q.new_empty(len(q), heads, head_dim_r),
+                    q.new_empty(heads, len(q), dtype=torch.float32),
+                )
             o_parts.append(o_QHR)
             lse_parts.append(lse_HQ)
         o_QHE, lse_HQ = _joined(o_parts, v_KGE.shape[2]), _joined(lse_parts, dim=1)
@@ -181,7 +212,11 @@ class FlashVarlenKernel:
         check_tensors(q_QHD, k_KGD, v_KGE, shapes, params.causal)
         head_dim_p, head_dim_r = self._padded(q_QHD.shape[2], v_KGE.shape[2], q_QHD.device)
         q_QHP, k_KGP = _ready(q_QHD, head_dim_p), _ready(k_KGD, head_dim_p)
-        v_KGR, do_QHR, o_QHR = _ready(v_KGE, head_dim_r), _ready(do_QHE, head_dim_r), _ready(o_QHE, head_dim_r)
+        v_KGR, do_QHR, o_QHR = (
+            _ready(v_KGE, head_dim_r),
+            _ready(do_QHE, head_dim_r),
+            _ready(o_QHE, head_dim_r),
+        )
         parts = []
         for part, q_rows, k_rows in task_ranges(shapes, self.backward_grid, q_QHD.shape[1]):
             do, q, o, lse = (_slice(x, q_rows) for x in (do_QHR, q_QHP, o_QHR, lse_QH))
@@ -208,13 +243,22 @@ class FlashVarlenKernel:
 
     def _more_of_backward(self, q_QHP: Tensor) -> dict[str, Any]:
         """Return the arguments that the function for the backward alone takes by name."""
-        return {**self.backward_options, "deterministic": torch.are_deterministic_algorithms_enabled()}
+        return {
+            **self.backward_options,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
 
-    def _arguments(self, shapes: TaskShapes, params: AttentionParams, no_softcap: float | None) -> dict[str, Any]:
+    def _arguments(
+        self, shapes: TaskShapes, params: AttentionParams, no_softcap: float | None
+    ) -> dict[str, Any]:
         """Return the arguments that both functions take by name."""
         # With at most 1 row the kernels assume one row in *every* task, which empty tasks break.
         lengths = shapes.cu_q, shapes.cu_k, max(shapes.max_q, 2), shapes.max_k
-        softcap = {"softcap": no_softcap if params.softcap is None else params.softcap} if self.has_softcap else {}
+        softcap = (
+            {"softcap": no_softcap if params.softcap is None else params.softcap}
+            if self.has_softcap
+            else {}
+        )
         return {
             **dict(zip(self.names, (*lengths, params.scale, params.causal), strict=True)),
             "window_size_left": self.no_window if params.window is None else params.window - 1,
@@ -229,7 +273,9 @@ def _ready(x: Tensor, head_dim: int) -> Tensor:
     if x.shape[-1] < head_dim:
         return pad(x, (0, head_dim - x.shape[-1]))
     step = ALIGNMENT // x.element_size()
-    aligned = x.stride(-1) == 1 and not any(n % step for n in (x.storage_offset(), *x.stride()[:-1]))
+    aligned = x.stride(-1) == 1 and not any(
+        n % step for n in (x.storage_offset(), *x.stride()[:-1])
+    )
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -25,7 +25,11 @@ class FlashAttnKernel(FlashVarlenKernel):
     module = "flash_attn.flash_attn_interface"
     install = "pip install 'hf-distca[flash-attn]' (it needs CUDA); kernel 'torch_varlen' comes with torch"
     # The last came with the window as two numbers.
-    functions = ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward", "_wrapped_flash_attn_varlen_forward")
+    functions = (
+        "_flash_attn_varlen_forward",
+        "_flash_attn_varlen_backward",
+        "_wrapped_flash_attn_varlen_forward",
+    )
     newer = "2.7 or later"
     forward_options: ClassVar = {"dropout_p": 0.0}
     backward_options: ClassVar = {"dropout_p": 0.0, "alibi_slopes": None}
@@ -70,7 +74,9 @@ class FlashAttn3Kernel(FlashVarlenKernel):
         super().__init__(operators, sm_margin=sm_margin)
 
     def _padded(self, head_dim_qk: int, head_dim_v: int, device: torch.device) -> tuple[int, int]:
-        if 128 < head_dim_qk <= 192 and 96 < head_dim_v <= 128:  # it was made for the 192 and 128 of latent attention
+        if (
+            128 < head_dim_qk <= 192 and 96 < head_dim_v <= 128
+        ):  # it was made for the 192 and 128 of latent attention
             return -(-head_dim_qk // 8) * 8, -(-head_dim_v // 8) * 8
         return super()._padded(head_dim_qk, head_dim_v, device)
 
@@ -100,7 +106,10 @@ class FlashAttn4Kernel(FlashVarlenKernel):
     def _refusal(self, need: Need, capability: tuple[int, int]) -> str | None:
         dims = need.head_dim_qk, need.head_dim_v
         if capability[0] == 10 and _head_dims_of_4(*dims, 10) == (256, 256):
-            for option, value in {"softcap": need.params.softcap, "window": need.params.window}.items():
+            for option, value in {
+                "softcap": need.params.softcap,
+                "window": need.params.window,
+            }.items():
                 if value is not None:
                     return (
                         f"kernel {self.name!r} has no {option} for head dims of {dims[0]} and {dims[1]} on Blackwell, "
@@ -137,11 +146,12 @@ class TorchVarlenKernel(FlashVarlenKernel):
             return f"{active} is activated in torch, which does not run on {gpu} so; {undo}"
         if active == "FA3":
             return _not_deterministic(self.name, need)
-        version, window = tuple(int(part) for part in torch.__version__.split(".")[:2]), need.params.window
+        version, window = (
+            tuple(int(part) for part in torch.__version__.split(".")[:2]),
+            need.params.window,
+        )
         if window is not None and version < FIRST_WITH_FA4_WINDOWS:
-            return (
-                f"FA4 is activated in torch, and torch {torch.__version__} gives it no windows, got {window}; {undo}"
-            )
+            return f"FA4 is activated in torch, and torch {torch.__version__} gives it no windows, got {window}; {undo}"
         head_dim = -(-max(need.head_dim_qk, need.head_dim_v) // 8) * 8
         if _head_dims_of_4(head_dim, head_dim, capability[0]) != (head_dim, head_dim):
             return f"FA4 is activated in torch, and has no head dim of {head_dim} on {gpu}; {undo}"
@@ -166,7 +176,10 @@ def _head_dims_of_4(head_dim_qk: int, head_dim_v: int, major: int) -> tuple[int,
 
 def _not_deterministic(name: str, need: Need) -> str | None:
     """Return the error's text where a deterministic backward is asked for that FlashAttention-3 does not have."""
-    if max(need.head_dim_qk, need.head_dim_v) <= 192 or not torch.are_deterministic_algorithms_enabled():
+    if (
+        max(need.head_dim_qk, need.head_dim_v) <= 192
+        or not torch.are_deterministic_algorithms_enabled()
+    ):
         return None
     return (
         f"kernel {name!r} has no deterministic backward for head dims above 192, got {need.head_dim_qk} for queries "

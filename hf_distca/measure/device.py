@@ -69,7 +69,9 @@ def measured_profile(
 ) -> DeviceProfile:
     """Measure one device; its links are taken from an H100. On a terminal `progress` shows a bar."""
     tokens = TOKENS[device.type]
-    x, weight = (torch.randn(rows, hidden, dtype=dtype, device=device) for rows in (tokens, 4 * hidden))
+    x, weight = (
+        torch.randn(rows, hidden, dtype=dtype, device=device) for rows in (tokens, 4 * hidden)
+    )
     flops = 2.0 * tokens * weight.numel() / seconds_of(lambda: linear(x, weight), device)
     forward, backward, accuracy = measured_kernel(
         kernel, kind, dtype, device, most_rows=most_rows, limit_s=limit_s, progress=progress
@@ -121,18 +123,29 @@ def measured_kernel(
 
     def measure(q_lens: list[int], k_lens: list[int]) -> None:
         shapes, rows, keys = TaskShapes.build(q_lens, k_lens, device), sum(q_lens), sum(k_lens)
-        q_QHD, do_QHE = (torch.randn(rows, kind.q_heads, each, dtype=dtype, device=device) for each in widths)
-        k_KGD, v_KGE = (torch.randn(keys, kind.kv_heads, each, dtype=dtype, device=device) for each in widths)
+        q_QHD, do_QHE = (
+            torch.randn(rows, kind.q_heads, each, dtype=dtype, device=device) for each in widths
+        )
+        k_KGD, v_KGE = (
+            torch.randn(keys, kind.kv_heads, each, dtype=dtype, device=device) for each in widths
+        )
         forward = partial(kernel.forward, q_QHD, k_KGD, v_KGE, shapes, params)
         o_QHE, lse_QH = forward()
-        backward = partial(kernel.backward, do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, shapes, params)
+        backward = partial(
+            kernel.backward, do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, shapes, params
+        )
         counts.append(counted_call(q_lens, k_lens))
         times.append((seconds_of(forward, device), seconds_of(backward, device)))
 
     began = time.perf_counter()
     short = short_calls(device.type, most_rows)
     hidden = None if progress else True  # None: shown on a terminal only
-    with tqdm(total=len(short) + len(queries) * len(KEYS), desc="Measuring calls", disable=hidden, leave=False) as bar:
+    with tqdm(
+        total=len(short) + len(queries) * len(KEYS),
+        desc="Measuring calls",
+        disable=hidden,
+        leave=False,
+    ) as bar:
         for q_lens, k_lens in short:
             measure(q_lens, k_lens)
             bar.update()
@@ -145,7 +158,9 @@ def measured_kernel(
     forward_s, backward_s = np.array(times).T
     fitted, others = map(list, held_out(len(counts)))
     every = Tasks(*np.array(counts).T)
-    first, unseen = (Tasks(*(each[part] for each in vars(every).values())) for part in (fitted, others))
+    first, unseen = (
+        Tasks(*(each[part] for each in vars(every).values())) for part in (fitted, others)
+    )
     accuracy = Accuracy.of(fitted_cost(first, forward_s[fitted]).seconds(unseen), forward_s[others])
     return fitted_cost(every, forward_s), fitted_cost(every, backward_s), accuracy
 

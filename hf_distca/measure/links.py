@@ -32,7 +32,12 @@ OVERLAP_ROWS = 4096
 
 
 def measured_link(
-    groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False, limit_s: float = inf
+    groups: Groups,
+    device: torch.device,
+    peers: Sequence[int],
+    *,
+    alone: bool = False,
+    limit_s: float = inf,
 ) -> LinkCost:
     """Measure an exchange in which every rank sends to another rank. A collective of the world.
 
@@ -51,14 +56,24 @@ def link_rates(groups: Groups, device: torch.device) -> dict[tuple[int, int], fl
     ranks = groups.ranks
     rates: dict[tuple[int, int], float] = {}
     for shift in range(1, ranks):
-        sizes, by_rank = _timed(groups, device, [(rank + shift) % ranks for rank in range(ranks)], limit_s=RATE_S)
+        sizes, by_rank = _timed(
+            groups, device, [(rank + shift) % ranks for rank in range(ranks)], limit_s=RATE_S
+        )
         # A rank's time covers its sending and receiving; it counts for the link over which the rank receives.
-        rates |= {((rank - shift) % ranks, rank): float(sizes[-1] / by_rank[-1, rank] / 1e9) for rank in range(ranks)}
+        rates |= {
+            ((rank - shift) % ranks, rank): float(sizes[-1] / by_rank[-1, rank] / 1e9)
+            for rank in range(ranks)
+        }
     return rates
 
 
 def _timed(
-    groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False, limit_s: float = inf
+    groups: Groups,
+    device: torch.device,
+    peers: Sequence[int],
+    *,
+    alone: bool = False,
+    limit_s: float = inf,
 ) -> tuple[FloatArray, FloatArray]:
     """Return [sizes] bytes and [sizes, ranks] seconds of exchanges, for arguments see `measured_link`."""
     exchange, times, spent = Exchange(groups), [], 0.0
@@ -67,8 +82,12 @@ def _timed(
         buffer, route = _buffer(exchange, groups, peers, rows, device)
         if not alone:
             return seconds_of(lambda: buffer.send().wait(), device)
-        given, taken = (torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-        return seconds_of(lambda: dist.all_to_all_single(taken, given, route.received, route.sent), device)
+        given, taken = (
+            torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2)
+        )
+        return seconds_of(
+            lambda: dist.all_to_all_single(taken, given, route.received, route.sent), device
+        )
 
     for number, rows in enumerate(EXCHANGED_ROWS):
         if number >= FEWEST and spent > limit_s:
@@ -83,8 +102,13 @@ def _buffer(
 ) -> tuple[ExchangeBuffer, Route]:
     """Return a buffer for rows of ROW_BYTES from each rank to its peer, and their route."""
     receiver, sender = peers[groups.rank], peers.index(groups.rank)
-    sent, received = ([rows * (rank == other) for rank in range(groups.ranks)] for other in (receiver, sender))
-    route, column = Route(sent, received, crossing=True), torch.empty((0, ROW_BYTES), dtype=torch.uint8, device=device)
+    sent, received = (
+        [rows * (rank == other) for rank in range(groups.ranks)] for other in (receiver, sender)
+    )
+    route, column = (
+        Route(sent, received, crossing=True),
+        torch.empty((0, ROW_BYTES), dtype=torch.uint8, device=device),
+    )
     return exchange.buffer("links", route, [column]), route
 
 
@@ -106,7 +130,9 @@ def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[in
     return inside, across
 
 
-def _beside_computation(groups: Groups, device: torch.device, peers: Sequence[int]) -> tuple[float, float]:
+def _beside_computation(
+    groups: Groups, device: torch.device, peers: Sequence[int]
+) -> tuple[float, float]:
     """Measure a rank's own time for an exchange: seconds to start it, and per byte while the rank computes."""
     exchange = Exchange(groups)
     (buffer, _), (smallest, _) = (

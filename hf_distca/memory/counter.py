@@ -34,10 +34,16 @@ class Training:
 
     strategy: Strategy
     mixed: bool  # compute in bfloat16, else in float32; ddp autocasts float32 weights
-    checkpointing: Mapping[str, Any] | None = None  # transformers' `activation_checkpointing_kwargs`; None without
+    checkpointing: Mapping[str, Any] | None = (
+        None  # transformers' `activation_checkpointing_kwargs`; None without
+    )
     shards: int | None = None  # of the state; None for one per rank
-    liger: Mapping[str, Any] | None = None  # transformers' `liger_kernel_config`; None without Liger's kernels
-    accumulates: bool = True  # a step has several micro-batches; else gradients are freed before each
+    liger: Mapping[str, Any] | None = (
+        None  # transformers' `liger_kernel_config`; None without Liger's kernels
+    )
+    accumulates: bool = (
+        True  # a step has several micro-batches; else gradients are freed before each
+    )
 
 
 @dataclass(frozen=True)
@@ -70,11 +76,18 @@ class MemoryCounter:
         memory: int = MEMORY,
     ) -> None:
         self._model: Any = model
-        self._settings, self._options, self._by_config, self._memory = settings, options, by_config, memory
+        self._settings, self._options, self._by_config, self._memory = (
+            settings,
+            options,
+            by_config,
+            memory,
+        )
         self._longest: dict[int, MicroBatchPlan] = {}  # by tokens of a rank
         self._counted: dict[Any, tuple[MicroBatchPlan, dict[Part, int]]] = {}
 
-    def count(self, plan: MicroBatchPlan, training: Training, rank: int | None = None) -> RankMemory:
+    def count(
+        self, plan: MicroBatchPlan, training: Training, rank: int | None = None
+    ) -> RankMemory:
         """Count the memory of a micro-batch on a rank; None for the rank that exchanges the most."""
         shards = training.shards or self._settings.ranks
         state = model_state(self._model, training.strategy, shards, mixed=training.mixed)
@@ -82,7 +95,13 @@ class MemoryCounter:
         autocasts = training.mixed and training.strategy == "ddp"
         # Under the other strategies a rank holds a share of the gradients, or a buffer for all of them.
         accumulates = training.accumulates or training.strategy != "ddp"
-        key = id(plan), rank, training.mixed, autocasts, repr((training.checkpointing, training.liger, accumulates))
+        key = (
+            id(plan),
+            rank,
+            training.mixed,
+            autocasts,
+            repr((training.checkpointing, training.liger, accumulates)),
+        )
         if key not in self._counted:
             counted = self._count(plan, training, rank, accumulates=accumulates)
             for part in ("weights", "host"):  # the state has weights
@@ -115,10 +134,15 @@ class MemoryCounter:
         slope = (needed(high) - needed(low)) / (high - low)
         return low + int((available - needed(low)) / slope) // STEP * STEP
 
-    def _count(self, plan: MicroBatchPlan, training: Training, rank: int, *, accumulates: bool) -> dict[Part, int]:
+    def _count(
+        self, plan: MicroBatchPlan, training: Training, rank: int, *, accumulates: bool
+    ) -> dict[Part, int]:
         """Return peak bytes by part of a micro-batch."""
         model, options, kernel = self._model, self._options, self._settings.kernel
-        computed, is_ddp = torch.bfloat16 if training.mixed else torch.float32, training.strategy == "ddp"
+        computed, is_ddp = (
+            torch.bfloat16 if training.mixed else torch.float32,
+            training.strategy == "ddp",
+        )
         autocast = computed if training.mixed and is_ddp else None
         use = Use(
             kernel,
@@ -132,23 +156,36 @@ class MemoryCounter:
 
         def of_config(config: PreTrainedConfig, dtype: torch.dtype) -> dict[Part, int]:
             prepared = model_of_config(config, dtype)
-            prepare_model(prepared, options, ping_pong=self._settings.ping_pong, memory=self._memory)
+            prepare_model(
+                prepared, options, ping_pong=self._settings.ping_pong, memory=self._memory
+            )
             return count_micro_batch(prepared, plan, rank, use)
 
         if not self._by_config:
             dtype = None if is_ddp else computed  # None for the model's own
-            if is_divided_at_load(model):  # a copy would be divided too, and ask other ranks for their shares
+            if is_divided_at_load(
+                model
+            ):  # a copy would be divided too, and ask other ranks for their shares
                 base = base_model(model)
                 return of_config(config_on_a_rank(base), dtype or base.dtype)
             return count_micro_batch(model_after(model, dtype), plan, rank, use)
-        config, period, weights = model.config, repeated_layers(model), torch.float32 if is_ddp else computed
+        config, period, weights = (
+            model.config,
+            repeated_layers(model),
+            torch.float32 if is_ddp else computed,
+        )
         if period is None:
             return of_config(config, weights)
         # The peak is near the end of the forward, when each layer holds what it keeps for its backward. Bytes
         # therefore grow linearly with the number of layers, and shallow models tell how fast.
-        less, more = (of_config(with_layers(config, layers), weights) for layers in (period, 2 * period))
+        less, more = (
+            of_config(with_layers(config, layers), weights) for layers in (period, 2 * period)
+        )
         steps = config.get_text_config(decoder=True).num_hidden_layers / period - 1
-        return {part: round(less.get(part, 0) + steps * (more[part] - less.get(part, 0))) for part in more}
+        return {
+            part: round(less.get(part, 0) + steps * (more[part] - less.get(part, 0)))
+            for part in more
+        }
 
 
 def longest_documents(settings: PlanSettings) -> list[int]:

@@ -33,7 +33,9 @@ def without_launches() -> Iterator[None]:
     with _ONE_COUNT, ExitStack() as guards:
         counting = threading.get_ident()
         for launcher in _launchers():
-            guards.enter_context(patch.object(launcher, "run", _skipped_in(counting, vars(launcher)["run"])))
+            guards.enter_context(
+                patch.object(launcher, "run", _skipped_in(counting, vars(launcher)["run"]))
+            )
         yield
 
 
@@ -72,7 +74,11 @@ def with_liger(model: nn.Module, config: Mapping[str, Any] | None) -> Iterator[N
         yield
         return
     classes = type(base_model(model)).__mro__
-    files = [sys.modules[name] for name in dict.fromkeys(cls.__module__ for cls in classes) if "transformers" in name]
+    files = [
+        sys.modules[name]
+        for name in dict.fromkeys(cls.__module__ for cls in classes)
+        if "transformers" in name
+    ]
     with ExitStack() as changes:
         for file in files:
             changes.enter_context(patch.dict(vars(file)))

@@ -48,22 +48,33 @@ class Use:
     """Settings of a step that affect memory, besides its model and its plan."""
 
     kernel: str  # a name of `KERNELS`
-    autocast: torch.dtype | None = None  # dtype of computation if the weights have another; None without autocast
-    checkpointing: Mapping[str, Any] | None = None  # transformers' `activation_checkpointing_kwargs`; None without
+    autocast: torch.dtype | None = (
+        None  # dtype of computation if the weights have another; None without autocast
+    )
+    checkpointing: Mapping[str, Any] | None = (
+        None  # transformers' `activation_checkpointing_kwargs`; None without
+    )
     keep_received: bool = False
     keep_core_attention: bool = True
-    liger: Mapping[str, Any] | None = None  # transformers' `liger_kernel_config`; None without Liger's kernels
+    liger: Mapping[str, Any] | None = (
+        None  # transformers' `liger_kernel_config`; None without Liger's kernels
+    )
     accumulates: bool = True  # gradients of earlier micro-batches exist
 
 
 def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
     """Return the rank that exchanges the most bytes in a layer."""
     kind = settings.dominant_kind
-    moved = np.sum([bytes_moved(nano.plans[kind], settings.row_bytes(kind)) for nano in plan.nano_batches], axis=0)
+    moved = np.sum(
+        [bytes_moved(nano.plans[kind], settings.row_bytes(kind)) for nano in plan.nano_batches],
+        axis=0,
+    )
     return int(moved.sum(0)[: settings.ranks].argmax())
 
 
-def count_micro_batch(model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use) -> dict[Part, int]:
+def count_micro_batch(
+    model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use
+) -> dict[Part, int]:
     """Return peak bytes by part during the forward and backward of a micro-batch.
 
     Exchange buffers exist from the start, as after an earlier micro-batch. So do gradients where they accumulate. No
@@ -96,9 +107,13 @@ def count_micro_batch(model: nn.Module, plan: MicroBatchPlan, rank: int, use: Us
     experts = patch.object(moe, "_grouped_mm", grouped_products)
     with without_launches(), with_liger(model, use.liger), mode, live, experts:
         for kind in plan.nano_batches[0].plans:
-            run_core_attention(bound, kind, use.autocast or base.dtype)  # makes the exchange buffers
+            run_core_attention(
+                bound, kind, use.autocast or base.dtype
+            )  # makes the exchange buffers
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        hooks = [parameter.register_post_accumulate_grad_hook(gradient_made) for parameter in trained]
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(gradient_made) for parameter in trained
+        ]
         with live.making("gradients"):
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter) if use.accumulates else None
@@ -108,7 +123,9 @@ def count_micro_batch(model: nn.Module, plan: MicroBatchPlan, rank: int, use: Us
         targets = torch.ones((), dtype=torch.long)
         hooks.append(base.get_decoder().register_forward_hook(decoder_ended))
         with torch.autocast(HOST.type, dtype=use.autocast, enabled=use.autocast is not None):
-            loss = model(**batch, use_cache=False, num_items_in_batch=targets, **{PLAN_KEY: bound}).loss
+            loss = model(
+                **batch, use_cache=False, num_items_in_batch=targets, **{PLAN_KEY: bound}
+            ).loss
         loss.backward()
         for hook in hooks:
             hook.remove()
@@ -143,13 +160,17 @@ def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> B
         functions={} if on_cpu else COUNTED_FUNCTIONS,
     )
     with live, live.making("plan"):
-        return BoundPlan(plan, rank, runtime, kept_results=CountedResults(live), in_one_go=not on_cpu)
+        return BoundPlan(
+            plan, rank, runtime, kept_results=CountedResults(live), in_one_go=not on_cpu
+        )
 
 
 def run_core_attention(bound: BoundPlan, kind: AttentionKind, dtype: torch.dtype) -> None:
     """Run forward and backward of one layer's core attention."""
     heads = ((kind.q_heads, kind.dim_qk), (kind.kv_heads, kind.dim_qk), (kind.kv_heads, kind.dim_v))
-    q_THD, k_TGD, v_TGE = (torch.empty((bound.rows, *shape), dtype=dtype, requires_grad=True) for shape in heads)
+    q_THD, k_TGD, v_TGE = (
+        torch.empty((bound.rows, *shape), dtype=dtype, requires_grad=True) for shape in heads
+    )
     params = AttentionParams(scale=1.0, window=kind.window)
     o_THE = disaggregated_attention(q_THD, k_TGD, v_TGE, None, bound, params, chunk=kind.chunk)
     o_THE.backward(torch.empty_like(o_THE))
@@ -175,4 +196,6 @@ def _checkpoint(model: Any, checkpointing: Mapping[str, Any] | None, live: LiveM
 
     for module in model.modules() if offload else ():
         if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = partial(offloaded, module._gradient_checkpointing_func)
+            module._gradient_checkpointing_func = partial(
+                offloaded, module._gradient_checkpointing_func
+            )

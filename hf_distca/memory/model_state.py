@@ -66,6 +66,8 @@ def model_state(model: nn.Module, strategy: Strategy, ranks: int, *, mixed: bool
         return ModelState(share(float32) + gathered, trained_share + reduced, 2 * trained_share)
     return ModelState(
         share(width) + gathered if strategy == "zero3" else parameter_bytes(model, width),
-        parameter_bytes(model, width, trained=True) if strategy == "zero1" else share(width, trained=True) + reduced,
+        parameter_bytes(model, width, trained=True)
+        if strategy == "zero1"
+        else share(width, trained=True) + reduced,
         3 * trained_share,
     )

@@ -30,17 +30,26 @@ def gpu_memory(
     for full rows, and extended along a line; context parallelism adds K and V of its group and their gradients.
     """
     settings = replace(settings, kernel=KERNEL)
-    alone, most = replace(settings, ranks=1, ranks_per_node=1, ping_pong=False), settings.tokens_per_rank
+    alone, most = (
+        replace(settings, ranks=1, ranks_per_node=1, ping_pong=False),
+        settings.tokens_per_rank,
+    )
     model = model_of_config(divided_config(config, setup.tensor_parallel), torch.float32)
-    counter, counter_alone = (MemoryCounter(model, each, options, by_config=True) for each in (settings, alone))
+    counter, counter_alone = (
+        MemoryCounter(model, each, options, by_config=True) for each in (settings, alone)
+    )
     checkpointing: dict[str, Any] | None = {} if setup.checkpointing else None
-    training = Training("fsdp2", settings.bytes_per_value == 2, checkpointing, shards=settings.ranks)
+    training = Training(
+        "fsdp2", settings.bytes_per_value == 2, checkpointing, shards=settings.ranks
+    )
 
     @cache
     def without_exchange(rows: int) -> RankMemory:
         return counter_alone.count(plan_micro_batch([rows], alone), training)
 
-    def memory(strategy: Strategy, rows: int, plan: MicroBatchPlan | None) -> tuple[int | None, int]:
+    def memory(
+        strategy: Strategy, rows: int, plan: MicroBatchPlan | None
+    ) -> tuple[int | None, int]:
         state = sum(without_exchange(most).state)
         if strategy.servers:  # the memory of a server is unknown
             return None, state
@@ -49,6 +58,8 @@ def gpu_memory(
         half, full = (sum(without_exchange(each).parts.values()) for each in (most // 2, most))
         extended = round(full + (full - half) * (rows - most) / (most - most // 2))
         widest = max(kind.kv_heads * (kind.dim_qk + kind.dim_v) for kind in settings.kinds)
-        return extended + 2 * rows * (strategy.context - 1) * widest * setup.profile.bytes_per_value, state
+        return extended + 2 * rows * (
+            strategy.context - 1
+        ) * widest * setup.profile.bytes_per_value, state
 
     return memory

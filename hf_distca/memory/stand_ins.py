@@ -30,13 +30,24 @@ class FlashMemory(TorchVarlenKernel):
     def check(self, *_: Any) -> None:
         """Accept every need."""
 
-    def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, *_: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return empty results."""
         rows_QH = q_QHD.shape[:2]
-        return q_QHD.new_empty((*rows_QH, v_KGE.shape[2])), q_QHD.new_empty(rows_QH, dtype=torch.float32)
+        return q_QHD.new_empty((*rows_QH, v_KGE.shape[2])), q_QHD.new_empty(
+            rows_QH, dtype=torch.float32
+        )
 
     def backward(
-        self, do_QHE: Tensor, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, o_QHE: Tensor, lse_QH: Tensor, *_: Any
+        self,
+        do_QHE: Tensor,
+        q_QHD: Tensor,
+        k_KGD: Tensor,
+        v_KGE: Tensor,
+        o_QHE: Tensor,
+        lse_QH: Tensor,
+        *_: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return empty gradients."""
         dq_QHD, dk_KGD, dv_KGE = map(torch.empty_like, (q_QHD, k_KGD, v_KGE))
@@ -61,7 +72,10 @@ class RecurrenceMemory:
 
     def __call__(self, *args: Tensor, **options: Any) -> Any:
         """Return an empty result, and an empty state where the function returns one."""
-        tensors, is_rule = [*args, *(options[name] for name in ("g", "beta") if name in options)], "g" in options
+        tensors, is_rule = (
+            [*args, *(options[name] for name in ("g", "beta") if name in options)],
+            "g" in options,
+        )
         apply: Any = _RecurrenceMemory.apply
         out, final = apply(self._values, is_rule, *tensors)
         return (out, final) if is_rule or options.get("return_final_states") else out
@@ -131,7 +145,9 @@ class CountedExchange(Exchange):
     """Exchange whose buffers are counted and whose rows stay in place."""
 
     def __init__(self, live: LiveMemory) -> None:
-        groups: Any = SimpleNamespace(exchange=_NoGroup(), node=_NoGroup(), closed=False, waits=Waits.alone())
+        groups: Any = SimpleNamespace(
+            exchange=_NoGroup(), node=_NoGroup(), closed=False, waits=Waits.alone()
+        )
         super().__init__(groups)
         self._live = live
 

@@ -11,7 +11,9 @@ CHECKPOINTING = LATER if hasattr(PreTrainedModel, f"{LATER}_enable") else EARLIE
 """Name of the setting of `TrainingArguments`, and part of the names of methods."""
 
 
-def enable_checkpointing(model: nn.Module, options: dict[str, Any] | None = None, **others: Any) -> None:
+def enable_checkpointing(
+    model: nn.Module, options: dict[str, Any] | None = None, **others: Any
+) -> None:
     """Turn on checkpoints of layers; `options` are those of torch's checkpoints, as transformers takes them."""
     getattr(model, f"{CHECKPOINTING}_enable")(options, **others)
 
@@ -28,7 +30,11 @@ def is_checkpointing(model: nn.Module) -> bool:
 
 def checkpointing_options(args: Any) -> dict[str, Any] | None:
     """Return the options with which a trainer's arguments turn on checkpoints; None if they turn none on."""
-    return dict(getattr(args, f"{CHECKPOINTING}_kwargs") or {}) if getattr(args, CHECKPOINTING) else None
+    return (
+        dict(getattr(args, f"{CHECKPOINTING}_kwargs") or {})
+        if getattr(args, CHECKPOINTING)
+        else None
+    )
 
 
 def move_default(args: Any) -> None:

@@ -24,7 +24,9 @@ def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     # The decoder alone has no towers for images or sound. In some models get_decoder() returns another module.
     for root in (model.get_decoder(), model):
-        found = found or {name: module for name, module in root.named_modules() if is_attention(module)}
+        found = found or {
+            name: module for name, module in root.named_modules() if is_attention(module)
+        }
     return found
 
 
@@ -32,7 +34,9 @@ def is_attention(module: nn.Module) -> bool:
     """Return whether a module is a decoder's attention layer whose core attention a plan can move."""
     forwards = (vars(cls).get("forward") for cls in type(module).__mro__)
     return _is_named_attention(module) and any(
-        INTERFACE in inspect.unwrap(forward).__code__.co_names for forward in forwards if inspect.isroutine(forward)
+        INTERFACE in inspect.unwrap(forward).__code__.co_names
+        for forward in forwards
+        if inspect.isroutine(forward)
     )
 
 
@@ -44,7 +48,9 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return in order the checkpointable layers that have attention, or share a module list with such a layer."""
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     beside = {id(layer) for layers in lists if any(map(has_attention, layers)) for layer in layers}
-    checkpointable = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    checkpointable = (
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    )
     return [layer for layer in checkpointable if id(layer) in beside or has_attention(layer)]
 
 
@@ -66,7 +72,10 @@ def mixing_modules(layer: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     for module in layer.children():
         # An adapter wraps the convolution as its base layer.
-        mixes = any(isinstance(getattr(child, "base_layer", child), nn.Conv1d) for child in module.children())
+        mixes = any(
+            isinstance(getattr(child, "base_layer", child), nn.Conv1d)
+            for child in module.children()
+        )
         if _is_named_attention(module):
             mixes = not is_attention(module)
         found += [module] if mixes else mixing_modules(module)
@@ -82,7 +91,9 @@ def takes_keywords(module: nn.Module) -> bool:
 def stock_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the forward of a module's class as transformers has it."""
     forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
-    forward: Callable[..., Any] = next(each for each in forwards if not each.__module__.startswith("hf_distca."))
+    forward: Callable[..., Any] = next(
+        each for each in forwards if not each.__module__.startswith("hf_distca.")
+    )
     return forward
 
 
@@ -90,4 +101,6 @@ def hands_on(module: nn.Module, name: str) -> bool:
     """Return whether an attention layer's forward names an argument of the attention function."""
     forward: Any = inspect.unwrap(stock_forward(module))
     constants = forward.__code__.co_consts
-    return any(name in (constant if isinstance(constant, tuple) else (constant,)) for constant in constants)
+    return any(
+        name in (constant if isinstance(constant, tuple) else (constant,)) for constant in constants
+    )

@@ -60,7 +60,9 @@ def repeated_layers(model: PreTrainedModel) -> int | None:
         for i, layer in enumerate(decoder_layers(model))
     ]
     periods = range(1, len(layers) // 3 + 1)
-    return next((p for p in periods if all(layer == layers[i % p] for i, layer in enumerate(layers))), None)
+    return next(
+        (p for p in periods if all(layer == layers[i % p] for i, layer in enumerate(layers))), None
+    )
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:

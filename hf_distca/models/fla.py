@@ -45,7 +45,9 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def versions_that_matter(version_of: Callable[[str], str | None] = installed_version) -> dict[str, str | None]:
+def versions_that_matter(
+    version_of: Callable[[str], str | None] = installed_version,
+) -> dict[str, str | None]:
     """Return the versions on which `backward_fault` depends."""
     versions = {name: version_of(name) for name in (FLA, TRITON, TILELANG)}
     return versions | {FLA: versions[FLA] or version_of("flash-linear-attention")}

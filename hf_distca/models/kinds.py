@@ -40,9 +40,13 @@ def layers_by_kind(model: nn.Module) -> Counter[AttentionKind]:
     for module in decoder_attentions(model).values():
         layer: Any = module.layer_idx
         window, chunk = reaches[(layer or 0) % len(reaches)]
-        if not hands_on(module, "sliding_window"):  # Moshi's config has a window that its layers ignore
+        if not hands_on(
+            module, "sliding_window"
+        ):  # Moshi's config has a window that its layers ignore
             window = None
-        own = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+        own = (
+            config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+        )
         q_heads = getattr(own, "num_attention_heads", None)
         if q_heads is None:
             raise RefusedError(
@@ -50,10 +54,18 @@ def layers_by_kind(model: nn.Module) -> Counter[AttentionKind]:
                 "unknown and its attention cannot be planned; train this model with stock attention and transformers' "
                 "Trainer"
             )
-        if getattr(own, "qk_nope_head_dim", None) is not None:  # latent attention: keys and values for every head
-            kv_heads, dim_qk, dim_v = q_heads, own.qk_nope_head_dim + own.qk_rope_head_dim, own.v_head_dim
+        if (
+            getattr(own, "qk_nope_head_dim", None) is not None
+        ):  # latent attention: keys and values for every head
+            kv_heads, dim_qk, dim_v = (
+                q_heads,
+                own.qk_nope_head_dim + own.qk_rope_head_dim,
+                own.v_head_dim,
+            )
         else:
-            kv_heads = q_heads // getattr(module, "num_key_value_groups", 1)  # eager attention repeats K/V this often
+            kv_heads = q_heads // getattr(
+                module, "num_key_value_groups", 1
+            )  # eager attention repeats K/V this often
             dim_qk = getattr(module, "head_dim", None) or own.hidden_size // q_heads
             dim_v = getattr(own, "v_head_dim", None) or dim_qk
         kind = AttentionKind(window, q_heads, kv_heads, dim_qk, dim_v, chunk)
@@ -63,7 +75,9 @@ def layers_by_kind(model: nn.Module) -> Counter[AttentionKind]:
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
     """Return the type of each decoder layer; empty if the config names none."""
-    types: list[str] | None = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    types: list[str] | None = getattr(config, "layer_types", None) or getattr(
+        config, "layers_block_type", None
+    )
     return types or []
 
 

@@ -28,12 +28,25 @@ RECURRENCES = {DELTA_RULE, KIMI_DELTA_RULE, SCAN, LIGHTNING}
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), (CONVOLUTION,)),
     **dict.fromkeys(
-        ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
+        (
+            "Qwen3NextGatedDeltaNet",
+            "Qwen3_5GatedDeltaNet",
+            "Qwen3_5MoeGatedDeltaNet",
+            "OlmoHybridGatedDeltaNet",
+        ),
         (CONVOLUTION, DELTA_RULE),
     ),
-    **dict.fromkeys(("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"), (CONVOLUTION, KIMI_DELTA_RULE)),
     **dict.fromkeys(
-        ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"),
+        ("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"), (CONVOLUTION, KIMI_DELTA_RULE)
+    ),
+    **dict.fromkeys(
+        (
+            "BambaMixer",
+            "FalconH1Mixer",
+            "GraniteMoeHybridMambaLayer",
+            "NemotronHMamba2Mixer",
+            "Zamba2MambaMixer",
+        ),
         (CONVOLUTION, SCAN),
     ),
     "MiniMaxLightningAttention": (LIGHTNING,),
@@ -65,7 +78,9 @@ def functions(module: nn.Module) -> tuple[str, ...] | None:
 def halo_widths(model: nn.Module) -> set[int]:
     """Return how many rows before a row the convolutions of a model's mixing modules read."""
     modules = (module for layer in mixing_layers(model) for module in mixing_modules(layer))
-    convolutions = (each for module in modules for each in module.modules() if isinstance(each, nn.Conv1d))
+    convolutions = (
+        each for module in modules for each in module.modules() if isinstance(each, nn.Conv1d)
+    )
     return {convolution.kernel_size[0] - 1 for convolution in convolutions}
 
 

@@ -202,17 +202,25 @@ PROMPT_LEARNING = _adapter(
     f"it puts virtual tokens before the rows of a batch, and {MANY_DOCUMENTS}",
 )
 ALORA = _adapter(
-    "aLoRA (`alora_invocation_tokens`)", f"it begins behind the last invocation tokens of a row, and {MANY_DOCUMENTS}"
+    "aLoRA (`alora_invocation_tokens`)",
+    f"it begins behind the last invocation tokens of a row, and {MANY_DOCUMENTS}",
 )
 ADAPTERS = {
     "ADALORA": _adapter(
-        "AdaLoRA", "it adds a penalty to the loss of every micro-batch on every rank, which would count many times"
+        "AdaLoRA",
+        "it adds a penalty to the loss of every micro-batch on every rank, which would count many times",
     ),
-    "SHADOW": _adapter("ShadowPEFT", "it adds the loss of a second decoder, which takes targets for unshifted labels"),
+    "SHADOW": _adapter(
+        "ShadowPEFT",
+        "it adds the loss of a second decoder, which takes targets for unshifted labels",
+    ),
     "LILY": _adapter(
-        "Lily", "it averages its routers over all rows of a rank, so that documents would change one another"
+        "Lily",
+        "it averages its routers over all rows of a rank, so that documents would change one another",
     ),
-    "POLY": _adapter("Poly", "it needs task_ids with every example, which packed rows do not carry"),
+    "POLY": _adapter(
+        "Poly", "it needs task_ids with every example, which packed rows do not carry"
+    ),
 }
 """Refused types of PEFT's adapters."""
 
@@ -253,12 +261,17 @@ def check_model(model: PreTrainedModel) -> None:
         elif getattr(adapter, "alora_invocation_tokens", None):
             refusal = ALORA
         if refusal:
-            raise refusal.error(name=name, kind=getattr(adapter.peft_type, "value", adapter.peft_type))
+            raise refusal.error(
+                name=name, kind=getattr(adapter.peft_type, "value", adapter.peft_type)
+            )
     model = base_model(model)
     config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
     attentions = decoder_attentions(model)
     flags = {"sdpa": "sdpa", "flash_attention_2": "flash_attn", "flex_attention": "flex_attn"}
-    stock = ["eager", *(name for name, flag in flags.items() if getattr(model, f"_supports_{flag}", False))]
+    stock = [
+        "eager",
+        *(name for name, flag in flags.items() if getattr(model, f"_supports_{flag}", False)),
+    ]
     names = {"model": type(model).__name__, "stock": " or ".join(map(repr, stock))}
     if not attentions:
         raise Models.NO_INTERFACE.error(**names)
@@ -286,7 +299,9 @@ def check_model(model: PreTrainedModel) -> None:
     for name, module in attentions.items():
         # A config that is not causal makes masks that are not, whatever the modules say.
         if not (getattr(config, "is_causal", True) and getattr(module, "is_causal", True)):
-            refusal = Models.NOT_CAUSAL if getattr(config, "is_decoder", True) else Models.NOT_DECODER
+            refusal = (
+                Models.NOT_CAUSAL if getattr(config, "is_decoder", True) else Models.NOT_DECODER
+            )
             raise refusal.error(**names, module=name)
         if hands_on(module, "position_bias"):
             raise Models.BIAS.error(**names, module=name)
@@ -294,7 +309,11 @@ def check_model(model: PreTrainedModel) -> None:
     expected = sum(layer_type in MIXING for layer_type in layer_types(config))
     if len(mixing) < expected:
         raise Models.UNKNOWN_MIXING.error(
-            **names, config=type(config).__name__, expected=expected, types=list(MIXING), known=len(mixing)
+            **names,
+            config=type(config).__name__,
+            expected=expected,
+            types=list(MIXING),
+            known=len(mixing),
         )
     for module in mixing:
         if not takes_keywords(module):
@@ -321,7 +340,9 @@ def _hands_keywords_on(module: nn.Module) -> bool:
     keywords = inspect.getfullargspec(forward).varkw
     if keywords is None or not takes_keywords(module):
         return False
-    loaded = [step.argval for step in get_instructions(forward.__code__) if step.opname.startswith("LOAD")]
+    loaded = [
+        step.argval for step in get_instructions(forward.__code__) if step.opname.startswith("LOAD")
+    ]
     return any(keywords in (names if isinstance(names, tuple) else (names,)) for names in loaded)
 
 

@@ -25,7 +25,11 @@ def config_depends_on_length(config: Any) -> bool:
     parameters = getattr(config, "rope_parameters", None) or {}
     of_layer_types = [each for each in parameters.values() if isinstance(each, dict)]
     # HunYuan calls its frequencies dynamic, but an `alpha` fixes them.
-    types = [each.get("rope_type", "default") for each in of_layer_types or [parameters] if not each.get("alpha")]
+    types = [
+        each.get("rope_type", "default")
+        for each in of_layer_types or [parameters]
+        if not each.get("alpha")
+    ]
     return any(map(depends_on_length, types))
 
 
@@ -38,7 +42,9 @@ def unknown_rotary_modules(model: nn.Module) -> Iterator[str]:
     """Yield the classes of modules that read the longest position of a call in an unknown way."""
     known = rotary_modules(model)
     for name, module in model.named_modules():
-        if name not in known and (any(map(depends_on_length, _types(module))) or _reads_longest_position(module)):
+        if name not in known and (
+            any(map(depends_on_length, _types(module))) or _reads_longest_position(module)
+        ):
             yield type(module).__name__
     if not known and config_depends_on_length(model.config):
         yield type(model).__name__
@@ -53,7 +59,13 @@ def _is_known(module: nn.Module) -> bool:
 def _types(module: Any) -> list[str]:
     """Return the types of RoPE that a rotary embedding computes, one or one for each type of layer."""
     types = getattr(module, "rope_type", None) or []
-    return [types] if isinstance(types, str) else list(types.values()) if isinstance(types, dict) else []
+    return (
+        [types]
+        if isinstance(types, str)
+        else list(types.values())
+        if isinstance(types, dict)
+        else []
+    )
 
 
 def _updates_frequencies(module: nn.Module) -> bool:
@@ -70,6 +82,8 @@ def _reads_longest_position(module: nn.Module) -> bool:
     """Return whether a module's forward takes positions and computes a maximum."""
     forward: Any = inspect.unwrap(stock_forward(module))
     code: Any = getattr(forward, "__code__", None)
-    if code is None or type(module).__name__ in SCALING_BY_LENGTH:  # which does so for some types of RoPE
+    if (
+        code is None or type(module).__name__ in SCALING_BY_LENGTH
+    ):  # which does so for some types of RoPE
         return False
     return "position_ids" in code.co_varnames[: code.co_argcount] and "max" in code.co_names

@@ -54,7 +54,9 @@ def plan_settings(
     kinds = tuple(layers_by_kind(model))
     softcap = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     params = [AttentionParams(scale=1.0, window=kind.window, softcap=softcap) for kind in kinds]
-    needs = [Need(dtype, kind.dim_qk, kind.dim_v, each) for kind, each in zip(kinds, params, strict=True)]
+    needs = [
+        Need(dtype, kind.dim_qk, kind.dim_v, each) for kind, each in zip(kinds, params, strict=True)
+    ]
     if config.attention_kernel == AUTO:
         kernel, passed_over = choose_kernel(device, needs)
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -82,7 +84,9 @@ def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
         return config.planned_layout
     of_module, of_model = type(module).__name__, type(model).__name__
     if config.document_layout not in (AUTO, "whole"):
-        raise Models.CUT_MIXING.error(layout=config.document_layout, module=of_module, model=of_model)
+        raise Models.CUT_MIXING.error(
+            layout=config.document_layout, module=of_module, model=of_model
+        )
     if config.document_layout == AUTO and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info(
             "each document stays whole on one rank (document_layout='whole'), because %s in %s mixes the rows of a "

@@ -27,7 +27,11 @@ def weights_met(model: PreTrainedModel) -> dict[nn.Parameter, float]:
     config = model.config.get_text_config(decoder=True)
     experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 1)
     share = float(getattr(config, "num_experts_per_tok", None) or experts) / experts
-    tables = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
+    tables = {
+        id(m.weight)
+        for m in (model.get_input_embeddings(), model.get_output_embeddings())
+        if m is not None
+    }
     return {
         parameter: count_of(parameter) * (share if ".experts." in name else 1.0)
         for name, parameter in model.named_parameters()
@@ -58,7 +62,9 @@ def model_shape(model: nn.Module) -> ModelShape:
     depth = sum(layers.values())
     head = base.get_output_embeddings()
     of_head = 0 if head is None else count_of(head.weight)
-    return ModelShape(layers, hidden, before // depth, after // depth, of_head, base.num_parameters(), mixing)
+    return ModelShape(
+        layers, hidden, before // depth, after // depth, of_head, base.num_parameters(), mixing
+    )
 
 
 def mixing_shape(model: PreTrainedModel) -> MixingShape | None:
@@ -73,7 +79,9 @@ def mixing_shape(model: PreTrainedModel) -> MixingShape | None:
     for layer in mixing_layers(model):
         modules = mixing_modules(layer)
         own = sum(map(active, modules))
-        last = sum(active(getattr(each, name)) for each in modules for name in LAST if hasattr(each, name))
+        last = sum(
+            active(getattr(each, name)) for each in modules for name in LAST if hasattr(each, name)
+        )
         before += own - last
         # Beside attention a module's own matrices count; in a layer of its own all of the layer's.
         after += last if has_attention(layer) else last + active(layer) - own
@@ -82,7 +90,9 @@ def mixing_shape(model: PreTrainedModel) -> MixingShape | None:
         return None
     module = found[0]
     convolution = next((inner for inner in module.modules() if isinstance(inner, nn.Conv1d)), None)
-    channels, width = (convolution.out_channels, convolution.kernel_size[0] - 1) if convolution else (0, 0)
+    channels, width = (
+        (convolution.out_channels, convolution.kernel_size[0] - 1) if convolution else (0, 0)
+    )
     sizes = len(found), round(before / len(found)), round(after / len(found)), channels, width
     names = functions(module) or ()
     if not RECURRENCES.intersection(names):  # no recurrence, or one of which nothing is known
@@ -92,5 +102,7 @@ def mixing_shape(model: PreTrainedModel) -> MixingShape | None:
     heads = getattr(module, "num_v_heads", None) or module.num_heads
     if SCAN in names:
         return MixingShape(*sizes, heads, (module.ssm_state_size, module.head_dim))
-    rows, columns = (getattr(module, name, None) or module.head_dim for name in ("head_k_dim", "head_v_dim"))
+    rows, columns = (
+        getattr(module, name, None) or module.head_dim for name in ("head_k_dim", "head_v_dim")
+    )
     return MixingShape(*sizes, heads, (rows, columns), delta_rule=True)

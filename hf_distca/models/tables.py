@@ -62,7 +62,9 @@ def _positions(module: nn.Module, name: str, text_config: type) -> Iterator[int]
         if type(module.config.get_text_config(decoder=True)) is not text_config:
             return
     elif isinstance(module, nn.Embedding) and TABLE_OF_POSITIONS.search(name):
-        yield module.num_embeddings - getattr(module, "offset", 0)  # OPT's first rows are for padding
+        yield module.num_embeddings - getattr(
+            module, "offset", 0
+        )  # OPT's first rows are for padding
     for buffer_name, buffer in module.named_buffers(recurse=False):
         if TABLE_OF_POSITIONS.fullmatch(buffer_name) and buffer.ndim == 2:
             yield len(buffer)

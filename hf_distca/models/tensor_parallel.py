@@ -27,7 +27,9 @@ MESH = "tp"
 """Name of the mesh dimension of ranks that share a model's layers."""
 
 
-def kind_on_a_rank(kind: AttentionKind, model: PreTrainedModel, attention: nn.Module) -> AttentionKind:
+def kind_on_a_rank(
+    kind: AttentionKind, model: PreTrainedModel, attention: nn.Module
+) -> AttentionKind:
     """Return a layer's kind of attention with the heads of one rank; raise ValueError if ranks cannot divide heads."""
     ranks: int = getattr(model, "tp_size", None) or 1
     name = next(name for name, module in model.named_modules() if module is attention)
@@ -67,7 +69,11 @@ def is_divided_at_load(model: Any) -> bool:
 def config_on_a_rank(model: PreTrainedModel) -> PreTrainedConfig:
     """Return the config of a whole model that computes one rank's share, except for its vocabulary."""
     ranks: int = getattr(model, "tp_size", None) or 1
-    taking_shares = [rule for rule, style in model.tp_plan.items() if style == TAKES_SHARES] if ranks > 1 else []
+    taking_shares = (
+        [rule for rule, style in model.tp_plan.items() if style == TAKES_SHARES]
+        if ranks > 1
+        else []
+    )
     divided: tuple[str, ...] = HEADS if any("attn" in rule for rule in taking_shares) else ()
     if any("attn" not in rule for rule in taking_shares):
         divided = (*divided, *FEATURES)

@@ -49,7 +49,9 @@ class DeferredMask:
         added_by_model: whether the model adds a mask of its own, beyond causality, windows and packing.
     """
 
-    def __init__(self, local_size: int | None, added_by_model: bool, make: Callable[..., Tensor | None]) -> None:
+    def __init__(
+        self, local_size: int | None, added_by_model: bool, make: Callable[..., Tensor | None]
+    ) -> None:
         self.local_size, self.added_by_model, self._make = local_size, added_by_model, make
 
     @cached_property
@@ -101,7 +103,9 @@ def distca_attention(
     """
     plan = kwargs.pop(PLAN_KEY, None)
     if plan is not None:
-        return _planned_attention(module, query, key, value, attention_mask, plan, dropout, scaling, **kwargs), None
+        return _planned_attention(
+            module, query, key, value, attention_mask, plan, dropout, scaling, **kwargs
+        ), None
     if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         _warn_if_unplanned(module)
     mask = attention_mask.tensor if isinstance(attention_mask, DeferredMask) else attention_mask
@@ -110,7 +114,9 @@ def distca_attention(
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     # "sdpa" refuses soft-capped scores and ignores sinks.
     key, value = (repeat_kv(x, query.shape[1] // key.shape[1]) for x in (key, value))
-    scores_BHTS = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores_BHTS = (
+        query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    )
     if softcap is not None:
         scores_BHTS = softcap * torch.tanh(scores_BHTS / softcap)
     if mask is None and query.shape[2] > 1:
@@ -118,7 +124,9 @@ def distca_attention(
     if mask is not None:
         scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(scores_BHTS.dtype).min)
     if sinks_H is not None:
-        sinks_BHT1 = sinks_H.view(1, -1, 1, 1).expand(scores_BHTS.shape[0], -1, scores_BHTS.shape[2], 1)
+        sinks_BHT1 = sinks_H.view(1, -1, 1, 1).expand(
+            scores_BHTS.shape[0], -1, scores_BHTS.shape[2], 1
+        )
         scores_BHTS = torch.cat([scores_BHTS, sinks_BHT1], dim=-1)
     weights_BHTS = scores_BHTS.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
     weights_BHTS = nn.functional.dropout(weights_BHTS, dropout, training=module.training)
@@ -152,7 +160,9 @@ def _planned_attention(
 ) -> Tensor:
     reach = Reach(sliding_window, attention_chunk(module))
     for found in _refused(module, query, mask, plan, dropout, reach, kwargs):  # alike on every rank
-        raise ValueError(f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')}) {found}")
+        raise ValueError(
+            f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')}) {found}"
+        )
     plan.ran.attentions += 1
     if getattr(module, "attn_temperature_tuning", False):
         query = scaled_by_position(module, query, plan)
@@ -164,7 +174,9 @@ def _planned_attention(
     q_THD, k_TGD, v_TGE = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
     scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
     params = AttentionParams(scale=scale, window=sliding_window, softcap=softcap)
-    return disaggregated_attention(q_THD, k_TGD, v_TGE, s_aux, plan, params, module, chunk=reach.chunk).unsqueeze(0)
+    return disaggregated_attention(
+        q_THD, k_TGD, v_TGE, s_aux, plan, params, module, chunk=reach.chunk
+    ).unsqueeze(0)
 
 
 def attention_chunk(module: Any) -> int | None:
@@ -175,7 +187,13 @@ def attention_chunk(module: Any) -> int | None:
 
 
 def _refused(
-    module: Any, query: Tensor, mask: Mask, plan: BoundPlan, dropout: float, reach: Reach, kwargs: dict[str, Any]
+    module: Any,
+    query: Tensor,
+    mask: Mask,
+    plan: BoundPlan,
+    dropout: float,
+    reach: Reach,
+    kwargs: dict[str, Any],
 ) -> Iterator[str]:
     """Yield why a planned step cannot compute the attention that a model asks for."""
     if dropout > 0:
@@ -225,11 +243,17 @@ def scaled_by_position(module: Any, query_BHTD: Tensor, plan: BoundPlan) -> Tens
 
     The model has scaled them by positions that it counts from the first row of the call, across documents.
     """
-    if module.use_rope or max(plan.rows, plan.last_position + 1) < module.floor_scale:  # every factor is 1
+    if (
+        module.use_rope or max(plan.rows, plan.last_position + 1) < module.floor_scale
+    ):  # every factor is 1
         return query_BHTD
 
     def factor(positions_T: Tensor) -> Any:
-        return torch.log1p(torch.floor((positions_T.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        return (
+            torch.log1p(torch.floor((positions_T.float() + 1.0) / module.floor_scale))
+            * module.attn_scale
+            + 1.0
+        )
 
     factor_T = factor(plan.positions) / factor(torch.arange(plan.rows, device=query_BHTD.device))
     scaled: Tensor = (query_BHTD * factor_T[:, None]).to(query_BHTD.dtype)
@@ -250,7 +274,13 @@ def distca_mask(
     compute with the mask.
     """
     make = partial(
-        sdpa_mask, batch_size, q_length, kv_length, q_offset=q_offset, attention_mask=attention_mask, **kwargs
+        sdpa_mask,
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset=q_offset,
+        attention_mask=attention_mask,
+        **kwargs,
     )
     config = kwargs.get("config")
     may_be_planned = batch_size == 1 and attention_mask is None and q_length == kv_length

@@ -67,4 +67,6 @@ class _ChunkedMLP(nn.Module):
             return compute(x, *args, **kwargs)
         if torch.is_grad_enabled():
             compute = partial(checkpoint, compute, use_reentrant=False)
-        return torch.cat([compute(chunk, *args, **kwargs) for chunk in torch.split(x, self.chunk_rows, -2)], -2)
+        return torch.cat(
+            [compute(chunk, *args, **kwargs) for chunk in torch.split(x, self.chunk_rows, -2)], -2
+        )

@@ -54,7 +54,9 @@ VALUE_BY_VALUE = {
 """Functions that change each value alone, if their other arguments are no tensors."""
 
 
-def plan_head(model: PreTrainedModel, chunk_bytes: int | Literal["auto"], memory: int | None = None) -> None:
+def plan_head(
+    model: PreTrainedModel, chunk_bytes: int | Literal["auto"], memory: int | None = None
+) -> None:
     """Let a model compute the loss of planned steps without all logits, in place; call it before `prepare`.
 
     Outside a planned step, and in one without labels, the model is unchanged.
@@ -74,19 +76,29 @@ def plan_head(model: PreTrainedModel, chunk_bytes: int | Literal["auto"], memory
         )
         return
     if not isinstance(head, PlannedHead):
-        if any(map(is_shared_out, head.parameters())):  # tensor parallelism has replaced the class's forward
+        if any(
+            map(is_shared_out, head.parameters())
+        ):  # tensor parallelism has replaced the class's forward
             head.forward_in_shares = vars(head).pop("forward")
         is_plain = type(head).forward is nn.Linear.forward and "forward_in_shares" not in vars(head)
         head.__class__ = subclass(type(head), PlannedHead, is_plain=is_plain)
         base.__class__ = subclass(type(base), forward=_deferring(type(base).forward))
         if "forward" in vars(base):  # such as Liger's, which uses the head in evaluation only
             base.forward = _deferring(base.forward, base)
-    head.chunk_bytes = chosen_chunk_bytes(memory, head.out_features) if chunk_bytes == AUTO else chunk_bytes
+    head.chunk_bytes = (
+        chosen_chunk_bytes(memory, head.out_features) if chunk_bytes == AUTO else chunk_bytes
+    )
 
 
 def adapted_heads(model: nn.Module) -> list[type[nn.Module]]:
     """Return the classes of planned heads with several modules; a chunk runs through all of them."""
-    return list({type(head) for head in model.modules() if isinstance(head, PlannedHead) and list(head.children())})
+    return list(
+        {
+            type(head)
+            for head in model.modules()
+            if isinstance(head, PlannedHead) and list(head.children())
+        }
+    )
 
 
 def _deferring(forward: Callable[..., Any], model: Any = None) -> Callable[..., Any]:
@@ -138,7 +150,9 @@ class PlannedHead(nn.Module):
         for name, module in self.named_modules(prefix="head"):
             for hook in (hook for kind in HOOKS for hook in getattr(module, kind).values()):
                 if not str(getattr(hook, "__module__", None)).startswith(WRAPPERS):
-                    reason = f"{name} has a hook of its own, {hook!r}, which needs to see all of them"
+                    reason = (
+                        f"{name} has a hook of its own, {hook!r}, which needs to see all of them"
+                    )
             by_zero_3 = not is_leaf and any(hasattr(p, "ds_id") for p in module.parameters())
             if module is not self and (isinstance(module, FSDPModule) or by_zero_3):
                 reason = f"{name} gathers its weights apart from the rest of the head, for each chunk anew"
@@ -152,10 +166,16 @@ class PlannedHead(nn.Module):
             return DeferredLogits(self, args[0])
         return super().__call__(*args, **kwargs)
 
-    def forward(self, hidden: Tensor, *args: Any, task: Callable[..., Tensor] | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden: Tensor, *args: Any, task: Callable[..., Tensor] | None = None, **kwargs: Any
+    ) -> Any:
         """Run the head's own forward, or a task: a function of that forward and the hidden states."""
         forward: Forward = self.forward_in_shares or super().forward
-        return forward(hidden, *args, **kwargs) if task is None else self._carry_out(task, forward, hidden)
+        return (
+            forward(hidden, *args, **kwargs)
+            if task is None
+            else self._carry_out(task, forward, hidden)
+        )
 
     @uncompiled(REASON)
     def _carry_out(self, task: Callable[..., Tensor], forward: Forward, hidden: Tensor) -> Tensor:
@@ -164,7 +184,9 @@ class PlannedHead(nn.Module):
     @property
     def divides(self) -> bool:
         """Whether ranks may compute different numbers of parts; not if each part gathers weights."""
-        return self.defers or not any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.parameters())
+        return self.defers or not any(
+            isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.parameters()
+        )
 
     @property
     def chunk_rows(self) -> int:
@@ -185,7 +207,9 @@ class PlannedHead(nn.Module):
         with torch.no_grad():
             return self._call(hidden, task).view(hidden.shape[:-1])
 
-    def cross_entropy(self, hidden: Tensor, target: Tensor, steps: Sequence[Step], ignore_index: int) -> Tensor:
+    def cross_entropy(
+        self, hidden: Tensor, target: Tensor, steps: Sequence[Step], ignore_index: int
+    ) -> Tensor:
         """Return the sum of cross entropies for hidden states [T, D] and targets [T]."""
         watch = None if self.ran is None or torch.is_grad_enabled() else self.ran.watch
         others = target, ignore_index, steps, self.chunk_rows, watch
@@ -230,7 +254,11 @@ class DeferredLogits:
     """
 
     def __init__(
-        self, head: PlannedHead, hidden: Tensor, steps: tuple[Step, ...] = (), sample: Tensor | None = None
+        self,
+        head: PlannedHead,
+        hidden: Tensor,
+        steps: tuple[Step, ...] = (),
+        sample: Tensor | None = None,
     ) -> None:
         self._head, self._hidden, self._steps = head, hidden, steps
         self._sample = as_autocast(hidden.new_empty(1)) if sample is None else sample
@@ -253,9 +281,15 @@ class DeferredLogits:
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(Tensor, name)
         if name in OF_SHAPE or (name.startswith("is_") and not callable(attribute)):
-            like = self._sample.expand(*self._hidden.shape[:-1], self._head.out_features)  # takes no memory
+            like = self._sample.expand(
+                *self._hidden.shape[:-1], self._head.out_features
+            )  # takes no memory
             return getattr(like, name)
-        return partial(self.call, attribute) if callable(attribute) else getattr(self.tensor(name), name)
+        return (
+            partial(self.call, attribute)
+            if callable(attribute)
+            else getattr(self.tensor(name), name)
+        )
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a tensor's method on these logits."""
@@ -294,7 +328,11 @@ class DeferredLogits:
         return function(*args, **kwargs)
 
     def _without_logits(
-        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         """Return the result of a function that does not need all logits; NotImplemented for any other function."""
         hidden, last = self._hidden, self.ndim - 1
@@ -343,7 +381,10 @@ class DeferredLogits:
         self, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: Any
     ) -> Any:
         """Return the mean or sum of cross entropies over rows, given one target per row."""
-        is_plain = all(value is None or (name, value) == ("label_smoothing", 0) for name, value in others.items())
+        is_plain = all(
+            value is None or (name, value) == ("label_smoothing", 0)
+            for name, value in others.items()
+        )
         if not is_plain or target.dtype != torch.int64 or reduction not in ("sum", "mean"):
             return NotImplemented
         if self.ndim != 2 or target.shape != self.shape[:1] or not len(target):
@@ -352,13 +393,35 @@ class DeferredLogits:
         if reduction == "sum":
             return total
         count = (target != ignore_index).sum()
-        return torch.where(count > 0, total / count.clamp(min=1), torch.nan)  # without targets, gradients are 0
+        return torch.where(
+            count > 0, total / count.clamp(min=1), torch.nan
+        )  # without targets, gradients are 0
 
 
 # Python looks up operators in the class, not through __getattr__.
 for _name in (
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
-    *("__pow__", "__neg__", "__abs__", "__matmul__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
+    *(
+        "__add__",
+        "__radd__",
+        "__sub__",
+        "__rsub__",
+        "__mul__",
+        "__rmul__",
+        "__truediv__",
+        "__rtruediv__",
+    ),
+    *(
+        "__pow__",
+        "__neg__",
+        "__abs__",
+        "__matmul__",
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+    ),
     *("__getitem__", "__setitem__", "__array__"),
 ):
     setattr(DeferredLogits, _name, partialmethod(DeferredLogits.call, getattr(Tensor, _name)))

@@ -54,15 +54,23 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     layers = decoder_layers(model)
     # Checkpointable layers inside decoder layers may mix along the row too.
     inside = (module for layer in layers for module in layer.modules())
-    inner = (each for each in inside if isinstance(each, GradientCheckpointingLayer) and mixing_modules(each))
+    inner = (
+        each
+        for each in inside
+        if isinstance(each, GradientCheckpointingLayer) and mixing_modules(each)
+    )
     for layer in dict.fromkeys([*layers, *inner]):
         if not isinstance(layer, _PlannedLayer):
             cls = type(layer)
             if cls not in subclasses:
                 subclasses[cls] = subclass(cls, _PlannedLayer)
             layer.__class__ = subclasses[cls]
-        vars(layer).update(attends=sum(map(is_attention, layer.modules())), mixes=plan_mixing(layer))
-    return list(dict.fromkeys(type(layer) for layer in model.modules() if isinstance(layer, _PlannedLayer)))
+        vars(layer).update(
+            attends=sum(map(is_attention, layer.modules())), mixes=plan_mixing(layer)
+        )
+    return list(
+        dict.fromkeys(type(layer) for layer in model.modules() if isinstance(layer, _PlannedLayer))
+    )
 
 
 class _PlannedLayer(nn.Module):
@@ -79,18 +87,31 @@ class _PlannedLayer(nn.Module):
 
     @uncompiled("two nano-batches take turns in a decoder layer; compile the modules inside it")
     def _planned_forward(
-        self, run: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        run: Callable[..., Any],
+        plan: BoundPlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         ran, attentions, mixing = plan.ran, plan.ran.attentions, plan.ran.mixing
         takes_turns = False
-        exchanges = bool(self.attends and plan.exchanges) or bool(self.mixes and plan.cuts_documents)
-        if (self.attends or exchanges) and not plan.is_part:  # else no exchange, or the outer layer takes turns
+        exchanges = bool(self.attends and plan.exchanges) or bool(
+            self.mixes and plan.cuts_documents
+        )
+        if (
+            self.attends or exchanges
+        ) and not plan.is_part:  # else no exchange, or the outer layer takes turns
             ran.layers += 1
             takes_turns = len(plan.nano_batches) == 2 and exchanges and not self._is_watched()
             ran.layers_in_turns += takes_turns
         calls = 1 + takes_turns
-        result = self._in_turns(run, plan, args, kwargs) if takes_turns else self._run(run, args, kwargs)
-        if ran.attentions - attentions < calls * self.attends or ran.mixing - mixing < calls * self.mixes:
+        result = (
+            self._in_turns(run, plan, args, kwargs) if takes_turns else self._run(run, args, kwargs)
+        )
+        if (
+            ran.attentions - attentions < calls * self.attends
+            or ran.mixing - mixing < calls * self.mixes
+        ):
             raise ValueError(
                 f"{type(self).__name__} did not pass its plan to every module that attends or mixes along the row, so "
                 "documents would not be kept apart. This model cannot train with planned attention; train it with "
@@ -103,7 +124,11 @@ class _PlannedLayer(nn.Module):
             return run(*args, **kwargs)
 
     def _in_turns(
-        self, run: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        run: Callable[..., Any],
+        plan: BoundPlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run both nano-batches alternately, from pause to pause, in the same order on every rank."""
         del kwargs[PLAN_KEY]
@@ -111,7 +136,11 @@ class _PlannedLayer(nn.Module):
         sizes = first.rows, second.rows
         split_args = [split_argument(f"argument {i}", value, sizes) for i, value in enumerate(args)]
         split_kwargs = {name: split_argument(name, value, sizes) for name, value in kwargs.items()}
-        layer, outside, collector = getcurrent(), ThreadState(plan.runtime.device.type), _active_collector.get()
+        layer, outside, collector = (
+            getcurrent(),
+            ThreadState(plan.runtime.device.type),
+            _active_collector.get(),
+        )
         results: list[Any] = [None, None]
         collected: list[dict[str, list[Any]]] = [{}, {}]
 
@@ -144,13 +173,17 @@ class _PlannedLayer(nn.Module):
         for key in collected[0]:
             for values in zip(collected[0][key], collected[1][key], strict=True):
                 collector[key].append(join_results(key, values, sizes))
-        for value, pair in zip((*args, *kwargs.values()), (*split_args, *split_kwargs.values()), strict=True):
+        for value, pair in zip(
+            (*args, *kwargs.values()), (*split_args, *split_kwargs.values()), strict=True
+        ):
             join_states(value, pair)
         return join_results("output", tuple(results), sizes)
 
     @cached_property  # a walk over all modules takes longer than a short layer
     def _inner_hooks(self) -> list[tuple[str, dict[int, Callable[..., Any]]]]:
-        inner = [(f"{name} ({type(module).__name__})", module) for name, module in self.named_modules()][1:]
+        inner = [
+            (f"{name} ({type(module).__name__})", module) for name, module in self.named_modules()
+        ][1:]
         return [(name, getattr(module, kind)) for name, module in inner for kind in HOOKS]
 
     def _is_watched(self) -> bool:
@@ -158,7 +191,9 @@ class _PlannedLayer(nn.Module):
         for name, hooks in self._inner_hooks:
             for hook in hooks.values():
                 # transformers' recording of outputs; `_in_turns` joins the records.
-                if "output_capturing_hook" in hook.__qualname__ or hook.__module__.startswith(OF_WEIGHTS):
+                if "output_capturing_hook" in hook.__qualname__ or hook.__module__.startswith(
+                    OF_WEIGHTS
+                ):
                     continue
                 logger.warning_once(
                     f"ping-pong is off in every {type(self).__name__}, because a module inside has a hook, such as "

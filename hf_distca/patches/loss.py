@@ -83,9 +83,13 @@ def loss_of_head(
         log_probs_CV = functional.log_softmax(logits_CV, dim=-1)
         if watch is not None:
             watch(logits_CV, log_probs_CV, target_C)
-        return functional.nll_loss(log_probs_CV, target_C, ignore_index=ignore_index, reduction="sum")
+        return functional.nll_loss(
+            log_probs_CV, target_C, ignore_index=ignore_index, reduction="sum"
+        )
 
-    compute = partial(checkpoint, of_chunk, use_reentrant=False) if torch.is_grad_enabled() else of_chunk
+    compute = (
+        partial(checkpoint, of_chunk, use_reentrant=False) if torch.is_grad_enabled() else of_chunk
+    )
     chunks = zip(hidden_TD.split(rows), target_T.split(rows), strict=True)
     return torch.stack([compute(*chunk) for chunk in chunks]).sum()
 
@@ -114,7 +118,12 @@ class _OfLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, trains: bool, *others: Any
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        trains: bool,
+        *others: Any,
     ) -> Tensor:
         target_T, ignore_index, steps, rows, watch = others
         needs = [trains and needed for needed in ctx.needs_input_grad[:3]]
@@ -122,8 +131,13 @@ class _OfLinear(torch.autograd.Function):
         summed = torch.promote_types(weight_VD.dtype, torch.float32)
         hidden_grad_TD = torch.empty_like(hidden_TD) if needs[0] else None
         weight_grad_VD = torch.zeros_like(weight_VD, dtype=summed) if needs[1] else None
-        bias_grad_V = torch.zeros_like(bias_V, dtype=summed) if bias_V is not None and needs[2] else None
-        hidden_TD, weight_VD = as_autocast(hidden_TD), as_autocast(weight_VD)  # once, not with each chunk
+        bias_grad_V = (
+            torch.zeros_like(bias_V, dtype=summed) if bias_V is not None and needs[2] else None
+        )
+        hidden_TD, weight_VD = (
+            as_autocast(hidden_TD),
+            as_autocast(weight_VD),
+        )  # once, not with each chunk
         bias_V = None if bias_V is None else as_autocast(bias_V)
         losses = []
         for start in range(0, len(hidden_TD), rows):
@@ -135,14 +149,20 @@ class _OfLinear(torch.autograd.Function):
             grad_CV = functional.log_softmax(changed_CV.detach(), dim=-1)
             if watch is not None:
                 watch(changed_CV, grad_CV, target_C)
-            losses.append(functional.nll_loss(grad_CV, target_C, ignore_index=ignore_index, reduction="sum"))
+            losses.append(
+                functional.nll_loss(grad_CV, target_C, ignore_index=ignore_index, reduction="sum")
+            )
             if any(needs):
                 # Overwrite log_softmax by softmax minus one at the target: the gradient of the changed logits.
                 counts_C1 = (target_C != ignore_index)[:, None]
                 targets_C1 = torch.where(counts_C1, target_C[:, None], 0)
-                grad_CV.exp_().scatter_add_(1, targets_C1, -counts_C1.to(grad_CV.dtype)).mul_(counts_C1)
+                grad_CV.exp_().scatter_add_(1, targets_C1, -counts_C1.to(grad_CV.dtype)).mul_(
+                    counts_C1
+                )
                 if changed_CV is not logits_CV:
-                    (grad_CV,) = torch.autograd.grad(changed_CV, logits_CV, grad_CV.to(changed_CV.dtype))
+                    (grad_CV,) = torch.autograd.grad(
+                        changed_CV, logits_CV, grad_CV.to(changed_CV.dtype)
+                    )
                 grad_CV = grad_CV.to(logits_CV.dtype)
             del changed_CV  # free before the head's gradients
             if hidden_grad_TD is not None:
@@ -166,4 +186,6 @@ class _OfLinear(torch.autograd.Function):
                 "gradients; set loss_chunk_bytes=0 to use retain_graph=True"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return *(None if gradient is None else gradient.mul_(grad) for gradient in gradients), *[None] * 6
+        return *(None if gradient is None else gradient.mul_(grad) for gradient in gradients), *[
+            None
+        ] * 6

@@ -26,11 +26,20 @@ from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.split import CACHED, Parts, Sizes, join_results, split_argument
 from hf_distca.plan import PLAN_KEY
 
-REPLACED_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+REPLACED_BY_PLAN = (
+    PLAN_KEY,
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)
 """Arguments that describe documents in a row, as the plan does."""
 DOCUMENTS: Parts = ("a mixing module's", "this model cannot train with planned attention")
 
-_running: ContextVar[tuple[BoundPlan, Checkpoints] | None] = ContextVar("decoder layer that runs", default=None)
+_running: ContextVar[tuple[BoundPlan, Checkpoints] | None] = ContextVar(
+    "decoder layer that runs", default=None
+)
 """Plan of the running layer, and the checkpoints around the layer."""
 
 
@@ -63,8 +72,12 @@ def plan_mixing(layer: nn.Module) -> int:
 class _MixingModule(nn.Module):
     """Base that precedes a mixing module's own class."""
 
-    names: tuple[str, ...] | None  # functions in which rows depend on each other; None if they are not known
-    run: Callable[..., Any]  # forward of the module's class that calls functions for planned steps in their place
+    names: (
+        tuple[str, ...] | None
+    )  # functions in which rows depend on each other; None if they are not known
+    run: Callable[
+        ..., Any
+    ]  # forward of the module's class that calls functions for planned steps in their place
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         running = _running.get()
@@ -74,7 +87,13 @@ class _MixingModule(nn.Module):
 
     @uncompiled("documents have lengths that are new with each micro-batch")
     def _planned_forward(
-        self, stock: Callable[..., Any], plan: BoundPlan, around_layer: Checkpoints, /, *args: Any, **kwargs: Any
+        self,
+        stock: Callable[..., Any],
+        plan: BoundPlan,
+        around_layer: Checkpoints,
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if checkpoints_around() != around_layer:
             raise Models.CHECKPOINT_INSIDE.error(module=type(self).__name__)
@@ -111,12 +130,21 @@ def _seeing(function: Callable[..., Any], names: Mapping[str, Any]) -> Callable[
     return copy
 
 
-def _by_document(stock: Callable[..., Any], sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _by_document(
+    stock: Callable[..., Any], sizes: Sizes, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run a module on one document after another, and join the results."""
-    split_args = [split_argument(f"argument {i}", value, sizes, DOCUMENTS) for i, value in enumerate(args)]
-    split_kwargs = {name: split_argument(name, value, sizes, DOCUMENTS) for name, value in kwargs.items()}
+    split_args = [
+        split_argument(f"argument {i}", value, sizes, DOCUMENTS) for i, value in enumerate(args)
+    ]
+    split_kwargs = {
+        name: split_argument(name, value, sizes, DOCUMENTS) for name, value in kwargs.items()
+    }
     results = [
-        stock(*(parts[i] for parts in split_args), **{name: parts[i] for name, parts in split_kwargs.items()})
+        stock(
+            *(parts[i] for parts in split_args),
+            **{name: parts[i] for name, parts in split_kwargs.items()},
+        )
         for i in range(len(sizes))
     ]
     if not isinstance(results[0], tuple):

@@ -87,9 +87,13 @@ def planned_functions(stock: dict[str, Any]) -> dict[str, Function]:
 
     def replaced(name: str, *args: Any, **kwargs: Any) -> Any:
         call = _call.get()
-        result = planned[name](call.plan.runtime.functions.get(name, stock[name]), call, *args, **kwargs)
+        result = planned[name](
+            call.plan.runtime.functions.get(name, stock[name]), call, *args, **kwargs
+        )
         if result is not None:
-            call.mixed += [mixing.CONVOLUTION, mixing.SCAN] if name == mixing.CONVOLUTION_AND_SCAN else [name]
+            call.mixed += (
+                [mixing.CONVOLUTION, mixing.SCAN] if name == mixing.CONVOLUTION_AND_SCAN else [name]
+            )
         return result
 
     return {name: partial(replaced, name) for name in planned if name in stock}
@@ -103,7 +107,9 @@ def _takes_packed(stock: Function, argument: str) -> bool:
         found = inspect.getclosurevars(stock).nonlocals
     except TypeError:  # a kernel of the Hub
         return False
-    return bool(found.get("is_new_implementation")) and argument in found.get("applicable_params", ())
+    return bool(found.get("is_new_implementation")) and argument in found.get(
+        "applicable_params", ()
+    )
 
 
 def _convolution(
@@ -121,7 +127,11 @@ def _convolution(
     results = []
     for exchange, rows_TC, token in parts:
         x_XC = exchange.receive(token, rows_TC)
-        out_1CX = stock(x_XC.T.unsqueeze(0), weight, *args, **kwargs) if len(x_XC) else x_XC.T.unsqueeze(0)
+        out_1CX = (
+            stock(x_XC.T.unsqueeze(0), weight, *args, **kwargs)
+            if len(x_XC)
+            else x_XC.T.unsqueeze(0)
+        )
         results.append(out_1CX.squeeze(0).T.index_select(0, exchange.bound.places_T))
     return torch.cat(results).T.unsqueeze(0)
 
@@ -159,12 +169,22 @@ def _delta_rule(
     """
     heads, columns, state_rows = *value.shape[2:], key.shape[3]
 
-    def run(rows: Sequence[Tensor], packing: Packing | None, continued: bool, continues: bool) -> Result:
+    def run(
+        rows: Sequence[Tensor], packing: Packing | None, continued: bool, continues: bool
+    ) -> Result:
         query, key, value, g, beta = rows
-        given = {**options, "g": g, "beta": beta, "initial_state": None, "output_final_state": continues}
+        given = {
+            **options,
+            "g": g,
+            "beta": beta,
+            "initial_state": None,
+            "output_final_state": continues,
+        }
         if packing is not None:
             given["cu_seqlens"] = packing.cu_seqlens
-        if continued:  # further columns of zero values, from a state of ones on the diagonal, become r and A
+        if (
+            continued
+        ):  # further columns of zero values, from a state of ones on the diagonal, become r and A
             value = functional.pad(value, (0, state_rows))
             state = functional.pad(torch.eye(state_rows, device=value.device), (columns, 0))
             given["initial_state"] = state.expand(1, heads, -1, -1).contiguous()
@@ -175,10 +195,16 @@ def _delta_rule(
         if not continued:
             return out, None, (None, offset)
         out, r_1THK = out.split([columns, state_rows], 3)
-        return out, lambda state: torch.einsum("thk,hkv->thv", r_1THK[0].float(), state), (factor, offset)
+        return (
+            out,
+            lambda state: torch.einsum("thk,hkv->thv", r_1THK[0].float(), state),
+            (factor, offset),
+        )
 
     shapes = (heads, state_rows, state_rows), (heads, state_rows, columns)
-    return _recur(call, (query, key, value, g, beta), value, _takes_packed(stock, "cu_seqlens"), shapes, run), None
+    return _recur(
+        call, (query, key, value, g, beta), value, _takes_packed(stock, "cu_seqlens"), shapes, run
+    ), None
 
 
 def _scan(
@@ -200,7 +226,9 @@ def _scan(
     """Compute the state space of Mamba-2 over each document; the decay is one number a head and row."""
     options |= {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
 
-    def run(rows: Sequence[Tensor], packing: Packing | None, continued: bool, continues: bool) -> Result:
+    def run(
+        rows: Sequence[Tensor], packing: Packing | None, continued: bool, continues: bool
+    ) -> Result:
         hidden, dt, B, C = rows
         given = options if packing is None else {**options, "seq_idx": packing.seq_idx}
         out = stock(hidden, dt, A, B, C, return_final_states=continues, **given)
@@ -225,10 +253,14 @@ def _scan(
 
     heads, columns = hidden_states.shape[2:]
     shapes = (heads,), (heads, columns, B.shape[3])
-    return _recur(call, (hidden_states, dt, B, C), hidden_states, _takes_packed(stock, "seq_idx"), shapes, run)
+    return _recur(
+        call, (hidden_states, dt, B, C), hidden_states, _takes_packed(stock, "seq_idx"), shapes, run
+    )
 
 
-def lightning_attention(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+def lightning_attention(
+    module: Any, hidden_states: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
     """Run a module of lightning attention over each document; the rows have no padding that a mask would name.
 
     The decay is one constant a head. Transformers has the recurrence inside the module's forward. Here that forward
@@ -241,7 +273,9 @@ def lightning_attention(module: Any, hidden_states: Tensor, *_: Any, **__: Any) 
     inner.act_fn = inner.qkv_proj = inner.norm = inner.out_proj = same
     inner.output_gate = lambda rows: rows.new_full((), math.inf)  # its sigmoid is 1
 
-    def run(rows: Sequence[Tensor], packing: Packing | None, continued: bool, continues: bool) -> Result:
+    def run(
+        rows: Sequence[Tensor], packing: Packing | None, continued: bool, continues: bool
+    ) -> Result:
         (qkv,) = rows
         out, final = stock(inner, qkv, None, None)
         out, offset = out.unflatten(2, (heads, size)), final[0].float() if continues else None
@@ -251,7 +285,11 @@ def lightning_attention(module: Any, hidden_states: Tensor, *_: Any, **__: Any) 
         decays_TH = (-inner.slope_rate.float().view(1, heads) * places_T1).exp()
         q_THK = qkv[0].unflatten(1, (heads, -1))[..., :size]
         transition = decays_TH[-1] if continues else None, offset
-        return out, lambda state: torch.einsum("thk,hkv->thv", q_THK.float(), state) * decays_TH[..., None], transition
+        return (
+            out,
+            lambda state: torch.einsum("thk,hkv->thv", q_THK.float(), state) * decays_TH[..., None],
+            transition,
+        )
 
     qkv = module.act_fn(module.qkv_proj(hidden_states))
     values = qkv.unflatten(2, (heads, -1))[..., -size:]
@@ -261,7 +299,9 @@ def lightning_attention(module: Any, hidden_states: Tensor, *_: Any, **__: Any) 
     return module.out_proj(gate * module.norm(mixed.flatten(2))), None
 
 
-def _convolution_and_scan(stock: Function, call: MixingCall, *args: Any, **kwargs: Any) -> Tensor | None:
+def _convolution_and_scan(
+    stock: Function, call: MixingCall, *args: Any, **kwargs: Any
+) -> Tensor | None:
     """Compute a whole Mamba-2 module by one kernel; None if there is no kernel, or documents are cut."""
     sizes = tuple(size for nano in call.plan.nano_batches for size in nano.cuts.sizes)
     if call.plan.cuts_documents or not _takes_packed(stock, "seq_idx"):
@@ -296,14 +336,20 @@ def _recur(
         chains, rows_of = nano.cuts.chains, nano.cuts.sizes
         numbers = {segment: number for number, segment in enumerate(chains.cut)}
         # Whole documents between cut segments share a call if the kernel takes them packed.
-        keys = [(numbers.get(segment), None if packed else segment) for segment in range(len(rows_of))]
+        keys = [
+            (numbers.get(segment), None if packed else segment) for segment in range(len(rows_of))
+        ]
         calls = [
             (number, tuple(rows_of[segment] for segment in group))
             for (number, _), group in groupby(range(len(rows_of)), keys.__getitem__)
         ]
-        inputs = list(zip(*(torch.split(x, [sum(sizes) for _, sizes in calls], 1) for x in rows), strict=True))
+        inputs = list(
+            zip(*(torch.split(x, [sum(sizes) for _, sizes in calls], 1) for x in rows), strict=True)
+        )
         results = {
-            index: run(inputs[index], None, bool(chains.earlier[number]), bool(chains.later[number]))
+            index: run(
+                inputs[index], None, bool(chains.earlier[number]), bool(chains.later[number])
+            )
             for index, (number, _) in enumerate(calls)
             if number is not None
         }

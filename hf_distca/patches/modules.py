@@ -24,12 +24,16 @@ def uncompiled(reason: str, *, recursive: bool = True) -> Callable[[Function], F
     Args:
         recursive: whether what the function calls is not traced either.
     """
-    decorator: Callable[[Function], Function] = torch.compiler.disable(recursive=recursive, reason=reason)
+    decorator: Callable[[Function], Function] = torch.compiler.disable(
+        recursive=recursive, reason=reason
+    )
     return decorator
 
 
 def subclass(cls: type[nn.Module], *before: type, **members: Any) -> type[nn.Module]:
     """Return a subclass with its base's name, by which PEFT, accelerate and checkpoints find modules."""
     return type(
-        cls.__name__, (*before, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **members}
+        cls.__name__,
+        (*before, cls),
+        {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **members},
     )

@@ -81,13 +81,19 @@ class PackedBackbone(nn.Module):
     @uncompiled("padded batches are packed by plans that are new with each batch")
     def _packed_forward(self, given: dict[str, Any], *, may_cache: bool) -> Any:
         forward = super().forward
-        others = {name: value for name, value in given.items() if value is not None and not _is_of_tokens(value)}
+        others = {
+            name: value
+            for name, value in given.items()
+            if value is not None and not _is_of_tokens(value)
+        }
         packed = self.batches.pack(lambda: _padded_batch(given))
         if self.training and torch.is_grad_enabled():
             self.batches.see_trained(packed)
         if may_cache:
             others["use_cache"] = False
-        results = [forward(**inputs, **others, **{PLAN_KEY: plan}) for inputs, plan in packed.micro_batches]
+        results = [
+            forward(**inputs, **others, **{PLAN_KEY: plan}) for inputs, plan in packed.micro_batches
+        ]
         return _padded_result(results, packed)
 
 
@@ -106,7 +112,9 @@ def _padded_batch(given: dict[str, Any]) -> PaddedBatch:
     if mask_BL is None:
         mask_BL = torch.ones_like(input_ids_BL)
     if not isinstance(mask_BL, Tensor) or mask_BL.shape != shape:
-        found = tuple(mask_BL.shape) if isinstance(mask_BL, Tensor) else f"a {type(mask_BL).__name__}"
+        found = (
+            tuple(mask_BL.shape) if isinstance(mask_BL, Tensor) else f"a {type(mask_BL).__name__}"
+        )
         raise Data.OTHER_MASK.error(found=found, shape=tuple(shape))
     # Without position_ids models number the columns, padding included.
     numbers_BL = torch.arange(shape[1], device=input_ids_BL.device).expand(shape)
@@ -127,7 +135,9 @@ def _padded_result(results: list[Any], packed: PackedBatch) -> Any:
         if plan.ran.attentions == 0:
             raise Data.LOST_PADDED_PLAN.error()
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        outputs.append([tensor.squeeze(0) if _has_batch(tensor, plan.rows) else tensor for tensor in tensors])
+        outputs.append(
+            [tensor.squeeze(0) if _has_batch(tensor, plan.rows) else tensor for tensor in tensors]
+        )
     returned = iter(packed.returned(outputs))
 
     # The first micro-batch has the structure of all of them.

@@ -24,7 +24,9 @@ def _call(name: str, *args: Any, **kwargs: Any) -> Any:
 LATE_ATTENTION, LATE_MASK = partial(_call, "distca_attention"), partial(_call, "distca_mask")
 
 
-def register(attention: Callable[..., Any] = LATE_ATTENTION, mask: Callable[..., Any] = LATE_MASK) -> None:
+def register(
+    attention: Callable[..., Any] = LATE_ATTENTION, mask: Callable[..., Any] = LATE_MASK
+) -> None:
     """Register the attention function and its mask function; further calls are harmless."""
     from transformers import AttentionInterface, AttentionMaskInterface
 

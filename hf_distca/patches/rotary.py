@@ -31,9 +31,14 @@ from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.split import Parts, join_results
 from hf_distca.plan import PLAN_KEY
 
-DOCUMENTS: Parts = ("a rotary embedding's", "train this model with stock attention and transformers' Trainer")
+DOCUMENTS: Parts = (
+    "a rotary embedding's",
+    "train this model with stock attention and transformers' Trainer",
+)
 
-_running: ContextVar[BoundPlan | None] = ContextVar("plan of the module whose forward runs", default=None)
+_running: ContextVar[BoundPlan | None] = ContextVar(
+    "plan of the module whose forward runs", default=None
+)
 
 
 def plan_rotary(model: PreTrainedModel) -> None:
@@ -68,7 +73,9 @@ class _RotaryOwner(nn.Module):
 
     # Only this function stays uncompiled, and what it calls may be compiled.
     @uncompiled("a plan is made known to rotary embeddings", recursive=False)
-    def _planned_forward(self, plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _planned_forward(
+        self, plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         token = _running.set(plan)
         try:
             return super().forward(*args, **kwargs)
@@ -88,7 +95,9 @@ class _PlannedRotary(nn.Module):
 
     @uncompiled("documents have lengths that are new with each micro-batch")
     @torch.no_grad()
-    def _planned_forward(self, plan: BoundPlan, x: Tensor, position_ids: Tensor, options: dict[str, str]) -> Any:
+    def _planned_forward(
+        self, plan: BoundPlan, x: Tensor, position_ids: Tensor, options: dict[str, str]
+    ) -> Any:
         if position_ids.shape[-1] != plan.rows:
             raise ValueError(
                 f"{type(self).__name__} was called with {position_ids.shape[-1]} positions, but the plan has "
@@ -96,14 +105,23 @@ class _PlannedRotary(nn.Module):
             )
         plan.ran.rotations += 1
         segments = [(_stretched(self, length, **options), rows) for rows, length in plan.segments]
-        groups = [(each, sum(rows for _, rows in group)) for each, group in groupby(segments, itemgetter(0))]
+        groups = [
+            (each, sum(rows for _, rows in group))
+            for each, group in groupby(segments, itemgetter(0))
+        ]
         sizes = tuple(rows for _, rows in groups)
         forward = inspect.unwrap(stock_forward(self))  # without the choice of frequencies
         results = [
             forward(_alone(self, stretched, x.device, **options), x, positions, **options)
-            for (stretched, _), positions in zip(groups, position_ids.split(list(sizes), -1), strict=True)
+            for (stretched, _), positions in zip(
+                groups, position_ids.split(list(sizes), -1), strict=True
+            )
         ]
-        return results[0] if len(results) == 1 else join_results("result", tuple(results), sizes, DOCUMENTS)
+        return (
+            results[0]
+            if len(results) == 1
+            else join_results("result", tuple(results), sizes, DOCUMENTS)
+        )
 
 
 def _stretched(module: Any, length: int, layer_type: str | None = None) -> int | None:
@@ -111,7 +129,9 @@ def _stretched(module: Any, length: int, layer_type: str | None = None) -> int |
     rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
     parameters = module.config.rope_parameters
     parameters = parameters if layer_type is None else parameters[layer_type]
-    if type(module).__name__ in SCALING_BY_LENGTH or rope_type == "longrope":  # all long documents are alike
+    if (
+        type(module).__name__ in SCALING_BY_LENGTH or rope_type == "longrope"
+    ):  # all long documents are alike
         most = parameters["original_max_position_embeddings"]
         return most + 1 if length > most else None
     if not depends_on_length(rope_type):
@@ -119,12 +139,16 @@ def _stretched(module: Any, length: int, layer_type: str | None = None) -> int |
     return length if length > module.original_max_seq_len else None
 
 
-def _alone(module: Any, stretched: int | None, device: torch.device, layer_type: str | None = None) -> Any:
+def _alone(
+    module: Any, stretched: int | None, device: torch.device, layer_type: str | None = None
+) -> Any:
     """Return a copy of a rotary embedding with the frequencies of documents of one length."""
     alone, prefix = copy(module), "" if layer_type is None else f"{layer_type}_"
     if type(module).__name__ in SCALING_BY_LENGTH:
         frequencies_D, _ = module.rope_init_fn(module.config)
-        factor = module.config.rope_parameters["short_mscale" if stretched is None else "long_mscale"]
+        factor = module.config.rope_parameters[
+            "short_mscale" if stretched is None else "long_mscale"
+        ]
         # With this type the forward takes the factor that comes with the frequencies.
         alone.config = SimpleNamespace(rope_parameters={"rope_type": "default"})
         alone.rope_init_fn = lambda _: (frequencies_D, factor)
@@ -136,7 +160,9 @@ def _alone(module: Any, stretched: int | None, device: torch.device, layer_type:
         # transformers computes dynamic NTK with a tensor in float32; a branch on a fake tensor would fail.
         seq_len = stretched if rope_type == "longrope" else torch.tensor(stretched)
         compute: Any = ROPE_INIT_FUNCTIONS[rope_type]
-        frequencies_D, _ = compute(module.config, torch.device("cpu"), seq_len=seq_len, layer_type=layer_type)
+        frequencies_D, _ = compute(
+            module.config, torch.device("cpu"), seq_len=seq_len, layer_type=layer_type
+        )
     frequencies_D = frequencies_D.to(device, non_blocking=True)
     alone._buffers = {**module._buffers, f"{prefix}inv_freq": frequencies_D}
     return alone

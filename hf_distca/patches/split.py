@@ -26,7 +26,9 @@ PLAIN = (bool, int, float, str, type(None), DeferredMask)
 """Types of arguments that are the same for all parts."""
 
 
-def split_argument(name: str, value: Any, sizes: Sizes, parts: Parts = NANO_BATCHES) -> tuple[Any, ...]:
+def split_argument(
+    name: str, value: Any, sizes: Sizes, parts: Parts = NANO_BATCHES
+) -> tuple[Any, ...]:
     """Return each part's share of a module's argument.
 
     A tensor has a row per token if its shape is [1, T, ...], [1, 1, T, 1] (factors on attention) or [T] (positions).
@@ -52,14 +54,20 @@ def split_argument(name: str, value: Any, sizes: Sizes, parts: Parts = NANO_BATC
         if value.dim() == 0:
             return (value,) * len(sizes)
     elif isinstance(value, dict):
-        shares = {key: split_argument(f"{name}[{key!r}]", item, sizes, parts) for key, item in value.items()}
+        shares = {
+            key: split_argument(f"{name}[{key!r}]", item, sizes, parts)
+            for key, item in value.items()
+        }
         return tuple({key: share[i] for key, share in shares.items()} for i in range(len(sizes)))
     elif type(value) in (tuple, list):
         items = [split_argument(f"{name}[{i}]", item, sizes, parts) for i, item in enumerate(value)]
         return tuple(type(value)(item[i] for item in items) for i in range(len(sizes)))
     elif isinstance(value, UserDict):
         stops = list(accumulate(sizes))
-        return tuple(PartStates(value, slice(stop - size, stop)) for size, stop in zip(sizes, stops, strict=True))
+        return tuple(
+            PartStates(value, slice(stop - size, stop))
+            for size, stop in zip(sizes, stops, strict=True)
+        )
     elif isinstance(value, PLAIN):
         return (value,) * len(sizes)
     elif isinstance(value, Cache):
@@ -69,22 +77,35 @@ def split_argument(name: str, value: Any, sizes: Sizes, parts: Parts = NANO_BATC
     )
 
 
-def join_results(name: str, results: tuple[Any, ...], sizes: Sizes, parts: Parts = NANO_BATCHES) -> Any:
+def join_results(
+    name: str, results: tuple[Any, ...], sizes: Sizes, parts: Parts = NANO_BATCHES
+) -> Any:
     """Join the results of a module for all parts; raise ValueError if types or shapes do not say how."""
     first, (owner, remedy) = results[0], parts
     if all(isinstance(result, Tensor) for result in results):
         # [N, 1, T, D], [1, T, ...], or [T, ...] as MoE routers have it
-        for dim, may_count_rows in ((2, _is_stacked(first)), (1, first.shape[:1] == (1,)), (0, True)):
-            if may_count_rows and tuple(size for result in results for size in result.shape[dim : dim + 1]) == sizes:
+        for dim, may_count_rows in (
+            (2, _is_stacked(first)),
+            (1, first.shape[:1] == (1,)),
+            (0, True),
+        ):
+            if (
+                may_count_rows
+                and tuple(size for result in results for size in result.shape[dim : dim + 1])
+                == sizes
+            ):
                 return torch.cat(results, dim)
     elif type(first) in (tuple, list) and all(len(result) == len(first) for result in results):
         return type(first)(
-            join_results(f"{name}[{i}]", each, sizes, parts) for i, each in enumerate(zip(*results, strict=True))
+            join_results(f"{name}[{i}]", each, sizes, parts)
+            for i, each in enumerate(zip(*results, strict=True))
         )
     elif all(result is None for result in results):
         return None
     described = " and ".join(dict.fromkeys(map(_described, results)))
-    raise ValueError(f"a planned step cannot join {owner} {name} of parts of {sizes} rows: got {described}; {remedy}")
+    raise ValueError(
+        f"a planned step cannot join {owner} {name} of parts of {sizes} rows: got {described}; {remedy}"
+    )
 
 
 def _is_stacked(value: Tensor) -> bool:
@@ -107,7 +128,9 @@ def join_states(value: Any, parts: tuple[Any, ...]) -> None:
     """Join the states that a layer left for each part of an argument, if the argument holds such states."""
     if isinstance(value, UserDict):
         for key in parts[0].data:
-            value[key] = tuple(torch.cat(each, 2) for each in zip(*(part.data[key] for part in parts), strict=True))
+            value[key] = tuple(
+                torch.cat(each, 2) for each in zip(*(part.data[key] for part in parts), strict=True)
+            )
 
 
 class ThreadState:
@@ -119,8 +142,14 @@ class ThreadState:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         getters_and_setters: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-            (partial(torch.is_autocast_enabled, device_type), partial(torch.set_autocast_enabled, device_type)),
-            (partial(torch.get_autocast_dtype, device_type), partial(torch.set_autocast_dtype, device_type)),
+            (
+                partial(torch.is_autocast_enabled, device_type),
+                partial(torch.set_autocast_enabled, device_type),
+            ),
+            (
+                partial(torch.get_autocast_dtype, device_type),
+                partial(torch.set_autocast_dtype, device_type),
+            ),
             (torch.is_grad_enabled, torch.set_grad_enabled),
             (torch.get_default_dtype, torch.set_default_dtype),
         )
@@ -150,4 +179,8 @@ class ThreadState:
 
 
 def _described(value: Any) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return (
+        f"a tensor of shape {list(value.shape)}"
+        if isinstance(value, Tensor)
+        else type(value).__name__
+    )

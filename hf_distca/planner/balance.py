@@ -21,7 +21,16 @@ import numpy as np
 from hf_distca.plan import TASK, AttentionKind, Layout, Plan
 from hf_distca.planner.balancing_pass import Problem, balancing_pass
 from hf_distca.planner.cost import Workers, pairs, row_reaching
-from hf_distca.planner.intervals import FloatArray, IntArray, Table, by_document, cut_at, joined, merged, moved_by
+from hf_distca.planner.intervals import (
+    FloatArray,
+    IntArray,
+    Table,
+    by_document,
+    cut_at,
+    joined,
+    merged,
+    moved_by,
+)
 from hf_distca.planner.layout import assemble, check_settings, layout_of_kind
 from hf_distca.planner.settings import PlanSettings
 
@@ -73,7 +82,11 @@ def balance(
         node = np.asarray(nodes)
         of_ranks, named = node[: layout.ranks], np.unique(node)
         in_order = np.array_equal(of_ranks, np.cumsum(np.diff(of_ranks, prepend=of_ranks[:1]) != 0))
-        if len(node) != len(workers) or not in_order or not np.array_equal(named, np.arange(len(named))):
+        if (
+            len(node) != len(workers)
+            or not in_order
+            or not np.array_equal(named, np.arange(len(named)))
+        ):
             raise ValueError(
                 f"nodes must have one number per worker, {len(workers)} in all: 0, 1, 2, … in the order of the "
                 f"{layout.ranks} ranks, then the nodes of dedicated servers; got {tuple(nodes)!r:.120}"
@@ -81,7 +94,12 @@ def balance(
         first = np.unique(node, return_index=True)[1]
         # 1. Each node is one worker, and the touching rows of its ranks are one segment.
         *rows, rank = (layout.segments[name] for name in ("document", "start", "stop", "rank"))
-        on_nodes = assemble(layout.lengths, (*rows, node[rank]), int(node[: layout.ranks].max()) + 1, by_document=True)
+        on_nodes = assemble(
+            layout.lengths,
+            (*rows, node[rank]),
+            int(node[: layout.ranks].max()) + 1,
+            by_document=True,
+        )
         speed = np.bincount(node, workers.speed)
         busy = np.bincount(node, np.asarray(workers.speed) * np.asarray(workers.base_load))
         as_workers = Workers(tuple(speed.tolist()), tuple((busy / speed).tolist()))
@@ -91,10 +109,14 @@ def balance(
         enough = ideals_inside(problem.loads(problem.as_laid_out), workers, group) * (1 + tolerance)
         tasks = _passes(problem, tasks_of_workers(of_nodes, problem, node, enough), node, enough)
     tasks = moved_by(tasks, -problem.origin)
-    return Plan(layout, tasks, len(workers), kind.window, nodes=None if nodes is None else tuple(nodes))
+    return Plan(
+        layout, tasks, len(workers), kind.window, nodes=None if nodes is None else tuple(nodes)
+    )
 
 
-def _passes(problem: Problem, tasks: Table, groups: IntArray, enough: FloatArray | None = None) -> Table:
+def _passes(
+    problem: Problem, tasks: Table, groups: IntArray, enough: FloatArray | None = None
+) -> Table:
     """Repeat passes inside groups until all workers finish early enough, and return the best pass's tasks.
 
     Args:
@@ -126,7 +148,12 @@ def ideals_inside(loads: IntArray, workers: Workers, nodes: IntArray) -> FloatAr
     ideal = np.zeros(len(workers))
     for number in range(int(nodes.max()) + 1):
         here = np.flatnonzero(nodes == number)
-        own = Workers(*(tuple(np.asarray(of_all)[here].tolist()) for of_all in (workers.speed, workers.base_load)))
+        own = Workers(
+            *(
+                tuple(np.asarray(of_all)[here].tolist())
+                for of_all in (workers.speed, workers.base_load)
+            )
+        )
         ideal[here] = own.ideal(int(loads[here].sum()))
     return ideal
 
@@ -139,7 +166,9 @@ def tasks_of_workers(tasks: Table, problem: Problem, nodes: IntArray, limit: Flo
     moved = merged(given.compress(~stays))
     given["worker"] = held["rank"]
     given = given.compress(stays)
-    room = (limit - np.asarray(workers.base_load)) * np.asarray(workers.speed) - problem.loads(given)
+    room = (limit - np.asarray(workers.base_load)) * np.asarray(workers.speed) - problem.loads(
+        given
+    )
     # The largest pieces of documents come first, since they need the most room.
     placed = []
     for index in np.argsort(-pairs(moved["start"], moved["stop"], window), kind="stable").tolist():
@@ -148,7 +177,11 @@ def tasks_of_workers(tasks: Table, problem: Problem, nodes: IntArray, limit: Flo
         while start < stop:
             worker = int(members[room[members].argmax()])
             # Cut at a block's boundary, if both sides keep a block.
-            cut = int(row_reaching(pairs(0, start, window) + max(float(room[worker]), 0.0), window)) // block * block
+            cut = (
+                int(row_reaching(pairs(0, start, window) + max(float(room[worker]), 0.0), window))
+                // block
+                * block
+            )
             cut = stop if cut < start + block or stop - cut < block else cut
             placed.append((document, start, cut, worker))
             room[worker] -= pairs(start, cut, window)

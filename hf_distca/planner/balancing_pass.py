@@ -12,7 +12,16 @@ import numpy as np
 
 from hf_distca.plan import TASK, AttentionKind, Layout
 from hf_distca.planner.cost import Workers, pairs, pairs_at, row_reaching
-from hf_distca.planner.intervals import FloatArray, IntArray, Table, grain, joined, local_tasks, merged, moved_by
+from hf_distca.planner.intervals import (
+    FloatArray,
+    IntArray,
+    Table,
+    grain,
+    joined,
+    local_tasks,
+    merged,
+    moved_by,
+)
 from hf_distca.planner.settings import PlanSettings
 
 BUSY = 0.8
@@ -41,15 +50,26 @@ class Problem:
     """
 
     def __init__(
-        self, layout: Layout, kind: AttentionKind, settings: PlanSettings, workers: Workers, tolerance: FloatArray
+        self,
+        layout: Layout,
+        kind: AttentionKind,
+        settings: PlanSettings,
+        workers: Workers,
+        tolerance: FloatArray,
     ) -> None:
         self.workers, self.tolerance = workers, tolerance
         self.block, self.window = settings.balance_block_size, kind.window
         self.origin = round(settings.row_overhead / self.block) * self.block
-        self.pair_window = None if kind.window is None else kind.window + self.origin  # by which a row counts pairs
-        self.layout = Layout(layout.lengths + self.origin, moved_by(layout.segments, self.origin), layout.ranks)
+        self.pair_window = (
+            None if kind.window is None else kind.window + self.origin
+        )  # by which a row counts pairs
+        self.layout = Layout(
+            layout.lengths + self.origin, moved_by(layout.segments, self.origin), layout.ranks
+        )
         self.row_bytes = settings.row_bytes(kind)
-        self.gather_bytes = settings.gather_cost * self.row_bytes.kv  # cost of gathering a row of K/V, in bytes sent
+        self.gather_bytes = (
+            settings.gather_cost * self.row_bytes.kv
+        )  # cost of gathering a row of K/V, in bytes sent
         self.as_laid_out = local_tasks(self.layout.segments)
 
     def loads(self, tasks: Table) -> IntArray:
@@ -77,7 +97,9 @@ class Price:
         return np.asarray((stop - start) * self.rows + np.maximum(stop - first, 0.0) * self.kv)
 
 
-def take(price: Price, low: FloatArray, high: FloatArray, amount: float, known: IntArray) -> dict[int, float]:
+def take(
+    price: Price, low: FloatArray, high: FloatArray, amount: float, known: IntArray
+) -> dict[int, float]:
     """Return by task the pairs to give of a worker's tasks, `amount` in all, at the least cost found.
 
     The rows lie where the bytes are least, or at the task's end. Where they lie in the end is chosen later.
@@ -96,7 +118,9 @@ def take(price: Price, low: FloatArray, high: FloatArray, amount: float, known: 
         if not part.any():
             break
         reach = price.reach * np.sqrt(2 * part)
-        end = np.minimum(row_reaching(high, window), np.maximum(row_reaching(low + part, window), reach))
+        end = np.minimum(
+            row_reaching(high, window), np.maximum(row_reaching(low + part, window), reach)
+        )
         begin = np.maximum(row_reaching(pairs_at(end, window) - part, window), start)
         cost = price.of(begin, end, known)
         enough = available >= amount
@@ -111,7 +135,9 @@ def take(price: Price, low: FloatArray, high: FloatArray, amount: float, known: 
     return given
 
 
-def balancing_pass(problem: Problem, tasks: Table, aim: FloatArray, limit: FloatArray, groups: IntArray) -> Table:
+def balancing_pass(
+    problem: Problem, tasks: Table, aim: FloatArray, limit: FloatArray, groups: IntArray
+) -> Table:
     """Return the tasks after one pass of flows, sources and places.
 
     Args:
@@ -136,7 +162,9 @@ def balancing_pass(problem: Problem, tasks: Table, aim: FloatArray, limit: Float
     homes = np.bincount(tasks["document"], minlength=len(problem.layout.lengths))
     gives = np.zeros(len(homes), bool)
     gives[tasks["document"][surplus[tasks["worker"]] > 0]] = True
-    for document, _, stop, worker in tasks.compress((gives & (homes > 1))[tasks["document"]]).tolist():
+    for document, _, stop, worker in tasks.compress(
+        (gives & (homes > 1))[tasks["document"]]
+    ).tolist():
         known.setdefault(document, {})[worker] = stop
 
     # 1. Flows, inside each group.
@@ -151,10 +179,14 @@ def balancing_pass(problem: Problem, tasks: Table, aim: FloatArray, limit: Float
     # 2. Sources.
     first_of: list[int] = np.searchsorted(tasks["worker"], np.arange(len(workers) + 1)).tolist()
     documents: list[int] = tasks["document"].tolist()
-    parts: dict[int, list[tuple[float, int]]] = {}  # task -> (pairs, taker) of each part that leaves it
+    parts: dict[
+        int, list[tuple[float, int]]
+    ] = {}  # task -> (pairs, taker) of each part that leaves it
     for giver, given in flows.items():
         first, last = first_of[giver], first_of[giver + 1]
-        low, high = (pairs(0, tasks[end][first:last], window).astype(np.float64) for end in ("start", "stop"))
+        low, high = (
+            pairs(0, tasks[end][first:last], window).astype(np.float64) for end in ("start", "stop")
+        )
         shared = [task for task in range(first, last) if documents[task] in known]
         for taker, amount in given:
             rows = np.full(last - first, origin)
@@ -177,17 +209,25 @@ def balancing_pass(problem: Problem, tasks: Table, aim: FloatArray, limit: Float
         begin, end = float(start), row_reaching(float(high - amounts[-1]), window)
         for _ in range(2):  # search the start of the first part: coarse, then fine
             first = begin + (end - begin) * SEARCHED
-            cuts = row_reaching(pairs_at(first, window)[:, None] + amounts, window).clip(start, stop)
+            cuts = row_reaching(pairs_at(first, window)[:, None] + amounts, window).clip(
+                start, stop
+            )
             starts, stops = cuts[:, :-1], cuts[:, 1:]
             costs = price_of[owner].of(starts, stops, rows).sum(axis=1)
             # Tasks smaller than a block are forbidden, except at a document's end.
             before, after = cuts[:, 0], cuts[:, -1]
-            short = (stops - starts < block).sum(axis=1) + ((before > start + 1) & (before < start + block))
+            short = (stops - starts < block).sum(axis=1) + (
+                (before > start + 1) & (before < start + block)
+            )
             if stop < problem.layout.lengths[document]:
                 short += (after < stop - 1) & (after > stop - block)
             # Of rests on both sides of the parts the second one gathers its K/V rows once more.
-            keys = stop - (np.maximum(after - problem.window + 1, origin) if problem.window else origin)
-            costs += short * FORBIDDEN + ((before > start) & (after < stop)) * (keys * problem.gather_bytes)
+            keys = stop - (
+                np.maximum(after - problem.window + 1, origin) if problem.window else origin
+            )
+            costs += short * FORBIDDEN + ((before > start) & (after < stop)) * (
+                keys * problem.gather_bytes
+            )
             at = int(costs.argmin())
             begin, end = float(first[max(at - 1, 0)]), float(first[min(at + 1, len(first) - 1)])
         bounds = [start]
@@ -221,7 +261,11 @@ def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
     partners = {giver: partners[giver] - {giver} for _, giver in givers if giver in partners}
     if any(surplus[partner] > 0 for near in partners.values() for partner in near):
         # Partners follow each other, so that they find each other's takers; the largest sum of surpluses goes first.
-        givers.sort(key=lambda each: each[0] - sum(max(surplus[other], 0.0) for other in partners.get(each[1], ())))
+        givers.sort(
+            key=lambda each: (
+                each[0] - sum(max(surplus[other], 0.0) for other in partners.get(each[1], ()))
+            )
+        )
     waiting = {giver: -less for less, giver in givers}
     flows: Flows = {}
     for _, giver in givers:
@@ -233,7 +277,9 @@ def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
         while left > 0 and rooms:
             wanted = (left + for_partners, -1)
             if near:
-                enough = [(room_of[worker], worker) for worker in near if room_of.get(worker, 0.0) >= left]
+                enough = [
+                    (room_of[worker], worker) for worker in near if room_of.get(worker, 0.0) >= left
+                ]
                 begun = [(room_of[worker], worker) for worker in used if room_of[worker] > 0]
                 wanted = min(enough, default=max(begun, default=wanted))
             room, taker = rooms.pop(min(bisect_left(rooms, wanted), len(rooms) - 1))

@@ -88,7 +88,9 @@ def place_tightly(lengths: Sequence[int], capacity: int) -> list[int]:
     return chosen
 
 
-def ranks_of_whole(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int) -> NDArray[np.int64] | None:
+def ranks_of_whole(
+    lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
+) -> NDArray[np.int64] | None:
     """Return the rank of each whole document, with tokens as equal as possible; None if they do not fit.
 
     Longest first, each document goes to the rank with the fewest tokens. If that leaves no room for a document, each
@@ -118,7 +120,9 @@ def ranks_of_whole(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int)
     return rank_of
 
 
-def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int) -> list[NDArray[np.int64]]:
+def whole_documents(
+    lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
+) -> list[NDArray[np.int64]]:
     """Return the documents of each rank, with tokens as equal as whole documents allow: see `ranks_of_whole`.
 
     Raises:
@@ -141,4 +145,7 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
         )
     # Two halves of about equal tokens, so that nano-batches can divide the rank's rows between two documents.
     ordered = (np.flatnonzero(rank_of == rank) for rank in range(ranks))
-    return [np.concatenate([documents[half] for half in halves(lengths[documents])]) for documents in ordered]
+    return [
+        np.concatenate([documents[half] for half in halves(lengths[documents])])
+        for documents in ordered
+    ]

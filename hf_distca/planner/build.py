@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, NanoBatch, Plan, PlanChoice, PlanSummary
+from hf_distca.plan import (
+    AttentionKind,
+    Layout,
+    MicroBatchPlan,
+    NanoBatch,
+    Plan,
+    PlanChoice,
+    PlanSummary,
+)
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import whole_documents
 from hf_distca.planner.cost import pairs
@@ -30,7 +38,9 @@ def local_plan(layout: Layout, kind: AttentionKind) -> Plan:
 def nano_batches_as_set(lengths: IntArray, settings: PlanSettings) -> tuple[NanoBatch, ...]:
     """Lay out the documents of one global micro-batch and balance their core attention, in one stage."""
     if settings.document_layout == "whole":
-        return _on_ranks(lengths, whole_documents(lengths, settings.ranks, settings.tokens_per_rank), settings)
+        return _on_ranks(
+            lengths, whole_documents(lengths, settings.ranks, settings.tokens_per_rank), settings
+        )
     groups = split_documents(lengths, settings.ranks) if settings.ping_pong else None
     groups = groups or [np.arange(len(lengths))]
     sizes = settings.node_sizes
@@ -54,7 +64,9 @@ def nano_batches_as_set(lengths: IntArray, settings: PlanSettings) -> tuple[Nano
     return _balanced(groups, layouts, settings)
 
 
-def nano_batches_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> tuple[NanoBatch, ...]:
+def nano_batches_placed(
+    placed: Sequence[Sequence[int]], settings: PlanSettings
+) -> tuple[NanoBatch, ...]:
     """Balance documents that stay where they lie, given as the lengths of each rank's documents, in one stage."""
     lengths = lengths_of(placed)
     stops = np.cumsum([len(row) for row in placed])
@@ -66,22 +78,30 @@ def lengths_of(placed: Sequence[Sequence[int]]) -> IntArray:
     return np.array([length for lengths in placed for length in lengths], np.int64)
 
 
-def _on_ranks(lengths: IntArray, on_ranks: Sequence[IntArray], settings: PlanSettings) -> tuple[NanoBatch, ...]:
+def _on_ranks(
+    lengths: IntArray, on_ranks: Sequence[IntArray], settings: PlanSettings
+) -> tuple[NanoBatch, ...]:
     """Plan each rank's whole documents, in the order of its rows; a nano-batch has the first or the last of them."""
     divided, halves = [list(on_ranks)], []
     for documents in on_ranks if settings.ping_pong else ():
         *before, total = np.cumsum(lengths[documents]).tolist() or [0]
-        smaller = [min(first, total - first) for first in before]  # part, if the documents are cut between two of them
+        smaller = [
+            min(first, total - first) for first in before
+        ]  # part, if the documents are cut between two of them
         if max(smaller, default=-1) < SMALLEST_SHARE * total:
             break
         halves.append(np.split(documents, [smaller.index(max(smaller)) + 1]))
     if len(halves) == len(on_ranks):
         divided = [[first for first, _ in halves], [second for _, second in halves]]
-    layouts = [fixed_layout([lengths[documents].tolist() for documents in each]) for each in divided]
+    layouts = [
+        fixed_layout([lengths[documents].tolist() for documents in each]) for each in divided
+    ]
     return _balanced([np.concatenate(each) for each in divided], layouts, settings)
 
 
-def _balanced(groups: Sequence[IntArray], layouts: Sequence[Layout], settings: PlanSettings) -> tuple[NanoBatch, ...]:
+def _balanced(
+    groups: Sequence[IntArray], layouts: Sequence[Layout], settings: PlanSettings
+) -> tuple[NanoBatch, ...]:
     return tuple(
         NanoBatch(group, layout, {kind: balance(layout, kind, settings) for kind in settings.kinds})
         for group, layout in zip(groups, layouts, strict=True)
@@ -105,7 +125,10 @@ def finished(
     count, together = stages or usual_stages(len(nano_batches)), stages is not None
     nodes, staged = settings.node_of_ranks, []
     counted = counted or [
-        {kind: count_plan(plan, kind, settings.bytes_per_value, nodes) for kind, plan in nano.plans.items()}
+        {
+            kind: count_plan(plan, kind, settings.bytes_per_value, nodes)
+            for kind, plan in nano.plans.items()
+        }
         for nano in nano_batches
     ]
     for nano, counts in zip(nano_batches, counted, strict=True):
@@ -120,7 +143,9 @@ def finished(
     summary = PlanSummary(
         packed_max_over_mean=float(packed.max() / packed.mean()),
         max_over_mean=float(planned.max() / planned.mean()),
-        exchange=exchange_figures(np.sum([counts[kind].forward_bytes for counts in counted], axis=0), nodes),
+        exchange=exchange_figures(
+            np.sum([counts[kind].forward_bytes for counts in counted], axis=0), nodes
+        ),
     )
     return MicroBatchPlan(tuple(staged), summary, choice=choice)
 
@@ -128,7 +153,9 @@ def finished(
 def packed_seconds(lengths: IntArray, settings: PlanSettings, costs: StepCosts) -> float:
     """Return the seconds of documents packed in order, without exchanges and without runs of mixing layers."""
     packed = fixed_layout([lengths.tolist()], settings.ranks)
-    seconds = packed.tokens * costs.token + costs.depth * costs.launches * (1 + costs.backward_factor)
+    seconds = packed.tokens * costs.token + costs.depth * costs.launches * (
+        1 + costs.backward_factor
+    )
     for of_kind in costs.kinds:
         window, segments = of_kind.kind.window, layout_of_kind(packed, of_kind.kind).segments
         rows, stops, rank = row_counts(segments), segments["stop"], segments["rank"]
@@ -139,11 +166,15 @@ def packed_seconds(lengths: IntArray, settings: PlanSettings, costs: StepCosts) 
             np.bincount(rank, each, packed.ranks).astype(float) for each in every
         )
         tasks = Tasks(of_rows, of_keys, of_pairs, np.ones(packed.ranks), of_diagonal, count)
-        seconds = seconds + of_kind.layers * (of_kind.forward.seconds(tasks) + of_kind.backward.seconds(tasks))
+        seconds = seconds + of_kind.layers * (
+            of_kind.forward.seconds(tasks) + of_kind.backward.seconds(tasks)
+        )
     seconds = seconds * np.array(costs.slowness or 1.0)
     return costs.until_done(seconds, float(seconds.max()))
 
 
 def loads_as_packed(lengths: IntArray, settings: PlanSettings) -> IntArray:
     """Return [ranks] int64: query-key pairs in a layer of the dominant kind if documents are packed in order."""
-    return loads_of(local_plan(fixed_layout([lengths.tolist()], settings.ranks), settings.dominant_kind))
+    return loads_of(
+        local_plan(fixed_layout([lengths.tolist()], settings.ranks), settings.dominant_kind)
+    )

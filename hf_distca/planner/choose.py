@@ -15,7 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, PlanChoice
-from hf_distca.planner.build import finished, lengths_of, nano_batches_as_set, nano_batches_placed, packed_seconds
+from hf_distca.planner.build import (
+    finished,
+    lengths_of,
+    nano_batches_as_set,
+    nano_batches_placed,
+    packed_seconds,
+)
 from hf_distca.planner.groups import (
     LONG_SHARE,
     Placing,
@@ -92,7 +98,9 @@ def choose(lengths: IntArray, settings: PlanSettings, choices: Choices) -> Micro
     return search.chosen(search.candidates())
 
 
-def choose_placed(placed: Sequence[Sequence[int]], settings: PlanSettings, choices: Choices) -> MicroBatchPlan:
+def choose_placed(
+    placed: Sequence[Sequence[int]], settings: PlanSettings, choices: Choices
+) -> MicroBatchPlan:
     """Plan documents that stay on the ranks where they lie, with the least predicted time.
 
     Documents are not grouped, whatever `choices` says.
@@ -127,7 +135,10 @@ class _Search:
         costs = choices.costs
         self._lengths, self._choices = lengths, choices
         self._settings = replace(
-            settings, choices=None, slowness=costs.slowness, row_work=costs.row_work(settings.dominant_kind)
+            settings,
+            choices=None,
+            slowness=costs.slowness,
+            row_work=costs.row_work(settings.dominant_kind),
         )
         self._speeds = 1 / np.array(costs.slowness or (1.0,) * settings.ranks)
         sizes = node_sizes(settings.ranks, settings.ranks_per_node)
@@ -139,13 +150,19 @@ class _Search:
         self._tried: dict[tuple[int, float, int, bool], Candidate | None] = {}
         self._best: Candidate | None = None
         self.partitions = partitions(sizes)
-        self._inside = max(level for level, each in enumerate(self.partitions) if max(each) <= self._ranks_of_node)
+        self._inside = max(
+            level for level, each in enumerate(self.partitions) if max(each) <= self._ranks_of_node
+        )
         if self._first() > self._inside and len(sizes) > 2:
-            joined = joined_nodes(lengths, self._seconds, sizes, settings.tokens_per_rank, self._speeds)
+            joined = joined_nodes(
+                lengths, self._seconds, sizes, settings.tokens_per_rank, self._speeds
+            )
             if joined is not None and joined not in self.partitions:
                 level = sum(max(sizes) < max(joined) for sizes in self.partitions)
                 self.partitions.insert(level, joined)
-                self._placings = {each: placing for each, placing in self._placings.items() if each < level}
+                self._placings = {
+                    each: placing for each, placing in self._placings.items() if each < level
+                }
 
     def chosen(self, candidates: Iterator[Candidate]) -> MicroBatchPlan:
         """Return the plan of the best of some candidates.
@@ -162,8 +179,12 @@ class _Search:
         step, stages = min((best.step, best.stages), others, key=lambda each: each[0].seconds)
         packed = packed_seconds(self._lengths, self._settings, self._costs)
         attention = tuple(step.attention.tolist())
-        choice = replace(best.choice, seconds=step.seconds, attention=attention, packed_seconds=packed)
-        return finished(self._lengths, best.nano_batches, self._settings, stages, choice, best.counted)
+        choice = replace(
+            best.choice, seconds=step.seconds, attention=attention, packed_seconds=packed
+        )
+        return finished(
+            self._lengths, best.nano_batches, self._settings, stages, choice, best.counted
+        )
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield every candidate that is worth trying."""
@@ -176,7 +197,9 @@ class _Search:
         placing = self._placing(0)
         if layout == "whole" and groups and placing is not None and not placing.left:
             # The costliest document is placed first.
-            whole = self.planned(0, self._choices.tolerances[0], min(self._choices.nano_batches), evenly=True)
+            whole = self.planned(
+                0, self._choices.tolerances[0], min(self._choices.nano_batches), evenly=True
+            )
             if whole is not None:
                 yield whole
         yield from self.as_set(partial(nano_batches_as_set, self._lengths))
@@ -198,7 +221,9 @@ class _Search:
             for count in self._choices.nano_batches:
                 chosen = replace(self._settings, balance_tolerance=tolerance, ping_pong=count == 2)
                 nano_batches = plan(chosen)
-                candidate = self._candidate(nano_batches, every, tolerance, self._settings, evenly=False)
+                candidate = self._candidate(
+                    nano_batches, every, tolerance, self._settings, evenly=False
+                )
                 if len(nano_batches) == count or count == self._choices.nano_batches[0]:
                     yield candidate
                 if candidate.waited == 0:  # a second nano-batch has nothing to hide
@@ -210,20 +235,31 @@ class _Search:
         if placing is None or not placing.left or best is None:
             return
         fitted = place_on_ranks(
-            self._lengths, self._seconds, self._settings.ranks, self._settings.tokens_per_rank, self._speeds
+            self._lengths,
+            self._seconds,
+            self._settings.ranks,
+            self._settings.tokens_per_rank,
+            self._speeds,
         )
         if fitted is None or fitted.slowest > best.choice.seconds * (1 - GOOD_ENOUGH):
             return
         finest, count = self._choices.tolerances[0], min(self._choices.nano_batches)
-        nano_batches = nano_batches_in_groups(self._lengths, fitted, self._settings, self._costs, count, evenly=True)
+        nano_batches = nano_batches_in_groups(
+            self._lengths, fitted, self._settings, self._costs, count, evenly=True
+        )
         if nano_batches is not None:
             yield self._candidate(nano_batches, fitted, finest, self._settings, evenly=True)
 
     def _grouped(self) -> Candidate:
         """Return the best plan in groups. Sampled plans are made in full as long as one could be the best."""
         self._in_groups()
-        if self._best is not None and self._slowest(0, self._best.choice.seconds) <= self._best.choice.seconds:
-            self._evenly(0, self._choices.tolerances[0], self._choices.nano_batches[0])  # exchanges nothing
+        if (
+            self._best is not None
+            and self._slowest(0, self._best.choice.seconds) <= self._best.choice.seconds
+        ):
+            self._evenly(
+                0, self._choices.tolerances[0], self._choices.nano_batches[0]
+            )  # exchanges nothing
         found = sorted((each for each in self._tried.values() if each is not None), key=_seconds)
         best = self._best = None
         for part in found[:MOST_IN_FULL]:
@@ -232,15 +268,23 @@ class _Search:
             whole: Candidate | None = part
             if part.nano_batches[0].layout.ranks < self._settings.ranks:
                 level, chosen = self.partitions.index(part.placing.sizes), part.choice
-                whole = self.planned(level, chosen.tolerance, chosen.nano_batches, evenly=part.evenly)
-            best = min((each for each in (best, whole) if each is not None), key=_seconds, default=None)
+                whole = self.planned(
+                    level, chosen.tolerance, chosen.nano_batches, evenly=part.evenly
+                )
+            best = min(
+                (each for each in (best, whole) if each is not None), key=_seconds, default=None
+            )
         return best or min(self.as_set(partial(nano_batches_as_set, self._lengths)), key=_seconds)
 
     def _in_groups(self) -> None:
         """Try plans whose documents lie inside groups of ranks."""
         finest, *coarser = self._choices.tolerances
         few, *_, many = self._choices.nano_batches * 2
-        top, first, many_ranks = len(self.partitions) - 1, self._first(), self._settings.ranks > FEW_RANKS
+        top, first, many_ranks = (
+            len(self.partitions) - 1,
+            self._first(),
+            self._settings.ranks > FEW_RANKS,
+        )
         # 1. Long documents divided evenly, or whole ones only: in the smallest groups that compute about alike, in
         #    smaller ones, and in larger ones inside nodes.
         failed = 0
@@ -255,13 +299,22 @@ class _Search:
                 self._evenly(level, finest, few)
         # 2. Few documents cut, with exchanges hidden by two nano-batches; other groups as long as they help.
         begin = first if self._best is None else self._level()
-        levels = sorted({min(begin, self._inside), self._inside, top}) if many_ranks else range(begin, top + 1)
+        levels = (
+            sorted({min(begin, self._inside), self._inside, top})
+            if many_ranks
+            else range(begin, top + 1)
+        )
         failed = 0
         for level in levels:
             across = many_ranks and level > self._inside
             if failed == 2 or not self._worth(level, ACROSS if across else 0.0):
                 continue
-            if many_ranks and not across and (placing := self._placing(level)) is not None and placing.left:
+            if (
+                many_ranks
+                and not across
+                and (placing := self._placing(level)) is not None
+                and placing.left
+            ):
                 continue
             best = self._best
             self._jointly(level, finest)
@@ -269,8 +322,14 @@ class _Search:
         if self._best is None:
             return
         # 3. Variations of the best plan: two nano-batches, then coarser tolerances.
-        even = {key[0]: each.choice.seconds for key, each in self._tried.items() if each is not None and each.evenly}
-        near = [level for level, seconds in even.items() if seconds <= min(even.values()) * (1 + NEAR)]
+        even = {
+            key[0]: each.choice.seconds
+            for key, each in self._tried.items()
+            if each is not None and each.evenly
+        }
+        near = [
+            level for level, seconds in even.items() if seconds <= min(even.values()) * (1 + NEAR)
+        ]
         for level in near:
             cheap = level <= self._inside or not many_ranks
             if max(self.partitions[level]) <= SAMPLED_RANKS:
@@ -314,13 +373,22 @@ class _Search:
         if level not in self._placings:
             sizes = self.partitions[level]
             place = partial(
-                place_in_groups, self._lengths, self._seconds, sizes, self._settings.tokens_per_rank, self._speeds
+                place_in_groups,
+                self._lengths,
+                self._seconds,
+                sizes,
+                self._settings.tokens_per_rank,
+                self._speeds,
             )
             placing = place()
             if placing is not None and max(sizes) == 1 and self._costs.ranks_per_core > 1:
                 # Idle ranks leave their cores to others, so as many ranks as there are cores should be done last.
                 uneven = place(fill_to=placing.slowest)
-                if uneven is not None and not uneven.left and self._until_placed(uneven) < self._until_placed(placing):
+                if (
+                    uneven is not None
+                    and not uneven.left
+                    and self._until_placed(uneven) < self._until_placed(placing)
+                ):
                     placing = uneven
             self._placings[level] = placing
         return self._placings[level]
@@ -362,15 +430,23 @@ class _Search:
         """Try to cut few documents, in the most nano-batches, and in fewer if few ranks hardly hide the exchange."""
         for count in reversed(self._choices.nano_batches):
             candidate = self._try(level, tolerance, count, evenly=False)
-            if candidate is not None and (candidate.waited <= HARDLY_HIDDEN or self._settings.ranks > FEW_RANKS):
+            if candidate is not None and (
+                candidate.waited <= HARDLY_HIDDEN or self._settings.ranks > FEW_RANKS
+            ):
                 return
 
     def _try(self, level: int, tolerance: float, count: int, *, evenly: bool) -> Candidate | None:
         """Plan once, and keep the plan if it is the best so far."""
         key = (level, tolerance, count, evenly)
         if key not in self._tried:
-            self._tried[key] = candidate = self.planned(level, tolerance, count, evenly=evenly, sampled=True)
-            self._best = min((one for one in (self._best, candidate) if one is not None), key=_seconds, default=None)
+            self._tried[key] = candidate = self.planned(
+                level, tolerance, count, evenly=evenly, sampled=True
+            )
+            self._best = min(
+                (one for one in (self._best, candidate) if one is not None),
+                key=_seconds,
+                default=None,
+            )
         return self._tried[key]
 
     def planned(
@@ -387,21 +463,34 @@ class _Search:
             None if no such plan exists, or if it equals another plan.
         """
         placing, most = self._placing(level), max(self.partitions[level])
-        if placing is None or (evenly and self._moves(placing) > MOST_MOVES * self._settings.ranks**0.5):
+        if placing is None or (
+            evenly and self._moves(placing) > MOST_MOVES * self._settings.ranks**0.5
+        ):
             return None
-        if most == 1 and (not evenly or count != min(self._choices.nano_batches)) and not placing.left:
+        if (
+            most == 1
+            and (not evenly or count != min(self._choices.nano_batches))
+            and not placing.left
+        ):
             return None
         chosen, part = replace(self._settings, balance_tolerance=tolerance), placing
         if sampled:
             part, chosen = self._sample(placing, chosen)
-        nano_batches = nano_batches_in_groups(self._lengths, part, chosen, self._costs, count, evenly=evenly)
+        nano_batches = nano_batches_in_groups(
+            self._lengths, part, chosen, self._costs, count, evenly=evenly
+        )
         if nano_batches is None:
             return None
         return self._candidate(nano_batches, placing, tolerance, chosen, evenly=evenly)
 
     def _moves(self, placing: Placing) -> int:
         """Return about how many moves of K/V rows there are if groups of several nodes divide documents evenly."""
-        groups = zip(placing.documents, placing.sizes, placing.seconds * LONG_SHARE * self._ranks_of_node, strict=True)
+        groups = zip(
+            placing.documents,
+            placing.sizes,
+            placing.seconds * LONG_SHARE * self._ranks_of_node,
+            strict=True,
+        )
         return sum(
             2 * size**2 * int((self._seconds[documents] > long).sum())
             for documents, size, long in groups
@@ -440,9 +529,13 @@ class _Search:
     ) -> Candidate:
         nodes = settings.node_of_ranks
         count = partial(count_plan, bytes_per_value=settings.bytes_per_value, nodes=nodes)
-        counted = [{kind: count(plan, kind) for kind, plan in nano.plans.items()} for nano in nano_batches]
+        counted = [
+            {kind: count(plan, kind) for kind, plan in nano.plans.items()} for nano in nano_batches
+        ]
         step, stages = self._fastest(nano_batches, counted, settings, (None, 1))
-        choice = PlanChoice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention=())
+        choice = PlanChoice(
+            max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention=()
+        )
         waited = float(step.waited.max()) / step.seconds
         return Candidate(placing, evenly, nano_batches, counted, stages, choice, step, waited)
 
@@ -460,7 +553,10 @@ class _Search:
         for option in options:
             count, together = option or usual_stages(len(nano_batches)), option is not None
             staged = [
-                {kind: in_stages(plan, kind, settings, stages=count, together=together) for kind, plan in nano.items()}
+                {
+                    kind: in_stages(plan, kind, settings, stages=count, together=together)
+                    for kind, plan in nano.items()
+                }
                 for nano in counted
             ]
             stages = tuple(plan.stages for nano in staged for plan in nano.values())

@@ -31,7 +31,11 @@ class RowBytes:
     @classmethod
     def of_kind(cls, kind: AttentionKind, bytes_per_value: int) -> "RowBytes":
         """Return the bytes of rows of a kind of attention."""
-        values = (kind.q_heads * kind.dim_qk, kind.kv_heads * (kind.dim_qk + kind.dim_v), kind.q_heads * kind.dim_v)
+        values = (
+            kind.q_heads * kind.dim_qk,
+            kind.kv_heads * (kind.dim_qk + kind.dim_v),
+            kind.q_heads * kind.dim_v,
+        )
         return cls(*(each * bytes_per_value for each in values))
 
 
@@ -60,7 +64,11 @@ def row_reaching(amount: Amount, window: int | None = None) -> Amount:
             return (window or 1) + (amount - ramp) / (window or 1)
         return math.sqrt(2.0 * max(amount, 0.0) + 0.25) - 0.5
     inside = np.sqrt(2.0 * np.maximum(amount, 0.0) + 0.25) - 0.5
-    return inside if window is None else np.where(amount <= ramp, inside, window + (amount - ramp) / window)
+    return (
+        inside
+        if window is None
+        else np.where(amount <= ramp, inside, window + (amount - ramp) / window)
+    )
 
 
 def pairs_at(row: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]:
@@ -107,7 +115,9 @@ class Workers:
         This is the level t with Σ speed · max(t − base, 0) = total, or the largest base load if that is later.
         """
         base, speed = np.array(sorted(zip(self.base_load, self.speed, strict=True))).T
-        levels = (total + np.cumsum(base * speed)) / np.cumsum(speed)  # if the workers up to each one share the pairs
+        levels = (total + np.cumsum(base * speed)) / np.cumsum(
+            speed
+        )  # if the workers up to each one share the pairs
         return float(max(levels.min(), base[-1]))
 
 
@@ -119,12 +129,16 @@ def as_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """
     array = np.asarray(lengths if len(lengths) else np.zeros(0, np.int64))
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"document lengths must be 64-bit integers in one dimension, got {lengths!r:.80}")
+        raise ValueError(
+            f"document lengths must be 64-bit integers in one dimension, got {lengths!r:.80}"
+        )
     if len(array) and float(array.astype(np.float64).sum()) > MOST_TOKENS:
         raise ValueError(
             f"the documents hold more than {MOST_TOKENS} tokens, which plans cannot count; use fewer documents in a "
             "micro-batch"
         )
     if len(array) and array.min() < 1:
-        raise ValueError(f"document {int(array.argmin())} has length {int(array.min())}; leave empty documents out")
+        raise ValueError(
+            f"document {int(array.argmin())} has length {int(array.min())}; leave empty documents out"
+        )
     return array.astype(np.int64)

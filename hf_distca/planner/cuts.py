@@ -9,7 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_distca.plan import Layout
-from hf_distca.planner.intervals import ROWS, IntArray, Table, by_document, expand, overlaps, row_counts, table_of
+from hf_distca.planner.intervals import (
+    ROWS,
+    IntArray,
+    Table,
+    by_document,
+    expand,
+    overlaps,
+    row_counts,
+    table_of,
+)
 from hf_distca.planner.routes import ExchangedRows
 
 
@@ -40,8 +49,12 @@ class Chains:
     cut: IntArray  # this rank's segments of cut documents, among all its segments
     messages: ExchangedRows  # states that go to other ranks, one for each pair of an earlier and a later segment
     received: IntArray  # for each arriving state, the cut segment of this rank that needs it
-    earlier: tuple[tuple[int, ...], ...]  # for each cut segment, states of all earlier segments, in document order
-    later: tuple[tuple[int, ...], ...]  # for each cut segment, gradients of all later segments, in document order
+    earlier: tuple[
+        tuple[int, ...], ...
+    ]  # for each cut segment, states of all earlier segments, in document order
+    later: tuple[
+        tuple[int, ...], ...
+    ]  # for each cut segment, gradients of all later segments, in document order
 
 
 def halos(layout: Layout, rank: int, width: int) -> Halos:
@@ -54,7 +67,9 @@ def halos(layout: Layout, rank: int, width: int) -> Halos:
     ordered = by_document(segments)
     reader, other, start, stop = overlaps(before, ordered)
     holder = ordered.take(other)
-    source, target = (np.repeat(ranks, stop - start) for ranks in (holder["rank"], segments["rank"][reader]))
+    source, target = (
+        np.repeat(ranks, stop - start) for ranks in (holder["rank"], segments["rank"][reader])
+    )
     row = expand(holder["offset"] + start - holder["start"], stop - start)
     place = expand(begins[reader] + width + start - segments["start"][reader], stop - start)
     _, received, messages = _messages(source, target, row, rank, layout.ranks)

@@ -77,7 +77,10 @@ class Placing:
 
     def longest_share(self, seconds: FloatArray) -> float:
         """Return the largest share of a group's work in one document, from [documents] seconds."""
-        return max(float(seconds[documents].max() / seconds[documents].sum()) for documents in self.documents)
+        return max(
+            float(seconds[documents].max() / seconds[documents].sum())
+            for documents in self.documents
+        )
 
     @property
     def slowest(self) -> float:
@@ -118,7 +121,9 @@ def place_in_groups(
     if any(size * tokens_per_rank - space < size for size, space in zip(sizes, room, strict=True)):
         return None
     by_group = np.argsort(group_of, kind="stable")
-    left, *documents = np.split(by_group, np.searchsorted(group_of[by_group], np.arange(len(sizes))))
+    left, *documents = np.split(
+        by_group, np.searchsorted(group_of[by_group], np.arange(len(sizes)))
+    )
     return Placing(sizes, tuple(documents), tuple(left.tolist()), np.array(loads))
 
 
@@ -143,7 +148,11 @@ def place_on_ranks(
 
 
 def joined_nodes(
-    lengths: IntArray, seconds: FloatArray, node_sizes: Sequence[int], tokens_per_rank: int, speeds: FloatArray
+    lengths: IntArray,
+    seconds: FloatArray,
+    node_sizes: Sequence[int],
+    tokens_per_rank: int,
+    speeds: FloatArray,
 ) -> tuple[int, ...] | None:
     """Join as few nodes as documents need, for groups of about equal work per rank.
 
@@ -158,13 +167,17 @@ def joined_nodes(
         return None
     most = float(seconds.sum() / speeds.sum()) * (1 + ALIKE)
     # 1. Documents that are too large for a node get several.
-    needs = np.ceil(np.maximum(seconds / (most * size), lengths / (size * tokens_per_rank))).astype(np.int64)
+    needs = np.ceil(np.maximum(seconds / (most * size), lengths / (size * tokens_per_rank))).astype(
+        np.int64
+    )
     joined = sorted(needs[needs > 1].tolist(), reverse=True)
     if sum(joined) > nodes:
         return None
     joined += [1] * (nodes - sum(joined))
     # 2. Groups with too much work are joined with those that have the least.
-    placing = place_in_groups(lengths, seconds, tuple(size * each for each in joined), tokens_per_rank, speeds)
+    placing = place_in_groups(
+        lengths, seconds, tuple(size * each for each in joined), tokens_per_rank, speeds
+    )
     if placing is None:
         return None
     left = sorted(zip(placing.seconds.tolist(), joined, strict=True))
@@ -193,7 +206,9 @@ def _give_out(
         [documents] the bin of each, -1 where no bin has room; [bins] the work of each.
     """
     ready = [(0.0, each) for each in range(len(room))]  # heap by work
-    small: list[tuple[int, int, float]] = []  # heap by room of bins that had too little for an earlier document
+    small: list[
+        tuple[int, int, float]
+    ] = []  # heap by room of bins that had too little for an earlier document
     chosen, work = [], [0.0] * len(room)
     order = np.argsort(-costs, kind="stable")
     for size, cost in zip(lengths[order].tolist(), costs[order].tolist(), strict=True):
@@ -231,9 +246,13 @@ def _filled(
         size, cost = int(lengths[document]), float(costs[document])
         fitting = [each for each, space in enumerate(room) if space >= size]
         none_empty = min(work) > 0
-        below = [each for each in fitting if none_empty and work[each] + cost / speeds[each] <= fill_to]
+        below = [
+            each for each in fitting if none_empty and work[each] + cost / speeds[each] <= fill_to
+        ]
         if fitting:
-            chosen = max(below, key=work.__getitem__) if below else min(fitting, key=work.__getitem__)
+            chosen = (
+                max(below, key=work.__getitem__) if below else min(fitting, key=work.__getitem__)
+            )
             bin_of[document] = chosen
             room[chosen] -= size
             work[chosen] += cost / speeds[chosen]
@@ -241,7 +260,13 @@ def _filled(
 
 
 def nano_batches_in_groups(
-    lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts, count: int, *, evenly: bool
+    lengths: IntArray,
+    placing: Placing,
+    settings: PlanSettings,
+    costs: StepCosts,
+    count: int,
+    *,
+    evenly: bool,
 ) -> tuple[NanoBatch, ...] | None:
     """Lay out the documents of every group on its ranks and balance their core attention there, in one stage.
 
@@ -261,7 +286,9 @@ def nano_batches_in_groups(
     for documents, size, most in zip(placing.documents, placing.sizes, slack, strict=True):
         parts = [documents]
         if count == 2:
-            halves = split_documents(lengths[documents], size) or _longest_apart(lengths[documents], size)
+            halves = split_documents(lengths[documents], size) or _longest_apart(
+                lengths[documents], size
+            )
             if halves is None:
                 return None
             parts = [documents[half] for half in halves]
@@ -269,13 +296,21 @@ def nano_batches_in_groups(
         for number, part in enumerate(parts):
             if evenly and size > 1:
                 # A rank that the first nano-batch filled could not share long documents of the second.
-                share = 1 if number == count - 1 else int(lengths[part].sum()) / int(lengths[documents].sum())
-                placed = divide_evenly(lengths[part], seconds[part], (room * share).astype(np.int64), nodes)
+                share = (
+                    1
+                    if number == count - 1
+                    else int(lengths[part].sum()) / int(lengths[documents].sum())
+                )
+                placed = divide_evenly(
+                    lengths[part], seconds[part], (room * share).astype(np.int64), nodes
+                )
                 if placed is None:
                     return None
                 np.subtract.at(room, placed[:, 3], placed[:, 2] - placed[:, 1])
             else:
-                placed = _in_group(lengths[part], size, nodes, most, settings, backwards=number == 1)
+                placed = _in_group(
+                    lengths[part], size, nodes, most, settings, backwards=number == 1
+                )
             placed[:, 0] = part[placed[:, 0]]
             placed[:, 3] += first
             segments[number].append(placed)
@@ -285,7 +320,9 @@ def nano_batches_in_groups(
         held = np.concatenate(tables)
         used = np.bincount(held[:, 3], weights=held[:, 2] - held[:, 1], minlength=settings.ranks)
         room = settings.tokens_per_rank - used.astype(np.int64)
-        tables[0] = np.concatenate([tables[0], _cut_where_room(placing.left, lengths, room.tolist())])
+        tables[0] = np.concatenate(
+            [tables[0], _cut_where_room(placing.left, lengths, room.tolist())]
+        )
     laid_out = []
     for table in tables:
         documents, own = np.unique(table[:, 0], return_inverse=True)
@@ -295,7 +332,11 @@ def nano_batches_in_groups(
             return None
         laid_out.append((documents, layout))
     return tuple(
-        NanoBatch(documents, layout, {kind: _tasks(layout, kind, settings, placing, slack) for kind in settings.kinds})
+        NanoBatch(
+            documents,
+            layout,
+            {kind: _tasks(layout, kind, settings, placing, slack) for kind in settings.kinds},
+        )
         for documents, layout in laid_out
     )
 
@@ -310,14 +351,18 @@ def _longest_apart(lengths: IntArray, size: int) -> list[IntArray] | None:
     return [np.array([longest]), others] if int(lengths[others].sum()) >= size else None
 
 
-def _slack(lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts) -> list[float]:
+def _slack(
+    lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts
+) -> list[float]:
     """Return [groups] how far above its group's mean a rank may be, as a fraction of the mean.
 
     A rank may finish as late as the slowest group, plus the tolerance.
     """
     limit = placing.slowest * (1 + settings.balance_tolerance)
     slack = []
-    for documents, size, seconds in zip(placing.documents, placing.sizes, placing.seconds.tolist(), strict=True):
+    for documents, size, seconds in zip(
+        placing.documents, placing.sizes, placing.seconds.tolist(), strict=True
+    ):
         attention = seconds - costs.token * int(lengths[documents].sum()) / size
         spare = (limit - seconds) / attention if attention > 0 else MOST_SLACK
         slack.append(min(max(spare, settings.balance_tolerance), MOST_SLACK))
@@ -325,17 +370,25 @@ def _slack(lengths: IntArray, placing: Placing, settings: PlanSettings, costs: S
 
 
 def _tasks(
-    layout: Layout, kind: AttentionKind, settings: PlanSettings, placing: Placing, slack: Sequence[float]
+    layout: Layout,
+    kind: AttentionKind,
+    settings: PlanSettings,
+    placing: Placing,
+    slack: Sequence[float],
 ) -> Plan:
     """Balance the core attention of one kind of layer inside each group."""
     sizes = placing.sizes
-    inside = set(np.cumsum(settings.node_sizes or (settings.ranks,)).tolist()) <= set(np.cumsum(sizes).tolist())
+    inside = set(np.cumsum(settings.node_sizes or (settings.ranks,)).tolist()) <= set(
+        np.cumsum(sizes).tolist()
+    )
     if max(sizes) == 1:
         plan = local_plan(layout, kind)
     else:
         flat = replace(settings, ranks_per_node=1) if inside else settings
         groups = np.repeat(np.arange(len(sizes)), sizes)
-        plan = balance(layout, kind, flat, groups=groups.tolist(), tolerance=np.repeat(slack, sizes))
+        plan = balance(
+            layout, kind, flat, groups=groups.tolist(), tolerance=np.repeat(slack, sizes)
+        )
     return replace(plan, nodes=settings.nodes if placing.left or not inside else None)
 
 
@@ -343,12 +396,20 @@ def _nodes_in(first: int, size: int, settings: PlanSettings) -> Sequence[int]:
     """Return [nodes] how many of some consecutive ranks each node has; 1 if all their links are alike."""
     if settings.nodes is None:
         return (1,)
-    sizes: list[int] = np.unique(settings.nodes[first : first + size], return_counts=True)[1].tolist()
+    sizes: list[int] = np.unique(settings.nodes[first : first + size], return_counts=True)[
+        1
+    ].tolist()
     return sizes if len(sizes) > 1 else (1,)
 
 
 def _in_group(
-    lengths: IntArray, size: int, nodes: Sequence[int], slack: float, settings: PlanSettings, *, backwards: bool
+    lengths: IntArray,
+    size: int,
+    nodes: Sequence[int],
+    slack: float,
+    settings: PlanSettings,
+    *,
+    backwards: bool,
 ) -> IntArray:
     """Return [segments, 4] document, start, stop and rank of a group's documents; ranks count from 0."""
     if size == 1:
@@ -380,7 +441,9 @@ def divide_evenly(
         [segments, 4] document, start, stop and rank; None if the ranks have too little room.
     """
     size = len(room)
-    is_long = (seconds > LONG_SHARE * seconds.sum() / size * max(node_sizes)) & (lengths >= 2 * size)
+    is_long = (seconds > LONG_SHARE * seconds.sum() / size * max(node_sizes)) & (
+        lengths >= 2 * size
+    )
     long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
     # Rows that do not divide evenly go to the ranks in turn, those with the most room first.
     share, more = np.divmod(lengths[long], size)
@@ -389,7 +452,9 @@ def divide_evenly(
     parts = np.concatenate([rows // 2, (rows - rows // 2)[:, ::-1]], axis=1)
     stops = np.cumsum(parts, axis=1)
     ranks = np.tile(np.append(np.arange(size), np.arange(size)[::-1]), len(long))
-    divided = [np.stack([np.repeat(long, 2 * size), (stops - parts).ravel(), stops.ravel(), ranks], axis=1)]
+    divided = [
+        np.stack([np.repeat(long, 2 * size), (stops - parts).ravel(), stops.ravel(), ranks], axis=1)
+    ]
     left = room - rows.sum(axis=0)
     if len(node_sizes) > 1:
         begins = np.cumsum((0, *node_sizes[:-1]))

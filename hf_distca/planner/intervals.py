@@ -51,7 +51,9 @@ def overlaps(table: Table, ordered: Table) -> tuple[IntArray, IntArray, IntArray
     """
     border = sortable(ordered["document"], ordered["start"])
     low = np.searchsorted(border, sortable(table["document"], table["start"]), side="right") - 1
-    counts = np.searchsorted(border, sortable(table["document"], table["stop"] - 1), side="right") - low
+    counts = (
+        np.searchsorted(border, sortable(table["document"], table["stop"] - 1), side="right") - low
+    )
     which, other = np.repeat(np.arange(len(table)), counts), expand(low, counts)
     start = np.maximum(table["start"][which], ordered["start"][other])
     return which, other, start, np.minimum(table["stop"][which], ordered["stop"][other])
@@ -77,7 +79,9 @@ def union(tasks: Table) -> Table:
         return tasks
     # Earlier entries of the same worker hold the document's rows up to `covered`.
     worker, document, stop = tasks["worker"], tasks["document"], tasks["stop"]
-    group = np.cumsum(np.append(False, (worker[1:] != worker[:-1]) | (document[1:] != document[:-1])))
+    group = np.cumsum(
+        np.append(False, (worker[1:] != worker[:-1]) | (document[1:] != document[:-1]))
+    )
     covered = np.maximum.accumulate(sortable(group, stop))[:-1] - sortable(group[1:], 0)
     # Where another document's rows came before, `covered` is negative.
     tasks["start"][1:] = np.maximum(tasks["start"][1:], covered)

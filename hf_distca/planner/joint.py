@@ -26,7 +26,15 @@ import numpy as np
 from hf_distca.plan import Layout
 from hf_distca.planner import nodes
 from hf_distca.planner.cost import BALANCE_TOLERANCE, as_lengths, pairs
-from hf_distca.planner.intervals import ROWS, IntArray, Table, by_document, grain, merge_touching, table_of
+from hf_distca.planner.intervals import (
+    ROWS,
+    IntArray,
+    Table,
+    by_document,
+    grain,
+    merge_touching,
+    table_of,
+)
 from hf_distca.planner.layout import assemble, check_capacity, check_settings
 
 OF_NODES = 0.25
@@ -71,13 +79,18 @@ def joint_layout(
     return assemble(array, tuple(segments.T), ranks, by_document=True)
 
 
-def joint_segments(lengths: IntArray, sizes: Sequence[int], window: int | None, slack: float, block: int) -> IntArray:
+def joint_segments(
+    lengths: IntArray, sizes: Sequence[int], window: int | None, slack: float, block: int
+) -> IntArray:
     """Return [segments, 4] document, start, stop and rank for nodes of these sizes; all 1 if all links are alike."""
     ranks = sum(sizes)
     share, more = divmod(int(lengths.sum()), ranks)
     room = [share + (rank < more) for rank in range(ranks)]
     mean = int(pairs(0, lengths, window).sum()) / ranks
-    documents, tokens = table_of(ROWS, document=np.arange(len(lengths)), stop=lengths), lengths.tolist()
+    documents, tokens = (
+        table_of(ROWS, document=np.arange(len(lengths)), stop=lengths),
+        lengths.tolist(),
+    )
     if len(sizes) in (1, ranks):
         return _Placement(tokens, documents, room, [mean] * ranks, window, slack, block).segments()
     # The largest nodes come first: a document that is too large for one node is too large for all later ones.
@@ -85,9 +98,13 @@ def joint_segments(lengths: IntArray, sizes: Sequence[int], window: int | None, 
     first = np.cumsum(sizes) - sizes
     rooms = [sum(room[first[node] : first[node] + sizes[node]]) for node in order]
     needs = [mean * sizes[node] for node in order]
-    on_nodes = _Placement(tokens, documents, rooms, needs, window, slack * OF_NODES, block).segments()
+    on_nodes = _Placement(
+        tokens, documents, rooms, needs, window, slack * OF_NODES, block
+    ).segments()
     every = table_of(ROWS, document=on_nodes[:, 0], start=on_nodes[:, 1], stop=on_nodes[:, 2])
-    pieces = [merge_touching(by_document(every[on_nodes[:, 3] == nth])) for nth in range(len(sizes))]
+    pieces = [
+        merge_touching(by_document(every[on_nodes[:, 3] == nth])) for nth in range(len(sizes))
+    ]
     inter_node = [[0.0] * len(each) for each in pieces] if window else _inter_node_costs(pieces)
     placed = []
     for nth, node in enumerate(order):
@@ -95,7 +112,9 @@ def joint_segments(lengths: IntArray, sizes: Sequence[int], window: int | None, 
         own = int(pairs(pieces[nth]["start"], pieces[nth]["stop"], window).sum()) / sizes[node]
         most = max(mean * (1 + slack) / own - 1 if own else slack, slack * OF_NODES)
         needs = [own] * sizes[node]
-        segments = _Placement(tokens, pieces[nth], here, needs, window, most, block, inter_node[nth]).segments()
+        segments = _Placement(
+            tokens, pieces[nth], here, needs, window, most, block, inter_node[nth]
+        ).segments()
         segments[:, 3] += first[node]
         placed.append(segments)
     return np.concatenate(placed)
@@ -103,7 +122,9 @@ def joint_segments(lengths: IntArray, sizes: Sequence[int], window: int | None, 
 
 def _inter_node_costs(pieces: list[Table]) -> list[list[float]]:
     """Return the inter-node cost of a row of each piece, in intra-node rows."""
-    document, start, stop = (np.concatenate([each[name] for each in pieces]) for name in ROWS.names or ())
+    document, start, stop = (
+        np.concatenate([each[name] for each in pieces]) for name in ROWS.names or ()
+    )
     node = np.repeat(np.arange(len(pieces)), [len(each) for each in pieces])
     cost = np.zeros(len(document))
     shared = np.flatnonzero(np.bincount(document)[document] > 1)
@@ -139,7 +160,12 @@ class _Placement:
         inter_node: list[float] | None = None,
     ) -> None:
         self.room, self.need, self.ranks, self.mean = room, need, len(room), sum(need) / len(need)
-        self.window, self.slack, self.block, self.inside = window, slack, block, inter_node is not None
+        self.window, self.slack, self.block, self.inside = (
+            window,
+            slack,
+            block,
+            inter_node is not None,
+        )
         self.lengths = lengths
         self.documents: list[int] = pieces["document"].tolist()
         # [indices] rows that are not cut off, and their rank; -1 if no rows are left or they are not placed yet.
@@ -200,7 +226,9 @@ class _Placement:
         # for as long as sending all of its rows inside its node takes.
         most = max((start for _, start, _, _ in self.cuts), default=0)
         readers = Counter(index for index, *_ in self.cuts)
-        crossing = [index for index, cost in enumerate(self.inter_node) if cost and index not in readers]
+        crossing = [
+            index for index, cost in enumerate(self.inter_node) if cost and index not in readers
+        ]
         for index in [*readers, *crossing]:
             start, stop = self.starts[index], self.stops[index]
             stretches = -(-(stop - start) * readers[index] // max(most, 1))
@@ -227,14 +255,18 @@ class _Placement:
         if at in (0, len(self._tokens)):
             return float(self._pairs[at - 1]) if at else 0.0
         low, high = self._tokens[at - 1], self._tokens[at]
-        return self._pairs[at - 1] + (tokens - low) / (high - low) * (self._pairs[at] - self._pairs[at - 1])
+        return self._pairs[at - 1] + (tokens - low) / (high - low) * (
+            self._pairs[at] - self._pairs[at - 1]
+        )
 
     def _large(self, index: int) -> bool:
         """Return whether a document exceeds one rank, even beside the shortest documents."""
         start, stop = self.starts[index], self.stops[index]
         filler = self._shortest_pairs(max(self.most_room - (stop - start), 0))
         most = self.most_need * (1 + self.slack / 2)
-        return stop - start > self.most_room or bool(pairs(start, stop, self.window) + filler > most)
+        return stop - start > self.most_room or bool(
+            pairs(start, stop, self.window) + filler > most
+        )
 
     def _head_rows(self, cuts: list[Segment]) -> dict[int, int]:
         """Return, by rank, the rows of the head to take beside its segment, so that all ranks send alike.
@@ -243,24 +275,33 @@ class _Placement:
         without segments send less than other ranks receive.
         """
         rows: dict[int, int] = {}
-        left, most = self.ranks - len({rank for *_, rank in cuts}), max(start for _, start, _, _ in cuts)
+        left, most = (
+            self.ranks - len({rank for *_, rank in cuts}),
+            max(start for _, start, _, _ in cuts),
+        )
         for index in dict.fromkeys(index for index, *_ in cuts):
             chain = [cut[1:] for cut in cuts if cut[0] == index]
             head = min(start for start, _, _ in chain) - self.starts[index]
             crossing = self.inter_node[index]
             cost = len(chain) + crossing
-            sent = [(stop - start) * (later + crossing) for later, (start, stop, _) in enumerate(chain)]
+            sent = [
+                (stop - start) * (later + crossing) for later, (start, stop, _) in enumerate(chain)
+            ]
             # The head's rows fill what the ranks send up to one level.
             amounts = enumerate(accumulate(sorted([*sent, *[0.0] * left])), start=1)
             level = max(min((below + head * cost) / count for count, below in amounts), most)
             given = head * cost - left * level
-            for (*_, rank), amount in sorted(zip(chain, sent, strict=True), key=lambda each: each[1]):
+            for (*_, rank), amount in sorted(
+                zip(chain, sent, strict=True), key=lambda each: each[1]
+            ):
                 part = int(max(min(level - amount, given), 0) / cost) // self.block * self.block
                 rows[rank] = part
                 given -= part * cost
         return rows
 
-    def _cut_at(self, level: float, head_rows: dict[int, int] | None = None) -> tuple[list[Segment], bool]:
+    def _cut_at(
+        self, level: float, head_rows: dict[int, int] | None = None
+    ) -> tuple[list[Segment], bool]:
         """Cut so that every rank with a segment gets `level` times its share of pairs.
 
         A rank takes `head_rows` of the head beside its segment in any case.
@@ -274,7 +315,9 @@ class _Placement:
             start, free = stop - tail, room - tail
             ahead = start - head
             others = min(free - min(asked, free, ahead), short)
-            filler = self._shortest_pairs(used + others) - pairs_used + pairs(start, stop, self.window)
+            filler = (
+                self._shortest_pairs(used + others) - pairs_used + pairs(start, stop, self.window)
+            )
             own = min(free - others, ahead)
             return filler + pairs(head, head + own, self.window) if own > 0 else filler
 
@@ -285,15 +328,23 @@ class _Placement:
             stop = self.stops[index]
             while rank < self.ranks and stop > head:
                 room, aim = self.room[rank], self.need[rank] * level + carry
-                short = self._tokens[-1] - used  # tokens of the shortest documents that are not taken
+                short = (
+                    self._tokens[-1] - used
+                )  # tokens of the shortest documents that are not taken
                 pairs_used, asked = self._shortest_pairs(used), asked_of.get(rank, 0)
                 enough = aim + self.mean * self.slack / 2
-                if (head == first or head_rows) and stop - head <= room and filled(stop - head) <= enough:
+                if (
+                    (head == first or head_rows)
+                    and stop - head <= room
+                    and filled(stop - head) <= enough
+                ):
                     break
                 row = stop - bisect_right(range(min(stop - head, room) + 1), aim, 1, key=filled) + 1
                 # The cut falls on a block's boundary if that moves few pairs, otherwise on a finer one. No head from
                 # row `first` on stays below a block.
-                multiple = grain(self.block, min(row, self.window or row), ROUNDING * self.slack * self.mean)
+                multiple = grain(
+                    self.block, min(row, self.window or row), ROUNDING * self.slack * self.mean
+                )
                 start = round(row / multiple) * multiple
                 if start - first < self.block:
                     start = first + self.block if row - first >= self.block // 2 else first
@@ -318,15 +369,22 @@ class _Placement:
         """Place each piece on the rank with room that wishes it most, and return the indices that fit nowhere."""
         room, need, spare = self.room, self.need, []
         rows, costs = self.uncut()
-        order = np.argsort(-(costs if self.inside else rows), kind="stable")[: np.count_nonzero(rows)]
+        order = np.argsort(-(costs if self.inside else rows), kind="stable")[
+            : np.count_nonzero(rows)
+        ]
         items = np.stack([order, rows[order], costs[order]], axis=1).tolist()
         left = np.cumsum(costs[order][::-1])[::-1]
         count = int((left > self.mean * self.ranks * self.slack * NEGLIGIBLE).sum())
-        wishes: tuple[Callable[[int], float], ...] = (lambda rank: need[rank] / (room[rank] or 1), room.__getitem__)
+        wishes: tuple[Callable[[int], float], ...] = (
+            lambda rank: need[rank] / (room[rank] or 1),
+            room.__getitem__,
+        )
         for wish, chosen in zip(wishes, (items[:count], items[count:]), strict=True):
             ready = [(-wish(rank), rank) for rank in range(self.ranks)]
             heapify(ready)
-            small: list[tuple[int, int]] = []  # (-room, rank) of ranks with too little room for the present piece
+            small: list[
+                tuple[int, int]
+            ] = []  # (-room, rank) of ranks with too little room for the present piece
             for index, size, cost in chosen:
                 while small and -small[0][0] >= size:
                     rank = heappop(small)[1]
@@ -352,12 +410,17 @@ class _Placement:
             self.rank_of[index] = rank
             room[rank] -= int(uncut[index])
         # The rank with the most room first; it is the last to get rows.
-        under = sorted((rank for rank in range(self.ranks) if room[rank] > 0), key=lambda rank: (-room[rank], rank))
+        under = sorted(
+            (rank for rank in range(self.ranks) if room[rank] > 0),
+            key=lambda rank: (-room[rank], rank),
+        )
         rank_of = np.array(self.rank_of)
         for rank in range(self.ranks):
             if room[rank] >= 0:
                 continue
-            mine = sorted((int(uncut[index]), index) for index in np.flatnonzero(rank_of == rank).tolist())
+            mine = sorted(
+                (int(uncut[index]), index) for index in np.flatnonzero(rank_of == rank).tolist()
+            )
             # A document is cut once, near its end. So a segment below a block always ends a document.
             whole = [each for each in mine if each[0] == self.lengths[self.documents[each[1]]]]
             rest = [each for each in mine if each[0] != self.lengths[self.documents[each[1]]]]

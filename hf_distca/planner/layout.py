@@ -48,7 +48,9 @@ def fixed_layout(placed: Sequence[Sequence[int]], ranks: int | None = None) -> L
     document = np.searchsorted(stops, begin, "right") - 1
     # If several ranks begin at the same token, all but the last are empty.
     rank = np.searchsorted(first_of_rank, begin, "right") - 1
-    return assemble(lengths, (document, begin - stops[document], end - stops[document], rank), ranks)
+    return assemble(
+        lengths, (document, begin - stops[document], end - stops[document], rank), ranks
+    )
 
 
 def check_settings(balance_tolerance: float, balance_block_size: int) -> None:
@@ -64,7 +66,9 @@ def check_settings(balance_tolerance: float, balance_block_size: int) -> None:
 def check_capacity(lengths: IntArray, ranks: int, tokens_per_rank: int) -> None:
     """Raise ValueError unless `ranks` ranks of `tokens_per_rank` rows can hold the documents."""
     if ranks < 1 or tokens_per_rank < 1:
-        raise ValueError(f"ranks and tokens_per_rank must be positive, got {ranks} and {tokens_per_rank}")
+        raise ValueError(
+            f"ranks and tokens_per_rank must be positive, got {ranks} and {tokens_per_rank}"
+        )
     total = int(lengths.sum())
     if total > ranks * tokens_per_rank:
         raise ValueError(
@@ -73,7 +77,9 @@ def check_capacity(lengths: IntArray, ranks: int, tokens_per_rank: int) -> None:
         )
 
 
-def assemble(lengths: IntArray, columns: tuple[IntArray, ...], ranks: int, *, by_document: bool = False) -> Layout:
+def assemble(
+    lengths: IntArray, columns: tuple[IntArray, ...], ranks: int, *, by_document: bool = False
+) -> Layout:
     """Return the layout of [segments] document, start, stop and rank, on each rank in this order or by document."""
     document, start, stop, rank = columns
     order = np.lexsort((start, document, rank)) if by_document else np.argsort(rank, kind="stable")
@@ -96,7 +102,11 @@ def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
     which, chunk, first, last = overlaps(layout.segments, chunks)
     segments = layout.segments.take(which)
     segments["offset"] += first - segments["start"]
-    segments["document"], segments["start"], segments["stop"] = chunk, first - start[chunk], last - start[chunk]
+    segments["document"], segments["start"], segments["stop"] = (
+        chunk,
+        first - start[chunk],
+        last - start[chunk],
+    )
     return Layout(row_counts(chunks), segments, layout.ranks)
 
 
@@ -123,6 +133,8 @@ def split_documents(lengths: IntArray, ranks: int) -> list[IntArray] | None:
 
 def mirrored(layout: Layout) -> Layout:
     """Return the layout with its ranks in reverse order."""
-    segments = layout.segments.take(np.lexsort((layout.segments["offset"], -layout.segments["rank"])))
+    segments = layout.segments.take(
+        np.lexsort((layout.segments["offset"], -layout.segments["rank"]))
+    )
     segments["rank"] = layout.ranks - 1 - segments["rank"]
     return Layout(layout.lengths, segments, layout.ranks)

@@ -39,7 +39,11 @@ class RowsMoved:
     def of(cls, plan: Plan, nodes: Sequence[int]) -> "RowsMoved":
         """Count the rows of a plan; every K/V row that a worker's tasks read reaches the worker once."""
         tasks, first, second = rows_to_move(replace(plan, stage_rows=None))
-        return cls(*_by_link([_rows_between(plan.workers, *each) for each in ([tasks], [first, second])], nodes))
+        return cls(
+            *_by_link(
+                [_rows_between(plan.workers, *each) for each in ([tasks], [first, second])], nodes
+            )
+        )
 
     @property
     def most_keys(self) -> int:
@@ -48,19 +52,27 @@ class RowsMoved:
 
     def forward_bytes(self, row_bytes: RowBytes) -> IntArray:
         """Return [2, 2, workers] bytes of the forward: Q, K and V are sent; as many rows of O come back."""
-        return np.asarray(self.queries * row_bytes.q + self.queries[:, ::-1] * row_bytes.o + self.keys * row_bytes.kv)
+        return np.asarray(
+            self.queries * row_bytes.q
+            + self.queries[:, ::-1] * row_bytes.o
+            + self.keys * row_bytes.kv
+        )
 
     def backward_bytes(self, row_bytes: RowBytes) -> IntArray:
         """Return [2, 2, workers] bytes of the backward: Q, O, dO, K and V are sent; dQ, dK and dV come back."""
         there = self.queries * (row_bytes.q + 2 * row_bytes.o) + self.keys * row_bytes.kv
-        return np.asarray(there + self.queries[:, ::-1] * row_bytes.q + self.keys[:, ::-1] * row_bytes.kv)
+        return np.asarray(
+            there + self.queries[:, ::-1] * row_bytes.q + self.keys[:, ::-1] * row_bytes.kv
+        )
 
 
 def _rows_between(workers: int, *tables: Table) -> IntArray:
     """Return [workers, workers] rows that go from each worker to each worker, to itself included."""
     moved = np.zeros(workers**2)
     for moves in tables:
-        moved += np.bincount(moves["source"] * workers + moves["target"], row_counts(moves), workers**2)
+        moved += np.bincount(
+            moves["source"] * workers + moves["target"], row_counts(moves), workers**2
+        )
     return moved.astype(np.int64).reshape(workers, workers)
 
 
@@ -126,7 +138,9 @@ class CountedPlan:
     @property
     def forward_bytes(self) -> IntArray:
         """[2, 2, workers] bytes of one layer's forward by link and direction, as in `bytes_by_link`."""
-        return self.among_ranks.forward_bytes(self.row_bytes) + self.with_servers.forward_bytes(self.row_bytes)
+        return self.among_ranks.forward_bytes(self.row_bytes) + self.with_servers.forward_bytes(
+            self.row_bytes
+        )
 
     @cached_property
     def most_of_ranks(self) -> tuple[IntArray, IntArray]:
@@ -156,9 +170,13 @@ def count_plan(
     inside = np.where(in_place > 0, pairs(in_place - rows, in_place, plan.window), 0)
     diagonal = rows * np.minimum(rows, DIAGONAL_ROWS)
 
-    def summed(chosen: NDArray[np.bool_], keys: IntArray, amount: IntArray, diagonal: IntArray) -> Tasks:
+    def summed(
+        chosen: NDArray[np.bool_], keys: IntArray, amount: IntArray, diagonal: IntArray
+    ) -> Tasks:
         amounts = (each * chosen for each in (rows, keys, amount, diagonal, np.ones_like(rows)))
-        counts = (np.bincount(tasks["target"], each, plan.workers).astype(np.float64) for each in amounts)
+        counts = (
+            np.bincount(tasks["target"], each, plan.workers).astype(np.float64) for each in amounts
+        )
         of_rows, of_keys, of_pairs, of_diagonal, count = counts
         return Tasks(of_rows, of_keys, of_pairs, (count > 0).astype(np.float64), of_diagonal, count)
 
@@ -182,7 +200,9 @@ def count_plan(
         among_ranks=among_ranks,
         with_servers=with_servers,
         row_bytes=RowBytes.of_kind(kind, bytes_per_value),
-        stages=1 if plan.stage_rows is None else max(-(-among_ranks.most_keys // plan.stage_rows), 1),
+        stages=1
+        if plan.stage_rows is None
+        else max(-(-among_ranks.most_keys // plan.stage_rows), 1),
         most_rows=int(max(held.sum(axis=0).max(), held.sum(axis=1).max())),
         ranks=ranks,
         forwards=plan.nodes is not None,

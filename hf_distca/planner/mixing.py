@@ -57,7 +57,10 @@ def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
         np.bincount(rank, values, ranks).astype(np.int64)
         for values in (rows * is_cut, rows * (nth > 0), is_cut, ~is_cut)
     )
-    halos, states = messages(rank[continued - 1], rank[continued]), messages(rank[earlier], rank[later])
+    halos, states = (
+        messages(rank[continued - 1], rank[continued]),
+        messages(rank[earlier], rank[later]),
+    )
     return CountedCuts(layout.tokens, cut, follow, segments_cut, whole, halos, states)
 
 
@@ -87,7 +90,9 @@ class MixingLayers:
     ) -> None:
         self._layers, self._links = layers, links
         self._exchanges = any(nano.states.any() for nano in nano_batches)
-        launch = launches if self._exchanges else launches / len(nano_batches)  # without cuts one call has all rows
+        launch = (
+            launches if self._exchanges else launches / len(nano_batches)
+        )  # without cuts one call has all rows
         self.computed: FloatArray = np.zeros_like(factor)
         self.waited: FloatArray = np.zeros_like(factor)  # for exchanges in `walk`
         # A nano-batch has three acts. The whole documents of both nano-batches lie between the sending of states and
@@ -95,16 +100,26 @@ class MixingLayers:
         every: list[list[_Act]] = []
         for index, nano in enumerate(nano_batches):
             first, last = costs.before * nano.rows + launch, costs.after * nano.rows
-            cut = costs.mix * nano.cut + costs.continued * nano.continued + costs.run * nano.segments
+            cut = (
+                costs.mix * nano.cut + costs.continued * nano.continued + costs.run * nano.segments
+            )
             whole = costs.mix * (nano.rows - nano.cut) + costs.run * (nano.whole > 0)
             first, cut, whole, last = (factor * seconds for seconds in (first, cut, whole, last))
             self.computed += layers * (first + cut + whole + last)
             halos, states = costs.halo * nano.halos, costs.state * nano.states
             own, other = (whole, 0.0) if index == 0 else (0.0, whole)
             if direction == "forward":
-                acts = [(0, False, first, halos, 0), (0, True, cut, states, other), (own, True, last, None, 0)]
+                acts = [
+                    (0, False, first, halos, 0),
+                    (0, True, cut, states, other),
+                    (own, True, last, None, 0),
+                ]
             else:
-                acts = [(0, False, last, states, own), (other, True, cut, halos, 0), (0, True, first, None, 0)]
+                acts = [
+                    (0, False, last, states, own),
+                    (other, True, cut, halos, 0),
+                    (0, True, first, None, 0),
+                ]
             every.append([(index, *act) for act in acts])
         in_order = every if direction == "forward" else reversed(every)
         self._acts = [act for acts_of_all in zip(*in_order, strict=True) for act in acts_of_all]
@@ -121,7 +136,9 @@ class MixingLayers:
                 waited += np.maximum(arrives[nano] - clock, 0.0)
                 clock = np.maximum(clock, arrives[nano])
             clock = clock + seconds
-            if size is not None:  # every rank starts to send; rows arrive once every sender has reached this point
+            if (
+                size is not None
+            ):  # every rank starts to send; rows arrive once every sender has reached this point
                 start = clock + self._links.start
                 ready = float(start[size.any(axis=0)].max(initial=0.0))
                 arrives[nano] = start

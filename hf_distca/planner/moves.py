@@ -30,7 +30,9 @@ from hf_distca.planner.intervals import (
     union,
 )
 
-MOVE = np.dtype([(name, np.int64) for name in ("document", "start", "stop", "source", "target", "at", "stage")])
+MOVE = np.dtype(
+    [(name, np.int64) for name in ("document", "start", "stop", "source", "target", "at", "stage")]
+)
 """Rows [start, stop) of a document that go from a rank, possibly to itself, to a worker. `at` is the number of row
 `start` among the holder's local rows."""
 CUT_TASK = np.dtype([*MOVE.descr, ("keys_start", np.int64), ("keys_stop", np.int64)])
@@ -62,7 +64,9 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
         which, tasks = _in_stages_of_windows(tasks, plan.stage_rows, plan.window, ranks)
         _set_keys(tasks, held["start"][which], plan.window)
     reading = tasks.compress(tasks["keys_stop"] > tasks["keys_start"])
-    keys = table_of(TASK, document=reading["document"], start=reading["keys_start"], stop=reading["keys_stop"])
+    keys = table_of(
+        TASK, document=reading["document"], start=reading["keys_start"], stop=reading["keys_stop"]
+    )
     keys["worker"] = reading["target"] + plan.workers * reading["stage"]
     moves, _ = _moves(union(keys), segments, MOVE)
     moves["stage"], moves["target"] = np.divmod(moves["target"], plan.workers)
@@ -83,7 +87,10 @@ def rows_by_stage(first: Table, second: Table, ranks: int) -> IntArray:
     moves = moves.compress(moves["target"] < ranks)
     stages = int(moves["stage"].max(initial=0)) + 1
     numbers = (moves["stage"] * ranks + moves[end] for end in ("source", "target"))
-    counted = [np.bincount(number, row_counts(moves), stages * ranks).reshape(stages, ranks) for number in numbers]
+    counted = [
+        np.bincount(number, row_counts(moves), stages * ranks).reshape(stages, ranks)
+        for number in numbers
+    ]
     return np.stack(counted, axis=1).astype(np.int64)
 
 
@@ -115,13 +122,19 @@ def _set_keys(tasks: Table, segment_start: IntArray, window: int | None) -> None
     tasks["keys_stop"] = np.where(here & (first >= segment_start), first, tasks["stop"])
 
 
-def _in_stages_of_windows(tasks: Table, stage_rows: int, window: int, ranks: int) -> tuple[IntArray, Table]:
+def _in_stages_of_windows(
+    tasks: Table, stage_rows: int, window: int, ranks: int
+) -> tuple[IntArray, Table]:
     """Cut tasks of windowed attention so that each has all its keys in one stage, and return the task of each piece.
 
     Rows within reach of the windows of two stages travel in both. A stage has at most `stage_rows` received rows, or
     two windows if that is more.
     """
-    lengths, keys, target = row_counts(tasks), tasks["keys_stop"] - tasks["keys_start"], tasks["target"]
+    lengths, keys, target = (
+        row_counts(tasks),
+        tasks["keys_stop"] - tasks["keys_start"],
+        tasks["target"],
+    )
     # A query has the place of its own key among the rows sent to the worker, one task after another.
     before = np.cumsum(keys) - keys
     place = before - before[np.searchsorted(target, target)] + tasks["start"] - tasks["keys_start"]
@@ -131,12 +144,16 @@ def _in_stages_of_windows(tasks: Table, stage_rows: int, window: int, ranks: int
     counts = (place + lengths - 1) // size - first_stage + 1
     which, stage = np.repeat(np.arange(len(tasks)), counts), expand(first_stage, counts)
     begin = stage * size[which] - place[which]
-    pieces = _parts(tasks, which, np.maximum(begin, 0), np.minimum(begin + size[which], lengths[which]))
+    pieces = _parts(
+        tasks, which, np.maximum(begin, 0), np.minimum(begin + size[which], lengths[which])
+    )
     pieces["stage"] = stage
     return which, pieces
 
 
-def forward_inside_nodes(moves: Table, nodes: Sequence[int], ranks: int) -> tuple[Table, Table, IntArray]:
+def forward_inside_nodes(
+    moves: Table, nodes: Sequence[int], ranks: int
+) -> tuple[Table, Table, IntArray]:
     """Let rows that several ranks of another node receive cross to that node once; servers get theirs directly.
 
     Returns:
@@ -158,7 +175,10 @@ def forward_inside_nodes(moves: Table, nodes: Sequence[int], ranks: int) -> tupl
     (document, row), begins = np.divmod(places >> 1, ROW_LIMIT), places & 1
     readers = np.cumsum(2 * begins - 1)[:-1]  # of the rows up to the next place
     kept = (readers > 0) & (row[1:] > row[:-1])
-    parts, readers = table_of(ROWS, document=document[:-1], start=row[:-1], stop=row[1:]).compress(kept), readers[kept]
+    parts, readers = (
+        table_of(ROWS, document=document[:-1], start=row[:-1], stop=row[1:]).compress(kept),
+        readers[kept],
+    )
     which, part, *_ = overlaps(keyed, parts)
     which = which[np.lexsort((crossed["target"][which], part))]
     first_reader = np.cumsum(readers) - readers
@@ -173,7 +193,9 @@ def forward_inside_nodes(moves: Table, nodes: Sequence[int], ranks: int) -> tupl
     end = begin + share[of_part] + (nth < more[of_part])
     nth_part = np.arange(len(parts)) - np.searchsorted(parts["document"], parts["document"])
     gateway = which[first_reader[of_part] + (nth + nth_part[of_part]) % readers[of_part]]
-    hop = _parts(crossed, gateway, begin - crossed["start"][gateway], end - crossed["start"][gateway])
+    hop = _parts(
+        crossed, gateway, begin - crossed["start"][gateway], end - crossed["start"][gateway]
+    )
 
     # 3. The first hop goes to the gateways, the second from the gateways to the other readers.
     piece = np.repeat(np.arange(len(of_part)), readers[of_part])
@@ -185,7 +207,9 @@ def forward_inside_nodes(moves: Table, nodes: Sequence[int], ranks: int) -> tupl
     return joined(direct, hop), second, len(direct) + piece[others]
 
 
-def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, ranks: int) -> tuple[Table, Table]:
+def _in_stages(
+    first: Table, second: Table, via: IntArray, stage_rows: int, ranks: int
+) -> tuple[Table, Table]:
     """Divide the K/V rows of full attention into stages; `via` is the first hop's move that each second one forwards.
 
     The rows on one path, from one rank to another and on to the same others, are divided evenly over the stages; few
@@ -197,7 +221,9 @@ def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, rank
         return first, second
     others = np.zeros(len(first), np.int64)  # the set of other ranks, as bits
     np.bitwise_or.at(others, via, np.int64(1) << (second["target"] % 62))
-    order = np.lexsort((first["start"], first["document"], others, first["target"], first["source"]))
+    order = np.lexsort(
+        (first["start"], first["document"], others, first["target"], first["source"])
+    )
     first, others, via = first.take(order), others[order], np.argsort(order)[via]
     ends = np.stack([first["source"], first["target"], others])
     begins = np.flatnonzero(np.append(True, (ends[:, 1:] != ends[:, :-1]).any(0)))
@@ -213,21 +239,34 @@ def _in_stages(first: Table, second: Table, via: IntArray, stage_rows: int, rank
     least = min(max(stage_rows // PARTS, 1), PIECE)  # rows of a part
     while True:
         counts = np.clip(size // least, 1, np.where(target < ranks, stages, 1))
-        of_path, nth = np.repeat(np.arange(len(begins)), counts), expand(np.zeros_like(counts), counts)
-        first_row = (size[of_path] * nth / counts[of_path] + turn[of_path] * (nth > 0)).astype(np.int64)
-        stretches = table_of(ROWS, document=of_path, start=first_row, stop=np.append(first_row[1:], 0))
+        of_path, nth = (
+            np.repeat(np.arange(len(begins)), counts),
+            expand(np.zeros_like(counts), counts),
+        )
+        first_row = (size[of_path] * nth / counts[of_path] + turn[of_path] * (nth > 0)).astype(
+            np.int64
+        )
+        stretches = table_of(
+            ROWS, document=of_path, start=first_row, stop=np.append(first_row[1:], 0)
+        )
         stretches["stop"][np.cumsum(counts) - 1] = size
-        stage_of = ((nth + turn[of_path]) * stages / counts[of_path]).astype(np.int64) * (target < ranks)[of_path]
+        stage_of = ((nth + turn[of_path]) * stages / counts[of_path]).astype(np.int64) * (
+            target < ranks
+        )[of_path]
         filled = np.flatnonzero(row_counts(stretches))
         which, other, start, stop = overlaps(on_path, stretches.take(filled))
         begin, end = start - place[which], stop - place[which]
         counts = np.bincount(which, minlength=len(first))
         piece = expand((np.cumsum(counts) - counts)[via], counts[via])
         firsts = _parts(first, which, begin, end)
-        seconds = _parts(second, np.repeat(np.arange(len(via)), counts[via]), begin[piece], end[piece])
+        seconds = _parts(
+            second, np.repeat(np.arange(len(via)), counts[via]), begin[piece], end[piece]
+        )
         # Stages without rows, where few rows have many readers, are left out.
         firsts["stage"] = np.unique(stage_of[filled[other]], return_inverse=True)[1]
         seconds["stage"] = firsts["stage"][piece]
-        if least == 1 or rows_by_stage(firsts, seconds, ranks).max() <= stage_rows * (1 + 1 / PARTS):
+        if least == 1 or rows_by_stage(firsts, seconds, ranks).max() <= stage_rows * (
+            1 + 1 / PARTS
+        ):
             return firsts, seconds
         least //= 2

@@ -43,7 +43,9 @@ class TaskGroup:
     q_lens: IntArray  # [tasks] query rows of each task
     k_lens: IntArray  # [tasks] K/V rows of each task
     q_rows: IntArray  # [sum of q_lens] positions of query rows, task after task
-    k_rows: IntArray  # [sum of k_lens] positions of K/V rows; a row that two tasks need is listed twice
+    k_rows: (
+        IntArray  # [sum of k_lens] positions of K/V rows; a row that two tasks need is listed twice
+    )
     task_pairs: IntArray  # [tasks] query-key pairs of each task within its window
 
     @property
@@ -75,15 +77,25 @@ class TaskGroup:
             last = task
         cut = last + 1
         at_q, at_k = int(q_lens[:cut].sum()), int(k_lens[:cut].sum())
-        parts = ((q_lens, cut), (k_lens, cut), (self.q_rows, at_q), (k_rows, at_k), (task_pairs, cut))
-        return TaskGroup(*(rows[:at] for rows, at in parts)), TaskGroup(*(rows[at:] for rows, at in parts))
+        parts = (
+            (q_lens, cut),
+            (k_lens, cut),
+            (self.q_rows, at_q),
+            (k_rows, at_k),
+            (task_pairs, cut),
+        )
+        return TaskGroup(*(rows[:at] for rows, at in parts)), TaskGroup(
+            *(rows[at:] for rows, at in parts)
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangedRows:
     """Rows of one kind, Q or K and V, that this rank sends and receives."""
 
-    send_rows: IntArray  # local rows, ordered by receiving worker; for forwarded rows, received rows
+    send_rows: (
+        IntArray  # local rows, ordered by receiving worker; for forwarded rows, received rows
+    )
     send_counts: IntArray  # [workers] rows that go to each worker
     recv_counts: IntArray  # [workers] rows that come from each worker
     crossing: bool  # whether any rank sends such a row to another, so that all ranks skip an empty exchange or none
@@ -99,7 +111,9 @@ class Stage:
     # merged with local ones. With a window a task has its whole window, bottom-right causal.
     remote_kv: TaskGroup
     remote_query: TaskGroup  # received queries and keys, bottom-right causal
-    remote_query_prefix: TaskGroup  # received queries and all keys before them; empty with one stage or a window
+    remote_query_prefix: (
+        TaskGroup  # received queries and all keys before them; empty with one stage or a window
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +153,9 @@ def make_routes(plan: Plan, rank: int) -> Routes:
         keys = table_of(ROWS, document=of["document"], start=of["keys_start"], stop=of["keys_stop"])
         task, other, start, stop = overlaps(keys, together)
         document, stage_of = together["document"][other], together["stage"][other]
-        every_read.append(table_of(READ, document=document, start=start, stop=stop, task=task, stage=stage_of))
+        every_read.append(
+            table_of(READ, document=document, start=start, stop=stop, task=task, stage=stage_of)
+        )
 
     # 4. For each stage: the exchanges, and the kernel calls on the rows.
     for stage in range(stages):
@@ -178,7 +194,10 @@ def _ordered(moves: Table, peer: str) -> Table:
 
 def _exchanged(moves: Table, rank: int, plan: Plan, arrived: Table | None = None) -> ExchangedRows:
     """Return what one worker sends and receives of these rows; with `arrived` it sends received rows on."""
-    sent, came = _ordered(moves.compress(moves["source"] == rank), "target"), moves.compress(moves["target"] == rank)
+    sent, came = (
+        _ordered(moves.compress(moves["source"] == rank), "target"),
+        moves.compress(moves["target"] == rank),
+    )
     to, of = (
         np.bincount(each[peer], row_counts(each), plan.workers).astype(np.int64)
         for each, peer in ((sent, "target"), (came, "source"))

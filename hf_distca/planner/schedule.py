@@ -37,7 +37,9 @@ Location = Literal["local", "received"]
 
 Results and gradients of queries go to the location of the queries, gradients of K and V to that of the keys.
 """
-TaskName = Literal["local", "local 1/2", "local 2/2", "remote-KV", "remote-query", "remote-query prefix"]
+TaskName = Literal[
+    "local", "local 1/2", "local 2/2", "remote-KV", "remote-query", "remote-query prefix"
+]
 """Tasks of one kernel call, see `hf_distca.planner.routes`; halves of the local tasks have about equal pairs."""
 Group = tuple[TaskName, int]
 """Tasks of one kernel call and the stage of their K/V rows; 0 for local tasks."""
@@ -71,14 +73,19 @@ class Transfer:
 
     # Rows between ranks, in the order of the routes; K/V rows forwarded inside nodes; rows of both kinds to servers.
     rows: Literal["queries", "keys", "forwarded", "servers"]
-    columns: tuple[str, ...]  # names of tensors in the kernel contract (q, k, v, o, lse, do, dq, dk, dv)
+    columns: tuple[
+        str, ...
+    ]  # names of tensors in the kernel contract (q, k, v, o, lse, do, dq, dk, dv)
     back: bool = False  # whether the columns return to the ranks that sent the rows
     stage: int = 0
 
     @cached_property
     def name(self) -> str:
         """Name for display: columns, stage, and the direction for servers and second hops."""
-        suffixes = {"servers": (TO_SERVERS, FROM_SERVERS), "forwarded": (" forwarded", " to gateways")}
+        suffixes = {
+            "servers": (TO_SERVERS, FROM_SERVERS),
+            "forwarded": (" forwarded", " to gateways"),
+        }
         suffix = suffixes.get(self.rows, ("", ""))[self.back]
         return " ".join(self.columns) + suffix + (f" [{self.stage}]" if self.stage else "")
 
@@ -119,8 +126,16 @@ class Phase:
     @cached_property
     def name(self) -> str:
         """Name for display: "wait q, k v; run remote-query; send o lse"."""
-        parts: dict[str, Sequence[Transfer | KernelCall]] = {"wait": self.wait, "run": self.run, "send": self.send}
-        return "; ".join(f"{verb} {', '.join(each.name for each in part)}" for verb, part in parts.items() if part)
+        parts: dict[str, Sequence[Transfer | KernelCall]] = {
+            "wait": self.wait,
+            "run": self.run,
+            "send": self.send,
+        }
+        return "; ".join(
+            f"{verb} {', '.join(each.name for each in part)}"
+            for verb, part in parts.items()
+            if part
+        )
 
 
 Schedule = tuple[Phase, ...]
@@ -156,12 +171,20 @@ def make_schedule(
 
     # 1. Everything that travels.
     forward, divided = direction == "forward", stages > 1 and not windowed
-    with_queries = {"nothing": ("do", "o", "lse", "q"), "received": ("do", "o", "lse"), "results": ("do",)}
+    with_queries = {
+        "nothing": ("do", "o", "lse", "q"),
+        "received": ("do", "o", "lse"),
+        "results": ("do",),
+    }
     queries = Transfer("queries", ("q",) if forward else with_queries[kept])
     sent_keys = stages if forward or kept == "nothing" else 0
     keys_there = tuple(Transfer("keys", ("k", "v"), stage=stage) for stage in range(sent_keys))
-    keys_back = tuple(Transfer("keys", ("dk", "dv"), True, stage) for stage in range(0 if forward else stages))
-    to_servers = Transfer("servers", ("q", "k", "v") if forward else ("q", "do", "o", "lse", "k", "v"))
+    keys_back = tuple(
+        Transfer("keys", ("dk", "dv"), True, stage) for stage in range(0 if forward else stages)
+    )
+    to_servers = Transfer(
+        "servers", ("q", "k", "v") if forward else ("q", "do", "o", "lse", "k", "v")
+    )
     results = ("o", "lse") if forward else ("dq",)
     queries_back = Transfer("queries", results, back=True)
     from_servers = Transfer("servers", results if forward else ("dq", "dk", "dv"), back=True)
@@ -171,10 +194,15 @@ def make_schedule(
     halves: tuple[TaskName, ...] = ("local 1/2", "local 2/2")
     if len(places) == 1 or ("local 1/2", 0) not in groups:
         places, halves = places[:1], ("local",)
-    local = {place: present(KernelCall(half, "local", "local")) for place, half in zip(places, halves, strict=True)}
+    local = {
+        place: present(KernelCall(half, "local", "local"))
+        for place, half in zip(places, halves, strict=True)
+    }
     calls = []
     for stage in range(stages):
-        remote_query = KernelCall("remote-query", "received", "received", first=not divided, stage=stage)
+        remote_query = KernelCall(
+            "remote-query", "received", "received", first=not divided, stage=stage
+        )
         prefix = replace(remote_query, tasks="remote-query prefix", causal=False)
         remote_kv = KernelCall("remote-KV", "local", "received", windowed, windowed, stage)
         calls.append((present(remote_query, prefix), present(remote_kv)))
@@ -184,7 +212,8 @@ def make_schedule(
         return hop[stage : stage + 1] if stage >= 0 else ()
 
     forwarded, to_gateways = (
-        tuple(replace(transfer, rows="forwarded") for transfer in hop if forwards) for hop in (keys_there, keys_back)
+        tuple(replace(transfer, rows="forwarded") for transfer in hop if forwards)
+        for hop in (keys_there, keys_back)
     )
     phases = [
         Phase(send=(queries, *keys_there[:AHEAD], *((to_servers,) if servers else ()))),
@@ -203,19 +232,31 @@ def make_schedule(
                 *([Phase(wait=wait, send=send)] if send else []),
                 Phase(wait=() if send else wait, run=remote_query_calls, send=answered),
                 Phase(run=remote_kv_calls, send=of(to_gateways, stage)),
-                Phase(wait=(*of(to_gateways, stage - 1), *of(keys_back, stage - 2)), send=of(keys_back, stage - 1)),
+                Phase(
+                    wait=(*of(to_gateways, stage - 1), *of(keys_back, stage - 2)),
+                    send=of(keys_back, stage - 1),
+                ),
             ]
         else:
             phases += [
                 Phase(wait=(*asked, *of(keys_there, stage)), run=remote_query_calls, send=answered),
                 Phase(run=remote_kv_calls),
                 # The next stage's rows overwrite the memory of the stage whose gradients have returned.
-                Phase(wait=of(keys_back, stage - 1), send=(*of(keys_back, stage), *of(keys_there, stage + AHEAD))),
+                Phase(
+                    wait=of(keys_back, stage - 1),
+                    send=(*of(keys_back, stage), *of(keys_there, stage + AHEAD)),
+                ),
             ]
     phases += [
         Phase(wait=to_gateways[-1:], send=keys_back[-1:] if forwards else ()),
         Phase(run=local.get("after remote-KV", ()), pause=True),
-        Phase(wait=(queries_back, *keys_back[-2 if forwards else -1 :], *((from_servers,) if servers else ()))),
+        Phase(
+            wait=(
+                queries_back,
+                *keys_back[-2 if forwards else -1 :],
+                *((from_servers,) if servers else ()),
+            )
+        ),
     ]
 
     # 4. Join phases where possible and drop empty ones; the pause of an empty phase moves to the phase before.

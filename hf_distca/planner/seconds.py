@@ -46,12 +46,20 @@ class KernelCost:
     def seconds(self, tasks: Tasks) -> FloatArray:
         """Return [workers] seconds of each worker's tasks."""
         total: FloatArray = self.call * tasks.calls + self.row * tasks.rows + self.key * tasks.keys
-        return total + self.pair * tasks.pairs + self.diagonal * tasks.diagonal + self.task * tasks.tasks
+        return (
+            total
+            + self.pair * tasks.pairs
+            + self.diagonal * tasks.diagonal
+            + self.task * tasks.tasks
+        )
 
     def for_kind(self, measured: AttentionKind, kind: AttentionKind) -> "KernelCost":
         """Return the cost of another kind: K/V rows scale with key-value heads, all but calls with query heads."""
         dims = (kind.dim_qk + kind.dim_v) / (measured.dim_qk + measured.dim_v)
-        queries, keys = dims * kind.q_heads / measured.q_heads, dims * kind.kv_heads / measured.kv_heads
+        queries, keys = (
+            dims * kind.q_heads / measured.q_heads,
+            dims * kind.kv_heads / measured.kv_heads,
+        )
         return KernelCost(
             call=self.call,
             row=self.row * queries,
@@ -70,7 +78,9 @@ class KernelCost:
         return KernelCost(*map(add, vars(self).values(), vars(other).values()))
 
     @classmethod
-    def fitted(cls, tasks: Tasks, seconds: FloatArray, weights: FloatArray | None = None) -> "KernelCost":
+    def fitted(
+        cls, tasks: Tasks, seconds: FloatArray, weights: FloatArray | None = None
+    ) -> "KernelCost":
         """Fit costs to measured times, with the least error relative to each time and no negative cost.
 
         Args:
@@ -82,7 +92,9 @@ class KernelCost:
         amounts = [tasks.calls, tasks.rows, tasks.keys, tasks.pairs, tasks.diagonal, tasks.tasks]
         columns = np.stack(amounts, axis=1) * (counts / seconds)[:, None]
         best, least = np.zeros(len(amounts)), np.inf
-        for count in range(1, len(amounts) + 1):  # of every subset of the costs, the least-squares solution
+        for count in range(
+            1, len(amounts) + 1
+        ):  # of every subset of the costs, the least-squares solution
             for chosen in combinations(range(len(amounts)), count):
                 part = columns[:, chosen]
                 found, *_ = np.linalg.lstsq(part, counts, rcond=None)
@@ -106,10 +118,14 @@ class LinkCost:
         return taken
 
     @classmethod
-    def fitted(cls, size: FloatArray, seconds: FloatArray, weights: FloatArray | None = None) -> "LinkCost":
+    def fitted(
+        cls, size: FloatArray, seconds: FloatArray, weights: FloatArray | None = None
+    ) -> "LinkCost":
         """Fit a link to [n] bytes and [n] seconds, with the least error relative to each time."""
         none = np.zeros_like(size)
-        fit = KernelCost.fitted(Tasks(size, none, none, np.ones_like(size), none, none), seconds, weights)
+        fit = KernelCost.fitted(
+            Tasks(size, none, none, np.ones_like(size), none, none), seconds, weights
+        )
         return cls(fit.call, 1 / fit.row if fit.row else np.inf)
 
 
@@ -157,7 +173,10 @@ class MixingCosts:
 
     def scaled(self, by: float) -> "MixingCosts":
         """Return the costs of computation that takes `by` times as long."""
-        seconds = {name: getattr(self, name) * by for name in ("before", "mix", "continued", "after", "run")}
+        seconds = {
+            name: getattr(self, name) * by
+            for name in ("before", "mix", "continued", "after", "run")
+        }
         return replace(self, **seconds)
 
 
@@ -193,8 +212,12 @@ class StepCosts:
 
     def forward_only(self) -> "StepCosts":
         """Return the costs of a forward without gradients. A head takes a third of the time of both passes."""
-        kinds = tuple(replace(of_kind, backward=of_kind.backward.scaled(0.0)) for of_kind in self.kinds)
-        return replace(self, kinds=kinds, backward_factor=0.0, head=self.head / 3, directions=("forward",))
+        kinds = tuple(
+            replace(of_kind, backward=of_kind.backward.scaled(0.0)) for of_kind in self.kinds
+        )
+        return replace(
+            self, kinds=kinds, backward_factor=0.0, head=self.head / 3, directions=("forward",)
+        )
 
     def until_done(self, work: FloatArray | float, longest: float) -> float:
         """Return the seconds until all ranks are done.
@@ -210,7 +233,9 @@ class StepCosts:
             return longest
         in_order = np.sort(np.atleast_1d(work))
         active = np.arange(len(in_order), 0, -1) / len(in_order)
-        in_turns = np.sum(np.diff(in_order, prepend=0.0) * np.maximum(active, 1 / self.ranks_per_core))
+        in_turns = np.sum(
+            np.diff(in_order, prepend=0.0) * np.maximum(active, 1 / self.ranks_per_core)
+        )
         return max(float(in_turns), longest / self.ranks_per_core)
 
     def row_work(self, kind: AttentionKind) -> float:

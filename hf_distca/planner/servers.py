@@ -15,7 +15,13 @@ from hf_distca.planner.balance import balance, ideals_inside
 from hf_distca.planner.balancing_pass import Problem, balancing_pass
 from hf_distca.planner.cost import Workers, pairs
 from hf_distca.planner.intervals import by_document, cut_at, merged, moved_by
-from hf_distca.planner.metrics import RowsMoved, bytes_by_link, exchange_figures, link_seconds, loads_of
+from hf_distca.planner.metrics import (
+    RowsMoved,
+    bytes_by_link,
+    exchange_figures,
+    link_seconds,
+    loads_of,
+)
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import usual_stages, with_stages
 
@@ -48,7 +54,11 @@ def plan_with_servers(
             f"{len(workers)} workers for {ranks} ranks leave no server; describe at least one worker more than there "
             "are ranks"
         )
-    computing = workers if ranks_serve else Workers((IDLE,) * ranks + workers.speed[ranks:], (0.0,) * len(workers))
+    computing = (
+        workers
+        if ranks_serve
+        else Workers((IDLE,) * ranks + workers.speed[ranks:], (0.0,) * len(workers))
+    )
     nodes = None if settings.nodes is None else list(settings.nodes)
     if nodes is not None:
         for node in server_nodes or [None] * servers:
@@ -90,7 +100,11 @@ def without_ranks(plan: Plan, speeds: Sequence[float]) -> Plan:
 
 
 def plan_lost(
-    plan: Plan, workers: Collection[int], kind: AttentionKind, settings: PlanSettings, pairs_per_second: float
+    plan: Plan,
+    workers: Collection[int],
+    kind: AttentionKind,
+    settings: PlanSettings,
+    pairs_per_second: float,
 ) -> Plan:
     """Return a plan of the tasks of lost workers alone, over the ranks, in stages of its own.
 
@@ -102,10 +116,15 @@ def plan_lost(
     # An infinite tolerance keeps cuts on the blocks' boundaries.
     problem = Problem(local.layout, kind, settings, Workers.uniform(ranks), np.full(ranks, np.inf))
     tasks = moved_by(local.tasks, problem.origin)
-    for nodes in ((0,) * ranks, local.nodes):  # balanced in one pass of few moves: anywhere, or inside nodes
+    for nodes in (
+        (0,) * ranks,
+        local.nodes,
+    ):  # balanced in one pass of few moves: anywhere, or inside nodes
         if nodes is not None:
             group = np.asarray(nodes)
-            limits = ideals_inside(problem.loads(tasks), problem.workers, group) * (1 + settings.balance_tolerance)
+            limits = ideals_inside(problem.loads(tasks), problem.workers, group) * (
+                1 + settings.balance_tolerance
+            )
             spread = balancing_pass(problem, tasks, limits, limits, group)
             candidates.append(replace(local, tasks=moved_by(spread, -problem.origin)))
     soonest = min(candidates, key=lambda plan: seconds_of(plan, kind, settings, pairs_per_second))
@@ -119,10 +138,18 @@ def local_tasks(plan: Plan, workers: Collection[int]) -> Plan:
     tasks, held = cut_at(lost, by_document(plan.layout.segments))
     tasks["worker"] = held["rank"]
     tasks = tasks.take(np.lexsort((tasks["start"], tasks["document"], tasks["worker"])))
-    return Plan(plan.layout, tasks, ranks, plan.window, nodes=None if plan.nodes is None else plan.nodes[:ranks])
+    return Plan(
+        plan.layout,
+        tasks,
+        ranks,
+        plan.window,
+        nodes=None if plan.nodes is None else plan.nodes[:ranks],
+    )
 
 
-def seconds_of(plan: Plan, kind: AttentionKind, settings: PlanSettings, pairs_per_second: float) -> float:
+def seconds_of(
+    plan: Plan, kind: AttentionKind, settings: PlanSettings, pairs_per_second: float
+) -> float:
     """Return the seconds of the busiest rank's pairs and the busiest link's bytes, forward and backward of a layer."""
     loads = loads_of(plan, settings.row_overhead)
     nodes = settings.node_of_ranks

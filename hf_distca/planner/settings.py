@@ -42,7 +42,9 @@ class Choices:
         """Return the choices that the settings allow, with their tolerance as the finest."""
         tolerance = settings.balance_tolerance
         tolerances = tuple(each for each in COARSER if each > tolerance) if coarser else ()
-        return cls(costs, groups, (tolerance, *tolerances), nano_batches if settings.ping_pong else (1,))
+        return cls(
+            costs, groups, (tolerance, *tolerances), nano_batches if settings.ping_pong else (1,)
+        )
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,9 @@ class PlanSettings:
     def dominant_kind(self) -> AttentionKind:
         """Kind of the costliest layers, for which the joint layout is made: rows reach farthest."""
         reach = {kind: min(kind.window or inf, kind.chunk or inf) for kind in self.kinds}
-        return max(self.kinds, key=lambda kind: (reach[kind], kind.q_heads * (kind.dim_qk + kind.dim_v)))
+        return max(
+            self.kinds, key=lambda kind: (reach[kind], kind.q_heads * (kind.dim_qk + kind.dim_v))
+        )
 
     def row_bytes(self, kind: AttentionKind) -> RowBytes:
         """Return the size of a row of Q, of K and V, and of O in one layer."""
@@ -124,7 +128,9 @@ class PlanSettings:
         if not self.slowness:
             return None
         besides = np.array(self.slowness) * rows * self.row_work
-        return Workers(tuple(1 / each for each in self.slowness), tuple((besides - besides.min()).tolist()))
+        return Workers(
+            tuple(1 / each for each in self.slowness), tuple((besides - besides.min()).tolist())
+        )
 
     def buffer_rows(self, kind: AttentionKind) -> int:
         """Return how many K/V rows of a layer of a kind an exchange buffer holds."""

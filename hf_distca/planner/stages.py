@@ -29,7 +29,9 @@ def stage_slots(stages: int, *, forwards: bool) -> tuple[int, ...]:
     return tuple(stage % (BUFFERS_IN_HOPS if forwards else BUFFERS) for stage in range(stages))
 
 
-def with_stages(plan: Plan, buffer_rows: int, *, stages: int, together: bool = False, most: int | None = None) -> Plan:
+def with_stages(
+    plan: Plan, buffer_rows: int, *, stages: int, together: bool = False, most: int | None = None
+) -> Plan:
     """Divide a plan without stages into stages, if its exchanges need them.
 
     Args:
@@ -37,10 +39,15 @@ def with_stages(plan: Plan, buffer_rows: int, *, stages: int, together: bool = F
     """
     most = int(rows_by_stage(plan).max(initial=0)) if most is None else most
     in_hops = plan.nodes is not None
-    return replace(plan, stage_rows=stage_rows(most, buffer_rows, stages=stages, in_hops=in_hops, together=together))
+    return replace(
+        plan,
+        stage_rows=stage_rows(most, buffer_rows, stages=stages, in_hops=in_hops, together=together),
+    )
 
 
-def stage_rows(most: int, buffer_rows: int, *, stages: int, in_hops: bool, together: bool = False) -> int | None:
+def stage_rows(
+    most: int, buffer_rows: int, *, stages: int, in_hops: bool, together: bool = False
+) -> int | None:
     """Return how many K/V rows a stage has; None if all rows travel at once.
 
     Args:
@@ -51,7 +58,9 @@ def stage_rows(most: int, buffer_rows: int, *, stages: int, in_hops: bool, toget
             more memory then.
     """
     rows = -(-most // stages)
-    if in_hops and stages > 1:  # rows on the same path are spread in blocks, so stages cannot be quite even
+    if (
+        in_hops and stages > 1
+    ):  # rows on the same path are spread in blocks, so stages cannot be quite even
         rows += rows // moves.PARTS
     rows = max(rows, SMALLEST_STAGE)
     buffers = 1 if not together else BUFFERS_IN_HOPS if in_hops else BUFFERS

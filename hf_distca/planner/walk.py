@@ -68,13 +68,20 @@ class LayerClocks:
     ) -> None:
         ranks = nano_batches[0].ranks
         self._nano_batches, self._kernel, self._links = nano_batches, kernel, links
-        self._before, self._after, self._slowness, self._direction = before, after, slowness, direction
+        self._before, self._after, self._slowness, self._direction = (
+            before,
+            after,
+            slowness,
+            direction,
+        )
         self._mixing = mixing
         self._clock = np.zeros(ranks)
         self._links_free = np.zeros((2, ranks))
         self._servers_free = np.zeros(nano_batches[0].servers)
         self._arrives: dict[Key, FloatArray] = {}
-        self._departed: dict[Key, tuple[FloatArray, FloatArray]] = {}  # when, and seconds of the rank's own time
+        self._departed: dict[
+            Key, tuple[FloatArray, FloatArray]
+        ] = {}  # when, and seconds of the rank's own time
         self._kernel_seconds = cache(self._kernel_seconds_of)
         self._sizes = cache(self._sizes_of)
 
@@ -91,7 +98,9 @@ class LayerClocks:
             self._clock = mixing.walk(self._clock)
         self._attention, self._other, self._waited = (np.zeros_like(self._clock) for _ in range(3))
         order = range(len(self._nano_batches))
-        for _ in zip_longest(*map(self._carried_out, order if self._direction == "forward" else reversed(order))):
+        for _ in zip_longest(
+            *map(self._carried_out, order if self._direction == "forward" else reversed(order))
+        ):
             pass
         seconds, mixed = float(self._clock.max()) - begun, np.zeros_like(self._clock)
         if mixing is not None:
@@ -125,7 +134,9 @@ class LayerClocks:
                     back = next(each for each in schedule[-1].wait if each.rows == "servers")
                     self._serve((index, back.name), transfer, back)
                 else:
-                    self._send((index, transfer.name), self._sizes(index, transfer.rows, transfer.columns))
+                    self._send(
+                        (index, transfer.name), self._sizes(index, transfer.rows, transfer.columns)
+                    )
             if phase.pause:
                 yield
         self._clock = self._clock + self._after[index]
@@ -141,7 +152,9 @@ class LayerClocks:
             return None
         links = (self._links.within, self._links.between)
         used = [
-            (link, size[link] > 0, cost.seconds(size[link])) for link, cost in enumerate(links) if size[link].any()
+            (link, size[link] > 0, cost.seconds(size[link]))
+            for link, cost in enumerate(links)
+            if size[link].any()
         ]
         return size.max(axis=0), used
 
@@ -191,7 +204,9 @@ class LayerClocks:
         """Let servers compute once their rows have arrived, and send the results."""
         counted, link = self._nano_batches[key[0]], self._links.between
         ranks = counted.ranks
-        sent, returned = (_bytes(counted, each.rows, each.columns).max(axis=0) for each in (there, back))
+        sent, returned = (
+            _bytes(counted, each.rows, each.columns).max(axis=0) for each in (there, back)
+        )
         begins = np.maximum(self._servers_free, (self._clock + link.seconds(sent[:ranks])).max())
         begins = np.maximum(begins, self._clock.min() + link.seconds(sent[ranks:]))
         self._servers_free = begins + self._kernel.seconds(counted.remote_query)[ranks:]
@@ -227,9 +242,17 @@ def _tasks(counted: CountedPlan, name: str) -> Tasks:
             diagonal=tasks.diagonal / 2,
             tasks=tasks.tasks / 2,
         )
-    tasks, stages = counted.remote_kv if name == "remote-KV" else counted.remote_query, counted.stages
+    tasks, stages = (
+        counted.remote_kv if name == "remote-KV" else counted.remote_query,
+        counted.stages,
+    )
     # Each stage reads all queries of all tasks again, and only its own keys.
-    return replace(tasks, keys=tasks.keys / stages, pairs=tasks.pairs / stages, diagonal=tasks.diagonal / stages)
+    return replace(
+        tasks,
+        keys=tasks.keys / stages,
+        pairs=tasks.pairs / stages,
+        diagonal=tasks.diagonal / stages,
+    )
 
 
 def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatArray:
@@ -239,7 +262,9 @@ def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatAr
     counted apart, so each hop takes half.
     """
     row = counted.row_bytes
-    of_queries = sum({"q": row.q, "dq": row.q, "o": row.o, "do": row.o}.get(column, 0) for column in columns)
+    of_queries = sum(
+        {"q": row.q, "dq": row.q, "o": row.o, "do": row.o}.get(column, 0) for column in columns
+    )
     of_keys = row.kv / 2 * sum(column in ("k", "v", "dk", "dv") for column in columns)
     if rows == "servers":
         moved = counted.with_servers.queries * of_queries + counted.with_servers.keys * of_keys
@@ -273,7 +298,9 @@ def predict_step(
     cuts = [count_cuts(layout, nodes) for layout in layouts] if costs.mixing else []
     launches = slowness * (costs.launches / 2)
     head: FloatArray = np.multiply(costs.head, np.sum(rows, axis=0))
-    before, after = ([seconds * each + launches for each in rows] for seconds in (costs.before, costs.after))
+    before, after = (
+        [seconds * each + launches for each in rows] for seconds in (costs.before, costs.after)
+    )
     in_backward = [[each * costs.backward_factor for each in part] for part in (after, before)]
     attention, waited, mixed = (np.zeros_like(head) for _ in range(3))
     other, seconds = head.copy(), 0.0
@@ -283,7 +310,9 @@ def predict_step(
             begin, end = (before, after) if direction == "forward" else in_backward
             kernel = of_kind.kernel(direction)
             mixing = _mixing_layers(cuts, costs, direction, slowness)
-            clocks = LayerClocks(counted, kernel, begin, end, costs.exchange, direction, slowness, mixing)
+            clocks = LayerClocks(
+                counted, kernel, begin, end, costs.exchange, direction, slowness, mixing
+            )
             walked = clocks.walked()
             attention += of_kind.layers * walked.attention
             other += of_kind.layers * walked.other
@@ -302,14 +331,19 @@ def _mixing_layers(
         return None
     factor = slowness * (1.0 if direction == "forward" else costs.backward_factor)
     layers = costs.mixing.layers / costs.depth
-    return MixingLayers(cuts, costs.mixing, layers, costs.launches, costs.exchange, direction, factor)
+    return MixingLayers(
+        cuts, costs.mixing, layers, costs.launches, costs.exchange, direction, factor
+    )
 
 
 def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts) -> Walked:
     """Predict the seconds of a planned micro-batch."""
     nodes = settings.node_of_ranks
     counted = [
-        {kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes) for kind, of_kind in nano.plans.items()}
+        {
+            kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes)
+            for kind, of_kind in nano.plans.items()
+        }
         for nano in plan.nano_batches
     ]
     return predict_step(counted, [nano.layout for nano in plan.nano_batches], costs, nodes)
@@ -317,7 +351,10 @@ def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts)
 
 def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
     """Return [documents] seconds of computing each document, forward and backward, without calls of the kernel."""
-    total, diagonal = costs.token * lengths.astype(np.float64), lengths * np.minimum(lengths, DIAGONAL_ROWS)
+    total, diagonal = (
+        costs.token * lengths.astype(np.float64),
+        lengths * np.minimum(lengths, DIAGONAL_ROWS),
+    )
     for of_kind in costs.kinds:
         kind = of_kind.kind
         each, tasks = pairs(0, lengths, kind.window), np.ones_like(lengths)
@@ -332,9 +369,16 @@ def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
 
 
 def in_stages(
-    counted: CountedPlan, kind: AttentionKind, settings: PlanSettings, *, stages: int, together: bool = False
+    counted: CountedPlan,
+    kind: AttentionKind,
+    settings: PlanSettings,
+    *,
+    stages: int,
+    together: bool = False,
 ) -> CountedPlan:
     """Return the counts of a plan without stages, with as many stages as it will have; see `stage_rows`."""
     most = counted.among_ranks.most_keys
-    rows = stage_rows(most, settings.buffer_rows(kind), stages=stages, in_hops=counted.forwards, together=together)
+    rows = stage_rows(
+        most, settings.buffer_rows(kind), stages=stages, in_hops=counted.forwards, together=together
+    )
     return counted if rows is None else replace(counted, stages=-(-most // rows))

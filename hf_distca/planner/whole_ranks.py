@@ -42,10 +42,16 @@ def fitting(lengths: IntArray, ranks: int, tokens_per_rank: int) -> IntArray:
 
 def may_choose_whole_ranks(settings: PlanSettings) -> bool:
     """Return whether the planner may place documents as it likes, so that it may also have them drawn for ranks."""
-    return settings.document_layout == "joint" and settings.choices is not None and settings.choices.groups
+    return (
+        settings.document_layout == "joint"
+        and settings.choices is not None
+        and settings.choices.groups
+    )
 
 
-def whole_ranks_pay(full: Iterable[IntArray], fitted: Iterable[IntArray], settings: PlanSettings) -> bool:
+def whole_ranks_pay(
+    full: Iterable[IntArray], fitted: Iterable[IntArray], settings: PlanSettings
+) -> bool:
     """Return whether fitted micro-batches take clearly less predicted time per token than full ones.
 
     Every rank decides alike, since predictions depend on lengths and settings alone.
@@ -62,7 +68,9 @@ def whole_ranks_pay(full: Iterable[IntArray], fitted: Iterable[IntArray], settin
     costs = settings.choices.costs
     speeds = 1 / np.array(costs.slowness or (1.0,) * settings.ranks)
     work_s = sum(float(document_seconds(lengths, costs).sum()) for lengths in compared)
-    computing_s = work_s / float(speeds.sum()) / _tokens(compared)  # if ranks computed alike and never waited
+    computing_s = (
+        work_s / float(speeds.sum()) / _tokens(compared)
+    )  # if ranks computed alike and never waited
     full_s = _seconds_per_token(compared, settings)
     if full_s < PAYS * computing_s:
         return False

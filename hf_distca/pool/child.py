@@ -55,11 +55,15 @@ def serve_from_child(command: Sequence[str], text: str, has_ended: Callable[[], 
         os.write(sink, text.encode())
         os.close(sink)
         try:
-            child = subprocess.Popen(command, stdin=source)  # without code between fork and exec, which can hang
+            child = subprocess.Popen(
+                command, stdin=source
+            )  # without code between fork and exec, which can hang
         except OSError as error:
             code, why = 1, f"could not be started ({error})"
         else:
-            _report(f"process {child.pid} serves and may die; the launcher watches its parent, process {os.getpid()}")
+            _report(
+                f"process {child.pid} serves and may die; the launcher watches its parent, process {os.getpid()}"
+            )
             kill_at = float("inf")
             while child.returncode is None:
                 if is_over():

@@ -37,7 +37,12 @@ class Directory:
     """
 
     def __init__(
-        self, host: str, port: int, token: bytes, silence_s: float = 20.0, ended: Callable[[], None] = lambda: None
+        self,
+        host: str,
+        port: int,
+        token: bytes,
+        silence_s: float = 20.0,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._silence_s, self._report_end = silence_s, ended
         self._ids = itertools.count()
@@ -71,7 +76,9 @@ class Directory:
                 try:
                     channel.send(End(), timeout_s=ANSWER_S)
                 except LinkLost as error:
-                    logger.warning("cannot report the end to server %s:%d: %s", hello.host, hello.port, error)
+                    logger.warning(
+                        "cannot report the end to server %s:%d: %s", hello.host, hello.port, error
+                    )
         self._report_end()
 
     def close(self) -> None:
@@ -111,7 +118,12 @@ def reachable(hello: Message, came_from: str) -> ServerHello:
 
 
 def join(
-    host: str, port: int, token: bytes, hello: ServerHello, wait_s: float, give_up: Callable[[], bool]
+    host: str,
+    port: int,
+    token: bytes,
+    hello: ServerHello,
+    wait_s: float,
+    give_up: Callable[[], bool],
 ) -> tuple[Channel, int]:
     """Join the directory, which may not be there yet, and return the connection to it and the id of the membership.
 
@@ -127,5 +139,7 @@ def join(
             raise  # another try would end alike
         except LinkLost as error:
             if time.monotonic() + _RETRY_S > deadline or give_up():
-                raise LinkLost(f"no training run answered within {wait_s:g} s; the last error: {error}") from error
+                raise LinkLost(
+                    f"no training run answered within {wait_s:g} s; the last error: {error}"
+                ) from error
         time.sleep(_RETRY_S)

@@ -37,7 +37,15 @@ STORE_S = 5.0
 """Most seconds for an answer of the launch's store."""
 POLL_S = 0.1
 
-_OF_THE_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_THE_WORLD = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 """Variables by which a process takes part in the launch's process group; a server must not take part."""
 
 
@@ -45,7 +53,9 @@ _OF_THE_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_
 class Launch:
     """How this process takes part in a launch whose last processes are servers."""
 
-    store: dist.Store | None  # the launcher's, where rank 0 leaves the address and the token for servers
+    store: (
+        dist.Store | None
+    )  # the launcher's, where rank 0 leaves the address and the token for servers
     serves_on: str | None = None  # device of this process if it is a server; None: it is a rank
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,12 +132,24 @@ def serve_if_server(launch: Launch | None, timeout_s: float, kernel: str) -> Non
     store = launch.store
     assert store is not None  # only a saved launch has none
     # If the ranks fail instead, the launcher ends this process.
-    line, name = StoreLine(store), "rank 0 to make its trainer, in an attention server of the launch"
+    line, name = (
+        StoreLine(store),
+        "rank 0 to make its trainer, in an attention server of the launch",
+    )
     remedy = "ranks first load their model and read their data; look at the output of rank 0 if that is done"
     address, token, transport = (
         _value(line, key, name, TRAINER_S, remedy) for key in ("address", "token", "transport")
     )
-    command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", address, "--token-file", "-"]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_distca.cli.main",
+        "serve",
+        "--join",
+        address,
+        "--token-file",
+        "-",
+    ]
     command += ["--device", launch.serves_on, "--wait", f"{timeout_s:g}", "--transport", transport]
     command += ["--attention-kernel", kernel, "--parent", str(os.getpid())]
 
@@ -166,7 +188,9 @@ def _value(line: StoreLine, key: str, name: str, limit_s: float, remedy: str) ->
     return line.ask(lambda store: store.get(key), STORE_S).decode()
 
 
-def open_pool(dispatcher: Dispatcher, config: DistCAConfig, launch: Launch | None, token_file: str) -> Pool:
+def open_pool(
+    dispatcher: Dispatcher, config: DistCAConfig, launch: Launch | None, token_file: str
+) -> Pool:
     """Let servers take part in a dispatcher's plans: those of this launch, which are waited for, or any from outside.
 
     A collective. ValueError on every rank: the address, the token or the transport cannot be used.
@@ -181,7 +205,9 @@ def open_pool(dispatcher: Dispatcher, config: DistCAConfig, launch: Launch | Non
     place: tuple[bytes, str, int] | None = None
     if groups.rank == 0:
         try:
-            host, port = parse_address(config.attention_server_address, setting="attention_server_address")
+            host, port = parse_address(
+                config.attention_server_address, setting="attention_server_address"
+            )
             token = make_token()
             if launch is None:
                 path = Path(token_file)
@@ -210,13 +236,22 @@ def open_pool(dispatcher: Dispatcher, config: DistCAConfig, launch: Launch | Non
         raise
     assert memory is not None
     if store is not None and directory is not None:
-        for name, value in (("transport", choice), ("token", token.hex()), ("address", f"{host}:{port}")):
+        for name, value in (
+            ("transport", choice),
+            ("token", token.hex()),
+            ("address", f"{host}:{port}"),
+        ):
             store.set(name, value)
     elif directory is not None:
         logger.warning(
-            "attention servers join with: hf-distca serve --join %s:%d --token-file %s", host, port, token_file
+            "attention servers join with: hf-distca serve --join %s:%d --token-file %s",
+            host,
+            port,
+            token_file,
         )
-    pool = Pool(dispatcher, token, directory, memory, ranks_serve=config.ranks_serve, timeout_s=timeout_s)
+    pool = Pool(
+        dispatcher, token, directory, memory, ranks_serve=config.ranks_serve, timeout_s=timeout_s
+    )
     dispatcher.remote = pool
     if launch is not None:
         pool.wait_for(int(config.attention_servers), timeout_s)
@@ -225,4 +260,8 @@ def open_pool(dispatcher: Dispatcher, config: DistCAConfig, launch: Launch | Non
 
 def on_cpu(use_cpu: bool) -> bool:
     """Return whether a run keeps to the CPU, by its arguments or by how it was launched."""
-    return use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu"
+    return (
+        use_cpu
+        or parse_flag_from_env("ACCELERATE_USE_CPU")
+        or os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu"
+    )

@@ -115,14 +115,20 @@ class PlanTables:
     workers: int
     worker: int
     kinds: tuple[AttentionKind, ...]
-    tables: tuple[tuple[int, ...], ...]  # of a nano-batch: numbers of documents, segments and tasks of every kind
+    tables: tuple[
+        tuple[int, ...], ...
+    ]  # of a nano-batch: numbers of documents, segments and tasks of every kind
 
     @property
     def bytes(self) -> int:
         """Bytes of all tables; ValueError: the numbers make no plan."""
         if not 0 < self.ranks <= self.worker < self.workers <= WORKERS:
-            raise ValueError(f"worker {self.worker} is no server of {self.ranks} ranks and {self.workers} workers")
-        sizes = [count * dtype.itemsize for counts in self.tables for count, dtype in self._each(counts)]
+            raise ValueError(
+                f"worker {self.worker} is no server of {self.ranks} ranks and {self.workers} workers"
+            )
+        sizes = [
+            count * dtype.itemsize for counts in self.tables for count, dtype in self._each(counts)
+        ]
         if min(sizes, default=-1) < 0 or sum(sizes) > PLAN_BYTES:
             raise ValueError(f"tables of {sum(sizes)} bytes are not from 0 to {PLAN_BYTES}")
         return sum(sizes)
@@ -138,7 +144,11 @@ class PlanTables:
             lengths, segments, *tasks = found
             layout = Layout(lengths, segments, self.ranks)
             for kind, table in zip(self.kinds, tasks, strict=True):
-                yield nano_batch, kind, Plan(layout_of_kind(layout, kind), table, self.workers, kind.window)
+                yield (
+                    nano_batch,
+                    kind,
+                    Plan(layout_of_kind(layout, kind), table, self.workers, kind.window),
+                )
 
     def _each(self, counts: Sequence[int]) -> Iterator[tuple[int, np.dtype[Any]]]:
         return zip(counts, (np.dtype(np.int64), SEGMENT, *(TASK for _ in self.kinds)), strict=True)
@@ -178,12 +188,16 @@ class Call:
 
     def request(self) -> list[TensorSpec]:
         """List the tensors that a rank sends, in the order in which they travel."""
-        names = ("q", "k", "v") if self.direction == "forward" else ("q", "do", "o", "lse", "k", "v")
+        names = (
+            ("q", "k", "v") if self.direction == "forward" else ("q", "do", "o", "lse", "k", "v")
+        )
         return list(map(self._spec, names))
 
     def reply(self) -> list[TensorSpec]:
         """List the tensors that a rank gets back."""
-        return list(map(self._spec, ("o", "lse") if self.direction == "forward" else ("dq", "dk", "dv")))
+        return list(
+            map(self._spec, ("o", "lse") if self.direction == "forward" else ("dq", "dk", "dv"))
+        )
 
     def _spec(self, name: str) -> TensorSpec:
         kind, like = self.kind, name.removeprefix("d")
@@ -191,7 +205,10 @@ class Call:
             dtype = "float64" if self.dtype == "float64" else "float32"
             return TensorSpec(name, "queries", (kind.q_heads,), dtype)
         keys = like in ("k", "v")
-        shape = (kind.kv_heads if keys else kind.q_heads, kind.dim_qk if like in ("q", "k") else kind.dim_v)
+        shape = (
+            kind.kv_heads if keys else kind.q_heads,
+            kind.dim_qk if like in ("q", "k") else kind.dim_v,
+        )
         return TensorSpec(name, "keys" if keys else "queries", shape, self.dtype)
 
 
@@ -204,14 +221,27 @@ class Reply:
     pairs: int
 
 
-Message = RankHello | RankWelcome | ServerHello | ServerWelcome | Refused | Alive | End | PlanTables | Call | Reply
+Message = (
+    RankHello
+    | RankWelcome
+    | ServerHello
+    | ServerWelcome
+    | Refused
+    | Alive
+    | End
+    | PlanTables
+    | Call
+    | Reply
+)
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in typing.get_args(Message)}
 
 
 def encode(message: Message, payload: int) -> bytes:
     """Encode a message that announces this number of payload bytes."""
-    return json.dumps([type(message).__name__, message, payload], default=vars, allow_nan=False).encode()
+    return json.dumps(
+        [type(message).__name__, message, payload], default=vars, allow_nan=False
+    ).encode()
 
 
 def decode(text: bytes) -> tuple[Message, int]:

@@ -88,7 +88,9 @@ class NixlAgent:
         self.listens_on = ""
         if not has_rdma():
             found = psutil.net_if_addrs().items()
-            self.listens_on = next((name for name, each in found if address in {one.address for one in each}), "")
+            self.listens_on = next(
+                (name for name, each in found if address in {one.address for one in each}), ""
+            )
             if not self.listens_on:
                 raise RefusedError(
                     f"no network interface of this host has the address {address}, to which NIXL binds its port; use "
@@ -97,7 +99,11 @@ class NixlAgent:
         self.name = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._ends: Counter[str] = Counter()  # of each peer
-        errors = [one for one in vars(bindings).values() if isinstance(one, type) and issubclass(one, Exception)]
+        errors = [
+            one
+            for one in vars(bindings).values()
+            if isinstance(one, type) and issubclass(one, Exception)
+        ]
         # The further ones are for numbers that are no addresses, and for what is no base64.
         self._errors: tuple[type[Exception], ...] = (*errors, RuntimeError, TypeError, ValueError)
         sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
@@ -175,7 +181,9 @@ class NixlAgent:
                         raise LinkLost(f"NIXL: a transfer ended as {state}")
             finally:
                 if handle is not None:
-                    with contextlib.suppress(*self._errors):  # NIXL keeps a transfer that is still under way
+                    with contextlib.suppress(
+                        *self._errors
+                    ):  # NIXL keeps a transfer that is still under way
                         self._agent.release_xfer_handle(handle)
 
     @contextlib.contextmanager

@@ -26,9 +26,28 @@ from hf_distca.plan import AttentionKind, Plan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.routes import make_routes
 from hf_distca.pool.directory import ALIVE_S, ANSWER_S, join
-from hf_distca.pool.messages import Alive, Call, End, Message, PlanTables, RankHello, Refused, Reply, ServerHello
+from hf_distca.pool.messages import (
+    Alive,
+    Call,
+    End,
+    Message,
+    PlanTables,
+    RankHello,
+    Refused,
+    Reply,
+    ServerHello,
+)
 from hf_distca.pool.transport import Choice, Memory, choose, make_memory
-from hf_distca.pool.wire import SERVER, Channel, LinkLost, Listener, MismatchError, Outbox, PeerLeft, ProtocolError
+from hf_distca.pool.wire import (
+    SERVER,
+    Channel,
+    LinkLost,
+    Listener,
+    MismatchError,
+    Outbox,
+    PeerLeft,
+    ProtocolError,
+)
 from hf_distca.waiting import REPORT_S
 from hf_distca.waiting import join as join_thread
 
@@ -122,7 +141,9 @@ class AttentionServer:
         self._memory = make_memory(transport, device, host)
         self.tasks, self.busy_s = 0, 0.0
         self._stopping = threading.Event()
-        self._complete: queue.SimpleQueue[Assembly | None] = queue.SimpleQueue()  # None: compute no more
+        self._complete: queue.SimpleQueue[Assembly | None] = (
+            queue.SimpleQueue()
+        )  # None: compute no more
         self._changed = threading.Condition()  # for what stands below: each rank has a thread
         self._links: dict[int, RankLink] = {}  # by rank
         # By id of the plan: tasks by nano-batch and kind of attention.
@@ -133,7 +154,9 @@ class AttentionServer:
         self.host, self.port = self._listener.host, self._listener.port
         self._computing.start()
 
-    def run(self, join_host: str, join_port: int, wait_s: float, report: Callable[[str], None]) -> None:
+    def run(
+        self, join_host: str, join_port: int, wait_s: float, report: Callable[[str], None]
+    ) -> None:
         """Join the run whose directory listens at an address, and serve until it ends or `stop` is called.
 
         LinkLost: joining took longer than `wait_s`, or joining again after the directory was lost. MismatchError:
@@ -142,13 +165,19 @@ class AttentionServer:
         """
         with self._on_device():
             speed = measure_speed(self._kernel, self._device)
-        report(f"listening on {self.host}:{self.port}; {self._device} computes {speed / 1e6:.1f} M pairs/s")
-        hello = ServerHello("" if self.host in _WILDCARDS else self.host, self.port, str(self._device), speed)
+        report(
+            f"listening on {self.host}:{self.port}; {self._device} computes {speed / 1e6:.1f} M pairs/s"
+        )
+        hello = ServerHello(
+            "" if self.host in _WILDCARDS else self.host, self.port, str(self._device), speed
+        )
         where = f"{join_host}:{join_port}"
         while not self._stopping.is_set():
             report(f"joining {where}")
             try:
-                channel, member = join(join_host, join_port, self._token, hello, wait_s, self._stopping.is_set)
+                channel, member = join(
+                    join_host, join_port, self._token, hello, wait_s, self._stopping.is_set
+                )
             except LinkLost:
                 if self._stopping.is_set():
                     break
@@ -250,11 +279,16 @@ class AttentionServer:
                 assembly = self._begin(link, message)
                 self._kernel_of(message)
                 own = assembly.tasks.rows
-                rows = [assembly.received[spec.name][own[spec.rows][link.rank]] for spec in message.request()]
+                rows = [
+                    assembly.received[spec.name][own[spec.rows][link.rank]]
+                    for spec in message.request()
+                ]
                 link.transport.receive(message, size, rows, ROWS_S)
                 with self._changed:
                     assembly.missing.discard(link.rank)
-                    if not assembly.missing and self._open.get(message.call_id) is assembly:  # else it was given up
+                    if (
+                        not assembly.missing and self._open.get(message.call_id) is assembly
+                    ):  # else it was given up
                         self._complete.put(self._open.pop(message.call_id))
             elif isinstance(message, PlanTables) and link.rank == 0 and size == message.bytes:
                 tables, buffer = bytearray(size), IndexBuffer(self._device)
@@ -272,8 +306,17 @@ class AttentionServer:
             else:
                 name = type(message).__name__
                 raise ProtocolError(f"rank {link.rank} sent an unexpected {name} with {size} bytes")
-        except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-            raise ProtocolError(f"the server cannot use this {type(message).__name__}: {error}") from error
+        except (
+            ArithmeticError,
+            LookupError,
+            MemoryError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise ProtocolError(
+                f"the server cannot use this {type(message).__name__}: {error}"
+            ) from error
 
     def _begin(self, link: RankLink, call: Call) -> Assembly:
         """Make room for the rows of a call that a rank begins to send, once its plan is here: a call may overtake it.
@@ -285,7 +328,9 @@ class AttentionServer:
         with self._changed:
             while number not in self._plans:
                 if number < min(self._plans, default=0):
-                    raise ProtocolError(f"plan {number} is no longer kept; the latest is {max(self._plans)}")
+                    raise ProtocolError(
+                        f"plan {number} is no longer kept; the latest is {max(self._plans)}"
+                    )
                 if time.monotonic() > deadline or link.gone or link.channel.hung_up():
                     raise ProtocolError(f"plan {number} did not arrive within {PLAN_WAIT_S:g} s")
                 self._changed.wait(0.5)
@@ -297,15 +342,22 @@ class AttentionServer:
             absent = tasks.ranks - self._links.keys()
             if absent or link.gone:
                 rank = min(absent, default=link.rank)
-                raise LinkLost(f"call {call.call_id} needs rows of rank {rank}, which is not connected")
+                raise LinkLost(
+                    f"call {call.call_id} needs rows of rank {rank}, which is not connected"
+                )
             assembly = self._open.get(call.call_id)
             if assembly is None:
                 received = {
-                    spec.name: self._memory.empty(spec, tasks.rows[spec.rows][-1].stop) for spec in call.request()
+                    spec.name: self._memory.empty(spec, tasks.rows[spec.rows][-1].stop)
+                    for spec in call.request()
                 }
-                assembly = self._open[call.call_id] = Assembly(call, tasks, received, set(tasks.ranks))
+                assembly = self._open[call.call_id] = Assembly(
+                    call, tasks, received, set(tasks.ranks)
+                )
             if assembly.call != call or link.rank in assembly.links:
-                raise ProtocolError(f"call {call.call_id} differs from the call of other ranks, or was made twice")
+                raise ProtocolError(
+                    f"call {call.call_id} differs from the call of other ranks, or was made twice"
+                )
             assembly.links[link.rank] = link
             return assembly
 
@@ -339,7 +391,9 @@ class AttentionServer:
             while (assembly := self._complete.get()) is not None:
                 try:
                     self._compute_call(assembly)
-                except Exception as error:  # the kernel's, for instance out of memory: the server goes on
+                except (
+                    Exception
+                ) as error:  # the kernel's, for instance out of memory: the server goes on
                     logger.exception("call %d failed", assembly.call.call_id)
                     for link in assembly.links.values():
                         link.refuse(f"call {assembly.call.call_id} failed: {error}")
@@ -351,14 +405,22 @@ class AttentionServer:
         call, tasks = assembly.call, assembly.tasks
         kernel, group, params = self._kernel_of(call), tasks.group, params_of(call)
         begin = time.perf_counter()
-        rows = {name: x_N.to(self._device, non_blocking=True) for name, x_N in assembly.received.items()}
-        q_QHD, k_KGD, v_KGE = rows["q"], take(rows["k"], group.k_rows), take(rows["v"], group.k_rows)
+        rows = {
+            name: x_N.to(self._device, non_blocking=True) for name, x_N in assembly.received.items()
+        }
+        q_QHD, k_KGD, v_KGE = (
+            rows["q"],
+            take(rows["k"], group.k_rows),
+            take(rows["v"], group.k_rows),
+        )
         results: tuple[Tensor, ...]
         if call.direction == "forward":
             results = kernel.forward(q_QHD, k_KGD, v_KGE, group.shapes, params)
         else:
             do_QHE, o_QHE, lse_QH = (rows[name] for name in ("do", "o", "lse"))
-            dq_QHD, dk_KGD, dv_KGE = kernel.backward(do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, group.shapes, params)
+            dq_QHD, dk_KGD, dv_KGE = kernel.backward(
+                do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, group.shapes, params
+            )
             # Tasks that read a row are summed in a fixed order.
             results = dq_QHD, tasks.key_sums.add_up([dk_KGD]), tasks.key_sums.add_up([dv_KGE])
         staged, ready = self._memory.stage(results)
@@ -367,8 +429,13 @@ class AttentionServer:
         self.busy_s += seconds
         self.tasks += len(group.shapes.q_lens)
         for rank, link in assembly.links.items():
-            own = [x_N[tasks.rows[spec.rows][rank]] for spec, x_N in zip(call.reply(), staged, strict=True)]
-            link.outbox.put(partial(link.transport.send, Reply(call.call_id, seconds, tasks.pairs), own, ROWS_S))
+            own = [
+                x_N[tasks.rows[spec.rows][rank]]
+                for spec, x_N in zip(call.reply(), staged, strict=True)
+            ]
+            link.outbox.put(
+                partial(link.transport.send, Reply(call.call_id, seconds, tasks.pairs), own, ROWS_S)
+            )
 
     def _on_device(self) -> AbstractContextManager[Any]:
         # A thread begins with the first GPU, and Triton takes that.

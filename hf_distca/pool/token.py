@@ -62,5 +62,7 @@ def parse_address(text: str, least_port: int = 0, setting: str = "an address") -
     host, _, port = text.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or not least_port <= int(port) <= 65535:
-        raise RefusedError(f"{setting} must be HOST:PORT with a port from {least_port} to 65535, got {text!r}")
+        raise RefusedError(
+            f"{setting} must be HOST:PORT with a port from {least_port} to 65535, got {text!r}"
+        )
     return host, int(port)

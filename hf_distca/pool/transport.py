@@ -19,7 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_distca.pool.messages import Call, NixlPeer, Places, RankHello, RankWelcome, Reply, TensorSpec
+from hf_distca.pool.messages import (
+    Call,
+    NixlPeer,
+    Places,
+    RankHello,
+    RankWelcome,
+    Reply,
+    TensorSpec,
+)
 from hf_distca.pool.nixl import HOST, NixlAgent, Operation, Piece, Space, has_rdma, is_installed
 from hf_distca.pool.wire import Buffer, Channel, LinkLost, MismatchError, ProtocolError
 from hf_distca.refusal import RefusedError
@@ -82,7 +90,9 @@ class _Loan:
 
     def __init__(self, address: int, size: int, space: Space) -> None:
         described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
-        setattr(self, "__array_interface__" if space == HOST else "__cuda_array_interface__", described)
+        setattr(
+            self, "__array_interface__" if space == HOST else "__cuda_array_interface__", described
+        )
 
 
 class Arena(Memory):
@@ -136,7 +146,10 @@ class Arena(Memory):
         padded = -(-size // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
             self._merge()
-            fitting = next((at for at, (_, start, stop) in enumerate(self._free) if stop - start >= padded), None)
+            fitting = next(
+                (at for at, (_, start, stop) in enumerate(self._free) if stop - start >= padded),
+                None,
+            )
             if fitting is None:
                 self._grow(max(padded, sum(slab.nbytes for slab in self._slabs)))
                 fitting = len(self._free) - 1
@@ -146,7 +159,11 @@ class Arena(Memory):
         loan = _Loan(self._slabs[slab].data_ptr() + start, size, self.space)
         weakref.finalize(loan, self._returned.append, (slab, start, start + padded)).atexit = False
         on_host = self.space == HOST
-        raw = torch.from_numpy(np.asarray(loan)) if on_host else torch.as_tensor(loan, device=self._device)
+        raw = (
+            torch.from_numpy(np.asarray(loan))
+            if on_host
+            else torch.as_tensor(loan, device=self._device)
+        )
         return raw.view(dtype).view(shape)
 
     def _merge(self) -> None:
@@ -183,7 +200,9 @@ def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
     if choice is Choice.TCP:
         return Memory(device)
     if choice is Choice.AUTO and not (is_installed() and has_rdma()):
-        return Memory(device, "the host has no RDMA device" if is_installed() else "NIXL is not installed")
+        return Memory(
+            device, "the host has no RDMA device" if is_installed() else "NIXL is not installed"
+        )
     try:
         return Arena(NixlAgent(address), device, required=choice is Choice.NIXL)
     except (ImportError, ValueError, LinkLost) as error:
@@ -216,7 +235,9 @@ class Transport:
         """
         expected = sum(x_N.nbytes for x_N in rows)
         if size != expected:
-            raise ProtocolError(f"the rows of a {type(message).__name__} have {size} bytes, expected {expected}")
+            raise ProtocolError(
+                f"the rows of a {type(message).__name__} have {size} bytes, expected {expected}"
+            )
         self._channel.receive_payload(_buffers(rows), timeout_s)
 
     def close(self) -> None:
@@ -230,7 +251,9 @@ class _NixlRankEnd(Transport):
         super().__init__(channel)
         self._memory = memory
         self._known = memory.metadata  # from the hello
-        self._open: dict[int, list[Tensor]] = {}  # by id of the call; single operations on a dict are atomic
+        self._open: dict[
+            int, list[Tensor]
+        ] = {}  # by id of the call; single operations on a dict are atomic
 
     def send(self, message: Call | Reply, rows: Rows, timeout_s: float, answer: Rows = ()) -> None:
         assert isinstance(message, Call)
@@ -242,7 +265,9 @@ class _NixlRankEnd(Transport):
         self._channel.send(replace(message, places=places), timeout_s=timeout_s)
 
     def receive(self, message: Call | Reply, size: int, rows: Rows, timeout_s: float) -> None:
-        self._open.pop(message.call_id, None)  # the server has written the rows before it sent the message
+        self._open.pop(
+            message.call_id, None
+        )  # the server has written the rows before it sent the message
 
     def close(self) -> None:
         for rows in self._open.values():
@@ -256,7 +281,9 @@ class _NixlServerEnd(Transport):
     def __init__(self, channel: Channel, memory: Arena, peer: NixlPeer) -> None:
         super().__init__(channel)
         self._memory, self._peer = memory, peer
-        self._answers: dict[int, Sequence[Piece]] = {}  # by id of the call; single operations on a dict are atomic
+        self._answers: dict[
+            int, Sequence[Piece]
+        ] = {}  # by id of the call; single operations on a dict are atomic
         memory.agent.meet(peer.name, peer.metadata)
         try:
             self._move("READ", [memory.probe], [(peer.probe, PROBE_BYTES)], PROBE_S)
@@ -280,14 +307,20 @@ class _NixlServerEnd(Transport):
     def close(self) -> None:
         self._memory.agent.forget(self._peer.name)
 
-    def _move(self, operation: Operation, rows: Rows, places: Sequence[Piece], timeout_s: float) -> None:
+    def _move(
+        self, operation: Operation, rows: Rows, places: Sequence[Piece], timeout_s: float
+    ) -> None:
         """Read or write rows; `places` are addresses of the rank, which NIXL compares with what it has registered."""
         own, memory = _pieces(rows), self._memory
         sizes, expected = ([size for _, size in pieces] for pieces in (places, own))
         if sizes != expected:
-            raise ProtocolError(f"the rank names memory of {sizes!s:.80} bytes, expected {expected}")
+            raise ProtocolError(
+                f"the rank names memory of {sizes!s:.80} bytes, expected {expected}"
+            )
         try:
-            memory.agent.transfer(operation, own, memory.space, places, self._peer, timeout_s, self._channel.hung_up)
+            memory.agent.transfer(
+                operation, own, memory.space, places, self._peer, timeout_s, self._channel.hung_up
+            )
         except BaseException:
             memory.keep(rows)
             raise
@@ -311,7 +344,9 @@ def choose(channel: Channel, memory: Memory, hello: RankHello) -> tuple[Transpor
         why = why or f"at the server: {memory.why}"
     elif hello.nixl is not None:
         try:
-            return _NixlServerEnd(channel, memory, hello.nixl), RankWelcome("NIXL", "both ends have it")
+            return _NixlServerEnd(channel, memory, hello.nixl), RankWelcome(
+                "NIXL", "both ends have it"
+            )
         except LinkLost as error:
             why = str(error)
     if hello.required:

@@ -77,7 +77,10 @@ class Channel:
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._sock = sock
-        self._timeouts: dict[int, float | None] = {socket.SO_SNDTIMEO: None, socket.SO_RCVTIMEO: None}
+        self._timeouts: dict[int, float | None] = {
+            socket.SO_SNDTIMEO: None,
+            socket.SO_RCVTIMEO: None,
+        }
         self._ended_because = ""
 
     def has_news(self, wait_s: float) -> bool:
@@ -98,7 +101,9 @@ class Channel:
         """
         greeting = _GREETING + b"%d " % VERSION
         ours = greeting + secrets.token_bytes(32)
-        late = threading.Timer(timeout_s, self.shut_down, [f"the handshake timed out after {timeout_s:g} s"])
+        late = threading.Timer(
+            timeout_s, self.shut_down, [f"the handshake timed out after {timeout_s:g} s"]
+        )
         late.start()
         try:
             self._send([ours], None)
@@ -111,7 +116,10 @@ class Channel:
                     f"the peer speaks version {found}, expected {VERSION}; install the same hf_distca on all hosts"
                 )
             sides, nonces = (("c", "a"), ours + theirs) if connects else (("a", "c"), theirs + ours)
-            own, other = (hmac.digest(token, f"{side} {service} ".encode() + nonces, "sha256") for side in sides)
+            own, other = (
+                hmac.digest(token, f"{side} {service} ".encode() + nonces, "sha256")
+                for side in sides
+            )
             self._send([own], None)
             if not hmac.compare_digest(self._receive(len(other), None), other):
                 raise ProtocolError(
@@ -121,7 +129,9 @@ class Channel:
             late.cancel()
             join(late)
 
-    def send(self, message: Message, payload: Sequence[Buffer] = (), timeout_s: float | None = None) -> None:
+    def send(
+        self, message: Message, payload: Sequence[Buffer] = (), timeout_s: float | None = None
+    ) -> None:
         """Send a message and its payload; return when the system has taken all of it."""
         parts = [memoryview(part).cast("B") for part in payload if memoryview(part).nbytes]
         self._send([encode(message, sum(map(len, parts))), *parts], timeout_s)
@@ -140,7 +150,9 @@ class Channel:
             for buffer in buffers:
                 left = memoryview(buffer).cast("B")
                 while left:
-                    count = self._sock.recv_into(left, 0, socket.MSG_WAITALL)  # fewer and larger reads
+                    count = self._sock.recv_into(
+                        left, 0, socket.MSG_WAITALL
+                    )  # fewer and larger reads
                     if not count:
                         raise PeerLeft("the peer closed the connection")
                     left = left[count:]
@@ -162,7 +174,9 @@ class Channel:
 
     def _send(self, parts: Sequence[Buffer], timeout_s: float | None) -> None:
         """Send a message, the first part, with its size before it and its payload after it, in one call."""
-        left = [memoryview(part) for part in (len(parts[0]).to_bytes(4, "big") + parts[0], *parts[1:])]
+        left = [
+            memoryview(part) for part in (len(parts[0]).to_bytes(4, "big") + parts[0], *parts[1:])
+        ]
         with self._losses("sending", socket.SO_SNDTIMEO, timeout_s):
             while left:
                 sent = self._sock.sendmsg(left)
@@ -177,7 +191,9 @@ class Channel:
         self.receive_payload([head], timeout_s)
         size = int.from_bytes(head, "big")
         if size > most:
-            raise ProtocolError(f"the peer sends a message of {size} bytes, at most {most} are allowed")
+            raise ProtocolError(
+                f"the peer sends a message of {size} bytes, at most {most} are allowed"
+            )
         text = bytearray(size)
         self.receive_payload([text], timeout_s)
         return bytes(text)
@@ -187,7 +203,9 @@ class Channel:
         """Set the time-out of a direction; raise LinkLost for whatever ends a connection."""
         try:
             if self._timeouts[direction] != timeout_s:
-                seconds = 0.0 if timeout_s is None else max(timeout_s, 1e-6)  # to the system 0 is for ever
+                seconds = (
+                    0.0 if timeout_s is None else max(timeout_s, 1e-6)
+                )  # to the system 0 is for ever
                 value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
                 self._sock.setsockopt(socket.SOL_SOCKET, direction, value)
                 self._timeouts[direction] = timeout_s
@@ -212,7 +230,13 @@ def is_loopback(host: str) -> bool:
 
 
 def connect(
-    host: str, port: int, token: bytes, service: str, hello: Message, welcome: type[M], timeout_s: float
+    host: str,
+    port: int,
+    token: bytes,
+    service: str,
+    hello: Message,
+    welcome: type[M],
+    timeout_s: float,
 ) -> tuple[Channel, M]:
     """Connect to a service, and return the connection and the answer to a hello; MismatchError: the peer refuses.
 
@@ -229,7 +253,9 @@ def connect(
         if isinstance(answer, Refused):
             raise MismatchError(f"refused: {answer.reason}")
         if not isinstance(answer, welcome):
-            raise ProtocolError(f"the peer answers {type(answer).__name__}, expected {welcome.__name__}")
+            raise ProtocolError(
+                f"the peer answers {type(answer).__name__}, expected {welcome.__name__}"
+            )
         return channel, answer
     except LinkLost as error:
         channel.close()
@@ -289,13 +315,20 @@ class Listener:
         self._socket = socket.create_server((host, port), family=family, backlog=256)
         self._socket.settimeout(_TICK_S)
         self.host, self.port = self._socket.getsockname()[:2]
-        self._token, self._service, self._serve, self._handshake_s = token, service, serve, handshake_s
+        self._token, self._service, self._serve, self._handshake_s = (
+            token,
+            service,
+            serve,
+            handshake_s,
+        )
         self._warnings = itertools.count(1)
         self._lock = threading.Lock()
         self._peers: dict[Channel, threading.Thread] = {}
         self._strangers: dict[Channel, None] = {}  # in the handshake, oldest first
         self._closed = False
-        self._thread = threading.Thread(target=self._accept_all, name=f"listen {self.port}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._accept_all, name=f"listen {self.port}", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -317,7 +350,9 @@ class Listener:
                 sock = self._socket.accept()[0]
                 channel = Channel(sock)
                 name = f"peer {channel.name}"
-                thread = threading.Thread(target=self._meet, args=(channel,), name=name, daemon=True)
+                thread = threading.Thread(
+                    target=self._meet, args=(channel,), name=name, daemon=True
+                )
                 with self._lock:
                     if len(self._strangers) >= HANDSHAKES:
                         oldest = next(iter(self._strangers))
@@ -328,7 +363,10 @@ class Listener:
                     self._strangers[channel] = None
             except TimeoutError:
                 pass
-            except (OSError, RuntimeError) as error:  # also when there are no more file descriptors or threads
+            except (
+                OSError,
+                RuntimeError,
+            ) as error:  # also when there are no more file descriptors or threads
                 if sock is not None:
                     sock.close()
                 if not self._closed:
@@ -348,7 +386,9 @@ class Listener:
         except PeerLeft:  # checks of open ports do so
             logger.info("%s left", channel.name)
         except LinkLost as error:
-            if not self._closed and not isinstance(error, MismatchError):  # the peer knows what to do
+            if not self._closed and not isinstance(
+                error, MismatchError
+            ):  # the peer knows what to do
                 self._warn(f"{'ended' if proved else 'refused'} {channel.name}: {error}")
             if proved and isinstance(error, ProtocolError):
                 with contextlib.suppress(LinkLost):

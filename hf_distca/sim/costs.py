@@ -43,12 +43,18 @@ class DeviceProfile:
     forward: KernelCost
     backward: KernelCost
     flops_per_second: float  # of a layer's matrices
-    bytes_per_second: float  # norms, activations and sums read and write the device's memory at this rate
-    peak_flops: float  # the rate that the maker names; model FLOPs utilization (MFU) is a share of it
+    bytes_per_second: (
+        float  # norms, activations and sums read and write the device's memory at this rate
+    )
+    peak_flops: (
+        float  # the rate that the maker names; model FLOPs utilization (MFU) is a share of it
+    )
     links: Links  # of collectives that may use a link fully, such as gathering K and V
     exchange: Links  # of rows. On GPUs it uses few thread blocks and leaves the others to attention
     launches: float = 0.0  # seconds of the host for a layer's forward while the device waits
-    ranks_per_core: float = 1.0  # as in StepCosts; other costs were measured on all these ranks at once
+    ranks_per_core: float = (
+        1.0  # as in StepCosts; other costs were measured on all these ranks at once
+    )
     accuracy: Accuracy = field(default=Accuracy(1.0, 1.0, 0))
 
     @property

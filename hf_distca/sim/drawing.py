@@ -46,7 +46,9 @@ text { font: 13px system-ui, sans-serif; fill: var(--muted); font-variant-numeri
 
 def style_sheet() -> str:
     """Return the CSS at the start of every page and picture file; paper has the colours of light pages."""
-    light, dark = (" ".join(f"--{name}: {pair[i]};" for name, pair in COLOURS.items()) for i in (0, 1))
+    light, dark = (
+        " ".join(f"--{name}: {pair[i]};" for name, pair in COLOURS.items()) for i in (0, 1)
+    )
     marks = " ".join(f".{name} {{ --key: var(--{name}); }}" for name in MARKS)
     return (
         f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{marks}\n"
@@ -65,7 +67,9 @@ class Drawing:
     def text(self, x: float, y: float, text: str, anchor: str = "start", style: str = "") -> None:
         """Write on a line at height y, from, to or around x."""
         named = f' class="{style}"' if style else ""
-        self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{named}>{escape(text)}</text>')
+        self._parts.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{named}>{escape(text)}</text>'
+        )
 
     def line(self, x1: float, y1: float, x2: float, y2: float, style: str = "rule") -> None:
         """Draw a line."""
@@ -75,7 +79,9 @@ class Drawing:
         """Draw an arrow along a line from x1 to x2."""
         back = x2 + (6.0 if x2 < x1 else -6.0)
         head = f"M{back:.1f} {y - 4:.1f}L{x2:.1f} {y:.1f}L{back:.1f} {y + 4:.1f}"
-        self._parts.append(f'<path class="{style} arrow" d="M{x1:.1f} {y:.1f}L{x2:.1f} {y:.1f}{head}"/>')
+        self._parts.append(
+            f'<path class="{style} arrow" d="M{x1:.1f} {y:.1f}L{x2:.1f} {y:.1f}{head}"/>'
+        )
 
     def bar(self, x: float, y: float, width: float, height: float, style: str, label: str) -> None:
         """Draw a rectangle that stands for a value; the label names the value."""
@@ -84,7 +90,15 @@ class Drawing:
             f'height="{max(height, 0.5):.1f}"><title>{escape(label)}</title></rect>'
         )
 
-    def scale(self, marks: Sequence[float], left: float, right: float, top: float, bottom: float, suffix: str) -> None:
+    def scale(
+        self,
+        marks: Sequence[float],
+        left: float,
+        right: float,
+        top: float,
+        bottom: float,
+        suffix: str,
+    ) -> None:
         """Draw lines across the picture at round numbers, from 0 at the bottom."""
         for mark in marks:
             y = bottom - (bottom - top) * mark / marks[-1]
@@ -123,7 +137,9 @@ def lengths_picture(bins: Sequence[Mapping[str, Any]]) -> Drawing:
                 drawing.bar(x + step * place, bottom - size, step * 0.4 - 1, size, what, label)
         if index % every == 0:
             drawing.line(x, bottom, x, bottom + 4)
-            drawing.text(x, bottom + 18, short(each["shortest"]), "middle" if index else "start", "axis")
+            drawing.text(
+                x, bottom + 18, short(each["shortest"]), "middle" if index else "start", "axis"
+            )
     drawing.text((left + WIDTH) / 2, 236, "tokens of a document", "middle", "axis")
     return drawing
 
@@ -143,15 +159,26 @@ def loads_picture(panels: Sequence[tuple[str, Sequence[float], str]], unit: str)
         mean = float(values.mean())
         drawing.scale(marks, x, x + across, top, top + body, "" if index else unit)
         drawing.text(x, top - 28, title, style="strong")
-        drawing.text(x, top - 12, f"busiest rank {values.max() / mean if mean else 1:.2f}× the mean", style="axis")
+        drawing.text(
+            x,
+            top - 12,
+            f"busiest rank {values.max() / mean if mean else 1:.2f}× the mean",
+            style="axis",
+        )
         parts = np.array_split(np.arange(len(values)), min(len(values), MOST_BARS))
         step = across / len(parts)
         for place, ranks in enumerate(parts):
             most = float(values[ranks].max())
             size = body * most / marks[-1]
-            named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}, at most"
+            named = (
+                f"rank {ranks[0]}"
+                if len(ranks) == 1
+                else f"ranks {ranks[0]} to {ranks[-1]}, at most"
+            )
             label = f"{title}, {named}: {most:,.3f}{unit}"
-            drawing.bar(x + place * step, top + body - size, step - min(1.0, step / 4), size, style, label)
+            drawing.bar(
+                x + place * step, top + body - size, step - min(1.0, step / 4), size, style, label
+            )
         level = top + body * (1 - mean / marks[-1])
         drawing.line(x, level, x + across, level, "mean")
         drawing.text(x, top + body + 16, "rank 0", "start", "axis")
@@ -178,7 +205,13 @@ def stacks_picture(
     drawing = Drawing(WIDTH, bottom + 22)
     for mark in marks:
         drawing.line(left + mark * across, 0, left + mark * across, bottom)
-        drawing.text(left + mark * across, bottom + 16, f"{mark:,.10g}{unit}", "middle" if mark else "start", "axis")
+        drawing.text(
+            left + mark * across,
+            bottom + 16,
+            f"{mark:,.10g}{unit}",
+            "middle" if mark else "start",
+            "axis",
+        )
     for index, (name, parts) in enumerate(rows.items()):
         x, y, left_over = left, index * pitch, limit
         style = "strong" if name in strong else "name"
@@ -201,7 +234,9 @@ def ticks(most: float, about: int = 4) -> list[float]:
     if most <= 0:
         return [0.0, 1.0]
     power = 10.0 ** floor(log10(most / about))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= most / about * 0.999)
+    step = next(
+        factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= most / about * 0.999
+    )
     return [index * step for index in range(ceil(most / step - 0.001) + 1)]
 
 

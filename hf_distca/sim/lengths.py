@@ -40,10 +40,14 @@ def lognormal(median: float, sigma: float) -> Draw:
         ValueError: an argument is out of range.
     """
     if not 1 <= median <= LONGEST_MEDIAN:
-        raise ValueError(f"the median must be from 1 to {LONGEST_MEDIAN:.0f} tokens, got {median:g}")
+        raise ValueError(
+            f"the median must be from 1 to {LONGEST_MEDIAN:.0f} tokens, got {median:g}"
+        )
     if not 0 < sigma <= WIDEST:
         raise ValueError(f"sigma must be above 0 and at most {WIDEST:g}, got {sigma:g}")
-    return lambda random, count: np.maximum(random.lognormal(np.log(median), sigma, count), 1).astype(np.int64)
+    return lambda random, count: np.maximum(
+        random.lognormal(np.log(median), sigma, count), 1
+    ).astype(np.int64)
 
 
 def cut_at(draw: Draw, longest: int) -> Draw:
@@ -77,7 +81,8 @@ def corpora() -> dict[str, Draw]:
     """Return the distributions of public data sets that come with the package, by name."""
     content = json.loads(CORPORA.read_text(encoding="utf-8"))
     return {
-        name: of_histogram(np.array(corpus["edges"]), np.array(corpus["counts"])) for name, corpus in content.items()
+        name: of_histogram(np.array(corpus["edges"]), np.array(corpus["counts"]))
+        for name, corpus in content.items()
     }
 
 

@@ -36,7 +36,9 @@ class MixingShape:
         rows, columns = self.state
         convolution = self.channels * (self.width + 1)
         if not self.delta_rule:  # rows of a chunk times rows; into the state, and out of it
-            return convolution + self.heads * (CHUNK * columns + 2 * rows * columns), self.heads * rows * columns
+            return convolution + self.heads * (
+                CHUNK * columns + 2 * rows * columns
+            ), self.heads * rows * columns
         # Three products of keys and queries within a chunk, two with values; three with the state.
         within, columns_of_values = 3 * CHUNK * rows, 2 * CHUNK + 3 * rows
         return (
@@ -53,10 +55,14 @@ class MixingShape:
         rows, columns = self.state
         convolution = 2 * self.channels
         if not self.delta_rule:
-            return convolution + self.heads * (3 * columns + 2 * rows * columns // CHUNK), 3 * self.heads * columns
+            return convolution + self.heads * (
+                3 * columns + 2 * rows * columns // CHUNK
+            ), 3 * self.heads * columns
         # Values, values of a chunk without its keys' part (made, read, and made anew with the state), and outputs.
         of_values = 6 + 2 * rows // CHUNK
-        return convolution + self.heads * (4 * rows + columns * of_values), self.heads * rows * of_values
+        return convolution + self.heads * (
+            4 * rows + columns * of_values
+        ), self.heads * rows * of_values
 
 
 @dataclass(frozen=True)
@@ -80,18 +86,29 @@ class ModelShape:
     def operations(self) -> int:
         """Multiplications of a token besides core attention."""
         mixing = self.mixing
-        of_mixing = mixing.layers * (mixing.before + mixing.after + mixing.operations[0]) if mixing else 0
+        of_mixing = (
+            mixing.layers * (mixing.before + mixing.after + mixing.operations[0]) if mixing else 0
+        )
         return self.depth * (self.before + self.after) + self.head + of_mixing
 
     @classmethod
     def llama(
-        cls, layers: int, hidden: int, mlp: int, q_heads: int, kv_heads: int, vocabulary: int, head_dim: int = 128
+        cls,
+        layers: int,
+        hidden: int,
+        mlp: int,
+        q_heads: int,
+        kv_heads: int,
+        vocabulary: int,
+        head_dim: int = 128,
     ) -> "ModelShape":
         """Return the shape of a LLaMA-like model; `mlp` is the width of an MLP of three matrices."""
         before, output = hidden * (q_heads + 2 * kv_heads) * head_dim, hidden * q_heads * head_dim
         after, head = output + 3 * hidden * mlp, hidden * vocabulary
         kind = AttentionKind(None, q_heads, kv_heads, head_dim, head_dim)
-        return cls({kind: layers}, hidden, before, after, head, layers * (before + after) + 2 * head)
+        return cls(
+            {kind: layers}, hidden, before, after, head, layers * (before + after) + 2 * head
+        )
 
 
 LLAMA_8B = ModelShape.llama(32, 4096, 14336, 32, 8, 128256)

@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.nodes import node_sizes
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.strategies import Setup, StepTime, data_and_context_parallel, on_ranks, step_of_plan
+from hf_distca.sim.strategies import (
+    Setup,
+    StepTime,
+    data_and_context_parallel,
+    on_ranks,
+    step_of_plan,
+)
 
 PADDED, PACKED, BALANCED, PLANNED = (
     "padded to the longest",
@@ -51,7 +57,10 @@ class PaddedFigures:
 
 
 def simulate_padded(
-    batches: Iterable[Batches], setup: Setup, settings: PlanSettings, plan: Callable[[Batches, Setup], PlannedBatches]
+    batches: Iterable[Batches],
+    setup: Setup,
+    settings: PlanSettings,
+    plan: Callable[[Batches, Setup], PlannedBatches],
 ) -> tuple[PaddedFigures, ...]:
     """Simulate batches of sequences under every strategy.
 
@@ -84,7 +93,9 @@ def simulate_padded(
     )
 
 
-def steps_of(batch: Batches, planned: PlannedBatches, setup: Setup, settings: PlanSettings) -> dict[str, StepTime]:
+def steps_of(
+    batch: Batches, planned: PlannedBatches, setup: Setup, settings: PlanSettings
+) -> dict[str, StepTime]:
     """Predict a step of each strategy; only plans divide a batch that is more than ranks hold."""
     lengths = np.concatenate([np.array(row, np.int64) for row in batch])
     enough = replace(setup, tokens_per_rank=int(lengths.sum()))
@@ -106,7 +117,8 @@ def _planned(planned: PlannedBatches, setup: Setup, settings: PlanSettings) -> S
     first, *others = (step_of_plan(plan, setup, settings) for plan in planned.plans)
     for step in others:
         sums = {
-            name: getattr(first, name) + getattr(step, name) for name in ("seconds", "attention", "other", "waited")
+            name: getattr(first, name) + getattr(step, name)
+            for name in ("seconds", "attention", "other", "waited")
         }
         first = replace(first, **sums)
     travel = _travel_seconds(planned.shares, setup)
@@ -117,11 +129,15 @@ def _travel_seconds(shares: NDArray[np.void], setup: Setup) -> float:
     """Return the seconds in which tokens travel forth and hidden states back, and gradients of these forth."""
     leaves = (shares["source"] >= 0) & (shares["source"] != shares["rank"])
     rows = (shares["stop"] - shares["start"])[leaves]
-    most = max(np.bincount(shares[leaves][end], rows, setup.ranks).max() for end in ("source", "rank"))
+    most = max(
+        np.bincount(shares[leaves][end], rows, setup.ranks).max() for end in ("source", "rank")
+    )
     one_node = setup.ranks <= max(node_sizes(setup.ranks, setup.ranks_per_node))
     link = setup.profile.exchange.within if one_node else setup.profile.exchange.between
     of_hidden = setup.model.hidden * setup.profile.bytes_per_value
-    sizes = [INTEGER_BYTES, of_hidden] if setup.forward_only else [INTEGER_BYTES, of_hidden, of_hidden]
+    sizes = (
+        [INTEGER_BYTES, of_hidden] if setup.forward_only else [INTEGER_BYTES, of_hidden, of_hidden]
+    )
     return float(link.seconds(most * np.array(sizes, float)).sum())
 
 
@@ -146,7 +162,10 @@ def padded_columns(figures: PaddedFigures, padding: PaddedFigures) -> dict[str, 
 def padded_advice(every: Sequence[PaddedFigures]) -> str:
     """Return a sentence that compares plans with the other strategies."""
     seconds = {figures.name: figures.step_seconds for figures in every}
-    gains = (f"{seconds[name] / seconds[PLANNED]:.2f}× the speed of {what}" for name, what in COMPARED.items())
+    gains = (
+        f"{seconds[name] / seconds[PLANNED]:.2f}× the speed of {what}"
+        for name, what in COMPARED.items()
+    )
     return f"Padded batches: hf_distca has {', '.join(gains)}."
 
 

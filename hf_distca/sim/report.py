@@ -7,7 +7,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hf_distca.sim.drawing import Drawing, lengths_picture, loads_picture, stacks_picture, style_sheet
+from hf_distca.sim.drawing import (
+    Drawing,
+    lengths_picture,
+    loads_picture,
+    stacks_picture,
+    style_sheet,
+)
 from hf_distca.sim.simulate import NOT_WORTH, SECONDS, columns_of, parts_of_step
 from hf_distca.sim.strategies import PLAIN
 
@@ -88,7 +94,8 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
     )
     processes = figures["ranks"] * given["tensor_parallel"]
     over_packing, over_best = (
-        f"{figures[which]['least']:.2f}× to {figures[which]['most']:.2f}×" for which in ("over_packing", "over_best")
+        f"{figures[which]['least']:.2f}× to {figures[which]['most']:.2f}×"
+        for which in ("over_packing", "over_best")
     )
     advice = _section(
         "What to do",
@@ -98,16 +105,27 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
             f"{figures['attention_speed_up']:.2f}× for core attention alone.",
             *([] if pays else ["Settings to try it all the same:"]),
         ],
-        _code(f'args = hf_distca.DistCATrainingArguments(\n    output_dir="out",\n{settings})', "settings in Python"),
-        _code(f"accelerate launch --config_file {LAUNCH_CONFIG} --num_processes {processes} train.py", "the launch"),
+        _code(
+            f'args = hf_distca.DistCATrainingArguments(\n    output_dir="out",\n{settings})',
+            "settings in Python",
+        ),
+        _code(
+            f"accelerate launch --config_file {LAUNCH_CONFIG} --num_processes {processes} train.py",
+            "the launch",
+        ),
     )
 
     compared = [best, figures["best_planned"]]
     bars = {
-        each["name"]: [(seconds, part, STEP_PARTS[part]) for part, seconds in parts_of_step(each).items()]
+        each["name"]: [
+            (seconds, part, STEP_PARTS[part]) for part, seconds in parts_of_step(each).items()
+        ]
         for each in strategies
     }
-    columns = [columns_of(each) | {"sent, MB": f"{each['bytes_bottleneck'] / 1e6:,.1f}"} for each in strategies]
+    columns = [
+        columns_of(each) | {"sent, MB": f"{each['bytes_bottleneck'] / 1e6:,.1f}"}
+        for each in strategies
+    ]
     by_strategy = _section(
         "Strategies",
         [
@@ -121,7 +139,12 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
             stacks_picture(bars, " s", compared),
             list(STEP_PARTS.items()),
         ),
-        _table("Means over all micro-batches", list(columns[0]), [list(each.values()) for each in columns], compared),
+        _table(
+            "Means over all micro-batches",
+            list(columns[0]),
+            [list(each.values()) for each in columns],
+            compared,
+        ),
         f"<p class='caption'>{escape(COLUMNS)}</p>",
     )
 
@@ -133,14 +156,21 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         of_padded = [_section("Padded batches", [PADDED_ROWS, padded["advice"]], table)]
 
     planned = {each["name"] for each in strategies if each["document_layout"] is not None}
-    panels = [(name, load, "planned" if name in planned else "plain") for name, load in figures["load"].items()]
+    panels = [
+        (name, load, "planned" if name in planned else "plain")
+        for name, load in figures["load"].items()
+    ]
     cut = strategies[0]["documents_cut"]
     by_rank = _section(
         "Load of the ranks in one step",
         [
             "Seconds of core attention that each rank computes in the first micro-batch: all layers, forward and "
             "backward. All ranks wait for the busiest one.",
-            *(["Plain packing cuts the longest documents. Their parts attend to fewer tokens."] if cut else []),
+            *(
+                ["Plain packing cuts the longest documents. Their parts attend to fewer tokens."]
+                if cut
+                else []
+            ),
         ],
         _figure(
             "Core attention of each rank, before and after",
@@ -179,7 +209,9 @@ def in_groups(strategy: str) -> str:
     if sizes is None:
         return ""
     groups, ranks = sizes[1], sizes[2]
-    divided = f"{groups} groups of {ranks} ranks each" if groups != "1" else f"one group of {ranks} ranks"
+    divided = (
+        f"{groups} groups of {ranks} ranks each" if groups != "1" else f"one group of {ranks} ranks"
+    )
     return f" {strategy.capitalize()}: {divided}, which share each document of the group evenly."
 
 
@@ -192,7 +224,8 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
     """
     given, bins, ranks = figures["setting"], figures["histogram"], figures["by_rank"]
     packed, planned, sent, received = (
-        [value / 1e6 for value in ranks[name]] for name in ("pairs_packed", "pairs", "bytes_sent", "bytes_received")
+        [value / 1e6 for value in ranks[name]]
+        for name in ("pairs_packed", "pairs", "bytes_sent", "bytes_received")
     )
     legend = [("planned", "planned"), MEAN]
     load = _section(
@@ -206,7 +239,9 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
         ],
         _figure(
             "Query-key pairs of each rank, before and after",
-            loads_picture([("packed in order", packed, "plain"), ("planned", planned, "planned")], " M"),
+            loads_picture(
+                [("packed in order", packed, "plain"), ("planned", planned, "planned")], " M"
+            ),
             [("plain", "packed in order"), *legend],
         ),
     )
@@ -236,7 +271,9 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
         (first, strategies), *others = memory.items()
         rows = [[name, *cells] for name, cells in others]
         table = _table("Memory of a rank", [first, *strategies], rows)
-        in_memory.append(_section("Memory", [MEMORY], table, f"<p class='caption'>{escape(PARTS_OF_MEMORY)}</p>"))
+        in_memory.append(
+            _section("Memory", [MEMORY], table, f"<p class='caption'>{escape(PARTS_OF_MEMORY)}</p>")
+        )
     return _page(
         "hf-distca plan",
         f"The busiest rank has {figures['max_over_mean']:.3f}× the mean core attention; packed in order, "
@@ -244,7 +281,13 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
         "everything here is counted from the plan of one micro-batch.",
         f"{sum(each['documents'] for each in bins):,} documents, {sum(each['tokens'] for each in bins):,} tokens; "
         f"{given['ranks']} ranks of at most {given['tokens_per_rank']:,} tokens.",
-        [_lengths(bins), load, in_bytes, *in_memory, _origin({**given, "planned in": f"{figures['plan_ms']:.1f} ms"})],
+        [
+            _lengths(bins),
+            load,
+            in_bytes,
+            *in_memory,
+            _origin({**given, "planned in": f"{figures['plan_ms']:.1f} ms"}),
+        ],
     )
 
 
@@ -287,7 +330,9 @@ def _figure(label: str, drawing: Drawing, legend: Sequence[tuple[str, str]]) -> 
     return f'<figure><ul class="legend">{keys}</ul>{picture}</figure>'
 
 
-def _table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[str] = ()) -> str:
+def _table(
+    caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[str] = ()
+) -> str:
     """Return a table whose first column heads the rows; rows whose first cell is in `marked` stand out."""
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
     body = []
@@ -302,7 +347,9 @@ def _table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]], m
     )
 
 
-def table_of_ranks(caption: str, columns: Mapping[str, Sequence[float]], numbers: str = ",.3f") -> str:
+def table_of_ranks(
+    caption: str, columns: Mapping[str, Sequence[float]], numbers: str = ",.3f"
+) -> str:
     """Return a folded table with a row for each rank; empty if there are too many ranks to read.
 
     Args:
@@ -311,7 +358,10 @@ def table_of_ranks(caption: str, columns: Mapping[str, Sequence[float]], numbers
     of_ranks = list(zip(*columns.values(), strict=True))
     if len(of_ranks) > MOST_RANKS:
         return ""
-    rows = [[str(rank), *(format(value, numbers) for value in values)] for rank, values in enumerate(of_ranks)]
+    rows = [
+        [str(rank), *(format(value, numbers) for value in values)]
+        for rank, values in enumerate(of_ranks)
+    ]
     shown = _table(caption, ["rank", *columns], rows)
     return f"<details><summary>{escape(caption)}</summary>{shown}</details>"
 
@@ -327,7 +377,9 @@ def _origin(given: Mapping[str, Any], sentences: Sequence[str] = ()) -> str:
         f'<tr><th scope="row">{escape(name.replace("_", " "))}</th><td>{escape(str(value))}</td></tr>'
         for name, value in given.items()
     )
-    return _section("Where this comes from", sentences, f'<table class="facts"><tbody>{rows}</tbody></table>')
+    return _section(
+        "Where this comes from", sentences, f'<table class="facts"><tbody>{rows}</tbody></table>'
+    )
 
 
 def _lengths(bins: Sequence[Mapping[str, Any]]) -> str:

@@ -59,7 +59,9 @@ class StrategyFigures:
     bytes_bottleneck: float  # of the busiest rank in one layer's forward
     tokens_most: int  # the most rows that a rank ever holds
     rows_bytes: int | None  # memory of a GPU for rows; None if unknown
-    state_bytes: int | None  # memory of a GPU for weights, gradients and optimizer; None if not asked for
+    state_bytes: (
+        int | None
+    )  # memory of a GPU for weights, gradients and optimizer; None if not asked for
     documents_cut: float  # share of documents that lose context
     mixing_seconds: float  # the part of `other_seconds` in layers that mix rows in order
     mixing_mean_seconds: float
@@ -155,10 +157,13 @@ def simulate(
     uncut = np.concatenate(given)
     too_long = int((uncut > capacity).sum())
     per_pair = {
-        kind: layers * kind.q_heads * (kind.dim_qk + kind.dim_v) for kind, layers in setup.model.layers.items()
+        kind: layers * kind.q_heads * (kind.dim_qk + kind.dim_v)
+        for kind, layers in setup.model.layers.items()
     }
     for each in every:  # the model's operations, forward and backward, without recomputation
-        in_kinds = (float(np.sum(pairs(0 * each, each, kind.window))) * per_pair[kind] for kind in per_pair)
+        in_kinds = (
+            float(np.sum(pairs(0 * each, each, kind.window))) * per_pair[kind] for kind in per_pair
+        )
         flops += 6.0 * setup.model.operations * float(each.sum()) + 6.0 * sum(in_kinds)
 
     seconds: dict[str, FloatArray] = {}  # [steps] of each strategy
@@ -177,7 +182,8 @@ def simulate(
         name, gpus = strategy.name, (setup.ranks + strategy.servers) * setup.tensor_parallel
         seconds[name], load[name] = np.array([step.seconds for step in steps]), steps[0].attention
         attention, other, waited = (
-            np.array([getattr(step, what) for step in steps]) for what in ("attention", "other", "waited")
+            np.array([getattr(step, what) for step in steps])
+            for what in ("attention", "other", "waited")
         )  # [steps, ranks] each
         figures[name] = StrategyFigures(
             name=name,
@@ -211,7 +217,9 @@ def simulate(
         (each for each in figures.values() if each.document_layout is None),
         key=lambda each: (each.documents_cut, each.step_seconds),
     )
-    on_same_gpus = (each for each in figures.values() if each.document_layout is not None and not each.servers)
+    on_same_gpus = (
+        each for each in figures.values() if each.document_layout is not None and not each.servers
+    )
     fastest, default = min(on_same_gpus, key=lambda each: each.step_seconds), figures[CHOSEN]
     # Users change a setting only where it pays.
     planned = fastest if default.step_seconds / fastest.step_seconds >= NOT_WORTH else default
@@ -251,7 +259,9 @@ def _too_long(lengths: IntArray, capacity: int) -> str:
     return TOO_LONG.format(count=count, are="is" if count == 1 else "are", **of_lengths)
 
 
-def _as_drawn(full: list[IntArray], setup: Setup, settings: PlanSettings) -> tuple[list[IntArray], bool]:
+def _as_drawn(
+    full: list[IntArray], setup: Setup, settings: PlanSettings
+) -> tuple[list[IntArray], bool]:
     """Return micro-batches as training draws them by default, and whether their documents fit into whole ranks."""
     chosen = replace(settings, choices=Choices.beside(settings, setup.costs))
     fitted = (fitting(lengths, setup.ranks, setup.tokens_per_rank) for lengths in full)
@@ -262,7 +272,10 @@ def _as_drawn(full: list[IntArray], setup: Setup, settings: PlanSettings) -> tup
 
 
 def advice(
-    every: Sequence[StrategyFigures], by_plain: StrategyFigures, by_plan: StrategyFigures, tokens_per_rank: int
+    every: Sequence[StrategyFigures],
+    by_plain: StrategyFigures,
+    by_plan: StrategyFigures,
+    tokens_per_rank: int,
 ) -> Iterator[str]:
     """Yield sentences of advice from the figures of every strategy and of the two that are compared."""
     gain = by_plain.step_seconds / by_plan.step_seconds
@@ -274,7 +287,11 @@ def advice(
             "would gain more."
         )
     else:
-        layout = "" if by_plan.document_layout == "auto" else f"document_layout={by_plan.document_layout!r}, "
+        layout = (
+            ""
+            if by_plan.document_layout == "auto"
+            else f"document_layout={by_plan.document_layout!r}, "
+        )
         yield f"{speed} Set {layout}tokens_per_rank={tokens_per_rank}."
     waits = by_plan.exchange_seconds / by_plan.step_seconds
     if waits > MOST_WAITS:
@@ -289,8 +306,13 @@ def advice(
             f"Every other strategy cuts documents: {by_plain.name} cuts {by_plain.documents_cut:.1%} of them. "
             "A document that is cut trains on less context."
         )
-    fastest = min((each for each in every if each.document_layout is None), key=lambda each: each.step_seconds)
-    if fastest.documents_cut > by_plain.documents_cut and fastest.step_seconds < by_plain.step_seconds:
+    fastest = min(
+        (each for each in every if each.document_layout is None), key=lambda each: each.step_seconds
+    )
+    if (
+        fastest.documents_cut > by_plain.documents_cut
+        and fastest.step_seconds < by_plain.step_seconds
+    ):
         yield (
             f"{fastest.name} takes {fastest.step_seconds:.3f} s a step, but it cuts {fastest.documents_cut:.1%} of "
             "the documents. The comparison leaves it out, because a document that is cut trains on less context."

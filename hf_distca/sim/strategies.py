@@ -45,7 +45,9 @@ class Setup:
     ranks_per_node: int | tuple[int, ...] = 1
     tensor_parallel: int = 1  # GPUs that share each layer and count as one rank
     checkpointing: bool = True  # layers are recomputed in the backward; core attention is not
-    forward_only: bool = False  # no backward follows, as where log-probabilities of a reference are computed
+    forward_only: bool = (
+        False  # no backward follows, as where log-probabilities of a reference are computed
+    )
 
     def on_a_gpu(self, kind: AttentionKind) -> AttentionKind:
         """Return a kind with the heads that one GPU of a rank has."""
@@ -55,12 +57,19 @@ class Setup:
     @property
     def costs(self) -> StepCosts:
         """Costs of a micro-batch on a GPU."""
-        model, profile, gpus, shape = self.model, self.profile, self.tensor_parallel, self.model.mixing
+        model, profile, gpus, shape = (
+            self.model,
+            self.profile,
+            self.tensor_parallel,
+            self.model.mixing,
+        )
 
         def matrices(weights: int, touched: int) -> float:
             """Return the seconds of a token in matrices and in reading and writing the hidden state."""
             flops = 2.0 * weights / gpus / profile.flops_per_second
-            return flops + touched * model.hidden * profile.bytes_per_value / profile.bytes_per_second
+            return (
+                flops + touched * model.hidden * profile.bytes_per_value / profile.bytes_per_second
+            )
 
         mixing = None
         if shape is not None:
@@ -82,7 +91,9 @@ class Setup:
         kinds = [(self.on_a_gpu(kind), layers) for kind, layers in model.layers.items()]
         costs = StepCosts(
             tuple(
-                KindCosts(kind, layers, profile.kernel(kind, "forward"), profile.kernel(kind, "backward"))
+                KindCosts(
+                    kind, layers, profile.kernel(kind, "forward"), profile.kernel(kind, "backward")
+                )
                 for kind, layers in kinds
             ),
             before=matrices(model.before, TOUCHED_BEFORE),
@@ -103,8 +114,12 @@ class StepTime(Walked):
 
     bytes_bottleneck: int  # that the busiest rank sends or receives in one layer's forward
     tokens_most: int  # rows of the rank that holds the most
-    documents_cut: int = 0  # documents that lose context, because no rank or group of ranks can hold them
-    mixing_runs: int = 0  # runs of a recurrence's kernel in a mixing layer's forward, on the rank with the most
+    documents_cut: int = (
+        0  # documents that lose context, because no rank or group of ranks can hold them
+    )
+    mixing_runs: int = (
+        0  # runs of a recurrence's kernel in a mixing layer's forward, on the rank with the most
+    )
     mixing_bytes: float = 0.0  # that the busiest rank sends or receives in a mixing layer's forward
 
 
@@ -132,14 +147,20 @@ def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[
 
     found, context = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None))], 1
     while setup.ranks % context == 0:
-        name = f"context parallel, {setup.ranks // context} × {context}" if context > 1 else "whole documents balanced"
+        name = (
+            f"context parallel, {setup.ranks // context} × {context}"
+            if context > 1
+            else "whole documents balanced"
+        )
         found.append(Strategy(name, in_groups(context), context))
         context *= 2
 
     layouts = ("whole",) if settings.document_layout == "whole" else ("fixed", "joint")
     of_layouts = [(layout, replace(settings, document_layout=layout)) for layout in layouts]
     plans = [(f"hf_distca, {layout}", layout, given, 0) for layout, given in of_layouts]
-    plans.append((CHOSEN, "auto", replace(settings, choices=Choices.beside(settings, setup.costs)), 0))
+    plans.append(
+        (CHOSEN, "auto", replace(settings, choices=Choices.beside(settings, setup.costs)), 0)
+    )
     if servers:
         plans.append((f"hf_distca, {layouts[-1]}, {servers} servers", *of_layouts[-1], servers))
     for name, layout, given, helpers in plans:
@@ -165,7 +186,9 @@ def packed_rows(lengths: IntArray, setup: Setup) -> tuple[list[list[int]], int]:
     pieces, cut = _cut(lengths, setup.tokens_per_rank)
     rows: list[list[int]] = [[] for _ in range(setup.ranks)]
     heap = [(0, rank) for rank in range(setup.ranks)]
-    for length in sorted(pieces, reverse=True):  # each piece goes to the rank with the fewest tokens
+    for length in sorted(
+        pieces, reverse=True
+    ):  # each piece goes to the rank with the fewest tokens
         tokens, rank = heap[0]
         rows[rank].append(length)
         heapq.heapreplace(heap, (tokens + length, rank))
@@ -186,7 +209,9 @@ def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> 
     load, tokens = np.zeros(len(groups)), np.zeros(len(groups), np.int64)
     for index in np.argsort(-cost, kind="stable").tolist():
         has_room = tokens + pieces[index] <= most
-        group = int(np.where(has_room, load, np.inf).argmin() if has_room.any() else tokens.argmin())
+        group = int(
+            np.where(has_room, load, np.inf).argmin() if has_room.any() else tokens.argmin()
+        )
         groups[group].append(pieces[index])
         load[group] += cost[index]
         tokens[group] += pieces[index]
@@ -199,21 +224,30 @@ def planned(
     """Predict a step with planned core attention, and return its plan too; settings have the kinds on a GPU."""
     plan = plan_micro_batch(lengths.tolist(), settings)
     if servers:
-        plan = plan_with_servers(plan, Workers.uniform(settings.ranks + servers), settings, ranks_serve=True)
+        plan = plan_with_servers(
+            plan, Workers.uniform(settings.ranks + servers), settings, ranks_serve=True
+        )
     return step_of_plan(plan, setup, settings, servers), plan
 
 
-def step_of_plan(plan: MicroBatchPlan, setup: Setup, settings: PlanSettings, servers: int = 0) -> StepTime:
+def step_of_plan(
+    plan: MicroBatchPlan, setup: Setup, settings: PlanSettings, servers: int = 0
+) -> StepTime:
     """Predict a step of a plan."""
     nodes = list(settings.node_of_ranks)
     nodes += [max(nodes) + 1 + index for index in range(servers)]
     counted = [
-        {kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes) for kind, of_kind in nano.plans.items()}
+        {
+            kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes)
+            for kind, of_kind in nano.plans.items()
+        }
         for nano in plan.nano_batches
     ]
     layouts, costs = [nano.layout for nano in plan.nano_batches], setup.costs
     most = int(np.sum([layout.tokens for layout in layouts], axis=0).max())
-    moved = np.sum([[each[kind].forward_bytes for kind in settings.kinds] for each in counted], axis=(0, 2))
+    moved = np.sum(
+        [[each[kind].forward_bytes for kind in settings.kinds] for each in counted], axis=(0, 2)
+    )
     walked = predict_step(counted, layouts, costs, nodes)
     step = StepTime(**vars(walked), bytes_bottleneck=int(np.max(moved)), tokens_most=most)
     if costs.mixing is not None:
@@ -232,7 +266,9 @@ def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:
     return pieces, int((lengths > most).sum())
 
 
-def on_ranks(groups: Sequence[Sequence[int]], setup: Setup, context: int = 1, cut: int = 0) -> StepTime:
+def on_ranks(
+    groups: Sequence[Sequence[int]], setup: Setup, context: int = 1, cut: int = 0
+) -> StepTime:
     """Predict a step of documents that already lie on ranks, or on groups of ranks.
 
     Args:
@@ -243,14 +279,22 @@ def on_ranks(groups: Sequence[Sequence[int]], setup: Setup, context: int = 1, cu
     tokens = np.array([sum(group) for group in groups], float) / context
     # Each of a document's equal parts reads the K/V rows up to its own end.
     keys = np.array([sum(n * (min(parts, n) + 1) / 2 for n in group) for group in groups]) / context
-    diagonal = np.array([sum(n * min(n / parts, DIAGONAL_ROWS) for n in group) for group in groups]) / context
+    diagonal = (
+        np.array([sum(n * min(n / parts, DIAGONAL_ROWS) for n in group) for group in groups])
+        / context
+    )
     count = np.array([sum(min(parts, n) for n in group) for group in groups]) / context
     attention, gathered, moved = np.zeros(len(groups)), np.zeros(len(groups)), 0.0
     for of_kind in costs.kinds:
         gpu = of_kind.kind
-        in_pairs = np.array([sum(pairs(0, n, gpu.window) for n in group) for group in groups], float) / context
+        in_pairs = (
+            np.array([sum(pairs(0, n, gpu.window) for n in group) for group in groups], float)
+            / context
+        )
         tasks = Tasks(tokens, keys, in_pairs, np.ones(len(groups)), diagonal, count)
-        attention += of_kind.layers * (of_kind.forward.seconds(tasks) + of_kind.backward.seconds(tasks))
+        attention += of_kind.layers * (
+            of_kind.forward.seconds(tasks) + of_kind.backward.seconds(tasks)
+        )
         if context > 1:
             size = tokens * (context - 1) * RowBytes.of_kind(gpu, setup.profile.bytes_per_value).kv
             inside = context <= max(node_sizes(setup.ranks, setup.ranks_per_node))
@@ -259,10 +303,15 @@ def on_ranks(groups: Sequence[Sequence[int]], setup: Setup, context: int = 1, cu
             gathered += 3 * of_kind.layers * link.seconds(size)
             moved = max(moved, float(size.max()))
     other = costs.token * tokens
-    in_mixing = costs.mixing.layers * costs.mixing.token * (1 + costs.backward_factor) if costs.mixing else 0.0
+    in_mixing = (
+        costs.mixing.layers * costs.mixing.token * (1 + costs.backward_factor)
+        if costs.mixing
+        else 0.0
+    )
     seconds = float((attention + other + gathered).max())
     attention, other, gathered, mixing = (
-        np.repeat(of_groups, context) for of_groups in (attention, other, gathered, in_mixing * tokens)
+        np.repeat(of_groups, context)
+        for of_groups in (attention, other, gathered, in_mixing * tokens)
     )
     most, runs = int(np.ceil(tokens.max())), int(costs.mixing is not None)
     return StepTime(seconds, attention, other, gathered, mixing, int(moved), most, cut, runs)

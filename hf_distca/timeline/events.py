@@ -68,7 +68,9 @@ def rank_trace(
         # Arrows begin within the send span, which may outlast the sending, and end within the wait.
         left = min(time_of(send.begin) + 1, time_of(send.end)) / 1000
         came = max(time_of(wait.end) - 1, time_of(wait.begin)) / 1000
-        for other, to_other, from_other in zip(members, send.rows.sent, send.rows.received, strict=True):
+        for other, to_other, from_other in zip(
+            members, send.rows.sent, send.rows.received, strict=True
+        ):
             if other != rank and to_other:
                 key = (number * world + rank) * world + other
                 events.append(event("s", send.part, COMPUTE, cat="rows", ts=left, id=key))
@@ -79,7 +81,10 @@ def rank_trace(
         event("M", "process_name", COMPUTE, args={"name": f"rank {rank}"}),
         event("M", "process_sort_index", COMPUTE, args={"sort_index": rank}),
     ]
-    tracks = ["compute", *("exchange" if lane == 0 else f"exchange {lane + 1}" for lane in range(len(lanes)))]
+    tracks = [
+        "compute",
+        *("exchange" if lane == 0 else f"exchange {lane + 1}" for lane in range(len(lanes))),
+    ]
     for track, name in enumerate(tracks):
         names.append(event("M", "thread_name", track, args={"name": name}))
         names.append(event("M", "thread_sort_index", track, args={"sort_index": track}))

@@ -36,7 +36,9 @@ class RankStep:
     stretches: list[tuple[int, int, Activity]] = field(default_factory=list)
     """(begin, end, activity) of attention and waits, by begin; the rest of the step is other."""
     sections: dict[str, int] = field(default_factory=dict)  # duration of each
-    others: dict[str, int] = field(default_factory=dict)  # of each section, the duration that is other
+    others: dict[str, int] = field(
+        default_factory=dict
+    )  # of each section, the duration that is other
     section: str = ""  # that began last, while slices are read
 
     def totals(self) -> dict[Activity, int]:
@@ -67,10 +69,14 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
             ranks = sorted({event["pid"] for event in events})
             steps_of(content)  # which reads all that a trace must have
         except (ValueError, KeyError, TypeError) as wrong:
-            raise ValueError(f"{path} is not a trace that training wrote with trace_steps: {wrong!r}") from wrong
+            raise ValueError(
+                f"{path} is not a trace that training wrote with trace_steps: {wrong!r}"
+            ) from wrong
         for rank in ranks:
             if rank in seen:
-                raise ValueError(f"{path} and {seen[rank]} are both of rank {rank}; give one file per rank")
+                raise ValueError(
+                    f"{path} and {seen[rank]} are both of rank {rank}; give one file per rank"
+                )
             seen[rank] = path
         joined += events
     if len(worlds) != 1:
@@ -109,7 +115,9 @@ def steps_of(joined: dict[str, Any]) -> dict[str, list[RankStep]]:
     }
 
 
-def runs(step: RankStep, begin: int, end: int, count: int) -> Iterator[tuple[int, int, Activity | None]]:
+def runs(
+    step: RankStep, begin: int, end: int, count: int
+) -> Iterator[tuple[int, int, Activity | None]]:
     """Divide a time into `count` equal cells and join neighbours in whose middle the rank does the same.
 
     Yields the first cell, one past the last cell, and the activity; None outside the rank's step.
@@ -153,7 +161,9 @@ def svg_of(name: str, steps: Sequence[RankStep]) -> str:
         drawing.text(LEFT - 8, y + 12, f"rank {step.rank}", "end")
         for first, last, main in runs(step, begin, end, WIDTH):
             if main is not None:
-                drawing.bar(LEFT + first, y, last - first, ROW - 3, main, f"rank {step.rank}, {NAMES[main]}")
+                drawing.bar(
+                    LEFT + first, y, last - first, ROW - 3, main, f"rank {step.rank}, {NAMES[main]}"
+                )
         for column, time in enumerate((step.end - step.begin, *step.totals().values())):
             drawing.text(right + COLUMN * column, y + 12, f"{time / 1e6:,.1f}", "end")
     return drawing.file(f"{name}: what each of {len(steps)} ranks did in {took:.1f} ms")

@@ -65,7 +65,9 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
         Call it right after the arguments are made, so that a server loads neither data nor model. Nothing else of the
         script runs in a server: SystemExit ends it. Without this call a server serves when the trainer is made.
         """
-        serve_if_server(self.attention_server_launch, self.attention_server_timeout, self.attention_kernel)
+        serve_if_server(
+            self.attention_server_launch, self.attention_server_timeout, self.attention_kernel
+        )
 
     @cached_property
     def _setup_devices(self) -> torch.device:
@@ -110,8 +112,13 @@ class DistCAArguments(DistCAPaddedArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if getattr(self, "use_liger_kernel", False):  # applied when training starts: to kernels of layers only
-            self.liger_kernel_config = {**(self.liger_kernel_config or {}), **dict.fromkeys(LIGERS_LOSSES, False)}
+        if getattr(
+            self, "use_liger_kernel", False
+        ):  # applied when training starts: to kernels of layers only
+            self.liger_kernel_config = {
+                **(self.liger_kernel_config or {}),
+                **dict.fromkeys(LIGERS_LOSSES, False),
+            }
 
 
 @dataclass

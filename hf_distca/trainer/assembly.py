@@ -87,7 +87,12 @@ def make_dispatcher(
     launched = ranks_per_node(mesh, config.exchange_timeout)
     with raised_together(config.exchange_timeout):
         settings = plan_settings(
-            model, config, ranks=len(mesh_ranks(mesh)), device=device, dtype=dtype, ranks_per_node=launched
+            model,
+            config,
+            ranks=len(mesh_ranks(mesh)),
+            device=device,
+            dtype=dtype,
+            ranks_per_node=launched,
         )
     dispatcher = Dispatcher(
         settings,
@@ -104,7 +109,9 @@ def make_dispatcher(
         checkpointing = is_checkpointing(model)
     # Measuring the device draws random numbers, and rollouts and dropout of a seed stay what they are without it.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        dispatcher.choose_by(choices_of(model, dispatcher, config, checkpointing=checkpointing, folder=folder))
+        dispatcher.choose_by(
+            choices_of(model, dispatcher, config, checkpointing=checkpointing, folder=folder)
+        )
     memory = smallest_memory(dispatcher.groups, device)
     with raised_together(config.exchange_timeout):
         prepare_model(model, config, ping_pong=settings.ping_pong, memory=memory)
@@ -170,7 +177,9 @@ def warn_of_kernels(model: PreTrainedModel, device: torch.device) -> None:
         return
     fault = fla.backward_fault(torch.cuda.get_device_capability(device), fla.versions_that_matter())
     if fault is not None:
-        logger.warning("the first backward of %s will fail: %s. %s", type(model).__name__, fault, fla.REMEDY)
+        logger.warning(
+            "the first backward of %s will fail: %s. %s", type(model).__name__, fault, fla.REMEDY
+        )
 
 
 def gathers_whole_layers(
@@ -211,10 +220,14 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
         folder=Path(str(args.output_dir)),
     )
     if parallel.gathers_parameters(accelerator):
-        layers = plan_layers(model) if gathers_whole_layers(model, args, dispatcher, accelerator) else []
+        layers = (
+            plan_layers(model) if gathers_whole_layers(model, args, dispatcher, accelerator) else []
+        )
         parallel.gather_whole_layers(model, [*layers, *adapted_heads(model)])
     check_agreement(args, dispatcher)
-    if args.device.type == "cuda" and dispatcher.groups.rank == 0:  # the memory of other devices is unknown
+    if (
+        args.device.type == "cuda" and dispatcher.groups.rank == 0
+    ):  # the memory of other devices is unknown
         memory = torch.cuda.get_device_properties(dispatcher.device).total_memory
         log_memory(model, dispatcher, args, accelerator, memory)
     return dispatcher

@@ -24,7 +24,9 @@ hf_distca {version} packed the documents without padding and balanced their core
 """
 
 
-def add_to_card(path: Path, config: DistCAConfig, model: nn.Module, accelerator: Accelerator, ranks: int) -> None:
+def add_to_card(
+    path: Path, config: DistCAConfig, model: nn.Module, accelerator: Accelerator, ranks: int
+) -> None:
     """Append the paragraph to a model card that a trainer has just written."""
     strategy, _ = sharing_of(accelerator, model, ranks)
     paragraph = PARAGRAPH.format(

@@ -35,8 +35,18 @@ STATE_FILE = "trainer_state.json"
 SHARDED_WEIGHTS = "pytorch_model_fsdp_*"
 """Folder in which FSDP has a file of each rank."""
 WEIGHTS: tuple[str, ...] = (
-    *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
-    *("adapter_model.safetensors", "adapter_model.bin", "*/adapter_model.safetensors", "*/adapter_model.bin"),
+    *(
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    ),
+    *(
+        "adapter_model.safetensors",
+        "adapter_model.bin",
+        "*/adapter_model.safetensors",
+        "*/adapter_model.bin",
+    ),
     *("pytorch_model_fsdp.bin", SHARDED_WEIGHTS),
 )
 """Files and folders with weights, of which Trainer loads one."""
@@ -57,7 +67,9 @@ def agreed_checkpoint(
     Args:
         has_place: whether checkpoints of this trainer record the place in the data.
     """
-    check = partial(_check, accelerator=accelerator, needs_place=has_place and not args.ignore_data_skip)
+    check = partial(
+        _check, accelerator=accelerator, needs_place=has_place and not args.ignore_data_skip
+    )
     asked = resume_from_checkpoint or None
     if str(asked).lower() == "true":  # as text on a command line
         asked = True
@@ -78,7 +90,9 @@ def agreed_checkpoint(
     return str(checkpoint)
 
 
-def _last_complete(args: DistCAPaddedArguments, groups: Groups, check: Callable[[Path], None]) -> Path:
+def _last_complete(
+    args: DistCAPaddedArguments, groups: Groups, check: Callable[[Path], None]
+) -> Path:
     """Return the last checkpoint that is complete on every rank; warn of those after it. A collective of the world.
 
     Args:
@@ -91,7 +105,10 @@ def _last_complete(args: DistCAPaddedArguments, groups: Groups, check: Callable[
         if not steps:
             raise Resume.NO_CHECKPOINT.error(folder=output_dir)
     # Every rank looks at the same checkpoints in the same order, also where hosts have disks of their own.
-    steps = sorted({step for of_rank in groups.all_gather(steps, in_world=True) for step in of_rank}, reverse=True)
+    steps = sorted(
+        {step for of_rank in groups.all_gather(steps, in_world=True) for step in of_rank},
+        reverse=True,
+    )
     passed_over: list[str] = []
     for step in steps:
         checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
@@ -110,7 +127,9 @@ def _last_complete(args: DistCAPaddedArguments, groups: Groups, check: Callable[
 
 def _steps(output_dir: Path) -> list[int]:
     """Return the steps of all checkpoints in a folder."""
-    names = (re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name) for path in output_dir.glob("*/"))
+    names = (
+        re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name) for path in output_dir.glob("*/")
+    )
     return [int(name[1]) for name in names if name is not None]
 
 
@@ -127,7 +146,9 @@ def _check_folder(folder: Path, output_dir: Path) -> None:
     """Raise ValueError if there is no such folder, or if the folder only holds checkpoints."""
     if not folder.is_dir():
         last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
-        raise Resume.NO_FOLDER.error(folder=str(folder), example=last or f"{output_dir}/{PREFIX_CHECKPOINT_DIR}-500")
+        raise Resume.NO_FOLDER.error(
+            folder=str(folder), example=last or f"{output_dir}/{PREFIX_CHECKPOINT_DIR}-500"
+        )
     last = get_last_checkpoint(str(folder))
     if last is not None and not (folder / STATE_FILE).is_file():
         raise Resume.NOT_A_CHECKPOINT.error(folder=str(folder), example=last)
@@ -150,16 +171,23 @@ def _check_state(checkpoint: Path, accelerator: Accelerator) -> None:
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     if deepspeed is not None:
         optimizer = [OF_DEEPSPEED]
-        if "scheduler" in deepspeed.deepspeed_config:  # DeepSpeed saves the schedule beside the optimizer
+        if (
+            "scheduler" in deepspeed.deepspeed_config
+        ):  # DeepSpeed saves the schedule beside the optimizer
             schedule = optimizer
     elif getattr(accelerator.state, "fsdp_plugin", None) is not None:
         optimizer = ["optimizer_0", "optimizer.bin"]
     load = f"from_pretrained('{checkpoint}')"
     if (checkpoint / "adapter_config.json").is_file():
         load = f"PeftModel.from_pretrained(model, '{checkpoint}', is_trainable=True)"
-    for state, names in (("the optimizer's state", optimizer), ("the learning rate's schedule", schedule)):
+    for state, names in (
+        ("the optimizer's state", optimizer),
+        ("the learning rate's schedule", schedule),
+    ):
         if not any(_found(checkpoint, names)):
-            raise Resume.NO_STATE.error(checkpoint=checkpoint, files=" or ".join(names), state=state, load=load)
+            raise Resume.NO_STATE.error(
+                checkpoint=checkpoint, files=" or ".join(names), state=state, load=load
+            )
 
 
 def _check_weights(checkpoint: Path, accelerator: Accelerator) -> None:
@@ -172,7 +200,9 @@ def _check_weights(checkpoint: Path, accelerator: Accelerator) -> None:
     for index in sorted(checkpoint.glob("*.index.json")):
         names: list[str] = []
         with _named_if_unreadable(index, checkpoint):
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
         for name in names:
             if not (checkpoint / name).is_file():
                 raise Resume.NO_WEIGHTS.error(checkpoint=checkpoint, file=name)
@@ -185,7 +215,13 @@ def _found(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
 
 def _check_readable(checkpoint: Path) -> None:
     """Raise ValueError with its name if a file of a checkpoint was cut off. Only beginnings and ends are read."""
-    archives = ("optimizer.*", "scheduler.pt", "rng_state*.pth", "pytorch_model*.bin", f"{OF_DEEPSPEED}/*.pt")
+    archives = (
+        "optimizer.*",
+        "scheduler.pt",
+        "rng_state*.pth",
+        "pytorch_model*.bin",
+        f"{OF_DEEPSPEED}/*.pt",
+    )
     readers: dict[str, Callable[[Path], Any]] = {
         STATE_FILE: lambda file: TrainerState.load_from_json(str(file)),
         PLACE_FILE: read_place,
@@ -240,10 +276,14 @@ def _check_shards_of_deepspeed(checkpoint: Path, accelerator: Accelerator, group
         saved_by = max((int(shard[1]) + 1 for shard in shards if shard), default=0)
     saved_by = max(groups.all_gather(saved_by))  # a host may hold only the shards of its own ranks
     if saved_by not in (0, groups.ranks):
-        raise Resume.OTHER_SHARDS.error(checkpoint=checkpoint, saved_by=saved_by, ranks=groups.ranks)
+        raise Resume.OTHER_SHARDS.error(
+            checkpoint=checkpoint, saved_by=saved_by, ranks=groups.ranks
+        )
 
 
-def warn_of_random_states(checkpoint: str | None, args: DistCAPaddedArguments, groups: Groups) -> None:
+def warn_of_random_states(
+    checkpoint: str | None, args: DistCAPaddedArguments, groups: Groups
+) -> None:
     """Warn if a checkpoint lacks the random state of a rank. A collective of the world."""
     if checkpoint is None:
         return

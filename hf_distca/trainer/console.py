@@ -42,7 +42,11 @@ def log_choice(plan: MicroBatchPlan, args: Any, ranks: int) -> None:
     balance = (summary.packed_max_over_mean, summary.max_over_mean, moved_mb)
     outcome = "imbalance of core attention %.2f -> %.2f, %.1f MB through the busiest rank in a layer's forward"
     if choice is None:
-        reason = "none of them is 'auto'" if args.attention_servers == 0 else "attention servers may come and go"
+        reason = (
+            "none of them is 'auto'"
+            if args.attention_servers == 0
+            else "attention servers may come and go"
+        )
         names = ("document_layout", "balance_tolerance", "ping_pong")
         chosen = ", ".join(f"{name}={getattr(args, name)!r}" for name in names)
         logger.info(
@@ -51,13 +55,26 @@ def log_choice(plan: MicroBatchPlan, args: Any, ranks: int) -> None:
             *balance,
         )
         return
-    group = "each on one rank" if choice.group == 1 else f"each on at most {choice.group} of {ranks} ranks"
-    even = "not balanced further" if choice.tolerance >= UNBALANCED else f"balanced within {choice.tolerance:.0%}"
+    group = (
+        "each on one rank"
+        if choice.group == 1
+        else f"each on at most {choice.group} of {ranks} ranks"
+    )
+    even = (
+        "not balanced further"
+        if choice.tolerance >= UNBALANCED
+        else f"balanced within {choice.tolerance:.0%}"
+    )
     logger.info(
         "the planner chose for the first micro-batch: documents %s, core attention %s, nano-batches: %s. It is the "
         "fastest of the plans that were compared, by the costs in %s: %.1f ms for forward and backward, and %.1f ms "
         f"if documents were packed in order; {outcome}. Other micro-batches may get other choices",
-        *(group, even, choice.nano_batches, args.device_profile or f"{args.output_dir}/{PROFILE_FILE}"),
+        *(
+            group,
+            even,
+            choice.nano_batches,
+            args.device_profile or f"{args.output_dir}/{PROFILE_FILE}",
+        ),
         *(choice.seconds * 1e3, choice.packed_seconds * 1e3, *balance),
     )
 
@@ -68,11 +85,15 @@ def for_console(logs: Mapping[str, Any]) -> dict[str, Any]:
     Texts are in ASCII: some terminals cannot print other characters, and raise an error.
     """
     short = {name: value for name, value in logs.items() if not name.startswith(PREFIX)}
-    figures = {name.removeprefix(PREFIX): value for name, value in logs.items() if name.startswith(PREFIX)}
+    figures = {
+        name.removeprefix(PREFIX): value for name, value in logs.items() if name.startswith(PREFIX)
+    }
     if "tokens_per_second" in figures:
         short["tokens/s"] = f"{figures['tokens_per_second']:,.0f}"
     if "imbalance_degree" in figures:
-        short["imbalance"] = f"{figures['imbalance_degree_packed']:.2f} -> {figures['imbalance_degree']:.2f}"
+        short["imbalance"] = (
+            f"{figures['imbalance_degree_packed']:.2f} -> {figures['imbalance_degree']:.2f}"
+        )
     if "exposed_exchange_share" in figures:
         short["exposed wait"] = f"{figures['exposed_exchange_share']:.1%}"
     if "gain_predicted" in figures:

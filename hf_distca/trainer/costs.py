@@ -62,13 +62,19 @@ def choices_of(
     with raised_together(config.exchange_timeout):
         named = None if config.device_profile is None else DeviceProfile.load(config.device_profile)
     # With dedicated servers, every plan is balanced again for the servers that are present.
-    if not (config.chooses or named is not None) or settings.ranks == 1 or config.attention_servers != 0:
+    if (
+        not (config.chooses or named is not None)
+        or settings.ranks == 1
+        or config.attention_servers != 0
+    ):
         return None
     profile = named or _measured_profile(model, dispatcher, folder)
     ranks = (settings.ranks, settings.tokens_per_rank, settings.ranks_per_node)
     costs = Setup(model_shape(model), profile, *ranks, checkpointing=checkpointing).costs
     if checkpointing and not config.keep_core_attention:
-        again = tuple(replace(each, backward=each.backward.plus(each.forward)) for each in costs.kinds)
+        again = tuple(
+            replace(each, backward=each.backward.plus(each.forward)) for each in costs.kinds
+        )
         costs = replace(costs, kinds=again)
     return Choices.beside(
         settings,
@@ -79,7 +85,9 @@ def choices_of(
     )
 
 
-def _measured_profile(model: PreTrainedModel, dispatcher: Dispatcher, folder: Path | None) -> DeviceProfile:
+def _measured_profile(
+    model: PreTrainedModel, dispatcher: Dispatcher, folder: Path | None
+) -> DeviceProfile:
     """Return the profile that an earlier run kept in the folder, or measure one; the same on every rank."""
     settings, device, groups = dispatcher.settings, dispatcher.device, dispatcher.groups
     # What measured costs depend on: a kept profile with another description is measured again.
@@ -98,7 +106,9 @@ def _measured_profile(model: PreTrainedModel, dispatcher: Dispatcher, folder: Pa
             if groups.members[groups.rank] == 0:
                 logger.warning(UNREADABLE, file, error.__cause__)
     # Ranks that share layers belong to several groups of ranks, and need the same plans.
-    kept = groups.all_gather(kept if kept is not None and kept.source == source else None, in_world=True)[0]
+    kept = groups.all_gather(
+        kept if kept is not None and kept.source == source else None, in_world=True
+    )[0]
     if kept is not None:
         return kept
     profile = measured_profile(
@@ -110,7 +120,9 @@ def _measured_profile(model: PreTrainedModel, dispatcher: Dispatcher, folder: Pa
         most_rows=settings.tokens_per_rank,
         limit_s=LIMIT_S,
     )
-    measured = with_links(profile, groups, device, settings.ranks_per_node, collectives=False, limit_s=LIMIT_S)
+    measured = with_links(
+        profile, groups, device, settings.ranks_per_node, collectives=False, limit_s=LIMIT_S
+    )
     agreed: DeviceProfile = groups.all_gather(replace(measured, source=source), in_world=True)[0]
     if folder is not None and groups.members[groups.rank] == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,9 +133,13 @@ def _measured_profile(model: PreTrainedModel, dispatcher: Dispatcher, folder: Pa
 def observe(spans: Sequence[Span]) -> tuple[float, float]:
     """Return a rank's seconds of a step in kernel calls, and between core attentions of the first forward pass."""
     kernel = sum(span.end - span.begin for span in spans if span.kind == "kernel")
-    backward = [span.begin for span in spans if span.work is not None and span.work.direction == "backward"]
+    backward = [
+        span.begin for span in spans if span.work is not None and span.work.direction == "backward"
+    ]
     first_backward = min(backward, default=np.inf)
-    forward = np.array(sorted((span.begin, span.end) for span in spans if span.end <= first_backward)).reshape(-1, 2)
+    forward = np.array(
+        sorted((span.begin, span.end) for span in spans if span.end <= first_backward)
+    ).reshape(-1, 2)
     gaps = forward[1:, 0] - np.maximum.accumulate(forward[:-1, 1])
     return kernel, float(gaps.clip(0).sum())
 
@@ -134,20 +150,33 @@ class Corrections:
 
     attention: float = 1.0
     other: float = 1.0  # of all computation besides kernel calls
-    slowness: tuple[float, ...] = ()  # [ranks] time of each rank over the mean; empty if all ranks are alike
+    slowness: tuple[
+        float, ...
+    ] = ()  # [ranks] time of each rank over the mean; empty if all ranks are alike
 
     def applied(self, costs: StepCosts) -> StepCosts:
         """Return the corrected costs."""
         kinds = (
-            replace(kind, forward=kind.forward.scaled(self.attention), backward=kind.backward.scaled(self.attention))
+            replace(
+                kind,
+                forward=kind.forward.scaled(self.attention),
+                backward=kind.backward.scaled(self.attention),
+            )
             for kind in costs.kinds
         )
-        others = {name: getattr(costs, name) * self.other for name in ("before", "after", "head", "launches")}
+        others = {
+            name: getattr(costs, name) * self.other
+            for name in ("before", "after", "head", "launches")
+        }
         mixing = costs.mixing and costs.mixing.scaled(self.other)
         return replace(costs, kinds=tuple(kinds), slowness=self.slowness, mixing=mixing, **others)
 
     def after(
-        self, costs: StepCosts, settings: PlanSettings, plans: Sequence[Sequence[MicroBatchPlan]], seen: FloatArray
+        self,
+        costs: StepCosts,
+        settings: PlanSettings,
+        plans: Sequence[Sequence[MicroBatchPlan]],
+        seen: FloatArray,
     ) -> "Corrections":
         """Return corrections for the observed steps, or these corrections if the error is at most `MOST_OFF`.
 
@@ -157,10 +186,14 @@ class Corrections:
         """
         expected = []
         for of_step in plans:
-            kernel = np.sum([predict_plan(plan, settings, costs).attention for plan in of_step], axis=0)
+            kernel = np.sum(
+                [predict_plan(plan, settings, costs).attention for plan in of_step], axis=0
+            )
             first = of_step[0]
             nano_batches = 1 if first.summary.exchange.bytes_total == 0 else len(first.nano_batches)
-            between = (costs.depth - 1) * (first.tokens * costs.between + nano_batches * costs.launches)
+            between = (costs.depth - 1) * (
+                first.tokens * costs.between + nano_batches * costs.launches
+            )
             expected.append((kernel, between if costs.depth > 1 else kernel))
         if costs.depth == 1:  # there is no time between layers
             seen = seen[:, [0, 0]]
@@ -175,18 +208,25 @@ class Corrections:
         off = [attention / self.attention, other / self.other, *(slowness / known)]
         if all(abs(each - 1) <= MOST_OFF for each in off):
             return self
-        return Corrections(attention, other, () if np.all(slowness == 1) else tuple(slowness.tolist()))
+        return Corrections(
+            attention, other, () if np.all(slowness == 1) else tuple(slowness.tolist())
+        )
 
 
 class LearnedCosts(TrainerCallback):
     """Compare steps with the measured costs, and correct the costs on all ranks at the same step."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher, self._choices = dispatcher, dispatcher.settings.choices  # with the costs as measured
+        self._dispatcher, self._choices = (
+            dispatcher,
+            dispatcher.settings.choices,
+        )  # with the costs as measured
         self._corrections = Corrections()
         self._recording: Recording | None = None
         self._plans: list[list[MicroBatchPlan]] = []  # of each watched step
-        self._seen: list[tuple[float, float, float]] = []  # seconds of each: as `observe` returns, and of the step
+        self._seen: list[
+            tuple[float, float, float]
+        ] = []  # seconds of each: as `observe` returns, and of the step
         self._began = 0.0
         # Seconds of the last watched step outside its micro-batches: optimizer and gradient exchange.
         self.besides = 0.0
@@ -214,30 +254,47 @@ class LearnedCosts(TrainerCallback):
         self._recording = None
         if len(self._seen) < WATCHED_STEPS:
             return
-        measured, groups, settings = self._choices.costs, self._dispatcher.groups, self._dispatcher.settings
+        measured, groups, settings = (
+            self._choices.costs,
+            self._dispatcher.groups,
+            self._dispatcher.settings,
+        )
         # Ranks that share layers belong to several groups and need the same plans: the first group's steps count.
         every = groups.all_gather((groups.members, self._seen), in_world=True)
-        seen = np.array([every[member][1] for member in every[0][0]]).transpose(1, 2, 0)  # [steps, 3, ranks]
+        seen = np.array([every[member][1] for member in every[0][0]]).transpose(
+            1, 2, 0
+        )  # [steps, 3, ranks]
         plans, self._plans, self._seen = self._plans, [], []
         corrections = self._corrections.after(measured, settings, plans, seen[:, :2])
         if corrections is not self._corrections:
-            logger.info("measured costs differ from training steps; plans now use the corrections %s", corrections)
+            logger.info(
+                "measured costs differ from training steps; plans now use the corrections %s",
+                corrections,
+            )
             self._correct(corrections)
         costs = self._corrections.applied(measured)
-        predicted = [sum(predict_plan(plan, settings, costs).seconds for plan in of_step) for of_step in plans]
+        predicted = [
+            sum(predict_plan(plan, settings, costs).seconds for plan in of_step)
+            for of_step in plans
+        ]
         self.besides = max(float(np.median(seen[:, 2].mean(axis=1) - predicted)), 0.0)
 
     def _correct(self, corrections: Corrections) -> None:
         present = self._dispatcher.settings.choices  # which a user may have changed
         if present is not None and self._choices is not None:
             self._corrections = corrections
-            self._dispatcher.choose_by(replace(present, costs=corrections.applied(self._choices.costs)))
+            self._dispatcher.choose_by(
+                replace(present, costs=corrections.applied(self._choices.costs))
+            )
 
     def save(self, folder: Path) -> None:
         """Write the corrections into a checkpoint, so that a resumed training makes the same plans."""
         if self._choices is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            content = {"measured": repr(self._choices.costs), "corrections": asdict(self._corrections)}
+            content = {
+                "measured": repr(self._choices.costs),
+                "corrections": asdict(self._corrections),
+            }
             (folder / CORRECTIONS_FILE).write_text(json.dumps(content), encoding="utf-8")
 
     def resume(self, folder: Path | None) -> None:

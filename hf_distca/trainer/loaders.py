@@ -60,19 +60,27 @@ class PackedLoaders:
         try:
             lengths = document_lengths(dataset, self._columns, progress, name=name, limits=limits)
             share = groups.rank, groups.ranks
-            check_stored_documents(dataset, lengths, self._columns, progress, name=name, limits=limits, share=share)
+            check_stored_documents(
+                dataset, lengths, self._columns, progress, name=name, limits=limits, share=share
+            )
             fingerprint = dataset_fingerprint(dataset, lengths, self._columns, name=name)
         except Exception as caught:  # a data set may raise anything, and the other ranks must not wait for this rank
             error = caught
         groups.raise_together(error, in_world=True)
         size = f"{len(lengths)} documents, {lengths.sum()} tokens"
-        fingerprints, sizes = zip(*groups.all_gather((fingerprint, size), in_world=True), strict=True)
+        fingerprints, sizes = zip(
+            *groups.all_gather((fingerprint, size), in_world=True), strict=True
+        )
         if len(set(fingerprints)) > 1:
-            raise Data.DIFFERENT.error(found="; ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes)))
+            raise Data.DIFFERENT.error(
+                found="; ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))
+            )
         self._lengths[id(dataset)] = dataset, (lengths, fingerprint)
         return lengths, fingerprint
 
-    def excerpts(self, dataset: Any, capacity: int = 0, bins: int = 0) -> tuple[NDArray[np.void], int, int]:
+    def excerpts(
+        self, dataset: Any, capacity: int = 0, bins: int = 0
+    ) -> tuple[NDArray[np.void], int, int]:
         """Return the excerpts of a data set with a length, the capacity of a bin and the bins of a micro-batch.
 
         A collective of the world where the data set is new. Every rank raises ValueError for data that cannot train.
@@ -111,7 +119,9 @@ class PackedLoaders:
         lengths, _ = self.lengths(dataset)
         excerpts, _, _ = self.excerpts(dataset, capacity, bins)
         if self._args.process_index == 0 and id(dataset) not in self._summarized:
-            tqdm.write(documents_summary(self._name(dataset), lengths, excerpts))  # beside the bars of other ranks
+            tqdm.write(
+                documents_summary(self._name(dataset), lengths, excerpts)
+            )  # beside the bars of other ranks
         self._summarized.add(id(dataset))
 
     def check_evaluation_data(self) -> None:
@@ -123,7 +133,9 @@ class PackedLoaders:
         sets = named_datasets(self._trainer.eval_dataset, "eval_dataset")
         names = groups.all_gather(tuple(sets), in_world=True)
         if len(set(names)) > 1:
-            raise Data.DIFFERENT.error(found="; ".join(f"rank {rank}: {each}" for rank, each in enumerate(names)))
+            raise Data.DIFFERENT.error(
+                found="; ".join(f"rank {rank}: {each}" for rank, each in enumerate(names))
+            )
         for dataset in sets.values():
             if not is_stream(dataset):
                 self.excerpts(dataset)
@@ -153,7 +165,9 @@ class PackedLoaders:
         place = groups.ranks, groups.rank, args.tokens_per_rank, args.long_documents, self._columns
         return StreamPacker(dataset, *place, self._name(dataset), self._dispatcher.limits)
 
-    def loader(self, dataset: Any, *, shuffle: bool, capacity: int = 0, bins: int = 0) -> DataLoader[Any]:
+    def loader(
+        self, dataset: Any, *, shuffle: bool, capacity: int = 0, bins: int = 0
+    ) -> DataLoader[Any]:
         """Return a loader of this rank's rows: of planned batches, or of a stream's, which are planned later.
 
         Args:
@@ -177,10 +191,18 @@ class PackedLoaders:
                 choices=self._dispatcher.choices,
             )
             options = {"batch_sampler": sampler, "collate_fn": DistCACollator(groups.rank)}
-        names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
+        names = (
+            "num_workers",
+            "pin_memory",
+            "persistent_workers",
+            "prefetch_factor",
+            "multiprocessing_context",
+        )
         loader: DataLoader[Any] = DataLoader(
             dataset,
-            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+            worker_init_fn=partial(
+                seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+            ),
             **{name: getattr(args, f"dataloader_{name}") for name in names},
             **options,
         )
@@ -188,7 +210,11 @@ class PackedLoaders:
         # Undivided: the loader already knows its rank.
         alone = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}
         prepared: DataLoader[Any] = prepare_data_loader(
-            loader, self._dispatcher.device, put_on_device=True, non_blocking=config.non_blocking, **alone
+            loader,
+            self._dispatcher.device,
+            put_on_device=True,
+            non_blocking=config.non_blocking,
+            **alone,
         )
         return prepared
 
@@ -208,7 +234,10 @@ def named_datasets(given: Any, name: str) -> dict[str, Any]:
 @contextmanager
 def lengths_read_on_host(trainer: Trainer, dataset: Any) -> Iterator[None]:
     """Make a padding-free trainer's loaders report document lengths, read before batches go to the device."""
-    collator, by_rank_0 = trainer.data_collator, cast(Any, trainer.args.accelerator_config).dispatch_batches
+    collator, by_rank_0 = (
+        trainer.data_collator,
+        cast(Any, trainer.args.accelerator_config).dispatch_batches,
+    )
     # Where accelerate has rank 0 read for all ranks, rank 0 can send tensors only.
     if not (isinstance(dataset, IterableDataset) if by_rank_0 is None else by_rank_0):
         trainer.data_collator = CollatorWithLengths(collator)
@@ -236,11 +265,15 @@ class UpcomingBatches:
         self._planned = False  # whether the loader plans
         self._read_ahead: list[dict[str, Any]] = []  # planned micro-batches of the next step
         self._ended = False  # on all ranks, or because a rank cannot read
-        self._failed = False  # a rank cannot read: on all ranks, or on this rank if the loader plans
+        self._failed = (
+            False  # a rank cannot read: on all ranks, or on this rank if the loader plans
+        )
         self._error: Exception | None = None  # why this rank cannot read
         self._bound: tuple[MicroBatchPlan, BoundPlan] | None = None
 
-    def fetch(self, loader: Iterator[dict[str, Any]], count: int, *, planned: bool) -> list[dict[str, Any]]:
+    def fetch(
+        self, loader: Iterator[dict[str, Any]], count: int, *, planned: bool
+    ) -> list[dict[str, Any]]:
         """Return the planned micro-batches of a step, fewer than `count` at the end of the data.
 
         A collective if the loader's batches are not `planned`.
@@ -320,11 +353,15 @@ class UpcomingBatches:
 class EvaluationLoader:
     """Loader of an evaluation's planned micro-batches, which come from the `upcoming` ones."""
 
-    def __init__(self, loader: DataLoader[Any], upcoming: UpcomingBatches, *, planned: bool) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], upcoming: UpcomingBatches, *, planned: bool
+    ) -> None:
         self._loader, self._upcoming, self._planned = loader, upcoming, planned
         self.dataset = loader.dataset
         # None where documents come in an order that only a stream or a collator knows.
-        self.sampler = loader.batch_sampler if isinstance(loader.batch_sampler, GlobalBatchSampler) else None
+        self.sampler = (
+            loader.batch_sampler if isinstance(loader.batch_sampler, GlobalBatchSampler) else None
+        )
 
     def __len__(self) -> int:
         return len(self._loader)

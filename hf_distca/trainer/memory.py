@@ -25,13 +25,21 @@ LEFT = 0.95
 
 
 def log_memory(
-    model: nn.Module, dispatcher: Dispatcher, args: DistCAPaddedArguments, accelerator: Accelerator, memory: int
+    model: nn.Module,
+    dispatcher: Dispatcher,
+    args: DistCAPaddedArguments,
+    accelerator: Accelerator,
+    memory: int,
 ) -> None:
     """Log what a document over all ranks takes of a device's `memory` in bytes, and warn if it does not fit."""
     settings, trainer, ranks = dispatcher.settings, cast(Any, args), dispatcher.groups.ranks
     try:  # one document over all ranks exchanges the most
         strategy, shards = sharing_of(accelerator, model, ranks)
-        mixed = trainer.bf16 or trainer.fp16 or settings.bytes_per_value < base_model(model).dtype.itemsize
+        mixed = (
+            trainer.bf16
+            or trainer.fp16
+            or settings.bytes_per_value < base_model(model).dtype.itemsize
+        )
         training = Training(
             strategy,
             mixed,
@@ -43,11 +51,16 @@ def log_memory(
         )
         plan = plan_micro_batch(longest_documents(settings), settings)
         counted = MemoryCounter(model, settings, args).count(plan, training, rank=ranks - 1)
-    except Exception as error:  # a model may read values, which meta tensors do not have; it trains nevertheless
+    except (
+        Exception
+    ) as error:  # a model may read values, which meta tensors do not have; it trains nevertheless
         text = "cannot estimate the memory for training %s: %s (in %s)"
         logger.warning(text, type(model).__name__, error, raised_in(error))
         return
-    parts: dict[str, int] = {**counted.state._asdict(), **{str(part): size for part, size in counted.parts.items()}}
+    parts: dict[str, int] = {
+        **counted.state._asdict(),
+        **{str(part): size for part, size in counted.parts.items()},
+    }
     total = sum(parts.values())
     listed = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
     figures = (args.tokens_per_rank, total / GB, memory / GB, listed)

@@ -50,29 +50,59 @@ class Metric(NamedTuple):
 
 METRICS: dict[str, Metric] = {
     "tokens_per_second": Metric("tokens/s", "Tokens of all ranks per second"),
-    "tokens_per_second_per_device": Metric("tokens/s", "The same per training process and attention server"),
-    "imbalance_degree": Metric("ratio", "Query-key pairs of the busiest rank over the mean, as planned"),
+    "tokens_per_second_per_device": Metric(
+        "tokens/s", "The same per training process and attention server"
+    ),
+    "imbalance_degree": Metric(
+        "ratio", "Query-key pairs of the busiest rank over the mean, as planned"
+    ),
     "imbalance_degree_packed": Metric("ratio", "The same if the documents were packed in order"),
-    "attention_ms": Metric("ms per step", "Time in kernel calls of core attention, on the slowest rank"),
-    "attention_ms_predicted": Metric("ms per step", "The same on the busiest rank, if all ranks were equally fast"),
-    "exchange_bytes": Metric("bytes", "Bytes through the busiest rank in the forward pass of one layer"),
+    "attention_ms": Metric(
+        "ms per step", "Time in kernel calls of core attention, on the slowest rank"
+    ),
+    "attention_ms_predicted": Metric(
+        "ms per step", "The same on the busiest rank, if all ranks were equally fast"
+    ),
+    "exchange_bytes": Metric(
+        "bytes", "Bytes through the busiest rank in the forward pass of one layer"
+    ),
     "exchange_stages": Metric("stages", "Stages in which K and V rows travel in a layer"),
     "exchange_wait_seconds": Metric("s", "Time in waits for rows, on the rank that waited longest"),
     "exposed_exchange_share": Metric("share", "The same as a share of the elapsed time"),
-    "ping_pong_share": Metric("share", "Share of decoder layer runs in which two nano-batches took turns"),
-    "exchange_bytes_within_nodes": Metric("bytes", "Bytes of the busiest rank inside its node", NODES),
-    "exchange_bytes_between_nodes": Metric("bytes", "Bytes of the busiest rank between nodes", NODES),
-    "busiest_node_bytes_within": Metric("bytes", "Bytes inside the busiest node, all of its ranks together", NODES),
-    "busiest_node_bytes_between": Metric("bytes", "Bytes between all ranks of the busiest node and others", NODES),
+    "ping_pong_share": Metric(
+        "share", "Share of decoder layer runs in which two nano-batches took turns"
+    ),
+    "exchange_bytes_within_nodes": Metric(
+        "bytes", "Bytes of the busiest rank inside its node", NODES
+    ),
+    "exchange_bytes_between_nodes": Metric(
+        "bytes", "Bytes of the busiest rank between nodes", NODES
+    ),
+    "busiest_node_bytes_within": Metric(
+        "bytes", "Bytes inside the busiest node, all of its ranks together", NODES
+    ),
+    "busiest_node_bytes_between": Metric(
+        "bytes", "Bytes between all ranks of the busiest node and others", NODES
+    ),
     "step_ms": Metric("ms", "Time of an optimizer step", CHOSEN),
     "step_ms_predicted": Metric("ms", "The same as the planner's costs predict it", CHOSEN),
-    "gain_predicted": Metric("ratio", "Predicted time of documents packed in order over that of the plans", CHOSEN),
-    "plans_without_exchange": Metric("share", "Share of micro-batches in which no rows travel", CHOSEN),
-    "plans_within_nodes": Metric("share", "Share of micro-batches in which rows travel only inside nodes", CHOSEN),
+    "gain_predicted": Metric(
+        "ratio", "Predicted time of documents packed in order over that of the plans", CHOSEN
+    ),
+    "plans_without_exchange": Metric(
+        "share", "Share of micro-batches in which no rows travel", CHOSEN
+    ),
+    "plans_within_nodes": Metric(
+        "share", "Share of micro-batches in which rows travel only inside nodes", CHOSEN
+    ),
     "attention_servers": Metric("servers", "Dedicated attention servers that take part", SERVERS),
-    "padding_share": Metric("share", "Share of padded batches that is padding, which is not computed", PADDED),
+    "padding_share": Metric(
+        "share", "Share of padded batches that is padding, which is not computed", PADDED
+    ),
     "mfu": Metric(
-        "share", "Model FLOPs utilization in bfloat16, on A100, A800, H100, H200, H800, B200 and L40S", CUDA
+        "share",
+        "Model FLOPs utilization in bfloat16, on A100, A800, H100, H200, H800, B200 and L40S",
+        CUDA,
     ),
     "memory_peak_gib": Metric("GiB", "Most memory in use on this rank", CUDA),
     "memory_reserved_gib": Metric("GiB", "Memory that the CUDA allocator of this rank holds", CUDA),
@@ -95,7 +125,10 @@ def predicted_attention(
     # Without a prediction, the busiest rank takes its share of the time of all ranks, by [ranks] query-key pairs
     # weighted by the width of the heads. Workers beyond the ranks are servers, whose number changes.
     pairs_of_ranks = sum(
-        loads_of(of_kind)[: len(seen)].astype(np.float64) * layers[kind] * kind.q_heads * (kind.dim_qk + kind.dim_v)
+        loads_of(of_kind)[: len(seen)].astype(np.float64)
+        * layers[kind]
+        * kind.q_heads
+        * (kind.dim_qk + kind.dim_v)
         for plan in plans
         for nano in plan.nano_batches
         for kind, of_kind in nano.plans.items()
@@ -121,7 +154,11 @@ def flops_counter(model: nn.Module, shared_by: int) -> Callable[[MicroBatchPlan]
         for nano in plan.nano_batches:
             for kind, of_kind in nano.plans.items():
                 of_pair = 6.0 * kind.q_heads * (kind.dim_qk + kind.dim_v) * shared_by
-                total += layers[kind] * of_pair * float(np.sum(pairs(0, of_kind.layout.lengths, of_kind.window)))
+                total += (
+                    layers[kind]
+                    * of_pair
+                    * float(np.sum(pairs(0, of_kind.layout.lengths, of_kind.window)))
+                )
         return total
 
     return count_flops
@@ -130,7 +167,9 @@ def flops_counter(model: nn.Module, shared_by: int) -> Callable[[MicroBatchPlan]
 class StepMeter(TrainerCallback):
     """Collect figures of micro-batches and return them when the trainer logs."""
 
-    def __init__(self, dispatcher: Dispatcher, model: nn.Module, pool: Pool | None, processes: int) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, model: nn.Module, pool: Pool | None, processes: int
+    ) -> None:
         self._dispatcher, self._pool, self._processes = dispatcher, pool, processes
         self._costs: LearnedCosts | None = None  # None: steps also compute what is not in the plans
         self._layers, self._device = layers_by_kind(model), dispatcher.device
@@ -199,7 +238,8 @@ class StepMeter(TrainerCallback):
             "imbalance_degree_packed": mean(summary.packed_max_over_mean for summary in summaries),
             "imbalance_degree": mean(summary.max_over_mean for summary in summaries),
             "exchange_bytes": mean(each.bytes_bottleneck for each in moved),
-            "ping_pong_share": sum(ran.layers_in_turns for ran in runs) / max(sum(ran.layers for ran in runs), 1),
+            "ping_pong_share": sum(ran.layers_in_turns for ran in runs)
+            / max(sum(ran.layers for ran in runs), 1),
             "exchange_stages": mean(stages),
             "exchange_wait_seconds": max(waits),
             "exposed_exchange_share": max(waits) / elapsed,
@@ -219,16 +259,28 @@ class StepMeter(TrainerCallback):
             figures |= {
                 "gain_predicted": sum(choice.packed_seconds for choice in choices) / seconds,
                 "plans_without_exchange": mean(each.bytes_total == 0 for each in moved),
-                "plans_within_nodes": mean(each.bytes_total > 0 and each.bytes_between_nodes == 0 for each in moved),
+                "plans_within_nodes": mean(
+                    each.bytes_total > 0 and each.bytes_between_nodes == 0 for each in moved
+                ),
             }
         if self._flops_of is not None and self._peak_flops is not None and self._costs is not None:
-            figures["mfu"] = sum(map(self._flops_of, plans)) / (elapsed * devices * self._peak_flops)
+            figures["mfu"] = sum(map(self._flops_of, plans)) / (
+                elapsed * devices * self._peak_flops
+            )
         if self._dispatcher.settings.nodes is not None:
             figures |= {
-                "exchange_bytes_within_nodes": mean(each.bytes_within_nodes_bottleneck for each in moved),
-                "exchange_bytes_between_nodes": mean(each.bytes_between_nodes_bottleneck for each in moved),
-                "busiest_node_bytes_within": mean(each.bytes_within_nodes_busiest_node for each in moved),
-                "busiest_node_bytes_between": mean(each.bytes_between_nodes_busiest_node for each in moved),
+                "exchange_bytes_within_nodes": mean(
+                    each.bytes_within_nodes_bottleneck for each in moved
+                ),
+                "exchange_bytes_between_nodes": mean(
+                    each.bytes_between_nodes_bottleneck for each in moved
+                ),
+                "busiest_node_bytes_within": mean(
+                    each.bytes_within_nodes_busiest_node for each in moved
+                ),
+                "busiest_node_bytes_between": mean(
+                    each.bytes_between_nodes_busiest_node for each in moved
+                ),
             }
         if self._pool is not None:
             figures["attention_servers"] = len(self._pool.servers)
@@ -290,6 +342,8 @@ class Remedies:
         for name, (least, most) in list(self._limits.items()):
             mean = sum(figures[name] * steps for steps, figures in self._seen) / total
             if not least <= mean <= most:
-                logger.warning("mean of the last steps: %s", REMEDIES[name].format(self._settings, mean))
+                logger.warning(
+                    "mean of the last steps: %s", REMEDIES[name].format(self._settings, mean)
+                )
                 del self._limits[name]
         self._seen = []

@@ -7,7 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, PredictionOutput, denumpify_detensorize
+from transformers.trainer_utils import (
+    EvalLoopOutput,
+    EvalPrediction,
+    PredictionOutput,
+    denumpify_detensorize,
+)
 
 from hf_distca.collator.documents import check_dataset
 from hf_distca.collator.refusals import Data
@@ -16,7 +21,13 @@ from hf_distca.models.decoder import mixing_layers
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer import resuming
 from hf_distca.trainer.costs import LearnedCosts
-from hf_distca.trainer.loaders import EvaluationLoader, PackedLoaders, UpcomingBatches, is_stream, lengths_read_on_host
+from hf_distca.trainer.loaders import (
+    EvaluationLoader,
+    PackedLoaders,
+    UpcomingBatches,
+    is_stream,
+    lengths_read_on_host,
+)
 from hf_distca.trainer.planned import PlannedTraining
 from hf_distca.trainer.predictions import EvaluatedRows, Predictions
 from hf_distca.trainer.refusals import Run, by_name
@@ -59,13 +70,21 @@ class DistCAMixin(PlannedTraining):
         self.meter.compare_with(self._costs)
         self.add_callback(self._costs)
         self._progress = resuming.DataProgress(resuming.DataPlace({}))
-        self._epoch_iterator: Iterator[Any] | None = None  # of the present pass over the training data
+        self._epoch_iterator: Iterator[Any] | None = (
+            None  # of the present pass over the training data
+        )
         self._loaders = PackedLoaders(self, dispatcher)
-        self._evaluation_loaders: dict[int, DataLoader[Any]] = {}  # by the id of the trainer's own data set
+        self._evaluation_loaders: dict[
+            int, DataLoader[Any]
+        ] = {}  # by the id of the trainer's own data set
         self._upcoming = UpcomingBatches(dispatcher, self._processes)
-        self._upcoming_evaluated = UpcomingBatches(dispatcher, self._processes)  # of the present evaluation
+        self._upcoming_evaluated = UpcomingBatches(
+            dispatcher, self._processes
+        )  # of the present evaluation
         self._mixes = bool(mixing_layers(self.model))  # rows of a document other than by attention
-        self._evaluated: list[tuple[float, float]] = []  # this rank's sum of losses and all targets, of micro-batches
+        self._evaluated: list[
+            tuple[float, float]
+        ] = []  # this rank's sum of losses and all targets, of micro-batches
         self._rows = EvaluatedRows()  # of the present evaluation
 
     # Data
@@ -82,7 +101,9 @@ class DistCAMixin(PlannedTraining):
             self._processes.watch(loader)
             return loader
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
-        capacity, bins = resuming.capacity_and_bins(self._progress.start.order if is_training else {})
+        capacity, bins = resuming.capacity_and_bins(
+            self._progress.start.order if is_training else {}
+        )
         loader = self._loaders.loader(dataset, shuffle=shuffle, capacity=capacity, bins=bins)
         if is_training and not is_stream(dataset):
             self._loaders.print_summary(dataset, capacity, bins)
@@ -102,7 +123,9 @@ class DistCAMixin(PlannedTraining):
             # Trainer keeps loaders by a name that data sets share.
             vars(self).pop("_eval_dataloaders", None)
             loader = super().get_eval_dataloader(**named)
-            if any(dataset is each for each in (own, *(own.values() if isinstance(own, dict) else ()))):
+            if any(
+                dataset is each for each in (own, *(own.values() if isinstance(own, dict) else ()))
+            ):
                 self._evaluation_loaders[id(dataset)] = loader  # whose processes may live on
         return self._read_ahead(loader)
 
@@ -131,7 +154,9 @@ class DistCAMixin(PlannedTraining):
         batches = self._upcoming.fetch(epoch_iterator, num_batches, planned=planned)
         if begins and not batches and self.state.global_step == 0:  # on every rank
             raise Data.EMPTY.error(name="train_dataset")
-        if self.pool is not None and batches:  # else a stream has ended: Trainer asks again until max_steps
+        if (
+            self.pool is not None and batches
+        ):  # else a stream has ended: Trainer asks again until max_steps
             self.pool.refresh()
         taken, targets = super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
         if not planned and batches and self.state.global_step == 0:
@@ -145,10 +170,14 @@ class DistCAMixin(PlannedTraining):
         and collators give is unknown before it comes. Later steps may have no target: their loss of 0 is a warning, as
         it is where a collator gives no labels that could be counted.
         """
-        targets: Any = super()._get_num_items_in_batch(batches, self.args.device)  # of all ranks, may be 0
+        targets: Any = super()._get_num_items_in_batch(
+            batches, self.args.device
+        )  # of all ranks, may be 0
         if targets is not None and not targets.item():
             plans = [batch[PLAN_KEY] for batch in batches]
-            raise Run.NO_TARGETS.error(tokens=sum(int(plan.tokens.sum()) - plan.fillers for plan in plans))
+            raise Run.NO_TARGETS.error(
+                tokens=sum(int(plan.tokens.sum()) - plan.fillers for plan in plans)
+            )
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | None:
         targets: Any = super()._get_num_items_in_batch(*args, **kwargs)
@@ -183,13 +212,20 @@ class DistCAMixin(PlannedTraining):
         if self._packs:
             self._loaders.check_evaluation_data()
         self._costs.resume(None if checkpoint is None else Path(checkpoint))
-        if place.order is order and self._packs:  # a resumed training goes on with its micro-batches
-            place = place._replace(order=resuming.chosen_order(order, self, self.dispatcher, self._loaders))
+        if (
+            place.order is order and self._packs
+        ):  # a resumed training goes on with its micro-batches
+            place = place._replace(
+                order=resuming.chosen_order(order, self, self.dispatcher, self._loaders)
+            )
         self._progress = resuming.DataProgress(place)
 
     def _end_training(self) -> None:
         self._upcoming.close()
-        self._upcoming, self._epoch_iterator = UpcomingBatches(self.dispatcher, self._processes), None
+        self._upcoming, self._epoch_iterator = (
+            UpcomingBatches(self.dispatcher, self._processes),
+            None,
+        )
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Run `Trainer.training_step`, and prepare what comes next before Trainer waits for this loss."""
@@ -213,14 +249,20 @@ class DistCAMixin(PlannedTraining):
         seen = rows.seen
         plan.ran.watch = rows.see if evaluates else None
         result = super().compute_loss(
-            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
+            model,
+            inputs,
+            return_outputs=return_outputs,
+            num_items_in_batch=num_items_in_batch,
+            **kwargs,
         )
         if self.model.training:
             self._begin_backward()
         if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
             raise Run.LOST_PLAN.error(model=type(self.model).__name__, key=PLAN_KEY)
         logits = result[1].get("logits") if evaluates and isinstance(result[1], dict) else None
-        if rows.seen == seen and isinstance(logits, Tensor):  # the loss was computed from all logits at once
+        if rows.seen == seen and isinstance(
+            logits, Tensor
+        ):  # the loss was computed from all logits at once
             rows.see_all(logits[0], inputs["shift_labels"][0])
         return result
 
@@ -236,7 +278,10 @@ class DistCAMixin(PlannedTraining):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate with means over the targets of all micro-batches, and with predictions if the caller wants them."""
         named = by_name(super(PlannedTraining, self).evaluation_loop, args, kwargs)
-        loss_alone, prefix = named.get("prediction_loss_only"), named.get("metric_key_prefix", "eval")
+        loss_alone, prefix = (
+            named.get("prediction_loss_only"),
+            named.get("metric_key_prefix", "eval"),
+        )
         if loss_alone is None:
             loss_alone = self.args.prediction_loss_only
         predictions = None if loss_alone else self._new_predictions(named["dataloader"])
@@ -269,10 +314,17 @@ class DistCAMixin(PlannedTraining):
         if sampler is None:
             raise Run.NO_ORDER.error()
         documents: Any = loader.dataset
-        return Predictions(function, sampler.excerpts_in_order(), len(documents), self.dispatcher.groups)
+        return Predictions(
+            function, sampler.excerpts_in_order(), len(documents), self.dispatcher.groups
+        )
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor | None, None, None]:
         """Add one micro-batch to the evaluation's loss."""
         self._at(f"micro-batch {len(self._evaluated) + 1} of an evaluation")
@@ -286,7 +338,9 @@ class DistCAMixin(PlannedTraining):
         assert loss is not None
         self._upcoming_evaluated.prepare_next()  # before the host waits for the loss
         # The loss of all ranks is the mean over ranks of `loss`.
-        self._evaluated.append(((loss * targets / self.dispatcher.groups.ranks).item(), targets.item()))
+        self._evaluated.append(
+            ((loss * targets / self.dispatcher.groups.ranks).item(), targets.item())
+        )
         return loss, None, None
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
@@ -308,7 +362,9 @@ class DistCAMixin(PlannedTraining):
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
         """Set up the state as Trainer does; return the first epoch and its completed micro-batches."""
-        epochs, _ = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
+        epochs, _ = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, *args, **kwargs
+        )
         place = self._progress.start
         if self.args.ignore_data_skip:
             place = resuming.DataPlace(place.order, epochs)

@@ -68,7 +68,9 @@ def optimizer_named_in(config: Mapping[str, Any]) -> Optimizer | None:
     if named is None or named["type"].lower() in DEEPSPEED_OPTIMIZERS:
         return None
     options = {name: value for name, value in named.get("params", {}).items() if value != "auto"}
-    made: Optimizer = getattr(torch.optim, named["type"])([nn.Parameter(torch.zeros(1, 1))], **options)
+    made: Optimizer = getattr(torch.optim, named["type"])(
+        [nn.Parameter(torch.zeros(1, 1))], **options
+    )
     return made
 
 
@@ -91,14 +93,19 @@ def why_not_on_shards(optimizer: Optimizer, mesh: DeviceMesh | None, device: tor
         return "its step changes no weight"
     if mesh is None and whole.holds_rows_or_columns:
         return "it keeps numbers for each row or column of a weight"
-    places: list[Place] = [lambda weight: weight.flatten()[:FLAT_CUT], lambda weight: weight.flatten()[FLAT_CUT:]]
+    places: list[Place] = [
+        lambda weight: weight.flatten()[:FLAT_CUT],
+        lambda weight: weight.flatten()[FLAT_CUT:],
+    ]
     if mesh is not None:
         places = [lambda weight: distribute_tensor(weight, mesh, [Shard(0)])]
     shards = [_Trial(optimizer, shapes, device, place) for place in places]
     for shard in shards:
         if shard.error:
             return f"its step fails on a shard of a weight: {shard.error}"
-        if len(shard.numbers) != len(whole.numbers) or not all(map(_are_close, shard.numbers, whole.numbers)):
+        if len(shard.numbers) != len(whole.numbers) or not all(
+            map(_are_close, shard.numbers, whole.numbers)
+        ):
             return "it keeps numbers that depend on whole weights"
     for step in range(1, STEPS + 1):
         together = torch.cat([shard.weights[step] for shard in shards], dim=1)
@@ -119,7 +126,11 @@ class _Trial:
     """
 
     def __init__(
-        self, optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], device: torch.device, place: Place
+        self,
+        optimizer: Optimizer,
+        shapes: Sequence[tuple[int, ...]],
+        device: torch.device,
+        place: Place,
     ) -> None:
         parameters = [nn.Parameter(place(_small_weight(shape, device)).clone()) for shape in shapes]
         self.error = ""
@@ -135,19 +146,32 @@ class _Trial:
                 first_line = next(iter(str(error).strip().splitlines()), "")
                 self.error = f"{type(error).__name__}: {first_line}"
                 return
-            options = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]
+            options = [
+                {name: x for name, x in group.items() if name != "params"}
+                for group in optimizer.param_groups
+            ]
             found = list(_numbers_and_tensors([options, *optimizer.state.values()]))
         tensors = [x for x in found if isinstance(x, Tensor)]
-        self.numbers = [float(_whole(x)) if isinstance(x, Tensor) else x for x in found if _is_number(x)]
+        self.numbers = [
+            float(_whole(x)) if isinstance(x, Tensor) else x for x in found if _is_number(x)
+        ]
         self.holds_rows_or_columns = any(map(_has_row_or_column, tensors))
 
 
 @contextmanager
 def _trained_instead(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Give an optimizer one other parameter for each group with any, and no state; restore it after the block."""
-    attributes, groups, state = dict(vars(optimizer)), list(optimizer.param_groups), dict(optimizer.state)
+    attributes, groups, state = (
+        dict(vars(optimizer)),
+        list(optimizer.param_groups),
+        dict(optimizer.state),
+    )
     options = [
-        {name: deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
+        {
+            name: deepcopy(value)
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
         for group in groups
         if group["params"]
     ]
@@ -156,12 +180,15 @@ def _trained_instead(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -
             of_group["lr"] = LEARNING_RATE
     # In place, because an optimizer that wraps another optimizer shares both with it.
     optimizer.param_groups[:] = [
-        {**of_group, "params": [parameter]} for of_group, parameter in zip(options, parameters, strict=True)
+        {**of_group, "params": [parameter]}
+        for of_group, parameter in zip(options, parameters, strict=True)
     ]
     optimizer.state.clear()
     try:
         with torch.random.fork_rng():
-            if hasattr(optimizer, "train"):  # an optimizer without a schedule steps in this mode only
+            if hasattr(
+                optimizer, "train"
+            ):  # an optimizer without a schedule steps in this mode only
                 optimizer.train()
             yield
     finally:
@@ -174,7 +201,9 @@ def _trained_instead(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -
 
 def _has_matrix(group: dict[str, Any]) -> bool:
     # ZeRO-3 leaves no numbers in a parameter, and keeps its shape in `ds_shape`.
-    return any(len(getattr(parameter, "ds_shape", parameter.shape)) > 1 for parameter in group["params"])
+    return any(
+        len(getattr(parameter, "ds_shape", parameter.shape)) > 1 for parameter in group["params"]
+    )
 
 
 def _small_weight(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -186,7 +215,9 @@ def _small_gradient(shape: tuple[int, ...], step: int, device: torch.device) -> 
     first = torch.arange(math.prod(shape)).view(shape) < FLAT_CUT
     sizes = torch.where(first, 2.0 ** min(step, STEPS - step), (-1.0) ** step)
     # Most of it is the same in each step, so that its sign means something.
-    return (0.01 * sizes * (_random(shape, seed=1) + 0.1 * _random(shape, seed=2 + step))).to(device)
+    return (0.01 * sizes * (_random(shape, seed=1) + 0.1 * _random(shape, seed=2 + step))).to(
+        device
+    )
 
 
 def _random(shape: tuple[int, ...], seed: int) -> Tensor:

@@ -44,10 +44,17 @@ class DistCAPaddedMixin(PlannedTraining):
         self._is_packed = True
         self._prepare_planned()
         dispatcher = self.dispatcher
-        pack_backbone(self.model, PaddedBatches(dispatcher, self._count, at_once=self._one_micro_batch()))
+        pack_backbone(
+            self.model, PaddedBatches(dispatcher, self._count, at_once=self._one_micro_batch())
+        )
         reference = getattr(self, "ref_model", None)
         if reference is not None:
-            pack_padded(self.accelerator.unwrap_model(reference), self.args, self.args.device, dispatcher=dispatcher)
+            pack_padded(
+                self.accelerator.unwrap_model(reference),
+                self.args,
+                self.args.device,
+                dispatcher=dispatcher,
+            )
 
     def _one_micro_batch(self) -> OneMicroBatch | None:
         """Return why a padded batch must be one micro-batch in training; None if it need not be."""
@@ -57,7 +64,9 @@ class DistCAPaddedMixin(PlannedTraining):
                 "ZeRO-3 gathers whole layers",
                 "else set ping_pong=False and mlp_chunk_rows=0, and train models whose layers all have attention",
             )
-        if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get(
+            "use_reentrant"
+        ):
             return OneMicroBatch(
                 "checkpoints are reentrant",
                 "else set gradient_checkpointing_kwargs={'use_reentrant': False}, which TRL sets to True for LoRA "

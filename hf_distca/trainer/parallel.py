@@ -14,7 +14,12 @@ from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, StateDictType
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    StateDictType,
+)
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -23,7 +28,13 @@ from hf_distca.models.decoder import base_model
 from hf_distca.models.tensor_parallel import is_divided_at_load
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+LAUNCHED = (
+    "WORLD_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
 """Variables by which launchers tell a process how many were started: torchrun, accelerate and deepspeed; MPI; srun."""
 
 
@@ -32,7 +43,9 @@ def join_on_cpu(args: Any) -> None:
     if launched_processes() > 1 and not torch.accelerator.is_available():
         if asked_for("DEEPSPEED", args.deepspeed):
             args.ddp_backend = args.ddp_backend or "gloo"
-            args.dataloader_pin_memory = False  # Trainer turns it off with use_cpu alone, and torch warns
+            args.dataloader_pin_memory = (
+                False  # Trainer turns it off with use_cpu alone, and torch warns
+            )
         else:
             args.use_cpu = True
 
@@ -42,11 +55,18 @@ def share_on_cpu(args: Any, model: Any = None) -> None:
     state: PartialState = args.distributed_state
     if args.use_cpu and dist.is_initialized():
         # Trainer hands ddp_timeout on without use_cpu only; with it, every collective would wait half an hour.
-        set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.14
+        set_timeout: Any = (
+            getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+        )  # before torch 2.14
         set_timeout(timedelta(seconds=args.ddp_timeout), dist.group.WORLD)
-    on_cpu = state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU) and state.num_processes > 1
+    on_cpu = (
+        state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
+        and state.num_processes > 1
+    )
     if on_cpu and (asked_for("FSDP", args.fsdp) or is_divided_at_load(model)):
-        state.distributed_type = DistributedType.MULTI_GPU  # CPUs have no type of their own for this
+        state.distributed_type = (
+            DistributedType.MULTI_GPU
+        )  # CPUs have no type of their own for this
 
 
 def launched_processes() -> int:
@@ -83,7 +103,10 @@ class ProcessCounts:
     @property
     def differ(self) -> bool:
         """Whether someone counts other processes; processes may also be started without a launcher's variables."""
-        counted = {self.in_torch, self.in_torch if self.in_accelerate is None else self.in_accelerate}
+        counted = {
+            self.in_torch,
+            self.in_torch if self.in_accelerate is None else self.in_accelerate,
+        }
         return counted != {self.launched} if self.launched > 1 else len(counted) > 1
 
 
@@ -104,7 +127,9 @@ def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
     return init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=("dp", "tp"))["dp"]
 
 
-def dtype_of_computation(model: PreTrainedModel, args: TrainingArguments, accelerator: Accelerator) -> torch.dtype:
+def dtype_of_computation(
+    model: PreTrainedModel, args: TrainingArguments, accelerator: Accelerator
+) -> torch.dtype:
     """Return the dtype of a model's computation: autocast's, FSDP's or the model's own."""
     config = model.config.distributed_config if is_divided_at_load(model) else None
     in_bf16 = config is not None and config.dp_size > 1 and config.fsdp_mixed_precision
@@ -120,7 +145,11 @@ def is_wrapped(model: nn.Module, accelerator: Accelerator) -> bool:
     kind = accelerator.distributed_type
     if is_divided_at_load(model):
         config = accelerator.parallelism_config
-        return isinstance(base_model(model), FSDPModule) or config is None or config.data_parallel_size == 1
+        return (
+            isinstance(base_model(model), FSDPModule)
+            or config is None
+            or config.data_parallel_size == 1
+        )
     if kind == DistributedType.DEEPSPEED:
         return accelerator.deepspeed_engine_wrapped is not None
     if kind == DistributedType.FSDP:
@@ -138,7 +167,9 @@ def forget_evaluation(model: nn.Module, accelerator: Accelerator) -> None:
     # accelerate would skip the model as already prepared, and each rank would train by itself.
     if accelerator.distributed_type in DDP and getattr(model, "_is_accelerate_prepared", False):
         vars(model)["_is_accelerate_prepared"] = False
-        if "_original_forward" in vars(model):  # the forward without autocast, which preparing adds again
+        if "_original_forward" in vars(
+            model
+        ):  # the forward without autocast, which preparing adds again
             model.forward = vars(model).pop("_original_forward")
 
 
@@ -147,10 +178,14 @@ def split_present_layers(model: nn.Module, accelerator: Accelerator) -> None:
     base: Any = base_model(model)
     if getattr(accelerator.state, "fsdp_plugin", None) is not None and base._no_split_modules:
         # accelerate and PEFT raise for listed classes of towers that this model does not have.
-        base._no_split_modules = {type(module).__name__ for module in base.modules()} & set(base._no_split_modules)
+        base._no_split_modules = {type(module).__name__ for module in base.modules()} & set(
+            base._no_split_modules
+        )
 
 
-def search_for_unused_parameters(model: nn.Module, accelerator: Accelerator, asked: bool | None) -> None:
+def search_for_unused_parameters(
+    model: nn.Module, accelerator: Accelerator, asked: bool | None
+) -> None:
     """Let DDP look for parameters without a gradient in models where text may leave some, and in no others.
 
     The search walks over the graph in every micro-batch. transformers turns it on without gradient checkpointing.
@@ -161,7 +196,9 @@ def search_for_unused_parameters(model: nn.Module, accelerator: Accelerator, ask
     if accelerator.distributed_type not in DDP or is_divided_at_load(model):
         return
     if trained_towers(base_model(model)):
-        accelerator.ddp_handler.find_unused_parameters = True  # Trainer leaves it off with gradient checkpointing
+        accelerator.ddp_handler.find_unused_parameters = (
+            True  # Trainer leaves it off with gradient checkpointing
+        )
     elif asked is None and text_trains_all(base_model(model)):
         accelerator.ddp_handler.find_unused_parameters = False
 
@@ -179,8 +216,15 @@ def trained_towers(model: PreTrainedModel) -> list[str]:
     if model.config.get_text_config(decoder=True) is model.config:
         return []
     of_text = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
-    reached = {id(parameter) for module in of_text if module is not None for parameter in module.parameters()}
-    missed = (name for name, p in model.named_parameters() if p.requires_grad and id(p) not in reached)
+    reached = {
+        id(parameter)
+        for module in of_text
+        if module is not None
+        for parameter in module.parameters()
+    }
+    missed = (
+        name for name, p in model.named_parameters() if p.requires_grad and id(p) not in reached
+    )
     return list(dict.fromkeys(".".join(name.split(".")[:2]) for name in missed))
 
 
@@ -193,7 +237,11 @@ def text_trains_all(model: PreTrainedModel) -> bool:
     text = model.config.get_text_config(decoder=True)
     skips = any(value for name, value in vars(text).items() if "layerdrop" in name)
     unknown_parts = text is model.config and bool(model.config.sub_configs)
-    return type(model).__module__.startswith("transformers.models.") and not skips and not unknown_parts
+    return (
+        type(model).__module__.startswith("transformers.models.")
+        and not skips
+        and not unknown_parts
+    )
 
 
 def gathers_parameters(accelerator: Accelerator) -> bool:
@@ -212,7 +260,9 @@ def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> 
         # DeepSpeed reduces a layer's gradients in a full backward hook. Without an input that requires a gradient, as
         # with LoRA, that hook runs before the layer's backward pass and releases the parameters too early.
         inputs = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
-        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in layer.parameters())
+        trains = torch.is_grad_enabled() and any(
+            parameter.requires_grad for parameter in layer.parameters()
+        )
         if not trains or not inputs or any(x.requires_grad for x in inputs):
             return args
         return tuple(x.detach().requires_grad_() if x is inputs[0] else x for x in args)

@@ -50,7 +50,9 @@ class PlannedTraining(_Trainer):
         """Return the arguments by name that the trainer is built with, or raise ValueError."""
         has_settings = isinstance(named.get("args"), DistCAPaddedArguments)
         if has_settings:
-            named["args"].serve_if_server()  # before a server loads anything; its arguments are incomplete
+            named[
+                "args"
+            ].serve_if_server()  # before a server loads anything; its arguments are incomplete
         check_objects(named, packs=self.packs_documents)
         if has_settings:
             named = self._prepare_given(named)
@@ -68,8 +70,12 @@ class PlannedTraining(_Trainer):
         self.dispatcher = dispatcher = prepare_trainer(self, packs=self.packs_documents)
         self.pool: Pool | None = None
         if self.args.attention_servers != 0:
-            token_file = self.args.attention_server_token_file or f"{self.args.output_dir}/{TOKEN_FILE}"
-            self.pool = open_pool(dispatcher, self.args, self.args.attention_server_launch, token_file)
+            token_file = (
+                self.args.attention_server_token_file or f"{self.args.output_dir}/{TOKEN_FILE}"
+            )
+            self.pool = open_pool(
+                dispatcher, self.args, self.args.attention_server_launch, token_file
+            )
         self.meter = StepMeter(dispatcher, self.model, self.pool, self.args.world_size)
         self._tracer = StepTracer(dispatcher, self.args) if self.args.trace_steps else None
         for callback in filter(None, (self.meter, self._tracer)):
@@ -87,7 +93,9 @@ class PlannedTraining(_Trainer):
 
     # Training
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Train as `Trainer.train` does; dedicated attention servers are released at the end.
 
         Raises:
@@ -106,7 +114,11 @@ class PlannedTraining(_Trainer):
         try:
             with groups.failures.reported("the start of training"), self._processes.explained():
                 checkpoint = agreed_checkpoint(
-                    resume_from_checkpoint, self.args, self.accelerator, groups, has_place=self.packs_documents
+                    resume_from_checkpoint,
+                    self.args,
+                    self.accelerator,
+                    groups,
+                    has_place=self.packs_documents,
                 )
                 warn_of_random_states(checkpoint, self.args, groups)
                 self._prepare_training(checkpoint)
@@ -126,7 +138,9 @@ class PlannedTraining(_Trainer):
         """Close this trainer's process groups, at the same point on every rank; only its model can be used again."""
         self.dispatcher.close()
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any
+    ) -> nn.Module:
         """Wrap the model as Trainer does; raise ValueError on every rank if the optimizer cannot step on shards."""
         if training:
             with self.dispatcher.groups.raised_together(in_world=True):
@@ -145,7 +159,10 @@ class PlannedTraining(_Trainer):
         if model is not self._wrapped:
             with self.dispatcher.groups.raised_together():
                 if self.args.world_size > 1 and not parallel.is_wrapped(model, self.accelerator):
-                    facts = {"processes": self.args.world_size, "strategy": self.accelerator.distributed_type}
+                    facts = {
+                        "processes": self.args.world_size,
+                        "strategy": self.accelerator.distributed_type,
+                    }
                     raise Run.NOT_WRAPPED.error(model=type(model).__name__, **facts)
             self._wrapped = model
         self._section("forward")
@@ -214,7 +231,10 @@ class PlannedTraining(_Trainer):
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, *args: Any, **kwargs: Any) -> None:
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = (
+            Path(self._get_output_dir(trial=trial))
+            / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        )
         self._at(f"the saving of {folder.name}")
         with resuming.disk_errors_named(folder):
             if self.args.should_save:
@@ -224,20 +244,26 @@ class PlannedTraining(_Trainer):
     def _save_place(self, folder: Path) -> None:
         """Save, in the folder of a checkpoint, the place in the data and what was learned."""
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False, **kwargs: Any) -> None:
+    def save_model(
+        self, output_dir: str | None = None, _internal_call: bool = False, **kwargs: Any
+    ) -> None:
         """Save the whole model for `from_pretrained()`; every rank calls it, and rank 0 gathers shards on its host."""
         with ExitStack() as around:
             around.enter_context(self.dispatcher.groups.waits.watched("the saving of the model"))
             if not _internal_call or output_dir is None:  # not a checkpoint
                 around.enter_context(parallel.whole_weights(self.accelerator, self.deepspeed))
-                around.enter_context(resuming.disk_errors_named(Path(output_dir or str(self.args.output_dir))))
+                around.enter_context(
+                    resuming.disk_errors_named(Path(output_dir or str(self.args.output_dir)))
+                )
             super().save_model(output_dir, _internal_call, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the trainer's model card, and add how hf_distca trained the model."""
         named = by_name(super().create_model_card, args, kwargs)
         tags = named.get("tags") or []
-        super().create_model_card(**{**named, "tags": [*([tags] if isinstance(tags, str) else tags), TAG]})
+        super().create_model_card(
+            **{**named, "tags": [*([tags] if isinstance(tags, str) else tags), TAG]}
+        )
         if self.is_world_process_zero():
             path = Path(str(self.args.output_dir)) / "README.md"
             add_to_card(path, self.args, self.model, self.accelerator, self.dispatcher.groups.ranks)

@@ -44,7 +44,9 @@ class TokenFigures:
         # Like argmax, max returns the first of several greatest values; on CPUs it takes half of argmax's time.
         hits_C = (logits_CV.max(-1).indices == target_C) & counts_C
         entropy_C = torch.where(counts_C, entropies(log_probs_CV), 0.0)
-        sums = torch.stack([rows.sum(dtype=torch.float64) for rows in (counts_C, hits_C, entropy_C)])
+        sums = torch.stack(
+            [rows.sum(dtype=torch.float64) for rows in (counts_C, hits_C, entropy_C)]
+        )
         self._sums = sums if self._sums is None else self._sums + sums
 
     def sums(self) -> list[float]:
@@ -54,10 +56,14 @@ class TokenFigures:
 
 def entropies(log_probs_CV: Tensor) -> Tensor:
     """Return the entropy [C] of each row in nats, a block of rows at a time."""
-    rows = max(1, BLOCK_VALUES.get(log_probs_CV.device.type, MOST_BLOCK_VALUES) // log_probs_CV.shape[1])
+    rows = max(
+        1, BLOCK_VALUES.get(log_probs_CV.device.type, MOST_BLOCK_VALUES) // log_probs_CV.shape[1]
+    )
     blocks = (block.float() for block in log_probs_CV.split(rows))
     least = torch.finfo(torch.float32).min  # a probability of 0 adds 0, not 0 · -inf
-    return torch.cat([-torch.linalg.vecdot(block.exp(), block.clamp(min=least)) for block in blocks])
+    return torch.cat(
+        [-torch.linalg.vecdot(block.exp(), block.clamp(min=least)) for block in blocks]
+    )
 
 
 class Piece(NamedTuple):
@@ -80,9 +86,18 @@ class Predictions:
     """
 
     def __init__(
-        self, function: Function, excerpts: Iterator[NDArray[np.void]], documents: int, groups: Groups
+        self,
+        function: Function,
+        excerpts: Iterator[NDArray[np.void]],
+        documents: int,
+        groups: Groups,
     ) -> None:
-        self._function, self._excerpts, self._documents, self._groups = function, excerpts, documents, groups
+        self._function, self._excerpts, self._documents, self._groups = (
+            function,
+            excerpts,
+            documents,
+            groups,
+        )
         self._pieces: list[Piece] = []
         self._compared = False  # whether results are known to depend on each row alone
         self._error: Exception | None = None
@@ -92,7 +107,9 @@ class Predictions:
         held, at = list(plan.held_by(self._groups.rank)), 0
         self._targets = target_T.cpu().numpy()
         self._seen = 0  # rows
-        self._results: list[tuple[int, int, int, Any]] = []  # document of the micro-batch, start, row of the rank, ...
+        self._results: list[
+            tuple[int, int, int, Any]
+        ] = []  # document of the micro-batch, start, row of the rank, ...
         # The label of a segment's first row is the target of the row before, which another rank may hold.
         ends: dict[tuple[int, int], int] = {}
         for document, start, stop in held:
@@ -100,7 +117,9 @@ class Predictions:
             ends[document, stop] = int(self._targets[at - 1])
         before = ChainMap(*self._groups.all_gather(ends, of="labels"))
         labels, at = np.full_like(self._targets, IGNORED_TARGET), 0
-        self._segments: list[tuple[int, int, int, int]] = []  # document, start, first row of the rank and one past it
+        self._segments: list[
+            tuple[int, int, int, int]
+        ] = []  # document, start, first row of the rank and one past it
         for document, start, stop in held:
             end = at + stop - start
             labels[at] = before.get((document, start), IGNORED_TARGET)
@@ -116,7 +135,10 @@ class Predictions:
         for document, start, begin, end in self._segments:
             low, high = max(first, begin), min(past, end)
             if low < high and self._error is None:
-                logits_1CV, label_1C = logits_CV[None, low - first : high - first], self._label_T[None, low:high]
+                logits_1CV, label_1C = (
+                    logits_CV[None, low - first : high - first],
+                    self._label_T[None, low:high],
+                )
                 try:
                     result = self._result(logits_1CV, label_1C)
                 except Exception as error:  # of the user's function: all ranks raise it together
@@ -134,17 +156,25 @@ class Predictions:
                 shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else None
                 if shape is None or shape[:2] != expected:
                     what = type(leaf).__name__ if shape is None else f"the shape {list(shape)}"
-                    raise Run.OTHER_ROWS.error(function=FUNCTION, what=what, logits=list(logits_1CV[:, rows].shape))
+                    raise Run.OTHER_ROWS.error(
+                        function=FUNCTION, what=what, logits=list(logits_1CV[:, rows].shape)
+                    )
             return result
 
         rows = label_1C.shape[1]
         result = call(slice(rows))
         if rows > 1 and not self._compared:
             self._compared = True
-            parts = zip(tree_leaves(call(slice(rows // 2))), tree_leaves(call(slice(rows // 2, rows))), strict=True)
+            parts = zip(
+                tree_leaves(call(slice(rows // 2))),
+                tree_leaves(call(slice(rows // 2, rows))),
+                strict=True,
+            )
             for leaf, halves in zip(tree_leaves(result), parts, strict=True):
                 joined = torch.cat(halves, dim=1)
-                alike = torch.allclose(leaf.float(), joined.float(), rtol=1e-2, atol=1e-3, equal_nan=True)
+                alike = torch.allclose(
+                    leaf.float(), joined.float(), rtol=1e-2, atol=1e-3, equal_nan=True
+                )
                 if not alike:
                     raise Run.NOT_BY_ROWS.error(function=FUNCTION)
         return result
@@ -152,7 +182,9 @@ class Predictions:
     def end(self) -> None:
         """Keep a micro-batch's results on the host; raise ValueError on every rank after an error. A collective."""
         if self._error is None and self._seen != len(self._targets):
-            self._error = Run.NO_LOGITS.error(function=FUNCTION, seen=self._seen, rows=len(self._targets))
+            self._error = Run.NO_LOGITS.error(
+                function=FUNCTION, seen=self._seen, rows=len(self._targets)
+            )
         self._groups.raise_together(self._error)
         excerpts = next(self._excerpts)
         for document, start, at, result in self._results:
@@ -168,19 +200,25 @@ class Predictions:
         They are [documents, longest, ...], with -100 beyond a document's end. Labels are unshifted, as in a data set.
         The first token of a document has the label -100: nothing predicts it.
         """
-        pieces: Sequence[Piece] = [piece for held in self._groups.all_gather(self._pieces) for piece in held]
+        pieces: Sequence[Piece] = [
+            piece for held in self._groups.all_gather(self._pieces) for piece in held
+        ]
         longest = max(piece.start + len(piece.targets) for piece in pieces)
 
         def join(*of_pieces: NDArray[Any]) -> NDArray[Any]:
             first = of_pieces[0]
-            joined = np.full((self._documents, longest, *first.shape[2:]), IGNORED_TARGET, first.dtype)
+            joined = np.full(
+                (self._documents, longest, *first.shape[2:]), IGNORED_TARGET, first.dtype
+            )
             for piece, values in zip(pieces, of_pieces, strict=True):
                 joined[piece.document, piece.start : piece.start + values.shape[1]] = values[0]
             return joined
 
         labels = np.full((self._documents, longest + 1), IGNORED_TARGET, np.int64)
         for piece in pieces:
-            labels[piece.document, piece.start + 1 : piece.start + 1 + len(piece.targets)] = piece.targets
+            labels[piece.document, piece.start + 1 : piece.start + 1 + len(piece.targets)] = (
+                piece.targets
+            )
         return tree_map(join, *(piece.result for piece in pieces)), labels[:, :longest]
 
 

@@ -66,7 +66,10 @@ class TRLMixin(DistCAPaddedMixin):
         args: Any = named["args"]
         check(TRL_ARGUMENTS, args)
         if isinstance(named.get("model"), str):
-            args.model_init_kwargs = {"attn_implementation": ATTENTION_NAME, **(args.model_init_kwargs or {})}
+            args.model_init_kwargs = {
+                "attn_implementation": ATTENTION_NAME,
+                **(args.model_init_kwargs or {}),
+            }
         return super()._prepare_given(named)
 
     def _pack_models(self) -> None:

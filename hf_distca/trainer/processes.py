@@ -57,7 +57,9 @@ class ReadingProcesses:
         chosen_method: how processes start; None for Python's default.
     """
 
-    def __init__(self, count: int, rank: int, timeout_s: float, chosen_method: str | None = None) -> None:
+    def __init__(
+        self, count: int, rank: int, timeout_s: float, chosen_method: str | None = None
+    ) -> None:
         self._count, self.rank, self.method = count, rank, start_method(chosen_method)
         self.batch_s = timeout_s / 2
         self.start_s = min(START_S, self.batch_s)
@@ -65,7 +67,10 @@ class ReadingProcesses:
         self._signs: WeakSet[Signs] = WeakSet()  # of all loaders
         if count and rank == 0 and self.can_hang:
             logger.warning(
-                "dataloader_num_workers=%s starts processes by fork, but %s, or %s", count, FORK_HANGS, NONE
+                "dataloader_num_workers=%s starts processes by fork, but %s, or %s",
+                count,
+                FORK_HANGS,
+                NONE,
             )
 
     @property
@@ -100,7 +105,10 @@ class ReadingProcesses:
         remedy = f"{NONE}; {FORK_HANGS}" if self.can_hang else NONE
         if self.method != "fork":
             remedy = f"{AGAIN}, or {remedy}"
-        found = self.reason or f"rank {self.rank} lacks data, because a process that reads for it has ended: {error}"
+        found = (
+            self.reason
+            or f"rank {self.rank} lacks data, because a process that reads for it has ended: {error}"
+        )
         return f"{found}; {remedy}"
 
     def begin(self) -> "Reading | None":
@@ -113,7 +121,9 @@ class Reading:
 
     def __init__(self, processes: ReadingProcesses) -> None:
         self._processes, self._before = processes, set(_children())
-        self._own: dict[int, BaseProcess] | None = None  # processes of this pass, once the first batch has come
+        self._own: dict[int, BaseProcess] | None = (
+            None  # processes of this pass, once the first batch has come
+        )
         self._reads = self._expired = False
         self._timer = threading.Timer(processes.start_s, self._expire)
         self._timer.daemon = True
@@ -166,7 +176,11 @@ class Reading:
 
     def _end_silent(self) -> None:
         own, started = self._found() if self._own is None else self._own, self._processes.started()
-        silent = {pid: process for pid, process in own.items() if pid not in started and process.is_alive()}
+        silent = {
+            pid: process
+            for pid, process in own.items()
+            if pid not in started and process.is_alive()
+        }
         if silent:
             self._processes.reason = (
                 f"rank {self._processes.rank} started processes that read its data, but {_named(silent)} gave no sign "
@@ -191,7 +205,11 @@ class Reading:
 
 def _children() -> dict[int, BaseProcess]:
     """Return this process's children of multiprocessing that have not ended, by their ids."""
-    return {process.pid: process for process in multiprocessing.active_children() if process.pid is not None}
+    return {
+        process.pid: process
+        for process in multiprocessing.active_children()
+        if process.pid is not None
+    }
 
 
 def _named(pids: Any) -> str:

@@ -39,9 +39,14 @@ def _only(path: str, allowed: tuple[Any, ...], reason: str) -> Rule:
     """Return the rule of an argument with restricted values, the recommended value first; it may be missing."""
 
     def refuses(args: Any) -> bool:
-        return reduce(lambda holder, name: getattr(holder, name, allowed[0]), path.split("."), args) not in allowed
+        return (
+            reduce(lambda holder, name: getattr(holder, name, allowed[0]), path.split("."), args)
+            not in allowed
+        )
 
-    return Rule(f"{path}={{0.{path}!r}} is set", reason, f"set {' or '.join(map(repr, allowed))}", refuses)
+    return Rule(
+        f"{path}={{0.{path}!r}} is set", reason, f"set {' or '.join(map(repr, allowed))}", refuses
+    )
 
 
 CONVERTED = (
@@ -51,12 +56,20 @@ CONVERTED = (
 PACKED = "documents are packed by their lengths, without padding, and stay apart"
 ARGUMENTS: tuple[Rule, ...] = (
     _only("auto_find_batch_size", (False,), "memory is set by tokens_per_rank"),
-    _only("ddp_static_graph", (None, False), "torch's static graph allows no accumulation, and steps differ by plan"),
+    _only(
+        "ddp_static_graph",
+        (None, False),
+        "torch's static graph allows no accumulation, and steps differ by plan",
+    ),
     _only("bf16_full_eval", (False,), CONVERTED),
     _only("fp16_full_eval", (False,), CONVERTED),
     # The following arguments are TRL's.
     _only("padding_free", (False,), PACKED),
-    _only("activation_offloading", (False,), "its CUDA stream of copies does not wait for exchanges of rows"),
+    _only(
+        "activation_offloading",
+        (False,),
+        "its CUDA stream of copies does not wait for exchanges of rows",
+    ),
     Rule(
         "mlp_chunk_rows={0.mlp_chunk_rows} is set with use_liger_kernel=True",
         "it would have no effect: Liger replaces the MLPs that are computed in chunks",
@@ -64,17 +77,27 @@ ARGUMENTS: tuple[Rule, ...] = (
         lambda args: (
             args.use_liger_kernel
             and args.mlp_chunk_rows
-            and any((args.liger_kernel_config or {}).get(name, True) for name in ("swiglu", "geglu"))
+            and any(
+                (args.liger_kernel_config or {}).get(name, True) for name in ("swiglu", "geglu")
+            )
         ),
     ),
 )
 """Arguments that no trainer can follow, checked when they are made."""
 PACKED_ARGUMENTS: tuple[Rule, ...] = (
-    _only("label_smoothing_factor", (0.0,), "targets of packed documents are already shifted, and it shifts again"),
+    _only(
+        "label_smoothing_factor",
+        (0.0,),
+        "targets of packed documents are already shifted, and it shifts again",
+    ),
     _only("average_tokens_across_devices", (True,), "ranks hold different numbers of targets"),
     _only("dataloader_drop_last", (False,), "it would drop documents"),
     _only("use_cache", (False,), "training has no use for cached keys and values"),
-    _only("label_names", (None, ["labels"]), "targets are the column 'labels', or every token where there is none"),
+    _only(
+        "label_names",
+        (None, ["labels"]),
+        "targets are the column 'labels', or every token where there is none",
+    ),
     # The following arguments are TRL's.
     _only("packing", (False,), PACKED),
     _only("eval_packing", (None, False), PACKED),
@@ -83,7 +106,9 @@ PACKED_ARGUMENTS: tuple[Rule, ...] = (
         "liger_kernel_config={0.liger_kernel_config} is set",
         "Liger's loss would replace the loss of planned steps, which is exact across ranks and never holds all logits",
         f"remove {' and '.join(map(repr, LIGERS_LOSSES))} from liger_kernel_config",
-        lambda args: args.use_liger_kernel and any(map((args.liger_kernel_config or {}).get, LIGERS_LOSSES)),
+        lambda args: (
+            args.use_liger_kernel and any(map((args.liger_kernel_config or {}).get, LIGERS_LOSSES))
+        ),
     ),
 )
 """Arguments that a trainer with packed documents cannot follow."""
@@ -99,7 +124,9 @@ LOSES_DEEPSPEED = Rule(
     "DeepSpeed is configured with use_cpu or ACCELERATE_USE_CPU",
     "accelerate would then train without DeepSpeed",
     "leave use_cpu out: processes that see no GPU (CUDA_VISIBLE_DEVICES=) train on the CPU without it",
-    lambda args: launched_processes() > 1 and asked_for("DEEPSPEED", args.deepspeed) and args.use_cpu,
+    lambda args: (
+        launched_processes() > 1 and asked_for("DEEPSPEED", args.deepspeed) and args.use_cpu
+    ),
 )
 NOT_CONNECTED = Rule(
     "the launcher started {0.launched} processes, torch.distributed connects {0.in_torch} and accelerate "
@@ -114,10 +141,14 @@ NOT_CONNECTED = Rule(
 # Arguments of a trainer, before it is built
 
 
-def by_name(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def by_name(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of a bound method by name; raise TypeError for one whose position has no name."""
     parameters = inspect.signature(method).parameters.values()
-    named = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    named = [
+        each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
     if len(args) > len(named):
         raise TypeError(
             f"{method.__qualname__} takes {len(named)} positional arguments, got {len(args)}; pass the others by name"
@@ -194,16 +225,19 @@ DISPATCHED: tuple[Rule, ...] = (
 
 
 METRICS_FUNCTION, LOGITS_FUNCTION = "compute_metrics", "preprocess_logits_for_metrics"
-METRICS_ALONE = (
-    "evaluate() reports the exact loss, mean_token_accuracy and entropy over all targets without compute_metrics"
-)
+METRICS_ALONE = "evaluate() reports the exact loss, mean_token_accuracy and entropy over all targets without compute_metrics"
 GIVEN: tuple[Rule, ...] = (
     Rule(
         "args are {0[args].__class__.__name__}",
         "hf_distca needs its settings, such as tokens_per_rank",
         "pass DistCATrainingArguments; for a trainer with its own arguments combine both classes in one dataclass: "
         "class MyArguments(hf_distca.DistCAArguments, SFTConfig)",
-        lambda given: not (isinstance(given["args"], DistCAConfig) and isinstance(given["args"], TrainingArguments)),
+        lambda given: (
+            not (
+                isinstance(given["args"], DistCAConfig)
+                and isinstance(given["args"], TrainingArguments)
+            )
+        ),
         condition="`args` without the settings of hf_distca",
     ),
     _none(
@@ -232,7 +266,9 @@ PACKED_GIVEN: tuple[Rule, ...] = (
         "{0[trl_trainer]} gets compute_metrics or preprocess_logits_for_metrics",
         "TRL computes the loss without logits, and gives none to these functions from its version 2 on",
         f"leave them out, because {METRICS_ALONE}; or evaluate with DistCATrainer",
-        lambda given: bool(given["trl_trainer"]) and any(map(given.get, (METRICS_FUNCTION, LOGITS_FUNCTION))),
+        lambda given: (
+            bool(given["trl_trainer"]) and any(map(given.get, (METRICS_FUNCTION, LOGITS_FUNCTION)))
+        ),
         condition="`compute_metrics` or `preprocess_logits_for_metrics` with `DistCASFTTrainer`",
     ),
     Rule(
@@ -240,7 +276,9 @@ PACKED_GIVEN: tuple[Rule, ...] = (
         "it would get the logits of all tokens, which take memory for tokens × vocabulary values on every rank",
         "give a preprocess_logits_for_metrics that makes them small token by token, such as "
         f"lambda logits, labels: logits.argmax(-1); {METRICS_ALONE}",
-        lambda given: given.get(METRICS_FUNCTION) is not None and given.get(LOGITS_FUNCTION) is None,
+        lambda given: (
+            given.get(METRICS_FUNCTION) is not None and given.get(LOGITS_FUNCTION) is None
+        ),
     ),
     Rule(
         "batch_eval_metrics=True is set with compute_metrics",
@@ -252,7 +290,9 @@ PACKED_GIVEN: tuple[Rule, ...] = (
         "include_for_metrics={0[args].include_for_metrics} is set with compute_metrics",
         "compute_metrics gets predictions and labels alone",
         "leave it out; inputs are in the data set, in the order of the predictions",
-        lambda given: given.get(METRICS_FUNCTION) is not None and bool(given["args"].include_for_metrics),
+        lambda given: (
+            given.get(METRICS_FUNCTION) is not None and bool(given["args"].include_for_metrics)
+        ),
     ),
     _none(
         "compute_loss_func",
@@ -321,7 +361,8 @@ LOADED_ALREADY = Rule(
     "it would have no effect",
     "pass the model's name as model, or leave model_init_kwargs out",
     lambda given: (
-        not isinstance(given.get("model"), str) and getattr(given["args"], "model_init_kwargs", None) is not None
+        not isinstance(given.get("model"), str)
+        and getattr(given["args"], "model_init_kwargs", None) is not None
     ),
 )
 TRL_ARGUMENTS: tuple[Rule, ...] = (
@@ -338,7 +379,8 @@ SFT_ARGUMENTS: tuple[Rule, ...] = (
         "DistCASFTTrainer needs the settings of hf_distca and of TRL's SFTConfig",
         "replace them by a DistCASFTConfig with the same settings",
         lambda args: (
-            not isinstance(args, DistCAConfig) or all(base.__name__ != "SFTConfig" for base in type(args).__mro__)
+            not isinstance(args, DistCAConfig)
+            or all(base.__name__ != "SFTConfig" for base in type(args).__mro__)
         ),
     ),
     Rule(
@@ -397,7 +439,11 @@ TRAINER: tuple[Rule, ...] = (
         "adapters of PEFT train with tp_size={0.tp_size} and dp_replicate_size={0.divided.dp_replicate_size}",
         "PEFT does not divide its adapters as the model's layers are divided",
         "set both to 1, and raise fsdp_size to use the same ranks",
-        lambda it: it.divided is not None and it.adapted and max(it.tp_size, it.divided.dp_replicate_size) > 1,
+        lambda it: (
+            it.divided is not None
+            and it.adapted
+            and max(it.tp_size, it.divided.dp_replicate_size) > 1
+        ),
     ),
     Rule(
         "attention_servers={0.args.attention_servers!r} is set with tensor parallelism (tp_size={0.tp_size})",
@@ -412,7 +458,8 @@ TRAINER: tuple[Rule, ...] = (
         "set gradient_accumulation_steps=1 and raise tokens_per_rank; where memory is short, use mlp_chunk_rows and "
         f"{CHECKPOINTING}",
         lambda it: (
-            min(it.tp_size, it.args.gradient_accumulation_steps) > 1 and SUMMED_GRADIENTS in it.model.tp_plan.values()
+            min(it.tp_size, it.args.gradient_accumulation_steps) > 1
+            and SUMMED_GRADIENTS in it.model.tp_plan.values()
         ),
     ),
     Rule(
@@ -443,7 +490,10 @@ TRAINER: tuple[Rule, ...] = (
         "optimizers=… is given under DeepSpeed",
         "transformers silently ignores it and makes its own from the arguments optim and lr_scheduler_type",
         "set optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler",
-        lambda it: it.deepspeed and (it.trainer.optimizer is not None or it.trainer.lr_scheduler is not None),
+        lambda it: (
+            it.deepspeed
+            and (it.trainer.optimizer is not None or it.trainer.lr_scheduler is not None)
+        ),
     ),
     Rule(
         f"{CHECKPOINTING}_kwargs={{{{'use_reentrant': True}}}} is set",
@@ -496,7 +546,9 @@ def tied_in(model: Any, wrapper: str) -> list[str]:
     if not getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False):
         return []
     tied = (model.get_input_embeddings(), model.get_output_embeddings())
-    embeddings = [name for name, module in model.named_modules() if any(module is each for each in tied)]
+    embeddings = [
+        name for name, module in model.named_modules() if any(module is each for each in tied)
+    ]
     return [name for name in embeddings if type(model.get_submodule(name)).__name__ == wrapper]
 
 
@@ -636,7 +688,9 @@ class Run:
     )
 
 
-ANOTHER_CHECKPOINT = "take another checkpoint; resume_from_checkpoint=True takes the last one that is complete"
+ANOTHER_CHECKPOINT = (
+    "take another checkpoint; resume_from_checkpoint=True takes the last one that is complete"
+)
 """Remedy where a checkpoint is not complete."""
 
 

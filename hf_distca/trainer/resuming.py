@@ -67,14 +67,21 @@ def check_agreement(args: DistCAPaddedArguments, dispatcher: Dispatcher) -> None
 
 def _drawn(args: DistCAPaddedArguments) -> DataOrder:
     """Return how documents are drawn from a data set with a length and divided into optimizer steps."""
-    strategy, seed = args.train_sampling_strategy, args.seed if args.data_seed is None else args.data_seed
+    strategy, seed = (
+        args.train_sampling_strategy,
+        args.seed if args.data_seed is None else args.data_seed,
+    )
     return {
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "train_sampling_strategy": strategy if strategy == "sequential" else f"{strategy} with seed {seed}",
+        "train_sampling_strategy": strategy
+        if strategy == "sequential"
+        else f"{strategy} with seed {seed}",
     }
 
 
-def data_order(trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, packs: bool) -> DataOrder:
+def data_order(
+    trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, packs: bool
+) -> DataOrder:
     """Return the order of a trainer's documents. A collective of the world for a data set with a length."""
     args, dataset, ranks = trainer.args, trainer.train_dataset, dispatcher.groups.ranks
     if not packs:  # Trainer draws and divides the examples of a custom collator
@@ -83,25 +90,37 @@ def data_order(trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, 
             **_drawn(args),
             # Streams of `datasets` shuffle differently in a worker process than in the rank itself.
             **({WORKERS: args.dataloader_num_workers} if is_stream(dataset) else {}),
-            "train_dataset": f"{len(dataset)} examples" if hasattr(dataset, "__len__") else "a stream",
+            "train_dataset": f"{len(dataset)} examples"
+            if hasattr(dataset, "__len__")
+            else "a stream",
         }
     if is_stream(dataset):
         names = ("tokens_per_rank", "long_documents", WORKERS, "gradient_accumulation_steps")
-        return {"ranks": ranks, **{name: getattr(args, name) for name in names}, "train_dataset": "a stream"}
+        return {
+            "ranks": ranks,
+            **{name: getattr(args, name) for name in names},
+            "train_dataset": "a stream",
+        }
     lengths, fingerprint = loaders.lengths(dataset)
     return {
         CAPACITY: ranks * args.tokens_per_rank,
-        LAYOUT: FITTING.format(ranks) if dispatcher.settings.document_layout == "whole" else CUTTING,
+        LAYOUT: FITTING.format(ranks)
+        if dispatcher.settings.document_layout == "whole"
+        else CUTTING,
         "long_documents": args.long_documents,
         **_drawn(args),
         "train_dataset": f"{len(lengths)} documents of {lengths.sum()} tokens, fingerprint {fingerprint[:16]}",
     }
 
 
-def chosen_order(order: DataOrder, trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders) -> DataOrder:
+def chosen_order(
+    order: DataOrder, trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders
+) -> DataOrder:
     """Return the order of a new training: for whole ranks where such micro-batches pay. A collective of the world."""
     args, dataset, groups = trainer.args, trainer.train_dataset, dispatcher.groups
-    if is_stream(dataset) or args.train_sampling_strategy == "sequential":  # documents come in their own order
+    if (
+        is_stream(dataset) or args.train_sampling_strategy == "sequential"
+    ):  # documents come in their own order
         return order
     lengths, _ = loaders.lengths(dataset)
     pays = False
@@ -120,7 +139,9 @@ def chosen_order(order: DataOrder, trainer: Any, dispatcher: Dispatcher, loaders
 def capacity_and_bins(order: DataOrder) -> tuple[int, int]:
     """Return the maximum number of tokens and the number of bins of a micro-batch; 0 before a training has begun."""
     ranks = re.fullmatch(FITTING.format(r"(\d+)"), str(order.get(LAYOUT, "")))
-    return int(order.get(CAPACITY, 0)), 0 if CAPACITY not in order else int(ranks[1]) if ranks else 1
+    return int(order.get(CAPACITY, 0)), 0 if CAPACITY not in order else int(
+        ranks[1]
+    ) if ranks else 1
 
 
 class DataPlace(NamedTuple):
@@ -136,7 +157,9 @@ class DataProgress:
 
     def __init__(self, start: DataPlace) -> None:
         self.start = start  # where this training began in its present pass
-        self._step_at_start: int | None = None  # completed steps of the whole run there; None before the first pass
+        self._step_at_start: int | None = (
+            None  # completed steps of the whole run there; None before the first pass
+        )
 
     def begin_pass(self, step: int) -> None:
         """Note that a pass over the data begins, or goes on in a resumed training.
@@ -156,10 +179,14 @@ class DataProgress:
     def save(self, checkpoint: Path, step: int) -> None:
         """Write the place into a checkpoint folder, and make the folder if needed."""
         checkpoint.mkdir(parents=True, exist_ok=True)
-        (checkpoint / PLACE_FILE).write_text(json.dumps(self.place(step)._asdict(), indent=2) + "\n")
+        (checkpoint / PLACE_FILE).write_text(
+            json.dumps(self.place(step)._asdict(), indent=2) + "\n"
+        )
 
 
-def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAPaddedArguments, groups: Groups) -> DataPlace:
+def agreed_place(
+    order: DataOrder, checkpoint: str | None, args: DistCAPaddedArguments, groups: Groups
+) -> DataPlace:
     """Return the place to train from: the checkpoint's, or the start, also with `ignore_data_skip`. A collective."""
     place = DataPlace(order)
     with groups.raised_together(in_world=True):

@@ -72,14 +72,18 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
                     check_texts(dataset, key, named["args"].dataset_text_field)
         return super()._prepare_given(named)
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Return TRL's loss over the targets of all ranks, and note the number of targets for its metrics."""
         mode = "train" if self.model.training else "eval"
         loaders = self.accelerator.gradient_state
         if loaders.in_dataloader:
             # Otherwise accelerate takes TRL's counts for examples and drops some at the end.
             loaders.active_dataloader.remainder = -1
-        if mode == "eval":  # otherwise TRL divides the loss of experts by the micro-batches of the last step
+        if (
+            mode == "eval"
+        ):  # otherwise TRL divides the loss of experts by the micro-batches of the last step
             self.current_gradient_accumulation_steps = 1
         plan, tokens = inputs[PLAN_KEY].plan, self._total_train_tokens
         result = super().compute_loss(model, inputs, *args, **kwargs)

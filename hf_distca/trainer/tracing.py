@@ -114,7 +114,10 @@ class StepTracer(TrainerCallback):
         path = Path(str(self._args.output_dir)) / f"trace_rank_{rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         with disk_errors_named(path.parent), path.open("w") as file:
-            json.dump(rank_trace(self._spans, rank, self._args.world_size, groups.members, self._zero), file)
+            json.dump(
+                rank_trace(self._spans, rank, self._args.world_size, groups.members, self._zero),
+                file,
+            )
         self._spans = []
         if rank == 0:
             logger.info(

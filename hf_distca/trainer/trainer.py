@@ -26,10 +26,17 @@ def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
             try:
                 given["processing_class"] = AutoTokenizer.from_pretrained(model)
             except (OSError, ValueError) as error:
-                facts = {"name": name, "field": field, "model": model, "why": str(error).strip().partition("\n")[0]}
+                facts = {
+                    "name": name,
+                    "field": field,
+                    "model": model,
+                    "why": str(error).strip().partition("\n")[0],
+                }
                 raise Data.NO_SAVED_TOKENIZER.error(**facts) from error
         found = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
-        if found is not None and (isinstance(found, type) or not (callable(found) and hasattr(found, "eos_token_id"))):
+        if found is not None and (
+            isinstance(found, type) or not (callable(found) and hasattr(found, "eos_token_id"))
+        ):
             raise Data.NOT_A_TOKENIZER.error(given=given_as(found), field=field)
         return found
 
@@ -41,7 +48,13 @@ def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
         if is_stream(dataset) and not isinstance(dataset, datasets.IterableDataset):
             # Reading the first document may consume it, so every document is looked at when it is read.
             return TextStream(dataset, name, field, tokenizer(name))
-        first = next(iter(dataset), None) if is_stream(dataset) else dataset[0] if len(dataset) else None
+        first = (
+            next(iter(dataset), None)
+            if is_stream(dataset)
+            else dataset[0]
+            if len(dataset)
+            else None
+        )
         if first is None or (isinstance(first, Mapping) and "input_ids" in first):
             return dataset
         document_text(first, f"document 0 of {name}", field)
@@ -52,7 +65,9 @@ def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
         with args.main_process_first():
             return tokenized_dataset(dataset, name, field, tokenizer(name))
 
-    return given | {name: tokenized(given.get(name), name) for name in ("train_dataset", "eval_dataset")}
+    return given | {
+        name: tokenized(given.get(name), name) for name in ("train_dataset", "eval_dataset")
+    }
 
 
 class DistCATrainer(DistCAMixin, Trainer):

@@ -59,14 +59,24 @@ def run(folder: Path, package: Path, *words: str) -> subprocess.CompletedProcess
 
 
 def test_two_checkouts_take_rounds_in_turns(tmp_path):
-    ours, theirs = checkout(tmp_path / "ours", [1.0, 2.0, 6.0]), checkout(tmp_path / "theirs", [2.0, 2.0, 2.0])
+    ours, theirs = (
+        checkout(tmp_path / "ours", [1.0, 2.0, 6.0]),
+        checkout(tmp_path / "theirs", [2.0, 2.0, 2.0]),
+    )
     done = run(ours, ours, "--against", str(theirs))
     printed = json.loads(done.stdout.splitlines()[-1])
     assert printed["command"] == f"python benchmarks/bench.py --against {theirs}"
     assert {"cpu", "commit", "packages"} <= printed["machine"].keys()
     result, against = printed["result"], printed["result"]["against"]
     assert result["figures"]["half, s"] == {"lower": 0.5, "median": 0.5, "upper": 0.5}
-    assert [taken["step, s"] for taken in result["rounds"] + against["rounds"]] == [1.0, 2.0, 6.0, 2.0, 2.0, 2.0]
+    assert [taken["step, s"] for taken in result["rounds"] + against["rounds"]] == [
+        1.0,
+        2.0,
+        6.0,
+        2.0,
+        2.0,
+        2.0,
+    ]
     assert result["derived"]["step / half"] == {"lower": 3.0, "median": 4.0, "upper": 8.0}
     assert against["ours_over_theirs"]["step, s"] == {"lower": 0.75, "median": 1.0, "upper": 2.0}
     # The package of another checkout than the script's, on either side, would measure something else.
@@ -102,10 +112,15 @@ if __name__ == "__main__":
 
 def test_a_script_that_is_killed_leaves_no_process_behind(tmp_path):
     """In the middle of a round of another checkout's script, which is to end as well."""
-    ours, theirs = (checkout(tmp_path / name, [], ENDLESS.format(pids=str(tmp_path))) for name in ("ours", "theirs"))
+    ours, theirs = (
+        checkout(tmp_path / name, [], ENDLESS.format(pids=str(tmp_path)))
+        for name in ("ours", "theirs")
+    )
     command = [sys.executable, str(ours / "benchmarks" / "bench.py"), "--against", str(theirs)]
     processes, end = [], time.monotonic() + 120
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ours)}, stderr=subprocess.DEVNULL) as script:
+    with subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(ours)}, stderr=subprocess.DEVNULL
+    ) as script:
         while len(processes) < 4 or not (tmp_path / "taking").exists():
             assert time.monotonic() < end
             time.sleep(0.05)

@@ -24,7 +24,10 @@ def test_documents_of_the_step_benchmark(script):
     for lengths in step_time.MIXES.values():
         assert sum(lengths) == step_time.LENGTHS_FOR
         for ranks in (2, 4):
-            for rows in (step_time.whole_rows(lengths, ranks), step_time.packed_rows(lengths, ranks)):
+            for rows in (
+                step_time.whole_rows(lengths, ranks),
+                step_time.packed_rows(lengths, ranks),
+            ):
                 assert len(rows) == ranks
                 assert all(rows)
                 assert sorted(length for row in rows for length in row) == sorted(lengths)
@@ -50,16 +53,28 @@ def test_pairs_and_figures_of_peers(script):
 def test_padded_batches_of_rollouts(script):
     harness, benchmark = script("harness.padded"), script("padded")
     lengths = harness.rollout_lengths(2000)
-    assert (min(lengths) >= 2, max(lengths), 280 < np.median(lengths) < 320) == (True, harness.LONGEST, True)
+    assert (min(lengths) >= 2, max(lengths), 280 < np.median(lengths) < 320) == (
+        True,
+        harness.LONGEST,
+        True,
+    )
     assert harness.rollout_lengths(2000, scale=4) == [max(length // 4, 2) for length in lengths]
     assert sum(harness.lengths_that_add_up(64, 16384, seed=3)) == 16384
     for to_all, columns in ((True, [5, 5]), (False, [5, 3])):
-        batches = harness.padded_batches([5, 2, 3], 10, torch.device("cpu"), to_all=to_all, at_once=2)
+        batches = harness.padded_batches(
+            [5, 2, 3], 10, torch.device("cpu"), to_all=to_all, at_once=2
+        )
         assert [batch.input_ids.shape[1] for batch in batches] == columns
         assert [batch.attention_mask.sum(1).tolist() for batch in batches] == [[5, 2], [3]]
     rows = benchmark.rows_of(benchmark.Case(32, 4))
     tokens = sum(harness.rollout_lengths(32, 4))
-    assert rows["packed"] == rows["hf_distca"] == tokens < rows["padded to eight"] < rows["padded to all"]
+    assert (
+        rows["packed"]
+        == rows["hf_distca"]
+        == tokens
+        < rows["padded to eight"]
+        < rows["padded to all"]
+    )
 
 
 def test_plans_that_know_of_nodes_beside_flat_ones(script):
@@ -67,7 +82,9 @@ def test_plans_that_know_of_nodes_beside_flat_ones(script):
     # Half the ranks of each node have one document, half of them four.
     rows = [[512] if rank % 8 < 4 else [128] * 4 for rank in range(64)]
     batch = {"id": "alike-s0", "layout": "dp", "T": 512, "rows": rows}
-    flat, aware = (planner.planned(batch, "joint", 0.01, ranks_per_node, 1) for ranks_per_node in (None, 8))
+    flat, aware = (
+        planner.planned(batch, "joint", 0.01, ranks_per_node, 1) for ranks_per_node in (None, 8)
+    )
     # Of each of the 32 long documents, K and V of rows 0 to 383 go to the rank that has the others: with the nodes
     # known to one of the same node, else from one half of the ranks to the other.
     moved = 384 * 4096
@@ -75,12 +92,24 @@ def test_plans_that_know_of_nodes_beside_flat_ones(script):
     assert aware == planner.Planned(aware.metrics, moved, 0, moved / 450 / 1e9, aware.plan_ms)
     for metrics in (flat.metrics, aware.metrics):
         balance = (metrics.max_over_mean, metrics.tokens_max_over_mean)
-        assert (balance, metrics.bytes_total, metrics.bytes_bottleneck) == ((1.0, 1.0), 32 * moved, moved)
+        assert (balance, metrics.bytes_total, metrics.bytes_bottleneck) == (
+            (1.0, 1.0),
+            32 * moved,
+            moved,
+        )
     figures = planner.node_aware_over_flat({"alike-s0": (aware, flat)})
     names = ("bytes_between_nodes", "busiest_within_node", "link_seconds", "bytes_total")
-    assert [figures[f"{name}_ratio_worst"] for name in names] == [0.0, 1.0, pytest.approx(1 / 9), 1.0]
+    assert [figures[f"{name}_ratio_worst"] for name in names] == [
+        0.0,
+        1.0,
+        pytest.approx(1 / 9),
+        1.0,
+    ]
     assert figures["bytes_between_nodes_ratio_worst_input"] == "alike-s0"
-    assert (figures["plans_with_bytes_between_nodes"], figures["flat_plans_with_bytes_between_nodes"]) == (0, 1)
+    assert (
+        figures["plans_with_bytes_between_nodes"],
+        figures["flat_plans_with_bytes_between_nodes"],
+    ) == (0, 1)
 
 
 def run(mode: str, rows: list[list[int]], ms: list[float], **changes) -> dict:
@@ -116,7 +145,9 @@ def test_what_is_known_of_a_step_of_the_reference(script, monkeypatch):
 
 def test_steps_of_the_reference_are_predicted_by_its_baseline_alone(script):
     reference = script("reference_steps")
-    content = json.loads(gzip.decompress((ROOT / "benchmarks/data/measured_steps.json.gz").read_bytes()))
+    content = json.loads(
+        gzip.decompress((ROOT / "benchmarks/data/measured_steps.json.gz").read_bytes())
+    )
     for name, runs in content.items():
         few = [{**each, "samples": each["samples"][:20]} for each in runs]
         found = reference.figures_of([reference.Run.of(each) for each in few])
@@ -130,7 +161,9 @@ def test_steps_of_the_reference_are_predicted_by_its_baseline_alone(script):
             assert found["whole_error_mean"] < (0.06 if named else 0.05), name
     baseline = [run("baseline", [[length], [1], [1], [1]], [float(length)]) for length in (2, 4, 8)]
     one, other = (
-        reference.figures_of([reference.Run.of(each) for each in (*baseline, run("d2", [[8], [1], [1], [1]], [ms]))])
+        reference.figures_of(
+            [reference.Run.of(each) for each in (*baseline, run("d2", [[8], [1], [1], [1]], [ms]))]
+        )
         for ms in (1.0, 5.0)
     )
     assert one["ms_per_billion_pairs"] == other["ms_per_billion_pairs"]

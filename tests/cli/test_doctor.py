@@ -22,7 +22,12 @@ from tests.launch import ROOT, cpu_environment, launcher
 def of_launch(name, cuda=False, threads=1, **environment):
     """State, result and change of the finding of this name on a made-up launch with 8 cores, if there is one."""
     found = launch_findings(environment, cuda=cuda, cores=8, threads=threads)
-    return [value for each in found if each.name == name for value in (each.state, each.found, each.change)]
+    return [
+        value
+        for each in found
+        if each.name == name
+        for value in (each.state, each.found, each.change)
+    ]
 
 
 def launch(processes, local):
@@ -30,8 +35,15 @@ def launch(processes, local):
 
 
 def test_findings_of_ranks_are_merged(capsys):
-    torch_, old = Finding("torch", "2.13.0"), Finding("torch", "2.9.0, needs >=2.11", "pip install torch", True)
-    device, peft, newer = Finding("device", "cpu", "look"), Finding("peft", "0.18"), Finding("peft", "0.19")
+    torch_, old = (
+        Finding("torch", "2.13.0"),
+        Finding("torch", "2.9.0, needs >=2.11", "pip install torch", True),
+    )
+    device, peft, newer = (
+        Finding("device", "cpu", "look"),
+        Finding("peft", "0.18"),
+        Finding("peft", "0.19"),
+    )
     by_rank = [[torch_, device, peft], [torch_, device, newer], [old, device], [torch_, device]]
     assert report(by_rank, {}, as_json=False) == 1
     assert capsys.readouterr().out.splitlines() == [  # ranks may differ in peft, but not in torch
@@ -48,7 +60,11 @@ def test_findings_of_ranks_are_merged(capsys):
 
 def test_versions_are_compared_with_requirements():
     needs = ["numpy>=2.0", "torch>=2.11", "transformers<6,>=5.17", 'peft>=0.18; extra == "peft"']
-    needs += ['deepspeed>=0.18; extra == "deepspeed"', 'ruff>=0.8; extra == "dev"', 'tqdm; python_version < "3"']
+    needs += [
+        'deepspeed>=0.18; extra == "deepspeed"',
+        'ruff>=0.8; extra == "dev"',
+        'tqdm; python_version < "3"',
+    ]
     lines = ["Version: 1", "Provides-Extra: deepspeed", "Provides-Extra: peft"]
     about = message_from_string("\n".join([*lines, *(f"Requires-Dist: {need}" for need in needs)]))
     versions = {"numpy": "2.4.6", "transformers": "6.0.0.dev0", "peft": "0.17.0", "ruff": "0.1"}
@@ -57,7 +73,12 @@ def test_versions_are_compared_with_requirements():
     assert found == [
         Finding("numpy", "2.4.6"),
         Finding("torch", "not installed, needs >=2.11", "pip install 'torch>=2.11'", needed=True),
-        Finding("transformers", "6.0.0.dev0, needs <6,>=5.17", "pip install 'transformers<6,>=5.17'", needed=True),
+        Finding(
+            "transformers",
+            "6.0.0.dev0, needs <6,>=5.17",
+            "pip install 'transformers<6,>=5.17'",
+            needed=True,
+        ),
         Finding("deepspeed", "not installed; pip install 'hf-distca[deepspeed]' if you want it"),
         Finding("peft", "0.17.0, needs >=0.18", "pip install 'peft>=0.18'", needed=True),
     ]
@@ -71,12 +92,18 @@ def test_packages_of_kernels():
     liger, delta_rules = package_findings((9, 0), versions.get)
     assert liger == Finding("liger-kernel", f"0.8.0; {of_doctor.LIGER_GAIN}")
     assert (delta_rules.name, delta_rules.state) == ("fla-core", "advice")
-    assert delta_rules.found.startswith("fla 0.6.0 raises in the backward of gated delta rules on Hopper with Triton")
+    assert delta_rules.found.startswith(
+        "fla 0.6.0 raises in the backward of gated delta rules on Hopper with Triton"
+    )
     assert "pip install 'triton>=3.7.1', or pip install tilelang" in delta_rules.change
     _, delta_rules = package_findings((8, 0), versions.get)
     assert delta_rules == Finding("fla-core", "0.6.0")
-    _, delta_rules = package_findings((9, 0), {"flash-linear-attention": "0.3.2", "triton": "3.4.0"}.get)
-    assert delta_rules.found.startswith("fla 0.3.2 raises")  # before fla-core was a package of its own
+    _, delta_rules = package_findings(
+        (9, 0), {"flash-linear-attention": "0.3.2", "triton": "3.4.0"}.get
+    )
+    assert delta_rules.found.startswith(
+        "fla 0.3.2 raises"
+    )  # before fla-core was a package of its own
 
 
 def test_processes_threads_and_settings_of_the_environment():
@@ -87,11 +114,20 @@ def test_processes_threads_and_settings_of_the_environment():
         (9, 9, 1, "advice", "launch at most 8 processes on this host"),
     ):
         found = f"{threads} threads in each of {local} processes on 8 cores"
-        assert of_launch("OMP_NUM_THREADS", threads=threads, **launch(processes, local)) == [state, found, change]
+        assert of_launch("OMP_NUM_THREADS", threads=threads, **launch(processes, local)) == [
+            state,
+            found,
+            change,
+        ]
     for name, cuda, environment, *state in (
         ("processes", False, {}, "ok"),
         ("processes", False, {"WORLD_SIZE": "8"}, "wrong"),
-        ("ACCELERATE_USE_CPU", False, {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_DEEPSPEED": "true"}, "wrong"),
+        (
+            "ACCELERATE_USE_CPU",
+            False,
+            {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_DEEPSPEED": "true"},
+            "wrong",
+        ),
         ("ACCELERATE_USE_CPU", False, {"ACCELERATE_USE_CPU": "true"}),
         ("dynamo_backend", True, {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "wrong"),
         ("dynamo_backend", True, {"ACCELERATE_DYNAMO_BACKEND": "no"}),
@@ -110,7 +146,13 @@ def test_addresses_that_gloo_gives(monkeypatch):
     unset = "not set; this host's name 'a' resolves to"
     for named, local, address, state, found in (
         ("eth0", 4, None, "ok", "eth0"),
-        ("eth0,ib0", 4, None, "wrong", "eth0,ib0, but this host has no interface ib0, only lo, eth0"),
+        (
+            "eth0,ib0",
+            4,
+            None,
+            "wrong",
+            "eth0,ib0, but this host has no interface ib0, only lo, eth0",
+        ),
         (None, 4, "10.0.0.7", "ok", f"{unset} 10.0.0.7"),
         (None, 4, None, "wrong", f"{unset} no address, which no other host reaches"),
         (None, 4, "127.0.1.1", "wrong", f"{unset} 127.0.1.1, which no other host reaches"),
@@ -137,20 +179,28 @@ def test_a_gpu_that_no_kernel_supports_and_slow_links(monkeypatch):
     assert "got 7.5" in none.change
     shared, _ = device_findings(torch.device("cuda"), 3)
     assert (shared.state, shared.found.endswith(", one of 2 for 3 processes")) == ("wrong", True)
-    assert device_findings(torch.device("cpu"), 1)[1:] == [Finding("attention_kernel", "auto is cpu")]
+    assert device_findings(torch.device("cpu"), 1)[1:] == [
+        Finding("attention_kernel", "auto is cpu")
+    ]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     faster = [each for each in device_findings(torch.device("cuda"), 1) if each.state == "advice"]
     assert [each.name for each in faster[:2]] == ["not flash_attn_3", "not flash_attn_4"]
     rates = {(0, 1): 400.0, (1, 0): 390.0, (0, 2): 40.0, (2, 0): 42.0, (1, 2): 41.0, (2, 1): 9.0}
     within, between = link_findings(rates, (0, 0, 1))
     assert within == Finding("links within nodes", "395.00 GB/s; the slowest, rank 1 to 0, 390.00")
-    assert (between.found, between.state) == ("40.50 GB/s; the slowest, rank 2 to 1, 9.00", "advice")
+    assert (between.found, between.state) == (
+        "40.50 GB/s; the slowest, rank 2 to 1, 9.00",
+        "advice",
+    )
 
 
 def test_one_process(monkeypatch, run):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     status, printed, _ = run("doctor")
-    assert (status, {line.split()[0] for line in printed.splitlines()} - {"ok", "advice", "->"}) == (0, set())
+    assert (
+        status,
+        {line.split()[0] for line in printed.splitlines()} - {"ok", "advice", "->"},
+    ) == (0, set())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     status, printed, _ = run("doctor", "--json")
     states = {finding["name"]: finding["state"] for finding in json.loads(printed)["findings"]}
@@ -161,8 +211,14 @@ def test_one_process(monkeypatch, run):
 
 def test_names_of_packages_are_spelled_in_several_ways(monkeypatch, run):
     about = message_from_string("Version: 1\nRequires-Dist: flash-attn>=2.7")
-    packages = [("HF_DistCA", "1"), ("Flash_Attn", "2.8"), ("flash-attn", "2.1")]  # the first of a name counts
-    found = [SimpleNamespace(name=name, version=version, metadata=about) for name, version in packages]
+    packages = [
+        ("HF_DistCA", "1"),
+        ("Flash_Attn", "2.8"),
+        ("flash-attn", "2.1"),
+    ]  # the first of a name counts
+    found = [
+        SimpleNamespace(name=name, version=version, metadata=about) for name, version in packages
+    ]
     monkeypatch.setattr(of_doctor, "distributions", lambda: iter(found))
     findings = json.loads(run("doctor", "--json")[1])["findings"]
     assert [each["found"] for each in findings if each["name"] == "flash-attn"] == ["2.8"]
@@ -170,10 +226,14 @@ def test_names_of_packages_are_spelled_in_several_ways(monkeypatch, run):
 
 def test_a_launch():
     command = [*launcher("ddp", 2), "--module", "hf_distca.cli.main", "doctor", "--json"]
-    done = subprocess.run(command, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, env=cpu_environment(), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     found = {each["name"]: each for each in printed["findings"]}
     assert (found["processes"]["found"], found["nodes"]["found"]) == ("2 on one host", "one")
-    assert found["links within nodes"]["found"].endswith(f"{min(link['rate'] for link in printed['links']):.2f}")
+    assert found["links within nodes"]["found"].endswith(
+        f"{min(link['rate'] for link in printed['links']):.2f}"
+    )
     assert found["torch"]["ranks"] is None

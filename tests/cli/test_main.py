@@ -26,7 +26,12 @@ LIGHT = ["", "--help", "--version"]
 """Commands that need no library at all."""
 STEP = "--ranks 2 --tokens-per-rank 64"
 WRONG = [
-    *("simulate", f"simulate --lengths prolong {STEP} --batches 0", "plan --ranks x", "profile --hidden 0"),
+    *(
+        "simulate",
+        f"simulate --lengths prolong {STEP} --batches 0",
+        "plan --ranks x",
+        "profile --hidden 0",
+    ),
     *("doctor --timeout x", "timeline", "timeline nowhere.json", "serve --join a"),
     *("serve --join a:1 --token-file nowhere", "profile --output nowhere/costs.json"),
     *(f"{tool} --lengths nowhere.json {STEP}" for tool in ("plan", "simulate")),
@@ -34,8 +39,14 @@ WRONG = [
     *(f"{tool} --lengths lognormal:x {STEP}" for tool in ("plan", "simulate")),
     *(f"{tool} --lengths prolong {STEP} --model nowhere.json" for tool in ("plan", "simulate")),
     *(f"{tool} --lengths prolong {STEP} --ranks-per-node 3,3" for tool in ("plan", "simulate")),
-    *(f"{tool} --lengths prolong {STEP} --report nowhere/report.html" for tool in ("plan", "simulate")),
-    *(f"{tool} --lengths prolong {STEP} --exchange-buffer-bytes 64KiB" for tool in ("plan", "simulate")),
+    *(
+        f"{tool} --lengths prolong {STEP} --report nowhere/report.html"
+        for tool in ("plan", "simulate")
+    ),
+    *(
+        f"{tool} --lengths prolong {STEP} --exchange-buffer-bytes 64KiB"
+        for tool in ("plan", "simulate")
+    ),
     f"plan --lengths prolong {STEP} --model llama-8b --window 8",
     f"plan --lengths prolong {STEP} --device-memory 80",
     f"simulate --lengths prolong {STEP} --profile nowhere.json",
@@ -48,21 +59,30 @@ WRONG = [
 def test_help_and_wrong_arguments_are_answered_without_torch(run):
     """Counted in imports, as time tells how busy the machine is: torch and transformers take seconds."""
     commands = [[command, *HEAVY, "numpy"] for command in LIGHT]
-    commands += [[f"{tool} --help", *HEAVY] for tool in TOOLS] + [[command, *HEAVY] for command in WRONG]
+    commands += [[f"{tool} --help", *HEAVY] for tool in TOOLS] + [
+        [command, *HEAVY] for command in WRONG
+    ]
     given = {"input": json.dumps(commands), "capture_output": True, "text": True, "check": True}
     answers = json.loads(subprocess.run([sys.executable, "-c", CODE], **given).stdout)
-    imported = {command: libraries for (command, *_), (*_, libraries) in zip(commands, answers, strict=True)}
+    imported = {
+        command: libraries for (command, *_), (*_, libraries) in zip(commands, answers, strict=True)
+    }
     assert {command: libraries for command, libraries in imported.items() if libraries} == {}
     assert answers[2][:2] == [0, f"hf-distca {hf_distca.__version__}\n"]
     helped, wrong = answers[: -len(WRONG)], answers[-len(WRONG) :]
     assert {status for status, *_ in helped} == {0}
     for command, (status, printed, errors, _) in zip(WRONG, wrong, strict=True):
-        assert (status, printed, errors.count("\n"), ": error: " in errors) == (2, "", 1, True), (command, errors)
+        assert (status, printed, errors.count("\n"), ": error: " in errors) == (2, "", 1, True), (
+            command,
+            errors,
+        )
 
 
 def test_help_names_all_tools(run):
     status, shown, _ = run()
     assert (status, shown.startswith("usage: hf-distca")) == (0, True)
-    assert all(tool in shown and what_for.split(",")[0] in shown for tool, what_for in TOOLS.items())
+    assert all(
+        tool in shown and what_for.split(",")[0] in shown for tool, what_for in TOOLS.items()
+    )
     status, _, error = run("plam")
     assert (status, error.count("\n"), "invalid choice: 'plam'" in error) == (2, 1, True)

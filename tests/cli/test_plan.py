@@ -13,10 +13,29 @@ from tests.models_and_batches import small_model
 from tests.survey.tiny import tiny_config
 from tests.trainer.chats import tokenizer
 
-BYTES = [f"bytes_{where}_nodes{of}" for where in ("within", "between") for of in ("", "_bottleneck", "_busiest_node")]
+BYTES = [
+    f"bytes_{where}_nodes{of}"
+    for where in ("within", "between")
+    for of in ("", "_bottleneck", "_busiest_node")
+]
 KEYS = [
-    *("max_over_mean", "tokens_max_over_mean", "bytes_total", "bytes_bottleneck", *BYTES, "link_seconds"),
-    *("tasks", "min_rows", "tasks_below_block", "nano_batches", "stages", "exchange_buffers", "plan_ms"),
+    *(
+        "max_over_mean",
+        "tokens_max_over_mean",
+        "bytes_total",
+        "bytes_bottleneck",
+        *BYTES,
+        "link_seconds",
+    ),
+    *(
+        "tasks",
+        "min_rows",
+        "tasks_below_block",
+        "nano_batches",
+        "stages",
+        "exchange_buffers",
+        "plan_ms",
+    ),
 ]
 FIXED = ("--document-layout", "fixed")
 UNBALANCED = (*FIXED, "--balance-tolerance", "100")
@@ -29,7 +48,16 @@ def command(tmp_path):
     def command(lengths, ranks, tokens, *options) -> list[str]:
         file = tmp_path / "lengths.json"
         file.write_text(lengths if isinstance(lengths, str) else json.dumps(lengths))
-        return ["plan", "--lengths", str(file), "--ranks", str(ranks), "--tokens-per-rank", str(tokens), *options]
+        return [
+            "plan",
+            "--lengths",
+            str(file),
+            "--ranks",
+            str(ranks),
+            "--tokens-per-rank",
+            str(tokens),
+            *options,
+        ]
 
     return command
 
@@ -61,8 +89,14 @@ def test_figures(command, figures):
 
 def test_dumps_hold_documents_segments_and_tasks(command, dumped):
     (nano_batch,) = dumped(*command([[4, 4], [8]], 2, 8, *UNBALANCED))
-    documents = {"documents": [0, 1, 2], "lengths": [4, 4, 8], "tasks": [[0, 0, 4, 0], [1, 0, 4, 0], [2, 0, 8, 1]]}
-    assert nano_batch == documents | {"segments": [[0, 0, 4, 0, 0], [1, 0, 4, 0, 4], [2, 0, 8, 1, 0]]}
+    documents = {
+        "documents": [0, 1, 2],
+        "lengths": [4, 4, 8],
+        "tasks": [[0, 0, 4, 0], [1, 0, 4, 0], [2, 0, 8, 1]],
+    }
+    assert nano_batch == documents | {
+        "segments": [[0, 0, 4, 0, 0], [1, 0, 4, 0, 4], [2, 0, 8, 1, 0]]
+    }
     first, second = dumped(*command([[4, 3], [2, 6]], 2, 8, *UNBALANCED))
     assert (first["documents"], first["segments"]) == ([0, 2], [[0, 0, 4, 0, 0], [1, 0, 2, 1, 0]])
     assert (second["documents"], second["segments"]) == ([1, 3], [[0, 0, 3, 0, 0], [1, 0, 6, 1, 0]])
@@ -91,17 +125,37 @@ def test_dumps_hold_documents_segments_and_tasks(command, dumped):
         ([1], ("--kv-heads", "5"), "kv_heads must divide q_heads"),
         ([1], ("--head-dim", "x"), "--head-dim: must be a positive whole number, got 'x'"),
         ([1], ("--ranks", "4097"), "--ranks: must be at most 4096, got 4097"),
-        ([9], ("--ranks", "1024", "--tokens-per-rank", "32k"), "on 1024 ranks leave fewer than 8 blocks of 128"),
+        (
+            [9],
+            ("--ranks", "1024", "--tokens-per-rank", "32k"),
+            "on 1024 ranks leave fewer than 8 blocks of 128",
+        ),
         ([1], ("--balance-tolerance", "nan"), "or 'auto', got 'nan'"),
         ([1], ("--balance-block-size", "0"), "balance_block_size must be positive, got 0"),
-        ([1], ("--ranks-per-node", "2,1"), "ranks_per_node=2,1 adds up to 3 ranks, but 2 ranks train"),
-        ([1], ("--network-bandwidth", "0"), "--network-bandwidth: must be a positive number of gigabytes, got '0'"),
+        (
+            [1],
+            ("--ranks-per-node", "2,1"),
+            "ranks_per_node=2,1 adds up to 3 ranks, but 2 ranks train",
+        ),
+        (
+            [1],
+            ("--network-bandwidth", "0"),
+            "--network-bandwidth: must be a positive number of gigabytes, got '0'",
+        ),
         ([1], ("--attention-kernel", "auto"), "--attention-kernel: invalid choice: 'auto'"),
         ([1], ("--dump", "/nonexistent/x"), "cannot write /nonexistent/x: there is no such folder"),
-        ([1], ("--exchange-buffer-bytes", "1"), "--exchange-buffer-bytes 1 holds 0 rows of K and V"),
+        (
+            [1],
+            ("--exchange-buffer-bytes", "1"),
+            "--exchange-buffer-bytes 1 holds 0 rows of K and V",
+        ),
         ([1], ("--model", "/nowhere"), "no model config at '/nowhere'"),
         ([1], ("--device-memory", "80"), "no model is given; add --model"),
-        ([1], ("--model", "/nowhere", "--q-heads", "4"), "--q-heads and --model both describe the model"),
+        (
+            [1],
+            ("--model", "/nowhere", "--q-heads", "4"),
+            "--q-heads and --model both describe the model",
+        ),
         ([1], ("--model", "/nowhere", "--dtype", "float16"), "counted in bfloat16 or float32 only"),
     ],
 )
@@ -117,11 +171,15 @@ def test_bad_input_is_one_line_and_status_2(command, run, lengths, options, mess
 def test_the_plan_is_the_trainers(command, dumped, tmp_path, layout):
     model, corpus = small_model(), [9000, 300, 4000, 1200, 70, 2500, 640, 3300, 128, 5000]
     settings = {"tokens_per_rank": 8192, "document_layout": layout}
-    arguments = hf_distca.DistCATrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **settings)
+    arguments = hf_distca.DistCATrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], **settings
+    )
     dataset = datasets.Dataset.from_dict({"input_ids": [[1] * length for length in corpus]})
     trainer = hf_distca.DistCATrainer(model=model, args=arguments, train_dataset=dataset)
     config, device = hf_distca.DistCAConfig(**settings), torch.device("cpu")
-    of_one, of_four = (hf_distca.plan_settings(model, config, ranks=ranks, device=device) for ranks in (1, 4))
+    of_one, of_four = (
+        hf_distca.plan_settings(model, config, ranks=ranks, device=device) for ranks in (1, 4)
+    )
     assert of_one == trainer.dispatcher.settings
     sizes = "--q-heads 4 --kv-heads 2 --head-dim 8 --dtype float32 --attention-kernel cpu"
     shown = dumped(*command(corpus, 4, 8192, "--document-layout", layout, *sizes.split()))
@@ -130,7 +188,9 @@ def test_the_plan_is_the_trainers(command, dumped, tmp_path, layout):
     for printed, nano in zip(shown, planned, strict=True):
         assert printed["documents"] == nano.documents.tolist()
         assert printed["segments"] == [list(segment) for segment in nano.layout.segments.tolist()]
-        assert printed["tasks"] == [list(task) for task in nano.plans[of_four.dominant_kind].tasks.tolist()]
+        assert printed["tasks"] == [
+            list(task) for task in nano.plans[of_four.dominant_kind].tasks.tolist()
+        ]
 
 
 def test_bytes_follow_shapes_windows_and_nodes(command, figures):
@@ -149,7 +209,14 @@ def test_bytes_follow_shapes_windows_and_nodes(command, figures):
         # The first 4 rows cross from the first node to rank 2, and to rank 3 as well, which gets 6.
         ("2,1,1", [16, 16, 16, 80, 48, 64], 48 / 0.25e9),
     ):
-        links = ["--ranks-per-node", ranks_per_node, "--node-bandwidth", "1", "--network-bandwidth", "0.25"]
+        links = [
+            "--ranks-per-node",
+            ranks_per_node,
+            "--node-bandwidth",
+            "1",
+            "--network-bandwidth",
+            "0.25",
+        ]
         found = figures(*command([8], 4, 2, *UNBALANCED, *shapes, *links))
         assert (found["bytes_total"], found["bytes_bottleneck"]) == (96, 48)
         assert [found[key] for key in BYTES] == nodes
@@ -166,7 +233,11 @@ def test_the_table_and_figures_of_ranks(command, run, figures, tmp_path):
         "busiest link, per layer        0.02 ms at 450 GB/s within and 50 GB/s between nodes",
     ):
         assert f"{line}\n" in output
-    found = figures(*command([[3000, 500], [900], [40, 2000], [700]], 4, 4096, "--report", str(tmp_path / "a.html")))
+    found = figures(
+        *command(
+            [[3000, 500], [900], [40, 2000], [700]], 4, 4096, "--report", str(tmp_path / "a.html")
+        )
+    )
     ranks = found["by_rank"]
     assert max(ranks["pairs"]) / (sum(ranks["pairs"]) / 4) == pytest.approx(found["max_over_mean"])
     assert sum(ranks["pairs"]) == sum(ranks["pairs_packed"])
@@ -177,7 +248,14 @@ def test_the_table_and_figures_of_ranks(command, run, figures, tmp_path):
 
 def test_memory_of_a_model(command, figures, tmp_path):
     small_model().config.save_pretrained(tmp_path)
-    options = ["--model", f"{tmp_path}/config.json", "--dtype", "float32", "--device-memory", "0.04"]
+    options = [
+        "--model",
+        f"{tmp_path}/config.json",
+        "--dtype",
+        "float32",
+        "--device-memory",
+        "0.04",
+    ]
     memory = figures(*command([4096], 2, 2048, *options))["memory"]
     parameters = sum(p.numel() for p in small_model().parameters())
     assert list(memory) == ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
@@ -189,7 +267,12 @@ def test_memory_of_a_model(command, figures, tmp_path):
     assert checkpointed["total"] < plain["total"] < 10**8
     assert 2048 < plain["longest_tokens_per_rank"] < checkpointed["longest_tokens_per_rank"]
     shown = memory_table(memory_rows(memory, 0.04))
-    for line in ("memory of a rank, GB", "kept O and log-sum-exp", "together", "longest rows in 0.04 GB"):
+    for line in (
+        "memory of a rank, GB",
+        "kept O and log-sum-exp",
+        "together",
+        "longest rows in 0.04 GB",
+    ):
         assert f"\n{line} " in f"\n{shown}"
 
 
@@ -239,9 +322,16 @@ SMALL = ["--ranks", "2", "--tokens-per-rank", "8"]
 def test_tables_hold_lengths_or_tokens(run, tmp_path):
     for ending, write in (("csv", "to_csv"), ("jsonl", "to_json"), ("parquet", "to_parquet")):
         file = tmp_path / f"documents.{ending}"
-        columns = {"length": [4, 4, 2, 6]} if ending == "csv" else {"input_ids": [[1] * n for n in (4, 4, 2, 6)]}
+        columns = (
+            {"length": [4, 4, 2, 6]}
+            if ending == "csv"
+            else {"input_ids": [[1] * n for n in (4, 4, 2, 6)]}
+        )
         getattr(datasets.Dataset.from_dict(columns), write)(file)
-        assert "documents                      4, 16 tokens" in run("plan", "--lengths", str(file), *SMALL)[1]
+        assert (
+            "documents                      4, 16 tokens"
+            in run("plan", "--lengths", str(file), *SMALL)[1]
+        )
 
 
 def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(dumped, tmp_path):
@@ -250,10 +340,22 @@ def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(dumped, tmp_path)
         return sorted(length for nano in nano_batches for length in nano["lengths"])
 
     tokenizer().save_pretrained(tmp_path / "tokenizer")
-    options = ["--tokenizer", str(tmp_path / "tokenizer"), "--ranks", "2", "--tokens-per-rank", "12"]
+    options = [
+        "--tokenizer",
+        str(tmp_path / "tokenizer"),
+        "--ranks",
+        "2",
+        "--tokens-per-rank",
+        "12",
+    ]
     chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
     for name, content, more, lengths in (
-        ("rows.jsonl", '{"text": "w1 w2 w3"}\n{"text": "w4"}\n', [], [2, 4]),  # each with the end of its document
+        (
+            "rows.jsonl",
+            '{"text": "w1 w2 w3"}\n{"text": "w4"}\n',
+            [],
+            [2, 4],
+        ),  # each with the end of its document
         ("rows.json", '[{"body": "w1 w2 w3"}, {"body": "w4"}]', ["--column", "body"], [2, 4]),
         ("chats.jsonl", json.dumps({"messages": chat}), [], [6]),
     ):
@@ -268,7 +370,9 @@ def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(dumped, tmp_path)
 def test_tokens_are_counted_once_and_a_bar_moves_while_they_are(run, tmp_path, monkeypatch):
     counted = []
     monkeypatch.setattr(
-        texts, "tokenize", lambda documents, *_: counted.append(len(documents)) or [[1]] * len(documents)
+        texts,
+        "tokenize",
+        lambda documents, *_: counted.append(len(documents)) or [[1]] * len(documents),
     )
     tokenizer().save_pretrained(tmp_path / "tokenizer")
     file = tmp_path / "rows.jsonl"
@@ -289,7 +393,8 @@ def test_tokens_are_counted_once_and_a_bar_moves_while_they_are(run, tmp_path, m
 
 def test_the_split_of_a_data_set(run, tmp_path):
     parts = {
-        name: datasets.Dataset.from_dict({"length": [length] * 2}) for name, length in (("train", 4), ("test", 5))
+        name: datasets.Dataset.from_dict({"length": [length] * 2})
+        for name, length in (("train", 4), ("test", 5))
     }
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "data")
     for options, drawn in (((), "4, 16 tokens"), (("--split", "test"), "3, 15 tokens")):
@@ -302,14 +407,24 @@ def test_the_split_of_a_data_set(run, tmp_path):
         ("a.csv", None, [], "no such file"),
         ("a.json", None, [], "cannot read"),
         ("a.csv", "", [], "a.csv' is empty, but a document needs a text or a row"),
-        ("a.csv", "text\nab", [], "has columns ['text'], but none of ['length', 'input_ids']; set --column"),
+        (
+            "a.csv",
+            "text\nab",
+            [],
+            "has columns ['text'], but none of ['length', 'input_ids']; set --column",
+        ),
         (
             "a.csv",
             "text\nab",
             ["--column", "text"],
             "string; expected whole numbers of tokens, lists of tokens, or text with --token",
         ),
-        ("a.txt", "a b", [], "has columns ['text'], but none of ['length', 'input_ids']; set --column to a column of"),
+        (
+            "a.txt",
+            "a b",
+            [],
+            "has columns ['text'], but none of ['length', 'input_ids']; set --column to a column of",
+        ),
         (
             "a.txt",
             "a b",
@@ -317,9 +432,24 @@ def test_the_split_of_a_data_set(run, tmp_path):
             "--tokenizer /no/where cannot make tokens of the column 'text': ",
         ),
         ("a.csv", "length\n2.5", [], "column length holds double; expected whole numbers"),
-        ("a.csv", "length\n3\n0", [], "column length: row 1 is 0, but a document has at least 1 token"),
-        ("a.jsonl", '{"input_ids": [1]}\n{"input_ids": null}\n', [], "column input_ids is empty in row 1; leave such"),
-        ("no/where", None, [], "/no/where', but documents are read from it; give the path of a file or a folder"),
+        (
+            "a.csv",
+            "length\n3\n0",
+            [],
+            "column length: row 1 is 0, but a document has at least 1 token",
+        ),
+        (
+            "a.jsonl",
+            '{"input_ids": [1]}\n{"input_ids": null}\n',
+            [],
+            "column input_ids is empty in row 1; leave such",
+        ),
+        (
+            "no/where",
+            None,
+            [],
+            "/no/where', but documents are read from it; give the path of a file or a folder",
+        ),
         ("lognormal:0", None, [], "is not a distribution: expected lognormal:MEDIAN,SIGMA"),
         ("lognormal:nan,1", None, [], "the median must be from 1 to 1000000000 tokens, got nan"),
         ("lognormal:1000,9", None, [], "sigma must be above 0 and at most 3, got 9"),

@@ -37,22 +37,30 @@ def by_name(found: dict) -> dict[str, dict]:
 def test_every_strategy_trains_the_same_tokens(figures, small):
     found = figures(*SETTING, "--lengths", "prolong", "--servers", "2", "--model", small)
     cp = [f"context parallel, {shape}" for shape in ("4 × 2", "2 × 4", "1 × 8")]
-    planned = [f"hf_distca, {layout}" for layout in ("fixed", "joint", "chosen", "joint, 2 servers")]
+    planned = [
+        f"hf_distca, {layout}" for layout in ("fixed", "joint", "chosen", "joint, 2 servers")
+    ]
     assert list(by_name(found)) == ["plain packing", "whole documents balanced", *cp, *planned]
     assert 0 < found["tokens"] <= 2 * 8 * 4096
     for each in found["strategies"]:
-        assert each["tokens_per_second"] * each["step_seconds"] * 2 == pytest.approx(found["tokens"])
+        assert each["tokens_per_second"] * each["step_seconds"] * 2 == pytest.approx(
+            found["tokens"]
+        )
         assert 0 < each["mfu"] < 1 > each["idle"] >= 0
         assert each["tokens_most"] <= 4096 or not each["name"].startswith("hf_distca")
 
 
-def test_long_documents_beside_short_ones_pay_and_equal_ones_do_not(figures, run, tmp_path, without_memory):
+def test_long_documents_beside_short_ones_pay_and_equal_ones_do_not(
+    figures, run, tmp_path, without_memory
+):
     found = figures(*SETTING, "--lengths", "wlbllm", "--ranks", "64", "--tokens-per-rank", "32768")
     assert found["attention_speed_up"] > found["speed_up"] > 1.1
     assert "× the speed of" in found["advice"][0]
     lengths, report = tmp_path / "lengths.json", tmp_path / "report.html"
     lengths.write_text(json.dumps([512] * 10))
-    printed = run(*SETTING, "--lengths", str(lengths), "--no-checkpointing", "--report", str(report))[1]
+    printed = run(
+        *SETTING, "--lengths", str(lengths), "--no-checkpointing", "--report", str(report)
+    )[1]
     assert ("hf_distca, joint" in printed, "No gain expected: " in printed) == (True, True)
     assert "<h1>No gain expected: " in report.read_text()
 
@@ -60,7 +68,9 @@ def test_long_documents_beside_short_ones_pay_and_equal_ones_do_not(figures, run
 def test_without_checkpointing_no_layer_runs_again(figures, tmp_path, without_memory):
     (tmp_path / "lengths.json").write_text(json.dumps([512] * 8))
     options = [*SETTING[:5], "--lengths", str(tmp_path / "lengths.json"), "--batches", "1"]
-    again, once = (by_name(figures(*options, *more))["plain packing"] for more in ((), ("--no-checkpointing",)))
+    again, once = (
+        by_name(figures(*options, *more))["plain packing"] for more in ((), ("--no-checkpointing",))
+    )
     # Forward, backward and the forward again take 4, against 3; the output head, whose chunks run once, is a part.
     assert 1.25 < again["other_seconds"] / once["other_seconds"] < 4 / 3
     assert again["attention_seconds"] == once["attention_seconds"]
@@ -79,10 +89,16 @@ def test_memory_is_that_of_a_counted_plan(figures, tmp_path, small):
 
 def test_the_chosen_plan_is_never_slower_than_other_strategies(figures, without_memory):
     options = ("--lengths", "lognormal:600,0.8", "--ranks-per-node", "1")
-    slow, fast = (by_name(figures(*SETTING, *options, *link)) for link in (("--network-bandwidth", "1"), ()))
+    slow, fast = (
+        by_name(figures(*SETTING, *options, *link)) for link in (("--network-bandwidth", "1"), ())
+    )
     for strategies in (slow, fast):
         # Strategies that cut documents or give a rank more rows than it takes are not compared.
-        fair = [each for each in strategies.values() if not each["documents_cut"] and each["tokens_most"] <= 4096]
+        fair = [
+            each
+            for each in strategies.values()
+            if not each["documents_cut"] and each["tokens_most"] <= 4096
+        ]
         seconds = [each["step_seconds"] for each in fair]
         assert strategies["hf_distca, chosen"]["step_seconds"] <= 1.01 * min(seconds)
     assert slow["hf_distca, joint"]["step_seconds"] > 2 * slow["hf_distca, chosen"]["step_seconds"]
@@ -115,11 +131,18 @@ def test_shapes_of_models():
     expected = ModelShape.llama(3, 512, 1024, 4, 2, 1000)
     found = model_shape(model_of_config(config_of_shape(expected), torch.float32))
     norms = 3 * 2 * 512 + 512  # of the layers, and the last one
-    assert found == replace(expected, after=expected.after + norms // 3, parameters=expected.parameters + norms)
+    assert found == replace(
+        expected, after=expected.after + norms // 3, parameters=expected.parameters + norms
+    )
     config = Qwen3NextConfig()  # Qwen3-Next 80B-A3B
     found = model_shape(model_of_config(config, torch.bfloat16))
     mixing = found.mixing
-    assert (found.depth, mixing.layers, mixing.width, mixing.channels) == (12, 36, 3, 2 * 2048 + 4096)
+    assert (found.depth, mixing.layers, mixing.width, mixing.channels) == (
+        12,
+        36,
+        3,
+        2 * 2048 + 4096,
+    )
     assert (mixing.heads, mixing.state, mixing.state_bytes) == (32, (128, 128), 4 << 20)
     # Projections of queries, keys, values, gates and decays; the output's, the router, 11 experts and norms.
     assert mixing.before == pytest.approx(2048 * (2 * 2048 + 2 * 4096 + 64), rel=0.01)
@@ -152,7 +175,16 @@ def test_a_hybrid(figures, run, tmp_path, without_memory):
 
 def test_padded_batches_are_compared_in_table_and_report(run, figures, tmp_path, without_memory):
     report = tmp_path / "report.html"
-    options = ("--lengths", "lognormal:300,1", "--ranks", "2", "--padded", "8", "--report", str(report))
+    options = (
+        "--lengths",
+        "lognormal:300,1",
+        "--ranks",
+        "2",
+        "--padded",
+        "8",
+        "--report",
+        str(report),
+    )
     padded = figures(*SETTING, *options)["padded"]
     by_strategy = {each["name"]: each for each in padded["strategies"]}
     assert list(by_strategy) == [
@@ -176,13 +208,35 @@ def test_padded_batches_are_compared_in_table_and_report(run, figures, tmp_path,
 
 def test_settings_to_copy_are_not_deprecated(figures, tmp_path, recwarn, without_memory):
     report = tmp_path / "report.html"
-    options = ("--balance-tolerance", "0.02", "--ranks-per-node", "4", "--batches", "1", "--report", str(report))
+    options = (
+        "--balance-tolerance",
+        "0.02",
+        "--ranks-per-node",
+        "4",
+        "--batches",
+        "1",
+        "--report",
+        str(report),
+    )
     figures(*SETTING, "--lengths", "one-long", *options)
-    code = re.search(r"args = hf_distca\.DistCATrainingArguments\(.*?\n\)", html.unescape(report.read_text()), re.S)[0]
+    code = re.search(
+        r"args = hf_distca\.DistCATrainingArguments\(.*?\n\)",
+        html.unescape(report.read_text()),
+        re.S,
+    )[0]
     names = {"hf_distca": hf_distca}
-    exec(code.replace('output_dir="out"', f'output_dir="{tmp_path}", use_cpu=True').replace("bf16=True,", ""), names)
+    exec(
+        code.replace('output_dir="out"', f'output_dir="{tmp_path}", use_cpu=True').replace(
+            "bf16=True,", ""
+        ),
+        names,
+    )
     args = names["args"]
-    assert (args.tokens_per_rank, args.balance_tolerance, getattr(args, CHECKPOINTING)) == (4096, 0.02, True)
+    assert (args.tokens_per_rank, args.balance_tolerance, getattr(args, CHECKPOINTING)) == (
+        4096,
+        0.02,
+        True,
+    )
     assert args.ranks_per_node == "auto"  # the launch gives the nodes
     assert not [str(warning.message) for warning in recwarn if "deprecated" in str(warning.message)]
 
@@ -201,13 +255,24 @@ def test_a_device_is_measured_and_simulated(tmp_path, run, figures, monkeypatch)
     assert found.accuracy.count == 4  # of nine calls of one task and three of several short ones
     assert (found.links.within.bandwidth, found.exchange.within.bandwidth) == (450e9, 100e9)
     assert min(found.flops_per_second, found.bytes_per_second) > 1e6
-    setting = ["--lengths", "prolong", "--ranks", "2", "--tokens-per-rank", "2048", "--batches", "1"]
+    setting = [
+        "--lengths",
+        "prolong",
+        "--ranks",
+        "2",
+        "--tokens-per-rank",
+        "2048",
+        "--batches",
+        "1",
+    ]
     assert figures("simulate", *setting, "--profile", path)["profile"] == "CPU, float32"
 
 
 def test_the_printed_speed_is_that_of_a_long_document(tmp_path, run, monkeypatch):
     cost, seconds = KernelCost(0.0, 1e-3, 0.0, 2e-8), 16.384 + 16384 * 16385 * 1e-8
-    monkeypatch.setattr(device, "measured_kernel", lambda *_, **__: (cost, cost, Accuracy(1.0, 1.0, 1)))
+    monkeypatch.setattr(
+        device, "measured_kernel", lambda *_, **__: (cost, cost, Accuracy(1.0, 1.0, 1))
+    )
     flops = 2 * 2 * (16 + 16) * (16384 * 16385 / 2)
     printed = run("profile", "--output", str(tmp_path / "mine.json"), *SIZES)[1]
     assert f"16384 tokens' attention    {flops / seconds / 1e12:.3g} TFLOP/s" in printed
@@ -216,10 +281,16 @@ def test_the_printed_speed_is_that_of_a_long_document(tmp_path, run, monkeypatch
 def test_errors_come_before_measuring(tmp_path, run, monkeypatch):
     monkeypatch.setattr(device, "seconds_of", lambda *_: pytest.fail("measured"))
     for options, message in (
-        (["--output", "/nonexistent/x.json"], "cannot write /nonexistent/x.json: there is no such folder; make the"),
+        (
+            ["--output", "/nonexistent/x.json"],
+            "cannot write /nonexistent/x.json: there is no such folder; make the",
+        ),
         (["--q-heads", "3", "--kv-heads", "2"], "kv_heads must divide q_heads"),
         (["--attention-kernel", "torch_varlen"], "torch_varlen"),
-        (["--hidden", "1000000000"], "cpu has too little memory for rows of this size; make --q-heads"),
+        (
+            ["--hidden", "1000000000"],
+            "cpu has too little memory for rows of this size; make --q-heads",
+        ),
     ):
         status, _, error = run("profile", "--output", str(tmp_path / "mine.json"), *SIZES, *options)
         assert (status, message in error) == (2, True), error

@@ -18,7 +18,11 @@ from hf_distca.collator import collation
 from hf_distca.collator.collation import DistCACollator, RankDocuments, excerpt_rows
 from hf_distca.collator.documents import document_lengths
 from hf_distca.collator.limits import Limits
-from hf_distca.collator.padding_free import CollatorWithLengths, batch_document_lengths, checked_document_lengths
+from hf_distca.collator.padding_free import (
+    CollatorWithLengths,
+    batch_document_lengths,
+    checked_document_lengths,
+)
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch, fit_documents
 from hf_distca.collator.streams import StreamPacker
@@ -35,7 +39,9 @@ def collate(examples, settings, long_documents="error", filler=0):
     limit = settings.ranks * settings.tokens_per_rank
     micro_batch = GlobalMicroBatch(fit_documents(lengths, limit, long_documents, "limit"))
     return [
-        DistCACollator(rank, filler)([RankDocuments(examples, lengths, settings, rank)[micro_batch]])
+        DistCACollator(rank, filler)(
+            [RankDocuments(examples, lengths, settings, rank)[micro_batch]]
+        )
         for rank in range(settings.ranks)
     ]
 
@@ -55,7 +61,10 @@ def values(batch):
 
 def examples_of(lengths):
     """Documents whose tokens say where they belong."""
-    return [{"input_ids": [1000 * document + p for p in range(length)]} for document, length in enumerate(lengths)]
+    return [
+        {"input_ids": [1000 * document + p for p in range(length)]}
+        for document, length in enumerate(lengths)
+    ]
 
 
 def rows_of(lengths):
@@ -75,7 +84,11 @@ def test_the_example_in_the_docstring():
 
 def test_labels_of_the_user_are_shifted_before_cutting():
     examples = [
-        {"input_ids": [11, 12, 13, 14], "labels": [-100, -100, 13, 14], "attention_mask": [1, 1, 1, 1]},
+        {
+            "input_ids": [11, 12, 13, 14],
+            "labels": [-100, -100, 13, 14],
+            "attention_mask": [1, 1, 1, 1],
+        },
         {"input_ids": [21, 22], "labels": [21, 22], "attention_mask": [1, 1]},
     ]
     dataset = datasets.Dataset.from_list([{**e, "length": len(e["input_ids"])} for e in examples])
@@ -83,7 +96,9 @@ def test_labels_of_the_user_are_shifted_before_cutting():
         first, second = collate(given_as, fixed(2, 3))
         assert values(first) == [[11, 12, 13], [0, 1, 2], [-100, 13, 14]]
         assert values(second) == [[14, 21, 22], [3, 0, 1], [-100, 22, -100]]
-        assert {first[name].dtype for name in ("input_ids", "position_ids", "labels")} == {torch.int64}
+        assert {first[name].dtype for name in ("input_ids", "position_ids", "labels")} == {
+            torch.int64
+        }
         assert first["labels"].data_ptr() != first["shift_labels"].data_ptr()
 
 
@@ -91,7 +106,10 @@ def test_a_rank_without_rows_gets_a_filler():
     filler = [[99], [0], [-100]]
     for settings, expected in (
         (PlanSettings(4, 8), [[[5], [0], [6]], [[6], [1], [-100]], filler, filler]),
-        (PlanSettings(3, 8, document_layout="whole"), [[[5, 6], [0, 1], [6, -100]], filler, filler]),
+        (
+            PlanSettings(3, 8, document_layout="whole"),
+            [[[5, 6], [0, 1], [6, -100]], filler, filler],
+        ),
     ):
         batches = collate([{"input_ids": [5, 6]}], settings, filler=99)
         assert sorted(values(batch) for batch in batches) == expected
@@ -110,7 +128,10 @@ def test_long_documents_are_cut(caplog):
         for policy, batches in (("split", split), ("truncate", truncated)):
             streamed = StreamPacker(examples * 5, 1, 0, 3, policy)
             assert [values(batch) for batch in streamed] == [values(batch) for batch in batches] * 5
-    assert [values(batch) for batch in split] == [[[1, 2, 3], [0, 1, 2], [2, 3, 4]], [[4, 5], [0, 1], [5, -100]]]
+    assert [values(batch) for batch in split] == [
+        [[1, 2, 3], [0, 1, 2], [2, 3, 4]],
+        [[4, 5], [0, 1], [5, -100]],
+    ]
     assert values(truncated[0]) == [[1, 2, 3], [0, 1, 2], [2, 3, -100]]
     # After 1, 2 and 4 documents of the stream.
     assert [message.split(";")[1].split()[0] for message in caplog.messages] == ["2", "4", "8"]
@@ -123,7 +144,9 @@ def test_long_documents_are_cut(caplog):
     st.sampled_from([1, 4, 128]),
 )
 def test_the_rows_of_all_ranks_are_the_documents(lengths, ranks, layout, balance_block_size):
-    settings = PlanSettings(ranks, 500, document_layout=layout, balance_block_size=balance_block_size)
+    settings = PlanSettings(
+        ranks, 500, document_layout=layout, balance_block_size=balance_block_size
+    )
     batches = collate(examples_of(lengths), settings, filler=-1)
     tokens = batches[0]["distca_plan"].tokens
     assert [batch["input_ids"].numel() for batch in batches] == tokens.tolist()
@@ -147,13 +170,17 @@ def test_the_choices_that_come_with_a_micro_batch_are_those_of_its_plan():
     def choices(seconds):
         kernel, link = KernelCost(0.0, 0.0, 0.0, 0.0), LinkCost(0.0, np.inf)
         kinds = (KindCosts(AttentionKind(), 1, kernel, kernel),)
-        return Choices(StepCosts(kinds, seconds, 0.0, 1.0, 0.0, Links(link, link)), nano_batches=(1,))
+        return Choices(
+            StepCosts(kinds, seconds, 0.0, 1.0, 0.0, Links(link, link)), nano_batches=(1,)
+        )
 
     settings = PlanSettings(1, 8, choices=choices(1.0))
     reader = RankDocuments(examples_of([5]), np.array([5]), settings, 0)
     excerpts = fit_documents(np.array([5]), 8, "error", "limit")
     for given_choices, seconds in ((None, 10.0), (choices(10.0), 100.0)):
-        assert reader[GlobalMicroBatch(excerpts, given_choices)].plan.choice.seconds == pytest.approx(seconds)
+        assert reader[
+            GlobalMicroBatch(excerpts, given_choices)
+        ].plan.choice.seconds == pytest.approx(seconds)
 
 
 def test_only_documents_with_rows_here_are_read():
@@ -171,7 +198,9 @@ def test_only_documents_with_rows_here_are_read():
     for dataset in (One(), Several()):
         reader = RankDocuments(dataset, lengths, fixed(3, 2), rank=1)
         planned = reader[GlobalMicroBatch(fit_documents(lengths, 6, "error", "limit"))]
-        assert {index: document.tolist() for index, document in planned.documents.items()} == {1: [[1, 4], [4, -100]]}
+        assert {index: document.tolist() for index, document in planned.documents.items()} == {
+            1: [[1, 4], [4, -100]]
+        }
     assert read == [1, [1], 1]
 
 
@@ -200,7 +229,9 @@ def test_accelerate_passes_every_batch_and_the_epoch():
     def tokens(loader):
         return [batch["input_ids"][0].tolist() for batch in loader]
 
-    loader = prepare_data_loader(loader_of(2), num_processes=1, process_index=0, put_on_device=False)
+    loader = prepare_data_loader(
+        loader_of(2), num_processes=1, process_index=0, put_on_device=False
+    )
     first, second = tokens(loader), tokens(loader)
     assert first == tokens(loader_of(0))
     assert len(first) == len(loader)
@@ -222,10 +253,14 @@ def test_ranks_and_workers_share_the_stream(shards, workers):
         stream = datasets.Dataset.from_list(stream).to_iterable_dataset(num_shards=shards)
     for rank in range(2):
         documents = 0
-        for batch in DataLoader(StreamPacker(stream, 2, rank, 6), batch_size=None, num_workers=workers):
+        for batch in DataLoader(
+            StreamPacker(stream, 2, rank, 6), batch_size=None, num_workers=workers
+        ):
             rows = list(zip(*values(batch), strict=True))
             assert len(rows) <= 6
-            assert [row[1] for row in rows] == [p for length in batch["document_lengths"] for p in range(length)]
+            assert [row[1] for row in rows] == [
+                p for length in batch["document_lengths"] for p in range(length)
+            ]
             documents += len(batch["document_lengths"])
             seen += rows
         assert documents >= 4
@@ -240,18 +275,34 @@ def test_streams_beyond_the_tables_of_a_model():
         return list(StreamPacker(stream, 1, 0, 6, policy, limits=limits))
 
     assert len(packed([9, 9, 9, 9])) == 1
-    with refused(Data.TARGET_ID, name="document 1 of rank 0's share of the stream", label=10, at=1, last=9):
+    with refused(
+        Data.TARGET_ID, name="document 1 of rank 0's share of the stream", label=10, at=1, last=9
+    ):
         packed([9, 10])
-    with refused(Data.TOKEN_ID, name="document 2 of rank 0's share of the stream", token=11, at=0, last=9):
+    with refused(
+        Data.TOKEN_ID, name="document 2 of rank 0's share of the stream", token=11, at=0, last=9
+    ):
         packed([11, 9])
-    with refused(Data.BEYOND_POSITIONS, name="document 1 of rank 0's share of the stream", length=5, positions=4):
+    with refused(
+        Data.BEYOND_POSITIONS,
+        name="document 1 of rank 0's share of the stream",
+        length=5,
+        positions=4,
+    ):
         packed([9] * 5)
     for policy, lengths in (("truncate", (1, 4)), ("split", (1, 4, 1))):
-        assert tuple(length for batch in packed([9] * 5, policy) for length in batch["document_lengths"]) == lengths
+        assert (
+            tuple(
+                length for batch in packed([9] * 5, policy) for length in batch["document_lengths"]
+            )
+            == lengths
+        )
 
 
 def test_faulty_streams():
-    with refused(Data.LONG_IN_STREAM, name="document 1 of rank 0's share of the stream", length=7, limit=6):
+    with refused(
+        Data.LONG_IN_STREAM, name="document 1 of rank 0's share of the stream", length=7, limit=6
+    ):
         list(StreamPacker([{"input_ids": [1]}, {"input_ids": [1] * 7}], 1, 0, 6))
     with refused(Data.EMPTY_DOCUMENT, name="document 1 of rank 0's share of the stream"):
         list(StreamPacker([{"input_ids": [1]}, {"input_ids": []}], 1, 0, 6))
@@ -268,7 +319,9 @@ def batch_of(positions, **more):
     return {"input_ids": tokens, "position_ids": torch.tensor([positions]), **more}
 
 
-@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_position_ids": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"return_flash_attn_kwargs": True, "return_position_ids": False}]
+)
 def test_lengths_of_a_flattened_batch(options):
     """Once the collator has read them they ask no device."""
     collator = DataCollatorWithFlattening(**options)
@@ -283,7 +336,9 @@ def test_lengths_of_a_flattened_batch(options):
         with refused(Data.BEYOND_POSITIONS, name="a document of a batch", length=3, positions=2):
             checked_document_lengths(batch, Limits(7, 7, 2), "a batch")
         with pytest.raises(AssertionError, match="makes the host wait"):
-            batch_document_lengths({name: x for name, x in batch.items() if name != "document_lengths"})
+            batch_document_lengths(
+                {name: x for name, x in batch.items() if name != "document_lengths"}
+            )
 
 
 def test_batches_beyond_the_tables_of_a_model():
@@ -296,7 +351,10 @@ def test_batches_beyond_the_tables_of_a_model():
         ([0, 3, 9], [-100, -100, -100], None, {}),
     ):
         classes = 9 if entry is Data.TARGET_ID else 10
-        batch = batch_of([0, 1, 2]) | {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}
+        batch = batch_of([0, 1, 2]) | {
+            "input_ids": torch.tensor([ids]),
+            "labels": torch.tensor([labels]),
+        }
         for read in (batch, CollatorWithLengths(lambda batch: batch)(batch)):
             with refused(entry, name="a batch", **values) if entry else nullcontext():
                 assert checked_document_lengths(read, Limits(10, classes), "a batch") == (3,)
@@ -324,13 +382,21 @@ ROW = torch.zeros(1, 3, dtype=torch.long)
         (Data.POSITIONS, batch_of([]), {"found": "begin with []"}),
         (Data.POSITIONS, batch_of([2, 3, 0]), {"found": "begin with [2, 3, 0]"}),
         (Data.POSITIONS, batch_of([0, 1, 3, 0]), {"found": "go from 1 to 3 at row 2"}),
-        (Data.POSITIONS, {"input_ids": ROW, "position_ids": ROW.T}, {"found": "have the shape (3, 1) for 3 tokens"}),
+        (
+            Data.POSITIONS,
+            {"input_ids": ROW, "position_ids": ROW.T},
+            {"found": "have the shape (3, 1) for 3 tokens"},
+        ),
         (
             Data.WRONG_BOUNDARIES,
             batch_of([0, 1, 0, 1], cu_seq_lens_q=torch.tensor([0, 2, 5])),
             {"name": "cu_seq_lens_q", "lengths": "(2, 3)", "total": 5, "tokens": 4},
         ),
-        (Data.WRONG_BOUNDARIES, batch_of([0, 1], document_lengths=(2, 0)), {"name": "document_lengths"}),
+        (
+            Data.WRONG_BOUNDARIES,
+            batch_of([0, 1], document_lengths=(2, 0)),
+            {"name": "document_lengths"},
+        ),
         (Data.NO_BOUNDARIES, {"input_ids": ROW}, {"fields": ["input_ids"]}),
     ],
 )

@@ -55,13 +55,17 @@ def test_lengths_are_computed(make, capfd):
 def test_lengths_of_stored_documents():
     dataset = as_dataset({"input_ids": [[0] * (i % 7 + 1) for i in range(2500)]})
     assert lengths_of(dataset.select([2499, 7, 0, 1800])).tolist() == [1, 1, 1, 2]
-    assert lengths_of(dataset.select(range(6, 2500))).tolist() == [i % 7 + 1 for i in range(6, 2500)]
+    assert lengths_of(dataset.select(range(6, 2500))).tolist() == [
+        i % 7 + 1 for i in range(6, 2500)
+    ]
     # A column is trusted without reading tokens.
     assert lengths_of(as_dataset({**TWO, "length": [7, 2]}).select([1, 0])).tolist() == [2, 7]
     assert lengths_of(as_dataset({**TWO, "tokens": [7, 2]}), Columns("tokens")).tolist() == [7, 2]
     # One that tokenizes when it is read.
     dataset = as_dataset({"text": ["abc", "de"]})
-    dataset.set_transform(lambda batch: {"input_ids": [[ord(c) for c in text] for text in batch["text"]]})
+    dataset.set_transform(
+        lambda batch: {"input_ids": [[ord(c) for c in text] for text in batch["text"]]}
+    )
     assert lengths_of(dataset).tolist() == [3, 2]
 
 
@@ -73,14 +77,22 @@ MANY = [[1]] * 1500
     ("columns", "entry", "values"),
     [
         ({"input_ids": []}, Data.EMPTY, {}),
-        ({"input_ids": [*MANY, [], *MANY]}, Data.EMPTY_DOCUMENT, {"name": "document 1500 of the data set"}),
+        (
+            {"input_ids": [*MANY, [], *MANY]},
+            Data.EMPTY_DOCUMENT,
+            {"name": "document 1500 of the data set"},
+        ),
         (
             {"input_ids": [*MANY, [1, 2, 3]], "labels": [*MANY, [1, 2]]},
             Data.LABELS,
             {"name": "document 1500 of the data set", "labels": 2, "length": 3},
         ),
         ({"text": ["a"], "label": [1]}, Data.NO_TOKENS, {"columns": ["label", "text"]}),
-        ({**TWO, "token_type_ids": [[0, 0, 0], [0, 0]]}, Data.UNKNOWN_COLUMNS, {"unknown": ["token_type_ids"]}),
+        (
+            {**TWO, "token_type_ids": [[0, 0, 0], [0, 0]]},
+            Data.UNKNOWN_COLUMNS,
+            {"unknown": ["token_type_ids"]},
+        ),
     ],
 )
 def test_data_sets_that_are_refused(make, columns, entry, values):
@@ -102,7 +114,9 @@ def test_columns_that_are_refused():
         with refused(Data.NOT_INTEGERS, name="document 0 of the data set", column="input_ids"):
             lengths_of([{"input_ids": input_ids}])
     features = datasets.Features({"input_ids": datasets.Array2D((1, 3), "int64")})
-    with refused(Data.NOT_INTEGERS, name="document 0 of the data set", column="input_ids", shape=(1, 3)):
+    with refused(
+        Data.NOT_INTEGERS, name="document 0 of the data set", column="input_ids", shape=(1, 3)
+    ):
         lengths_of(as_dataset({"input_ids": [[[1, 2, 3]]]}, features=features))
 
 
@@ -135,7 +149,10 @@ def test_other_data_has_another_fingerprint(make):
     documents = [[7] * 3 for _ in range(500)]
     base = fingerprint(make({"input_ids": documents}))
     for at, changed in ((333, [7] * 4), (499, [7, 7, 8])):
-        assert fingerprint(make({"input_ids": [*documents[:at], changed, *documents[at + 1 :]]})) != base
+        assert (
+            fingerprint(make({"input_ids": [*documents[:at], changed, *documents[at + 1 :]]}))
+            != base
+        )
 
 
 # Before training
@@ -179,10 +196,18 @@ def test_tokens_are_targets_where_there_are_no_labels(make):
     [
         ({"input_ids": [*MANY, [1, None]]}, Data.NOT_INTEGERS, {"column": "input_ids"}),
         ({"input_ids": [[0.5], *MANY]}, Data.NOT_INTEGERS, {"name": "document 0 of the data set"}),
-        ({"input_ids": [*MANY, [1]], "labels": [*MANY, None]}, Data.NOT_INTEGERS, {"column": "labels"}),
+        (
+            {"input_ids": [*MANY, [1]], "labels": [*MANY, None]},
+            Data.NOT_INTEGERS,
+            {"column": "labels"},
+        ),
         ({"input_ids": [*MANY, [1, 2]], "attention_mask": [*MANY, [1, 0]]}, Data.PADDED, {}),
         ({"input_ids": [*MANY, [1, 2]], "attention_mask": [*MANY, [1]]}, Data.PADDED, {}),
-        ({"input_ids": [*MANY, [1, 2]], "length": [1] * 1500 + [3]}, Data.WRONG_LENGTH, {"length": 2, "stated": 3}),
+        (
+            {"input_ids": [*MANY, [1, 2]], "length": [1] * 1500 + [3]},
+            Data.WRONG_LENGTH,
+            {"length": 2, "stated": 3},
+        ),
     ],
 )
 def test_every_stored_document_is_checked_by_one_rank(columns, entry, values):
@@ -190,7 +215,12 @@ def test_every_stored_document_is_checked_by_one_rank(columns, entry, values):
     with refused(entry, **{"name": LAST, **values}):
         checked(dataset)
     # Each of four ranks checks its part.
-    shares = [values.get("name") == "document 0 of the data set", False, False, "name" not in values]
+    shares = [
+        values.get("name") == "document 0 of the data set",
+        False,
+        False,
+        "name" not in values,
+    ]
     for part, is_faulty in enumerate(shares):
         # All tokens of a column have one type.
         with refused(entry) if is_faulty or columns["input_ids"][0] == [0.5] else nullcontext():

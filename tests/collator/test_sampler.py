@@ -22,42 +22,69 @@ def fit(policy, limit=4):
 def test_policies_for_long_documents():
     whole = [(0, 0, 3, 3), (1, 0, 9, 9), (2, 0, 4, 4), (3, 0, 5, 5)]
     assert [fit(policy, limit=9) for policy in ("error", "truncate", "split")] == [whole] * 3
-    with refused(Data.LONG, count=2, documents=4, limit_name="ranks · tokens_per_rank", limit=4, longest=1, length=9):
+    with refused(
+        Data.LONG,
+        count=2,
+        documents=4,
+        limit_name="ranks · tokens_per_rank",
+        limit=4,
+        longest=1,
+        length=9,
+    ):
         fit("error")
     pieces = [(1, 0, 4, 9), (1, 4, 8, 9), (1, 8, 9, 9)]
     assert fit("split") == [(0, 0, 3, 3), *pieces, (2, 0, 4, 4), (3, 0, 4, 5), (3, 4, 5, 5)]
     assert fit("truncate") == [(0, 0, 3, 3), (1, 0, 4, 4), (2, 0, 4, 4), (3, 0, 4, 4)]
     for policy, limit in (("drop", 4), ("split", 0)):
-        with pytest.raises(ValueError, match=f"is {limit} and the policy for long documents '{policy}'"):
+        with pytest.raises(
+            ValueError, match=f"is {limit} and the policy for long documents '{policy}'"
+        ):
             fit(policy, limit)
     excerpts = fit_documents(np.array([3, 9]), 9, "error", "limit")
     with pytest.raises(ValueError, match="there are 0 documents"):
         GlobalBatchSampler(excerpts[:0], 9)
-    with pytest.raises(ValueError, match=r"2 documents of at most 9 tokens, but .* holds at most 8 tokens"):
+    with pytest.raises(
+        ValueError, match=r"2 documents of at most 9 tokens, but .* holds at most 8 tokens"
+    ):
         GlobalBatchSampler(excerpts, 8)
 
 
 def test_a_summary_names_documents_tokens_lengths_and_what_is_cut_or_dropped():
     def summary(lengths, limit, policy, limits=NO_LIMITS):
         lengths = np.array(lengths)
-        return documents_summary("data", lengths, fit_documents(lengths, limit, policy, "limit", limits=limits))
+        return documents_summary(
+            "data", lengths, fit_documents(lengths, limit, policy, "limit", limits=limits)
+        )
 
     counted = "data: 4 documents, 2,021 tokens; median length 8, longest 2,003"
     lengths = [3, 2003, 4, 11]
     assert summary(lengths, 2003, "split") == f"{counted}; no document is cut"
     split = "long_documents='split' cuts {} into {} excerpts, which do not attend to each other"
-    assert summary(lengths, 1000, "split") == f"{counted}; {split.format('1 document of more than 1,000 tokens', 3)}"
-    assert summary(lengths, 10, "split") == f"{counted}; {split.format('2 documents of more than 10 tokens', 203)}"
-    dropped = "long_documents='truncate' drops 1,994 tokens (98.7%) of 2 documents of more than 10 tokens"
+    assert (
+        summary(lengths, 1000, "split")
+        == f"{counted}; {split.format('1 document of more than 1,000 tokens', 3)}"
+    )
+    assert (
+        summary(lengths, 10, "split")
+        == f"{counted}; {split.format('2 documents of more than 10 tokens', 203)}"
+    )
+    dropped = (
+        "long_documents='truncate' drops 1,994 tokens (98.7%) of 2 documents of more than 10 tokens"
+    )
     assert summary(lengths, 10, "truncate") == f"{counted}; {dropped}"
-    assert summary([1], 10, "error") == "data: 1 document, 1 token; median length 1, longest 1; no document is cut"
+    assert (
+        summary([1], 10, "error")
+        == "data: 1 document, 1 token; median length 1, longest 1; no document is cut"
+    )
     # The model's positions may be the limit.
     positions = split.format("1 document of more than 4 tokens", 2)
     assert summary([5], 9, "split", Limits(positions=4)).endswith(f"; {positions}")
 
 
 def sampler_of(lengths, capacity, **options):
-    return GlobalBatchSampler(fit_documents(np.array(lengths), capacity, "split", "capacity"), capacity, **options)
+    return GlobalBatchSampler(
+        fit_documents(np.array(lengths), capacity, "split", "capacity"), capacity, **options
+    )
 
 
 def drawn(sampler, epoch=0):
@@ -71,18 +98,25 @@ def test_epochs_and_seeds_differ_and_repeat_unless_documents_come_in_order():
     lengths = np.random.default_rng(0).integers(1, 100, 200)
     sampler = sampler_of(lengths, 500, seed=7)
     first, second = (drawn(sampler, epoch) for epoch in (0, 1))
-    assert len(set(map(frozenset, first)) & set(map(frozenset, second))) <= 1  # not only in another order
+    assert (
+        len(set(map(frozenset, first)) & set(map(frozenset, second))) <= 1
+    )  # not only in another order
     assert drawn(sampler_of(lengths, 500, seed=8)) != first
     assert drawn(sampler) == first == drawn(sampler_of(lengths, 500, seed=7))
     # Runs with neighbouring seeds do not repeat each other's epochs.
-    others = [drawn(sampler_of(lengths, 500, seed=seed), epoch) for seed, epoch in ((6, 0), (8, 0), (6, 2))]
+    others = [
+        drawn(sampler_of(lengths, 500, seed=seed), epoch)
+        for seed, epoch in ((6, 0), (8, 0), (6, 2))
+    ]
     assert second not in others
 
 
 def test_the_longest_document_comes_anywhere_in_an_epoch():
     sampler = sampler_of([50, *[10] * 45], 50)
     epochs = [drawn(sampler, epoch) for epoch in range(100)]
-    places = {next(place for place, batch in enumerate(batches) if 0 in batch) for batches in epochs}
+    places = {
+        next(place for place, batch in enumerate(batches) if 0 in batch) for batches in epochs
+    }
     assert places == set(range(len(sampler)))
 
 
@@ -105,25 +139,40 @@ def test_documents_that_fit_in_one_way_only(bins):
     assert len({str(batches) for batches in epochs}) > 2
 
 
-@given(st.lists(st.integers(1, 120), min_size=1, max_size=80), st.integers(50, 200), st.integers(0, 5), st.booleans())
+@given(
+    st.lists(st.integers(1, 120), min_size=1, max_size=80),
+    st.integers(50, 200),
+    st.integers(0, 5),
+    st.booleans(),
+)
 def test_each_row_once_per_epoch_never_over_capacity(lengths, capacity, seed, shuffle):
-    sampler, on_another_rank = (sampler_of(lengths, capacity, seed=seed, shuffle=shuffle) for _ in range(2))
+    sampler, on_another_rank = (
+        sampler_of(lengths, capacity, seed=seed, shuffle=shuffle) for _ in range(2)
+    )
     excerpts = sampler.excerpts.tolist()
     rows = [(document, row) for document, start, stop, _ in excerpts for row in range(start, stop)]
-    assert rows == [(document, row) for document, length in enumerate(lengths) for row in range(length)]
+    assert rows == [
+        (document, row) for document, length in enumerate(lengths) for row in range(length)
+    ]
     for epoch in range(4):
         assert drawn(sampler, epoch) == drawn(on_another_rank, epoch)
         batches = [batch.excerpts.tolist() for (batch,) in sampler]
         assert len(batches) == len(sampler)
         assert sorted(excerpt for batch in batches for excerpt in batch) == excerpts
-        assert all(0 < sum(stop - start for _, start, stop, _ in batch) <= capacity for batch in batches)
+        assert all(
+            0 < sum(stop - start for _, start, stop, _ in batch) <= capacity for batch in batches
+        )
 
 
 def test_micro_batches_of_a_data_set_are_drawn_for_whole_ranks_where_that_pays():
-    lengths = np.array([280] * 45)  # 9 of them are a full micro-batch of 4 ranks of 640, and 2 fit on a rank
+    lengths = np.array(
+        [280] * 45
+    )  # 9 of them are a full micro-batch of 4 ranks of 640, and 2 fit on a rank
     assert draws_for_whole_ranks(lengths, slow_or_free(SLOW), seed=1)
     assert not draws_for_whole_ranks(lengths, slow_or_free(FREE), seed=1)
-    assert not draws_for_whole_ranks(np.append(lengths, 641), slow_or_free(SLOW), seed=1)  # a rank cannot hold it
+    assert not draws_for_whole_ranks(
+        np.append(lengths, 641), slow_or_free(SLOW), seed=1
+    )  # a rank cannot hold it
     assert not draws_for_whole_ranks(lengths[:0], slow_or_free(SLOW), seed=1)
     # A large data set.
     assert draws_for_whole_ranks(np.array([280] * 40_000), slow_or_free(SLOW), seed=1)

@@ -27,15 +27,26 @@ def test_a_text_file_is_one_document_or_its_paragraphs(tmp_path):
 
 
 def test_several_text_files_and_a_folder_of_them_are_a_document_each(tmp_path):
-    sources = [file(tmp_path, name, f"{name}\nend") for name in ("b.txt", "a.py", "inner/c", ".hidden/d.txt")]
+    sources = [
+        file(tmp_path, name, f"{name}\nend")
+        for name in ("b.txt", "a.py", "inner/c", ".hidden/d.txt")
+    ]
     assert load_documents(sources[:2])["text"][:] == ["b.txt\nend", "a.py\nend"]
-    assert load_documents(str(tmp_path / "data"))["text"][:] == ["a.py\nend", "b.txt\nend", "inner/c\nend"]
+    assert load_documents(str(tmp_path / "data"))["text"][:] == [
+        "a.py\nend",
+        "b.txt\nend",
+        "inner/c\nend",
+    ]
 
 
 def test_tables_keep_their_columns_whatever_their_format(tmp_path):
     rows = {"messages": [[{"role": "user", "content": "hi"}]], "id": [7]}
-    chats = "".join(json.dumps({name: values[0] for name, values in rows.items()}) + "\n" for _ in range(2))
-    assert load_documents(file(tmp_path, "chats.jsonl", chats))["messages"][:] == rows["messages"] * 2
+    chats = "".join(
+        json.dumps({name: values[0] for name, values in rows.items()}) + "\n" for _ in range(2)
+    )
+    assert (
+        load_documents(file(tmp_path, "chats.jsonl", chats))["messages"][:] == rows["messages"] * 2
+    )
     assert load_documents(file(tmp_path, "a.csv", "text,n\nx,1\n"))[:] == {"text": ["x"], "n": [1]}
     tokens = Dataset.from_dict({"input_ids": [[1, 2], [3]]})
     tokens.to_parquet(tmp_path / "a.parquet")
@@ -51,15 +62,25 @@ def test_folders_with_tables_and_saved_data_sets(tmp_path):
     saved = Dataset.from_dict({"text": ["z"]})
     saved.save_to_disk(tmp_path / "saved")
     DatasetDict(train=saved).save_to_disk(tmp_path / "dict")
-    assert load_documents([str(tmp_path / "saved"), str(tmp_path / "dict")])["text"][:] == ["z", "z"]
-    with pytest.raises(ValueError, match=r"dict' has the splits \['train'\], but the split 'test' was asked for"):
+    assert load_documents([str(tmp_path / "saved"), str(tmp_path / "dict")])["text"][:] == [
+        "z",
+        "z",
+    ]
+    with pytest.raises(
+        ValueError, match=r"dict' has the splits \['train'\], but the split 'test' was asked for"
+    ):
         load_documents(str(tmp_path / "dict"), split="test")
 
 
-def test_a_folder_with_texts_and_tables_is_refused_since_datasets_reads_texts_line_by_line(tmp_path):
+def test_a_folder_with_texts_and_tables_is_refused_since_datasets_reads_texts_line_by_line(
+    tmp_path,
+):
     for name in ("LICENSE.txt", "a.txt", "b.txt", "about.json"):
         file(tmp_path, name, '{"text": "x"}\n')
-    with pytest.raises(ValueError, match=r"data' has text files such as 'a.txt' and tables such as 'about.json', but"):
+    with pytest.raises(
+        ValueError,
+        match=r"data' has text files such as 'a.txt' and tables such as 'about.json', but",
+    ):
         load_documents(str(tmp_path / "data"))
     for name in ("a.txt", "b.txt"):
         (tmp_path / "data" / name).unlink()
@@ -70,15 +91,25 @@ def test_sources_of_different_formats_with_the_same_columns_are_joined_in_order(
     text, table = file(tmp_path, "a.txt", "one"), file(tmp_path, "b.jsonl", '{"text": "two"}\n')
     other = file(tmp_path, "c.jsonl", '{"body": "three"}\n')
     assert load_documents([table, text])["text"][:] == ["two", "one"]
-    with pytest.raises(ValueError, match=r"c\.jsonl' has the columns \['body'\], but '.*a\.txt' has the columns"):
+    with pytest.raises(
+        ValueError, match=r"c\.jsonl' has the columns \['body'\], but '.*a\.txt' has the columns"
+    ):
         load_documents([text, other])
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("bad.txt", b"a\xffb", r"bad\.txt cannot be read as text: byte 1 is 0xff, which is not UTF-8, but .*iconv"),
-        ("bad.jsonl", '{"text": "x"}\n{"text": \n', r"bad\.jsonl cannot be read as json: JSON parse error"),
+        (
+            "bad.txt",
+            b"a\xffb",
+            r"bad\.txt cannot be read as text: byte 1 is 0xff, which is not UTF-8, but .*iconv",
+        ),
+        (
+            "bad.jsonl",
+            '{"text": "x"}\n{"text": \n',
+            r"bad\.jsonl cannot be read as json: JSON parse error",
+        ),
         ("bad.parquet", "no table", r"bad\.parquet cannot be read as parquet: "),
         ("empty.txt", "", r"empty\.txt' is empty"),
     ],

@@ -19,7 +19,9 @@ def adding(template, **tokens):
     """A tokenizer that adds tokens as its template says."""
     made = tokenizer()
     special = [(token, made.convert_tokens_to_ids(token)) for token in ("[begin]", "[end]")]
-    made._tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    made._tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=special
+    )
     for name, token in tokens.items():
         setattr(made, name, token)
     return made
@@ -30,7 +32,11 @@ def test_one_token_at_the_beginning_and_one_at_the_end():
     expected = [[6, 7, END], begun, [6, 7, END], begun, [6, END, 7, END], [END]]
     assert tokenize(TEXTS, tokenizer()) == tokenize(TEXTS, adding("$A [end]")) == expected
     expected = [begun, begun, begun, begun, [BEGIN, 6, END, 7, END], [BEGIN, END]]
-    assert tokenize(TEXTS, adding("[begin] $A")) == tokenize(TEXTS, adding("[begin] $A [end]")) == expected
+    assert (
+        tokenize(TEXTS, adding("[begin] $A"))
+        == tokenize(TEXTS, adding("[begin] $A [end]"))
+        == expected
+    )
     # As in GPT-2, one token is both.
     assert tokenize(["w1", "[end] w1 [end]", ""], adding("[end] $A [end]", bos_token="[end]")) == [
         [END, 6, END],
@@ -38,7 +44,10 @@ def test_one_token_at_the_beginning_and_one_at_the_end():
         [END],
     ]
     # Without an end-of-sequence token none is added.
-    assert tokenize(["w1", "w1 [end]"], adding("$A", eos_token=None, bos_token=None)) == [[6], [6, END]]
+    assert tokenize(["w1", "w1 [end]"], adding("$A", eos_token=None, bos_token=None)) == [
+        [6],
+        [6, END],
+    ]
 
 
 class Rows(IterableDataset):
@@ -71,8 +80,12 @@ def test_a_rank_tokenizes_its_share_of_a_stream():
         packer = StreamPacker(TextStream(rows, "train_dataset", "text", Counting()), 2, 0, 8)
         (batch,) = packer
         assert asked == expected
-        assert batch["input_ids"].tolist() == [[token for text in expected for token in (int(text[1:]) + 5, END)]]
-    stream = TextStream(Rows([{"input_ids": [3], "labels": [3]}, *texts]), "train_dataset", "text", tokenizer())
+        assert batch["input_ids"].tolist() == [
+            [token for text in expected for token in (int(text[1:]) + 5, END)]
+        ]
+    stream = TextStream(
+        Rows([{"input_ids": [3], "labels": [3]}, *texts]), "train_dataset", "text", tokenizer()
+    )
     assert list(stream)[:2] == [{"input_ids": [3], "labels": [3]}, {"input_ids": [5, END]}]
     # The packer's epoch is that of the rows.
     StreamPacker(stream, 1, 0, 8).set_epoch(7)

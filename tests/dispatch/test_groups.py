@@ -28,10 +28,18 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 
 def test_the_exchange_takes_the_default_groups_backend(monkeypatch):
-    backend_on_cuda = {"gloo": "gloo", "cpu:gloo": "gloo", "cuda:nccl": "nccl", "cpu:gloo,cuda:nccl": "nccl"}
+    backend_on_cuda = {
+        "gloo": "gloo",
+        "cpu:gloo": "gloo",
+        "cuda:nccl": "nccl",
+        "cpu:gloo,cuda:nccl": "nccl",
+    }
     for default, on_cuda in backend_on_cuda.items():
         monkeypatch.setattr(dist, "get_backend_config", lambda default=default: default)
-        assert [groups_module.exchange_backend(device) for device in (CPU, CUDA)] == ["gloo", on_cuda]
+        assert [groups_module.exchange_backend(device) for device in (CPU, CUDA)] == [
+            "gloo",
+            on_cuda,
+        ]
 
 
 def test_nccl_leaves_attention_its_sms(monkeypatch):
@@ -52,13 +60,18 @@ def test_nccl_leaves_attention_its_sms(monkeypatch):
 
 def test_ranks_that_share_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}")
+    )
     found = [groups_module.indexed(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")]
     assert found == [torch.device("cuda", 3), CUDA, CPU]
     assert (groups_module.device_uuid(CUDA), groups_module.device_uuid(CPU)) == ("GPU-cuda:1", None)
     groups_module.check_devices("nccl", ["a", "b", "c"])
     groups_module.check_devices("gloo", shared := ["a", "b", "a", "b"])
-    with pytest.raises(ValueError, match=r"share one: ranks \[0, 2\] on a; ranks \[1, 3\] on b\. Start one.*use gloo"):
+    with pytest.raises(
+        ValueError,
+        match=r"share one: ranks \[0, 2\] on a; ranks \[1, 3\] on b\. Start one.*use gloo",
+    ):
         groups_module.check_devices("nccl", shared)
 
 
@@ -71,13 +84,22 @@ def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     message = str(groups_module.unreachable(2, error))
     assert message.startswith("rank 2 cannot reach the other ranks over gloo")
-    assert all(part in message for part in (str(error), "(eth7 on this host)", "('node3' here to 127.0.1.1)"))
+    assert all(
+        part in message
+        for part in (str(error), "(eth7 on this host)", "('node3' here to 127.0.1.1)")
+    )
 
 
-def _groups_of_dispatcher(ranks_per_node: int | tuple[int, ...]) -> tuple[list[Any], list[int], str]:
+def _groups_of_dispatcher(
+    ranks_per_node: int | tuple[int, ...],
+) -> tuple[list[Any], list[int], str]:
     """What a new dispatcher does before any layer; the number of groups before, with and after it; its error then."""
     found: list[Any] = []
-    new_group, all_to_all, groups = dist.new_group, dist.all_to_all_single, dist.distributed_c10d._world.pg_map
+    new_group, all_to_all, groups = (
+        dist.new_group,
+        dist.all_to_all_single,
+        dist.distributed_c10d._world.pg_map,
+    )
 
     def recorded_group(ranks: list[int] | None = None, **options: Any) -> Any:
         found.append((options["group_desc"], options["backend"], ranks))
@@ -116,7 +138,11 @@ def test_ranks_are_connected_once_before_the_first_layer(rank_pools):
     assert rank_pools[1].run(_groups_of_dispatcher, 1) == [([], [1, 1, 1], closed)]
     # A single node is not connected apart; of several, every rank makes the groups of all.
     assert rank_pools[3].run(_groups_of_dispatcher, 3) == [(connected, [1, 3, 1], closed)] * 3
-    nodes = [("distca world", "gloo", None), ("distca node", "gloo", [0]), ("distca node", "gloo", [1, 2])]
+    nodes = [
+        ("distca world", "gloo", None),
+        ("distca node", "gloo", [0]),
+        ("distca node", "gloo", [1, 2]),
+    ]
     assert rank_pools[3].run(_groups_of_dispatcher, (1, 2)) == [
         ([*connected, *nodes], [1, 3, 1], closed),
         *[([*connected, *nodes, ("distca node", [1] * 2, [1] * 2)], [1, 4, 1], closed)] * 2,
@@ -136,7 +162,9 @@ def _start(comes: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("comes", "told"), [(False, "reach the other ranks"), (True, "exchange rows")])
+@pytest.mark.parametrize(
+    ("comes", "told"), [(False, "reach the other ranks"), (True, "exchange rows")]
+)
 def test_a_rank_whose_partner_is_not_there(comes, told):
     with closing(RankPool(2)) as pool:
         assert f"rank 0 cannot {told} over gloo" in pool.run(_start, comes)[0]
@@ -152,14 +180,20 @@ def _two_by_two() -> None:
     with pytest.raises(ValueError, match="has the dimensions"):
         mesh_ranks(mesh)
     for lost in (ImportError("no kernel"), OSError("no disk")):
-        with pytest.raises(ValueError, match=f"^rank 1: {type(lost).__name__}: {lost}$"), raised_together(60.0):
+        with (
+            pytest.raises(ValueError, match=f"^rank 1: {type(lost).__name__}: {lost}$"),
+            raised_together(60.0),
+        ):
             _raise_on_rank_1(rank, lost)
     # The same error on all ranks stays as it is; one rank's error names the rank.
     wrong = [["wrong", "wrong"], ["wrong", None]][shard][replica]
     with pytest.raises(ValueError, match=[r"^wrong$", r"^rank 0: ValueError: wrong$"][shard]):
         groups.raise_together(wrong and ValueError(wrong))
     # A refusal stays a refusal on ranks that did not see it; a crash of any rank is none.
-    for kinds, expected in (((RefusedError, None), RefusedError), ((RefusedError, OSError), ValueError)):
+    for kinds, expected in (
+        ((RefusedError, None), RefusedError),
+        ((RefusedError, OSError), ValueError),
+    ):
         kind = kinds[replica]
         with pytest.raises(ValueError, match=r"^rank 0: wrong") as caught:
             groups.raise_together(kind and kind("wrong"))
@@ -175,10 +209,16 @@ def _two_by_two() -> None:
     before = len(dist.distributed_c10d._world.pg_map)
     Groups(CPU, 60.0, mesh["dp"]).close()
     assert len(dist.distributed_c10d._world.pg_map) == before
-    for of_both in (((0, 0), None), ((0, 0), (0, 1)), (None, None)):  # nodes of the ranks of each mesh
+    for of_both in (
+        ((0, 0), None),
+        ((0, 0), (0, 1)),
+        (None, None),
+    ):  # nodes of the ranks of each mesh
         of_nodes, nodes = Groups(CPU, 60.0, mesh["dp"]), of_both[shard]
         of_nodes.connect_nodes(nodes)
-        assert (None if of_nodes.node is None else _exchanged(of_nodes.node)) == (came if nodes == (0, 0) else None)
+        assert (None if of_nodes.node is None else _exchanged(of_nodes.node)) == (
+            came if nodes == (0, 0) else None
+        )
     # How many processes of the world have come where the last one is late, once this one may go on.
     store = dist.distributed_c10d._get_default_store()
     time.sleep(0.3 * (rank == 3))
@@ -210,17 +250,25 @@ def test_groups_of_a_mesh_dispatch_by_themselves(rank_pools, monkeypatch):
     assert mesh_ranks(SimpleNamespace()) == [1, 3]
 
 
-def _found(hosts: str, local_ranks: list[int | None], mesh_shape: tuple[int, int] | None) -> tuple[Any, list[str]]:
+def _found(
+    hosts: str, local_ranks: list[int | None], mesh_shape: tuple[int, int] | None
+) -> tuple[Any, list[str]]:
     """What a rank finds, and what it logs, where each rank has this host and this LOCAL_RANK."""
     rank, messages = dist.get_rank(), []
     with pytest.MonkeyPatch.context() as patch:
         for level in ("info", "warning"):
-            patch.setattr(groups_module.logger, level, lambda text, *args: messages.append(text % args))
+            patch.setattr(
+                groups_module.logger, level, lambda text, *args: messages.append(text % args)
+            )
         patch.setattr(socket, "gethostname", lambda: hosts[rank])
         patch.delenv("LOCAL_RANK")
         if local_ranks[rank] is not None:
             patch.setenv("LOCAL_RANK", str(local_ranks[rank]))
-        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))["dp"] if mesh_shape else None
+        mesh = (
+            init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))["dp"]
+            if mesh_shape
+            else None
+        )
         return ranks_per_node(mesh, 60.0), messages
 
 
@@ -229,7 +277,13 @@ def _found(hosts: str, local_ranks: list[int | None], mesh_shape: tuple[int, int
     [
         ("aaaa", [0, 1, 2, 3], None, [4] * 4, ["4"]),
         ("abbc", [0, 0, 1, 0], None, [(1, 2, 1)] * 4, ["1, 2, 1"]),
-        ("aaaa", [0, 1, 0, 1], None, [2] * 4, ["2, 2"]),  # two launchers on one host, each with a share of its GPUs
+        (
+            "aaaa",
+            [0, 1, 0, 1],
+            None,
+            [2] * 4,
+            ["2, 2"],
+        ),  # two launchers on one host, each with a share of its GPUs
         ("aabb", [0, 1, None, None], None, [(2, 1, 1)] * 4, ["2, 1, 1"]),
         # With tensor parallelism of two, ranks 0 and 2 train together, and so do 1 and 3.
         ("aabb", [0, 1, 0, 1], (2, 2), [1] * 4, ["1, 1"] * 2),
@@ -242,7 +296,11 @@ def test_nodes_of_a_launch(rank_pools, hosts, local_ranks, shape, found, logged)
     sizes, messages = zip(*rank_pools[4].run(_found, hosts, local_ranks, shape), strict=True)
     assert [*sizes] == found
     if hosts == "abaa":
-        assert messages[0].pop(0).startswith("ranks that share a host are not numbered one after another")
+        assert (
+            messages[0]
+            .pop(0)
+            .startswith("ranks that share a host are not numbered one after another")
+        )
     told = [[f"ranks on each node, as launched: {sizes}"] for sizes in logged]
     assert [*messages] == told + [[]] * (4 - len(told))
 
@@ -283,7 +341,11 @@ def test_a_rank_that_lost_its_partner_says_why():
     for lost in (LOST, of_a_pair, dist.DistBackendError("NCCL error"), dist.DistNetworkError("")):
         failures, store = left_behind(KeyError("text"))
         found = raised(failures, lost)
-        assert (type(found), str(found), found.__cause__) == (RuntimeError, "rank 1 failed: KeyError: 'text'", lost)
+        assert (type(found), str(found), found.__cause__) == (
+            RuntimeError,
+            "rank 1 failed: KeyError: 'text'",
+            lost,
+        )
         # What rank 0 only reports is not reported again as an error of its own.
         assert str(raised(failures_of(2, 3, store), LOST)) == "rank 1 failed: KeyError: 'text'"
 
@@ -292,10 +354,18 @@ def test_an_error_of_its_own_stays_and_so_does_one_without_another():
     for own in (ValueError(str(LOST)), RuntimeError("shapes differ")):
         failures, _ = left_behind(BOOM)
         assert raised(failures, own) is own
-    gone = Mock(**dict.fromkeys(("set.side_effect", "check.side_effect"), dist.DistNetworkError("Broken pipe")))
+    gone = Mock(
+        **dict.fromkeys(
+            ("set.side_effect", "check.side_effect"), dist.DistNetworkError("Broken pipe")
+        )
+    )
     gone.clone.return_value = gone
     # No error left, a store that is gone, a single rank.
-    for store, lost in ((dist.HashStore(), "rank 1 has not come"), (gone, "store.* has not answered"), (None, "")):
+    for store, lost in (
+        (dist.HashStore(), "rank 1 has not come"),
+        (gone, "store.* has not answered"),
+        (None, ""),
+    ):
         assert raised(failures_of(0, 2, store), BOOM) is BOOM
         found = raised(failures_of(0, 2, store), LOST)
         if lost:

@@ -35,7 +35,13 @@ from tests.models_and_batches import in_nodes, in_stages
 
 RANKS, RANK = 4, 1
 LENGTHS = [700, 300, 200, 200, 130, 111, 100, 90, 60, 50, 40, 37, 20, 10]
-SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 64, "pad_token_id": 0}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+}
 SLIDING = {
     "num_hidden_layers": 5,
     "sliding_window": 96,
@@ -46,7 +52,13 @@ FEW_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS = {  # the first four with heads as in real models; everything else is small
     "llama": {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
     "qwen2": {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2},
-    "gpt_oss": {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, **EXPERTS, **SLIDING},
+    "gpt_oss": {
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        **EXPERTS,
+        **SLIDING,
+    },
     "gemma3_text": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, **SLIDING},
     "mistral": {**FEW_HEADS, "sliding_window": 96},
     "mixtral": {**FEW_HEADS, **EXPERTS, "sliding_window": None},
@@ -66,15 +78,23 @@ def made(model_type: str, device: torch.device = META) -> PreTrainedModel:
     model_type, *lora = model_type.split("+")
     model = empty_model(model_type, device, **{**SMALL, **MODELS[model_type]})
     if lora:
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        )
         model.enable_input_require_grads()
     return model
 
 
 def planned(model, layout, turns, stage_rows=None, nodes=None) -> MicroBatchPlan:
-    options = {"balance_block_size": 16, "row_overhead": MetaKernel.row_overhead, "ping_pong": turns}
+    options = {
+        "balance_block_size": 16,
+        "row_overhead": MetaKernel.row_overhead,
+        "ping_pong": turns,
+    }
     kinds, tokens = tuple(layers_by_kind(model)), sum(LENGTHS) // RANKS
-    plan = plan_micro_batch(LENGTHS, PlanSettings(RANKS, tokens, kinds, document_layout=layout, **options))
+    plan = plan_micro_batch(
+        LENGTHS, PlanSettings(RANKS, tokens, kinds, document_layout=layout, **options)
+    )
     assert len(plan.nano_batches) == 1 + turns
     return in_nodes(in_stages(plan, stage_rows), nodes)
 
@@ -138,10 +158,16 @@ def test_layer(group, case):
     assert binding.calls[-1].moved > 1000
     assert bound.ran.layers_in_turns == (halves == "2") * bound.ran.layers
     layers = {call.layer for call in mode.calls if call.layer is not None}
-    for kind, bounds in ((row[1], tuple(map(int, row[6:]))) for row in ROWS if (row[0], *row[2:6]) == case):
+    for kind, bounds in (
+        (row[1], tuple(map(int, row[6:]))) for row in ROWS if (row[0], *row[2:6]) == case
+    ):
         # A layer that is not among the first to run in a direction: these make the buffers that all layers use.
         first, last = (1, 1) if kind == "sliding" else (0, max(layers))
-        of_layer = [c for c in mode.calls if c.owner == "dispatch" and c.layer == (first if c.backward else last)]
+        of_layer = [
+            c
+            for c in mode.calls
+            if c.owner == "dispatch" and c.layer == (first if c.backward else last)
+        ]
         found = figures_of(of_layer)
         counts = *(found[name] for name in FIGURES[:-1]), -(-found["moved"] // 1000)
         exceeded = any(count > bound for count, bound in zip(counts, bounds, strict=True))
@@ -149,7 +175,9 @@ def test_layer(group, case):
 
 
 def besides_views(mode: Counting, layer: int) -> Counter[str]:
-    return figures_of([c for c in mode.calls if c.owner == "dispatch" and c.layer == layer and c.what != "view"])
+    return figures_of(
+        [c for c in mode.calls if c.owner == "dispatch" and c.layer == layer and c.what != "view"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,15 +190,23 @@ def besides_views(mode: Counting, layer: int) -> Counter[str]:
         ("gemma3_text", "non-reentrant", False),
     ],
 )
-def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(group, monkeypatch, model_type, checkpoint, turns):
+def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(
+    group, monkeypatch, model_type, checkpoint, turns
+):
     """With no launch, copy, gather, merge or exchange besides; without routes, and bound by one copy."""
-    monkeypatch.setattr("hf_distca.dispatch.bound.make_routes", lambda *_: pytest.fail("made routes"))
-    monkeypatch.setattr("hf_distca.dispatch.exchange.Exchange.buffer", lambda *_: pytest.fail("took a buffer"))
+    monkeypatch.setattr(
+        "hf_distca.dispatch.bound.make_routes", lambda *_: pytest.fail("made routes")
+    )
+    monkeypatch.setattr(
+        "hf_distca.dispatch.exchange.Exchange.buffer", lambda *_: pytest.fail("took a buffer")
+    )
     with without_numbers():
         model = made(model_type)
         plan_layers(model)
         options = {"balance_tolerance": 0.3, "ping_pong": turns}
-        plan = plan_placed([[160, 96]] * RANKS, PlanSettings(RANKS, 2048, tuple(layers_by_kind(model)), **options))
+        plan = plan_placed(
+            [[160, 96]] * RANKS, PlanSettings(RANKS, 2048, tuple(layers_by_kind(model)), **options)
+        )
         with Counting() as binding:
             bound = bound_plan(plan, RANK, group)
         mode = counted_step(model, bound, checkpoint)
@@ -185,11 +221,18 @@ def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(group, monkeypa
     inner = layers - len(bound.local)
     assert [besides_views(mode, layer) for layer in range(inner)] == [{"attention": 2}] * inner
     assert len(bound.kept_results) == 0
-    assert (bound.ran.layers, bound.ran.layers_in_turns) == (layers * (1 if checkpoint == "none" else 2), 0)
+    assert (bound.ran.layers, bound.ran.layers_in_turns) == (
+        layers * (1 if checkpoint == "none" else 2),
+        0,
+    )
     if (model_type, checkpoint) == ("llama", "none"):
         # Q, K, V and O as the model has them, [B, H, T, D], and as kernels take them, in both directions; two of LSE,
         # of the kernel; two of O, of autograd, which has it as a result.
-        views = Counter(c.name for c in mode.calls if c.owner == "dispatch" and c.layer == 1 and c.what == "view")
+        views = Counter(
+            c.name
+            for c in mode.calls
+            if c.owner == "dispatch" and c.layer == 1 and c.what == "view"
+        )
         assert views == {"squeeze": 4, "transpose": 6, "unsqueeze": 4, "permute": 2, "detach": 2}
         with without_numbers():  # results that are not kept are computed again
             model, bound = made("llama"), bound_plan(plan, RANK, group, keep_core_attention=False)

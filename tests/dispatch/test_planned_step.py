@@ -108,7 +108,9 @@ class Case:
     @property
     def steps(self) -> list[tuple[int | None, bool]]:
         """Rows of a stage, and whether rows are forwarded inside nodes, of each step."""
-        return list(itertools.product(self.stage_rows, (False, True) if self.ranks in NODES else (False,)))
+        return list(
+            itertools.product(self.stage_rows, (False, True) if self.ranks in NODES else (False,))
+        )
 
 
 @cache
@@ -126,7 +128,11 @@ def run_case(case: Case) -> list[Step]:
     tolerance = {} if case.local is None else {"balance_tolerance": 0.3}
     settings = PlanSettings(case.ranks, 4096, kinds, balance_block_size=8, **options, **tolerance)
     dispatcher = Dispatcher(settings, CPU, keep_received=case.keep_received)
-    plan = plan_placed(case.on_ranks, settings) if case.on_ranks else plan_micro_batch(case.lengths, settings)
+    plan = (
+        plan_placed(case.on_ranks, settings)
+        if case.on_ranks
+        else plan_micro_batch(case.lengths, settings)
+    )
     model = small_model(case.model, **config).train()
     plan_head(model, CHUNK_BYTES)
     if case.ping_pong:
@@ -141,11 +147,20 @@ def run_case(case: Case) -> list[Step]:
     for number, (stage_rows, in_hops) in enumerate(case.steps):
         model.zero_grad()
         tasks = cut_at_random(plan, number) if case.at_random else plan
-        bound = dispatcher.bind(in_nodes(in_stages(tasks, stage_rows), settings.nodes if in_hops else None))
+        bound = dispatcher.bind(
+            in_nodes(in_stages(tasks, stage_rows), settings.nodes if in_hops else None)
+        )
         if case.local is not None:
             assert {kind.window for kind in bound.local} == {*case.local}
         if case.at_random:
-            assert any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values()) == in_hops
+            assert (
+                any(
+                    routes.forwards
+                    for nano in bound.nano_batches
+                    for routes in nano.routes.values()
+                )
+                == in_hops
+            )
         steps.append(planned_step(model, bound, random_documents(case.documents)))
     return steps
 
@@ -157,11 +172,20 @@ def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
     def tasks(plan: Plan) -> Plan:
         cut = []
         for document, length in enumerate(plan.layout.lengths.tolist()):
-            inner = random.choice(np.arange(1, length), min(4, length - 1), replace=False) if length > 1 else []
+            inner = (
+                random.choice(np.arange(1, length), min(4, length - 1), replace=False)
+                if length > 1
+                else []
+            )
             ends = [0, *sorted(inner), length]
-            cut += [(document, start, stop, random.integers(plan.workers)) for start, stop in itertools.pairwise(ends)]
+            cut += [
+                (document, start, stop, random.integers(plan.workers))
+                for start, stop in itertools.pairwise(ends)
+            ]
         table = np.array(cut, TASK)
-        return replace(plan, tasks=table[np.lexsort((table["start"], table["document"], table["worker"]))])
+        return replace(
+            plan, tasks=table[np.lexsort((table["start"], table["document"], table["worker"]))]
+        )
 
     return changed(plan, tasks)
 
@@ -186,8 +210,14 @@ CASES = {
     "fixed-three": Case(3, ((100,), (50, 50), (25,) * 4), keep_received=True),
     "fixed-odd": Case(4, ((256,), (1,), (), (31, 33))),
     "fixed-two-ranks-without-rows": Case(4, ((200,), (56,), (), ()), keep_received=True),
-    **{f"{model}-joint": Case(2, (128, *MIXED), model) for model in ("mistral", "gemma2", "llama4_text")},
-    **{f"{model}-fixed": Case(4, ((128,), *[MIXED] * 3), model) for model in ("mistral", "gemma2", "llama4_text")},
+    **{
+        f"{model}-joint": Case(2, (128, *MIXED), model)
+        for model in ("mistral", "gemma2", "llama4_text")
+    },
+    **{
+        f"{model}-fixed": Case(4, ((128,), *[MIXED] * 3), model)
+        for model in ("mistral", "gemma2", "llama4_text")
+    },
     # Each model with and without each of: received rows kept, checkpoints, two nano-batches in turns.
     "random-gemma2": at_random("gemma2"),
     "random-llama-turns": at_random("llama", ping_pong=True),
@@ -204,7 +234,9 @@ CASES = {
     "lora-checkpoint": Case(lora=True, checkpointing=False, **ALONE),
     "lora-reentrant": Case(lora=True, checkpointing=True, **ALONE),
     **{
-        f"{windows}-stay-turns-{turns}": Case(2, rows, "gemma2", ping_pong=turns, local=windows, **ALONE)
+        f"{windows}-stay-turns-{turns}": Case(
+            2, rows, "gemma2", ping_pong=turns, local=windows, **ALONE
+        )
         for windows, rows in (((12, None), EQUAL), ((12,), EQUAL_IN_WINDOWS))
         for turns in (False, True)
     },
@@ -252,7 +284,11 @@ def _accumulated() -> Step:
     for lengths in (LENGTHS, FURTHER):
         bound = dispatcher.bind(plan_micro_batch(lengths, dispatcher.settings))
         batch = cut_rows(bound.plan, dist.get_rank(), random_documents(lengths))
-        losses.append(model(**batch, labels=batch["shift_labels"], num_items_in_batch=targets, distca_plan=bound).loss)
+        losses.append(
+            model(
+                **batch, labels=batch["shift_labels"], num_items_in_batch=targets, distca_plan=bound
+            ).loss
+        )
     for loss in losses:
         loss.backward()
     return summed_step(model, sum(losses))
@@ -285,16 +321,27 @@ def _step_in_bfloat16(ping_pong: bool) -> Step:
 
 
 def test_autocast(rank_pools, backward_thread):
-    exact_loss, exact = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    exact_loss, exact = reference_step(
+        small_model(implementation="sdpa"), random_documents(LENGTHS)
+    )
     with torch.autocast("cpu", torch.bfloat16):
-        stock_loss, stock = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
-    for got_loss, got in (step for turns in (False, True) for step in rank_pools[2].run(_step_in_bfloat16, turns)):
+        stock_loss, stock = reference_step(
+            small_model(implementation="sdpa"), random_documents(LENGTHS)
+        )
+    for got_loss, got in (
+        step for turns in (False, True) for step in rank_pools[2].run(_step_in_bfloat16, turns)
+    ):
         assert abs(got_loss - exact_loss) < 2 * abs(stock_loss - exact_loss) + 1e-3
         for name in exact:
-            assert relative_error(got[name], exact[name]) < 2 * relative_error(stock[name], exact[name]) + 1e-2, name
+            assert (
+                relative_error(got[name], exact[name])
+                < 2 * relative_error(stock[name], exact[name]) + 1e-2
+            ), name
 
 
-def _attend(dispatcher, plan, autocast=False, softcap=None) -> tuple[list[Tensor], list[Tensor], list[tuple]]:
+def _attend(
+    dispatcher, plan, autocast=False, softcap=None
+) -> tuple[list[Tensor], list[Tensor], list[tuple]]:
     """Of this rank's rows: Q, K, V and dO; O, dQ, dK and dV; and the spans, without their times."""
     bound, dtype = dispatcher.bind(plan), torch.bfloat16 if autocast else torch.float32
     recording = dispatcher.recorder.listen("phase", "kernel", "send", "wait")
@@ -305,13 +352,17 @@ def _attend(dispatcher, plan, autocast=False, softcap=None) -> tuple[list[Tensor
     module = torch.nn.Identity()
     module.layer_idx = 3
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        output = disaggregated_attention(*qkv, None, bound, AttentionParams(0.3, softcap=softcap), module)
+        output = disaggregated_attention(
+            *qkv, None, bound, AttentionParams(0.3, softcap=softcap), module
+        )
         output.backward(do)
     spans = [(span.kind, span.part, *span.work, span.pairs) for span in recording.take()]
     return [*(x.detach() for x in qkv), do], [output.detach(), *(x.grad for x in qkv)], spans
 
 
-def _beside_the_kernel(on_ranks: list[list[int]], autocast: bool = False, softcap: float | None = None) -> None:
+def _beside_the_kernel(
+    on_ranks: list[list[int]], autocast: bool = False, softcap: float | None = None
+) -> None:
     """Results of core attention on this rank's rows are those of the kernel alone, where nothing moves to the bit."""
     dispatcher = dispatcher_of_all_ranks()
     plan = plan_placed(on_ranks, dispatcher.settings)
@@ -328,11 +379,16 @@ def _beside_the_kernel(on_ranks: list[list[int]], autocast: bool = False, softca
     assert spans == [
         (kind, part, 3, 0, direction, pairs)
         for direction in ("forward", "backward")
-        for kind, part, pairs in (("kernel", "local", 20 * 21 // 2 + 11 * 12 // 2), ("phase", "run local", 0))
+        for kind, part, pairs in (
+            ("kernel", "local", 20 * 21 // 2 + 11 * 12 // 2),
+            ("phase", "run local", 0),
+        )
     ]
 
 
-def test_attention_alone_gives_what_the_kernel_gives_even_on_a_rank_without_rows(rank_pools, backward_thread):
+def test_attention_alone_gives_what_the_kernel_gives_even_on_a_rank_without_rows(
+    rank_pools, backward_thread
+):
     rank_pools[1].run(_beside_the_kernel, [[20, 11]])
     rank_pools[1].run(_beside_the_kernel, [[20, 11]], True, 2.0)
     rank_pools[2].run(_beside_the_kernel, [[40], []])
@@ -346,7 +402,10 @@ def _recorded(nodes: tuple[int, ...] | None, stage_rows: int | None) -> None:
     *_, spans = _attend(dispatcher, plan)
     (routes,) = dispatcher.bind(plan).nano_batches[0].routes.values()
     expected = []
-    for direction, schedule in (("forward", routes.forward), ("backward", routes.backward["nothing"])):
+    for direction, schedule in (
+        ("forward", routes.forward),
+        ("backward", routes.backward["nothing"]),
+    ):
         for phase in schedule:
             calls = [(call.name, routes.groups[call.group].pairs) for call in phase.run]
             waits = [transfer for transfer in phase.wait if routes.rows_of(transfer) != NO_ROWS]
@@ -369,12 +428,22 @@ def test_plans_of_another_batch_for_other_nodes_or_other_layers():
     bound = dispatcher.bind(dispatcher.plan_lengths([[12]])[0])
     with pytest.raises(ValueError, match="gives this rank 12 rows, but the model runs on 7"):
         small_model()(input_ids=batch["input_ids"][:, :7], distca_plan=bound)
-    of_nodes = r"on the nodes \(0,\), but the dispatcher's settings have the nodes None; use the same"
+    of_nodes = (
+        r"on the nodes \(0,\), but the dispatcher's settings have the nodes None; use the same"
+    )
     with pytest.raises(ValueError, match=of_nodes):
         dispatcher.bind(in_nodes(bound.plan, (0,)))
     for model_type, config, kind in (
-        ("mistral", {"sliding_window": 4}, "a window of 4 with 4 query and 2 key-value heads of 8 (values of 8)"),
-        ("llama", {"head_dim": 16}, "full attention with 4 query and 2 key-value heads of 16 (values of 16)"),
+        (
+            "mistral",
+            {"sliding_window": 4},
+            "a window of 4 with 4 query and 2 key-value heads of 8 (values of 8)",
+        ),
+        (
+            "llama",
+            {"head_dim": 16},
+            "full attention with 4 query and 2 key-value heads of 16 (values of 16)",
+        ),
     ):
         planned = "full attention with 4 query and 2 key-value heads of 8 (values of 8)"
         message = f"a layer has {kind}, but the plan was made for {planned}; list the kinds of all layers in "
@@ -401,27 +470,42 @@ class Servers:
 
     def bind(self, plan, settings):
         self.settings = settings
-        self.plan = plan_with_servers(plan, Workers.uniform(settings.ranks + 2), settings, ranks_serve=True)
+        self.plan = plan_with_servers(
+            plan, Workers.uniform(settings.ranks + 2), settings, ranks_serve=True
+        )
         self.events.append(("bind", len(plan.nano_batches)))
         return self.plan, self
 
     def repair(self, plan, kind, lost):
         workers = [plan.layout.ranks + server for server in lost]
         repaired = plan_lost(plan, workers, kind, self.settings, pairs_per_second=1e6)
-        self.events.append(("repair", loads_of(local_tasks(plan, workers)).max(), loads_of(repaired).max()))
+        self.events.append(
+            ("repair", loads_of(local_tasks(plan, workers)).max(), loads_of(repaired).max())
+        )
         return repaired
 
     def start(self, work, servers, kind, params, rows):
-        rank, ranks, nano = self.groups.rank, self.groups.ranks, self.plan.nano_batches[work.nano_batch]
+        rank, ranks, nano = (
+            self.groups.rank,
+            self.groups.ranks,
+            self.plan.nano_batches[work.nano_batch],
+        )
         plan = nano.plans[kind]
-        assert {ranks + asked.server for asked in servers} == {*plan.tasks["worker"].tolist()} - {*range(ranks)}
+        assert {ranks + asked.server for asked in servers} == {*plan.tasks["worker"].tolist()} - {
+            *range(ranks)
+        }
         assert all(len(column_T) == nano.layout.tokens[rank] for column_T in rows.values())
         self.events.append(("start", *work, tuple(rows)))
         answers = {}
         for asked in servers:
-            sent = {name: take(x, asked.q_rows if name in OF_QUERIES else asked.k_rows) for name, x in rows.items()}
+            sent = {
+                name: take(x, asked.q_rows if name in OF_QUERIES else asked.k_rows)
+                for name, x in rows.items()
+            }
             assert (len(sent["q"]), len(sent["k"])) == (asked.q_count, asked.k_count)
-            answer = computed(plan, ranks + asked.server, self.groups.all_gather(sent), params)[rank]
+            answer = computed(plan, ranks + asked.server, self.groups.all_gather(sent), params)[
+                rank
+            ]
             if asked.q_count + asked.k_count:
                 answers[asked.server] = answer
         return SimpleNamespace(collect=partial(self._collect, work, answers))
@@ -434,30 +518,42 @@ class Servers:
         return {server: answer for server, answer in answers.items() if server not in lost}, lost
 
 
-def computed(plan: Plan, worker: int, received: list[dict[str, Tensor]], params) -> list[dict[str, Tensor]]:
+def computed(
+    plan: Plan, worker: int, received: list[dict[str, Tensor]], params
+) -> list[dict[str, Tensor]]:
     """A worker's results of what the ranks sent, rank by rank."""
     kernel, buffer = CpuKernel(), IndexBuffer(CPU)
     tasks = ServedTasks(plan, worker, buffer)
     buffer.send()
     for kind, name in (("queries", "q"), ("keys", "k")):
-        assert [len(rank[name]) for rank in received] == [own.stop - own.start for own in tasks.rows[kind]]
+        assert [len(rank[name]) for rank in received] == [
+            own.stop - own.start for own in tasks.rows[kind]
+        ]
     rows = {name: torch.cat([rank[name] for rank in received]) for name in received[0]}
     qkv = rows["q"], *(take(rows[name], tasks.group.k_rows) for name in ("k", "v"))
     if "do" not in rows:
         o, lse = kernel.forward(*qkv, tasks.group.shapes, params)
         results = {"queries": {"o": o, "lse": lse}}
     else:
-        dq, *dkv = kernel.backward(rows["do"], *qkv, rows["o"], rows["lse"], tasks.group.shapes, params)
+        dq, *dkv = kernel.backward(
+            rows["do"], *qkv, rows["o"], rows["lse"], tasks.group.shapes, params
+        )
         dk, dv = (tasks.key_sums.add_up([part]) for part in dkv)
         results = {"queries": {"dq": dq}, "keys": {"dk": dk, "dv": dv}}
     return [
-        {name: x[tasks.rows[kind][rank]] for kind, columns in results.items() for name, x in columns.items()}
+        {
+            name: x[tasks.rows[kind][rank]]
+            for kind, columns in results.items()
+            for name, x in columns.items()
+        }
         for rank in range(len(received))
     ]
 
 
 def model_of(window: int | None, implementation: str = "distca") -> PreTrainedModel:
-    return small_model("llama" if window is None else "mistral", implementation, sliding_window=window)
+    return small_model(
+        "llama" if window is None else "mistral", implementation, sliding_window=window
+    )
 
 
 def _step_with_servers(ping_pong, lost, window, others) -> tuple[Step, list[tuple]]:
@@ -493,8 +589,18 @@ def test_rows_go_to_servers_and_come_back_attention_by_attention(rank_pools):
     # Nano-batches take turns while servers compute.
     assert [event[:4] for event in events_of(rank_pools[1], ping_pong=True)] == [
         ("bind", 2),
-        *[(what, layer, nano, "forward") for layer in (0, 1) for what in ("start", "collect") for nano in (0, 1)],
-        *[(what, layer, nano, "backward") for layer in (1, 0) for what in ("start", "collect") for nano in (1, 0)],
+        *[
+            (what, layer, nano, "forward")
+            for layer in (0, 1)
+            for what in ("start", "collect")
+            for nano in (0, 1)
+        ],
+        *[
+            (what, layer, nano, "backward")
+            for layer in (1, 0)
+            for what in ("start", "collect")
+            for nano in (1, 0)
+        ],
     ]
 
 
@@ -521,13 +627,26 @@ def test_each_kind_of_attention_has_a_repair_of_its_own_which_is_made_once():
     # A rank holds a document of 8 rows, of which the server computes the last two: 7 + 8 pairs, or 4 in each window.
     tasks = np.array([(0, 0, 6, 0), (0, 6, 8, 1)], TASK)
     layout = fixed_layout([[8]])
-    nano = NanoBatch(np.arange(1), layout, {kind: Plan(layout, tasks, 2, kind.window) for kind in kinds})
-    bound, asked, lost = BoundNanoBatch(0, nano, 0, "alone", set(), IndexBuffer(CPU)), [], frozenset({0})
+    nano = NanoBatch(
+        np.arange(1), layout, {kind: Plan(layout, tasks, 2, kind.window) for kind in kinds}
+    )
+    bound, asked, lost = (
+        BoundNanoBatch(0, nano, 0, "alone", set(), IndexBuffer(CPU)),
+        [],
+        frozenset({0}),
+    )
 
     def repaired(plan, kind, servers):
         asked.append((kind.window, servers))
         return plan_lost(plan, [1], kind, settings, pairs_per_second=1e6)
 
-    found = [bound.repair(kind, lost, SimpleNamespace(repair=repaired)) for kind in (*kinds, *kinds)]
-    assert [sum(group.pairs for group in routes.groups.values()) for routes in found] == [15, 8, 15, 8]
+    found = [
+        bound.repair(kind, lost, SimpleNamespace(repair=repaired)) for kind in (*kinds, *kinds)
+    ]
+    assert [sum(group.pairs for group in routes.groups.values()) for routes in found] == [
+        15,
+        8,
+        15,
+        8,
+    ]
     assert asked == [(None, lost), (4, lost)]

@@ -90,11 +90,15 @@ def test_on_the_cpu_the_clock_is_that_of_the_process_and_is_read_where_somebody_
         recorder = Recorder(CPU)
         with recorder.span(kind, "part", WORK):
             pass
-        assert recorder.seconds(kind) == 2.0 * measured  # what is logged is measured without a listener
+        assert (
+            recorder.seconds(kind) == 2.0 * measured
+        )  # what is logged is measured without a listener
         recording = recorder.listen(kind)
         with recorder.span(kind, "q", WORK):
             pass
-        assert recording.take() == [Span(kind, "q", WORK, *((10.0, 13.5) if measured else (5.0, 7.0)))]
+        assert recording.take() == [
+            Span(kind, "q", WORK, *((10.0, 13.5) if measured else (5.0, 7.0)))
+        ]
 
 
 def test_listeners_get_what_they_asked_for():

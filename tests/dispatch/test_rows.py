@@ -14,7 +14,16 @@ from hf_distca.dispatch.bound import BoundRoutes, GradientSum
 from hf_distca.dispatch.exchange import LAYOUTS_KEPT, Exchange, Route, rounded_up
 from hf_distca.dispatch.executor import _Gradients
 from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.rows import IndexBuffer, RowSum, addend_table, copy_rows, merge_rows, put, row_index, take
+from hf_distca.dispatch.rows import (
+    IndexBuffer,
+    RowSum,
+    addend_table,
+    copy_rows,
+    merge_rows,
+    put,
+    row_index,
+    take,
+)
 from hf_distca.kernels.contract import MAX_SOURCES, SOURCE_BITS
 from hf_distca.plan import SEGMENT, TASK, Layout, Plan
 from hf_distca.planner.layout import fixed_layout
@@ -41,12 +50,20 @@ def test_rows_by_index(rows):
     o, lse = torch.ones(8, 1, 2), torch.zeros(8, 1)
     merge_rows(o, lse, index, taken[:, :2].unsqueeze(1), torch.zeros(len(rows), 1))
     assert o[:, 0, 1].tolist() == [(1 + row) / 2 if row in rows else 1 for row in range(8)]
-    assert lse.flatten().tolist() == pytest.approx([math.log(2) if row in rows else 0 for row in range(8)])
+    assert lse.flatten().tolist() == pytest.approx(
+        [math.log(2) if row in rows else 0 for row in range(8)]
+    )
 
 
 def test_numbers_come_back_aligned():
     buffer = IndexBuffer(CPU)
-    numbers = [np.array([3, 1, 2]), np.array([0, 5], np.int32), np.arange(0), np.arange(4)[::2], np.arange(3)[::-1]]
+    numbers = [
+        np.array([3, 1, 2]),
+        np.array([0, 5], np.int32),
+        np.arange(0),
+        np.arange(4)[::2],
+        np.arange(3)[::-1],
+    ]
     placed = [buffer.place(each) for each in numbers]
     buffer.send()
     assert [x.tolist() for x in placed] == [[3, 1, 2], [0, 5], [], [0, 2], [2, 1, 0]]
@@ -113,7 +130,9 @@ def test_sum_is_that_of_all_addends(sources, whole_first):
 
 
 def test_sums_of_three_in_bfloat16_are_kept_in_float32_and_of_many_sources_refused():
-    values = [column(value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]  # in bfloat16, 256 + 1 is 256
+    values = [
+        column(value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)
+    ]  # in bfloat16, 256 + 1 is 256
     empty = torch.empty(0, 1, dtype=torch.bfloat16)
     assert row_sum([[], [0], [0], [0]], 1).add_up([empty, *values]).item() == 258.0
     assert row_sum([[0], [0], [0]], 1).add_up(values).item() == 258.0  # onto the first
@@ -122,7 +141,10 @@ def test_sums_of_three_in_bfloat16_are_kept_in_float32_and_of_many_sources_refus
 
 
 def test_gradients_of_several_stages_in_bfloat16_are_added_up_in_float32():
-    for stages in ([[0, 1], [0], [0]], [[0], [0], [0]]):  # onto the rows of the first stage, and onto zeros
+    for stages in (
+        [[0, 1], [0], [0]],
+        [[0], [0], [0]],
+    ):  # onto the rows of the first stage, and onto zeros
         buffer = IndexBuffer(CPU)
         early = {("ranks", stage): np.array(targets) for stage, targets in enumerate(stages)}
         routes = SimpleNamespace(gradients={("dq", "local"): GradientSum(2, early, {}, buffer)})
@@ -133,7 +155,10 @@ def test_gradients_of_several_stages_in_bfloat16_are_added_up_in_float32():
             rows = torch.full((len(targets), 1, 1), value, dtype=torch.bfloat16)
             gradients.add_from_ranks(stage, {"dq": rows})
         total = gradients.add_up("dq", "local")
-        assert total.flatten().tolist() == [258.0, 256.0 * (len(stages[0]) - 1)]  # in bfloat16, 256 + 1 is 256
+        assert total.flatten().tolist() == [
+            258.0,
+            256.0 * (len(stages[0]) - 1),
+        ]  # in bfloat16, 256 + 1 is 256
 
 
 def test_addends_of_a_row_come_source_by_source_and_in_order():
@@ -147,7 +172,9 @@ def test_addends_of_a_row_come_source_by_source_and_in_order():
         assert (rows is None or rows.tolist()) == (written is None or written)
         assert found_ends.tolist() == ends
         numbers = addends.tolist()
-        assert [(number & (1 << SOURCE_BITS) - 1, number >> SOURCE_BITS) for number in numbers] == expected
+        assert [
+            (number & (1 << SOURCE_BITS) - 1, number >> SOURCE_BITS) for number in numbers
+        ] == expected
 
 
 def test_few_sizes_of_a_slot_are_kept_and_its_memory_grows_rarely():
@@ -157,7 +184,9 @@ def test_few_sizes_of_a_slot_are_kept_and_its_memory_grows_rarely():
         return exchange.buffer(slot, Route([rows], [rows], crossing=False), [torch.empty(0, 4)])
 
     newest = [opened(rows) for rows in range(20, 0, -1)][-LAYOUTS_KEPT:]
-    assert all(opened(rows) is kept for rows, kept in zip(range(LAYOUTS_KEPT, 0, -1), newest, strict=True))
+    assert all(
+        opened(rows) is kept for rows, kept in zip(range(LAYOUTS_KEPT, 0, -1), newest, strict=True)
+    )
     opened(20)
     assert opened(LAYOUTS_KEPT) is not newest[0]  # the oldest one gave way
     assert len({opened(rows).sent[0].data_ptr() for rows in range(6250, 7812, 62)}) <= 3
@@ -178,12 +207,17 @@ def test_a_stage_in_which_nothing_crosses_beside_others_that_are_forwarded():
     plan = Plan(layout, np.array(tasks, TASK), 3, window=2, stage_rows=4, nodes=(0, 1, 1))
     for rank in range(3):
         stages = make_routes(plan, rank).stages
-        assert {(stage.keys.crossing, stage.forwarded.crossing) for stage in stages} == {(True, True), (False, False)}
+        assert {(stage.keys.crossing, stage.forwarded.crossing) for stage in stages} == {
+            (True, True),
+            (False, False),
+        }
         exchange = Exchange(Groups(CPU, 30))
         for route in BoundRoutes(plan, rank, "alone", IndexBuffer(CPU)).keys:
             # The first hop is an exchange in every stage, as all stages have the same memory.
             assert route.crossing
-            buffer = exchange.buffer("slot", route, [torch.empty(0, 3), torch.empty(0, dtype=torch.float64)])
+            buffer = exchange.buffer(
+                "slot", route, [torch.empty(0, 3), torch.empty(0, dtype=torch.float64)]
+            )
             assert len(buffer.sent[0]) == sum(route.sent)
             assert len(buffer.received[0]) >= sum(route.received)
 

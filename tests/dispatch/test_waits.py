@@ -21,7 +21,9 @@ from hf_distca.dispatch.waits import RankLost, Waits
 
 LIMIT_S = 8.0
 """Signs of life come twenty times as often; silence is noticed in a fifth of it."""
-TIMED_OUT = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation")
+TIMED_OUT = RuntimeError(
+    "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation"
+)
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
 
 
@@ -77,9 +79,13 @@ def test_a_failed_wait_names_the_silent_rank_its_place_and_the_remedy():
         silent_s = r"rank 2 \(process \d+ on .+\) has given no sign of life for \d s"
         place = "in the backward of step 3, waiting for rows of other ranks"
         begin = r"rank 0 has waited for rows of other ranks for [2-5] s"
-        assert re.match(rf"{begin}: {silent_s}, and was last seen {place}\. Look at that process", said)
+        assert re.match(
+            rf"{begin}: {silent_s}, and was last seen {place}\. Look at that process", said
+        )
         assert "rank 1" not in said
-        assert said.endswith(f"ddp_timeout for collectives of DDP, FSDP and DeepSpeed. The error was: {TIMED_OUT}")
+        assert said.endswith(
+            f"ddp_timeout for collectives of DDP, FSDP and DeepSpeed. The error was: {TIMED_OUT}"
+        )
         # Inside of a context of failures the outermost context says so, with the place.
         failures = Failures(other, wait_s=0.1)
 
@@ -90,7 +96,9 @@ def test_a_failed_wait_names_the_silent_rank_its_place_and_the_remedy():
                 with other.of("lengths of documents"):
                     raise CLOSED
 
-        def save() -> None:  # a collective of the training framework fails at a place that is no wait
+        def save() -> (
+            None
+        ):  # a collective of the training framework fails at a place that is no wait
             other.at("the saving of checkpoint-3")
             raise CLOSED
 
@@ -114,18 +122,24 @@ def test_ranks_that_are_elsewhere_absent_or_ended_are_named_when_none_is_silent(
         other.close()
         assert re.search(r": rank 1 \(process .*\) has ended\.", fail(mine, CLOSED))
         signs = mine._watch.signs
-        for _ in range(4):  # a rank that has ended needs nobody, and nobody gives it up however long it is silent
+        for _ in range(
+            4
+        ):  # a rank that has ended needs nobody, and nobody gives it up however long it is silent
             time.sleep(signs.sign_s)
             signs.exchange(None, look=True)
         assert (signs.ended_ranks(), signs.silent_ranks(0.0)) == ([1], {})
     with of_ranks(2) as (mine, other):
         leaves = at_place(other, "", "rows of other ranks")
-        assert ": all ranks are alive and in the same place. Look at" in fail(mine, TIMED_OUT, wait_s=1.0)
+        assert ": all ranks are alive and in the same place. Look at" in fail(
+            mine, TIMED_OUT, wait_s=1.0
+        )
         leaves.set()
     with of_ranks(6) as (mine, *others):
         for absent in others:
             silence(absent)
-            mine.line.ask(lambda store, rank=absent.rank: store.delete_key(f"sign of life of rank {rank}"), 5)
+            mine.line.ask(
+                lambda store, rank=absent.rank: store.delete_key(f"sign of life of rank {rank}"), 5
+            )
         said = fail(mine, TIMED_OUT)
         names = "; ".join(f"rank {rank} has not come so far" for rank in (1, 2, 3, 4))
         assert f": {names}; so it is with 1 more ranks. " in said
@@ -136,7 +150,10 @@ def test_a_long_wait_is_logged_once_a_minute_by_the_first_rank_that_waits(monkey
     with of_ranks(3, 5.0) as (first, second, silent):
         time.sleep(1.0)  # for a first sign of life
         silence(silent)
-        for step, seconds in ((3, 2.8), (4, 1.0)):  # a wait that ended leaves nothing to the next one
+        for step, seconds in (
+            (3, 2.8),
+            (4, 1.0),
+        ):  # a wait that ended leaves nothing to the next one
             events = [at_place(waits, f"the backward of step {step}") for waits in (first, second)]
             time.sleep(seconds)
             for event in events:
@@ -185,7 +202,9 @@ def test_a_stopped_store_holds_up_nobody_and_is_named():
 @pytest.mark.parametrize("place_only", [True, False])
 def test_a_process_ends_that_would_wait_for_ever(monkeypatch, caplog, place_only):
     ended = []
-    monkeypatch.setattr(waits_module.os, "_exit", lambda code: ended.append((code, time.monotonic())))
+    monkeypatch.setattr(
+        waits_module.os, "_exit", lambda code: ended.append((code, time.monotonic()))
+    )
     with of_ranks(2, 2.0) as (mine, other):
         begin = time.monotonic()
         if place_only:
@@ -212,7 +231,9 @@ def test_a_rank_that_was_stopped_itself_forgets_when_others_were_seen(monkeypatc
         monkeypatch.setattr(mine._watch.signs, "forget", forgotten.set)
         assert not forgotten.wait(1.0)
         exchange = mine._watch.signs.exchange
-        monkeypatch.setattr(mine._watch.signs, "exchange", lambda *_, **__: time.sleep(mine._watch.signs.silent_s))
+        monkeypatch.setattr(
+            mine._watch.signs, "exchange", lambda *_, **__: time.sleep(mine._watch.signs.silent_s)
+        )
         assert forgotten.wait(30)
         monkeypatch.setattr(mine._watch.signs, "exchange", exchange)
 

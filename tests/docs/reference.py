@@ -23,7 +23,10 @@ FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 PAGES = ("settings.md", "metrics.md", "cli.md", "refusals.md")
 MARK = re.compile(r"(<!-- (\w+): (.*?) -->\n).*?(?=<!-- end of \2 -->)", re.S)
 """Mark of what is written, its subject, and the text up to its end."""
-GROUPED = [names.split(", ") for names in re.findall(r"<!-- settings: (.*) -->", (FOLDER / PAGES[0]).read_text())]
+GROUPED = [
+    names.split(", ")
+    for names in re.findall(r"<!-- settings: (.*) -->", (FOLDER / PAGES[0]).read_text())
+]
 """Names of the settings in each section of their page."""
 CLASSES = (
     *(hf_distca.DistCAConfig, hf_distca.DistCAArguments),
@@ -119,7 +122,9 @@ def settings(names: str) -> str:
         field, kind = FIELDS[name]
         of_type = TYPES.get(kind)
         if of_type is None or "choices" in field.metadata:
-            *others, last = [f'`"{choice}"`' for choice in field.metadata.get("choices") or get_args(kind)]
+            *others, last = [
+                f'`"{choice}"`' for choice in field.metadata.get("choices") or get_args(kind)
+            ]
             of_type = f"{', '.join(others)} or {last}"
         unit = "".join(f"; unit: {unit}" for unit, of_unit in UNITS.items() if name in of_unit)
         facts = f"{of_type}{unit}; default: {default(name)}"
@@ -128,7 +133,9 @@ def settings(names: str) -> str:
 
 
 def metrics(where: str) -> str:
-    found = [(name, metric) for name, metric in METRICS.items() if where == (metric.where or "Always")]
+    found = [
+        (name, metric) for name, metric in METRICS.items() if where == (metric.where or "Always")
+    ]
     rows = ((f"`{PREFIX}{name}`", metric.unit, metric.meaning) for name, metric in found)
     return table(("name", "unit", "meaning"), *rows)
 
@@ -142,7 +149,9 @@ def refused(title: str) -> str:
 
 
 def tools(_: str) -> str:
-    return table(("tool", "use"), *((f"[`{name}`](#hf-distca-{name})", use) for name, use in TOOLS.items()))
+    return table(
+        ("tool", "use"), *((f"[`{name}`](#hf-distca-{name})", use) for name, use in TOOLS.items())
+    )
 
 
 def tool(name: str) -> str:
@@ -198,14 +207,19 @@ def message(text: str) -> str:
 
 def template(text: str) -> str:
     """A format string with an ellipsis for each value."""
-    return "".join(part + ("" if name is None else "…") for part, name, _, _ in Formatter().parse(text))
+    return "".join(
+        part + ("" if name is None else "…") for part, name, _, _ in Formatter().parse(text)
+    )
 
 
 def prose(text: str) -> str:
     """Plain text as Markdown: values in quotation marks and names with underscores are code."""
     text = re.sub(r"'([^' ]+)'", r'`"\1"`', text).replace(" * ", " × ")
     parts = re.split(r"(`[^`]*`)", text)
-    parts[::2] = [re.sub(r"(?<![\w.])(?!hf_distca\b)([A-Za-z][\w.]*_[\w.*]*\w)", r"`\1`", part) for part in parts[::2]]
+    parts[::2] = [
+        re.sub(r"(?<![\w.])(?!hf_distca\b)([A-Za-z][\w.]*_[\w.*]*\w)", r"`\1`", part)
+        for part in parts[::2]
+    ]
     return "".join(parts)
 
 

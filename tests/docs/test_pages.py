@@ -44,9 +44,29 @@ SETTINGS = {field.name: field for field in fields(hf_distca.DistCATrainingArgume
 OBJECTS = {"hf_distca": hf_distca, "dispatcher": hf_distca.Dispatcher, "accelerator": Accelerator}
 """Objects behind names in examples."""
 OTHERS = {
-    *("expandable_segments", "set_device", "attention_server_token", "vision_tower", "load_universal", "batch_size"),
-    *("ds_to_universal", "inject_missing_state", "sample_packing", "micro_batch_size", "padding_free", "attn_impl"),
-    *("pre_model_load", "get_training_args_mixin", "get_trainer_cls", "TrainerFactory", "eval_loss"),
+    *(
+        "expandable_segments",
+        "set_device",
+        "attention_server_token",
+        "vision_tower",
+        "load_universal",
+        "batch_size",
+    ),
+    *(
+        "ds_to_universal",
+        "inject_missing_state",
+        "sample_packing",
+        "micro_batch_size",
+        "padding_free",
+        "attn_impl",
+    ),
+    *(
+        "pre_model_load",
+        "get_training_args_mixin",
+        "get_trainer_cls",
+        "TrainerFactory",
+        "eval_loss",
+    ),
     *("fsdp_state_dict_type", "zero3_save_16bit_model", "ParallelismConfig", "dp_shard_size"),
     *("output_router_logits", "router_aux_loss_coef"),
 }
@@ -82,7 +102,9 @@ def test_files_that_are_named_exist():
     folders = r"(?:benchmarks|docs|examples|hf_distca|tests)"
     for page, text in PAGES.items():
         named = set(re.findall(rf"`({folders}/[\w/.]*)`", text))
-        named |= set(re.findall(rf"(?<![\w/])({folders}/[\w/]+\.(?:py|yaml|json(?:\.gz)?))\b", text))
+        named |= set(
+            re.findall(rf"(?<![\w/])({folders}/[\w/]+\.(?:py|yaml|json(?:\.gz)?))\b", text)
+        )
         assert not [path for path in named if not (ROOT / path).exists()], page
         for path in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (ROOT / page).parent.joinpath(path).exists(), (page, path)
@@ -90,24 +112,49 @@ def test_files_that_are_named_exist():
 
 
 def test_python_compiles_and_its_names_exist():
-    for node in (node for page in PAGES for code in blocks(page, "python") for node in ast.walk(ast.parse(code))):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in OBJECTS:
+    for node in (
+        node
+        for page in PAGES
+        for code in blocks(page, "python")
+        for node in ast.walk(ast.parse(code))
+    ):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in OBJECTS
+        ):
             known = OBJECTS[node.value.id]
-            made = inspect.isclass(known) and f"self.{node.attr} = " in inspect.getsource(known.__init__)
+            made = inspect.isclass(known) and f"self.{node.attr} = " in inspect.getsource(
+                known.__init__
+            )
             assert hasattr(known, node.attr) or made, node.attr
         if isinstance(node, ast.Call) and re.fullmatch(r"hf_distca\.\w+", ast.unparse(node.func)):
             called = getattr(hf_distca, node.func.attr)
-            inspect.signature(called).bind(*node.args, **{keyword.arg: None for keyword in node.keywords})
+            inspect.signature(called).bind(
+                *node.args, **{keyword.arg: None for keyword in node.keywords}
+            )
 
 
 def test_names_exist():
-    paths = [path for folder in ("examples", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.*")]
+    paths = [
+        path
+        for folder in ("examples", "benchmarks", "tests")
+        for path in (ROOT / folder).rglob("*.*")
+    ]
     code = [*SOURCES, *(path.read_text() for path in paths if path.suffix == ".py")]
-    known = {*re.findall(r"\w+", "\n".join(code)), *re.findall(r"[\w-]+", MAKEFILE), *(path.stem for path in paths)}
+    known = {
+        *re.findall(r"\w+", "\n".join(code)),
+        *re.findall(r"[\w-]+", MAKEFILE),
+        *(path.stem for path in paths),
+    }
     known |= {*SETTINGS, *OTHERS, *inspect.signature(DistributedConfig).parameters}
     for page in WITH_NAMES:
         prose = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.S | re.M)
-        named = set(re.findall(r"[a-z]\w*_\w+|[A-Z][a-z]+[A-Z]\w+", " ".join(re.findall(r"`([^`\n]+)`", prose))))
+        named = set(
+            re.findall(
+                r"[a-z]\w*_\w+|[A-Z][a-z]+[A-Z]\w+", " ".join(re.findall(r"`([^`\n]+)`", prose))
+            )
+        )
         assert not {name for name in named - known if not hasattr(transformers, name)}, page
 
 
@@ -121,16 +168,23 @@ def test_options_and_targets_of_commands_exist(line, monkeypatch, capsys):
         assert set(re.findall(r"(?<= )--[a-z-]+", match[2])) <= known
     if line.startswith("accelerate launch"):
         options = re.split(r"\S+\.py|(?<=--module)", line)[0]
-        assert set(re.findall(r"--\w+", options)) <= launch_command_parser()._option_string_actions.keys()
+        assert (
+            set(re.findall(r"--\w+", options))
+            <= launch_command_parser()._option_string_actions.keys()
+        )
     if line.startswith("make "):
         assert set(re.findall(r" ([a-z][\w-]*)(?= |$)", line)) <= TARGETS
     if match := re.search(r"examples/make_checkpoint\.py (.*)", line):
-        known = set(re.findall(r"\"(--\w+)\"", (ROOT / "examples" / "make_checkpoint.py").read_text()))
+        known = set(
+            re.findall(r"\"(--\w+)\"", (ROOT / "examples" / "make_checkpoint.py").read_text())
+        )
         assert set(re.findall(r"--\w+", match[1])) <= known
     if match := re.search(r"examples/(train|finetune_llama|sft_chat|grpo|dpo)\.py (.*)", line):
         of_trl = {"sft_chat": "SFT", "grpo": "GRPO", "dpo": "DPO"}
         name = of_trl.get(match[1])
-        arguments = getattr(hf_distca, f"DistCA{name}Config") if name else hf_distca.DistCATrainingArguments
+        arguments = (
+            getattr(hf_distca, f"DistCA{name}Config") if name else hf_distca.DistCATrainingArguments
+        )
         own = [] if match[1] == "train" else [import_module(match[1]).ScriptArguments]
         parser = HfArgumentParser([*own, arguments])
         if not own:
@@ -141,7 +195,9 @@ def test_options_and_targets_of_commands_exist(line, monkeypatch, capsys):
 
 
 def test_targets_that_pages_name_exist():
-    texts = "\n".join([*PAGES.values(), (ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md").read_text()])
+    texts = "\n".join(
+        [*PAGES.values(), (ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md").read_text()]
+    )
     assert set(re.findall(r"`make ([a-z-]+)", texts)) <= TARGETS
 
 
@@ -163,13 +219,19 @@ def texts_of(source: str) -> list[str]:
 
 def test_quoted_messages_are_those_of_the_code():
     """A quotation is a message or a part of one, and … in it stands for anything."""
-    tables = [template(f"{entry.found}, but {entry.reason}; {entry.remedy}") for entry in chain(*REFUSALS.values())]
+    tables = [
+        template(f"{entry.found}, but {entry.reason}; {entry.remedy}")
+        for entry in chain(*REFUSALS.values())
+    ]
     known = "\0".join([*tables, *(text for source in SOURCES for text in texts_of(source))])
     for page in QUOTING:
         quoted = re.findall(r"^> (.*)$", PAGES[page], re.M)
         assert len(quoted) >= 5
         for line in quoted:
-            assert re.search(r"[^\0]*".join(map(re.escape, line.strip().split("…"))), known), (page, line)
+            assert re.search(r"[^\0]*".join(map(re.escape, line.strip().split("…"))), known), (
+                page,
+                line,
+            )
 
 
 # Shape
@@ -178,7 +240,11 @@ def test_quoted_messages_are_those_of_the_code():
 def test_length_and_sections_of_pages():
     assert (len(README.splitlines()) <= 160, len(README.split()) <= 1500) == (True, True)
     for page in GUIDES:
-        assert re.findall(r"^## (.*)$", PAGES[page], re.M) == ["Run it", "What you see", "What goes wrong"]
+        assert re.findall(r"^## (.*)$", PAGES[page], re.M) == [
+            "Run it",
+            "What you see",
+            "What goes wrong",
+        ]
 
 
 def test_extras_versions_and_configs_are_those_that_are_declared():
@@ -188,17 +254,27 @@ def test_extras_versions_and_configs_are_those_that_are_declared():
         return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert in_first_column("docs/start/install.md", r"[\w-]+") == set(declared["optional-dependencies"])
-    needs = dict(re.match(r"(\w+)>=([\d.]+)", need).groups() for need in declared["dependencies"] if ">=" in need)
+    assert in_first_column("docs/start/install.md", r"[\w-]+") == set(
+        declared["optional-dependencies"]
+    )
+    needs = dict(
+        re.match(r"(\w+)>=([\d.]+)", need).groups()
+        for need in declared["dependencies"]
+        if ">=" in need
+    )
     assert all(
-        f"{name} {needs[name]}" in PAGES["docs/start/install.md"] for name in ("torch", "transformers", "accelerate")
+        f"{name} {needs[name]}" in PAGES["docs/start/install.md"]
+        for name in ("torch", "transformers", "accelerate")
     )
     shown = in_first_column("docs/start/launching.md", r"\w+\.yaml")
     assert shown == {path.name for path in CONFIGS.glob("*.yaml")}
 
 
 def test_defaults_of_options_and_settings(capsys):
-    for page, tool in (("docs/guides/will-it-pay.md", "simulate"), ("docs/guides/servers.md", "serve")):
+    for page, tool in (
+        ("docs/guides/will-it-pay.md", "simulate"),
+        ("docs/guides/servers.md", "serve"),
+    ):
         with pytest.raises(SystemExit):
             main([tool, "--help"])
         described = re.split(r"^  (?=--)", capsys.readouterr().out, flags=re.M)
@@ -208,10 +284,18 @@ def test_defaults_of_options_and_settings(capsys):
         for option, default in rows:
             assert f"(default: {default.strip('`').split(',')[0]}" in described[option], option
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", PAGES["docs/guides/servers.md"], re.M)
-    assert {name for name, _ in rows} == {name for name in SETTINGS if re.match("attention_server|ranks_serve", name)}
+    assert {name for name, _ in rows} == {
+        name for name in SETTINGS if re.match("attention_server|ranks_serve", name)
+    }
     for name, shown in rows:
-        default = {True: "on", None: "in `output_dir`"}.get(SETTINGS[name].default, SETTINGS[name].default)
-        assert shown.strip("`") == f"{default:g}" if isinstance(default, float) else str(default).strip("`"), name
+        default = {True: "on", None: "in `output_dir`"}.get(
+            SETTINGS[name].default, SETTINGS[name].default
+        )
+        assert (
+            shown.strip("`") == f"{default:g}"
+            if isinstance(default, float)
+            else str(default).strip("`")
+        ), name
 
 
 # What commands print
@@ -232,9 +316,14 @@ def shown_runs() -> Iterator[tuple[str, str, list[str]]]:
 
 @pytest.mark.parametrize(
     ("before", "command", "lines"),
-    [pytest.param(*run, marks=[pytest.mark.survey] * ("simulate" in run[1]), id=run[1]) for run in shown_runs()],
+    [
+        pytest.param(*run, marks=[pytest.mark.survey] * ("simulate" in run[1]), id=run[1])
+        for run in shown_runs()
+    ],
 )
-def test_shown_plans_and_simulations_are_printed(before, command, lines, tmp_path, monkeypatch, capsys):
+def test_shown_plans_and_simulations_are_printed(
+    before, command, lines, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     if before:
         lengths, file = re.fullmatch(r"echo '(.*)' > (.*)", before).groups()
@@ -242,7 +331,11 @@ def test_shown_plans_and_simulations_are_printed(before, command, lines, tmp_pat
     assert main(shlex.split(command)[1:]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert lines
-    assert not [line for line in lines if line not in printed and not line.startswith(("planned", "simulated"))]
+    assert not [
+        line
+        for line in lines
+        if line not in printed and not line.startswith(("planned", "simulated"))
+    ]
 
 
 @pytest.mark.survey
@@ -252,7 +345,10 @@ def test_the_shown_memory_is_counted(tmp_path, monkeypatch, capsys):
     echo, command = commands(page)[:2]
     Path("lengths.json").write_text(re.search("'(.*)'", echo)[1])
     assert main(shlex.split(command)[1:]) == 0
-    printed = {" ".join(line.split()[:-10]): line.split()[-10:] for line in capsys.readouterr().out.splitlines()}
+    printed = {
+        " ".join(line.split()[:-10]): line.split()[-10:]
+        for line in capsys.readouterr().out.splitlines()
+    }
     (table,) = (block for block in blocks(page) if block.startswith("memory of a rank"))
     rows = [line.split() for line in table.splitlines()[2:]]
     assert len(rows) == 12
@@ -265,21 +361,29 @@ def test_the_shown_memory_is_counted(tmp_path, monkeypatch, capsys):
 
 def test_all_tables_have_the_figures_of_the_results():
     texts = {page: page.read_text() for page in tables.PAGES}
-    stale = [str(page.relative_to(ROOT)) for page, text in texts.items() if tables.written(text) != text]
+    stale = [
+        str(page.relative_to(ROOT)) for page, text in texts.items() if tables.written(text) != text
+    ]
     assert not stale, "python benchmarks/result_tables.py writes their tables anew"
     shown = [mark.group(1, 2) for text in texts.values() for mark in tables.MARK.finditer(text)]
     assert {name for name, _ in shown} == set(tables.TABLES)
     by = {"planner_nodes": "planner", "peers_ulysses": "peers"}
     by |= dict.fromkeys(("chosen_data_sets", "expectations", "plain_packing"), "one_strategy")
-    assert {by.get(name, name) for name, _ in shown} - {"memory_guide"} <= {name for name, command in shown if command}
+    assert {by.get(name, name) for name, _ in shown} - {"memory_guide"} <= {
+        name for name, command in shown if command
+    }
 
 
 def test_the_formula_gives_the_simulated_gains():
     for row in result("typical_data")["settings"]:
         assert abs(tables.gain_by_formula(row) - row["over_plain"]) <= 0.02, row["documents"]
-        assert (row["t"] * row["r"] + row["m"]) / (row["r"] + 1) >= tables.gain_by_formula(row) - 1e-3
+        assert (row["t"] * row["r"] + row["m"]) / (row["r"] + 1) >= tables.gain_by_formula(
+            row
+        ) - 1e-3
     _, *rows = tables.paper_tables()
-    assert len({(row[0], row[1], row[3:]) for row in rows}) == len(rows)  # rows that are equal share one
+    assert len({(row[0], row[1], row[3:]) for row in rows}) == len(
+        rows
+    )  # rows that are equal share one
 
 
 def test_figures_in_sentences_are_those_of_the_results():
@@ -293,7 +397,10 @@ def test_figures_in_sentences_are_those_of_the_results():
     assert most[8] < 1.05  # "hardly anything to gain"
     assert most[64] > 1.2  # "large where a few documents are much longer"
     text = " ".join(README.replace(" %", "%").split())
-    assert f"at most {most[8] - 1:.0%} on one node of 8 GPUs, and up to {most[64] - 1:.0%} on 64" in text
+    assert (
+        f"at most {most[8] - 1:.0%} on one node of 8 GPUs, and up to {most[64] - 1:.0%} on 64"
+        in text
+    )
     assert "it is {} GPUs and {}.".format(*single) in text
     page = PAGES["docs/evidence/comparison.md"]
     killed = [result(name) for name in ("faults", "faults_nixl")]
@@ -310,44 +417,74 @@ def test_figures_in_sentences_are_those_of_the_results():
     assert f"{document['tokens']:,} tokens over {len(document['peak_mib'])} ranks" in README
     assert f"within {max(document['relative_errors'].values()):.1e} of float64" in README
     survey = r"(\d+) give the loss and gradients.*? (\d+) are refused.*? (\d+) cannot be built"
-    counts = [int(count) for count in re.search(survey, PAGES["docs/reference/compatibility.md"], re.S).groups()]
+    counts = [
+        int(count)
+        for count in re.search(survey, PAGES["docs/reference/compatibility.md"], re.S).groups()
+    ]
     assert f"{counts[0]} of transformers' {sum(counts)} causal architectures" in page
     assert f"{counts[0]} of {sum(counts)} architectures" in README
     for text_with_counts in (text, " ".join(page.split())):
-        assert f"{counts[1]} are refused with the reason, {counts[2]} cannot be tested" in text_with_counts
-    assert 0.4 < result("planner")["joint, at 0.001"]["bytes_total_ratio"]["median"] < 0.55  # "about half"
+        assert (
+            f"{counts[1]} are refused with the reason, {counts[2]} cannot be tested"
+            in text_with_counts
+        )
+    assert (
+        0.4 < result("planner")["joint, at 0.001"]["bytes_total_ratio"]["median"] < 0.55
+    )  # "about half"
     steps = {name: result(name)["derived"] for name in tables.STEP_TIMES}
-    best = [ratio["median"] for found in steps.values() for name, ratio in found.items() if "best other" in name]
-    assert f"of each mix of documents {min(best):.2f}× to {max(best):.2f}×, slow networks included" in text
-    long, tail = (steps["step_time"][f"{mix}: whole / auto"]["median"] for mix in ("one long", "long tail"))
+    best = [
+        ratio["median"]
+        for found in steps.values()
+        for name, ratio in found.items()
+        if "best other" in name
+    ]
+    assert (
+        f"of each mix of documents {min(best):.2f}× to {max(best):.2f}×, slow networks included"
+        in text
+    )
+    long, tail = (
+        steps["step_time"][f"{mix}: whole / auto"]["median"] for mix in ("one long", "long tail")
+    )
     assert f"{long:.2f}× for one long document and {tail:.2f}× for a long tail" in text
     planning = result("plan_time")["figures"]["chosen, 512 ranks, prolong, ms"]["median"]
     plans = " ".join(PAGES["docs/explanation/plans.md"].split())
-    assert f"a plan takes {planning:.0f} ms of a core, and a step of 32,768 tokens takes 4.1 s" in plans
+    assert (
+        f"a plan takes {planning:.0f} ms of a core, and a step of 32,768 tokens takes 4.1 s"
+        in plans
+    )
 
 
 def test_figures_of_chunks_and_of_ligers_kernels_are_those_of_the_results():
     small, large, liger, *_ = result("gpu_loss_chunks")["steps"].values()
     chunks, kernels = (100 * (1 - faster["step_s"] / small["step_s"]) for faster in (large, liger))
     evidence, gpus = (
-        " ".join(PAGES[f"docs/{name}.md"].split()) for name in ("evidence/benchmarks", "explanation/gpus")
+        " ".join(PAGES[f"docs/{name}.md"].split())
+        for name in ("evidence/benchmarks", "explanation/gpus")
     )
     more = large["peak_gb"] - small["peak_gb"]
-    assert f"cost {chunks:.1f} % of a step beside chunks of 1 GiB, which take {more:.1f} GB more" in evidence
+    assert (
+        f"cost {chunks:.1f} % of a step beside chunks of 1 GiB, which take {more:.1f} GB more"
+        in evidence
+    )
     assert f"took {kernels:.1f} % of a step away" in evidence
     assert (
         f"{kernels:.1f} % shorter, and its peak of memory fell from {small['peak_gb']} to {liger['peak_gb']} GB"
         in gpus
     )
     assert f"costs {chunks:.1f} % of a step" in gpus
-    assert f"{kernels:.1f} % shorter on an H200" in import_module("hf_distca.cli.findings").LIGER_GAIN
+    assert (
+        f"{kernels:.1f} % shorter on an H200" in import_module("hf_distca.cli.findings").LIGER_GAIN
+    )
 
 
 def test_bytes_of_rows_add_up():
     page = PAGES["docs/explanation/exchange.md"]
 
     def rows(table: str) -> list[list[str]]:
-        return [[cell.strip().replace(",", "") for cell in row.strip("| ").split("|")] for row in table.splitlines()]
+        return [
+            [cell.strip().replace(",", "") for cell in row.strip("| ").split("|")]
+            for row in table.splitlines()
+        ]
 
     q, kv, lse = (int(row[2]) for row in rows(re.search(r"\| Q, O.*?(?=\n\n)", page, re.S)[0]))
     row_bytes = import_module("hf_distca.planner.cost").RowBytes()
@@ -360,29 +497,39 @@ def test_bytes_of_rows_add_up():
     for when, *cells in chain(sent, tables[1]):
         for names, size in zip(cells[::2], cells[1::2], strict=False):
             assert not names or sum(size_of[name] for name in names.split()) == int(size), when
-    assert [int(total[at]) for at in (2, 4)] == [sum(int(row[at]) for row in sent if row[at:]) for at in (2, 4)]
+    assert [int(total[at]) for at in (2, 4)] == [
+        sum(int(row[at]) for row in sent if row[at:]) for at in (2, 4)
+    ]
 
 
 # The site and PyPI
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="no mkdocs: the dependency group docs has it")
+@pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None, reason="no mkdocs: the dependency group docs has it"
+)
 def test_the_site_builds_without_a_warning_and_needs_no_other_host(tmp_path):
     """A broken link or anchor, and a page that the navigation lacks, are warnings, which end a strict build."""
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     built = {path: path.read_text() for path in tmp_path.rglob("*.html")}
-    assert len(built) >= len(PAGES) - 1  # README and AGENTS are no pages; one is for addresses that do not exist
+    assert (
+        len(built) >= len(PAGES) - 1
+    )  # README and AGENTS are no pages; one is for addresses that do not exist
     for path, page in built.items():
         for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page):
-            assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", tag), f"{tag} in {path.name}"
+            assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", tag), (
+                f"{tag} in {path.name}"
+            )
     assert (tmp_path / "search" / "search_index.js").is_file()
 
 
 def test_the_long_description_has_absolute_links():
     module = runpy.run_path(str(ROOT / ".ci" / "absolute_links.py"))
-    links = re.findall(r"\]\(([^)]*)\)", module["with_absolute_links"](README, "https://example.org/a/b", "v1"))
+    links = re.findall(
+        r"\]\(([^)]*)\)", module["with_absolute_links"](README, "https://example.org/a/b", "v1")
+    )
     for path in ("raw/v1/docs/step.svg", "blob/v1/examples/train.py"):
         assert f"https://example.org/a/b/{path}" in links
     assert all(link.startswith(("https://", "#")) for link in links)

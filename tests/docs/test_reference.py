@@ -22,28 +22,38 @@ def page(name: str) -> str:
 
 def test_pages_are_those_of_the_code():
     for name in PAGES:
-        assert page(name) == written(page(name)), f"run python -m tests.docs.reference: {name} is out of date"
+        assert page(name) == written(page(name)), (
+            f"run python -m tests.docs.reference: {name} is out of date"
+        )
 
 
 def test_everything_is_on_its_page_once():
     assert sorted(chain(*GROUPED)) == sorted(FIELDS)
     assert set(chain(*UNITS.values())) <= set(FIELDS)
     for name, mark, expected in (
-        ("metrics.md", "metrics", dict.fromkeys(metric.where or "Always" for metric in METRICS.values())),
+        (
+            "metrics.md",
+            "metrics",
+            dict.fromkeys(metric.where or "Always" for metric in METRICS.values()),
+        ),
         ("cli.md", "tool", TOOLS),
         ("refusals.md", "refusals", REFUSALS),
     ):
         assert re.findall(rf"<!-- {mark}: (.*) -->", page(name)) == list(expected)
     cases = [entry.condition or entry.found for entry in chain(*REFUSALS.values())]
     assert len(cases) == len(set(cases))
-    assert set(re.findall(r"^::: hf_distca\.(\w+)$", page("api.md"), re.M)) == set(hf_distca.__all__)
+    assert set(re.findall(r"^::: hf_distca\.(\w+)$", page("api.md"), re.M)) == set(
+        hf_distca.__all__
+    )
     assert {*re.findall(r"^\| `(\w+)` \|", page("kernels.md"), re.M), "auto"} == set(KERNEL_NAMES)
 
 
 def test_metrics_are_those_that_are_logged():
     """Keys of the dictionaries that `figures` returns, from its source: no run logs all of them."""
     logged = set()
-    for node in ast.walk(ast.parse("class Meter:\n" + inspect.getsource(StepMeter).split("\n", 1)[1])):
+    for node in ast.walk(
+        ast.parse("class Meter:\n" + inspect.getsource(StepMeter).split("\n", 1)[1])
+    ):
         if isinstance(node, ast.Dict):
             logged |= {ast.literal_eval(key) for key in node.keys if isinstance(key, ast.Constant)}
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):

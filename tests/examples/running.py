@@ -17,16 +17,22 @@ NOISE = ("`gradient_checkpointing", "find_unused_parameters", "pin_memory", "mis
 def run(command: Sequence[str | Path], folder: Path, **environment: str) -> str:
     """Output of a command."""
     given = {**cpu_environment(), **environment}
-    done = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=folder, env=given, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def run_forked(command: list[str], folder: Path, ranks: int = 2, config: str = "ddp", **environment: str) -> str:
+def run_forked(
+    command: list[str], folder: Path, ranks: int = 2, config: str = "ddp", **environment: str
+) -> str:
     """Output of an example, in processes that have imported everything; `folder` is for the output."""
     folder.mkdir(exist_ok=True)
     codes = run_in_forks(config, EXAMPLES / command[0], command[1:], folder, ranks, **environment)
-    printed = "".join((folder / f"output-{rank}").read_text(errors="replace") for rank in range(ranks))
+    printed = "".join(
+        (folder / f"output-{rank}").read_text(errors="replace") for rank in range(ranks)
+    )
     assert set(codes) == {0}, printed
     assert not [noise for noise in NOISE if noise in printed], printed
     return printed

@@ -13,7 +13,14 @@ from tests.ranks import free_port
 
 def test_both_trainings_have_the_same_losses_and_a_step_is_drawn(checkpoint, tmp_path):
     options = ["--tokens_per_rank", "2048", "--steps", "6"]
-    command = ["demo.py", "--model_name_or_path", str(checkpoint), "--output_dir", str(tmp_path), *options]
+    command = [
+        "demo.py",
+        "--model_name_or_path",
+        str(checkpoint),
+        "--output_dir",
+        str(tmp_path),
+        *options,
+    ]
     printed = run_forked(command, tmp_path / "printed", DS_ACCELERATOR="cpu")
     found = re.findall(r"^(\w[\w ,]*?)  +([\d.]+\D*?)  +([\d.]+\D*)$", printed, re.M)
     rows = {name: values for name, *values in found}
@@ -49,12 +56,16 @@ def test_the_commands_to_try_next_are_there():
 def test_the_notebook_trains_on_two_processes(tmp_path):
     """Its cells run one after another in one process, as a kernel runs them; it is stored without outputs."""
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
-    assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count") is not None]
+    assert not [
+        cell for cell in cells if cell.get("outputs") or cell.get("execution_count") is not None
+    ]
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     # On a free port: another launch may listen on the default port of accelerate.
     launched = "notebook_launcher(train, num_processes=2"
     assert code.count(launched) == 1
-    (tmp_path / "cells.py").write_text(code.replace(launched, f'{launched}, use_port="{free_port()}"'))
+    (tmp_path / "cells.py").write_text(
+        code.replace(launched, f'{launched}, use_port="{free_port()}"')
+    )
     printed = run([sys.executable, "cells.py"], tmp_path)
     assert "Launching training on 2 " in printed
     losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+)", printed)]

@@ -22,9 +22,19 @@ PRINTED = r"The {}: ([\d.]+) at first, ([\d.]+) at last\nPadding: (\d+)% of the 
 
 
 def test_the_checkpoint_loads_like_any_other(checkpoint):
-    model, tokenizer = (kind.from_pretrained(checkpoint) for kind in (AutoModelForCausalLM, AutoTokenizer))
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    assert model.config.to_dict().items() >= {"model_type": "llama", "vocab_size": 512, **sizes}.items()
+    model, tokenizer = (
+        kind.from_pretrained(checkpoint) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    assert (
+        model.config.to_dict().items()
+        >= {"model_type": "llama", "vocab_size": 512, **sizes}.items()
+    )
     assert len(tokenizer) == 512
     printed = (checkpoint / "printed/output-0").read_text()
     assert re.search(r"^Training a tokenizer on 200 of \d+ documents$", printed, re.M)
@@ -38,7 +48,9 @@ def test_the_checkpoint_loads_like_any_other(checkpoint):
 
 
 def test_sizes_that_do_not_divide_and_documents(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", "--output", str(tmp_path), "--heads", "3"])
+    monkeypatch.setattr(
+        sys, "argv", ["make_checkpoint.py", "--output", str(tmp_path), "--heads", "3"]
+    )
     with pytest.raises(SystemExit):
         make_checkpoint.main()
     assert "got hidden_size 256, heads 3, kv_heads 2; expected" in capsys.readouterr().err
@@ -53,7 +65,11 @@ def test_all_weights_on_the_standard_library(checkpoint, tmp_path):
     options = "--max_documents 20 --tokens_per_rank 512 --long_documents split --max_steps 12 --logging_steps 1"
     printed = run_forked(finetune(checkpoint, tmp_path, options), tmp_path / "printed")
     summary = summary_of(tmp_path)
-    assert (summary["documents"], summary["tokens"] > 19 * 30, summary["tokens_per_second"] > 0) == (19, True, True)
+    assert (
+        summary["documents"],
+        summary["tokens"] > 19 * 30,
+        summary["tokens_per_second"] > 0,
+    ) == (19, True, True)
     assert max(summary["loss_last"] + 0.5, summary["eval_loss"]) < summary["loss_first"]
     # With 512 tokens per rank a block of 128 rows is a large part of a rank's share.
     assert 1 <= summary["imbalance_degree_planned"] < summary["imbalance_degree_as_packed"] > 1.1
@@ -72,7 +88,9 @@ def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
 
 
 def test_ranks_that_share_layers(checkpoint, tmp_path):
-    options = "--tp_size 2 --max_documents 40 --tokens_per_rank 512 --long_documents split --max_steps 4"
+    options = (
+        "--tp_size 2 --max_documents 40 --tokens_per_rank 512 --long_documents split --max_steps 4"
+    )
     command = finetune(checkpoint, tmp_path, f"{options} --logging_steps 1")
     run_forked(command, tmp_path / "printed", ranks=4, config="tp")
     summary = summary_of(tmp_path)
@@ -84,7 +102,9 @@ def test_chats_about_the_standard_library(checkpoint, tmp_path):
     settings = "--learning_rate 1e-2 --logging_steps 1 --save_strategy no --report_to none --bf16 False --use_peft"
     options = "--max_chats 20 --tokens_per_rank 512 --long_documents split --max_steps 12 --assistant_only_loss"
     paths = ["--model_name_or_path", str(checkpoint), "--output_dir", str(tmp_path)]
-    printed = run_forked(["sft_chat.py", *paths, *settings.split(), *options.split()], tmp_path / "printed")
+    printed = run_forked(
+        ["sft_chat.py", *paths, *settings.split(), *options.split()], tmp_path / "printed"
+    )
     summary = summary_of(tmp_path)
     assert summary["chats"] == 19
     assert 12 * 512 < summary["tokens"] <= 12 * 1024
@@ -101,7 +121,9 @@ def test_rewards_of_a_program(checkpoint, tmp_path):
     # TRL turns checkpoints off and on around generation, by names of which transformers 5.23 warns.
     options = f"--max_prompts 8 --max_steps 2 --max_completion_length 8 --num_generations 2 --{CHECKPOINTING} False"
     paths = ["--model_name_or_path", str(checkpoint), "--output_dir", str(tmp_path)]
-    printed = run_forked(["grpo.py", *paths, *options.split(), "--report_to", "none"], tmp_path / "printed")
+    printed = run_forked(
+        ["grpo.py", *paths, *options.split(), "--report_to", "none"], tmp_path / "printed"
+    )
     first, last, padding = re.search(PRINTED.format("reward"), printed).groups()
     assert 0 <= float(first) <= 1
     assert 0 <= float(last) <= 1
@@ -112,7 +134,9 @@ def test_rewards_of_a_program(checkpoint, tmp_path):
 def test_preferences_with_adapters(checkpoint, tmp_path):
     options = f"--max_pairs 16 --max_steps 1 --max_length 256 --{CHECKPOINTING} False --use_peft"
     paths = ["--model_name_or_path", str(checkpoint), "--output_dir", str(tmp_path)]
-    printed = run_forked(["dpo.py", *paths, *options.split(), "--report_to", "none"], tmp_path / "printed")
+    printed = run_forked(
+        ["dpo.py", *paths, *options.split(), "--report_to", "none"], tmp_path / "printed"
+    )
     first, _, padding = re.search(PRINTED.format("loss"), printed).groups()
     assert float(first) == pytest.approx(0.693, abs=1e-3)  # ln 2: the model is its own reference
     assert 0 < int(padding) < 100
@@ -123,13 +147,20 @@ def test_what_the_parser_reads_of_a_completion():
     prompt, messages = "def f():\n", [{"role": "user", "content": "def f():\n"}]
     completions = ["    return 1", "    return 1\n)", " ", "    \0", "    )"]
     assert grpo.reward([prompt] * 5, completions) == [1.0, 13 / 14, 0.0, 0.0, 4 / 5]
-    assert grpo.reward([messages], [[{"role": "assistant", "content": "    return 1\n)"}]]) == [13 / 14]
+    assert grpo.reward([messages], [[{"role": "assistant", "content": "    return 1\n)"}]]) == [
+        13 / 14
+    ]
 
 
 def test_functions_of_the_standard_library():
     first, second = 'def f(x):\n    """Add."""\n', 'def g():\n    """Say."""\n'
-    source = f"{first}    x += 1\n    return x\n\n\n@h\n{second}    pass\n\n\ndef h(g):\n    return g\n"
-    assert list(grpo.function_heads([source, "not Python"])) == [{"prompt": first}, {"prompt": second}]
+    source = (
+        f"{first}    x += 1\n    return x\n\n\n@h\n{second}    pass\n\n\ndef h(g):\n    return g\n"
+    )
+    assert list(grpo.function_heads([source, "not Python"])) == [
+        {"prompt": first},
+        {"prompt": second},
+    ]
     pair = {"prompt": first, "chosen": "    x += 1\n    return x", "rejected": "    pass"}
     assert list(dpo.function_pairs([source, "not Python"])) == [pair]
 
@@ -148,7 +179,9 @@ def test_a_refusal_is_one_line_of_rank_0(checkpoint, tmp_path):
     options = ["--output_dir", str(tmp_path / "run"), "--label_smoothing_factor", "0.1"]
     command = [str(checkpoint), str(tmp_path / "text.txt"), *options]
     assert run_in_forks("ddp", EXAMPLES / "train.py", command, tmp_path) == [1, 1]
-    printed, others = ((tmp_path / f"output-{rank}").read_text(errors="replace") for rank in range(2))
+    printed, others = (
+        (tmp_path / f"output-{rank}").read_text(errors="replace") for rank in range(2)
+    )
     assert [line for line in printed.splitlines() if "label_smoothing_factor" in line] == [
         "label_smoothing_factor=0.1 is set, but targets of packed documents are already shifted, and it shifts again; "
         "set 0.0"
@@ -166,7 +199,9 @@ def test_a_misspelt_option_is_two_lines(monkeypatch, capsys):
         example = import_module(f"examples.{name}")
         needed = [] if given else ["--model_name_or_path", "model"]
         monkeypatch.setattr(
-            sys, "argv", [f"{name}.py", *given, *needed, "--use_cpu", "--output_dir", "/no", "--nosuch"]
+            sys,
+            "argv",
+            [f"{name}.py", *given, *needed, "--use_cpu", "--output_dir", "/no", "--nosuch"],
         )
         with pytest.raises(SystemExit, match=r"^2$"):
             example.main()
@@ -178,7 +213,9 @@ def test_a_misspelt_option_is_two_lines(monkeypatch, capsys):
 def test_every_example_that_is_launched_reports_errors_once():
     for name in ("train", "finetune_llama", "sft_chat", "grpo", "dpo", "accelerate_loop"):
         tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
-        (main,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+        (main,) = (
+            node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"
+        )
         assert [ast.unparse(each) for each in main.decorator_list] == ["hf_distca.record"], name
 
 
@@ -213,7 +250,10 @@ def test_each_example_stands_alone_with_options_called_as_in_trl():
     for path in EXAMPLES.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
-                assert not names & {getattr(node, "module", None), *(alias.name for alias in node.names)}, path
+                assert not names & {
+                    getattr(node, "module", None),
+                    *(alias.name for alias in node.names),
+                }, path
     theirs = {each.name for each in (*fields(trl.ScriptArguments), *fields(trl.ModelConfig))}
     ours = [
         {each.name for each in fields(example.ScriptArguments)} - theirs

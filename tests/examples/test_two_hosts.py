@@ -49,7 +49,9 @@ def test_the_example_trains_on_two_hosts(hosts, checkpoint, tmp_path):
     environment["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     options = "--max_documents 8 --tokens_per_rank 512 --long_documents split --max_steps 2 --logging_steps 1"
     command = ["./slurm.sh", CONFIGS / "ddp.yaml", *finetune(checkpoint, tmp_path, options)]
-    done = subprocess.run(command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tokens/s on 2 ranks" in done.stdout
     assert summary_of(tmp_path)

@@ -46,7 +46,10 @@ def python(clone, tmp_path_factory) -> Path:
     wheel = folder / "wheels" / f"hf_distca-{hf_distca.__version__}-py3-none-any.whl"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
-    run_outside([*pip, "--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel], ROOT.parent)
+    run_outside(
+        [*pip, "--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel],
+        ROOT.parent,
+    )
     (site,) = folder.glob("lib/python*/site-packages")
     (metadata,) = site.glob("hf_distca-*.dist-info")
     for package in closure(Distribution.at(metadata)):
@@ -91,20 +94,27 @@ def test_the_quickstart_and_the_shown_scripts_train(python, tmp_path):
     started = "import multiprocessing; print(multiprocessing.get_start_method())"
     assert in_shell(f'python -c "{started}"').split() == ["forkserver"]
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    make_checkpoint, make_text, launch = blocks("README.md", part="Quickstart")[0].replace("\\\n", " ").splitlines()
+    make_checkpoint, make_text, launch = (
+        blocks("README.md", part="Quickstart")[0].replace("\\\n", " ").splitlines()
+    )
     assert {make_checkpoint, make_text, launch} <= set(commands("docs/start/quickstart.md"))
     in_shell(f"{make_checkpoint} & {make_text}; wait")
     text = tmp_path / "my.txt"
     text.write_bytes(text.read_bytes()[:TEXT_BYTES])
     # On a free port: another launch may listen on the default port of accelerate.
-    launch = launch.replace("accelerate launch", f"accelerate launch --main_process_port {free_port()}")
+    launch = launch.replace(
+        "accelerate launch", f"accelerate launch --main_process_port {free_port()}"
+    )
     printed = in_shell(f"{launch} --logging_steps 1 --num_train_epochs 2")
     losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+)", printed)]
     assert losses[-1] < losses[0]
     assert losses[0] == pytest.approx(7.6, abs=0.2)  # ln 2048
     model = tmp_path / "runs" / "train" / "model.safetensors"
     model.unlink()
-    shown = [*blocks("README.md", "python", "Quickstart"), *blocks("docs/start/quickstart.md", "python")]
+    shown = [
+        *blocks("README.md", "python", "Quickstart"),
+        *blocks("docs/start/quickstart.md", "python"),
+    ]
     (tmp_path / "shown.py").write_text("\n".join(shown))
     assert in_shell("python shown.py").count("'train_loss'") == len(shown) == 2
     assert model.exists()
@@ -118,6 +128,8 @@ def test_its_commands_run_with_nothing_else(python, tmp_path):
     code = "import hf_distca.cli.main as cli; print(cli.__file__); cli.main(['doctor'])"
     file, *findings = run_outside([python, "-c", code], tmp_path).splitlines()
     assert Path(file).is_relative_to(python.parents[1])
-    found = {line.split()[1]: line.split(maxsplit=2)[2] for line in findings if not line.startswith(" ")}
+    found = {
+        line.split()[1]: line.split(maxsplit=2)[2] for line in findings if not line.startswith(" ")
+    }
     assert found["hf-distca"] == hf_distca.__version__
     assert all(found[name].startswith("not installed") for name in ("peft", "deepspeed"))

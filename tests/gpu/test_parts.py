@@ -11,7 +11,14 @@ from benchmarks.gpu import exchange, padded, replay, steps
 from benchmarks.gpu.__main__ import SECONDS, START_S, command_of, parts_of
 from benchmarks.gpu.devices import cuda_devices, why_none
 from benchmarks.gpu.findings import Findings, StepResult, compare
-from benchmarks.gpu.kernels import calls_of, cases, check_kernel, deviation, side_by_side, why_missing
+from benchmarks.gpu.kernels import (
+    calls_of,
+    cases,
+    check_kernel,
+    deviation,
+    side_by_side,
+    why_missing,
+)
 from benchmarks.gpu.runner import Part, run_part
 from benchmarks.gpu.setting import Replay, Setting
 from benchmarks.gpu.training import Watch, _check_logged, _check_memory
@@ -21,7 +28,13 @@ from hf_distca.measure import device as measured
 from hf_distca.planner.micro_batch import plan_placed
 from hf_distca.planner.settings import PlanSettings
 
-WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64}
+WIDE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+}
 SMALL = Setting(
     device=torch.device("cpu"),
     dtype=torch.float32,
@@ -58,7 +71,9 @@ def by_name(part: Part) -> str:
 
 
 @pytest.mark.parametrize(
-    "part", [part for part in parts_of(SMALL) if part.name not in ("two ranks", "exchange")], ids=by_name
+    "part",
+    [part for part in parts_of(SMALL) if part.name not in ("two ranks", "exchange")],
+    ids=by_name,
 )
 def test_on_the_cpu(part, monkeypatch):
     monkeypatch.setattr(measured, "QUERIES", {"cpu": (16, 64, 256)})
@@ -86,7 +101,9 @@ def test_ranks_on_the_cpu(rank_pools):
     for ranks, link in ((1, "none: a rank with itself"), (2, "between GPUs"), (3, "between GPUs")):
         findings = exchange.check_exchange(SMALL, ranks, alone if ranks == 1 else run)
         assert (findings.wrong, findings.figures["link"]) == ([], link)
-        assert all(findings.figures[f"{blocks} blocks"]["exchange_ms"] > 0 for blocks in exchange.BLOCKS)
+        assert all(
+            findings.figures[f"{blocks} blocks"]["exchange_ms"] > 0 for blocks in exchange.BLOCKS
+        )
 
 
 def test_documents_divide_into_two_nano_batches_where_they_are_placed():
@@ -149,19 +166,29 @@ def test_of_a_kernel_that_is_compiled_there_are_few_variants():
     few, every = calls_of(SMALL, "flash_attn_4"), calls_of(SMALL, "flash_attn_3")
     assert len({(dtype, case.variant) for (dtype, _), case in few.items()}) == 4
     assert {dtype for dtype, _ in few} == {torch.bfloat16}
-    assert {"no tasks", "one row, many keys", "window 1", "not causal, one row"} <= {name for _, name in few}
+    assert {"no tasks", "one row, many keys", "window 1", "not causal, one row"} <= {
+        name for _, name in few
+    }
     assert {name for dtype, name in every if dtype == torch.float16} == set(cases(SMALL))
 
 
 def test_deviations_and_side_by_side_rows():
     want = torch.tensor([2.0, -4.0, -torch.inf], dtype=torch.float64)
-    for got, expected in (([2.0, -3.0, -torch.inf], 0.25), ([2.0, -torch.inf, -torch.inf], math.inf)):
+    for got, expected in (
+        ([2.0, -3.0, -torch.inf], 0.25),
+        ([2.0, -torch.inf, -torch.inf], math.inf),
+    ):
         assert deviation(torch.tensor(got), want) == expected
     assert deviation(torch.tensor([2.0, -4.0, 0.0]), want) == math.inf
-    assert deviation(torch.tensor([0.01]), torch.zeros(1, dtype=torch.float64)) == pytest.approx(0.1)
+    assert deviation(torch.tensor([0.01]), torch.zeros(1, dtype=torch.float64)) == pytest.approx(
+        0.1
+    )
     # Received rows lie in wider rows, at multiples of 16 bytes.
     views = side_by_side([(3, 7, 5), (3, 1, 8)], torch.bfloat16, torch.device("cpu"))
-    assert [(tuple(view.shape), view.stride()) for view in views] == [((3, 7, 5), (56, 5, 1)), ((3, 1, 8), (56, 8, 1))]
+    assert [(tuple(view.shape), view.stride()) for view in views] == [
+        ((3, 7, 5), (56, 5, 1)),
+        ((3, 1, 8), (56, 8, 1)),
+    ]
     assert [view.storage_offset() * 2 % 16 for view in views] == [0, 0]
 
 
@@ -172,9 +199,18 @@ def test_a_result_that_is_further_off_than_stock_attention_is_found():
     findings = Findings()
     assert compare(findings, "as good", as_good, stock, exact, torch.float32) == pytest.approx(0.1)
     assert findings.wrong == []
-    compare(findings, "worse", StepResult(2.1, {"a": torch.tensor([1.3, 0.0])}), stock, exact, torch.float32)
+    compare(
+        findings,
+        "worse",
+        StepResult(2.1, {"a": torch.tensor([1.3, 0.0])}),
+        stock,
+        exact,
+        torch.float32,
+    )
     found = [sentence.rsplit(": ", 1)[0] for sentence in findings.wrong]
-    assert found == [f"worse: deviation of the {what}" for what in ("loss", "gradient of a", "gradient of b")]
+    assert found == [
+        f"worse: deviation of the {what}" for what in ("loss", "gradient of a", "gradient of b")
+    ]
 
 
 def test_a_replay_without_a_call_is_found(monkeypatch):
@@ -199,13 +235,24 @@ def test_whole_documents_of_a_replay_go_to_the_rank_with_the_fewest_pairs():
 def test_a_replay_that_gains_nothing_or_is_predicted_badly_is_found():
     findings, figures = Findings(), {"speed_up_of_busiest": 1.01}
     replay.check_times(
-        findings, "a", {**figures, "predicted_over_measured_least": 0.9, "predicted_over_measured_most": 1.1}
+        findings,
+        "a",
+        {**figures, "predicted_over_measured_least": 0.9, "predicted_over_measured_most": 1.1},
     )
     assert findings.wrong == []
-    figures = {"speed_up_of_busiest": 0.5, "predicted_over_measured_least": 0.8, "predicted_over_measured_most": 1.2}
+    figures = {
+        "speed_up_of_busiest": 0.5,
+        "predicted_over_measured_least": 0.8,
+        "predicted_over_measured_most": 1.2,
+    }
     replay.check_times(findings, "b", figures)
-    off = [f"b: predicted seconds of a rank are {ratio} of the measured" for ratio in ("0.80", "1.20")]
-    assert findings.wrong == ["b: the busiest rank takes 2.00 of its time with whole documents", *off]
+    off = [
+        f"b: predicted seconds of a rank are {ratio} of the measured" for ratio in ("0.80", "1.20")
+    ]
+    assert findings.wrong == [
+        "b: the busiest rank takes 2.00 of its time with whole documents",
+        *off,
+    ]
 
 
 def test_memory_that_grows_and_losses_that_differ_are_found():
@@ -244,10 +291,16 @@ def test_padded_batches_that_differ_gain_little_or_are_packed_slowly_are_found()
 
 def test_a_packed_model_without_its_attention_is_found(monkeypatch):
     found = padded.check_padded(SMALL)
-    packed = [figures for name, figures in found.figures["strategies"].items() if name.startswith("packed")]
+    packed = [
+        figures
+        for name, figures in found.figures["strategies"].items()
+        if name.startswith("packed")
+    ]
     assert len(packed) == 2
     assert all(figures["before_model_s"] > 0 for figures in packed)
     monkeypatch.setattr(CpuKernel, "forward", lambda self, q, *_: (q * 0, q[..., 0] * 0))
     wrong = padded.check_padded(SMALL).wrong
     assert wrong
-    assert all(sentence.startswith("packed") and "difference of the" in sentence for sentence in wrong)
+    assert all(
+        sentence.startswith("packed") and "difference of the" in sentence for sentence in wrong
+    )

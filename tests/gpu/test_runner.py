@@ -19,7 +19,8 @@ WRITE = "import json, sys; open(sys.argv[1], 'w').write(json.dumps(told))"
 LEAVE = "told = dict(figures={}, wrong=[], skipped='') | {told}; " + WRITE
 CODE = {
     "good": LEAVE.replace("{told}", "{}"),
-    "wrong": "print('slow');" + LEAVE.replace("{told}", "dict(figures={'b': 2}, wrong=['too slow'])"),
+    "wrong": "print('slow');"
+    + LEAVE.replace("{told}", "dict(figures={'b': 2}, wrong=['too slow'])"),
     "skipped": LEAVE.replace("{told}", "dict(skipped='not installed')"),
     "broken": "import sys; print('segfault'); sys.exit(139)",
     # Waits together with a process that it has started.
@@ -42,7 +43,12 @@ def run(tmp_path, names, seconds=60.0, hanging_s=2.0):
     parts = [Part(name, never, hanging_s if name == "hanging" else 20.0) for name in names]
     parts.append(Part("kernel", never, 20.0, skipped="needs a package"))
     right = run_parts(
-        parts, lambda name, found: [sys.executable, "-c", CODE[name], str(found)], results, file, tmp_path, seconds
+        parts,
+        lambda name, found: [sys.executable, "-c", CODE[name], str(found)],
+        results,
+        file,
+        tmp_path,
+        seconds,
     )
     assert json.loads(file.read_text()) == results
     kernel = results["parts"].pop("kernel")  # for which no process was started
@@ -72,12 +78,17 @@ def test_a_part_sees_the_first_gpu_or_all(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     code = f"import os; told = dict(figures=os.environ['CUDA_VISIBLE_DEVICES'], wrong=[], skipped=''); {WRITE}"
     parts = [Part("part", never, 20.0, all_gpus=all_gpus) for all_gpus in (False, True)]
-    seen = [run_part(part, lambda _, file: [sys.executable, "-c", code, str(file)], tmp_path) for part in parts]
+    seen = [
+        run_part(part, lambda _, file: [sys.executable, "-c", code, str(file)], tmp_path)
+        for part in parts
+    ]
     assert [part["figures"] for part in seen] == ["3", "3,5"]
 
 
 def test_parts_that_do_not_fit_are_not_run(tmp_path, capsys):
-    right, parts = run(tmp_path, ["wrong", "hanging", "broken", "good"], seconds=21.9, hanging_s=22.0)
+    right, parts = run(
+        tmp_path, ["wrong", "hanging", "broken", "good"], seconds=21.9, hanging_s=22.0
+    )
     assert not right
     assert [part["status"] for part in parts.values()] == ["FAILED", "NOT RUN", "FAILED", "passed"]
     (why,) = parts["hanging"]["wrong"]
@@ -108,7 +119,8 @@ def test_parts_by_name_or_how_they_begin():
     assert chosen(parts, []) == parts
     assert chosen(parts, ["t", "kernel a"]) == [parts[0], *parts[2:]]
     with pytest.raises(
-        ValueError, match=r"no part is called 'nccl'; there are: kernel a, kernel a2, two ranks, trace"
+        ValueError,
+        match=r"no part is called 'nccl'; there are: kernel a, kernel a2, two ranks, trace",
     ):
         chosen(parts, ["kernel", "nccl"])
 

@@ -86,7 +86,12 @@ def make_inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
         x = x.to(dtype)[:, 1:, 1:].transpose(0, 1)
         return x.transpose(0, 2).contiguous().transpose(0, 2) if seed % 2 else x
 
-    q_rows, k_rows, (heads, kv_heads), (dim_qk, dim_v) = sum(case.q_lens), sum(case.k_lens), case.heads, case.dims
+    q_rows, k_rows, (heads, kv_heads), (dim_qk, dim_v) = (
+        sum(case.q_lens),
+        sum(case.k_lens),
+        case.heads,
+        case.dims,
+    )
     do, q = rows(q_rows, heads, dim_v), rows(q_rows, heads, dim_qk)
     k, v = rows(k_rows, kv_heads, dim_qk), rows(k_rows, kv_heads, dim_v)
     return do, q, k, v, TaskShapes.build(case.q_lens, case.k_lens, "cpu")
@@ -107,16 +112,28 @@ def assert_matches_reference(kernel: Kernel, case: Case, dtype: torch.dtype, see
     o, lse = kernel.forward(*qkv, shapes, case.params)
     before = o.clone(), lse.clone()
     grads = kernel.backward(do, *qkv, o, lse, shapes, case.params)
-    assert all(map(torch.equal, (*inputs[:4], o, lse), (*make_inputs(case, dtype, seed)[:4], *before)))
+    assert all(
+        map(torch.equal, (*inputs[:4], o, lse), (*make_inputs(case, dtype, seed)[:4], *before))
+    )
 
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     assert [x.dtype for x in (o, lse, *grads)] == [dtype, lse_dtype, dtype, dtype, dtype]
     assert all(x.is_contiguous() for x in (o, *grads))
     # Of bfloat16's 2^-9 per rounding, o, the probabilities and the gradients each take some.
-    bound = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 7e-3, torch.float16: 1e-3}[dtype]
+    bound = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 7e-3, torch.float16: 1e-3}[
+        dtype
+    ]
     # lse stays in float32, but in half precision the op's exponential is a less exact one.
-    bounds = {"o": bound, "lse": 3e-5 if dtype.itemsize == 2 else bound, "dq": bound, "dk": bound, "dv": bound}
-    for (name, of_one), got, want in zip(bounds.items(), (o, lse, *grads), expected(case, inputs), strict=True):
+    bounds = {
+        "o": bound,
+        "lse": 3e-5 if dtype.itemsize == 2 else bound,
+        "dq": bound,
+        "dk": bound,
+        "dv": bound,
+    }
+    for (name, of_one), got, want in zip(
+        bounds.items(), (o, lse, *grads), expected(case, inputs), strict=True
+    ):
         finite = want[want.isfinite()]
         # At least 1: where every row has one key, dq and dk are differences of equal numbers.
         largest = max(finite.abs().max().item(), 1.0) if len(finite) else 1.0

@@ -64,9 +64,15 @@ class StandIn:
         self.name, self.calls, self.module = name, [0, 0], SimpleNamespace()
         self.given: list[dict[str, Any]] = [{}, {}]
         for direction, (function, signature) in enumerate(SIGNATURES[name].items()):
-            setattr(self.module, function, partial(self._call, direction, eval(f"lambda {signature}: locals()")))
+            setattr(
+                self.module,
+                function,
+                partial(self._call, direction, eval(f"lambda {signature}: locals()")),
+            )
 
-    def _call(self, direction: int, arguments: Any, *args: Any, **options: Any) -> tuple[Tensor | None, ...]:
+    def _call(
+        self, direction: int, arguments: Any, *args: Any, **options: Any
+    ) -> tuple[Tensor | None, ...]:
         self.calls[direction] += 1
         self.given[direction] = given = arguments(*args, **options)
         return self._backward(given) if direction else self._forward(given)
@@ -100,7 +106,9 @@ class StandIn:
             given[name].copy_(gradient)
         return ()
 
-    def _asked(self, tensors: list[Tensor], given: dict[str, Any]) -> tuple[TaskShapes, AttentionParams]:
+    def _asked(
+        self, tensors: list[Tensor], given: dict[str, Any]
+    ) -> tuple[TaskShapes, AttentionParams]:
         """What a call asks for, after the checks that the kernels make; q, k and v are the first tensors."""
         q, k, v = tensors[:3]
         dims = q.shape[2], v.shape[2]
@@ -117,7 +125,9 @@ class StandIn:
             assert not any(stride % 8 for stride in x.stride()[:-1])
             assert x.data_ptr() % 16 == 0
         of_torch = self.name == "torch_varlen"
-        cu_q, cu_k, max_q, max_k = (given[name] for name in (OF_TORCH if of_torch else LENGTHS).split(", "))
+        cu_q, cu_k, max_q, max_k = (
+            given[name] for name in (OF_TORCH if of_torch else LENGTHS).split(", ")
+        )
         shapes = TaskShapes.build(cu_q.diff().tolist(), cu_k.diff().tolist(), "cpu")
         assert shapes.q_lens
         assert cu_q[0] == cu_k[0] == 0

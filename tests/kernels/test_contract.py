@@ -66,12 +66,18 @@ def test_refused_tensors(kernel_name: str) -> None:
     do, q, k, v, shapes = make_inputs(Case((3,), (5,)), torch.float32)
     for bad, message in [
         ((q, k.bfloat16(), v, shapes), "one dtype, got torch.float32, torch.bfloat16"),
-        ((q, k, v, TaskShapes.build([3], [6], "cpu")), "3 query rows and 6 key/value rows, but q, k and v have 3, 5"),
+        (
+            (q, k, v, TaskShapes.build([3], [6], "cpu")),
+            "3 query rows and 6 key/value rows, but q, k and v have 3, 5",
+        ),
         ((q, k[..., :8], v, shapes), "differ in head dim: 32 and 8"),
         ((q[:, :3], k, v, shapes), "q a multiple of it, got 2, 2 and 3"),
         ((q, k, v[:, :1], shapes), "got 2, 1 and 4"),
         ((q.flatten(1), k, v, shapes), r"kernels take q \[Q, H, D\]"),
-        ((q, k[:2], v[:2], TaskShapes.build([3], [2], "cpu")), "task 0 has 3 query rows but only 2 key"),
+        (
+            (q, k[:2], v[:2], TaskShapes.build([3], [2], "cpu")),
+            "task 0 has 3 query rows but only 2 key",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             kernel.forward(*bad, params)
@@ -84,7 +90,9 @@ def test_refused_tensors(kernel_name: str) -> None:
         kernel.forward(*few, shapes, params)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if sum(case.q_lens) and sum(case.k_lens)])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if sum(case.q_lens) and sum(case.k_lens)]
+)
 def test_gradients_of_the_reference_are_those_of_autograd(name: str) -> None:
     """Other kernels compute its forward in other ways."""
     case = CASES[name]
@@ -96,11 +104,18 @@ def test_gradients_of_the_reference_are_those_of_autograd(name: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("window", "values"), [(None, [2.0, 4.0]), (1, [3.0, 8.0]), (2, [2.0, 5.5])])
+@pytest.mark.parametrize(
+    ("window", "values"), [(None, [2.0, 4.0]), (1, [3.0, 8.0]), (2, [2.0, 5.5])]
+)
 def test_equal_scores_average_the_values_seen(window: int | None, values: list[float]) -> None:
     # Row 0 of the task is row 1 of its document: it sees values 1, 3; then 1, 3, 8. A window counts the row's own key.
-    q, k, v = (torch.tensor(x, dtype=torch.float64).reshape(-1, 1, 1) for x in ([0, 0], [5, 6, 7], [1, 3, 8]))
-    o, _ = ReferenceKernel().forward(q, k, v, TaskShapes.build([2], [3], "cpu"), AttentionParams(1.0, window=window))
+    q, k, v = (
+        torch.tensor(x, dtype=torch.float64).reshape(-1, 1, 1)
+        for x in ([0, 0], [5, 6, 7], [1, 3, 8])
+    )
+    o, _ = ReferenceKernel().forward(
+        q, k, v, TaskShapes.build([2], [3], "cpu"), AttentionParams(1.0, window=window)
+    )
     assert o.flatten().tolist() == values
 
 
@@ -113,7 +128,10 @@ def test_prefix_and_own_part_make_the_whole(kernel_name: str, softcap: float | N
     do, q, k, v, _ = inputs
     prefix, own = (k[:20], v[:20]), (k[20:], v[20:])
     own_call = TaskShapes.build([30], [30], CPU), case.params
-    prefix_call = TaskShapes.build([30], [20], CPU), AttentionParams(0.3, None, softcap, causal=False)
+    prefix_call = (
+        TaskShapes.build([30], [20], CPU),
+        AttentionParams(0.3, None, softcap, causal=False),
+    )
     o, lse = kernel.forward(q, *own, *own_call)
     merge_into(o, lse, *kernel.forward(q, *prefix, *prefix_call))
     dq, *of_prefix = kernel.backward(do, q, *prefix, o, lse, *prefix_call)
@@ -128,7 +146,9 @@ LN2, LN3, LN4, NONE = math.log(2), math.log(3), math.log(4), (0.0, -math.inf)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk", [None, 1, 4, CHUNK])
-def test_merge_by_hand(dtype: torch.dtype, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merge_by_hand(
+    dtype: torch.dtype, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chunk of so many numbers at a time, by index; all rows in order without one."""
     so_far = [(4.0, LN3), (4.0, LN3 + 1e4), NONE, (7.0, 0.5), NONE, (1.0, 0.0)]
     part = [(8.0, 0.0), (8.0, 1e4), (7.0, 0.5), NONE, NONE, (3.0, 0.0)]
@@ -139,10 +159,14 @@ def test_merge_by_hand(dtype: torch.dtype, chunk: int | None, monkeypatch: pytes
         rows = torch.tensor([5, 1, 3])
         merged = [merged[row] if row in rows else so_far[row] for row in range(6)]
         part = [part[row] for row in rows]
-    o, o_part = (torch.tensor([[[o, 2 * o]] for o, _ in pairs], dtype=dtype) for pairs in (so_far, part))
+    o, o_part = (
+        torch.tensor([[[o, 2 * o]] for o, _ in pairs], dtype=dtype) for pairs in (so_far, part)
+    )
     lse, lse_part = (torch.tensor([[lse] for _, lse in pairs]) for pairs in (so_far, part))
     merge_into(o, lse, o_part, lse_part, rows)
-    assert o.flatten().tolist() == pytest.approx([x for o, _ in merged for x in (o, 2 * o)], rel=1e-3)
+    assert o.flatten().tolist() == pytest.approx(
+        [x for o, _ in merged for x in (o, 2 * o)], rel=1e-3
+    )
     assert lse.flatten().tolist() == pytest.approx([lse for _, lse in merged])
 
 
@@ -172,7 +196,9 @@ def test_speeds_compare_whatever_was_computed(work: tuple, monkeypatch: pytest.M
 # The CPU kernel.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 @pytest.mark.parametrize("name", CASES)
 def test_matches_reference(name: str, dtype: torch.dtype) -> None:
     assert_matches_reference(CpuKernel(), CASES[name], dtype, seed=int(dtype == torch.float64))
@@ -216,7 +242,9 @@ def test_memory_is_linear_in_the_rows() -> None:
             nonlocal largest
             out = func(*args, **(kwargs or {}))
             tensors = out if isinstance(out, tuple | list) else (out,)
-            largest = max([largest, *(x.untyped_storage().nbytes() for x in tensors if torch.is_tensor(x))])
+            largest = max(
+                [largest, *(x.untyped_storage().nbytes() for x in tensors if torch.is_tensor(x))]
+            )
             return out
 
     for options in ({"window": 300}, {"softcap": 5.0}):

@@ -10,7 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_distca.kernels import AttentionParams, Need, TaskShapes, choose_kernel, get_kernel, split, varlen
+from hf_distca.kernels import (
+    AttentionParams,
+    Need,
+    TaskShapes,
+    choose_kernel,
+    get_kernel,
+    split,
+    varlen,
+)
 from hf_distca.kernels.varlen import MissingPackageError
 from hf_distca.kernels.versions import PACKAGES
 from tests.kernels.cases import CASES, Case, assert_matches_reference, make_inputs
@@ -54,7 +62,15 @@ def need(head_dim=128, values=None, dtype=torch.bfloat16, **params) -> Need:
 
 
 # One is tried on all, as what is around a kernel is the same for all but for what these show.
-TELLING = ("gqa", "values_narrower", "no_rows_in_one", "one_row_each", "not_causal", "window_7", "softcap_window")
+TELLING = (
+    "gqa",
+    "values_narrower",
+    "no_rows_in_one",
+    "one_row_each",
+    "not_causal",
+    "window_7",
+    "softcap_window",
+)
 TRIED = [("flash_attn", case) for case in CASES] + [
     (name, case)
     for name in SIGNATURES
@@ -66,14 +82,21 @@ TRIED = [("flash_attn", case) for case in CASES] + [
 @pytest.mark.parametrize(("name", "case"), TRIED)
 def test_matches_reference_around_a_stand_in(name, case, machine, monkeypatch):
     assert_matches_reference(get_kernel(name, CUDA), CASES[case], torch.bfloat16)
-    assert machine.found[name].calls == ([0, 0] if case in ("no_tasks", "no_rows", "no_keys") else [1, 1])
+    assert machine.found[name].calls == (
+        [0, 0] if case in ("no_tasks", "no_rows", "no_keys") else [1, 1]
+    )
     if case == "gqa" or (name == "flash_attn" and case in TELLING):
         # As many calls as lengths allow: tasks of other lengths than their neighbours' are calls of their own.
         monkeypatch.setattr(split, "CALL_NS", 0.0)
         monkeypatch.setattr(split, "BLOCK", 1)
         assert_matches_reference(get_kernel(name, CUDA), CASES[case], torch.bfloat16)
     if case == "gqa":
-        many = {"torch_varlen": [5, 5], "flash_attn": [5, 5], "flash_attn_3": [2, 5], "flash_attn_4": [2, 2]}
+        many = {
+            "torch_varlen": [5, 5],
+            "flash_attn": [5, 5],
+            "flash_attn_3": [2, 5],
+            "flash_attn_4": [2, 2],
+        }
         assert machine.found[name].calls == many[name]
 
 
@@ -88,7 +111,11 @@ def test_only_rows_that_are_not_dense_and_aligned_are_copied(offset, machine):
     dq, dk, dv = kernel.backward(do, q, k, v, o, lse, shapes, case.params)
     rows = {"dout": do, "q": q, "k": k, "v": v, "out": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     for given in machine.found["flash_attn"].given:
-        copied = [name for name in rows if name in given and given[name].data_ptr() != rows[name].data_ptr()]
+        copied = [
+            name
+            for name in rows
+            if name in given and given[name].data_ptr() != rows[name].data_ptr()
+        ]
         assert copied == (["q"] if offset == 4 else [])
 
 
@@ -114,10 +141,14 @@ def test_head_dims_are_padded_to_the_least_that_a_kernel_takes(name, asked, majo
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", PACKAGES)
-def test_deterministic_when_torch_is_and_the_exchange_is_left_room(name, deterministic, machine, monkeypatch):
+def test_deterministic_when_torch_is_and_the_exchange_is_left_room(
+    name, deterministic, machine, monkeypatch
+):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     asked = name if name != "flash_attn_3" or deterministic else "auto"
-    assert_matches_reference(get_kernel(asked, CUDA, sm_margin=8), CASES["one_row_each"], torch.bfloat16)
+    assert_matches_reference(
+        get_kernel(asked, CUDA, sm_margin=8), CASES["one_row_each"], torch.bfloat16
+    )
     assert machine.given(name, "deterministic") == (None, deterministic)
     assert machine.given(name, "sm_margin") == ((8, 8) if name == "flash_attn_3" else (None, None))
 
@@ -138,14 +169,21 @@ def test_torch_takes_the_arguments(name):
 
 
 CAPPED, WIDE, FULL = {"softcap": 30.0, "window": None}, {"head_dim": 256}, {"window": None}
-FA3, FA4, NEWER_FA4 = ({"active": each} for each in (("FA3", "2.11.0"), ("FA4", "2.11.0"), ("FA4", "2.13.0+cu130")))
+FA3, FA4, NEWER_FA4 = (
+    {"active": each} for each in (("FA3", "2.11.0"), ("FA4", "2.11.0"), ("FA4", "2.13.0+cu130"))
+)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "major", "message"),
     [
         ("flash_attn_4", {"device": CPU}, 9, "on CUDA, got cpu; on the CPU use 'cpu'"),
-        ("flash_attn", {"dtype": torch.float32}, 9, "float16 and bfloat16, got torch.float32: train in"),
+        (
+            "flash_attn",
+            {"dtype": torch.float32},
+            9,
+            "float16 and bfloat16, got torch.float32: train in",
+        ),
         ("flash_attn", {"head_dim": 264}, 9, "head dims up to 256, got 264 for queries"),
         ("flash_attn", {"values": 512}, 9, "up to 256, got 64 for queries and keys and 512"),
         ("torch_varlen", CAPPED, 9, "softcap, got 30.0; set .*flash_attn', 'flash_attn_3' or"),
@@ -156,16 +194,36 @@ FA3, FA4, NEWER_FA4 = ({"active": each} for each in (("FA3", "2.11.0"), ("FA4", 
         ("flash_attn_3", {}, 10, r"9\.0 \(Hopper\), got 10\.0"),
         ("flash_attn_3", CAPPED | WIDE, 9, None),
         ("flash_attn_3", {"head_dim": 192, "deterministic": True}, 9, None),
-        ("flash_attn_3", {"head_dim": 200, "deterministic": True}, 9, "no deterministic .* dims above 192, got 200"),
+        (
+            "flash_attn_3",
+            {"head_dim": 200, "deterministic": True},
+            9,
+            "no deterministic .* dims above 192, got 200",
+        ),
         ("flash_attn_4", {}, 8, r"9\.0 \(Hopper\) or 10\.x \(Blackwell\), got 8\.0"),
         ("flash_attn_4", {}, 12, r"got 12\.0"),
-        ("flash_attn_4", CAPPED | WIDE, 10, "no softcap for head dims of 256 and 256 on Blackwell, got 30.0"),
-        ("flash_attn_4", WIDE, 10, "no window for head dims of 256 and 256 on Blackwell, got 5; 'flash_attn' has"),
+        (
+            "flash_attn_4",
+            CAPPED | WIDE,
+            10,
+            "no softcap for head dims of 256 and 256 on Blackwell, got 30.0",
+        ),
+        (
+            "flash_attn_4",
+            WIDE,
+            10,
+            "no window for head dims of 256 and 256 on Blackwell, got 5; 'flash_attn' has",
+        ),
         ("flash_attn_4", CAPPED | WIDE, 9, None),
         ("flash_attn_4", CAPPED | {"dtype": torch.float16}, 10, None),
         ("flash_attn_4", WIDE | FULL, 10, None),
         ("torch_varlen", FA3, 9, None),
-        ("torch_varlen", FA3, 8, r"FA3 is activated in torch, .* 8\.0 .*restore_flash_attention_impl"),
+        (
+            "torch_varlen",
+            FA3,
+            8,
+            r"FA3 is activated in torch, .* 8\.0 .*restore_flash_attention_impl",
+        ),
         ("torch_varlen", FA4 | FULL, 9, None),
         ("torch_varlen", FA4, 9, r"torch 2\.11\.0 gives it no windows, got 5"),
         ("torch_varlen", NEWER_FA4, 9, None),
@@ -227,7 +285,12 @@ def test_where_no_kernel_can_do_it(machine):
     with pytest.raises(ValueError, match=r"GPU of compute capability 9\.0") as error:
         get_kernel("auto", CUDA, GEMMA2)
     lines = str(error.value).splitlines()[1:]
-    assert [line.split("'")[1] for line in lines] == ["flash_attn_3", "flash_attn_4", "torch_varlen", "flash_attn"]
+    assert [line.split("'")[1] for line in lines] == [
+        "flash_attn_3",
+        "flash_attn_4",
+        "torch_varlen",
+        "flash_attn",
+    ]
     assert "pip install flash-attn-3" in lines[0]
     assert "does not support softcap, got 50.0" in lines[2]
     assert get_kernel("auto", CPU, LLAMA).name == "cpu"
@@ -257,7 +320,9 @@ def test_a_missing_or_old_package_names_what_to_install(machine):
 def test_the_hub_has_the_third_where_its_package_is_missing(machine, monkeypatch, tmp_path):
     machine.have_packages("")
     build, asked = machine.found["flash_attn_3"].module, []
-    hub = SimpleNamespace(get_kernel=lambda *args, **kw: asked.append((args, kw)) or SimpleNamespace(ops=build))
+    hub = SimpleNamespace(
+        get_kernel=lambda *args, **kw: asked.append((args, kw)) or SimpleNamespace(ops=build)
+    )
     monkeypatch.setitem(sys.modules, "kernels", hub)
     monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace())
     assert get_kernel("auto", CUDA).name == "torch_varlen"
@@ -284,16 +349,34 @@ ABSENT = r"needs the flash-attn-4 package: .*\[cu13\]'\)"
 @pytest.mark.parametrize(
     ("error", "known", "message"),
     [
-        (SYMBOL, True, f"{BROKEN}ImportError: _C.abi3.so: undefined .*; install a build for this torch and CUDA"),
-        (OSError("no libcudart.so.12"), True, f"{BROKEN}OSError: no libcudart.so.12; install a build for"),
-        (NO_CUTLASS, True, f"{BROKEN}ModuleNotFoundError: No module named 'cutlass'; install what has cutlass"),
+        (
+            SYMBOL,
+            True,
+            f"{BROKEN}ImportError: _C.abi3.so: undefined .*; install a build for this torch and CUDA",
+        ),
+        (
+            OSError("no libcudart.so.12"),
+            True,
+            f"{BROKEN}OSError: no libcudart.so.12; install a build for",
+        ),
+        (
+            NO_CUTLASS,
+            True,
+            f"{BROKEN}ModuleNotFoundError: No module named 'cutlass'; install what has cutlass",
+        ),
         # As the folder of FlashAttention-4 that comes with flash-attn.
         (SYMBOL, False, rf"{ABSENT} \(ImportError: _C"),
         (NO_CUTLASS, False, rf"{ABSENT} \(ModuleNotFoundError: No module named 'cutlass'\)$"),
-        (ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"), False, f"{ABSENT}$"),
+        (
+            ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"),
+            False,
+            f"{ABSENT}$",
+        ),
     ],
 )
-def test_packages_that_cannot_be_imported_are_passed_over_by_auto_alone(error, known, message, machine, monkeypatch):
+def test_packages_that_cannot_be_imported_are_passed_over_by_auto_alone(
+    error, known, message, machine, monkeypatch
+):
     """Every import fails, of packages of which pip knows or knows nothing."""
 
     def fail(of: Exception) -> None:

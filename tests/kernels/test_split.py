@@ -5,7 +5,15 @@ from itertools import pairwise
 import pytest
 
 from hf_distca.kernels import TaskShapes
-from hf_distca.kernels.split import ALL_EVEN, MOST_RUNS, OF_LONGEST, OF_LONGEST_Q, Grid, cuts, task_ranges
+from hf_distca.kernels.split import (
+    ALL_EVEN,
+    MOST_RUNS,
+    OF_LONGEST,
+    OF_LONGEST_Q,
+    Grid,
+    cuts,
+    task_ranges,
+)
 
 SHORT = 100
 
@@ -33,10 +41,16 @@ def test_cuts(lens, expected):
 
 def test_keys_count_where_they_make_blocks_and_few_heads_make_few():
     end_of_a_long_document = [SHORT] * 101, [32768] + [SHORT] * 100
-    found = [cuts(*end_of_a_long_document, grid, heads=32) for grid in (OF_LONGEST_Q, OF_LONGEST, ALL_EVEN)]
+    found = [
+        cuts(*end_of_a_long_document, grid, heads=32)
+        for grid in (OF_LONGEST_Q, OF_LONGEST, ALL_EVEN)
+    ]
     assert found == [[0, 101], [0, 1, 101], [0, 101]]
     few_blocks = [4096] + [SHORT] * 80
-    assert [cuts(few_blocks, few_blocks, OF_LONGEST_Q, heads) for heads in (32, 4)] == [[0, 1, 81], [0, 81]]
+    assert [cuts(few_blocks, few_blocks, OF_LONGEST_Q, heads) for heads in (32, 4)] == [
+        [0, 1, 81],
+        [0, 81],
+    ]
 
 
 def test_many_runs_are_cut_as_well():
@@ -50,7 +64,9 @@ def test_many_runs_are_cut_as_well():
     assert sum(max(counts[i:j]) * (j - i) for i, j in pairwise(borders)) <= 16 * 1024 + 512 * 4
 
 
-@pytest.mark.parametrize(("runs", "joined"), [(MOST_RUNS + 1, 2), (MOST_RUNS + 2, 2), (2 * MOST_RUNS + 1, 4)])
+@pytest.mark.parametrize(
+    ("runs", "joined"), [(MOST_RUNS + 1, 2), (MOST_RUNS + 2, 2), (2 * MOST_RUNS + 1, 4)]
+)
 def test_no_task_is_lost_where_runs_that_are_joined_leave_one_over(runs, joined):
     """Two long tasks come first; cuts lie between runs that were joined, and the last one is the number of tasks."""
     lens = [65536, 65000, *([SHORT, 300] * runs)[: runs - 2]]
@@ -69,6 +85,8 @@ def test_the_parts_are_slices_with_lengths_of_their_own_and_are_found_once():
     assert second.cu_k.tolist() == list(range(0, 4041, 101))
     assert (first.max_q, first.max_k, second.max_q, second.max_k) == (32768, 32769, 100, 101)
     assert task_ranges(shapes, Grid(by_q=1, by_k=0), heads=32) is found
-    assert len(task_ranges(shapes, OF_LONGEST_Q, heads=1)) == 1  # another kind of attention, with fewer empty blocks
+    assert (
+        len(task_ranges(shapes, OF_LONGEST_Q, heads=1)) == 1
+    )  # another kind of attention, with fewer empty blocks
     whole = task_ranges(shapes, ALL_EVEN, heads=32)
     assert whole == ((shapes, slice(0, 36768), slice(0, 36809)),)  # not split: no other tensors

@@ -44,7 +44,9 @@ def test_costs_follow_the_time_of_calls(monkeypatch):
     kind = AttentionKind(None, 1, 1, 12, 8)
     forward, backward, accuracy = device.measured_kernel(kernel, kind, torch.float32, CPU)
     assert (forward.pair, forward.call, forward.task) == pytest.approx((2e-9, 1e-5, 3e-6), rel=1e-6)
-    assert (backward.pair, backward.call, backward.task) == pytest.approx((0.0, 1e-4, 0.0), abs=1e-15)
+    assert (backward.pair, backward.call, backward.task) == pytest.approx(
+        (0.0, 1e-4, 0.0), abs=1e-15
+    )
     assert accuracy.worst_ratio == pytest.approx(1.0)
     assert kernel.widths == {(12, 12, 8)}  # values may have another width
 
@@ -54,7 +56,9 @@ def test_short_calls_do_not_distort_the_costs_of_long_calls():
     rows = np.array([8.0, 16.0, 32.0, 512.0, 1024.0, 2048.0])
     tasks = Tasks(rows, rows, rows * rows, np.ones(6), np.zeros(6), np.zeros(6))
     seconds = tasks.pairs * np.array([3.0, 3.0, 3.0, 1.0, 1.0, 1.0])
-    assert device.fitted_cost(tasks, seconds).seconds(tasks)[3:] == pytest.approx(seconds[3:], rel=0.05)
+    assert device.fitted_cost(tasks, seconds).seconds(tasks)[3:] == pytest.approx(
+        seconds[3:], rel=0.05
+    )
 
 
 def test_short_tasks_have_few_rows_beside_many_keys_and_fit_into_a_document():
@@ -70,7 +74,9 @@ def test_short_tasks_have_few_rows_beside_many_keys_and_fit_into_a_document():
 
 def _links():
     groups = Groups(CPU, 60.0)
-    links = [measured_link(groups, CPU, [1, 2, 0], alone=alone, limit_s=0.5) for alone in (False, True)]
+    links = [
+        measured_link(groups, CPU, [1, 2, 0], alone=alone, limit_s=0.5) for alone in (False, True)
+    ]
     return links, link_rates(groups, CPU)
 
 
@@ -86,14 +92,22 @@ def test_ranks_measure_the_same_links_in_both_directions(rank_pools):
 
 def test_a_rate_counts_for_the_link_over_which_a_rank_receives(monkeypatch):
     """8 GB: ranks 0, 1 and 2 take 1, 2 and 4 s from the rank before them, 10, 20 and 40 s from the one after."""
-    seconds = {(1, 2, 0): [1.0, 2.0, 4.0], (2, 0, 1): [10.0, 20.0, 40.0]}  # by the ranks that receive
+    seconds = {
+        (1, 2, 0): [1.0, 2.0, 4.0],
+        (2, 0, 1): [10.0, 20.0, 40.0],
+    }  # by the ranks that receive
     monkeypatch.setattr(
         links,
         "_timed",
-        lambda _, __, peers, **___: (np.array([1.0, 8e9]), np.array([[9.0] * 3, seconds[tuple(peers)]])),
+        lambda _, __, peers, **___: (
+            np.array([1.0, 8e9]),
+            np.array([[9.0] * 3, seconds[tuple(peers)]]),
+        ),
     )
     rates = link_rates(SimpleNamespace(ranks=3), CPU)
-    assert rates == pytest.approx({(2, 0): 8, (0, 1): 4, (1, 2): 2, (1, 0): 0.8, (2, 1): 0.4, (0, 2): 0.2})
+    assert rates == pytest.approx(
+        {(2, 0): 8, (0, 1): 4, (1, 2): 2, (1, 0): 0.8, (2, 1): 0.4, (0, 2): 0.2}
+    )
 
 
 def test_small_exchanges_that_a_network_buffers_do_not_set_the_bandwidth(monkeypatch):
@@ -129,7 +143,9 @@ def test_products_and_memory_are_counted_in_operations_and_bytes_there_and_back(
     """Every call takes two seconds: matrices of 1024 and 32 rows of 8 numbers, and a norm that reads and writes."""
     kind, cost = AttentionKind(None, 1, 1, 8, 8), KernelCost(0.0, 0.0, 0.0, 1.0)
     monkeypatch.setattr(device, "seconds_of", lambda *_: 2.0)
-    monkeypatch.setattr(device, "measured_kernel", lambda *_, **__: (cost, cost, Accuracy(1.0, 1.0, 0)))
+    monkeypatch.setattr(
+        device, "measured_kernel", lambda *_, **__: (cost, cost, Accuracy(1.0, 1.0, 0))
+    )
     found = device.measured_profile(SimpleNamespace(name="none"), kind, 8, torch.float32, CPU)
     assert found.flops_per_second == 2 * 1024 * 32 * 8 / 2
     assert found.bytes_per_second == 2 * (1024 * 8 * 4) / 2
@@ -139,7 +155,12 @@ def test_products_and_memory_are_counted_in_operations_and_bytes_there_and_back(
     ("ranks", "per_node", "inside", "across"),
     [
         (4, 2, [1, 0, 3, 2], [2, 3, 0, 1]),
-        (4, 4, [1, 2, 3, 0], [1, 2, 3, 0]),  # one node, and below as many nodes as ranks: links alike
+        (
+            4,
+            4,
+            [1, 2, 3, 0],
+            [1, 2, 3, 0],
+        ),  # one node, and below as many nodes as ranks: links alike
         (4, 1, [1, 2, 3, 0], [1, 2, 3, 0]),
         (3, (1, 2), [0, 2, 1], [0, 2, 1]),  # no pairs between nodes of different sizes
         (6, 3, [1, 2, 0, 4, 5, 3], [3, 4, 5, 0, 1, 2]),
@@ -150,7 +171,9 @@ def test_peers_in_the_node_and_in_the_next_one(ranks, per_node, inside, across):
 
 
 @pytest.mark.parametrize("slow", ["inside", "across"])
-def test_ranks_agree_on_the_mean_of_their_profiles_and_on_the_links_that_they_measured(monkeypatch, slow):
+def test_ranks_agree_on_the_mean_of_their_profiles_and_on_the_links_that_they_measured(
+    monkeypatch, slow
+):
     mine, other = (
         replace(
             DeviceProfile.load("cpu"),
@@ -161,7 +184,10 @@ def test_ranks_agree_on_the_mean_of_their_profiles_and_on_the_links_that_they_me
         for scale in (1.0, 3.0)
     )  # fmt: skip
     inside, across = peers_of(4, 2)
-    links_of = {tuple(inside): LinkCost(1.0, 5.0), tuple(across): LinkCost(2.0, 50.0 if slow == "inside" else 0.5)}
+    links_of = {
+        tuple(inside): LinkCost(1.0, 5.0),
+        tuple(across): LinkCost(2.0, 50.0 if slow == "inside" else 0.5),
+    }
     beside: list[list[int]] = []
 
     def beside_computation(_, __, peers):
@@ -175,5 +201,8 @@ def test_ranks_agree_on_the_mean_of_their_profiles_and_on_the_links_that_they_me
     assert beside == [inside if slow == "inside" else across]
     assert found.exchange == found.links == Links(*links_of.values(), 0.25, 0.125)
     assert (found.flops_per_second, found.bytes_per_second, found.launches) == (20, 40, 60)
-    assert (found.forward, found.backward) == (KernelCost(2, 4, 6, 8, 10, 12), KernelCost(4, 6, 8, 10, 12, 14))
+    assert (found.forward, found.backward) == (
+        KernelCost(2, 4, 6, 8, 10, 12),
+        KernelCost(4, 6, 8, 10, 12, 14),
+    )
     assert found.ranks_per_core == 7.0

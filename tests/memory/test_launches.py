@@ -70,7 +70,9 @@ def launches(monkeypatch) -> list[str]:
     """Names of the classes that launched a kernel; nothing is launched."""
     noted: list[str] = []
     for launcher in (type(_multiply), type(_tuned)):
-        monkeypatch.setattr(launcher, "run", lambda self, *_, **__: noted.append(type(self).__name__))
+        monkeypatch.setattr(
+            launcher, "run", lambda self, *_, **__: noted.append(type(self).__name__)
+        )
     return noted
 
 
@@ -128,7 +130,9 @@ def test_fake_tensors_give_no_address_to_a_kernel():
 
 def test_kernels_that_liger_gives_a_model_when_training_starts(launches, liger_kernel):
     model, rope = small_model(), modeling_llama.apply_rotary_pos_emb
-    model.__class__ = type("Own", (type(model),), {})  # whose functions are in the file of the class below
+    model.__class__ = type(
+        "Own", (type(model),), {}
+    )  # whose functions are in the file of the class below
     counter = MemoryCounter(model, SETTINGS, DistCAConfig())
     stock, counted, without = (
         counter.count(PLAN, Training("ddp", False, liger=given)).parts["activations"]
@@ -146,7 +150,9 @@ def test_kernels_that_liger_gives_a_model_when_training_starts(launches, liger_k
 def test_gradients_that_a_step_of_one_micro_batch_has_not_made_yet():
     model = small_model(vocab_size=128)  # most of its memory are activations
     counter = MemoryCounter(model, SETTINGS, DistCAConfig())
-    often, once = (counter.count(PLAN, Training("ddp", False, accumulates=given)) for given in (True, False))
+    often, once = (
+        counter.count(PLAN, Training("ddp", False, accumulates=given)) for given in (True, False)
+    )
     # At the peak, the end of the forward, no gradient exists.
     assert once.parts == often.parts
     assert (often.state.gradients, once.state.gradients) == (4 * model.num_parameters(), 0)
@@ -157,5 +163,7 @@ def test_gradients_that_a_step_of_one_micro_batch_has_not_made_yet():
     )
     assert once.state.gradients == 4 * (model.num_parameters() - 128 * SMALL["hidden_size"])
     # Shards of gradients, and buffers for them, exist at any time.
-    often, once = (counter.count(PLAN, Training("zero2", False, accumulates=given)) for given in (True, False))
+    often, once = (
+        counter.count(PLAN, Training("zero2", False, accumulates=given)) for given in (True, False)
+    )
     assert once == often

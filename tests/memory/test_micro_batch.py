@@ -24,7 +24,12 @@ from hf_distca.memory.micro_batch import (
 )
 from hf_distca.memory.model_state import model_state
 from hf_distca.memory.simulated import gpu_memory
-from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, FlashMemory, RecurrenceMemory, grouped_products
+from hf_distca.memory.stand_ins import (
+    COUNTED_FUNCTIONS,
+    FlashMemory,
+    RecurrenceMemory,
+    grouped_products,
+)
 from hf_distca.models.fake import fake_tensors, model_after, model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.mixing import DELTA_RULE, SCAN
@@ -53,7 +58,9 @@ KEPT_O = TOKENS * (HIDDEN + HEADS) * 4
 
 def counted(use: Use, *, dtype: torch.dtype = torch.float32, **config) -> dict[str, int]:
     model = model_of_config(AutoConfig.for_model("llama", **SMALL | config), dtype)
-    return count_micro_batch(model, plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds())), 0, use)
+    return count_micro_batch(
+        model, plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds())), 0, use
+    )
 
 
 def test_checkpointed_layers():
@@ -94,10 +101,14 @@ def test_rows_are_added_up_as_by_the_device_of_the_kernel():
 @pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear", "bamba"])
 def test_mixing_layers_take_what_their_kernels_take(model_type, monkeypatch):
     runs, compute, states = [], RecurrenceMemory.__call__, []
-    monkeypatch.setattr(RecurrenceMemory, "__call__", lambda *args, **kw: runs.append(1) or compute(*args, **kw))
+    monkeypatch.setattr(
+        RecurrenceMemory, "__call__", lambda *args, **kw: runs.append(1) or compute(*args, **kw)
+    )
     # As where mamba_ssm is installed, whose kernel for a whole module must not be launched.
     monkeypatch.setattr(
-        mixing_functions, "_takes_packed", lambda stock, name: getattr(stock, "packed_by", name) == name
+        mixing_functions,
+        "_takes_packed",
+        lambda stock, name: getattr(stock, "packed_by", name) == name,
     )
     for documents in ([2 * TOKENS], [TOKENS, TOKENS], 4 * [TOKENS // 2]):
         model = model_of_config(tiny_config(model_type), torch.float32)
@@ -110,7 +121,9 @@ def test_mixing_layers_take_what_their_kernels_take(model_type, monkeypatch):
     rows, columns = shape.state
     kept = 4 * (shape.width * shape.channels + shape.heads * rows * columns)
     assert states[0] - states[1] == shape.layers * kept
-    assert len(runs) == 3 * 2 * shape.layers  # twice a checkpointed layer, which packs its documents
+    assert (
+        len(runs) == 3 * 2 * shape.layers
+    )  # twice a checkpointed layer, which packs its documents
 
 
 def test_a_recurrence_keeps_what_it_reads_and_makes_states_of_chunks():
@@ -119,18 +132,27 @@ def test_a_recurrence_keeps_what_it_reads_and_makes_states_of_chunks():
         g, beta = (torch.empty(1, 4 * CHUNK, 2, requires_grad=True) for _ in range(2))
         live.begin()
         before = live.peak.total()
-        out, final = COUNTED_FUNCTIONS[DELTA_RULE](query, key, value, g=g, beta=beta, output_final_state=True)
+        out, final = COUNTED_FUNCTIONS[DELTA_RULE](
+            query, key, value, g=g, beta=beta, output_final_state=True
+        )
         inverse, states = 4 * CHUNK * 2 * CHUNK * 4, 4 * 2 * 8 * 8 * 4
-        assert live.peak.total() - before == inverse + states + 4 * CHUNK * 2 * 8 * 4 + 2 * 8 * 8 * 4
+        assert (
+            live.peak.total() - before == inverse + states + 4 * CHUNK * 2 * 8 * 4 + 2 * 8 * 8 * 4
+        )
         assert (out.shape, final.shape, final.dtype) == (value.shape, (1, 2, 8, 8), torch.float32)
         live.begin()
         before = live.peak.total()
         out.backward(out)
         assert (g.grad.shape, key.grad.shape) == (g.shape, key.shape)
         # Two states of each chunk, a gradient of each input, and one of the last state.
-        assert live.peak.total() - before == 2 * states + 4 * 4 * CHUNK * 2 * (3 * 8 + 2) + 2 * 8 * 8 * 4
+        assert (
+            live.peak.total() - before
+            == 2 * states + 4 * 4 * CHUNK * 2 * (3 * 8 + 2) + 2 * 8 * 8 * 4
+        )
         shapes = (4, 16), (4,), (4,), (1, 8), (1, 8)
-        hidden, dt, A, B, C = (torch.empty(1, CHUNK + 36, *shape, dtype=torch.bfloat16) for shape in shapes)
+        hidden, dt, A, B, C = (
+            torch.empty(1, CHUNK + 36, *shape, dtype=torch.bfloat16) for shape in shapes
+        )
         scan = COUNTED_FUNCTIONS[SCAN]
         live.begin()
         before = live.peak.total()
@@ -146,7 +168,10 @@ def test_core_attention_takes_what_flash_attention_takes():
     """In bfloat16, with two query heads for each key-value head."""
     rows, keys = 1000, 3000
     with fake_tensors(), LiveMemory() as live:
-        q, k, v = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((rows, 4, 16), (keys, 2, 16), (keys, 2, 8)))
+        q, k, v = (
+            torch.empty(*shape, dtype=torch.bfloat16)
+            for shape in ((rows, 4, 16), (keys, 2, 16), (keys, 2, 8))
+        )
         live.begin()
         before = live.peak.total()
         o, lse = FlashMemory().forward(q, k, v)
@@ -155,7 +180,12 @@ def test_core_attention_takes_what_flash_attention_takes():
         before = live.peak.total()
         found = FlashMemory().backward(o, q, k, v, o, lse)
         backward = live.peak.total() - before
-    assert (o.shape, o.dtype, lse.shape, lse.dtype) == ((rows, 4, 8), torch.bfloat16, (rows, 4), torch.float32)
+    assert (o.shape, o.dtype, lse.shape, lse.dtype) == (
+        (rows, 4, 8),
+        torch.bfloat16,
+        (rows, 4),
+        torch.float32,
+    )
     assert forward == rows * 4 * (2 * 8 + 4)
     assert [gradient.shape for gradient in found] == [q.shape, k.shape, v.shape]
     gradients = 2 * (rows * 4 * 16 + keys * 2 * (16 + 8))
@@ -165,14 +195,18 @@ def test_core_attention_takes_what_flash_attention_takes():
 
 def test_products_of_experts_are_counted_without_values(monkeypatch):
     """Transformers 5.17 reads in the backward how many rows each expert has, which fake tensors do not have."""
-    monkeypatch.setattr(torch.ops.transformers, "grouped_mm_fallback", lambda *_, offs: offs.tolist())
+    monkeypatch.setattr(
+        torch.ops.transformers, "grouped_mm_fallback", lambda *_, offs: offs.tolist()
+    )
     for model_type in ("qwen3_moe", "granitemoehybrid"):
         model = model_of_config(tiny_config(model_type), torch.float32)
         settings = PlanSettings(1, TOKENS, tuple(layers_by_kind(model)))
         parts = count_micro_batch(model, plan_micro_batch([TOKENS], settings), 0, CHECKPOINTING)
         assert parts["gradients"] == 4 * model.num_parameters()
     with fake_tensors(), LiveMemory() as live:
-        rows, weights = (torch.empty(*shape, requires_grad=True) for shape in ((1000, 16), (4, 16, 24)))
+        rows, weights = (
+            torch.empty(*shape, requires_grad=True) for shape in ((1000, 16), (4, 16, 24))
+        )
         ends = torch.empty(4)
         live.begin()
         before = live.peak.total()
@@ -198,8 +232,12 @@ def test_exchange_buffers_of_forwarded_rows_are_as_the_setting_says():
         stages = make_routes(nano.plans[kind], rank).stages
         assert len(stages) > 2 * SLOTS_IN_HOPS
         assert any(stage.forwarded.send_counts.any() for stage in stages)
-        most = max(most, count_core_attention(plan, kind, torch.float32, rank, FLASH)["exchange buffers"])
-    assert 6 * buffer < most - 4096 <= 10 * buffer  # six times would do without the second hop; no queries: a page
+        most = max(
+            most, count_core_attention(plan, kind, torch.float32, rank, FLASH)["exchange buffers"]
+        )
+    assert (
+        6 * buffer < most - 4096 <= 10 * buffer
+    )  # six times would do without the second hop; no queries: a page
 
 
 @pytest.mark.parametrize(("lengths", "rank"), [([8, 12, 4], 1), ([12, 4, 8], 0)])
@@ -215,7 +253,9 @@ def test_a_copy_of_a_model_takes_what_the_model_does():
     model, expected = small_model(), counted(CHECKPOINTING)
     assert count_micro_batch(model_after(model), plan, 0, CHECKPOINTING) == expected
     forward = model.forward
-    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)  # as a fused loss puts it on a model
+    model.forward = lambda *args, **kwargs: forward(
+        *args, **kwargs
+    )  # as a fused loss puts it on a model
     assert count_micro_batch(model_after(model), plan, 0, CHECKPOINTING) == expected
 
 
@@ -224,35 +264,54 @@ def test_a_copy_of_a_model_takes_what_the_model_does():
     ("model_type", "config", "period"),
     [
         ("llama", {}, 1),
-        ("gemma2", {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 4}, 2),
+        (
+            "gemma2",
+            {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 4},
+            2,
+        ),
     ],
 )
-def test_a_deep_model_is_counted_by_a_few_layers(monkeypatch, model_type, config, period, checkpointing):
+def test_a_deep_model_is_counted_by_a_few_layers(
+    monkeypatch, model_type, config, period, checkpointing
+):
     deep = AutoConfig.for_model(model_type, **SMALL | {"num_hidden_layers": 8} | config)
     model, depths = model_of_config(deep, torch.float32), []
     settings = PlanSettings(1, TOKENS, small_kinds(*[None, 16][:period]), kernel="torch_varlen")
     plan, training = plan_micro_batch([TOKENS], settings), Training("ddp", False, checkpointing)
-    monkeypatch.setattr(counter, "model_of_config", lambda *given: depths.append(given[0]) or model_of_config(*given))
+    monkeypatch.setattr(
+        counter,
+        "model_of_config",
+        lambda *given: depths.append(given[0]) or model_of_config(*given),
+    )
     few = MemoryCounter(model, settings, DistCAConfig(), by_config=True).count(plan, training)
     assert [each.num_hidden_layers for each in depths] == [period, 2 * period]
     monkeypatch.setattr(counter, "repeated_layers", lambda _: None)
-    assert MemoryCounter(model, settings, DistCAConfig(), by_config=True).count(plan, training) == few
+    assert (
+        MemoryCounter(model, settings, DistCAConfig(), by_config=True).count(plan, training) == few
+    )
     assert depths[-1].num_hidden_layers == 8
 
 
 def test_trainings_share_counts_only_where_they_take_the_same():
     settings = PlanSettings(1, TOKENS, small_kinds(), kernel="torch_varlen")
-    plan, shared = plan_micro_batch([TOKENS], settings), MemoryCounter(small_model(), settings, DistCAConfig())
+    plan, shared = (
+        plan_micro_batch([TOKENS], settings),
+        MemoryCounter(small_model(), settings, DistCAConfig()),
+    )
     # Under ddp autocast makes copies of the weights; under fsdp2 the weights are in bfloat16.
     for strategy, copies in (("fsdp2", False), ("ddp", True)):
         counted_parts = shared.count(plan, Training(strategy, True)).parts
         assert (counted_parts.get("cast weights", 0) > 0) == copies
         assert (
             counted_parts
-            == MemoryCounter(small_model(), settings, DistCAConfig()).count(plan, Training(strategy, True)).parts
+            == MemoryCounter(small_model(), settings, DistCAConfig())
+            .count(plan, Training(strategy, True))
+            .parts
         )
     # Offloaded bytes are the host's.
-    kept, offloaded = (shared.count(plan, Training("ddp", True, how)) for how in ({}, {"offload": True}))
+    kept, offloaded = (
+        shared.count(plan, Training("ddp", True, how)) for how in ({}, {"offload": True})
+    )
     assert offloaded.total < kept.total
     assert "host" not in offloaded.parts
 
@@ -266,14 +325,27 @@ def test_the_longest_rows_that_fit(monkeypatch):
         return SimpleNamespace(total=tokens + max(0, tokens - 5000))
 
     monkeypatch.setattr(memory, "count", count)
-    for available, longest in ((0, 0), (1023, 0), (1024, 1), (3 * 1024 + 5, 3), (9000, 6), (10**6, 490)):
+    for available, longest in (
+        (0, 0),
+        (1023, 0),
+        (1024, 1),
+        (3 * 1024 + 5, 3),
+        (9000, 6),
+        (10**6, 490),
+    ):
         assert memory.longest(available, None) == longest * 1024, available
 
 
-def _buffers(lengths: list[int], ping_pong: bool, ranks_per_node: tuple[int, ...] | int) -> tuple[int, int]:
+def _buffers(
+    lengths: list[int], ping_pong: bool, ranks_per_node: tuple[int, ...] | int
+) -> tuple[int, int]:
     """Bytes that the exchange of this rank took in a layer's forward and backward, and those that are counted."""
     (kind,) = small_kinds()
-    nodes = {"exchange_buffer_bytes": 200 * 128, "ping_pong": ping_pong, "ranks_per_node": ranks_per_node}
+    nodes = {
+        "exchange_buffer_bytes": 200 * 128,
+        "ping_pong": ping_pong,
+        "ranks_per_node": ranks_per_node,
+    }
     settings = PlanSettings(dist.get_world_size(), TOKENS, (kind,), 4, **nodes)
     plan = plan_micro_batch(lengths, settings)
     dispatcher = Dispatcher(settings, torch.device("cpu"))

@@ -57,15 +57,27 @@ def test_weights_that_autocast_copies():
 
 
 def test_parameters_are_counted_once_and_quantized_weights_as_they_are():
-    tied = model_of_config(AutoConfig.for_model("llama", **SMALL, tie_word_embeddings=True), torch.bfloat16)
-    assert (parameter_bytes(tied), parameter_bytes(tied, 4)) == (2 * (ALL - 64 * 32), 4 * (ALL - 64 * 32))
+    tied = model_of_config(
+        AutoConfig.for_model("llama", **SMALL, tie_word_embeddings=True), torch.bfloat16
+    )
+    assert (parameter_bytes(tied), parameter_bytes(tied, 4)) == (
+        2 * (ALL - 64 * 32),
+        4 * (ALL - 64 * 32),
+    )
     packed = torch.nn.Linear(8, 4, bias=False)  # 32 numbers, two in a byte
     packed.weight = torch.nn.Parameter(torch.zeros(16, 1, dtype=torch.uint8), requires_grad=False)
-    assert (parameter_bytes(packed), parameter_bytes(packed, 4), parameter_bytes(packed, trained=True)) == (16, 16, 0)
+    assert (
+        parameter_bytes(packed),
+        parameter_bytes(packed, 4),
+        parameter_bytes(packed, trained=True),
+    ) == (16, 16, 0)
 
 
 def test_state_by_strategy():
-    model, (gathered, reduced, share) = small_model(), (OUTSIDE + 2 * LAYER, OUTSIDE + LAYER, ALL // 2)
+    model, (gathered, reduced, share) = (
+        small_model(),
+        (OUTSIDE + 2 * LAYER, OUTSIDE + LAYER, ALL // 2),
+    )
     for strategy, ranks, mixed, weights, gradients, optimizer in (
         ("ddp", 1, True, 4 * ALL, 4 * ALL, 8 * ALL),
         ("ddp", 2, True, 4 * ALL, 8 * ALL, 8 * ALL),
@@ -76,8 +88,14 @@ def test_state_by_strategy():
         ("zero3", 2, True, 2 * (share + gathered), 2 * (share + reduced), 12 * share),
     ):
         expected = ModelState(weights, gradients, optimizer)
-        assert model_state(model, strategy, ranks, mixed=mixed) == expected, (strategy, ranks, mixed)
+        assert model_state(model, strategy, ranks, mixed=mixed) == expected, (
+            strategy,
+            ranks,
+            mixed,
+        )
     # Only what is trained has a gradient.
     lora = get_peft_model(small_model(), LoraConfig(r=4, target_modules=["q_proj"]))
     trained = 2 * 2 * 4 * 32  # two matrices of rank 4 for 32 inputs and 32 outputs in two layers
-    assert model_state(lora, "ddp", 1, mixed=True) == ModelState(4 * (ALL + trained), 4 * trained, 8 * trained)
+    assert model_state(lora, "ddp", 1, mixed=True) == ModelState(
+        4 * (ALL + trained), 4 * trained, 8 * trained
+    )

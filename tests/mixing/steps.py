@@ -8,7 +8,10 @@ import peft
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
@@ -28,7 +31,9 @@ Ranks = Sequence[Sequence[tuple[int, int, int]]]
 """(document, start, stop) of each segment, in row order, for each rank."""
 
 
-def cut_plan(lengths: Sequence[int], nano_batches: Sequence[Ranks], settings: PlanSettings) -> MicroBatchPlan:
+def cut_plan(
+    lengths: Sequence[int], nano_batches: Sequence[Ranks], settings: PlanSettings
+) -> MicroBatchPlan:
     """The plan of a micro-batch whose nano-batches lie on the ranks as given; documents are numbered over all."""
     every = np.array(lengths, np.int64)
     nanos = []
@@ -37,7 +42,13 @@ def cut_plan(lengths: Sequence[int], nano_batches: Sequence[Ranks], settings: Pl
         numbers, starts, stops, holders = np.array(cut).T
         documents, numbers = np.unique(numbers, return_inverse=True)
         layout = assemble(every[documents], (numbers, starts, stops, holders), len(ranks))
-        nanos.append(NanoBatch(documents, layout, {kind: balance(layout, kind, settings) for kind in settings.kinds}))
+        nanos.append(
+            NanoBatch(
+                documents,
+                layout,
+                {kind: balance(layout, kind, settings) for kind in settings.kinds},
+            )
+        )
     return finished(every, nanos, settings, stages=1)
 
 
@@ -57,15 +68,25 @@ def make_model(model_type: str, implementation: str = "distca", *, lora: bool = 
             setattr(config, name, 2)
     if hasattr(config, "time_step_limit"):  # steps of time of some rows are beyond either limit
         config.time_step_limit = (0.5, 1.0)
-    if model_type == "minimax":  # a document has several blocks; states of the last layer would not decay
+    if (
+        model_type == "minimax"
+    ):  # a document has several blocks; states of the last layer would not decay
         config.block_size, config.layer_types = 16, config.layer_types[::-1]
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     for name, parameter in model.named_parameters():
-        if name.endswith("A_log"):  # a state lasts for a document: else what other ranks add would hardly count
+        if name.endswith(
+            "A_log"
+        ):  # a state lasts for a document: else what other ranks add would hardly count
             torch.nn.init.uniform_(parameter, -4.5, -2.5)
     if lora:
-        modules = ["q_proj", "in_proj", "in_proj_ba"]  # gates alone, so that values of a first layer need no gradient
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False))
+        modules = [
+            "q_proj",
+            "in_proj",
+            "in_proj_ba",
+        ]  # gates alone, so that values of a first layer need no gradient
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False)
+        )
     return model.train()
 
 
@@ -101,7 +122,11 @@ def step(
         model.enable_input_require_grads()
     if inner:
         parent, _, child = inner[0].rpartition(".")
-        setattr(model.get_submodule(parent), child, checkpoint_wrapper(model.get_submodule(inner[0]), inner[1]))
+        setattr(
+            model.get_submodule(parent),
+            child,
+            checkpoint_wrapper(model.get_submodule(inner[0]), inner[1]),
+        )
     if hooked:
         for layer in model.model.layers:
             layer.mlp.register_forward_hook(lambda *_: None)
@@ -125,7 +150,9 @@ def reference(model_type: str, lengths: list[int], lora: bool = False, **rough: 
         return Step(*reference_step(model, random_documents(lengths)))
 
 
-def assert_equal(got: Step, expected: Step, rough: Step | None = None, within: float = 2e-4) -> None:
+def assert_equal(
+    got: Step, expected: Step, rough: Step | None = None, within: float = 2e-4
+) -> None:
     """A step is the expected one, or as rough as one in bfloat16 is; small gradients are rounding errors."""
     largest = max(grad.abs().max() for grad in expected.grads.values())
     assert got.grads.keys() == expected.grads.keys()

@@ -15,7 +15,14 @@ from tests.mixing.steps import Step, assert_equal, reference, step
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
-DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid")
+DELTA = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "kimi_linear",
+    "bailing_hybrid",
+)
 SHORT = ("lfm2", "lfm2_moe", "lfm3")
 SCANS = ("bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "zamba2", "minimax")
 
@@ -46,7 +53,10 @@ PLANS = {
         ],
     ],
 }
-JOINED = {ranks: [[[*first, *second] for first, second in zip(*nanos, strict=True)]] for ranks, nanos in PLANS.items()}
+JOINED = {
+    ranks: [[[*first, *second] for first, second in zip(*nanos, strict=True)]]
+    for ranks, nanos in PLANS.items()
+}
 """The same segments in one nano-batch."""
 JOINT = {"document_layout": "joint"}
 
@@ -82,7 +92,9 @@ def test_in_company(rank_pools, model_type, company):
         assert_equal(got, expected(model_type, lora=options.get("lora", False)))
 
 
-@pytest.mark.parametrize("rough", [{"dtype": torch.bfloat16}, {"autocast": True}], ids=["weights", "autocast"])
+@pytest.mark.parametrize(
+    "rough", [{"dtype": torch.bfloat16}, {"autocast": True}], ids=["weights", "autocast"]
+)
 @pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear", "bamba", "minimax"])
 def test_bfloat16_is_as_rough_as_in_one_process(rank_pools, model_type, rough):
     for got in rank_pools[2].run(partial(step, model_type, LENGTHS, PLANS[2], **JOINT, **rough)):
@@ -116,7 +128,9 @@ def test_all_ranks_exchange_in_the_same_order(rank_pools, model_type):
     assert first[:4] == of_layer
     assert first[-4:] == of_layer[::-1]
     # Kept states are not exchanged again.
-    again, *_ = rank_pools[3].run(_exchanged, model_type, {"checkpointing": False, "keep_core_attention": False})
+    again, *_ = rank_pools[3].run(
+        _exchanged, model_type, {"checkpointing": False, "keep_core_attention": False}
+    )
     layers = first[: len(first) // 2].count("states 0")
     assert [name for name, _ in again[0]].count("states 0") == first.count("states 0") + layers
 
@@ -126,7 +140,11 @@ def test_exchanges_end_on_ranks_without_a_cut_segment_and_states_travel_in_float
     for options in ({"lora": True}, {"dtype": torch.bfloat16}, {"autocast": True}):
         for exchanged, left_open in rank_pools[3].run(_exchanged, "qwen3_next", options):
             assert left_open == 0
-            of_mixing = {(name.split()[0], dtype) for name, dtype in exchanged if name.startswith(("halos", "states"))}
+            of_mixing = {
+                (name.split()[0], dtype)
+                for name, dtype in exchanged
+                if name.startswith(("halos", "states"))
+            }
             of_halos = torch.float32 if "lora" in options else torch.bfloat16
             assert of_mixing == {("halos", of_halos), ("states", torch.float32)}
 
@@ -140,7 +158,11 @@ def _order() -> list[str]:
         return lambda *args, **kwargs: events.append(name) or function(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((StateExchange, "send"), (StateExchange, "receive"), (modeling_qwen3_next, DELTA_RULE)):
+        for owner, name in (
+            (StateExchange, "send"),
+            (StateExchange, "receive"),
+            (modeling_qwen3_next, DELTA_RULE),
+        ):
             patch.setattr(owner, name, recorded(owner, name))
         step("qwen3_next", LENGTHS, PLANS[2], **JOINT)
     return events
@@ -149,7 +171,13 @@ def _order() -> list[str]:
 def test_whole_documents_of_both_nano_batches_are_computed_while_states_travel(rank_pools):
     events, _ = rank_pools[2].run(_order)  # the other rank has no whole documents
     # Two cut segments of each nano-batch, then the whole document of each.
-    assert events == [*[DELTA_RULE, DELTA_RULE, "send"] * 2, DELTA_RULE, DELTA_RULE, "receive", "receive"]
+    assert events == [
+        *[DELTA_RULE, DELTA_RULE, "send"] * 2,
+        DELTA_RULE,
+        DELTA_RULE,
+        "receive",
+        "receive",
+    ]
 
 
 def _hooked_on_one_rank() -> Step:

@@ -70,5 +70,7 @@ print("equal")
 
 
 def test_packed_documents_take_one_run_of_each_kernel():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
+    )
     assert done.stdout.endswith("equal\n"), done.stderr[-3000:]

@@ -23,7 +23,15 @@ _convolution = modeling_bamba.causal_conv1d_fn.__wrapped__
 
 
 def chunk_gated_delta_rule(
-    q, k, v, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state=None,
+    output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None,
 ):
     sizes = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     CALLS.append(("delta rule", len(sizes)))
@@ -87,11 +95,16 @@ def _step(model_type: str, cut: bool, *names: str) -> tuple[Step, list[tuple[str
     """A step with the kernels of these functions installed when transformers was imported; and their calls."""
     CALLS.clear()
     changes = [(*KERNELS[name], name) for name in names]
-    changes += [(file, "causal_conv1d_fn", "causal_conv1d_fn") for file in (modeling_qwen3_next, modeling_bamba)]
+    changes += [
+        (file, "causal_conv1d_fn", "causal_conv1d_fn")
+        for file in (modeling_qwen3_next, modeling_bamba)
+    ]
     with pytest.MonkeyPatch.context() as patch:
         for file, kernel, name in changes:
             stock = getattr(file, name).__wrapped__
-            patch.setattr(file, name, use_kernel_func_from_hub_with_fallback(kernel, __name__)(stock))
+            patch.setattr(
+                file, name, use_kernel_func_from_hub_with_fallback(kernel, __name__)(stock)
+            )
         if cut:
             return step(model_type, LENGTHS, PLANS[2], document_layout="joint"), CALLS
         return step(model_type, SHORT, ping_pong=False), CALLS

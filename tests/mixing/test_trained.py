@@ -29,8 +29,15 @@ def _keep_plans(patch: pytest.MonkeyPatch) -> None:
 
 def _counted(_trainer: Any) -> tuple[int, int, int]:
     """How many plans cut documents and forward rows inside nodes, and how often layers took turns."""
-    forwards = [any(r.forwards for nano in plan.nano_batches for r in nano.routes.values()) for plan in PLANS]
-    return sum(p.cuts_documents for p in PLANS), sum(forwards), sum(p.ran.layers_in_turns for p in PLANS)
+    forwards = [
+        any(r.forwards for nano in plan.nano_batches for r in nano.routes.values())
+        for plan in PLANS
+    ]
+    return (
+        sum(p.cuts_documents for p in PLANS),
+        sum(forwards),
+        sum(p.ran.layers_in_turns for p in PLANS),
+    )
 
 
 SHARED: dict[str, Any] = {
@@ -39,7 +46,12 @@ SHARED: dict[str, Any] = {
     "planned": {
         "tokens_per_rank": TOKENS_PER_RANK // 2,  # as many tokens together as two ranks have
         "exchange_buffer_bytes": 1024,  # K and V travel in stages
-        **{"document_layout": "joint", "ranks_per_node": 2, "save_strategy": "steps", "save_steps": 2},
+        **{
+            "document_layout": "joint",
+            "ranks_per_node": 2,
+            "save_strategy": "steps",
+            "save_steps": 2,
+        },
     },
     "given": lambda model: {"callbacks": [Generates()]},
     "patched": _keep_plans,
@@ -50,7 +62,10 @@ RUNS = {
     "whole": Run(EVALUATED, **SHARED),
     "resumed": Run(EVALUATED, **SHARED, resumes="whole/checkpoint-2"),
     "autocast, LoRA": Run(
-        {**EVALUATED, "bf16": True}, adapter=lora("q_proj", "in_proj_qkvz", "out_proj"), rounds=True, **SHARED
+        {**EVALUATED, "bf16": True},
+        adapter=lora("q_proj", "in_proj_qkvz", "out_proj"),
+        rounds=True,
+        **SHARED,
     ),
 }
 
@@ -62,7 +77,9 @@ def _train(folder: str) -> dict[str, Result]:
 def test_trainings_are_those_of_one_process(rank_pools, tmp_path):
     @cache
     def alone(name: str, exact: bool) -> Result:
-        return train_alone(str(tmp_path / "alone"), RUNS["whole" if name == "resumed" else name], exact)
+        return train_alone(
+            str(tmp_path / "alone"), RUNS["whole" if name == "resumed" else name], exact
+        )
 
     for results in rank_pools[4].run(_train, str(tmp_path)):
         for name, run in RUNS.items():

@@ -51,7 +51,11 @@ def test_loss_and_gradients_are_those_of_document_by_document(rank_pools, model_
     for steps in rank_pools[2].run(_steps, model_type):
         for (name, company), got in zip(COMPANY.items(), steps, strict=True):
             lora = company.get("lora", False)
-            rough = reference(model_type, LENGTHS, lora, autocast=True) if "autocast" in company else None
+            rough = (
+                reference(model_type, LENGTHS, lora, autocast=True)
+                if "autocast" in company
+                else None
+            )
             assert_equal(got, reference(model_type, LENGTHS, lora), rough, within=2e-5)
             assert got.ran == RAN.get((model_type, name), got.ran)
 
@@ -62,9 +66,14 @@ def test_checkpoints_inside_checkpointed_layers(rank_pools, ranks, lengths, mode
     # A hybrid layer has a Mamba layer inside, which is a checkpoint too and is recomputed apart from it.
     expected = reference(model_type, lengths)
     for reentrant in (False, True):
-        for got in rank_pools[ranks].run(partial(step, model_type, lengths, checkpointing=reentrant, **WHOLE)):
+        for got in rank_pools[ranks].run(
+            partial(step, model_type, lengths, checkpointing=reentrant, **WHOLE)
+        ):
             assert_equal(got, expected)
-            assert got.ran[1:] == (4, 4 if ranks == 2 else 0)  # two layers with attention, each recomputed
+            assert got.ran[1:] == (
+                4,
+                4 if ranks == 2 else 0,
+            )  # two layers with attention, each recomputed
 
 
 PLAIN, REENTRANT = CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT
@@ -75,7 +84,13 @@ def _errors() -> list[str]:
     errors = []
     for kind, around in ((PLAIN, None), (REENTRANT, None), (PLAIN, False), (REENTRANT, True)):
         with pytest.raises(ValueError, match="runs in a gradient checkpoint") as raised:
-            step("qwen3_next", FEW, inner=("model.layers.0.linear_attn", kind), checkpointing=around, **WHOLE)
+            step(
+                "qwen3_next",
+                FEW,
+                inner=("model.layers.0.linear_attn", kind),
+                checkpointing=around,
+                **WHOLE,
+            )
         errors.append(str(raised.value))
     caching, dropping, cutting = map(make_model, ("qwen3_next", "falcon_h1", "jamba"))
     caching.config.use_cache = True
@@ -83,12 +98,16 @@ def _errors() -> list[str]:
     forward = inner.forward
     inner.forward = lambda *args, distca_plan=None, **kwargs: forward(*args, **kwargs)
     for model in (caching, dropping, cutting):
-        dispatcher = make_dispatcher(model, DistCAConfig(ping_pong=True, **WHOLE), torch.device("cpu"))
+        dispatcher = make_dispatcher(
+            model, DistCAConfig(ping_pong=True, **WHOLE), torch.device("cpu")
+        )
         settings = dispatcher.settings
         if model is cutting:
             settings = replace(settings, document_layout="joint")
         with pytest.raises(ValueError, match=r"cached keys|did not pass|cuts documents") as raised:
-            planned_step(model, dispatcher.bind(plan_micro_batch(FEW, settings)), random_documents(FEW))
+            planned_step(
+                model, dispatcher.bind(plan_micro_batch(FEW, settings)), random_documents(FEW)
+            )
         errors.append(str(raised.value))
     return errors
 
@@ -96,7 +115,10 @@ def _errors() -> list[str]:
 def test_what_would_mix_documents_is_refused_on_every_rank(rank_pools):
     for *inner, cached, dropped, cut in rank_pools[2].run(_errors):
         for message in inner:
-            assert "Qwen3NextGatedDeltaNet runs in a gradient checkpoint that begins inside its decoder lay" in message
+            assert (
+                "Qwen3NextGatedDeltaNet runs in a gradient checkpoint that begins inside its decoder lay"
+                in message
+            )
         assert "set model.config.use_cache = False" in cached
         assert "FalconH1DecoderLayer did not pass its plan to every module that attends" in dropped
         assert "the plan cuts documents between ranks; plan with document_layout='whole'" in cut
@@ -123,12 +145,16 @@ def test_what_mixes_is_found_and_documents_stay_whole_where_it_cannot_be_cut(mod
     assert all(map(is_attention, decoder_attentions(model).values()))
 
     def layout(**options) -> str:
-        return plan_settings(model, DistCAConfig(**options), ranks=2, device=torch.device("cpu")).document_layout
+        return plan_settings(
+            model, DistCAConfig(**options), ranks=2, device=torch.device("cpu")
+        ).document_layout
 
     assert layout() == ("joint" if model_type in CUTTABLE else "whole")
     if model_type == "jamba":
         for cutting in ("joint", "fixed"):
-            with pytest.raises(ValueError, match=rf"document_layout='{cutting}' cuts.*set document_layout='whole'"):
+            with pytest.raises(
+                ValueError, match=rf"document_layout='{cutting}' cuts.*set document_layout='whole'"
+            ):
                 layout(document_layout=cutting)
     if model_type == "minimax":  # with another part its forward is not known
         modules[0].short_conv = torch.nn.Identity()
@@ -138,7 +164,10 @@ def test_what_mixes_is_found_and_documents_stay_whole_where_it_cannot_be_cut(mod
 def test_mixing_that_is_not_known_is_refused():
     model = make_model("llama")
     model.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(ValueError, match=r"LlamaConfig has 1 layers of the types .*, and only in 0 of them a module"):
+    with pytest.raises(
+        ValueError,
+        match=r"LlamaConfig has 1 layers of the types .*, and only in 0 of them a module",
+    ):
         plan_settings(model, DistCAConfig(), ranks=2, device=torch.device("cpu"))
 
 
@@ -148,5 +177,7 @@ def test_outside_a_planned_step_nothing_changes(model_type):
     assert plan_layers(model) == plan_layers(model)  # once is enough
     tokens = torch.arange(3, 40)[None]
     torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
-    names, plain_names = ([type(module).__name__ for module in each.modules()] for each in (model, plain))
+    names, plain_names = (
+        [type(module).__name__ for module in each.modules()] for each in (model, plain)
+    )
     assert names == plain_names

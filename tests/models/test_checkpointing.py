@@ -19,9 +19,17 @@ from hf_distca.models.checkpointing import (
 )
 from tests.models_and_batches import small_model
 
-OF_TRL = ("DistCASFTConfig", "DistCADPOConfig", "DistCAGRPOConfig", "DistCARLOOConfig", "DistCAKTOConfig")
+OF_TRL = (
+    "DistCASFTConfig",
+    "DistCADPOConfig",
+    "DistCAGRPOConfig",
+    "DistCARLOOConfig",
+    "DistCAKTOConfig",
+)
 QUIET = {"use_cpu": True, "bf16": False, "report_to": []}
-renamed = pytest.mark.skipif(CHECKPOINTING == EARLIER, reason="this version of transformers has no other name")
+renamed = pytest.mark.skipif(
+    CHECKPOINTING == EARLIER, reason="this version of transformers has no other name"
+)
 
 
 def test_checkpoints_are_turned_on_and_off():
@@ -42,7 +50,9 @@ def test_names_of_earlier_versions(monkeypatch):
     disable_checkpointing(model)
     assert calls == [(({"use_reentrant": True},), {"every_n_layers": 2}), "disabled"]
     assert is_checkpointing(model)
-    args = SimpleNamespace(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
+    args = SimpleNamespace(
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}
+    )
     assert checkpointing_options(args) == {"use_reentrant": True}
     args.gradient_checkpointing_kwargs = None
     assert checkpointing_options(args) == {}
@@ -59,7 +69,9 @@ def test_what_trl_turns_on_by_default_is_no_earlier_name(name, tmp_path):
 
 
 @renamed
-@pytest.mark.parametrize(("name", "given"), [("DistCASFTConfig", False), ("DistCATrainingArguments", True)])
+@pytest.mark.parametrize(
+    ("name", "given"), [("DistCASFTConfig", False), ("DistCATrainingArguments", True)]
+)
 def test_an_earlier_name_that_a_user_gives_is_the_users(name, given, tmp_path):
     with pytest.warns(FutureWarning, match="`gradient_checkpointing` is deprecated"):
         args = getattr(hf_distca, name)(str(tmp_path), **QUIET, **{EARLIER: given})

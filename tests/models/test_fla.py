@@ -23,7 +23,9 @@ BROKEN = {"fla-core": "0.6.0", "triton": "3.6.0", "tilelang": None}
 def test_versions_and_gpus_that_have_the_fault():
     said = backward_fault((9, 0), BROKEN)
     assert said is not None
-    assert said.startswith("fla 0.6.0 raises in the backward of gated delta rules on Hopper with Triton 3.6.0")
+    assert said.startswith(
+        "fla 0.6.0 raises in the backward of gated delta rules on Hopper with Triton 3.6.0"
+    )
     for triton in ("3.4.0", "3.5.1", "3.7.0", "3.7.0+git1"):
         assert backward_fault((9, 0), BROKEN | {"triton": triton}), triton
     for changed in (
@@ -75,17 +77,23 @@ def test_models_whose_layers_fla_computes(monkeypatch):
         ("fla", "cpu", HOPPER, "3.6.0", False),
     ],
 )
-def test_the_trainer_warns_before_the_first_backward(monkeypatch, caplog, package, device, capability, triton, warned):
+def test_the_trainer_warns_before_the_first_backward(
+    monkeypatch, caplog, package, device, capability, triton, warned
+):
     model = _model_with(monkeypatch, package)
     monkeypatch.setattr(
-        fla, "version", lambda name: {"fla-core": "0.6.0", "triton": triton}.get(name) or missing(name)
+        fla,
+        "version",
+        lambda name: {"fla-core": "0.6.0", "triton": triton}.get(name) or missing(name),
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with caplog.at_level(logging.WARNING, "hf_distca"):
         warn_of_kernels(model, torch.device(device))
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
     if warned:
-        assert caplog.messages[0].startswith("the first backward of Qwen3NextForCausalLM will fail: fla 0.6.0 raises")
+        assert caplog.messages[0].startswith(
+            "the first backward of Qwen3NextForCausalLM will fail: fla 0.6.0 raises"
+        )
         assert caplog.messages[0].endswith(fla.REMEDY)
 
 

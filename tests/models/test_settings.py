@@ -33,10 +33,18 @@ MODELS = {
     "llama": ({}, [AttentionKind(None, 4, 2, 8, 8)]),
     "gpt2": ({"attn_pdrop": 0.0}, [AttentionKind(None, 4, 4, 8, 8)]),
     "mistral": ({"sliding_window": 24}, [AttentionKind(24, 4, 2, 8, 8)]),
-    "moshi": ({"sliding_window": 24}, [AttentionKind(None, 4, 2, 8, 8)]),  # which ignores its window
+    "moshi": (
+        {"sliding_window": 24},
+        [AttentionKind(None, 4, 2, 8, 8)],
+    ),  # which ignores its window
     "gemma2": (TWO_TYPES, [AttentionKind(24, 4, 2, 8, 8), AttentionKind(None, 4, 2, 8, 8)]),
     "gemma4_text": (
-        {**TWO_TYPES, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        {
+            **TWO_TYPES,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
         [AttentionKind(24, 4, 2, 8, 8), AttentionKind(None, 4, 1, 16, 16)],
     ),
     "deepseek_v3": (LATENT, [AttentionKind(None, 4, 4, 12, 6)]),
@@ -45,8 +53,14 @@ MODELS = {
         {**TWO_TYPES, "v_head_dim": 6, "swa_v_head_dim": 6, "n_group": 1, "topk_group": 1},
         [AttentionKind(24, 4, 4, 8, 6), AttentionKind(None, 4, 2, 8, 6)],
     ),
-    "llama4_text": (SMALL_LLAMA4, [AttentionKind(None, 4, 2, 8, 8, 24), AttentionKind(None, 4, 2, 8, 8)]),
-    "modernbert-decoder": (TWO_TYPES, [AttentionKind(24, 4, 4, 8, 8), AttentionKind(None, 4, 4, 8, 8)]),
+    "llama4_text": (
+        SMALL_LLAMA4,
+        [AttentionKind(None, 4, 2, 8, 8, 24), AttentionKind(None, 4, 2, 8, 8)],
+    ),
+    "modernbert-decoder": (
+        TWO_TYPES,
+        [AttentionKind(24, 4, 4, 8, 8), AttentionKind(None, 4, 4, 8, 8)],
+    ),
 }
 
 
@@ -75,7 +89,9 @@ def test_attention_of_the_decoder_alone_counts():
     model.get_decoder = nn.Module  # some models give another module
     assert "model.layers.1.self_attn" in decoder_attentions(model)
     model.config = PreTrainedConfig()
-    with pytest.raises(ValueError, match=r"has no num_attention_heads, .*; train this model with stock"):
+    with pytest.raises(
+        ValueError, match=r"has no num_attention_heads, .*; train this model with stock"
+    ):
         layers_by_kind(model)
 
 
@@ -88,11 +104,19 @@ def test_bytes_of_rows_and_what_kernels_are_asked(monkeypatch):
         settings = plan_settings(model, DistCAConfig(), ranks=2, device=CPU, dtype=dtype)
         return [settings.row_bytes(kind) for kind in settings.kinds]
 
-    assert row_bytes("llama", torch.bfloat16, num_key_value_heads=1) == [RowBytes(q=64, kv=32, o=64)]
+    assert row_bytes("llama", torch.bfloat16, num_key_value_heads=1) == [
+        RowBytes(q=64, kv=32, o=64)
+    ]
     assert row_bytes("deepseek_v3", torch.bfloat16) == [RowBytes(q=96, kv=144, o=48)]
     asked.clear()
-    assert row_bytes("gemma4_text") == [RowBytes(q=128, kv=128, o=128), RowBytes(q=256, kv=128, o=256)]
-    assert [(need.params.window, need.head_dim_qk, need.head_dim_v) for need in asked] == [(24, 8, 8), (None, 16, 16)]
+    assert row_bytes("gemma4_text") == [
+        RowBytes(q=128, kv=128, o=128),
+        RowBytes(q=256, kv=128, o=256),
+    ]
+    assert [(need.params.window, need.head_dim_qk, need.head_dim_v) for need in asked] == [
+        (24, 8, 8),
+        (None, 16, 16),
+    ]
 
 
 # Tensor parallelism
@@ -103,12 +127,15 @@ WHOLE_HEADS = "rowwise_split_input"
 
 @pytest.mark.parametrize(("whole_heads", "heads"), [(False, (2, 1)), (True, (4, 2))])
 def test_a_rank_that_shares_a_model_has_its_part_of_the_heads(whole_heads, heads):
-    model: Any = small_model(num_hidden_layers=11)  # as transformers would load it on one of two ranks
+    model: Any = small_model(
+        num_hidden_layers=11
+    )  # as transformers would load it on one of two ranks
     model._tp_size = 2
     model.config.distributed_config = object()
     if whole_heads:
         model._tp_plan = {
-            name: WHOLE_HEADS if name.endswith("o_proj") else style for name, style in model.tp_plan.items()
+            name: WHOLE_HEADS if name.endswith("o_proj") else style
+            for name, style in model.tp_plan.items()
         }
     assert tuple(layers_by_kind(model)) == (AttentionKind(None, *heads, 8, 8),)
     model.config.head_dim = None  # as where a config says nothing of it
@@ -142,20 +169,31 @@ def test_which_kernel_is_chosen_and_why_not_a_faster_one(caplog, monkeypatch):
     def chosen(model, capability, **options) -> str:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         cuda = torch.device("cuda")
-        return plan_settings(model, DistCAConfig(**options), ranks=1, device=cuda, dtype=torch.bfloat16).kernel
+        return plan_settings(
+            model, DistCAConfig(**options), ranks=1, device=cuda, dtype=torch.bfloat16
+        ).kernel
 
     with caplog.at_level(logging.INFO):
-        assert chosen(small_model(), (9, 0), attention_kernel="torch_varlen") == "torch_varlen"  # named: not logged
+        assert (
+            chosen(small_model(), (9, 0), attention_kernel="torch_varlen") == "torch_varlen"
+        )  # named: not logged
         assert chosen(small_model(), (9, 0)) == chosen(small_model(), (8, 0)) == "torch_varlen"
     slower, fastest = caplog.records
     first, third, fourth = slower.getMessage().splitlines()
-    assert first == "core attention is computed by kernel 'torch_varlen'; faster here, but not to be had:"
+    assert (
+        first
+        == "core attention is computed by kernel 'torch_varlen'; faster here, but not to be had:"
+    )
     assert "pip install flash-attn-3" in third
     assert "pip install --pre flash-attn-4" in fourth
     assert fastest.getMessage() == "core attention is computed by kernel 'torch_varlen'"
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO]
-    capped = small_model("gemma2", query_pre_attn_scalar=8, attn_logit_softcapping=50.0, sliding_window=24)
-    with pytest.raises(ValueError, match=r"(?s)no installed kernel.*does not support softcap, got 50\.0") as error:
+    capped = small_model(
+        "gemma2", query_pre_attn_scalar=8, attn_logit_softcapping=50.0, sliding_window=24
+    )
+    with pytest.raises(
+        ValueError, match=r"(?s)no installed kernel.*does not support softcap, got 50\.0"
+    ) as error:
         chosen(capped, (9, 0))
     assert "pip install 'hf-distca[flash-attn]'" in str(error.value)
 
@@ -163,7 +201,9 @@ def test_which_kernel_is_chosen_and_why_not_a_faster_one(caplog, monkeypatch):
 def _kernel_of_this_rank(*kernels: str) -> str:
     config = DistCAConfig(attention_kernel=kernels[torch.distributed.get_rank()])
     try:
-        return Dispatcher(plan_settings(small_model(), config, ranks=2, device=CPU), CPU).kernel.name
+        return Dispatcher(
+            plan_settings(small_model(), config, ranks=2, device=CPU), CPU
+        ).kernel.name
     except (ValueError, RuntimeError) as error:
         return str(error)
 
@@ -171,4 +211,7 @@ def _kernel_of_this_rank(*kernels: str) -> str:
 def test_ranks_have_one_kernel(rank_pools):
     assert rank_pools[2].run(_kernel_of_this_rank, "cpu", "auto") == ["cpu", "cpu"]
     for error in rank_pools[2].run(_kernel_of_this_rank, "cpu", "reference"):
-        assert "attention_kernel differs between ranks ('cpu' on rank 0, 'reference' on rank 1)" in error
+        assert (
+            "attention_kernel differs between ranks ('cpu' on rank 0, 'reference' on rank 1)"
+            in error
+        )

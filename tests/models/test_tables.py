@@ -22,7 +22,9 @@ from tests.survey.tiny import tiny_config
 )
 def test_positions_are_those_that_the_model_has(model_type, positions, trained):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(model_type), attn_implementation="eager"
+    ).eval()
     assert model_limits(model) == Limits(64, 64, positions, trained)
     last = positions or 1000
     ids = torch.full((1, 2), 5)
@@ -34,7 +36,9 @@ def test_positions_are_those_that_the_model_has(model_type, positions, trained):
 
 def test_positions_that_a_rotary_embedding_is_made_for():
     def trained(**rope):
-        return trained_positions(small_model(max_position_embeddings=100, rope_parameters=rope).config)
+        return trained_positions(
+            small_model(max_position_embeddings=100, rope_parameters=rope).config
+        )
 
     base = {"rope_theta": 1e4}
     assert trained(**base, rope_type="default") == 100
@@ -42,8 +46,14 @@ def test_positions_that_a_rotary_embedding_is_made_for():
     extended = {"factor": 4.0, "original_max_position_embeddings": 100}
     assert trained(**base, rope_type="yarn", **extended) == 400
     assert trained(**base, rope_type="dynamic", factor=2.0) is None
-    layers = {"full_attention": {**base, "rope_type": "yarn", **extended}, "sliding_attention": base}
-    assert trained_positions(SimpleNamespace(max_position_embeddings=100, rope_parameters=layers)) == 400
+    layers = {
+        "full_attention": {**base, "rope_type": "yarn", **extended},
+        "sliding_attention": base,
+    }
+    assert (
+        trained_positions(SimpleNamespace(max_position_embeddings=100, rope_parameters=layers))
+        == 400
+    )
     assert trained_positions(SimpleNamespace(max_position_embeddings=100)) is None
 
 
@@ -51,7 +61,9 @@ def test_towers_have_positions_of_their_own():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("phi4_multimodal"))
     names = [name for name, _ in model.named_modules()]
-    assert any(name.endswith("image_embed.img_processor.embeddings.position_embedding") for name in names)
+    assert any(
+        name.endswith("image_embed.img_processor.embeddings.position_embedding") for name in names
+    )
     assert model_limits(model).positions is None
 
 
@@ -59,7 +71,12 @@ def test_resized_and_adapted_tables():
     model = small_model()
     assert model_limits(model) == Limits(64, 64, None, 2048)
     model.resize_token_embeddings(70)
-    for modules in ({"modules_to_save": ["embed_tokens", "lm_head"]}, {"target_modules": ["embed_tokens", "lm_head"]}):
-        adapted = peft.get_peft_model(model, peft.LoraConfig(**{"target_modules": ["q_proj"], **modules}))
+    for modules in (
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+    ):
+        adapted = peft.get_peft_model(
+            model, peft.LoraConfig(**{"target_modules": ["q_proj"], **modules})
+        )
         assert model_limits(adapted) == Limits(70, 70, None, 2048)
         model = adapted.unload()

@@ -14,7 +14,13 @@ from transformers.utils.logging import warning_once
 
 import hf_distca
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.patches.attention import UNPLANNED, DeferredMask, distca_attention, distca_mask, scaled_by_position
+from hf_distca.patches.attention import (
+    UNPLANNED,
+    DeferredMask,
+    distca_attention,
+    distca_mask,
+    scaled_by_position,
+)
 from hf_distca.planner.settings import PlanSettings
 from tests.logged import Messages
 from tests.mixing.steps import make_model
@@ -62,10 +68,15 @@ def test_generate(model_type):
 
 def test_packed_row_without_plan():
     model, reference = pair()
-    inputs = {"input_ids": torch.arange(3, 13)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1, 0]])}
+    inputs = {
+        "input_ids": torch.arange(3, 13)[None],
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1, 0]]),
+    }
     torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits)
     whole = model(input_ids=inputs["input_ids"]).logits
-    assert not torch.allclose(whole, model(**inputs).logits)  # the documents did not see one another
+    assert not torch.allclose(
+        whole, model(**inputs).logits
+    )  # the documents did not see one another
 
 
 def test_logits_of_the_last_rows():
@@ -86,7 +97,11 @@ def test_masks():
     assert distca_mask(1, 5, 5, local_size=3).local_size == 3
     assert distca_mask(1, 5, 5).local_size is None
     # A model that lets tokens of one image see each other, say, through transformers' masks.
-    inputs = {"inputs_embeds": torch.zeros(1, 12, 32), "attention_mask": None, "past_key_values": None}
+    inputs = {
+        "inputs_embeds": torch.zeros(1, 12, 32),
+        "attention_mask": None,
+        "past_key_values": None,
+    }
     config = small_model().config
     mask = create_causal_mask(config, **inputs, or_mask_function=lambda batch, head, q, k: k < 3)
     assert mask.added_by_model
@@ -109,7 +124,10 @@ REFUSED = [
     ({"mask": torch.ones(1, 1, 12, 12)}, r"got an attention_mask of shape \[1, 1, 12, 12\]"),
     ({"mask": deferred(added_by_model=True)}, "adds a custom mask to the causal mask"),
     ({"mask": deferred(local_size=4)}, "masks by a local size of 4, but has sliding_window=None"),
-    ({"mask": deferred(local_size=4), "sliding_window": 5}, "local size of 4, but has sliding_window=5"),
+    (
+        {"mask": deferred(local_size=4), "sliding_window": 5},
+        "local size of 4, but has sliding_window=5",
+    ),
     ({"is_causal": False}, "is not causal"),
     ({"module_is_causal": False}, "is not causal"),
     ({"position_bias": torch.zeros(1)}, "passes position_bias"),
@@ -118,7 +136,9 @@ REFUSED = [
 
 
 def test_what_a_plan_cannot_express():
-    dispatcher = Dispatcher(PlanSettings(ranks=1, tokens_per_rank=64, kinds=small_kinds()), torch.device("cpu"))
+    dispatcher = Dispatcher(
+        PlanSettings(ranks=1, tokens_per_rank=64, kinds=small_kinds()), torch.device("cpu")
+    )
     plan = dispatcher.bind(dispatcher.plan_lengths([[5, 7]])[0])
 
     def attend(mask=None, batch=1, module_is_causal=True, **kwargs):
@@ -133,7 +153,9 @@ def test_what_a_plan_cannot_express():
     assert plan.ran.attentions == 0
     output, weights = attend(deferred())
     assert (output.shape, weights, plan.ran.attentions) == ((1, 12, 4, 8), None, 1)
-    attend(module_is_causal=False, is_causal=True)  # what the call says goes before what the module says
+    attend(
+        module_is_causal=False, is_causal=True
+    )  # what the call says goes before what the module says
 
 
 @pytest.mark.parametrize("lengths", [[50, 20], [20, 50], [30, 25, 20]])
@@ -148,11 +170,17 @@ def test_queries_are_scaled_by_positions_in_documents(lengths):
     scaled = scaled_by_position(module, of_model[:, None], plan)[:, 0]
     assert plan.last_position == max(lengths) - 1
     assert plan.positions.max() == max(lengths) - 1
-    torch.testing.assert_close(scaled, torch.log1p(((plan.positions + 1) // 40).float()) * 0.5 + 1.0)
-    for part, nano in ((plan.of_nano_batch(i, lambda: None), nano) for i, nano in enumerate(plan.nano_batches)):
+    torch.testing.assert_close(
+        scaled, torch.log1p(((plan.positions + 1) // 40).float()) * 0.5 + 1.0
+    )
+    for part, nano in (
+        (plan.of_nano_batch(i, lambda: None), nano) for i, nano in enumerate(plan.nano_batches)
+    ):
         of_part = of_model[: nano.rows]
         scaled = scaled_by_position(module, of_part[:, None], part)[:, 0]
-        torch.testing.assert_close(scaled, torch.log1p(((nano.positions + 1) // 40).float()) * 0.5 + 1.0)
+        torch.testing.assert_close(
+            scaled, torch.log1p(((nano.positions + 1) // 40).float()) * 0.5 + 1.0
+        )
 
 
 def _warnings_of_unplanned_steps(folder: Path) -> list[list[str]]:
@@ -171,8 +199,16 @@ def _warnings_of_unplanned_steps(folder: Path) -> list[list[str]]:
     prepared.train()(tokens, labels=tokens).loss.backward()
     dispatcher.close()
     quiet = list(messages.lines)
-    options = {"use_cpu": True, "bf16": False, "report_to": [], "max_steps": 2, "save_strategy": "no"}
-    args = TrainingArguments(str(folder), per_device_train_batch_size=1, disable_tqdm=True, **options)
+    options = {
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "max_steps": 2,
+        "save_strategy": "no",
+    }
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=1, disable_tqdm=True, **options
+    )
     rows = [{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}] * 4
     Trainer(model, args, train_dataset=rows).train()
     messages.end()

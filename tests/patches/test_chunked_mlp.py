@@ -42,12 +42,22 @@ def _model(model_type: str, rows: int, checkpointing: bool | None) -> PreTrained
     return model
 
 
-CASES = [("llama", None), ("gemma2", False), ("qwen3", None), ("phi3", True), ("lora", False), ("lora", True)]
+CASES = [
+    ("llama", None),
+    ("gemma2", False),
+    ("qwen3", None),
+    ("phi3", True),
+    ("lora", False),
+    ("lora", True),
+]
 
 
 @pytest.mark.parametrize(("model_type", "checkpointing"), CASES)
 def test_same_loss_and_gradients(model_type, checkpointing):
-    steps = [reference_step(_model(model_type, rows, checkpointing), random_documents([47])) for rows in (0, ROWS)]
+    steps = [
+        reference_step(_model(model_type, rows, checkpointing), random_documents([47]))
+        for rows in (0, ROWS)
+    ]
     (loss, grads), (got_loss, got) = steps
     assert got_loss == pytest.approx(loss, rel=1e-12)
     assert got.keys() == grads.keys()
@@ -81,7 +91,9 @@ def test_activations_do_not_grow_with_the_width_of_the_mlp():
                 chunk_mlps(model, rows)
             settings = PlanSettings(1, 1024, small_kinds())
             plan = plan_micro_batch([1024], settings)
-            taken[width, rows] = count_micro_batch(model_after(model), plan, 0, Use("cpu"))["activations"]
+            taken[width, rows] = count_micro_batch(model_after(model), plan, 0, Use("cpu"))[
+                "activations"
+            ]
     # Tensors [1024, width] of float32: four a layer, of which the last layer's backward has used one at the peak.
     assert taken[1280, 0] - taken[640, 0] == 7 * 1024 * 640 * 4
     assert taken[1280, 64] == taken[640, 64]
@@ -96,11 +108,18 @@ def test_an_mlp_with_another_forward_is_left_alone(caplog):
 
 
 def test_experts_are_left_alone(caplog):
-    config = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
+    config = {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [0],
+    }
     model = small_model("qwen3_moe", **config)
     with caplog.at_level(logging.WARNING):
         chunk_mlps(model, ROWS)
     assert [hasattr(layer.mlp, "chunk_rows") for layer in model.model.layers] == [True, False]
     assert "Qwen3MoeSparseMoeBlock routes rows to experts" in caplog.text
-    with pytest.raises(ValueError, match=r"mlp_chunk_rows=10 has no effect on .* routes rows to experts"):
+    with pytest.raises(
+        ValueError, match=r"mlp_chunk_rows=10 has no effect on .* routes rows to experts"
+    ):
         chunk_mlps(small_model("gpt_oss", num_local_experts=2, num_experts_per_tok=1), ROWS)

@@ -26,7 +26,9 @@ TURNS = "two nano-batches take turns"
 LOGITS = "logits of a planned step are deferred"
 
 
-def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list[Counter], list[int]]:
+def _steps(
+    parts: str, ping_pong: bool, checkpointing: bool
+) -> tuple[list, list[Counter], list[int]]:
     """Of each batch: loss and gradients, why and how often tracing has stopped so far, and how many graphs exist.
 
     Parts are compiled as users do; "eager" runs the traced graphs as they are.
@@ -53,7 +55,9 @@ def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list
         found.append(planned_step(compiled, bound, random_documents(lengths)))
         breaks.append(Counter())
         for why, count in counters["graph_break"].items():
-            breaks[-1][next((known for known in (CORE_ATTENTION, TURNS, LOGITS) if known in why), why)] += count
+            breaks[-1][
+                next((known for known in (CORE_ATTENTION, TURNS, LOGITS) if known in why), why)
+            ] += count
         graphs.append(counters["stats"]["unique_graphs"])
     return found, breaks, graphs
 
@@ -67,7 +71,9 @@ def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list
         ("inner modules", True, True, set()),
     ],
 )
-def test_core_attention_alone_stays_uncompiled(rank_pools, parts, ping_pong, checkpointing, broken_by):
+def test_core_attention_alone_stays_uncompiled(
+    rank_pools, parts, ping_pong, checkpointing, broken_by
+):
     ((found, breaks, graphs),) = rank_pools[1].run(_steps, parts, ping_pong, checkpointing)
     for lengths, got in zip(BATCHES, found, strict=True):
         assert_same_step(got, reference_step(small_model(), random_documents(lengths)))

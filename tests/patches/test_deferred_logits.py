@@ -57,7 +57,9 @@ LOSSES = {
     "shifted": lambda logits: functional.cross_entropy(
         logits[..., :-1, :].contiguous().view(-1, 3), TARGET_T[1:], reduction="sum"
     ),
-    "in float64": lambda logits: functional.cross_entropy(-logits.to(torch.float64)[0] + 1, TARGET_T),
+    "in float64": lambda logits: functional.cross_entropy(
+        -logits.to(torch.float64)[0] + 1, TARGET_T
+    ),
 }
 
 
@@ -66,7 +68,9 @@ def test_losses_need_no_logits():
         logits, computed = deferred()
         torch.testing.assert_close(loss(logits), loss(LOGITS_1TV), msg=name)
         assert [kind for kind, _ in computed] == ["cross entropy"], name
-    assert functional.cross_entropy(deferred()[0][0], torch.full((4,), -100)).isnan()  # a mean of nothing
+    assert functional.cross_entropy(
+        deferred()[0][0], torch.full((4,), -100)
+    ).isnan()  # a mean of nothing
 
 
 PARTS = {
@@ -86,7 +90,9 @@ def test_parts_are_computed_alone_where_ranks_may_differ():
         part = take(logits)
         assert isinstance(part, DeferredLogits), name
         assert part.shape == take(LOGITS_1TV).shape
-        torch.testing.assert_close(torch.log_softmax(part, -1), torch.log_softmax(take(LOGITS_1TV), -1), msg=name)
+        torch.testing.assert_close(
+            torch.log_softmax(part, -1), torch.log_softmax(take(LOGITS_1TV), -1), msg=name
+        )
         assert computed == [("logits", rows)], name
     logits, computed = deferred(divides=False)
     torch.testing.assert_close(logits.view(4, 3).split(3), LOGITS_1TV[0].split(3))
@@ -136,7 +142,9 @@ def test_changing_in_place_changes_what_is_read_later(gradients):
         logits[0, 0] = 7.0
         logits.mul_(2)
     assert logits[0, :2].tolist() == [[14.0] * 3, [6.0, -2.0, 8.0]]
-    assert functional.cross_entropy(logits[0], TARGET_T) != functional.cross_entropy(LOGITS_1TV[0], TARGET_T)
+    assert functional.cross_entropy(logits[0], TARGET_T) != functional.cross_entropy(
+        LOGITS_1TV[0], TARGET_T
+    )
     torch.testing.assert_close(copy.tensor(), LOGITS_1TV)
 
 
@@ -150,7 +158,12 @@ def test_computed_once_where_gradients_are_wanted():
 
 def test_looks_like_a_tensor():
     logits, computed = deferred()
-    assert (logits.shape, logits.size(), logits.size(-1), len(logits)) == ((1, 4, 3), (1, 4, 3), 3, 1)
+    assert (logits.shape, logits.size(), logits.size(-1), len(logits)) == (
+        (1, 4, 3),
+        (1, 4, 3),
+        3,
+        1,
+    )
     assert (logits.dim(), logits.ndim, logits.numel(), logits.is_cuda) == (3, 3, 12, False)
     assert (logits.dtype, logits.device) == (torch.float32, torch.device("cpu"))
     assert repr(logits) == "DeferredLogits(shape=[1, 4, 3], dtype=torch.float32)"

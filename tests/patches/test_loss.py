@@ -19,12 +19,22 @@ from hf_distca.patches.head import DeferredLogits, adapted_heads, plan_head
 from hf_distca.patches.loss import chosen_chunk_bytes, loss_of_head, loss_of_linear
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from tests.models_and_batches import cut_rows, gradients_of, random_documents, relative_error, small_kinds, small_model
+from tests.models_and_batches import (
+    cut_rows,
+    gradients_of,
+    random_documents,
+    relative_error,
+    small_kinds,
+    small_model,
+)
 from tests.whole_logits import WholeLogits
 
 LENGTHS, ROWS, VOCABULARY = [40, 1, 23, 31], 40, 64
 CHUNK_BYTES = 4 * VOCABULARY * ROWS
-MIXTURES = {"mixtral": {"output_router_logits": True}, "gpt_oss": {"num_experts_per_tok": 2, "sliding_window": 24}}
+MIXTURES = {
+    "mixtral": {"output_router_logits": True},
+    "gpt_oss": {"num_experts_per_tok": 2, "sliding_window": 24},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"tie_word_embeddings": True},
@@ -47,14 +57,18 @@ def make_model(model_type: str, dtype: torch.dtype = torch.float64) -> nn.Module
 def batch_of(model: nn.Module) -> dict:
     """A planned micro-batch of one rank."""
     windows = (24, None) if getattr(model.config, "sliding_window", None) == 24 else (None,)
-    settings = PlanSettings(1, tokens_per_rank=4096, kinds=small_kinds(*windows), balance_block_size=8)
+    settings = PlanSettings(
+        1, tokens_per_rank=4096, kinds=small_kinds(*windows), balance_block_size=8
+    )
     plan = plan_micro_batch(LENGTHS, settings)
     batch = cut_rows(plan, 0, random_documents(LENGTHS))
     bound = Dispatcher(settings, torch.device("cpu")).bind(plan)
     return {**batch, "labels": batch["shift_labels"], "distca_plan": bound}
 
 
-def step(model: nn.Module, batch: dict | None = None, **kwargs) -> tuple[Tensor, dict[str, Tensor], list]:
+def step(
+    model: nn.Module, batch: dict | None = None, **kwargs
+) -> tuple[Tensor, dict[str, Tensor], list]:
     """Loss, gradients, and shapes of tensors of more rows × vocabulary than a chunk has."""
     model.zero_grad()
     with WholeLogits(VOCABULARY, ROWS) as watched:
@@ -93,7 +107,11 @@ def test_rows_without_targets(rows, targets):
     assert_same(model, batch, num_items_in_batch=targets)
 
 
-TRAINED = {"all but the head": r"(?!lm_head).*", "the head": "lm_head.*", "the bias of the head": "lm_head.bias"}
+TRAINED = {
+    "all but the head": r"(?!lm_head).*",
+    "the head": "lm_head.*",
+    "the bias of the head": "lm_head.bias",
+}
 ADAPTERS = {
     "lora": {"target_modules": ["q_proj", "lm_head"]},
     "dora": {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
@@ -110,7 +128,9 @@ def test_parts_that_are_trained(part):
             parameter.requires_grad_(re.fullmatch(TRAINED[part], name) is not None)
     else:
         torch.manual_seed(0)
-        config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **ADAPTERS[part])
+        config = peft.LoraConfig(
+            r=4, init_lora_weights=False, task_type="CAUSAL_LM", **ADAPTERS[part]
+        )
         model = peft.get_peft_model(model, config)
     assert_same(model)
     assert len(adapted_heads(model)) == (part in ("lora", "dora", "saved"))
@@ -131,7 +151,10 @@ def test_bfloat16(model_type, dtype):
     assert abs(got_loss - exact_loss) < 1.1 * abs(loss - exact_loss) + 1e-5
     for name in grads:
         assert got[name].dtype == grads[name].dtype
-        assert relative_error(got[name], exact[name]) < 2 * relative_error(grads[name], exact[name]) + 5e-3, name
+        assert (
+            relative_error(got[name], exact[name])
+            < 2 * relative_error(grads[name], exact[name]) + 5e-3
+        ), name
 
 
 def test_many_chunks_add_up_without_rounding_each_time():
@@ -157,7 +180,9 @@ def test_targets_of_another_index_count_for_nothing():
         nn.init.zeros_(head.weight)
         others = torch.tensor([1, 2, 3]), 2, [], 1
         loss = (
-            loss_of_linear(hidden_TD, head.weight, None, *others) if linear else loss_of_head(head, hidden_TD, *others)
+            loss_of_linear(hidden_TD, head.weight, None, *others)
+            if linear
+            else loss_of_head(head, hidden_TD, *others)
         )
         loss.backward()
         assert loss.item() == pytest.approx(2 * math.log(4))
@@ -167,12 +192,20 @@ def test_targets_of_another_index_count_for_nothing():
 def test_autocast_leaves_float64_as_it_is():
     """As it does for a linear layer: 257 is none of the numbers of bfloat16."""
     for dtype, expected in ((torch.float64, 257.0), (torch.float32, 256.0)):
-        hidden_TD, weight_VD = torch.ones(1, 1, dtype=dtype), torch.tensor([[257.0], [0.0]], dtype=dtype)
+        hidden_TD, weight_VD = (
+            torch.ones(1, 1, dtype=dtype),
+            torch.tensor([[257.0], [0.0]], dtype=dtype),
+        )
         with torch.autocast("cpu", torch.bfloat16):
-            assert loss_of_linear(hidden_TD, weight_VD, None, torch.tensor([1]), -100, [], 1).item() == expected
+            assert (
+                loss_of_linear(hidden_TD, weight_VD, None, torch.tensor([1]), -100, [], 1).item()
+                == expected
+            )
 
 
-@pytest.mark.parametrize(("features", "dtype", "bytes_each"), [(1, torch.float32, 4 + 4), (99, torch.bfloat16, 2 + 2)])
+@pytest.mark.parametrize(
+    ("features", "dtype", "bytes_each"), [(1, torch.float32, 4 + 4), (99, torch.bfloat16, 2 + 2)]
+)
 def test_no_more_of_a_chunk_than_its_logits_and_their_gradient(features, dtype, bytes_each):
     """While a chunk is computed, and while gradients of the head are, of which a copy takes more memory."""
     rows, words, live = 4, 1000, LiveMemory()
@@ -189,7 +222,9 @@ def test_no_more_of_a_chunk_than_its_logits_and_their_gradient(features, dtype, 
 def told(monkeypatch) -> list[str]:
     """What is logged once."""
     messages: list[str] = []
-    monkeypatch.setattr(logging.get_logger("hf_distca.patches.head"), "warning_once", messages.append)
+    monkeypatch.setattr(
+        logging.get_logger("hf_distca.patches.head"), "warning_once", messages.append
+    )
     return messages
 
 
@@ -200,11 +235,20 @@ def test_who_reads_logits_gets_them_and_an_evaluation_needs_none(told):
     plan_head(model, CHUNK_BYTES)
     logits = model(**batch).logits
     assert isinstance(logits, DeferredLogits)
-    assert (logits.shape, logits.dtype, logits.device) == (expected.logits.shape, torch.float32, torch.device("cpu"))
-    torch.testing.assert_close(torch.log_softmax(logits, -1), torch.log_softmax(expected.logits, -1))
+    assert (logits.shape, logits.dtype, logits.device) == (
+        expected.logits.shape,
+        torch.float32,
+        torch.device("cpu"),
+    )
+    torch.testing.assert_close(
+        torch.log_softmax(logits, -1), torch.log_softmax(expected.logits, -1)
+    )
     (message,) = told
     assert "'log_softmax' reads all logits of a planned step at once" in message
-    gradients = [torch.autograd.grad((x * 2).exp().sum(), model.lm_head.weight) for x in (logits, expected.logits)]
+    gradients = [
+        torch.autograd.grad((x * 2).exp().sum(), model.lm_head.weight)
+        for x in (logits, expected.logits)
+    ]
     torch.testing.assert_close(*gradients)
     with torch.no_grad(), WholeLogits(VOCABULARY, ROWS) as watched:
         evaluated = model.eval()(**batch)
@@ -212,9 +256,14 @@ def test_who_reads_logits_gets_them_and_an_evaluation_needs_none(told):
     torch.testing.assert_close(evaluated.loss, expected.loss)
     # Without labels or a plan.
     for left_out in (["labels"], ["distca_plan"], ["labels", "distca_plan"]):
-        logits = model(**{name: value for name, value in batch.items() if name not in left_out}).logits
+        logits = model(
+            **{name: value for name, value in batch.items() if name not in left_out}
+        ).logits
         assert type(logits) is Tensor
-    assert model.generate(batch["input_ids"][:, :5], max_new_tokens=3, do_sample=False).shape == (1, 8)
+    assert model.generate(batch["input_ids"][:, :5], max_new_tokens=3, do_sample=False).shape == (
+        1,
+        8,
+    )
 
 
 def test_heads_that_give_all_logits(told):
@@ -291,7 +340,11 @@ def test_chunks_that_are_chosen_by_the_memory_of_the_device():
     ):
         assert chosen_chunk_bytes(memory, vocabulary) == expected
     model = small_model()
-    for given, memory, expected in (("auto", None, 256 * mib), ("auto", 10**12, 256 * mib), (1000, 10**12, 1000)):
+    for given, memory, expected in (
+        ("auto", None, 256 * mib),
+        ("auto", 10**12, 256 * mib),
+        (1000, 10**12, 1000),
+    ):
         plan_head(model, given, memory)
         assert model.lm_head.chunk_bytes == expected
     wide = small_model(vocab_size=2**15)

@@ -31,10 +31,21 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SMALL),
     "windows": lambda: MistralConfig(**SMALL, sliding_window=7),
     "experts": lambda: Qwen3MoeConfig(
-        **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, output_router_logits=True
+        **SMALL,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        output_router_logits=True,
     ),
     "learned positions": lambda: GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        vocab_size=64,
+        n_positions=64,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
     ),
 }
 LENGTHS: dict[str, list[list[int]]] = {
@@ -56,7 +67,9 @@ def padded_batch(lengths: Sequence[int], side: str, rank: int) -> dict[str, Tens
     for sequence, length in enumerate(lengths):
         first = {"left": columns - length, "right": 0, "both": sequence % 3}[side]
         mask_BL[sequence, first : first + length] = 1
-        labels_BL[sequence, first + 1 : first + length] = input_ids_BL[sequence, first + 1 : first + length]
+        labels_BL[sequence, first + 1 : first + length] = input_ids_BL[
+            sequence, first + 1 : first + length
+        ]
     return {"input_ids": input_ids_BL, "attention_mask": mask_BL, "labels": labels_BL}
 
 
@@ -71,12 +84,16 @@ def outputs_and_gradients(model: PreTrainedModel, batch: dict[str, Tensor]) -> t
     outputs = model(**batch, output_hidden_states=True)
     has_targets = bool((batch["labels"] != -100).any())
     (outputs.loss if has_targets else outputs.logits.sum() * 0).backward()
-    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    gradient = torch.cat(
+        [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    )
     dist.all_reduce(gradient)
     return outputs, gradient
 
 
-def compare_with_stock(name: str, lengths_of_ranks: list[list[int]], side: str, settings: dict[str, Any]) -> None:
+def compare_with_stock(
+    name: str, lengths_of_ranks: list[list[int]], side: str, settings: dict[str, Any]
+) -> None:
     rank = dist.get_rank()
     batch = padded_batch(lengths_of_ranks[rank], side, rank)
     expected, expected_gradient = outputs_and_gradients(small_model(name, "sdpa"), batch)
@@ -89,9 +106,15 @@ def compare_with_stock(name: str, lengths_of_ranks: list[list[int]], side: str, 
         if bool((batch["labels"] != -100).any()):
             torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, expected_gradient, rtol=2e-4, atol=2e-6)
-        torch.testing.assert_close(found.logits[is_token_BL], expected.logits[is_token_BL], rtol=1e-4, atol=1e-5)
-        for hidden, expected_hidden in zip(found.hidden_states, expected.hidden_states, strict=True):
-            torch.testing.assert_close(hidden[is_token_BL], expected_hidden[is_token_BL], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            found.logits[is_token_BL], expected.logits[is_token_BL], rtol=1e-4, atol=1e-5
+        )
+        for hidden, expected_hidden in zip(
+            found.hidden_states, expected.hidden_states, strict=True
+        ):
+            torch.testing.assert_close(
+                hidden[is_token_BL], expected_hidden[is_token_BL], rtol=1e-4, atol=1e-5
+            )
         assert torch.count_nonzero(found.hidden_states[-1][~is_token_BL]) == 0
         assert found.past_key_values is None
     finally:
@@ -111,7 +134,9 @@ def test_outputs_and_gradients_are_those_of_each_padded_batch(
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_kinds_of_models_and_sides_of_padding(rank_pools: dict[int, RankPool], name: str, side: str) -> None:
+def test_kinds_of_models_and_sides_of_padding(
+    rank_pools: dict[int, RankPool], name: str, side: str
+) -> None:
     rank_pools[2].run(compare_with_stock, name, LENGTHS["uneven"][:2], side, {})
 
 
@@ -120,18 +145,24 @@ def classify(lengths_of_ranks: list[list[int]]) -> None:
     rank = dist.get_rank()
     batch = {**padded_batch(lengths_of_ranks[rank], "right", rank)}
     del batch["labels"]
-    batch["input_ids"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, SMALL["pad_token_id"])
+    batch["input_ids"] = batch["input_ids"].masked_fill(
+        batch["attention_mask"] == 0, SMALL["pad_token_id"]
+    )
     stock = small_model("llama", "sdpa", AutoModelForSequenceClassification)
     model = small_model("llama", "distca", AutoModelForSequenceClassification)
     dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=64, **JOINT), torch.device("cpu"))
     try:
         with torch.no_grad():
-            torch.testing.assert_close(model(**batch).logits, stock(**batch).logits, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                model(**batch).logits, stock(**batch).logits, rtol=1e-4, atol=1e-5
+            )
     finally:
         dispatcher.close()
 
 
-def test_a_classifier_reads_the_last_token_of_each_sequence(rank_pools: dict[int, RankPool]) -> None:
+def test_a_classifier_reads_the_last_token_of_each_sequence(
+    rank_pools: dict[int, RankPool],
+) -> None:
     rank_pools[2].run(classify, LENGTHS["uneven"][:2])
 
 
@@ -165,7 +196,9 @@ def test_generation_is_unchanged(rank_pools: dict[int, RankPool]) -> None:
 def forward_only_plans(folder: str) -> None:
     """Planned by costs, batches without gradients get plans of their own; a choice of a forward takes less time."""
     model, batch = small_model("llama", "distca"), padded_batch([5, 30, 9], "left", dist.get_rank())
-    dispatcher = pack_padded(model, DistCAConfig(tokens_per_rank=64), torch.device("cpu"), folder=Path(folder))
+    dispatcher = pack_padded(
+        model, DistCAConfig(tokens_per_rank=64), torch.device("cpu"), folder=Path(folder)
+    )
     seconds = []
     bind = dispatcher.bind
 
@@ -187,7 +220,9 @@ def forward_only_plans(folder: str) -> None:
     assert seconds[1] == seconds[2] < 0.7 * seconds[0]
 
 
-def test_plans_without_gradients_are_of_a_forward(rank_pools: dict[int, RankPool], tmp_path: Path) -> None:
+def test_plans_without_gradients_are_of_a_forward(
+    rank_pools: dict[int, RankPool], tmp_path: Path
+) -> None:
     rank_pools[2].run(forward_only_plans, str(tmp_path))
 
 
@@ -241,17 +276,28 @@ def message_of(change: Callable[[dict[str, Tensor]], dict[str, Any]]) -> str:
             "the mask of sequence 0 of a padded batch has 4 tokens from column 0 to column 4, but a sequence",
         ),
         (with_embeddings, "a padded batch has no input_ids [B, L], but ranks exchange token ids"),
-        (with_mask_of_four_dimensions, "the attention_mask of a padded batch has the shape (1, 1, 4, 4), but only"),
-        (with_unknown_token, "sequence 1 of a padded batch has the token 64, but the model's embedding has"),
+        (
+            with_mask_of_four_dimensions,
+            "the attention_mask of a padded batch has the shape (1, 1, 4, 4), but only",
+        ),
+        (
+            with_unknown_token,
+            "sequence 1 of a padded batch has the token 64, but the model's embedding has",
+        ),
         (
             with_long_sequence,
             "a sequence of a padded batch has 200 tokens, but all ranks together may hold 128 tokens",
         ),
-        (with_images, "the model is called with pixel_values of the shape (1, 3, 8, 8) beside a padded batch (2, 8)"),
+        (
+            with_images,
+            "the model is called with pixel_values of the shape (1, 3, 8, 8) beside a padded batch (2, 8)",
+        ),
     ],
 )
 def test_both_ranks_refuse_what_cannot_be_packed(
-    rank_pools: dict[int, RankPool], change: Callable[[dict[str, Tensor]], dict[str, Any]], sentence: str
+    rank_pools: dict[int, RankPool],
+    change: Callable[[dict[str, Tensor]], dict[str, Any]],
+    sentence: str,
 ) -> None:
     for message in rank_pools[2].run(message_of, change):
         assert sentence in message

@@ -48,7 +48,9 @@ HALF = (sum(LENGTHS) // 2, sum(LENGTHS) // 2 + 1)
 """Rows of a rank of two."""
 
 
-def prepared(model: Any, ping_pong: bool = True, checkpointing: bool | None = None, **options: Any) -> Dispatcher:
+def prepared(
+    model: Any, ping_pong: bool = True, checkpointing: bool | None = None, **options: Any
+) -> Dispatcher:
     """A dispatcher of all ranks, for a model whose layers take turns.
 
     Args:
@@ -56,7 +58,9 @@ def prepared(model: Any, ping_pong: bool = True, checkpointing: bool | None = No
         options: of the dispatcher.
     """
     kinds = tuple(layers_by_kind(model))
-    settings = PlanSettings(dist.get_world_size(), 4096, kinds, balance_block_size=8, ping_pong=ping_pong)
+    settings = PlanSettings(
+        dist.get_world_size(), 4096, kinds, balance_block_size=8, ping_pong=ping_pong
+    )
     if ping_pong:
         plan_layers(model)
     if checkpointing is not None:
@@ -84,15 +88,23 @@ CASES: list[tuple[str, dict[str, bool]]] = [
     ("gemma3n_text", {}),  # its last layers read keys and values that earlier ones made
     ("gemma3n_text", AGAIN),
     # Its modules attend twice.
-    *(("diffllama", {"checkpointing": how, "keep_received": kept}) for how in (False, True) for kept in (False, True)),
+    *(
+        ("diffllama", {"checkpointing": how, "keep_received": kept})
+        for how in (False, True)
+        for kept in (False, True)
+    ),
 ]
 
 
 @pytest.mark.parametrize(("model_type", "options"), CASES)
 def test_equals_one_process(rank_pools, model_type, options):
-    for got in rank_pools[2].run(partial(step_of_config, model_type, LENGTHS, document_layout="joint", **options)):
+    for got in rank_pools[2].run(
+        partial(step_of_config, model_type, LENGTHS, document_layout="joint", **options)
+    ):
         # A difference of two attentions is rounded more.
-        assert_equal(got, reference(model_type, LENGTHS), within=2e-4 if model_type == "diffllama" else 1e-5)
+        assert_equal(
+            got, reference(model_type, LENGTHS), within=2e-4 if model_type == "diffllama" else 1e-5
+        )
         assert got.ran[1] == got.ran[2] > 0
 
 
@@ -131,18 +143,27 @@ def _events(spans: list[Span]) -> list[str]:
 
 def test_order_of_work(rank_pools):
     plain, kept, recomputed = (
-        rank_pools[2].run(_recorded, *options) for options in ((None, True), (False, True), (False, False))
+        rank_pools[2].run(_recorded, *options)
+        for options in ((None, True), (False, True), (False, False))
     )
     for spans, planned in plain:
         phases = [span for span in spans if span.kind == "phase"]
-        assert {work: [phase.part for phase in phases if phase.work == work] for work in planned} == planned
+        assert {
+            work: [phase.part for phase in phases if phase.work == work] for work in planned
+        } == planned
         for span in spans:  # kernel calls and exchanges lie within a phase of their core attention
-            assert any(each.work == span.work and each.begin <= span.begin <= span.end <= each.end for each in phases)
+            assert any(
+                each.work == span.work and each.begin <= span.begin <= span.end <= each.end
+                for each in phases
+            )
     events = [_events(spans) for spans, _ in (*plain, *kept)]
     for of_rank in events:
         assert [event for event in of_rank if not event.startswith("kernel")] == FORWARD + BACKWARD
     # Local tasks of both nano-batches come when both exchanges have started.
-    local, remote = (["kernel local 1", "kernel local 0"], ["kernel remote-KV 0", "kernel remote-KV 1"])
+    local, remote = (
+        ["kernel local 1", "kernel local 0"],
+        ["kernel remote-KV 0", "kernel remote-KV 1"],
+    )
     assert events[1][:8] == [*FORWARD[:2], *local, "wait k v 0", remote[0], "wait k v 1", remote[1]]
     # Recomputing costs an exchange of each nano-batch, and the forward's kernel calls.
     again = _events(recomputed[1][0])
@@ -150,15 +171,24 @@ def test_order_of_work(rank_pools):
 
 
 def _seen_from_outside(ping_pong: bool) -> tuple[list, dict[str, Any]]:
-    planned, model = (small_model("mixtral", num_local_experts=4, output_router_logits=True) for _ in range(2))
+    planned, model = (
+        small_model("mixtral", num_local_experts=4, output_router_logits=True) for _ in range(2)
+    )
     dispatcher = prepared(planned)
     model = planned if ping_pong else model
     calls = []
-    model.model.layers[0].register_forward_hook(lambda module, args, output: calls.append(list(output.shape)))
+    model.model.layers[0].register_forward_hook(
+        lambda module, args, output: calls.append(list(output.shape))
+    )
     output = model(**batch_of(dispatcher), output_hidden_states=True)
     output.loss.backward()
     gate = model.model.layers[0].mlp.gate.weight.grad
-    seen = {"router": output.router_logits, "hidden": output.hidden_states, "loss": output.aux_loss, "gate": gate}
+    seen = {
+        "router": output.router_logits,
+        "hidden": output.hidden_states,
+        "loss": output.aux_loss,
+        "gate": gate,
+    }
     return calls, torch.utils._pytree.tree_map(torch.Tensor.detach, seen)
 
 
@@ -198,7 +228,12 @@ def _seen_by_linear_layers(ping_pong: bool, context: str) -> dict[str, list]:
 
     def look(name, *results):
         autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        state = (*autocast, torch.is_grad_enabled(), torch.get_default_dtype(), *(x.dtype for x in results))
+        state = (
+            *autocast,
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            *(x.dtype for x in results),
+        )
         seen.setdefault(name, []).append(list(map(str, state)))
 
     def watched(name, forward, x):
@@ -223,8 +258,12 @@ def _seen_by_linear_layers(ping_pong: bool, context: str) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_both_nano_batches_and_what_follows_see_the_thread_as_without_ping_pong(rank_pools, context):
-    (plain, _), (in_turns, _) = (rank_pools[2].run(_seen_by_linear_layers, ping_pong, context) for ping_pong in (0, 1))
+def test_both_nano_batches_and_what_follows_see_the_thread_as_without_ping_pong(
+    rank_pools, context
+):
+    (plain, _), (in_turns, _) = (
+        rank_pools[2].run(_seen_by_linear_layers, ping_pong, context) for ping_pong in (0, 1)
+    )
     assert len(plain) == 16
     for name, calls in plain.items():
         assert len(calls) == 1
@@ -237,7 +276,9 @@ def test_both_nano_batches_and_what_follows_see_the_thread_as_without_ping_pong(
 def _wrap_layers(wrapper, model) -> None:
     layers = list(model.model.layers)
     apply_activation_checkpointing(
-        model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: any(module is layer for layer in layers)
+        model,
+        checkpoint_wrapper_fn=wrapper,
+        check_fn=lambda module: any(module is layer for layer in layers),
     )
 
 
@@ -245,11 +286,17 @@ CHECKPOINTS = {
     "transformers": lambda model: enable_checkpointing(model, {"use_reentrant": False}),
     "transformers reentrant": lambda model: enable_checkpointing(model, {"use_reentrant": True}),
     "fsdp": partial(_wrap_layers, checkpoint_wrapper),
-    "fsdp reentrant": partial(_wrap_layers, partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)),
-    "fsdp offloaded": partial(_wrap_layers, lambda layer: offload_wrapper(checkpoint_wrapper(layer))),
+    "fsdp reentrant": partial(
+        _wrap_layers, partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
+    ),
+    "fsdp offloaded": partial(
+        _wrap_layers, lambda layer: offload_wrapper(checkpoint_wrapper(layer))
+    ),
 }
 if hasattr(transformers.modeling_utils, "save_on_cpu"):  # from 5.23 on
-    CHECKPOINTS["transformers offloaded"] = lambda model: model.activation_checkpointing_enable(offload=True)
+    CHECKPOINTS["transformers offloaded"] = lambda model: model.activation_checkpointing_enable(
+        offload=True
+    )
 """Ways to checkpoint every decoder layer; "fsdp" is what accelerate does for fsdp_activation_checkpointing."""
 
 
@@ -268,7 +315,10 @@ def _checkpointed(way: str, ping_pong: bool, keep: bool) -> tuple[Step, int, lis
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (torch.distributed.algorithms._checkpoint.checkpoint_wrapper, transformers.modeling_utils):
+        for module in (
+            torch.distributed.algorithms._checkpoint.checkpoint_wrapper,
+            transformers.modeling_utils,
+        ):
             patch.setattr(module, "save_on_cpu", save_on_cpu, raising=False)
         done, bound = step(model, dispatcher)
     assert len(bound.kept_results) == 0
@@ -325,20 +375,26 @@ def _with_a_hook_on_one_rank() -> tuple[Step, list[int], list[str]]:
     logging.get_logger("hf_distca.patches.layers").warning_once = told.append
     shapes: list[int] = []
     if dist.get_rank() == 1:
-        model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: shapes.append(output.shape[1]))
+        model.model.layers[1].mlp.register_forward_hook(
+            lambda module, args, output: shapes.append(output.shape[1])
+        )
     done, bound = step(model, dispatcher)
     return done, [bound.ran.layers, bound.ran.layers_in_turns, *shapes], told
 
 
 def test_ranks_stay_in_step_where_only_one_has_a_hook_inside_a_layer(rank_pools):
     expected = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
-    (got, free, nothing), (got_hooked, hooked, (message,)) = rank_pools[2].run(_with_a_hook_on_one_rank)
+    (got, free, nothing), (got_hooked, hooked, (message,)) = rank_pools[2].run(
+        _with_a_hook_on_one_rank
+    )
     assert_same_step(got, expected)
     assert_same_step(got_hooked, expected)
     assert (free, nothing) == ([2, 2], [])
     assert hooked[:2] == [2, 1]
     assert hooked[2] in HALF  # all rows of the rank, once
-    assert "ping-pong is off in every LlamaDecoderLayer, because a module inside has a hook" in message
+    assert (
+        "ping-pong is off in every LlamaDecoderLayer, because a module inside has a hook" in message
+    )
     assert "_with_a_hook_on_one_rank.<locals>.<lambda> on mlp (LlamaMLP)" in message
 
 
@@ -347,11 +403,22 @@ def test_ranks_stay_in_step_where_only_one_has_a_hook_inside_a_layer(rank_pools)
 
 def test_arguments_are_split_by_shape_and_results_joined():
     sizes, hidden = (2, 4), torch.arange(12.0, requires_grad=True).view(1, 6, 2)
-    stacked, masked, positions = torch.arange(72).view(4, 1, 6, 3), hidden[None, :, :, :1], torch.arange(6)
-    argument = {"full": (hidden, [-hidden]), "stacked": stacked, "mask": masked, "positions": positions}
+    stacked, masked, positions = (
+        torch.arange(72).view(4, 1, 6, 3),
+        hidden[None, :, :, :1],
+        torch.arange(6),
+    )
+    argument = {
+        "full": (hidden, [-hidden]),
+        "stacked": stacked,
+        "mask": masked,
+        "positions": positions,
+    }
     parts = split_argument("x", argument, sizes)
     assert parts[0]["full"][0].tolist() == [[[0, 1], [2, 3]]]
-    assert type(parts[0]["full"][0].grad_fn).__name__ == "SplitWithSizesBackward0"  # joins gradients in one copy
+    assert (
+        type(parts[0]["full"][0].grad_fn).__name__ == "SplitWithSizesBackward0"
+    )  # joins gradients in one copy
     assert [list(part["stacked"].shape) for part in parts] == [[4, 1, 2, 3], [4, 1, 4, 3]]
     assert parts[1]["mask"].shape == (1, 1, 4, 1)
     for key in ("full", "stacked", "positions"):
@@ -371,11 +438,17 @@ def test_arguments_are_split_by_shape_and_results_joined():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.zeros(1, 1, 6, 6), r"layer's memory \(a tensor of shape \[1, 1, 6, 6\]\).*set ping_pong=False"),
+        (
+            torch.zeros(1, 1, 6, 6),
+            r"layer's memory \(a tensor of shape \[1, 1, 6, 6\]\).*set ping_pong=False",
+        ),
         (torch.zeros(2, 6), r"a tensor of shape \[2, 6\]"),
         (torch.zeros(3), r"a tensor of shape \[3\]"),
         (object(), r"\(object\)"),
-        (DynamicCache(), r"cannot use cached keys and values; set model\.config\.use_cache = False"),
+        (
+            DynamicCache(),
+            r"cannot use cached keys and values; set model\.config\.use_cache = False",
+        ),
     ],
 )
 def test_what_cannot_be_split_or_joined(value, message):

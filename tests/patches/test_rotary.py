@@ -34,7 +34,12 @@ from tests.refused import refused
 BEYOND = 48
 """Tokens from which on a document has other frequencies."""
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": BEYOND, **FACTORS}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "original_max_position_embeddings": BEYOND,
+    **FACTORS,
+}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
 PLAIN = {"rope_type": "default", "rope_theta": 100.0}
 MOE = {"num_local_experts": 2, "num_experts_per_tok": 2}
@@ -79,10 +84,14 @@ def embeddings(model: Any, rotary: nn.Module, run: Any) -> list[tuple[Tensor, Te
     return [found[layer_type] for layer_type in sorted(found)]
 
 
-def _rows_of_rank(kind: str, dtype: torch.dtype | None) -> tuple[list[tuple[int, int, int]], list[Any]]:
+def _rows_of_rank(
+    kind: str, dtype: torch.dtype | None
+) -> tuple[list[tuple[int, int, int]], list[Any]]:
     """The rows that this rank holds, and their cos and sin, after another micro-batch and a row without a plan."""
     model = model_of(kind)
-    config = DistCAConfig(tokens_per_rank=256, balance_block_size=8, document_layout="joint", balance_tolerance=0.01)
+    config = DistCAConfig(
+        tokens_per_rank=256, balance_block_size=8, document_layout="joint", balance_tolerance=0.01
+    )
     dispatcher = make_dispatcher(model, config, torch.device("cpu"))
     rotary = model.model.rotary_emb
     before = {name: buffer.clone() for name, buffer in rotary.named_buffers()}
@@ -111,11 +120,16 @@ def test_each_row_is_rotated_as_in_its_document_alone(rank_pools, kind):
         for document, start, stop in held:
             model = model_of(kind, "eager")
             tokens = random_documents(LENGTHS)[document][None]
-            alone = embeddings(model, model.model.rotary_emb, lambda model, tokens=tokens: model(input_ids=tokens))
+            alone = embeddings(
+                model, model.model.rotary_emb, lambda model, tokens=tokens: model(input_ids=tokens)
+            )
             assert len(alone) == len(calls) == (2 if kind == "layer types" else 1)
             for got, expected in zip(calls, alone, strict=True):
                 for ours, stock in zip(got, expected, strict=True):
-                    assert torch.equal(ours[:, at : at + stop - start], stock[:, start:stop]), (document, start)
+                    assert torch.equal(ours[:, at : at + stop - start], stock[:, start:stop]), (
+                        document,
+                        start,
+                    )
             at, cut = at + stop - start, cut or stop - start < LENGTHS[document]
     assert cut
 
@@ -123,7 +137,11 @@ def test_each_row_is_rotated_as_in_its_document_alone(rank_pools, kind):
 def _step(kind: str, ping_pong: bool, checkpointing: bool | None, dtype: torch.dtype | None) -> Any:
     model = model_of(kind).train()
     config = DistCAConfig(
-        tokens_per_rank=300, balance_block_size=8, balance_tolerance=0.01, document_layout="joint", ping_pong=ping_pong
+        tokens_per_rank=300,
+        balance_block_size=8,
+        balance_tolerance=0.01,
+        document_layout="joint",
+        ping_pong=ping_pong,
     )
     dispatcher = make_dispatcher(model, config, torch.device("cpu"))
     if checkpointing is not None:
@@ -136,7 +154,8 @@ def _step(kind: str, ping_pong: bool, checkpointing: bool | None, dtype: torch.d
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 @pytest.mark.parametrize(
-    ("ranks", "ping_pong", "checkpointing"), [(1, False, None), (2, False, None), (2, True, False), (2, True, True)]
+    ("ranks", "ping_pong", "checkpointing"),
+    [(1, False, None), (2, False, None), (2, True, False), (2, True, True)],
 )
 def test_steps_equal_one_process(rank_pools, kind, ranks, ping_pong, checkpointing):
     expected = reference_step(model_of(kind, "sdpa"), random_documents(LENGTHS))
@@ -188,7 +207,8 @@ def test_a_plan_that_does_not_reach_the_embedding():
     forward = model.model.rotary_emb.forward
     model.model.rotary_emb.forward = lambda x, position_ids: forward(x, position_ids[:, 1:])
     with pytest.raises(
-        ValueError, match="LlamaRotaryEmbedding was called with 59 positions, but the plan has 60 rows"
+        ValueError,
+        match="LlamaRotaryEmbedding was called with 59 positions, but the plan has 60 rows",
     ):
         run(model, dispatcher)
     stock = model_of("longrope").model.rotary_emb
@@ -232,7 +252,9 @@ def test_memory_is_counted(kind):
             prepare_model(made, DistCAConfig(loss_chunk_bytes=0), ping_pong=False)
             counts.append(count_micro_batch(model_after(made), plan, 0, Use("torch_varlen")))
         else:
-            counter = MemoryCounter(made, settings, DistCAConfig(loss_chunk_bytes=0), by_config=True)
+            counter = MemoryCounter(
+                made, settings, DistCAConfig(loss_chunk_bytes=0), by_config=True
+            )
             counts.append(counter.count(plan, Training("ddp", mixed=False)).parts)
     for part, count in counts[0].items():
         assert counts[1][part] == count, part

@@ -25,16 +25,24 @@ def drawn_plans(draw, most_ranks=4, most_servers=2, with_nodes=False):
     for document, length in enumerate(lengths):
         for pieces, most in ((held, ranks - 1), (tasks, workers - 1)):
             cuts = sorted(draw(st.sets(st.integers(1, length), max_size=4)) | {0, length})
-            pieces += [(draw(st.integers(0, most)), document, *rows) for rows in itertools.pairwise(cuts)]
+            pieces += [
+                (draw(st.integers(0, most)), document, *rows) for rows in itertools.pairwise(cuts)
+            ]
     segments, filled = [], [0] * ranks
-    for rank, document, start, stop in sorted(draw(st.permutations(held)), key=lambda segment: segment[0]):
+    for rank, document, start, stop in sorted(
+        draw(st.permutations(held)), key=lambda segment: segment[0]
+    ):
         segments.append((document, start, stop, rank, filled[rank]))
         filled[rank] += stop - start
     layout = Layout(np.array(lengths, np.int64), np.array(segments, SEGMENT), ranks)
     by_worker = [(document, start, stop, worker) for worker, document, start, stop in sorted(tasks)]
-    nodes = draw(st.lists(st.integers(0, 2), min_size=workers, max_size=workers)) if with_nodes else []
+    nodes = (
+        draw(st.lists(st.integers(0, 2), min_size=workers, max_size=workers)) if with_nodes else []
+    )
     window = draw(st.sampled_from([None, 1, 2, 3, 5, 20]))
-    return Plan(layout, np.array(by_worker, TASK), workers, window, nodes=tuple(sorted(nodes)) or None)
+    return Plan(
+        layout, np.array(by_worker, TASK), workers, window, nodes=tuple(sorted(nodes)) or None
+    )
 
 
 def plans_of_all_kinds():
@@ -49,7 +57,9 @@ def messages_of(routes, stage, hop=1):
     """The messages of every worker: of queries, or of the keys of a stage in one of two hops."""
     if stage == "queries":
         return [mine.queries for mine in routes]
-    return [mine.stages[stage].keys if hop == 1 else mine.stages[stage].forwarded for mine in routes]
+    return [
+        mine.stages[stage].keys if hop == 1 else mine.stages[stage].forwarded for mine in routes
+    ]
 
 
 def exchange(routes, stage, values):
@@ -68,7 +78,9 @@ def sent_rows(messages):
     """(source, target, number of the row at the source) of every row, in the order in which each target has them."""
     for source, theirs in enumerate(messages):
         assert theirs.send_counts.sum() == len(theirs.send_rows)
-        for target, rows in enumerate(np.split(theirs.send_rows, np.cumsum(theirs.send_counts)[:-1])):
+        for target, rows in enumerate(
+            np.split(theirs.send_rows, np.cumsum(theirs.send_counts)[:-1])
+        ):
             assert messages[target].recv_counts[source] == len(rows)
             for row in rows.tolist():
                 yield source, target, row
@@ -98,7 +110,9 @@ def carried_out(plan):
     routes = routes_of(plan)
     stages = range(len(routes[0].stages))
     assert all(len(mine.stages) == len(stages) for mine in routes)
-    local = [rows_of(plan.layout.of_rank(worker)) for worker in range(plan.workers)]  # of a server none
+    local = [
+        rows_of(plan.layout.of_rank(worker)) for worker in range(plan.workers)
+    ]  # of a server none
     queries, *keys = (exchange(routes, stage, local) for stage in ("queries", *stages))
     seen, seen_by = ([defaultdict(list) for _ in routes] for _ in range(2))
     for worker, mine in enumerate(routes):
@@ -114,7 +128,9 @@ def carried_out(plan):
                 (stage.remote_query_prefix, queries[worker], theirs[worker], False),
             ]
             # Nothing travels that is not used, and nothing twice.
-            assert {row for group, *_ in calls[-3:] for row in group.k_rows} == set(range(len(theirs[worker])))
+            assert {row for group, *_ in calls[-3:] for row in group.k_rows} == set(
+                range(len(theirs[worker]))
+            )
             asked_for |= {row for group, *_ in calls[-2:] for row in group.q_rows}
         assert asked_for == set(range(len(queries[worker])))
         assert all(rank != worker for rank, *_ in queries[worker])
@@ -146,7 +162,10 @@ def _check_hops(plan, routes):
             if node and target < ranks and node[source] != node[target]
         ]
         passed = list(sent_rows(messages_of(routes, stage, hop=2)))
-        assert all(node[source] == node[target] and source != target < ranks for source, target, _ in passed)
+        assert all(
+            node[source] == node[target] and source != target < ranks
+            for source, target, _ in passed
+        )
         assert {mine.stages[stage].forwarded.crossing for mine in routes} == {bool(passed)}
     assert len(set(crossed)) == len(crossed)
 
@@ -159,6 +178,10 @@ def check(plan):
         for number, (document, row) in enumerate(local):
             reach = plan.window or int(plan.layout.lengths[document])
             last = min(row + reach, plan.layout.lengths[document])
-            assert sorted(seen[rank][number]) == [(document, key) for key in range(max(row - reach + 1, 0), row + 1)]
-            assert sorted(seen_by[rank][number]) == [(document, query) for query in range(row, last)]
+            assert sorted(seen[rank][number]) == [
+                (document, key) for key in range(max(row - reach + 1, 0), row + 1)
+            ]
+            assert sorted(seen_by[rank][number]) == [
+                (document, query) for query in range(row, last)
+            ]
         assert max([*seen[rank], *seen_by[rank]], default=-1) < len(local)

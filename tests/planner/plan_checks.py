@@ -25,12 +25,18 @@ def balanced(
 def rows_of(table: Any) -> list[tuple[int, int]]:
     """(document, row) of all rows of a table, entry after entry; no entry is empty."""
     assert (table["start"] < table["stop"]).all()
-    return [(document, row) for document, start, stop, *_ in table.tolist() for row in range(start, stop)]
+    return [
+        (document, row)
+        for document, start, stop, *_ in table.tolist()
+        for row in range(start, stop)
+    ]
 
 
 def check_layout(layout: Layout) -> None:
     """Every row of every document once; each rank's rows [0, n) without a gap, in the order of segments."""
-    every = [(document, row) for document, length in enumerate(layout.lengths) for row in range(length)]
+    every = [
+        (document, row) for document, length in enumerate(layout.lengths) for row in range(length)
+    ]
     assert sorted(rows_of(layout.segments)) == every
     filled = [0] * layout.ranks
     assert sorted(layout.segments["rank"]) == layout.segments["rank"].tolist()
@@ -44,7 +50,9 @@ def check_plan(plan: Plan) -> None:
     """Every row computed once; tasks sorted, and none that touch on one worker."""
     check_layout(plan.layout)
     assert sorted(rows_of(plan.tasks)) == sorted(rows_of(plan.layout.segments))
-    tasks = [(worker, document, start, stop) for document, start, stop, worker in plan.tasks.tolist()]
+    tasks = [
+        (worker, document, start, stop) for document, start, stop, worker in plan.tasks.tolist()
+    ]
     assert tasks == sorted(tasks)
     assert {worker for worker, *_ in tasks} <= set(range(plan.workers))
     assert not {(*task[:2], task[3]) for task in tasks} & {task[:3] for task in tasks}

@@ -5,7 +5,12 @@ from hypothesis import strategies as st
 
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tightly, whole_documents
+from hf_distca.planner.bin_packing import (
+    pack_in_order,
+    place_evenly,
+    place_tightly,
+    whole_documents,
+)
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.plan_checks import check_plan
@@ -27,7 +32,10 @@ def test_written_out():
     assert place_evenly([5, 4, 3, 2], 2, 6) is None
 
     def on_ranks(lengths, tokens_per_rank):
-        return [documents.tolist() for documents in whole_documents(np.array(lengths), 2, tokens_per_rank)]
+        return [
+            documents.tolist()
+            for documents in whole_documents(np.array(lengths), 2, tokens_per_rank)
+        ]
 
     # 7 | 5, then 4 to the second, 3 to the first, 1 to the second: 10 and 10; in halves 7 + 3 and 5 + (4, 1).
     assert on_ranks([3, 7, 1, 5, 4], 10) == [[1, 0], [3, 2, 4]]
@@ -35,9 +43,14 @@ def test_written_out():
     assert on_ranks([6, 4, 6, 4, 4], 12) == [[0, 2], [1, 4, 3]]
     # Longest first, 2 is left over both ways: evenly 5 3 | 3 3 2, tightly 5 3 | 3 3 2. So in their order.
     assert on_ranks([5, 2, 2, 3, 3, 3], 9) == [[0, 1, 2], [3, 5, 4]]
-    with pytest.raises(ValueError, match=r"document 1 has 11 tokens.*holds 10; raise tokens_per_rank.*long_documents"):
+    with pytest.raises(
+        ValueError,
+        match=r"document 1 has 11 tokens.*holds 10; raise tokens_per_rank.*long_documents",
+    ):
         on_ranks([3, 11], 10)
-    with pytest.raises(ValueError, match="3 documents of 18 tokens do not fit on 2 ranks of 10 without cutting"):
+    with pytest.raises(
+        ValueError, match="3 documents of 18 tokens do not fit on 2 ranks of 10 without cutting"
+    ):
         on_ranks([6, 6, 6], 10)
 
 
@@ -59,10 +72,17 @@ def test_bins_hold_each_document_once_and_never_too_many_and_tightly_is_best_fit
     assert np.min(rooms) >= 0
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 5), st.booleans(), st.integers(0, 3))
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=40),
+    st.integers(1, 5),
+    st.booleans(),
+    st.integers(0, 3),
+)
 @example([9, 11, 13, 19, 21], 2, False, 0)  # balanced alone, a rank would have 41
 def test_every_micro_batch_of_the_sampler_fits_and_none_is_cut(lengths, ranks, shuffle, epoch):
-    settings = PlanSettings(ranks, 40, document_layout="whole", balance_block_size=4, ping_pong=True)
+    settings = PlanSettings(
+        ranks, 40, document_layout="whole", balance_block_size=4, ping_pong=True
+    )
     excerpts = fit_documents(np.array(lengths), 40, "error", "tokens_per_rank")
     sampler = GlobalBatchSampler(excerpts, 40, shuffle=shuffle, seed=3, bins=ranks)
     sampler.set_epoch(epoch)
@@ -71,7 +91,9 @@ def test_every_micro_batch_of_the_sampler_fits_and_none_is_cut(lengths, ranks, s
     assert sorted(np.concatenate(batches)) == list(range(len(lengths)))
     for batch in batches:
         assert batch
-        plan = plan_micro_batch([lengths[document] for document in batch] + [1] * (ranks - len(batch)), settings)
+        plan = plan_micro_batch(
+            [lengths[document] for document in batch] + [1] * (ranks - len(batch)), settings
+        )
         assert plan.tokens.max() <= 40
         for nano in plan.nano_batches:
             assert not nano.layout.has_cuts

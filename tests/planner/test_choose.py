@@ -26,11 +26,24 @@ FREE, SLOW = LinkCost(0.0, np.inf), LinkCost(0.0, 1.0)
 def costs(within: LinkCost, between: LinkCost) -> StepCosts:
     """A pair takes a millisecond in the forward and twice as long in the backward, a token 0.4 in everything else."""
     forward, backward = KernelCost(0.0, 0.0, 0.0, 1e-3), KernelCost(0.0, 0.0, 0.0, 2e-3)
-    return StepCosts((KindCosts(KIND, 1, forward, backward),), 5e-5, 5e-5, 2.0, 1e-4, Links(within, between))
+    return StepCosts(
+        (KindCosts(KIND, 1, forward, backward),), 5e-5, 5e-5, 2.0, 1e-4, Links(within, between)
+    )
 
 
-def chosen(lengths, within=FREE, between=FREE, tokens=64, ranks=4, ranks_per_node=2, ranks_per_core=1.0, **choices):
-    of_plans = PlanSettings(ranks, tokens, (KIND,), balance_block_size=4, ranks_per_node=ranks_per_node)
+def chosen(
+    lengths,
+    within=FREE,
+    between=FREE,
+    tokens=64,
+    ranks=4,
+    ranks_per_node=2,
+    ranks_per_core=1.0,
+    **choices,
+):
+    of_plans = PlanSettings(
+        ranks, tokens, (KIND,), balance_block_size=4, ranks_per_node=ranks_per_node
+    )
     of_ranks = replace(costs(within, between), ranks_per_core=ranks_per_core)
     return plan_micro_batch(lengths, replace(of_plans, choices=Choices(of_ranks, **choices)))
 
@@ -55,7 +68,9 @@ def test_documents_are_shared_where_links_are_fast_and_not_where_they_are_slow()
         for of_kind in nano.plans.values():
             assert of_kind.nodes is None
             at = {document: rank // 2 for document, *_, rank, _ in of_kind.layout.segments.tolist()}
-            assert all(at[document] == worker // 2 for document, _, _, worker in of_kind.tasks.tolist())
+            assert all(
+                at[document] == worker // 2 for document, _, _, worker in of_kind.tasks.tolist()
+            )
     # A document too long for a node crosses all the same.
     plan = chosen([200, 20], FREE, SLOW)
     assert plan.choice.group == 4
@@ -69,7 +84,9 @@ def test_a_document_is_not_cut_for_less_than_the_cut_costs():
         of_kind = found.kinds[0]
         kernels = (replace(of_kind.forward, task=task), replace(of_kind.backward, task=2 * task))
         found = replace(found, kinds=(KindCosts(KIND, 1, *kernels),))
-        of_plans = PlanSettings(2, 64, (KIND,), balance_block_size=4, choices=Choices(found, nano_batches=(1,)))
+        of_plans = PlanSettings(
+            2, 64, (KIND,), balance_block_size=4, choices=Choices(found, nano_batches=(1,))
+        )
         plan = plan_micro_batch([40, 30], of_plans)
         (nano,) = plan.nano_batches
         assert (exchanges(plan), len(nano.plans[KIND].tasks) > 2) == (cuts, cuts)
@@ -104,11 +121,17 @@ def test_packed_documents_are_predicted_with_all_costs_of_the_kernel():
     kernel = KernelCost(0.0, 1e-3, 2e-3, 1e-3, 1e-4, task=0.5)
 
     def choice(lengths, kind=KIND, **changed):
-        of_ranks = replace(costs(FREE, SLOW), kinds=(KindCosts(kind, 1, kernel, kernel.scaled(2)),), **changed)
-        return plan_micro_batch(lengths, PlanSettings(2, 64, (kind,), choices=Choices(of_ranks))).choice
+        of_ranks = replace(
+            costs(FREE, SLOW), kinds=(KindCosts(kind, 1, kernel, kernel.scaled(2)),), **changed
+        )
+        return plan_micro_batch(
+            lengths, PlanSettings(2, 64, (kind,), choices=Choices(of_ranks))
+        ).choice
 
     def seconds(keys, of_pairs):  # of two tasks
-        return 3 * (1e-3 * 64 + 2e-3 * keys + 1e-3 * of_pairs + 1e-4 * 2 * 32**2 + 0.5 * 2) + 64 * 4e-4
+        return (
+            3 * (1e-3 * 64 + 2e-3 * keys + 1e-3 * of_pairs + 1e-4 * 2 * 32**2 + 0.5 * 2) + 64 * 4e-4
+        )
 
     even = choice([32] * 4)
     assert even.packed_seconds == pytest.approx(even.seconds)
@@ -117,7 +140,9 @@ def test_packed_documents_are_predicted_with_all_costs_of_the_kernel():
     expected = seconds(48 + 32, (48 * 49 - 16 * 17 + 32 * 33) / 2)
     assert choice([48, 48, 32]).packed_seconds == pytest.approx(expected)
     windowed = choice([48, 48, 32], replace(KIND, window=8), slowness=(1.0, 2.0))
-    assert windowed.packed_seconds == pytest.approx(2 * seconds(39 + 32, 32 * 8 + 7 * 8 / 2 + 25 * 8))
+    assert windowed.packed_seconds == pytest.approx(
+        2 * seconds(39 + 32, 32 * 8 + 7 * 8 / 2 + 25 * 8)
+    )
 
 
 def test_joined_nodes_are_tried_in_the_order_of_their_size():
@@ -134,8 +159,12 @@ def test_what_is_given_is_kept():
     lengths = [60, *[10] * 12]
     for layout in ("fixed", "whole", "joint"):
         of_plans = PlanSettings(4, 64, (KIND,), document_layout=layout, balance_block_size=4)
-        found = plan_micro_batch(lengths, replace(of_plans, choices=Choices(costs(FREE, FREE), groups=False)))
-        expected = plan_micro_batch(lengths, replace(of_plans, ping_pong=len(found.nano_batches) == 2))
+        found = plan_micro_batch(
+            lengths, replace(of_plans, choices=Choices(costs(FREE, FREE), groups=False))
+        )
+        expected = plan_micro_batch(
+            lengths, replace(of_plans, ping_pong=len(found.nano_batches) == 2)
+        )
         one, other = (plan.nano_batches[0].layout.segments for plan in (found, expected))
         assert np.array_equal(one, other)
         assert found.choice.group == 4
@@ -151,8 +180,12 @@ def test_the_search_finds_what_trying_everything_finds(ranks, bandwidth):
     of_plans = PlanSettings(ranks, tokens, tuple(LLAMA_8B.layers), ranks_per_node=ranks_per_node)
     choices, ratios = Choices(setup.costs), []
     for lengths in islice(micro_batches(draw, ranks * tokens, seed=0), 6):
-        found = plan_micro_batch(lengths.tolist(), replace(of_plans, choices=choices)).choice.seconds
-        ratios.append(found / min(each.choice.seconds for each in candidates(lengths, of_plans, choices)))
+        found = plan_micro_batch(
+            lengths.tolist(), replace(of_plans, choices=choices)
+        ).choice.seconds
+        ratios.append(
+            found / min(each.choice.seconds for each in candidates(lengths, of_plans, choices))
+        )
     assert (np.median(ratios) <= 1.01, max(ratios) <= 1.015) == (True, True)
 
 
@@ -160,11 +193,16 @@ def test_the_search_finds_what_trying_everything_finds(ranks, bandwidth):
 def test_a_slower_rank_gets_less_to_do(groups):
     """It takes twice as long for everything, and has equally many rows in the joint layout."""
     of_plans = PlanSettings(4, 64, (KIND,), balance_block_size=4, ranks_per_node=2)
-    of_costs = (replace(costs(FREE, FREE), slowness=slowness) for slowness in ((), (1.0, 1.0, 1.0, 2.0)))
-    alike, uneven = (
-        plan_micro_batch([240], replace(of_plans, choices=Choices(each, groups=groups))) for each in of_costs
+    of_costs = (
+        replace(costs(FREE, FREE), slowness=slowness) for slowness in ((), (1.0, 1.0, 1.0, 2.0))
     )
-    loads = [sum(loads_of(nano.plans[KIND]) for nano in plan.nano_batches) for plan in (alike, uneven)]
+    alike, uneven = (
+        plan_micro_batch([240], replace(of_plans, choices=Choices(each, groups=groups)))
+        for each in of_costs
+    )
+    loads = [
+        sum(loads_of(nano.plans[KIND]) for nano in plan.nano_batches) for plan in (alike, uneven)
+    ]
     assert loads[0].max() <= 1.02 * loads[0].mean()
     # Σ speed · T = pairs, with speeds 1, 1, 1 and 1/2; a row's other work is as much as 0.4 / 3 pairs.
     besides = 60 * 0.4 / 3
@@ -188,15 +226,21 @@ def test_stages_are_as_many_as_pay():
         (FREE, 1.0, 4.0, 2, 5),
         (slow, 0.0, 1.0, 4, 99),
     ):
-        of_plans = PlanSettings(2, 16384, (KIND,), document_layout="fixed", choices=of_one_document(link, call))
+        of_plans = PlanSettings(
+            2, 16384, (KIND,), document_layout="fixed", choices=of_one_document(link, call)
+        )
         (nano,) = plan_micro_batch([32768], of_plans).nano_batches
         rows = int(rows_by_stage(replace(nano.plans[KIND], stage_rows=None)).max())
-        of_plans = replace(of_plans, exchange_buffer_bytes=int(rows / buffers) * of_plans.row_bytes(KIND).kv)
+        of_plans = replace(
+            of_plans, exchange_buffer_bytes=int(rows / buffers) * of_plans.row_bytes(KIND).kv
+        )
         (nano,) = plan_micro_batch([32768], of_plans).nano_batches
         assert fewest <= count_plan(nano.plans[KIND], KIND, 2).stages <= most
     # Plans are compared with few stages where these pay: where calls are free, the usual number hides the exchange.
     for call, stages in ((1e3, 1), (0.0, None)):
-        found = candidates(np.array([32768]), PlanSettings(2, 16384, (KIND,)), of_one_document(slow, call))
+        found = candidates(
+            np.array([32768]), PlanSettings(2, 16384, (KIND,)), of_one_document(slow, call)
+        )
         assert {each.stages for each in found} == {stages}
 
 

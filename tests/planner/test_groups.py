@@ -5,7 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.groups import divide_evenly, joined_nodes, nano_batches_in_groups, partitions, place_in_groups
+from hf_distca.planner.groups import (
+    divide_evenly,
+    joined_nodes,
+    nano_batches_in_groups,
+    partitions,
+    place_in_groups,
+)
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.planner.settings import PlanSettings
@@ -19,7 +25,9 @@ LINK = LinkCost(1e-6, 1e9)
 def costs(token: float = 0.0, pair: float = 1.0) -> StepCosts:
     """One layer without a backward factor: a token takes `token` seconds in all, a pair `pair`."""
     kernel = KernelCost(0.0, 0.0, 0.0, pair / 2)
-    return StepCosts((KindCosts(KIND, 1, kernel, kernel),), token / 2, 0.0, 1.0, 0.0, Links(LINK, LINK))
+    return StepCosts(
+        (KindCosts(KIND, 1, kernel, kernel),), token / 2, 0.0, 1.0, 0.0, Links(LINK, LINK)
+    )
 
 
 def test_neighbours_are_joined_inside_nodes_first():
@@ -32,19 +40,30 @@ def test_neighbours_are_joined_inside_nodes_first():
 def placed(lengths, sizes, tokens, seconds=None, slowness=None):
     lengths = np.array(lengths)
     seconds = lengths.astype(float) if seconds is None else np.array(seconds)
-    return place_in_groups(lengths, seconds, sizes, tokens, 1 / np.array(slowness or [1.0] * sum(sizes)))
+    return place_in_groups(
+        lengths, seconds, sizes, tokens, 1 / np.array(slowness or [1.0] * sum(sizes))
+    )
 
 
 def in_groups(lengths, placing, tokens, count=1, *, evenly=False, **settings):
     of_plans = PlanSettings(sum(placing.sizes), tokens, (KIND,), **settings)
-    return nano_batches_in_groups(np.array(lengths), placing, of_plans, costs(), count, evenly=evenly)
+    return nano_batches_in_groups(
+        np.array(lengths), placing, of_plans, costs(), count, evenly=evenly
+    )
 
 
 def test_a_document_goes_to_the_group_with_the_least_work():
     for lengths, sizes, tokens, others, documents, seconds in (
         ([3, 9, 4, 5], (1, 1), 12, {}, [[0, 1], [2, 3]], [12, 9]),  # the costliest first
         # Documents of one second each: the rank that takes three times as long gets one of four.
-        ([4] * 4, (1, 1), 16, {"seconds": [1.0] * 4, "slowness": [1.0, 3.0]}, [[0, 2, 3], [1]], [3, 3]),
+        (
+            [4] * 4,
+            (1, 1),
+            16,
+            {"seconds": [1.0] * 4, "slowness": [1.0, 3.0]},
+            [[0, 2, 3], [1]],
+            [3, 3],
+        ),
         ([6] * 3, (1, 2), 6, {}, [[0], [1, 2]], [6, 6]),
     ):
         placing = placed(lengths, sizes, tokens, **others)
@@ -64,7 +83,11 @@ def test_a_document_goes_to_the_group_with_the_least_work():
 def test_nodes_are_joined_as_far_as_documents_need():
     for seconds, nodes, sizes in (
         ([8.0] * 4, (2,) * 4, (2, 2, 2, 2)),
-        ([24.0, 4, 4], (2,) * 4, (6, 2)),  # three nodes for the first document, and one for the others
+        (
+            [24.0, 4, 4],
+            (2,) * 4,
+            (6, 2),
+        ),  # three nodes for the first document, and one for the others
         # Nodes with work for 8, 7, 9 and 8: those with the most and the least are joined.
         ([8.0, 7, 6, 5, 3, 3], (2,) * 4, (4, 2, 2)),
         ([8.0] * 4, (2, 2, 1), None),
@@ -75,7 +98,9 @@ def test_nodes_are_joined_as_far_as_documents_need():
 
 
 def evenly(lengths, room, *nodes):
-    return divide_evenly(np.array(lengths), document_seconds(np.array(lengths), costs()), np.array(room), *nodes)
+    return divide_evenly(
+        np.array(lengths), document_seconds(np.array(lengths), costs()), np.array(room), *nodes
+    )
 
 
 def held(segments):
@@ -90,7 +115,9 @@ def test_a_long_document_is_divided_so_that_ranks_compute_alike():
     assert evenly([18], [8, 9]) is None
     # Over nodes only the longest documents are divided.
     segments = evenly([32, 10, 10, 2], [20] * 4, (2, 2))
-    whole, one, other, short = ({rank for number, _, _, rank in segments.tolist() if number == n} for n in range(4))
+    whole, one, other, short = (
+        {rank for number, _, _, rank in segments.tolist() if number == n} for n in range(4)
+    )
     assert whole == {0, 1, 2, 3}
     assert sorted((one, other), key=min) == [{0, 1}, {2, 3}]
     assert len(short) == 1
@@ -124,12 +151,16 @@ def test_seconds_of_a_document():
         (replace(KIND, chunk=4), 10 + 10 + 3, 3),
         (replace(KIND, chunk=5), 15 + 15, 2),
     ):
-        of_kind = StepCosts((KindCosts(kind, 2, kernel, kernel),), 1.0, 2.0, 3.0, 5.0, Links(LINK, LINK))
+        of_kind = StepCosts(
+            (KindCosts(kind, 2, kernel, kernel),), 1.0, 2.0, 3.0, 5.0, Links(LINK, LINK)
+        )
         expected = 10 * (2 * 3 * 4 + 5) + 4 * (0.5 * pairs + 0.375 * 10 + 2.0 * tasks)
         assert document_seconds(np.array([10]), of_kind).tolist() == [expected]
     # A short document costs more a pair.
     of_kind = KindCosts(KIND, 1, KernelCost(0, 0, 0, 0, diagonal=1.0), KernelCost(0, 0, 0, 0))
-    seconds = document_seconds(np.array([10, 600]), StepCosts((of_kind,), 0.0, 0.0, 0.0, 0.0, Links(LINK, LINK)))
+    seconds = document_seconds(
+        np.array([10, 600]), StepCosts((of_kind,), 0.0, 0.0, 0.0, 0.0, Links(LINK, LINK))
+    )
     assert seconds.tolist() == [10 * 10, 600 * 512]
 
 
@@ -142,7 +173,9 @@ def micro_batches(draw):
         if length <= left:
             lengths.append(length)
             left -= length
-    nodes = draw(st.sampled_from([(1,) * ranks, (ranks,), (2, ranks - 2) if ranks > 2 else (ranks,)]))
+    nodes = draw(
+        st.sampled_from([(1,) * ranks, (ranks,), (2, ranks - 2) if ranks > 2 else (ranks,)])
+    )
     return np.array(lengths), ranks, tokens, nodes
 
 
@@ -154,11 +187,15 @@ def test_every_arrangement_is_a_plan_within_its_groups(drawn, nano_batches, even
     of_plans = PlanSettings(ranks, tokens, (kind,), balance_block_size=4, ranks_per_node=nodes)
     for sizes in partitions(nodes):
         placing = placed(lengths, sizes, tokens, lengths.astype(float) ** 2)
-        found = placing and nano_batches_in_groups(lengths, placing, of_plans, costs(), nano_batches, evenly=evenly)
+        found = placing and nano_batches_in_groups(
+            lengths, placing, of_plans, costs(), nano_batches, evenly=evenly
+        )
         if found is None:
             continue
         assert len(found) == nano_batches
-        assert sorted(np.concatenate([nano.documents for nano in found]).tolist()) == list(range(len(lengths)))
+        assert sorted(np.concatenate([nano.documents for nano in found]).tolist()) == list(
+            range(len(lengths))
+        )
         assert np.sum([nano.layout.tokens for nano in found], axis=0).max() <= tokens
         assert min(nano.layout.tokens.min() for nano in found) > 0
         group_of = np.repeat(np.arange(len(sizes)), sizes)
@@ -168,5 +205,8 @@ def test_every_arrangement_is_a_plan_within_its_groups(drawn, nano_batches, even
             assert nano.layout.lengths.tolist() == lengths[nano.documents].tolist()
             if not placing.left:
                 for table, place in ((plan.tasks, "worker"), (nano.layout.segments, "rank")):
-                    groups = {(document, group_of[rank]) for document, rank in table[["document", place]].tolist()}
+                    groups = {
+                        (document, group_of[rank])
+                        for document, rank in table[["document", place]].tolist()
+                    }
                     assert len(groups) == len(set(table["document"].tolist()))

@@ -28,7 +28,9 @@ def test_fixed_layouts_hold_every_row_once_and_mirror(rows, span):
     layout = fixed_layout(rows, len(rows) * span)
     check_layout(layout)
     shares = [divmod(sum(row), span) for row in rows]
-    assert layout.tokens.tolist() == [share + (rank < extra) for share, extra in shares for rank in range(span)]
+    assert layout.tokens.tolist() == [
+        share + (rank < extra) for share, extra in shares for rank in range(span)
+    ]
     # Row after row, documents lie in their order.
     assert rows_of(layout.segments) == sorted(rows_of(layout.segments))
     check_layout(mirrored(layout))
@@ -47,7 +49,10 @@ def test_joint_layouts_written_out():
     # No document is cut between nodes that fits into one: each long one is more than a rank takes, but not a node.
     layout = joint_layout([96, 96, 32, 32], 4, 64, node_sizes=(2, 2), balance_block_size=16)
     assert layout.tokens.tolist() == [64] * 4
-    nodes = [set((layout.segments["rank"] // 2)[layout.segments["document"] == which]) for which in range(4)]
+    nodes = [
+        set((layout.segments["rank"] // 2)[layout.segments["document"] == which])
+        for which in range(4)
+    ]
     assert nodes in ([{0}, {1}, {0}, {1}], [{0}, {1}, {1}, {0}])
     # Three ranks with as many rows and pairs each: the long documents go to the node of two.
     layout = joint_layout([64] * 3, 3, 64, node_sizes=(1, 2))
@@ -65,9 +70,18 @@ def test_layouts_refuse():
         (lambda: fixed_layout([[1, 0]]), "document 1 has length 0"),
         (lambda: joint_layout([9], 2, 4), "1 documents hold 9 tokens, but 2 ranks of 4 take 8"),
         (lambda: joint_layout([1], 0, 4), "must be positive"),
-        (lambda: joint_layout([1], 1, 4, balance_tolerance=-0.1), "balance_tolerance must be 0 or more"),
-        (lambda: joint_layout([1], 1, 4, balance_block_size=0), "balance_block_size must be at least 1"),
-        (lambda: joint_layout([1], 4, 4, node_sizes=(2, 1)), "2,1 adds up to 3 ranks, but 4 ranks train"),
+        (
+            lambda: joint_layout([1], 1, 4, balance_tolerance=-0.1),
+            "balance_tolerance must be 0 or more",
+        ),
+        (
+            lambda: joint_layout([1], 1, 4, balance_block_size=0),
+            "balance_block_size must be at least 1",
+        ),
+        (
+            lambda: joint_layout([1], 4, 4, node_sizes=(2, 1)),
+            "2,1 adds up to 3 ranks, but 4 ranks train",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -76,12 +90,15 @@ def test_layouts_refuse():
 @settings(max_examples=250)
 @given(
     SOME_LENGTHS,
-    st.integers(1, 9).map(lambda ranks: (1,) * ranks) | st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.integers(1, 9).map(lambda ranks: (1,) * ranks)
+    | st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.sampled_from([None, 1, 50, 256]),
     st.sampled_from([1, 16, 128]),
     st.sampled_from([0.0, 0.01, 0.3]),
 )
-def test_joint_layouts_hold_every_row_once_with_tokens_equal(lengths, sizes, window, block, tolerance):
+def test_joint_layouts_hold_every_row_once_with_tokens_equal(
+    lengths, sizes, window, block, tolerance
+):
     ranks = sum(sizes)
     settings = {"window": window, "balance_block_size": block, "balance_tolerance": tolerance}
     most = -(-sum(lengths) // ranks) or 1
@@ -89,7 +106,9 @@ def test_joint_layouts_hold_every_row_once_with_tokens_equal(lengths, sizes, win
     check_layout(layout)
     share, more = divmod(sum(lengths), ranks)
     assert layout.tokens.tolist() == [share + (rank < more) for rank in range(ranks)]
-    again = joint_layout(lengths, ranks, most, node_sizes=None if len(sizes) in (1, ranks) else sizes, **settings)
+    again = joint_layout(
+        lengths, ranks, most, node_sizes=None if len(sizes) in (1, ranks) else sizes, **settings
+    )
     assert again.segments.tolist() == layout.segments.tolist()
 
 
@@ -120,7 +139,9 @@ def test_chunks_are_planned_beside_whole_documents():
             for kind in kinds:
                 check_plan(nano.plans[kind])
                 assert np.array_equal(nano.plans[kind].layout.tokens, nano.layout.tokens)
-            assert nano.plans[kinds[0]].layout.lengths.max() == min(chunk, nano.layout.lengths.max())
+            assert nano.plans[kinds[0]].layout.lengths.max() == min(
+                chunk, nano.layout.lengths.max()
+            )
             assert nano.plans[kinds[1]].layout is nano.layout
 
 
@@ -130,7 +151,9 @@ LAYOUTS = ["joint", "fixed"]
 def test_two_nano_batches():
     for layout in LAYOUTS:
         # 5 rows on 3 ranks are 2, 2, 1, and 4 rows are 2, 1, 1: mirrored, every rank is full.
-        plan = plan_micro_batch([3, 2, 2, 2], PlanSettings(3, 3, document_layout=layout, ping_pong=True))
+        plan = plan_micro_batch(
+            [3, 2, 2, 2], PlanSettings(3, 3, document_layout=layout, ping_pong=True)
+        )
         assert [nano.documents.tolist() for nano in plan.nano_batches] == [[0, 3], [1, 2]]
         assert [nano.layout.tokens.tolist() for nano in plan.nano_batches] == [[2, 2, 1], [1, 1, 2]]
         # Packed in order, ranks have rows of 3 | 2 and 1 | 1 and 2: 6, 3 + 1 and 2 + 3 pairs.
@@ -151,7 +174,9 @@ def test_what_is_mirrored_has_its_nodes_in_the_reverse_order():
     # With a window of 1 rows cost the same wherever they are, so that the longer document of each nano-batch fits the
     # node of three ranks. Were the nodes not turned round first, the second one's would lie on ranks of both nodes.
     kind = AttentionKind(window=1)
-    settings = PlanSettings(4, 128, (kind,), balance_block_size=16, ping_pong=True, ranks_per_node=(1, 3))
+    settings = PlanSettings(
+        4, 128, (kind,), balance_block_size=16, ping_pong=True, ranks_per_node=(1, 3)
+    )
     for nano in plan_micro_batch([192, 192, 64, 64], settings).nano_batches:
         of_rank = [set(nano.layout.of_rank(rank)["document"].tolist()) for rank in range(4)]
         assert of_rank[0].isdisjoint(of_rank[1] | of_rank[2] | of_rank[3])
@@ -165,7 +190,8 @@ BLOCK, TOLERANCE = 4, 0.1
     layout=st.sampled_from(LAYOUTS),
     window=st.sampled_from([None, 16]),
     lengths=st.lists(st.integers(1, 24) | st.sampled_from([60, 110]), min_size=1, max_size=12),
-    nodes=st.integers(1, 9).map(lambda ranks: (1,) * ranks) | st.sampled_from([(2, 2), (1, 3), (3, 2, 1), (8, 8, 4)]),
+    nodes=st.integers(1, 9).map(lambda ranks: (1,) * ranks)
+    | st.sampled_from([(2, 2), (1, 3), (3, 2, 1), (8, 8, 4)]),
     server_nodes=st.lists(st.sampled_from([None, 0, -1]), max_size=2),
     ping_pong=st.booleans(),
     stage_rows=st.sampled_from([None, 12]),
@@ -173,12 +199,20 @@ BLOCK, TOLERANCE = 4, 0.1
 def test_plans(layout, window, lengths, nodes, server_nodes, ping_pong, stage_rows):
     ranks, kind = sum(nodes), AttentionKind(window)
     tokens_per_rank = -(-sum(lengths) // ranks)  # the least that takes the documents
-    options = {"document_layout": layout, "balance_tolerance": TOLERANCE, "balance_block_size": BLOCK}
-    settings = PlanSettings(ranks, tokens_per_rank, (kind,), ping_pong=ping_pong, ranks_per_node=nodes, **options)
+    options = {
+        "document_layout": layout,
+        "balance_tolerance": TOLERANCE,
+        "balance_block_size": BLOCK,
+    }
+    settings = PlanSettings(
+        ranks, tokens_per_rank, (kind,), ping_pong=ping_pong, ranks_per_node=nodes, **options
+    )
     micro_batch = plan_micro_batch(lengths, settings)
     assert micro_batch.tokens.max() == tokens_per_rank
     assert micro_batch.tokens.min() == sum(lengths) // ranks
-    numbers, tokens = zip(*((nano.documents, nano.layout.tokens) for nano in micro_batch.nano_batches), strict=True)
+    numbers, tokens = zip(
+        *((nano.documents, nano.layout.tokens) for nano in micro_batch.nano_batches), strict=True
+    )
     assert sorted(np.concatenate(numbers).tolist()) == list(range(len(lengths)))
     total = sum(lengths)
     if len(tokens) == 2:  # every rank has rows of each, and each has a quarter of all rows or more
@@ -189,7 +223,9 @@ def test_plans(layout, window, lengths, nodes, server_nodes, ping_pong, stage_ro
     of_servers = [node and len(nodes) - 1 for node in server_nodes]
     if server_nodes:
         workers = Workers.uniform(ranks + len(server_nodes))
-        micro_batch = plan_with_servers(micro_batch, workers, settings, ranks_serve=True, server_nodes=of_servers)
+        micro_batch = plan_with_servers(
+            micro_batch, workers, settings, ranks_serve=True, server_nodes=of_servers
+        )
     for nano in micro_batch.nano_batches:
         assert nano.layout.lengths.tolist() == [lengths[document] for document in nano.documents]
         plan = nano.plans[kind]
@@ -215,7 +251,11 @@ def test_rows_of_every_rank_are_divided():
     assert list(plan.held_by(1)) == [(2, 0, 2), (3, 0, 6)]
     assert list(plan.held_by(2)) == [(4, 0, 1), (5, 0, 1), (6, 0, 1)]
     # Rows stay in one part where a rank has one document, or hardly any rows beside it, or with one nano-batch.
-    for rows, ping_pong in (([[4, 4], [8]], True), ([[4, 4], [7, 1]], True), ([[4, 4], [2, 6]], False)):
+    for rows, ping_pong in (
+        ([[4, 4], [8]], True),
+        ([[4, 4], [7, 1]], True),
+        ([[4, 4], [2, 6]], False),
+    ):
         (nano,) = plan_placed(rows, PlanSettings(2, 8, ping_pong=ping_pong)).nano_batches
         lengths = [*rows[0], *rows[1]]
         assert nano.documents.tolist() == list(range(len(lengths)))

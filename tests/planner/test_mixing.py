@@ -14,7 +14,9 @@ from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.walk import document_seconds, predict_plan
 
 LINKS = Links(LinkCost(1.0, 10.0), LinkCost(2.0, 5.0))
-COSTS = MixingCosts(layers=1, before=1.0, mix=2.0, continued=3.0, after=4.0, run=0.5, halo=10.0, state=100.0)
+COSTS = MixingCosts(
+    layers=1, before=1.0, mix=2.0, continued=3.0, after=4.0, run=0.5, halo=10.0, state=100.0
+)
 
 
 def layout(lengths: list[int], *segments: tuple[int, int, int, int], ranks: int = 2) -> Layout:
@@ -26,7 +28,14 @@ CUT = layout([4], (0, 0, 2, 0), (0, 2, 4, 1))
 WHOLE = layout([30, 30], (0, 0, 30, 0), (1, 0, 30, 1))
 
 
-def walk(*layouts: Layout, direction="forward", nodes=(0, 0, 0), layers: float = 1.0, launches=0.0, links=LINKS):
+def walk(
+    *layouts: Layout,
+    direction="forward",
+    nodes=(0, 0, 0),
+    layers: float = 1.0,
+    launches=0.0,
+    links=LINKS,
+):
     ranks = layouts[0].ranks
     counted = [count_cuts(each, nodes[:ranks]) for each in layouts]
     factor = np.full(ranks, 1.0 if direction == "forward" else 2.0)
@@ -36,9 +45,19 @@ def walk(*layouts: Layout, direction="forward", nodes=(0, 0, 0), layers: float =
 
 def test_segments_and_messages():
     # Document 0 on ranks 0, 1 and 0 again; document 1 whole.
-    counted = count_cuts(layout([7, 3], (0, 0, 2, 0), (1, 0, 3, 0), (0, 2, 6, 1), (0, 6, 7, 0)), nodes=(0, 1))
-    assert (counted.rows.tolist(), counted.cut.tolist(), counted.continued.tolist()) == ([6, 4], [3, 4], [1, 4])
-    assert (counted.segments.tolist(), counted.whole.tolist(), counted.runs.tolist()) == ([2, 1], [1, 0], [3, 1])
+    counted = count_cuts(
+        layout([7, 3], (0, 0, 2, 0), (1, 0, 3, 0), (0, 2, 6, 1), (0, 6, 7, 0)), nodes=(0, 1)
+    )
+    assert (counted.rows.tolist(), counted.cut.tolist(), counted.continued.tolist()) == (
+        [6, 4],
+        [3, 4],
+        [1, 4],
+    )
+    assert (counted.segments.tolist(), counted.whole.tolist(), counted.runs.tolist()) == (
+        [2, 1],
+        [1, 0],
+        [3, 1],
+    )
     # A halo and a state from 0 to 1 and back; the state of the first segment stays on rank 0 for the last.
     assert counted.halos.tolist() == counted.states.tolist() == [[0, 0], [1, 1]]
     assert counted.bytes_moved(halo=10, state=100) == 110
@@ -60,7 +79,13 @@ def test_a_cut_document_waits_for_halos_and_states():
 
 def test_launches_are_those_of_the_calls_and_whole_documents_of_a_rank_share_a_run():
     # A nano-batch has calls of its own where documents are cut; else one call has the rows of both.
-    for layouts, calls in (([WHOLE], 1), ([WHOLE, WHOLE], 1), ([CUT], 1), ([CUT, CUT], 2), ([CUT, WHOLE], 2)):
+    for layouts, calls in (
+        ([WHOLE], 1),
+        ([WHOLE, WHOLE], 1),
+        ([CUT], 1),
+        ([CUT, CUT], 2),
+        ([CUT, WHOLE], 2),
+    ):
         without, launched = (walk(*layouts, launches=seconds)[2] for seconds in (0.0, 8.0))
         assert np.subtract(launched, without).tolist() == [8.0 * calls] * 2
     several = layout([10, 20, 30], (0, 0, 10, 0), (1, 0, 20, 0), (2, 0, 30, 1))
@@ -69,7 +94,11 @@ def test_launches_are_those_of_the_calls_and_whole_documents_of_a_rank_share_a_r
 
 def test_an_exchange_begins_when_the_host_has_started_it():
     # Halos and states leave a second later each.
-    assert walk(CUT, links=replace(LINKS, start=1.0)) == ([33.5 + 2] * 2, [2 + 17 + 2, 2 + 11 + 2], [14.5, 20.5])
+    assert walk(CUT, links=replace(LINKS, start=1.0)) == (
+        [33.5 + 2] * 2,
+        [2 + 17 + 2, 2 + 11 + 2],
+        [14.5, 20.5],
+    )
 
 
 def test_a_rank_without_cut_documents_neither_waits_nor_is_waited_for():
@@ -99,7 +128,15 @@ def step_costs(**changed: float) -> StepCosts:
     """A pair takes a nanosecond, a row besides core attention a microsecond; mixing layers as said."""
     kernel, link = KernelCost(0.0, 0.0, 0.0, 1e-9), LinkCost(1e-5, 1e9)
     mixing = replace(MixingCosts(3, 1e-7, 1e-7, 1e-7, 1e-7, 0.0, 100.0, 1e4), **changed)
-    return StepCosts((KindCosts(KIND, 1, kernel, kernel),), 5e-7, 5e-7, 1.0, 0.0, Links(link, link), mixing=mixing)
+    return StepCosts(
+        (KindCosts(KIND, 1, kernel, kernel),),
+        5e-7,
+        5e-7,
+        1.0,
+        0.0,
+        Links(link, link),
+        mixing=mixing,
+    )
 
 
 def test_documents_are_cut_only_as_long_as_a_cut_is_cheap():
@@ -107,13 +144,17 @@ def test_documents_are_cut_only_as_long_as_a_cut_is_cheap():
         costs = step_costs(**changed)
         plan = plan_micro_batch([4000, 500, 500, 400], replace(SETTINGS, choices=Choices(costs)))
         assert plan.choice.group == group
-        assert plan.choice.seconds == pytest.approx(predict_plan(plan, SETTINGS, costs).seconds, rel=1e-3)
+        assert plan.choice.seconds == pytest.approx(
+            predict_plan(plan, SETTINGS, costs).seconds, rel=1e-3
+        )
     # The backward takes its share.
     costs = replace(step_costs(), backward_factor=2.0)
     plan = plan_micro_batch([100, 100], replace(SETTINGS, document_layout="whole"))
     assert predict_plan(plan, SETTINGS, costs).mixing == pytest.approx(3 * 3e-7 * 100 * (1 + 2))
     # Equal tokens matter more the more layers mix.
-    few, many = (document_seconds(np.array([4000, 500]), step_costs(layers=layers)) for layers in (0, 60))
+    few, many = (
+        document_seconds(np.array([4000, 500]), step_costs(layers=layers)) for layers in (0, 60)
+    )
     assert few[0] / few[1] > 15  # by pairs
     assert many[0] / many[1] < 10  # by tokens
     assert step_costs(layers=60).token == pytest.approx(2 * (1e-6 + 60 * 3e-7))

@@ -18,7 +18,12 @@ MARGIN = 1.01
 BOUNDS = {
     ("fixed", 0.01, 8, 1, None): ((3.0, 7.78, 12.32), (11.83, 26.86, 32.57), 16302, 3),
     ("fixed", 0.01, 64, 1, None): ((2.75, 8.86, 12.77), (24.6, 166.81, 241.89), 132724, 7),
-    ("fixed, head-tail", 0.001, 64, 1, None): ((2.85, 9.53, 13.49), (24.84, 174.18, 194.88), 133743, 56),
+    ("fixed, head-tail", 0.001, 64, 1, None): (
+        (2.85, 9.53, 13.49),
+        (24.84, 174.18, 194.88),
+        133743,
+        56,
+    ),
     ("fixed", 0.01, 64, 1, 4096): ((0.85, 1.36, 1.86), (4.32, 6.05, 33.9), 132339, 14),
     ("joint", 0.01, 8, 1, None): ((1.63, 5.17, 11.11), (4.72, 19.04, 28.88), 16456, 1),
     ("joint", 0.01, 64, 1, None): ((1.72, 8.22, 11.22), (9.26, 35.87, 58.11), 134853, 215),
@@ -35,7 +40,10 @@ def check(found, bounds):
 
 @pytest.mark.parametrize("case", BOUNDS, ids=str)
 def test_plans_of_the_corpus(case):
-    (kind, tolerance, ranks, per_node, window), (between, busiest, tasks, short) = case, BOUNDS[case]
+    (kind, tolerance, ranks, per_node, window), (between, busiest, tasks, short) = (
+        case,
+        BOUNDS[case],
+    )
     plans = [plan_once(batch, ranks, kind, tolerance, per_node, window) for batch in BATCHES]
     found = [measure(plan) for plan in plans]
     tokens = np.array([plan.layout.lengths.sum() / 1000 for plan in plans])

@@ -27,7 +27,14 @@ from hf_distca.planner.moves import MOVE, forward_inside_nodes, rows_to_move
 from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import SMALLEST_STAGE, STAGES_ALONE, rows_by_stage, with_stages
-from tests.planner.carried_out import check, drawn_plans, messages_of, plans_of_all_kinds, routes_of, sent_rows
+from tests.planner.carried_out import (
+    check,
+    drawn_plans,
+    messages_of,
+    plans_of_all_kinds,
+    routes_of,
+    sent_rows,
+)
 from tests.planner.plan_checks import loads_by_row, rows_of
 
 BYTES = RowBytes(q=100, kv=10, o=1000)
@@ -50,7 +57,9 @@ def test_every_query_sees_its_keys_once_and_results_go_home(plan, stage_rows):
 def halves(q_lens, k_lens, window=None):
     """[(query rows and keys of each task, rows of its queries, of its keys, pairs)] of each half of a group."""
     q, k = np.array(q_lens, np.int64), np.array(k_lens, np.int64)
-    group = TaskGroup(q, k, np.arange(q.sum()), np.arange(k.sum()), q if window else q * (2 * k - q + 1) // 2)
+    group = TaskGroup(
+        q, k, np.arange(q.sum()), np.arange(k.sum()), q if window else q * (2 * k - q + 1) // 2
+    )
     return [
         (list(zip(*(each.tolist() for each in (half.q_lens, half.k_lens)), strict=True)),
          *(each.tolist() for each in (half.q_rows, half.k_rows, half.task_pairs)))
@@ -61,10 +70,16 @@ def halves(q_lens, k_lens, window=None):
 def test_halves_of_the_pairs():
     assert halves([], []) == [([], [], [], [])] * 2
     assert halves([1], [1]) == [([(1, 1)], [0], [0], [1]), ([], [], [], [])]
-    assert halves([2, 2], [2, 2]) == [([(2, 2)], [0, 1], [0, 1], [3]), ([(2, 2)], [2, 3], [2, 3], [3])]
+    assert halves([2, 2], [2, 2]) == [
+        ([(2, 2)], [0, 1], [0, 1], [3]),
+        ([(2, 2)], [2, 3], [2, 3], [3]),
+    ]
     # A task in the middle is cut into its first queries with their keys, and the others. 1 + 2 + 3 pairs and 4: the
     # first three queries see three keys, the last one all.
-    assert halves([4], [4]) == [([(3, 3)], [0, 1, 2], [0, 1, 2], [6]), ([(1, 4)], [3], [0, 1, 2, 3], [4])]
+    assert halves([4], [4]) == [
+        ([(3, 3)], [0, 1, 2], [0, 1, 2], [6]),
+        ([(1, 4)], [3], [0, 1, 2, 3], [4]),
+    ]
     # 3, then 6 + 7 + 8 of a task that has five keys before its own rows, then 1: cut where 9 of 25 are done.
     first, second = halves([2, 3, 1], [2, 8, 1])
     assert first == ([(2, 2), (1, 6)], [0, 1, 2], [*range(8)], [3, 6])
@@ -79,11 +94,35 @@ def test_halves_of_the_pairs():
 
 def test_nothing_moves():
     for lengths, ranks, tasks, workers, expected in (
-        ([[2, 3], [4]], 2, [(0, 0, 2, 0), (1, 0, 1, 0), (1, 1, 3, 0), (2, 0, 4, 1)], 3, True),  # in two parts
-        ([[2, 3], [4]], 2, [(0, 0, 2, 0), (1, 0, 3, 1), (2, 0, 4, 1)], 2, False),  # a document elsewhere
-        ([[2, 3], [4]], 2, [(0, 0, 2, 0), (1, 0, 3, 0), (2, 0, 2, 1), (2, 2, 4, 2)], 3, False),  # rows at a server
+        (
+            [[2, 3], [4]],
+            2,
+            [(0, 0, 2, 0), (1, 0, 1, 0), (1, 1, 3, 0), (2, 0, 4, 1)],
+            3,
+            True,
+        ),  # in two parts
+        (
+            [[2, 3], [4]],
+            2,
+            [(0, 0, 2, 0), (1, 0, 3, 1), (2, 0, 4, 1)],
+            2,
+            False,
+        ),  # a document elsewhere
+        (
+            [[2, 3], [4]],
+            2,
+            [(0, 0, 2, 0), (1, 0, 3, 0), (2, 0, 2, 1), (2, 2, 4, 2)],
+            3,
+            False,
+        ),  # rows at a server
         ([[2], []], 2, [(0, 0, 2, 0)], 2, False),  # a rank without rows
-        ([[2, 4]], 2, [(0, 0, 2, 0), (1, 0, 1, 0), (1, 1, 4, 1)], 2, False),  # a document on two ranks
+        (
+            [[2, 4]],
+            2,
+            [(0, 0, 2, 0), (1, 0, 1, 0), (1, 1, 4, 1)],
+            2,
+            False,
+        ),  # a document on two ranks
     ):
         plan = Plan(fixed_layout(lengths, ranks), np.array(tasks, TASK), workers)
         assert nothing_moves(plan) == expected
@@ -104,14 +143,19 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
         assert [mine.crossing for mine in messages] == [crosses] * plan.workers
         counts.append(sent)
     queries, *keys = counts
-    hops = np.array(keys)[:, : len(ranks), : len(ranks)].reshape(-1, 2, len(ranks), len(ranks)).sum(1)
+    hops = (
+        np.array(keys)[:, : len(ranks), : len(ranks)].reshape(-1, 2, len(ranks), len(ranks)).sum(1)
+    )
     assert rows_by_stage(plan).tolist() == np.stack([hops.sum(2), hops.sum(1)], 1).tolist()
     for sent in counts:
         np.fill_diagonal(sent, 0)  # a rank's keys that it gathers for itself
     moved = queries * BYTES.q + queries.T * BYTES.o + sum(keys) * BYTES.kv
     node = np.array(plan.nodes or (0,) * plan.workers)
     within = node[:, None] == node
-    by_link = [[of_link.sum(1).tolist(), of_link.sum(0).tolist()] for of_link in (moved * within, moved * ~within)]
+    by_link = [
+        [of_link.sum(1).tolist(), of_link.sum(0).tolist()]
+        for of_link in (moved * within, moved * ~within)
+    ]
     assert by_link == bytes_by_link(plan, BYTES, node).tolist()
     counted = count_plan(plan, AttentionKind(plan.window), 2)
     assert counted.most_rows == rows_by_stage(replace(plan, stage_rows=None)).max()
@@ -120,7 +164,11 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
         assert number.queries[:, 0].sum(0).tolist() == (queries * sent).sum(1).tolist()
         assert number.keys[:, 1].sum(0).tolist() == (sum(keys) * sent).sum(0).tolist()
     for worker, mine in enumerate(routes):
-        asked = [group.pairs for stage in mine.stages for group in (stage.remote_query, stage.remote_query_prefix)]
+        asked = [
+            group.pairs
+            for stage in mine.stages
+            for group in (stage.remote_query, stage.remote_query_prefix)
+        ]
         here = [mine.local.pairs, *(stage.remote_kv.pairs for stage in mine.stages)]
         if plan.window is None:
             assert counted.local.pairs[worker] == mine.local.pairs
@@ -145,7 +193,10 @@ def test_bytes_within_and_between_nodes():
     assert link_seconds(forwarded, (1e-9, 1e-9)) == pytest.approx(2000)
     # With two other nano-batches, workers send 240, 2000, 30, 0 within nodes and receive 2000, 240, 0, 30;
     # between them they send 240, 240, 1000, 3000 and receive 2000, 2000, 130, 350.
-    others = ([[4], [], [], []], [(0, 0, 2, 0), (0, 2, 4, 1)]), ([[], [4], [], []], [(0, 0, 2, 1), (0, 2, 4, 3)])
+    others = (
+        ([[4], [], [], []], [(0, 0, 2, 0), (0, 2, 4, 1)]),
+        ([[], [4], [], []], [(0, 0, 2, 1), (0, 2, 4, 3)]),
+    )
     within, between = (bytes_by_link(plan_of(*each), BYTES, NODES) for each in others)
     added = forwarded + within + between
     assert exchange_figures(added, NODES) == ExchangeFigures(
@@ -165,8 +216,14 @@ def test_bytes_within_and_between_nodes():
 def test_rows_on_one_path_are_divided_evenly_over_the_stages():
     # A quarter of a document of 4 · 8 rows on each rank, which computes its own rows.
     first, *_, last = routes_of(replace(quarters(32, 4), stage_rows=12))
-    assert [stage.keys.send_counts.tolist() for stage in first.stages] == [[0, 4, 4, 4], [0, 4, 4, 4]]
-    assert [stage.keys.recv_counts.tolist() for stage in last.stages] == [[4, 4, 4, 0], [4, 4, 4, 0]]
+    assert [stage.keys.send_counts.tolist() for stage in first.stages] == [
+        [0, 4, 4, 4],
+        [0, 4, 4, 4],
+    ]
+    assert [stage.keys.recv_counts.tolist() for stage in last.stages] == [
+        [4, 4, 4, 0],
+        [4, 4, 4, 0],
+    ]
     # Rows that do not divide evenly are more in another stage on each path.
     first, *_ = routes_of(replace(quarters(32, 4), stage_rows=8))
     assert [stage.keys.send_counts.sum() for stage in first.stages] == [8, 8, 8]
@@ -177,20 +234,31 @@ def test_rows_on_one_path_are_divided_evenly_over_the_stages():
     assert last.stages[0].keys.recv_counts.tolist() == [0, 0, 0, 16, 16, 16, 16, 0]
     assert last.stages[0].forwarded.recv_counts.tolist() == [0, 0, 0, 0, 16, 16, 16, 0]
     *_, last = routes_of(replace(plan, stage_rows=30))
-    assert [int(stage.keys.recv_counts.sum() + stage.forwarded.recv_counts.sum()) for stage in last.stages] == [28] * 4
+    assert [
+        int(stage.keys.recv_counts.sum() + stage.forwarded.recv_counts.sum())
+        for stage in last.stages
+    ] == [28] * 4
 
 
 def hops_of(rows, targets, nodes, document=0):
     """[(source, target, first row, row behind the last)] of both hops of rows on rank 0 that other ranks read."""
-    moves = table_of(MOVE, document=np.full(len(targets), document), stop=rows, target=np.array(targets))
+    moves = table_of(
+        MOVE, document=np.full(len(targets), document), stop=rows, target=np.array(targets)
+    )
     hops = forward_inside_nodes(moves, nodes, max(targets) + 1)
-    return [[tuple(move) for move in hop[["source", "target", "start", "stop"]].tolist()] for hop in hops[:2]]
+    return [
+        [tuple(move) for move in hop[["source", "target", "start", "stop"]].tolist()]
+        for hop in hops[:2]
+    ]
 
 
 def test_rows_that_two_ranks_read_cross_to_both_of_them():
     # Half and half: both readers receive and send as much. Less than two blocks stay together.
     first, second = hops_of(257, [1, 2], (0, 1, 1))
-    assert (first, second) == ([(0, 1, 0, 129), (0, 2, 129, 257)], [(1, 2, 0, 129), (2, 1, 129, 257)])
+    assert (first, second) == (
+        [(0, 1, 0, 129), (0, 2, 129, 257)],
+        [(1, 2, 0, 129), (2, 1, 129, 257)],
+    )
     assert hops_of(255, [1, 2], (0, 1, 1)) == [[(0, 1, 0, 255)], [(1, 2, 0, 255)]]
     # Many documents, times nodes, and behind them rows: more than 63 bits.
     nodes, targets = [rank // 8 for rank in range(4096)], [8, 9, 4088, 4089]
@@ -207,7 +275,9 @@ def test_what_fits_travels_at_once():
     ):
         plan = replace(quarters(32), nodes=nodes)
         for buffer_rows, stage_rows in stages.items():
-            assert with_stages(plan, buffer_rows, stages=1, together=together).stage_rows == stage_rows
+            assert (
+                with_stages(plan, buffer_rows, stages=1, together=together).stage_rows == stage_rows
+            )
     # A nano-batch alone has stages that hide its exchange.
     plan = with_stages(quarters(32768), 2**20, stages=4)
     assert plan.stage_rows == 24576 // STAGES_ALONE
@@ -249,12 +319,16 @@ def test_stages_hold_so_many_rows_and_servers_have_one(plan, buffer_rows):
         # On each path rows are rounded up.
         _, *hops = rows_to_move(plan)
         moves = np.concatenate(hops)
-        paths = [np.bincount(moves[end], minlength=plan.workers)[:ranks] for end in ("source", "target")]
+        paths = [
+            np.bincount(moves[end], minlength=plan.workers)[:ranks] for end in ("source", "target")
+        ]
         assert (rows <= buffer_rows + np.array(paths)).all()
     else:
         assert rows[:, 1].max(initial=0) <= max(buffer_rows, 2 * plan.window - 1)
     for server in range(ranks, plan.workers):
-        assert not any(stage.keys.recv_counts.any() for stage in make_routes(staged, server).stages[1:])
+        assert not any(
+            stage.keys.recv_counts.any() for stage in make_routes(staged, server).stages[1:]
+        )
 
 
 @given(st.sampled_from([1, 3]), drawn_plans(most_servers=0))
@@ -276,12 +350,17 @@ def test_what_the_segments_of_cut_documents_exchange(width, plan):
             extended[place] = row
         expected = []
         for document, start, stop, *_ in layout.of_rank(rank).tolist():
-            expected += [(document, row) if row >= 0 else None for row in range(start - width, stop)]
+            expected += [
+                (document, row) if row >= 0 else None for row in range(start - width, stop)
+            ]
         assert extended == expected
 
     links = [chains(layout, rank) for rank in range(ranks)]
     sent = list(sent_rows([table.messages for table in links]))
-    names = [layout.of_rank(rank)[["document", "start"]][table.cut].tolist() for rank, table in enumerate(links)]
+    names = [
+        layout.of_rank(rank)[["document", "start"]][table.cut].tolist()
+        for rank, table in enumerate(links)
+    ]
     for rank, table in enumerate(links):
         arrived = [names[source][state] for source, target, state in sent if target == rank]
         returned = []
@@ -289,7 +368,9 @@ def test_what_the_segments_of_cut_documents_exchange(width, plan):
             source = np.repeat(np.arange(ranks), theirs.messages.recv_counts)
             returned += [names[target][segment] for segment in theirs.received[source == rank]]
         for segment, earlier, later in zip(names[rank], table.earlier, table.later, strict=True):
-            of_document = sorted(name for of_rank in names for name in of_rank if name[0] == segment[0])
+            of_document = sorted(
+                name for of_rank in names for name in of_rank if name[0] == segment[0]
+            )
             nth = of_document.index(segment)
             assert [[*names[rank], *arrived][state] for state in earlier] == of_document[:nth]
             assert [[*names[rank], *returned][state] for state in later] == of_document[nth + 1 :]

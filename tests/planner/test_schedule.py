@@ -10,20 +10,28 @@ from hf_distca.planner.stages import stage_slots
 def groups_of(direction, turn, stages):
     """All groups of tasks that a nano-batch of so many stages may have."""
     own = ("local 1/2", "local 2/2") if (direction, turn) == ("backward", "alone") else ("local",)
-    tasks = ("remote-query", "remote-query prefix", "remote-KV") if stages > 1 else ("remote-query", "remote-KV")
+    tasks = (
+        ("remote-query", "remote-query prefix", "remote-KV")
+        if stages > 1
+        else ("remote-query", "remote-KV")
+    )
     return frozenset([*((half, 0) for half in own), *itertools.product(tasks, range(stages))])
 
 
 def made(direction, turn, stages=1, forwards=False, **options):
     groups = groups_of(direction, turn, stages)
     return make_schedule(
-        direction, turn, **{"groups": groups, "windowed": False, "stages": stages, "forwards": forwards} | options
+        direction,
+        turn,
+        **{"groups": groups, "windowed": False, "stages": stages, "forwards": forwards} | options,
     )
 
 
 def names(schedule):
     """The phases' names; "|" where the other nano-batch runs."""
-    return [part for phase in schedule for part in ([phase.name, "|"] if phase.pause else [phase.name])]
+    return [
+        part for phase in schedule for part in ([phase.name, "|"] if phase.pause else [phase.name])
+    ]
 
 
 def calls(schedule):
@@ -107,8 +115,13 @@ def test_a_forward_written_out():
     assert made("forward", "first") == (
         Phase(send=(q, kv), pause=True),
         Phase(run=(KernelCall("local", "local", "local"),)),
-        Phase(wait=(q, kv), run=(KernelCall("remote-query", "received", "received"),), send=(results,)),
-        Phase(run=(KernelCall("remote-KV", "local", "received", causal=False, first=False),), pause=True),
+        Phase(
+            wait=(q, kv), run=(KernelCall("remote-query", "received", "received"),), send=(results,)
+        ),
+        Phase(
+            run=(KernelCall("remote-KV", "local", "received", causal=False, first=False),),
+            pause=True,
+        ),
         Phase(wait=(results,)),
     )
     # Received queries read whole stages and their own.
@@ -117,7 +130,9 @@ def test_a_forward_written_out():
         KernelCall("remote-query prefix", "received", "received", causal=False, first=False),
     ]
     # With a window a received query reads keys of one stage alone, so that nothing is merged with its results.
-    windowed = calls(made("forward", "alone", 2, windowed=True, groups=groups_of("forward", "alone", 1)))
+    windowed = calls(
+        made("forward", "alone", 2, windowed=True, groups=groups_of("forward", "alone", 1))
+    )
     assert windowed[1] == KernelCall("remote-query", "received", "received")
     # A window makes remote-KV tasks whole.
     assert calls(made("forward", "alone", windowed=True))[-1] == KernelCall(
@@ -130,8 +145,12 @@ def test_servers_are_asked_first_and_waited_for_last():
         "forward": ("q k v to servers", "o lse from servers"),
         "backward": ("q do o lse k v to servers", "dq dk dv from servers"),
     }
-    for (direction, (asked, answered)), forwards in itertools.product(names_of.items(), (False, True)):
-        with_servers, without = (made(direction, "second", 1, forwards, servers=servers) for servers in (True, False))
+    for (direction, (asked, answered)), forwards in itertools.product(
+        names_of.items(), (False, True)
+    ):
+        with_servers, without = (
+            made(direction, "second", 1, forwards, servers=servers) for servers in (True, False)
+        )
         assert with_servers[0].name == f"{without[0].name}, {asked}"
         assert with_servers[-1].name == f"{without[-1].name}, {answered}"
         assert with_servers[1:-1] == without[1:-1]
@@ -143,11 +162,16 @@ def test_ranks_issue_the_same_transfers_whatever_tasks_they_have():
         ("forward", "backward"), ("alone", "first", "second"), ("nothing", "received", "results")
     ):
         found = set()
-        for groups in map(frozenset, itertools.chain(*(itertools.combinations(every, count) for count in range(6)))):
+        for groups in map(
+            frozenset,
+            itertools.chain(*(itertools.combinations(every, count) for count in range(6))),
+        ):
             schedule = made(direction, turn, groups=groups, kept=kept)
             pauses = [0, *itertools.accumulate(phase.pause for phase in schedule)]
             issued = [
-                (at, verb, each) for at, phase in zip(pauses, schedule, strict=False) for verb, each in steps(phase)
+                (at, verb, each)
+                for at, phase in zip(pauses, schedule, strict=False)
+                for verb, each in steps(phase)
             ]
             found.add((pauses[-1], *(step for step in issued if step[1] != "run")))
             divided = (direction, turn) == ("backward", "alone") and ("local 1/2", 0) in groups
@@ -177,17 +201,23 @@ def test_rows_take_one_hop_after_another_and_their_memory_is_used_again():
         order = [step for phase in schedule for step in steps(phase)]
         # What is sent is waited for once, and in the order of its group.
         sent, waited = (
-            [each for verb, each in order if verb == wanted and each.rows != "servers"] for wanted in ("send", "wait")
+            [each for verb, each in order if verb == wanted and each.rows != "servers"]
+            for wanted in ("send", "wait")
         )
         assert len(set(sent)) == len(sent)
         assert sorted(sent, key=str) == sorted(waited, key=str)
         of_one_hop = stages * (kept == "nothing") + stages * (direction == "backward")
-        counted = [sum(transfer.rows == rows for transfer in sent) for rows in ("keys", "forwarded")]
+        counted = [
+            sum(transfer.rows == rows for transfer in sent) for rows in ("keys", "forwarded")
+        ]
         assert counted == [of_one_hop, of_one_hop * forwards]
         lives = []
         for stage in range(stages):
             # Rows go there, perhaps in two hops, are computed with, and their gradients go back.
-            there, back = Transfer("keys", ("k", "v"), stage=stage), Transfer("keys", ("dk", "dv"), True, stage)
+            there, back = (
+                Transfer("keys", ("k", "v"), stage=stage),
+                Transfer("keys", ("dk", "dv"), True, stage),
+            )
             computed = [
                 at
                 for at, (verb, call) in enumerate(order)
@@ -197,10 +227,18 @@ def test_rows_take_one_hop_after_another_and_their_memory_is_used_again():
             on, passed_back = replace(there, rows="forwarded"), replace(back, rows="forwarded")
             before = [there, on] if forwards else [there]
             after = [passed_back, back] if forwards else [back]
-            places = [order.index((verb, hop)) for hop in before for verb in ("send", "wait") if kept == "nothing"]
+            places = [
+                order.index((verb, hop))
+                for hop in before
+                for verb in ("send", "wait")
+                if kept == "nothing"
+            ]
             places += computed
             places += [
-                order.index((verb, hop)) for hop in after for verb in ("send", "wait") if direction == "backward"
+                order.index((verb, hop))
+                for hop in after
+                for verb in ("send", "wait")
+                if direction == "backward"
             ]
             assert places == sorted(places)
             lives.append((places[0], places[-1]))
@@ -211,5 +249,7 @@ def test_rows_take_one_hop_after_another_and_their_memory_is_used_again():
             assert all(last < first for (_, last), (first, _) in itertools.pairwise(of_slot))
         # No stage has memory to spare: so many are there at once, where there are so many.
         if (direction, kept) == ("backward", "nothing") and stages >= in_use:
-            most = max(sum(first <= at <= last for first, last in lives) for at in range(len(order)))
+            most = max(
+                sum(first <= at <= last for first, last in lives) for at in range(len(order))
+            )
             assert most == in_use

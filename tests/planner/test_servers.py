@@ -11,7 +11,13 @@ from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import bytes_by_link, bytes_moved, exchange_figures, loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
-from hf_distca.planner.servers import local_tasks, plan_lost, plan_with_servers, seconds_of, without_ranks
+from hf_distca.planner.servers import (
+    local_tasks,
+    plan_lost,
+    plan_with_servers,
+    seconds_of,
+    without_ranks,
+)
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import rows_by_stage
 from tests.planner.carried_out import carried_out, plans_of_all_kinds
@@ -22,7 +28,9 @@ SETTINGS = PlanSettings(ranks=2, tokens_per_rank=4096, balance_block_size=16)
 
 
 def with_servers(rows, workers, ranks_serve=True):
-    plan = plan_with_servers(plan_placed(rows, SETTINGS), workers, SETTINGS, ranks_serve=ranks_serve)
+    plan = plan_with_servers(
+        plan_placed(rows, SETTINGS), workers, SETTINGS, ranks_serve=ranks_serve
+    )
     (nano,) = plan.nano_batches
     check_plan(nano.plans[AttentionKind()])
     return nano.plans[AttentionKind()]
@@ -39,7 +47,8 @@ def test_ranks_and_servers_finish_together():
 
 @given(
     st.sampled_from([(1.0,), (1.0, 3.0)]),
-    st.just(ROWS) | st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=2, max_size=2),
+    st.just(ROWS)
+    | st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=2, max_size=2),
 )
 def test_ranks_that_do_not_serve_compute_nothing_however_small(speeds, rows):
     workers = Workers((1.0, 1.0, *speeds), (0.0,) * (2 + len(speeds)))
@@ -49,9 +58,19 @@ def test_ranks_that_do_not_serve_compute_nothing_however_small(speeds, rows):
         assert (loads[2:] / speeds).max() <= 1.02 * sum(loads) / sum(speeds)
     # What is left at ranks goes to the server that finishes first. Alone, server 2 would need 10 units for either;
     # server 3 has 36 / 8 and needs 10 / 8 for each.
-    plan = Plan(fixed_layout([[8, 4], [4]]), np.array([(1, 0, 4, 0), (2, 0, 4, 1), (0, 0, 8, 3)], TASK), 4)
-    assert without_ranks(plan, (1, 1, 1, 8)).tasks.tolist() == [(0, 0, 8, 3), (1, 0, 4, 3), (2, 0, 4, 3)]
-    assert without_ranks(plan, (1, 1, 1, 2)).tasks.tolist() == [(1, 0, 4, 2), (2, 0, 4, 2), (0, 0, 8, 3)]
+    plan = Plan(
+        fixed_layout([[8, 4], [4]]), np.array([(1, 0, 4, 0), (2, 0, 4, 1), (0, 0, 8, 3)], TASK), 4
+    )
+    assert without_ranks(plan, (1, 1, 1, 8)).tasks.tolist() == [
+        (0, 0, 8, 3),
+        (1, 0, 4, 3),
+        (2, 0, 4, 3),
+    ]
+    assert without_ranks(plan, (1, 1, 1, 2)).tasks.tolist() == [
+        (1, 0, 4, 2),
+        (2, 0, 4, 2),
+        (0, 0, 8, 3),
+    ]
 
 
 @pytest.mark.parametrize("ranks_serve", [True, False])
@@ -60,7 +79,9 @@ def test_the_summary_counts_both_nano_batches(ranks_serve):
     before = plan_micro_batch([1500, 1200, 900, 700, 400, 300], settings)
     workers = Workers((1.0, 1.0, 2.0, 1.0), (2e5, 2e5, 0.0, 0.0))
     plan = plan_with_servers(before, workers, settings, ranks_serve=ranks_serve)
-    assert [nano.layout for nano in plan.nano_batches] == [nano.layout for nano in before.nano_batches]
+    assert [nano.layout for nano in plan.nano_batches] == [
+        nano.layout for nano in before.nano_batches
+    ]
     plans = [only for nano in plan.nano_batches for only in nano.plans.values()]
     assert len(plans) == 2
     moved = np.sum([bytes_moved(each, RowBytes()) for each in plans], axis=0)
@@ -78,7 +99,9 @@ def test_rows_of_a_nano_batch_alone_travel_in_stages_beside_servers_too():
     for documents, ping_pong, stages in (([16384], False, [4]), ([8192, 8192], True, [1, 1])):
         settings = PlanSettings(2, 8192, document_layout="fixed", ping_pong=ping_pong)
         workers = Workers((1.0, 1.0, 1e-3), (0.0,) * 3)
-        plan = plan_with_servers(plan_micro_batch(documents, settings), workers, settings, ranks_serve=True)
+        plan = plan_with_servers(
+            plan_micro_batch(documents, settings), workers, settings, ranks_serve=True
+        )
         plans = [only for nano in plan.nano_batches for only in nano.plans.values()]
         assert [len(rows_by_stage(each)) for each in plans] == stages
     # A repair has stages of its own: rank 1 computes what the server owes it, with keys of rank 0.
@@ -88,7 +111,9 @@ def test_rows_of_a_nano_batch_alone_travel_in_stages_beside_servers_too():
     assert (local.tasks.tolist(), len(rows_by_stage(local))) == ([(0, 8192, 16384, 1)], 4)
 
 
-KIND = AttentionKind(q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)  # rows of 32 bytes of Q, of O, and of K and V together
+KIND = AttentionKind(
+    q_heads=2, kv_heads=1, dim_qk=8, dim_v=8
+)  # rows of 32 bytes of Q, of O, and of K and V together
 SLOW, FAST = 1e-3, 1e15  # pairs per second of ranks that bytes, or pairs, cost nothing beside
 
 
@@ -97,14 +122,25 @@ def settings_of(ranks, block, **others):
 
 
 def test_the_summary_is_of_the_costliest_kind_of_attention_and_of_links_inside_nodes_and_between():
-    settings = replace(settings_of(4, 2, row_overhead=3, ranks_per_node=2), kinds=(KIND, replace(KIND, window=8)))
-    before, workers, nodes = plan_placed([[40], [8], [8], [8]], settings), Workers.uniform(5), (0, 0, 1, 1, 1)
+    settings = replace(
+        settings_of(4, 2, row_overhead=3, ranks_per_node=2), kinds=(KIND, replace(KIND, window=8))
+    )
+    before, workers, nodes = (
+        plan_placed([[40], [8], [8], [8]], settings),
+        Workers.uniform(5),
+        (0, 0, 1, 1, 1),
+    )
     plan = plan_with_servers(before, workers, settings, ranks_serve=True, server_nodes=[1])
     full, loads = plan.nano_batches[0].plans[KIND], np.array([226, 225, 233, 202, 234])
     assert (full.nodes, loads_of(full, 3).tolist()) == (nodes, loads.tolist())
     assert plan.summary.max_over_mean == pytest.approx(loads.max() / loads.mean())
-    assert plan.summary.exchange == exchange_figures(bytes_by_link(full, settings.row_bytes(KIND), nodes), nodes)
-    assert (plan.summary.exchange.bytes_within_nodes, plan.summary.exchange.bytes_between_nodes) == (2304, 3168)
+    assert plan.summary.exchange == exchange_figures(
+        bytes_by_link(full, settings.row_bytes(KIND), nodes), nodes
+    )
+    assert (
+        plan.summary.exchange.bytes_within_nodes,
+        plan.summary.exchange.bytes_between_nodes,
+    ) == (2304, 3168)
 
 
 @pytest.mark.parametrize("nodes", [None, (0, 0, 1, 1, 2)])
@@ -113,8 +149,15 @@ def test_a_document_s_end_is_spread_over_the_ranks_or_inside_nodes_or_stays(node
     tasks = np.array([(0, 0, 8, 0), (1, 0, 1, 1), (2, 0, 1, 2), (3, 0, 1, 3), (0, 8, 16, 4)], TASK)
     plan = Plan(fixed_layout([[16], [1], [1], [1]]), tasks, 5, nodes=nodes)
     settings = settings_of(4, 2, ranks_per_node=2 if nodes else 1)
-    over_all, inside, local = (plan_lost(plan, [4], KIND, settings, rate) for rate in (SLOW, 1e10, FAST))
-    assert over_all.tasks.tolist() == [(0, 14, 16, 0), (0, 8, 10, 1), (0, 10, 12, 2), (0, 12, 14, 3)]
+    over_all, inside, local = (
+        plan_lost(plan, [4], KIND, settings, rate) for rate in (SLOW, 1e10, FAST)
+    )
+    assert over_all.tasks.tolist() == [
+        (0, 14, 16, 0),
+        (0, 8, 10, 1),
+        (0, 10, 12, 2),
+        (0, 12, 14, 3),
+    ]
     assert local.tasks.tolist() == [(0, 8, 16, 0)]
     assert over_all.nodes == inside.nodes == local.nodes == (nodes and nodes[:4])
     if nodes:
@@ -133,7 +176,9 @@ def test_seconds_are_those_of_the_busiest_rank_and_of_its_bytes_there_and_back()
     # 0 to 7 of rank 0 for them, which a buffer of 4 rows takes in two stages. In the plan ranks exchanged nothing.
     plan = Plan(fixed_layout([[16]], 2), np.array([(0, 0, 8, 0), (0, 8, 16, 2)], TASK), 3)
     for buffer_bytes, stage_rows in ((4 * 32, 4), (1, 1), (1 << 25, None)):
-        local = plan_lost(plan, [2], KIND, settings_of(2, 8, exchange_buffer_bytes=buffer_bytes), FAST)
+        local = plan_lost(
+            plan, [2], KIND, settings_of(2, 8, exchange_buffer_bytes=buffer_bytes), FAST
+        )
         assert (local.tasks.tolist(), local.stage_rows) == ([(0, 8, 16, 1)], stage_rows)
 
 
@@ -161,16 +206,29 @@ def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_tha
         assert set(rows_of(local.tasks[local.tasks["worker"] == rank])) <= set(held[rank])
     wanted = sorted(rows_of(plan.tasks[plan.tasks["worker"] >= ranks]))
     assert sorted(rows_of(repair.tasks)) == sorted(rows_of(local.tasks)) == wanted
-    assert seconds_of(repair, kind, settings, pairs_per_second) <= seconds_of(local, kind, settings, pairs_per_second)
+    assert seconds_of(repair, kind, settings, pairs_per_second) <= seconds_of(
+        local, kind, settings, pairs_per_second
+    )
     tasks = repair.tasks.tolist()
     assert tasks == sorted(tasks, key=lambda task: (task[3], task[0], task[1]))
     borders = {(document, row) for document, *span, _ in local.tasks.tolist() for row in span}
-    assert {row % block for document, *span, _ in tasks for row in span if (document, row) not in borders} <= {0}
+    assert {
+        row % block
+        for document, *span, _ in tasks
+        for row in span
+        if (document, row) not in borders
+    } <= {0}
     # Carried out, each of these rows sees its keys once, and other rows see nothing.
     window = plan.window or int(plan.layout.lengths.max(initial=0))
     seen, _ = carried_out(repair)
-    by_row = {held[rank][number]: Counter(keys) for rank in range(ranks) for number, keys in seen[rank].items()}
+    by_row = {
+        held[rank][number]: Counter(keys)
+        for rank in range(ranks)
+        for number, keys in seen[rank].items()
+    }
     assert by_row == {
-        (document, row): Counter((document, key) for key in range(max(row - window + 1, 0), row + 1))
+        (document, row): Counter(
+            (document, key) for key in range(max(row - window + 1, 0), row + 1)
+        )
         for document, row in wanted
     }

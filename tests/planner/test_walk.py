@@ -10,7 +10,15 @@ from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.intervals import local_tasks
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import CountedPlan, RowsMoved, count_plan
-from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts, Tasks
+from hf_distca.planner.seconds import (
+    KernelCost,
+    KindCosts,
+    LinkCost,
+    Links,
+    MixingCosts,
+    StepCosts,
+    Tasks,
+)
 from hf_distca.planner.walk import LayerClocks, document_seconds, predict_step
 
 NOWHERE = np.zeros((2, 2, 2), np.int64)
@@ -22,7 +30,9 @@ def tasks(*pairs: float) -> Tasks:
     return Tasks(amount, amount, amount, present, 0 * amount, present)
 
 
-def counted(local: tuple[float, float], remote_query: tuple[float, float] = (0, 0), rows: int = 0) -> CountedPlan:
+def counted(
+    local: tuple[float, float], remote_query: tuple[float, float] = (0, 0), rows: int = 0
+) -> CountedPlan:
     """Rank 0 sends so many rows of Q to rank 1."""
     queries = NOWHERE.copy()
     queries[0, 0, 0] = queries[0, 1, 1] = rows
@@ -52,13 +62,20 @@ def walk(
 def test_one_layer():
     # Without an exchange the slowest rank is the step.
     walked = walk([counted(local=(5, 7))], before=1, after=2)
-    assert (walked.seconds, walked.attention.tolist(), walked.other.tolist()) == (10, [5, 7], [3, 3])
+    assert (walked.seconds, walked.attention.tolist(), walked.other.tolist()) == (
+        10,
+        [5, 7],
+        [3, 3],
+    )
     assert walk([counted(local=(5, 7))], "backward", before=6, after=3).seconds == 14 + 9
     # Rank 1 computes two rows of rank 0, who waits for the results. In the middle of a model rank 1 begins the next
     # layer while rank 0 still waits.
     for bandwidth, seconds in (
         (np.inf, 6),  # 4 local and 2 remote-query
-        (1.0, 4 + 2 + 2),  # rows are there before local tasks are done; results take two seconds more
+        (
+            1.0,
+            4 + 2 + 2,
+        ),  # rows are there before local tasks are done; results take two seconds more
         (0.25, 8 + 2 + 8),  # local tasks take half of the way there
     ):
         walked = walk([counted(local=(4, 4), remote_query=(0, 2), rows=2)], bandwidth=bandwidth)
@@ -126,7 +143,9 @@ def test_stages_compute_the_same_pairs():
         KernelCost(0, 0, 0, 0, diagonal=1.0),
     ):
         found = [
-            LayerClocks([replace(of_stages, stages=stages)], cost, nothing, nothing, links, "forward").walked()
+            LayerClocks(
+                [replace(of_stages, stages=stages)], cost, nothing, nothing, links, "forward"
+            ).walked()
             for stages in (1, 2)
         ]
         assert found[0].attention.tolist() == found[1].attention.tolist()
@@ -138,9 +157,15 @@ def test_a_step_of_layers_that_mix_rows():
     A layer with attention takes 10 · (1 + 2) + 8 seconds in the forward, a mixing one 10 · (1 + 2 + 4) + 8.
     """
     kernel, links = KernelCost(0, 0, 0, 0), Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf))
-    mixing = MixingCosts(layers=6, before=1.0, mix=2.0, continued=0.0, after=4.0, run=0.0, halo=0.0, state=0.0)
+    mixing = MixingCosts(
+        layers=6, before=1.0, mix=2.0, continued=0.0, after=4.0, run=0.0, halo=0.0, state=0.0
+    )
     kind, layout = AttentionKind(), fixed_layout([[10]], 1)
-    costs = StepCosts(*((KindCosts(kind, 2, kernel, kernel),), 1.0, 2.0, 3.0, 5.0, links), launches=8.0, mixing=mixing)
+    costs = StepCosts(
+        *((KindCosts(kind, 2, kernel, kernel),), 1.0, 2.0, 3.0, 5.0, links),
+        launches=8.0,
+        mixing=mixing,
+    )
     plan = count_plan(Plan(layout, local_tasks(layout.segments), 1), kind, 2)
     walked = predict_step([{kind: plan}], [layout], costs, [0])
     of_mixing = 6 * (10 * 7 + 8) * (1 + 3)
@@ -149,11 +174,17 @@ def test_a_step_of_layers_that_mix_rows():
     assert walked.seconds == walked.other[0]
     # A kernel call takes 1 second for 10 rows in the forward, and 100 in a backward that is left out.
     calls = KindCosts(kind, 2, KernelCost(0, 0.1, 0, 0), KernelCost(0, 10.0, 0, 0))
-    forward = predict_step([{kind: plan}], [layout], replace(costs, kinds=(calls,)).forward_only(), [0])
+    forward = predict_step(
+        [{kind: plan}], [layout], replace(costs, kinds=(calls,)).forward_only(), [0]
+    )
     assert forward.attention.tolist() == pytest.approx([2 * 1.0])
-    assert forward.other.tolist() == pytest.approx([6 * (10 * 7 + 8) + 2 * (10 * 3 + 8) + 5 * 10 / 3])
+    assert forward.other.tolist() == pytest.approx(
+        [6 * (10 * 7 + 8) + 2 * (10 * 3 + 8) + 5 * 10 / 3]
+    )
     assert forward.seconds == pytest.approx(float(forward.attention[0] + forward.other[0]))
-    assert document_seconds(np.array([10]), replace(costs, kinds=(calls,)).forward_only()).tolist() == pytest.approx(
+    assert document_seconds(
+        np.array([10]), replace(costs, kinds=(calls,)).forward_only()
+    ).tolist() == pytest.approx(
         [2 * 1.0 + 10 * replace(costs, kinds=(calls,)).forward_only().token]
     )
 
@@ -174,8 +205,12 @@ def test_ranks_that_share_no_documents_do_not_wait_for_each_other():
             *(moved, nothing, RowBytes(1, 1, 1), 1, 0, 4, False, False, np.array(connected)),
         )
         links = Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf), busy=busy)
-        walked = LayerClocks([plan], KernelCost(0, 0, 0, 1.0), [before], [after], links, "forward").walked()
-        assert (walked.seconds, *(walked.other - before)) == pytest.approx((seconds, *[2 * busy] * 4))
+        walked = LayerClocks(
+            [plan], KernelCost(0, 0, 0, 1.0), [before], [after], links, "forward"
+        ).walked()
+        assert (walked.seconds, *(walked.other - before)) == pytest.approx(
+            (seconds, *[2 * busy] * 4)
+        )
 
 
 def test_what_is_counted_of_a_plan():
@@ -188,7 +223,10 @@ def test_what_is_counted_of_a_plan():
     # Stages are counted as if all were full: 16 rows go to rank 1.
     layout = fixed_layout([[31]], 2)
     plan = Plan(layout, local_tasks(layout.segments), 2)
-    stages = {rows: count_plan(replace(plan, stage_rows=rows), AttentionKind(), 2).stages for rows in (7, 8, 16, None)}
+    stages = {
+        rows: count_plan(replace(plan, stage_rows=rows), AttentionKind(), 2).stages
+        for rows in (7, 8, 16, None)
+    }
     assert stages == {7: 3, 8: 2, 16: 1, None: 1}
     # Rank 0 holds 1005 rows, rank 1 the other 995 and the short document: rows of short tasks are counted.
     layout = fixed_layout([[2000, 10]], 2)
@@ -197,14 +235,19 @@ def test_what_is_counted_of_a_plan():
     assert found.local.diagonal.tolist() == [1005 * 512, 995 * 512 + 10 * 10]
     assert found.remote_kv.diagonal.tolist() == [0, 0]
     plan.tasks["worker"][plan.tasks["worker"] == 1] = 0
-    assert count_plan(plan, AttentionKind(), 2).remote_query.diagonal.tolist() == [995 * 512 + 10 * 10, 0]
+    assert count_plan(plan, AttentionKind(), 2).remote_query.diagonal.tolist() == [
+        995 * 512 + 10 * 10,
+        0,
+    ]
 
 
 def test_a_cut_costs_a_task():
     """A document of 8 rows and one of 4 on two ranks, cut into tasks of rows [0, 4), [4, 6) and [6, 8)."""
     layout, kind = fixed_layout([[8], [4]]), AttentionKind()
     whole = Plan(layout, local_tasks(layout.segments), 2)
-    cut = replace(whole, tasks=np.array([(0, 0, 4, 0), (0, 4, 6, 1), (0, 6, 8, 0), (1, 0, 4, 1)], TASK))
+    cut = replace(
+        whole, tasks=np.array([(0, 0, 4, 0), (0, 4, 6, 1), (0, 6, 8, 0), (1, 0, 4, 1)], TASK)
+    )
     counts = [count_plan(plan, kind, 2) for plan in (whole, cut)]
     for found, local, received in zip(counts, ([1, 1], [2, 1]), ([0, 0], [0, 1]), strict=True):
         assert (found.local.tasks.tolist(), found.remote_query.tasks.tolist()) == (local, received)
@@ -218,11 +261,21 @@ def test_a_cut_costs_a_task():
     kernel = KernelCost(0, 0, 0, 0, task=10.0)
 
     def attention(*plans, direction="forward"):
-        return LayerClocks(plans, kernel, nothing * 2, nothing * 2, links, direction).walked().attention.tolist()
+        return (
+            LayerClocks(plans, kernel, nothing * 2, nothing * 2, links, direction)
+            .walked()
+            .attention.tolist()
+        )
 
     assert [attention(count) for count in (*counts, found)] == [[10, 10], [20, 20], [10, 20]]
-    assert attention(counts[1], direction="backward") == [20, 20]  # local tasks in two calls, half of them each
-    assert attention(counts[1], counts[1]) == [40, 40]  # two nano-batches in turns compute their own tasks
+    assert attention(counts[1], direction="backward") == [
+        20,
+        20,
+    ]  # local tasks in two calls, half of them each
+    assert attention(counts[1], counts[1]) == [
+        40,
+        40,
+    ]  # two nano-batches in turns compute their own tasks
     assert attention(replace(found, stages=3)) == [10, 40]  # each stage of keys runs the task again
 
 
@@ -236,7 +289,9 @@ def test_rows_cross_nodes_in_the_first_hop():
         *(RowBytes(1, 1, 1), 1, 0, 2, True, False, np.zeros(2, np.int64)),
     )
     links, nothing = Links(LinkCost(0.0, np.inf), LinkCost(0.0, 1.0)), [np.zeros(2)]
-    walked = LayerClocks([plan], KernelCost(0, 0, 0, 1.0), nothing, nothing, links, "forward").walked()
+    walked = LayerClocks(
+        [plan], KernelCost(0, 0, 0, 1.0), nothing, nothing, links, "forward"
+    ).walked()
     assert (walked.seconds, walked.waited.tolist()) == (10 + 2, [0, 0])
 
 
@@ -246,8 +301,13 @@ def test_a_forward_alone_waits_for_no_gradients():
     K and V travel in both passes, and their gradients return in the backward.
     """
     kind, nothing, link = AttentionKind(), KernelCost(0, 0, 0, 0), LinkCost(1.0, np.inf)
-    costs = StepCosts((KindCosts(kind, 1, nothing, nothing),), 0.0, 0.0, 0.0, 0.0, Links(link, link))
+    costs = StepCosts(
+        (KindCosts(kind, 1, nothing, nothing),), 0.0, 0.0, 0.0, 0.0, Links(link, link)
+    )
     layout = fixed_layout([[31]], 2)
     counted = count_plan(Plan(layout, local_tasks(layout.segments), 2), kind, 2)
-    both, forward = (predict_step([{kind: counted}], [layout], each, [0, 0]) for each in (costs, costs.forward_only()))
+    both, forward = (
+        predict_step([{kind: counted}], [layout], each, [0, 0])
+        for each in (costs, costs.forward_only())
+    )
     assert (both.seconds, forward.seconds) == (3.0, 1.0)

@@ -21,7 +21,10 @@ def settings(link: LinkCost, ranks: int = 4, tokens: int = 640, **choices: bool)
 @pytest.mark.parametrize(
     ("lengths", "fitted"),
     [
-        ([3, 3, 3, 3, 3], 4),  # the fifth has no room on a rank, but all ranks together have 4 tokens left
+        (
+            [3, 3, 3, 3, 3],
+            4,
+        ),  # the fifth has no room on a rank, but all ranks together have 4 tokens left
         ([6, 4, 6, 4, 4], 5),  # only if 6 and 6 share a rank of 12
         ([2, 2], 2),
     ],
@@ -32,12 +35,17 @@ def test_the_first_documents_that_fit_into_ranks(lengths, fitted):
 
 
 def test_documents_are_drawn_for_whole_ranks_where_exchanges_are_slow():
-    full, fitted = [np.array([280] * 9)] * 2, [np.array([280] * 8)] * 2  # two of 280 fit on a rank of 640
+    full, fitted = (
+        [np.array([280] * 9)] * 2,
+        [np.array([280] * 8)] * 2,
+    )  # two of 280 fit on a rank of 640
     assert whole_ranks_pay(full, fitted, settings(SLOW))
     assert not whole_ranks_pay(full, fitted, settings(FREE))
     assert not whole_ranks_pay(fitted, fitted, settings(SLOW))
     # Ranks that are half empty take as long as full ones: links so fast that an exchange costs less than that.
-    assert not whole_ranks_pay([np.array([400] * 6)], [np.array([400] * 4)], settings(LinkCost(0.0, 1e6)))
+    assert not whole_ranks_pay(
+        [np.array([400] * 6)], [np.array([400] * 4)], settings(LinkCost(0.0, 1e6))
+    )
     # Documents longer than a rank have to be cut, and settings that are set stay.
     assert not whole_ranks_pay([np.array([641, 280, 280])], fitted, settings(SLOW))
     assert not whole_ranks_pay(full, fitted, settings(SLOW, groups=False))
@@ -48,7 +56,9 @@ def test_documents_are_drawn_for_whole_ranks_where_exchanges_are_slow():
 def test_predicted_times_decide(monkeypatch):
     full, fitted = [np.array([280] * 9)], [np.array([280] * 8)]
     assert not whole_ranks_pay(full, full, settings(SLOW))  # waits for exchanges that are as long
-    assert not whole_ranks_pay(full, iter([None]), settings(FREE))  # none could be faster, so they are not read
+    assert not whole_ranks_pay(
+        full, iter([None]), settings(FREE)
+    )  # none could be faster, so they are not read
     for slowness, speeds in (((), 4.0), ((2.0, 1.0, 1.0, 1.0), 3.5)):
         of_ranks = settings(SLOW)
         costs_of_ranks = replace(of_ranks.choices.costs, slowness=slowness)
@@ -57,7 +67,11 @@ def test_predicted_times_decide(monkeypatch):
         computing_s = (3e-3 * 39_340 + 4e-4 * 280) / 280 / speeds
         for full_s, fitted_s, pays in ((1.04, 0.5, False), (1.06, 1.0, True), (1.06, 1.02, False)):
             seconds = {9: full_s * computing_s, 8: fitted_s * computing_s}
-            monkeypatch.setattr(whole_ranks, "_seconds_per_token", lambda batches, _, of=seconds: of[len(batches[0])])
+            monkeypatch.setattr(
+                whole_ranks,
+                "_seconds_per_token",
+                lambda batches, _, of=seconds: of[len(batches[0])],
+            )
             assert whole_ranks_pay(full, fitted, of_ranks) == pays, (slowness, full_s, fitted_s)
 
 

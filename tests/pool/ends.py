@@ -45,7 +45,9 @@ def framed(text):
 
 def message(message, payload=b"", payload_bytes=None):
     """The bytes of a message, which may name another size of its payload."""
-    return framed(encode(message, len(payload) if payload_bytes is None else payload_bytes)) + payload
+    return (
+        framed(encode(message, len(payload) if payload_bytes is None else payload_bytes)) + payload
+    )
 
 
 @cache
@@ -98,7 +100,15 @@ def make_nano_batch(lengths, ranks, seed, kinds=KINDS):
     return NanoBatch(np.arange(len(lengths)), layout, plans)
 
 
-def make_call(call_id=0, plan_id=0, nano_batch=0, kind=FULL, direction="forward", dtype="float32", softcap=None):
+def make_call(
+    call_id=0,
+    plan_id=0,
+    nano_batch=0,
+    kind=FULL,
+    direction="forward",
+    dtype="float32",
+    softcap=None,
+):
     return Call(plan_id, call_id, nano_batch, kind, direction, 0.3, softcap, dtype)
 
 
@@ -107,10 +117,15 @@ def data_of(plan, call, seed=0):
     generator, kind, layout = torch.Generator().manual_seed(seed), call.kind, plan.layout
     heads = ((kind.q_heads, kind.dim_qk), (kind.kv_heads, kind.dim_qk), (kind.kv_heads, kind.dim_v))
     q, k, v, do = (
-        torch.randn((layout.lengths.sum(), *shape), generator=generator).to(getattr(torch, call.dtype)).double()
+        torch.randn((layout.lengths.sum(), *shape), generator=generator)
+        .to(getattr(torch, call.dtype))
+        .double()
         for shape in (*heads, (kind.q_heads, kind.dim_v))
     )
-    shapes, kernel = TaskShapes.build(layout.lengths.tolist(), layout.lengths.tolist(), "cpu"), ReferenceKernel()
+    shapes, kernel = (
+        TaskShapes.build(layout.lengths.tolist(), layout.lengths.tolist(), "cpu"),
+        ReferenceKernel(),
+    )
     o, lse = kernel.forward(q, k, v, shapes, params_of(call))
     dq, dk, dv = kernel.backward(do, q, k, v, o, lse, shapes, params_of(call))
     columns = {"q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
@@ -126,7 +141,9 @@ class FakeRank:
     def __init__(self, port, rank, worker, token=TOKEN, choice=Choice.TCP):
         self.rank, self.worker, self.replies = rank, worker, []
         self._memory = memory_of(choice)
-        self.link = ServerLink("127.0.0.1", port, token, rank_hello(rank, self._memory), 10, 60, self._memory)
+        self.link = ServerLink(
+            "127.0.0.1", port, token, rank_hello(rank, self._memory), 10, 60, self._memory
+        )
 
     def send_plan(self, plan_id, nano_batches):
         self.link.send(*plan_tables(plan_id, self.worker, nano_batches))
@@ -134,8 +151,13 @@ class FakeRank:
     def start(self, call, data):
         """Send this rank's rows."""
         rows = data[self.rank]
-        came = {spec.name: self._memory.empty(spec, len(rows[spec.name])).fill_(np.nan) for spec in call.reply()}
-        sent, ready = self._memory.stage([rows[spec.name].to(getattr(torch, spec.dtype)) for spec in call.request()])
+        came = {
+            spec.name: self._memory.empty(spec, len(rows[spec.name])).fill_(np.nan)
+            for spec in call.reply()
+        }
+        sent, ready = self._memory.stage(
+            [rows[spec.name].to(getattr(torch, spec.dtype)) for spec in call.request()]
+        )
         return self.link.call(call, sent, came, ready), rows
 
     def finish(self, started, tolerance=2e-4):
@@ -205,7 +227,9 @@ def serve(port, transport, fault=None, join_when=None):
     signal.signal(signal.SIGUSR1, cut_off)
     if join_when is not None:
         wait_until(join_when.exists, 60)
-    server = AttentionServer(TOKEN, CPU, FaultyKernel(*fault) if fault else CpuKernel(), transport=transport)
+    server = AttentionServer(
+        TOKEN, CPU, FaultyKernel(*fault) if fault else CpuKernel(), transport=transport
+    )
     with patch("hf_distca.pool.server.measure_speed", alike):
         server.run("127.0.0.1", port, 60, lambda line: None)
     server.close()
@@ -216,7 +240,14 @@ class ServeCommand:
 
     def __init__(self, port, token_file, output, *options):
         self.output = output
-        command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", f"127.0.0.1:{port}"]
+        command = [
+            sys.executable,
+            "-m",
+            "hf_distca.cli.main",
+            "serve",
+            "--join",
+            f"127.0.0.1:{port}",
+        ]
         command += ["--token-file", str(token_file), "--threads", "1", *options]
         with output.open("w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)

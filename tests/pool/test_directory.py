@@ -41,7 +41,10 @@ def joined(request):
 
 
 def test_servers_join_and_leave_and_come_back_unless_they_are_refused(directory, joined):
-    (first, first_id), (second, second_id) = joined(directory), joined(directory, host="10.0.0.7", port=4001)
+    (first, first_id), (second, second_id) = (
+        joined(directory),
+        joined(directory, host="10.0.0.7", port=4001),
+    )
     assert directory.members() == {
         first_id: replace(HELLO, host="127.0.0.1"),
         second_id: replace(HELLO, host="10.0.0.7", port=4001),
@@ -70,7 +73,9 @@ def test_servers_join_and_leave_and_come_back_unless_they_are_refused(directory,
         member.receive(60)
 
 
-def test_a_server_may_come_before_the_directory_waits_only_so_long_and_is_dropped_when_silent(request, joined):
+def test_a_server_may_come_before_the_directory_waits_only_so_long_and_is_dropped_when_silent(
+    request, joined
+):
     port, tried = free_port(), threading.Event()
     with ThreadPoolExecutor(1) as beside:
         coming = beside.submit(joined, port, wait_s=60, give_up=tried.set)
@@ -132,7 +137,10 @@ def test_wrong_options_are_said_in_a_line(capsys, tmp_path, directory):
             (["--device", "gpu"], "no device 'gpu' on this host; set --device to cpu"),
             (["--device", "cuda:99"], "no device 'cuda:99' on this host"),
             (["--attention-kernel", "fast"], "invalid choice: 'fast' (choose from 'auto', "),
-            (["--attention-kernel", "torch_varlen"], "kernel 'torch_varlen' computes on CUDA, got cpu"),
+            (
+                ["--attention-kernel", "torch_varlen"],
+                "kernel 'torch_varlen' computes on CUDA, got cpu",
+            ),
             (["--threads", "0"], "--threads: must be a positive whole number"),
             (["--wait", "nan"], "number of seconds"),
             (["--port", "-1"], "--port: must be 0 or a positive whole number"),
@@ -142,6 +150,8 @@ def test_wrong_options_are_said_in_a_line(capsys, tmp_path, directory):
         ]:
             assert said in refused(make_token(), "--join", "127.0.0.1:1", *options)
     with ThreadPoolExecutor(1) as beside:
-        beside.submit(lambda: wait_until(directory.members) or directory.drop(0, "it cannot be used"))
+        beside.submit(
+            lambda: wait_until(directory.members) or directory.drop(0, "it cannot be used")
+        )
         error = refused(TOKEN, "--join", f"127.0.0.1:{directory.port}")
     assert error.endswith("error: the training run cannot use this server: it cannot be used\n")

@@ -43,7 +43,11 @@ TRANSPORT = "nixl" if nixl.is_installed() else "tcp"
 
 
 def attention_servers(history):
-    return [entry["distca/attention_servers"] for entry in history if "distca/attention_servers" in entry]
+    return [
+        entry["distca/attention_servers"]
+        for entry in history
+        if "distca/attention_servers" in entry
+    ]
 
 
 def printed(folder):
@@ -70,13 +74,19 @@ class Failing(TrainerCallback):
 def train(folder):
     """What every process of the launch runs; servers end where the arguments are made. The arguments are saved too."""
     logging.basicConfig(level=logging.INFO)
-    transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # with use_cpu there is no DeepSpeed
-    trainer = make_trainer(str(folder), environment={}, **json.loads((folder / "options").read_text()))
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: (
+        True
+    )  # with use_cpu there is no DeepSpeed
+    trainer = make_trainer(
+        str(folder), environment={}, **json.loads((folder / "options").read_text())
+    )
     if trainer.args.process_index == 0:
         trainer.add_callback(Failing(folder))
     trainer.train()
     if trainer.args.process_index == 0:
-        (folder / "history").write_text(json.dumps([trainer.args.world_size, trainer.state.log_history]))
+        (folder / "history").write_text(
+            json.dumps([trainer.args.world_size, trainer.state.log_history])
+        )
     # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
     dist.barrier()
     dist.destroy_process_group()
@@ -87,17 +97,30 @@ def test_servers_of_the_same_launch(tmp_path):
     # Not for what is launched: it takes seconds to import.
     from tests.trainer.comparison import LENGTHS, PLANNED, Run, train_alone
 
-    trained = {"max_steps": STEPS, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "optim": "adamw_torch"}
+    trained = {
+        "max_steps": STEPS,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "optim": "adamw_torch",
+    }
     options = {"train_sampling_strategy": "sequential", "bf16": False, "dataloader_num_workers": 1}
-    options |= {"attention_servers": 2, "attention_server_transport": TRANSPORT, "ranks_serve": False}
-    (tmp_path / "options").write_text(json.dumps({"lengths": LENGTHS, **PLANNED, **trained, **options}))
+    options |= {
+        "attention_servers": 2,
+        "attention_server_transport": TRANSPORT,
+        "ranks_serve": False,
+    }
+    (tmp_path / "options").write_text(
+        json.dumps({"lengths": LENGTHS, **PLANNED, **trained, **options})
+    )
     codes = run_in_forks("zero2", Path(__file__), [str(tmp_path)], tmp_path, ranks=4)
     said = printed(tmp_path)
     assert set(codes) == {0}, said[-6000:]
     world_size, history = json.loads((tmp_path / "history").read_text())
     assert world_size == 2
     losses = [entry["loss"] for entry in history if "loss" in entry]
-    assert losses == pytest.approx(train_alone(str(tmp_path / "alone"), Run(trained))["logged"]["loss"], rel=2e-5)
+    assert losses == pytest.approx(
+        train_alone(str(tmp_path / "alone"), Run(trained))["logged"]["loss"], rel=2e-5
+    )
     numbers = attention_servers(history)
     assert (len(numbers), numbers[0], min(numbers), numbers[-1]) == (STEPS, 2, 1, 2)
     assert re.findall(r"takes part: .* rows travel over (\w+)", said) == [TRANSPORT.upper()] * 3
@@ -141,15 +164,21 @@ def trained_while_servers_come_and_go(folder, port):
 
 @pytest.mark.timeout(300)
 def test_servers_that_come_and_go(rank_pools, tmp_path):
-    (losses, numbers), _ = rank_pools[2].run(trained_while_servers_come_and_go, tmp_path, free_port())
+    (losses, numbers), _ = rank_pools[2].run(
+        trained_while_servers_come_and_go, tmp_path, free_port()
+    )
     assert losses[1] == pytest.approx(losses[0], rel=2e-5)
     assert [numbers[step] for step in (0, 2, 4, 7)] == [0, 1, 0, 1]
 
 
 def opened_where_rank_1_lacks_nixl(port):
     """What `open_pool` says on this rank when it is asked for NIXL."""
-    dispatcher = Dispatcher(PlanSettings(dist.get_world_size(), tokens_per_rank=64, kinds=small_kinds(None)), CPU)
-    config = DistCAConfig(64, attention_server_address=f"127.0.0.1:{port}", attention_server_transport="nixl")
+    dispatcher = Dispatcher(
+        PlanSettings(dist.get_world_size(), tokens_per_rank=64, kinds=small_kinds(None)), CPU
+    )
+    config = DistCAConfig(
+        64, attention_server_address=f"127.0.0.1:{port}", attention_server_transport="nixl"
+    )
     lacking = patch.object(nixl, "_MODULES", ()) if dist.get_rank() == 1 else nullcontext()
     with lacking, pytest.raises(ValueError, match="NIXL") as caught:
         open_pool(dispatcher, config, Launch(None), "")
@@ -160,7 +189,10 @@ def opened_where_rank_1_lacks_nixl(port):
 def test_nixl_that_one_rank_lacks_is_an_error_on_every_rank(rank_pools):
     port = free_port()
     for said in rank_pools[2].run(opened_where_rank_1_lacks_nixl, port):
-        assert "rank 1: attention_server_transport='nixl' cannot be used: NIXL is not installed" in said
+        assert (
+            "rank 1: attention_server_transport='nixl' cannot be used: NIXL is not installed"
+            in said
+        )
         assert "install nixl-cu12" in said
         assert "rank 0" not in said
     socket.create_server(("127.0.0.1", port)).close()  # no directory is left there
@@ -176,8 +208,17 @@ def test_a_launch_is_divided_or_refused_on_every_process(monkeypatch):
         """As on a process of a launch, on hosts with so many GPUs."""
         monkeypatch.setattr(launches, "device_count", lambda: gpus)
         of_host = world // hosts
-        environment = {"RANK": rank, "LOCAL_RANK": rank % of_host, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": of_host}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_USE_AGENT_STORE": True}
+        environment = {
+            "RANK": rank,
+            "LOCAL_RANK": rank % of_host,
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": of_host,
+        }
+        environment |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": 1,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
         for name, value in environment.items():
             monkeypatch.setenv(name, str(value))
         return split_launch(servers, cpu=cpu)
@@ -186,7 +227,9 @@ def test_a_launch_is_divided_or_refused_on_every_process(monkeypatch):
         with pytest.raises(ValueError, match="attention_servers=2 of 2 processes leaves no rank"):
             divide(rank, 2, 2, gpus=2)
     for rank in (3, 0, 1, 2):  # the server first: the others wait for its word
-        with pytest.raises(ValueError, match="server of rank 3 would compute on cuda:3, but its host has 3 GPUs"):
+        with pytest.raises(
+            ValueError, match="server of rank 3 would compute on cuda:3, but its host has 3 GPUs"
+        ):
             divide(rank, 4, 1, gpus=3)
     for cpu, gpus, device in ((False, 2, "cuda:1"), (True, 1, "cpu")):
         assert divide(1, 2, 1, gpus, cpu).serves_on == device
@@ -200,11 +243,15 @@ def test_a_launch_is_divided_or_refused_on_every_process(monkeypatch):
         divide(rank, 4, 1, gpus=2, hosts=2)
         assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("3", on_this_host)
     launch.store.set("ended", "")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # what was left before a restart counts no more
+    monkeypatch.setenv(
+        "TORCHELASTIC_RESTART_COUNT", "1"
+    )  # what was left before a restart counts no more
     assert not divide(1, 2, 1, gpus, cpu).store.check(["ended"])
 
 
-def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_serve(tmp_path, monkeypatch):
+def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_serve(
+    tmp_path, monkeypatch
+):
     served, ends, launch = [], [], Launch(dist.HashStore(), "cpu")
     for name, value in (("address", "10.0.0.1:1"), ("token", "00"), ("transport", "tcp")):
         launch.store.set(name, value)
@@ -215,13 +262,28 @@ def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_
         ends.append(has_ended)
 
     monkeypatch.setattr(launches, "serve_from_child", serve)
-    options = {"attention_servers": 1, "attention_server_timeout": 7.0, "attention_kernel": "reference"}
+    options = {
+        "attention_servers": 1,
+        "attention_server_timeout": 7.0,
+        "attention_kernel": "reference",
+    }
     arguments = DistCATrainingArguments(str(tmp_path), **options)
     assert served == []
     for ask in ("serve_if_server", "device", "process_index", "n_gpu"):
         with pytest.raises(SystemExit):
             getattr(arguments, ask)()
-    options = ["--join", "10.0.0.1:1", "--token-file", "-", "--device", "cpu", "--wait", "7", "--transport", "tcp"]
+    options = [
+        "--join",
+        "10.0.0.1:1",
+        "--token-file",
+        "-",
+        "--device",
+        "cpu",
+        "--wait",
+        "7",
+        "--transport",
+        "tcp",
+    ]
     options += ["--attention-kernel", "reference", "--parent", str(os.getpid())]
     assert served == [options] * 4
     serve_if_server(None, 60, "auto")  # a rank does not serve
@@ -245,14 +307,18 @@ def reported(monkeypatch, capfd):
 
     def reported(command, has_ended=lambda: False):
         serve_from_child(command, "the token\n", has_ended)
-        return [line for line in capfd.readouterr().err.splitlines() if "serves and may die" not in line]
+        return [
+            line for line in capfd.readouterr().err.splitlines() if "serves and may die" not in line
+        ]
 
     yield reported
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def test_a_server_that_dies_is_followed_by_another_and_one_that_cannot_serve_is_given_up(tmp_path, reported):
+def test_a_server_that_dies_is_followed_by_another_and_one_that_cannot_serve_is_given_up(
+    tmp_path, reported
+):
     starts = tmp_path / "starts"
     # The third leaves by itself.
     script = f'read -r token; echo "$token" >> {starts}; [ $(wc -l < {starts}) -lt 3 ] && kill -9 $$; exit 0'
@@ -260,7 +326,11 @@ def test_a_server_that_dies_is_followed_by_another_and_one_that_cannot_serve_is_
     assert starts.read_text() == "the token\n" * 3
     said = r"process \d+ was killed by signal 9; training goes on, and another one starts in 0.01 s"
     assert [bool(re.search(said, line)) for line in lines] == [True, True]
-    for command, most in ((["false"], STARTS), (["/no/such/program"], STARTS), (["sh", "-c", "exit 2"], 1)):
+    for command, most in (
+        (["false"], STARTS),
+        (["/no/such/program"], STARTS),
+        (["sh", "-c", "exit 2"], 1),
+    ):
         *before, last = reported(command)
         assert len(before) == most - 1
         assert last.endswith("; training goes on without it")
@@ -289,10 +359,16 @@ def test_a_server_ends_with_its_parent(number):
     imports = f"import os, sys, time, runpy; child = runpy.run_path({child.__file__!r})"
     served = f"{imports}; child['end_with_parent'](PARENT); time.sleep(100)"
     command = f"[sys.executable, '-c', {served!r}.replace('PARENT', str(os.getpid()))]"
-    program = [sys.executable, "-c", f"{imports}; child['serve_from_child']({command}, '', lambda: False)"]
+    program = [
+        sys.executable,
+        "-c",
+        f"{imports}; child['serve_from_child']({command}, '', lambda: False)",
+    ]
     with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as parent:
         lines = iter(parent.stderr.readline, "")
-        pid = next(int(found[1]) for line in lines if (found := re.search(r"process (\d+) serves", line)))
+        pid = next(
+            int(found[1]) for line in lines if (found := re.search(r"process (\d+) serves", line))
+        )
         parent.send_signal(number)
         assert parent.wait(20) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{pid}").exists())

@@ -71,7 +71,13 @@ def taken(far):
 
 def test_calls_leave_when_they_are_ready_and_replies_may_come_in_another_order(ends):
     link, far = ends
-    payload, came, rest, asked, written = buffer(2), buffer(1), buffer(1), threading.Event(), threading.Event()
+    payload, came, rest, asked, written = (
+        buffer(2),
+        buffer(1),
+        buffer(1),
+        threading.Event(),
+        threading.Event(),
+    )
     link.send(End(), [b"xyz"])
     first = start(link, 0, came, rest, sends=payload, ready=lambda: asked.set() or written.wait(60))
     others = [buffer(2) for _ in range(2)]
@@ -81,7 +87,12 @@ def test_calls_leave_when_they_are_ready_and_replies_may_come_in_another_order(e
     begin = time.perf_counter()
     written.set()
     sent = [taken(far) for _ in range(4)]
-    assert sent == [(End(), b"xyz"), (make_call(0), b"ok"), (make_call(1), b"\1\1"), (make_call(2), b"\2\2")]
+    assert sent == [
+        (End(), b"xyz"),
+        (make_call(0), b"ok"),
+        (make_call(1), b"\1\1"),
+        (make_call(2), b"\2\2"),
+    ]
     for asked_for, data in reversed(sent[1:]):
         far.send(reply(asked_for.call_id), [data])
     assert [link.wait(each, 60) for each in (first, *answers)] == [reply(0), reply(1), reply(2)]
@@ -168,7 +179,9 @@ def test_buffers_are_left_alone_after_a_loss(ends):
 
 
 WORK = Work(3, 0, "forward")
-SETTINGS = PlanSettings(ranks=1, tokens_per_rank=64, kinds=(SLIM,), balance_block_size=8, ping_pong=False)
+SETTINGS = PlanSettings(
+    ranks=1, tokens_per_rank=64, kinds=(SLIM,), balance_block_size=8, ping_pong=False
+)
 
 
 def listed(*servers):
@@ -211,7 +224,9 @@ def make_pool(monkeypatch, directory):
     monkeypatch.setattr("hf_distca.pool.rank.pool.measure_speed", lambda *_: 50.0)
 
     def make(*servers, groups=None, **options):
-        dispatcher = SimpleNamespace(groups=groups or Groups(CPU, 60), recorder=Recorder(CPU), kernel=None, device=CPU)
+        dispatcher = SimpleNamespace(
+            groups=groups or Groups(CPU, 60), recorder=Recorder(CPU), kernel=None, device=CPU
+        )
         pool = Pool(dispatcher, b"token", directory, Memory(CPU), **options)
         directory.members.return_value = listed(*servers)
         pool.refresh()
@@ -236,13 +251,18 @@ def test_results_come_by_name_and_what_they_took_is_recorded(make_pool):
     assert asked.q_count > 0
     rows = {"q": torch.zeros(64, 2, 8), "k": torch.zeros(64, 1, 8), "v": torch.zeros(64, 1, 8)}
     recording, link = pool.recorder.listen(), pool.links[7]
-    first, second = (at_servers.start(WORK, [asked], SLIM, AttentionParams(scale=0.5), rows) for _ in range(2))
+    first, second = (
+        at_servers.start(WORK, [asked], SLIM, AttentionParams(scale=0.5), rows) for _ in range(2)
+    )
     assert recording.take() == []
     results, lost = second.collect()
     assert lost == frozenset()
     shapes = {name: x_N.shape for name, x_N in results[0].items()}
     assert shapes == {"o": (asked.q_count, 2, 8), "lse": (asked.q_count, 2)}
-    assert recording.take() == [Span("call", "7", WORK, 10.0, 13.0), Span("server", "7", WORK, 11.25, 13.0, pairs=40)]
+    assert recording.take() == [
+        Span("call", "7", WORK, 10.0, 13.0),
+        Span("server", "7", WORK, 11.25, 13.0, pairs=40),
+    ]
     assert link.calls == [0, 1]
     link.lost = "it is gone"
     assert first.collect() == ({}, {0})
@@ -265,7 +285,9 @@ def test_members_of_the_directory_take_part_until_they_leave_it_or_training_ends
     assert directory.drop.call_args_list == [call(7), call(1, "")]
     assert pool.speeds.workers(1, pool.servers, False).speed == (1.0, 2.0)
     later = pool.links[8]
-    pool.recorder.add(Span("server", "8", WORK, 0.0, 1.0, pairs=600))  # six times a rank's 100 pairs/s
+    pool.recorder.add(
+        Span("server", "8", WORK, 0.0, 1.0, pairs=600)
+    )  # six times a rank's 100 pairs/s
     for _ in range(2):  # learned once
         pool.refresh()
         assert pool.speeds.workers(1, pool.servers, False).speed == (1.0, 4.0)
@@ -275,7 +297,9 @@ def test_members_of_the_directory_take_part_until_they_leave_it_or_training_ends
 
 
 @pytest.mark.parametrize(("unreached", "refusal"), [(1, ""), (2, "nobody answers")])
-def test_a_server_that_a_rank_does_not_reach_takes_no_part(make_pool, directory, caplog, unreached, refusal):
+def test_a_server_that_a_rank_does_not_reach_takes_no_part(
+    make_pool, directory, caplog, unreached, refusal
+):
     def changed(value):  # the other rank does not reach server 8
         return ({8: ("nobody answers", unreached == 2)}, set()) if len(value) == 2 else value
 
@@ -349,7 +373,9 @@ def test_speeds_are_asked_for_with_turns_where_there_are_two_nano_batches(make_p
 def test_waiting_for_servers_ends_on_every_rank_when_one_says_so(make_pool, caplog):
     # By this rank's clock there is an hour left, by the other's none.
     told = []
-    pool = make_pool(groups=other_rank(lambda value: value, any_of=lambda flags: told.append(flags) or [True]))
+    pool = make_pool(
+        groups=other_rank(lambda value: value, any_of=lambda flags: told.append(flags) or [True])
+    )
     pool.wait_for(3, 3600)
     assert told == [[False]]
     assert "0 of 3 attention servers joined within 3600 s" in caplog.text

@@ -136,7 +136,9 @@ def test_a_server_whose_kernel_cannot_compute_a_planned_call_leaves_the_run(
         ranks = connect(to=server)
         ranks[0].send_plan(0, NANO_BATCHES)
         refused(ranks[0], "cannot use this Call: no softcap", replace(CALL, softcap=2.0))
-        with pytest.raises(MismatchError, match=r"no softcap\. Ranks need .* start it with --attention-kernel auto"):
+        with pytest.raises(
+            MismatchError, match=r"no softcap\. Ranks need .* start it with --attention-kernel auto"
+        ):
             serving.result(30)
         wait_until(lambda: not directory.members())
 
@@ -162,7 +164,9 @@ def test_a_call_may_overtake_its_plan_which_is_forgotten_or_waited_for_in_vain(
 
 
 @pytest.mark.parametrize("fields", [{"scale": 0.5}, {"nano_batch": 1}, None, "leaves"])
-def test_a_rank_that_leaves_in_a_call_or_makes_another_is_told_to_the_others(server, connect, fields):
+def test_a_rank_that_leaves_in_a_call_or_makes_another_is_told_to_the_others(
+    server, connect, fields
+):
     ranks = connect()
     ranks[0].send_plan(0, [NANO_BATCHES[0]] * 2)
     started = ranks[0].start(CALL, DATA)
@@ -171,7 +175,9 @@ def test_a_rank_that_leaves_in_a_call_or_makes_another_is_told_to_the_others(ser
         ranks[1].link.close()
     else:  # under the same id, or the same call twice
         sender = ranks[bool(fields)]
-        with pytest.raises(LinkLost, match="call 3 differs from the call of other ranks, or was made twice"):
+        with pytest.raises(
+            LinkLost, match="call 3 differs from the call of other ranks, or was made twice"
+        ):
             sender.finish(sender.start(replace(CALL, **(fields or {})), DATA))
     if fields:
         with pytest.raises(LinkLost, match="rank 1 left in the middle of call 3"):
@@ -210,7 +216,9 @@ def test_a_call_that_does_not_fit_is_refused_and_others_are_served(connect):
         good.send_plan(0, nano_batches)
         started = good.start(CALL, data)
         wrong = replace(CALL, call_id=11, **fields)
-        refused(bad, f"{error}|no tasks of nano-batch 0, .*, for rank 1", wrong)  # a rank without rows makes no call
+        refused(
+            bad, f"{error}|no tasks of nano-batch 0, .*, for rank 1", wrong
+        )  # a rank without rows makes no call
         good.finish(started)
         refused(good, error, wrong)
 
@@ -242,7 +250,9 @@ def test_a_server_outlives_a_kernel_that_fails_says_what_it_does_and_ends_with_t
     monkeypatch.setattr(servers, "Alive", lambda: alive.append(1) or Alive())
     server, directory = make_server(kernel), Directory("127.0.0.1", 0, TOKEN)
     request.addfinalizer(directory.close)
-    running = threading.Thread(target=server.run, args=("127.0.0.1", directory.port, 30, lines.append), daemon=True)
+    running = threading.Thread(
+        target=server.run, args=("127.0.0.1", directory.port, 30, lines.append), daemon=True
+    )
     running.start()
     wait_until(directory.members)
     member = directory.members()[0]
@@ -273,9 +283,19 @@ def strangers(random, port, token, nano_batches, memory):
     Those that know the token claim to be rank 7, which the plan does not know.
     """
     sane = replace(rank_hello(7, memory), required=False)
-    (plan, tables), call, hello = plan_tables(0, 2, nano_batches), make_call(5, kind=SLIM), message(sane)
-    valid = [message(plan, b"".join(table.tobytes() for table in tables)), message(call, bytes(1000))]
-    valid += [message(call, payload_bytes=2**50), message(replace(call, places=Places(((4096, 1000),), (), "")))]
+    (plan, tables), call, hello = (
+        plan_tables(0, 2, nano_batches),
+        make_call(5, kind=SLIM),
+        message(sane),
+    )
+    valid = [
+        message(plan, b"".join(table.tobytes() for table in tables)),
+        message(call, bytes(1000)),
+    ]
+    valid += [
+        message(call, payload_bytes=2**50),
+        message(replace(call, places=Places(((4096, 1000),), (), ""))),
+    ]
     valid += [hello, message(Alive()), message(Reply(5, 0.0, 0), bytes(8)), message(End())]
 
     def raw(data):
@@ -298,7 +318,9 @@ def strangers(random, port, token, nano_batches, memory):
             case 0:
                 yield partial(raw, some)
             case 1:
-                handshake = framed(b"hf_distca %d " % VERSION + random.randbytes(32)) + framed(random.randbytes(32))
+                handshake = framed(b"hf_distca %d " % VERSION + random.randbytes(32)) + framed(
+                    random.randbytes(32)
+                )
                 yield partial(raw, handshake[: random.randint(0, len(handshake))])
             case 2:
                 yield partial(authenticated, b"", make_token())
@@ -306,23 +328,34 @@ def strangers(random, port, token, nano_batches, memory):
                 yield partial(authenticated, start + some)
             case 4:  # a message that says that it is large
                 yield partial(
-                    authenticated, start + (2 ** random.randint(17, 32) - 1).to_bytes(4, "big") + bytes(1000)
+                    authenticated,
+                    start + (2 ** random.randint(17, 32) - 1).to_bytes(4, "big") + bytes(1000),
                 )
             case 5:  # a part of a message, or a message with some other bytes
                 changed = bytearray(whole)
                 for _ in range(random.randint(0, 4)):
                     changed[random.randrange(len(whole))] = random.randrange(256)
-                yield partial(authenticated, hello + changed[: random.choice([None, random.randrange(len(whole))])])
+                yield partial(
+                    authenticated,
+                    hello + changed[: random.choice([None, random.randrange(len(whole))])],
+                )
             case 6:  # a message with another value of a field
                 name, fields, payload = json.loads(whole[4:end])
-                value = random.choice([None, True, 0, -1, 2**62, 10**400, 0.5, "x" * 3000, [], [[1]], {"x": 1}])
+                value = random.choice(
+                    [None, True, 0, -1, 2**62, 10**400, 0.5, "x" * 3000, [], [[1]], {"x": 1}]
+                )
                 fields[random.choice([*fields, "x"])] = value
                 changed = json.dumps([name, fields, random.choice([payload, value])]).encode()
                 yield partial(authenticated, hello + framed(changed) + whole[end:])
             case 7:  # an agent of which something is said that is not so
-                field, number = random.choice(["name", "metadata", "probe", "device"]), random.choice([0, -1, 2**62])
+                field, number = (
+                    random.choice(["name", "metadata", "probe", "device"]),
+                    random.choice([0, -1, 2**62]),
+                )
                 value = number if field in ("probe", "device") else some.hex()
-                yield partial(authenticated, message(replace(sane, nixl=replace(sane.nixl, **{field: value}))))
+                yield partial(
+                    authenticated, message(replace(sane, nixl=replace(sane.nixl, **{field: value})))
+                )
 
 
 @pytest.mark.timeout(300)
@@ -335,7 +368,9 @@ def test_random_inputs(request, tmp_path, transport, warm_up, inputs_after):
     write_token(tmp_path / "token", token)
     directory = Directory("127.0.0.1", 0, token)
     request.addfinalizer(directory.close)
-    server = ServeCommand(directory.port, tmp_path / "token", tmp_path / "output", "--transport", transport)
+    server = ServeCommand(
+        directory.port, tmp_path / "token", tmp_path / "output", "--transport", transport
+    )
     request.addfinalizer(server.close)
     server.wait_for("joined")
     port = directory.members()[0].port
@@ -352,7 +387,9 @@ def test_random_inputs(request, tmp_path, transport, warm_up, inputs_after):
     training = ThreadPoolExecutor(1).submit(train)
     inputs = strangers(random, port, token, nano_batches, memory_of(transport, "stranger"))
     memory, count, before, served_before = psutil.Process(server.process.pid).memory_info, 0, 0, 0
-    while not training.done() and (count < warm_up + inputs_after or served[0] <= served_before + 20):
+    while not training.done() and (
+        count < warm_up + inputs_after or served[0] <= served_before + 20
+    ):
         if count == warm_up:
             before, served_before = memory().rss, served[0]
         count += 1

@@ -26,15 +26,21 @@ def test_speeds_and_base_loads_move_halfway_to_what_was_seen_in_the_same_steps(s
     # phases of an attention are 25 pairs; rows travel 0.1 s for the rank that sends last, 10 pairs. In turns ranks
     # work besides, else servers wait for rows.
     served = ({"pairs": 100, "travel_s": 0.8}, {"pairs": 400, "travel_s": 0.2})
-    speeds.learn([Observed(2, 200, 2.0, 0.5, {7: Served(**each, seconds=1.0, alone=2)}) for each in served])
+    speeds.learn(
+        [Observed(2, 200, 2.0, 0.5, {7: Served(**each, seconds=1.0, alone=2)}) for each in served]
+    )
     assert known(speeds) == (50.0, (1.0, 3.0), (12.5, 0.0), (0.0, 5.0))
     assert speeds.workers(2, [7], takes_turns=True).base_load == (12.5, 12.5, 0.0)
     # Now the ranks compute 200 pairs/s, twice what they were taken for, and the server three times that.
-    speeds.learn([Observed(2, 200, 1.0, 0.5, {7: Served(pairs=600, seconds=1.0, alone=2, travel_s=0.2)})])
+    speeds.learn(
+        [Observed(2, 200, 1.0, 0.5, {7: Served(pairs=600, seconds=1.0, alone=2, travel_s=0.2)})]
+    )
     assert known(speeds) == (75.0, (1.0, 3.0), (31.25, 0.0), (0.0, 12.5))
 
 
-def test_a_server_that_was_far_once_is_tried_again_and_a_step_without_pairs_or_servers_changes_less(speeds):
+def test_a_server_that_was_far_once_is_tried_again_and_a_step_without_pairs_or_servers_changes_less(
+    speeds,
+):
     travel = []
     for observed in (
         Observed(seconds=1.0),
@@ -102,7 +108,10 @@ def test_a_way_is_what_a_call_took_besides_the_servers_kernel_while_no_other_was
         *answered(7, BACKWARD, travel_s=1.25, seconds=1.75, pairs=40),
         phase(BACKWARD, COLLECT, 5, 6),
     ]
-    servers = {7: Served(120, 5.25, alone=2, travel_s=2.5), 9: Served(30, 1.0, alone=1, travel_s=0.25)}
+    servers = {
+        7: Served(120, 5.25, alone=2, travel_s=2.5),
+        9: Served(30, 1.0, alone=1, travel_s=0.25),
+    }
     assert observe(spans) == Observed(calls=3, servers=servers)
     # On CUDA phases are known later than calls.
     assert observe(sorted(spans, key=lambda span: span.kind == "phase")) == observe(spans)

@@ -88,7 +88,10 @@ def trained(transport, port, folder, servers, moment, timeout_s, given):
     settings = PlanSettings(
         ranks,
         4096,
-        small_kinds(*((24, None) if "sliding_window" in config else [None]), chunk=config.get("attention_chunk_size")),
+        small_kinds(
+            *((24, None) if "sliding_window" in config else [None]),
+            chunk=config.get("attention_chunk_size"),
+        ),
         document_layout=given.document_layout,
         balance_block_size=8,
         ping_pong=given.ping_pong,
@@ -96,9 +99,14 @@ def trained(transport, port, folder, servers, moment, timeout_s, given):
     )
     dispatcher = Dispatcher(settings, CPU, keep_received=given.keep_received)
     directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
-    log, serving = Messages("hf_distca.pool"), {"ranks_serve": given.ranks_serve, "timeout_s": timeout_s}
+    log, serving = (
+        Messages("hf_distca.pool"),
+        {"ranks_serve": given.ranks_serve, "timeout_s": timeout_s},
+    )
     with patch("hf_distca.pool.rank.pool.measure_speed", alike):
-        pool = dispatcher.remote = Pool(dispatcher, TOKEN, directory, memory_of(transport), **serving)
+        pool = dispatcher.remote = Pool(
+            dispatcher, TOKEN, directory, memory_of(transport), **serving
+        )
 
     def reach(name):
         """If that is when the faults come, trigger them, and wait where they come by themselves."""
@@ -108,15 +116,23 @@ def trained(transport, port, folder, servers, moment, timeout_s, given):
             for pid, fault in servers:
                 if fault is not None and fault[1] == "by itself":
                     os.kill(pid, SIGNALS[fault[0]])
-                    wait_until(lambda pid=pid: state_of(pid) in "TZX" or directory.members().keys() != before)
+                    wait_until(
+                        lambda pid=pid: (
+                            state_of(pid) in "TZX" or directory.members().keys() != before
+                        )
+                    )
         if ranks > 1:
             dist.barrier()
 
     def loss_of(lengths, total):
         plan = plan_micro_batch(lengths, settings)
         batch, bound = cut_rows(plan, rank, random_documents(lengths)), dispatcher.bind(plan)
-        at_servers[-1] |= any(routes.servers for nano in bound.nano_batches for routes in nano.routes.values())
-        return model(**batch, labels=batch["shift_labels"], num_items_in_batch=total, distca_plan=bound).loss
+        at_servers[-1] |= any(
+            routes.servers for nano in bound.nano_batches for routes in nano.routes.values()
+        )
+        return model(
+            **batch, labels=batch["shift_labels"], num_items_in_batch=total, distca_plan=bound
+        ).loss
 
     if rank == 0:
         wait_until(lambda: len(directory.members()) == len(servers))
@@ -179,7 +195,9 @@ def expected(model_type):
     """Parameters and evaluation of one process with transformers' own attention."""
     model, optimizer = new_model(model_type, "eager" if model_type == "gemma2" else "sdpa")
     for batches in BATCHES[:STEPS]:
-        reference_step(model, [document for lengths in batches for document in random_documents(lengths)])
+        reference_step(
+            model, [document for lengths in batches for document in random_documents(lengths)]
+        )
         optimizer.step()
     evaluated = reference_step(model, random_documents(EVALUATED))[0]
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, evaluated
@@ -219,11 +237,32 @@ NO_RANKS = {**TURNS, "ranks_serve": False}
         (NIXL, [("hung", "backward"), None], "in a step", NO_RANKS, "221", [LOST]),
         (NIXL, [("killed", "by itself"), None], "between steps", TURNS, "2[12]1", [LEFT]),
         (NIXL, [("hung", "by itself"), None], "before joining", {}, "111", ["cannot take part"]),
-        (TCP, [("killed", "forward"), ("killed", "backward")], "in a step", PACKED, "220", ALL_LOST),
+        (
+            TCP,
+            [("killed", "forward"), ("killed", "backward")],
+            "in a step",
+            PACKED,
+            "220",
+            ALL_LOST,
+        ),
         (NIXL, [("hung", "forward"), ("hung", "backward")], "in a step", PACKED, "220", ALL_LOST),
-        (NIXL, [("killed", "forward")], "in a step", {**TURNS, "comes_back": True}, "111", ["no server left"]),
+        (
+            NIXL,
+            [("killed", "forward")],
+            "in a step",
+            {**TURNS, "comes_back": True},
+            "111",
+            ["no server left"],
+        ),
         # A server that one rank loses is lost to all.
-        (TCP, [None], "never", {**PACKED, "cut": True}, "11[01]", ["another rank lost it.: its tasks of this"]),
+        (
+            TCP,
+            [None],
+            "never",
+            {**PACKED, "cut": True},
+            "11[01]",
+            ["another rank lost it.: its tasks of this"],
+        ),
     ],
 )
 def test_training_is_that_without_servers(
@@ -234,7 +273,9 @@ def test_training_is_that_without_servers(
     port, given, processes = free_port(), SimpleNamespace(**DEFAULTS | options), []
 
     def start(fault, join_when=None):
-        process = forkserver().Process(target=serve, args=(port, transport, fault, join_when), daemon=True)
+        process = forkserver().Process(
+            target=serve, args=(port, transport, fault, join_when), daemon=True
+        )
         process.start()
         processes.append(process)
         request.addfinalizer(process.kill)
@@ -247,7 +288,9 @@ def test_training_is_that_without_servers(
         start(None, tmp_path / "join")
     # A server that is killed or cut off is noticed at once; 600 s are longer than the ranks have time.
     timeout_s = 2 if any(fault and fault[0] == "hung" for fault in faults) else 600
-    results = rank_pools[given.ranks].run(trained, transport, port, tmp_path, servers, moment, timeout_s, given)
+    results = rank_pools[given.ranks].run(
+        trained, transport, port, tmp_path, servers, moment, timeout_s, given
+    )
     wanted, wanted_evaluated = expected(given.model_type)
     _, _, log, counts, at_servers, _ = results[0]
     assert re.fullmatch(members, "".join(map(str, counts)))
@@ -263,7 +306,9 @@ def test_training_is_that_without_servers(
     carried = [line.partition("rows travel over ")[2] for line in log if "takes part" in line]
     assert all(name.startswith(transport.upper()) for name in carried)
     if given.comes_back:
-        assert any(line.startswith("INFO attention server 1 ") and "takes part" in line for line in log)
+        assert any(
+            line.startswith("INFO attention server 1 ") and "takes part" in line for line in log
+        )
     seen = [observed for *_, observed in results]
     if counts[-1] == 0:
         assert all(rank.servers == {} for rank in seen)
@@ -273,6 +318,8 @@ def test_training_is_that_without_servers(
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * len(processes)
     if given.model_type == "llama" and given.ranks == 2:
-        assert all(rank.calls == (ATTENTIONS * 2 if given.ping_pong else ATTENTIONS) for rank in seen)
+        assert all(
+            rank.calls == (ATTENTIONS * 2 if given.ping_pong else ATTENTIONS) for rank in seen
+        )
         assert all((rank.pairs > 0) == (rank.seconds > 0) == given.ranks_serve for rank in seen)
         assert any(rank.servers for rank in seen)

@@ -19,7 +19,15 @@ import torch
 from hf_distca.pool import nixl, transport
 from hf_distca.pool.messages import NixlPeer, Places, RankWelcome, Reply, TensorSpec
 from hf_distca.pool.nixl import HOST, NixlAgent, address_towards
-from hf_distca.pool.transport import SLAB_BYTES, Arena, Choice, Memory, choose, make_memory, rank_hello
+from hf_distca.pool.transport import (
+    SLAB_BYTES,
+    Arena,
+    Choice,
+    Memory,
+    choose,
+    make_memory,
+    rank_hello,
+)
 from hf_distca.pool.wire import Channel, LinkLost, MismatchError, ProtocolError
 from tests.pool.ends import CPU, channels, ends, make_call, memory_of, needs_nixl, wait_until
 
@@ -43,7 +51,9 @@ def send(end, rows):
 
 
 @pytest.mark.parametrize("choice", [Choice.TCP, pytest.param(Choice.NIXL, marks=needs_nixl)])
-def test_rows_come_with_their_message_into_slices_and_from_them_and_in_no_other_size(choice, monkeypatch):
+def test_rows_come_with_their_message_into_slices_and_from_them_and_in_no_other_size(
+    choice, monkeypatch
+):
     monkeypatch.setattr(nixl, "CHUNK_BYTES", 100)  # rows take several transfers
     q, few = TensorSpec("q", "queries", (4, 16), "bfloat16"), TensorSpec("lse", "", (4,), "float32")
     with ends(choice) as (left, right):
@@ -132,7 +142,9 @@ def test_places_that_are_not_sane_or_not_registered_are_refused():
                 server.transport.receive(*received, [rows], 5)
         with pytest.raises(LinkLost, match="write failed"):
             server.transport.send(REPLY, [rows], 5)
-        with pytest.raises(ProtocolError, match=r"memory of \[\] bytes"):  # no place is left for a reply
+        with pytest.raises(
+            ProtocolError, match=r"memory of \[\] bytes"
+        ):  # no place is left for a reply
             server.transport.send(REPLY, [server.memory.empty(ROWS, 1)], 5)
         place = rows.data_ptr()
         del rows, received
@@ -155,14 +167,22 @@ def test_ends_agree_or_say_why_not():
             (memory, None, "NIXL only, but this rank cannot: no RDMA"),
             (host, {}, "does not use NIXL: at the server: no RDMA"),
         ):
-            of_rank = rank_hello(0, host) if peer is None else replace(hello, nixl=replace(hello.nixl, **peer))
+            of_rank = (
+                rank_hello(0, host)
+                if peer is None
+                else replace(hello, nixl=replace(hello.nixl, **peer))
+            )
             with pytest.raises(MismatchError, match=error):
                 choose(far, own, of_rank)
-        assert choose(far, host, replace(hello, required=False))[1] == RankWelcome("TCP", "at the server: no RDMA")
+        assert choose(far, host, replace(hello, required=False))[1] == RankWelcome(
+            "TCP", "at the server: no RDMA"
+        )
         assert choose(far, host, rank_hello(0, host))[1] == RankWelcome("TCP", "no RDMA")
 
 
-def test_auto_opens_no_port_of_ucx_and_what_was_asked_for_and_is_not_there_is_said(monkeypatch, tmp_path):
+def test_auto_opens_no_port_of_ucx_and_what_was_asked_for_and_is_not_there_is_said(
+    monkeypatch, tmp_path
+):
     monkeypatch.setattr(nixl, "_RDMA_DEVICES", tmp_path)  # the folder may be there without devices
     if nixl.is_installed():
         assert make_memory(Choice.AUTO, CPU, "127.0.0.1").why == "the host has no RDMA device"
@@ -197,10 +217,14 @@ def test_a_transfer_that_fails_is_let_go_and_no_further_one_begins(monkeypatch):
         ("PROC", True, 60.0, "the peer left"),
         ("PROC", False, 0.1, r"no rows moved for 0\.1 s"),
     ):
-        agent._agent = library = Mock(**{"transfer.return_value": "PROC", "check_xfer_state.return_value": state})
+        agent._agent = library = Mock(
+            **{"transfer.return_value": "PROC", "check_xfer_state.return_value": state}
+        )
         peer = NixlPeer("peer", "", 0, "DRAM", 0)
         with pytest.raises(LinkLost, match=error):
-            agent.transfer("READ", [(1000, 250)], HOST, [(5000, 250)], peer, timeout_s, Mock(return_value=gone))
+            agent.transfer(
+                "READ", [(1000, 250)], HOST, [(5000, 250)], peer, timeout_s, Mock(return_value=gone)
+            )
         library.transfer.assert_called_once()
         library.release_xfer_handle.assert_called_once()
 
@@ -218,7 +242,9 @@ def test_a_rank_that_stands_still_or_dies_costs_its_time_out(monkeypatch):
     monkeypatch.setattr(transport, "PROBE_S", 0.2)
     memory = memory_of(Choice.NIXL, "server")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        process = get_context("forkserver").Process(target=be_a_rank, args=[listener.getsockname()[1]], daemon=True)
+        process = get_context("forkserver").Process(
+            target=be_a_rank, args=[listener.getsockname()[1]], daemon=True
+        )
         process.start()
         try:
             channel = Channel(listener.accept()[0])

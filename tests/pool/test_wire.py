@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
 from hf_distca.pool import wire
-from hf_distca.pool.messages import Alive, Message, Reply, ServerWelcome, decode, encode, plan_tables
+from hf_distca.pool.messages import (
+    Alive,
+    Message,
+    Reply,
+    ServerWelcome,
+    decode,
+    encode,
+    plan_tables,
+)
 from hf_distca.pool.token import make_token, parse_token, read_token, write_token
 from hf_distca.pool.wire import (
     HANDSHAKES,
@@ -39,7 +47,15 @@ pytestmark = pytest.mark.timeout(100)  # whoever waits for ever has failed
 SIZE = st.integers(1, 99)
 st.register_type_strategy(
     AttentionKind,
-    st.builds(AttentionKind, st.none() | SIZE, st.just(4), st.sampled_from([1, 2, 4]), SIZE, SIZE, st.none() | SIZE),
+    st.builds(
+        AttentionKind,
+        st.none() | SIZE,
+        st.just(4),
+        st.sampled_from([1, 2, 4]),
+        SIZE,
+        SIZE,
+        st.none() | SIZE,
+    ),
 )
 MESSAGES = st.sampled_from(typing.get_args(Message))
 
@@ -81,11 +97,18 @@ def test_what_is_no_message_is_refused():
 def test_a_plan_is_what_was_sent(lengths, ranks, seed):
     sent = [make_nano_batch(lengths, ranks, seed), make_nano_batch(lengths[::-1], ranks, seed + 1)]
     message, tables = plan_tables(7, ranks, sent)
-    assert (message.plan_id, message.ranks, message.workers, message.worker) == (7, ranks, ranks + 1, ranks)
+    assert (message.plan_id, message.ranks, message.workers, message.worker) == (
+        7,
+        ranks,
+        ranks + 1,
+        ranks,
+    )
     payload = b"".join(table.tobytes() for table in tables)
     read, size = decode(encode(message, len(payload)))
     assert (read, read.bytes) == (message, size)
-    expected = [(index, kind, plan) for index, nano in enumerate(sent) for kind, plan in nano.plans.items()]
+    expected = [
+        (index, kind, plan) for index, nano in enumerate(sent) for kind, plan in nano.plans.items()
+    ]
     for (*got_of, got), (*of, plan) in zip(read.read(bytearray(payload)), expected, strict=True):
         assert (got_of, got.workers, got.window) == (of, plan.workers, plan.window)
         assert np.array_equal(got.tasks, plan.tasks)
@@ -180,7 +203,9 @@ def test_payloads_of_any_size_arrive_whole_and_nothing_else_is_made_memory_for_o
         with pytest.raises(LinkLost, match="receiving made no progress"):
             far.receive_payload([bytearray(5)], 0.1)
         near._sock.sendall((MESSAGE_BYTES + 1).to_bytes(4, "big"))
-        with pytest.raises(ProtocolError, match=f"a message of {MESSAGE_BYTES + 1} bytes, at most {MESSAGE_BYTES}"):
+        with pytest.raises(
+            ProtocolError, match=f"a message of {MESSAGE_BYTES + 1} bytes, at most {MESSAGE_BYTES}"
+        ):
             far.receive(60)
         assert near.within_host
         with pytest.raises(LinkLost, match="sending made no progress"):
@@ -234,7 +259,11 @@ def test_a_wrong_greeting_or_proof_is_noticed_also_one_of_another_handshake():
             proving = beside.submit(far.prove, TOKEN, "echo", 60, connects=False)
             near.prove(TOKEN, "echo", 60, connects=True)
             proving.result()
-        token, (greeting, proof), (other_greeting, other_proof) = "another token", heard[near], heard[far]
+        token, (greeting, proof), (other_greeting, other_proof) = (
+            "another token",
+            heard[near],
+            heard[far],
+        )
         for connects, first, second, error in (
             (False, greeting, lambda other: bytes(32), token),
             (False, greeting, lambda other: other, token),  # reflected
@@ -289,7 +318,9 @@ def test_a_server_that_is_slow_times_out():
         given_up.set()
 
 
-def test_one_handshake_too_many_ends_the_oldest_and_a_flood_of_strangers_does_not_fill_the_log(listen, caplog):
+def test_one_handshake_too_many_ends_the_oldest_and_a_flood_of_strangers_does_not_fill_the_log(
+    listen, caplog
+):
     listener = listen()
     silent = [stranger(listener) for _ in range(2 * HANDSHAKES)]
     met(listener).close()
@@ -309,7 +340,9 @@ def test_one_handshake_too_many_ends_the_oldest_and_a_flood_of_strangers_does_no
     assert caplog.messages[-1].startswith("128 refusals so far, the latest: refused 127.0.0.1:")
 
 
-def test_errors_are_sent_to_the_peer_where_they_are_its_own_and_closing_ends_all_connections(listen, caplog):
+def test_errors_are_sent_to_the_peer_where_they_are_its_own_and_closing_ends_all_connections(
+    listen, caplog
+):
     given = iter([ProtocolError("not so"), MismatchError("not with you"), LinkLost("gone"), None])
 
     def serve(channel, hello):
@@ -319,7 +352,11 @@ def test_errors_are_sent_to_the_peer_where_they_are_its_own_and_closing_ends_all
         channel.receive()
 
     listener = listen(serve)
-    for error, expected in ((MismatchError, "not so"), (MismatchError, "not with you"), (PeerLeft, "closed")):
+    for error, expected in (
+        (MismatchError, "not so"),
+        (MismatchError, "not with you"),
+        (PeerLeft, "closed"),
+    ):
         with pytest.raises(error, match=expected):
             met(listener)
     channel, silent = met(listener), stranger(listener)

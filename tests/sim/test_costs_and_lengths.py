@@ -12,10 +12,19 @@ from hf_distca.sim.costs import PROFILES, Accuracy, DeviceProfile, held_out
 from hf_distca.sim.lengths import corpora, lognormal, micro_batches, of_documents, of_histogram
 
 
-def tasks(*calls: tuple[float, float, float], diagonal: float = 0.0, count: tuple[float, ...] = ()) -> Tasks:
+def tasks(
+    *calls: tuple[float, float, float], diagonal: float = 0.0, count: tuple[float, ...] = ()
+) -> Tasks:
     """Calls of rows, keys and pairs, and `count` tasks of each call; none to leave tasks out."""
     rows, keys, pairs = np.array(calls).T
-    return Tasks(rows, keys, pairs, np.ones(len(calls)), diagonal * rows, np.array(count or (0.0,) * len(calls)))
+    return Tasks(
+        rows,
+        keys,
+        pairs,
+        np.ones(len(calls)),
+        diagonal * rows,
+        np.array(count or (0.0,) * len(calls)),
+    )
 
 
 def costs(found: KernelCost) -> list[float]:
@@ -25,33 +34,60 @@ def costs(found: KernelCost) -> list[float]:
 def test_seconds_of_a_call_are_found_again():
     cost = KernelCost(call=1.0, row=0.5, key=0.25, pair=0.125, diagonal=2.0)
     assert cost.seconds(tasks((2, 4, 8), (0, 0, 0), diagonal=3)).tolist() == [16.0, 1.0]
-    calls = tasks((128, 128, 8e3), (128, 4096, 5e5), (4096, 4096, 8e6), (2048, 8192, 1.5e7), (64, 64, 2e3))
+    calls = tasks(
+        (128, 128, 8e3), (128, 4096, 5e5), (4096, 4096, 8e6), (2048, 8192, 1.5e7), (64, 64, 2e3)
+    )
     cost = KernelCost(2e-5, 1e-8, 3e-9, 1e-11)
-    assert costs(KernelCost.fitted(calls, cost.seconds(calls))) == pytest.approx(costs(cost), rel=1e-6)
+    assert costs(KernelCost.fitted(calls, cost.seconds(calls))) == pytest.approx(
+        costs(cost), rel=1e-6
+    )
     calls = replace(calls, diagonal=calls.rows * np.minimum(calls.rows, 512))
     cost = KernelCost(2e-5, 1e-8, 3e-9, 1e-11, 4e-12)
-    assert costs(KernelCost.fitted(calls, cost.seconds(calls))) == pytest.approx(costs(cost), rel=1e-6)
+    assert costs(KernelCost.fitted(calls, cost.seconds(calls))) == pytest.approx(
+        costs(cost), rel=1e-6
+    )
     # A task's cost is found apart from a call's by calls of several tasks.
     calls = replace(calls, tasks=np.array([1.0, 1.0, 1.0, 8.0, 4.0]))
     cost = KernelCost(2e-5, 1e-8, 0.0, 1e-11, 0.0, task=5e-6)
-    assert cost.seconds(calls)[3] - replace(cost, task=0.0).seconds(calls)[3] == pytest.approx(8 * 5e-6)
-    assert costs(KernelCost.fitted(calls, cost.seconds(calls))) == pytest.approx(costs(cost), rel=1e-6)
+    assert cost.seconds(calls)[3] - replace(cost, task=0.0).seconds(calls)[3] == pytest.approx(
+        8 * 5e-6
+    )
+    assert costs(KernelCost.fitted(calls, cost.seconds(calls))) == pytest.approx(
+        costs(cost), rel=1e-6
+    )
     # No cost is negative.
-    assert min(costs(KernelCost.fitted(tasks((1, 1, 1), (2, 2, 4), (3, 3, 9)), np.array([1.0, 1.0, 0.5])))) >= 0
+    assert (
+        min(
+            costs(
+                KernelCost.fitted(tasks((1, 1, 1), (2, 2, 4), (3, 3, 9)), np.array([1.0, 1.0, 0.5]))
+            )
+        )
+        >= 0
+    )
     # (r - 1)² + 4 (2r / 4 - 1)² is least at 1.5: 0.5. The best cost of a call, 1.6, misses by 1.8.
-    weighted = KernelCost.fitted(tasks((1, 0, 0), (2, 0, 0)), np.array([1.0, 4.0]), np.array([1.0, 4.0]))
+    weighted = KernelCost.fitted(
+        tasks((1, 0, 0), (2, 0, 0)), np.array([1.0, 4.0]), np.array([1.0, 4.0])
+    )
     assert costs(weighted) == pytest.approx([0, 1.5, 0, 0, 0, 0])
 
 
 def test_other_heads():
     cost, measured = KernelCost(1.0, 2.0, 4.0, 8.0, 0.5, 3.0), AttentionKind(None, 8, 4, 64, 64)
-    assert cost.for_kind(measured, AttentionKind(None, 16, 2, 64, 64)) == KernelCost(1.0, 4.0, 2.0, 16.0, 1.0, 6.0)
+    assert cost.for_kind(measured, AttentionKind(None, 16, 2, 64, 64)) == KernelCost(
+        1.0, 4.0, 2.0, 16.0, 1.0, 6.0
+    )
     # Head dims of 320 in all are 2.5 times 128.
-    assert cost.for_kind(measured, AttentionKind(None, 8, 4, 192, 128)) == KernelCost(1.0, 5.0, 10.0, 20.0, 1.25, 7.5)
+    assert cost.for_kind(measured, AttentionKind(None, 8, 4, 192, 128)) == KernelCost(
+        1.0, 5.0, 10.0, 20.0, 1.25, 7.5
+    )
 
 
 def test_a_link():
-    assert LinkCost(latency=1.0, bandwidth=10.0).seconds(np.array([0.0, 10.0, 40.0])).tolist() == [0.0, 2.0, 5.0]
+    assert LinkCost(latency=1.0, bandwidth=10.0).seconds(np.array([0.0, 10.0, 40.0])).tolist() == [
+        0.0,
+        2.0,
+        5.0,
+    ]
     found = LinkCost.fitted(np.array([10.0, 40.0, 100.0]), np.array([2.0, 5.0, 11.0]))
     assert (found.latency, found.bandwidth) == pytest.approx((1.0, 10.0))
     assert LinkCost.fitted(np.array([10.0, 20.0]), np.array([1.0, 0.5])).bandwidth == np.inf
@@ -70,7 +106,10 @@ def test_profiles(tmp_path):
     assert {path.stem for path in PROFILES.glob("*.json")} == {"h100", "h200", "cpu"}
     for name, worst_ratio in (("h100", 1.35), ("cpu", 2.0)):
         profile = DeviceProfile.load(name)
-        assert (profile.accuracy.r2 > 0.98, profile.accuracy.worst_ratio < worst_ratio) == (True, True)
+        assert (profile.accuracy.r2 > 0.98, profile.accuracy.worst_ratio < worst_ratio) == (
+            True,
+            True,
+        )
         assert len(profile.source) > 40
         profile.save(path)
         assert DeviceProfile.load(str(path)) == profile
@@ -88,7 +127,9 @@ def test_profiles(tmp_path):
     assert h100.exchange.between == h100.links.between
     for content in ("{", json.dumps({"name": "half"}), None):
         path.unlink() if content is None else path.write_text(content)
-        with pytest.raises(ValueError, match=r"no device profile at '.*mine\.json': expected one of .*h100"):
+        with pytest.raises(
+            ValueError, match=r"no device profile at '.*mine\.json': expected one of .*h100"
+        ):
             DeviceProfile.load(str(path))
 
 
@@ -115,7 +156,9 @@ def test_distributions():
     assert 0.72 < (drawn < 10).mean() < 0.78
     assert (drawn.min(), drawn.max()) >= (1, 90)
     # Corpora have the mean and the percentiles that are published.
-    prolong, agents = (corpora()[name](np.random.default_rng(0), 100_000) for name in ("prolong", "agents"))
+    prolong, agents = (
+        corpora()[name](np.random.default_rng(0), 100_000) for name in ("prolong", "agents")
+    )
     assert 0.97 < prolong.mean() / (237840913 / 77932) < 1.03
     assert np.allclose(np.quantile(agents, (0.5, 0.95, 0.99)), (23840, 69274, 89876), rtol=0.03)
     for source in (lognormal(1000, 1.0), *corpora().values()):  # the same seed draws the same

@@ -15,7 +15,9 @@ BATCH = [[4, 1], [2, 2]]
 
 
 def simulated(batches, setup=SETUP, settings=SETTINGS):
-    found = simulate_padded(batches, setup, settings, lambda batch, _: plan_sequences(batch, settings))
+    found = simulate_padded(
+        batches, setup, settings, lambda batch, _: plan_sequences(batch, settings)
+    )
     return {figures.name: figures for figures in found}
 
 
@@ -31,7 +33,10 @@ def test_seconds_and_rows_of_a_batch():
     assert list(found) == list(pairs)
     for name, (busiest, total) in pairs.items():
         figures = found[name]
-        assert (figures.forward_seconds, figures.step_seconds) == (LAYERS * busiest, LAYERS * 3 * busiest), name
+        assert (figures.forward_seconds, figures.step_seconds) == (
+            LAYERS * busiest,
+            LAYERS * 3 * busiest,
+        ), name
         assert figures.imbalance == pytest.approx(busiest / (total / 2)), name
         assert figures.tokens_per_second == pytest.approx(9 / (LAYERS * 3 * busiest)), name
     assert [figures.rows for figures in found.values()] == [4 + 4 + 2 + 2, 9, 9, 9]
@@ -39,9 +44,13 @@ def test_seconds_and_rows_of_a_batch():
 
 def test_more_tokens_than_ranks_hold_run_as_micro_batches_and_long_sequences_are_divided():
     found = simulated([[[8], [8]], [[8, 8], [8, 8]]])
-    assert found["hf_distca"].step_seconds == LAYERS * 3 * (36 + 2 * 36) / 2  # one micro-batch, then two
+    assert (
+        found["hf_distca"].step_seconds == LAYERS * 3 * (36 + 2 * 36) / 2
+    )  # one micro-batch, then two
     found = simulated(
-        [[[16], [1]]], setup=replace(SETUP, tokens_per_rank=9), settings=replace(SETTINGS, tokens_per_rank=9)
+        [[[16], [1]]],
+        setup=replace(SETUP, tokens_per_rank=9),
+        settings=replace(SETTINGS, tokens_per_rank=9),
     )
     assert found["whole sequences balanced"].step_seconds == LAYERS * 3 * 136
     assert found["hf_distca"].step_seconds == pytest.approx(LAYERS * 3 * (136 + 1) / 2, rel=0.06)
@@ -53,7 +62,8 @@ def test_tokens_and_hidden_states_travel_and_gradients_of_these_only_in_training
     setup = replace(SETUP, profile=replace(PROFILE, exchange=slow))
     settings = replace(SETTINGS, document_layout="whole")
     moved, free = (
-        simulated([[[4, 4], [1, 1]]], setup=each, settings=settings)["hf_distca"] for each in (setup, SETUP)
+        simulated([[[4, 4], [1, 1]]], setup=each, settings=settings)["hf_distca"]
+        for each in (setup, SETUP)
     )
     hidden_bytes = 8 * 4
     assert moved.forward_seconds - free.forward_seconds == 4 * (16 + hidden_bytes)

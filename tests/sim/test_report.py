@@ -26,8 +26,16 @@ def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
     lengths = np.random.default_rng(0).lognormal(8, 1.2, 2000).astype(int).clip(1, 60_000)
     for tool, documents, options in (
-        ("simulate", lengths.tolist(), ["--ranks", "16", "--tokens-per-rank", "8192", "--batches", "2"]),
-        ("plan", [[3000, 500], [900], [40, 2000], [700]], ["--ranks", "4", "--tokens-per-rank", "4096"]),
+        (
+            "simulate",
+            lengths.tolist(),
+            ["--ranks", "16", "--tokens-per-rank", "8192", "--batches", "2"],
+        ),
+        (
+            "plan",
+            [[3000, 500], [900], [40, 2000], [700]],
+            ["--ranks", "4", "--tokens-per-rank", "4096"],
+        ),
     ):
         (folder / "lengths.json").write_text(json.dumps(documents))
         config_of_shape(ModelShape.llama(3, 64, 160, 4, 2, 100)).save_pretrained(folder)
@@ -46,12 +54,16 @@ def test_a_report_is_one_file_with_labels_in_which_a_colour_has_one_meaning(repo
     assert "Predictions, not measurements" in text
 
     # Every tag is closed: written as XML, the page can be read.
-    page = ElementTree.fromstring(re.sub(r"<(meta|link)([^>]*)>", r"<\1\2/>", text.removeprefix("<!doctype html>")))
+    page = ElementTree.fromstring(
+        re.sub(r"<(meta|link)([^>]*)>", r"<\1\2/>", text.removeprefix("<!doctype html>"))
+    )
     pictures = page.findall(".//svg")
     assert len(pictures) >= 3
     assert all(picture.get("role") == "img" and picture.get("aria-label") for picture in pictures)
     assert len(page.findall(".//title")) == len(page.findall(".//rect")) + 1
-    assert all(table.get("aria-label") or table.get("class") == "facts" for table in page.iter("table"))
+    assert all(
+        table.get("aria-label") or table.get("class") == "facts" for table in page.iter("table")
+    )
 
     # What is wider than a phone scrolls in a box of its own, so that the page does not.
     boxes = {child: box for box in page.iter("div") for child in box}
@@ -60,20 +72,31 @@ def test_a_report_is_one_file_with_labels_in_which_a_colour_has_one_meaning(repo
     for box in (".picture, .table", "pre"):
         assert re.search(rf"^{re.escape(box)} \{{[^}}]*overflow-x: auto;", text, re.M)
 
-    classes = {name for style in re.findall(r'class="mark ([^"]*)"', text) for name in style.split()}
+    classes = {
+        name for style in re.findall(r'class="mark ([^"]*)"', text) for name in style.split()
+    }
     assert classes <= {*MARKS, "documents", "tokens"}
     assert "#" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S).replace("&#", "")
 
 
-def test_bars_and_table_of_strategies_have_the_seconds_of_the_same_rank_and_names_are_explained_first(reports):
+def test_bars_and_table_of_strategies_have_the_seconds_of_the_same_rank_and_names_are_explained_first(
+    reports,
+):
     simulation = html.unescape((reports / "simulate.html").read_text())
     section = re.search("<h2>Strategies</h2>.*?</section>", simulation, re.S)[0]
     titles = re.findall(r'<th scope="col">([^<]+)</th>', section)  # the first column has none
     rows = re.findall(r'<th scope="row">([^<]+)</th>((?:<td>[^<]*</td>)+)', section)
-    table = {name: dict(zip(titles, re.findall("<td>([^<]*)</td>", cells), strict=True)) for name, cells in rows}
+    table = {
+        name: dict(zip(titles, re.findall("<td>([^<]*)</td>", cells), strict=True))
+        for name, cells in rows
+    }
     assert {"plain packing", "hf_distca, chosen"} <= set(table)
     drawn = dict.fromkeys(table, 0.0)
-    parts = {"core attention": "attention", "other layers": "other", "waits for rows of other ranks": "waits"}
+    parts = {
+        "core attention": "attention",
+        "other layers": "other",
+        "waits for rows of other ranks": "waits",
+    }
     parts["idle until the slowest rank is done"] = "idle"
     for label in re.findall("<title>([^<]+)</title>", section):
         name, part, seconds = re.fullmatch("(.+), ([^,]+): (.+) s", label).groups()
@@ -99,14 +122,18 @@ def test_bars_and_table_of_strategies_have_the_seconds_of_the_same_rank_and_name
 
 
 def test_what_was_counted_is_what_the_report_says(reports):
-    plan, simulation = (html.unescape((reports / f"{name}.html").read_text()) for name in ("plan", "simulate"))
+    plan, simulation = (
+        html.unescape((reports / f"{name}.html").read_text()) for name in ("plan", "simulate")
+    )
     headings = re.search(r'<th scope="col">memory of a rank, GB</th>(.*?)</tr>', plan)[1]
     assert re.findall(r">([^<]+)<", headings) == ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
     assert re.search(r'<th scope="row">together</th>(<td>[\d.]+</td>){10}</tr>', plan)
     (memory,) = re.findall("<h2>Memory</h2>.*?</section>", plan, re.S)
     for part in OF_MEMORY.values():
         assert memory.count(f"{part}: ") == 1  # explained below the table
-    launch = re.search(r"accelerate launch --config_file (\S+) --num_processes 16 train.py", simulation)
+    launch = re.search(
+        r"accelerate launch --config_file (\S+) --num_processes 16 train.py", simulation
+    )
     assert "FSDP" in (ROOT / launch[1]).read_text()  # as memory was counted
 
 
@@ -114,19 +141,30 @@ def test_what_was_counted_is_what_the_report_says(reports):
 def test_colours_differ_and_stand_out_from_the_page(dark):
     def light(name):  # relative luminance, as WCAG defines it
         parts = [int(COLOURS[name][dark][place : place + 2], 16) / 255 for place in (1, 3, 5)]
-        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        red, green, blue = (
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        )
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
     assert len({COLOURS[name][dark] for name in MARKS}) == len(MARKS)
-    for name, least in {"ink": 4.5, "muted": 4.5, **{name: 3.0 for name in MARKS if name != "idle"}}.items():
+    for name, least in {
+        "ink": 4.5,
+        "muted": 4.5,
+        **{name: 3.0 for name in MARKS if name != "idle"},
+    }.items():
         darker, lighter = sorted(map(light, (name, "page")))
         assert (lighter + 0.05) / (darker + 0.05) >= least, name
 
 
 def test_bars_numbers_on_axes_and_of_ranks():
-    rows = {name: [(size, "other", "other")] for name, size in {"a": 1.0, "b": 2.0, "c": 5.0, "none": 0.0}.items()}
+    rows = {
+        name: [(size, "other", "other")]
+        for name, size in {"a": 1.0, "b": 2.0, "c": 5.0, "none": 0.0}.items()
+    }
     for strong, broken in ((["a", "b"], 1), ([], 0), (["none"], 0)):  # bars that are far too long
-        assert stacks_picture(rows, " s", strong).markup("bars").count('class="break"') == 2 * broken
+        assert (
+            stacks_picture(rows, " s", strong).markup("bars").count('class="break"') == 2 * broken
+        )
     assert [short(count) for count in (512, 1024, 1536, 2**20)] == ["512", "1K", "1.5K", "1M"]
     assert [ticks(most) for most in (38.4, 2.966, 0)] == [[0, 10, 20, 30, 40], [0, 1, 2, 3], [0, 1]]
     assert "<td>1.0</td>" in table_of_ranks("a", {"b": [1.0] * 256}, ".1f")

@@ -37,7 +37,11 @@ def test_steps_without_plans():
 
 
 def test_context_parallelism_shares_every_document_and_gathers_keys():
-    setup = replace(SETUP, profile=replace(PROFILE, links=Links(LinkCost(0, 1.0), FREE.between)), ranks_per_node=2)
+    setup = replace(
+        SETUP,
+        profile=replace(PROFILE, links=Links(LinkCost(0, 1.0), FREE.between)),
+        ranks_per_node=2,
+    )
     step = data_and_context_parallel(np.array([8]), setup, 2)
     row_bytes = 4 * (4 + 4)
     assert step.attention.tolist() == [PER_PAIR * 36 / 2] * 2
@@ -49,22 +53,35 @@ def test_context_parallelism_shares_every_document_and_gathers_keys():
     keys = replace(PROFILE, forward=KernelCost(0, 0, 1.0, 0), backward=KernelCost(0, 0, 0, 0))
     setup = replace(SETUP, profile=keys, tokens_per_rank=16)
     assert plain(np.array([16, 8]), setup).seconds == 3 * 16
-    assert data_and_context_parallel(np.array([16]), setup, 2).attention.max() == 3 * (4 + 8 + 12 + 16) / 2
+    assert (
+        data_and_context_parallel(np.array([16]), setup, 2).attention.max()
+        == 3 * (4 + 8 + 12 + 16) / 2
+    )
     # On the causal diagonal a row has its task's rows, at most 512.
-    diagonal = replace(PROFILE, forward=KernelCost(0, 0, 0, 0, 1.0), backward=KernelCost(0, 0, 0, 0))
+    diagonal = replace(
+        PROFILE, forward=KernelCost(0, 0, 0, 0, 1.0), backward=KernelCost(0, 0, 0, 0)
+    )
     setup = replace(SETUP, profile=diagonal, tokens_per_rank=600)
     assert plain(np.array([600, 8]), setup).seconds == 3 * 600 * 512
     assert data_and_context_parallel(np.array([16]), setup, 2).attention.max() == 3 * 16 * 4 / 2
     # A whole document is one task. A document shared by two ranks is four, or as many as it has rows.
-    of_tasks = replace(PROFILE, forward=KernelCost(0, 0, 0, 0, task=1.0), backward=KernelCost(0, 0, 0, 0))
+    of_tasks = replace(
+        PROFILE, forward=KernelCost(0, 0, 0, 0, task=1.0), backward=KernelCost(0, 0, 0, 0)
+    )
     setup = replace(SETUP, profile=of_tasks, tokens_per_rank=32)
     assert plain(np.array([16, 8, 8, 32]), setup).attention.tolist() == [3, 3 * 3]
-    assert data_and_context_parallel(np.array([16, 8, 3]), setup, 2).attention.tolist() == [3 * (4 + 4 + 3) / 2] * 2
+    assert (
+        data_and_context_parallel(np.array([16, 8, 3]), setup, 2).attention.tolist()
+        == [3 * (4 + 4 + 3) / 2] * 2
+    )
 
 
 @pytest.mark.parametrize("layout", ["joint", "fixed"])
 def test_planned_attention_on_free_links_takes_the_mean_and_servers_their_share(layout):
-    lengths, setup = np.array([1500, 200, 120, 90, 70, 60]), replace(SETUP, ranks=4, tokens_per_rank=512)
+    lengths, setup = (
+        np.array([1500, 200, 120, 90, 70, 60]),
+        replace(SETUP, ranks=4, tokens_per_rank=512),
+    )
     settings = PlanSettings(4, 512, kinds=(KIND,), document_layout=layout, balance_block_size=16)
     step, plan = planned(lengths, setup, settings)
     mean = PER_PAIR * float((lengths * (lengths + 1) / 2).sum()) / 4
@@ -79,7 +96,9 @@ def test_planned_attention_on_free_links_takes_the_mean_and_servers_their_share(
 @pytest.mark.parametrize(("ranks_per_node", "place"), [(2, "within"), (1, "between")])
 def test_planned_steps_take_the_exchange_and_no_collectives(ranks_per_node, place):
     slow = replace(FREE, **{place: LinkCost(1e4, np.inf)})  # nothing hides it
-    settings = PlanSettings(2, 8, kinds=(KIND,), balance_block_size=1, ranks_per_node=ranks_per_node)
+    settings = PlanSettings(
+        2, 8, kinds=(KIND,), balance_block_size=1, ranks_per_node=ranks_per_node
+    )
 
     def seconds(**profile):
         setup = replace(SETUP, profile=replace(PROFILE, **profile), ranks_per_node=ranks_per_node)
@@ -108,11 +127,14 @@ def test_documents_beyond_all_ranks_are_cut_and_counted_for_every_strategy_and_n
     found, strategies = figures_of([[40], [10, 2]])  # two ranks of 8 tokens hold 16
     assert found.tokens == 16 + 10 + 2
     cut = {name: each.documents_cut for name, each in strategies.items()}
-    assert cut["hf_distca, joint"] == cut["hf_distca, chosen"] == cut["context parallel, 1 × 2"] == 1 / 3
-    assert cut["plain packing"] == 2 / 3
-    sentence = (
-        "1 of 3 documents is longer than the 16 tokens that all ranks hold; the longest has 40. Here they are cut"
+    assert (
+        cut["hf_distca, joint"]
+        == cut["hf_distca, chosen"]
+        == cut["context parallel, 1 × 2"]
+        == 1 / 3
     )
+    assert cut["plain packing"] == 2 / 3
+    sentence = "1 of 3 documents is longer than the 16 tokens that all ranks hold; the longest has 40. Here they are cut"
     assert [advice for advice in found.advice if advice.startswith(sentence)]
     assert not [advice for advice in figures_of([[16]])[0].advice if "longer than the" in advice]
 
@@ -120,7 +142,10 @@ def test_documents_beyond_all_ranks_are_cut_and_counted_for_every_strategy_and_n
 def test_gpus_of_servers_and_tensor_parallelism():
     setup = replace(SETUP, tensor_parallel=2)
     settings = replace(SETTINGS, kinds=(setup.on_a_gpu(KIND),))
-    found = {each.name: each for each in simulate([np.array([8, 4])], setup, settings, 1, servers=1).strategies}
+    found = {
+        each.name: each
+        for each in simulate([np.array([8, 4])], setup, settings, 1, servers=1).strategies
+    }
     assert {each.gpus for each in found.values() if not each.servers} == {2 * 2}
     assert found["hf_distca, joint, 1 servers"].gpus == (2 + 1) * 2
 
@@ -129,7 +154,10 @@ def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():
     asked = {}
 
     def memory(strategy, rows, plan):
-        asked[strategy.name] = rows, plan and [nano.layout.lengths.tolist() for nano in plan.nano_batches]
+        asked[strategy.name] = (
+            rows,
+            plan and [nano.layout.lengths.tolist() for nano in plan.nano_batches],
+        )
         return 7, None if strategy.context > 1 else 5
 
     _, by_name = figures_of([[2, 2], [16], [4, 4, 4, 4]], memory=memory)
@@ -145,7 +173,9 @@ def test_gains_and_loads():
     best = by_name[found.best_planned]
     for name, gain in (("plain packing", found.over_packing), (found.best_plain, found.over_best)):
         assert gain.speed_up == pytest.approx(by_name[name].step_seconds / best.step_seconds)
-    alone = [figures_of([documents])[0].over_packing.speed_up for documents in ([12, 4], [4, 4, 4, 4])]
+    alone = [
+        figures_of([documents])[0].over_packing.speed_up for documents in ([12, 4], [4, 4, 4, 4])
+    ]
     assert [found.over_packing.least, found.over_packing.most] == pytest.approx(sorted(alone))
     assert found.speed_up == pytest.approx(found.over_best.speed_up)
     assert list(found.load) == ["plain packing", found.best_plain, found.best_planned]
@@ -165,7 +195,13 @@ def strategy(name: str, **figures) -> StrategyFigures:
 
 
 WHOLE = strategy("whole", step_seconds=2.0, attention_seconds=1.2)
-JOINT = strategy("joint", step_seconds=1.0, attention_mean_seconds=0.3, document_layout="joint", exchange_seconds=0.05)
+JOINT = strategy(
+    "joint",
+    step_seconds=1.0,
+    attention_mean_seconds=0.3,
+    document_layout="joint",
+    exchange_seconds=0.05,
+)
 
 
 def test_advice():
@@ -174,13 +210,18 @@ def test_advice():
         speed = f"{seconds:.2f}× the speed of whole, the best other strategy."
         no = f"No gain expected: {speed} Core attention is 30% of a step. Longer documents beside short ones would "
         yes = f"{speed} Set document_layout='joint', tokens_per_rank=512."
-        assert list(advice([whole, JOINT], whole, JOINT, 512)) == [yes if pays else f"{no}gain more."]
+        assert list(advice([whole, JOINT], whole, JOINT, 512)) == [
+            yes if pays else f"{no}gain more."
+        ]
     waits = replace(JOINT, exchange_seconds=0.06)
     assert list(advice([WHOLE, waits], WHOLE, waits, 512))[1:] == [
         "Ranks wait 6% of a step for exchanges. A larger tokens_per_rank hides more of them behind computation.",
         "A larger balance_tolerance moves fewer rows.",
     ]
-    cuts, faster = replace(WHOLE, documents_cut=0.1), strategy("plain", step_seconds=0.9, documents_cut=0.3)
+    cuts, faster = (
+        replace(WHOLE, documents_cut=0.1),
+        strategy("plain", step_seconds=0.9, documents_cut=0.3),
+    )
     assert list(advice([faster, cuts, JOINT], cuts, JOINT, 512))[1:] == [
         "Every other strategy cuts documents: whole cuts 10.0% of them. "
         "A document that is cut trains on less context.",
@@ -199,4 +240,6 @@ def test_micro_batches_of_slow_links_hold_documents_that_fit_into_whole_ranks():
         found = simulate(documents, setup, SETTINGS, 1)
         assert (found.tokens, DRAWN_FOR_RANKS in found.advice) == (tokens, link is slow)
         seconds = {each.name: each.step_seconds for each in found.strategies}
-        assert (seconds["hf_distca, chosen"] == pytest.approx(seconds["whole documents balanced"])) == (link is slow)
+        assert (
+            seconds["hf_distca, chosen"] == pytest.approx(seconds["whole documents balanced"])
+        ) == (link is slow)

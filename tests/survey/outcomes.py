@@ -29,7 +29,9 @@ from tests.models_and_batches import cut_rows, exchanging, random_documents, ref
 from tests.survey.tiny import stretched, tiny_config
 
 LENGTHS = (40, 7, 33, 1, 26, 12, 1)
-CONFIG = DistCAConfig(tokens_per_rank=64, balance_block_size=4, exchange_timeout=20.0, loss_chunk_bytes=4 * 64 * 20)
+CONFIG = DistCAConfig(
+    tokens_per_rank=64, balance_block_size=4, exchange_timeout=20.0, loss_chunk_bytes=4 * 64 * 20
+)
 NEGLIGIBLE = 1e-3
 """Gradients of a tensor below this share of the model's largest are compared with that: theirs are rounding errors."""
 ACCEPTED = 1e-4
@@ -66,10 +68,14 @@ def outcome(model_type: str, pool: Any) -> Outcome:
     except Exception as error:  # whatever a config or a package that is missing raises
         return Outcome(model_type, "not built", _first_line(error))
     try:
-        settings = plan_settings(model, CONFIG, ranks=2, device=torch.device("cpu"), dtype=torch.float32)
+        settings = plan_settings(
+            model, CONFIG, ranks=2, device=torch.device("cpu"), dtype=torch.float32
+        )
     except ValueError as error:
         return Outcome(model_type, "refused", str(error))
-    found = _compared(pool, Outcome(model_type, "equal", layout=settings.document_layout), None, WAYS)
+    found = _compared(
+        pool, Outcome(model_type, "equal", layout=settings.document_layout), None, WAYS
+    )
     for rope_type, way in STRETCHED.items() if found.status == "equal" else ():
         if can_stretch(model, rope_type):
             found = _compared(pool, found, rope_type, (way,))
@@ -91,19 +97,29 @@ def can_stretch(model: PreTrainedModel, rope_type: str) -> bool:
     try:
         other = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         other(input_ids=torch.arange(3, 7)[None])
-    except (ValueError, KeyError, RuntimeError):  # Gemma 4, for one, has another number of frequencies then
+    except (
+        ValueError,
+        KeyError,
+        RuntimeError,
+    ):  # Gemma 4, for one, has another number of frequencies then
         return False
     return bool(rotary_modules(other))
 
 
-def planned(model_type: str, rope_type: str | None, ways: tuple[str, ...]) -> tuple[str, list[Step]]:
+def planned(
+    model_type: str, rope_type: str | None, ways: tuple[str, ...]
+) -> tuple[str, list[Step]]:
     """On each rank: the error, if any, and else its steps in each of some ways and that of the reference."""
     documents = random_documents(LENGTHS)
     share = documents[dist.get_rank() :: 2]
-    targets, of_share = (sum(max(len(document) - 1, 0) for document in each) for each in (documents, share))
+    targets, of_share = (
+        sum(max(len(document) - 1, 0) for document in each) for each in (documents, share)
+    )
     try:
         model = _model(model_type, "distca", rope_type)
-        dispatcher = make_dispatcher(model, replace(CONFIG, **exchanging(model)), torch.device("cpu"))
+        dispatcher = make_dispatcher(
+            model, replace(CONFIG, **exchanging(model)), torch.device("cpu")
+        )
         steps = []
         for way in ways:
             if way == "trainer":  # rows of documents that are laid out anew
@@ -114,12 +130,17 @@ def planned(model_type: str, rope_type: str | None, ways: tuple[str, ...]) -> tu
                 if model.supports_gradient_checkpointing:
                     enable_checkpointing(model, {"use_reentrant": False})
                 collate = CollatorWithLengths(DataCollatorWithFlattening())
-                batch = dispatcher.plan_batch(collate([{"input_ids": document.tolist()} for document in share]))
+                batch = dispatcher.plan_batch(
+                    collate([{"input_ids": document.tolist()} for document in share])
+                )
             steps.append(_planned_step(model, batch, targets))
         # This rank's share of what one process computes with "eager", document by document.
         part = of_share / targets
         loss, gradients = reference_step(_model(model_type, "eager", rope_type), share)
-        return "", [*steps, (loss * part, {name: (grad * part).numpy() for name, grad in gradients.items()})]
+        return "", [
+            *steps,
+            (loss * part, {name: (grad * part).numpy() for name, grad in gradients.items()}),
+        ]
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         return f"{_first_line(error)} ({last.filename.split('/')[-1]}:{last.lineno})", []
@@ -135,7 +156,9 @@ def _planned_step(model: PreTrainedModel, batch: dict[str, Any], targets: int) -
     assert ran.layers_in_turns == ran.layers, ran
     assert (ran.layers > 0, len(plan.nano_batches)) == (turns, 1 + turns), ran
     assert plan.summary.exchange.bytes_total > 0
-    return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def _model(model_type: str, implementation: str, rope_type: str | None) -> PreTrainedModel:
@@ -160,8 +183,12 @@ def _compared(pool: Any, before: Outcome, rope_type: str | None, ways: tuple[str
     """The outcome with what became of further ways: losses and gradients beside those of the reference."""
     ranks = pool.run(planned, before.model_type, rope_type, ways)
     if errors := [error for error, _ in ranks if error]:
-        return replace(before, status="unclear error", told=f"{rope_type or ''} {' | '.join(errors)}".strip())
-    *steps, (expected, expected_grads) = (_sum(parts) for parts in zip(*(steps for _, steps in ranks), strict=True))
+        return replace(
+            before, status="unclear error", told=f"{rope_type or ''} {' | '.join(errors)}".strip()
+        )
+    *steps, (expected, expected_grads) = (
+        _sum(parts) for parts in zip(*(steps for _, steps in ranks), strict=True)
+    )
     least = NEGLIGIBLE * max(grad.abs().max() for grad in expected_grads.values())
     zero = torch.zeros(())
     told, errors_of_ways = [before.told] if before.told else [], dict(before.errors)
@@ -169,11 +196,17 @@ def _compared(pool: Any, before: Outcome, rope_type: str | None, ways: tuple[str
         errors = {"loss": abs(got - expected) / abs(expected)}
         for name in {**got_grads, **expected_grads}:
             one, other = got_grads.get(name, zero), expected_grads.get(name, zero)
-            errors[name] = ((one - other).abs().max() / torch.maximum(other.abs().max(), least)).item()
-        worst = max(errors, key=lambda name, of=errors: of[name] if of[name] == of[name] else float("inf"))
+            errors[name] = (
+                (one - other).abs().max() / torch.maximum(other.abs().max(), least)
+            ).item()
+        worst = max(
+            errors, key=lambda name, of=errors: of[name] if of[name] == of[name] else float("inf")
+        )
         told.append(f"{rope_type or way}: {worst}, loss {got:.6f} for {expected:.6f}")
         errors_of_ways[rope_type or way] = errors[worst]
-    status: Status = "equal" if all(error < ACCEPTED for error in errors_of_ways.values()) else "wrong"
+    status: Status = (
+        "equal" if all(error < ACCEPTED for error in errors_of_ways.values()) else "wrong"
+    )
     return replace(before, status=status, told="; ".join(told), errors=errors_of_ways)
 
 

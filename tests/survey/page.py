@@ -49,7 +49,12 @@ def page(outcomes: Sequence[Outcome]) -> str:
     """The page of these outcomes, which are of all models."""
     counts = Counter(each.status for each in outcomes)
     whole = sum(each.status == "equal" and each.layout == "whole" for each in outcomes)
-    counted = {"equal": counts["equal"], "refused": counts["refused"], "unbuilt": counts["not built"], "whole": whole}
+    counted = {
+        "equal": counts["equal"],
+        "refused": counts["refused"],
+        "unbuilt": counts["not built"],
+        "whole": whole,
+    }
     parts = [TOP.format(version=transformers.__version__, **counted)]
     for status, (title, head) in SECTIONS.items():
         rows = "\n".join(_row(each) for each in outcomes if each.status == status)

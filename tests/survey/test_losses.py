@@ -11,7 +11,17 @@ from tests.trainer.preferences import Case, compare_with_stock
 
 LOSSES = {
     "dpo": [
-        *("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"),
+        *(
+            "sigmoid",
+            "sigmoid_norm",
+            "hinge",
+            "ipo",
+            "exo_pair",
+            "nca_pair",
+            "robust",
+            "bco_pair",
+            "sppo_hard",
+        ),
         *("aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft"),
     ],
     "grpo": ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"],
@@ -31,7 +41,9 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.mark.survey
-@pytest.mark.parametrize(("kind", "loss"), [(kind, loss) for kind, losses in LOSSES.items() for loss in losses])
+@pytest.mark.parametrize(
+    ("kind", "loss"), [(kind, loss) for kind, losses in LOSSES.items() for loss in losses]
+)
 def test_losses_are_those_of_trl(ranks: RankPool, kind: str, loss: str, tmp_path: Path) -> None:
     arguments = {"loss_type": loss, "max_steps": 4, **OPTIONS.get(loss, {})}
     ranks.run(compare_with_stock, str(tmp_path), Case(kind, arguments=arguments), 1e-4)

@@ -34,7 +34,10 @@ MECHANISMS = {
 """By mechanism, a model and its layout, or that it is refused."""
 UNBUILT = {
     "gemma3n",  # needs the package timm
-    *("gemma4_assistant", "gemma4_unified_assistant"),  # drafts for another model, whose states they read
+    *(
+        "gemma4_assistant",
+        "gemma4_unified_assistant",
+    ),  # drafts for another model, whose states they read
     *("musicgen", "musicgen_melody"),  # the class is of the decoder's config only
     "dots3_note",
 }

@@ -7,20 +7,38 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 SIZES: dict[str, Any] = {
     # width
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim", "embedding_size"), 32),
-    **dict.fromkeys(("word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "lru_width"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "dff", "dim_ff", "ffn_hidden_size", "decoder_ffn_dim"), 48),
-    **dict.fromkeys(("encoder_ffn_dim", "intermediate_size_mlp", "shared_intermediate_size", "d_inner"), 48),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24),
-    **dict.fromkeys(("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(
+        ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim", "embedding_size"), 32
+    ),
+    **dict.fromkeys(
+        ("word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "lru_width"), 32
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "dff", "dim_ff", "ffn_hidden_size", "decoder_ffn_dim"), 48
+    ),
+    **dict.fromkeys(
+        ("encoder_ffn_dim", "intermediate_size_mlp", "shared_intermediate_size", "d_inner"), 48
+    ),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24
+    ),
+    **dict.fromkeys(
+        ("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 24
+    ),
     "dense_intermediate_size": 48,
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), 64),
     "hidden_size_per_layer_input": 8,
     # heads
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "swa_num_attention_heads"), 4),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4
+    ),
+    **dict.fromkeys(
+        ("encoder_attention_heads", "decoder_attention_heads", "swa_num_attention_heads"), 4
+    ),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "dim_head", "d_head", "swa_head_dim", "kv_channels", "global_head_dim"), 8),
+    **dict.fromkeys(
+        ("head_dim", "dim_head", "d_head", "swa_head_dim", "kv_channels", "global_head_dim"), 8
+    ),
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8),
     "qk_rope_head_dim": 4,
     "qk_head_dim": 12,
@@ -31,11 +49,15 @@ SIZES: dict[str, Any] = {
     # experts
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "num_expert_group", "n_shared_experts", "num_shared_experts"), 1
+    ),
     "zero_expert_num": 2,
     "decoder_sparse_step": 1,
     # along the row
-    **dict.fromkeys(("sliding_window", "attention_window_size", "local_attention", "sliding_window_size"), 8),
+    **dict.fromkeys(
+        ("sliding_window", "attention_window_size", "local_attention", "sliding_window_size"), 8
+    ),
     **dict.fromkeys(("attention_chunk_size", "floor_scale", "keep_window_size", "window_size"), 8),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
     **dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), 2),
@@ -61,10 +83,23 @@ SIZES: dict[str, Any] = {
     "query_pre_attn_scalar": 8,
 }
 """What a field of this name is in a tiny config, at most: a default that is smaller stays."""
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
+LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+)
 NEAR_ZERO = ("drop", "layerdrop", "jitter")
 """In names of probabilities: nothing is to be drawn."""
-FILLED = ("head_dim", "num_key_value_heads", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+FILLED = (
+    "head_dim",
+    "num_key_value_heads",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+)
 """Sizes that are also given where the default is None."""
 _SHARING = {
     "num_hidden_layers": 4,
@@ -81,11 +116,20 @@ _INDEXER = {
 _SHARED_BLOCKS = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": _DBRX_EXPERTS},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": _DBRX_EXPERTS,
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_n_heads": 4},
-    "gemma3n_text": {**_SHARING, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.5, 0.0] * 2},
+    "gemma3n_text": {
+        **_SHARING,
+        "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.5, 0.0] * 2,
+    },
     "gemma4_text": {**_SHARING, "num_global_key_value_heads": 1, "global_head_dim": 16},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "laguna": {"num_attention_heads_per_layer": [4, 4]},
@@ -122,7 +166,9 @@ def _tiny(default: PreTrainedConfig, more: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, (list, tuple)) and depth and len(value) == depth:
             tiny[name] = [value[i] for i in shown]
         elif name in SIZES and isinstance(value, (int, float)):
-            tiny[name] = min(value, SIZES[name]) if isinstance(value, int) and value > 0 else SIZES[name]
+            tiny[name] = (
+                min(value, SIZES[name]) if isinstance(value, int) and value > 0 else SIZES[name]
+            )
         elif value is None and (name in FILLED or (name in SIZES and name.endswith("token_id"))):
             tiny[name] = SIZES[name]
         elif isinstance(value, float) and any(word in name for word in NEAR_ZERO):
@@ -130,16 +176,31 @@ def _tiny(default: PreTrainedConfig, more: dict[str, Any]) -> dict[str, Any]:
     if fields.get("qk_rope_head_dim") and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         tiny["head_dim"] = tiny["qk_rope_head_dim"]  # latent attention's name for it
     if fields.get("qk_nope_head_dim") and "num_key_value_heads" in tiny:
-        tiny["num_key_value_heads"] = tiny["num_attention_heads"]  # which has keys and values for every head
-    return {**tiny, **{name: value for name, value in more.items() if name not in tiny or not isinstance(value, dict)}}
+        tiny["num_key_value_heads"] = tiny[
+            "num_attention_heads"
+        ]  # which has keys and values for every head
+    return {
+        **tiny,
+        **{
+            name: value
+            for name, value in more.items()
+            if name not in tiny or not isinstance(value, dict)
+        },
+    }
 
 
 def shown_layers(fields: dict[str, Any], depth: int | None) -> list[int]:
     """The first layer of each kind, at least two."""
     if depth is None:
         return [0, 1]
-    lists = [value for value in fields.values() if isinstance(value, (list, tuple)) and len(value) == depth]
-    kinds = [[value[layer] for value in lists if isinstance(value[layer], str)] for layer in range(depth)]
+    lists = [
+        value
+        for value in fields.values()
+        if isinstance(value, (list, tuple)) and len(value) == depth
+    ]
+    kinds = [
+        [value[layer] for value in lists if isinstance(value[layer], str)] for layer in range(depth)
+    ]
     shown = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
     return shown if len(shown) > 1 else [0, depth - 1]
 
@@ -153,7 +214,9 @@ def stretched(model: PreTrainedModel, rope_type: str) -> PreTrainedConfig | None
     config = copy.deepcopy(model.config)
     text: Any = config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None)
-    buffers = {name.rpartition(".")[2]: buffer for name, buffer in model.get_decoder().named_buffers()}
+    buffers = {
+        name.rpartition(".")[2]: buffer for name, buffer in model.get_decoder().named_buffers()
+    }
     if not parameters or not any(name.endswith("inv_freq") for name in buffers):
         return None
     text.max_position_embeddings = STRETCHED_BEYOND
@@ -165,8 +228,15 @@ def stretched(model: PreTrainedModel, rope_type: str) -> PreTrainedConfig | None
         steps = range(len(frequencies))
         if len(steps) == 1:  # dynamic NTK needs two frequencies
             old["partial_rotary_factor"], steps = 2 * old["partial_rotary_factor"], range(2)
-        new = {"rope_type": rope_type, "factor": 4.0, "original_max_position_embeddings": STRETCHED_BEYOND}
-        new |= {"short_factor": [1.0 + 0.1 * i for i in steps], "long_factor": [2.0 + i for i in steps]}
+        new = {
+            "rope_type": rope_type,
+            "factor": 4.0,
+            "original_max_position_embeddings": STRETCHED_BEYOND,
+        }
+        new |= {
+            "short_factor": [1.0 + 0.1 * i for i in steps],
+            "long_factor": [2.0 + i for i in steps],
+        }
         new |= {"short_mscale": 1.1, "long_mscale": 1.3}  # Phi-3.5-MoE's
         old.update(new)
     return config

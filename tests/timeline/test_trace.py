@@ -28,7 +28,12 @@ SECTIONS = ["batches", "forward", "backward", "between", "optimizer"]
 def _trained(folder: str, trace_steps: int, steps: int) -> tuple[bool, frozenset]:
     """Under DDP with bfloat16, checkpoints and ping-pong; documents that leave two nano-batches with exchanges."""
     settings = {"bf16": True, CHECKPOINTING: True, "document_layout": "fixed"}
-    settings |= {"save_strategy": "no", "logging_strategy": "no", "trace_steps": trace_steps, "max_steps": steps}
+    settings |= {
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "trace_steps": trace_steps,
+        "max_steps": steps,
+    }
     trainer = make_trainer(folder, lengths=[70, 60, 60, 50, 30, 30] * steps, **settings)
     trainer.train()
     # Spans are many, so that none is kept once it is written.
@@ -72,12 +77,22 @@ def test_times_of_spans():
 
 def test_simultaneous_exchanges_lie_on_several_tracks_and_later_ones_on_the_first_that_is_free():
     spans = []
-    for part, begin, end in (("a", 1.0, 3.0), ("b", 2.0, 5.0), ("c", 3.0, 4.0), ("d", 4.5, 6.0), ("e", 4.75, 7.0)):
+    for part, begin, end in (
+        ("a", 1.0, 3.0),
+        ("b", 2.0, 5.0),
+        ("c", 3.0, 4.0),
+        ("d", 4.5, 6.0),
+        ("e", 4.75, 7.0),
+    ):
         spans.append(Span("send", part, None, begin, begin, rows=Rows((0, 2), (0, 5))))
         spans.append(Span("wait", part, None, end - 0.25, end))
     events = rank_trace(spans, rank=0, world=2, members=(0, 1), zero=(0.0, 0.0))["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    tracks = {event["name"]: names[event["tid"]] for event in events if event.get("cat") == "exchange"}
+    names = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    tracks = {
+        event["name"]: names[event["tid"]] for event in events if event.get("cat") == "exchange"
+    }
     first, second, third = "exchange", "exchange 2", "exchange 3"
     assert tracks == {"a": first, "b": second, "c": first, "d": first, "e": third}
     assert list(names.values()) == ["compute", first, second, third]
@@ -119,7 +134,9 @@ def test_slices_nest_and_arrows_connect(traced):
     trace = joined_of(traced)
     events = trace["traceEvents"]
     # Both ends of every arrow are there, each inside the slice of its sending or waiting.
-    ends = {phase: {event["id"]: event for event in events if event["ph"] == phase} for phase in "sf"}
+    ends = {
+        phase: {event["id"]: event for event in events if event["ph"] == phase} for phase in "sf"
+    }
     assert ends["s"].keys() == ends["f"].keys()
     assert sum(event["ph"] in "sf" for event in events) == 2 * len(ends["s"])
     arrows = [(ends["s"][key], ends["f"][key]) for key in ends["s"]]
@@ -130,26 +147,40 @@ def test_slices_nest_and_arrows_connect(traced):
             of.setdefault(each["cat"], []).append(each)
         assert [step["name"] for step in of["step"]] == ["step 4", "step 5"]
         assert [each["name"] for each in of["section"]] == SECTIONS * 2
-        in_steps, in_sections = (sum(each["end"] - each["begin"] for each in of[cat]) for cat in ("step", "section"))
+        in_steps, in_sections = (
+            sum(each["end"] - each["begin"] for each in of[cat]) for cat in ("step", "section")
+        )
         assert in_sections == pytest.approx(in_steps, rel=0.02)
         # Phases lie in sections of their direction: what was kept of core attention is not computed again.
-        phases = [(each["around"]["section"]["name"], each["args"]["direction"]) for each in of["phase"]]
+        phases = [
+            (each["around"]["section"]["name"], each["args"]["direction"]) for each in of["phase"]
+        ]
         assert set(phases) == {("forward", "forward"), ("backward", "backward")}
         assert {each["args"]["nano_batch"] for each in of["phase"]} == {0, 1}
         for part in (each for category in ("kernel", "wait", "send") for each in of[category]):
-            phase = re.sub(r"(wait|run|send) ", "", part["around"]["phase"]["name"]).replace("; ", ", ")
+            phase = re.sub(r"(wait|run|send) ", "", part["around"]["phase"]["name"]).replace(
+                "; ", ", "
+            )
             assert part["name"] in phase.split(", ")
-        crossing = [e for e in events if e["pid"] == rank and e.get("cat") == "exchange" and e["args"]["rows_sent"]]
+        crossing = [
+            e
+            for e in events
+            if e["pid"] == rank and e.get("cat") == "exchange" and e["args"]["rows_sent"]
+        ]
         assert sum(left["pid"] == rank for left, _ in arrows) == len(crossing) > 8
         for phase, category in (("s", "send"), ("f", "wait")):
             for event in (event for event in ends[phase].values() if event["pid"] == rank):
-                assert any(each["begin"] <= event["ts"] * 1000 <= each["end"] for each in of[category])
+                assert any(
+                    each["begin"] <= event["ts"] * 1000 <= each["end"] for each in of[category]
+                )
     # Viewers take these tracks for the main thread, and draw an arrow to the enclosing slice only if asked.
     assert not {event["tid"] for event in events} & {0, *(event["pid"] for event in events)}
     assert {event.get("bp") for event in ends["f"].values()} == {"e"}
     clock_error = trace["otherData"]["clock_error_us"]
     assert 0 < clock_error < 50e3
-    assert all(left["ts"] < came["ts"] + clock_error for left, came in arrows)  # rows leave before they arrive
+    assert all(
+        left["ts"] < came["ts"] + clock_error for left, came in arrows
+    )  # rows leave before they arrive
 
 
 def test_traces_end_with_a_training_and_are_only_written_if_asked_for(rank_pools, tmp_path):
@@ -170,12 +201,16 @@ def test_clocks_are_compared_in_the_quickest_of_some_rounds(monkeypatch):
     """This rank spends 4, 1 and 2 seconds in the rounds, another one 1, 5 and 2: the third is the quickest for all."""
     moments, gathered = iter([0.0, 4.0, 10.0, 11.0, 20.0, 22.0]), []
 
-    def all_gather(mine: tuple[list[float], float], in_world: bool) -> list[tuple[list[float], float]]:
+    def all_gather(
+        mine: tuple[list[float], float], in_world: bool
+    ) -> list[tuple[list[float], float]]:
         gathered.append((mine, in_world))
         return [mine, ([1.0, 5.0, 2.0], 0.25)]
 
     groups = SimpleNamespace(meet=lambda: None, all_gather=all_gather)
-    dispatcher: Any = SimpleNamespace(groups=groups, recorder=SimpleNamespace(clock=lambda: (100.0, 0.5)))
+    dispatcher: Any = SimpleNamespace(
+        groups=groups, recorder=SimpleNamespace(clock=lambda: (100.0, 0.5))
+    )
     monkeypatch.setattr(tracing, "ROUNDS", 3)
     monkeypatch.setattr(tracing, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
     args: Any = SimpleNamespace(trace_steps=1)
@@ -216,7 +251,10 @@ def test_what_cannot_be_drawn(traced, tmp_path, capsys):
         (["--joined", "/nonexistent/x"], "cannot write /nonexistent/x: there is no such folder"),
         (["tests"], "tests has no trace_rank_*.json"),
         ([__file__], "is not a trace that training wrote with trace_steps"),
-        ([f"{tmp_path}/broken.json"], "is not a trace that training wrote with trace_steps: KeyError('dur')"),
+        (
+            [f"{tmp_path}/broken.json"],
+            "is not a trace that training wrote with trace_steps: KeyError('dur')",
+        ),
     ):
         assert main(["timeline", str(traced), *arguments]) == 2
         assert message in capsys.readouterr().err
@@ -224,7 +262,10 @@ def test_what_cannot_be_drawn(traced, tmp_path, capsys):
 
 def drawn(step: RankStep, begin: int, end: int, count: int) -> str:
     """The first letter of the activity of each cell."""
-    return "".join((activity or "-")[0] * (last - first) for first, last, activity in runs(step, begin, end, count))
+    return "".join(
+        (activity or "-")[0] * (last - first)
+        for first, last, activity in runs(step, begin, end, count)
+    )
 
 
 def piece(rank: int, name: str, category: str, begin: int, end: int) -> dict:
@@ -242,13 +283,17 @@ def test_a_step_of_a_rank():
     (step,) = steps_of({"traceEvents": events})["step 2"]
     stretches = [(20, 35, "attention"), (50, 60, "waits")]
     others = {"forward": 30 - 15 + 25 - 10, "between": 5}
-    assert step == RankStep(0, 10, 70, stretches, {"forward": 30 + 25, "between": 5}, others, "forward")
+    assert step == RankStep(
+        0, 10, 70, stretches, {"forward": 30 + 25, "between": 5}, others, "forward"
+    )
     assert step.totals() == {"attention": 15, "waits": 10, "other": 35}
 
 
 def test_steps_that_all_ranks_have():
     steps = ((1, 2), (0, 2), (0, 1), (1, 3), (0, 10), (1, 10))
-    found = steps_of({"traceEvents": [piece(rank, f"step {at}", "step", at, at + 1) for rank, at in steps]})
+    found = steps_of(
+        {"traceEvents": [piece(rank, f"step {at}", "step", at, at + 1) for rank, at in steps]}
+    )
     assert [(name, [step.rank for step in ranks]) for name, ranks in found.items()] == [
         ("step 2", [0, 1]),
         ("step 10", [0, 1]),
@@ -258,7 +303,12 @@ def test_steps_that_all_ranks_have():
 
 def test_cells_show_what_a_rank_did_in_their_middle():
     # A step from 115 to 190 in cells of 10: the middle of the second cell is the step's first moment.
-    stretches = [(120, 127, "attention"), (127, 134, "waits"), (134, 137, "waits"), (145, 185, "attention")]
+    stretches = [
+        (120, 127, "attention"),
+        (127, 134, "waits"),
+        (134, 137, "waits"),
+        (145, 185, "attention"),
+    ]
     step = RankStep(0, 115, 190, stretches)
     assert drawn(step, 100, 200, 10) == "-oawaaaao-"
     assert list(runs(step, 100, 200, 2)) == [(0, 2, "attention")]
@@ -268,10 +318,13 @@ def test_cells_show_what_a_rank_did_in_their_middle():
 
 
 @pytest.mark.parametrize(
-    ("nanoseconds", "marks"), [(237_300_000, "0 50 100 150 200 250"), (2_400_000, "0 0.5 1 1.5 2 2.5")]
+    ("nanoseconds", "marks"),
+    [(237_300_000, "0 50 100 150 200 250"), (2_400_000, "0 0.5 1 1.5 2 2.5")],
 )
 def test_a_picture_has_round_ticks_and_a_view_box(nanoseconds, marks):
-    picture = ElementTree.fromstring(svg_of("step 4", [RankStep(rank, 0, nanoseconds) for rank in range(3)]))
+    picture = ElementTree.fromstring(
+        svg_of("step 4", [RankStep(rank, 0, nanoseconds) for rank in range(3)])
+    )
     width, height = (float(picture.get(name)) for name in ("width", "height"))
     assert picture.get("viewBox") == f"0 0 {width:g} {height:g}"
     texts = list(picture.iter("{http://www.w3.org/2000/svg}text"))
@@ -294,4 +347,10 @@ def test_a_picture_has_round_ticks_and_a_view_box(nanoseconds, marks):
         assert all(before < after for (_, before), (after, _) in pairwise(sorted(spans)))
     (y,) = {text.get("y") for text in texts if text.text == "rank 1"}
     took = f"{nanoseconds / 1e6:,.1f}"
-    assert [text.text for text in texts if text.get("y") == y] == ["rank 1", took, "0.0", "0.0", took]
+    assert [text.text for text in texts if text.get("y") == y] == [
+        "rank 1",
+        took,
+        "0.0",
+        "0.0",
+        took,
+    ]

@@ -24,10 +24,16 @@ TEMPLATE = """\
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token a word, 64 in all; its chat template says what the assistant writes."""
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*SPECIAL, *WORDS])}, unk_token="[pad]"))
+    words = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate([*SPECIAL, *WORDS])}, unk_token="[pad]")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[pad]", bos_token="[begin]", eos_token="[end]", extra_special_tokens=SPECIAL
+        tokenizer_object=words,
+        pad_token="[pad]",
+        bos_token="[begin]",
+        eos_token="[end]",
+        extra_special_tokens=SPECIAL,
     )
     made.chat_template = TEMPLATE
     return made
@@ -38,7 +44,10 @@ def chats(count: int = 12) -> datasets.Dataset:
     random = np.random.default_rng(1)
 
     def says(role: str, most: int) -> dict[str, str]:
-        return {"role": role, "content": " ".join(random.choice(FREQUENT, int(random.integers(1, most))))}
+        return {
+            "role": role,
+            "content": " ".join(random.choice(FREQUENT, int(random.integers(1, most)))),
+        }
 
     rows = []
     for number in range(count):
@@ -51,5 +60,6 @@ def chats(count: int = 12) -> datasets.Dataset:
 def prompts(count: int = 12) -> datasets.Dataset:
     """The same as prompts with completions, which are the last answers."""
     return chats(count).map(
-        lambda row: {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}, remove_columns="messages"
+        lambda row: {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]},
+        remove_columns="messages",
     )

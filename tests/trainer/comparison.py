@@ -23,7 +23,13 @@ import trl
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, EvalPrediction, Trainer, TrainingArguments, training_args
+from transformers import (
+    AutoModelForCausalLM,
+    EvalPrediction,
+    Trainer,
+    TrainingArguments,
+    training_args,
+)
 from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -53,7 +59,11 @@ COMMON: dict[str, Any] = {
     "optim": "sgd",
     "learning_rate": 0.3,
 }
-ALONE = {"use_cpu": True, "per_device_train_batch_size": PER_MICRO_BATCH, "per_device_eval_batch_size": 100}
+ALONE = {
+    "use_cpu": True,
+    "per_device_train_batch_size": PER_MICRO_BATCH,
+    "per_device_eval_batch_size": 100,
+}
 PLANNED = {"tokens_per_rank": TOKENS_PER_RANK, "balance_block_size": 8, "loss_chunk_bytes": 4096}
 EXACT_LOSS, EXACT = 1e-6, 4e-5
 """Relative errors in float32: a few roundings of 2^-24 of a loss, and of gradients, whose summands have both signs."""
@@ -78,7 +88,9 @@ class Strategy:
     type: str  # part of accelerate's name of the strategy
     ranks: int = 2
     shares: int = 2  # number of ranks with rows of their own
-    divided: Mapping[str, int] = field(default_factory=dict)  # mesh over which transformers divides the model
+    divided: Mapping[str, int] = field(
+        default_factory=dict
+    )  # mesh over which transformers divides the model
 
 
 AS_GPUS = {"ACCELERATE_TORCH_DEVICE": "cpu"}
@@ -94,8 +106,12 @@ STRATEGIES = {
         },
         "FSDP",
     ),
-    "zero2": Strategy({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, "DEEPSPEED"),
-    "zero3": Strategy({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "DEEPSPEED"),
+    "zero2": Strategy(
+        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, "DEEPSPEED"
+    ),
+    "zero3": Strategy(
+        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "DEEPSPEED"
+    ),
     "tp and fsdp": Strategy(AS_GPUS, "", 4, 2, {"tp_size": 2, "fsdp_size": 2}),
     "tp, fsdp and ep": Strategy(AS_GPUS, "", 4, 2, {"tp_size": 2, "fsdp_size": 2, "ep_size": 2}),
     "tp and replicas": Strategy(AS_GPUS, "", 4, 2, {"tp_size": 2, "dp_replicate_size": 2}),
@@ -121,27 +137,52 @@ class Run:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     model: Callable[[str], nn.Module] = plain
     adapter: peft.PeftConfig | None = None
-    example: Callable[[int, Example], Example] = lambda index, example: example  # changes an example
-    given: Callable[[nn.Module], dict[str, Any]] = lambda model: {}  # other arguments of both trainers
+    example: Callable[[int, Example], Example] = lambda index, example: (
+        example
+    )  # changes an example
+    given: Callable[[nn.Module], dict[str, Any]] = (
+        lambda model: {}
+    )  # other arguments of both trainers
     environment: Mapping[str, str] = field(default_factory=dict)
-    patched: Callable[[pytest.MonkeyPatch], None] = lambda patch: None  # stands something in for the training
-    refused: Mapping[str, str] = field(default_factory=dict)  # strategies that refuse it, with a part of the error
+    patched: Callable[[pytest.MonkeyPatch], None] = lambda patch: (
+        None
+    )  # stands something in for the training
+    refused: Mapping[str, str] = field(
+        default_factory=dict
+    )  # strategies that refuse it, with a part of the error
     only: Collection[str] = ("ddp", "fsdp2", "zero2", "zero3")
     needs: str = "torch"  # package without which it is not tried
-    steps_without_targets: int = 0  # number of first steps at which one process would divide by zero
+    steps_without_targets: int = (
+        0  # number of first steps at which one process would divide by zero
+    )
     rounds: bool = False  # whether it computes in bfloat16
-    within: tuple[float, float] = (EXACT_LOSS, EXACT)  # errors that are allowed in float32: of losses, of all else
-    planned: Mapping[str, Any] = field(default_factory=dict)  # what hf_distca's trainer gets besides `arguments`
+    within: tuple[float, float] = (
+        EXACT_LOSS,
+        EXACT,
+    )  # errors that are allowed in float32: of losses, of all else
+    planned: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what hf_distca's trainer gets besides `arguments`
     given_planned: Callable[[], dict[str, Any]] = lambda: {}  # what it gets besides `given`
-    alone: Mapping[str, Any] = field(default_factory=dict)  # what the trainer in one process gets besides `arguments`
+    alone: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what the trainer in one process gets besides `arguments`
     sft: bool = False
-    calls: Sequence[str] = ("train",)  # of "train", "evaluate", and "new trainer", which goes on with the model
-    resumes: str | None = None  # checkpoint that hf_distca's trainer resumes from, in the folder of the strategy
-    after: Callable[[Any], Any] = lambda trainer: None  # gives a further result of hf_distca's trainer in the end
+    calls: Sequence[str] = (
+        "train",
+    )  # of "train", "evaluate", and "new trainer", which goes on with the model
+    resumes: str | None = (
+        None  # checkpoint that hf_distca's trainer resumes from, in the folder of the strategy
+    )
+    after: Callable[[Any], Any] = lambda trainer: (
+        None
+    )  # gives a further result of hf_distca's trainer in the end
 
     def documents(self, without: int = 0) -> datasets.Dataset:
         """Documents as the run changes them, but for the first ones."""
-        examples = [self.example(index, example) for index, example in enumerate(dataset_of(LENGTHS))]
+        examples = [
+            self.example(index, example) for index, example in enumerate(dataset_of(LENGTHS))
+        ]
         return datasets.Dataset.from_list(examples[without:])
 
     def make_model(self, implementation: str, divided: Mapping[str, int], folder: str) -> Any:
@@ -153,7 +194,11 @@ class Run:
             dist.barrier()
             mesh = DistributedConfig(**divided)
             model = AutoModelForCausalLM.from_pretrained(
-                folder, attn_implementation="distca", distributed_config=mesh, use_cache=False, dtype=torch.float32
+                folder,
+                attn_implementation="distca",
+                distributed_config=mesh,
+                use_cache=False,
+                dtype=torch.float32,
             )
         if self.adapter is None:
             return model
@@ -174,7 +219,9 @@ def pad(examples: list[Example]) -> dict[str, torch.Tensor]:
 
 def dataset_of(lengths: Sequence[int]) -> datasets.Dataset:
     """Documents of these lengths."""
-    return datasets.Dataset.from_list([{"input_ids": document.tolist()} for document in random_documents(lengths)])
+    return datasets.Dataset.from_list(
+        [{"input_ids": document.tolist()} for document in random_documents(lengths)]
+    )
 
 
 @contextmanager
@@ -187,7 +234,9 @@ def launched(strategy: str, environment: Mapping[str, str]) -> Iterator[pytest.M
             patch.setenv(variable, value)
         if STRATEGIES[strategy].environment is AS_GPUS:
             gloo = ("gloo", accelerate.DistributedType.MULTI_GPU)
-            patch.setattr(accelerate.PartialState, "_prepare_backend", lambda self, *args, **kwargs: gloo)
+            patch.setattr(
+                accelerate.PartialState, "_prepare_backend", lambda self, *args, **kwargs: gloo
+            )
         patch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         try:
@@ -209,7 +258,12 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
     given |= run.given(model) | run.given_planned()
     if not run.sft and "data_collator" not in given:
         given |= {"compute_metrics": of_documents, "preprocess_logits_for_metrics": chosen_tokens}
-    arguments = {**COMMON, **PLANNED, "tokens_per_rank": 2 * TOKENS_PER_RANK // how.shares, **exchanging(model)}
+    arguments = {
+        **COMMON,
+        **PLANNED,
+        "tokens_per_rank": 2 * TOKENS_PER_RANK // how.shares,
+        **exchanging(model),
+    }
     arguments |= {"output_dir": output, **run.arguments, **run.planned}
     classes: Any = (hf_distca.DistCATrainer, hf_distca.DistCATrainingArguments)
     if run.sft:
@@ -230,11 +284,15 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
         trainer.compute_loss = noted
         return trainer
 
-    looked = WholeLogits(VOCABULARY, rows=48) if model.config.vocab_size == VOCABULARY else nullcontext()
+    looked = (
+        WholeLogits(VOCABULARY, rows=48) if model.config.vocab_size == VOCABULARY else nullcontext()
+    )
     with launched(strategy, run.environment) as patch:
         run.patched(patch)
         try:
-            trainer, result = carry_out(run, make, looked, run.resumes and f"{folder}/{strategy}/{run.resumes}")
+            trainer, result = carry_out(
+                run, make, looked, run.resumes and f"{folder}/{strategy}/{run.resumes}"
+            )
         except (ValueError, ImportError, RuntimeError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
         assert how.type in str(trainer.accelerator.distributed_type)
@@ -263,21 +321,36 @@ def of_documents(evaluated: EvalPrediction) -> dict[str, float]:
     chosen, targets = evaluated.predictions[0][:, :-1], evaluated.label_ids[:, 1:]
     counts = targets != IGNORED
     right = ((chosen == targets) & counts).sum(1) / counts.sum(1).clip(min=1)
-    return {"by_document": float((right * np.arange(1, len(right) + 1)).mean())}  # in the order of the data set
+    return {
+        "by_document": float((right * np.arange(1, len(right) + 1)).mean())
+    }  # in the order of the data set
 
 
 def of_targets(evaluated: EvalPrediction) -> dict[str, float]:
     """The same, the share of all targets that a model chose, and the mean entropy before them."""
-    (chosen, entropy), targets = (each[:, :-1] for each in evaluated.predictions), evaluated.label_ids[:, 1:]
+    (chosen, entropy), targets = (
+        (each[:, :-1] for each in evaluated.predictions),
+        evaluated.label_ids[:, 1:],
+    )
     counts = targets != IGNORED
-    figures = {"mean_token_accuracy": (chosen == targets)[counts].mean(), "entropy": entropy[counts].mean()}
+    figures = {
+        "mean_token_accuracy": (chosen == targets)[counts].mean(),
+        "entropy": entropy[counts].mean(),
+    }
     return {**of_documents(evaluated), **{name: float(figure) for name, figure in figures.items()}}
 
 
 def train_alone(folder: str, run: Run, exact: bool = False) -> Result:
     """What the trainer of others makes of a run in one process; with `exact` in float32, from the same weights."""
     idle = run.steps_without_targets
-    arguments = {**COMMON, **ALONE, "max_steps": 2 - idle, "output_dir": folder, **run.arguments, **run.alone}
+    arguments = {
+        **COMMON,
+        **ALONE,
+        "max_steps": 2 - idle,
+        "output_dir": folder,
+        **run.arguments,
+        **run.alone,
+    }
     unset_hf_deepspeed_config()
     model = run.make_model("sdpa", {}, folder)
     if exact:
@@ -285,7 +358,11 @@ def train_alone(folder: str, run: Run, exact: bool = False) -> Result:
     documents = run.documents(without=idle * PER_MICRO_BATCH)
     given = {"model": model, "train_dataset": documents, "eval_dataset": documents}
     if not run.sft:
-        given |= {"data_collator": pad, "compute_metrics": of_targets, "preprocess_logits_for_metrics": chosen_tokens}
+        given |= {
+            "data_collator": pad,
+            "compute_metrics": of_targets,
+            "preprocess_logits_for_metrics": chosen_tokens,
+        }
     given |= run.given(model)
     classes: Any = (trl.SFTTrainer, trl.SFTConfig) if run.sft else (Trainer, TrainingArguments)
     with launched("ddp", {} if exact else run.environment) as patch:
@@ -312,15 +389,22 @@ def carry_out(
             if call == "new trainer":
                 trainer = make()
             else:
-                getattr(trainer, call)(**({"resume_from_checkpoint": resume} if call == "train" else {}))
+                getattr(trainer, call)(
+                    **({"resume_from_checkpoint": resume} if call == "train" else {})
+                )
             history += trainer.state.log_history[known:]
     notes = [getattr(callback, "noted", {}) for callback in trainer.callback_handler.callbacks]
     # FSDP's checkpoints put a name in between.
-    after = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in trainer.model.named_parameters()}
+    after = {
+        name.replace("_checkpoint_wrapped_module.", ""): p
+        for name, p in trainer.model.named_parameters()
+    }
     return trainer, {
         "logged": {
             key: [entry[key] for entry in history if key in entry]
-            for key in sorted({key for entry in history for key in entry if FOLLOWED.fullmatch(key)})
+            for key in sorted(
+                {key for entry in history for key in entry if FOLLOWED.fullmatch(key)}
+            )
         },
         "learned": {name: whole(after[name]) - before[name] for name in before},
         "rounding": {name: float(2.0**-24 * weight.norm()) for name, weight in before.items()},
@@ -345,7 +429,8 @@ def errors(result: Result, expected: Result) -> tuple[float, float]:
     assert result["logged"].keys() == expected["logged"].keys()
     for key, wanted in expected["logged"].items():
         relative = (
-            abs(a - b) / max(b, 1e-2 * max(wanted), 1e-6) for a, b in zip(result["logged"][key], wanted, strict=True)
+            abs(a - b) / max(b, 1e-2 * max(wanted), 1e-6)
+            for a, b in zip(result["logged"][key], wanted, strict=True)
         )
         (losses if key.endswith("loss") else others).extend(relative)
     for kind in ("learned", "noted"):

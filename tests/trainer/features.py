@@ -45,7 +45,11 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 def lora(*modules: str, **settings: Any) -> peft.LoraConfig:
     """LoRA whose B is not 0 at first, so that all of LoRA gets gradients."""
     return peft.LoraConfig(
-        r=4, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=list(modules), **settings
+        r=4,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        target_modules=list(modules),
+        **settings,
     )
 
 
@@ -54,8 +58,16 @@ def in_4_bits(implementation: str) -> nn.Module:
     dtypes = dict.fromkeys(("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"), torch.float32)
     in_4_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **dtypes)
     model: Any = plain(implementation)
-    numbers = {"config": model.config, "state_dict": model.state_dict(), "quantization_config": in_4_bits}
-    placed = {"attn_implementation": implementation, "dtype": torch.float32, "device_map": {"": "cpu"}}
+    numbers = {
+        "config": model.config,
+        "state_dict": model.state_dict(),
+        "quantization_config": in_4_bits,
+    }
+    placed = {
+        "attn_implementation": implementation,
+        "dtype": torch.float32,
+        "device_map": {"": "cpu"},
+    }
     return type(model).from_pretrained(None, **numbers, **placed)
 
 
@@ -75,10 +87,17 @@ def without_vectors(implementation: str) -> nn.Module:
 
 def with_tower(implementation: str) -> nn.Module:
     """A model that takes images too, of which nothing is trained on."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     images = {**sizes, "image_size": 28, "patch_size": 14}
     text = {**SMALL, "sliding_window": 24}
-    return small_model("gemma3", implementation, text_config=text, vision_config=images, mm_tokens_per_image=4)
+    return small_model(
+        "gemma3", implementation, text_config=text, vision_config=images, mm_tokens_per_image=4
+    )
 
 
 def with_frozen_tower(implementation: str) -> nn.Module:
@@ -93,7 +112,9 @@ def targets_where(kept: Callable[[int, int], bool]) -> Callable[[int, Example], 
     """Only tokens of a document and row that are kept are targets."""
     return lambda index, example: {
         **example,
-        "labels": [token if kept(index, row) else IGNORED for row, token in enumerate(example["input_ids"])],
+        "labels": [
+            token if kept(index, row) else IGNORED for row, token in enumerate(example["input_ids"])
+        ],
     }
 
 
@@ -108,11 +129,15 @@ class Average(TrainerCallback):
 
     noted: dict[str, Tensor] = field(default_factory=dict)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         """Take the weights in."""
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                self.noted.setdefault(name, torch.zeros_like(parameter)).lerp_(parameter.detach(), 0.25)
+                self.noted.setdefault(name, torch.zeros_like(parameter)).lerp_(
+                    parameter.detach(), 0.25
+                )
 
 
 @dataclass(eq=False)
@@ -121,11 +146,15 @@ class Generates(TrainerCallback):
 
     noted: dict[str, Tensor] = field(default_factory=dict)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         """Generate on every rank."""
         prompt = torch.tensor([[5, 9, 17, 33]])
         options = {"min_new_tokens": 4, "max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
-        self.noted[str(state.global_step)] = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        self.noted[str(state.global_step)] = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), **options
+        )
 
 
 def install_liger(patch: pytest.MonkeyPatch) -> None:
@@ -178,18 +207,30 @@ FEATURES: dict[str, Run] = {
     "LoRA on MLPs only": Run(adapter=lora("gate_proj", "up_proj", "down_proj")),
     "LoRA on all linear layers": Run(adapter=lora(*LINEAR)),
     "DoRA": Run(adapter=lora("q_proj", "o_proj", "up_proj", use_dora=True)),
-    "modules_to_save": Run(adapter=lora("k_proj", modules_to_save=["embed_tokens", "lm_head", "norm"])),
+    "modules_to_save": Run(
+        adapter=lora("k_proj", modules_to_save=["embed_tokens", "lm_head", "norm"])
+    ),
     "LoRA on q_proj and the head": Run(adapter=lora("q_proj", "lm_head")),
     "LoRA on a base in 4 bits": Run(
-        model=in_4_bits, adapter=lora("q_proj", "v_proj", "up_proj", "down_proj"), needs="bitsandbytes"
+        model=in_4_bits,
+        adapter=lora("q_proj", "v_proj", "up_proj", "down_proj"),
+        needs="bitsandbytes",
     ),
     "trainable_token_indices": Run(
         adapter=lora("q_proj", modules_to_save=["lm_head"], trainable_token_indices=[3, 4])
     ),
-    "IA3": Run(adapter=peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
-    "OFT": Run(adapter=peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj", "v_proj"]), only=("ddp",)),
+    "IA3": Run(
+        adapter=peft.IA3Config(
+            target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+        )
+    ),
+    "OFT": Run(
+        adapter=peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj", "v_proj"]),
+        only=("ddp",),
+    ),
     "LLaMA-Adapter": Run(
-        adapter=peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM"), only=("ddp",)
+        adapter=peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM"),
+        only=("ddp",),
     ),
     # Precision
     "float32": Run(),
@@ -199,7 +240,9 @@ FEATURES: dict[str, Run] = {
         {**BF16, "gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9), rounds=True
     ),
     "weights in bfloat16": Run(
-        {"learning_rate": 30.0, "max_steps": 1}, lambda how: plain(how).to(torch.bfloat16), rounds=True
+        {"learning_rate": 30.0, "max_steps": 1},
+        lambda how: plain(how).to(torch.bfloat16),
+        rounds=True,
     ),
     "--mixed_precision bf16": Run(
         environment={"ACCELERATE_MIXED_PRECISION": "bf16"},
@@ -212,7 +255,9 @@ FEATURES: dict[str, Run] = {
     "no checkpoints": Run({CHECKPOINTING: False}),
     "neftune_noise_alpha": Run({"neftune_noise_alpha": 5.0}),
     "use_liger_kernel": Run({"use_liger_kernel": True}, patched=install_liger),
-    "EMA callback": Run(given=lambda model: {"callbacks": [Average()]}, only=("ddp", "fsdp2", "zero2")),
+    "EMA callback": Run(
+        given=lambda model: {"callbacks": [Average()]}, only=("ddp", "fsdp2", "zero2")
+    ),
     "debug=underflow_overflow": Run({"debug": "underflow_overflow"}),
     "ZeRO-1": Run(environment={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, only=("zero2",)),
     # Optimizers
@@ -226,26 +271,34 @@ FEATURES: dict[str, Run] = {
         refused=dict.fromkeys(("fsdp2", *ZERO), ON_SHARDS),
     ),
     "Muon": Run(
-        given=lambda model: {"optimizer_cls_and_kwargs": (torch.optim.Muon, {"lr": 1e-2, "ns_steps": 1})},
+        given=lambda model: {
+            "optimizer_cls_and_kwargs": (torch.optim.Muon, {"lr": 1e-2, "ns_steps": 1})
+        },
         model=without_vectors,
         refused=dict.fromkeys(ZERO, ON_SHARDS),
         within=(1e-5, 3e-2),  # it multiplies matrices in bfloat16
     ),
     "optimizers": Run(
-        given=lambda model: {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), None)},
+        given=lambda model: {
+            "optimizers": (torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), None)
+        },
         refused={
             "fsdp2": "Passing `optimizers` is not allowed",
             **dict.fromkeys(ZERO, "transformers silently ignores it"),
         },
     ),
     "optimizer_cls_and_kwargs": Run(
-        given=lambda model: {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9})}
+        given=lambda model: {
+            "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9})
+        }
     ),
     # Targets and masks
     # Turns have seven tokens; a chat of fewer has no target.
     "chats of several turns": Run(example=targets_where(lambda document, row: row // 7 % 2 == 1)),
     "targets on one rank only": Run(example=targets_of(3, 6)),
-    "a micro-batch without targets": Run({"gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9)),
+    "a micro-batch without targets": Run(
+        {"gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9)
+    ),
     "a step without targets": Run(example=targets_of(4, 5, 6, 7), steps_without_targets=1),
     # Models
     "experts (Mixtral)": Run(model=model_of(model_type="mixtral", num_local_experts=4)),
@@ -279,7 +332,12 @@ WHOLE = Run(
 # The more a step has lowered the loss, the worse: the first is the best, and two later ones are waited for.
 BEST = {
     **{**ADAM, "max_steps": 8, CHECKPOINTING: False, "eval_strategy": "steps", "eval_steps": 1},
-    **{"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "load_best_model_at_end": True},
+    **{
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+    },
     **{"metric_for_best_model": "eval_most_loss", "greater_is_better": True},
 }
 OF_DETERMINISM = {
@@ -290,7 +348,13 @@ OF_DETERMINISM = {
 BY_FSDP = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}  # --fsdp_activation_checkpointing true
 
 
-def on_chats(arguments: dict[str, Any], data: Any = chats, given: Any = None, planned: Any = None, **more: Any) -> Run:
+def on_chats(
+    arguments: dict[str, Any],
+    data: Any = chats,
+    given: Any = None,
+    planned: Any = None,
+    **more: Any,
+) -> Run:
     """Return a run of TRL's trainer, of which a step takes all chats, and with two data sets to evaluate."""
     batches = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 99)
     return Run(
@@ -331,7 +395,9 @@ TRAININGS: dict[str, Run] = {
         },
     ),
     "checkpointed by FSDP": Run({CHECKPOINTING: False}, environment=BY_FSDP),
-    "computed again": Run({CHECKPOINTING: False}, environment=BY_FSDP, planned={"keep_core_attention": False}),
+    "computed again": Run(
+        {CHECKPOINTING: False}, environment=BY_FSDP, planned={"keep_core_attention": False}
+    ),
     "arguments that few set": Run(
         {
             **{
@@ -347,7 +413,9 @@ TRAININGS: dict[str, Run] = {
         environment=OF_DETERMINISM,
     ),
     # TRL
-    "answers of assistants": on_chats({"assistant_only_loss": True, CHECKPOINTING: False}, given=LORA),
+    "answers of assistants": on_chats(
+        {"assistant_only_loss": True, CHECKPOINTING: False}, given=LORA
+    ),
     "completions": on_chats({"loss_type": "dft", "max_length": 60}, prompts),
     "bf16 by default": on_chats({"bf16": None}, given=LORA, rounds=True),
     # Their own loss is of each rank's rows.
@@ -391,14 +459,26 @@ TRAININGS: dict[str, Run] = {
     "two nodes": Run(planned={"ranks_per_node": 2, "exchange_buffer_bytes": 1024}),  # 16 rows
     "parallelism_config": Run(
         planned={
-            **{"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}},
+            **{
+                "fsdp": True,
+                "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+            },
             "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
         }
     ),
 }
 
 TOGETHER: list[tuple[str, tuple[str, ...]]] = [
-    ("ddp", ("DoRA", "neftune_noise_alpha", "EMA callback", "a last incomplete step", "optimizer_cls_and_kwargs")),
+    (
+        "ddp",
+        (
+            "DoRA",
+            "neftune_noise_alpha",
+            "EMA callback",
+            "a last incomplete step",
+            "optimizer_cls_and_kwargs",
+        ),
+    ),
     ("ddp", ("OFT", "max_grad_norm", "targets on one rank only", "optimizers")),
     ("ddp", ("LLaMA-Adapter", "chats of several turns", "no checkpoints", "torch.optim.Adafactor")),
     ("ddp", ("a tower for images", "a step without targets")),
@@ -437,7 +517,13 @@ TOGETHER: list[tuple[str, tuple[str, ...]]] = [
     ("zero3", ("LoRA on q_proj and the head", "a last incomplete step")),
     (
         *("zero3",),
-        ("LoRA on all linear layers", "bf16 and LoRA on all linear layers", "bf16", "evaluated before", "saved"),
+        (
+            "LoRA on all linear layers",
+            "bf16 and LoRA on all linear layers",
+            "bf16",
+            "evaluated before",
+            "saved",
+        ),
     ),
     ("zero3", ("experts (Mixtral)", "float32", "trained anew")),
     ("zero3", ("tied embeddings and mlp_chunk_rows", "neftune_noise_alpha")),
@@ -450,7 +536,10 @@ TOGETHER: list[tuple[str, tuple[str, ...]]] = [
     ("tp and fsdp", ("bf16", "norms of heads (Qwen3)", "a stream", "no checkpoints")),
     ("tp and fsdp", ("a hybrid (Qwen3-Next) with documents that are cut",)),
     ("tp, fsdp and ep", ("experts (gpt-oss)",)),
-    ("tp and replicas", ("tied embeddings and mlp_chunk_rows", "a padding-free collator", "no checkpoints")),
+    (
+        "tp and replicas",
+        ("tied embeddings and mlp_chunk_rows", "a padding-free collator", "no checkpoints"),
+    ),
     ("tp", ("a key/value head for each rank", "no checkpoints")),
     ("fsdp by transformers", ("LoRA on q_proj only", "evaluated before")),
     ("replicated shards", ("parallelism_config", "evaluated after")),
@@ -463,7 +552,9 @@ def together(*names: str) -> Run:
     """Return runs as one; at most one of them has a model, an adapter, examples or calls of its own."""
     each = [(FEATURES | TRAININGS)[name] for name in names]
     joined: dict[str, Any] = {
-        "given": lambda model: {name: value for run in each for name, value in run.given(model).items()},
+        "given": lambda model: {
+            name: value for run in each for name, value in run.given(model).items()
+        },
         "patched": lambda patch: [run.patched(patch) for run in each],
     }
     for name in (each_field.name for each_field in fields(Run)):

@@ -48,7 +48,11 @@ def preferences(count: int = 40, most: int = 60) -> datasets.Dataset:
     random, rows = np.random.default_rng(2), []
     for number in range(count):
         longest = most if number % 5 == 0 else 12
-        row = {"prompt": text(random, 15), "chosen": " " + text(random, longest), "rejected": " " + text(random, 20)}
+        row = {
+            "prompt": text(random, 15),
+            "chosen": " " + text(random, longest),
+            "rejected": " " + text(random, 20),
+        }
         rows.append(row)
     return datasets.Dataset.from_list(rows)
 
@@ -84,7 +88,9 @@ class Kind:
 
     def classes(self, *, planned: bool) -> tuple[Any, Any]:
         if planned:
-            return getattr(hf_distca, f"DistCA{self.name}Trainer"), getattr(hf_distca, f"DistCA{self.name}Config")
+            return getattr(hf_distca, f"DistCA{self.name}Trainer"), getattr(
+                hf_distca, f"DistCA{self.name}Config"
+            )
         return getattr(trl, f"{self.name}Trainer"), getattr(trl, f"{self.name}Config")
 
 
@@ -109,7 +115,9 @@ class Case:
     model: Mapping[str, Any] = field(default_factory=dict)  # of the model's config
     planned: Mapping[str, Any] = field(default_factory=dict)  # settings of hf_distca
     evaluates: bool = False
-    resumes: bool = False  # whether it is trained a second time, from its checkpoint after two steps
+    resumes: bool = (
+        False  # whether it is trained a second time, from its checkpoint after two steps
+    )
 
 
 def saved_model(folder: str, case: Case) -> str:
@@ -136,7 +144,12 @@ def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[s
         if kind.loader is AutoModelForSequenceClassification:
             loading["num_labels"] = 1
         model = kind.loader.from_pretrained(path, **loading)
-        arguments = {**COMMON, **kind.arguments, **case.arguments, "output_dir": f"{folder}/{planned}"}
+        arguments = {
+            **COMMON,
+            **kind.arguments,
+            **case.arguments,
+            "output_dir": f"{folder}/{planned}",
+        }
         if exact:
             arguments["bf16"] = False
         if planned:
@@ -147,25 +160,38 @@ def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[s
                 **case.planned,
             }
         data = datasets.load_from_disk(f"{path}/data")  # with files that all ranks share
-        given = {"train_dataset": data, "processing_class": tokenizer(), **kind.given, **case.given()}
+        given = {
+            "train_dataset": data,
+            "processing_class": tokenizer(),
+            **kind.given,
+            **case.given(),
+        }
         if case.evaluates:
             given["eval_dataset"] = data.select(range(10))
         trainer = trainer_class(model, args=config_class(**arguments), **given)
-        before = {name: whole(weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+        before = {
+            name: whole(weight)
+            for name, weight in trainer.model.named_parameters()
+            if weight.requires_grad
+        }
         trainer.train()
         if case.resumes:
             trainer.train(resume_from_checkpoint=f"{arguments['output_dir']}/checkpoint-2")
         if case.evaluates:
             trainer.evaluate()
         # FSDP's checkpoints put a name in between.
-        after = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in trainer.model.named_parameters()}
+        after = {
+            n.replace("_checkpoint_wrapped_module.", ""): p
+            for n, p in trainer.model.named_parameters()
+        }
         result = {
             "history": [
                 {name: value for name, value in entry.items() if not TIMES.fullmatch(name)}
                 for entry in trainer.state.log_history
             ],
             "figures": [
-                {k: v for k, v in entry.items() if k.startswith("distca/")} for entry in trainer.state.log_history
+                {k: v for k, v in entry.items() if k.startswith("distca/")}
+                for entry in trainer.state.log_history
             ],
             "learned": {name: whole(after[name]) - weight for name, weight in before.items()},
             "rounding": {name: float(2.0**-24 * weight.norm()) for name, weight in before.items()},
@@ -182,7 +208,12 @@ def compare(found: dict[str, Any], expected: dict[str, Any], within: float) -> N
         assert entry.keys() == wanted.keys()
         for name, value in wanted.items():
             if isinstance(value, int | float):
-                assert abs(entry[name] - value) <= within * max(abs(value), 0.01), (step, name, entry[name], value)
+                assert abs(entry[name] - value) <= within * max(abs(value), 0.01), (
+                    step,
+                    name,
+                    entry[name],
+                    value,
+                )
     assert found["learned"].keys() == expected["learned"].keys()
     for name, wanted in expected["learned"].items():
         difference = float((found["learned"][name] - wanted).norm())

@@ -44,18 +44,29 @@ def make_trainer(
     os.environ.update(environment or {})
     model = model or small_model()
     few = {"logging_steps": 1, "lr_scheduler_type": "constant", "seed": 1}
-    small = {"balance_block_size": 8, "tokens_per_rank": 160} | ({} if isinstance(model, str) else exchanging(model))
+    small = {"balance_block_size": 8, "tokens_per_rank": 160} | (
+        {} if isinstance(model, str) else exchanging(model)
+    )
     quiet = {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
-    args = hf_distca.DistCATrainingArguments(output_dir=folder, **{**quiet, **few, **small, **arguments})
-    documents = [{"input_ids": document.tolist(), **(columns or {})} for document in random_documents(lengths)]
+    args = hf_distca.DistCATrainingArguments(
+        output_dir=folder, **{**quiet, **few, **small, **arguments}
+    )
+    documents = [
+        {"input_ids": document.tolist(), **(columns or {})}
+        for document in random_documents(lengths)
+    ]
     dataset: Any = datasets.Dataset.from_list(documents)
     if source == "stream":
-        dataset = datasets.IterableDataset.from_generator(partial(iter, documents))  # which can be pickled
+        dataset = datasets.IterableDataset.from_generator(
+            partial(iter, documents)
+        )  # which can be pickled
     elif source == "list":
         dataset = documents
     elif source == "transform":
         dataset = datasets.Dataset.from_dict({"index": range(len(documents))})
-        dataset.set_transform(lambda batch: {n: [documents[i][n] for i in batch["index"]] for n in documents[0]})
+        dataset.set_transform(
+            lambda batch: {n: [documents[i][n] for i in batch["index"]] for n in documents[0]}
+        )
     collator = DataCollatorWithFlattening() if source == "flattened" else None
     data = {"train_dataset": dataset, "eval_dataset": dataset, "data_collator": collator}
     return hf_distca.DistCATrainer(model=model, args=args, **(given or data))
@@ -64,5 +75,7 @@ def make_trainer(
 def parameters_hash(model: nn.Module) -> str:
     """A hash of what this rank holds of the parameters."""
     tensors = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    content = b"".join(tensor.detach().cpu().contiguous().view(torch.uint8).numpy() for tensor in tensors)
+    content = b"".join(
+        tensor.detach().cpu().contiguous().view(torch.uint8).numpy() for tensor in tensors
+    )
     return hashlib.sha256(content).hexdigest()

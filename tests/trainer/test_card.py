@@ -37,11 +37,21 @@ def test_how_the_model_was_trained(rank_pools, tmp_path, tags):
 
 def _with_card_of_trl(folder: str) -> None:
     model = small_model(implementation="distca")
-    options = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "document_layout": "joint"}
+    options = {
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "document_layout": "joint",
+    }
     documents = datasets.Dataset.from_list([{"input_ids": [7, 6, 8]}])
     with launched("ddp", {}):
-        args = hf_distca.DistCASFTConfig(folder, **{**exchanging(model), **options, "tokens_per_rank": 160})
-        trainer = hf_distca.DistCASFTTrainer(model, args, train_dataset=documents, processing_class=tokenizer())
+        args = hf_distca.DistCASFTConfig(
+            folder, **{**exchanging(model), **options, "tokens_per_rank": 160}
+        )
+        trainer = hf_distca.DistCASFTTrainer(
+            model, args, train_dataset=documents, processing_class=tokenizer()
+        )
         trainer.create_model_card()
         trainer.close()
 

@@ -23,7 +23,9 @@ from tests.logged import Messages
 from tests.refused import pattern, refused
 
 DEEPSPEED = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={}))
-WITH_SCHEDULER = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"scheduler": {}}))
+WITH_SCHEDULER = SimpleNamespace(
+    deepspeed_plugin=SimpleNamespace(deepspeed_config={"scheduler": {}})
+)
 DDP, FSDP = SimpleNamespace(), SimpleNamespace(fsdp_plugin=object())
 STATE, PLACE, WEIGHTS = "trainer_state.json", "data_order.json", "model.safetensors"
 COMPLETE = f"{STATE} {PLACE} {WEIGHTS} optimizer.pt scheduler.pt"
@@ -44,7 +46,9 @@ def save(checkpoint: Path, files: str = COMPLETE) -> Path:
         elif name == PLACE:
             path.write_text(json.dumps({"order": {}}))
         elif name.endswith("index.json"):
-            path.write_text(json.dumps({"weight_map": {f"weight in {shard}": shard for shard in FILES.split()}}))
+            path.write_text(
+                json.dumps({"weight_map": {f"weight in {shard}": shard for shard in FILES.split()}})
+            )
         elif name.endswith(".safetensors"):
             save_file({"weight": torch.ones(8)}, path)
         elif name.endswith((".pt", ".bin")):
@@ -61,11 +65,15 @@ def halve(file: Path) -> None:
     file.write_bytes(content[: len(content) // 2])
 
 
-def resume(folder: Path, asked: Any = True, strategy: Any = DDP, *, has_place: bool = True) -> str | None:
+def resume(
+    folder: Path, asked: Any = True, strategy: Any = DDP, *, has_place: bool = True
+) -> str | None:
     """The checkpoint that two ranks agree on, which see the same files."""
     args: Any = SimpleNamespace(output_dir=folder, process_index=0, ignore_data_skip=False)
     groups: Any = SimpleNamespace(
-        ranks=2, raised_together=lambda **_: nullcontext(), all_gather=lambda value, **_: [value] * 2
+        ranks=2,
+        raised_together=lambda **_: nullcontext(),
+        all_gather=lambda value, **_: [value] * 2,
     )
     accelerator: Any = SimpleNamespace(state=strategy)
     return agreed_checkpoint(asked, args, accelerator, groups, has_place=has_place)
@@ -93,7 +101,12 @@ def test_complete_checkpoints(tmp_path, caplog, strategy, files):
     assert not any(record.name.startswith("hf_distca") for record in caplog.records)
     # Each of its files and folders is needed.
     for name in {file.split("/")[0] for file in files.split()} - {"adapter_config.json"}:
-        save(checkpoint, " ".join([STATE, PLACE, *(file for file in files.split() if file.split("/")[0] != name)]))
+        save(
+            checkpoint,
+            " ".join(
+                [STATE, PLACE, *(file for file in files.split() if file.split("/")[0] != name)]
+            ),
+        )
         with pytest.raises(ValueError, match=f"^the checkpoint {checkpoint} has no "):
             resume(tmp_path, checkpoint, strategy)
 
@@ -133,10 +146,12 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     f"{PLACE} cannot be read": lambda checkpoint: halve(checkpoint / PLACE),
     f"{WEIGHTS} cannot be read": lambda checkpoint: halve(checkpoint / WEIGHTS),
     "optimizer.pt cannot be read": lambda checkpoint: halve(checkpoint / "optimizer.pt"),
-    "model.safetensors.index.json cannot be read": lambda checkpoint: (checkpoint / INDEX).write_text("{}"),
-    "has no model-00001-of-00002.safetensors, but": lambda checkpoint: (checkpoint / INDEX).write_text(
-        '{"weight_map": {"weight": "model-00001-of-00002.safetensors"}}'
-    ),
+    "model.safetensors.index.json cannot be read": lambda checkpoint: (
+        checkpoint / INDEX
+    ).write_text("{}"),
+    "has no model-00001-of-00002.safetensors, but": lambda checkpoint: (
+        checkpoint / INDEX
+    ).write_text('{"weight_map": {"weight": "model-00001-of-00002.safetensors"}}'),
 }
 
 
@@ -150,7 +165,9 @@ def test_the_last_complete_one_is_taken(tmp_path, caplog, found):
     assert caplog.messages == []
     assert resume(tmp_path) == str(first)
     (warning,) = caplog.messages
-    assert warning.startswith(f"training resumes from {first}, because later checkpoints cannot be resumed: ")
+    assert warning.startswith(
+        f"training resumes from {first}, because later checkpoints cannot be resumed: "
+    )
     assert str(second) in warning
     assert found in warning
     shutil.rmtree(first)
@@ -163,7 +180,10 @@ def test_shards_that_were_cut_off(tmp_path):
     files = f"{STATE} {PLACE} {SHARDS} scheduler.pt"
     first, second = (save(tmp_path / f"checkpoint-{step}", files) for step in (9, 10))
     for folder in SHARDS.split():
-        for name, found in ((".metadata", "cannot be read"), ("__0_0.distcp", "the end of __0_0.distcp is missing")):
+        for name, found in (
+            (".metadata", "cannot be read"),
+            ("__0_0.distcp", "the end of __0_0.distcp is missing"),
+        ):
             save(second, files)
             halve(second / folder / name)
             with pytest.raises(ValueError, match=found):
@@ -182,7 +202,9 @@ def test_nothing_to_resume_from(tmp_path):
 def _agree(folder: Path) -> tuple[list[str], list[str]]:
     """What a rank resumes from, on a disk of its own, and what it warns of."""
     rank, groups = dist.get_rank(), Groups(torch.device("cpu"), 20.0)
-    args: Any = SimpleNamespace(output_dir=folder / str(rank), process_index=rank, ignore_data_skip=False)
+    args: Any = SimpleNamespace(
+        output_dir=folder / str(rank), process_index=rank, ignore_data_skip=False
+    )
     accelerator: Any = SimpleNamespace(state=DDP)
 
     def answer(asked: Any) -> str:
@@ -211,7 +233,9 @@ def test_ranks_with_disks_of_their_own_choose_the_same(rank_pools, tmp_path):
     assert first[0] == second[0] == "checkpoint-1"
     for rank, answers in enumerate((first, second)):
         assert re.fullmatch(pattern(Resume.NONE_COMPLETE, folder=tmp_path / str(rank)), answers[1])
-        assert re.fullmatch(pattern(Run.DIFFERENT_ARGUMENTS, name="resume_from_checkpoint"), answers[2])
+        assert re.fullmatch(
+            pattern(Run.DIFFERENT_ARGUMENTS, name="resume_from_checkpoint"), answers[2]
+        )
     assert [line.split(", because")[0] for line in warned] == [
         f"WARNING training resumes from {tmp_path}/0/checkpoint-1"
     ]

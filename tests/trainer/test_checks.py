@@ -35,9 +35,13 @@ def streamed(rows: list[dict[str, Any]]) -> datasets.IterableDataset:
     return datasets.IterableDataset.from_generator(partial(iter, rows))
 
 
-def trainer_of(folder: Any, train: Any, evaluated: Any = None, model: Any = None, **arguments: Any) -> Any:
+def trainer_of(
+    folder: Any, train: Any, evaluated: Any = None, model: Any = None, **arguments: Any
+) -> Any:
     given = {"train_dataset": train, "eval_dataset": evaluated}
-    trainer = make_trainer(str(folder), model=model, given=given, max_steps=1, save_strategy="no", **arguments)
+    trainer = make_trainer(
+        str(folder), model=model, given=given, max_steps=1, save_strategy="no", **arguments
+    )
     trainer.add_callback(NoStep())
     return trainer
 
@@ -75,7 +79,10 @@ def test_an_evaluation_stream_that_ends_for_good_is_not_read(tmp_path):
 
 def test_data_without_targets(tmp_path):
     idle = [{"input_ids": [3, 4], "labels": [3, -100]}] * 2
-    for train, evaluated, name in ((idle, None, "train_dataset"), (GOOD, stored(idle), "eval_dataset")):
+    for train, evaluated, name in (
+        (idle, None, "train_dataset"),
+        (GOOD, stored(idle), "eval_dataset"),
+    ):
         with refused(Data.NO_TARGETS, name=name, documents=2):
             trainer_of(tmp_path, stored(train), evaluated).train()
 
@@ -85,11 +92,19 @@ def test_positions_of_a_model(tmp_path):
     config.n_positions = 32
     model = AutoModelForCausalLM.from_config(config, attn_implementation="distca")
     rows = [{"input_ids": [3] * 8}, {"input_ids": [3] * 40}]
-    with refused(Data.BEYOND_POSITIONS, name="document 1 of train_dataset", length=40, positions=32):
+    with refused(
+        Data.BEYOND_POSITIONS, name="document 1 of train_dataset", length=40, positions=32
+    ):
         trainer_of(tmp_path, stored(rows), model=model).train()
-    with refused(Data.BEYOND_POSITIONS, name="document 1 of rank 0's share of train_dataset", length=40):
+    with refused(
+        Data.BEYOND_POSITIONS, name="document 1 of rank 0's share of train_dataset", length=40
+    ):
         make_trainer(
-            str(tmp_path), model=model, given={"train_dataset": streamed(rows)}, max_steps=1, save_strategy="no"
+            str(tmp_path),
+            model=model,
+            given={"train_dataset": streamed(rows)},
+            max_steps=1,
+            save_strategy="no",
         ).train()
     trainer = trainer_of(tmp_path, stored(rows), model=model, long_documents="split")
     assert next(iter(trainer.get_train_dataloader()))["position_ids"].max() == 31
@@ -99,17 +114,27 @@ def _refused_on_ranks(folder: str) -> list[str]:
     messages = []
     # The second rank checks the second half of stored documents; of a stream each rank reads its share.
     for rows in (stored([*GOOD, TOKEN]), streamed([*GOOD, *GOOD, GOOD[0], TOKEN])):
-        for given in ({"train_dataset": stored(GOOD), "eval_dataset": rows}, {"train_dataset": rows}):
-            trainer = make_trainer(folder, model=small_model(), given=given, max_steps=3, save_strategy="no")
+        for given in (
+            {"train_dataset": stored(GOOD), "eval_dataset": rows},
+            {"train_dataset": rows},
+        ):
+            trainer = make_trainer(
+                folder, model=small_model(), given=given, max_steps=3, save_strategy="no"
+            )
             try:
                 trainer.train()
                 messages.append("nothing was raised")
             except (ValueError, RuntimeError) as error:
                 messages.append(str(error))
-    trainer = make_trainer(folder, "flattened", columns=None, model=small_model(), max_steps=3, save_strategy="no")
+    trainer = make_trainer(
+        folder, "flattened", columns=None, model=small_model(), max_steps=3, save_strategy="no"
+    )
     if dist.get_rank() == 1:
         collate = trainer.data_collator
-        trainer.data_collator = lambda rows: {**(batch := collate(rows)), "input_ids": batch["input_ids"] + 64}
+        trainer.data_collator = lambda rows: {
+            **(batch := collate(rows)),
+            "input_ids": batch["input_ids"] + 64,
+        }
     try:
         trainer.train()
         messages.append("nothing was raised")
@@ -123,7 +148,9 @@ def _trained_without_targets(folder: str) -> list[str]:
     outcomes, single, pair = [], {"input_ids": [3]}, {"input_ids": [3, 4]}
     for rows in ([single] * 4, [single, pair] * 2):
         options = {"max_steps": 1, "save_strategy": "no"}
-        trainer = make_trainer(folder, model=small_model(), given={"train_dataset": streamed(rows)}, **options)
+        trainer = make_trainer(
+            folder, model=small_model(), given={"train_dataset": streamed(rows)}, **options
+        )
         try:
             trainer.train()
             outcomes.append(f"{trainer.state.global_step} steps")

@@ -43,24 +43,40 @@ class Tracker(TrainerCallback):
 
 @pytest.mark.parametrize("disable_tqdm", [True, False])
 def test_the_console_shows_few_figures_and_trackers_get_all(tmp_path, capsys, disable_tqdm):
-    trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="no", disable_tqdm=disable_tqdm)
+    trainer = make_trainer(
+        str(tmp_path), max_steps=1, save_strategy="no", disable_tqdm=disable_tqdm
+    )
     tracker = Tracker()
     trainer.add_callback(tracker)
     trainer.train()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
     assert "distca/" not in line
-    assert all(shown in line for shown in ("'tokens/s': '", "'imbalance': '1.00 -> 1.00'", "'exposed wait': '0.0%'"))
-    assert {"distca/tokens_per_second", "distca/exchange_bytes", "distca/ping_pong_share"} <= tracker.names[0]
+    assert all(
+        shown in line
+        for shown in ("'tokens/s': '", "'imbalance': '1.00 -> 1.00'", "'exposed wait': '0.0%'")
+    )
+    assert {
+        "distca/tokens_per_second",
+        "distca/exchange_bytes",
+        "distca/ping_pong_share",
+    } <= tracker.names[0]
     assert tracker.names[0] <= set(trainer.state.log_history[0])
 
 
 def _printed_by_training(folder: str, log_level: str) -> str:
     """What this rank writes to stderr during two steps."""
     library = logging.getLogger("hf_distca")
-    settings = {"document_layout": "auto", "balance_tolerance": "auto", "ping_pong": "auto", "device_profile": "cpu"}
+    settings = {
+        "document_layout": "auto",
+        "balance_tolerance": "auto",
+        "ping_pong": "auto",
+        "device_profile": "cpu",
+    }
     try:
         with redirect_stderr(StringIO()) as printed:
-            make_trainer(folder, max_steps=2, save_strategy="no", log_level=log_level, **settings).train()
+            make_trainer(
+                folder, max_steps=2, save_strategy="no", log_level=log_level, **settings
+            ).train()
     finally:
         library.handlers.clear()
         library.setLevel(logging.NOTSET)
@@ -80,8 +96,17 @@ def test_words_of_choices(caplog):
     caplog.set_level(logging.INFO, "hf_distca")
 
     def logged(choice: PlanChoice | None, **settings: Any) -> str:
-        given: dict[str, Any] = {"device_profile": None, "output_dir": "out", "attention_servers": 0}
-        given |= {"document_layout": "joint", "balance_tolerance": 0.1, "ping_pong": True, **settings}
+        given: dict[str, Any] = {
+            "device_profile": None,
+            "output_dir": "out",
+            "attention_servers": 0,
+        }
+        given |= {
+            "document_layout": "joint",
+            "balance_tolerance": 0.1,
+            "ping_pong": True,
+            **settings,
+        }
         exchange = ExchangeFigures(*[0, 2_500_000], *[0] * 7)
         plan: Any = SimpleNamespace(summary=PlanSummary(1.448, 1.004, exchange), choice=choice)
         log_choice(plan, SimpleNamespace(**given), ranks=8)
@@ -95,10 +120,13 @@ def test_words_of_choices(caplog):
         f"{outcome}. Other micro-batches may get other choices"
     )
     alone = logged(PlanChoice(1, 2, UNBALANCED, 0.25, ()), device_profile="h100")
-    assert "documents each on one rank, core attention not balanced further, nano-batches: 2." in alone
-    assert "by the costs in h100: " in alone
-    as_set = (
-        "plans follow document_layout='joint', balance_tolerance=0.1, ping_pong=True: the planner does not compare "
+    assert (
+        "documents each on one rank, core attention not balanced further, nano-batches: 2." in alone
     )
-    assert logged(None) == f"{as_set}plans, because none of them is 'auto'. First micro-batch: {outcome}"
+    assert "by the costs in h100: " in alone
+    as_set = "plans follow document_layout='joint', balance_tolerance=0.1, ping_pong=True: the planner does not compare "
+    assert (
+        logged(None)
+        == f"{as_set}plans, because none of them is 'auto'. First micro-batch: {outcome}"
+    )
     assert "because attention servers may come and go" in logged(None, attention_servers="external")

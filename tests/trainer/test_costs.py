@@ -27,19 +27,28 @@ def choices(ranks: int = 4, checkpointing: bool = False, **changes: Any) -> Any:
     """What may be chosen with the profile of an H100."""
     config = hf_distca.DistCAConfig(**{"device_profile": "h100", **changes})
     model = small_model(implementation="distca")
-    dispatcher: Any = SimpleNamespace(settings=hf_distca.plan_settings(model, config, ranks=ranks, device=CPU))
+    dispatcher: Any = SimpleNamespace(
+        settings=hf_distca.plan_settings(model, config, ranks=ranks, device=CPU)
+    )
     return choices_of(model, dispatcher, config, checkpointing=checkpointing)
 
 
 def test_what_may_be_chosen_and_by_which_costs():
     found, profile = choices(), DeviceProfile.load("h100")
-    assert (bool(found.groups), found.tolerances, found.nano_batches) == (True, (0.01, 0.1, 0.3), (1, 2))
+    assert (bool(found.groups), found.tolerances, found.nano_batches) == (
+        True,
+        (0.01, 0.1, 0.3),
+        (1, 2),
+    )
     assert (found.costs.exchange, found.costs.backward_factor) == (profile.exchange, 2.0)
     (costs,) = found.costs.kinds
     assert (costs.kind, costs.layers) == (SMALL_KIND, 2)
     assert costs.forward == profile.kernel(costs.kind, "forward")
     # Core attention that is computed again counts in the backward.
-    kept, again = (choices(checkpointing=True, keep_core_attention=keep).costs.kinds[0] for keep in (True, False))
+    kept, again = (
+        choices(checkpointing=True, keep_core_attention=keep).costs.kinds[0]
+        for keep in (True, False)
+    )
     assert again.backward == kept.backward.plus(kept.forward)
     # What is set is kept.
     assert not choices(document_layout="joint").groups
@@ -49,11 +58,15 @@ def test_what_may_be_chosen_and_by_which_costs():
         choices(device_profile="h900")
     # Nothing is chosen where all is set, with servers, or alone.
     all_set = {"device_profile": None, **exchanging(small_model())}
-    assert [choices(**changes) for changes in (all_set, {"attention_servers": "external"}, {"ranks": 1})] == [None] * 3
+    assert [
+        choices(**changes) for changes in (all_set, {"attention_servers": "external"}, {"ranks": 1})
+    ] == [None] * 3
     # Choices that a user changed stay, of a trainer too.
     chosen: list[Any] = []
     groups = SimpleNamespace(all_gather=lambda value, **_: [value])
-    dispatcher: Any = SimpleNamespace(settings=SimpleNamespace(choices=found), groups=groups, choose_by=chosen.append)
+    dispatcher: Any = SimpleNamespace(
+        settings=SimpleNamespace(choices=found), groups=groups, choose_by=chosen.append
+    )
     costs = LearnedCosts(dispatcher)
     for changed in (replace(found, tolerances=(0.2,)), None):
         dispatcher.settings.choices = changed
@@ -66,7 +79,9 @@ def test_corrections_are_resumed_where_the_same_costs_were_measured(tmp_path):
 
     def learned(profile: str) -> tuple[LearnedCosts, Any]:
         groups = SimpleNamespace(all_gather=lambda value, **_: [value], members=[0], rank=0)
-        dispatcher: Any = SimpleNamespace(settings=SimpleNamespace(choices=choices(device_profile=profile)))
+        dispatcher: Any = SimpleNamespace(
+            settings=SimpleNamespace(choices=choices(device_profile=profile))
+        )
         dispatcher.groups = groups
         dispatcher.choose_by = lambda chosen: setattr(dispatcher.settings, "choices", chosen)
         return LearnedCosts(dispatcher), dispatcher
@@ -78,7 +93,9 @@ def test_corrections_are_resumed_where_the_same_costs_were_measured(tmp_path):
     for profile, expected in (("h100", corrections), ("h200", Corrections())):
         costs, dispatcher = learned(profile)
         costs.resume(tmp_path)
-        assert dispatcher.settings.choices.costs == expected.applied(choices(device_profile=profile).costs)
+        assert dispatcher.settings.choices.costs == expected.applied(
+            choices(device_profile=profile).costs
+        )
 
 
 def _measured(folder: Path) -> list[tuple[Any, str]]:
@@ -86,8 +103,15 @@ def _measured(folder: Path) -> list[tuple[Any, str]]:
     found = []
     for tokens in (64, 64, 32):
         config = hf_distca.DistCAConfig(tokens_per_rank=tokens)
-        dispatcher = make_dispatcher(small_model(implementation="distca"), config, CPU, folder=folder)
-        found.append((dispatcher.settings.choices.costs, DeviceProfile.load(str(folder / PROFILE_FILE)).source))
+        dispatcher = make_dispatcher(
+            small_model(implementation="distca"), config, CPU, folder=folder
+        )
+        found.append(
+            (
+                dispatcher.settings.choices.costs,
+                DeviceProfile.load(str(folder / PROFILE_FILE)).source,
+            )
+        )
         placed = dispatcher.plan_lengths([[20, 5]])[0]
         assert placed.choice.seconds > 0
         assert placed.summary.exchange.bytes_total == 0  # nothing to exchange for
@@ -101,7 +125,9 @@ def test_costs_are_measured_once_agreed_on_and_kept(rank_pools, tmp_path):
     assert first == second
     (costs, source), again, (other, source_of_other) = first
     assert again == (costs, source)
-    assert source.endswith("kernel costs call, row, key, pair, diagonal, task")  # fewer of an earlier version
+    assert source.endswith(
+        "kernel costs call, row, key, pair, diagonal, task"
+    )  # fewer of an earlier version
     assert other != costs
     assert source_of_other == source.replace("at most 64 tokens a rank", "at most 32 tokens a rank")
     assert min(costs.before, costs.after, costs.launches, costs.exchange.start) > 0
@@ -110,7 +136,11 @@ def test_costs_are_measured_once_agreed_on_and_kept(rank_pools, tmp_path):
 
 LAYERS = 3
 COSTS = StepCosts(
-    (KindCosts(SMALL_KIND, LAYERS, KernelCost(0.0, 0.0, 0.0, 1.0), KernelCost(0.0, 0.0, 0.0, 2.0)),),
+    (
+        KindCosts(
+            SMALL_KIND, LAYERS, KernelCost(0.0, 0.0, 0.0, 1.0), KernelCost(0.0, 0.0, 0.0, 2.0)
+        ),
+    ),
     before=1.0,
     after=3.0,
     backward_factor=2.0,
@@ -125,7 +155,9 @@ KERNEL = LAYERS * 3.0 * 10  # of a rank: 10 pairs
 BETWEEN = (LAYERS - 1) * (4.0 * 4 + 1.0)
 
 
-def corrected(*steps: Any, known: Corrections = NONE, costs: Any = COSTS, between: float = BETWEEN) -> Corrections:
+def corrected(
+    *steps: Any, known: Corrections = NONE, costs: Any = COSTS, between: float = BETWEEN
+) -> Corrections:
     """After steps in which each rank's kernel calls, and other work, take so many times as long as measured."""
     seen = np.array(steps).transpose(0, 2, 1) * np.array([[KERNEL], [between]])
     return known.after(costs, SETTINGS, [[PLAN]] * len(steps), seen)
@@ -145,7 +177,9 @@ def test_costs_that_are_off_are_scaled_by_the_median_of_the_steps():
     assert corrected([(2.0 / LAYERS, 9.0)] * 2, costs=one) == Corrections(2.0, 2.0)
     # Mixing layers count as other work: two of 3 s a token after each of three layers with attention.
     mixing = replace(COSTS, mixing=MixingCosts(6, 1.0, 1.0, 9.0, 1.0, 0.0, 1.0, 1.0))
-    found = corrected([(1.0, 2.0)] * 2, costs=mixing, between=(LAYERS - 1) * (4.0 * (4 + 2 * 3) + 1.0))
+    found = corrected(
+        [(1.0, 2.0)] * 2, costs=mixing, between=(LAYERS - 1) * (4.0 * (4 + 2 * 3) + 1.0)
+    )
     assert (found.attention, found.other) == pytest.approx((1.0, 2.0))
     assert found.applied(mixing).mixing == MixingCosts(6, 2.0, 2.0, 18.0, 2.0, 0.0, 1.0, 1.0)
 
@@ -159,7 +193,11 @@ def test_a_rank_that_is_slower_for_a_while():
     assert corrected(slower, known=slow) is slow
     assert corrected([(1.0, 1.0), (1.0, 1.0)], known=slow) == NONE
     # It is not slow whose tasks are of shapes that costs tell little of, or that was disturbed in one step.
-    for steps in ([[(1.0, 1.0), (2.0, 1.0)]], [[(1.0, 1.0), (1.0, 2.0)]], [slower, [(1.0, 1.0), (1.0, 1.0)]]):
+    for steps in (
+        [[(1.0, 1.0), (2.0, 1.0)]],
+        [[(1.0, 1.0), (1.0, 2.0)]],
+        [slower, [(1.0, 1.0), (1.0, 1.0)]],
+    ):
         assert corrected(*steps).slowness == ()
 
 
@@ -182,7 +220,11 @@ def test_what_a_rank_sees():
 def _trained(folder: Path) -> tuple[Any, ...]:
     """Costs before and after a training with costs that are far off, and of one that resumes from it; and its logs."""
     arguments = dict.fromkeys(("document_layout", "balance_tolerance", "ping_pong"), "auto")
-    arguments |= {"device_profile": str(folder / "slow.json"), "max_steps": 9, "save_strategy": "no"}
+    arguments |= {
+        "device_profile": str(folder / "slow.json"),
+        "max_steps": 9,
+        "save_strategy": "no",
+    }
     trainer = make_trainer(str(folder), dataloader_num_workers=1, **arguments)
     measured = trainer.dispatcher.settings.choices.costs
     trainer.train()
@@ -202,6 +244,8 @@ def test_training_corrects_costs_on_all_ranks_alike_and_resumes_with_them(rank_p
     assert costs.before < measured.before / 2
     names = ("step_ms", "step_ms_predicted", "gain_predicted", "plans_without_exchange")
     assert {f"distca/{name}" for name in names} <= logged[-1].keys()
-    measured_ms, predicted_ms = (np.array([entry[f"distca/{name}"] for entry in logged]) for name in names[:2])
+    measured_ms, predicted_ms = (
+        np.array([entry[f"distca/{name}"] for entry in logged]) for name in names[:2]
+    )
     first, *_, last = np.abs(np.log(predicted_ms / measured_ms))
     assert last < first

@@ -51,7 +51,11 @@ class Ends(TrainerCallback):
     """End the process of rank 0 between two micro-batches of the first step after the checkpoint, or in its save."""
 
     def __init__(self, end: str, trainer: Any) -> None:
-        self._end, self._trainer, self._reached = end, trainer, Path(trainer.args.output_dir, "reached")
+        self._end, self._trainer, self._reached = (
+            end,
+            trainer,
+            Path(trainer.args.output_dir, "reached"),
+        )
 
     def on_substep_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         """Note the time and end; the partner waits in an exchange."""
@@ -72,13 +76,17 @@ def _train(folder: Path, strategy: str, end: str = "", resume: bool = False) -> 
     """Train to an end; what this rank logged, and its parameters."""
     with launched(strategy, {}):
         model = MODELS[strategy].make_model("distca", {}, "")
-        trainer = make_trainer(str(folder), model=model, environment=STRATEGIES[strategy].environment, **ARGUMENTS)
+        trainer = make_trainer(
+            str(folder), model=model, environment=STRATEGIES[strategy].environment, **ARGUMENTS
+        )
         assert STRATEGIES[strategy].type in str(trainer.accelerator.distributed_type)
         if end:
             trainer.add_callback(Ends(end, trainer))
         trainer.train(resume_from_checkpoint=resume)
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        result = {name: [entry[name] for entry in logs] for name in ("loss", "grad_norm", "learning_rate")}
+        result = {
+            name: [entry[name] for entry in logs] for name in ("loss", "grad_norm", "learning_rate")
+        }
         return {**result, "hash": parameters_hash(trainer.model)}
 
 
@@ -87,7 +95,12 @@ def _train(folder: Path, strategy: str, end: str = "", resume: bool = False) -> 
     [
         ("fsdp2", "killed", [-signal.SIGKILL, 1], ("", "")),
         ("ddp", "Ctrl-C", [1, 1], ("KeyboardInterrupt", "KeyboardInterrupt")),
-        ("ddp", "disk full", [1, 1], ("OSError: [Errno 28]", "RuntimeError: rank 0 failed: OSError: [Errno 28]")),
+        (
+            "ddp",
+            "disk full",
+            [1, 1],
+            ("OSError: [Errno 28]", "RuntimeError: rank 0 failed: OSError: [Errno 28]"),
+        ),
     ],
 )
 def test_all_ranks_end_and_others_go_on(rank_pools, tmp_path, strategy, end, codes, messages):
@@ -130,16 +143,28 @@ def _train_with_stops(folder: Path, ends_at: str, stopped: int, limit_s: float) 
     if not ends_at:
         waits.REPORT_S, signs.SIGN_S = 1.0, 0.1
     if stopped == 0:  # the rank with the store of the run, as without a launcher's store
-        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(int(os.environ["MASTER_PORT"]) + 1))
-    arguments = {"save_strategy": "steps", "save_steps": 6, "eval_strategy": "steps", "eval_steps": 5}
+        os.environ.update(
+            TORCHELASTIC_USE_AGENT_STORE="False",
+            MASTER_PORT=str(int(os.environ["MASTER_PORT"]) + 1),
+        )
+    arguments = {
+        "save_strategy": "steps",
+        "save_steps": 6,
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+    }
     trainer = make_trainer(str(folder), max_steps=6, exchange_timeout=limit_s, **arguments)
     seen = set()
 
     def stop(place: str, step: int) -> None:
-        at_its_step = trainer.state.global_step >= step and place not in seen and ends_at in ("", place)
+        at_its_step = (
+            trainer.state.global_step >= step and place not in seen and ends_at in ("", place)
+        )
         if dist.get_rank() == stopped and at_its_step:
             seen.add(place)
-            time.sleep(5 * min(signs.SIGN_S, limit_s / 20))  # so that the last sign of life is from here
+            time.sleep(
+                5 * min(signs.SIGN_S, limit_s / 20)
+            )  # so that the last sign of life is from here
             (folder / f"stopped-{place}").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -188,7 +213,10 @@ def test_a_rank_that_waits_for_a_stopped_one_says_where_that_one_is(tmp_path):
             _wait_for(stopped.exists, ranks)
             silence = r"has given no sign of life for \d+ s, and was last seen in"
             silent = rf"rank 1 \(process {ranks[1].pid} .*\) {silence} {place}"
-            _wait_for(lambda said=silent: re.search(said, output.read_text(errors="replace")) is not None, ranks)
+            _wait_for(
+                lambda said=silent: re.search(said, output.read_text(errors="replace")) is not None,
+                ranks,
+            )
             os.kill(ranks[1].pid, signal.SIGCONT)
         for rank in ranks:
             rank.join(WAIT_S)
@@ -198,14 +226,28 @@ def test_a_rank_that_waits_for_a_stopped_one_says_where_that_one_is(tmp_path):
 @pytest.mark.parametrize(
     ("place", "stopped", "says"),
     [
-        ("forward", 1, r"RankLost: rank 0 has waited for rows of other ranks in the forward .*: rank 1 \(process"),
-        ("backward", 1, r"rank 0 has been in the backward of step .*: rank 1 \(process .*\. This process ends"),
-        ("backward", 0, r"rank 1 has been in the backward of step .*: the run's store, .* This process ends"),
+        (
+            "forward",
+            1,
+            r"RankLost: rank 0 has waited for rows of other ranks in the forward .*: rank 1 \(process",
+        ),
+        (
+            "backward",
+            1,
+            r"rank 0 has been in the backward of step .*: rank 1 \(process .*\. This process ends",
+        ),
+        (
+            "backward",
+            0,
+            r"rank 1 has been in the backward of step .*: the run's store, .* This process ends",
+        ),
     ],
 )
 def test_all_ranks_end_when_one_is_stopped_for_good(tmp_path, place, stopped, says):
     limit_s = 5.0
-    with own_processes(2, _train_with_stops, tmp_path, place, stopped, limit_s, folder=tmp_path) as ranks:
+    with own_processes(
+        2, _train_with_stops, tmp_path, place, stopped, limit_s, folder=tmp_path
+    ) as ranks:
         _wait_for((tmp_path / f"stopped-{place}").exists, ranks)
         begin = time.monotonic()
         ranks[1 - stopped].join(WAIT_S)
@@ -220,7 +262,9 @@ def test_an_evaluation_reports_the_failed_rank(tmp_path):
         raise ValueError("boom")
     trainer = make_trainer(str(tmp_path))
     trainer.dispatcher.groups.failures = Failures(Waits(store, 0, 2, 60.0), wait_s=0.2)
-    trainer.get_eval_dataloader = Mock(side_effect=dist.DistBackendError("Connection closed by peer"))
+    trainer.get_eval_dataloader = Mock(
+        side_effect=dist.DistBackendError("Connection closed by peer")
+    )
     with pytest.raises(RuntimeError, match=r"^rank 1 failed: ValueError: boom$"):
         trainer.evaluate()
 
@@ -239,7 +283,9 @@ def test_a_full_disk_is_reported_with_the_folder(tmp_path):
         # No file of this process may have more bytes, as on a disk that is full.
         resource.setrlimit(resource.RLIMIT_FSIZE, (sizes[file] - 1, before[1]))
         try:
-            with pytest.raises(OSError, match=r"File too large; .* is incomplete: remove it") as caught:
+            with pytest.raises(
+                OSError, match=r"File too large; .* is incomplete: remove it"
+            ) as caught:
                 train()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)

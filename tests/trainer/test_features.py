@@ -84,7 +84,14 @@ def assert_losses_are_not_rounded(training: Run, results: list[Result]) -> None:
 @pytest.mark.features
 @pytest.mark.parametrize(
     ("strategy", "names"),
-    [*TOGETHER, *(pytest.param(*each, marks=pytest.mark.further_strategy) for each in SINGLE if each not in TOGETHER)],
+    [
+        *TOGETHER,
+        *(
+            pytest.param(*each, marks=pytest.mark.further_strategy)
+            for each in SINGLE
+            if each not in TOGETHER
+        ),
+    ],
     ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
 def test_trainings(run, reference, strategy, names):
@@ -98,7 +105,10 @@ def test_trainings(run, reference, strategy, names):
         if strategy in training.refused:
             continue
         # Ranks have the same weights, and layers run in turns, but for hooks of the debugger.
-        assert all(torch.equal(result["learned"][name], of_0) for name, of_0 in results[0]["learned"].items())
+        assert all(
+            torch.equal(result["learned"][name], of_0)
+            for name, of_0 in results[0]["learned"].items()
+        )
         in_turns = max(entry.get("distca/ping_pong_share", 0.0) for entry in result["history"])
         assert (in_turns > 0) is (shares > 1 and "debug=underflow_overflow" not in names)
         # Rows are planned for the data and the heads of the rank, and ranks log the same figures.
@@ -106,13 +116,17 @@ def test_trainings(run, reference, strategy, names):
         if len(results) == 4:
             assert result["heads"] == {HEADS.get(strategy, (4, 2))}
         for key in ("loss", "distca/exchange_bytes"):
-            logs = [[entry[key] for entry in each["history"] if key in entry] for each in (result, results[0])]
+            logs = [
+                [entry[key] for entry in each["history"] if key in entry]
+                for each in (result, results[0])
+            ]
             assert logs[0] == logs[1]
         assert (logs[0][0] == 0) is (shares == 1)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "optimizer"), [("fsdp2", "torch.optim.Adafactor"), ("zero2", "adafactor"), ("zero3", "Muon")]
+    ("strategy", "optimizer"),
+    [("fsdp2", "torch.optim.Adafactor"), ("zero2", "adafactor"), ("zero3", "Muon")],
 )
 def test_optimizers_of_whole_weights_are_refused_on_every_rank(run, strategy, optimizer):
     results = run(strategy, optimizer)
@@ -131,19 +145,30 @@ def test_each_feature_is_among_those_that_are_always_tried():
 def test_what_is_saved_is_what_was_trained(run, reference, strategy, names):
     (result, *_), training = run(strategy, *names), together(*names)
     if training.adapter is None:
-        model = AutoModelForCausalLM.from_pretrained(result["after"], attn_implementation="sdpa", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            result["after"], attn_implementation="sdpa", dtype=torch.float32
+        )
     else:
-        model = peft.PeftModel.from_pretrained(training.model("sdpa"), result["after"], is_trainable=True)
+        model = peft.PeftModel.from_pretrained(
+            training.model("sdpa"), result["after"], is_trainable=True
+        )
     loss, _ = reference_step(model, random_documents(LENGTHS))
-    assert loss == pytest.approx(result["logged"]["eval_loss"][-1], rel=1e-3 if training.rounds else 2e-5)
+    assert loss == pytest.approx(
+        result["logged"]["eval_loss"][-1], rel=1e-3 if training.rounds else 2e-5
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2", "zero3"])
 def test_a_resumed_training_is_the_same_to_the_last_bit(run, strategy):
-    for whole, resumed in zip(run(strategy, "evaluated and saved"), run(strategy, "resumed"), strict=True):
+    for whole, resumed in zip(
+        run(strategy, "evaluated and saved"), run(strategy, "resumed"), strict=True
+    ):
         assert resumed["logged"]["loss"] == whole["logged"]["loss"]
         assert resumed["logged"]["eval_loss"][-1] == whole["logged"]["eval_loss"][-1]
-        assert all(torch.equal(resumed["learned"][name], weight) for name, weight in whole["learned"].items())
+        assert all(
+            torch.equal(resumed["learned"][name], weight)
+            for name, weight in whole["learned"].items()
+        )
         assert resumed["kernel_forwards"] < 0.85 * whole["kernel_forwards"]  # both evaluate twice
     shards = {"fsdp2": "pytorch_model_fsdp_0", "zero3": f"global_step{SAVED}"}.get(strategy)
     if shards is not None:
@@ -153,7 +178,9 @@ def test_a_resumed_training_is_the_same_to_the_last_bit(run, strategy):
 
 
 def test_optimizer_shards_of_another_number_of_ranks(run):
-    checkpoint = str(Path(run("zero2", "evaluated and saved")[0]["after"]).parent / f"checkpoint-{SAVED}")
+    checkpoint = str(
+        Path(run("zero2", "evaluated and saved")[0]["after"]).parent / f"checkpoint-{SAVED}"
+    )
 
     def agreed(ranks: int, **config: Any) -> str | None:
         accelerator = MagicMock(**{"state.deepspeed_plugin.deepspeed_config": config})
@@ -183,9 +210,18 @@ def _refusals_and_memory(folder: str) -> None:
     """Models, data and settings that cannot be trained are refused on this rank; its share of a model is counted."""
     rank = torch.distributed.get_rank()
 
-    def made(name: str, sizes: Any = STRATEGIES["tp and fsdp"].divided, config: Any = None, **arguments: Any) -> Any:
-        model = Run(model=model_of(**(config or {}))).make_model("distca", sizes, f"{folder}/{name}")
-        return make_trainer(f"{folder}/out", model=model, environment=AS_GPUS, save_strategy="no", **arguments)
+    def made(
+        name: str,
+        sizes: Any = STRATEGIES["tp and fsdp"].divided,
+        config: Any = None,
+        **arguments: Any,
+    ) -> Any:
+        model = Run(model=model_of(**(config or {}))).make_model(
+            "distca", sizes, f"{folder}/{name}"
+        )
+        return make_trainer(
+            f"{folder}/out", model=model, environment=AS_GPUS, save_strategy="no", **arguments
+        )
 
     cases: dict[str, dict[str, Any]] = {
         r"layers\.0\.self_attn has 1 key/value heads, which tensor parallelism cannot divide among 2 ranks": {
@@ -196,7 +232,9 @@ def _refusals_and_memory(folder: str) -> None:
             "lengths": OF_TRAINERS[: 11 if rank == 3 else 12]
         },
         # Ranks 1 and 3 have the same heads, and agree with each other.
-        r"tokens_per_rank differs between ranks \(160 on rank 0": {"tokens_per_rank": 96 if rank % 2 else 160},
+        r"tokens_per_rank differs between ranks \(160 on rank 0": {
+            "tokens_per_rank": 96 if rank % 2 else 160
+        },
     }
     with launched("tp and fsdp", {}):
         for number, (error, case) in enumerate(cases.items()):
@@ -213,7 +251,9 @@ def _refusals_and_memory(folder: str) -> None:
         assert (kind.q_heads, kind.kv_heads, alone.config.intermediate_size) == (2, 1, 24)
         whole, norms = sum(parameter.numel() for parameter in plain("sdpa").parameters()), 5 * 32
         assert parameter_bytes(base, 1) == (whole - norms) // 2 + norms
-        assert sharing_of(trainer.accelerator, trainer.model, trainer.dispatcher.groups.ranks)[1] == 2
+        assert (
+            sharing_of(trainer.accelerator, trainer.model, trainer.dispatcher.groups.ranks)[1] == 2
+        )
 
 
 def test_refusals_and_memory_of_a_divided_model(run, rank_pools, tmp_path):
@@ -225,10 +265,17 @@ def test_refusals_and_memory_of_a_divided_model(run, rank_pools, tmp_path):
 
 def test_the_page_has_the_outcome_of_each_feature():
     table, arguments = PAGE.read_text().split("## Arguments of Trainer")
-    rows = {row[0]: row[1:] for line in table.splitlines() if len(row := line.strip("| ").split(" | ")) > 4}
+    rows = {
+        row[0]: row[1:]
+        for line in table.splitlines()
+        if len(row := line.strip("| ").split(" | ")) > 4
+    }
     titles = ("ddp", "fsdp2", "zero2", "zero3")
     for name, feature in FEATURES.items():
-        outcomes = ["refused" if s in feature.refused else "equal" if s in feature.only else "–" for s in titles]
+        outcomes = [
+            "refused" if s in feature.refused else "equal" if s in feature.only else "–"
+            for s in titles
+        ]
         assert rows[name][:4] == outcomes, name
         assert all(text in rows[name][4] for text in feature.refused.values()), name
     assert len(rows) == 2 + len(FEATURES)

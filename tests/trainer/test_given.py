@@ -10,7 +10,13 @@ import datasets
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorWithFlattening, HfArgumentParser, Trainer, TrainingArguments, training_args
+from transformers import (
+    DataCollatorWithFlattening,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+    training_args,
+)
 
 from hf_distca import DistCAArguments, DistCAMixin, DistCATrainingArguments
 from hf_distca.collator.refusals import Data
@@ -32,7 +38,9 @@ def make(folder: Any, data: Any, model: Any = None, given: Any = None, **argumen
 
 
 def of_texts(column: str = "text") -> datasets.Dataset:
-    return datasets.Dataset.from_list([{column: text, "source": number} for number, text in enumerate(TEXTS)])
+    return datasets.Dataset.from_list(
+        [{column: text, "source": number} for number, text in enumerate(TEXTS)]
+    )
 
 
 def tokens_in(dataset: Any) -> list[list[int]]:
@@ -60,7 +68,9 @@ def test_tf32_is_set_as_transformers_sets_it(tmp_path, monkeypatch):
     assert found == [True, False]
 
 
-@pytest.mark.parametrize("made_of", [datasets.Dataset.flatten, list, datasets.Dataset.to_iterable_dataset, Texts])
+@pytest.mark.parametrize(
+    "made_of", [datasets.Dataset.flatten, list, datasets.Dataset.to_iterable_dataset, Texts]
+)
 def test_text_is_tokenized(tmp_path, made_of):
     data = made_of(of_texts())
     trainer = make(tmp_path, data, given={"eval_dataset": {"own": data}})
@@ -70,11 +80,17 @@ def test_text_is_tokenized(tmp_path, made_of):
 
 
 def test_columns(tmp_path):
-    assert tokens_in(make(tmp_path, of_texts("body"), dataset_text_field="body").train_dataset) == TOKENS
+    assert (
+        tokens_in(make(tmp_path, of_texts("body"), dataset_text_field="body").train_dataset)
+        == TOKENS
+    )
     data = datasets.Dataset.from_dict({"input_ids": TOKENS, "text": TEXTS})
     assert make(tmp_path, data).train_dataset is data
     data = of_texts()  # a collator gets the data as they are
-    assert make(tmp_path, data, given={"data_collator": DataCollatorWithFlattening()}).train_dataset is data
+    assert (
+        make(tmp_path, data, given={"data_collator": DataCollatorWithFlattening()}).train_dataset
+        is data
+    )
 
 
 def test_a_model_is_loaded_by_its_name_and_as_is_asked_for(tmp_path):
@@ -121,12 +137,16 @@ class PlannedChatArguments(DistCAArguments, ChatArguments):
 class ChatTrainer(Trainer):
     """Names arguments in an order of its own, and puts a token behind every example."""
 
-    def __init__(self, model: Any, args: ChatArguments, train_dataset: Any, data_collator: Any = None) -> None:
+    def __init__(
+        self, model: Any, args: ChatArguments, train_dataset: Any, data_collator: Any = None
+    ) -> None:
         ended = train_dataset.map(lambda row: {"input_ids": [*row["input_ids"], args.end_of_turn]})
         super().__init__(model=model, args=args, data_collator=data_collator, train_dataset=ended)
 
     def get_train_dataloader(self) -> Any:
-        return self._get_dataloader(self.train_dataset, "Training", self._train_batch_size, None, True)
+        return self._get_dataloader(
+            self.train_dataset, "Training", self._train_batch_size, None, True
+        )
 
 
 class PlannedChatTrainer(DistCAMixin, ChatTrainer):
@@ -142,9 +162,13 @@ def test_arguments_are_of_both_trainers(tmp_path):
         arguments(dataloader_drop_last=True)
     # By position, too. The collator is seen there: without one the batch size would be refused.
     data = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
-    PlannedChatTrainer(small_model(), arguments(per_device_train_batch_size=4), data, DataCollatorWithFlattening())
+    PlannedChatTrainer(
+        small_model(), arguments(per_device_train_batch_size=4), data, DataCollatorWithFlattening()
+    )
     with refused(GIVEN[0]):
-        PlannedChatTrainer(small_model(), ChatArguments(output_dir=str(tmp_path), use_cpu=True), data)
+        PlannedChatTrainer(
+            small_model(), ChatArguments(output_dir=str(tmp_path), use_cpu=True), data
+        )
     trainer = PlannedChatTrainer(small_model(), arguments(), data)
     (batch,) = trainer.get_train_dataloader()
     assert batch["input_ids"].tolist() in ([[1, 2, 2, 3, 2]], [[3, 2, 1, 2, 2]])
@@ -155,8 +179,12 @@ def test_arguments_are_of_both_trainers(tmp_path):
 
 
 def test_arguments_by_name():
-    def init(model: Any, args: Any = None, data_collator: Any = None, *, callbacks: Any = None) -> None: ...
+    def init(
+        model: Any, args: Any = None, data_collator: Any = None, *, callbacks: Any = None
+    ) -> None: ...
 
     assert by_name(init, (1, 2), {"callbacks": 3}) == {"model": 1, "args": 2, "callbacks": 3}
-    with pytest.raises(TypeError, match="takes 0 positional arguments, got 2; pass the others by name"):
+    with pytest.raises(
+        TypeError, match="takes 0 positional arguments, got 2; pass the others by name"
+    ):
         by_name(lambda *args, **kwargs: None, (1, 2), {})

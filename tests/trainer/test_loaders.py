@@ -23,7 +23,12 @@ from hf_distca.collator.refusals import Data
 from hf_distca.dispatch import dispatcher
 from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import PlanSettings
-from hf_distca.trainer.loaders import PackedLoaders, UpcomingBatches, is_stream, lengths_read_on_host
+from hf_distca.trainer.loaders import (
+    PackedLoaders,
+    UpcomingBatches,
+    is_stream,
+    lengths_read_on_host,
+)
 from hf_distca.trainer.processes import ReadingProcesses
 from tests.models_and_batches import small_model
 from tests.refused import refused
@@ -51,35 +56,60 @@ def test_loaders_are_made_as_the_arguments_say(tmp_path):
     trainer.args.dataloader_pin_memory = True
     loader = trainer.get_train_dataloader()
     assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (1, True, 3)
-    assert (loader.pin_memory, loader._non_blocking, loader.device) == (True, True, trainer.args.device)
+    assert (loader.pin_memory, loader._non_blocking, loader.device) == (
+        True,
+        True,
+        trainer.args.device,
+    )
     # Also of evaluations, and by a custom collator.
-    trainer = make_trainer(str(tmp_path), "flattened", lengths=[40, 30], per_device_eval_batch_size=2)
+    trainer = make_trainer(
+        str(tmp_path), "flattened", lengths=[40, 30], per_device_eval_batch_size=2
+    )
     batch = next(iter(trainer.get_eval_dataloader()._loader))
     assert batch["document_lengths"] == batch_document_lengths(batch) == (40, 30)
 
 
 def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(tmp_path):
     trainer = make_trainer(str(tmp_path), tokens_per_rank=8)
-    alike: dict[str, Any] = {"raise_together": lambda *_, **__: None, "all_gather": lambda value, **_: [value] * 2}
-    for layout, limit_name, limit in (("whole", "tokens_per_rank", 8), ("joint", "ranks · tokens_per_rank", 16)):
+    alike: dict[str, Any] = {
+        "raise_together": lambda *_, **__: None,
+        "all_gather": lambda value, **_: [value] * 2,
+    }
+    for layout, limit_name, limit in (
+        ("whole", "tokens_per_rank", 8),
+        ("joint", "ranks · tokens_per_rank", 16),
+    ):
         settings = PlanSettings(2, 8, document_layout=layout)
         groups = SimpleNamespace(rank=0, ranks=2, **alike)
         dispatcher: Any = SimpleNamespace(
-            groups=groups, settings=settings, device=trainer.args.device, choices=list, limits=NO_LIMITS
+            groups=groups,
+            settings=settings,
+            device=trainer.args.device,
+            choices=list,
+            limits=NO_LIMITS,
         )
         dispatcher.see_length = lambda longest: None
         loaders = PackedLoaders(trainer, dispatcher)
         documents = [{"input_ids": [0] * length} for length in (6, 5, 4)]
         # 15 tokens, but 4 more fit beside neither 6 nor 5 on a rank.
         assert len(loaders.loader(documents, shuffle=False)) == (2 if layout == "whole" else 1)
-        assert [len(loaders.loader(documents, shuffle=False, capacity=16, bins=bins)) for bins in (1, 2)] == [1, 2]
+        assert [
+            len(loaders.loader(documents, shuffle=False, capacity=16, bins=bins)) for bins in (1, 2)
+        ] == [1, 2]
         with refused(Data.LONG, limit_name=limit_name, limit=limit, length=limit + 1):
             loaders.loader([{"input_ids": [0] * (limit + 1)}], shuffle=False)
 
 
 def test_the_training_data_is_summarized_once_before_training(tmp_path, capsys):
-    arguments = {"long_documents": "truncate", "tokens_per_rank": 100, "eval_strategy": "epoch", "disable_tqdm": False}
-    trainer = make_trainer(str(tmp_path), lengths=[150, 30, 20], max_steps=2, save_strategy="no", **arguments)
+    arguments = {
+        "long_documents": "truncate",
+        "tokens_per_rank": 100,
+        "eval_strategy": "epoch",
+        "disable_tqdm": False,
+    }
+    trainer = make_trainer(
+        str(tmp_path), lengths=[150, 30, 20], max_steps=2, save_strategy="no", **arguments
+    )
     trainer.train()
     trainer.train()
     printed = capsys.readouterr().out.splitlines()
@@ -101,7 +131,9 @@ def test_whatever_a_data_set_raises_reaches_all_processes_of_the_world(tmp_path,
 
     trainer, seen = make_trainer(str(tmp_path)), []
     groups = trainer.dispatcher.groups
-    monkeypatch.setattr(groups, "raise_together", lambda error, **options: seen.append((str(error), options)))
+    monkeypatch.setattr(
+        groups, "raise_together", lambda error, **options: seen.append((str(error), options))
+    )
     trainer._loaders.lengths(Faulty([{"input_ids": [1]}]))
     assert seen == [("stale file handle", {"in_world": True})]
 
@@ -157,7 +189,9 @@ def test_nothing_is_bound_ahead_of_another_loader_or_of_servers():
     # A pool of servers is asked when it is time.
     for remote, count, expected in ((None, 1, ["a", "b"]), (object(), 2, ["a"])):
         bound: list[str] = []
-        binder: Any = SimpleNamespace(remote=remote, bind=lambda plan, to=bound: to.append(plan) or f"{plan} bound")
+        binder: Any = SimpleNamespace(
+            remote=remote, bind=lambda plan, to=bound: to.append(plan) or f"{plan} bound"
+        )
         upcoming = UpcomingBatches(binder, ALONE)
         upcoming.fetch(iter([{PLAN_KEY: "a"}, {PLAN_KEY: "b"}]), count, planned=True)
         assert upcoming.bind("a") == "a bound"
@@ -182,18 +216,37 @@ class Notes(TrainerCallback):
 @pytest.mark.parametrize("source", ["packed", "flattened"])
 def test_training_plans_and_binds_ahead(tmp_path, monkeypatch, source):
     trainer = make_trainer(
-        str(tmp_path), source, lengths=[150] * 6, gradient_accumulation_steps=2, max_steps=3, save_strategy="no"
+        str(tmp_path),
+        source,
+        lengths=[150] * 6,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        save_strategy="no",
     )
     events: list[str] = []
     trainer.add_callback(Notes(events))
-    bind, compute_loss, collator = trainer.dispatcher.bind, trainer.compute_loss, trainer.data_collator
+    bind, compute_loss, collator = (
+        trainer.dispatcher.bind,
+        trainer.compute_loss,
+        trainer.data_collator,
+    )
     for module, name in ((collation, "plan_micro_batch"), (dispatcher, "plan_placed")):
         plan = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, plan=plan: (events.append("plan"), plan(*a))[1])
-    monkeypatch.setattr(trainer.dispatcher, "bind", lambda plan: (events.append("bind"), bind(plan))[1])
+        monkeypatch.setattr(
+            module, name, lambda *a, plan=plan: (events.append("plan"), plan(*a))[1]
+        )
+    monkeypatch.setattr(
+        trainer.dispatcher, "bind", lambda plan: (events.append("bind"), bind(plan))[1]
+    )
     # Trainer looks at the loss, and waits for it, before it counts these.
-    monkeypatch.setattr(trainer, "floating_point_ops", lambda _inputs: (events.append("waited"), 0)[1])
-    monkeypatch.setattr(trainer, "compute_loss", lambda *a, **k: (events.append("forward"), compute_loss(*a, **k))[1])
+    monkeypatch.setattr(
+        trainer, "floating_point_ops", lambda _inputs: (events.append("waited"), 0)[1]
+    )
+    monkeypatch.setattr(
+        trainer,
+        "compute_loss",
+        lambda *a, **k: (events.append("forward"), compute_loss(*a, **k))[1],
+    )
     trainer.train()
     # Only the first step waits for its plans. While a micro-batch runs, one of the next step is planned, until the
     # data ends. accelerate reads one micro-batch more than it gives.
@@ -202,7 +255,13 @@ def test_training_plans_and_binds_ahead(tmp_path, monkeypatch, source):
     for micro_batch in range(6):
         planned = ["plan"] if micro_batch < last_planned else []
         bound = ["bind"] if micro_batch < 5 else []
-        expected += ["forward", *planned, *bound, "waited", *(["optimizer"] if micro_batch % 2 else [])]
+        expected += [
+            "forward",
+            *planned,
+            *bound,
+            "waited",
+            *(["optimizer"] if micro_batch % 2 else []),
+        ]
     assert events == expected
     assert trainer.data_collator is collator
 
@@ -210,9 +269,17 @@ def test_training_plans_and_binds_ahead(tmp_path, monkeypatch, source):
 def test_an_evaluation_plans_and_binds_ahead(tmp_path, monkeypatch):
     trainer = make_trainer(str(tmp_path), lengths=[150] * 3)
     events: list[str] = []
-    plan, bind, prediction_step = collation.plan_micro_batch, trainer.dispatcher.bind, trainer.prediction_step
-    monkeypatch.setattr(collation, "plan_micro_batch", lambda *a: (events.append("plan"), plan(*a))[1])
-    monkeypatch.setattr(trainer.dispatcher, "bind", lambda plan: (events.append("bind"), bind(plan))[1])
+    plan, bind, prediction_step = (
+        collation.plan_micro_batch,
+        trainer.dispatcher.bind,
+        trainer.prediction_step,
+    )
+    monkeypatch.setattr(
+        collation, "plan_micro_batch", lambda *a: (events.append("plan"), plan(*a))[1]
+    )
+    monkeypatch.setattr(
+        trainer.dispatcher, "bind", lambda plan: (events.append("bind"), bind(plan))[1]
+    )
 
     def noted_step(*args: Any, **kwargs: Any) -> Any:
         events.append("begin")
@@ -240,7 +307,9 @@ class Planner:
     def raise_together(self, error: Exception | None) -> None:
         raise ValueError(f"raised by both ranks: {error}")
 
-    def plan_batches(self, batches: list[dict[str, Any]], at_least: int = 0) -> list[dict[str, Any]]:
+    def plan_batches(
+        self, batches: list[dict[str, Any]], at_least: int = 0
+    ) -> list[dict[str, Any]]:
         if not batches and self.others > 0:
             batches = [{PLAN_KEY: "filler"}]
         self.others -= 1
@@ -250,7 +319,9 @@ class Planner:
         return f"{plan} bound"
 
 
-def _steps(upcoming: UpcomingBatches, loader: Iterator[Any], count: int, *, planned: bool) -> Iterator[list[str]]:
+def _steps(
+    upcoming: UpcomingBatches, loader: Iterator[Any], count: int, *, planned: bool
+) -> Iterator[list[str]]:
     """The plans of each step of a training, in which something is prepared after each micro-batch."""
     while batches := upcoming.fetch(loader, count, planned=planned):
         yield [batch[PLAN_KEY] for batch in batches]
@@ -315,9 +386,15 @@ def test_a_batch_that_another_rank_cannot_read_ends_the_step():
 def test_ranks_are_not_asked_again_in_an_epoch_that_has_ended(tmp_path, monkeypatch):
     trainer, asked = make_trainer(str(tmp_path), "stream", max_steps=1), []
     plan_batches = trainer.dispatcher.plan_batches
-    monkeypatch.setattr(trainer.dispatcher, "plan_batches", lambda *a, **k: asked.append(1) or plan_batches(*a, **k))
+    monkeypatch.setattr(
+        trainer.dispatcher, "plan_batches", lambda *a, **k: asked.append(1) or plan_batches(*a, **k)
+    )
     ended = trainer._epoch_iterator = iter([])
-    assert [trainer.get_batch_samples(ended, 2, trainer.args.device)[0] for _ in range(3)] == [[], [], []]
+    assert [trainer.get_batch_samples(ended, 2, trainer.args.device)[0] for _ in range(3)] == [
+        [],
+        [],
+        [],
+    ]
     assert len(asked) == 1
 
 
@@ -328,7 +405,12 @@ def test_by_default_no_process_starts(tmp_path, monkeypatch):
         limited = {**arguments, "max_steps": 6} if source == "stream" else arguments
         trainer = make_trainer(str(tmp_path / source), source, lengths=[150] * 4, **limited)
         assert trainer.args.dataloader_num_workers == 0
-        for owner, name in ((os, "fork"), (os, "posix_spawn"), (subprocess.Popen, "__init__"), (BaseProcess, "start")):
+        for owner, name in (
+            (os, "fork"),
+            (os, "posix_spawn"),
+            (subprocess.Popen, "__init__"),
+            (BaseProcess, "start"),
+        ):
             monkeypatch.setattr(owner, name, forbidden)
         trainer.train()
         assert sum("eval_loss" in entry for entry in trainer.state.log_history) >= 2
@@ -349,7 +431,12 @@ def _trainers_one_after_another(folder: str) -> None:
     model, closed, losses = small_model(), [], []
     for workers in (1, 0):
         # One step of a pass, whose loader has more to give.
-        options = {"max_steps": 1, "learning_rate": 3e-2, "save_strategy": "no", "dataloader_num_workers": workers}
+        options = {
+            "max_steps": 1,
+            "learning_rate": 3e-2,
+            "save_strategy": "no",
+            "dataloader_num_workers": workers,
+        }
         trainer = make_trainer(folder, model=model, lengths=LENGTHS * 2, **options)
         notes = Notes([])
         trainer.add_callback(notes)
@@ -364,7 +451,10 @@ def _trainers_one_after_another(folder: str) -> None:
     assert closed == [(1, closed[0][1], 0)] * 2
     assert before[0] == 3
     assert before[1] > closed[0][1]
-    with pytest.raises(RuntimeError, match=r"groups of this dispatcher are closed; make a new trainer or dispatcher"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"groups of this dispatcher are closed; make a new trainer or dispatcher",
+    ):
         trainer.evaluate()
     with pytest.raises(RuntimeError, match="closed"):
         groups.any_of([True])

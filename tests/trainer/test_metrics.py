@@ -51,7 +51,12 @@ def clock(monkeypatch) -> Clock:
 def test_only_training_counts(tmp_path, monkeypatch, clock):
     evaluations = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
     trainer = make_trainer(
-        str(tmp_path), max_steps=3, logging_steps=2, gradient_accumulation_steps=8, save_strategy="no", **evaluations
+        str(tmp_path),
+        max_steps=3,
+        logging_steps=2,
+        gradient_accumulation_steps=8,
+        save_strategy="no",
+        **evaluations,
     )
     monkeypatch.setattr(trainer.dispatcher.recorder, "seconds", clock.seconds)
     trainer.add_callback(clock)
@@ -63,7 +68,11 @@ def test_only_training_counts(tmp_path, monkeypatch, clock):
         assert figures["distca/tokens_per_second"] == pytest.approx(sum(LENGTHS) / 2.0)
         assert figures["distca/exchange_wait_seconds"] == 2.0
         # One rank: what it takes is the speed that it is predicted by.
-        assert figures["distca/attention_ms"] == pytest.approx(figures["distca/attention_ms_predicted"]) == 500.0
+        assert (
+            figures["distca/attention_ms"]
+            == pytest.approx(figures["distca/attention_ms_predicted"])
+            == 500.0
+        )
 
 
 def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
@@ -95,11 +104,17 @@ def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
             plan = SimpleNamespace(
                 tokens=np.array([20, 4]), fillers=0, summary=summary, choice=choice, nano_batches=()
             )
-            bound = SimpleNamespace(plan=plan, ran=SimpleNamespace(layers_in_turns=1, layers=2), stages=1)
+            bound = SimpleNamespace(
+                plan=plan, ran=SimpleNamespace(layers_in_turns=1, layers=2), stages=1
+            )
             if padded is None:
                 meter.count(bound)
             else:
-                meter.count_padded(SimpleNamespace(micro_batches=[({}, bound)], travel=SimpleNamespace(shape=padded)))
+                meter.count_padded(
+                    SimpleNamespace(
+                        micro_batches=[({}, bound)], travel=SimpleNamespace(shape=padded)
+                    )
+                )
         for _ in range(2):
             clock.on_step_begin()
             meter.on_step_end()
@@ -109,8 +124,13 @@ def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
 
     figures = figures_of()
     assert (figures["exchange_bytes"], figures["ping_pong_share"]) == (1.5, 0.5)
-    assert not {name for name in figures if "node" in name} | {"mfu", "step_ms", "attention_servers"} & figures.keys()
-    assert {name: value for name, value in figures_of(nodes=(0, 0, 1)).items() if "node" in name} == {
+    assert (
+        not {name for name in figures if "node" in name}
+        | {"mfu", "step_ms", "attention_servers"} & figures.keys()
+    )
+    assert {
+        name: value for name, value in figures_of(nodes=(0, 0, 1)).items() if "node" in name
+    } == {
         "exchange_bytes_within_nodes": 3.5,
         "exchange_bytes_between_nodes": 6.5,
         "busiest_node_bytes_within": 4.5,
@@ -126,10 +146,15 @@ def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
     # The slowest rank counts, whichever it is.
     for other, waited, attention in (([9.0, 0.1], 9.0, 1.0), ([0.1, 7.0], 2.0, 7.0)):
         figures = figures_of(other=[[*other, 0]])
-        assert (figures["exchange_wait_seconds"], figures["attention_ms"]) == (waited, attention * 1e3 / 2)
+        assert (figures["exchange_wait_seconds"], figures["attention_ms"]) == (
+            waited,
+            attention * 1e3 / 2,
+        )
         assert figures["exposed_exchange_share"] == waited / 4.0
     # Of 2 * 24 tokens in two batches of 4 * 10 rows on this rank and 40 rows on the other.
-    figures = figures_of(moved, choice=PlanChoice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3), padded=(4, 10))
+    figures = figures_of(
+        moved, choice=PlanChoice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3), padded=(4, 10)
+    )
     assert figures["padding_share"] == pytest.approx(1 - 4 * 24 / (4 * 40))
     assert not {"step_ms", "step_ms_predicted", "mfu"} & figures.keys()
     assert figures["gain_predicted"] == pytest.approx(1.2)
@@ -149,9 +174,13 @@ def test_model_flops_are_those_of_weights_and_pairs():
     model = small_model()
     model.model.layers[0].requires_grad_(False)
     plan = plan_micro_batch([5, 3], PlanSettings(1, 8, (SMALL_KIND,)))
-    frozen, *trained = (sum(p.numel() for p in layer.parameters()) for layer in (*model.model.layers, model.lm_head))
+    frozen, *trained = (
+        sum(p.numel() for p in layer.parameters()) for layer in (*model.model.layers, model.lm_head)
+    )
     weights = 4 * frozen + 6 * (sum(trained) + model.model.norm.weight.numel())
-    attention = 2 * 3 * 4 * 32 * (15 + 6)  # layers; forward and backward; operations of a pair; width; pairs
+    attention = (
+        2 * 3 * 4 * 32 * (15 + 6)
+    )  # layers; forward and backward; operations of a pair; width; pairs
     assert flops_counter(model, shared_by=1)(plan) == pytest.approx(8 * weights + attention)
     assert flops_counter(model, shared_by=2)(plan) == pytest.approx(8 * weights + 2 * attention)
 

@@ -125,7 +125,10 @@ def weights() -> list[nn.Parameter]:
 
 
 OPTIMIZERS: list[tuple[Any, str]] = [
-    *((kind, "") for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam, torch.optim.Adagrad)),
+    *(
+        (kind, "")
+        for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam, torch.optim.Adagrad)
+    ),
     *((kind, "") for kind in (Custom, Blocks, Late)),
     *((kind, ROWS) for kind in (Adafactor, torch.optim.Adafactor, Preconditions)),
     *((kind, OTHER) for kind in (OfNorm, Clips, Undoes)),
@@ -136,7 +139,9 @@ OPTIMIZERS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "expected"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("kind", "expected"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_flat_shards(kind, expected):
     why = why_not_on_shards(kind(weights()), None, CPU)
     assert why.startswith(expected)
@@ -159,7 +164,10 @@ def test_the_optimizer_is_as_it_was():
     )
     assert why_not_on_shards(optimizer, None, CPU) == ""
     assert dict(vars(optimizer)) == attributes
-    assert all(group["params"] is of_before for group, of_before in zip(optimizer.param_groups, held, strict=True))
+    assert all(
+        group["params"] is of_before
+        for group, of_before in zip(optimizer.param_groups, held, strict=True)
+    )
     assert optimizer.state_dict()["param_groups"] == kept["param_groups"]
     assert all(torch.equal(optimizer.state[first][name], value) for name, value in state.items())
     assert len(optimizer.state) == 1
@@ -176,7 +184,14 @@ def test_vectors_alone():
 
 def _on_dtensors() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
-    kinds = (torch.optim.AdamW, torch.optim.Muon, OfNorm, OfTheGroup, torch.optim.Adafactor, Adafactor)
+    kinds = (
+        torch.optim.AdamW,
+        torch.optim.Muon,
+        OfNorm,
+        OfTheGroup,
+        torch.optim.Adafactor,
+        Adafactor,
+    )
     return [why_not_on_shards(kind(weights()[:1]), mesh, CPU) for kind in kinds]
 
 
@@ -191,7 +206,9 @@ def trainer_of(kind: str, optimizer: Any, config: dict[str, Any]) -> Any:
     """A trainer of a strategy, as far as the check reads it."""
     plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(config=config, is_offload=lambda: False))
     accelerator = SimpleNamespace(
-        is_fsdp2=False, distributed_type=DistributedType[kind], state=SimpleNamespace(deepspeed_plugin=plugin)
+        is_fsdp2=False,
+        distributed_type=DistributedType[kind],
+        state=SimpleNamespace(deepspeed_plugin=plugin),
     )
     return SimpleNamespace(
         accelerator=accelerator,
@@ -213,7 +230,11 @@ def trainer_of(kind: str, optimizer: Any, config: dict[str, Any]) -> Any:
 )
 def test_an_optimizer_of_a_deepspeed_configuration(kind, named, is_refused):
     trainer = trainer_of(kind, DummyOptim([]), {} if named is None else {"optimizer": named})
-    with pytest.raises(ValueError, match=f"{named['type']} is the optimizer") if is_refused else nullcontext():
+    with (
+        pytest.raises(ValueError, match=f"{named['type']} is the optimizer")
+        if is_refused
+        else nullcontext()
+    ):
         check_optimizer(trainer)
 
 

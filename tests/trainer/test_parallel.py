@@ -45,7 +45,9 @@ from tests.trainer.small_trainers import make_trainer
 def _step_of_a_bare_model(folder: str) -> bool:
     """Whether a step takes a gradient of a model that nothing has wrapped."""
     trainer = make_trainer(folder)
-    with refused(Run.NOT_WRAPPED, model="LlamaForCausalLM", processes=2, strategy="DistributedType.MULTI_CPU"):
+    with refused(
+        Run.NOT_WRAPPED, model="LlamaForCausalLM", processes=2, strategy="DistributedType.MULTI_CPU"
+    ):
         trainer.training_step(trainer.model, next(iter(trainer.get_train_dataloader())))
     return any(parameter.grad is not None for parameter in trainer.model.parameters())
 
@@ -105,7 +107,10 @@ def test_ddp_looks_for_unused_parameters_where_there_may_be_some(make, kind, ask
 
 
 def test_towers_are_what_text_gives_no_gradient():
-    assert trained_towers(with_tower("distca")) == ["model.vision_tower", "model.multi_modal_projector"]
+    assert trained_towers(with_tower("distca")) == [
+        "model.vision_tower",
+        "model.multi_modal_projector",
+    ]
     assert trained_towers(with_frozen_tower("distca")) == trained_towers(small_model()) == []
 
 
@@ -120,7 +125,9 @@ def test_the_dtype_of_computation():
         ("fp16", "no", 2, torch.float16),
     ):
         args: Any = SimpleNamespace(bf16=argument == "bf16", fp16=argument == "fp16")
-        config = SimpleNamespace(distributed_config=SimpleNamespace(dp_size=sizes, fsdp_mixed_precision=True))
+        config = SimpleNamespace(
+            distributed_config=SimpleNamespace(dp_size=sizes, fsdp_mixed_precision=True)
+        )
         model: Any = SimpleNamespace(dtype=torch.float32, config=config)
         model.is_distributed_loading_by_transformers = sizes is not None
         accelerator: Any = SimpleNamespace(mixed_precision=launch)
@@ -143,10 +150,15 @@ def test_what_brings_gradients_together():
     wrapped._fsdp_wrapped_module = nn.Module()
     assert is_wrapped(wrapped, accelerator_of("FSDP"))
     model: Any = nn.Module()
-    assert not any(is_wrapped(model, accelerator_of(kind)) for kind in ("MULTI_GPU", "FSDP", "DEEPSPEED"))
+    assert not any(
+        is_wrapped(model, accelerator_of(kind)) for kind in ("MULTI_GPU", "FSDP", "DEEPSPEED")
+    )
     model.is_distributed_loading_by_transformers = True
     for size, expected in ((1, True), (2, False)):
-        assert is_wrapped(model, accelerator_of("MULTI_GPU", SimpleNamespace(data_parallel_size=size))) is expected
+        assert (
+            is_wrapped(model, accelerator_of("MULTI_GPU", SimpleNamespace(data_parallel_size=size)))
+            is expected
+        )
 
 
 @pytest.fixture
@@ -159,7 +171,9 @@ def launched(monkeypatch):
             monkeypatch.setenv(f"ACCELERATE_USE_{name}", str(name == strategy).lower())
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
         unset = {"ddp_backend": None, "deepspeed": None, "fsdp": None}
-        return SimpleNamespace(**{"use_cpu": False, "dataloader_pin_memory": True, **unset, **given})
+        return SimpleNamespace(
+            **{"use_cpu": False, "dataloader_pin_memory": True, **unset, **given}
+        )
 
     return arguments
 
@@ -177,7 +191,9 @@ def test_processes_on_cpus_join_and_share_a_model(launched):
         join_on_cpu(args)
         assert (args.use_cpu, args.ddp_backend) == (use_cpu, backend)
         assert args.dataloader_pin_memory is (backend is None)  # Trainer sees to it with use_cpu
-    args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
+    args.distributed_state = SimpleNamespace(
+        distributed_type=DistributedType.MULTI_CPU, num_processes=2
+    )
     share_on_cpu(args, SimpleNamespace(is_distributed_loading_by_transformers=True))
     assert args.distributed_state.distributed_type == DistributedType.MULTI_GPU
 
@@ -241,7 +257,9 @@ def _refusal_of_ranks_that_accelerate_does_not_connect(lost: int) -> tuple[str, 
 def test_ranks_that_torch_connects_and_accelerate_does_not_are_refused_together(rank_pools):
     """As `accelerate launch` starts two processes on CPUs without ACCELERATE_USE_CPU."""
     counts = "the launcher started 2 processes, torch.distributed connects 2 and accelerate connects 1, but"
-    for message, counted in rank_pools[2].run(_refusal_of_ranks_that_accelerate_does_not_connect, -1):
+    for message, counted in rank_pools[2].run(
+        _refusal_of_ranks_that_accelerate_does_not_connect, -1
+    ):
         assert counted == 1
         assert message.startswith(counts)
     one, other = rank_pools[2].run(_refusal_of_ranks_that_accelerate_does_not_connect, 1)
@@ -252,8 +270,12 @@ def test_ranks_that_torch_connects_and_accelerate_does_not_are_refused_together(
 
 def test_a_training_of_one_rank_says_that_nothing_is_balanced(caplog):
     for settings in ({}, {"attention_servers": "external"}):
-        make_dispatcher(small_model(), DistCAConfig(tokens_per_rank=64, **settings), torch.device("cpu")).close()
-    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [assembly.ONE_RANK]
+        make_dispatcher(
+            small_model(), DistCAConfig(tokens_per_rank=64, **settings), torch.device("cpu")
+        ).close()
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        assembly.ONE_RANK
+    ]
 
 
 # Memory
@@ -274,29 +296,47 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
     assert messages[2].startswith("WARNING tokens_per_rank=8192 will not fit: ")
     # Transformers gives the model Liger's kernels later, when training starts.
     seen, count = [], MemoryCounter.count
-    changed = {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}, "gradient_accumulation_steps": 2}
+    changed = {
+        "use_liger_kernel": True,
+        "liger_kernel_config": {"rope": False},
+        "gradient_accumulation_steps": 2,
+    }
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryCounter, "count", lambda *args, **named: seen.append(args[2]) or count(*args, **named))
+        patch.setattr(
+            MemoryCounter,
+            "count",
+            lambda *args, **named: seen.append(args[2]) or count(*args, **named),
+        )
         log_memory(*of_trainer, 10**10)
         for name, value in changed.items():
             patch.setattr(trainer.args, name, value)
         log_memory(*of_trainer, 10**10)
-    assert [(training.liger, training.accumulates) for training in seen] == [(None, False), ({"rope": False}, True)]
+    assert [(training.liger, training.accumulates) for training in seen] == [
+        (None, False),
+        ({"rope": False}, True),
+    ]
     # Counted is the last of all ranks, and a little of the memory stays free. Whoever asks for it, autocast counts.
     settings = trainer.dispatcher.settings
     counted = []
     with monkeypatch.context() as patch:
         patch.setattr(trainer.args, "bf16", False)
         taken = RankMemory(ModelState(96, 0, 0), {})
-        patch.setattr(MemoryCounter, "count", lambda *args, rank: counted.append((rank, args[2].mixed)) or taken)
+        patch.setattr(
+            MemoryCounter,
+            "count",
+            lambda *args, rank: counted.append((rank, args[2].mixed)) or taken,
+        )
         caplog.clear()
         for memory, bytes_per_value in ((102, 4), (100, 2)):  # 96 is more than 0.95 of 100
             of_three: Any = SimpleNamespace(
-                settings=replace(settings, bytes_per_value=bytes_per_value), groups=SimpleNamespace(ranks=3)
+                settings=replace(settings, bytes_per_value=bytes_per_value),
+                groups=SimpleNamespace(ranks=3),
             )
             log_memory(trainer.model, of_three, *of_trainer[2:], memory)
     assert counted == [(2, False), (2, True)]
-    assert [record.levelname for record in caplog.records if "will not fit" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "will not fit" in record.message] == [
+        "WARNING"
+    ]
     # The model is as it was.
     assert not is_checkpointing(model)
     assert next(model.parameters()).grad is None
@@ -317,7 +357,9 @@ def test_how_ranks_share_a_model_and_checkpoint_its_layers():
         ("DEEPSPEED", 2, None, ("zero2", 4)),
         ("DEEPSPEED", 0, None, ("ddp", 4)),
     ):
-        accelerator = accelerator_of(kind, config, deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+        accelerator = accelerator_of(
+            kind, config, deepspeed_plugin=SimpleNamespace(zero_stage=stage)
+        )
         assert sharing_of(accelerator, nn.Module(), 4) == expected
     every, plugin = {"every_n_layers": 2}, SimpleNamespace(activation_checkpointing=True)
     plugin.activation_checkpointing_offload = True
@@ -333,8 +375,12 @@ def test_how_ranks_share_a_model_and_checkpoint_its_layers():
 def test_gpus_agree_on_the_smallest_memory(monkeypatch):
     """By which each chooses the same chunks of the loss."""
     gathered = []
-    groups = SimpleNamespace(all_gather=lambda mine: gathered.append(mine) or [mine, 24 * 10**9, 141 * 10**9])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
+    groups = SimpleNamespace(
+        all_gather=lambda mine: gathered.append(mine) or [mine, 24 * 10**9, 141 * 10**9]
+    )
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9)
+    )
     assert smallest_memory(groups, torch.device("cuda", 0)) == 24 * 10**9
     groups = SimpleNamespace(all_gather=lambda mine: gathered.append(mine) or [mine, mine])
     assert smallest_memory(groups, torch.device("cpu")) is None

@@ -17,7 +17,10 @@ from tests.refused import refused
 from tests.trainer.comparison import IGNORED, pad
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
-LABELS = [[IGNORED] * (length // 3) + [at * 7 % 64 for at in range(length - length // 3)] for length in LENGTHS]
+LABELS = [
+    [IGNORED] * (length // 3) + [at * 7 % 64 for at in range(length - length // 3)]
+    for length in LENGTHS
+]
 """Of each document: not the first third, then numbers by which they are recognised."""
 
 
@@ -34,24 +37,37 @@ def share_chosen(evaluated: EvalPrediction) -> dict[str, Any]:
 
 
 def with_labels(documents: list[Tensor], labels: list[list[int]]) -> list[dict[str, Any]]:
-    return [{"input_ids": ids.tolist(), "labels": given} for ids, given in zip(documents, labels, strict=True)]
+    return [
+        {"input_ids": ids.tolist(), "labels": given}
+        for ids, given in zip(documents, labels, strict=True)
+    ]
 
 
 def _predicted(folder: str, arguments: dict[str, Any]) -> tuple[Any, ...]:
     """What predict and evaluate return, and the parts of documents that this rank has."""
     dataset = with_labels(random_documents(LENGTHS), LABELS)
     given = {"train_dataset": dataset, "eval_dataset": dataset, "compute_metrics": share_chosen}
-    trainer = make_trainer(folder, given={**given, "preprocess_logits_for_metrics": of_rows}, **arguments)
+    trainer = make_trainer(
+        folder, given={**given, "preprocess_logits_for_metrics": of_rows}, **arguments
+    )
     parts = []
     predicted = trainer.predict(dataset)
-    parts += [(piece.document, piece.start, len(piece.targets)) for piece in trainer._rows.predictions._pieces]
+    parts += [
+        (piece.document, piece.start, len(piece.targets))
+        for piece in trainer._rows.predictions._pieces
+    ]
     return predicted.predictions, predicted.label_ids, predicted.metrics, trainer.evaluate(), parts
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory) -> Any:
     """What Trainer predicts in one process."""
-    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "per_device_eval_batch_size": 100}
+    quiet = {
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "per_device_eval_batch_size": 100,
+    }
     model = small_model(implementation="sdpa")
     model.config.use_cache = False
     trainer = Trainer(
@@ -90,10 +106,14 @@ def test_predictions_and_metrics_are_those_of_one_process(rank_pools, tmp_path, 
         logits = predictions["others"][0]
         assert logits.shape == wanted["others"][0].shape
         for row, length in enumerate(LENGTHS):
-            np.testing.assert_allclose(logits[row, :length], wanted["others"][0][row, :length], atol=1e-5)
+            np.testing.assert_allclose(
+                logits[row, :length], wanted["others"][0][row, :length], atol=1e-5
+            )
         # A figure whose name begins with the prefix has it once.
         assert metrics["test_right"] == metrics["test_eval_prefixed"] == stock.metrics["test_right"]
-        assert evaluation["eval_right"] == evaluation["eval_prefixed"] == stock.metrics["test_right"]
+        assert (
+            evaluation["eval_right"] == evaluation["eval_prefixed"] == stock.metrics["test_right"]
+        )
         assert metrics["test_loss"] == pytest.approx(evaluation["eval_loss"])
         assert metrics["test_mean_token_accuracy"] == pytest.approx(stock.metrics["test_right"])
         assert "test_samples_per_second" in metrics
@@ -105,12 +125,16 @@ def test_parts_of_long_documents_are_put_together(tmp_path):
     dataset = [{"input_ids": document.tolist()} for document in documents]
     for policy, last in (("split", 40), ("truncate", 16)):
         given = {"train_dataset": dataset, "preprocess_logits_for_metrics": of_rows}
-        trainer = make_trainer(str(tmp_path), given=given, tokens_per_rank=16, long_documents=policy, ping_pong=False)
+        trainer = make_trainer(
+            str(tmp_path), given=given, tokens_per_rank=16, long_documents=policy, ping_pong=False
+        )
         predicted = trainer.predict(dataset)
         assert predicted.label_ids.shape == (3, last)
         for row, document in enumerate(documents):
             expected = [IGNORED, *document[1:last].tolist()]
-            assert predicted.label_ids[row].tolist() == expected + [IGNORED] * (last - len(expected))
+            assert predicted.label_ids[row].tolist() == expected + [IGNORED] * (
+                last - len(expected)
+            )
         assert (predicted.predictions["chosen"][0] >= 0).all()
         assert (predicted.predictions["chosen"][1, 3:] == IGNORED).all()
 
@@ -133,9 +157,16 @@ def _errors(folder: str) -> list[str]:
     """What predictions with unusable functions raise on this rank, and then the number of a usable one's rows."""
     rank = torch.distributed.get_rank()
     dataset = [{"input_ids": document.tolist()} for document in random_documents(LENGTHS)]
-    trainer = make_trainer(folder, given={"train_dataset": dataset, "preprocess_logits_for_metrics": of_rows})
+    trainer = make_trainer(
+        folder, given={"train_dataset": dataset, "preprocess_logits_for_metrics": of_rows}
+    )
     found = []
-    for function in (mean_of_rows, shifted, partial(fails_on_second, rank), lambda logits, labels: logits.shape):
+    for function in (
+        mean_of_rows,
+        shifted,
+        partial(fails_on_second, rank),
+        lambda logits, labels: logits.shape,
+    ):
         trainer.preprocess_logits_for_metrics = function
         with pytest.raises(ValueError, match=r"\w") as error:
             trainer.predict(dataset)
@@ -144,9 +175,14 @@ def _errors(folder: str) -> list[str]:
     return [*found, str(trainer.predict(dataset).predictions["chosen"].shape)]
 
 
-def test_functions_that_cannot_be_given_parts_of_documents_are_refused_on_every_rank(rank_pools, tmp_path):
+def test_functions_that_cannot_be_given_parts_of_documents_are_refused_on_every_rank(
+    rank_pools, tmp_path
+):
     for mean, fewer, failed, shape, usable in rank_pools[2].run(_errors, str(tmp_path)):
-        assert "preprocess_logits_for_metrics returns other values for a token when it gets fewer tokens" in mean
+        assert (
+            "preprocess_logits_for_metrics returns other values for a token when it gets fewer tokens"
+            in mean
+        )
         assert "preprocess_logits_for_metrics returned the shape [1, " in fewer
         assert "rank 1: KeyError: 'a mistake of the user'" in failed
         assert "rank 0" not in failed
@@ -174,11 +210,17 @@ def test_what_cannot_be_predicted(tmp_path):
 def test_entropy_of_rows_with_a_target():
     """In blocks of a few rows, with tokens that are impossible, and in bfloat16."""
     logits = torch.tensor(
-        [[0.0, 0.0, -torch.inf, 0.0], [5.0, -torch.inf, -torch.inf, -torch.inf], [1.0, 2.0, 3.0, 4.0]]
+        [
+            [0.0, 0.0, -torch.inf, 0.0],
+            [5.0, -torch.inf, -torch.inf, -torch.inf],
+            [1.0, 2.0, 3.0, 4.0],
+        ]
     )
     expected = [np.log(3), 0.0, float(torch.distributions.Categorical(logits=logits[2]).entropy())]
     assert entropies(logits.log_softmax(-1)).tolist() == pytest.approx(expected, abs=1e-6)
-    assert entropies(logits.bfloat16().log_softmax(-1)).tolist() == pytest.approx(expected, abs=1e-2)
+    assert entropies(logits.bfloat16().log_softmax(-1)).tolist() == pytest.approx(
+        expected, abs=1e-2
+    )
     many = torch.randn(300, 1000).log_softmax(-1)  # blocks of 65 rows
     torch.testing.assert_close(entropies(many), -(many.exp() * many).sum(-1))
     figures = TokenFigures()

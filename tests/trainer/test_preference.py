@@ -20,11 +20,25 @@ from tests.ranks import RankPool
 from tests.refused import refused
 from tests.trainer.chats import tokenizer
 from tests.trainer.comparison import HYBRID, dataset_of, launched, whole
-from tests.trainer.preferences import COMMON, KINDS, PLANNED, Case, compare, compare_with_stock, few_words, train
+from tests.trainer.preferences import (
+    COMMON,
+    KINDS,
+    PLANNED,
+    Case,
+    compare,
+    compare_with_stock,
+    few_words,
+    train,
+)
 
 WITHIN = 1e-4
 """Largest relative difference of a logged figure or of what a weight has learned, in float32."""
-EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 
 
@@ -33,7 +47,11 @@ def lora() -> dict[str, Any]:
     targets = ["q_proj", "v_proj", "gate_proj"]
     return {
         "peft_config": peft.LoraConfig(
-            r=4, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=targets, lora_alpha=8
+            r=4,
+            init_lora_weights=False,
+            task_type="CAUSAL_LM",
+            target_modules=targets,
+            lora_alpha=8,
         )
     }
 
@@ -50,10 +68,19 @@ ONE_LAUNCH: dict[str, list[Case]] = {
         Case("dpo", model=HYBRID),
         Case("grpo", model={**EXPERTS, "output_router_logits": True}),
         Case("dpo", planned={"tokens_per_rank": 40}),
-        Case("dpo", arguments={"save_strategy": "steps", "save_steps": 2}, given=lora, resumes=True),
+        Case(
+            "dpo", arguments={"save_strategy": "steps", "save_steps": 2}, given=lora, resumes=True
+        ),
     ],
-    "three ranks": [Case("dpo", given=lora), Case("grpo"), Case("dpo", arguments={"max_length": 12})],
-    "fsdp2": [*(Case(kind, "fsdp2", {"max_steps": 2}) for kind in KINDS), Case("kto", "fsdp2", given=lora)],
+    "three ranks": [
+        Case("dpo", given=lora),
+        Case("grpo"),
+        Case("dpo", arguments={"max_length": 12}),
+    ],
+    "fsdp2": [
+        *(Case(kind, "fsdp2", {"max_steps": 2}) for kind in KINDS),
+        Case("kto", "fsdp2", given=lora),
+    ],
     "zero3": [
         *(Case(kind, "zero3", {"max_steps": 2}) for kind in KINDS),
         Case("dpo", "zero3", {"max_steps": 2}, given=lora, planned={"tokens_per_rank": 300}),
@@ -64,13 +91,19 @@ ONE_LAUNCH: dict[str, list[Case]] = {
 
 @pytest.mark.parametrize("launch", ONE_LAUNCH)
 def test_trainings_are_those_of_trl(launch, tmp_path):
-    pool = RankPool(3 if launch == "three ranks" else 2)  # of their own: trainers leave their state in a process
+    pool = RankPool(
+        3 if launch == "three ranks" else 2
+    )  # of their own: trainers leave their state in a process
     of_first_steps = []
     try:
         for number, case in enumerate(ONE_LAUNCH[launch]):
             # DeepSpeed's groups are those of its first training.
             figures = pool.run(
-                compare_with_stock, str(tmp_path / str(number)), case, WITHIN, keeps_groups=case.strategy == "zero3"
+                compare_with_stock,
+                str(tmp_path / str(number)),
+                case,
+                WITHIN,
+                keeps_groups=case.strategy == "zero3",
             )
             of_first_steps.append(figures[0][0])
             assert 0 < of_first_steps[-1]["distca/padding_share"] < 1, case
@@ -87,7 +120,9 @@ def train_in_bf16(folder: str) -> tuple[float, float]:
     def distance(planned: bool) -> float:
         learned = train(folder, case, planned=planned)["learned"]
         assert learned.keys() == exact.keys()
-        return float(np.sqrt(sum(float((learned[name] - exact[name]).square().sum()) for name in exact)))
+        return float(
+            np.sqrt(sum(float((learned[name] - exact[name]).square().sum()) for name in exact))
+        )
 
     return distance(True), distance(False)
 
@@ -108,14 +143,19 @@ class LastNorm(nn.Module):
         outputs_BLX = torch.cat([outputs["hidden_states"][-1], outputs["logits"]], -1)
         lasts_B = labels.shape[1] - 1 - is_target_BL.flip(1).byte().argmax(1)
         last_BX = outputs_BLX[torch.arange(len(labels)), lasts_B]
-        loss: Tensor = last_BX.square().sum() / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+        loss: Tensor = last_BX.square().sum() / (
+            len(labels) if num_items_in_batch is None else num_items_in_batch
+        )
         return loss
 
 
 def norms(evaluated: EvalPrediction) -> dict[str, float]:
     logits, hidden = evaluated.predictions
     targets = evaluated.label_ids != -100
-    return {"logits": float(np.abs(logits[targets]).mean()), "hidden": float(np.abs(hidden[targets]).mean())}
+    return {
+        "logits": float(np.abs(logits[targets]).mean()),
+        "hidden": float(np.abs(hidden[targets]).mean()),
+    }
 
 
 def kept(outputs: Any, labels: Tensor) -> Any:
@@ -136,7 +176,9 @@ def train_with_own_loss(folder: str, way: str) -> dict[str, Any]:
     """A training and an evaluation by transformers' Trainer: alone, with the mixin, or with `pack_padded`."""
     with launched("ddp", {}):
         torch.manual_seed(1)
-        model = small_model(implementation="sdpa" if way == "stock" else "distca", output_hidden_states=True)
+        model = small_model(
+            implementation="sdpa" if way == "stock" else "distca", output_hidden_states=True
+        )
         arguments = {**COMMON, "output_dir": folder, "max_steps": 2, "use_cpu": True}
         settings: dict[str, Any] = {**PLANNED, **exchanging(model)}
         if way == "mixin":
@@ -145,7 +187,9 @@ def train_with_own_loss(folder: str, way: str) -> dict[str, Any]:
             args = TrainingArguments(**arguments)
         dispatcher = None
         if way == "pack_padded":
-            dispatcher = hf_distca.pack_padded(model, hf_distca.DistCAConfig(**settings), args.device)
+            dispatcher = hf_distca.pack_padded(
+                model, hf_distca.DistCAConfig(**settings), args.device
+            )
         data = dataset_of([30, 4, 19, 7, 3, 25, 11, 2])
         data = data.add_column("labels", data["input_ids"])
         trainer = (PaddedTrainer if way == "mixin" else Trainer)(
@@ -163,9 +207,14 @@ def train_with_own_loss(folder: str, way: str) -> dict[str, Any]:
         predicted = trainer.predict(data)
         result = {
             "history": [{"loss": trainer.state.log_history[0]["loss"]}, trainer.evaluate()],
-            "learned": {name: whole(weight) - before[name] for name, weight in model.named_parameters()},
+            "learned": {
+                name: whole(weight) - before[name] for name, weight in model.named_parameters()
+            },
             "rounding": {name: float(2.0**-24 * weight.norm()) for name, weight in before.items()},
-            "predicted": [np.where(predicted.label_ids[..., None] != -100, each, 0) for each in predicted.predictions],
+            "predicted": [
+                np.where(predicted.label_ids[..., None] != -100, each, 0)
+                for each in predicted.predictions
+            ],
         }
         for times in ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second"):
             result["history"][1].pop(times)
@@ -195,12 +244,18 @@ def test_own_losses_metrics_and_predictions_of_transformers_trainer(rank_pools, 
 def refused_trainings(folder: str) -> None:
     """Several micro-batches where a weight would get several gradients; on all ranks."""
     with pytest.raises(ValueError, match="checkpoints are reentrant"):
-        train(folder, Case("dpo", arguments=REENTRANT, planned={"tokens_per_rank": 40}), planned=True)
+        train(
+            folder, Case("dpo", arguments=REENTRANT, planned={"tokens_per_rank": 40}), planned=True
+        )
 
 
 def refused_under_zero3(folder: str) -> None:
     with pytest.raises(ValueError, match="ZeRO-3 gathers whole layers"):
-        train(folder, Case("dpo", "zero3", planned={"ping_pong": True, "tokens_per_rank": 40}), planned=True)
+        train(
+            folder,
+            Case("dpo", "zero3", planned={"ping_pong": True, "tokens_per_rank": 40}),
+            planned=True,
+        )
 
 
 def test_several_gradients_of_a_weight_are_refused(tmp_path):
@@ -216,14 +271,20 @@ def test_arguments_and_models_by_name(tmp_path):
     small_model().save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     options = {"use_cpu": True, "bf16": False, "report_to": [], **KINDS["grpo"].arguments}
-    given = {"reward_funcs": few_words, "train_dataset": KINDS["grpo"].data(), "processing_class": tokenizer()}
+    given = {
+        "reward_funcs": few_words,
+        "train_dataset": KINDS["grpo"].data(),
+        "processing_class": tokenizer(),
+    }
     args = hf_distca.DistCAGRPOConfig(str(tmp_path), **options)
     trainer = hf_distca.DistCAGRPOTrainer(str(tmp_path), args=args, **given)
     models: Any = (trainer.model, trainer.ref_model)
     assert [model.config._attn_implementation for model in models] == ["distca"] * 2
     assert all(isinstance(model.base_model, PackedBackbone) for model in models)
     with refused(TRL_ARGUMENTS[0]):
-        args = hf_distca.DistCAGRPOConfig(str(tmp_path), **options, use_transformers_continuous_batching=True)
+        args = hf_distca.DistCAGRPOConfig(
+            str(tmp_path), **options, use_transformers_continuous_batching=True
+        )
         hf_distca.DistCAGRPOTrainer(str(tmp_path), args=args, **given)
 
 

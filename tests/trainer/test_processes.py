@@ -39,7 +39,12 @@ class Stops(TrainerCallback):
 
 
 def _train_with_a_process_that_stops(folder: Path, source: str) -> None:
-    options = {"dataloader_num_workers": 1, "exchange_timeout": TIMEOUT_S, "save_strategy": "no", "max_steps": 50}
+    options = {
+        "dataloader_num_workers": 1,
+        "exchange_timeout": TIMEOUT_S,
+        "save_strategy": "no",
+        "max_steps": 50,
+    }
     trainer = make_trainer(str(folder), source, lengths=LENGTHS * 4, **options)
     trainer.add_callback(Stops(folder))
     trainer.train()
@@ -47,7 +52,9 @@ def _train_with_a_process_that_stops(folder: Path, source: str) -> None:
 
 @pytest.mark.parametrize("source", ["packed", "stream"])
 def test_a_process_that_is_stopped_ends_the_run_on_all_ranks(tmp_path, source):
-    with own_processes(2, _train_with_a_process_that_stops, tmp_path, source, folder=tmp_path) as ranks:
+    with own_processes(
+        2, _train_with_a_process_that_stops, tmp_path, source, folder=tmp_path
+    ) as ranks:
         until = time.monotonic() + 200
         while not (tmp_path / "stopped").exists() and time.monotonic() < until:
             time.sleep(0.05)
@@ -60,7 +67,10 @@ def test_a_process_that_is_stopped_ends_the_run_on_all_ranks(tmp_path, source):
     stopped = (tmp_path / "stopped").read_text()
     for rank in range(2):
         printed = (tmp_path / f"output-{rank}").read_text(errors="replace")
-        assert f"rank 1 waits for a batch from process {stopped}, but none has come within 4 s" in printed
+        assert (
+            f"rank 1 waits for a batch from process {stopped}, but none has come within 4 s"
+            in printed
+        )
         assert "set dataloader_num_workers=0, which starts no process" in printed
     assert not Path(f"/proc/{stopped}").exists()
 
@@ -73,7 +83,9 @@ def test_a_process_without_a_sign_of_life_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(processes.Signs, "__call__", lambda self, worker_id: _hang(worker_id))
     monkeypatch.setattr(processes, "START_S", 0.5)
     trainer = make_trainer(str(tmp_path), dataloader_num_workers=1, save_strategy="no")
-    with pytest.raises(RuntimeError, match=r"rank 0 started .* process \d+ gave no sign of life within 0.5 s"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 started .* process \d+ gave no sign of life within 0.5 s"
+    ):
         trainer.train()
     assert multiprocessing.active_children() == []
 
@@ -88,7 +100,9 @@ def test_a_process_leaves_its_sign_and_is_set_up_as_before():
 
 def test_a_warning_names_versions_that_can_hang(tmp_path, monkeypatch):
     assert [fork_can_hang(version) for version in ((3, 11, 0), (3, 11, 9))] == [True, True]
-    assert [fork_can_hang(version) for version in ((3, 10, 13), (3, 11, 10), (3, 12, 0))] == [False] * 3
+    assert [fork_can_hang(version) for version in ((3, 10, 13), (3, 11, 10), (3, 12, 0))] == [
+        False
+    ] * 3
     warned = []
     for workers, rank, can_hang, method in (
         (0, 0, True, "fork"),

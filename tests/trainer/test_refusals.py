@@ -26,7 +26,14 @@ from hf_distca.models.decoder import decoder_attentions
 from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
 from hf_distca.refusal import check
 from hf_distca.trainer import refusals, resuming
-from hf_distca.trainer.refusals import PADDING, SUMMED_GRADIENTS, Resume, Run, check_given, check_trainer
+from hf_distca.trainer.refusals import (
+    PADDING,
+    SUMMED_GRADIENTS,
+    Resume,
+    Run,
+    check_given,
+    check_trainer,
+)
 from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.survey.tiny import tiny_config
@@ -50,11 +57,21 @@ def give(trainer: type = hf_distca.DistCATrainer, options: Any = None, **named: 
 
 
 def launch(
-    model: Any = small_model, tensor: int = 1, trainer: Any = None, by: Any = None, packs: bool = True, **changes: Any
+    model: Any = small_model,
+    tensor: int = 1,
+    trainer: Any = None,
+    by: Any = None,
+    packs: bool = True,
+    **changes: Any,
 ) -> None:
     """Check a trainer as it would be launched by an accelerator, with tensor parallelism of this size."""
     state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
-    accelerator = {"mixed_precision": "no", "is_fsdp2": False, "parallelism_config": None, "state": state}
+    accelerator = {
+        "mixed_precision": "no",
+        "is_fsdp2": False,
+        "parallelism_config": None,
+        "state": state,
+    }
     accelerator |= {"distributed_type": DistributedType.NO, **(by or {})}
     facts: dict[str, Any] = {"compute_loss": hf_distca.DistCAMixin.compute_loss}
     facts |= {
@@ -63,14 +80,23 @@ def launch(
         "optimizer": None,
         "lr_scheduler": None,
     }
-    facts |= {"args": settings(**changes), "model": model(), "get_tp_size": lambda: tensor, **(trainer or {})}
+    facts |= {
+        "args": settings(**changes),
+        "model": model(),
+        "get_tp_size": lambda: tensor,
+        **(trainer or {}),
+    }
     check_trainer(SimpleNamespace(accelerator=SimpleNamespace(**accelerator), **facts), packs=packs)
 
 
-def divided(adapters: bool = False, tp_plan: tuple[str, ...] = (), **sizes: int) -> Callable[[], Any]:
+def divided(
+    adapters: bool = False, tp_plan: tuple[str, ...] = (), **sizes: int
+) -> Callable[[], Any]:
     """Make a model that was divided when it was loaded, of which only facts are looked at."""
     sized = SimpleNamespace(**{"pp_size": 1, "dp_replicate_size": 1, **sizes})
-    model = SimpleNamespace(config=SimpleNamespace(distributed_config=sized), forward=lambda labels: None)
+    model = SimpleNamespace(
+        config=SimpleNamespace(distributed_config=sized), forward=lambda labels: None
+    )
     model.tp_plan = dict.fromkeys(tp_plan, SUMMED_GRADIENTS)
     model.is_distributed_loading_by_transformers = True
     if adapters:
@@ -89,10 +115,18 @@ def adapted_by(*, tied: bool = True, **lora: Any) -> dict[str, Any]:
 
 
 REENTRANT = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}
-TOWER = {"model": lambda: with_tower("distca"), "by": {"distributed_type": DistributedType.MULTI_CPU}}
+TOWER = {
+    "model": lambda: with_tower("distca"),
+    "by": {"distributed_type": DistributedType.MULTI_CPU},
+}
 COMPILED = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.INDUCTOR))
 LIGER = {"use_liger_kernel": True}
-LOADING = {"split_batches": True, "dispatch_batches": True, "even_batches": False, "use_seedable_sampler": False}
+LOADING = {
+    "split_batches": True,
+    "dispatch_batches": True,
+    "even_batches": False,
+    "use_seedable_sampler": False,
+}
 CHECKS: dict[str, Callable[..., None]] = {
     "ARGUMENTS": lambda **changes: check(refusals.ARGUMENTS, settings(**changes)),
     "GIVEN": give,
@@ -109,7 +143,9 @@ CHECKS: dict[str, Callable[..., None]] = {
         refusals.SFT_TRAINER, SimpleNamespace(get_tp_size=lambda: tensor, _is_vision_dataset=images)
     ),
     "TRAINER": launch,
-    "TRL_ARGUMENTS": lambda **changes: check(refusals.TRL_ARGUMENTS, settings(hf_distca.DistCAGRPOConfig, **changes)),
+    "TRL_ARGUMENTS": lambda **changes: check(
+        refusals.TRL_ARGUMENTS, settings(hf_distca.DistCAGRPOConfig, **changes)
+    ),
 }
 METRICS = {"compute_metrics": print, "preprocess_logits_for_metrics": print}
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -120,8 +156,17 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "GIVEN": [{"args": None}, {"model_init": print}, {"options": {"_n_gpu": 2}}],
     "PACKED_ARGUMENTS": [
-        *({"label_smoothing_factor": 0.1}, {"average_tokens_across_devices": False}, {"dataloader_drop_last": True}),
-        *({"use_cache": True}, {"label_names": ["targets"]}, {"packing": True}, {"eval_packing": True}),
+        *(
+            {"label_smoothing_factor": 0.1},
+            {"average_tokens_across_devices": False},
+            {"dataloader_drop_last": True},
+        ),
+        *(
+            {"use_cache": True},
+            {"label_names": ["targets"]},
+            {"packing": True},
+            {"eval_packing": True},
+        ),
         *({"pad_to_multiple_of": 8}, {**LIGER, "liger_kernel_config": {"cross_entropy": True}}),
     ],
     "PACKED_GIVEN": [
@@ -139,7 +184,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "PACKING": [
         *({"per_device_train_batch_size": 4}, {"per_device_eval_batch_size": 4}),
         {"train_sampling_strategy": "group_by_length"},
-        *({"accelerator_config": SimpleNamespace(**{name: value})} for name, value in LOADING.items()),
+        *(
+            {"accelerator_config": SimpleNamespace(**{name: value})}
+            for name, value in LOADING.items()
+        ),
         {"dataloader_in_order": False},
     ],
     "ROWS_ARE_PLACED": [{"cp_size": 2}, {"cp_size": 1, "sp_size": 2}],
@@ -176,12 +224,21 @@ ACCUMULATED = {"gradient_accumulation_steps": 2}
 NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("PACKED_ARGUMENTS", {**LIGER, "label_names": ["labels"], "eval_packing": False}),
     ("ARGUMENTS", {"mlp_chunk_rows": 16}),
-    ("ARGUMENTS", {**LIGER, "liger_kernel_config": {"swiglu": False, "geglu": False}, "mlp_chunk_rows": 16}),
+    (
+        "ARGUMENTS",
+        {**LIGER, "liger_kernel_config": {"swiglu": False, "geglu": False}, "mlp_chunk_rows": 16},
+    ),
     ("PACKED_GIVEN", {"trainer": hf_distca.DistCASFTTrainer}),
     *(("PACKED_GIVEN", given) for given in (METRICS, {"preprocess_logits_for_metrics": print})),
     ("PACKED_GIVEN", {"options": {"batch_eval_metrics": True, "include_for_metrics": ["loss"]}}),
     ("PACKED_GIVEN", {"trainer": hf_distca.DistCADPOTrainer, "compute_metrics": print}),
-    ("PACKING", {"options": {"per_device_train_batch_size": 4}, "data_collator": DataCollatorWithFlattening()}),
+    (
+        "PACKING",
+        {
+            "options": {"per_device_train_batch_size": 4},
+            "data_collator": DataCollatorWithFlattening(),
+        },
+    ),
     ("SFT_ARGUMENTS", {f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}),
     ("TRAINER", {**ACCUMULATED, "model": divided(), "tensor": 2}),
     ("TRAINER", {**ACCUMULATED, "model": divided(tp_plan=("norm",))}),
@@ -192,7 +249,10 @@ NOT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("TRAINER", adapted_by(target_modules=["embed_tokens"])),
     ("TRAINER", adapted_by(modules_to_save=["embed_tokens"], tied=False)),
     ("TRAINER", adapted_by(trainable_token_indices=[3], tied=False)),
-    ("PACKED_TRAINER", {"model": lambda: tiny("gpt2", AutoModel), "trainer": {"compute_loss": lambda: None}}),
+    (
+        "PACKED_TRAINER",
+        {"model": lambda: tiny("gpt2", AutoModel), "trainer": {"compute_loss": lambda: None}},
+    ),
     ("TRAINER", {"model": TOWER["model"], **REENTRANT}),
     ("TRAINER", {**TOWER, "ddp_find_unused_parameters": True}),
 ]
@@ -220,7 +280,11 @@ def test_the_tables_are_checked(tmp_path):
             make_trainer(str(tmp_path), **options)
     with refused(refusals.ROWS_ARE_PLACED[0]):
         give(options={"parallelism_config": SimpleNamespace(cp_size=2)})
-    sharing = {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 64}
+    sharing = {
+        "layer_types": ["full_attention"] * 2,
+        "num_kv_shared_layers": 1,
+        "vocab_size_per_layer_input": 64,
+    }
     with refused(Models.REENTRANT, module="layers.1.self_attn"):
         launch(model=lambda: small_model("gemma4_text", **sharing), **REENTRANT)
 
@@ -233,7 +297,9 @@ def tiny(model_type: str, auto: Any = AutoModelForCausalLM, **changes: Any) -> A
     config = tiny_config(model_type)
     vars(config).update(changes)
     with torch.device("meta"):
-        return auto.from_config(config, attn_implementation="eager" if model_type == "bloom" else "distca")
+        return auto.from_config(
+            config, attn_implementation="eager" if model_type == "bloom" else "distca"
+        )
 
 
 def with_dropout(name: str, value: Any, *model: str, **config: Any) -> Any:
@@ -247,7 +313,9 @@ def adapted(name: str, **settings: Any) -> Any:
     """A small model with an adapter of PEFT."""
     if not hasattr(peft, name):
         pytest.skip(f"peft {peft.__version__} has no {name}")
-    return peft.get_peft_model(small_model(), getattr(peft, name)(**settings, task_type="CAUSAL_LM"))
+    return peft.get_peft_model(
+        small_model(), getattr(peft, name)(**settings, task_type="CAUSAL_LM")
+    )
 
 
 def plan(model: Any) -> Any:
@@ -260,11 +328,19 @@ BERT = {"attention_probs_dropout_prob": 0.0, "is_decoder": True}
 WRONG: list[tuple[Any, dict[str, Any], Callable[[], Any]]] = [
     (PROMPT_LEARNING, {}, lambda: adapted("PromptTuningConfig", num_virtual_tokens=4)),
     (ALORA, {}, lambda: adapted("LoraConfig", **Q, alora_invocation_tokens=[5])),
-    (ADAPTERS["ADALORA"], {}, lambda: adapted("AdaLoraConfig", total_step=10, target_modules=["q_proj"])),
+    (
+        ADAPTERS["ADALORA"],
+        {},
+        lambda: adapted("AdaLoraConfig", total_step=10, target_modules=["q_proj"]),
+    ),
     (ADAPTERS["POLY"], {}, lambda: adapted("PolyConfig", **Q)),
     (ADAPTERS["LILY"], {}, lambda: adapted("LilyConfig", **Q)),
     (ADAPTERS["SHADOW"], {}, lambda: adapted("ShadowConfig", shadow_num_hidden_layers=1)),
-    (Models.DROPOUT_IN_CONFIG, {"name": "attention_dropout"}, lambda: small_model(attention_dropout=0.1)),
+    (
+        Models.DROPOUT_IN_CONFIG,
+        {"name": "attention_dropout"},
+        lambda: small_model(attention_dropout=0.1),
+    ),
     (Models.DROPOUT_IN_CONFIG, {"name": "attn_pdrop", "value": 0.1}, lambda: small_model("gpt2")),
     (Models.DROPOUT_IN_LAYER, {"value": 0.2}, lambda: with_dropout("attention_dropout", 0.2)),
     (
@@ -299,15 +375,21 @@ def test_models_that_are_not_refused():
     model = small_model("gpt2", attn_pdrop=0.0)
     assert model.config.resid_pdrop == model.config.embd_pdrop == 0.1  # not of attention
     assert plan(model).kinds
-    assert plan(tiny("gpt2", AutoModel)).kinds  # without a head there is no loss: a custom loop computes one
+    assert plan(
+        tiny("gpt2", AutoModel)
+    ).kinds  # without a head there is no loss: a custom loop computes one
 
 
 def test_layers_of_an_unknown_type_or_that_do_not_take_the_plan(monkeypatch):
-    with pytest.raises(ValueError, match=r"layers of type \['indexed_attention'\].*model with stock attention"):
+    with pytest.raises(
+        ValueError, match=r"layers of type \['indexed_attention'\].*model with stock attention"
+    ):
         plan(tiny("deepseek_v32"))
     model = tiny("qwen3_next")
     layer = type(model.model.layers[0])
-    monkeypatch.setattr(layer, "forward", lambda self, hidden_states, position_embeddings=None: hidden_states)
+    monkeypatch.setattr(
+        layer, "forward", lambda self, hidden_states, position_embeddings=None: hidden_states
+    )
     with refused(Models.MIXING_WITHOUT_KEYWORDS, module=layer.__name__):
         plan(model)
 
@@ -319,7 +401,10 @@ STREAM = datasets.IterableDataset.from_generator(lambda: iter(()))
 
 def groups(ranks: int = 2) -> Any:
     return SimpleNamespace(
-        ranks=ranks, rank=0, raised_together=lambda **_: nullcontext(), all_gather=lambda value: [value] * ranks
+        ranks=ranks,
+        rank=0,
+        raised_together=lambda **_: nullcontext(),
+        all_gather=lambda value: [value] * ranks,
     )
 
 
@@ -329,7 +414,9 @@ def order(source: str, ranks: int = 2, skip: int = 0, **changed: Any) -> dict[st
     args = settings(**{**base, **changed})
     layout = "whole" if args.document_layout == "whole" else "joint"
     return resuming.data_order(
-        SimpleNamespace(args=args, train_dataset=STREAM if "stream" in source else range(len(LENGTHS))),
+        SimpleNamespace(
+            args=args, train_dataset=STREAM if "stream" in source else range(len(LENGTHS))
+        ),
         SimpleNamespace(groups=groups(ranks), settings=SimpleNamespace(document_layout=layout)),
         SimpleNamespace(lengths=lambda dataset: (np.array(LENGTHS[skip:]), str(skip) * 64)),
         packs="flattened" not in source,
@@ -340,19 +427,61 @@ WHOLE = {"document_layout": "whole"}
 RANDOM = "train_sampling_strategy is {}, but must be random with seed 1"
 OF_BATCHES = {"per_device_train_batch_size": 3}
 OTHERS: list[tuple[str, dict[str, Any], int, dict[str, Any], str]] = [
-    ("packed", {}, 3, {"tokens_per_rank": 63}, "is 189, but must be at least 192: with 3 ranks, tokens_per_rank=64"),
-    ("packed", {}, 2, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2, but must be 3"),
+    (
+        "packed",
+        {},
+        3,
+        {"tokens_per_rank": 63},
+        "is 189, but must be at least 192: with 3 ranks, tokens_per_rank=64",
+    ),
+    (
+        "packed",
+        {},
+        2,
+        {"gradient_accumulation_steps": 2},
+        "gradient_accumulation_steps is 2, but must be 3",
+    ),
     ("packed", {}, 2, {"data_seed": 7}, RANDOM.format("random with seed 7")),
     ("packed", {}, 2, {"train_sampling_strategy": "sequential"}, RANDOM.format("sequential")),
     ("packed", {}, 2, {"long_documents": "split"}, "long_documents is split, but must be error"),
-    ("packed", {}, 2, {"skip": 1}, "train_dataset is 11 documents of 471 tokens, fingerprint 1111111111111111"),
-    ("packed", WHOLE, 3, WHOLE, "document_layout is whole on 3 ranks, but must be whole on 2 ranks"),
+    (
+        "packed",
+        {},
+        2,
+        {"skip": 1},
+        "train_dataset is 11 documents of 471 tokens, fingerprint 1111111111111111",
+    ),
+    (
+        "packed",
+        WHOLE,
+        3,
+        WHOLE,
+        "document_layout is whole on 3 ranks, but must be whole on 2 ranks",
+    ),
     ("stream", {}, 3, {}, "ranks is 3, but must be 2"),
     ("stream", {}, 2, {"tokens_per_rank": 97}, "tokens_per_rank is 97, but must be 96"),
     ("stream", {}, 2, {"dataloader_num_workers": 1}, "dataloader_num_workers is 1, but must be 0"),
-    ("stream", {"dataloader_num_workers": 1}, 2, {}, "dataloader_num_workers is 0, but must be 1"),  # an old default
-    ("flattened stream", {"dataloader_num_workers": 1}, 2, {}, "dataloader_num_workers is 0, but must be 1"),
-    ("flattened", OF_BATCHES, 3, OF_BATCHES, "ranks * per_device_train_batch_size is 9, but must be 6"),
+    (
+        "stream",
+        {"dataloader_num_workers": 1},
+        2,
+        {},
+        "dataloader_num_workers is 0, but must be 1",
+    ),  # an old default
+    (
+        "flattened stream",
+        {"dataloader_num_workers": 1},
+        2,
+        {},
+        "dataloader_num_workers is 0, but must be 1",
+    ),
+    (
+        "flattened",
+        OF_BATCHES,
+        3,
+        OF_BATCHES,
+        "ranks * per_device_train_batch_size is 9, but must be 6",
+    ),
 ]
 """What the data are, settings that were saved, ranks that resume, their settings, and what differs."""
 
@@ -387,9 +516,18 @@ def test_another_order(tmp_path):
     # A checkpoint of an earlier version.
     save({name: value for name, value in order("packed").items() if name != "document_layout"})
     assert place(order("packed")).epoch == 1
-    with refused(Resume.OTHER_ORDER, differences="document_layout is whole on 2 ranks, but must be joint or fixed"):
+    with refused(
+        Resume.OTHER_ORDER,
+        differences="document_layout is whole on 2 ranks, but must be joint or fixed",
+    ):
         place(order("packed", **WHOLE))
-    save({name: value for name, value in order("flattened stream").items() if name != "dataloader_num_workers"})
+    save(
+        {
+            name: value
+            for name, value in order("flattened stream").items()
+            if name != "dataloader_num_workers"
+        }
+    )
     with refused(Resume.OTHER_ORDER, differences="dataloader_num_workers is 0, but must be 1"):
         place(order("flattened stream"))
     assert place(order("flattened stream", dataloader_num_workers=1)).epoch == 1
@@ -403,8 +541,18 @@ def test_what_ranks_must_agree_on():
     groups = SimpleNamespace(all_gather=lambda mine, in_world: of_ranks.append(mine) or of_ranks)
     dispatcher: Any = SimpleNamespace(groups=groups, settings=None)
     for name, value in {
-        **{"seed": 2, "long_documents": "split", "remove_unused_columns": False, "length_column_name": "tokens"},
-        **{"num_train_epochs": 5, "max_steps": 9, "trace_steps": 1, "attention_servers": "external"},
+        **{
+            "seed": 2,
+            "long_documents": "split",
+            "remove_unused_columns": False,
+            "length_column_name": "tokens",
+        },
+        **{
+            "num_train_epochs": 5,
+            "max_steps": 9,
+            "trace_steps": 1,
+            "attention_servers": "external",
+        },
         **{"gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"},
     }.items():
         of_ranks.clear()

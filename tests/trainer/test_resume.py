@@ -36,18 +36,35 @@ WORKER = {"dataloader_num_workers": 1}
 LASTING = {**WORKER, "dataloader_persistent_workers": True}
 RUNS: dict[str, tuple[str, dict[str, Any], Sequence[int]]] = {
     "packed": ("packed", PACKED, (0, 3, 4, 7, 8, 11, 12)),
-    "sharded": ("packed", {**PACKED, "save_steps": 3, "strategy": "fsdp2"}, (0, 3, 4, 7, 8, 11, 12)),
+    "sharded": (
+        "packed",
+        {**PACKED, "save_steps": 3, "strategy": "fsdp2"},
+        (0, 3, 4, 7, 8, 11, 12),
+    ),
     "whole": ("packed", WHOLE, range(5)),
     "flattened": ("flattened", FLATTENED, range(7)),
     # Ranks differ in how many micro-batches they have; together they have 1 or 2 steps in a pass.
     "stream": ("stream", STREAM, range(0, 22, 3)),
     # Several steps are in a pass; a process of each rank's own reads them.
-    "read ahead": ("stream", {**STREAM, "max_steps": 8, "gradient_accumulation_steps": 1, **WORKER}, range(9)),
+    "read ahead": (
+        "stream",
+        {**STREAM, "max_steps": 8, "gradient_accumulation_steps": 1, **WORKER},
+        range(9),
+    ),
     # This process lives for all passes.
-    "own": ("own stream", {**STREAM, "max_steps": 6, "gradient_accumulation_steps": 2, **LASTING}, range(0, 13, 2)),
+    "own": (
+        "own stream",
+        {**STREAM, "max_steps": 6, "gradient_accumulation_steps": 2, **LASTING},
+        range(0, 13, 2),
+    ),
 }
 """What the data is, arguments, and the number of micro-batches after each step."""
-OTHERS = {"learning_rate": 1e-2, "lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 1}
+OTHERS = {
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "linear",
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
 
 
 class OwnStream(torch.utils.data.IterableDataset):
@@ -68,7 +85,11 @@ class Terminated(TrainerCallback):
     """Asks for a checkpoint in a step, as SIGTERM does with `enable_jit_checkpoint`."""
 
     def __init__(self, trainer: Any, step: int, event: str) -> None:
-        (found,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, JITCheckpointCallback))
+        (found,) = (
+            each
+            for each in trainer.callback_handler.callbacks
+            if isinstance(each, JITCheckpointCallback)
+        )
         self._manager, self._step = found.jit_manager, step
         setattr(self, event, self._ask)
 
@@ -89,12 +110,20 @@ class Passes(TrainerCallback):
 
 def train(folder: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
     """What this rank was given in each micro-batch, what was logged in each step, and warned."""
-    arguments = {"gradient_accumulation_steps": 1, "strategy": "ddp", "resume": None, **OTHERS, **options}
+    arguments = {
+        "gradient_accumulation_steps": 1,
+        "strategy": "ddp",
+        "resume": None,
+        **OTHERS,
+        **options,
+    }
     strategy, resume = STRATEGIES[arguments.pop("strategy")], arguments.pop("resume")
     terminated = arguments.pop("terminated", None)
     model = small_model(vocab_size=FIRST + len(ALL))
     source, own = source.removeprefix("own "), source.startswith("own ")
-    trainer = make_trainer(folder, source, model=model, environment=strategy.environment, **arguments)
+    trainer = make_trainer(
+        folder, source, model=model, environment=strategy.environment, **arguments
+    )
     assert strategy.type in str(trainer.accelerator.distributed_type)
     documents = [
         {"input_ids": list(range(stop - length, stop))}
@@ -102,7 +131,9 @@ def train(folder: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
     ]
     trainer.train_dataset = OwnStream(documents) if own else datasets.Dataset.from_list(documents)
     if source == "stream" and not own:  # it is shuffled anew in each pass
-        trainer.train_dataset = trainer.train_dataset.to_iterable_dataset().shuffle(seed=0, buffer_size=6)
+        trainer.train_dataset = trainer.train_dataset.to_iterable_dataset().shuffle(
+            seed=0, buffer_size=6
+        )
     if terminated is not None:
         trainer.add_callback(Terminated(trainer, *terminated))
     passes = Passes()
@@ -134,13 +165,18 @@ def train(folder: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def together(ranks: list[dict[str, Any]]) -> list[Counter[int]]:
     """The tokens of each micro-batch on all ranks."""
-    return [sum(map(Counter, parts), Counter()) for parts in zip(*(r["micro_batches"] for r in ranks), strict=True)]
+    return [
+        sum(map(Counter, parts), Counter())
+        for parts in zip(*(r["micro_batches"] for r in ranks), strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
 def run(rank_pools) -> Callable[..., list[dict[str, Any]]]:
     """Train on two ranks, or another number of them."""
-    return lambda folder, source, ranks=2, **options: rank_pools[ranks].run(train, str(folder), source, options)
+    return lambda folder, source, ranks=2, **options: rank_pools[ranks].run(
+        train, str(folder), source, options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +199,10 @@ def whole_run(run, tmp_path_factory) -> Callable[[str], tuple[list[dict[str, Any
 def test_each_document_comes_once_in_a_pass(whole_run, name, of_passes):
     micro_batches = together(whole_run(name)[0])
     starts = np.cumsum([0, *of_passes])
-    passes = [micro_batches[start : start + count] for start, count in zip(starts, of_passes, strict=False)]
+    passes = [
+        micro_batches[start : start + count]
+        for start, count in zip(starts, of_passes, strict=False)
+    ]
     assert [sum(one, Counter()) for one in passes] == [ALL] * len(of_passes)
     assert name == "whole" or passes[0] != passes[1]  # few documents have few orders
 
@@ -199,7 +238,13 @@ def test_what_is_left_comes_once(run, whole_run, tmp_path, name, steps, ranks, c
     whole, folder = whole_run(name)
     source, arguments, micro_batches = RUNS[name]
     for step in steps:  # a resumed run is resumed again
-        resumed = run(tmp_path, source, ranks, resume=f"{folder}/checkpoint-{step}", **{**arguments, **changed})
+        resumed = run(
+            tmp_path,
+            source,
+            ranks,
+            resume=f"{folder}/checkpoint-{step}",
+            **{**arguments, **changed},
+        )
         folder = tmp_path
         assert together(resumed) == together(whole)[micro_batches[step] :]
         # Two ranks saved the checkpoint.
@@ -216,7 +261,10 @@ def test_what_is_left_comes_once(run, whole_run, tmp_path, name, steps, ranks, c
         if not changed:
             for rank, of_whole in zip(resumed, whole, strict=True):
                 assert rank["micro_batches"] == of_whole["micro_batches"][micro_batches[step] :]
-                assert (rank["parameters"], rank["losses"]) == (of_whole["parameters"], of_whole["losses"])
+                assert (rank["parameters"], rank["losses"]) == (
+                    of_whole["parameters"],
+                    of_whole["losses"],
+                )
 
 
 def test_micro_batches_that_were_chosen_for_whole_ranks_stay(run, whole_run, tmp_path):
@@ -224,10 +272,17 @@ def test_micro_batches_that_were_chosen_for_whole_ranks_stay(run, whole_run, tmp
     # On an H100 an exchange takes longer than so small a model computes.
     chosen = {**WHOLE, "document_layout": "auto", "device_profile": "h100"}
     assert together(run(tmp_path, "packed", **chosen)) == whole
-    resumed = run(tmp_path, "packed", resume=f"{tmp_path}/checkpoint-1", **{**WHOLE, "document_layout": "joint"})
+    resumed = run(
+        tmp_path,
+        "packed",
+        resume=f"{tmp_path}/checkpoint-1",
+        **{**WHOLE, "document_layout": "joint"},
+    )
     assert together(resumed) == whole[1:]
     # Without the checkpoint the layout that is set draws full micro-batches.
-    assert together(run(tmp_path / "full", "packed", **{**WHOLE, "document_layout": "joint"})) != whole
+    assert (
+        together(run(tmp_path / "full", "packed", **{**WHOLE, "document_layout": "joint"})) != whole
+    )
 
 
 def test_a_run_that_stopped_within_a_pass(run, whole_run, tmp_path):
@@ -239,7 +294,10 @@ def test_a_run_that_stopped_within_a_pass(run, whole_run, tmp_path):
 def test_what_was_saved_at_the_end_of_a_pass_begins_the_next(run, whole_run, tmp_path):
     _, folder = whole_run("packed")
     for rank in run(tmp_path, "packed", resume=f"{folder}/checkpoint-2", **PACKED):
-        assert rank["passes"] == [1, 2]  # callbacks and random numbers of the pass before are not repeated
+        assert rank["passes"] == [
+            1,
+            2,
+        ]  # callbacks and random numbers of the pass before are not repeated
 
 
 @pytest.mark.parametrize(
@@ -249,7 +307,14 @@ def test_what_was_saved_at_the_end_of_a_pass_begins_the_next(run, whole_run, tmp
 def test_a_run_that_was_terminated(run, whole_run, tmp_path, terminated, saved):
     """transformers saves before it calls the callbacks of others, within a step and at the end of a pass."""
     whole, _ = whole_run("packed")
-    run(tmp_path, "packed", **PACKED, save_strategy="no", enable_jit_checkpoint=True, terminated=terminated)
+    run(
+        tmp_path,
+        "packed",
+        **PACKED,
+        save_strategy="no",
+        enable_jit_checkpoint=True,
+        terminated=terminated,
+    )
     resumed = run(tmp_path, "packed", resume=True, **PACKED)
     assert together(resumed) == together(whole)[RUNS["packed"][2][saved] :]
 
@@ -262,13 +327,25 @@ def test_new_passes(run, whole_run, tmp_path):
     resumed = run(tmp_path, "packed", resume=True, **PACKED, ignore_data_skip=True)
     assert together(resumed) == together(whole)[4:11]
     # Another capacity.
-    changed = {**PACKED, "tokens_per_rank": 160, "gradient_accumulation_steps": 1, "num_train_epochs": 4}
+    changed = {
+        **PACKED,
+        "tokens_per_rank": 160,
+        "gradient_accumulation_steps": 1,
+        "num_train_epochs": 4,
+    }
     checkpoint = f"{folder}/checkpoint-1"
-    anew = together(run(tmp_path / "anew", "packed", resume=checkpoint, **changed, ignore_data_skip=True))
+    anew = together(
+        run(tmp_path / "anew", "packed", resume=checkpoint, **changed, ignore_data_skip=True)
+    )
     per_pass = next(n for n in range(1, len(anew)) if sum(anew[:n], Counter()) == ALL)
     # The step of the checkpoint counts: the last pass ends a step early. Going on later does not skip one more.
     assert len(anew) == 4 * per_pass - 1
-    assert together(run(tmp_path / "anew", "packed", resume=f"{tmp_path}/anew/checkpoint-3", **changed)) == anew[2:]
+    assert (
+        together(
+            run(tmp_path / "anew", "packed", resume=f"{tmp_path}/anew/checkpoint-3", **changed)
+        )
+        == anew[2:]
+    )
 
 
 def test_nothing_is_left(run, whole_run, tmp_path):
@@ -276,7 +353,9 @@ def test_nothing_is_left(run, whole_run, tmp_path):
     for ignore in (False, True):
         resumed = run(tmp_path, "packed", **changed, ignore_data_skip=ignore)
         assert [rank["micro_batches"] for rank in resumed] == [[], []]
-        assert ["training ends at step 4" in message for message in resumed[0]["warnings"]] == [True]
+        assert ["training ends at step 4" in message for message in resumed[0]["warnings"]] == [
+            True
+        ]
 
 
 def _error_of_own_folder(folders: list[str]) -> str:
@@ -289,15 +368,21 @@ def _error_of_own_folder(folders: list[str]) -> str:
 def test_weights_that_are_tied_are_not_missing(tmp_path):
     def make(max_steps: int) -> Any:
         tied = small_model(tie_word_embeddings=True)
-        return make_trainer(str(tmp_path), model=tied, max_steps=max_steps, save_strategy="steps", save_steps=1)
+        return make_trainer(
+            str(tmp_path), model=tied, max_steps=max_steps, save_strategy="steps", save_steps=1
+        )
 
     make(1).train()
     resumed, messages = make(2), Messages("transformers.trainer")
     try:
         resumed.train(resume_from_checkpoint=True)
         assert not [line for line in messages.lines if "missing keys" in line]
-        resumed._issue_warnings_after_load(_IncompatibleKeys(["lm_head.weight", "model.norm.weight"], []))
-        assert messages.lines[-1].endswith("missing keys in the checkpoint model loaded: ['model.norm.weight'].")
+        resumed._issue_warnings_after_load(
+            _IncompatibleKeys(["lm_head.weight", "model.norm.weight"], [])
+        )
+        assert messages.lines[-1].endswith(
+            "missing keys in the checkpoint model loaded: ['model.norm.weight']."
+        )
         both = ["lm_head.weight", "model.embed_tokens.weight"]
         resumed._issue_warnings_after_load(_IncompatibleKeys(both, []))
         assert messages.lines[-1].endswith(f"missing keys in the checkpoint model loaded: {both}.")
@@ -306,5 +391,7 @@ def test_weights_that_are_tied_are_not_missing(tmp_path):
 
 
 def test_a_checkpoint_that_one_rank_lacks(rank_pools, whole_run, tmp_path):
-    for error in rank_pools[2].run(_error_of_own_folder, [str(whole_run("packed")[1]), str(tmp_path)]):
+    for error in rank_pools[2].run(
+        _error_of_own_folder, [str(whole_run("packed")[1]), str(tmp_path)]
+    ):
         assert re.search(f"^rank 1: {pattern(Resume.NO_CHECKPOINT, folder=tmp_path)}", error)

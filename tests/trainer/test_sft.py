@@ -25,22 +25,36 @@ class WithPixels(ProcessorMixin):
         self.tokenizer, self.chat_template = tokenizer, tokenizer.chat_template
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # of TRL's own SFTConfig
+@pytest.mark.filterwarnings(
+    "ignore:.gradient_checkpointing:FutureWarning"
+)  # of TRL's own SFTConfig
 def test_models_arguments_and_data(tmp_path):
     def make(model: Any, args: Any, data: Any, processing_class: Any) -> Any:
-        return hf_distca.DistCASFTTrainer(model, args, train_dataset=data, processing_class=processing_class)
+        return hf_distca.DistCASFTTrainer(
+            model, args, train_dataset=data, processing_class=processing_class
+        )
 
     small_model().save_pretrained(tmp_path)
     options = {"use_cpu": True, "bf16": False, "report_to": []}
-    args = hf_distca.DistCASFTConfig(str(tmp_path), **options, model_init_kwargs={"dtype": "bfloat16"})
+    args = hf_distca.DistCASFTConfig(
+        str(tmp_path), **options, model_init_kwargs={"dtype": "bfloat16"}
+    )
     model = make(str(tmp_path), args, chats(2), tokenizer()).model
     assert (model.config._attn_implementation, model.dtype) == ("distca", torch.bfloat16)
-    for args in (trl.SFTConfig(str(tmp_path), **options), hf_distca.DistCATrainingArguments(str(tmp_path))):
+    for args in (
+        trl.SFTConfig(str(tmp_path), **options),
+        hf_distca.DistCATrainingArguments(str(tmp_path)),
+    ):
         with refused(SFT_ARGUMENTS[0]):
             make(small_model(), args, chats(2), tokenizer())
     images = chats(2).add_column("images", [[], []])
     with refused(SFT_TRAINER[1]):
-        make(small_model(), hf_distca.DistCASFTConfig(str(tmp_path), **options), images, WithPixels(tokenizer()))
+        make(
+            small_model(),
+            hf_distca.DistCASFTConfig(str(tmp_path), **options),
+            images,
+            WithPixels(tokenizer()),
+        )
 
 
 def test_answers_that_max_length_cuts_off(tmp_path):
@@ -60,15 +74,27 @@ def test_answers_that_max_length_cuts_off(tmp_path):
 
 def _counted(folder: str) -> list[dict[str, Any]]:
     """Logs of two steps, of which the second has one token for two ranks."""
-    options = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "logging_steps": 1}
+    options = {
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 1,
+    }
     options |= {"max_steps": 2, "save_strategy": "no", "train_sampling_strategy": "sequential"}
     options |= {"include_num_input_tokens_seen": True, "dataloader_pin_memory": False}
     model = small_model(implementation="distca")
     # Tokens with the id of padding are tokens of documents, too.
-    documents = datasets.Dataset.from_list([{"input_ids": [7, 0, 6, 8][:length]} for length in (4, 4, 4, 4, 1)])
+    documents = datasets.Dataset.from_list(
+        [{"input_ids": [7, 0, 6, 8][:length]} for length in (4, 4, 4, 4, 1)]
+    )
     with launched("ddp", {}):
-        args = hf_distca.DistCASFTConfig(folder, **options, **{**exchanging(model), "tokens_per_rank": 8})
-        trainer = hf_distca.DistCASFTTrainer(model, args, train_dataset=documents, processing_class=tokenizer())
+        args = hf_distca.DistCASFTConfig(
+            folder, **options, **{**exchanging(model), "tokens_per_rank": 8}
+        )
+        trainer = hf_distca.DistCASFTTrainer(
+            model, args, train_dataset=documents, processing_class=tokenizer()
+        )
         trainer.train()
         with refused(Run.NO_LOGITS_OF_TRL, trainer="DistCASFTTrainer"):
             trainer.predict(documents)

@@ -19,10 +19,21 @@ from tests.trainer.features import install_liger
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 
-def _one_step_of_everything(folder: str, source: str, arguments: dict[str, Any]) -> tuple[list[dict], dict, int]:
+def _one_step_of_everything(
+    folder: str, source: str, arguments: dict[str, Any]
+) -> tuple[list[dict], dict, int]:
     """One optimizer step over all documents, and an evaluation on them before it."""
-    step = {"max_steps": 1, "learning_rate": 0.0, "save_strategy": "no", "gradient_accumulation_steps": 8}
-    batches = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2} if source == "flattened" else {}
+    step = {
+        "max_steps": 1,
+        "learning_rate": 0.0,
+        "save_strategy": "no",
+        "gradient_accumulation_steps": 8,
+    }
+    batches = (
+        {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+        if source == "flattened"
+        else {}
+    )
     trainer = make_trainer(folder, source, **{**step, **batches, **arguments})
     trainer.train()
     evaluation = trainer.evaluate()
@@ -51,8 +62,14 @@ def figures_of(documents: list[Tensor], model: Any = None) -> tuple[float, float
         ("stream", {}),
         ("flattened", {}),
         # Three micro-batches of two documents on each of two ranks: batch_rebalance fills up what is not full.
-        ("flattened", {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3}),
-        ("flattened", {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 3}),
+        (
+            "flattened",
+            {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3},
+        ),
+        (
+            "flattened",
+            {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 3},
+        ),
     ],
 )
 def test_loss_is_that_of_all_documents(rank_pools, tmp_path, source, arguments):
@@ -68,13 +85,29 @@ def test_loss_is_that_of_all_documents(rank_pools, tmp_path, source, arguments):
     if source != "packed":
         return
     logged, of_other_rank = (history[0] for history, *_ in results)
-    figures = {name.removeprefix(PREFIX): figure for name, figure in logged.items() if name.startswith(PREFIX)}
+    figures = {
+        name.removeprefix(PREFIX): figure
+        for name, figure in logged.items()
+        if name.startswith(PREFIX)
+    }
     # Planned evenly, so that the busiest rank should take hardly more than the mean.
-    assert 0.5 * figures["attention_ms"] <= figures["attention_ms_predicted"] < 1.05 * figures["attention_ms"]
+    assert (
+        0.5 * figures["attention_ms"]
+        <= figures["attention_ms_predicted"]
+        < 1.05 * figures["attention_ms"]
+    )
     assert of_other_rank["distca/attention_ms"] == figures["attention_ms"]
     assert 1.0 <= figures["imbalance_degree"] < 1.05 < figures["imbalance_degree_packed"]
-    assert min(figures[name] for name in ("tokens_per_second", "exchange_bytes", "exchange_wait_seconds")) > 0
-    assert rewrite_logs(logged)["train/distca/imbalance_degree"] == figures["imbalance_degree"]  # as trackers show it
+    assert (
+        min(
+            figures[name]
+            for name in ("tokens_per_second", "exchange_bytes", "exchange_wait_seconds")
+        )
+        > 0
+    )
+    assert (
+        rewrite_logs(logged)["train/distca/imbalance_degree"] == figures["imbalance_degree"]
+    )  # as trackers show it
 
 
 ROTARY = {
@@ -87,13 +120,24 @@ ROTARY = {
 def _losses_beyond(folder: str, kind: str) -> list[float]:
     """Losses of a training step, and of evaluations of its documents and of the short one."""
     model = small_model("llama", **WIDE, **ROTARY[kind])
-    step = {"max_steps": 1, "learning_rate": 0.0, "gradient_accumulation_steps": 1, "save_strategy": "no"}
-    planned = {"tokens_per_rank": 400 // dist.get_world_size(), "document_layout": "joint", "ping_pong": False}
+    step = {
+        "max_steps": 1,
+        "learning_rate": 0.0,
+        "gradient_accumulation_steps": 1,
+        "save_strategy": "no",
+    }
+    planned = {
+        "tokens_per_rank": 400 // dist.get_world_size(),
+        "document_layout": "joint",
+        "ping_pong": False,
+    }
     trainer = make_trainer(folder, model=model, lengths=[300, 100], **step, **planned)
     trainer.train()
     # On one rank both documents lie in one row; on two ranks the long document is cut.
     (batch,) = trainer.get_train_dataloader()
-    assert batch["distca_plan"].tokens.tolist() == ([400] if dist.get_world_size() == 1 else [200, 200])
+    assert batch["distca_plan"].tokens.tolist() == (
+        [400] if dist.get_world_size() == 1 else [200, 200]
+    )
     short = trainer.eval_dataset.select([1])
     losses = [trainer.evaluate(data)["eval_loss"] for data in (trainer.eval_dataset, short)]
     return [trainer.state.log_history[0]["loss"], *losses]
@@ -102,7 +146,10 @@ def _losses_beyond(folder: str, kind: str) -> list[float]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ROTARY)
 def test_a_document_is_rotated_by_its_own_length(rank_pools, tmp_path, kind, ranks):
-    documents, stock = random_documents([300, 100]), small_model("llama", "sdpa", **WIDE, **ROTARY[kind])
+    documents, stock = (
+        random_documents([300, 100]),
+        small_model("llama", "sdpa", **WIDE, **ROTARY[kind]),
+    )
     short, both = (reference_step(stock, each)[0] for each in (documents[1:], documents))
     for losses in rank_pools[ranks].run(_losses_beyond, str(tmp_path), kind):
         assert losses == pytest.approx([both, both, short], rel=1e-6)
@@ -118,9 +165,13 @@ def test_columns(tmp_path, source):
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-6)
     with refused(Data.UNKNOWN_COLUMNS, unknown=["text"]):
-        make_trainer(str(tmp_path), source, columns={"text": "words"}, remove_unused_columns=False, **of_step).train()
+        make_trainer(
+            str(tmp_path), source, columns={"text": "words"}, remove_unused_columns=False, **of_step
+        ).train()
     with refused(Data.WRONG_LENGTH, length=150, column="tokens", stated=4):
-        make_trainer(str(tmp_path), source, columns={"tokens": 4}, length_column_name="tokens", **of_step).train()
+        make_trainer(
+            str(tmp_path), source, columns={"tokens": 4}, length_column_name="tokens", **of_step
+        ).train()
 
 
 def test_documents_without_targets(tmp_path, caplog):
@@ -159,16 +210,29 @@ def test_documents_without_targets(tmp_path, caplog):
 def test_the_order_of_documents(tmp_path):
     def drawn(epoch: int = 0, **arguments: Any) -> list[list[int]]:
         """The tokens of each micro-batch, on one rank."""
-        loader = make_trainer(str(tmp_path), **{"tokens_per_rank": 200, **arguments}).get_train_dataloader()
+        loader = make_trainer(
+            str(tmp_path), **{"tokens_per_rank": 200, **arguments}
+        ).get_train_dataloader()
         loader.set_epoch(epoch)
         return [batch["input_ids"][0].tolist() for batch in loader]
 
     sequential = {"tokens_per_rank": 8, "train_sampling_strategy": "sequential", "ping_pong": False}
-    first, second, third, fourth = (document.tolist() for document in random_documents([3, 4, 5, 6]))
+    first, second, third, fourth = (
+        document.tolist() for document in random_documents([3, 4, 5, 6])
+    )
     batches = drawn(lengths=[3, 4, 5, 6], **sequential)
-    assert [sorted(batch) for batch in batches] == [sorted(first + second), sorted(third), sorted(fourth)]
+    assert [sorted(batch) for batch in batches] == [
+        sorted(first + second),
+        sorted(third),
+        sorted(fourth),
+    ]
     assert drawn(1, lengths=[3, 4, 5, 6], **sequential) == batches
-    assert drawn(seed=1, data_seed=7) == drawn(seed=2, data_seed=7) == drawn(seed=7) != drawn(1, seed=7)
+    assert (
+        drawn(seed=1, data_seed=7)
+        == drawn(seed=2, data_seed=7)
+        == drawn(seed=7)
+        != drawn(1, seed=7)
+    )
     assert drawn(seed=7, data_seed=1) != drawn(seed=7)
     assert drawn(seed=1, data_seed=0) == drawn(seed=0)
 
@@ -190,7 +254,9 @@ def test_accuracy_and_entropy_are_those_of_the_evaluated_targets(tmp_path):
     labels[9] = (labels[9] + 1) % 64
     wanted = [{"input_ids": documents[0].tolist(), "labels": labels}]
     trainer = make_trainer(str(tmp_path))
-    assert trainer.evaluate(wanted)["eval_mean_token_accuracy"] == (len(labels) - 6) / (len(labels) - 5)
+    assert trainer.evaluate(wanted)["eval_mean_token_accuracy"] == (len(labels) - 6) / (
+        len(labels) - 5
+    )
 
 
 def test_a_plan_that_reaches_no_attention(tmp_path):
@@ -214,9 +280,17 @@ def test_kernels_of_the_layers_are_looked_at_before_the_model_is_prepared(tmp_pa
 
 def test_evaluation_with_liger_makes_no_logits_either(tmp_path, monkeypatch):
     install_liger(monkeypatch)
-    arguments = {"optim": "sgd", "learning_rate": 0.3, "loss_chunk_bytes": 4 * 64 * 20, "use_liger_kernel": True}
+    arguments = {
+        "optim": "sgd",
+        "learning_rate": 0.3,
+        "loss_chunk_bytes": 4 * 64 * 20,
+        "use_liger_kernel": True,
+    }
     trainer = make_trainer(str(tmp_path), max_steps=2, save_strategy="no", **arguments)
-    assert trainer.args.liger_kernel_config == {"fused_linear_cross_entropy": False, "cross_entropy": False}
+    assert trainer.args.liger_kernel_config == {
+        "fused_linear_cross_entropy": False,
+        "cross_entropy": False,
+    }
     trainer.train()
     assert "forward" in vars(trainer.model.model.norm)  # Liger's
     loss = trainer.evaluate()["eval_loss"]

@@ -32,7 +32,14 @@ class ServerLink:
     """
 
     def __init__(
-        self, host: str, port: int, token: bytes, hello: RankHello, connect_s: float, rows_s: float, memory: Memory
+        self,
+        host: str,
+        port: int,
+        token: bytes,
+        hello: RankHello,
+        connect_s: float,
+        rows_s: float,
+        memory: Memory,
     ) -> None:
         self.name = f"{host}:{port}"
         self._rows_s = rows_s
@@ -44,14 +51,18 @@ class ServerLink:
         self.carried_by = f"{welcome.transport} ({welcome.why})"
         self._transport = rank_end(self._channel, memory, welcome)
         self._outbox = Outbox(self._channel)
-        self._receiver = threading.Thread(target=self._receive, name=f"receive {self.name}", daemon=True)
+        self._receiver = threading.Thread(
+            target=self._receive, name=f"receive {self.name}", daemon=True
+        )
         self._receiver.start()
 
     def send(self, message: Message, payload: Sequence[Buffer] = ()) -> None:
         """Queue a message without a reply; its payload must not change before a later call's reply is here."""
         self._put(partial(self._channel.send, message, payload, self._rows_s))
 
-    def call(self, call: Call, rows: Rows, results: Mapping[str, Tensor], ready: Callable[[], None]) -> Answer:
+    def call(
+        self, call: Call, rows: Rows, results: Mapping[str, Tensor], ready: Callable[[], None]
+    ) -> Answer:
         """Queue a call, or raise LinkLost where the link has failed; `wait` waits for the answer.
 
         Args:
@@ -116,7 +127,10 @@ class ServerLink:
                 reply, size = self._channel.receive()
                 if isinstance(reply, Refused):
                     raise LinkLost(f"the server ended the connection: {reply.reason}")
-                if not isinstance(reply, Reply) or (answer := self._pending.get(reply.call_id)) is None:
+                if (
+                    not isinstance(reply, Reply)
+                    or (answer := self._pending.get(reply.call_id)) is None
+                ):
                     raise ProtocolError(f"received a {type(reply).__name__} that answers no call")
                 self._transport.receive(reply, size, list(answer.results.values()), self._rows_s)
                 answer.arrived = time.perf_counter()

@@ -110,21 +110,29 @@ class Pool:
                 )
             except LinkLost as error:
                 failures[server] = str(error), isinstance(error, MismatchError)
-        seen = self._groups.all_gather((failures, {server for server, link in links.items() if link.within_host}))
+        seen = self._groups.all_gather(
+            (failures, {server for server, link in links.items() if link.within_host})
+        )
         for server, info in joined.items():
             reasons = [failures[server] for failures, _ in seen if server in failures]
             name = f"{server} ({info.host}:{info.port}, {info.device})"
             if not reasons:
                 link = self.links[server] = links[server]
-                self._beside[server] = next((rank for rank, (_, here) in enumerate(seen) if server in here), None)
+                self._beside[server] = next(
+                    (rank for rank, (_, here) in enumerate(seen) if server in here), None
+                )
                 speed = self.speeds.joined(server, info.pairs_per_second)
-                self._log(f"attention server {name} takes part: speed {speed:.2f}, rows travel over {link.carried_by}")
+                self._log(
+                    f"attention server {name} takes part: speed {speed:.2f}, rows travel over {link.carried_by}"
+                )
                 continue
             if server in links:
                 links[server].close()
             self._log(f"attention server {name} cannot take part: {reasons[0][0]}", logging.WARNING)
             if self._directory is not None:
-                self._directory.drop(server, reasons[0][0] if any(final for _, final in reasons) else "")
+                self._directory.drop(
+                    server, reasons[0][0] if any(final for _, final in reasons) else ""
+                )
 
     def wait_for(self, servers: int, timeout_s: float) -> None:
         """Refresh until so many servers take part, or go on without the rest. A collective."""
@@ -141,7 +149,9 @@ class Pool:
             time.sleep(POLL_S)
             self.refresh()
 
-    def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, "_PlanAtServers | None"]:
+    def bind(
+        self, plan: MicroBatchPlan, settings: PlanSettings
+    ) -> tuple[MicroBatchPlan, "_PlanAtServers | None"]:
         """Plan tasks again for ranks and, behind them, `servers`, and send the plan to the servers."""
         servers, nodes = self.servers, settings.nodes
         if not servers:
@@ -150,12 +160,18 @@ class Pool:
         if nodes is not None:
             beside = [self._beside[server] for server in servers]
             server_nodes = [None if rank is None else nodes[rank] for rank in beside]
-        workers = self.speeds.workers(self._groups.ranks, servers, takes_turns=len(plan.nano_batches) > 1)
-        plan = plan_with_servers(plan, workers, settings, ranks_serve=self.ranks_serve, server_nodes=server_nodes)
+        workers = self.speeds.workers(
+            self._groups.ranks, servers, takes_turns=len(plan.nano_batches) > 1
+        )
+        plan = plan_with_servers(
+            plan, workers, settings, ranks_serve=self.ranks_serve, server_nodes=server_nodes
+        )
         plan_id = next(self._plan_ids)
         if self._groups.rank == 0:
             for index, server in enumerate(servers):
-                message, tables = plan_tables(plan_id, self._groups.ranks + index, plan.nano_batches)
+                message, tables = plan_tables(
+                    plan_id, self._groups.ranks + index, plan.nano_batches
+                )
                 with suppress(LinkLost):  # noticed by all ranks when its results are collected
                     self.links[server].send(message, [table.data for table in tables])
         return plan, _PlanAtServers(self, plan_id, servers, settings)
@@ -190,8 +206,13 @@ class Pool:
             if self._directory is not None:
                 self._directory.drop(server)
             count = len(self.links)
-            left = f"{count} servers left" if count else "no server left, so ranks compute all tasks"
-            self._log(f"lost attention server {server} at {link.name} ({reason}): {what}; {left}", logging.WARNING)
+            left = (
+                f"{count} servers left" if count else "no server left, so ranks compute all tasks"
+            )
+            self._log(
+                f"lost attention server {server} at {link.name} ({reason}): {what}; {left}",
+                logging.WARNING,
+            )
 
     def _log(self, message: str, level: int = logging.INFO) -> None:
         if self._groups.rank == 0:
@@ -215,10 +236,24 @@ class _PlanAtServers:
         params: AttentionParams,
         rows: Mapping[str, Tensor],
     ) -> "_CallAtServers":
-        memory, ids = self.pool.memory, {asked.server: self.servers[asked.server] for asked in servers}
-        dtype: Any = str(rows["q"].dtype).removeprefix("torch.")  # the server refuses others than it knows
+        memory, ids = (
+            self.pool.memory,
+            {asked.server: self.servers[asked.server] for asked in servers},
+        )
+        dtype: Any = str(rows["q"].dtype).removeprefix(
+            "torch."
+        )  # the server refuses others than it knows
         call_id = next(self.pool.call_ids)
-        call = Call(self.plan_id, call_id, work.nano_batch, kind, work.direction, params.scale, params.softcap, dtype)
+        call = Call(
+            self.plan_id,
+            call_id,
+            work.nano_batch,
+            kind,
+            work.direction,
+            params.scale,
+            params.softcap,
+            dtype,
+        )
         under_way = _CallAtServers(self.pool, work, rows["q"].device, ids)
         for asked in servers:
             link = self.pool.links.get(ids[asked.server])
@@ -226,7 +261,9 @@ class _PlanAtServers:
                 continue  # the server is lost, or needs no rows of this rank
             index = {"queries": asked.q_rows, "keys": asked.k_rows}
             counts = {"queries": asked.q_count, "keys": asked.k_count}
-            staged, ready = memory.stage([take(rows[spec.name], index[spec.rows]) for spec in call.request()])
+            staged, ready = memory.stage(
+                [take(rows[spec.name], index[spec.rows]) for spec in call.request()]
+            )
             results = {spec.name: memory.empty(spec, counts[spec.rows]) for spec in call.reply()}
             with suppress(LinkLost):  # the collection will find the link lost
                 under_way.asked[asked.server] = link, link.call(call, staged, results, ready)
@@ -254,11 +291,15 @@ class _CallAtServers:
                 reply, arrived = link.wait(answer, self.pool.timeout_s), answer.arrived
                 name = str(self.ids[server])
                 recorder.add(Span("call", name, self.work, answer.departed, arrived))
-                recorder.add(Span("server", name, self.work, arrived - reply.seconds, arrived, reply.pairs))
+                recorder.add(
+                    Span("server", name, self.work, arrived - reply.seconds, arrived, reply.pairs)
+                )
         lost_ids = self.pool.without_lost(self.ids.values())
         lost = frozenset(server for server, id in self.ids.items() if id in lost_ids)
         results = {
-            server: {name: x_N.to(self.device, non_blocking=True) for name, x_N in answer.results.items()}
+            server: {
+                name: x_N.to(self.device, non_blocking=True) for name, x_N in answer.results.items()
+            }
             for server, (_, answer) in self.asked.items()
             if server not in lost
         }

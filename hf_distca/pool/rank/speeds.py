@@ -25,7 +25,9 @@ class Served:
     pairs: int = 0
     seconds: float = 0.0
     alone: int = 0  # calls of core attentions whose calls never began while the rank had another one under way
-    travel_s: float = 0.0  # of the calls that were alone, without the kernel: rows travel there and back
+    travel_s: float = (
+        0.0  # of the calls that were alone, without the kernel: rows travel there and back
+    )
 
 
 @dataclass
@@ -46,7 +48,9 @@ def observe(spans: Sequence[Span]) -> Observed:
     shared = set[Work | None]()
     under_way, until = 0, None
     # Phases of a repair lie within another one.
-    for phase in sorted((span for span in spans if span.kind == "phase"), key=lambda span: span.begin):
+    for phase in sorted(
+        (span for span in spans if span.kind == "phase"), key=lambda span: span.begin
+    ):
         if under_way and until is not None:
             observed.between_s += max(phase.begin - until, 0.0)
         until = phase.end if until is None else max(until, phase.end)
@@ -81,9 +85,13 @@ class Speeds:
 
     def __init__(self, own: float) -> None:
         self._own = DIRECTIONS * own  # as observed
-        self._base_load = 0.0  # of a rank, in pairs that it computes, for one attention of a nano-batch
+        self._base_load = (
+            0.0  # of a rank, in pairs that it computes, for one attention of a nano-batch
+        )
         self._relative: dict[int, float] = {}  # of servers, to the ranks' mean
-        self._travel: dict[int, float] = {}  # of rows to servers and back, in pairs of a rank, for one attention
+        self._travel: dict[
+            int, float
+        ] = {}  # of rows to servers and back, in pairs of a rank, for one attention
 
     @property
     def pairs_per_second(self) -> float:
@@ -98,7 +106,10 @@ class Speeds:
 
     def learn(self, observed: Sequence[Observed]) -> None:
         """Correct speeds and base loads by what the ranks saw."""
-        seconds, pairs = sum(seen.seconds for seen in observed), sum(seen.pairs for seen in observed)
+        seconds, pairs = (
+            sum(seen.seconds for seen in observed),
+            sum(seen.pairs for seen in observed),
+        )
         own = self._own
         if seconds > 0 and pairs:
             own = pairs / seconds

@@ -1,7 +1,9 @@
-"""Time saved by keeping core attention through gradient checkpoints: one document of 16384 tokens, one process.
+"""Time saved by keeping core attention through gradient checkpoints: one document of 16384 tokens,
+one process.
 
-A small LLaMA runs forward and backward under gradient checkpointing, with core attention computed again in
-the backward and with its result kept, in turns; and one layer's core attention forward runs alone.
+A small LLaMA runs forward and backward under gradient checkpointing, with core attention computed
+again in the backward and with its result kept, in turns; and one layer's core attention forward
+runs alone.
 
 Run: python benchmarks/checkpointing.py [--rounds 7] [--tokens 16384]
      python benchmarks/checkpointing.py --against OTHER_CHECKOUT      two checkouts in turns

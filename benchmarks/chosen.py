@@ -1,8 +1,9 @@
 """Plans chosen by seconds, beside all other strategies: an 8B model on H100, simulated.
 
-16 GPUs with 16384 tokens each, 1 and 8 of them in a node, networks from 1 to 50 GB/s a GPU, five kinds of documents.
-The ratio is the best strategy that keeps the context of every document over the chosen plan; above 1 the chosen plan
-is faster. Strategies that hold more than 16384 tokens on a GPU are left out: they need the memory for that.
+16 GPUs with 16384 tokens each, 1 and 8 of them in a node, networks from 1 to 50 GB/s a GPU, five
+kinds of documents. The ratio is the best strategy that keeps the context of every document over the
+chosen plan; above 1 the chosen plan is faster. Strategies that hold more than 16384 tokens on a GPU
+are left out: they need the memory for that.
 
 Run: PYTHONPATH=. python benchmarks/chosen.py [--batches 8]
 """

@@ -1,15 +1,17 @@
-"""One document of a hybrid model over four ranks: its mixing modules alone, exact, in what time and memory.
+"""One document of a hybrid model over four ranks: its mixing modules alone, exact, in what time and
+memory.
 
-The modules have the shapes of Qwen3-Next (gated delta rule) and of Nemotron-H 8B (Mamba-2), divided by `--share`: 1 in
-so many heads and hidden numbers. They run transformers' own functions on the CPU, in float32. Each round runs in
-shuffled order, forward and backward on all ranks at once:
+The modules have the shapes of Qwen3-Next (gated delta rule) and of Nemotron-H 8B (Mamba-2), divided
+by `--share`: 1 in so many heads and hidden numbers. They run transformers' own functions on the
+CPU, in float32. Each round runs in shuffled order, forward and backward on all ranks at once:
 
   quarter    the module as transformers has it, on a quarter of the tokens
   whole      a planned step of four documents of a quarter each, none of which is cut
   cut        a planned step of one document, whose every segment is cut
 
-Times are those of the slowest rank. The peak is the most that a rank's process held above what it held before. The
-output and all gradients of "cut" are compared with one process that has the whole document.
+Times are those of the slowest rank. The peak is the most that a rank's process held above what it
+held before. The output and all gradients of "cut" are compared with one process that has the whole
+document.
 
 Run: python benchmarks/cut_mixing.py [--rounds 5] [--tokens 16384] [--share 4]
 """
@@ -137,7 +139,9 @@ def prepare(name: str, tokens: int, share: int) -> Callable[[], dict[str, float]
 
 
 def results(name: str, tokens: int, share: int) -> dict[str, Tensor]:
-    """Output and gradients of the whole document: one process, or this rank's part and a sum over the ranks."""
+    """Output and gradients of the whole document: one process, or this rank's part and a sum over
+    the ranks.
+    """
     ranks = dist.get_world_size()
     holder = nn.Module()
     holder.module = make_module(name, share)

@@ -1,15 +1,17 @@
-"""What dispatching costs besides computing: CPU time of the calling thread, per layer, with a kernel that does none.
+"""What dispatching costs besides computing: CPU time of the calling thread, per layer, with a
+kernel that does none.
 
-Two CPU ranks with a few short documents and a LLaMA of 4 layers of hidden size 8, so that what remains of a layer,
-forward and backward, is Python, gathering and scattering a few rows, and the exchanges. Per layer, on the rank that
-takes longer:
+Two CPU ranks with a few short documents and a LLaMA of 4 layers of hidden size 8, so that what
+remains of a layer, forward and backward, is Python, gathering and scattering a few rows, and the
+exchanges. Per layer, on the rank that takes longer:
 
   plain        the model with the same kernel as a single autograd node without dispatch
   default      the model as users get it: decoder layers whose two nano-batches take turns
   no turns     without ping-pong: one nano-batch
   collectives  the part of either that torch.distributed takes to start the exchanges and to wait for them
   dispatch     default - collectives - plain: ours, with the cold caches that a wait leaves behind; it has the second
-               nano-batch's share of the layer's own launches in it. In "no turns" there is no such share
+               nano-batch's share of the layer's own launches in it. In "no turns" there is no such
+               share
 
 Run: python benchmarks/dispatch.py [--rounds 100]
      python benchmarks/dispatch.py --against OTHER_CHECKOUT      two checkouts in turns

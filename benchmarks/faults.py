@@ -1,12 +1,14 @@
-"""A training whose attention servers are killed at random moments, against the same training without servers.
+"""A training whose attention servers are killed at random moments, against the same training
+without servers.
 
-Two ranks train a small LLaMA in float64 with up to three servers, each a process of its own. After random times one
-of the servers that have joined is killed (SIGKILL) and another one is started, which takes part from an optimizer step
-soon after. When enough were killed, training ends, and as many steps are trained again without servers.
+Two ranks train a small LLaMA in float64 with up to three servers, each a process of its own. After
+random times one of the servers that have joined is killed (SIGKILL) and another one is started,
+which takes part from an optimizer step soon after. When enough were killed, training ends, and as
+many steps are trained again without servers.
 
-Over so many steps rounding must not hide what is lost: the model and its loss are in float64 (transformers' own loss
-rounds the logits to float32), and descent is without momentum. With a momentum of 0.9 a difference of 1e-9 at step 20
-grew to 0.5 by step 500; without, to 5e-8.
+Over so many steps rounding must not hide what is lost: the model and its loss are in float64
+(transformers' own loss rounds the logits to float32), and descent is without momentum. With a
+momentum of 0.9 a difference of 1e-9 at step 20 grew to 0.5 by step 500; without, to 5e-8.
 
   transport     what carries rows
   kills         servers killed after they had joined
@@ -132,10 +134,12 @@ class Killer(threading.Thread):
 def train(
     port: int | None, transport: Choice, steps: int | None, enough: str
 ) -> tuple[list[float], list[Tensor], tuple[int, int]]:
-    """Train on every rank, without servers if `port` is None, until the file `enough` is there if `steps` is None.
+    """Train on every rank, without servers if `port` is None, until the file `enough` is there if
+    `steps` is None.
 
     Returns:
-        The loss of every step, the parameters at the end, and how many servers were lost, in a call or at all.
+        The loss of every step, the parameters at the end, and how many servers were lost, in a call
+        or at all.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""Writes the profile of an H100 that comes with the package, from times that the authors of DistCA published.
+"""Writes the profile of an H100 that comes with the package, from times that the authors of DistCA
+published.
 
     PYTHONPATH=. python benchmarks/h100_profile.py hf_distca/sim/profiles/h100.json
 
@@ -21,17 +22,20 @@ from hf_distca.sim.costs import Accuracy, DeviceProfile, held_out
 DATA = Path(__file__).parent / "data" / "h100.json"
 MEASURED = AttentionKind(None, 64, 4, 128, 128)
 BACKWARD = 2.5
-"""Backward of core attention over its forward, in operations: it computes five products, the forward two."""
+"""Backward of core attention over its forward, in operations: it computes five products, the
+forward two."""
 NORM_VALUES = 2
 """A norm reads a value and writes one."""
 HIDDEN, QUERIES, MLP = 8192, 8192, 22016
 """Sizes of the 34B model whose layers were measured."""
 TOKENS = 8192
-"""Tokens for which the published times of matrices are possible; for 32768 they would be 2900 TFLOP/s."""
+"""Tokens for which the published times of matrices are possible; for 32768 they would be 2900
+TFLOP/s."""
 SOURCE = (
-    "Kernel, matrices and links in a node: published by the authors of DistCA (github.com/hao-ai-lab/DistCA, "
-    "Apache-2.0) for the H100 in bfloat16. The kernel's backward is taken as 2.5 forwards, links between nodes as "
-    "400 Gbit/s for each GPU, the exchange inside a node as 100 GB/s, by 8 thread blocks; these were not published."
+    "Kernel, matrices and links in a node: published by the authors of DistCA "
+    "(github.com/hao-ai-lab/DistCA, Apache-2.0) for the H100 in bfloat16. The kernel's backward "
+    "is taken as 2.5 forwards, links between nodes as 400 Gbit/s for each GPU, the exchange "
+    "inside a node as 100 GB/s, by 8 thread blocks; these were not published."
 )
 
 
@@ -43,8 +47,8 @@ def attention(rows: list[list[float]]) -> tuple[KernelCost, Accuracy]:
         length, parts, ms = np.array(chosen, float).T  # of all heads, a part of them was measured
         pairs = length * (length + 1) / 2 / parts
         ones, none = np.ones_like(length), np.zeros_like(length)
-        # Every call has one task with as many keys as queries, so a fit cannot separate the costs of keys and of
-        # queries, nor those of calls and of tasks.
+        # Every call has one task with as many keys as queries, so a fit cannot separate the costs
+        # of keys and of queries, nor those of calls and of tasks.
         return Tasks(length / parts, none, pairs, calls=ones, diagonal=none, tasks=none), ms / 1e3
 
     fitted, others = held_out(len(ordered))
@@ -80,7 +84,8 @@ def main() -> None:
     )
     profile.save(Path(sys.argv[1]))
     print(
-        f"R² {accuracy.r2:.5f}, worst ratio {accuracy.worst_ratio:.3f}, of {accuracy.count} held out"
+        f"R² {accuracy.r2:.5f}, worst ratio {accuracy.worst_ratio:.3f}, of {accuracy.count} "
+        "held out"
     )
 
 

@@ -1,12 +1,14 @@
-"""Writes the cost of a task into the profile of an H200 that comes with the package, from its replayed plans.
+"""Writes the cost of a task into the profile of an H200 that comes with the package, from its
+replayed plans.
 
     PYTHONPATH=. python benchmarks/h200_task_cost.py hf_distca/sim/profiles/h200.json
 
-The profile was measured without calls of several tasks. So its cost of a task is a prior: the seconds by which the
-plan of 64 ranks was predicted too low (`short_tasks` in benchmarks/results/gpu_replays.json), divided by the tasks of
-such a plan, all but the first of each call. The cost of a call included its first task; now it does not. The replayed
-plan had other documents of the same corpus and the kernel torch_varlen. A profile that `hf-distca profile` measures on
-an H200 replaces the prior.
+The profile was measured without calls of several tasks. So its cost of a task is a prior: the
+seconds by which the plan of 64 ranks was predicted too low (`short_tasks` in
+benchmarks/results/gpu_replays.json), divided by the tasks of such a plan, all but the first of each
+call. The cost of a call included its first task; now it does not. The replayed plan had other
+documents of the same corpus and the kernel torch_varlen. A profile that `hf-distca profile`
+measures on an H200 replaces the prior.
 """
 
 import json
@@ -27,14 +29,17 @@ TRIAL_PAIRS = 1e5
 """Pairs of a task with which the tasks are counted; the prediction is linear in them."""
 RESULT = Path(__file__).parent / "results" / "gpu_replays.json"
 SOURCE = (
-    "Kernel, matrices and memory measured with the kernel flash_attn_3 and torch 2.11.0+cu130; links not measured, "
-    "but taken as those of an H100. The cost of a task is a prior until it is measured: without it the seconds of a "
-    "plan of 64 ranks, replayed on an H200 with the kernel torch_varlen, were predicted 5.7 % too low."
+    "Kernel, matrices and memory measured with the kernel flash_attn_3 and torch 2.11.0+cu130; "
+    "links not measured, but taken as those of an H100. The cost of a task is a prior until it is "
+    "measured: without it the seconds of a plan of 64 ranks, replayed on an H200 with the kernel "
+    "torch_varlen, were predicted 5.7 % too low."
 )
 
 
 def with_task(profile: DeviceProfile, pairs_of_task: float) -> DeviceProfile:
-    """Return the profile with a task's cost taken out of the cost of a call, which has one task where measured."""
+    """Return the profile with a task's cost taken out of the cost of a call, which has one task
+    where measured.
+    """
 
     def changed(cost: KernelCost) -> KernelCost:
         task = cost.pair * pairs_of_task
@@ -74,7 +79,8 @@ def main() -> None:
     profile = replace(with_task(profile, pairs_of_task), source=SOURCE)
     profile.save(path)
     print(
-        f"a task takes as long as {pairs_of_task:.0f} pairs: {profile.forward.task:.2g}, {profile.backward.task:.2g} s"
+        f"a task takes as long as {pairs_of_task:.0f} pairs: {profile.forward.task:.2g}, "
+        f"{profile.backward.task:.2g} s"
     )
 
 

@@ -1,7 +1,10 @@
-"""Ranks of one machine as two hosts: network namespaces joined by a link of limited rate. Needs root.
+"""Ranks of one machine as two hosts: network namespaces joined by a link of limited rate.
 
-Ranks of one host reach each other by the namespace's loopback device, which nothing limits, also where gloo is bound
-to the device of the link: what is sent to an address of the namespace itself never gets to that device.
+Needs root.
+
+Ranks of one host reach each other by the namespace's loopback device, which nothing limits, also
+where gloo is bound to the device of the link: what is sent to an address of the namespace itself
+never gets to that device.
 """
 
 import ctypes
@@ -46,7 +49,9 @@ class Hosts:
         return rank // self._ranks_per_host
 
     def move_in(self, rank: int) -> None:
-        """Make this process one on the host of a rank: it and what it starts see nothing but it and the link."""
+        """Make this process one on the host of a rank: it and what it starts see nothing but it and
+        the link.
+        """
         host = self.host_of(rank)
         with open(f"/run/netns/{self.names[host]}") as namespace:
             libc = ctypes.CDLL(None, use_errno=True)
@@ -79,7 +84,9 @@ class Hosts:
         dist.barrier()
 
     def sent(self, rank: int) -> int:
-        """Bytes that the host of this rank has sent over the link so far; its process is on that host."""
+        """Bytes that the host of this rank has sent over the link so far; its process is on that
+        host.
+        """
         for line in Path("/proc/self/net/dev").read_text().splitlines():
             device, _, counters = line.partition(":")
             if device.strip() == self.devices[self.host_of(rank)]:

@@ -1,9 +1,10 @@
-"""Steps of Qwen3-Next on 8 and 64 H100, simulated: whole documents beside documents that span ranks.
+"""Steps of Qwen3-Next on 8 and 64 H100, simulated: whole documents beside documents that span
+ranks.
 
     PYTHONPATH=. python benchmarks/hybrid_steps.py [--batches 8]
 
-The model has the sizes of transformers' default config, Qwen3-Next 80B-A3B: 12 layers with attention, 36 with a gated
-delta rule. A rank has 32,768 tokens. Strategies:
+The model has the sizes of transformers' default config, Qwen3-Next 80B-A3B: 12 layers with
+attention, 36 with a gated delta rule. A rank has 32,768 tokens. Strategies:
 
   whole     documents balanced over ranks by their cost; a document that no rank can hold is cut, and loses context
   joint     documents may span ranks

@@ -1,9 +1,9 @@
 """One document of 262144 tokens over four ranks, in stages: exact, and in how much memory.
 
-Core attention alone, one head of 16 numbers in float32, K/V rows of 2 MiB at a time. O, dQ, dK and dV of sampled rows
-are compared with float64, by the definition of attention; of dO every sixteenth row is not zero, so that a reference
-can be had in some minutes. Memory is the most that a rank's process held, above what it held before q, k, v and dO,
-beside the estimate of hf_distca.memory.
+Core attention alone, one head of 16 numbers in float32, K/V rows of 2 MiB at a time. O, dQ, dK and
+dV of sampled rows are compared with float64, by the definition of attention; of dO every sixteenth
+row is not zero, so that a reference can be had in some minutes. Memory is the most that a rank's
+process held, above what it held before q, k, v and dO, beside the estimate of hf_distca.memory.
 
 Run: python benchmarks/long_document.py [--tokens 262144]
 """

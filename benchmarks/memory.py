@@ -1,13 +1,14 @@
 """Peak memory of what grows with long rows, each case in a process of its own.
 
-The loss: one step (forward and backward) of a LLaMA with one layer, hidden size 256 and the vocabulary of Llama 3,
-with all logits at once as the model does by itself, and over chunks of rows. Memory is the most that the process held
-in the step, above what it held before.
+The loss: one step (forward and backward) of a LLaMA with one layer, hidden size 256 and the
+vocabulary of Llama 3, with all logits at once as the model does by itself, and over chunks of rows.
+Memory is the most that the process held in the step, above what it held before.
 
-The exchange: core attention of one document of 262144 tokens over two ranks, forward and backward, one head of 128
-numbers in float32, with K/V rows all at once and 16 MiB of them at a time. The same rows as documents of 4096 tokens
-exchange nothing: what a rank holds above that is what the exchange takes. A case takes many minutes; with --document
-a shorter one, and as much less of K and V at a time.
+The exchange: core attention of one document of 262144 tokens over two ranks, forward and backward,
+one head of 128 numbers in float32, with K/V rows all at once and 16 MiB of them at a time. The same
+rows as documents of 4096 tokens exchange nothing: what a rank holds above that is what the exchange
+takes. A case takes many minutes; with --document a shorter one, and as much less of K and V at a
+time.
 
 Run: python benchmarks/memory.py --only loss [--rounds 3] [--tokens 4096 8192]
      python benchmarks/memory.py --only exchange --rounds 1 [--document 262144]
@@ -54,7 +55,9 @@ Case = Callable[[], Round]
 
 
 def step_of_loss(tokens: int, chunk_bytes: int) -> Round:
-    """Memory above the start and seconds of a step, and its loss; in a process that has done nothing else."""
+    """Memory above the start and seconds of a step, and its loss; in a process that has done
+    nothing else.
+    """
     model = llama(tokens, **SIZES)
     config = DistCAConfig(tokens_per_rank=tokens, loss_chunk_bytes=chunk_bytes, ping_pong=False)
     dispatcher = make_dispatcher(model, config, torch.device("cpu"))

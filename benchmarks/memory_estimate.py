@@ -1,8 +1,8 @@
 """Estimates of hf_distca.memory beside what processes really take, on the CPU.
 
-Each configuration trains a small LLaMA under DistributedDataParallel for three optimizer steps of two micro-batches,
-in processes of its own. Measured is the most resident memory above what was resident before
-there was a model. The estimate is made of the model's config and the plan alone.
+Each configuration trains a small LLaMA under DistributedDataParallel for three optimizer steps of
+two micro-batches, in processes of its own. Measured is the most resident memory above what was
+resident before there was a model. The estimate is made of the model's config and the plan alone.
 
 Run: python benchmarks/memory_estimate.py [--tokens 4096]
 """

@@ -1,8 +1,9 @@
-"""The memory guide: the most tokens of a rank that fit GPUs of several sizes, by model, ranks and strategy.
+"""The memory guide: the most tokens of a rank that fit GPUs of several sizes, by model, ranks and
+strategy.
 
-Nothing is trained: a step is run on tensors without numbers and counted (hf_distca.memory). Full fine-tuning with Adam
-in bfloat16, float32 copies of the weights, decoder layers checkpointed, one document over all ranks. What CUDA and
-NCCL take themselves is left out of a GPU's memory.
+Nothing is trained: a step is run on tensors without numbers and counted (hf_distca.memory). Full
+fine-tuning with Adam in bfloat16, float32 copies of the weights, decoder layers checkpointed, one
+document over all ranks. What CUDA and NCCL take themselves is left out of a GPU's memory.
 
 PYTHONPATH=. python benchmarks/memory_guide.py
 """

@@ -1,8 +1,9 @@
 """How much of the exchange is hidden, or spared: ranks as two hosts behind a link of limited rate.
 
-The hosts are two network namespaces joined by a veth pair whose rate `tc … tbf` limits, so it needs root and
-iproute2. Each round runs a step (forward and backward, no gradient reduction) in shuffled order over the link free or
-limited, in several variants that exchange the same bytes. Several documents, three variants on one plan:
+The hosts are two network namespaces joined by a veth pair whose rate `tc … tbf` limits, so it needs
+root and iproute2. Each round runs a step (forward and backward, no gradient reduction) in shuffled
+order over the link free or limited, in several variants that exchange the same bytes. Several
+documents, three variants on one plan:
 
   waiting        every exchange is waited for where it is started, and nothing is hidden
   own first      no ping-pong: whole layers; local tasks are computed while rows are on their way
@@ -12,23 +13,26 @@ The rate is chosen so that the exchange adds 35 to 40 % to a step that waits.
 
     hidden = 1 - (limited - free) / (limited waiting - free waiting)
 
-of "own first" and of "ping-pong", by step time and by the time that a rank stood in waits. The overhead of ping-pong
-is what it adds to a step over the free link, beside local tasks first without it. A free link takes time as well,
-which "waiting" stands in: beside that, ping-pong takes less than nothing.
+of "own first" and of "ping-pong", by step time and by the time that a rank stood in waits. The
+overhead of ping-pong is what it adds to a step over the free link, beside local tasks first without
+it. A free link takes time as well, which "waiting" stands in: beside that, ping-pong takes less
+than nothing.
 
-With --one-document a single document lies on both hosts, which ping-pong cannot divide. "waiting" and "own first" are
-then with all K and V rows in one exchange, "stages" is as users have it. Derived names begin with one_document_.
+With --one-document a single document lies on both hosts, which ping-pong cannot divide. "waiting"
+and "own first" are then with all K and V rows in one exchange, "stages" is as users have it.
+Derived names begin with one_document_.
 
-With --nodes each host has two ranks, and plans that know of it (`PlanSettings(ranks_per_node=2)`) are compared with
-flat ones, of documents whose lengths have a long tail. "flat" and "node-aware" are as users have them, with ping-pong;
-in "flat waiting" and "node-aware waiting" every exchange is waited for where it is started. The rate is chosen for
-"flat waiting".
+With --nodes each host has two ranks, and plans that know of it (`PlanSettings(ranks_per_node=2)`)
+are compared with flat ones, of documents whose lengths have a long tail. "flat" and "node-aware"
+are as users have them, with ping-pong; in "flat waiting" and "node-aware waiting" every exchange is
+waited for where it is started. The rate is chosen for "flat waiting".
 
     exposed = limited - free, by step time and by waits: what the link adds
 
-of a node-aware plan over that of a flat one, paired as above. "over the link, MB" is what the devices of the link sent
-in a step over the free link. Four ranks share this machine's cores, so that one that waits leaves its core to others:
-what a link adds is less than it were with a machine for each host, on either side. Derived names begin with nodes_.
+of a node-aware plan over that of a flat one, paired as above. "over the link, MB" is what the
+devices of the link sent in a step over the free link. Four ranks share this machine's cores, so
+that one that waits leaves its core to others: what a link adds is less than it were with a machine
+for each host, on either side. Derived names begin with nodes_.
 
 Run: sudo python benchmarks/overlap.py [--rounds 12] [--tokens 4096] [--one-document | --nodes]
      sudo python benchmarks/overlap.py --rate-mbit 420 --against OTHER_CHECKOUT      two checkouts in turns
@@ -84,7 +88,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """Documents and variants that are measured behind a link, whose rate is chosen for the first variant."""
+    """Documents and variants that are measured behind a link, whose rate is chosen for the first
+    variant.
+    """
 
     lengths: Sequence[int]
     variants: Mapping[str, Variant]
@@ -92,7 +98,9 @@ class Case:
 
 
 def several(tokens: int) -> Case:
-    """Documents of which each nano-batch has one too long for a rank's share, which the joint layout cuts."""
+    """Documents of which each nano-batch has one too long for a rank's share, which the joint
+    layout cuts.
+    """
     total = 2 * tokens
     variants = {
         "waiting": Variant(waits=True),
@@ -112,7 +120,9 @@ def one_document(tokens: int) -> Case:
 
 
 def nodes(tokens: int) -> Case:
-    """Lengths drawn from a log-normal distribution, the same every time; the last one is cut to fit."""
+    """Lengths drawn from a log-normal distribution, the same every time; the last one is cut to
+    fit.
+    """
     total, drawn, lengths = 4 * tokens, np.random.default_rng(0), []
     while left := total - sum(lengths):
         lengths.append(min(int(total / 64 * drawn.lognormal(0, 1.5)) + 1, left))
@@ -126,7 +136,9 @@ def nodes(tokens: int) -> Case:
 
 
 class WaitingExchange(Exchange):
-    """Waits for every exchange of a dispatcher where it is started, and reports the waits to its recorder."""
+    """Waits for every exchange of a dispatcher where it is started, and reports the waits to its
+    recorder.
+    """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         super().__init__(dispatcher.groups)
@@ -192,7 +204,9 @@ class Steps:
         }
 
     def step(self, variant: str) -> tuple[float, float]:
-        """Seconds of a step until all ranks are done, and seconds that the ranks stood in waits, on average."""
+        """Seconds of a step until all ranks are done, and seconds that the ranks stood in waits, on
+        average.
+        """
         dispatcher = self._dispatchers[variant]
         bound = dispatcher.bind(self._plans[variant])
         dist.barrier()
@@ -230,7 +244,9 @@ def chosen_rate(steps: Steps, hosts: Hosts, waiting: str) -> float:
 
 
 def prepare(hosts: Hosts, case: Case, given_rate: float | None) -> Callable[[], Round]:
-    """Make the models on this rank and choose the rate, and a round: every variant over every link, shuffled."""
+    """Make the models on this rank and choose the rate, and a round: every variant over every link,
+    shuffled.
+    """
     steps, order = Steps(case), random.Random(0)
     for variant in case.variants:
         steps.step(variant)  # warms up
@@ -257,7 +273,9 @@ def prepare(hosts: Hosts, case: Case, given_rate: float | None) -> Callable[[], 
 
 
 def added(variant: str, beside: str, ending: str) -> Callable[[Round], float]:
-    """Time that the limit adds to a step of one variant over the time for another, by figures with an ending."""
+    """Time that the limit adds to a step of one variant over the time for another, by figures with
+    an ending.
+    """
 
     def compute(taken: Round) -> float:
         one, other = (
@@ -326,7 +344,8 @@ def main() -> None:
         sys.exit("benchmarks/overlap.py makes network namespaces and limits a link: run it as root")
     if options.against is not None and options.rate_mbit is None:
         parser.error(
-            "--against needs --rate-mbit, so that both checkouts have the same link; a run alone finds one"
+            "--against needs --rate-mbit, so that both checkouts have the same link; a run alone "
+            "finds one"
         )
     make, tokens = (
         (nodes, 2048)

@@ -1,23 +1,27 @@
-"""Forward and backward of padded batches of rollouts on CPU ranks: padded, packed, and packed and balanced.
+"""Forward and backward of padded batches of rollouts on CPU ranks: padded, packed, and packed and
+balanced.
 
-64 rollouts of lognormal lengths with median 300 and at most 4,096 tokens, a quarter as long (--scale 4). The model is
-a LLaMA with two layers and a quarter of the width of a Qwen3-0.6B, so that attention has about the same share of a
-layer; float32, gradient checkpointing. Each rank has its share of the rollouts and calls the model with eight at a
-time, as TRL's trainers do with a generation batch. Rows with a target get logits, no others. Gradients are not reduced
-over ranks, which takes equally long in all strategies. A step ends when all ranks are done. Strategies:
+64 rollouts of lognormal lengths with median 300 and at most 4,096 tokens, a quarter as long
+(--scale 4). The model is a LLaMA with two layers and a quarter of the width of a Qwen3-0.6B, so
+that attention has about the same share of a layer; float32, gradient checkpointing. Each rank has
+its share of the rollouts and calls the model with eight at a time, as TRL's trainers do with a
+generation batch. Rows with a target get logits, no others. Gradients are not reduced over ranks,
+which takes equally long in all strategies. A step ends when all ranks are done. Strategies:
 
   padded to all      stock model, sdpa: eight sequences, padded to the longest of the rank's, as TRL's GRPO pads
   padded to eight    stock model, sdpa: eight sequences, padded to the longest of the eight
   packed             pack_padded on each rank by itself: the rank packs its own sequences, and nothing moves
   hf_distca          pack_padded on all ranks: tokens and core attention are balanced
 
-A round runs all strategies once in shuffled order. Reading the batches, exchanging lengths, planning and binding are
-part of a step. Every round has other lengths, so that no plan is made before. Memory is the most that a rank held in a
-step above what it held before, each strategy in fresh processes, with the lengths of the first round.
+A round runs all strategies once in shuffled order. Reading the batches, exchanging lengths,
+planning and binding are part of a step. Every round has other lengths, so that no plan is made
+before. Memory is the most that a rank held in a step above what it held before, each strategy in
+fresh processes, with the lengths of the first round.
 
-A round also times what comes before the model, for 64 sequences with 16,384 tokens together and plans for a model of
-the sizes of Qwen3-0.6B by costs of an H200. Reading the mask and planning are CPU time of one rank, in milliseconds;
-exchanging lengths over gloo is the time that passes. Planning is timed for 1, 2 and 8 ranks.
+A round also times what comes before the model, for 64 sequences with 16,384 tokens together and
+plans for a model of the sizes of Qwen3-0.6B by costs of an H200. Reading the mask and planning are
+CPU time of one rank, in milliseconds; exchanging lengths over gloo is the time that passes.
+Planning is timed for 1, 2 and 8 ranks.
 
 Run: python benchmarks/padded.py [--rounds 12] [--rollouts 64] [--scale 4]
 """
@@ -123,13 +127,18 @@ def model_of(case: Case, strategy: str) -> tuple[nn.Module, Dispatcher | None]:
 
 
 def step_of(case: Case, strategy: str, model: nn.Module, seed: int) -> Callable[[], float]:
-    """Forward and backward of this rank's batches, which are made before; the call returns the loss of the rank."""
+    """Forward and backward of this rank's batches, which are made before; the call returns the loss
+    of the rank.
+    """
     batches = case.batches(seed, to_all=strategy == "padded to all")
     return partial(forward_backward, model, batches, case.targets(seed))
 
 
 def norm_of_gradients(model: nn.Module) -> float:
-    """Norm of the gradients added up over ranks; the model has none afterwards. A collective call."""
+    """Norm of the gradients added up over ranks; the model has none afterwards.
+
+    A collective call.
+    """
     total = 0.0
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -172,7 +181,9 @@ class Exchanges:
 
 
 def checked(case: Case) -> dict[str, Any]:
-    """Losses and norms of gradients of all strategies, and what hf_distca exchanges, for the first lengths."""
+    """Losses and norms of gradients of all strategies, and what hf_distca exchanges, for the first
+    lengths.
+    """
     found: dict[str, Any] = {}
     for strategy in STRATEGIES:
         model, _ = model_of(case, strategy)
@@ -243,7 +254,9 @@ def settings_of_h200(ranks: int) -> PlanSettings:
 
 
 def prepare(case: Case) -> Callable[[], Round]:
-    """Make the models on this rank, and a round: every strategy once, in an order that is the same on all ranks."""
+    """Make the models on this rank, and a round: every strategy once, in an order that is the same
+    on all ranks.
+    """
     keep_freed_memory()
     models = {strategy: model_of(case, strategy) for strategy in STRATEGIES}
     balanced = models["hf_distca"][1]
@@ -281,7 +294,9 @@ def largest_differences(found: dict[str, Any]) -> dict[str, float]:
 
 
 def rows_of(case: Case) -> dict[str, int]:
-    """Rows that the model computes in each strategy for the lengths of the first round, on all ranks."""
+    """Rows that the model computes in each strategy for the lengths of the first round, on all
+    ranks.
+    """
     lengths = case.lengths(0)
 
     def padded(to_all: bool) -> int:

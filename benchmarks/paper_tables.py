@@ -1,10 +1,11 @@
-"""The settings of the DistCA paper's tables, simulated: the best of all DP × CP mixes over hf_distca's step.
+"""The settings of the DistCA paper's tables, simulated: the best of all DP × CP mixes over
+hf_distca's step.
 
     PYTHONPATH=. python benchmarks/paper_tables.py [--batches 8]
 
-8B and 34B models, tensor parallelism of 8 inside a node, so that a rank is a node of 8 H100; as many tokens a GPU as
-the paper has. Gradient synchronisation, the optimizer and pipeline parallelism are not simulated. The paper names
-ranges of speed-ups over all of its settings, on H200.
+8B and 34B models, tensor parallelism of 8 inside a node, so that a rank is a node of 8 H100; as
+many tokens a GPU as the paper has. Gradient synchronisation, the optimizer and pipeline parallelism
+are not simulated. The paper names ranges of speed-ups over all of its settings, on H200.
 """
 
 from collections.abc import Iterator

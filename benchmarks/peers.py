@@ -1,9 +1,11 @@
-"""Beside peers: the same documents in every optimizer step, on 2 and 4 CPU ranks, with five strategies.
+"""Beside peers: the same documents in every optimizer step, on 2 and 4 CPU ranks, with five
+strategies.
 
-Each strategy is a trainer (transformers' Trainer, or DistCATrainer) of the same 2-layer LLaMA of hidden size 256,
-float32, AdamW, gradients clipped at 1, one thread a rank, gloo. A step has 16 documents, by default of 16384 tokens
-together: one of half of the tokens with short ones, or a long tail. It takes loading, collating, planning, both
-passes, the update and its log; it is an epoch where documents are shuffled, and else one of an epoch's equal steps.
+Each strategy is a trainer (transformers' Trainer, or DistCATrainer) of the same 2-layer LLaMA of
+hidden size 256, float32, AdamW, gradients clipped at 1, one thread a rank, gloo. A step has 16
+documents, by default of 16384 tokens together: one of half of the tokens with short ones, or a long
+tail. It takes loading, collating, planning, both passes, the update and its log; it is an epoch
+where documents are shuffled, and else one of an epoch's equal steps.
 
   flattened           DDP, DataCollatorWithFlattening; a rank gets its share of the documents at random, the default
   rebalanced          the same with train_sampling_strategy="batch_rebalance"
@@ -12,16 +14,17 @@ passes, the update and its log; it is an epoch where documents are shuffled, and
                       beforehand, on all ranks
   hf_distca           DistCATrainer with its defaults, tokens_per_rank as small as holds the documents
 
-Core attention of packed rows is the CPU kernel of hf_distca in all strategies, behind transformers' attention
-interface; it skips what documents do not attend to, as FlashAttention does on GPUs. "sdpa" alone would build a mask
-of all tokens by all tokens there. Every strategy takes the mean over all targets of a step; Ulysses does where a step
-is one row, and else takes the mean of the means of rows, which is shown for two. Losses of every step are compared.
+Core attention of packed rows is the CPU kernel of hf_distca in all strategies, behind transformers'
+attention interface; it skips what documents do not attend to, as FlashAttention does on GPUs.
+"sdpa" alone would build a mask of all tokens by all tokens there. Every strategy takes the mean
+over all targets of a step; Ulysses does where a step is one row, and else takes the mean of the
+means of rows, which is shown for two. Losses of every step are compared.
 
-Time on this machine shows little of balance on 4 ranks: 2 cores are shared by 4 ranks, so that work on all of them
-adds up and a rank that waits costs nothing. `imbalance` does not depend on that: query-key pairs of the busiest rank
-over the mean, padding counted where it is computed; Ulysses divides heads, which are alike. Memory is the most that a
-rank's process held in a step above what it held before it, of the rank with the most, without weights and optimizer
-states.
+Time on this machine shows little of balance on 4 ranks: 2 cores are shared by 4 ranks, so that work
+on all of them adds up and a rank that waits costs nothing. `imbalance` does not depend on that:
+query-key pairs of the busiest rank over the mean, padding counted where it is computed; Ulysses
+divides heads, which are alike. Memory is the most that a rank's process held in a step above what
+it held before it, of the rank with the most, without weights and optimizer states.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/peers.py [--rounds 6] [--tokens 16384]
 """
@@ -137,7 +140,9 @@ AttentionInterface.register(PACKED, attention_of_documents)
 
 
 class Counted:
-    """A collator that counts the query-key pairs, of one head and layer, that its batches ask for in `pairs`."""
+    """A collator that counts the query-key pairs, of one head and layer, that its batches ask for
+    in `pairs`.
+    """
 
     def __init__(self, collate: Callable[[Examples], Any], *, padded: bool) -> None:
         self._collate, self._padded, self.pairs = collate, padded, 0
@@ -151,7 +156,9 @@ class Counted:
 
 @dataclass(frozen=True)
 class Case:
-    """A training: the documents of every optimizer step, in number divisible by the ranks; and its steps."""
+    """A training: the documents of every optimizer step, in number divisible by the ranks; and its
+    steps.
+    """
 
     lengths: Sequence[int]
     steps: int
@@ -184,7 +191,9 @@ class Case:
 def data_parallel(
     case: Case, ranks: int, strategy: str = "random", *, padded: bool = False
 ) -> "Halted":
-    """Plain DDP, documents of a rank packed without padding, or rows padded to the longest of the rank."""
+    """Plain DDP, documents of a rank packed without padding, or rows padded to the longest of the
+    rank.
+    """
     words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="[PAD]", padding_side="right"
@@ -220,15 +229,17 @@ def planned(case: Case, ranks: int) -> "Halted":
 
 
 def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool = False) -> "Halted":
-    """Ulysses sequence parallelism of DeepSpeed through accelerate, ZeRO off, rows of packed documents.
+    """Ulysses sequence parallelism of DeepSpeed through accelerate, ZeRO off, rows of packed
+    documents.
 
-    All ranks share every row. A rank has an equal part of the row's tokens; in attention it has all tokens and an
-    equal part of the heads. There are as many rows as ranks, and they are computed one after another. With two rows,
-    the first document of a step is alone in one row. gloo needs rows of equal length.
+    All ranks share every row. A rank has an equal part of the row's tokens; in attention it has all
+    tokens and an equal part of the heads. There are as many rows as ranks, and they are computed
+    one after another. With two rows, the first document of a step is alone in one row. gloo needs
+    rows of equal length.
     """
-    # As accelerate's launcher sets them: with TrainingArguments' `deepspeed` transformers leaves `ddp_backend` out,
-    # without which accelerate has no backend for CPUs, takes every process for the only one, and gives all of them
-    # the same documents.
+    # As accelerate's launcher sets them: with TrainingArguments' `deepspeed` transformers leaves
+    # `ddp_backend` out, without which accelerate has no backend for CPUs, takes every process for
+    # the only one, and gives all of them the same documents.
     os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE="0")
     flatten, data = DataCollatorWithFlattening(), case.data
     parts = [data[:1], data[1:]] if in_two_rows else [data]
@@ -263,7 +274,8 @@ DATA_PARALLEL: dict[str, Callable[[Case, int], "Halted"]] = {
     "rebalanced, padded": partial(data_parallel, strategy="batch_rebalance", padded=True),
     OURS: planned,
 }
-"""Strategies that share processes; Ulysses replaces attention in the whole process, so each training has its own."""
+"""Strategies that share processes; Ulysses replaces attention in the whole process, so each
+training has its own."""
 
 
 class Halted(TrainerCallback):
@@ -334,7 +346,8 @@ def enter(rank: int) -> None:
 def prepare(
     makers: dict[str, Callable[[Case, int], Halted]], cases: dict[str, Case], ranks: int
 ) -> Callable[[], Figures]:
-    """Make the trainers of this rank, and a round: every strategy once, in shuffled order, the same on all ranks.
+    """Make the trainers of this rank, and a round: every strategy once, in shuffled order, the same
+    on all ranks.
 
     The last of the steps that a case has is taken for its memory.
     """

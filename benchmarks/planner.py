@@ -2,28 +2,31 @@
 
 Run: python benchmarks/planner.py [--repeats 3]
 
-Documents and the reference's figures stand in benchmarks/data/, whose README names their sources. R ranks take
-the first rows of a batch; in layout "dp" a row is one rank's, in layout "cp4" one of 4 consecutive ranks.
+Documents and the reference's figures stand in benchmarks/data/, whose README names their sources. R
+ranks take the first rows of a batch; in layout "dp" a row is one rank's, in layout "cp4" one of 4
+consecutive ranks.
 
-The reference runs at its tolerance 0, whose plans achieve 1.0013 times the mean in most cases and more in some. Ours
-are made twice: at balance_tolerance 0.001, so that they achieve what the reference does or better, and at the default.
-Three kinds of plans:
+The reference runs at its tolerance 0, whose plans achieve 1.0013 times the mean in most cases and
+more in some. Ours are made twice: at balance_tolerance 0.001, so that they achieve what the
+reference does or better, and at the default. Three kinds of plans:
 
 fixed             documents stay in the order of their rows, each on its rank.
 fixed, head-tail  the reference places a "cp4" document that spans ranks head-tail: each of its ranks holds as many
-                  rows as in order, half of them from the front and half from the back. With this placement both have
-                  the very same input; in order, the first rank must send its K/V rows to all later ones.
+                  rows as in order, half of them from the front and half from the back. With this
+                  placement both have the very same input; in order, the first rank must send its
+                  K/V rows to all later ones.
 joint             the planner is free to move documents to other ranks, with equal tokens on each. The reference is
                   not: it plans for documents that lie where they lie.
 
-Ratios are ours / reference, over inputs where the reference moves anything. Bytes are those of one layer's forward of
-Llama-3-8B in bfloat16. Planning times are medians on both sides: ours is processor time, over --repeats runs of every
-plan and then over plans, on the machine that the JSON names; the reference's is over plans, each made once, on one
-core of another machine.
+Ratios are ours / reference, over inputs where the reference moves anything. Bytes are those of one
+layer's forward of Llama-3-8B in bfloat16. Planning times are medians on both sides: ours is
+processor time, over --repeats runs of every plan and then over plans, on the machine that the JSON
+names; the reference's is over plans, each made once, on one core of another machine.
 
-Then plans of 64 ranks in nodes of 8 that know of the nodes are compared with flat ones, at the same tolerance; ratios
-are node-aware / flat by input, where the flat plan's figure is not 0. Bytes within and between nodes are counted for
-both in the same way; links carry 450 GB/s inside a node and 50 GB/s between nodes. The last line is one JSON object.
+Then plans of 64 ranks in nodes of 8 that know of the nodes are compared with flat ones, at the same
+tolerance; ratios are node-aware / flat by input, where the flat plan's figure is not 0. Bytes
+within and between nodes are counted for both in the same way; links carry 450 GB/s inside a node
+and 50 GB/s between nodes. The last line is one JSON object.
 """
 
 import csv
@@ -86,7 +89,8 @@ class Planned:
 
     Attributes:
         metrics: over links of any kind.
-        busiest_within_node: bytes of the busiest rank inside its node, the larger of those it sends and receives.
+        busiest_within_node: bytes of the busiest rank inside its node, the larger of those it sends
+            and receives.
         bytes_between_nodes: that all ranks send to other nodes.
         link_seconds: that the busiest link takes.
         plan_ms: planning time.

@@ -63,7 +63,8 @@ class PlanMetrics:
     Attributes:
         max_over_mean: largest pairs of a worker over the mean; 1.0 for a plan without tasks.
         bytes_bottleneck: the largest number of bytes that a worker sends or receives.
-        tasks_cut_below_block: tasks below a block of 128 rows that do not end where their document ends.
+        tasks_cut_below_block: tasks below a block of 128 rows that do not end where their document
+            ends.
     """
 
     max_over_mean: float
@@ -89,7 +90,9 @@ def measure(plan: Plan) -> PlanMetrics:
 
 
 def head_tail(layout: Layout) -> Layout:
-    """The same rows per document and rank, those of documents on several ranks from both ends inwards."""
+    """The same rows per document and rank, those of documents on several ranks from both ends
+    inwards.
+    """
     shares = []
     taken = dict.fromkeys(range(len(layout.lengths)), 0)
     left = dict(enumerate(layout.lengths.tolist()))

@@ -1,11 +1,13 @@
-"""Steps on two CPU ranks, measured and predicted: plain DDP and planned, for ten mixes of document lengths.
+"""Steps on two CPU ranks, measured and predicted: plain DDP and planned, for ten mixes of document
+lengths.
 
-Forward, backward and AdamW of a 2-layer LLaMA of hidden size 256 under DistributedDataParallel, float32, one thread a
-rank. Three times in every round each rank measures its kernel while the other one does, the link between them, and two
-plain steps on documents of 128 tokens, short and long rows: what a token takes besides core attention, and what a step
-takes besides tokens. Each mix is predicted from the means of these costs alone, never from its own steps, by
-hf_distca.sim: plain, whole documents balanced by their pairs, and planned as training does by default: the costs of
-the round before choose the plans. Freed memory stays with its process, as in step_time.py.
+Forward, backward and AdamW of a 2-layer LLaMA of hidden size 256 under DistributedDataParallel,
+float32, one thread a rank. Three times in every round each rank measures its kernel while the other
+one does, the link between them, and two plain steps on documents of 128 tokens, short and long
+rows: what a token takes besides core attention, and what a step takes besides tokens. Each mix is
+predicted from the means of these costs alone, never from its own steps, by hf_distca.sim: plain,
+whole documents balanced by their pairs, and planned as training does by default: the costs of the
+round before choose the plans. Freed memory stays with its process, as in step_time.py.
 
 Run: python benchmarks/predicted_steps.py [--rounds 8] [--tokens 8192]
 """
@@ -119,7 +121,9 @@ class Steps:
         return [length * self.tokens // PER_RANK for length in LENGTHS[mix]]
 
     def measured(self) -> tuple[KernelCost, KernelCost, LinkCost, list[float]]:
-        """Measure the kernel's forward and backward, the link, and the seconds of the steps on short documents."""
+        """Measure the kernel's forward and backward, the link, and the seconds of the steps on
+        short documents.
+        """
         dist.barrier()
         forward, backward, _ = measured_kernel(self.kernel, KIND, torch.float32, CPU)
         link = measured_link(self.groups, CPU, [1, 0])
@@ -128,7 +132,9 @@ class Steps:
     def calibrated(
         self, measured: Sequence[tuple[KernelCost, KernelCost, LinkCost, list[float]]]
     ) -> Calibration:
-        """Return the mean costs of all ranks and measurements: what kernel and link do not take is left for tokens."""
+        """Return the mean costs of all ranks and measurements: what kernel and link do not take is
+        left for tokens.
+        """
         every = [each for of_rank in self.groups.all_gather(list(measured)) for each in of_rank]
         forward, backward, link, short = zip(*every, strict=True)
         free = Calibration(
@@ -172,7 +178,9 @@ def seconds_of(step: Callable[[], None]) -> float:
 
 
 def prepare(tokens: int) -> Callable[[], Round]:
-    """Make the models on this rank, and a round: every step once, in shuffled order, then all predictions."""
+    """Make the models on this rank, and a round: every step once, in shuffled order, then all
+    predictions.
+    """
     keep_freed_memory()
     made, order = Steps(tokens), random.Random(0)
 

@@ -1,10 +1,12 @@
-"""Steps that the reference system was measured at on GPUs, beside what is predicted from the document lengths.
+"""Steps that the reference system was measured at on GPUs, beside what is predicted from the
+document lengths.
 
     PYTHONPATH=. python benchmarks/reference_steps.py benchmarks/data/measured_steps.json.gz
 
-For each set two numbers are fitted to its baseline: seconds of a step besides core attention, for a row of tokens, and
-seconds of a query-key pair. What balanced steps take is predicted from these two, from the pairs that are left on the
-busiest rank, and from the bytes that balancing moves at the speed of the network; nothing is fitted to balanced steps.
+For each set two numbers are fitted to its baseline: seconds of a step besides core attention, for a
+row of tokens, and seconds of a query-key pair. What balanced steps take is predicted from these
+two, from the pairs that are left on the busiest rank, and from the bytes that balancing moves at
+the speed of the network; nothing is fitted to balanced steps.
 """
 
 import gzip
@@ -77,7 +79,9 @@ class Run:
         )
 
     def rows_of_ranks(self, rows: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-        """The rows of each rank, in the order in which it computes them: each is a micro-batch, or a nano-batch."""
+        """The rows of each rank, in the order in which it computes them: each is a micro-batch, or
+        a nano-batch.
+        """
         count = len(rows) // self.data
         if self.strided:
             return [list(rows[rank :: self.data]) for rank in range(self.data)]
@@ -88,8 +92,8 @@ class Run:
         return len(rows) / self.data / self.context
 
     def gathering(self, rows: Sequence[tuple[int, ...]]) -> float:
-        """Seconds in which K and V of shared documents are gathered, forward and backward, and their gradients
-        brought back."""
+        """Seconds in which K and V of shared documents are gathered, forward and backward, and
+        their gradients brought back."""
         tokens = self.rows_per_gpu(rows) * self.row_tokens * (self.context - 1)
         return 3 * self.layers * tokens * ROW.kv / self.tensor / (NETWORK_BANDWIDTH * 1e9)
 
@@ -142,10 +146,11 @@ def _balanced(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
 
 
 def _whole(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
-    """Whole documents, longest first, to the group of ranks with the least work, or the fewest tokens, that has room.
+    """Whole documents, longest first, to the group of ranks with the least work, or the fewest
+    tokens, that has room.
 
-    The ranks of a group share each document evenly. The reference's `balance_data_for_wlbllm` has the same rule. It
-    also gives the length at which core attention takes as long as all other work.
+    The ranks of a group share each document evenly. The reference's `balance_data_for_wlbllm` has
+    the same rule. It also gives the length at which core attention takes as long as all other work.
     """
     room = len(rows) * run.row_tokens // run.data
     packed: list[list[int]] = [[] for _ in range(run.data)]
@@ -189,8 +194,8 @@ def predicted(fit: np.ndarray, steps: Sequence[Step]) -> np.ndarray:
 def sharing(fit: np.ndarray, run: Run) -> Run:
     """Return a run of whole documents with the number of ranks that share a document.
 
-    Where the measurements do not name it, the number whose predictions correlate best is taken. Only the ups and downs
-    from step to step count then, not the level that is predicted.
+    Where the measurements do not name it, the number whose predictions correlate best is taken.
+    Only the ups and downs from step to step count then, not the level that is predicted.
     """
     if run.context_named:
         return run

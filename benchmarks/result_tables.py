@@ -1,7 +1,7 @@
 """Write the tables of all pages from the committed results of benchmarks.
 
-A page names a table by `<!-- name -->`, and the commands that made its figures by `<!-- name commands -->`. Whatever
-follows such a mark is written anew.
+A page names a table by `<!-- name -->`, and the commands that made its figures by `<!-- name
+commands -->`. Whatever follows such a mark is written anew.
 
 Run: python benchmarks/result_tables.py
 """
@@ -168,7 +168,9 @@ def hybrid_steps() -> Rows:
 
 @table_of("paper_tables")
 def paper_tables() -> Rows:
-    """Settings of the paper; those that differ in the longest document alone, with equal figures, in one row."""
+    """Settings of the paper; those that differ in the longest document alone, with equal figures,
+    in one row.
+    """
     by_setting: dict[tuple[str, str, str], dict[int, str]] = {}
     published = {}
     for row in result("paper_tables")["settings"]:

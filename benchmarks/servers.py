@@ -1,17 +1,19 @@
-"""Time of a training step of one rank alone, and with one dedicated attention server on the other core.
+"""Time of a training step of one rank alone, and with one dedicated attention server on the other
+core.
 
-Forward and backward of a 2-layer LLaMA on 16384 tokens, one thread per process, float32. Its layers have the
-proportions of Qwen3-0.6B at an eighth of the width: hidden size 128, 4 query heads and 2 key-value heads of 64, an MLP
-of 384. The tokens are one document, so that core attention is most of the work, as in long-context training. A plan
-for one rank is not divided into nano-batches. With --documents 8192 8192 the tokens are two documents and, by a plan
-made here, two nano-batches that take turns: less attention, but the server works while the rank runs the other
-half's projections and MLP. Two variants, interleaved in shuffled order in one run:
+Forward and backward of a 2-layer LLaMA on 16384 tokens, one thread per process, float32. Its layers
+have the proportions of Qwen3-0.6B at an eighth of the width: hidden size 128, 4 query heads and 2
+key-value heads of 64, an MLP of 384. The tokens are one document, so that core attention is most of
+the work, as in long-context training. A plan for one rank is not divided into nano-batches. With
+--documents 8192 8192 the tokens are two documents and, by a plan made here, two nano-batches that
+take turns: less attention, but the server works while the rank runs the other half's projections
+and MLP. Two variants, interleaved in shuffled order in one run:
 
   alone   the rank computes everything itself, with the same kernel and no pool
   server  core attention is shared with the server, balanced by finishing time
 
-The first steps, in which the rank learns speeds and its base load, do not count. Every round has one step of each
-variant; figures are medians and quartiles over the rounds:
+The first steps, in which the rank learns speeds and its base load, do not count. Every round has
+one step of each variant; figures are medians and quartiles over the rounds:
 
   speedup       a step alone over one with the server
   finish_ratio  when the rank is done over when the server is: the rank's own attention and what it does between

@@ -1,7 +1,8 @@
 """README's picture: one step of 8 ranks, as documents are packed and as planned, simulated.
 
-An 8B model on 8 H100 with 32768 tokens each, documents with ProLong's lengths. Of the micro-batches drawn the picture
-shows the one whose gain is the median. Writes docs/step.svg; prints the numbers that are drawn.
+An 8B model on 8 H100 with 32768 tokens each, documents with ProLong's lengths. Of the micro-batches
+drawn the picture shows the one whose gain is the median. Writes docs/step.svg; prints the numbers
+that are drawn.
 
 PYTHONPATH=. python benchmarks/step_picture.py [--batches 31]
 """
@@ -32,7 +33,8 @@ PARTS = (
 
 
 Panel = dict[str, Any]
-"""A step as it is drawn: title, seconds of the step, of all but core attention, and of core attention by rank."""
+"""A step as it is drawn: title, seconds of the step, of all but core attention, and of core
+attention by rank."""
 
 
 def panel_of(title: str, step: StepTime) -> Panel:

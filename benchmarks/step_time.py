@@ -1,8 +1,9 @@
-"""Time of a training step on CPU ranks: hf_distca as it comes, beside the best that whole documents allow.
+"""Time of a training step on CPU ranks: hf_distca as it comes, beside the best that whole documents
+allow.
 
-Forward, backward and AdamW of a 2-layer LLaMA of hidden size 256 under DistributedDataParallel, float32, one thread a
-rank. Six mixes of documents, all of the same number of tokens. In a round the strategies of each mix run once, one
-after another in shuffled order:
+Forward, backward and AdamW of a 2-layer LLaMA of hidden size 256 under DistributedDataParallel,
+float32, one thread a rank. Six mixes of documents, all of the same number of tokens. In a round the
+strategies of each mix run once, one after another in shuffled order:
 
   auto       hf_distca as it comes: plans chosen by costs that the ranks measure, and correct in the first steps
   joint      hf_distca with document_layout="joint", balance_tolerance=0.01 and ping_pong=True
@@ -13,12 +14,13 @@ after another in shuffled order:
              the same attention kernel a layer
   packed     DDP without hf_distca: whole documents, packed in order into rows of about as many tokens
 
-Every strategy may hold as many rows on a rank as any of them needs for these documents: all have the same memory.
-Freed memory stays with its process, as GPUs' allocators keep it. A step ends when all ranks are done; binding the plan
-is part of it, planning is not. Ratios are formed within a round: the best of all other strategies over auto is by the
-other strategy's median. On a busy machine the best of many is partly best by chance. With --finalists 2, six rounds of
-all strategies choose the two fastest others of each mix. Only auto and these two run in the later rounds, and only the
-later rounds count.
+Every strategy may hold as many rows on a rank as any of them needs for these documents: all have
+the same memory. Freed memory stays with its process, as GPUs' allocators keep it. A step ends when
+all ranks are done; binding the plan is part of it, planning is not. Ratios are formed within a
+round: the best of all other strategies over auto is by the other strategy's median. On a busy
+machine the best of many is partly best by chance. With --finalists 2, six rounds of all strategies
+choose the two fastest others of each mix. Only auto and these two run in the later rounds, and only
+the later rounds count.
 
 With --rate-mbit the ranks are two hosts behind a link of that rate (needs root; see hosts.py).
 
@@ -77,7 +79,10 @@ MIXES = {
     ],
     "rollouts": [4096, 3584, 2048, 1536, 1280, 1024, 768, *[512] * 2, *[256] * 4],
 }
-"""Lengths of the documents of a micro-batch. They add up to LENGTHS_FOR; another number of tokens scales them."""
+"""Lengths of the documents of a micro-batch.
+
+They add up to LENGTHS_FOR; another number of tokens scales them.
+"""
 LENGTHS_FOR = 2 * 8192
 SET = {"document_layout": "joint", "balance_tolerance": 0.01}
 STRATEGIES = ("auto", "joint", "no turns", "fixed", "whole", "packed")
@@ -109,7 +114,9 @@ def packed_rows(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 class Models:
-    """The same model with distca and with plain packed attention, trained under DDP with AdamW; makes steps."""
+    """The same model with distca and with plain packed attention, trained under DDP with AdamW;
+    makes steps.
+    """
 
     def __init__(self, positions: int) -> None:
         PlainAttention("plain", get_kernel("auto", CPU))
@@ -186,8 +193,8 @@ def steps_of(ranks: int, tokens: int) -> tuple[dict[str, Callable[[], None]], di
             steps[f"{mix}, {strategy}"] = models.planned(plan, lengths, dispatcher)
             if (choice := plan.choice) is not None:
                 chosen[mix] = (
-                    f"groups of {choice.group}, {choice.nano_batches} nano-batches, tolerance {choice.tolerance:g}, "
-                    f"{plan.summary.exchange.bytes_total} bytes a layer"
+                    f"groups of {choice.group}, {choice.nano_batches} nano-batches, tolerance "
+                    f"{choice.tolerance:g}, {plan.summary.exchange.bytes_total} bytes a layer"
                 )
         fixed = plan_placed(held["whole"], dispatchers["joint"].settings)
         in_order = [length for row in held["whole"] for length in row]
@@ -221,7 +228,8 @@ def medians_of(rounds: Sequence[Round], mix: str) -> dict[str, float]:
 def prepare(
     ranks: int, tokens: int, finalists: int | None, hosts: Hosts | None, rate_mbit: float | None
 ) -> Callable[[], Round]:
-    """Make the models on this rank, and a round: every step once, in an order that is the same on all ranks.
+    """Make the models on this rank, and a round: every step once, in an order that is the same on
+    all ranks.
 
     The strategies of a mix follow each other: what is compared runs within seconds.
     """

@@ -1,7 +1,9 @@
-"""Calls between a rank and a server, two processes, over each transport in turn: how fast, and what they cost.
+"""Calls between a rank and a server, two processes, over each transport in turn: how fast, and what
+they cost.
 
-A call carries so many bytes to the server, which sends as many back and computes nothing: payloads as in a layer. A
-round has calls of every size over every transport, in shuffled order; figures are named transport_figure_size.
+A call carries so many bytes to the server, which sends as many back and computes nothing: payloads
+as in a layer. A round has calls of every size over every transport, in shuffled order; figures are
+named transport_figure_size.
 
   gbs         GB/s, counted both ways, from the call to the complete reply
   cpu_s_gb    CPU seconds of both processes, for a GB

@@ -1,6 +1,8 @@
-"""Expected speed-up for five kinds of documents: an 8B model on 8 and 64 H100, 32768 tokens each, simulated.
+"""Expected speed-up for five kinds of documents: an 8B model on 8 and 64 H100, 32768 tokens each,
+simulated.
 
-Every micro-batch is simulated with hf_distca's defaults and with every other strategy. Three comparisons come of it:
+Every micro-batch is simulated with hf_distca's defaults and with every other strategy. Three
+comparisons come of it:
 
   best other     the fastest strategy that keeps every document whole, so that all compute the same; taken for each
                  micro-batch, with hindsight
@@ -8,8 +10,8 @@ Every micro-batch is simulated with hf_distca's defaults and with every other st
   best fixed     as best other, but one strategy for all micro-batches, as a launch sets it
   plain packing  documents packed by tokens. What a rank cannot hold is cut, which drops attention across the cuts
 
-Beside plain packing the gain is (t · r + m) / (r + 1 + w). The unit of r, m and w is the mean core attention of a rank
-in the planned step:
+Beside plain packing the gain is (t · r + m) / (r + 1 + w). The unit of r, m and w is the mean core
+attention of a rank in the planned step:
 
   r  everything else that a rank computes
   m  core attention of the busiest rank, as packed
@@ -57,7 +59,9 @@ def data() -> Iterator[tuple[str, Draw]]:
 
 
 def simulated(draw: Draw, ranks: int, count: int) -> dict[str, list[StepTime]]:
-    """What every strategy, and the busiest packed rank, take for the same micro-batches: [count] steps of each."""
+    """What every strategy, and the busiest packed rank, take for the same micro-batches: [count]
+    steps of each.
+    """
     setup = Setup(LLAMA_8B, DeviceProfile.load("h100"), ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
     kinds = tuple(LLAMA_8B.layers)
     settings = PlanSettings(
@@ -74,7 +78,9 @@ def simulated(draw: Draw, ranks: int, count: int) -> dict[str, list[StepTime]]:
 
 
 def busiest_packed(lengths: NDArray[np.int64], setup: Setup) -> StepTime:
-    """Return what the rank takes that plain packing gives the most to compute, as a step of this rank alone."""
+    """Return what the rank takes that plain packing gives the most to compute, as a step of this
+    rank alone.
+    """
     rows, _ = packed_rows(lengths, setup)
     return max((on_ranks([row], setup) for row in rows), key=lambda step: step.seconds)
 
@@ -84,7 +90,9 @@ def mean(steps: Sequence[StepTime], of_step: Callable[[StepTime], float]) -> flo
 
 
 def comparison(steps: Mapping[str, Sequence[StepTime]]) -> dict[str, Any]:
-    """The figures of one kind of documents, from the steps of every strategy of the same micro-batches."""
+    """The figures of one kind of documents, from the steps of every strategy of the same
+    micro-batches.
+    """
     planned, plain, busiest = steps[CHOSEN], steps[PLAIN], steps[BUSIEST]
     seconds = mean(planned, lambda step: step.seconds)
     names = [name for name in steps if name not in (CHOSEN, BUSIEST)]

@@ -3,9 +3,9 @@
     accelerate launch --num_processes 8 --mixed_precision bf16 examples/accelerate_loop.py \
         --model_name_or_path meta-llama/Llama-3.2-1B
 
-Five lines are new, each marked "distca". Documents stay on the rank where accelerate's data loader puts
-them; only their core attention moves. Where the whole micro-batch may be laid out anew, as DistCATrainer
-does, the same balance takes fewer bytes.
+Five lines are new, each marked "distca". Documents stay on the rank where accelerate's data loader
+puts them; only their core attention moves. Where the whole micro-batch may be laid out anew, as
+DistCATrainer does, the same balance takes fewer bytes.
 """
 
 import argparse
@@ -56,7 +56,8 @@ def main() -> None:
         documents.select_columns(["input_ids"]),
         batch_size=options.documents_per_rank,
         shuffle=True,
-        # distca: lengths are read here and not from a batch on a GPU, which would have to be waited for
+        # distca: lengths are read here and not from a batch on a GPU, which would have to be waited
+        # for
         collate_fn=hf_distca.CollatorWithLengths(DataCollatorWithFlattening()),
     )
 
@@ -96,8 +97,9 @@ def main() -> None:
 def standard_library(progress: bool = True) -> Dataset:
     """Return the sources of the Python standard library, one document per file, for training without a download.
 
-    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context data. Installed
-    packages are left out, and files that are not UTF-8, which the standard library tests its parser with.
+    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context
+    data. Installed packages are left out, and files that are not UTF-8, which the standard library
+    tests its parser with.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []

@@ -1,10 +1,12 @@
 """Train the same documents with plain DDP and with hf_distca, on CPU processes, and compare the two.
 
-    python examples/make_checkpoint.py --output runs/checkpoint --hidden_size 128 --layers 2 --vocab_size 2048
-    accelerate launch --config_file examples/configs/ddp.yaml examples/demo.py --model_name_or_path runs/checkpoint
+    python examples/make_checkpoint.py --output runs/checkpoint --hidden_size 128 --layers 2
+    --vocab_size 2048 accelerate launch --config_file examples/configs/ddp.yaml examples/demo.py
+    --model_name_or_path runs/checkpoint
 
-Documents are source files of the Python standard library. Both trainings see the same documents in the same steps.
-Plain DDP packs whole documents in order, without padding, and computes attention within each document alone.
+Documents are source files of the Python standard library. Both trainings see the same documents in
+the same steps. Plain DDP packs whole documents in order, without padding, and computes attention
+within each document alone.
 """
 
 import argparse
@@ -227,7 +229,8 @@ class Measured(NamedTuple):
     Attributes:
         losses: of each step.
         seconds: of each step after the first ones.
-        busy: [steps][ranks] seconds of each of these steps in which a rank did not wait for another.
+        busy: [steps][ranks] seconds of each of these steps in which a rank did not wait for
+            another.
         imbalance: query-key pairs of the busiest rank over the mean.
     """
 
@@ -322,7 +325,8 @@ def print_table(found: dict[str, Measured]) -> None:
     apart = max(abs(a - b) for a, b in zip(plain.losses, planned.losses, strict=True))
     lower, middle, upper = quantiles(gains, n=4)
     print(
-        f"\nSpeed-up {middle:.2f}× (quartiles {lower:.2f} to {upper:.2f}); losses differ by {apart:.0e} at most."
+        f"\nSpeed-up {middle:.2f}× (quartiles {lower:.2f} to {upper:.2f}); losses differ by "
+        f"{apart:.0e} at most."
     )
 
     step = gains.index(sorted(gains)[len(gains) // 2])
@@ -333,8 +337,8 @@ def print_table(found: dict[str, Measured]) -> None:
             computes = min(round(busy * scale), whole := round(each.seconds[step] * scale))
             print(f"  {name:<10} rank {rank}  {'█' * computes}{'·' * (whole - computes)}")
     print(
-        "\nIdle share: time in which a rank waits for the others, over all time. Imbalance: query-key pairs of the "
-        "busiest\nrank over the mean. Steps after the first two."
+        "\nIdle share: time in which a rank waits for the others, over all time. Imbalance: "
+        "query-key pairs of the busiest\nrank over the mean. Steps after the first two."
     )
 
 

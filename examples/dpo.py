@@ -1,4 +1,6 @@
-"""Train a model on preferences, pairs of a chosen and a rejected answer, with TRL's DPO; padded batches are packed.
+"""Train a model on preferences, pairs of a chosen and a rejected answer, with TRL's DPO.
+
+Padded batches are packed.
 
     accelerate launch --config_file examples/configs/fsdp2.yaml --num_processes 8 examples/dpo.py \
         --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized --use_peft \
@@ -38,8 +40,11 @@ class ScriptArguments:
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "Pairs: a .jsonl or .parquet file with a pair a row, a folder of such files, or a name on the "
-            "Hub. Columns as TRL takes them: prompt, chosen, rejected. Without it, functions of the standard library."
+            "help": (
+                "Pairs: a .jsonl or .parquet file with a pair a row, a folder of such files, or a"
+                " name on the Hub. Columns as TRL takes them: prompt, chosen, rejected. Without"
+                " it, functions of the standard library."
+            )
         },
     )
     max_pairs: int | None = field(
@@ -93,7 +98,10 @@ def main() -> None:
 
 
 def print_summary(log_history: list[dict[str, float]], folder: str | None) -> None:
-    """Print the loss, the share of padding and the folder of the model; without logged steps only the folder."""
+    """Print the loss, the share of padding and the folder of the model.
+
+    Without logged steps only the folder.
+    """
     steps = [entry for entry in log_history if "loss" in entry and "distca/padding_share" in entry]
     if steps:
         padding = sum(step["distca/padding_share"] for step in steps) / len(steps)
@@ -103,7 +111,10 @@ def print_summary(log_history: list[dict[str, float]], folder: str | None) -> No
 
 
 def lora_adapters() -> "LoraConfig":
-    """Adapters of rank 16 on all linear layers; ends the process with one line where peft is missing."""
+    """Adapters of rank 16 on all linear layers.
+
+    Ends the process with one line where peft is missing.
+    """
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:

@@ -36,8 +36,11 @@ class ScriptArguments:
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "Documents: a text file; a .jsonl, .csv or .parquet file with a document a row; a folder of such "
-            "files; or a name on the Hub. Without it, the source files of the Python standard library."
+            "help": (
+                "Documents: a text file; a .jsonl, .csv or .parquet file with a document a row; a "
+                "folder of such files; or a name on the Hub. Without it, the source files of the "
+                "Python standard library."
+            )
         },
     )
     max_documents: int | None = field(
@@ -75,7 +78,8 @@ def main() -> None:
     training_args.serve_if_server()
     adapters = lora_adapters() if script_args.use_peft else None
 
-    # The data: every rank gets all documents, in the same order, and picks its rows when a plan says so.
+    # The data: every rank gets all documents, in the same order, and picks its rows when a plan
+    # says so.
     tokenizer = AutoTokenizer.from_pretrained(script_args.model_name_or_path)
     with training_args.main_process_first(desc="loading"):
         texts = load_texts(script_args, show_progress=training_args.process_index == 0)
@@ -117,13 +121,17 @@ def main() -> None:
             json.dumps(summary, indent=2) + "\n"
         )
         print_table(summary, training_args.world_size, training_args.output_dir)
-    # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
+    # A gloo thread that still lets go of its last tensors would abort the process on its way out,
+    # or never end.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
 
 def lora_adapters() -> "LoraConfig":
-    """Adapters of rank 16 on all linear layers; ends the process with one line where peft is missing."""
+    """Adapters of rank 16 on all linear layers.
+
+    Ends the process with one line where peft is missing.
+    """
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:
@@ -149,8 +157,9 @@ def load_texts(script_args: ScriptArguments, show_progress: bool) -> Dataset:
 def standard_library(progress: bool = True) -> Dataset:
     """Return the sources of the Python standard library, one document per file, for training without a download.
 
-    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context data. Installed
-    packages are left out, and files that are not UTF-8, which the standard library tests its parser with.
+    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context
+    data. Installed packages are left out, and files that are not UTF-8, which the standard library
+    tests its parser with.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []

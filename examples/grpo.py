@@ -1,4 +1,6 @@
-"""Train a model by rewards that a program computes, with TRL's GRPO; padded batches are packed and balanced.
+"""Train a model by rewards that a program computes, with TRL's GRPO.
+
+Padded batches are packed and balanced.
 
     accelerate launch --config_file examples/configs/fsdp2.yaml --num_processes 8 examples/grpo.py \
         --model_name_or_path Qwen/Qwen3-0.6B --use_peft --output_dir runs/grpo --tokens_per_rank 16k \
@@ -38,8 +40,11 @@ class ScriptArguments:
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "Prompts: a .jsonl or .parquet file with a prompt a row, a folder of such files, or a name on the "
-            "Hub. The column prompt has text or messages. Without it, functions of the standard library."
+            "help": (
+                "Prompts: a .jsonl or .parquet file with a prompt a row, a folder of such files,"
+                " or a name on the Hub. The column prompt has text or messages. Without it,"
+                " functions of the standard library."
+            )
         },
     )
     max_prompts: int | None = field(
@@ -110,7 +115,10 @@ def main() -> None:
 
 
 def print_summary(log_history: list[dict[str, float]], folder: str | None) -> None:
-    """Print the reward, the share of padding and the folder of the model; without logged steps only the folder."""
+    """Print the reward, the share of padding and the folder of the model.
+
+    Without logged steps only the folder.
+    """
     steps = [
         entry for entry in log_history if "reward" in entry and "distca/padding_share" in entry
     ]
@@ -146,7 +154,10 @@ def text_of(content: Any) -> str:
 
 
 def lora_adapters() -> "LoraConfig":
-    """Adapters of rank 16 on all linear layers; ends the process with one line where peft is missing."""
+    """Adapters of rank 16 on all linear layers.
+
+    Ends the process with one line where peft is missing.
+    """
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:

@@ -3,8 +3,8 @@
     python examples/make_checkpoint.py --output runs/checkpoint
 
 The folder then holds what a checkpoint from the Hub holds: config.json, generation_config.json,
-model.safetensors and the tokenizer's files. The tokenizer is a byte-level BPE, trained on some of the sources
-of the Python standard library.
+model.safetensors and the tokenizer's files. The tokenizer is a byte-level BPE, trained on some of
+the sources of the Python standard library.
 """
 
 import argparse
@@ -29,8 +29,9 @@ TOKENIZER_DOCUMENTS = 200
 def standard_library(progress: bool = True) -> Dataset:
     """Return the sources of the Python standard library, one document per file, for training without a download.
 
-    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context data. Installed
-    packages are left out, and files that are not UTF-8, which the standard library tests its parser with.
+    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context
+    data. Installed packages are left out, and files that are not UTF-8, which the standard library
+    tests its parser with.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
@@ -116,7 +117,9 @@ def make_model(
 def main() -> None:
     """Read the options, train the tokenizer, save the checkpoint."""
     parser = argparse.ArgumentParser(
-        description="Make a small LLaMA checkpoint with a tokenizer trained on the Python standard library.",
+        description=(
+            "Make a small LLaMA checkpoint with a tokenizer trained on the Python standard library."
+        ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
@@ -131,8 +134,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.hidden_size % (2 * options.heads) or options.heads % options.kv_heads:
         parser.error(
-            f"got hidden_size {options.hidden_size}, heads {options.heads}, kv_heads {options.kv_heads}; "
-            "expected hidden_size to be a multiple of 2 · heads, and heads one of kv_heads"
+            f"got hidden_size {options.hidden_size}, heads {options.heads}, kv_heads "
+            f"{options.kv_heads}; expected hidden_size to be a multiple of 2 · heads, and heads "
+            "one of kv_heads"
         )
 
     documents = standard_library().shuffle(seed=0)

@@ -41,7 +41,10 @@ CHAT_TEMPLATE = """\
     {{- '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<assistant>\\n' }}{% endif %}"""
-"""For tokenizers that have none; what stands between generation and endgeneration is the assistant's."""
+"""For tokenizers that have none.
+
+What stands between generation and endgeneration is the assistant's.
+"""
 
 
 @dataclass
@@ -52,9 +55,11 @@ class ScriptArguments:
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "Chats: a .jsonl or .parquet file with a chat a row, a folder of such files, or a name on the "
-            "Hub. Columns as TRL takes them: messages, or prompt and completion. Without it, chats about the standard "
-            "library."
+            "help": (
+                "Chats: a .jsonl or .parquet file with a chat a row, a folder of such files, or a"
+                " name on the Hub. Columns as TRL takes them: messages, or prompt and completion."
+                " Without it, chats about the standard library."
+            )
         },
     )
     max_chats: int | None = field(
@@ -122,7 +127,10 @@ def main() -> None:
 
 
 def lora_adapters() -> "LoraConfig":
-    """Adapters of rank 16 on all linear layers; ends the process with one line where peft is missing."""
+    """Adapters of rank 16 on all linear layers.
+
+    Ends the process with one line where peft is missing.
+    """
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:

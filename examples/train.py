@@ -1,6 +1,7 @@
 """Fine-tune a language model on documents; --help lists all settings.
 
-accelerate launch --config_file examples/configs/ddp.yaml examples/train.py MODEL DOCUMENTS... [OPTIONS]
+accelerate launch --config_file examples/configs/ddp.yaml examples/train.py MODEL DOCUMENTS...
+[OPTIONS]
 """
 
 import torch
@@ -21,8 +22,10 @@ def main() -> None:
     parser.add_argument(
         "documents",
         nargs="+",
-        help="text files, one document each; .jsonl, .csv or .parquet files, a document a row; a folder of such "
-        "files; or a name on the Hub",
+        help=(
+            "text files, one document each; .jsonl, .csv or .parquet files, a document a row; a "
+            "folder of such files; or a name on the Hub"
+        ),
     )
     parser.add_argument(
         "--sample_by",
@@ -49,7 +52,8 @@ def main() -> None:
     trainer.create_model_card()
     if trainer.is_world_process_zero():
         print(
-            f"\nThe model: {args.output_dir}. Load it with AutoModelForCausalLM.from_pretrained({args.output_dir!r})"
+            f"\nThe model: {args.output_dir}. Load it with "
+            f"AutoModelForCausalLM.from_pretrained({args.output_dir!r})"
         )
 
 

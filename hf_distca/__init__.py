@@ -1,6 +1,7 @@
 """hf_distca: core attention disaggregation for Hugging Face.
 
-Importing hf_distca registers `attn_implementation="distca"` with transformers, once transformers is imported.
+Importing hf_distca registers `attn_implementation="distca"` with transformers, once transformers is
+imported.
 """
 
 from importlib import import_module
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     from hf_distca.trainer.sft import DistCASFTTrainer as DistCASFTTrainer
     from hf_distca.trainer.trainer import DistCATrainer as DistCATrainer
 
-# Imported on first use: torch and transformers take seconds, which `hf-distca --help` does not need.
+# Imported on first use: torch and transformers take seconds, which `hf-distca --help` does not
+# need.
 _MODULES = {
     "CollatorWithLengths": "collator.padding_free",
     "Dispatcher": "dispatch.dispatcher",

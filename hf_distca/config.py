@@ -41,8 +41,8 @@ def setting(default: Any, help: str, **metadata: Any) -> Any:
 class DistCAConfig:
     """Settings for packing documents and balancing their core attention over ranks.
 
-    `tokens_per_rank` is the one setting to choose; the defaults of all others are fast and exact. Every rank needs
-    the same settings.
+    `tokens_per_rank` is the one setting to choose; the defaults of all others are fast and exact.
+    Every rank needs the same settings.
 
     Raises:
         ValueError: A value is out of range. The message names the value and what is expected.
@@ -50,33 +50,36 @@ class DistCAConfig:
 
     tokens_per_rank: Tokens = setting(
         8192,
-        "Maximum number of tokens that a rank holds in a micro-batch, such as 32768 or 32k (k = 1024). All ranks "
-        "together hold whole documents of up to ranks * tokens_per_rank tokens, without padding. Activation memory "
-        "grows with this number.",
+        "Maximum number of tokens that a rank holds in a micro-batch, such as 32768 or 32k (k = "
+        "1024). All ranks together hold whole documents of up to ranks * tokens_per_rank tokens, "
+        "without padding. Activation memory grows with this number.",
     )
     long_documents: LongDocuments = setting(
         "error",
-        "What happens to a document that is too long: 'error' refuses it, 'truncate' keeps its first tokens, 'split' "
-        "divides it into documents that fit. A document may have ranks * tokens_per_rank tokens, or tokens_per_rank "
-        "tokens where documents stay whole.",
+        "What happens to a document that is too long: 'error' refuses it, 'truncate' keeps its "
+        "first tokens, 'split' divides it into documents that fit. A document may have ranks * "
+        "tokens_per_rank tokens, or tokens_per_rank tokens where documents stay whole.",
         choices=get_args(LongDocuments),
     )
     document_layout: str = setting(
         AUTO,
-        "Where the tokens of documents are placed. 'joint' places tokens and core attention together and moves the "
-        "fewest bytes. 'fixed' packs documents in order and moves only core attention. 'whole' keeps each document, "
-        "of at most tokens_per_rank tokens, on one rank and moves only core attention. 'auto' is 'whole' for models "
-        "with Mamba-1 or another module that mixes rows in order and cannot take a part of a document. For other "
-        "models 'auto' lets the planner choose for every micro-batch: whole documents without exchange, documents "
-        "inside groups of ranks or nodes, or the joint layout. Where full micro-batches would wait for exchanges, "
-        "'auto' also draws micro-batches that are a little smaller, so that their documents fit into whole ranks.",
+        "Where the tokens of documents are placed. 'joint' places tokens and core attention "
+        "together and moves the fewest bytes. 'fixed' packs documents in order and moves only "
+        "core attention. 'whole' keeps each document, of at most tokens_per_rank tokens, on one "
+        "rank and moves only core attention. 'auto' is 'whole' for models with Mamba-1 or another "
+        "module that mixes rows in order and cannot take a part of a document. For other models "
+        "'auto' lets the planner choose for every micro-batch: whole documents without exchange, "
+        "documents inside groups of ranks or nodes, or the joint layout. Where full micro-batches "
+        "would wait for exchanges, 'auto' also draws micro-batches that are a little smaller, so "
+        "that their documents fit into whole ranks.",
         choices=DOCUMENT_LAYOUTS,
     )
     balance_tolerance: Tolerance = setting(
         AUTO,
-        "How far the core attention of a rank may exceed the mean, as a fraction of the mean. A larger value moves "
-        "fewer bytes; a smaller value balances better and takes longer to plan. 0 balances to whole rows. 'auto' "
-        "lets the planner choose for every micro-batch by the predicted time.",
+        "How far the core attention of a rank may exceed the mean, as a fraction of the mean. A "
+        "larger value moves fewer bytes; a smaller value balances better and takes longer to "
+        "plan. 0 balances to whole rows. 'auto' lets the planner choose for every micro-batch by "
+        "the predicted time.",
     )
     balance_block_size: int = setting(
         128,
@@ -84,86 +87,94 @@ class DistCAConfig:
     )
     attention_kernel: str = setting(
         "auto",
-        "Kernel that computes core attention. 'auto' is the fastest installed kernel that supports the model: 'cpu' "
-        "on the CPU; on CUDA 'flash_attn_3' or 'flash_attn_4' on the GPUs that they are made for, else "
-        "'torch_varlen' or 'flash_attn'.",
+        "Kernel that computes core attention. 'auto' is the fastest installed kernel that supports "
+        "the model: 'cpu' on the CPU; on CUDA 'flash_attn_3' or 'flash_attn_4' on the GPUs that "
+        "they are made for, else 'torch_varlen' or 'flash_attn'.",
         choices=KERNEL_NAMES,
     )
     ping_pong: Switch = setting(
         AUTO,
-        "Divide every micro-batch into two nano-batches, so that one computes while the rows of the other travel. It "
-        "applies with more than one rank or with dedicated attention servers. 'auto' lets the planner choose for "
-        "every micro-batch.",
+        "Divide every micro-batch into two nano-batches, so that one computes while the rows of "
+        "the other travel. It applies with more than one rank or with dedicated attention "
+        "servers. 'auto' lets the planner choose for every micro-batch.",
     )
     exchange_buffer_bytes: Bytes = setting(
         256 * 2**20,
-        "Size of an exchange buffer for K and V rows, such as 128MiB. A larger exchange is divided into stages of "
-        "one buffer; each stage travels while the stage before it is computed. Chosen plans may have fewer stages if "
-        "all rows fit into the buffers that a rank has. K, V and their gradients take at most six times this memory, "
-        "ten times where rows are forwarded inside nodes, and twice as much with ping-pong.",
+        "Size of an exchange buffer for K and V rows, such as 128MiB. A larger exchange is divided "
+        "into stages of one buffer; each stage travels while the stage before it is computed. "
+        "Chosen plans may have fewer stages if all rows fit into the buffers that a rank has. K, "
+        "V and their gradients take at most six times this memory, ten times where rows are "
+        "forwarded inside nodes, and twice as much with ping-pong.",
     )
     keep_core_attention: bool = setting(
         True,
-        "Under gradient checkpointing, keep the output and log-sum-exp of core attention for the backward pass "
-        "instead of exchanging rows and computing core attention again. This keeps one row of O and 4 bytes per "
-        "query head for each token and layer.",
+        "Under gradient checkpointing, keep the output and log-sum-exp of core attention for the "
+        "backward pass instead of exchanging rows and computing core attention again. This keeps "
+        "one row of O and 4 bytes per query head for each token and layer.",
     )
     keep_received: bool = setting(
         False,
-        "Keep the received Q, K and V rows for the backward pass instead of receiving them again. This moves fewer "
-        "bytes and takes more memory. It has no effect where keep_core_attention applies.",
+        "Keep the received Q, K and V rows for the backward pass instead of receiving them again. "
+        "This moves fewer bytes and takes more memory. It has no effect where keep_core_attention "
+        "applies.",
     )
     loss_chunk_bytes: BytesOrAuto = setting(
         AUTO,
-        "Maximum size of the float32 logits of a chunk of rows, such as 256MiB. The loss is computed chunk by chunk, "
-        "so that no tensor of tokens × vocabulary is made. A chunk reads and writes the head's whole gradient, so "
-        "that larger chunks are faster and take more memory: some 2.5 times their size. 'auto' is 256 MiB on CPUs. "
-        "On GPUs 'auto' is 4096 rows, but at most 1/64 of the memory of the smallest GPU, and at least 256 MiB. 0 "
-        "computes all logits at once, as the model does without "
-        "hf_distca: for a second backward pass through the same loss, or for logits with gradients after the forward "
-        "pass under FSDP2.",
+        "Maximum size of the float32 logits of a chunk of rows, such as 256MiB. The loss is "
+        "computed chunk by chunk, so that no tensor of tokens × vocabulary is made. A chunk reads "
+        "and writes the head's whole gradient, so that larger chunks are faster and take more "
+        "memory: some 2.5 times their size. 'auto' is 256 MiB on CPUs. On GPUs 'auto' is 4096 "
+        "rows, but at most 1/64 of the memory of the smallest GPU, and at least 256 MiB. 0 "
+        "computes all logits at once, as the model does without hf_distca: for a second backward "
+        "pass through the same loss, or for logits with gradients after the forward pass under "
+        "FSDP2.",
     )
     mlp_chunk_rows: int = setting(
         0,
-        "Compute the MLPs of decoder layers over this many rows at a time, and again in the backward pass. The "
-        "memory between their projections then does not grow with tokens_per_rank, at the cost of one more forward "
-        "pass of the MLPs. 0 computes all rows at once; 4096 to 16384 keep a GPU busy. Experts are not changed.",
+        "Compute the MLPs of decoder layers over this many rows at a time, and again in the "
+        "backward pass. The memory between their projections then does not grow with "
+        "tokens_per_rank, at the cost of one more forward pass of the MLPs. 0 computes all rows "
+        "at once; 4096 to 16384 keep a GPU busy. Experts are not changed.",
     )
     ranks_per_node: str = setting(
         AUTO,
-        "Number of training ranks that share a node, within which links (NVLink) are faster than between nodes: one "
-        "number, or one for each node in the order of the ranks, such as '8,8,4'. Plans keep exchanges inside nodes "
-        "where they can. 'auto' takes the nodes of the launch; 1 treats all links alike.",
+        "Number of training ranks that share a node, within which links (NVLink) are faster than "
+        "between nodes: one number, or one for each node in the order of the ranks, such as "
+        "'8,8,4'. Plans keep exchanges inside nodes where they can. 'auto' takes the nodes of the "
+        "launch; 1 treats all links alike.",
     )
     trace_steps: int = setting(
         0,
-        "Write a trace of this many steps, after the first three of a training, to trace_rank_N.json in the output "
-        "folder. The trace shows what each rank computed, exchanged and waited for; open it with `hf-distca "
-        "timeline` or ui.perfetto.dev. On GPUs the host waits for the device at the end of each traced step. 0 "
-        "measures and writes nothing.",
+        "Write a trace of this many steps, after the first three of a training, to "
+        "trace_rank_N.json in the output folder. The trace shows what each rank computed, "
+        "exchanged and waited for; open it with `hf-distca timeline` or ui.perfetto.dev. On GPUs "
+        "the host waits for the device at the end of each traced step. 0 measures and writes "
+        "nothing.",
     )
     device_profile: str | None = setting(
         None,
-        "Costs of the device and its links, by which 'auto' settings are chosen: h100, h200, cpu, or a file that "
-        "`hf-distca profile` wrote. None measures the costs when training begins, which takes some seconds, and "
-        "writes them to device_profile.json in the output folder, from where the same run takes them again. Training "
-        "corrects costs that are wrong by more than a tenth.",
+        "Costs of the device and its links, by which 'auto' settings are chosen: h100, h200, cpu, "
+        "or a file that `hf-distca profile` wrote. None measures the costs when training begins, "
+        "which takes some seconds, and writes them to device_profile.json in the output folder, "
+        "from where the same run takes them again. Training corrects costs that are wrong by more "
+        "than a tenth.",
     )
     exchange_timeout: float = setting(
         1800.0, "Seconds until an exchange with a rank that does not answer fails."
     )
     attention_servers: Servers = setting(
         0,
-        "Experimental: dedicated attention servers. A number N makes the last N processes of this launch servers, "
-        "and the others train. 'external' lets servers started with `hf-distca serve` join and leave at any time.",
+        "Experimental: dedicated attention servers. A number N makes the last N processes of this "
+        "launch servers, and the others train. 'external' lets servers started with `hf-distca "
+        "serve` join and leave at any time.",
     )
     ranks_serve: bool = setting(
         True, "Let ranks compute core attention too while there are dedicated attention servers."
     )
     attention_server_address: str = setting(
         "127.0.0.1:0",
-        "HOST:PORT on which rank 0 accepts attention servers. Port 0 takes a free port and logs it. Only servers "
-        "that know the run's token are accepted, but nothing is encrypted.",
+        "HOST:PORT on which rank 0 accepts attention servers. Port 0 takes a free port and logs "
+        "it. Only servers that know the run's token are accepted, but nothing is encrypted.",
     )
     attention_server_token_file: str | None = setting(
         None,
@@ -175,8 +186,9 @@ class DistCAConfig:
     )
     attention_server_transport: str = setting(
         "auto",
-        "Experimental: transport of rows to attention servers and back: tcp, nixl or auto. nixl must be installed on "
-        "both ends. auto is nixl where both ends have it and an RDMA device, and tcp elsewhere.",
+        "Experimental: transport of rows to attention servers and back: tcp, nixl or auto. nixl "
+        "must be installed on both ends. auto is nixl where both ends have it and an RDMA device, "
+        "and tcp elsewhere.",
         choices=TRANSPORTS,
     )
 
@@ -222,7 +234,8 @@ class DistCAConfig:
 
         Args:
             ranks: number of ranks that train together.
-            ranks_per_node: meaning of "auto", see `hf_distca.dispatch.groups.ranks_per_node`; 1 without a launch.
+            ranks_per_node: meaning of "auto", see `hf_distca.dispatch.groups.ranks_per_node`; 1
+                without a launch.
         """
         if self.ranks_per_node != AUTO:
             numbers = tuple(map(int, self.ranks_per_node.split(",")))
@@ -251,7 +264,7 @@ def _ranks_per_node(given: Any) -> str:
         return AUTO
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise RefusedError(
-            "ranks_per_node must be one number of ranks, a number for each node such as '8,8,4', or 'auto', got "
-            f"{given!r}"
+            "ranks_per_node must be one number of ranks, a number for each node such as '8,8,4', "
+            f"or 'auto', got {given!r}"
         )
     return ",".join(str(int(part)) for part in parts)

@@ -14,7 +14,10 @@ def fork_can_hang(version: Sequence[int] = sys.version_info[:3]) -> bool:
 
 
 def start_method(chosen: str | None = None) -> str:
-    """Return how processes of multiprocessing start; unlike multiprocessing's own function it leaves that open."""
+    """Return how processes of multiprocessing start.
+
+    Unlike multiprocessing's own function it leaves that open.
+    """
     return (
         chosen
         or multiprocessing.get_start_method(allow_none=True)

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 PLAN_KEY = "distca_plan"
-"""Key of the plan in a batch, and keyword that passes the plan from a model to its attention layers."""
+"""Key of the plan in a batch, and keyword that passes the plan from a model to its attention
+layers."""
 
 ATTENTION_NAME = "distca"
 """Value of attn_implementation under which transformers calls planned attention."""
@@ -66,14 +67,18 @@ class AttentionKind:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.q_heads % self.kv_heads:
             raise ValueError(
-                f"kv_heads must divide q_heads, got q_heads={self.q_heads} and kv_heads={self.kv_heads}; "
-                "each key-value head serves the same number of query heads"
+                f"kv_heads must divide q_heads, got q_heads={self.q_heads} and "
+                f"kv_heads={self.kv_heads}; each key-value head serves the same number of query "
+                "heads"
             )
 
     def __str__(self) -> str:
         reach = "full attention" if self.window is None else f"a window of {self.window}"
         reach += "" if self.chunk is None else f" in chunks of {self.chunk}"
-        heads = f"{self.q_heads} query and {self.kv_heads} key-value heads of {self.dim_qk} (values of {self.dim_v})"
+        heads = (
+            f"{self.q_heads} query and {self.kv_heads} key-value heads of {self.dim_qk} (values of "
+            f"{self.dim_v})"
+        )
         return f"{reach} with {heads}"
 
 
@@ -83,7 +88,8 @@ class Layout:
 
     lengths: NDArray[np.int64]  # [documents] tokens; a document attends causally to itself only
     segments: NDArray[np.void]
-    """[segments] of dtype SEGMENT by (rank, offset): all rows of all documents, and of each rank [0, n), once."""
+    """[segments] of dtype SEGMENT by (rank, offset): all rows of all documents, and of each rank
+    [0, n), once."""
     ranks: int
 
     @property
@@ -111,13 +117,17 @@ class Plan:
 
     Attributes:
         layout: with chunked attention its documents are the chunks.
-        tasks: [tasks] of dtype TASK, sorted by (worker, document, start). They cover every row of every document once.
-            A task needs K/V rows [first, stop): first = 0, or the window's edge.
-        workers: number of workers: the ranks themselves (in-place servers), then dedicated servers without rows.
+        tasks: [tasks] of dtype TASK, sorted by (worker, document, start). They cover every row of
+            every document once. A task needs K/V rows [first, stop): first = 0, or the window's
+            edge.
+        workers: number of workers: the ranks themselves (in-place servers), then dedicated servers
+            without rows.
         window: of `AttentionKind`.
-        stage_rows: the most K/V rows that a rank sends, or receives, in one stage, give or take an eighth. With a
+        stage_rows: the most K/V rows that a rank sends, or receives, in one stage, give or take an
+            eighth. With a
             window a rank may receive two windows. None: all rows travel at once.
-        nodes: [workers] node of each worker. A K/V row that several ranks of another node read goes to one of them,
+        nodes: [workers] node of each worker. A K/V row that several ranks of another node read goes
+            to one of them,
             the gateway, which forwards it to the others. None: rows go to each of them directly.
     """
 
@@ -144,9 +154,9 @@ class NanoBatch:
 class ExchangeFigures:
     """Bytes of the exchanges in one layer's forward, all nano-batches together.
 
-    A bottleneck is the busiest worker. A busiest node counts all its workers together. Their bytes are the larger of
-    bytes sent and bytes received. Without nodes in the plan, each rank is a node. `link_seconds` is the time that the
-    busiest link of a worker takes.
+    A bottleneck is the busiest worker. A busiest node counts all its workers together. Their bytes
+    are the larger of bytes sent and bytes received. Without nodes in the plan, each rank is a node.
+    `link_seconds` is the time that the busiest link of a worker takes.
     """
 
     bytes_total: int
@@ -162,7 +172,10 @@ class ExchangeFigures:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """Figures of a micro-batch's plan for the costliest layers of the model; max is the pairs of the busiest rank."""
+    """Figures of a micro-batch's plan for the costliest layers of the model.
+
+    Max is the pairs of the busiest rank.
+    """
 
     packed_max_over_mean: float  # if each rank computed its share of the documents packed in order
     max_over_mean: float
@@ -185,8 +198,8 @@ class PlanChoice:
 class MicroBatchPlan:
     """Plan of one global micro-batch, the same on every rank.
 
-    There are one or two nano-batches; the exchanges of two hide behind each other's computation. A rank's rows are its
-    rows of the first nano-batch, then its rows of the second.
+    There are one or two nano-batches; the exchanges of two hide behind each other's computation. A
+    rank's rows are its rows of the first nano-batch, then its rows of the second.
     """
 
     nano_batches: tuple[NanoBatch, ...]

@@ -9,5 +9,8 @@ Item = TypeVar("Item")
 
 
 def terminal_bar(items: Sequence[Item], description: str) -> Iterator[Item]:
-    """Yield the items under a bar on stderr, which goes at the end; without a bar if stderr is no terminal."""
+    """Yield the items under a bar on stderr, which goes at the end.
+
+    Without a bar if stderr is no terminal.
+    """
     yield from tqdm(items, description, disable=None, leave=False)

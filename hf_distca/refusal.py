@@ -1,7 +1,8 @@
 """Entries of the tables that list what hf_distca refuses, and the one form of their messages.
 
-Each stage has one table: arguments, launch and resuming in `trainer/refusals.py`, data in `collator/refusals.py`,
-models in `models/refusals.py`. The reference page "What is refused" is written from the same tables.
+Each stage has one table: arguments, launch and resuming in `trainer/refusals.py`, data in
+`collator/refusals.py`, models in `models/refusals.py`. The reference page "What is refused" is
+written from the same tables.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +11,10 @@ from typing import Any
 
 
 class RefusedError(ValueError):
-    """What is given cannot work; the message is a whole sentence that needs no traceback, the same on every rank."""
+    """What is given cannot work.
+
+    The message is a whole sentence that needs no traceback, the same on every rank.
+    """
 
 
 class PackageError(RefusedError, ImportError):
@@ -25,7 +29,8 @@ class Refusal:
         found: what was found.
         reason: why it cannot work.
         remedy: what to set.
-        condition: the case as the reference page names it, in Markdown, where `found` is not general enough.
+        condition: the case as the reference page names it, in Markdown, where `found` is not
+            general enough.
     """
 
     found: str

@@ -25,9 +25,9 @@ def record(main: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     def main() -> None: ...
     ```
 
-    The launcher shows the error in its last lines. Where hf_distca refuses what it is given, rank 0 prints the
-    sentence and other ranks print nothing. Where Ctrl-C interrupts the function, rank 0 prints that. Any other error
-    keeps its traceback on its rank.
+    The launcher shows the error in its last lines. Where hf_distca refuses what it is given, rank 0
+    prints the sentence and other ranks print nothing. Where Ctrl-C interrupts the function, rank 0
+    prints that. Any other error keeps its traceback on its rank.
     """
 
     @wraps(main)

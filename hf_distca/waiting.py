@@ -15,7 +15,10 @@ _SLICE_S = 1.0
 
 
 class WaitError(RuntimeError):
-    """A wait that failed or reached its limit; the message names who waited, for what, and the remedy."""
+    """A wait that failed or reached its limit.
+
+    The message names who waited, for what, and the remedy.
+    """
 
 
 def wait_until(done: Callable[[float], bool], name: str, limit_s: float, remedy: str) -> None:
@@ -51,5 +54,8 @@ def join(thread: threading.Thread, limit_s: float = JOIN_S) -> None:
         thread.join(within_s)
         return not thread.is_alive()
 
-    remedy = "a device or network card does not answer it; `py-spy dump --pid PID` shows where the thread is"
+    remedy = (
+        "a device or network card does not answer it; `py-spy dump --pid PID` shows where the "
+        "thread is"
+    )
     wait_until(has_ended, f"the thread {thread.name!r} of this process to end", limit_s, remedy)

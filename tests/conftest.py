@@ -50,7 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that launch first, the trainer's before others: one taken last would leave the other workers idle."""
+    """Put files that launch first, the trainer's before others: one taken last would leave the
+    other workers idle.
+    """
     launching = {
         path: bool(LAUNCHES.search(path.read_text())) for path in {item.path for item in items}
     }
@@ -72,5 +74,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Let the last collection see all objects again: libraries warn of objects that are left when Python ends."""
+    """Let the last collection see all objects again: libraries warn of objects that are left when
+    Python ends.
+    """
     gc.unfreeze()

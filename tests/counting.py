@@ -1,16 +1,19 @@
-"""Count what a planned step launches, copies and moves, without a GPU: on meta tensors, which have no numbers.
+"""Count what a planned step launches, copies and moves, without a GPU: on meta tensors, which have
+no numbers.
 
-A whole model runs forward and backward on tensors of the device "meta", or on torch's fake tensors of CUDA. It is one
-of several ranks, whose group is c10d's "fake" one. A dispatch mode sees every operator:
+A whole model runs forward and backward on tensors of the device "meta", or on torch's fake tensors
+of CUDA. It is one of several ranks, whose group is c10d's "fake" one. A dispatch mode sees every
+operator:
 
   launches   operators that run on the device: one each, two where they fill with zeros first; none without an element
   copies     those of the launches that only move numbers: copy_, clone, cat, index_select, to another dtype, …
   views      operators that only describe memory anew; they cost the host a few microseconds
   bytes      what launches read and write, each element of a tensor once; what is broadcast as it lies in memory
 
-Matrix products, attention kernels and exchanges are counted apart from other launches. Whatever would make the host
-wait for the device raises. An operator belongs to the innermost frame of hf_distca or transformers; in a backward node
-of torch's own, to where the node's forward was called, which has the same sequence number.
+Matrix products, attention kernels and exchanges are counted apart from other launches. Whatever
+would make the host wait for the device raises. An operator belongs to the innermost frame of
+hf_distca or transformers; in a backward node of torch's own, to where the node's forward was
+called, which has the same sequence number.
 
 Run: python -m tests.counting [--no-ping-pong]
 """
@@ -98,7 +101,9 @@ FIGURES = ("launches", "copies", "views", "attention", "exchanges", "moved")
 
 
 def figures_of(calls: Sequence[Call]) -> Counter[str]:
-    """Launches and bytes besides matrix products, attention kernels and exchanges; and numbers of some operators."""
+    """Launches and bytes besides matrix products, attention kernels and exchanges; and numbers of
+    some operators.
+    """
     names = {"copy": "copies", "view": "views", "attention": "attention", "exchange": "exchanges"}
     found = Counter(names[call.what] for call in calls if call.what in names)
     for call in calls:
@@ -108,7 +113,9 @@ def figures_of(calls: Sequence[Call]) -> Counter[str]:
 
 
 class Counting(TorchDispatchMode):
-    """Records every operator on a device; `layer` is the decoder layer whose forward runs, set by `counted`."""
+    """Records every operator on a device; `layer` is the decoder layer whose forward runs, set by
+    `counted`.
+    """
 
     def __init__(self, device: torch.device = META) -> None:
         super().__init__()
@@ -231,7 +238,9 @@ def _bytes(*tensors: Tensor) -> int:
 
 
 def _owner() -> str | None:
-    """The package that asked for the operator that is being called; None if it is neither of the two."""
+    """The package that asked for the operator that is being called; None if it is neither of the
+    two.
+    """
     frame = sys._getframe(3)
     while frame is not None and _owner_of(frame.f_code.co_filename) is None:
         frame = frame.f_back
@@ -245,7 +254,9 @@ def _owner_of(filename: str) -> str | None:
 
 
 class MetaKernel(TorchVarlenKernel):
-    """The kernel of CUDA on meta tensors, whose shapes torch knows; rows have to lie as kernels load them."""
+    """The kernel of CUDA on meta tensors, whose shapes torch knows; rows have to lie as kernels
+    load them.
+    """
 
     def check(self, *_: Any) -> None:
         """It asks for a GPU."""
@@ -260,7 +271,9 @@ class MetaKernel(TorchVarlenKernel):
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether every row and head begins at a multiple of 16 bytes, and the numbers of a head lie side by side."""
+    """Whether every row and head begins at a multiple of 16 bytes, and the numbers of a head lie
+    side by side.
+    """
     steps = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
     return x.stride(-1) == 1 and not any(
         step * x.itemsize % 16 for step in (*steps, x.storage_offset())
@@ -279,9 +292,12 @@ def fake_group(ranks: int) -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def without_numbers(device: torch.device = META) -> Iterator[None]:
-    """What is made inside on the device has no numbers; what asks for more than a shape finds an answer."""
+    """What is made inside on the device has no numbers; what asks for more than a shape finds an
+    answer.
+    """
     with ExitStack() as stack:
-        # transformers looks at the positions, whether documents are packed: a wait, without an answer here.
+        # transformers looks at the positions, whether documents are packed: a wait, without an
+        # answer here.
         stack.enter_context(
             patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
         )
@@ -327,7 +343,9 @@ def bound_plan(
 
 
 def counted(model: PreTrainedModel, bound: BoundPlan) -> Counting:
-    """Count a planned step of the model, forward and backward; to be called inside `without_numbers`."""
+    """Count a planned step of the model, forward and backward; to be called inside
+    `without_numbers`.
+    """
     mode = Counting(bound.runtime.device)
     decoder = base_model(model).base_model
     zeros = torch.zeros((1, bound.rows), dtype=torch.long, device=bound.runtime.device)
@@ -363,7 +381,9 @@ RANKS, TOKENS = 8, 32768
 
 
 def main() -> None:
-    """Print, for a document of 100000 tokens among short ones of some 600, what each rank's layer takes."""
+    """Print, for a document of 100000 tokens among short ones of some 600, what each rank's layer
+    takes.
+    """
     parser = argparse.ArgumentParser(
         description="Counts what one layer launches and moves, on meta tensors."
     )

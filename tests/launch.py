@@ -45,7 +45,8 @@ def run_in_forks(
     ranks: int = 2,
     **environment: str,
 ) -> list[int | None]:
-    """Run a script as `accelerate launch` does, in processes that have imported everything; return their exit codes.
+    """Run a script as `accelerate launch` does, in processes that have imported everything; return
+    their exit codes.
 
     What a rank prints is in the file `output-RANK` of the folder.
     """

@@ -4,7 +4,9 @@ import logging
 
 
 class Messages(logging.Handler):
-    """Keeps the messages of a logger from INFO on, until `end`: in `lines`, of each its level and its text."""
+    """Keeps the messages of a logger from INFO on, until `end`: in `lines`, of each its level and
+    its text.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Small models and global batches for tests, planned steps, and the single process they are compared with."""
+"""Small models and global batches for tests, planned steps, and the single process they are
+compared with.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -42,14 +44,19 @@ CHUNK_BYTES = 4 * 64 * 20
 
 
 def exchanging(model: PreTrainedModel) -> dict[str, Any]:
-    """Settings under which a model's rows travel. By default small documents would stay where they are."""
+    """Settings under which a model's rows travel.
+
+    By default small documents would stay where they are.
+    """
     turns = bool(decoder_layers(model))
     layout = "whole" if uncuttable(model) else "joint" if turns else "fixed"
     return {"document_layout": layout, "balance_tolerance": 0.01, "ping_pong": turns}
 
 
 def small_kinds(*windows: int | None, chunk: int | None = None) -> tuple[AttentionKind, ...]:
-    """The kinds of attention of a small model with layers of these windows, by default full, and of these chunks."""
+    """The kinds of attention of a small model with layers of these windows, by default full, and of
+    these chunks.
+    """
     of_chunks = [] if chunk is None else [replace(SMALL_KIND, chunk=chunk)]
     return (*of_chunks, *(replace(SMALL_KIND, window=window) for window in windows or (None,)))
 
@@ -157,13 +164,16 @@ def summed_step(model: nn.Module, loss: Tensor) -> Step:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients by the names of parameters, without what DDP, compilation and checkpoints put before these."""
+    """Gradients by the names of parameters, without what DDP, compilation and checkpoints put
+    before these.
+    """
     named = ((WRAPPERS.sub("", name), p.grad) for name, p in model.named_parameters())
     return {name: gradient.clone() for name, gradient in named if gradient is not None}
 
 
 def reference_step(model: PreTrainedModel, documents: Sequence[Tensor]) -> Step:
-    """Loss over all targets of the documents, and every parameter's gradient, in one process, document by document.
+    """Loss over all targets of the documents, and every parameter's gradient, in one process,
+    document by document.
 
     Short documents come first: a rotary embedding of dynamic NTK remembers the longest document.
     """

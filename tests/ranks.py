@@ -19,7 +19,10 @@ from unittest.mock import patch
 
 TIMEOUT_S = 90
 EARLIER_NAMES = ".gradient_checkpointing"
-"""Beginning of transformers' warnings of earlier names. PEFT alone asks for `is_gradient_checkpointing`."""
+"""Beginning of transformers' warnings of earlier names.
+
+PEFT alone asks for `is_gradient_checkpointing`.
+"""
 PRELOADED = [
     *(
         "torch",
@@ -50,10 +53,11 @@ class RankPool:
     def run(
         self, function: Callable[..., Any], *args: Any, keeps_groups: bool = False
     ) -> list[Any]:
-        """Call a module-level function with the arguments on every rank; what each returned, by rank.
+        """Call a module-level function with the arguments on every rank; what each returned, by
+        rank.
 
-        With `keeps_groups` the groups that it made stay until a later run ends them: torch gives the meshes of
-        DTensors to later ones of the same shape, groups and all.
+        With `keeps_groups` the groups that it made stay until a later run ends them: torch gives
+        the meshes of DTensors to later ones of the same shape, groups and all.
         """
         if not self._processes:
             self._start()
@@ -108,7 +112,8 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
         except EOFError:
             return
         if len(sys.modules) > modules:
-            gc.freeze()  # a collection looks through all that was imported, a quarter of a second long
+            # A collection looks through all that was imported, a quarter of a second long.
+            gc.freeze()
             modules = len(sys.modules)
         try:
             result = function(*args)
@@ -129,7 +134,8 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
 def own_processes(
     size: int, function: Callable[..., None], *args: Any, folder: Path
 ) -> Iterator[list[Any]]:
-    """Processes of a world of their own, which may end as they like: they are killed where the block ends.
+    """Processes of a world of their own, which may end as they like: they are killed where the
+    block ends.
 
     Args:
         function: of a module, called with the arguments on every rank.
@@ -177,7 +183,8 @@ def _become_rank(rank: int, size: int, port: int) -> None:
     import torch
 
     warnings.filterwarnings("error", EARLIER_NAMES, FutureWarning)
-    # As in a process that is launched: what a forkserver has made would make processes that import everything anew.
+    # As in a process that is launched: what a forkserver has made would make processes that import
+    # everything anew.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     with suppress(
@@ -198,8 +205,8 @@ def forkserver() -> Any:
 def free_port() -> int:
     """A TCP port on the loopback interface that nobody listens to.
 
-    It lies below those of outgoing connections (32768 to 60999): who tries to reach it before anybody listens could be
-    given the very port, and connect to itself.
+    It lies below those of outgoing connections (32768 to 60999): who tries to reach it before
+    anybody listens could be given the very port, and connect to itself.
     """
     while True:
         port = 20000 + secrets.randbelow(12768)  # not from `random`, which trainers seed

@@ -15,7 +15,9 @@ def refused(entry: Refusal, **values: Any) -> Any:
 
 
 def pattern(entry: Refusal, **values: Any) -> str:
-    """A regular expression of the message of an entry, in which other values than those given are anything."""
+    """A regular expression of the message of an entry, in which other values than those given are
+    anything.
+    """
     parts = []
     for text, name, spec, conversion in Formatter().parse(
         f"{entry.found}, but {entry.reason}; {entry.remedy}"

@@ -1,4 +1,6 @@
-"""The design page lists the files of a training step: a traced step goes through these files and no others."""
+"""The design page lists the files of a training step: a traced step goes through these files and no
+others.
+"""
 
 import re
 import sys
@@ -22,7 +24,9 @@ INSIDES = ("planner/", "kernels/", "plan.py")
 
 
 class Traced(TrainerCallback):
-    """Notes the files of hf_distca that run from the end of the second step to the gradients of the third."""
+    """Notes the files of hf_distca that run from the end of the second step to the gradients of the
+    third.
+    """
 
     def __init__(self) -> None:
         self.files: set[str] = set()

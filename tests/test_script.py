@@ -1,4 +1,6 @@
-"""`hf_distca.record`: what a rank prints and what the launcher learns when a script's main function fails."""
+"""`hf_distca.record`: what a rank prints and what the launcher learns when a script's main function
+fails.
+"""
 
 import json
 import signal

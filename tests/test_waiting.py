@@ -1,4 +1,6 @@
-"""Waits of threads, processes and the store: they log that they last, and end at a limit with a remedy."""
+"""Waits of threads, processes and the store: they log that they last, and end at a limit with a
+remedy.
+"""
 
 import threading
 import time

@@ -1,7 +1,7 @@
 """Wrong inputs of users, and the answer that each of them gets.
 
-A row has a name, what is given, and what the user sees. An ellipsis in an answer stands for anything, FOLDER for the
-folder of the training. No step may begin before an error.
+A row has a name, what is given, and what the user sees. An ellipsis in an answer stands for
+anything, FOLDER for the folder of the training. No step may begin before an error.
 """
 
 import logging
@@ -112,22 +112,35 @@ NOT_GIVEN = (
     "it gives no documents, neither by number nor one after another; give a datasets.Dataset, …"
 )
 LOADED = "but names and files are not loaded here; load it: "
-A_ROW = "but a document is a dictionary of columns, such as {'input_ids': [1, 2]} or {'text': 'a b'}; give dictionaries, …"
-A_TEXT = "but a document is a text; remove such documents: dataset.filter(lambda e: isinstance(e['text'], str))"
-A_LIST = "but a document has one list of integers, one for each token; tokenize each document by itself, …"
+A_ROW = (
+    "but a document is a dictionary of columns, such as {'input_ids': [1, 2]} or {'text': 'a b'}; "
+    "give dictionaries, …"
+)
+A_TEXT = (
+    "but a document is a text; remove such documents: dataset.filter(lambda e: "
+    "isinstance(e['text'], str))"
+)
+A_LIST = (
+    "but a document has one list of integers, one for each token; tokenize each document by "
+    "itself, …"
+)
 FIRST = "document 0 of train_dataset"
 DATA: Rows = [
     (
         "a DatasetDict, its split forgotten",
         lambda: datasets.DatasetDict(train=stored(TOKENS), test=stored(TOKENS)),
-        f"train_dataset is a dictionary (DatasetDict) of the data sets 'train', 'test', but {ONE_SET}"
-        "train_dataset['train']; …",
+        (
+            "train_dataset is a dictionary (DatasetDict) of the data sets 'train', 'test', but "
+            f"{ONE_SET}train_dataset['train']; …"
+        ),
     ),
     (
         "a DatasetDict of texts",
         lambda: datasets.DatasetDict(train=stored(TEXTS)),
-        f"train_dataset is a dictionary (DatasetDict) of the data sets 'train', but "
-        f"{ONE_SET}train_dataset['train']; …",
+        (
+            "train_dataset is a dictionary (DatasetDict) of the data sets 'train', but "
+            f"{ONE_SET}train_dataset['train']; …"
+        ),
     ),
     (
         "an IterableDatasetDict",
@@ -142,13 +155,18 @@ DATA: Rows = [
     (
         "columns in a dictionary",
         lambda: {"input_ids": [[3, 4]]},
-        f"train_dataset is a dictionary (dict) of the columns 'input_ids', {BY_NUMBER}the columns: "
-        "datasets.Dataset.from_dict(dict(train_dataset))",
+        (
+            f"train_dataset is a dictionary (dict) of the columns 'input_ids', {BY_NUMBER}the "
+            "columns: datasets.Dataset.from_dict(dict(train_dataset))"
+        ),
     ),
     (
         "what a tokenizer returns for several texts",
         lambda: tokenizer()(["w1 w2", "w3"]),
-        f"train_dataset is a dictionary (BatchEncoding) of the columns 'input_ids', 'attention_mask', {BY_NUMBER}…",
+        (
+            "train_dataset is a dictionary (BatchEncoding) of the columns 'input_ids', "
+            f"'attention_mask', {BY_NUMBER}…"
+        ),
     ),
     (
         "a table of pandas",
@@ -163,7 +181,10 @@ DATA: Rows = [
     (
         "the path of a file",
         lambda: "texts.jsonl",
-        f"train_dataset is the text 'texts.jsonl', {LOADED}train_dataset=hf_distca.load_documents('texts.jsonl')",
+        (
+            "train_dataset is the text 'texts.jsonl', "
+            f"{LOADED}train_dataset=hf_distca.load_documents('texts.jsonl')"
+        ),
     ),
     (
         "a Path",
@@ -234,14 +255,20 @@ DATA: Rows = [
     (
         "a text in another column",
         lambda: stored([{"content": "w1", "source": 1}]),
-        f"{FIRST} has the columns ['content', 'source'], but it has neither tokens in 'input_ids' nor text in 'text'; "
-        "set dataset_text_field to the column with the text, or remove such documents",
+        (
+            f"{FIRST} has the columns ['content', 'source'], but it has neither tokens in "
+            "'input_ids' nor text in 'text'; set dataset_text_field to the column with the text, "
+            "or remove such documents"
+        ),
     ),
     (
         "chats without TRL",
         lambda: stored(CHATS),
-        f"{FIRST} has 'messages' and no 'input_ids', but chat templates and prompts are applied by TRL's SFTTrainer "
-        "only; use hf_distca.DistCASFTTrainer with DistCASFTConfig",
+        (
+            f"{FIRST} has 'messages' and no 'input_ids', but chat templates and prompts are "
+            "applied by TRL's SFTTrainer only; use hf_distca.DistCASFTTrainer with "
+            "DistCASFTConfig"
+        ),
     ),
     (
         "prompts without TRL",
@@ -281,24 +308,35 @@ DATA: Rows = [
     (
         "a class as label",
         lambda: [{"input_ids": [3, 4], "labels": 1}],
-        f"{FIRST} has 'labels' of shape () and type int64, …; classes of whole documents cannot be labels",
+        (
+            f"{FIRST} has 'labels' of shape () and type int64, …; classes of whole documents "
+            "cannot be labels"
+        ),
     ),
     (
         "labels longer than the tokens",
         lambda: [{"input_ids": [3, 4], "labels": [3, 4, 5]}],
-        f"{FIRST} has 3 labels for 2 input_ids, but every token needs a label; give one label per token, …",
+        (
+            f"{FIRST} has 3 labels for 2 input_ids, but every token needs a label; give one label "
+            "per token, …"
+        ),
     ),
     (
         "padding",
         lambda: [{"input_ids": [3, 0], "attention_mask": [1, 0]}],
-        f"{FIRST} has an attention_mask other than a 1 for each of its 2 input_ids, but documents are packed without "
-        "padding, …; remove the column, or tokenize with padding=False; …",
+        (
+            f"{FIRST} has an attention_mask other than a 1 for each of its 2 input_ids, but "
+            "documents are packed without padding, …; remove the column, or tokenize with "
+            "padding=False; …"
+        ),
     ),
     (
         "a column that the model takes",
         lambda: stored([{"input_ids": [3, 4], "label": 1}]),
-        "train_dataset has columns that a packed batch cannot carry: ['label'], …; remove the others with "
-        "dataset.remove_columns(['label']), …",
+        (
+            "train_dataset has columns that a packed batch cannot carry: ['label'], …; remove the "
+            "others with dataset.remove_columns(['label']), …"
+        ),
     ),
     (
         "a document without tokens",
@@ -308,24 +346,36 @@ DATA: Rows = [
     (
         "tokens of another tokenizer",
         lambda: [{"input_ids": [3, 64]}],
-        f"{FIRST} has the token id 64 at position 1, but the model's embedding has the ids 0 to 63; use the model's "
-        "own tokenizer, or enlarge the embedding: model.resize_token_embeddings(len(tokenizer))",
+        (
+            f"{FIRST} has the token id 64 at position 1, but the model's embedding has the ids 0 "
+            "to 63; use the model's own tokenizer, or enlarge the embedding: "
+            "model.resize_token_embeddings(len(tokenizer))"
+        ),
     ),
     (
         "a document that is too long",
         lambda: [*TOKENS, {"input_ids": [3] * 161}],
-        "1 of 5 documents of train_dataset are longer than ranks · tokens_per_rank = 160 tokens, such as document 4 "
-        "with 161, but a document must fit; raise tokens_per_rank, use more ranks, or set long_documents: …",
+        (
+            "1 of 5 documents of train_dataset are longer than ranks · tokens_per_rank = 160 "
+            "tokens, such as document 4 with 161, but a document must fit; raise tokens_per_rank, "
+            "use more ranks, or set long_documents: …"
+        ),
     ),
     (
         "lengths that are text",
         lambda: stored([{"input_ids": [3, 4], "length": "two"}]),
-        "the column 'length' of lengths of train_dataset has the type …, but lengths are one integer per document; …",
+        (
+            "the column 'length' of lengths of train_dataset has the type …, but lengths are one "
+            "integer per document; …"
+        ),
     ),
     (
         "lengths of something else",
         lambda: [{"input_ids": [3, 4], "length": 9}],
-        f"{FIRST} has 2 input_ids, but its column 'length' says 9; remove or recompute the column 'length'",
+        (
+            f"{FIRST} has 2 input_ids, but its column 'length' says 9; remove or recompute the "
+            "column 'length'"
+        ),
     ),
 ]
 
@@ -374,14 +424,23 @@ def in_parallel() -> Any:
     return torch.nn.DataParallel(small_model())
 
 
-MODEL = "but hf_distca changes the layers of a loaded model of transformers; pass AutoModelForCausalLM.from_pretrained(…"
-PREPARED = (
-    "LlamaForCausalLM is wrapped or compiled already, as {}, but hf_distca changes the model before that; pass the "
-    "model itself: call make_dispatcher, or make the trainer, before Accelerator.prepare, DDP, FSDP, DeepSpeed and "
-    "torch.compile"
+MODEL = (
+    "but hf_distca changes the layers of a loaded model of transformers; pass "
+    "AutoModelForCausalLM.from_pretrained(…"
 )
-CAUSAL = "but labels of packed documents are their next tokens: …; load the model with AutoModelForCausalLM; …"
-NO_HEAD = "takes no labels, but it computes no loss: the model has no head; load the model with AutoModelForCausalLM, …"
+PREPARED = (
+    "LlamaForCausalLM is wrapped or compiled already, as {}, but hf_distca changes the model "
+    "before that; pass the model itself: call make_dispatcher, or make the trainer, before "
+    "Accelerator.prepare, DDP, FSDP, DeepSpeed and torch.compile"
+)
+CAUSAL = (
+    "but labels of packed documents are their next tokens: …; load the model with "
+    "AutoModelForCausalLM; …"
+)
+NO_HEAD = (
+    "takes no labels, but it computes no loss: the model has no head; load the model with "
+    "AutoModelForCausalLM, …"
+)
 SETTINGS_NEEDED = (
     "but hf_distca needs its settings, such as tokens_per_rank; pass DistCATrainingArguments; …"
 )
@@ -390,8 +449,10 @@ GIVEN: Rows = [
     (
         "a DatasetDict among evaluation data",
         eval_of(lambda: {"own": datasets.DatasetDict(test=stored(TOKENS))}),
-        f"eval_dataset['own'] is a dictionary (DatasetDict) of the data sets 'test', but "
-        f"{ONE_SET}eval_dataset['own']['test']; …",
+        (
+            "eval_dataset['own'] is a dictionary (DatasetDict) of the data sets 'test', but "
+            f"{ONE_SET}eval_dataset['own']['test']; …"
+        ),
     ),
     (
         "a path as evaluation data",
@@ -412,22 +473,29 @@ GIVEN: Rows = [
     (
         "text without a tokenizer",
         lambda folder: train(folder, TEXTS, processing_class=None),
-        "train_dataset has text in 'text' and no tokens in 'input_ids', but there is no tokenizer; pass the model's "
-        "tokenizer as processing_class",
+        (
+            "train_dataset has text in 'text' and no tokens in 'input_ids', but there is no "
+            "tokenizer; pass the model's tokenizer as processing_class"
+        ),
     ),
     (
         "text with a model saved without its tokenizer",
         lambda folder: train(
             folder, TEXTS, model=saved_model(folder / "model"), processing_class=None
         ),
-        "train_dataset needs a tokenizer for its text in 'text', but none can be loaded from FOLDER/model (…); save "
-        "the model's tokenizer there, tokenizer.save_pretrained('FOLDER/model'), or pass it as processing_class",
+        (
+            "train_dataset needs a tokenizer for its text in 'text', but none can be loaded from "
+            "FOLDER/model (…); save the model's tokenizer there, "
+            "tokenizer.save_pretrained('FOLDER/model'), or pass it as processing_class"
+        ),
     ),
     (
         "the name of a tokenizer",
         lambda folder: train(folder, TEXTS, processing_class="gpt2"),
-        "processing_class is 'gpt2', but it is no tokenizer; load it: "
-        "processing_class=AutoTokenizer.from_pretrained(name)",
+        (
+            "processing_class is 'gpt2', but it is no tokenizer; load it: "
+            "processing_class=AutoTokenizer.from_pretrained(name)"
+        ),
     ),
     (
         "the class of a tokenizer",
@@ -437,18 +505,27 @@ GIVEN: Rows = [
     (
         "text with a processor of images",
         lambda folder: train(folder, TEXTS, processing_class=SimpleNamespace(size=3)),
-        "processing_class is of the type SimpleNamespace, but it cannot tokenize the text in 'text'; pass …",
+        (
+            "processing_class is of the type SimpleNamespace, but it cannot tokenize the text in "
+            "'text'; pass …"
+        ),
     ),
     # Models
     (
         "a sequence classifier",
         of_model(partial(classifier, AutoModelForSequenceClassification)),
-        f"LlamaForSequenceClassification computes transformers' loss ForSequenceClassification, {CAUSAL}",
+        (
+            "LlamaForSequenceClassification computes transformers' loss "
+            f"ForSequenceClassification, {CAUSAL}"
+        ),
     ),
     (
         "a token classifier",
         of_model(partial(classifier, AutoModelForTokenClassification)),
-        f"LlamaForTokenClassification computes transformers' loss ForTokenClassification, {CAUSAL}",
+        (
+            "LlamaForTokenClassification computes transformers' loss ForTokenClassification, "
+            f"{CAUSAL}"
+        ),
     ),
     (
         "a model for answers",
@@ -463,7 +540,10 @@ GIVEN: Rows = [
     (
         "another attention",
         of_model(lambda: small_model(implementation="sdpa")),
-        "LlamaForCausalLM runs attn_implementation='sdpa', but plans do not reach that attention; load it with …",
+        (
+            "LlamaForCausalLM runs attn_implementation='sdpa', but plans do not reach that "
+            "attention; load it with …"
+        ),
     ),
     (
         "a config as model",
@@ -488,7 +568,10 @@ GIVEN: Rows = [
     (
         "a model that is not there",
         lambda folder: train(folder, model=f"{folder}/llama"),
-        "model is 'FOLDER/llama', but there is no such folder; give the folder of a saved model, …",
+        (
+            "model is 'FOLDER/llama', but there is no such folder; give the folder of a saved "
+            "model, …"
+        ),
     ),
     ("a wrapped model", of_model(in_parallel), PREPARED.format("DataParallel")),
     ("make_dispatcher after prepare()", dispatch(in_parallel), PREPARED.format("DataParallel")),
@@ -506,8 +589,10 @@ GIVEN: Rows = [
     (
         "settings in a dictionary",
         dispatch(config=lambda: {"tokens_per_rank": 64}),
-        "config is {'tokens_per_rank': 64}, but make_dispatcher needs the settings of hf_distca; pass "
-        "hf_distca.DistCAConfig(…",
+        (
+            "config is {'tokens_per_rank': 64}, but make_dispatcher needs the settings of "
+            "hf_distca; pass hf_distca.DistCAConfig(…"
+        ),
     ),
     (
         "no settings",
@@ -532,19 +617,27 @@ GIVEN: Rows = [
     (
         "a profile that is not there",
         lambda folder: train(folder, device_profile="nosuch.json"),
-        "no device profile at 'nosuch.json': expected one of cpu, h100, h200, or a file that hf-distca profile …",
+        (
+            "no device profile at 'nosuch.json': expected one of cpu, h100, h200, or a file that "
+            "hf-distca profile …"
+        ),
     ),
     (
         "no epochs",
         lambda folder: train(folder, num_train_epochs=0, max_steps=-1),
-        "num_train_epochs=0 and max_steps=-1 are set, but training would end before its first step; set …",
+        (
+            "num_train_epochs=0 and max_steps=-1 are set, but training would end before its first "
+            "step; set …"
+        ),
     ),
     # With TRL
     (
         "a DatasetDict with TRL",
         lambda folder: train_chats(folder, datasets.DatasetDict(train=stored(CHATS))),
-        f"train_dataset is a dictionary (DatasetDict) of the data sets 'train', but "
-        f"{ONE_SET}train_dataset['train']; …",
+        (
+            "train_dataset is a dictionary (DatasetDict) of the data sets 'train', but "
+            f"{ONE_SET}train_dataset['train']; …"
+        ),
     ),
     (
         "rows in a list with TRL",
@@ -559,7 +652,10 @@ GIVEN: Rows = [
     (
         "a text in another column with TRL",
         lambda folder: train_chats(folder, stored([{"content": "w1"}])),
-        f"{FIRST} has the columns ['content'], but it has neither tokens in 'input_ids' nor text in 'text'; …",
+        (
+            f"{FIRST} has the columns ['content'], but it has neither tokens in 'input_ids' nor "
+            "text in 'text'; …"
+        ),
     ),
     (
         "no documents with TRL",
@@ -571,7 +667,10 @@ GIVEN: Rows = [
         lambda folder: train_chats(
             folder, stored(CHATS), classifier(AutoModelForSequenceClassification)
         ),
-        f"LlamaForSequenceClassification computes transformers' loss ForSequenceClassification, {CAUSAL}",
+        (
+            "LlamaForSequenceClassification computes transformers' loss "
+            f"ForSequenceClassification, {CAUSAL}"
+        ),
     ),
     # Files
     (
@@ -593,7 +692,10 @@ TOKENS_MESSAGE = "tokens_per_rank must be a number of tokens, such as 32768 or '
 BYTES_MESSAGE = (
     "exchange_buffer_bytes must be a number of bytes, such as 134217728 or '128MiB', got …"
 )
-NODES_MESSAGE = "ranks_per_node must be one number of ranks, a number for each node such as '8,8,4', or 'auto', got …"
+NODES_MESSAGE = (
+    "ranks_per_node must be one number of ranks, a number for each node such as '8,8,4', or "
+    "'auto', got …"
+)
 SERVERS_MESSAGE = "attention_servers must be a number of processes or 'external', got …"
 SETTINGS: dict[str, tuple[Any, ...]] = {
     TOKENS_MESSAGE: ("", "k", "32q", "32kB", "0.3k", "1e4", 8192.0, True, None, [8192]),
@@ -706,13 +808,14 @@ def without(name: str) -> Damage:
 
 CUT_OFF = "the end of the file is missing"
 DAMAGED = (
-    "FOLDER/checkpoint-1/{} cannot be read ({}), but training needs its state: training ended while it saved, or the "
-    "file was changed or copied in part; take another checkpoint; resume_from_checkpoint=True takes the last one that "
-    "is complete"
+    "FOLDER/checkpoint-1/{} cannot be read ({}), but training needs its state: training ended "
+    "while it saved, or the file was changed or copied in part; take another checkpoint; "
+    "resume_from_checkpoint=True takes the last one that is complete"
 )
 NO_FOLDER = (
-    "resume_from_checkpoint='{}' is set, but there is no such folder; name the folder of a checkpoint such as "
-    "'FOLDER/checkpoint-2', or set resume_from_checkpoint=True for the last complete one in output_dir"
+    "resume_from_checkpoint='{}' is set, but there is no such folder; name the folder of a "
+    "checkpoint such as 'FOLDER/checkpoint-2', or set resume_from_checkpoint=True for the last "
+    "complete one in output_dir"
 )
 RESUMED: Rows = [
     (
@@ -781,8 +884,11 @@ RESUMED: Rows = [
             [without("trainer_state.json")(folder / f"checkpoint-{step}") for step in (1, 2)],
             train(folder, resume=True),
         ),
-        "resume_from_checkpoint=True is set, but no checkpoint in FOLDER can be resumed: the checkpoint "
-        "FOLDER/checkpoint-2 has no trainer_state.json, …; or leave resume_from_checkpoint out to begin anew",
+        (
+            "resume_from_checkpoint=True is set, but no checkpoint in FOLDER can be resumed: the "
+            "checkpoint FOLDER/checkpoint-2 has no trainer_state.json, …; or leave "
+            "resume_from_checkpoint out to begin anew"
+        ),
     ),
     (
         "no data_order.json",
@@ -823,8 +929,9 @@ def long_document(folder: Any) -> None:
 
 
 BEYOND = (
-    "a document has 100 tokens, but max_position_embeddings of the model is 64: it may have learned nothing about "
-    "later positions. Extend them by rope_parameters in the config (such as YaRN), …"
+    "a document has 100 tokens, but max_position_embeddings of the model is 64: it may have "
+    "learned nothing about later positions. Extend them by rope_parameters in the config (such as "
+    "YaRN), …"
 )
 WARNINGS: Rows = [
     ("a document beyond the positions of RoPE", long_document, BEYOND),
@@ -834,8 +941,10 @@ WARNINGS: Rows = [
             halved("optimizer.pt")(folder / "checkpoint-2"),
             train(folder, resume=True, max_steps=2),
         ),
-        "training resumes from FOLDER/checkpoint-1, because later checkpoints cannot be resumed: "
-        f"FOLDER/checkpoint-2/optimizer.pt cannot be read (…{CUT_OFF}), …",
+        (
+            "training resumes from FOLDER/checkpoint-1, because later checkpoints cannot be "
+            f"resumed: FOLDER/checkpoint-2/optimizer.pt cannot be read (…{CUT_OFF}), …"
+        ),
     ),
     (
         "True on a command line",
@@ -848,8 +957,10 @@ WARNINGS: Rows = [
     (
         "no random state",
         resume(damage=without("rng_state.pth")),
-        "the checkpoint FOLDER/checkpoint-1 has no rng_state.pth, so these ranks draw other random numbers, as for "
-        "dropout, than without the interruption. …",
+        (
+            "the checkpoint FOLDER/checkpoint-1 has no rng_state.pth, so these ranks draw other "
+            "random numbers, as for dropout, than without the interruption. …"
+        ),
     ),
 ]
 
@@ -877,11 +988,17 @@ def test_a_document_of_a_stream_beyond_the_positions_of_rope(tmp_path, caplog):
 
 # Two ranks, of which the second one alone is given something else: both say the same
 
-ALL_RANKS = "but all ranks must train on the same micro-batches, with the same plans; start all ranks with the same "
+ALL_RANKS = (
+    "but all ranks must train on the same micro-batches, with the same plans; start all ranks with "
+    "the same "
+)
 
 
 def differs(name: str, first: Any, second: Any) -> str:
-    return f"{name} differs between ranks ({first!r} on rank 0, {second!r} on rank 1), {ALL_RANKS}{name}"
+    return (
+        f"{name} differs between ranks ({first!r} on rank 0, {second!r} on rank 1), "
+        f"{ALL_RANKS}{name}"
+    )
 
 
 def without_mlps() -> Any:
@@ -899,7 +1016,10 @@ OF_RANK_1: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         differs("attention_kernel", "auto", "cpu"),
     ),
     "keep_received": (lambda: {"keep_received": True}, differs("keep_received", False, True)),
-    "device_profile": (lambda: {"device_profile": "h100"}, differs("device_profile", None, "h100")),
+    "device_profile": (
+        lambda: {"device_profile": "h100"},
+        differs("device_profile", None, "h100"),
+    ),
     "mlp_chunk_rows": (lambda: {"mlp_chunk_rows": 16}, differs("mlp_chunk_rows", 0, 16)),
     "seed": (lambda: {"seed": 2}, differs("seed", 1, 2)),
     "another attention": (
@@ -916,7 +1036,10 @@ OF_RANK_1: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "documents of its own": (
         lambda: {"rows": [{"input_ids": [3, 4, 6]}] * 4},
-        "ranks were given different data sets (rank 0: 4 documents, 12 tokens; rank 1: 4 documents, 12 tokens), but …",
+        (
+            "ranks were given different data sets (rank 0: 4 documents, 12 tokens; rank 1: 4 "
+            "documents, 12 tokens), but …"
+        ),
     ),
     "a document that is wrong": (
         lambda: {"rows": [*TOKENS, {"input_ids": [3], "labels": [3, 4]}]},

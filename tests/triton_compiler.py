@@ -11,7 +11,9 @@ AMPERE, HOPPER, BLACKWELL = 80, 90, 100
 
 
 def compiled(kernel: Any, capability: int, types: dict[str, Any], constants: dict[str, Any]) -> str:
-    """A kernel's PTX, assembled for a capability; pointers and strides are multiples of 16, as they usually are."""
+    """A kernel's PTX, assembled for a capability; pointers and strides are multiples of 16, as they
+    usually are.
+    """
     signature = types | dict.fromkeys(constants, "constexpr")
     divisible = {}
     for name, kind in types.items():

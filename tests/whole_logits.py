@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_iter
 
 
 class WholeLogits(TorchDispatchMode):
-    """While inside, notes in `shapes` every tensor with the vocabulary as a dimension and more rows than a chunk.
+    """While inside, notes in `shapes` every tensor with the vocabulary as a dimension and more rows
+    than a chunk.
 
     Args:
         rows: of a chunk, or of weights if they have more.

@@ -1,7 +1,8 @@
 """Runs all parts, or some of them, on the GPU of this machine.
 
-Writes what was found as JSON, and prints a table of it. The exit status is 0 if nothing is wrong, 1 if something is
-(a part that failed, hung or was not run), and 3 where there is no GPU: nothing was checked then.
+Writes what was found as JSON, and prints a table of it. The exit status is 0 if nothing is wrong, 1
+if something is (a part that failed, hung or was not run), and 3 where there is no GPU: nothing was
+checked then.
 """
 
 import argparse
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
 LOGS = Path("runs/gpu")
 RESULTS = Path("benchmarks/results/gpu.json")
 SECONDS = 500
-"""For all parts and the start of this process; with the set-up before it a command of 600 s is enough."""
+"""For all parts and the start of this process; with the set-up before it a command of 600 s is
+enough."""
 START_S = 30
 """Seconds before the first part begins: torch's first import takes long."""
 
 
 def parts_of(setting: "Setting", gpus: int = 1) -> "list[Part]":
-    """All parts: first what must be right, then how fast it is; and the most seconds that each may take on an H100."""
+    """All parts: first what must be right, then how fast it is; and the most seconds that each may
+    take on an H100.
+    """
     from benchmarks.gpu.exchange import check_exchange
     from benchmarks.gpu.kernels import check_kernel, check_profile, kernel_names, why_missing
     from benchmarks.gpu.padded import check_padded

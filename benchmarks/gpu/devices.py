@@ -1,6 +1,7 @@
 """The GPUs of this machine, asked of NVIDIA's driver: no torch is imported, which takes seconds.
 
-Run: python benchmarks/gpu/devices.py; prints how many there are, and fails with status 3 where there is none.
+Run: python benchmarks/gpu/devices.py; prints how many there are, and fails with status 3 where
+there is none.
 """
 
 import ctypes

@@ -1,7 +1,8 @@
-"""The exchange by number of thread blocks: rows arrive as sent, at what speed, and what attention loses beside it.
+"""The exchange by number of thread blocks: rows arrive as sent, at what speed, and what attention
+loses beside it.
 
-One rank a GPU, on all GPUs of the machine. On one GPU, which NCCL gives no second rank, the rank exchanges rows with
-itself: the blocks then copy in one memory, and no link is in the figures.
+One rank a GPU, on all GPUs of the machine. On one GPU, which NCCL gives no second rank, the rank
+exchanges rows with itself: the blocks then copy in one memory, and no link is in the figures.
 """
 
 import time
@@ -78,7 +79,8 @@ def _figures(setting: Setting, blocks: int) -> dict[str, Any]:
     def peers(of: int) -> list[int]:
         return [other for other in range(ranks) if other != of or ranks == 1]
 
-    # As a rank that sends the keys and values of its rows, the last one first, to each other rank in turn.
+    # As a rank that sends the keys and values of its rows, the last one first, to each other rank
+    # in turn.
     rows = setting.tokens // len(peers(rank))
     counts = [rows * (other in peers(rank)) for other in range(ranks)]
     route, total = Route(counts, counts, crossing=True), rows * len(peers(rank))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 TIMES_STOCK, ROUNDINGS = 2.0, 4.0
-"""Largest deviation from the exact result: a multiple of stock attention's deviation, plus some roundings."""
+"""Largest deviation from the exact result: a multiple of stock attention's deviation, plus some
+roundings."""
 
 
 class Findings:
@@ -29,7 +30,9 @@ class Findings:
         self.skipped = ""
 
     def check(self, right: bool, otherwise: str) -> None:
-        """Note a sentence unless something is right; it is printed at once, should the part never end."""
+        """Note a sentence unless something is right; it is printed at once, should the part never
+        end.
+        """
         if not right:
             self.wrong.append(otherwise)
             print("wrong:", otherwise, flush=True)
@@ -112,7 +115,8 @@ def waits(device: torch.device) -> Iterator[list[str]]:
             yield places
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            # Torch warns of the debug mode itself too, once: it may miss "synchronizing operations".
+            # Torch warns of the debug mode itself too, once: it may miss "synchronizing
+            # operations".
             places += [
                 f"{w.filename}:{w.lineno}"
                 for w in caught

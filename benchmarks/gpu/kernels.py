@@ -1,7 +1,8 @@
-"""Kernels against float64, on everything that dispatching may give them, and the profile of the GPU.
+"""Kernels against float64, on everything that dispatching may give them, and the profile of the
+GPU.
 
-Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D head dim of
-queries and keys, E head dim of values, N rows, B bytes of a row.
+Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D
+head dim of queries and keys, E head dim of values, N rows, B bytes of a row.
 """
 
 import json
@@ -26,11 +27,13 @@ BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.
 """Largest deviation by dtype, over the largest magnitude in the tensor."""
 LSE_BOUND, LEAST_R2 = 1e-3, 0.98
 COMPILED = ("flash_attn_4",)
-"""Kernels that compile a variant for every dtype, head dim, ratio of heads and mask: some 9 s each."""
+"""Kernels that compile a variant for every dtype, head dim, ratio of heads and mask: some 9 s each.
+"""
 VARIANTS = ("tasks of one row", "head dim 128, received", "window 128", "not causal")
 """Cases of them: in bfloat16 alone, with all other cases that need no further variant."""
 SMALLEST = 0.1
-"""Magnitude below which deviations count as if it were this: some gradients are 0 but for rounding."""
+"""Magnitude below which deviations count as if it were this: some gradients are 0 but for rounding.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Case:
     Attributes:
         q_lens, k_lens: query rows and K/V rows of the tasks.
         causal: False: every row sees every key.
-        received: the rows are columns of wider rows, as an exchange hands them over; else transposed, as layers do.
+        received: the rows are columns of wider rows, as an exchange hands them over; else
+            transposed, as layers do.
     """
 
     q_lens: tuple[int, ...]
@@ -118,7 +122,9 @@ def calls_of(setting: Setting, name: str) -> dict[tuple[torch.dtype, str], Case]
 def side_by_side(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """Random tensors of equally many rows that lie beside each other in one buffer of bytes, aligned."""
+    """Random tensors of equally many rows that lie beside each other in one buffer of bytes,
+    aligned.
+    """
     rows = shapes[0][0]
     widths = [aligned(math.prod(shape[1:]) * dtype.itemsize) for shape in shapes]
     # A column of another width comes first, as those of a message do.
@@ -170,7 +176,9 @@ def errors(
 
 
 def deviation(got: Tensor, want: Tensor) -> float:
-    """Largest difference over the largest magnitude; infinite where they are not finite in the same places."""
+    """Largest difference over the largest magnitude; infinite where they are not finite in the same
+    places.
+    """
     got, finite = got.double(), want.isfinite()
     if got.shape != want.shape or not torch.equal(got[~finite], want[~finite]):
         return math.inf
@@ -241,7 +249,9 @@ def why_missing(name: str) -> str:
 
 
 def kernel_names(device: torch.device) -> list[str]:
-    """Kernels to check on a device: all but "auto", which is one of them, and what they are compared with."""
+    """Kernels to check on a device: all but "auto", which is one of them, and what they are
+    compared with.
+    """
     kinds = [name for name in KERNEL_NAMES if name not in ("auto", "reference")]
     return [name for name in kinds if (name == "cpu") == (device.type == "cpu")]
 

@@ -72,7 +72,10 @@ def small_model(
 def dispatcher_of(
     model: PreTrainedModel, setting: Setting, *, ping_pong: bool, ranks: int = 1, **options: Any
 ) -> Dispatcher:
-    """A dispatcher; prepares the model's layers too. On one rank there may be two nano-batches as well."""
+    """A dispatcher; prepares the model's layers too.
+
+    On one rank there may be two nano-batches as well.
+    """
     # Cuts fall on multiples of a kernel's block, or less where documents are tiny.
     block = 128 if max(setting.lengths) > 1024 else 8
     config = DistCAConfig(tokens_per_rank=2 * sum(setting.lengths), balance_block_size=block)
@@ -88,7 +91,9 @@ def planned_loss(
     dispatcher: Dispatcher,
     documents: Sequence[Tensor],
 ) -> Tensor:
-    """This rank's share of the loss over all targets, planned; raises if the model did not follow the plan."""
+    """This rank's share of the loss over all targets, planned; raises if the model did not follow
+    the plan.
+    """
     batch = rows_of_rank(plan, dispatcher.groups.rank, documents, dispatcher.device)
     bound = dispatcher.bind(plan)
     loss: Tensor = model(**batch, num_items_in_batch=targets_of(documents), distca_plan=bound).loss
@@ -101,7 +106,8 @@ def planned_loss(
         and bound.ran.layers_in_turns != bound.ran.layers
     ):
         raise RuntimeError(
-            f"only {bound.ran.layers_in_turns} of {bound.ran.layers} layers ran their halves in turns"
+            f"only {bound.ran.layers_in_turns} of {bound.ran.layers} layers ran their halves in "
+            "turns"
         )
     return loss
 

@@ -1,4 +1,5 @@
-"""Padded batches of rollouts, forward and backward with gradient checkpointing: stock "sdpa", and packed by a plan.
+"""Padded batches of rollouts, forward and backward with gradient checkpointing: stock "sdpa", and
+packed by a plan.
 
 A model of the sizes of Qwen3-0.6B with random weights, in the dtype of core attention, on one rank.
 """
@@ -35,17 +36,20 @@ STRATEGIES = {
     "packed, eight at a time": ("distca", AT_ONCE, False),
     PACKED: ("distca", None, False),
 }
-"""By name: the attention, sequences in a call of the model (None for all), and whether all have the same columns."""
+"""By name: the attention, sequences in a call of the model (None for all), and whether all have the
+same columns."""
 BOUNDS = {"loss": 5e-3, "norm of gradients": 2e-2}
 """Largest differences between strategies and the first one, over the value."""
 LEAST_SPEED_UP = 2.5
 """Of packed over stock; an H200 had 9."""
 MOST_BEFORE = 0.03
-"""Most time before the model, of a step: reading the mask, planning, and moving row numbers to the device."""
+"""Most time before the model, of a step: reading the mask, planning, and moving row numbers to the
+device."""
 
 
 def check_padded(setting: Setting) -> Findings:
-    """Steps of the same rollouts by each strategy; losses, gradients, times, memory, and the time before the model.
+    """Steps of the same rollouts by each strategy; losses, gradients, times, memory, and the time
+    before the model.
 
     The figure `over_packed` is the time of a step over that of packed rollouts, all at once.
     """
@@ -106,7 +110,9 @@ def measured(
 def before_model(
     setting: Setting, dispatcher: Dispatcher, batches: Sequence[Batch], step_s: float
 ) -> dict[str, float]:
-    """Seconds that packing and binding take, of batches that were not planned before, and their share of a step."""
+    """Seconds that packing and binding take, of batches that were not planned before, and their
+    share of a step.
+    """
     padded = [
         PaddedBatch({"input_ids": batch.input_ids}, batch.attention_mask) for batch in batches
     ]
@@ -133,7 +139,10 @@ def seconds_of(setting: Setting, call: Callable[[], Any]) -> float:
 def compare_strategies(
     findings: Findings, found: dict[str, dict[str, float]], *, on_cuda: bool
 ) -> None:
-    """Compare all strategies with stock. Times are compared on a GPU only: a CPU's say nothing about a GPU."""
+    """Compare all strategies with stock.
+
+    Times are compared on a GPU only: a CPU's say nothing about a GPU.
+    """
     if STOCK not in found or PACKED not in found:
         return
     stock, packed_s = found[STOCK], found[PACKED]["step_s"]

@@ -1,10 +1,13 @@
-"""Plans of many ranks replayed on one GPU: the kernel calls of each rank run one rank after another.
+"""Plans of many ranks replayed on one GPU: the kernel calls of each rank run one rank after
+another.
 
-Nothing is exchanged, so this shows how evenly a plan divides core attention, what cutting documents costs the kernel,
-and how well seconds of ranks are predicted. Each plan stands beside whole documents: the longest first, each to the
-rank with the fewest query-key pairs, whatever the rank holds already.
+Nothing is exchanged, so this shows how evenly a plan divides core attention, what cutting documents
+costs the kernel, and how well seconds of ranks are predicted. Each plan stands beside whole
+documents: the longest first, each to the rank with the fewest query-key pairs, whatever the rank
+holds already.
 
-Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D head dim.
+Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D
+head dim.
 """
 
 import heapq
@@ -54,7 +57,9 @@ class Device:
         self.setting, self.kernel, self.kind = setting, kernel, kind
 
     def seconds(self, calls: Sequence[Call], direction: Direction) -> float:
-        """Return the seconds of calls, one after another; each is measured alone, so that one set of tensors lives."""
+        """Return the seconds of calls, one after another; each is measured alone, so that one set
+        of tensors lives.
+        """
         return sum(self._seconds(call, direction) for call in calls)
 
     def _seconds(self, call: Call, direction: Direction) -> float:
@@ -96,7 +101,9 @@ def lengths_of(replay: Replay, setting: Setting) -> list[int]:
 
 
 def longest_first(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return [ranks] whole documents: each, the longest first, goes to the rank with the fewest pairs."""
+    """Return [ranks] whole documents: each, the longest first, goes to the rank with the fewest
+    pairs.
+    """
     placed: list[list[int]] = [[] for _ in range(ranks)]
     least = [(0, rank) for rank in range(ranks)]
     for length in sorted(lengths, reverse=True):

@@ -1,4 +1,6 @@
-"""Runs parts one after another, each in a process of its own with a limit of time, and writes down what each found."""
+"""Runs parts one after another, each in a process of its own with a limit of time, and writes down
+what each found.
+"""
 
 import json
 import os
@@ -47,7 +49,8 @@ class Part:
 
 
 def chosen(parts: Sequence[Part], words: Sequence[str]) -> list[Part]:
-    """Parts whose names are, or else begin with, one of the words, in their own order; without words all.
+    """Parts whose names are, or else begin with, one of the words, in their own order; without
+    words all.
 
     Raises:
         ValueError: a word fits no part.
@@ -72,10 +75,12 @@ def run_parts(
     logs: Path,
     seconds: float,
 ) -> bool:
-    """Run parts; results are written before and after each, so that a run that is killed leaves them.
+    """Run parts; results are written before and after each, so that a run that is killed leaves
+    them.
 
     Args:
-        parts: the most important first. One whose limit is more than what is left is not run, later ones may be.
+        parts: the most important first. One whose limit is more than what is left is not run, later
+            ones may be.
         results: what is known before; `parts` is added.
 
     Returns:
@@ -107,7 +112,9 @@ def run_parts(
 
 
 def run_part(part: Part, command_of: CommandOf, logs: Path) -> dict[str, Any]:
-    """Run one part in a process that ends with this one; returns its result, with its output where that is wrong."""
+    """Run one part in a process that ends with this one; returns its result, with its output where
+    that is wrong.
+    """
     file_name = part.name.replace(" ", "_").replace(",", "")
     findings, log = logs / f"{file_name}.json", logs / f"{file_name}.log"
     findings.unlink(missing_ok=True)
@@ -176,7 +183,9 @@ def _write(path: Path, results: dict[str, Any]) -> None:
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """Print one line a part, then everything that is wrong, and the command for the parts that were not run."""
+    """Print one line a part, then everything that is wrong, and the command for the parts that were
+    not run.
+    """
     parts = results["parts"]
     table(
         ["part", "result", "seconds", "wrong"],

@@ -1,4 +1,6 @@
-"""A dedicated attention server on the trainer's own device, killed once: training goes on with the same losses."""
+"""A dedicated attention server on the trainer's own device, killed once: training goes on with the
+same losses.
+"""
 
 import logging
 import subprocess

@@ -9,7 +9,9 @@ import torch
 
 @dataclass(frozen=True)
 class Replay:
-    """Plan whose ranks are replayed: documents of `benchmarks/data/planner_batches.json.gz` on ranks of a size."""
+    """Plan whose ranks are replayed: documents of `benchmarks/data/planner_batches.json.gz` on
+    ranks of a size.
+    """
 
     name: str
     batch: str

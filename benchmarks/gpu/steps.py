@@ -1,4 +1,6 @@
-"""Planned steps against stock attention document by document: on one rank, on two, and many steps in a row."""
+"""Planned steps against stock attention document by document: on one rank, on two, and many steps
+in a row.
+"""
 
 import random
 import traceback
@@ -36,7 +38,9 @@ TIMEOUT_S = 20
 
 @dataclass(frozen=True)
 class Variant:
-    """Variant of a planned step: `reentrant` is the kind of checkpointing, `options` are the dispatcher's."""
+    """Variant of a planned step: `reentrant` is the kind of checkpointing, `options` are the
+    dispatcher's.
+    """
 
     layout: str = "joint"
     ping_pong: bool = True
@@ -141,7 +145,9 @@ def check_planned_steps(setting: Setting) -> Findings:
 
 
 def _many_steps(setting: Setting, findings: Findings) -> None:
-    """Check that losses of many steps with changing plans are as close to exact losses as stock attention's."""
+    """Check that losses of many steps with changing plans are as close to exact losses as stock
+    attention's.
+    """
     exact = _losses(setting, "sdpa", exact=True)
     stock, planned = _losses(setting, "sdpa"), _losses(setting, "distca")
     farthest = max(abs(a - b) for a, b in zip(stock, exact, strict=True))
@@ -181,7 +187,9 @@ def _losses(setting: Setting, implementation: str, *, exact: bool = False) -> li
 
 
 def check_two_ranks(setting: Setting, run: Callable[..., list[Any]] = run_ranks) -> Findings:
-    """One step of two ranks on one device over gloo in all variants, beside one process with stock attention."""
+    """One step of two ranks on one device over gloo in all variants, beside one process with stock
+    attention.
+    """
     findings = Findings()
     largest = findings.figures["largest_deviation_of_a_gradient"] = {}
     moved = findings.figures["bytes_moved"] = {}
@@ -204,8 +212,8 @@ def check_two_ranks(setting: Setting, run: Callable[..., list[Any]] = run_ranks)
 def rank_steps(setting: Setting) -> dict[str, Any] | None:
     """The steps on one rank; rank 0 returns loss, gradients and bytes of each, or the error.
 
-    Gradients are arrays: tensors would go from process to process in /dev/shm, which may be small. The first error
-    ends the steps: ranks are no longer in step then.
+    Gradients are arrays: tensors would go from process to process in /dev/shm, which may be small.
+    The first error ends the steps: ranks are no longer in step then.
     """
     if setting.on_cuda:
         torch.cuda.set_device(setting.device)

@@ -1,6 +1,8 @@
-"""DistCATrainer on layers as wide as those of an 8B model, beside transformers' Trainer with stock attention.
+"""DistCATrainer on layers as wide as those of an 8B model, beside transformers' Trainer with stock
+attention.
 
-The same micro-batches in the same order, full to the last token. Weights are in the dtype of core attention.
+The same micro-batches in the same order, full to the last token. Weights are in the dtype of core
+attention.
 """
 
 import gc
@@ -43,7 +45,9 @@ SMALL_CHUNKS = "256MiB"
 
 
 class Watch(TrainerCallback):
-    """Notes the time of every step, the bytes that are taken after it, and its loss and norm of the gradients."""
+    """Notes the time of every step, the bytes that are taken after it, and its loss and norm of the
+    gradients.
+    """
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -80,7 +84,9 @@ def memory_taken(device: torch.device) -> int:
 
 
 def micro_batches(setting: Setting) -> list[list[int]]:
-    """Lengths of the documents of each micro-batch: drawn with a long tail, the last one cut where it is full."""
+    """Lengths of the documents of each micro-batch: drawn with a long tail, the last one cut where
+    it is full.
+    """
     draw, batches = random.Random(0), []
     for _ in range(setting.plans):
         lengths: list[int] = []
@@ -138,7 +144,9 @@ def arguments(setting: Setting, folder: str, steps: int) -> dict[str, Any]:
 def train(
     setting: Setting, implementation: str, batches: list[list[list[int]]], **planned: Any
 ) -> Watch:
-    """Train on micro-batches, with DistCATrainer and `planned` settings, or with stock attention and Trainer."""
+    """Train on micro-batches, with DistCATrainer and `planned` settings, or with stock attention
+    and Trainer.
+    """
     watch, ours = Watch(setting), implementation == "distca"
     model = make_model(setting, implementation)
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +171,8 @@ def train(
 
 
 def check_training(setting: Setting) -> Findings:
-    """Many steps with changing plans, the first of them with stock attentions too; and steps of one document each.
+    """Many steps with changing plans, the first of them with stock attentions too; and steps of one
+    document each.
 
     The figure `over_ours` is the median ratio of a stock step to our step on the same documents.
     """
@@ -202,9 +211,11 @@ def check_training(setting: Setting) -> Findings:
 
 
 def check_loss_chunks(setting: Setting) -> Findings:
-    """Steps of one document with a large vocabulary, with small chunks of the loss and with those that "auto" chooses.
+    """Steps of one document with a large vocabulary, with small chunks of the loss and with those
+    that "auto" chooses.
 
-    The figure `over_auto` is the time of a step with small chunks over the time of a step with "auto".
+    The figure `over_auto` is the time of a step with small chunks over the time of a step with
+    "auto".
     """
     findings = Findings()
     large = replace(setting, wide={**setting.wide, "vocab_size": setting.large_vocabulary})

@@ -1,4 +1,6 @@
-"""Parts that benchmarks share: ranks on this machine, rounds and their reports, memory, provenance of figures."""
+"""Parts that benchmarks share: ranks on this machine, rounds and their reports, memory, provenance
+of figures.
+"""
 
 from .figures import Spread, options_parser, print_json, print_rows, rounded, spread, table
 from .machine import provenance

@@ -41,7 +41,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def options_parser(description: str | None, **numbers: tuple[int, str]) -> ArgumentParser:
-    """The parser of a benchmark's options, those that take a number by name, with default and meaning."""
+    """The parser of a benchmark's options, those that take a number by name, with default and
+    meaning.
+    """
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     for name, (default, what) in numbers.items():
         parser.add_argument(
@@ -59,7 +61,9 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_json(**figures: Any) -> None:
-    """Print figures as one JSON object on one line, with the command, the machine and the commit they belong to."""
+    """Print figures as one JSON object on one line, with the command, the machine and the commit
+    they belong to.
+    """
     print(json.dumps({**provenance(), "result": rounded(figures)}, ensure_ascii=False))
 
 

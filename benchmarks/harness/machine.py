@@ -64,7 +64,9 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the hf_distca that runs, and whether files differ from it; None outside a checkout."""
+    """The commit of the hf_distca that runs, and whether files differ from it; None outside a
+    checkout.
+    """
     found = _output("git", "-C", str(CHECKOUT), "rev-parse", "HEAD")
     changed = _output("git", "-C", str(CHECKOUT), "status", "--porcelain")
     return f"{found} with changes" if found and changed else found

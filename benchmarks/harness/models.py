@@ -1,4 +1,5 @@
-"""Models with random weights, the rows that a rank runs them on, and core attention without hf_distca around it.
+"""Models with random weights, the rows that a rank runs them on, and core attention without
+hf_distca around it.
 
 Shape suffixes: T rows, H query heads, G key/value heads, D head dim.
 """
@@ -89,7 +90,9 @@ def _columns(
 
 
 class KernelNode(torch.autograd.Function):
-    """A kernel as one autograd node, with nothing around it: what attention costs without hf_distca."""
+    """A kernel as one autograd node, with nothing around it: what attention costs without
+    hf_distca.
+    """
 
     @staticmethod
     def forward(
@@ -120,15 +123,19 @@ class KernelNode(torch.autograd.Function):
 def attend_packed(
     kernel: Kernel, shapes: TaskShapes, scaling: float, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, None]:
-    """Causal attention within each document of a packed row, as transformers' layers ask for it: Q [1, H, T, D]."""
+    """Causal attention within each document of a packed row, as transformers' layers ask for it: Q
+    [1, H, T, D].
+    """
     qkv = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return KernelNode.apply(kernel, shapes, AttentionParams(scale=scaling), *qkv).unsqueeze(0), None
 
 
 class PlainAttention:
-    """Core attention of a rank's own documents, packed, in one kernel call: what a plan is to be better than.
+    """Core attention of a rank's own documents, packed, in one kernel call: what a plan is to be
+    better than.
 
-    Models of attention implementation `name` take the lengths of the documents under the keyword `plain_shapes`.
+    Models of attention implementation `name` take the lengths of the documents under the keyword
+    `plain_shapes`.
     """
 
     def __init__(self, name: str, kernel: Kernel) -> None:

@@ -1,8 +1,10 @@
 """Core attention of one document over ranks, forward and backward, without a model around it.
 
-Or of several of equal lengths, which need no exchange: what is left is what core attention itself takes.
+Or of several of equal lengths, which need no exchange: what is left is what core attention itself
+takes.
 
-Shape suffixes: L rows of the document, T local rows, S sampled rows, C rows of a chunk, H query heads, D head dim.
+Shape suffixes: L rows of the document, T local rows, S sampled rows, C rows of a chunk, H query
+heads, D head dim.
 """
 
 from collections.abc import Sequence
@@ -86,7 +88,9 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class Taken:
-    """The most memory of a rank above what was there before q, k, v and do; o, dq, dk and dv of sampled rows [T]."""
+    """The most memory of a rank above what was there before q, k, v and do; o, dq, dk and dv of
+    sampled rows [T].
+    """
 
     peak_bytes: int
     stages: int
@@ -133,7 +137,8 @@ def _take(case: OneDocument, sampled: Sequence[int] = ()) -> Taken:
 
 
 def reference(case: OneDocument, sampled: Sequence[int], chunk: int = 512) -> dict[str, Tensor]:
-    """o, dq, dk and dv of sampled rows in float64, from the definition of softmax(QK^T)V, chunk by chunk of queries.
+    """o, dq, dk and dv of sampled rows in float64, from the definition of softmax(QK^T)V, chunk by
+    chunk of queries.
 
     Only queries that are sampled or have a gradient are computed.
     """

@@ -1,4 +1,5 @@
-"""Padded batches of rollouts, and the forward and backward of a model that is called with them, as TRL's trainers do.
+"""Padded batches of rollouts, and the forward and backward of a model that is called with them, as
+TRL's trainers do.
 
 Shape suffixes: B sequences, L columns, N tokens with a target, H width of a hidden state.
 """
@@ -21,7 +22,10 @@ LOGIT_ROWS = 2048
 
 
 def rollout_lengths(count: int, scale: int = 1, seed: int = 0) -> list[int]:
-    """Lengths of rollouts, the same every time for a seed; `scale` divides them. Each has a target."""
+    """Lengths of rollouts, the same every time for a seed; `scale` divides them.
+
+    Each has a target.
+    """
     drawn = np.random.default_rng(seed).lognormal(np.log(MEDIAN), SIGMA, count)
     lengths: list[int] = (np.clip(drawn, 2 * scale, LONGEST) / scale).astype(int).tolist()
     return lengths
@@ -54,8 +58,8 @@ def padded_batches(
     """Batches of `at_once` sequences, the same tokens every time.
 
     Args:
-        to_all: whether a batch is padded to the longest of all sequences, as GRPO pads a generation batch; else to
-            its own longest.
+        to_all: whether a batch is padded to the longest of all sequences, as GRPO pads a generation
+            batch; else to its own longest.
     """
     generator = torch.Generator().manual_seed(1)
     documents = [torch.randint(3, vocabulary, (length,), generator=generator) for length in lengths]

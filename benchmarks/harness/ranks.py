@@ -20,7 +20,8 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """Have Linux kill this process when the one that started it ends, killed or not, whatever is done here then.
+    """Have Linux kill this process when the one that started it ends, killed or not, whatever is
+    done here then.
 
     Daemonic processes end with a parent that exits, but not with one that is killed.
     """
@@ -31,13 +32,15 @@ def end_with_parent() -> None:
 
 
 class Ranks:
-    """Processes with one thread each and a gloo group, that prepare something once and then take rounds of it.
+    """Processes with one thread each and a gloo group, that prepare something once and then take
+    rounds of it.
 
     A context manager; the processes end at once where an error leaves it or this process is killed.
 
     Args:
         prepare: every process calls it once; returns what a round calls, without arguments.
-        enter: every process calls it with its rank before there is a group, whose environment variables it may set.
+        enter: every process calls it with its rank before there is a group, whose environment
+            variables it may set.
     """
 
     def __init__(
@@ -73,7 +76,10 @@ class Ranks:
             process.kill()
 
     def take(self) -> list[Any]:
-        """One round on all ranks; what each returned, by rank. RuntimeError has the traceback of a failed rank."""
+        """One round on all ranks; what each returned, by rank.
+
+        RuntimeError has the traceback of a failed rank.
+        """
         for connection in self._connections:
             connection.send(None)
         results: dict[int, Any] = {}

@@ -7,8 +7,8 @@ from pathlib import Path
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 """Parameters of glibc's mallopt."""
 LEAST_MAPPED = 1 << 16
-"""Bytes from which on an allocation is mapped by itself, and goes back when it is freed: what is resident follows
-tensors."""
+"""Bytes from which on an allocation is mapped by itself, and goes back when it is freed: what is
+resident follows tensors."""
 
 
 def follow_tensors() -> None:
@@ -21,8 +21,8 @@ def follow_tensors() -> None:
 def keep_freed_memory() -> None:
     """Have glibc keep the memory that this process frees, as allocators of GPUs do.
 
-    By default glibc returns some of it to the system, more by one strategy than by another. Every step then touches
-    new pages, which took up to 2 % of a step.
+    By default glibc returns some of it to the system, more by one strategy than by another. Every
+    step then touches new pages, which took up to 2 % of a step.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(

@@ -1,9 +1,10 @@
 """Rounds of figures, of one checkout or of two in turns, and their report.
 
-A benchmark takes rounds. Each runs all that is compared, one after another, so that what disturbs the machine for
-longer than a round disturbs all of it alike. Ratios are formed within a round; the report has medians and quartiles.
-With `--against` the script of the same name in another checkout, with the hf_distca of that checkout, takes a round
-whenever this one does; ratios between the two checkouts are paired in the same way.
+A benchmark takes rounds. Each runs all that is compared, one after another, so that what disturbs
+the machine for longer than a round disturbs all of it alike. Ratios are formed within a round; the
+report has medians and quartiles. With `--against` the script of the same name in another checkout,
+with the hf_distca of that checkout, takes a round whenever this one does; ratios between the two
+checkouts are paired in the same way.
 """
 
 import json
@@ -95,7 +96,8 @@ class _Other:
         here = Path(__file__).resolve().parents[2]
         if here != CHECKOUT:
             raise ValueError(
-                f"this benchmark lies in {here}, but imports hf_distca from {CHECKOUT}: set PYTHONPATH"
+                f"this benchmark lies in {here}, but imports hf_distca from {CHECKOUT}: set "
+                "PYTHONPATH"
             )
         script = checkout / "benchmarks" / Path(sys.argv[0]).name
         words = shlex.split(re.sub(r"--against[= ]\S+", "", shlex.join(sys.argv[1:])))
@@ -111,7 +113,8 @@ class _Other:
         answer = self._heard()
         if Path(answer["checkout"]) != checkout or checkout == here:
             raise ValueError(
-                f"--against {checkout} ran hf_distca from {answer['checkout']}; give another checkout's folder"
+                f"--against {checkout} ran hf_distca from {answer['checkout']}; give another "
+                "checkout's folder"
             )
         self.commit = answer["commit"]
 
@@ -141,7 +144,8 @@ def over(numerator: str, denominator: str) -> Callable[[Round], float]:
 def report(
     measured: Measured, derived: Mapping[str, Callable[[Round], float]], **others: object
 ) -> None:
-    """Print tables of figures, of what is derived from them within a round and of checkouts, then one JSON object.
+    """Print tables of figures, of what is derived from them within a round and of checkouts, then
+    one JSON object.
 
     Args:
         derived: by name, a ratio, or what else is computed of the figures of one round.

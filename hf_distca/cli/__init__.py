@@ -2,4 +2,7 @@
 
 
 class InputError(ValueError):
-    """Unusable input to the command; the message names in one line what was found and how to fix it."""
+    """Unusable input to the command.
+
+    The message names in one line what was found and how to fix it.
+    """

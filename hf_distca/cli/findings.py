@@ -28,7 +28,10 @@ from hf_distca.measure.links import link_rates
 from hf_distca.models import fla
 from hf_distca.planner.nodes import node_sizes, nodes_of
 
-CONNECT = "connect the ranks first: see GLOO_SOCKET_IFNAME above, the launch, and for NCCL NCCL_DEBUG=INFO's output"
+CONNECT = (
+    "connect the ranks first: see GLOO_SOCKET_IFNAME above, the launch, and for NCCL "
+    "NCCL_DEBUG=INFO's output"
+)
 Rates = Mapping[tuple[int, int], float]
 """GB/s from a sender to a receiver."""
 SLOW = 1 / 3
@@ -36,12 +39,18 @@ SLOW = 1 / 3
 NAME = "hf-distca"
 SAME_EVERYWHERE = (NAME, "torch", "transformers", "accelerate", "deepspeed", "attention_kernel")
 """Findings that must be the same on all ranks, which exchange rows in the same order."""
-AGREE = "ranks differ: install the same packages on every host, or set attention_kernel to what all GPUs have"
+AGREE = (
+    "ranks differ: install the same packages on every host, or set attention_kernel to what all "
+    "GPUs have"
+)
 EXPANDABLE = "expandable_segments:True"
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LIGER = "liger-kernel"
 LIGER_GAIN = "use_liger_kernel=True made a step 7.6 % shorter on an H200"
-HOW = f"set {INTERFACE} on every host to an interface that the others reach, such as eth0 (ip -brief address)"
+HOW = (
+    f"set {INTERFACE} on every host to an interface that the others reach, such as eth0 (ip -brief "
+    "address)"
+)
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,10 @@ def device_of_rank() -> torch.device:
 
 
 def connect(device: torch.device, timeout: float) -> Groups | None:
-    """Connect the launched ranks; return None in a process without a local rank, or launched alone."""
+    """Connect the launched ranks.
+
+    Return None in a process without a local rank, or launched alone.
+    """
     if os.environ.get("WORLD_SIZE", "1") == "1" or "LOCAL_RANK" not in os.environ:
         return None
     if device.type == "cuda":
@@ -169,10 +181,16 @@ def device_findings(device: torch.device, processes: int) -> list[Finding]:
     if device.type == "cuda":
         about, count = torch.cuda.get_device_properties(device), torch.cuda.device_count()
         free, total = (size / 1e9 for size in torch.cuda.mem_get_info(device))
-        found = f"{about.name}, compute capability {about.major}.{about.minor}, {free:.1f} GB free of {total:.1f}"
+        found = (
+            f"{about.name}, compute capability {about.major}.{about.minor}, {free:.1f} GB free of "
+            f"{total:.1f}"
+        )
         if processes > count:
             found += f", one of {count} for {processes} processes"
-            change = "start no more processes on a host than it has GPUs, or all over gloo (ddp_backend='gloo')"
+            change = (
+                "start no more processes on a host than it has GPUs, or all over gloo "
+                "(ddp_backend='gloo')"
+            )
     elif torch.version.cuda is None and Path("/dev/nvidiactl").exists():
         found = (
             f"cpu: torch {torch.__version__} was built without CUDA, but the host has an NVIDIA GPU"
@@ -233,7 +251,10 @@ def launch_findings(
         found = (
             f"{world}, but LOCAL_RANK is not set: each would train alone, on the host's first GPU"
         )
-        change = "launch with accelerate launch or torchrun, or set LOCAL_RANK, a process's number on its host"
+        change = (
+            "launch with accelerate launch or torchrun, or set LOCAL_RANK, a process's number on "
+            "its host"
+        )
     findings = [Finding("processes", found, change, needed=bool(change))]
     found = (
         f"{threads} threads in each of {local} processes on {cores} cores"
@@ -250,11 +271,17 @@ def launch_findings(
     ]
     if all(str_to_bool(given(f"ACCELERATE_USE_{name}", "false")) for name in ("CPU", "DEEPSPEED")):
         found = "set, and accelerate then trains without DeepSpeed, which was asked for"
-        change = "leave it out; processes that see no GPU (CUDA_VISIBLE_DEVICES=) train on the CPU by themselves"
+        change = (
+            "leave it out; processes that see no GPU (CUDA_VISIBLE_DEVICES=) train on the CPU by "
+            "themselves"
+        )
         findings.append(Finding("ACCELERATE_USE_CPU", found, change, needed=True))
     compiler = given("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if compiler != "no":
-        change = "set it to no in accelerate's config; modules inside layers may be compiled (layer.mlp.compile())"
+        change = (
+            "set it to no in accelerate's config; modules inside layers may be compiled "
+            "(layer.mlp.compile())"
+        )
         findings.append(
             Finding(
                 "dynamo_backend", f"{compiler}, but whole models cannot be compiled", change, True
@@ -262,7 +289,10 @@ def launch_findings(
         )
     if cuda:
         allocator = given("PYTORCH_ALLOC_CONF", given("PYTORCH_CUDA_ALLOC_CONF", "not set"))
-        change = f"set PYTORCH_ALLOC_CONF={EXPANDABLE}: exchange buffers that grow then leave no gaps in memory"
+        change = (
+            f"set PYTORCH_ALLOC_CONF={EXPANDABLE}: exchange buffers that grow then leave no gaps "
+            "in memory"
+        )
         findings.append(
             Finding("PYTORCH_ALLOC_CONF", allocator, "" if EXPANDABLE in allocator else change)
         )
@@ -298,7 +328,8 @@ def _gloo(environment: Mapping[str, str], *, several_hosts: bool) -> Finding:
 def check_all(*, timeout: float, as_json: bool) -> int:
     """Check everything and print the findings on rank 0; return 1 if anything is wrong."""
     device, cuda = device_of_rank(), torch.cuda.is_available()
-    # The first distribution of a name counts. Names are spelled with dashes, underscores or capitals.
+    # The first distribution of a name counts. Names are spelled with dashes, underscores or
+    # capitals.
     installed = {
         canonicalize_name(package.name): package for package in reversed([*distributions()])
     }
@@ -347,7 +378,10 @@ def check_all(*, timeout: float, as_json: bool) -> int:
 
 
 def link_findings(rates: Rates, nodes: Sequence[int]) -> list[Finding]:
-    """Return findings on links within and between nodes; `nodes` is [ranks] the node of each rank."""
+    """Return findings on links within and between nodes.
+
+    `nodes` is [ranks] the node of each rank.
+    """
     findings, change = (
         [],
         "check the network between these two ranks: every exchange waits for the slowest link",

@@ -28,7 +28,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line without the program's name; return the tool's exit status, or 2 for unusable input."""
+    """Run a command line without the program's name.
+
+    Return the tool's exit status, or 2 for unusable input.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _Parser(prog="hf-distca", description="Core attention disaggregation: tools.")
     parser.add_argument("--version", action="version", version=f"hf-distca {__version__}")

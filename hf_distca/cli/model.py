@@ -39,7 +39,10 @@ NAMES: dict[Part, str] = {
 
 
 def fake_model(name: str) -> PreTrainedModel:
-    """Return a user's model on fake tensors; raise ValueError if there is none, or the model cannot be planned."""
+    """Return a user's model on fake tensors.
+
+    Raise ValueError if there is none, or the model cannot be planned.
+    """
     model = model_of_config(read_config(name), torch.float32)
     check_model(model)
     return model
@@ -58,8 +61,8 @@ def read_config(name: str) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise InputError(
-            f"no model config at {name!r}: expected {', '.join(MODELS)}, a config.json, a folder with one, or a name "
-            f"on the hub, which must be reachable ({first_line})"
+            f"no model config at {name!r}: expected {', '.join(MODELS)}, a config.json, a folder "
+            f"with one, or a name on the hub, which must be reachable ({first_line})"
         ) from error
     return config
 

@@ -1,6 +1,7 @@
 """Options that subcommands share: numbers, settings of DistCAConfig, nodes, models, and files to write.
 
-Modules of subcommands import torch and transformers only once their arguments have been checked: both take seconds.
+Modules of subcommands import torch and transformers only once their arguments have been checked:
+both take seconds.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from hf_distca.sim.model import MODELS
 from hf_distca.units import Switch, read_tokens
 
 MOST_RANKS = 4096
-"""Planning 4096 ranks of 32768 tokens takes 16 s on two busy cores; time grows with ranks squared."""
+"""Planning 4096 ranks of 32768 tokens takes 16 s on two busy cores; time grows with ranks squared.
+"""
 LEAST_STAGE = 128
 """Minimum number of K/V rows in a stage: shorter stages are too many to plan."""
 LONGEST_WAIT = 1e8
@@ -43,7 +45,10 @@ def number(
     most: float = 2**31 - 1,
     why: str = "",
 ) -> Callable[[str], Any]:
-    """Return a parser of numbers from `least` to `most`; `read` raises ValueError if a text is no number."""
+    """Return a parser of numbers from `least` to `most`.
+
+    `read` raises ValueError if a text is no number.
+    """
 
     def parse(text: str) -> Any:
         try:
@@ -98,7 +103,10 @@ def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -
 def add_planning_options(
     parser: argparse.ArgumentParser, *settings: str, within: float | None, between: float | None
 ) -> None:
-    """Add options of documents, ranks, nodes and output; bandwidths are in GB/s, None for the profile's."""
+    """Add options of documents, ranks, nodes and output.
+
+    Bandwidths are in GB/s, None for the profile's.
+    """
     add = parser.add_argument
     add(
         "--lengths",
@@ -107,7 +115,10 @@ def add_planning_options(
         help="where document lengths come from, see above",
     )
     add("--split", default="train", help="split of a data set (default: train)")
-    columns = "column with lengths, lists of tokens or text (default: length or input_ids; with --tokenizer also text or "
+    columns = (
+        "column with lengths, lists of tokens or text (default: length or input_ids; with "
+        "--tokenizer also text or "
+    )
     add("--column", help=f"{columns}messages)")
     add(
         "--tokenizer",
@@ -126,7 +137,10 @@ def add_planning_options(
     )
     add_settings(parser, "tokens_per_rank", required=True, metavar="T", type=tokens)
     add_settings(parser, *settings)
-    nodes = "ranks that share a node: one number, or one for each node in the order of the ranks, such as 8,8,4; 1 "
+    nodes = (
+        "ranks that share a node: one number, or one for each node in the order of the ranks, such "
+        "as 8,8,4; 1 "
+    )
     nodes += "treats all links alike (default: 8, and the rest on the last node)"
     add("--ranks-per-node", metavar="K", help=nodes)
     links = (
@@ -152,7 +166,10 @@ def config_of(options: argparse.Namespace) -> DistCAConfig:
 
 
 def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:
-    """Return the number of ranks of each node, [nodes]; raise ValueError if nodes do not add up to `ranks`."""
+    """Return the number of ranks of each node, [nodes].
+
+    Raise ValueError if nodes do not add up to `ranks`.
+    """
     full, left = divmod(ranks, RANKS_PER_NODE)
     planned = config.planning(ranks, (*[RANKS_PER_NODE] * full, *[left] * (left > 0)))[
         "ranks_per_node"
@@ -163,7 +180,10 @@ def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:
 def plan_settings_of(
     config: DistCAConfig, ranks: int, document_layout: str, **of_model: Any
 ) -> PlanSettings:
-    """Return settings of plans; raise ValueError if they contradict each other or cannot be planned in time."""
+    """Return settings of plans.
+
+    Raise ValueError if they contradict each other or cannot be planned in time.
+    """
     nodes = nodes_of_ranks(config, ranks)
     planning = {
         **config.planning(ranks),
@@ -174,26 +194,34 @@ def plan_settings_of(
     rows = settings.exchange_buffer_bytes // settings.row_bytes(settings.dominant_kind).kv
     if rows < LEAST_STAGE:
         raise InputError(
-            f"--exchange-buffer-bytes {settings.exchange_buffer_bytes} holds {rows} rows of K and V, but stages of "
-            f"fewer than {LEAST_STAGE} rows are too many to plan; raise --exchange-buffer-bytes"
+            f"--exchange-buffer-bytes {settings.exchange_buffer_bytes} holds {rows} rows of K and "
+            f"V, but stages of fewer than {LEAST_STAGE} rows are too many to plan; raise "
+            "--exchange-buffer-bytes"
         )
     return settings
 
 
 def check_model_name(name: str) -> None:
-    """Raise InputError if a model's config is a file that does not exist; names on the Hub are not looked up."""
+    """Raise InputError if a model's config is a file that does not exist.
+
+    Names on the Hub are not looked up.
+    """
     path = Path(name)
     is_path = (
         name.endswith(".json") or path.is_absolute() or name.startswith(".") or len(path.parts) > 2
     )
     if name not in MODELS and is_path and not path.exists():
         raise InputError(
-            f"no model config at {name!r}: there is no such file or folder; expected {MODEL_SOURCES}"
+            f"no model config at {name!r}: there is no such file or folder; expected "
+            f"{MODEL_SOURCES}"
         )
 
 
 def check_writable(*names: str | None) -> None:
-    """Raise InputError unless files can be written; called before the work whose results they take."""
+    """Raise InputError unless files can be written.
+
+    Called before the work whose results they take.
+    """
     for name in filter(None, names):
         path = Path(name).absolute()
         if not path.parent.is_dir():

@@ -47,7 +47,8 @@ Lengths = list[int] | list[list[int]]
 """Lengths of documents, or a list of them for each rank."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MANY_RANKS, LEAST_BLOCKS = 512, 8
-"""Beyond 512 ranks, each needs at least 8 blocks of rows: balancing smaller shares takes too many moves."""
+"""Beyond 512 ranks, each needs at least 8 blocks of rows: balancing smaller shares takes too many
+moves."""
 PLANNED = (
     "document_layout",
     "balance_tolerance",
@@ -196,12 +197,14 @@ def _check_fit(lengths: Lengths, config: DistCAConfig, options: argparse.Namespa
     if ranks > MANY_RANKS and sum(documents) < ranks * LEAST_BLOCKS * config.balance_block_size:
         raise InputError(
             f"{sum(documents)} tokens on {ranks} ranks leave fewer than {LEAST_BLOCKS} blocks of "
-            f"{config.balance_block_size} rows to each; give more documents, or at most {MANY_RANKS} ranks"
+            f"{config.balance_block_size} rows to each; give more documents, or at most "
+            f"{MANY_RANKS} ranks"
         )
     for rank, row in enumerate(rows if stay else ()):
         if sum(row) > tokens:
             raise InputError(
-                f"row {rank} holds {sum(row)} tokens, but a rank holds {tokens}; raise --tokens-per-rank"
+                f"row {rank} holds {sum(row)} tokens, but a rank holds {tokens}; raise "
+                "--tokens-per-rank"
             )
 
 
@@ -259,7 +262,10 @@ def _figures(
     settings: PlanSettings,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Return balance and costs of the plan, summed over nano-batches; for a report, figures of each rank too."""
+    """Return balance and costs of the plan, summed over nano-batches.
+
+    For a report, figures of each rank too.
+    """
     import torch
 
     from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
@@ -326,7 +332,10 @@ def _table(
     divided = ("1 nano-batch", "2 nano-batches")[len(plan.nano_batches) - 1]
     lines = {
         "documents": f"{documents}, {int(plan.tokens.sum())} tokens, {cuts} cuts, {divided}",
-        "layout": f"{settings.document_layout}, {options.ranks} ranks of at most {options.tokens_per_rank} tokens",
+        "layout": (
+            f"{settings.document_layout}, {options.ranks} ranks of at most "
+            f"{options.tokens_per_rank} tokens"
+        ),
         "attention, max / mean": f"{figures['max_over_mean']:.4f}",
         "tokens, max / mean": f"{figures['tokens_max_over_mean']:.4f}",
         "bytes per layer, all ranks": mb("bytes_total"),
@@ -334,9 +343,15 @@ def _table(
     }
     if settings.nodes is not None:
         for name in ("bytes_within_nodes", "bytes_between_nodes"):
-            most = f"busiest rank {mb(f'{name}_bottleneck')}, busiest node {mb(f'{name}_busiest_node')}"
+            most = (
+                f"busiest rank {mb(f'{name}_bottleneck')}, busiest node "
+                f"{mb(f'{name}_busiest_node')}"
+            )
             lines[name.replace("_", " ")] = f"{mb(name)}, {most}"
-        speeds = f"{options.node_bandwidth:g} GB/s within and {options.network_bandwidth:g} GB/s between nodes"
+        speeds = (
+            f"{options.node_bandwidth:g} GB/s within and {options.network_bandwidth:g} GB/s "
+            "between nodes"
+        )
         lines["busiest link, per layer"] = f"{figures['link_seconds'] * 1e3:.2f} ms at {speeds}"
     lines |= {
         "stages of a layer's K and V": f"{figures['stages']}",
@@ -351,7 +366,9 @@ def _table(
             f"{mixing['runs_unpacked']} without a kernel that takes packed documents",
         )
         lines |= {
-            "mixing layers": f"{mixing['layers']}, {mixing['segments']} segments of cut documents on all ranks",
+            "mixing layers": (
+                f"{mixing['layers']}, {mixing['segments']} segments of cut documents on all ranks"
+            ),
             "kernel runs, busiest rank": f"{runs} a layer; {without}",
             "state that a cut moves": f"{mixing['state_bytes'] / 1e6:.2f} MB a layer",
             "states and halos, busiest rank": f"{mixing['bytes_bottleneck'] / 1e6:.2f} MB a layer",

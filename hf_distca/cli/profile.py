@@ -129,13 +129,17 @@ def _table(profile: DeviceProfile) -> str:
     tflops = 2.0 * kind.q_heads * (kind.dim_qk + kind.dim_v) * amount / seconds / 1e12
     lines = {
         "device": profile.name,
-        f"{SHOWN_TOKENS} tokens' attention": f"{tflops:.3g} TFLOP/s, {profile.forward.call * 1e6:.0f} µs a call",
+        f"{SHOWN_TOKENS} tokens' attention": (
+            f"{tflops:.3g} TFLOP/s, {profile.forward.call * 1e6:.0f} µs a call"
+        ),
         "matrices": f"{profile.flops_per_second / 1e12:.3g} TFLOP/s",
         "memory": f"{profile.bytes_per_second / 1e9:.3g} GB/s",
         "links within nodes": link(profile.links.within),
         "links between nodes": link(profile.links.between),
         "exchange within nodes": link(profile.exchange.within),
         "exchange between nodes": link(profile.exchange.between),
-        "held-out calls": f"R² {accuracy.r2:.4f}, worst ratio {accuracy.worst_ratio:.2f}, of {accuracy.count}",
+        "held-out calls": (
+            f"R² {accuracy.r2:.4f}, worst ratio {accuracy.worst_ratio:.2f}, of {accuracy.count}"
+        ),
     }
     return "\n".join(f"{name:<26} {value}" for name, value in lines.items())

@@ -57,16 +57,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--port", type=port, default=0, help="port to listen on (default: 0, any that is free)")
     kernel = (
-        "kernel that computes core attention; a server whose kernel cannot compute what ranks ask for ends with an "
-        "error (default: auto, the fastest that supports the model)"
+        "kernel that computes core attention; a server whose kernel cannot compute what ranks ask "
+        "for ends with an error (default: auto, the fastest that supports the model)"
     )
     add("--attention-kernel", default="auto", choices=KERNEL_NAMES, help=kernel)
     add(
         "--transport",
         default="auto",
         choices=("auto", "tcp", "nixl"),
-        help="transport of rows; nixl without an RDMA device lets UCX listen on the interface of --bind, where it "
-        "accepts any peer (default: auto, which is nixl where both ends have it and an RDMA device, else tcp)",
+        help=(
+            "transport of rows; nixl without an RDMA device lets UCX listen on the interface of "
+            "--bind, where it accepts any peer (default: auto, which is nixl where both ends have "
+            "it and an RDMA device, else tcp)"
+        ),
     )
     add(
         "--threads",
@@ -82,7 +85,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Serve until training ends, or the process gets SIGINT or SIGTERM; raise InputError if it cannot serve."""
+    """Serve until training ends, or the process gets SIGINT or SIGTERM.
+
+    Raise InputError if it cannot serve.
+    """
     if options.parent is not None:
         end_with_parent(options.parent)
     logging.basicConfig(
@@ -114,7 +120,8 @@ def run(options: argparse.Namespace) -> None:
     device, transport = torch.device(named), Choice(options.transport)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    # The needs of ranks are known when they call; "auto" may then choose another kernel, but a named one stays.
+    # The needs of ranks are known when they call; "auto" may then choose another kernel, but a
+    # named one stays.
     choose = (
         (lambda need: get_kernel("auto", device, [need]))
         if options.attention_kernel == "auto"

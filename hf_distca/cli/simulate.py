@@ -65,7 +65,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG",
         help=f"model: {MODEL_SOURCES} (default: llama-8b)",
     )
-    costs = "costs of the device: h100, h200, cpu, or a file that hf-distca profile wrote (default: h100)"
+    costs = (
+        "costs of the device: h100, h200, cpu, or a file that hf-distca profile wrote (default: "
+        "h100)"
+    )
     add("--profile", default="h100", help=costs)
     add(
         "--tensor-parallel",
@@ -78,7 +81,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--servers", type=servers, default=0, metavar="M", help=more)
     again = "gradient checkpointing: run layers again in the backward pass (default: on)"
     add("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help=again)
-    padded = "compare padded batches of B sequences a rank too, as in preference training (default: none)"
+    padded = (
+        "compare padded batches of B sequences a rank too, as in preference training (default: "
+        "none)"
+    )
     add("--padded", type=sequences, metavar="B", help=padded)
     add(
         "--batches",
@@ -162,7 +168,10 @@ def run(options: argparse.Namespace) -> None:
 def _padded(
     options: argparse.Namespace, setup: Setup, settings: PlanSettings
 ) -> Sequence[PaddedFigures]:
-    """Compare padded batches; plans without gradients are chosen by the forward alone, as in training."""
+    """Compare padded batches.
+
+    Plans without gradients are chosen by the forward alone, as in training.
+    """
     from hf_distca.dispatch.padded import plan_sequences
 
     batches = drawn_padded_batches(options, setup.ranks, options.padded, options.batches)
@@ -190,7 +199,8 @@ def _check_heads(model: ModelShape, tensor_parallel: int) -> None:
     for kind in model.layers:
         if kind.q_heads % tensor_parallel:
             raise InputError(
-                f"--tensor-parallel {tensor_parallel} does not divide the model's {kind.q_heads} query heads"
+                f"--tensor-parallel {tensor_parallel} does not divide the model's {kind.q_heads} "
+                "query heads"
             )
 
 
@@ -232,11 +242,17 @@ def _table(figures: Mapping[str, Any]) -> str:
     padded = figures.get("padded")
     of_padded: list[str] = []
     if padded is not None:
-        title = f"Padded batches of {padded['sequences']} sequences a rank. Rows: those that all ranks compute."
+        title = (
+            f"Padded batches of {padded['sequences']} sequences a rank. Rows: those that all ranks "
+            "compute."
+        )
         of_padded = ["", title, *_aligned(padded["columns"])]
         advice.append(padded["advice"])
     batches = f"{figures['documents']:,} documents, {figures['tokens']:,} tokens"
-    first = f"{batches}; {figures['ranks']} ranks of {figures['tokens_per_rank']:,} tokens; {figures['profile']}"
+    first = (
+        f"{batches}; {figures['ranks']} ranks of {figures['tokens_per_rank']:,} tokens; "
+        f"{figures['profile']}"
+    )
     simulated = f"simulated in {figures['simulated_in']:.1f} s"
     return "\n".join([first, "", SECONDS, *lines, *of_padded, "", *advice, simulated])
 

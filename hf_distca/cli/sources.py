@@ -30,7 +30,8 @@ EXPECTED = "expected a JSON list of document lengths, or a list of such lists, o
 TEXTS_AT_ONCE = 100
 """Enough for all cores, and few enough for a bar that moves."""
 LENGTHS, TEXTS = ("length", "input_ids"), ("text", "messages")
-"""Columns that are looked for: lengths or tokens, and text or chats that a tokenizer makes tokens of."""
+"""Columns that are looked for: lengths or tokens, and text or chats that a tokenizer makes tokens
+of."""
 
 
 def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | list[list[int]]:
@@ -74,7 +75,8 @@ def _draw_of(options: argparse.Namespace) -> Draw:
             draw = lognormal(median, sigma)
         except ValueError as error:
             raise InputError(
-                f"{source!r} is not a distribution: expected {LOGNORMAL}, such as lognormal:4000,1.5 ({error})"
+                f"{source!r} is not a distribution: expected {LOGNORMAL}, such as "
+                f"lognormal:4000,1.5 ({error})"
             ) from error
     elif (read := _of_file(options)) is not None:
         draw = of_documents(as_lengths(documents_of(read)))
@@ -89,7 +91,10 @@ def documents_of(lengths: list[int] | list[list[int]]) -> list[int]:
 
 
 def _of_file(options: argparse.Namespace) -> list[int] | list[list[int]] | None:
-    """Return the lengths that a file lists, in order; None for texts, data sets and distributions."""
+    """Return the lengths that a file lists, in order.
+
+    None for texts, data sets and distributions.
+    """
     path: str = options.lengths
     if Path(path).suffix not in TABLES:
         return None
@@ -151,8 +156,9 @@ def _of_data(options: argparse.Namespace) -> IntArray:
     found = [name for name in tried if name in data.column_names]
     if not found:
         raise InputError(
-            f"{source} has columns {data.column_names}, but none of {tried}; set --column to a column of lengths, of "
-            "lists of tokens or of text, and for text --tokenizer to the name of the model"
+            f"{source} has columns {data.column_names}, but none of {tried}; set --column to a "
+            "column of lengths, of lists of tokens or of text, and for text --tokenizer to the "
+            "name of the model"
         )
     column = found[0]
     if options.tokenizer and column not in LENGTHS:
@@ -164,7 +170,8 @@ def _of_data(options: argparse.Namespace) -> IntArray:
     lengths = values.value_lengths() if hasattr(values, "value_lengths") else values
     if not pyarrow.types.is_integer(lengths.type):
         raise InputError(
-            f"{where} holds {values.type}; expected whole numbers of tokens, lists of tokens, or text with --tokenizer"
+            f"{where} holds {values.type}; expected whole numbers of tokens, lists of tokens, or "
+            "text with --tokenizer"
         )
     if lengths.null_count:
         raise InputError(
@@ -176,13 +183,17 @@ def _of_data(options: argparse.Namespace) -> IntArray:
     row = int(numbers.argmin())
     if numbers[row] < 1:
         raise InputError(
-            f"{where}: row {row} is {numbers[row]}, but a document has at least 1 token; leave empty documents out"
+            f"{where}: row {row} is {numbers[row]}, but a document has at least 1 token; leave "
+            "empty documents out"
         )
     return numbers
 
 
 def _tokenized(data: Any, column: str, name: str) -> Any:
-    """Return a data set with the column `length`: tokens of each text or chat. `datasets` caches it."""
+    """Return a data set with the column `length`: tokens of each text or chat.
+
+    `datasets` caches it.
+    """
     from transformers import AutoTokenizer
 
     try:

@@ -39,8 +39,8 @@ def run(options: argparse.Namespace) -> None:
         found = sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path]
         if not found:
             raise InputError(
-                f"{path} has no trace_rank_*.json, which training writes with trace_steps; set trace_steps, or name "
-                "another folder"
+                f"{path} has no trace_rank_*.json, which training writes with trace_steps; set "
+                "trace_steps, or name another folder"
             )
         paths += found
     try:

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class PlannedDocuments:
     """A planned global micro-batch with the documents of which one rank holds rows.
 
-    The plan's documents are the excerpts in order, then one-token fillers until every rank holds a row: a rank without
-    rows would be missing in every exchange.
+    The plan's documents are the excerpts in order, then one-token fillers until every rank holds a
+    row: a rank without rows would be missing in every exchange.
     """
 
     plan: MicroBatchPlan
@@ -40,8 +40,8 @@ class PlannedDocuments:
 class RankDocuments(Dataset[PlannedDocuments]):
     """Data set of a DataLoader whose `batch_sampler` is a GlobalBatchSampler.
 
-    Indexed by a GlobalMicroBatch, it plans the micro-batch, the same on every rank, and reads the documents of which
-    this rank holds rows.
+    Indexed by a GlobalMicroBatch, it plans the micro-batch, the same on every rank, and reads the
+    documents of which this rank holds rows.
     """
 
     dataset: Any  # gives examples by index, as `token_document` expects them
@@ -56,7 +56,10 @@ class RankDocuments(Dataset[PlannedDocuments]):
         if is_stored(dataset):
             used = self.columns.used(dataset.column_names, self.name)
             if left_out := sorted(set(dataset.column_names) - set(used)):
-                text = "columns %s are ignored, because neither the model nor a packed batch takes them"
+                text = (
+                    "columns %s are ignored, because neither the model nor a packed batch takes "
+                    "them"
+                )
                 logger.info(text, left_out)
             # A long document as a Python list costs 100 times its array.
             self.dataset = dataset.select_columns(used).with_format("numpy")
@@ -67,7 +70,8 @@ class RankDocuments(Dataset[PlannedDocuments]):
     def __getitem__(self, micro_batch: GlobalMicroBatch) -> PlannedDocuments:
         excerpts = micro_batch.excerpts
         lengths = (excerpts["stop"] - excerpts["start"]).tolist()
-        # Every rank holds a row once there are as many tokens as ranks; whole documents: as many documents as ranks.
+        # Every rank holds a row once there are as many tokens as ranks; whole documents: as many
+        # documents as ranks.
         rows = len(lengths) if self.settings.document_layout == "whole" else sum(lengths)
         fillers = [1] * (self.settings.ranks - rows)
         choices = self.settings.choices if micro_batch.choices is None else micro_batch.choices
@@ -100,13 +104,14 @@ class RankDocuments(Dataset[PlannedDocuments]):
 class DistCACollator:
     """Collator of planned micro-batches: `collate_fn` of a `DataLoader` over `RankDocuments`.
 
-    The batch of a rank has `input_ids`, `position_ids` (in the token's document), `labels` and `shift_labels`, each
-    [1, rows of this rank] int64. It also has the plan under `distca_plan`. `labels` and `shift_labels` are the same,
-    shifted in the whole document: the row before a cut predicts the first token after the cut. The end of a document
-    has -100. There is no `attention_mask`: the plan says which rows attend to which.
+    The batch of a rank has `input_ids`, `position_ids` (in the token's document), `labels` and
+    `shift_labels`, each [1, rows of this rank] int64. It also has the plan under `distca_plan`.
+    `labels` and `shift_labels` are the same, shifted in the whole document: the row before a cut
+    predicts the first token after the cut. The end of a document has -100. There is no
+    `attention_mask`: the plan says which rows attend to which.
 
-    The example has two documents of 4 and 2 tokens on two ranks of 3 tokens. The last token of the first document lies
-    on rank 1, and is the target of rank 0's last row.
+    The example has two documents of 4 and 2 tokens on two ranks of 3 tokens. The last token of the
+    first document lies on rank 1, and is the target of rank 0's last row.
 
         >>> from torch.utils.data import DataLoader
         >>> from hf_distca.collator.collation import RankDocuments
@@ -138,12 +143,15 @@ class DistCACollator:
         self.filler_token_id = filler_token_id
 
     def __call__(self, features: Sequence[PlannedDocuments]) -> dict[str, Any]:
-        """Collate one planned micro-batch of a `GlobalBatchSampler`; raise ValueError for anything else."""
+        """Collate one planned micro-batch of a `GlobalBatchSampler`.
+
+        Raise ValueError for anything else.
+        """
         if len(features) != 1 or not isinstance(features[0], PlannedDocuments):
             raise ValueError(
-                f"DistCACollator got {len(features)} items of type {type(features[0]).__name__}, but it collates one "
-                "PlannedDocuments; give the DataLoader RankDocuments as its data set and GlobalBatchSampler as its "
-                "batch_sampler"
+                f"DistCACollator got {len(features)} items of type {type(features[0]).__name__}, "
+                "but it collates one PlannedDocuments; give the DataLoader RankDocuments as its "
+                "data set and GlobalBatchSampler as its batch_sampler"
             )
         (planned,) = features
         parts = []
@@ -167,7 +175,9 @@ def excerpt_rows(document: NDArray[np.int64], start: int, stop: int, end: int) -
 
 
 def rows_batch(parts: Sequence[tuple[int, NDArray[np.int64]]]) -> dict[str, torch.Tensor]:
-    """Concatenate rows of documents into a model's inputs, each [1, all rows] int64; labels are already shifted.
+    """Concatenate rows of documents into a model's inputs, each [1, all rows] int64.
+
+    Labels are already shifted.
 
     Args:
         parts: position of the first row in its document, and [2, L] tokens and targets.

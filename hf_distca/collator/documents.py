@@ -38,7 +38,10 @@ class Columns:
     )
 
     def used(self, present: Iterable[str], name: str = A_DATASET) -> list[str]:
-        """Return the used ones of the columns of `name`; raise ValueError if a packed batch cannot carry them."""
+        """Return the used ones of the columns of `name`.
+
+        Raise ValueError if a packed batch cannot carry them.
+        """
         present = list(present)
         if "input_ids" not in present:
             raise Data.NO_TOKENS.error(name=name, columns=sorted(present))
@@ -54,11 +57,14 @@ ANY_COLUMNS = Columns()
 
 
 def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> NDArray[np.int64]:
-    """Check an example, called `name` in errors; return its tokens and their targets, the next labels, [2, L] int64.
+    """Check an example, called `name` in errors.
+
+    Return its tokens and their targets, the next labels, [2, L] int64.
 
     Args:
-        example: `input_ids` [L]; optionally `labels` [L], `attention_mask` [L] of ones and the length column. Labels
-            are unshifted, with -100 for no loss; without labels every token is a label.
+        example: `input_ids` [L]; optionally `labels` [L], `attention_mask` [L] of ones and the
+            length column. Labels are unshifted, with -100 for no loss; without labels every token
+            is a label.
     """
     if not isinstance(example, Mapping):
         raise Data.NOT_A_ROW.error(name=name, kind=type(example).__name__)
@@ -101,7 +107,8 @@ def check_dataset(dataset: Any, name: str) -> None:
         raise refusal.error(name=name, kind=kind, keys=", ".join(map(repr, dataset)), first=first)
     if package in TABLES:
         raise Data.TABLE.error(name=name, kind=kind, package=package)
-    # With a length, documents are read by number; a DataLoader and a set have a length and no numbers.
+    # With a length, documents are read by number; a DataLoader and a set have a length and no
+    # numbers.
     in_order = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
     gives_documents = hasattr(dataset, "__getitem__") or (in_order and hasattr(dataset, "__iter__"))
     if isinstance(dataset, type) or not gives_documents:
@@ -126,8 +133,9 @@ def document_lengths(
 ) -> NDArray[np.int64]:
     """Return the number of tokens of every document, [documents] int64, of a data set that gives examples by index.
 
-    Of a stored `datasets.Dataset` only lengths are read; `check_stored_documents` reads the rest. Its length column is
-    trusted here. Of any other data set every document is read once and checked.
+    Of a stored `datasets.Dataset` only lengths are read; `check_stored_documents` reads the rest.
+    Its length column is trusted here. Of any other data set every document is read once and
+    checked.
     """
     check_dataset(dataset, name)
     if len(dataset) == 0:
@@ -166,7 +174,10 @@ def is_stored(dataset: Any) -> bool:
 def _stored_lengths(
     dataset: Any, columns: Columns, progress: bool, name: str
 ) -> NDArray[np.int64] | None:
-    """Return the lengths of a stored data set's documents without its tokens; None where tokens must be read."""
+    """Return the lengths of a stored data set's documents without its tokens.
+
+    None where tokens must be read.
+    """
     if not is_stored(dataset):
         return None
     columns.used(dataset.column_names, name)
@@ -213,8 +224,9 @@ def check_stored_documents(
 ) -> None:
     """Raise ValueError if a document of a stored data set cannot be trained on.
 
-    Columns are checked as wholes, a thousand documents at once. Documents are read one by one only where a column
-    looks wrong. Data sets that are not stored were checked when their lengths were read.
+    Columns are checked as wholes, a thousand documents at once. Documents are read one by one only
+    where a column looks wrong. Data sets that are not stored were checked when their lengths were
+    read.
 
     Args:
         lengths: [documents] from `document_lengths`.
@@ -247,7 +259,10 @@ def check_stored_documents(
 def _columns_are_sound(
     table: pa.Table, lengths: NDArray[np.int64], columns: Columns, limits: Limits
 ) -> bool:
-    """Return whether columns of documents surely have no fault; if False, the documents have to be looked at."""
+    """Return whether columns of documents surely have no fault.
+
+    If False, the documents have to be looked at.
+    """
     for column in table.column_names:
         values = table[column]
         if column == columns.length:
@@ -305,7 +320,8 @@ def check_targets(
         )
     for index, start, stop, end in excerpts.tolist():
         targets = token_document(dataset[index], f"document {index} of {name}", columns)[1]
-        # The last token of a document predicts nothing, and a token that truncation dropped is no target.
+        # The last token of a document predicts nothing, and a token that truncation dropped is no
+        # target.
         if np.any(targets[start : min(stop, end - 1)] != IGNORED_TARGET):
             return
     longest = int((excerpts["stop"] - excerpts["start"]).max(initial=0))
@@ -323,8 +339,8 @@ def dataset_fingerprint(
 ) -> str:
     """Return a hash that differs if the data sets of two ranks differ.
 
-    The hash covers all document lengths, and the tokens and targets of 64 evenly spaced documents. A data set that
-    draws its documents at random differs from itself.
+    The hash covers all document lengths, and the tokens and targets of 64 evenly spaced documents.
+    A data set that draws its documents at random differs from itself.
     """
     digest = hashlib.sha256(np.ascontiguousarray(lengths, "<i8").tobytes())
     sample = np.unique(np.linspace(0, len(lengths) - 1, FINGERPRINT_DOCUMENTS, dtype=np.int64))

@@ -20,7 +20,10 @@ Extremes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes of a model's tables; None for a table that the model lacks, or whose size is unknown."""
+    """Sizes of a model's tables.
+
+    None for a table that the model lacks, or whose size is unknown.
+    """
 
     vocabulary: int | None = None  # rows of the token embedding
     classes: int | None = None  # logits of the output head
@@ -73,7 +76,10 @@ NO_LIMITS = Limits()
 
 
 def least_and_greatest(batch: Mapping[str, Any]) -> dict[str, Extremes]:
-    """Return the extremes of a batch's `input_ids` and `labels`, apart from rows without loss; waits for a GPU."""
+    """Return the extremes of a batch's `input_ids` and `labels`, apart from rows without loss.
+
+    Waits for a GPU.
+    """
     found: dict[str, Extremes] = {}
     for name in ("input_ids", "labels"):
         values = batch.get(name)

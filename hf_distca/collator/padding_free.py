@@ -18,12 +18,13 @@ REPLACED_BY_PLAN = (
 def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the lengths of the documents in a batch of a padding-free collator, in row order.
 
-    The lengths come from `document_lengths` (StreamPacker), else from `cu_seq_lens_q`, else from `position_ids` that
-    restart at 0 with each document. transformers' DataCollatorWithFlattening gives the latter two. Call it before the
-    batch goes to a GPU: reading from a GPU waits for it.
+    The lengths come from `document_lengths` (StreamPacker), else from `cu_seq_lens_q`, else from
+    `position_ids` that restart at 0 with each document. transformers' DataCollatorWithFlattening
+    gives the latter two. Call it before the batch goes to a GPU: reading from a GPU waits for it.
 
     Raises:
-        ValueError: the batch is not one row without padding, or its boundaries are missing or wrong.
+        ValueError: the batch is not one row without padding, or its boundaries are missing or
+            wrong.
     """
     input_ids, attention_mask = batch["input_ids"], batch.get("attention_mask")
     if input_ids.ndim != 2 or input_ids.shape[0] != 1:
@@ -68,9 +69,12 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
 def checked_document_lengths(
     batch: Mapping[str, Any], limits: Limits, name: str
 ) -> tuple[int, ...]:
-    """Return the lengths of a batch's documents; raise ValueError if the batch is beyond the limits of the model.
+    """Return the lengths of a batch's documents.
 
-    A batch that CollatorWithLengths or StreamPacker made was read on the host; reading another one waits for its GPU.
+    Raise ValueError if the batch is beyond the limits of the model.
+
+    A batch that CollatorWithLengths or StreamPacker made was read on the host; reading another one
+    waits for its GPU.
 
     Args:
         name: name of the batch in errors.
@@ -87,7 +91,8 @@ def checked_document_lengths(
 class CollatorWithLengths:
     """Add what plans need to know of a padding-free collator's batches, and remove an `attention_mask` of ones.
 
-    `document_lengths`, and the extremes of token ids and labels, are read on the host: no step waits for the device.
+    `document_lengths`, and the extremes of token ids and labels, are read on the host: no step
+    waits for the device.
 
     Args:
         collator: A padding-free collator, such as transformers' `DataCollatorWithFlattening`.

@@ -35,13 +35,15 @@ class Data:
     TABLE = Refusal(
         "{name} is a table ({kind} of {package})",
         "documents are read by number, not by column",
-        "make a data set of it, such as datasets.Dataset.from_pandas(dataframe) or datasets.Dataset(table)",
+        "make a data set of it, such as datasets.Dataset.from_pandas(dataframe) or "
+        "datasets.Dataset(table)",
         condition="a table of pandas, polars or pyarrow",
     )
     NOT_A_DATASET = Refusal(
         "{name} is {given}",
         "it gives no documents, neither by number nor one after another",
-        "give a datasets.Dataset, a list of dictionaries, or a stream such as datasets.IterableDataset",
+        "give a datasets.Dataset, a list of dictionaries, or a stream such as "
+        "datasets.IterableDataset",
         condition="a number, a function, a class, a set or a DataLoader as a data set",
     )
     # Data sets of text
@@ -76,19 +78,23 @@ class Data:
     NO_SAVED_TOKENIZER = Refusal(
         "{name} needs a tokenizer for its text in {field!r}",
         "none can be loaded from {model} ({why})",
-        "save the model's tokenizer there, tokenizer.save_pretrained({model!r}), or pass it as processing_class",
+        "save the model's tokenizer there, tokenizer.save_pretrained({model!r}), or pass it as "
+        "processing_class",
         condition="data of text, and a model's name or folder without a tokenizer",
     )
     NOT_A_TOKENIZER = Refusal(
         "processing_class is {given}",
         "it cannot tokenize the text in {field!r}",
         "pass the model's tokenizer: processing_class=AutoTokenizer.from_pretrained(name)",
-        condition="a name, a class or a processor of images as `processing_class`, with data of text",
+        condition=(
+            "a name, a class or a processor of images as `processing_class`, with data of text"
+        ),
     )
     # Data sets of tokens
     NOT_A_ROW = Refusal(
         "{name} is of the type {kind}",
-        "a document is a dictionary of columns, such as {{'input_ids': [1, 2]}} or {{'text': 'a b'}}",
+        "a document is a dictionary of columns, such as {{'input_ids': [1, 2]}} or {{'text': 'a "
+        "b'}}",
         "give dictionaries, and leave out documents that are missing",
         condition="a document that is `None`, or no dictionary",
     )
@@ -102,8 +108,8 @@ class Data:
     )
     NO_TARGETS = Refusal(
         "none of the {documents} documents of {name} has a target",
-        "a training would have the loss 0 and change no weight: every label is -100 or cut off (the longest excerpt "
-        "has {longest} tokens), or documents have a single token",
+        "a training would have the loss 0 and change no weight: every label is -100 or cut off "
+        "(the longest excerpt has {longest} tokens), or documents have a single token",
         "check the column 'labels', and whether 'truncate' in long_documents cuts the answers off",
         condition="a data set without any target: labels of -100 alone, or documents of one token",
     )
@@ -120,11 +126,14 @@ class Data:
     )
     UNKNOWN_COLUMNS = Refusal(
         "{name} has columns that a packed batch cannot carry: {unknown}",
-        "it carries only 'input_ids', and optionally 'labels', an 'attention_mask' of ones and {length!r}",
-        "remove the others with dataset.remove_columns({unknown}), or set remove_unused_columns=True to drop columns "
-        "that the model does not take",
-        condition="other columns than `input_ids`, `labels`, `attention_mask` and the length, if the model takes "
-        "these other columns or `remove_unused_columns=False`",
+        "it carries only 'input_ids', and optionally 'labels', an 'attention_mask' of ones and "
+        "{length!r}",
+        "remove the others with dataset.remove_columns({unknown}), or set "
+        "remove_unused_columns=True to drop columns that the model does not take",
+        condition=(
+            "other columns than `input_ids`, `labels`, `attention_mask` and the length, if the "
+            "model takes these other columns or `remove_unused_columns=False`"
+        ),
     )
     LENGTH_COLUMN = Refusal(
         "the column {column!r} of lengths of {name} has the type {kind}",
@@ -136,18 +145,23 @@ class Data:
     NOT_INTEGERS = Refusal(
         "{name} has {column!r} of shape {shape} and type {kind}",
         "a document has one list of integers, one for each token",
-        "tokenize each document by itself, without return_tensors; classes of whole documents cannot be labels",
-        condition="tokens or labels that are missing, a single number, text, fractions, or lists of lists",
+        "tokenize each document by itself, without return_tensors; classes of whole documents "
+        "cannot be labels",
+        condition=(
+            "tokens or labels that are missing, a single number, text, fractions, or lists of lists"
+        ),
     )
     LABELS = Refusal(
         "{name} has {labels} labels for {length} input_ids",
         "every token needs a label",
-        "give one label per token, not shifted, and -100 for tokens without a loss; or remove the column 'labels'",
+        "give one label per token, not shifted, and -100 for tokens without a loss; or remove the "
+        "column 'labels'",
     )
     PADDED = Refusal(
         "{name} has an attention_mask other than a 1 for each of its {length} input_ids",
         "documents are packed without padding, and attend to themselves, causally",
-        "remove the column, or tokenize with padding=False; to leave a prompt out of the loss set its labels to -100",
+        "remove the column, or tokenize with padding=False; to leave a prompt out of the loss set "
+        "its labels to -100",
     )
     WRONG_LENGTH = Refusal(
         "{name} has {length} input_ids",
@@ -158,14 +172,15 @@ class Data:
     CHANGED_LENGTH = Refusal(
         "{name} has {length} tokens",
         "it had {planned} when its length was read, so the plans do not fit it",
-        "tokenize the data set beforehand, so that it returns the same tokens each time; recompute or remove the "
-        "column {column!r}",
+        "tokenize the data set beforehand, so that it returns the same tokens each time; recompute "
+        "or remove the column {column!r}",
         condition="documents that change when they are read again",
     )
     TOKEN_ID = Refusal(
         "{name} has the token id {token} at position {at}",
         "the model's embedding has the ids 0 to {last}",
-        "use the model's own tokenizer, or enlarge the embedding: model.resize_token_embeddings(len(tokenizer))",
+        "use the model's own tokenizer, or enlarge the embedding: "
+        "model.resize_token_embeddings(len(tokenizer))",
     )
     TARGET_ID = Refusal(
         "{name} has the label {label} at position {at}",
@@ -176,20 +191,25 @@ class Data:
         "{name} has {length} tokens",
         "the model has only {positions} positions, in a table that it learned or computed once",
         f"use a model with more positions, or set long_documents: {CUT}",
-        condition="a document with more tokens than the model has positions (GPT-2, OPT, BERT, CTRL)",
+        condition=(
+            "a document with more tokens than the model has positions (GPT-2, OPT, BERT, CTRL)"
+        ),
     )
     LONG = Refusal(
-        "{count} of {documents} documents of {name} are longer than {limit_name} = {limit} tokens, such as document "
-        "{longest} with {length}",
+        "{count} of {documents} documents of {name} are longer than {limit_name} = {limit} tokens, "
+        "such as document {longest} with {length}",
         "a document must fit",
         f"raise tokens_per_rank, use more ranks, or set long_documents: {CUT}",
     )
     LONG_IN_STREAM = Refusal(
         "{name} has {length} tokens",
         "a streamed document must fit into tokens_per_rank = {limit}",
-        f"raise tokens_per_rank, use a data set with a length (its documents may span ranks), or set long_documents: "
-        f"{CUT}",
-        condition="a streamed document of more than `tokens_per_rank` tokens, with `long_documents='error'`",
+        "raise tokens_per_rank, use a data set with a length (its documents may span ranks), or "
+        f"set long_documents: {CUT}",
+        condition=(
+            "a streamed document of more than `tokens_per_rank` tokens, with "
+            "`long_documents='error'`"
+        ),
     )
     # Batches of collators
     ROWS = Refusal(
@@ -229,12 +249,14 @@ class Data:
     )
     OTHER_MASK = Refusal(
         "the attention_mask of a padded batch has the shape {found}",
-        "only a mask {shape}, with a 1 for each token and a 0 for padding, says where sequences are",
+        "only a mask {shape}, with a 1 for each token and a 0 for padding, says where "
+        "sequences are",
         f"pass such a mask, {UNPACKED}",
         condition="masks of four dimensions in a padded batch",
     )
     HOLES = Refusal(
-        "the mask of sequence {sequence} of a padded batch has {tokens} tokens from column {first} to column {last}",
+        "the mask of sequence {sequence} of a padded batch has {tokens} tokens from column {first} "
+        "to column {last}",
         "a sequence lies in one piece, with padding only before and after it",
         f"remove the padding inside, {UNPACKED}",
         condition="a mask with holes in a padded batch",
@@ -243,7 +265,9 @@ class Data:
         "the model is called with {name} of the shape {found} beside a padded batch {shape}",
         "a packed batch takes only integers of that shape, one for each token",
         f"leave {{name}} out, {UNPACKED}",
-        condition="images and other inputs that are not one integer for each token, beside a padded batch",
+        condition=(
+            "images and other inputs that are not one integer for each token, beside a padded batch"
+        ),
     )
     OTHER_OUTPUT = Refusal(
         "the model returns a tensor of the shape {found} for {rows} packed rows",
@@ -254,7 +278,8 @@ class Data:
     PADDED_TOKEN_ID = Refusal(
         "sequence {sequence} of a padded batch has the token {token}",
         "the model's embedding has the tokens 0 to {last}",
-        "use the tokenizer of this model, or resize the embedding: model.resize_token_embeddings(len(tokenizer))",
+        "use the tokenizer of this model, or resize the embedding: "
+        "model.resize_token_embeddings(len(tokenizer))",
         condition="a padded batch with a token id beyond the embedding",
     )
     LONG_SEQUENCE = Refusal(
@@ -264,11 +289,15 @@ class Data:
         condition="a sequence of a padded batch that does not fit",
     )
     SEVERAL_MICRO_BATCHES = Refusal(
-        "the padded batches of all ranks have {tokens} tokens, more than the {limit} of one micro-batch",
-        "a weight would get a gradient for each micro-batch, and only the first would count, because {why}",
+        "the padded batches of all ranks have {tokens} tokens, more than the {limit} of one "
+        "micro-batch",
+        "a weight would get a gradient for each micro-batch, and only the first would count, "
+        "because {why}",
         "raise tokens_per_rank, or lower per_device_train_batch_size; {remedy}",
-        condition="padded batches of more than one micro-batch with reentrant checkpoints, or under ZeRO-3 where it "
-        "gathers whole layers",
+        condition=(
+            "padded batches of more than one micro-batch with reentrant checkpoints, or under "
+            "ZeRO-3 where it gathers whole layers"
+        ),
     )
     LOST_PADDED_PLAN = Refusal(
         "the model did not pass the plan of a padded batch on to its attention layers",
@@ -286,7 +315,8 @@ class Source:
     MISSING = Refusal(
         "there is no file or folder {path!r}",
         "documents are read from it",
-        "give the path of a file or a folder, or the name of a data set on the Hub, such as 'trl-lib/Capybara'",
+        "give the path of a file or a folder, or the name of a data set on the Hub, such as "
+        "'trl-lib/Capybara'",
         condition="a file or folder that does not exist",
     )
     EMPTY_FOLDER = Refusal(
@@ -304,7 +334,8 @@ class Source:
     UNREADABLE = Refusal(
         "{path} cannot be read as {kind}: {why}",
         "a document that is left out in silence would be missing",
-        "repair the file or leave it out; text must be UTF-8: iconv -f LATIN1 -t UTF-8 converts a file",
+        "repair the file or leave it out; text must be UTF-8: iconv -f LATIN1 -t UTF-8 converts a "
+        "file",
     )
     NOT_LOADED = Refusal(
         "{path!r} is no file here and cannot be loaded by `datasets` ({why})",

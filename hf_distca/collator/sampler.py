@@ -15,7 +15,8 @@ from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tig
 from hf_distca.planner.settings import Choices
 
 EXCERPT = np.dtype([(name, np.int64) for name in ("document", "start", "stop", "end")])
-"""Tokens [start, stop) of a document, by its index in the data set; its tokens before `end` may be targets."""
+"""Tokens [start, stop) of a document, by its index in the data set; its tokens before `end` may be
+targets."""
 CLASSES_PER_OCTAVE = (1, 4, 16)
 """Length classes per doubling of length, coarsest (most random) first, for placing documents."""
 SPARE_BATCHES = 200
@@ -31,11 +32,13 @@ def fit_documents(
     name: str = A_DATASET,
     limits: Limits = NO_LIMITS,
 ) -> NDArray[np.void]:
-    """Apply the policy for long documents; return [excerpts] of dtype EXCERPT, in the order of the data set.
+    """Apply the policy for long documents.
 
-    A document within the limit becomes one excerpt. "truncate" keeps the first tokens. "split" cuts a document
-    into excerpts, which do not attend to each other; the last row of an excerpt still predicts the first token of the
-    next one.
+    Return [excerpts] of dtype EXCERPT, in the order of the data set.
+
+    A document within the limit becomes one excerpt. "truncate" keeps the first tokens. "split" cuts
+    a document into excerpts, which do not attend to each other; the last row of an excerpt still
+    predicts the first token of the next one.
 
     Args:
         lengths: [documents] int64 tokens of each document.
@@ -45,8 +48,9 @@ def fit_documents(
     """
     if limit <= 0 or policy not in ("error", "truncate", "split"):
         raise ValueError(
-            f"{limit_name} is {limit} and the policy for long documents {policy!r}, but an excerpt needs a token and "
-            "a known policy; give a positive limit, and 'error', 'truncate' or 'split'"
+            f"{limit_name} is {limit} and the policy for long documents {policy!r}, but an excerpt "
+            "needs a token and a known policy; give a positive limit, and 'error', 'truncate' or "
+            "'split'"
         )
     longest = int(np.argmax(lengths)) if len(lengths) else None
     if longest is not None and policy == "error":
@@ -89,20 +93,24 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     """Sampler of the documents that all ranks train on together: `batch_sampler` of a `DataLoader`.
 
     Every rank iterates over all micro-batches, so the loader must not be sharded again (accelerate:
-    `num_processes=1`). The data set, such as `RankDocuments`, takes each `GlobalMicroBatch` as its index. There is no
-    `batch_size`, because the number of documents varies.
+    `num_processes=1`). The data set, such as `RankDocuments`, takes each `GlobalMicroBatch` as its
+    index. There is no `batch_size`, because the number of documents varies.
 
-    Every excerpt, a whole document or a part of a long one, comes once per epoch. With `shuffle`, micro-batches are
-    drawn anew in each epoch, with about the same number of tokens and a similar mix of long and short documents.
-    Without `shuffle`, documents come in the order of the data set and the last micro-batch may be smaller.
+    Every excerpt, a whole document or a part of a long one, comes once per epoch. With `shuffle`,
+    micro-batches are drawn anew in each epoch, with about the same number of tokens and a similar
+    mix of long and short documents. Without `shuffle`, documents come in the order of the data set
+    and the last micro-batch may be smaller.
 
     Args:
         excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
-        capacity: Maximum number of tokens of a bin: ranks · tokens_per_rank, or tokens_per_rank with one bin per rank.
+        capacity: Maximum number of tokens of a bin: ranks · tokens_per_rank, or tokens_per_rank
+            with one bin per rank.
         shuffle: Whether to draw new micro-batches in each epoch.
         seed: Seed of the order, together with the epoch.
-        bins: Number of bins of a micro-batch, whose documents come bin after bin. No document is in two bins.
-        choices: Function that returns the planner's choices for the next micro-batch, with which they travel.
+        bins: Number of bins of a micro-batch, whose documents come bin after bin. No document is in
+            two bins.
+        choices: Function that returns the planner's choices for the next micro-batch, with which
+            they travel.
 
     Raises:
         ValueError: There is no excerpt, or one is longer than the capacity.
@@ -121,8 +129,9 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         lengths: NDArray[np.int64] = excerpts["stop"] - excerpts["start"]
         if len(excerpts) == 0 or lengths.max() > capacity:
             raise ValueError(
-                f"there are {len(excerpts)} documents of at most {lengths.max(initial=0)} tokens, but a micro-batch "
-                f"needs a document and holds at most {capacity} tokens; call fit_documents with this capacity first"
+                f"there are {len(excerpts)} documents of at most {lengths.max(initial=0)} tokens, "
+                f"but a micro-batch needs a document and holds at most {capacity} tokens; call "
+                "fit_documents with this capacity first"
             )
         self.excerpts = excerpts
         self.capacity = capacity
@@ -175,7 +184,8 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         random = np.random.default_rng((self.seed, self.epoch))
         shuffled = random.permutation(len(self.excerpts))
         lengths = self._lengths[shuffled]
-        # Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that different processors agree.
+        # Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that different
+        # processors agree.
         mantissa, exponent = np.frexp(lengths)
         classes = [
             exponent * n + np.floor((2 * mantissa - 1) * n).astype(np.int64)
@@ -192,7 +202,8 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         bin_of = np.empty(len(lengths), np.int64)
         bin_of[order] = chosen
         bin_in_batch, batch_of = np.divmod(bin_of, self._batches)
-        # Placing starts the first micro-batches with the longest documents: give them a random place in the epoch.
+        # Placing starts the first micro-batches with the longest documents: give them a random
+        # place in the epoch.
         batch_of = random.permutation(self._batches)[batch_of]
         order = np.lexsort((bin_in_batch, batch_of))
         return np.split(

@@ -13,7 +13,8 @@ from hf_distca.collator.formats import TABLES
 from hf_distca.collator.refusals import Source
 
 TEXT, SAVED, NAMED = "text", "saved", "named"
-"""Formats of text files, of folders that `save_to_disk` wrote, and of what `datasets` finds by a name."""
+"""Formats of text files, of folders that `save_to_disk` wrote, and of what `datasets` finds by a
+name."""
 SAVED_FILES = ("state.json", "dataset_dict.json")
 """Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write."""
 TEXT_SUFFIXES = (".txt", ".md")
@@ -41,7 +42,8 @@ def load_documents(
     A source is one of these:
 
     - a .jsonl, .json, .csv, .parquet or .arrow file: each row is a document;
-    - any other file: text, in the column `text`; the file is one document, or each paragraph is one;
+    - any other file: text, in the column `text`; the file is one document, or each paragraph is
+      one;
     - a folder that `save_to_disk` wrote;
     - a folder with tables: what `datasets.load_dataset` makes of it;
     - a folder without tables: all its text files, those of its folders too;

@@ -60,17 +60,21 @@ class EpochStream(IterableDataset[Any]):
 class StreamPacker(IterableDataset[dict[str, Any]]):
     """One rank's share of a stream, packed into batches of whole documents: for a DataLoader with `batch_size=None`.
 
-    A batch has `input_ids`, `position_ids`, `labels`, `shift_labels`, each [1, rows] int64 with at most
-    `tokens_per_rank` rows, as from DistCACollator, and `document_lengths`, a tuple of ints. A batch has no plan:
-    documents stay on their rank, and ranks exchange lengths to plan their attention. Ranks may have different numbers
-    of batches; `Dispatcher.plan_batches` fills in for ranks that end first.
+    A batch has `input_ids`, `position_ids`, `labels`, `shift_labels`, each [1, rows] int64 with at
+    most `tokens_per_rank` rows, as from DistCACollator, and `document_lengths`, a tuple of ints. A
+    batch has no plan: documents stay on their rank, and ranks exchange lengths to plan their
+    attention. Ranks may have different numbers of batches; `Dispatcher.plan_batches` fills in for
+    ranks that end first.
 
-    A `datasets.IterableDataset` is split over ranks by `split_dataset_by_node` and over DataLoader workers by its
-    shards. It should have at least ranks · workers shards, and must be shuffled with the same seed on every rank. For
-    any other iterable, every rank and worker reads all documents and takes every n-th one.
+    A `datasets.IterableDataset` is split over ranks by `split_dataset_by_node` and over DataLoader
+    workers by its shards. It should have at least ranks · workers shards, and must be shuffled with
+    the same seed on every rank. For any other iterable, every rank and worker reads all documents
+    and takes every n-th one.
     """
 
-    dataset: Any  # a TextStream, or examples as `token_document` expects them; the same on every rank, once per epoch
+    # A TextStream, or examples as `token_document` expects them; the same on every rank, once per
+    # epoch.
+    dataset: Any
     ranks: int
     rank: int
     tokens_per_rank: int
@@ -82,7 +86,8 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
             raise ValueError(
-                f"the rank is {self.rank} of {self.ranks}, but ranks count from 0; give one from 0 to {self.ranks - 1}"
+                f"the rank is {self.rank} of {self.ranks}, but ranks count from 0; give one from 0 "
+                f"to {self.ranks - 1}"
             )
         # Checks the limit and the policy before the first document is read.
         fit_documents(
@@ -140,7 +145,8 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
                 truncated += 1
                 dropped += end - limit
                 end = limit
-                # A stream may truncate many documents: report totals whenever their number has doubled.
+                # A stream may truncate many documents: report totals whenever their number has
+                # doubled.
                 if truncated.bit_count() == 1:
                     logger.warning(TRUNCATED, truncated, limit_name, limit, dropped)
             for start in range(0, end, limit):

@@ -15,7 +15,10 @@ CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejecte
 
 
 def document_text(row: Any, name: str, field: str) -> str:
-    """Return the text in a row, called `name` in errors; raise ValueError if there is none that can be tokenized."""
+    """Return the text in a row, called `name` in errors.
+
+    Raise ValueError if there is none that can be tokenized.
+    """
     if not isinstance(row, Mapping):
         raise Data.NOT_A_ROW.error(name=name, kind=type(row).__name__)
     if chats := [column for column in CHATS if column in row]:
@@ -61,7 +64,8 @@ def check_texts(dataset: Any, name: str, field: str) -> None:
 def tokenize(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """Return the tokens of documents, each with one end-of-sequence token, and at most one token at its beginning.
 
-    Texts may contain these tokens, and a tokenizer may add them itself. Nothing is truncated: plans handle the length.
+    Texts may contain these tokens, and a tokenizer may add them itself. Nothing is truncated: plans
+    handle the length.
     """
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     documents = []
@@ -110,10 +114,13 @@ def _tokenize_batch(
 
 
 class TextStream(IterableDataset[Mapping[str, Any]]):
-    """Stream whose documents with text are tokenized as they are read; documents with tokens stay as they are.
+    """Stream whose documents with text are tokenized as they are read.
+
+    Documents with tokens stay as they are.
 
     Args:
-        rows: The documents: a `datasets.IterableDataset`, a torch `IterableDataset` or any other iterable.
+        rows: The documents: a `datasets.IterableDataset`, a torch `IterableDataset` or any other
+            iterable.
         name: Name of the stream in errors.
         field: Column with the text.
         tokenizer: The tokenizer. None is for streams whose documents should have tokens.
@@ -129,7 +136,10 @@ class TextStream(IterableDataset[Mapping[str, Any]]):
             yield self.tokenized(row, f"document {number} of {self.name}")
 
     def tokenized(self, row: Any, name: str) -> Mapping[str, Any]:
-        """Return a document with tokens; raise ValueError with its `name` if it has neither tokens nor text."""
+        """Return a document with tokens.
+
+        Raise ValueError with its `name` if it has neither tokens nor text.
+        """
         if isinstance(row, Mapping) and "input_ids" in row:
             return row
         text = document_text(row, name, self.field)

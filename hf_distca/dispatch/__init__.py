@@ -1,1 +1,4 @@
-"""Execution of a plan: process groups, exchanges and autograd functions. The only user of torch.distributed."""
+"""Execution of a plan: process groups, exchanges and autograd functions.
+
+The only user of torch.distributed.
+"""

@@ -1,15 +1,16 @@
 """Core attention of one layer, disaggregated, as autograd nodes.
 
-A kind of attention for which nothing moves is one node: one kernel call on all rows, in each direction. Other kinds
-take three nodes, so that two nano-batches can take turns between them. Send, Compute and Receive run the forward's
-phases up to the first pause, the second pause and the end; the backward runs in reverse order. See
-`hf_distca.planner.schedule` for the phases.
+A kind of attention for which nothing moves is one node: one kernel call on all rows, in each
+direction. Other kinds take three nodes, so that two nano-batches can take turns between them. Send,
+Compute and Receive run the forward's phases up to the first pause, the second pause and the end;
+the backward runs in reverse order. See `hf_distca.planner.schedule` for the phases.
 
-The engine runs backward nodes in the reverse order of their creation. The backward's exchanges therefore follow from
-the forward's order on every rank alike. Only an empty token travels between nodes: forward and backward hand over
-different sizes, which autograd would reject.
+The engine runs backward nodes in the reverse order of their creation. The backward's exchanges
+therefore follow from the forward's order on every rank alike. Only an empty token travels between
+nodes: forward and backward hand over different sizes, which autograd would reject.
 
-Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
+Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E
+head dim of values.
 """
 
 from collections.abc import Callable
@@ -49,8 +50,8 @@ def disaggregated_attention(
     """
     if q_THD.shape[0] != plan.rows:
         raise ValueError(
-            f"the plan gives this rank {plan.rows} rows, but the model runs on {q_THD.shape[0]}; use each plan only "
-            "with the batch that it was made for"
+            f"the plan gives this rank {plan.rows} rows, but the model runs on {q_THD.shape[0]}; "
+            "use each plan only with the batch that it was made for"
         )
     runtime = plan.runtime
     runtime.kernel.check(Need(q_THD.dtype, q_THD.shape[2], v_TGE.shape[2], params), q_THD.device)
@@ -94,8 +95,9 @@ def disaggregated_attention(
     for nano, *qkv in zip(plan.nano_batches, *divided, strict=True):
         if kind not in nano.routes:
             raise ValueError(
-                f"a layer has {kind}, but the plan was made for {'; '.join(map(str, (*plan.local, *nano.routes)))}; "
-                "list the kinds of all layers in PlanSettings.kinds"
+                f"a layer has {kind}, but the plan was made for "
+                f"{'; '.join(map(str, (*plan.local, *nano.routes)))}; list the kinds of all "
+                "layers in PlanSettings.kinds"
             )
         key = (module, nano.index)
         were_kept = recomputes and key in kept_results
@@ -108,8 +110,9 @@ def disaggregated_attention(
             )  # with sinks, the worker's O and LSE are not final
         parts.append((CoreAttention(runtime, nano, kind, params, layer, kept, known), qkv))
 
-    # The order is the same whether both nano-batches are here or take turns: ranks stay in step even if nano-batches
-    # take turns on some ranks only. A recomputation keeps the order too: checkpointing matches saved tensors by order.
+    # The order is the same whether both nano-batches are here or take turns: ranks stay in step
+    # even if nano-batches take turns on some ranks only. A recomputation keeps the order too:
+    # checkpointing matches saved tensors by order.
     tokens = [_Send.apply(core, *qkv) for core, qkv in parts]
     plan.pause()
     tokens = [_Compute.apply(core, token) for (core, _), token in zip(parts, tokens, strict=True)]
@@ -226,8 +229,8 @@ def _save(
 def _with_sinks(results: tuple[Tensor, ...], sinks_H: Tensor | None) -> tuple[Tensor, ...]:
     """Return O and LSE with the learned sinks in the softmax.
 
-    A sink is one more key with a value of zero: it changes only the softmax's denominator. With these O and LSE the
-    backward of all other keys is unchanged.
+    A sink is one more key with a value of zero: it changes only the softmax's denominator. With
+    these O and LSE the backward of all other keys is unchanged.
     """
     if sinks_H is None:
         return results
@@ -239,7 +242,10 @@ def _with_sinks(results: tuple[Tensor, ...], sinks_H: Tensor | None) -> tuple[Te
 def _sink_gradient(
     ctx: Any, do_THE: Tensor, o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor | None
 ) -> Tensor | None:
-    """Return the gradient of learned sinks from O and LSE that include the sinks; None if none is needed."""
+    """Return the gradient of learned sinks from O and LSE that include the sinks.
+
+    None if none is needed.
+    """
     if sinks_H is None or not ctx.needs_input_grad[-1]:
         return None
     share_TH = (sinks_H.to(lse_TH.dtype) - lse_TH).exp()  # the sink's share of the softmax

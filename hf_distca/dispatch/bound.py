@@ -41,7 +41,8 @@ from hf_distca.planner.schedule import (
 from hf_distca.planner.stages import stage_slots
 
 Source = tuple[str, int]
-"""What computes a part of a gradient, a group of tasks, "ranks" or "servers"; and the stage of its K/V rows."""
+"""What computes a part of a gradient, a group of tasks, "ranks" or "servers"; and the stage of its
+K/V rows."""
 RowsOfSources = dict[Source, IntArray]
 """For each source, the row of a gradient to which each of the source's rows is added."""
 TOTAL: Source = "total", 0
@@ -72,7 +73,10 @@ class BoundGroup(NamedTuple):
 
 
 class GradientSum:
-    """Sources of the gradient of rows at one place; an early source is added once it is there, to free its memory."""
+    """Sources of the gradient of rows at one place.
+
+    An early source is added once it is there, to free its memory.
+    """
 
     def __init__(
         self,
@@ -123,7 +127,8 @@ class BoundRoutes:
             if self._peers is not None:
                 hop = bound_route(stage.forwarded, buffer, self._peers)
                 hop = replace(hop, crossing=hop.crossing and len(self._peers) > 1)
-                # If one stage forwards rows, every stage exchanges rows: all stages share the same memory.
+                # If one stage forwards rows, every stage exchanges rows: all stages share the same
+                # memory.
                 route = replace(route, crossing=True, forwarded=hop)
                 received = sum(route.received)
                 sources = {"received": np.arange(received), "forwarded": stage.forwarded.send_rows}
@@ -147,8 +152,8 @@ class BoundRoutes:
         local: dict[Group, TaskGroup] = {("local", 0): routes.local}
         tasks = remote | local
         if turn == "alone" and any(len(group.q_lens) for group in remote.values()):
-            # The backward's local tasks hide two exchanges. Later rows first: they see more keys, so that their memory
-            # use peaks before the sums exist.
+            # The backward's local tasks hide two exchanges. Later rows first: they see more keys,
+            # so that their memory use peaks before the sums exist.
             earlier, later = routes.local.halves(plan.window)
             halves = (later, earlier) if len(later.q_lens) else (earlier, later)
             local = {("local 1/2", 0): halves[0], ("local 2/2", 0): halves[1]}
@@ -162,8 +167,8 @@ class BoundRoutes:
             several and plan.window is None
         )  # whether a query's keys come in several stages
 
-        # 3. Sources of gradients by place, and of received keys by stage. dk and dv have the same sources. An
-        # exchange lists the rows of ranks first.
+        # 3. Sources of gradients by place, and of received keys by stage. dk and dv have the same
+        # sources. An exchange lists the rows of ranks first.
         queries, keys = routes.queries, [stage.keys for stage in stages]
         sent_q, sent_k = sum(self.queries.sent), [sum(route.sent) for route in self.keys]
         q_rows: RowsOfSources = {name: group.q_rows for name, group in (local | remote).items()}
@@ -187,7 +192,8 @@ class BoundRoutes:
             ("dk", "local", of_tasks_k, of_servers_k),
         ]
         for name, place, early, late in of_places:
-            # With several stages the gradients of tasks, and dk and dv of other ranks, are added to totals at once.
+            # With several stages the gradients of tasks, and dk and dv of other ranks, are added to
+            # totals at once.
             early, late = (early, late) if several else ({}, early | late)
             self.gradients[name, place] = GradientSum(self.rows[place], early, late, buffer)
         for n, route in enumerate(self.keys):
@@ -218,7 +224,10 @@ class BoundRoutes:
         }
 
     def rows_of(self, transfer: Transfer) -> Rows:
-        """Return the rows of a transfer between ranks, for the recorder; NO_ROWS if no rank sends rows to another."""
+        """Return the rows of a transfer between ranks, for the recorder.
+
+        NO_ROWS if no rank sends rows to another.
+        """
         route = self.queries if transfer.rows == "queries" else self.keys[transfer.stage]
         peers: IntArray | slice | None = slice(None)
         if transfer.rows == "forwarded":
@@ -305,7 +314,8 @@ class Ran:
     mixing: int = (
         0  # calls of modules that mix along the row without attention, each for all documents
     )
-    # Without gradients: sees logits [C, V], their log-probabilities [C, V] and targets [C] of each chunk of rows.
+    # Without gradients: sees logits [C, V], their log-probabilities [C, V] and targets [C] of each
+    # chunk of rows.
     watch: Callable[[Tensor, Tensor, Tensor], None] | None = None
 
 
@@ -331,15 +341,16 @@ class Runtime:
 class BoundPlan:
     """A planned micro-batch as every layer gets it, under the keyword PLAN_KEY.
 
-    This is a plain class on purpose: FSDP2 copies dataclasses, dicts and named tuples among a module's arguments.
-    Accelerate moves anything that has a `to`.
+    This is a plain class on purpose: FSDP2 copies dataclasses, dicts and named tuples among a
+    module's arguments. Accelerate moves anything that has a `to`.
 
     Attributes:
         nano_batches: nano-batches whose `rows` the layer is called with; one of two if `is_part`.
         local: tasks of all these rows, for kinds where nothing moves; the same kinds on every rank.
-        exchanges, cuts_documents: whether ranks exchange rows in any layer, and whether any document lies in several
-            segments; the same on every rank.
-        pause: called between the start of an exchange and the wait for it; lets the other nano-batch run.
+        exchanges, cuts_documents: whether ranks exchange rows in any layer, and whether any
+            document lies in several segments; the same on every rank.
+        pause: called between the start of an exchange and the wait for it; lets the other
+            nano-batch run.
     """
 
     def __init__(
@@ -384,8 +395,8 @@ class BoundPlan:
         """Rows of each document that a layer is called with on this rank, in row order."""
         if self.cuts_documents:
             raise ValueError(
-                "a layer mixes the rows of a document other than by attention, but the plan cuts documents between "
-                "ranks; plan with document_layout='whole'"
+                "a layer mixes the rows of a document other than by attention, but the plan cuts "
+                "documents between ranks; plan with document_layout='whole'"
             )
         return tuple(rows for nano in self.nano_batches for rows in nano.cuts.sizes)
 
@@ -413,7 +424,10 @@ class BoundPlan:
         )
 
     def of_nano_batch(self, index: int, pause: Callable[[], None]) -> "BoundPlan":
-        """Return the plan for a layer that runs on the rows of one nano-batch; `pause` lets the other one run."""
+        """Return the plan for a layer that runs on the rows of one nano-batch.
+
+        `pause` lets the other one run.
+        """
         part, nano = copy(self), self.nano_batches[index]
         part.nano_batches, part.local, part.pause = (nano,), nano.local, pause
         part.rows, part.is_part = nano.rows, True

@@ -1,7 +1,7 @@
 """Results of core attention, kept through a gradient checkpoint for its recomputation.
 
-A checkpoint runs a forward twice; without kept results the recomputation exchanges all rows and computes all tasks
-again. Checkpoints of transformers, FSDP and torch itself are recognised.
+A checkpoint runs a forward twice; without kept results the recomputation exchanges all rows and
+computes all tasks again. Checkpoints of transformers, FSDP and torch itself are recognised.
 """
 
 from collections.abc import Callable, Hashable
@@ -13,13 +13,15 @@ from torch import Tensor
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Pack and unpack a tensor that autograd saves."""
 Checkpoints = tuple[int, bool]
-"""Number of checkpoints around a place in a forward, and whether gradients are on: reentrant ones turn them off."""
+"""Number of checkpoints around a place in a forward, and whether gradients are on: reentrant ones
+turn them off."""
 
 
 class KeptResults:
     """Tensors of checkpointed forwards, kept from the first forward to the recomputation.
 
-    Hooks outside the checkpoint that offload its inputs, such as `save_on_cpu`, offload these tensors too.
+    Hooks outside the checkpoint that offload its inputs, such as `save_on_cpu`, offload these
+    tensors too.
     """
 
     def __init__(self) -> None:
@@ -35,8 +37,8 @@ class KeptResults:
     def keep(self, key: Hashable, tensors: tuple[Tensor, ...]) -> None:
         """Keep tensors under a key until `take`; the tensors must not change until then.
 
-        If a module attends several times in a forward (DiffLlama), none are kept: a recomputation could not tell its
-        calls apart.
+        If a module attends several times in a forward (DiffLlama), none are kept: a recomputation
+        could not tell its calls apart.
         """
         if key in self._kept:
             self._kept[key] = None

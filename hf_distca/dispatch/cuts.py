@@ -1,20 +1,22 @@
 """Exchanges between the segments of a cut document, for modules that mix its rows in order.
 
-A short convolution reads the last rows before a segment, its halo. A linear recurrence reads the state that the
-earlier segments leave. Such a state is affine in the state before: S_out = A·S_in + B. Each segment's rank computes
-A and B alone, and ranks exchange these instead of waiting for each other:
+A short convolution reads the last rows before a segment, its halo. A linear recurrence reads the
+state that the earlier segments leave. Such a state is affine in the state before: S_out = A·S_in +
+B. Each segment's rank computes A and B alone, and ranks exchange these instead of waiting for each
+other:
 
     forward     S_in of segment j  = B_{j-1} + A_{j-1}·(B_{j-2} + A_{j-2}·( … B_0))
     backward    dS_out of segment i = dS_in_{i+1} + A_{i+1}ᵀ·(dS_in_{i+2} + A_{i+2}ᵀ·( … dS_in_n))
 
-The backward is the forward in reverse, on the gradients of S_in. A rank keeps S_in of its own segments and nothing of
-other ranks.
+The backward is the forward in reverse, on the gradients of S_in. A rank keeps S_in of its own
+segments and nothing of other ranks.
 
-Each exchange is two autograd nodes, so that the other nano-batch can run in between. Both nodes take a rank's own rows
-along: the backward reaches them on every rank in the same order, even without a cut segment.
+Each exchange is two autograd nodes, so that the other nano-batch can run in between. Both nodes
+take a rank's own rows along: the backward reaches them on every rank in the same order, even
+without a cut segment.
 
-Shape suffixes: T local rows of a nano-batch, X rows with room for halos, C channels, H heads, K rows and V columns of
-a state, R rows or states that arrive.
+Shape suffixes: T local rows of a nano-batch, X rows with room for halos, C channels, H heads, K
+rows and V columns of a state, R rows or states that arrive.
 """
 
 from collections.abc import Iterable, Sequence
@@ -104,7 +106,8 @@ class BoundHalos:
         )
         self.route = bound_route(table.messages, buffer)
         local = len(table.places)
-        # Gradients of local rows come from the rows themselves, from halos on this rank and on other ranks.
+        # Gradients of local rows come from the rows themselves, from halos on this rank and on
+        # other ranks.
         rows_of = {
             "rows": np.arange(local),
             "local": table.local_rows,
@@ -143,7 +146,8 @@ class _Exchange:
         self._nano_batch, self._layer = nano_batch, getattr(module, "layer_idx", None)
         self._key, self._kept = (module, nano_batch, name), kept
         recomputes = is_recomputation()
-        # A checkpointed forward keeps what it received, so that the recomputation does not exchange again.
+        # A checkpointed forward keeps what it received, so that the recomputation does not exchange
+        # again.
         self._keeps = keep and not recomputes and is_checkpointed(module.training)
         self.known = kept.take(self._key) if recomputes and self._key in kept else None
         self._buffer: ExchangeBuffer
@@ -248,7 +252,8 @@ class HaloExchange(_Exchange):
 
 
 Transition = tuple[Tensor | None, Tensor | None]
-"""A and B of a cut segment, in float32: A [H, K, K], or [H] for a decay that is one number a head; B [H, K, V].
+"""A and B of a cut segment, in float32: A [H, K, K], or [H] for a decay that is one number a head;
+B [H, K, V].
 
 A segment without earlier segments needs no A, one without later segments needs neither.
 """
@@ -266,14 +271,18 @@ class StateExchange(_Exchange):
     ) -> None:
         super().__init__("states", *args, **kwargs)
         self.bound, self._shapes = bound, shapes
-        # A, and B or the gradients of S_in, of all cut segments of this rank, while they are exchanged.
+        # A, and B or the gradients of S_in, of all cut segments of this rank, while they are
+        # exchanged.
         self._own: list[Tensor] = []
         self._states: Sequence[
             Tensor
         ] = ()  # S_in of this rank's continued segments, in the backward
 
     def send(self, transitions: Sequence[Transition], anchors: Sequence[Tensor]) -> Tensor:
-        """Start the exchange and return a token; anchors need a gradient on every rank or on none."""
+        """Start the exchange and return a token.
+
+        Anchors need a gradient on every rank or on none.
+        """
         token: Tensor = _Send.apply(
             self, *(a for a, _ in transitions), *(b for _, b in transitions), *anchors
         )
@@ -284,7 +293,8 @@ class StateExchange(_Exchange):
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return the state before each cut segment, [H, K, V]; None for the first of a document.
 
-        The rows, results of this rank, need a gradient on every rank or on none; use the returned ones in their place.
+        The rows, results of this rank, need a gradient on every rank or on none; use the returned
+        ones in their place.
         """
         rows, *states = _Receive.apply(self, token, rows, *(factor for factor, _ in transitions))
         arrived = iter(states)

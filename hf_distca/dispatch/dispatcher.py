@@ -23,14 +23,15 @@ from hf_distca.refusal import RefusedError
 logger = logging.getLogger(__name__)
 
 BEYOND_TRAINED = (
-    "a document has %d tokens, but max_position_embeddings of the model is %d: it may have learned nothing about "
-    "later positions. Extend them by rope_parameters in the config (such as YaRN), cut documents with long_documents, "
-    "or raise max_position_embeddings in the config if this training teaches them"
+    "a document has %d tokens, but max_position_embeddings of the model is %d: it may have learned "
+    "nothing about later positions. Extend them by rope_parameters in the config (such as YaRN), "
+    "cut documents with long_documents, or raise max_position_embeddings in the config if this "
+    "training teaches them"
 )
 """Warning about documents beyond the positions of a rotary embedding."""
 DIFFERENT = (
-    "{0} differs between ranks ({1}), but ranks with different settings would make different plans; start all ranks "
-    "with the same {0}"
+    "{0} differs between ranks ({1}), but ranks with different settings would make different "
+    "plans; start all ranks with the same {0}"
 )
 """Error of a setting that ranks must have in common."""
 
@@ -38,25 +39,27 @@ DIFFERENT = (
 class Dispatcher:
     """Planner and executor of the core attention of one training run.
 
-    `make_dispatcher` makes a dispatcher for a model: a collective call of every process of the world, with the same
-    settings.
+    `make_dispatcher` makes a dispatcher for a model: a collective call of every process of the
+    world, with the same settings.
 
     Args:
         settings: Settings of plans, the same on every rank.
         device: Device of this rank.
         mesh: Ranks that train together, `settings.ranks` in number. None takes all ranks.
         keep_received: Keep received Q, K and V rows from the forward pass for the backward pass.
-        keep_core_attention: Under gradient checkpointing, keep O and log-sum-exp of core attention for the backward
-            pass instead of exchanging and computing again.
+        keep_core_attention: Under gradient checkpointing, keep O and log-sum-exp of core attention
+            for the backward pass instead of exchanging and computing again.
         exchange_timeout: Seconds until an exchange with a rank that does not answer fails.
 
     Attributes:
-        limits: Limits of the model's tables, against which batches are checked when they are planned.
+        limits: Limits of the model's tables, against which batches are checked when they are
+            planned.
         remote: Dedicated attention servers for the plans that are bound from now on; None for none.
 
     Raises:
         ValueError: The settings differ between ranks or do not fit the number of ranks.
-        ImportError: The package of the kernel is not installed. If only some ranks lack it, all raise ValueError.
+        ImportError: The package of the kernel is not installed. If only some ranks lack it, all
+            raise ValueError.
     """
 
     def __init__(
@@ -89,7 +92,8 @@ class Dispatcher:
         with self.groups.raised_together(in_world=True):
             if settings.ranks != self.groups.ranks:
                 raise RefusedError(
-                    f"PlanSettings.ranks is {settings.ranks}, but {self.groups.ranks} ranks run; set it to that"
+                    f"PlanSettings.ranks is {settings.ranks}, but {self.groups.ranks} ranks run; "
+                    "set it to that"
                 )
             if found := first_difference(of_ranks):
                 raise RefusedError(DIFFERENT.format(*found))
@@ -101,7 +105,10 @@ class Dispatcher:
         self.settings = replace(self.settings, choices=choices)
 
     def choices(self) -> Choices | None:
-        """Return the choices that micro-batches are planned with; None where the planner chooses nothing."""
+        """Return the choices that micro-batches are planned with.
+
+        None where the planner chooses nothing.
+        """
         return self.settings.choices
 
     def see_length(self, longest: int) -> None:
@@ -114,11 +121,16 @@ class Dispatcher:
             logger.warning(BEYOND_TRAINED, longest, trained)
 
     def close(self) -> None:
-        """Close the process groups of this dispatcher, on every rank at the same point; the model stays usable."""
+        """Close the process groups of this dispatcher, on every rank at the same point.
+
+        The model stays usable.
+        """
         self.groups.close()
 
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
-        """Bind a plan to this rank, once per micro-batch; with dedicated servers, tasks are planned for them again.
+        """Bind a plan to this rank, once per micro-batch.
+
+        With dedicated servers, tasks are planned for them again.
 
         Raises:
             ValueError: The plan was made for other nodes than those of the dispatcher's settings.
@@ -127,8 +139,9 @@ class Dispatcher:
             nodes = of_kind.nodes and of_kind.nodes[: self.groups.ranks]
             if nodes is not None and nodes != self.settings.nodes:
                 raise ValueError(
-                    f"the plan is made for ranks on the nodes {nodes}, but the dispatcher's settings have the nodes "
-                    f"{self.settings.nodes}; use the same ranks_per_node for both"
+                    f"the plan is made for ranks on the nodes {nodes}, but the dispatcher's "
+                    f"settings have the nodes {self.settings.nodes}; use the same ranks_per_node "
+                    "for both"
                 )
         self.see_length(
             max(int(nano_batch.layout.lengths.max()) for nano_batch in plan.nano_batches)
@@ -144,13 +157,16 @@ class Dispatcher:
     def plan_lengths(
         self, micro_batches: Sequence[Sequence[int]], at_least: int = 0
     ) -> list[MicroBatchPlan]:
-        """Plan micro-batches from the lengths of the documents on this rank; tokens stay on their rank.
+        """Plan micro-batches from the lengths of the documents on this rank.
 
-        A collective call. A rank without documents in a micro-batch takes part with a single row without a target:
-        models cannot run on zero rows.
+        Tokens stay on their rank.
+
+        A collective call. A rank without documents in a micro-batch takes part with a single row
+        without a target: models cannot run on zero rows.
 
         Args:
-            micro_batches: For each micro-batch, the lengths of this rank's documents in the order of its rows.
+            micro_batches: For each micro-batch, the lengths of this rank's documents in the order
+                of its rows.
             at_least: Least number of plans, also if no rank has a micro-batch.
         """
         gathered = self.groups.all_gather(
@@ -171,15 +187,15 @@ class Dispatcher:
     ) -> list[dict[str, Any]]:
         """Plan the padding-free batches of one optimizer step, whose tokens stay on this rank.
 
-        A collective call. A rank whose data has ended gives fewer batches than others, or none: batches of one row
-        without a target follow.
+        A collective call. A rank whose data has ended gives fewer batches than others, or none:
+        batches of one row without a target follow.
 
         Args:
             at_least: Least number of batches to return, also if no rank has one.
 
         Raises:
-            ValueError: A batch is not packed without padding, or is beyond the model's tables. Every rank
-                raises it, also for another rank's batch.
+            ValueError: A batch is not packed without padding, or is beyond the model's tables.
+                Every rank raises it, also for another rank's batch.
         """
         with self.groups.raised_together():
             name = f"a batch of rank {self.groups.rank}"
@@ -195,15 +211,19 @@ class Dispatcher:
     def plan_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Plan one batch of a padding-free collator and return the batch ready for `model(**batch)`.
 
-        A collective call, once per micro-batch. `plan_batches` is for ranks with different numbers of micro-batches.
+        A collective call, once per micro-batch. `plan_batches` is for ranks with different numbers
+        of micro-batches.
 
         Args:
-            batch: `input_ids` [1, T] and one of `document_lengths`, `cu_seq_lens_q` and `position_ids` that restart at
-                0 with each document.
+            batch: `input_ids` [1, T] and one of `document_lengths`, `cu_seq_lens_q` and
+                `position_ids` that restart at 0 with each document.
         """
         (planned,) = self.plan_batches([batch])
         return self.prepare(planned)
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Bind the plan that `DistCACollator` or `plan_batches` put in a batch; return what `model(**batch)` takes."""
+        """Bind the plan that `DistCACollator` or `plan_batches` put in a batch.
+
+        Return what `model(**batch)` takes.
+        """
         return {**batch, PLAN_KEY: self.bind(batch[PLAN_KEY])}

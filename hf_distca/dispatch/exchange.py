@@ -18,7 +18,8 @@ from hf_distca.kernels.contract import aligned
 from hf_distca.planner.routes import ExchangedRows
 
 LAYOUTS_KEPT = 8
-"""Buffer layouts kept per slot: one per direction and kind of attention, of which models have up to four."""
+"""Buffer layouts kept per slot: one per direction and kind of attention, of which models have up to
+four."""
 STEPS_PER_OCTAVE = 4
 """Sizes of memory per doubling: at most a fifth is unused, and memory rarely grows."""
 Columns = list[tuple[torch.Size, torch.dtype]]
@@ -43,7 +44,10 @@ class Route:
 def bound_route(
     messages: ExchangedRows, buffer: IndexBuffer, peers: slice | IntArray = ALL_ROWS
 ) -> Route:
-    """Return the route of the rows that these peers exchange; rows of further workers come last and are left out."""
+    """Return the route of the rows that these peers exchange.
+
+    Rows of further workers come last and are left out.
+    """
     sent, received = messages.send_counts[peers].tolist(), messages.recv_counts[peers].tolist()
     return Route(
         sent, received, messages.crossing, row_index(messages.send_rows[: sum(sent)], buffer)
@@ -53,12 +57,14 @@ def bound_route(
 class ExchangeBuffer:
     """Rows of one slot, from their departure to their return.
 
-    Rows return from the memory in which they arrived, to the memory from which they were sent. Every layer of a plan
-    uses the buffer again. One transfer is under way at a time: `wait` follows each method that starts a transfer.
+    Rows return from the memory in which they arrived, to the memory from which they were sent.
+    Every layer of a plan uses the buffer again. One transfer is under way at a time: `wait` follows
+    each method that starts a transfer.
 
     Attributes:
         sent: [rows, *row shape] columns at the rank that holds the rows, ordered by receiving rank.
-        received: columns at the rank that reads them, by sending rank; rows that the node forwarded follow.
+        received: columns at the rank that reads them, by sending rank; rows that the node forwarded
+            follow.
         forwarded: columns of received rows that this rank forwards, ordered by receiving rank.
     """
 
@@ -87,12 +93,18 @@ class ExchangeBuffer:
         self._arriving = self.received
 
     def send(self, columns: Sequence[Tensor] = (), rows: RowIndex = ALL_ROWS) -> Self:
-        """Start to send rows of the columns, by receiving rank; without columns the rows are in `sent` already."""
+        """Start to send rows of the columns, by receiving rank.
+
+        Without columns the rows are in `sent` already.
+        """
         _fill(self.sent, columns, rows)
         return self._start(0, self.received)
 
     def forward(self, rows: RowIndex) -> Self:
-        """Start to send received rows on to other ranks of the node; `rows` are ordered by receiving rank."""
+        """Start to send received rows on to other ranks of the node.
+
+        `rows` are ordered by receiving rank.
+        """
         _fill(self.forwarded, self.received, rows)
         return self._start(1, self.received)
 
@@ -101,7 +113,10 @@ class ExchangeBuffer:
         return self._start(1, self.forwarded, back=True)
 
     def return_received(self, columns: Sequence[Tensor] = ()) -> Self:
-        """Start to send rows back to the ranks that hold them; without columns the rows are in `received` already."""
+        """Start to send rows back to the ranks that hold them.
+
+        Without columns the rows are in `received` already.
+        """
         _fill(self.received, columns, ALL_ROWS)
         return self._start(0, self.sent, back=True)
 
@@ -111,7 +126,10 @@ class ExchangeBuffer:
         return self._work is not None
 
     def wait(self) -> list[Tensor]:
-        """Return the columns that have arrived; the next transfer of the slot may overwrite them."""
+        """Return the columns that have arrived.
+
+        The next transfer of the slot may overwrite them.
+        """
         work, self._work = self._work, None
         if work is not None:
             with self._groups.waits.of("rows of other ranks"):
@@ -161,8 +179,9 @@ def _views(rows_NB: Tensor, columns: Columns) -> list[Tensor]:
 class Exchange:
     """Memory of all exchanges, which every layer uses again.
 
-    Sizes of exchanges change with each plan: memory of a slot grows in few steps and never shrinks, against
-    fragmentation. On CUDA one stream uses the memory and waits for the exchanges, in the order of calls.
+    Sizes of exchanges change with each plan: memory of a slot grows in few steps and never shrinks,
+    against fragmentation. On CUDA one stream uses the memory and waits for the exchanges, in the
+    order of calls.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -173,11 +192,14 @@ class Exchange:
         ] = {}  # by slot, and part of `ExchangeBuffer`
 
     def buffer(self, slot: Hashable, route: Route, like: Sequence[Tensor]) -> ExchangeBuffer:
-        """Return the buffer of a slot for rows of a route; its contents are those of the slot's last buffer.
+        """Return the buffer of a slot for rows of a route.
+
+        Its contents are those of the slot's last buffer.
 
         Args:
             slot: rows that are under way or in use at once need different slots.
-            like: one tensor per column, with the column's row shape, dtype and device; the same on every rank.
+            like: one tensor per column, with the column's row shape, dtype and device; the same on
+                every rank.
         """
         if self._groups.closed:
             self._groups.check_open()

@@ -1,10 +1,10 @@
 """Execution of one core attention's schedule on one rank: waits, kernel calls and sends, phase by phase.
 
-Inputs and outputs are plain tensors; `hf_distca.dispatch.attention` wraps them in autograd nodes. Columns have the
-names of the kernel contract: q, k, v, o, lse, do, dq, dk, dv.
+Inputs and outputs are plain tensors; `hf_distca.dispatch.attention` wraps them in autograd nodes.
+Columns have the names of the kernel contract: q, k, v, o, lse, do, dq, dk, dv.
 
-Shape suffixes: T local rows, Q query rows of a kernel call, K its key/value rows, R received rows, N any rows, H query
-heads, G key/value heads, D head dim of queries and keys, E head dim of values.
+Shape suffixes: T local rows, Q query rows of a kernel call, K its key/value rows, R received rows,
+N any rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
 """
 
 from collections import deque
@@ -280,7 +280,10 @@ class _Outputs:
         return o_NHE.to(self._q_THD.dtype), lse_NH
 
     def _at(self, place: Location) -> tuple[Tensor, ...]:
-        """Return O and LSE so far of the queries at a place; rows without a result yet are undefined."""
+        """Return O and LSE so far of the queries at a place.
+
+        Rows without a result yet are undefined.
+        """
         if place not in self._so_far:
             q_THD, merges, rows = self._q_THD, self._routes.merges, self._routes.rows[place]
             shape = rows, q_THD.shape[1], self._v_TGE.shape[2]
@@ -298,7 +301,10 @@ class _Outputs:
 
 
 class _Gradients:
-    """dQ, dK and dV of the rows at each place, added up over the plan's sources; received keys are at their stage."""
+    """dQ, dK and dV of the rows at each place, added up over the plan's sources.
+
+    Received keys are at their stage.
+    """
 
     def __init__(self, routes: BoundRoutes, local: Columns) -> None:
         self._routes = routes

@@ -13,12 +13,15 @@ from hf_distca.dispatch.waits import Waits, says_that_another_is_gone
 logger = logging.getLogger(__name__)
 
 WAIT_S = 5.0
-"""Seconds to look for the error of a lost partner; the partner leaves the error before its connections close."""
+"""Seconds to look for the error of a lost partner; the partner leaves the error before its
+connections close."""
 _PAUSE_S = 0.05
 
 
 class Failures:
-    """Errors of ranks that train together, exchanged through a store that only they share; one rank needs no store.
+    """Errors of ranks that train together, exchanged through a store that only they share.
+
+    One rank needs no store.
 
     Without them, a failed rank's partners report a closed connection.
     """
@@ -29,10 +32,13 @@ class Failures:
 
     @contextmanager
     def reported(self, place: str = "the training loop") -> Iterator[None]:
-        """Leave this rank's error for other ranks; raise RuntimeError with another's if this rank only lost that rank.
+        """Leave this rank's error for other ranks.
 
-        Every rank enters the context at the same point. A nested context belongs to the outermost one. A rank that
-        lost a silent rank raises RankLost, which says which rank is silent and where it was.
+        Raise RuntimeError with another's if this rank only lost that rank.
+
+        Every rank enters the context at the same point. A nested context belongs to the outermost
+        one. A rank that lost a silent rank raises RankLost, which says which rank is silent and
+        where it was.
 
         Args:
             place: Name of the context in messages about waits.
@@ -58,7 +64,10 @@ class Failures:
             raise self._waits.explained(error) from error
 
     def _exchanged(self, error: Exception, line: StoreLine) -> list[str]:
-        """Leave an error of this rank itself; else return other ranks' errors as soon as any rank has one."""
+        """Leave an error of this rank itself.
+
+        Else return other ranks' errors as soon as any rank has one.
+        """
         key, rank = f"failures/{self._begun}/", self._waits.rank
 
         def found(store: dist.Store) -> list[str]:

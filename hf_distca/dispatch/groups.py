@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 EXCHANGE_CTAS = 8
 """Most thread blocks (CTAs) of an NCCL exchange; each takes room on an SM from attention.
 
-NCCL's own limit is 32, a quarter of an H100's 132 SMs. In MagiAttention's measurements all-to-all exchanges ran fully
-under attention that left 4 to 8 SMs free ("How to Ensure Kernels Actually Overlap"); `make gpu` measures it.
+NCCL's own limit is 32, a quarter of an H100's 132 SMs. In MagiAttention's measurements all-to-all
+exchanges ran fully under attention that left 4 to 8 SMs free ("How to Ensure Kernels Actually
+Overlap"); `make gpu` measures it.
 """
 ERRORS_OF_INPUT = (ValueError, TypeError, ImportError, OSError)
 """Errors of a rank's input, which every rank raises together."""
@@ -37,7 +38,10 @@ RankMesh = DeviceMesh | dist.ProcessGroup
 
 
 def mesh_ranks(mesh: RankMesh | None) -> list[int]:
-    """Return the world ranks that train together, in ascending order; without a mesh all ranks of the world."""
+    """Return the world ranks that train together, in ascending order.
+
+    Without a mesh all ranks of the world.
+    """
     if not in_world():
         return [0]
     if mesh is None:
@@ -45,8 +49,8 @@ def mesh_ranks(mesh: RankMesh | None) -> list[int]:
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise RefusedError(
-                f"the mesh has the dimensions {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}; expected one "
-                'dimension, that of the data-parallel ranks, such as mesh["dp"]'
+                f"the mesh has the dimensions {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)};"
+                ' expected one dimension, that of the data-parallel ranks, such as mesh["dp"]'
             )
         mesh = mesh.get_group()
     return sorted(dist.get_process_group_ranks(mesh))
@@ -55,12 +59,13 @@ def mesh_ranks(mesh: RankMesh | None) -> list[int]:
 class Groups:
     """Groups of the ranks that train together: one for tensors, one for control messages.
 
-    Creating the groups is a collective of the world. All pairs of ranks are connected here: no layer waits for a
-    connection, and unreachable ranks fail here.
+    Creating the groups is a collective of the world. All pairs of ranks are connected here: no
+    layer waits for a connection, and unreachable ranks fail here.
 
     Args:
         timeout_s: limit of every wait for other ranks; an exchange with a silent peer then fails.
-        mesh: one of several meshes side by side that share no rank; None on every process for all ranks of the world.
+        mesh: one of several meshes side by side that share no rank; None on every process for all
+            ranks of the world.
     """
 
     def __init__(
@@ -121,7 +126,10 @@ class Groups:
         return [list(ranks) for ranks in dict.fromkeys(of_world)]
 
     def _connected(self, lists: list[list[int]], ranks: int, name: str) -> dist.ProcessGroup | None:
-        """Return a group for exchanges, with all pairs of ranks connected; None for a single rank."""
+        """Return a group for exchanges, with all pairs of ranks connected.
+
+        None for a single rank.
+        """
         backend = exchange_backend(self._device)
         sent, received = torch.zeros((2, ranks), dtype=torch.uint8, device=self._device)
         options: dict[str, Any] = {"backend": backend, "timeout": self._timeout, "group_desc": name}
@@ -142,7 +150,10 @@ class Groups:
         return group
 
     def close(self) -> None:
-        """End the groups with their threads and connections, unless they are closed. A collective of the world."""
+        """End the groups with their threads and connections, unless they are closed.
+
+        A collective of the world.
+        """
         if self.closed:
             return
         if in_world():
@@ -163,13 +174,16 @@ class Groups:
         """Raise if the groups are closed: torch takes a group of None for the world."""
         if self.closed:
             raise RuntimeError(
-                "the process groups of this dispatcher are closed; make a new trainer or dispatcher to continue"
+                "the process groups of this dispatcher are closed; make a new trainer or "
+                "dispatcher to continue"
             )
 
     def all_gather(
         self, value: Any, *, in_world: bool = False, of: str = "control messages"
     ) -> list[Any]:
-        """Return the small Python object of every rank of the mesh, or of the world, in order. A collective.
+        """Return the small Python object of every rank of the mesh, or of the world, in order.
+
+        A collective.
 
         Args:
             of: name of the objects in messages about the wait for them.
@@ -229,7 +243,10 @@ class Groups:
 
 
 def raised_together(timeout_s: float) -> AbstractContextManager[None]:
-    """Raise an error inside the context on every process, before groups exist. A collective of the world."""
+    """Raise an error inside the context on every process, before groups exist.
+
+    A collective of the world.
+    """
     return _raised_together(partial(gather_in_world, timeout_s=timeout_s))
 
 
@@ -270,7 +287,9 @@ def _raise_any(
 
 
 def first_difference(by_rank: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Return the first setting that differs between ranks, and its values with their ranks; None if all are alike.
+    """Return the first setting that differs between ranks, and its values with their ranks.
+
+    None if all are alike.
 
     Args:
         by_rank: settings of each rank by name, with the same names on all ranks.
@@ -312,7 +331,10 @@ def waits_in_world(limit_s: float) -> Waits:
 
 
 def gather_in_world(value: Value, timeout_s: float, waits: Waits | None = None) -> list[Value]:
-    """Return every process's value, in the order of world ranks. A collective of the world, on the CPU."""
+    """Return every process's value, in the order of world ranks.
+
+    A collective of the world, on the CPU.
+    """
     if not in_world() or dist.get_world_size() == 1:
         return [value]
     gathered = [value] * dist.get_world_size()
@@ -345,11 +367,14 @@ def exchange_backend(device: torch.device) -> str:
 
 
 def exchange_options(backend: str, ctas: int = EXCHANGE_CTAS) -> Any:
-    """Return options with which an NCCL exchange starts while attention fills the GPU; None for other backends."""
+    """Return options with which an NCCL exchange starts while attention fills the GPU.
+
+    None for other backends.
+    """
     if backend != dist.Backend.NCCL:
         return None
-    # A stream of high priority gets the next free SM, before the waiting blocks of an attention kernel. All blocks of
-    # a cluster would need room at once.
+    # A stream of high priority gets the next free SM, before the waiting blocks of an attention
+    # kernel. All blocks of a cluster would need room at once.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     for name, value in (("max_ctas", ctas), ("cga_cluster_size", 0)):
         if hasattr(options.config, name):  # not in builds of torch with an NCCL before 2.17
@@ -377,9 +402,9 @@ def check_devices(backend: str, uuids: Sequence[str | None]) -> None:
     shared = [f"ranks {of_uuid} on {uuid}" for uuid, of_uuid in ranks.items() if len(of_uuid) > 1]
     if shared and backend == dist.Backend.NCCL:
         raise RefusedError(
-            f"NCCL takes one rank per GPU, but several ranks share one: {'; '.join(shared)}. Start one process per "
-            'GPU, each with its own torch.cuda.set_device(LOCAL_RANK); or use gloo, with ddp_backend="gloo" or '
-            'init_process_group("gloo")'
+            f"NCCL takes one rank per GPU, but several ranks share one: {'; '.join(shared)}. Start "
+            "one process per GPU, each with its own torch.cuda.set_device(LOCAL_RANK); or use"
+            ' gloo, with ddp_backend="gloo" or init_process_group("gloo")'
         )
 
 
@@ -390,19 +415,22 @@ def unreachable(rank: int, error: Exception) -> RuntimeError:
         address = socket.gethostbyname(host)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
     return RuntimeError(
-        f"rank {rank} cannot reach the other ranks over gloo, which carries control messages: {error}\nUnless "
-        "another rank failed before, check the network: gloo gives other ranks the address of the interface named by "
-        f"GLOO_SOCKET_IFNAME ({interface} on this host), and without it the address that the host's name resolves to "
-        f"({host!r} here to {address}). Where other hosts cannot reach that address, set GLOO_SOCKET_IFNAME on every "
-        "host to an interface that they can reach, such as eth0; `ip -brief address` lists interfaces"
+        f"rank {rank} cannot reach the other ranks over gloo, which carries control messages: "
+        f"{error}\nUnless another rank failed before, check the network: gloo gives other ranks "
+        f"the address of the interface named by GLOO_SOCKET_IFNAME ({interface} on this host), "
+        f"and without it the address that the host's name resolves to ({host!r} here to "
+        f"{address}). Where other hosts cannot reach that address, set GLOO_SOCKET_IFNAME on "
+        "every host to an interface that they can reach, such as eth0; `ip -brief address` lists "
+        "interfaces"
     )
 
 
 def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, ...]:
     """Return how many of the ranks that train together share a node. A collective of the world.
 
-    Launchers (torchrun, accelerate, deepspeed) number the processes of a host consecutively; LOCAL_RANK is the number
-    on the host. A rank without LOCAL_RANK counts as alone on its node. `PlanSettings.ranks_per_node` takes the result.
+    Launchers (torchrun, accelerate, deepspeed) number the processes of a host consecutively;
+    LOCAL_RANK is the number on the host. A rank without LOCAL_RANK counts as alone on its node.
+    `PlanSettings.ranks_per_node` takes the result.
     """
     if not in_world():
         return 1
@@ -413,14 +441,16 @@ def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, 
     )
     members = mesh_ranks(mesh)
     found = [places[member] for member in members]
-    # A node is a run of consecutive ranks with the same place: ranks numbered round-robin across hosts are alone.
+    # A node is a run of consecutive ranks with the same place: ranks numbered round-robin across
+    # hosts are alone.
     sizes = tuple(len(list(same)) for _, same in groupby(found))
     if rank == members[0]:
         hosts = [host for host, _ in groupby(host for host, _ in found)]
         if len(hosts) > len(set(hosts)):
             logger.warning(
-                "ranks that share a host are not numbered one after another, so plans cannot prefer exchanges inside "
-                "a host. Launch ranks host by host (torchrun does; mpirun --map-by slot)"
+                "ranks that share a host are not numbered one after another, so plans cannot "
+                "prefer exchanges inside a host. Launch ranks host by host (torchrun does; mpirun "
+                "--map-by slot)"
             )
         logger.info("ranks on each node, as launched: %s", ", ".join(map(str, sizes)))
     return sizes[0] if len(set(sizes)) == 1 else sizes

@@ -1,10 +1,11 @@
 """Padded batches as planned micro-batches: where the rows of sequences go, how they travel there, and back.
 
-A rank is given a padded batch of B sequences. The sequences of all ranks are the documents of one or several planned
-micro-batches. Their tokens travel to the ranks that the plans name, and what the model makes of them travels back.
+A rank is given a padded batch of B sequences. The sequences of all ranks are the documents of one
+or several planned micro-batches. Their tokens travel to the ranks that the plans name, and what the
+model makes of them travels back.
 
-Shape suffixes: B sequences of this rank, L columns of its padded batch, F = B · L rows of the padded batch; N rows of
-all micro-batches that this rank holds; C integers of each token.
+Shape suffixes: B sequences of this rank, L columns of its padded batch, F = B · L rows of the
+padded batch; N rows of all micro-batches that this rank holds; C integers of each token.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 
 PLANS_KEPT = 16
-"""Plans of earlier batches that are kept: a reference model, or another pass over rollouts, has the same lengths."""
+"""Plans of earlier batches that are kept: a reference model, or another pass over rollouts, has the
+same lengths."""
 NO_RANK = -1
 """Source of the rows that no rank was given: a filler's."""
 
@@ -115,10 +117,13 @@ class PlannedSequences:
 def plan_sequences(
     lengths_of_ranks: Sequence[Sequence[int]], settings: PlanSettings
 ) -> PlannedSequences:
-    """Plan the micro-batches for sequences of [ranks] lengths each; sequences without tokens are left out.
+    """Plan the micro-batches for sequences of [ranks] lengths each.
+
+    Sequences without tokens are left out.
 
     Raises:
-        ValueError: A sequence has more tokens than all ranks, or one rank where documents stay whole, may hold.
+        ValueError: A sequence has more tokens than all ranks, or one rank where documents stay
+            whole, may hold.
     """
     owners = [
         (rank, sequence, length)
@@ -200,7 +205,8 @@ def _shares(
 class RowTravel:
     """Travel of rows between the padded batches of ranks and the micro-batches in which they are computed.
 
-    Each token's row is sent once. Rows of padding stay behind, and fillers come from nowhere: both are 0.
+    Each token's row is sent once. Rows of padding stay behind, and fillers come from nowhere: both
+    are 0.
 
     Args:
         shares: [shares] of dtype SHARE, by rank, micro-batch and row.
@@ -293,7 +299,8 @@ def _as_bytes(rows: Tensor) -> Tensor:
 class _Back(torch.autograd.Function):
     """`RowTravel.back` of several tensors; gradients travel forth.
 
-    One node has all tensors of all micro-batches, so that every rank exchanges gradients, whatever its loss reads.
+    One node has all tensors of all micro-batches, so that every rank exchanges gradients, whatever
+    its loss reads.
     """
 
     @staticmethod
@@ -311,7 +318,8 @@ class PackedBatch:
     """A rank's part in the planned micro-batches of padded batches.
 
     Attributes:
-        micro_batches: of each, the inputs of the model by name, [1, rows] int64, and its bound plan.
+        micro_batches: of each, the inputs of the model by name, [1, rows] int64, and its bound
+            plan.
     """
 
     micro_batches: list[tuple[dict[str, Tensor], BoundPlan]]

@@ -1,7 +1,7 @@
 """Time that a rank's core attention takes, on the clock of the device that does the work.
 
-The executor reports phases, kernel calls and waits; a pool adds the reports of servers. Listeners are the trainer's
-log, the speeds of workers and timelines.
+The executor reports phases, kernel calls and waits; a pool adds the reports of servers. Listeners
+are the trainer's log, the speeds of workers and timelines.
 """
 
 import time
@@ -19,14 +19,18 @@ Kind = Literal["step", "section", "phase", "kernel", "wait", "send", "call", "se
 """Kind of a span.
 
 - step, section: an optimizer step, and a section of one.
-- phase: a phase of a schedule; kernel calls, waits for exchanges and starts of exchanges (send) lie within phases.
-- call: a call to a server, from the departure of its rows to the arrival of the results, by the host's clock.
-- server: computing time of the server within a call. Its place in the call is unknown; it is put at the end.
+- phase: a phase of a schedule; kernel calls, waits for exchanges and starts of exchanges (send) lie
+  within phases.
+- call: a call to a server, from the departure of its rows to the arrival of the results, by the
+  host's clock.
+- server: computing time of the server within a call. Its place in the call is unknown; it is put at
+  the end.
 """
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ALWAYS: frozenset[Kind] = frozenset({"wait", "kernel"})
-"""Kinds measured without a listener: training logs how long ranks wait and compute core attention."""
+"""Kinds measured without a listener: training logs how long ranks wait and compute core attention.
+"""
 
 NOT_MEASURED = nullcontext()
 
@@ -70,7 +74,10 @@ class Recording:
     spans: deque[Span]
 
     def take(self) -> list[Span]:
-        """Return the spans since the last call, in the order of their ends; waits for queued work on CUDA."""
+        """Return the spans since the last call, in the order of their ends.
+
+        Waits for queued work on CUDA.
+        """
         self.recorder.drain(wait=True)
         spans = list(self.spans)
         self.spans.clear()
@@ -84,8 +91,8 @@ class Recording:
 class Recorder:
     """Recorder of spans. Kinds without a listener are not measured, except those in ALWAYS.
 
-    On the CPU, times come from the process's clock. On CUDA, times come from events around the queued work: the host
-    does not wait.
+    On the CPU, times come from the process's clock. On CUDA, times come from events around the
+    queued work: the host does not wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,7 +107,10 @@ class Recorder:
         self._anchor_s = 0.0  # when the anchor was passed, on the device's clock
 
     def listen(self, *kinds: Kind, most: int | None = None) -> Recording:
-        """Record spans of these kinds, or of all kinds if none is named; keep only the latest `most`."""
+        """Record spans of these kinds, or of all kinds if none is named.
+
+        Keep only the latest `most`.
+        """
         recording = Recording(self, frozenset(kinds or KINDS), deque(maxlen=most))
         self._recordings.append(recording)
         self._kinds |= recording.kinds
@@ -118,14 +128,20 @@ class Recorder:
     def span(
         self, kind: Kind, part: str, work: Work | None = None, pairs: int = 0, rows: Rows = NO_ROWS
     ) -> AbstractContextManager[None]:
-        """Return a context whose duration is measured if the kind is; see `Span` for the arguments."""
+        """Return a context whose duration is measured if the kind is.
+
+        See `Span` for the arguments.
+        """
         if kind not in self._kinds:
             return NOT_MEASURED
         measured = self._on_cuda if self._device.type == "cuda" else self._here
         return measured(Span(kind, part, work, 0.0, 0.0, pairs, rows))
 
     def clock(self) -> tuple[float, float]:
-        """Return the device clock's seconds ahead of `time.perf_counter`, and their error; wait for queued work."""
+        """Return the device clock's seconds ahead of `time.perf_counter`, and their error.
+
+        Wait for queued work.
+        """
         if self._device.type != "cuda":
             return 0.0, 0.0
         self.drain(wait=True)

@@ -36,8 +36,8 @@ class RemoteCall(Protocol):
     def collect(self) -> tuple[dict[int, dict[str, Tensor]], frozenset[int]]:
         """Wait for this rank's results, and return the servers that failed to give some rank its own. A collective.
 
-        Results are by server index, nothing of servers without rows of this rank: columns by name, [rows, …] on the
-        rank's device, o and lse of a forward; dq, dk and dv of a backward.
+        Results are by server index, nothing of servers without rows of this rank: columns by name,
+        [rows, …] on the rank's device, o and lse of a forward; dq, dk and dv of a backward.
         """
 
 
@@ -55,11 +55,15 @@ class RemotePlan(Protocol):
         """Send this rank's rows of one core attention to every server that has tasks, the same on every rank.
 
         Args:
-            rows: the rank's rows by column name, [T, …] each: q, k and v; in a backward also do, o and lse.
+            rows: the rank's rows by column name, [T, …] each: q, k and v; in a backward also do, o
+                and lse.
         """
 
     def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
-        """Return the plan by which the ranks compute the tasks of lost servers; the same on every rank."""
+        """Return the plan by which the ranks compute the tasks of lost servers.
+
+        The same on every rank.
+        """
 
 
 class RemoteWorkers(Protocol):
@@ -68,4 +72,7 @@ class RemoteWorkers(Protocol):
     def bind(
         self, plan: MicroBatchPlan, settings: PlanSettings
     ) -> tuple[MicroBatchPlan, RemotePlan | None]:
-        """Return a plan of ranks alone with the current servers, and the servers' side; None without servers."""
+        """Return a plan of ranks alone with the current servers, and the servers' side.
+
+        None without servers.
+        """

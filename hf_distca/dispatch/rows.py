@@ -1,10 +1,10 @@
 """Row numbers on the device, and gather, scatter and sums of rows by them.
 
-All index tensors of a plan go to the device in few copies: a copy per tensor would cost the host about ten
-microseconds, and from pageable memory a wait.
+All index tensors of a plan go to the device in few copies: a copy per tensor would cost the host
+about ten microseconds, and from pageable memory a wait.
 
-Shape suffixes: N rows, S rows of one source of a sum, W rows of a sum that are written, A addends of all of them; the
-letters after a row's letter are free.
+Shape suffixes: N rows, S rows of one source of a sum, W rows of a sum that are written, A addends
+of all of them; the letters after a row's letter are free.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,8 @@ from hf_distca.kernels.contract import MAX_SOURCES, SOURCE_BITS, aligned
 IntArray = NDArray[np.int64]
 
 CHUNK_BYTES = 1 << 22
-"""Bytes of one copy, enough for a plan of some 50,000 rows per rank; larger plans take several copies."""
+"""Bytes of one copy, enough for a plan of some 50,000 rows per rank; larger plans take several
+copies."""
 
 RowIndex = slice | Tensor
 """Row numbers: a slice if contiguous, else an int64 tensor [N]."""
@@ -33,7 +34,8 @@ class IndexBuffer:
     """Buffer that places numbers on the host and returns device tensors, which hold the numbers after `send`.
 
     Args:
-        in_one_go: sum rows of all sources by one kernel, instead of source by source; None: if not on the CPU.
+        in_one_go: sum rows of all sources by one kernel, instead of source by source; None: if not
+            on the CPU.
     """
 
     def __init__(self, device: torch.device, in_one_go: bool | None = None) -> None:
@@ -61,7 +63,9 @@ class IndexBuffer:
         return self._device_B[start:stop].view(torch.from_numpy(dense[:0]).dtype)
 
     def send(self) -> None:
-        """Send the placed numbers without waiting for their arrival; later numbers get other memory.
+        """Send the placed numbers without waiting for their arrival.
+
+        Later numbers get other memory.
 
         Torch does not reuse pinned memory while a copy reads it, even after its tensor is freed.
         """
@@ -111,7 +115,10 @@ def put(x: Tensor, index: RowIndex, rows: Tensor) -> None:
 def merge_rows(
     o_NHE: Tensor, lse_NH: Tensor, index: RowIndex, o_part_SHE: Tensor, lse_part_SH: Tensor
 ) -> None:
-    """Merge attention over further keys into the indexed rows of O and LSE; the index names no row twice."""
+    """Merge attention over further keys into the indexed rows of O and LSE.
+
+    The index names no row twice.
+    """
     if isinstance(index, slice):
         merge_into(o_NHE[index], lse_NH[index], o_part_SHE, lse_part_SH)
     else:
@@ -121,11 +128,13 @@ def merge_rows(
 class RowSum:
     """Sum of rows from several sources, such as gradients of tasks at the rows that the tasks read.
 
-    A row without an addend is 0. Rows are added source by source, in order, in at least float32. If the first source
-    has each row of the sum once and in order, the other sources are added to the first in place.
+    A row without an addend is 0. Rows are added source by source, in order, in at least float32. If
+    the first source has each row of the sum once and in order, the other sources are added to the
+    first in place.
 
     Args:
-        sources_S: for each source by name, the row of the sum to which each of the source's rows is added.
+        sources_S: for each source by name, the row of the sum to which each of the source's rows is
+            added.
         in_place: whether the first source may be overwritten.
     """
 
@@ -186,7 +195,8 @@ def addend_table(
         onto: whether the first source is added to in place.
 
     Returns:
-        Three int32 tensors: rows_W, the rows that are written, None for all; ends_W [W + 1], the first addend of each,
+        Three int32 tensors: rows_W, the rows that are written, None for all; ends_W [W + 1], the
+            first addend of each,
         then the number of addends; addends_A, the source and the row of each addend.
     """
     added = list(enumerate(targets_S))[onto:]

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 SIGN_S = 1.0
-"""Seconds between two signs of life of a rank; a twentieth of the limit where the limit is below 20 seconds."""
+"""Seconds between two signs of life of a rank; a twentieth of the limit where the limit is below 20
+seconds."""
 SILENT_SIGNS = 4
 """Signs that must be missing before a rank counts as silent."""
 Value = TypeVar("Value")
@@ -43,8 +44,8 @@ class Sign(NamedTuple):
 class StoreLine:
     """A connection of its own to a store, used by a thread.
 
-    A call to torch's store blocks for ever while the store's process is stopped, whatever the store's time-out. Here
-    such a call blocks the thread alone.
+    A call to torch's store blocks for ever while the store's process is stopped, whatever the
+    store's time-out. Here such a call blocks the thread alone.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -63,7 +64,10 @@ class StoreLine:
         return future
 
     def ask(self, call: Callable[[dist.Store], Value], within_s: float) -> Value:
-        """Return the result of a function that gets the store; TimeoutError: the store does not answer in time."""
+        """Return the result of a function that gets the store.
+
+        TimeoutError: the store does not answer in time.
+        """
         try:
             return self.post(call).result(within_s)
         except NoAnswer as error:
@@ -176,7 +180,8 @@ class Signs:
                 found[rank] = f"{name} has ended"
             elif rank in silent:
                 found[rank] = (
-                    f"{name} has given no sign of life for {silent[rank]:.0f} s, and was last seen {where}"
+                    f"{name} has given no sign of life for {silent[rank]:.0f} s, and was last seen "
+                    f"{where}"
                 )
             elif not (silent or ended or absent or rank in same):
                 seconds = sign.seconds + time.monotonic() - first

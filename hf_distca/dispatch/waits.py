@@ -1,8 +1,8 @@
 """Waits of a rank for other ranks: a wait has a name and a limit.
 
-A rank that waits long logs what it waits for, and which rank is stuck where. A wait that fails ends with the same
-sentence and a remedy. A rank that waits for a silent rank beyond the limit, in a collective that does not fail by
-itself, logs the sentence and ends its process.
+A rank that waits long logs what it waits for, and which rank is stuck where. A wait that fails ends
+with the same sentence and a remedy. A rank that waits for a silent rank beyond the limit, in a
+collective that does not fail by itself, logs the sentence and ends its process.
 """
 
 import atexit
@@ -30,12 +30,14 @@ logger = logging.getLogger(__name__)
 GRACE_S = 30.0
 """Most seconds beyond its limit in which a wait can fail by itself; then its process is ended."""
 EXIT_S = 30
-"""Seconds for a process to exit after a failed wait: collectives that are still pending could hold it for hours."""
+"""Seconds for a process to exit after a failed wait: collectives that are still pending could hold
+it for hours."""
 NAMED_RANKS = 4
 """Most ranks that a sentence describes."""
 
 _LOST_PARTNER = re.compile(
-    r"gloo|NCCL|connection (closed|reset) by peer|timed out waiting|wait timeout|timeout caused pair closure",
+    r"gloo|NCCL|connection (closed|reset) by peer|timed out waiting|wait timeout|timeout caused"
+    r" pair closure",
     re.IGNORECASE,
 )
 
@@ -52,7 +54,9 @@ def says_that_another_is_gone(error: BaseException) -> bool:
 
 
 class Waits:
-    """Names and limits of a rank's waits, and the thread that watches them; a single rank has no thread.
+    """Names and limits of a rank's waits, and the thread that watches them.
+
+    A single rank has no thread.
 
     A rank is watched inside of `of` and `watched`, and nowhere else.
 
@@ -91,7 +95,9 @@ class Waits:
 
     @contextmanager
     def watched(self, place: str, *, explains: bool = True) -> Iterator[None]:
-        """Watch this rank inside of the context, at this place first. A nested context only notes the place.
+        """Watch this rank inside of the context, at this place first.
+
+        A nested context only notes the place.
 
         RankLost: another rank did not answer, unless the context `explains` nothing.
         """
@@ -260,8 +266,8 @@ class _Watch:
             return begin
         if silent_s := signs.store_silent_s():
             return (
-                f"{begin}: the run's store, in the process of the launcher or of rank 0, has not answered for "
-                f"{silent_s:.0f} s"
+                f"{begin}: the run's store, in the process of the launcher or of rank 0, has not "
+                f"answered for {silent_s:.0f} s"
             )
         stuck = [*signs.stuck(present).values()]
         if len(stuck) > NAMED_RANKS:
@@ -270,13 +276,16 @@ class _Watch:
 
     def _remedy(self) -> str:
         return (
-            "Look at that process and its host: it may be stopped, hung or gone, and `py-spy dump --pid PID` shows "
-            "where it is. Where ranks are only slow, raise exchange_timeout"
-            f" ({self._limit_s:g} s), and ddp_timeout for collectives of DDP, FSDP and DeepSpeed"
+            "Look at that process and its host: it may be stopped, hung or gone, and `py-spy dump "
+            "--pid PID` shows where it is. Where ranks are only slow, raise exchange_timeout "
+            f"({self._limit_s:g} s), and ddp_timeout for collectives of DDP, FSDP and DeepSpeed"
         )
 
 
 def _end_soon() -> None:
-    """Let the system end this process soon; at its exit, gloo waits for collectives that are still pending."""
+    """Let the system end this process soon.
+
+    At its exit, gloo waits for collectives that are still pending.
+    """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(EXIT_S)

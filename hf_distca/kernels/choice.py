@@ -23,8 +23,8 @@ FASTEST_FIRST = {
     9: ("flash_attn_3", "flash_attn_4", "torch_varlen", "flash_attn"),
     10: ("flash_attn_4", "torch_varlen", "flash_attn"),
 }
-"""By major compute capability. FlashAttention-3 and 4 are up to twice as fast there as FlashAttention-2, which the two
-others are; of these, torch's needs no installation."""
+"""By major compute capability. FlashAttention-3 and 4 are up to twice as fast there as
+FlashAttention-2, which the two others are; of these, torch's needs no installation."""
 ELSEWHERE = ("torch_varlen", "flash_attn")
 
 USUAL = Need(torch.bfloat16, 128, 128, AttentionParams(scale=128**-0.5))
@@ -72,8 +72,8 @@ def choose_kernel(
         return get_kernel("cpu", device, needs), {}
     if device.type != "cuda":
         raise RefusedError(
-            f"kernel 'auto' chooses for cpu and cuda devices only, got {device}; set attention_kernel='reference', "
-            "which runs on any device"
+            f"kernel 'auto' chooses for cpu and cuda devices only, got {device}; set "
+            "attention_kernel='reference', which runs on any device"
         )
     major, minor = torch.cuda.get_device_capability(device)
     passed_over: dict[str, str] = {}
@@ -86,6 +86,6 @@ def choose_kernel(
             passed_over[name] = str(error)
     reasons = "".join(f"\n- {reason}" for reason in passed_over.values())
     raise RefusedError(
-        f"no installed kernel can compute this model's attention on {device}, a GPU of compute capability "
-        f"{major}.{minor}:{reasons}"
+        f"no installed kernel can compute this model's attention on {device}, a GPU of compute "
+        f"capability {major}.{minor}:{reasons}"
     )

@@ -1,7 +1,8 @@
 """Contract of all kernels: options, lengths of tasks, methods, and checks of tensors.
 
-Shape suffixes: T tasks, Q packed query rows, K packed key/value rows, H query heads, G key/value heads (H is a
-multiple of G; query head h reads key/value head h // (H / G)), D head dim of queries and keys, E head dim of values.
+Shape suffixes: T tasks, Q packed query rows, K packed key/value rows, H query heads, G key/value
+heads (H is a multiple of G; query head h reads key/value head h // (H / G)), D head dim of queries
+and keys, E head dim of values.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -23,7 +24,8 @@ MAX_SOURCES = 6
 """Most tensors whose rows `sum_rows` adds up."""
 
 SOURCE_BITS = 3
-"""Low bits of an addend of `sum_rows` that hold the index of its source; the bits above hold its row."""
+"""Low bits of an addend of `sum_rows` that hold the index of its source; the bits above hold its
+row."""
 
 
 def aligned(size: int) -> int:
@@ -35,8 +37,9 @@ def aligned(size: int) -> int:
 class AttentionParams:
     """Options of a layer's core attention.
 
-    If causal, row i of a task attends to its keys j <= i + k_len - q_len (aligned bottom right), and with a window to
-    j > i + k_len - q_len - window. Else rows attend to all keys of their task; no window then.
+    If causal, row i of a task attends to its keys j <= i + k_len - q_len (aligned bottom right),
+    and with a window to j > i + k_len - q_len - window. Else rows attend to all keys of their task;
+    no window then.
     """
 
     scale: float  # factor on the scores q·k, usually 1/√D
@@ -75,8 +78,8 @@ class Need:
 class TaskShapes:
     """Lengths of the tasks of one kernel call, built once per micro-batch.
 
-    The query rows of the tasks lie packed one after another, and so do the key/value rows: a key/value row that two
-    tasks need appears twice.
+    The query rows of the tasks lie packed one after another, and so do the key/value rows: a
+    key/value row that two tasks need appears twice.
     """
 
     q_lens: tuple[int, ...]  # rows of each task; may be 0
@@ -124,15 +127,16 @@ class TaskShapes:
 class Kernel(Protocol):
     """Core attention over several tasks in one kernel call, in both directions.
 
-    Implementations hold no state, compute exactly what `AttentionParams` says, and never hand over to another one.
+    Implementations hold no state, compute exactly what `AttentionParams` says, and never hand over
+    to another one.
     """
 
     name: str
-    # Cost of a query row besides its pairs, in pairs: a row's last tile of keys is partly masked, and some work is
-    # done once a row.
+    # Cost of a query row besides its pairs, in pairs: a row's last tile of keys is partly masked,
+    # and some work is done once a row.
     row_overhead: int
-    # Cost of a byte of K and V that a rank gathers in its own memory, because one document has two tasks there that do
-    # not touch, in bytes sent to another rank.
+    # Cost of a byte of K and V that a rank gathers in its own memory, because one document has two
+    # tasks there that do not touch, in bytes sent to another rank.
     gather_cost: float
 
     def check(self, need: Need, device: torch.device) -> None:
@@ -150,8 +154,9 @@ class Kernel(Protocol):
         """Compute attention. Queries, keys and values have one dtype and any strides.
 
         Returns:
-            o_QHE in the dtype of q, contiguous, and lse_QH, the natural logarithm of the softmax's denominator, of
-            any strides, float32 (float64 for float64 inputs). A row without keys has o = 0 and lse = -inf.
+            o_QHE in the dtype of q, contiguous, and lse_QH, the natural logarithm of the softmax's
+            denominator, of any strides, float32 (float64 for float64 inputs). A row without keys
+            has o = 0 and lse = -inf.
 
         Raises:
             ValueError: the tensors do not fit one another or the shapes.
@@ -171,11 +176,12 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of attention from do in the dtype of q, and from o and lse of `forward`.
 
-        Where a row's keys were split over several kernel calls whose results were merged, the backward of each gets
-        the merged o and lse, of any strides, and the gradients add up.
+        Where a row's keys were split over several kernel calls whose results were merged, the
+        backward of each gets the merged o and lse, of any strides, and the gradients add up.
 
         Returns:
-            dq_QHD, dk_KGD and dv_KGE in the dtype of q, contiguous. They are 0 where no pair of row and key exists.
+            dq_QHD, dk_KGD and dv_KGE in the dtype of q, contiguous. They are 0 where no pair of row
+            and key exists.
         """
         ...
 
@@ -189,8 +195,9 @@ def check_tensors(
         for i, (q_len, k_len) in enumerate(zip(shapes.q_lens, shapes.k_lens, strict=True)):
             if causal and k_len < q_len:
                 raise ValueError(
-                    f"task {i} has {q_len} query rows but only {k_len} key/value rows; causal attention aligns the "
-                    "last query with the last key, so a task needs at least as many keys as queries"
+                    f"task {i} has {q_len} query rows but only {k_len} key/value rows; causal "
+                    "attention aligns the last query with the last key, so a task needs at least "
+                    "as many keys as queries"
                 )
         return sum(shapes.q_lens), sum(shapes.k_lens)
 
@@ -207,11 +214,11 @@ def check_tensors(
         raise ValueError(f"q and k differ in head dim: {q_QHD.shape[2]} and {k_KGD.shape[2]}")
     if k_KGD.shape[1] != v_KGE.shape[1] or q_QHD.shape[1] % k_KGD.shape[1]:
         raise ValueError(
-            f"k and v must have the same number of heads, and q a multiple of it, got {k_KGD.shape[1]}, "
-            f"{v_KGE.shape[1]} and {q_QHD.shape[1]}"
+            "k and v must have the same number of heads, and q a multiple of it, got "
+            f"{k_KGD.shape[1]}, {v_KGE.shape[1]} and {q_QHD.shape[1]}"
         )
     if not q_QHD.dtype == k_KGD.dtype == v_KGE.dtype:
         raise ValueError(
-            f"q, k and v must have one dtype, got {q_QHD.dtype}, {k_KGD.dtype} and {v_KGE.dtype}: cast them "
-            "to one before the call (autocast does not reach into kernels)"
+            f"q, k and v must have one dtype, got {q_QHD.dtype}, {k_KGD.dtype} and {v_KGE.dtype}: "
+            "cast them to one before the call (autocast does not reach into kernels)"
         )

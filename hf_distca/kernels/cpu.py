@@ -1,12 +1,13 @@
 """The CPU kernel: torch's flash attention for full and causal tasks, and a loop over blocks for windows and softcap.
 
-`aten::_scaled_dot_product_flash_attention_for_cpu` takes and returns the log-sum-exp and reads fewer key/value heads
-than query heads. Its causal mask starts top left, so that a task with keys before its rows takes two calls. It knows
-no windows, for which the loop gives it masks, and no softcap.
+`aten::_scaled_dot_product_flash_attention_for_cpu` takes and returns the log-sum-exp and reads
+fewer key/value heads than query heads. Its causal mask starts top left, so that a task with keys
+before its rows takes two calls. It knows no windows, for which the loop gives it masks, and no
+softcap.
 
-Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D head dim of queries
-and keys, E head dim of values, B equal tasks, R query rows and S keys of each, M = R·H/G query rows of all heads that
-read one key/value head.
+Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D
+head dim of queries and keys, E head dim of values, B equal tasks, R query rows and S keys of each,
+M = R·H/G query rows of all heads that read one key/value head.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,23 +32,27 @@ SCORES_AT_ONCE = 1 << 22
 
 
 class CpuKernel:
-    """Core attention on the CPU in any floating dtype, for any head dim. See `Kernel` for the methods.
+    """Core attention on the CPU in any floating dtype, for any head dim.
+
+    See `Kernel` for the methods.
 
     Memory is linear in the rows.
     """
 
     name = "cpu"
-    # Half a tile of 512 keys: documents of 512 tokens were measured to take twice the time of their pairs.
+    # Half a tile of 512 keys: documents of 512 tokens were measured to take twice the time of their
+    # pairs.
     row_overhead = 256
-    # Ranks on CPUs are often on one machine: there a byte sent is copied a few times, a byte gathered once in either
-    # direction of the layer, and a second, short task makes small tiles.
+    # Ranks on CPUs are often on one machine: there a byte sent is copied a few times, a byte
+    # gathered once in either direction of the layer, and a second, short task makes small tiles.
     gather_cost = 0.2
 
     def check(self, need: Need, device: torch.device) -> None:
         """See `Kernel.check`."""
         if device.type != "cpu":
             raise RefusedError(
-                f"kernel 'cpu' computes on the CPU, got {device}; on CUDA use 'torch_varlen' or 'flash_attn'"
+                f"kernel 'cpu' computes on the CPU, got {device}; on CUDA use 'torch_varlen' or "
+                "'flash_attn'"
             )
         if need.dtype not in DTYPES:
             names = ", ".join(str(supported).removeprefix("torch.") for supported in DTYPES)
@@ -95,8 +100,8 @@ class CpuKernel:
         """See `Kernel.backward`."""
         check_tensors(q_QHD, k_KGD, v_KGE, shapes, params.causal)
         head_dim_qk, head_dim_v, dtype = q_QHD.shape[2], v_KGE.shape[2], q_QHD.dtype
-        # In bfloat16 and float16 the op rounds dk and dv after every tile of rows, and is 3 times slower
-        # than in float32 where the processor has no matrix instructions for them.
+        # In bfloat16 and float16 the op rounds dk and dv after every tile of rows, and is 3 times
+        # slower than in float32 where the processor has no matrix instructions for them.
         tensors = (x.to(_accumulator(dtype)) for x in (do_QHE, q_QHD, k_KGD, v_KGE, o_QHE))
         do_QHE, q_QHD, k_KGD, v_KGE, o_QHE = _one_head_dim(*tensors)
         dq_QHD, dk_KGD, dv_KGE = (

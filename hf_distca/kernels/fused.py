@@ -1,8 +1,10 @@
 """Fused operators on rows: merge attention over different keys, and add up rows of several tensors.
 
-On CUDA each is one Triton kernel, see `fused_triton`. Fake tensors and profilers see each as one operator of torch.
+On CUDA each is one Triton kernel, see `fused_triton`. Fake tensors and profilers see each as one
+operator of torch.
 
-Shape suffixes: N rows of the result so far, Q rows of the part, H query heads, E head dim of values.
+Shape suffixes: N rows of the result so far, Q rows of the part, H query heads, E head dim of
+values.
 """
 
 from functools import partial
@@ -12,7 +14,8 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 16
-"""Numbers of O that are merged at a time on the CPU where they must be copied: the copies stay in cache."""
+"""Numbers of O that are merged at a time on the CPU where they must be copied: the copies stay in
+cache."""
 
 
 def merge_into(
@@ -24,8 +27,9 @@ def merge_into(
 ) -> None:
     """Merge the output over further keys into o and lse in place, computed in the dtype of lse.
 
-    Differentiate by handing the merged result to the backward of both parts (see `Kernel.backward`), not through
-    this function. A row without keys has lse = -inf; a row without keys in both has o = 0.
+    Differentiate by handing the merged result to the backward of both parts (see
+    `Kernel.backward`), not through this function. A row without keys has lse = -inf; a row without
+    keys in both has o = 0.
 
     Args:
         rows_Q: the part's rows among the rows of the result, none twice; None: all, in order.
@@ -51,7 +55,8 @@ def _merge_on_cpu(
 
 
 def _merge(o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor) -> None:
-    # The part's share of the softmax. A row without any key has -inf - (-inf) = nan: it shares zeros.
+    # The part's share of the softmax. A row without any key has -inf - (-inf) = nan: it shares
+    # zeros.
     share = torch.sigmoid((lse_part - lse).nan_to_num_(nan=0.0))
     o.lerp_(o_part.to(o.dtype), share.unsqueeze(-1))
     torch.logaddexp(lse, lse_part, out=lse)

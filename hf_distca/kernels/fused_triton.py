@@ -1,7 +1,8 @@
 """The operators of `fused` on CUDA: each reads every number once and writes every number once.
 
-Shape suffixes: N rows of the result, Q rows of a merged part, H query heads, E head dim of values; W rows of a sum
-that are written, A addends of all of them, S rows of a source, where the letters after a row letter are free.
+Shape suffixes: N rows of the result, Q rows of a merged part, H query heads, E head dim of values;
+W rows of a sum that are written, A addends of all of them, S rows of a source, where the letters
+after a row letter are free.
 """
 
 from collections.abc import Sequence

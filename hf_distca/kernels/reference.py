@@ -1,7 +1,7 @@
 """The readable oracle: one task at a time, every score written out, float64 throughout.
 
-Shape suffixes: Q rows and K keys of one task, H query heads, G key/value heads, D head dim of queries and
-keys, E head dim of values.
+Shape suffixes: Q rows and K keys of one task, H query heads, G key/value heads, D head dim of
+queries and keys, E head dim of values.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,10 @@ from .contract import AttentionParams, Need, TaskShapes, check_tensors
 
 
 class ReferenceKernel:
-    """Textbook attention on any device, in any dtype, with any option; slow, with all scores of a task at once."""
+    """Textbook attention on any device, in any dtype, with any option.
+
+    Slow, with all scores of a task at once.
+    """
 
     name = "reference"
     row_overhead = 0

@@ -23,9 +23,11 @@ PEAK_FLOPS = {
     "B200": 2250e12,
     "L40S": 362e12,
 }
-"""Operations a second of dense products in bfloat16, by a part of the device's name; the first that fits counts.
+"""Operations a second of dense products in bfloat16, by a part of the device's name; the first that
+fits counts.
 
-The figures are those of NVIDIA's data sheets, which give twice as much where they count with sparsity.
+The figures are those of NVIDIA's data sheets, which give twice as much where they count with
+sparsity.
 """
 
 
@@ -35,11 +37,15 @@ def peak_flops(name: str) -> float | None:
 
 
 COLUMNS = 512
-"""Query heads times head dim of the pairs in which speeds are given: speeds of different work can be compared."""
+"""Query heads times head dim of the pairs in which speeds are given: speeds of different work can
+be compared."""
 USUAL_WORK = 2048, 8, 2, 64
 """Rows, query heads, key/value heads and head dim of the causal task that is computed."""
 FILLING_WORK = 16384, 32, 8, 128
-"""For GPUs: 4096 blocks of 128 rows, many times as many as a GPU has room for. Little work would measure launches."""
+"""For GPUs: 4096 blocks of 128 rows, many times as many as a GPU has room for.
+
+Little work would measure launches.
+"""
 MEASURED_S = 0.5
 
 

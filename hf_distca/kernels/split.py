@@ -1,8 +1,9 @@
 """Split a kernel call whose tasks differ much in length into kernel calls on fewer tasks.
 
-Some kernels launch a block of threads for every 128 rows of the *longest* task, for every task and head. One task of
-32768 rows with 500 short ones at 32 heads makes 4 million blocks, of which 24 thousand have rows. Tasks lie packed:
-any run of neighbours can be a kernel call of its own, on slices, which copies no input.
+Some kernels launch a block of threads for every 128 rows of the *longest* task, for every task and
+head. One task of 32768 rows with 500 short ones at 32 heads makes 4 million blocks, of which 24
+thousand have rows. Tasks lie packed: any run of neighbours can be a kernel call of its own, on
+slices, which copies no input.
 """
 
 from collections.abc import Sequence
@@ -16,11 +17,18 @@ from .contract import TaskShapes
 BLOCK = 128
 """Rows of a block, or keys; some kernels take 64 or 192 of them."""
 EMPTY_BLOCK_NS = 2.5
-"""Cost of a block without rows. An H200 took 1.0 (FlashAttention-2, forward) to 2.9 (FlashAttention-3, backward)."""
+"""Cost of a block without rows.
+
+An H200 took 1.0 (FlashAttention-2, forward) to 2.9 (FlashAttention-3, backward).
+"""
 CALL_NS = 150_000.0
-"""Cost of one more kernel call, at whose end multiprocessors idle. An H200 took 100 to 210 µs with 32 heads."""
+"""Cost of one more kernel call, at whose end multiprocessors idle.
+
+An H200 took 100 to 210 µs with 32 heads.
+"""
 MOST_RUNS = 256
-"""The time to find the best cuts grows with the square of the runs; more runs than that are joined by pairs."""
+"""The time to find the best cuts grows with the square of the runs; more runs than that are joined
+by pairs."""
 
 
 class Grid(NamedTuple):
@@ -34,7 +42,8 @@ OF_LONGEST_Q, OF_LONGEST = Grid(by_q=1, by_k=0), Grid(by_q=2, by_k=1)
 ALL_EVEN = Grid(by_q=0, by_k=0)
 """Grid of blocks that fetch tasks, or are numbered through them: empty ones are few."""
 TaskRange = tuple[TaskShapes, slice, slice]
-"""Neighbouring tasks that make one kernel call: their lengths, packed query rows and packed key/value rows."""
+"""Neighbouring tasks that make one kernel call: their lengths, packed query rows and packed
+key/value rows."""
 
 
 def task_ranges(shapes: TaskShapes, grid: Grid, heads: int) -> tuple[TaskRange, ...]:

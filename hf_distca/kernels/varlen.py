@@ -1,12 +1,13 @@
 """What FlashAttention's varlen kernels share; `versions` has one class for each version.
 
-They take all tasks at once, aligned bottom right. What differs from the contract is handled here: head dims that must
-be multiples of 8, and for most kernels equal; rows that must begin at multiples of 16 bytes; log-sum-exp as [H, Q];
-tasks without rows or keys, of which some versions leave results unset and call the log-sum-exp +inf; tasks of very
-different lengths (see `split`).
+They take all tasks at once, aligned bottom right. What differs from the contract is handled here:
+head dims that must be multiples of 8, and for most kernels equal; rows that must begin at multiples
+of 16 bytes; log-sum-exp as [H, Q]; tasks without rows or keys, of which some versions leave results
+unset and call the log-sum-exp +inf; tasks of very different lengths (see `split`).
 
-Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D head dim of
-queries and keys, E head dim of values, P and R the same head dims padded to what the kernel takes.
+Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D
+head dim of queries and keys, E head dim of values, P and R the same head dims padded to what the
+kernel takes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +35,8 @@ class MissingPackageError(PackageError):
 class FlashVarlenKernel:
     """Kernel built on a FlashAttention varlen kernel. See `Kernel` for its public methods.
 
-    Gradients are summed in an order that varies from run to run, unless torch.use_deterministic_algorithms(True) is
-    set. Nothing here waits for the device.
+    Gradients are summed in an order that varies from run to run, unless
+    torch.use_deterministic_algorithms(True) is set. Nothing here waits for the device.
 
     Raises:
         ImportError: the package is missing, broken, or too old.
@@ -50,8 +51,8 @@ class FlashVarlenKernel:
     has_softcap = True
     # Thread blocks of a kernel whose number depends on the longest task.
     forward_grid, backward_grid = OF_LONGEST_Q, OF_LONGEST
-    # The name for pip. A module of the name alone proves nothing: flash-attn brings a folder of FlashAttention-4
-    # along, which cannot be imported without packages that it does not ask for.
+    # The name for pip. A module of the name alone proves nothing: flash-attn brings a folder of
+    # FlashAttention-4 along, which cannot be imported without packages that it does not ask for.
     distribution = ""
     module = ""
     install = ""
@@ -59,7 +60,8 @@ class FlashVarlenKernel:
         str, ...
     ]  # for forward and backward; then names that show a version to be new enough
     newer = "a newer one"
-    # Arguments for cu_q, cu_k, the most rows and keys of a task, `AttentionParams.scale` and `causal`.
+    # Arguments for cu_q, cu_k, the most rows and keys of a task, `AttentionParams.scale` and
+    # `causal`.
     names = (
         "cu_seqlens_q",
         "cu_seqlens_k",
@@ -84,15 +86,18 @@ class FlashVarlenKernel:
         lacking = [name for name in self.functions if not hasattr(module, name)]
         if lacking:
             raise PackageError(
-                f"kernel {self.name!r}: the {self.distribution} package has no {' and '.join(lacking)}; install "
-                f"{self.newer}: {self.install}"
+                f"kernel {self.name!r}: the {self.distribution} package has no "
+                f"{' and '.join(lacking)}; install {self.newer}: {self.install}"
             )
         self._forward, self._backward = (getattr(module, name) for name in self.functions[:2])
         self._options = options
 
     @classmethod
     def missing(cls) -> str:
-        """Return the error's text if pip does not know the package, else nothing; import nothing."""
+        """Return the error's text if pip does not know the package, else nothing.
+
+        Import nothing.
+        """
         try:
             metadata.distribution(cls.distribution)
         except metadata.PackageNotFoundError:
@@ -101,10 +106,14 @@ class FlashVarlenKernel:
 
     @classmethod
     def load(cls) -> ModuleType:
-        """Import the module; raise MissingPackageError if the package is not installed, else PackageError."""
+        """Import the module.
+
+        Raise MissingPackageError if the package is not installed, else PackageError.
+        """
         try:
             return import_module(cls.module)
-        # Built for another torch or CUDA, a package fails with an OSError or an AttributeError as well.
+        # Built for another torch or CUDA, a package fails with an OSError or an AttributeError as
+        # well.
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             lacking = error.name if isinstance(error, ModuleNotFoundError) else None
@@ -112,10 +121,13 @@ class FlashVarlenKernel:
                 absent = f"{cls.module}.".startswith(f"{lacking}.")
                 raise MissingPackageError(missing if absent else f"{missing} ({why})") from error
             build = f"install a build for this torch and CUDA: {cls.install}"
-            module = f"install what has {lacking}; PYTHONPATH ignores .pth files: add the folder that one names"
+            module = (
+                f"install what has {lacking}; PYTHONPATH ignores .pth files: add the folder that "
+                "one names"
+            )
             raise PackageError(
-                f"kernel {cls.name!r}: the {cls.distribution} package is installed, but cannot be imported: "
-                f"{why}; {build if lacking is None else module}"
+                f"kernel {cls.name!r}: the {cls.distribution} package is installed, but cannot be "
+                f"imported: {why}; {build if lacking is None else module}"
             ) from error
 
     def _padded(self, head_dim_qk: int, head_dim_v: int, device: torch.device) -> tuple[int, int]:
@@ -145,18 +157,20 @@ class FlashVarlenKernel:
             )
         if need.dtype not in (torch.float16, torch.bfloat16):
             raise RefusedError(
-                f"kernel {self.name!r} computes in float16 and bfloat16, got {need.dtype}: train in bfloat16 "
-                "(bf16=True), or use 'reference', which takes any dtype but keeps all scores of a task in memory"
+                f"kernel {self.name!r} computes in float16 and bfloat16, got {need.dtype}: train "
+                "in bfloat16 (bf16=True), or use 'reference', which takes any dtype but keeps "
+                "all scores of a task in memory"
             )
         if max(need.head_dim_qk, need.head_dim_v) > MAX_HEAD_DIM:
             raise RefusedError(
-                f"kernel {self.name!r} takes head dims up to {MAX_HEAD_DIM}, got {need.head_dim_qk} for "
-                f"queries and keys and {need.head_dim_v} for values; 'reference' takes any"
+                f"kernel {self.name!r} takes head dims up to {MAX_HEAD_DIM}, got "
+                f"{need.head_dim_qk} for queries and keys and {need.head_dim_v} for values; "
+                "'reference' takes any"
             )
         if need.params.softcap is not None and not self.has_softcap:
             raise RefusedError(
-                f"kernel {self.name!r} does not support softcap, got {need.params.softcap}; set attention_kernel to "
-                "'flash_attn', 'flash_attn_3' or 'flash_attn_4'"
+                f"kernel {self.name!r} does not support softcap, got {need.params.softcap}; set "
+                "attention_kernel to 'flash_attn', 'flash_attn_3' or 'flash_attn_4'"
             )
         if refusal := self._refusal(need, capability):
             raise RefusedError(refusal)
@@ -269,7 +283,10 @@ class FlashVarlenKernel:
 
 
 def _ready(x: Tensor, head_dim: int) -> Tensor:
-    """Pad with zeros to a head dim, which changes no score; copy rows that are not dense and aligned."""
+    """Pad with zeros to a head dim, which changes no score.
+
+    Copy rows that are not dense and aligned.
+    """
     if x.shape[-1] < head_dim:
         return pad(x, (0, head_dim - x.shape[-1]))
     step = ALIGNMENT // x.element_size()

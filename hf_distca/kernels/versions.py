@@ -23,7 +23,10 @@ class FlashAttnKernel(FlashVarlenKernel):
     name = "flash_attn"
     distribution = "flash-attn"
     module = "flash_attn.flash_attn_interface"
-    install = "pip install 'hf-distca[flash-attn]' (it needs CUDA); kernel 'torch_varlen' comes with torch"
+    install = (
+        "pip install 'hf-distca[flash-attn]' (it needs CUDA); kernel 'torch_varlen' comes with "
+        "torch"
+    )
     # The last came with the window as two numbers.
     functions = (
         "_flash_attn_varlen_forward",
@@ -39,8 +42,9 @@ class FlashAttn3Kernel(FlashVarlenKernel):
     """FlashAttention-3 of the flash_attn_3 package, or of its build on the Hugging Face hub.
 
     Args:
-        sm_margin: streaming multiprocessors that a forward leaves to exchanges: its blocks stay for the whole kernel
-            call. Blocks of a backward end one by one; the operator takes the number there too.
+        sm_margin: streaming multiprocessors that a forward leaves to exchanges: its blocks stay for
+            the whole kernel call. Blocks of a backward end one by one; the operator takes the
+            number there too.
         hub: without the package, take the hub's build by the `kernels` package, which downloads it.
     """
 
@@ -51,8 +55,8 @@ class FlashAttn3Kernel(FlashVarlenKernel):
     distribution = "flash-attn-3"
     module = "flash_attn_interface"
     install = (
-        "pip install flash-attn-3 --find-links https://download.pytorch.org/whl/flash-attn-3/ (or build it from the "
-        "hopper folder of Dao-AILab/flash-attention)"
+        "pip install flash-attn-3 --find-links https://download.pytorch.org/whl/flash-attn-3/ (or "
+        "build it from the hopper folder of Dao-AILab/flash-attention)"
     )
     functions = ("fwd", "bwd")
     names = (*FlashVarlenKernel.names[:5], "is_causal")
@@ -85,7 +89,10 @@ class FlashAttn3Kernel(FlashVarlenKernel):
 
 
 class FlashAttn4Kernel(FlashVarlenKernel):
-    """FlashAttention-4 of the flash-attn-4 package; the first kernel call of each kind compiles some seconds."""
+    """FlashAttention-4 of the flash-attn-4 package.
+
+    The first kernel call of each kind compiles some seconds.
+    """
 
     name = "flash_attn_4"
     majors = (9, 10)
@@ -112,8 +119,8 @@ class FlashAttn4Kernel(FlashVarlenKernel):
             }.items():
                 if value is not None:
                     return (
-                        f"kernel {self.name!r} has no {option} for head dims of {dims[0]} and {dims[1]} on Blackwell, "
-                        f"got {value}; 'flash_attn' has"
+                        f"kernel {self.name!r} has no {option} for head dims of {dims[0]} and "
+                        f"{dims[1]} on Blackwell, got {value}; 'flash_attn' has"
                     )
         return None
 
@@ -121,7 +128,8 @@ class FlashAttn4Kernel(FlashVarlenKernel):
 class TorchVarlenKernel(FlashVarlenKernel):
     """`aten::_flash_attention_forward` and `_backward`: FlashAttention-2, unless the process has activated 3 or 4.
 
-    torch.nn.attention.activate_flash_attention_impl does so; the kernel then has the limits of that version.
+    torch.nn.attention.activate_flash_attention_impl does so; the kernel then has the limits of that
+    version.
     """
 
     name = "torch_varlen"
@@ -141,7 +149,10 @@ class TorchVarlenKernel(FlashVarlenKernel):
         if active is None:
             return None
         gpu = f"a GPU of compute capability {capability[0]}.{capability[1]}"
-        undo = "call torch.nn.attention.restore_flash_attention_impl(), or use a kernel of another name"
+        undo = (
+            "call torch.nn.attention.restore_flash_attention_impl(), or use a kernel of another "
+            "name"
+        )
         if (active, capability[0]) not in (("FA3", 9), ("FA4", 9), ("FA4", 10)):
             return f"{active} is activated in torch, which does not run on {gpu} so; {undo}"
         if active == "FA3":
@@ -151,7 +162,10 @@ class TorchVarlenKernel(FlashVarlenKernel):
             need.params.window,
         )
         if window is not None and version < FIRST_WITH_FA4_WINDOWS:
-            return f"FA4 is activated in torch, and torch {torch.__version__} gives it no windows, got {window}; {undo}"
+            return (
+                f"FA4 is activated in torch, and torch {torch.__version__} gives it no windows, "
+                f"got {window}; {undo}"
+            )
         head_dim = -(-max(need.head_dim_qk, need.head_dim_v) // 8) * 8
         if _head_dims_of_4(head_dim, head_dim, capability[0]) != (head_dim, head_dim):
             return f"FA4 is activated in torch, and has no head dim of {head_dim} on {gpu}; {undo}"
@@ -166,7 +180,8 @@ class TorchVarlenKernel(FlashVarlenKernel):
 def _head_dims_of_4(head_dim_qk: int, head_dim_v: int, major: int) -> tuple[int, int]:
     """Return the least head dims of FlashAttention-4 that hold these, of at most 256 each.
 
-    Hopper (major 9) takes any multiples of 8 up to 256; Blackwell those up to 128, (192, 128) and (256, 256).
+    Hopper (major 9) takes any multiples of 8 up to 256; Blackwell those up to 128, (192, 128) and
+    (256, 256).
     """
     dim_qk, dim_v = -(-head_dim_qk // 8) * 8, -(-head_dim_v // 8) * 8
     if major == 9 or max(dim_qk, dim_v) <= 128:
@@ -182,9 +197,9 @@ def _not_deterministic(name: str, need: Need) -> str | None:
     ):
         return None
     return (
-        f"kernel {name!r} has no deterministic backward for head dims above 192, got {need.head_dim_qk} for queries "
-        f"and keys and {need.head_dim_v} for values; leave torch.use_deterministic_algorithms(False), or use "
-        "'flash_attn'"
+        f"kernel {name!r} has no deterministic backward for head dims above 192, got "
+        f"{need.head_dim_qk} for queries and keys and {need.head_dim_v} for values; leave "
+        "torch.use_deterministic_algorithms(False), or use 'flash_attn'"
     )
 
 

@@ -28,13 +28,15 @@ KEYS = (1, 2, 5)
 SHORT_ROWS = {"cpu": (64,), "cuda": (64, 128, 256)}
 """Query rows of each short task, by type of device."""
 SHORT_KEYS = {"cpu": (256, 512, 1024), "cuda": (2048, 8192)}
-"""K/V rows of each short task, many beside its query rows, as a task has that is cut off a long document."""
+"""K/V rows of each short task, many beside its query rows, as a task has that is cut off a long
+document."""
 SHORT_TASKS = {"cpu": 4, "cuda": 8}
 """Short tasks of a call: several, so that the cost of a task is found apart from that of a call."""
 REPEATS = 5
 """Repeats of each measurement; the median counts."""
 LAYER_OPERATORS = 120
-"""Number of small operators that take the host time of a LLaMA layer's forward, measured with 4 tokens."""
+"""Number of small operators that take the host time of a LLaMA layer's forward, measured with 4
+tokens."""
 TOKENS = {"cpu": 1024, "cuda": 8192}
 """Rows of the measured matrices."""
 
@@ -67,7 +69,10 @@ def measured_profile(
     limit_s: float = inf,
     progress: bool = False,
 ) -> DeviceProfile:
-    """Measure one device; its links are taken from an H100. On a terminal `progress` shows a bar."""
+    """Measure one device; its links are taken from an H100.
+
+    On a terminal `progress` shows a bar.
+    """
     tokens = TOKENS[device.type]
     x, weight = (
         torch.randn(rows, hidden, dtype=dtype, device=device) for rows in (tokens, 4 * hidden)
@@ -111,9 +116,10 @@ def measured_kernel(
 ) -> tuple[KernelCost, KernelCost, Accuracy]:
     """Measure the costs of a kernel's forward and backward, and how well the forward's predict held-out calls.
 
-    Calls with one task come after calls with several short tasks, which the fit always needs. Window and chunks of
-    the kind are left out. After `limit_s` seconds no larger number of rows is begun. Shape suffixes: Q query rows, K
-    key/value rows, H query heads, G key/value heads, D and E head dims of keys and values.
+    Calls with one task come after calls with several short tasks, which the fit always needs.
+    Window and chunks of the kind are left out. After `limit_s` seconds no larger number of rows is
+    begun. Shape suffixes: Q query rows, K key/value rows, H query heads, G key/value heads, D and E
+    head dims of keys and values.
     """
     queries = [rows for rows in QUERIES[device.type] if rows <= most_rows]
     if len(queries) < FEWEST:
@@ -168,8 +174,8 @@ def measured_kernel(
 def short_calls(device_type: str, most_rows: float) -> list[tuple[list[int], list[int]]]:
     """Return query rows and K/V rows of the tasks of each call that is measured with several short tasks.
 
-    Tasks have no more K/V rows than a document of `most_rows`. The K/V rows of a call's tasks differ, because the CPU
-    kernel computes equal tasks at once.
+    Tasks have no more K/V rows than a document of `most_rows`. The K/V rows of a call's tasks
+    differ, because the CPU kernel computes equal tasks at once.
     """
     calls = []
     for rows in SHORT_ROWS[device_type]:
@@ -195,7 +201,8 @@ def counted_call(q_lens: Sequence[int], k_lens: Sequence[int]) -> tuple[float, .
 def fitted_cost(tasks: Tasks, seconds: FloatArray) -> KernelCost:
     """Fit costs to measured calls, each weighted as in a step with equally many query rows in calls of each kind.
 
-    With equal weights, short calls would distort the costs of long calls, on which a step spends its time.
+    With equal weights, short calls would distort the costs of long calls, on which a step spends
+    its time.
     """
     return KernelCost.fitted(tasks, seconds, seconds / tasks.rows)
 

@@ -47,19 +47,24 @@ def measured_link(
         limit_s: seconds after which no larger size is begun.
     """
     sizes, by_rank = _timed(groups, device, peers, alone=alone, limit_s=limit_s)
-    # With equal weights, small exchanges would set the bandwidth: networks buffer them, so they return early.
+    # With equal weights, small exchanges would set the bandwidth: networks buffer them, so they
+    # return early.
     return LinkCost.fitted(sizes, seconds := by_rank.max(1), weights=seconds)
 
 
 def link_rates(groups: Groups, device: torch.device) -> dict[tuple[int, int], float]:
-    """Return GB/s from each rank to each other rank, all sending at a time. A collective of the world."""
+    """Return GB/s from each rank to each other rank, all sending at a time.
+
+    A collective of the world.
+    """
     ranks = groups.ranks
     rates: dict[tuple[int, int], float] = {}
     for shift in range(1, ranks):
         sizes, by_rank = _timed(
             groups, device, [(rank + shift) % ranks for rank in range(ranks)], limit_s=RATE_S
         )
-        # A rank's time covers its sending and receiving; it counts for the link over which the rank receives.
+        # A rank's time covers its sending and receiving; it counts for the link over which the rank
+        # receives.
         rates |= {
             ((rank - shift) % ranks, rank): float(sizes[-1] / by_rank[-1, rank] / 1e9)
             for rank in range(ranks)
@@ -115,7 +120,8 @@ def _buffer(
 def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[int], list[int]]:
     """Return for each rank the next rank of its node, and the same rank of the next node, each [ranks].
 
-    Both lists are the same if all links are alike, or if nodes of different sizes have no such pairs.
+    Both lists are the same if all links are alike, or if nodes of different sizes have no such
+    pairs.
     """
     sizes = node_sizes(ranks, ranks_per_node)
     inside, across, first = [], [], 0
@@ -177,8 +183,8 @@ def with_links(
     """Return the mean of all ranks' profiles, with links inside and between nodes measured by all ranks. A collective.
 
     Args:
-        collectives: also measure torch's own collectives over the default group; else they count as fast as exchanges.
-            Over gloo both are the same.
+        collectives: also measure torch's own collectives over the default group; else they count as
+            fast as exchanges. Over gloo both are the same.
         limit_s: for the exchanges of each kind of link, see `measured_link`.
     """
     profiles: list[DeviceProfile] = groups.all_gather(profile)
@@ -206,7 +212,10 @@ def with_links(
 
 
 def ranks_per_core(groups: Groups) -> float:
-    """Return the threads of all processes per core, at least 1, on the host with the fewest. A collective."""
+    """Return the threads of all processes per core, at least 1, on the host with the fewest.
+
+    A collective.
+    """
     here = (socket.gethostname(), torch.get_num_threads(), os.sched_getaffinity(0))
     threads: dict[str, int] = {}
     cores: dict[str, set[int]] = {}

@@ -60,10 +60,12 @@ class RankMemory:
 
 
 class MemoryCounter:
-    """Counter of one model's memory, before it is wrapped for several ranks; trainings share results.
+    """Counter of one model's memory, before it is wrapped for several ranks.
 
-    For a model without adapters and other changes, `by_config` counts shallow models of the model's config, prepared
-    for a GPU with `memory` bytes.
+    Trainings share results.
+
+    For a model without adapters and other changes, `by_config` counts shallow models of the model's
+    config, prepared for a GPU with `memory` bytes.
     """
 
     def __init__(
@@ -88,12 +90,16 @@ class MemoryCounter:
     def count(
         self, plan: MicroBatchPlan, training: Training, rank: int | None = None
     ) -> RankMemory:
-        """Count the memory of a micro-batch on a rank; None for the rank that exchanges the most."""
+        """Count the memory of a micro-batch on a rank.
+
+        None for the rank that exchanges the most.
+        """
         shards = training.shards or self._settings.ranks
         state = model_state(self._model, training.strategy, shards, mixed=training.mixed)
         rank = busiest_rank(plan, self._settings) if rank is None else rank
         autocasts = training.mixed and training.strategy == "ddp"
-        # Under the other strategies a rank holds a share of the gradients, or a buffer for all of them.
+        # Under the other strategies a rank holds a share of the gradients, or a buffer for all of
+        # them.
         accumulates = training.accumulates or training.strategy != "ddp"
         key = (
             id(plan),
@@ -117,7 +123,8 @@ class MemoryCounter:
     def longest(self, available: int, training: Training) -> int:
         """Return the most tokens per rank, a multiple of STEP, that fit into the available bytes; 0 if none do.
 
-        Memory of `longest_documents` is counted at STEP times powers of two and interpolated linearly.
+        Memory of `longest_documents` is counted at STEP times powers of two and interpolated
+        linearly.
         """
 
         def needed(tokens: int) -> int:
@@ -176,8 +183,9 @@ class MemoryCounter:
         )
         if period is None:
             return of_config(config, weights)
-        # The peak is near the end of the forward, when each layer holds what it keeps for its backward. Bytes
-        # therefore grow linearly with the number of layers, and shallow models tell how fast.
+        # The peak is near the end of the forward, when each layer holds what it keeps for its
+        # backward. Bytes therefore grow linearly with the number of layers, and shallow models tell
+        # how fast.
         less, more = (
             of_config(with_layers(config, layers), weights) for layers in (period, 2 * period)
         )

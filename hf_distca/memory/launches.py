@@ -1,10 +1,12 @@
 """Guard of a count on fake tensors: no kernel is launched while it runs, and Liger's kernels are counted.
 
-A Triton kernel that gets fake tensors reads and writes addresses that do not exist, which destroys the CUDA context of
-the process. Packages such as Liger and fla make a kernel's results by torch and then launch the kernel on them. A
-launch that does nothing leaves those tensors, so that the count sees the memory of the package's own code.
+A Triton kernel that gets fake tensors reads and writes addresses that do not exist, which destroys
+the CUDA context of the process. Packages such as Liger and fla make a kernel's results by torch and
+then launch the kernel on them. A launch that does nothing leaves those tensors, so that the count
+sees the memory of the package's own code.
 
-Kernels of CUDA extensions ask a tensor for its address. Tensors of `hf_distca.models.fake` raise an error then.
+Kernels of CUDA extensions ask a tensor for its address. Tensors of `hf_distca.models.fake` raise an
+error then.
 """
 
 import importlib.util
@@ -64,7 +66,8 @@ def _skipped_in(thread: int, run: Callable[..., Any]) -> Callable[..., Any]:
 def with_liger(model: nn.Module, config: Mapping[str, Any] | None) -> Iterator[None]:
     """Give a model Liger's kernels as transformers' trainer does; None leaves the model as it is.
 
-    Liger also replaces functions of the model's file, such as the position embedding. They come back at the end.
+    Liger also replaces functions of the model's file, such as the position embedding. They come
+    back at the end.
 
     Args:
         model: a copy, which keeps the kernels of its modules.

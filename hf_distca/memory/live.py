@@ -25,8 +25,8 @@ Part = Kept | Made
 class LiveMemory(TorchDispatchMode):
     """Mode that tracks the memory of every tensor that an operator makes, until the tensor is freed.
 
-    Tensors that share memory, such as views, count once. Fake tensors give the counts of a real run without its memory
-    or computation. Temporary memory inside a single operator is not seen.
+    Tensors that share memory, such as views, count once. Fake tensors give the counts of a real run
+    without its memory or computation. Temporary memory inside a single operator is not seen.
     """
 
     def __init__(self) -> None:

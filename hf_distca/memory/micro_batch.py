@@ -1,8 +1,10 @@
 """Memory that a planned micro-batch takes on a rank: the real step, run on fake tensors and counted.
 
-The count includes the effects of model, adapters, autocast and checkpoints, since the real code runs.
+The count includes the effects of model, adapters, autocast and checkpoints, since the real code
+runs.
 
-Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
+Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E
+head dim of values.
 """
 
 from collections.abc import Mapping
@@ -77,11 +79,12 @@ def count_micro_batch(
 ) -> dict[Part, int]:
     """Return peak bytes by part during the forward and backward of a micro-batch.
 
-    Exchange buffers exist from the start, as after an earlier micro-batch. So do gradients where they accumulate. No
-    kernel is launched.
+    Exchange buffers exist from the start, as after an earlier micro-batch. So do gradients where
+    they accumulate. No kernel is launched.
 
     Args:
-        model: a model of fake tensors, with prepared layers if the plan needs them; `use` sets its checkpointing.
+        model: a model of fake tensors, with prepared layers if the plan needs them; `use` sets its
+            checkpointing.
     """
     live = LiveMemory()
     live.belong([*model.parameters(), *model.buffers()], "weights")
@@ -137,7 +140,10 @@ def count_micro_batch(
 def count_core_attention(
     plan: MicroBatchPlan, kind: AttentionKind, dtype: torch.dtype, rank: int, use: Use
 ) -> dict[Part, int]:
-    """Return peak bytes by part of one layer's core attention on its own; exchange buffers count even if unused."""
+    """Return peak bytes by part of one layer's core attention on its own.
+
+    Exchange buffers count even if unused.
+    """
     live = LiveMemory()
     bound = bound_plan(plan, rank, use, live)
     with without_launches(), fake_tensors(), live:

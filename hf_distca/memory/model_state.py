@@ -22,8 +22,9 @@ class ModelState(NamedTuple):
 def parameter_bytes(module: nn.Module, width: int | None = None, *, trained: bool = False) -> int:
     """Return the bytes of a module's parameters, shared parameters once.
 
-    Parameters that ZeRO-3 or FSDP2 divided count as whole; of those divided by tensor parallelism, a rank's share
-    counts. Floating-point numbers have `width` bytes if given; quantized weights, whole numbers, count as they are.
+    Parameters that ZeRO-3 or FSDP2 divided count as whole; of those divided by tensor parallelism,
+    a rank's share counts. Floating-point numbers have `width` bytes if given; quantized weights,
+    whole numbers, count as they are.
     """
     return sum(
         getattr(parameter, "ds_numel", parameter.numel())
@@ -37,14 +38,15 @@ def parameter_bytes(module: nn.Module, width: int | None = None, *, trained: boo
 def model_state(model: nn.Module, strategy: Strategy, ranks: int, *, mixed: bool) -> ModelState:
     """Return the memory of a model's state on a rank, kept from step to step.
 
-    - ddp: the parameters as they are; with several ranks, DistributedDataParallel's buckets beside the gradients.
+    - ddp: the parameters as they are; with several ranks, DistributedDataParallel's buckets beside
+      the gradients.
     - fsdp2: shards of float32 weights; gathered weights, and gradients before they are reduced.
-    - zero1, zero2, zero3: DeepSpeed's weights in the dtype of computation and shards of a float32 copy beside the
-      moments. zero2 shards gradients, zero3 weights too.
+    - zero1, zero2, zero3: DeepSpeed's weights in the dtype of computation and shards of a float32
+      copy beside the moments. zero2 shards gradients, zero3 weights too.
 
-    Gathered at a time: all weights outside the decoder layers, one layer, and the next layer, which is prefetched.
-    Gradients are whole until a layer's backward has ended. Buckets of FSDP2 and DeepSpeed, whose size is a setting,
-    are left out. The state is divided among `ranks`.
+    Gathered at a time: all weights outside the decoder layers, one layer, and the next layer, which
+    is prefetched. Gradients are whole until a layer's backward has ended. Buckets of FSDP2 and
+    DeepSpeed, whose size is a setting, are left out. The state is divided among `ranks`.
     """
     if strategy == "ddp":
         trained = parameter_bytes(model, trained=True)

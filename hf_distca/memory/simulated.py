@@ -24,10 +24,13 @@ KERNEL = "torch_varlen"
 def gpu_memory(
     setup: Setup, config: PreTrainedConfig, settings: PlanSettings, options: DistCAConfig
 ) -> Callable[[Strategy, int, MicroBatchPlan | None], tuple[int | None, int]]:
-    """Return a `hf_distca.sim.simulate.Memory`; the model's state is divided over all ranks as by FSDP2.
+    """Return a `hf_distca.sim.simulate.Memory`.
 
-    A step with the plan is counted for planned strategies. The others are counted without an exchange, for half and
-    for full rows, and extended along a line; context parallelism adds K and V of its group and their gradients.
+    The model's state is divided over all ranks as by FSDP2.
+
+    A step with the plan is counted for planned strategies. The others are counted without an
+    exchange, for half and for full rows, and extended along a line; context parallelism adds K and
+    V of its group and their gradients.
     """
     settings = replace(settings, kernel=KERNEL)
     alone, most = (

@@ -1,7 +1,8 @@
 """Stand-ins for GPU kernels and other ranks in a step that is only counted.
 
-Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D head dim of queries
-and keys, E head dim of values, R rows of a token for each of its experts, X experts, I inputs, O outputs.
+Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D
+head dim of queries and keys, E head dim of values, R rows of a token for each of its experts, X
+experts, I inputs, O outputs.
 """
 
 from collections.abc import Hashable, Sequence
@@ -23,8 +24,9 @@ from hf_distca.sim.model import CHUNK
 class FlashMemory(TorchVarlenKernel):
     """Kernel that takes the memory of FlashAttention-2's varlen kernel and computes nothing.
 
-    Its backward accumulates dQ in float32. With fewer key/value heads than query heads it makes dK and dV for every
-    query head before it adds them up (flash_api.cpp, `mha_varlen_bwd`). FlashAttention-3 and 4 take no more.
+    Its backward accumulates dQ in float32. With fewer key/value heads than query heads it makes dK
+    and dV for every query head before it adds them up (flash_api.cpp, `mha_varlen_bwd`).
+    FlashAttention-3 and 4 take no more.
     """
 
     def check(self, *_: Any) -> None:
@@ -61,9 +63,10 @@ class FlashMemory(TorchVarlenKernel):
 class RecurrenceMemory:
     """Recurrence that takes the memory of its kernel and computes nothing.
 
-    The kernels keep what they are called with and, for a delta rule, the inverse of a chunk's products of keys (fla:
-    `chunk_gated_delta_rule`, `chunk_kda`; mamba-ssm: `mamba_chunk_scan_combined`). Forward and backward make a state
-    for each chunk, and the backward float32 gradients of the decays.
+    The kernels keep what they are called with and, for a delta rule, the inverse of a chunk's
+    products of keys (fla: `chunk_gated_delta_rule`, `chunk_kda`; mamba-ssm:
+    `mamba_chunk_scan_combined`). Forward and backward make a state for each chunk, and the backward
+    float32 gradients of the decays.
     """
 
     def __init__(self, values: int, packed_by: str) -> None:
@@ -106,7 +109,8 @@ class _RecurrenceMemory(torch.autograd.Function):
 COUNTED_FUNCTIONS: dict[str, Any] = {
     **dict.fromkeys((DELTA_RULE, KIMI_DELTA_RULE), RecurrenceMemory(2, "cu_seqlens")),
     SCAN: RecurrenceMemory(0, "seq_idx"),
-    # Not the kernel for a whole module, which would be launched: its convolution and its scan are counted.
+    # Not the kernel for a whole module, which would be launched: its convolution and its scan are
+    # counted.
     CONVOLUTION_AND_SCAN: SimpleNamespace(packed_by=None),
 }
 
@@ -114,8 +118,8 @@ COUNTED_FUNCTIONS: dict[str, Any] = {
 def grouped_products(rows_RI: Tensor, weights_XIO: Tensor, offs: Tensor) -> Tensor:
     """Return an empty product of rows with the weights of their experts, in place of transformers' `_grouped_mm`.
 
-    Of fake tensors torch's grouped_mm takes only bfloat16, and transformers' own function reads `offs` on some
-    versions.
+    Of fake tensors torch's grouped_mm takes only bfloat16, and transformers' own function reads
+    `offs` on some versions.
     """
     product: Any = _GroupedProducts.apply
     made: Tensor = product(rows_RI.to(weights_XIO.dtype), weights_XIO)

@@ -14,7 +14,10 @@ CHECKPOINTING = LATER if hasattr(PreTrainedModel, f"{LATER}_enable") else EARLIE
 def enable_checkpointing(
     model: nn.Module, options: dict[str, Any] | None = None, **others: Any
 ) -> None:
-    """Turn on checkpoints of layers; `options` are those of torch's checkpoints, as transformers takes them."""
+    """Turn on checkpoints of layers.
+
+    `options` are those of torch's checkpoints, as transformers takes them.
+    """
     getattr(model, f"{CHECKPOINTING}_enable")(options, **others)
 
 
@@ -29,7 +32,10 @@ def is_checkpointing(model: nn.Module) -> bool:
 
 
 def checkpointing_options(args: Any) -> dict[str, Any] | None:
-    """Return the options with which a trainer's arguments turn on checkpoints; None if they turn none on."""
+    """Return the options with which a trainer's arguments turn on checkpoints.
+
+    None if they turn none on.
+    """
     return (
         dict(getattr(args, f"{CHECKPOINTING}_kwargs") or {})
         if getattr(args, CHECKPOINTING)
@@ -40,7 +46,8 @@ def checkpointing_options(args: Any) -> dict[str, Any] | None:
 def move_default(args: Any) -> None:
     """Move checkpoints that another library turns on by default under the earlier names to the later ones.
 
-    transformers would warn of the earlier name, which nobody has written. A value that somebody gave stays there.
+    transformers would warn of the earlier name, which nobody has written. A value that somebody
+    gave stays there.
     """
     default = type(args).__dataclass_fields__[EARLIER].default
     by_default = default is not None and args.gradient_checkpointing == default

@@ -22,7 +22,8 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the attention layers of a model's decoder by name."""
     found: dict[str, nn.Module] = {}
-    # The decoder alone has no towers for images or sound. In some models get_decoder() returns another module.
+    # The decoder alone has no towers for images or sound. In some models get_decoder() returns
+    # another module.
     for root in (model.get_decoder(), model):
         found = found or {
             name: module for name, module in root.named_modules() if is_attention(module)
@@ -67,7 +68,8 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
 def mixing_modules(layer: nn.Module) -> list[nn.Module]:
     """Return the outermost modules of a decoder layer that mix along the row.
 
-    These own a convolution over the row, or are attention layers outside transformers' interface (linear attention).
+    These own a convolution over the row, or are attention layers outside transformers' interface
+    (linear attention).
     """
     found: list[nn.Module] = []
     for module in layer.children():

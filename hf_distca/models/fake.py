@@ -21,7 +21,10 @@ def fake_tensors() -> FakeTensorMode:
 
 
 def model_of_config(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a causal language model of a config, in training mode; raise ValueError if transformers has none."""
+    """Return a causal language model of a config, in training mode.
+
+    Raise ValueError if transformers has none.
+    """
     with fake_tensors():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION_NAME, dtype=dtype
@@ -34,7 +37,8 @@ def model_after(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
     """Return a copy of a model in training mode, with its adapters and other changes.
 
     Args:
-        model: a model on any device, before it is wrapped for several ranks; ZeRO-3 may have divided its parameters.
+        model: a model on any device, before it is wrapped for several ranks; ZeRO-3 may have
+            divided its parameters.
         dtype: dtype of the copy's weights; None for the model's own.
     """
 

@@ -15,16 +15,20 @@ FLA, TRITON, TILELANG = "fla-core", "triton", "tilelang"
 """Distributions on which the fault depends. flash-linear-attention before 0.4 has no fla-core."""
 HOPPER = (9, 0)
 BROKEN_FROM, FIXED_IN = Version("3.4.0"), Version("3.7.1")
-"""Versions of Triton: the first that compiles a gated backward wrongly on Hopper, and the first that does not."""
+"""Versions of Triton: the first that compiles a gated backward wrongly on Hopper, and the first
+that does not."""
 REMEDY = f"pip install 'triton>={FIXED_IN}', or pip install tilelang, which fla then uses instead"
 
 
 def backward_fault(capability: tuple[int, int], versions: Mapping[str, str | None]) -> str | None:
-    """Return why fla's gated delta rule has no backward on a GPU with these packages; None if it has one.
+    """Return why fla's gated delta rule has no backward on a GPU with these packages.
+
+    None if it has one.
 
     Args:
         capability: compute capability of the GPU.
-        versions: versions of fla, Triton and tilelang by name; None or no entry for what is not installed.
+        versions: versions of fla, Triton and tilelang by name; None or no entry for what is not
+            installed.
     """
     fla, triton, tilelang = (versions.get(name) for name in (FLA, TRITON, TILELANG))
     if capability != HOPPER or fla is None or triton is None or tilelang is not None:
@@ -32,8 +36,9 @@ def backward_fault(capability: tuple[int, int], versions: Mapping[str, str | Non
     if not BROKEN_FROM <= Version(triton) < FIXED_IN:
         return None
     return (
-        f"fla {fla} raises in the backward of gated delta rules on Hopper with Triton {triton}: Triton "
-        f"{BROKEN_FROM} and newer, before {FIXED_IN}, compiles it to incorrect results (fla #640)"
+        f"fla {fla} raises in the backward of gated delta rules on Hopper with Triton {triton}: "
+        f"Triton {BROKEN_FROM} and newer, before {FIXED_IN}, compiles it to incorrect results "
+        "(fla #640)"
     )
 
 

@@ -30,8 +30,9 @@ def layers_by_kind(model: nn.Module) -> Counter[AttentionKind]:
     Under tensor parallelism a kind has the heads of one rank.
 
     Raises:
-        ValueError: a layer's type is unknown, or tensor parallelism cannot divide its heads. Unknown types, such as
-            attention to chosen rows, would be wrong for documents cut across ranks.
+        ValueError: a layer's type is unknown, or tensor parallelism cannot divide its heads.
+            Unknown types, such as attention to chosen rows, would be wrong for documents cut across
+            ranks.
     """
     model = base_model(model)
     config = model.config.get_text_config(decoder=True)
@@ -50,9 +51,9 @@ def layers_by_kind(model: nn.Module) -> Counter[AttentionKind]:
         q_heads = getattr(own, "num_attention_heads", None)
         if q_heads is None:
             raise RefusedError(
-                f"{type(own).__name__} has no num_attention_heads, so the heads of {type(module).__name__} are "
-                "unknown and its attention cannot be planned; train this model with stock attention and transformers' "
-                "Trainer"
+                f"{type(own).__name__} has no num_attention_heads, so the heads of "
+                f"{type(module).__name__} are unknown and its attention cannot be planned; train "
+                "this model with stock attention and transformers' Trainer"
             )
         if (
             getattr(own, "qk_nope_head_dim", None) is not None
@@ -96,8 +97,8 @@ def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
     known["chunked_attention"] = Reach(chunk=getattr(config, "attention_chunk_size", None))
     if unknown := sorted(set(types) - set(known)):
         raise RefusedError(
-            f"{type(config).__name__} has layers of type {unknown}, but a planned step is exact only for layers of "
-            f"the types {sorted(known)}. Choose a model with these types only, or train this model with stock "
-            "attention and transformers' Trainer"
+            f"{type(config).__name__} has layers of type {unknown}, but a planned step is exact "
+            f"only for layers of the types {sorted(known)}. Choose a model with these types only, "
+            "or train this model with stock attention and transformers' Trainer"
         )
     return [known[layer_type] for layer_type in types]

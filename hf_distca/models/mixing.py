@@ -1,8 +1,8 @@
 """Table of modules that mix rows in order and whose documents may be cut between ranks.
 
-Rows of these modules depend on each other only in functions that the modules look up under global names. A planned
-step gives a module other functions in their place, and runs the module once on all rows. Of any other module nothing
-is known: it runs document by document, on whole documents.
+Rows of these modules depend on each other only in functions that the modules look up under global
+names. A planned step gives a module other functions in their place, and runs the module once on all
+rows. Of any other module nothing is known: it runs document by document, on whole documents.
 """
 
 import inspect
@@ -51,7 +51,8 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     ),
     "MiniMaxLightningAttention": (LIGHTNING,),
 }
-"""Functions in which rows of a module depend on each other, by the module's class; each is called once, in order."""
+"""Functions in which rows of a module depend on each other, by the module's class; each is called
+once, in order."""
 
 WHOLE = {
     "JambaMambaMixer": "Mamba-1 decays each state by a number of its own",
@@ -63,7 +64,10 @@ WHOLE = {
 
 
 def functions(module: nn.Module) -> tuple[str, ...] | None:
-    """Return the functions in which a module's rows depend on each other; None if that is not known."""
+    """Return the functions in which a module's rows depend on each other.
+
+    None if that is not known.
+    """
     names = FUNCTIONS.get(type(module).__name__)
     if names is None:
         return None

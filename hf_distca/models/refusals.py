@@ -30,7 +30,8 @@ from hf_distca.refusal import Refusal, given_as
 CHANGING_MASKS = ("doge",)
 """Model types whose layers derive a mask of their own from the given mask."""
 IN_CONFIG = re.compile(r"(?!encoder_)(.*_)?(attn|attention)_.*drop.*")
-"""Config fields: attention_dropout, attn_pdrop, attention_probs_dropout_prob, decoder_attention_dropout_rate, ..."""
+"""Config fields: attention_dropout, attn_pdrop, attention_probs_dropout_prob,
+decoder_attention_dropout_rate, ..."""
 IN_MODULE = re.compile(r"(attn|attention)_.*drop.*|dropout(_p|_prob)?")
 """Attributes of an attention layer; there plain "dropout" also means dropout of the weights."""
 WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.", "deepspeed.")
@@ -58,14 +59,14 @@ class Models:
     WRAPPED = Refusal(
         "{model} is wrapped or compiled already, as {wrapper}",
         "hf_distca changes the model before that",
-        "pass the model itself: call make_dispatcher, or make the trainer, before Accelerator.prepare, DDP, FSDP, "
-        "DeepSpeed and torch.compile",
+        "pass the model itself: call make_dispatcher, or make the trainer, before "
+        "Accelerator.prepare, DDP, FSDP, DeepSpeed and torch.compile",
         condition="a model after `Accelerator.prepare`, DDP, FSDP, DeepSpeed or `torch.compile`",
     )
     NO_INTERFACE = _stock(
         "no attention interface (models with attention code of their own)",
-        "{model} does not run its attention through transformers' AttentionInterface, in modules of a class "
-        "...Attention with a layer_idx",
+        "{model} does not run its attention through transformers' AttentionInterface, in modules "
+        "of a class ...Attention with a layer_idx",
         "a plan reaches attention only there",
     )
     OTHER_ATTENTION = Refusal(
@@ -95,7 +96,8 @@ class Models:
     NO_POSITIONS = _stock(
         "no `position_ids` (decoders of BART, Marian, Pegasus)",
         "{model} takes no position_ids",
-        "it counts the positions of a whole row, and packed documents need positions that restart at 0",
+        "it counts the positions of a whole row, and packed documents need positions that restart "
+        "at 0",
     )
     POSITIONS_FROM_PADDING = _stock(
         "positions counted from the padding token (RoBERTa)",
@@ -103,11 +105,12 @@ class Models:
         "packed documents need positions that begin at 0",
     )
     LONGEST_POSITION = _stock(
-        "rotary embeddings that read the longest position in code of their own (longrope or dynamic NTK outside "
-        "transformers)",
-        "{module} of {model} has a rotary embedding that depends on the longest position of a row, or on the row's "
-        "length",
-        "a packed row holds many documents or a part of one, and how to compute it for each document is unknown",
+        "rotary embeddings that read the longest position in code of their own (longrope or "
+        "dynamic NTK outside transformers)",
+        "{module} of {model} has a rotary embedding that depends on the longest position of a row, "
+        "or on the row's length",
+        "a packed row holds many documents or a part of one, and how to compute it for each "
+        "document is unknown",
     )
     NOT_CAUSAL = _stock(
         "attention that is not causal, or to an encoder (PaliGemma, BERT, Whisper)",
@@ -122,23 +125,26 @@ class Models:
     )
     BIAS = _stock(
         "biases added to attention scores (Inkling)",
-        "{module} of {model} adds a bias to its scores (position_bias) for each pair of a query and a key",
+        "{module} of {model} adds a bias to its scores (position_bias) for each pair of a query "
+        "and a key",
         "a plan does not exchange biases",
     )
     UNKNOWN_MIXING = _stock(
         "layers of unknown types that mix the rows of a document (indexers, n-gram embeddings)",
-        "{config} has {expected} layers of the types {types}, and only in {known} of them a module is known that "
-        "mixes along the row (with a convolution, or attention of its own)",
+        "{config} has {expected} layers of the types {types}, and only in {known} of them a module "
+        "is known that mixes along the row (with a convolution, or attention of its own)",
         "documents could not be kept apart in the others",
     )
     MIXING_WITHOUT_KEYWORDS = _stock(
         "such layers without `**kwargs`",
         "{module}.forward has no **kwargs",
-        "the plan would not reach the module in it that mixes along the row, and documents would mix",
+        "the plan would not reach the module in it that mixes along the row, and documents "
+        "would mix",
     )
     DROPS_KEYWORDS = _stock(
         "keywords are dropped on the way to attention (StableLM, Nemotron)",
-        "{model} drops keywords on the way to its attention: {module}.forward takes none, or does not use them",
+        "{model} drops keywords on the way to its attention: {module}.forward takes none, or does "
+        "not use them",
         "the plan is such a keyword",
     )
     OTHER_LOSS = Refusal(
@@ -146,7 +152,10 @@ class Models:
         "labels of packed documents are their next tokens: no classes, answers or hidden tokens",
         "load the model with AutoModelForCausalLM; or train it with transformers' Trainer and "
         "attn_implementation='sdpa'",
-        condition="classifiers and other models without a language model's loss (`LlamaForSequenceClassification`)",
+        condition=(
+            "classifiers and other models without a language model's loss "
+            "(`LlamaForSequenceClassification`)"
+        ),
     )
     OWN_LOSS = _stock(
         "a loss without transformers' loss function (`GPT2ForTokenClassification`)",
@@ -161,10 +170,12 @@ class Models:
     )
     CUT_MIXING = Refusal(
         "document_layout={layout!r} cuts documents",
-        "{module} in {model} mixes the rows of a document other than by attention, and would be wrong for a document "
-        "that is cut",
+        "{module} in {model} mixes the rows of a document other than by attention, and would be "
+        "wrong for a document that is cut",
         "set document_layout='whole', which 'auto' means for this model",
-        condition='`document_layout="joint"` or `"fixed"` with Mamba-1 or a recurrence that is not known',
+        condition=(
+            '`document_layout="joint"` or `"fixed"` with Mamba-1 or a recurrence that is not known'
+        ),
     )
     CHECKPOINT_INSIDE = Refusal(
         "{module} runs in a gradient checkpoint that begins inside its decoder layer",
@@ -190,8 +201,8 @@ def _adapter(condition: str, reason: str) -> Refusal:
     return Refusal(
         "adapter {name!r} is of the type {kind}",
         reason,
-        "use an adapter that processes each token alone, such as LoRA; or train with attn_implementation='sdpa' and "
-        "transformers' Trainer",
+        "use an adapter that processes each token alone, such as LoRA; or train with "
+        "attn_implementation='sdpa' and transformers' Trainer",
         condition=condition,
     )
 
@@ -208,7 +219,8 @@ ALORA = _adapter(
 ADAPTERS = {
     "ADALORA": _adapter(
         "AdaLoRA",
-        "it adds a penalty to the loss of every micro-batch on every rank, which would count many times",
+        "it adds a penalty to the loss of every micro-batch on every rank, which would count many "
+        "times",
     ),
     "SHADOW": _adapter(
         "ShadowPEFT",
@@ -216,7 +228,8 @@ ADAPTERS = {
     ),
     "LILY": _adapter(
         "Lily",
-        "it averages its routers over all rows of a rank, so that documents would change one another",
+        "it averages its routers over all rows of a rank, so that documents would change one "
+        "another",
     ),
     "POLY": _adapter(
         "Poly", "it needs task_ids with every example, which packed rows do not carry"

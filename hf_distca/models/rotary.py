@@ -10,7 +10,8 @@ from transformers.modeling_rope_utils import dynamic_rope_update
 from hf_distca.models.decoder import stock_forward
 
 UPDATING: Any = dynamic_rope_update(lambda *_: None)
-"""A forward that chooses the frequencies of a call by the longest position, as transformers' decorator makes it."""
+"""A forward that chooses the frequencies of a call by the longest position, as transformers'
+decorator makes it."""
 SCALING_BY_LENGTH = ("PhimoeRotaryEmbedding",)
 """Classes whose own forward chooses a factor on cos and sin by the longest position."""
 

@@ -36,12 +36,14 @@ def plan_settings(
         config: Settings for packing and balancing.
         ranks: Number of ranks that train together.
         device: Device of this rank.
-        dtype: Dtype of core attention. None takes the model's. Under autocast give autocast's dtype.
-        ranks_per_node: Number of ranks that share a node, used where `config.ranks_per_node` is "auto".
+        dtype: Dtype of core attention. None takes the model's. Under autocast give autocast's
+            dtype.
+        ranks_per_node: Number of ranks that share a node, used where `config.ranks_per_node` is
+            "auto".
 
     Raises:
-        ValueError: The model cannot be planned, has no layers for `config.ping_pong`, the kernel does not support its
-            attention, or the nodes do not add up to the number of ranks.
+        ValueError: The model cannot be planned, has no layers for `config.ping_pong`, the kernel
+            does not support its attention, or the nodes do not add up to the number of ranks.
         ImportError: The package of the kernel is not installed.
     """
     check_model(model)
@@ -89,8 +91,8 @@ def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
         )
     if config.document_layout == AUTO and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info(
-            "each document stays whole on one rank (document_layout='whole'), because %s in %s mixes the rows of a "
-            "document in a way that cannot be cut: %s",
+            "each document stays whole on one rank (document_layout='whole'), because %s in %s "
+            "mixes the rows of a document in a way that cannot be cut: %s",
             of_module,
             of_model,
             WHOLE.get(of_module, "the module is not known"),

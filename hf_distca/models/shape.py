@@ -21,8 +21,8 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 def weights_met(model: PreTrainedModel) -> dict[nn.Parameter, float]:
     """Return for each parameter how many of its numbers are active for a token.
 
-    Embedding and output head, which may be tied, are left out. Experts count by the share of experts that a token
-    uses.
+    Embedding and output head, which may be tied, are left out. Experts count by the share of
+    experts that a token uses.
     """
     config = model.config.get_text_config(decoder=True)
     experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 1)

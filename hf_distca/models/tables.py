@@ -11,14 +11,16 @@ from hf_distca.collator.limits import Limits
 from hf_distca.models.decoder import base_model
 
 TABLE_OF_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|pos(ition)?s?_(embed|encod)\w*)(\.|$)")
-"""Names of tables of positions, such as wpe (GPT-2), embed_positions (OPT) and pos_encoding (CTRL)."""
+"""Names of tables of positions, such as wpe (GPT-2), embed_positions (OPT) and pos_encoding (CTRL).
+"""
 Kind = TypeVar("Kind", bound=nn.Module)
 
 
 def model_limits(model: nn.Module) -> Limits:
     """Return the limits of a model, or of a PEFT model around one, before it is wrapped for several ranks.
 
-    Sizes come from the modules: they are those of the whole table, also where each rank holds a share of its weight.
+    Sizes come from the modules: they are those of the whole table, also where each rank holds a
+    share of its weight.
     """
     base = base_model(model)
     embedding = _first(nn.Embedding, base.get_input_embeddings())
@@ -32,7 +34,9 @@ def model_limits(model: nn.Module) -> Limits:
 
 
 def trained_positions(config: Any) -> int | None:
-    """Return the number of positions that a model with rotary embeddings is made for; None without a limit.
+    """Return the number of positions that a model with rotary embeddings is made for.
+
+    None without a limit.
 
     A factor such as YaRN's extends the first positions. Dynamic NTK adapts to any length.
     """
@@ -57,7 +61,10 @@ def _first(kind: type[Kind], module: nn.Module | None) -> Kind | None:
 
 
 def _positions(module: nn.Module, name: str, text_config: type) -> Iterator[int]:
-    """Yield the numbers of positions in the tables of a module, called `name`; towers have positions of their own."""
+    """Yield the numbers of positions in the tables of a module, called `name`.
+
+    Towers have positions of their own.
+    """
     if isinstance(module, PreTrainedModel):
         if type(module.config.get_text_config(decoder=True)) is not text_config:
             return

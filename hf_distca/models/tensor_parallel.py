@@ -16,7 +16,8 @@ from hf_distca.plan import AttentionKind
 from hf_distca.refusal import RefusedError
 
 TAKES_SHARES = "rowwise"
-"""transformers' style of a linear layer with divided input: the output projection of divided attention.
+"""transformers' style of a linear layer with divided input: the output projection of divided
+attention.
 
 The style is "rowwise_split_input" if each rank has all heads.
 """
@@ -30,7 +31,10 @@ MESH = "tp"
 def kind_on_a_rank(
     kind: AttentionKind, model: PreTrainedModel, attention: nn.Module
 ) -> AttentionKind:
-    """Return a layer's kind of attention with the heads of one rank; raise ValueError if ranks cannot divide heads."""
+    """Return a layer's kind of attention with the heads of one rank.
+
+    Raise ValueError if ranks cannot divide heads.
+    """
     ranks: int = getattr(model, "tp_size", None) or 1
     name = next(name for name, module in model.named_modules() if module is attention)
     of_layer = re.sub(r"\.\d+(?=\.|$)", ".*", name) + "."
@@ -40,9 +44,10 @@ def kind_on_a_rank(
     for heads, what in ((kind.q_heads, "query heads"), (kind.kv_heads, "key/value heads")):
         if heads % ranks:
             raise RefusedError(
-                f"{name} has {heads} {what}, which tensor parallelism cannot divide among {ranks} ranks. Load "
-                f"{type(model).__name__} with a tp_size that divides {kind.q_heads} and {kind.kv_heads}; raise "
-                "fsdp_size to use the other ranks: DistributedConfig(tp_size=…, fsdp_size=…)"
+                f"{name} has {heads} {what}, which tensor parallelism cannot divide among {ranks} "
+                f"ranks. Load {type(model).__name__} with a tp_size that divides {kind.q_heads} "
+                f"and {kind.kv_heads}; raise fsdp_size to use the other ranks: "
+                "DistributedConfig(tp_size=…, fsdp_size=…)"
             )
     return replace(kind, q_heads=kind.q_heads // ranks, kv_heads=kind.kv_heads // ranks)
 

@@ -1,10 +1,11 @@
 """Attention function that transformers calls under attn_implementation="distca", and its mask function.
 
-In a planned step the plan replaces the mask, and a [T, T] mask of a long row would not fit in memory. Only the
-attention function knows whether a step is planned, so that it makes the mask if needed.
+In a planned step the plan replaces the mask, and a [T, T] mask of a long row would not fit in
+memory. Only the attention function knows whether a step is planned, so that it makes the mask if
+needed.
 
-Shape suffixes: B batch, H query heads, G key/value heads, T rows, S key/value rows, D head dim of queries and keys, E
-head dim of values.
+Shape suffixes: B batch, H query heads, G key/value heads, T rows, S key/value rows, D head dim of
+queries and keys, E head dim of values.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,9 +31,9 @@ from hf_distca.plan import PLAN_KEY
 ELSEWHERE = "train this model with stock attention and transformers' Trainer"
 """Remedy where a plan cannot express a model's attention."""
 UNPLANNED = (
-    "a model with attn_implementation='distca' trains on {ranks} ranks without plans, so nothing is balanced: train "
-    "it with DistCATrainer or another trainer of hf_distca, call make_dispatcher or pack_padded in a custom loop, or "
-    "load it with attn_implementation='sdpa'"
+    "a model with attn_implementation='distca' trains on {ranks} ranks without plans, so nothing "
+    "is balanced: train it with DistCATrainer or another trainer of hf_distca, call "
+    "make_dispatcher or pack_padded in a custom loop, or load it with attn_implementation='sdpa'"
 )
 """Warning about a training that plans nothing, such as one by transformers' own Trainer."""
 PREPARED = "distca_prepared"
@@ -46,7 +47,8 @@ class DeferredMask:
 
     Attributes:
         local_size: rows of the layers' window or chunk; None for full attention.
-        added_by_model: whether the model adds a mask of its own, beyond causality, windows and packing.
+        added_by_model: whether the model adds a mask of its own, beyond causality, windows and
+            packing.
     """
 
     def __init__(
@@ -60,7 +62,10 @@ class DeferredMask:
         return self._make()
 
     def __getitem__(self, index: tuple[slice, ...]) -> "DeferredMask | Tensor":
-        """Return the mask of selected rows, made now (for Gemma 4's logits); the mask of all rows stays deferred."""
+        """Return the mask of selected rows, made now (for Gemma 4's logits).
+
+        The mask of all rows stays deferred.
+        """
         if all(part in (slice(None), slice(0, None)) for part in index):
             return self
         whole = self._make(allow_is_causal_skip=False)
@@ -92,8 +97,8 @@ def distca_attention(
         key: [B, G, S, D].
         value: [B, G, S, E].
         scaling: factor on the scores; None for 1/√D.
-        kwargs: sliding_window, rows of the layer's window; softcap; s_aux, [H] learned attention sinks (gpt-oss); and
-            in a planned step the micro-batch's plan.
+        kwargs: sliding_window, rows of the layer's window; softcap; s_aux, [H] learned attention
+            sinks (gpt-oss); and in a planned step the micro-batch's plan.
 
     Returns:
         [B, T, H, E], and None for the attention weights, which are never materialised.
@@ -198,32 +203,34 @@ def _refused(
     """Yield why a planned step cannot compute the attention that a model asks for."""
     if dropout > 0:
         yield (
-            f"uses attention dropout {dropout} in a planned step, where workers cannot draw the same dropped weights; "
-            "set model.config.attention_dropout = 0.0"
+            f"uses attention dropout {dropout} in a planned step, where workers cannot draw the "
+            "same dropped weights; set model.config.attention_dropout = 0.0"
         )
     if query.shape[0] != 1:
         yield (
-            f"got a batch of {query.shape[0]} rows, but a planned step needs batch size 1 (rows packed without "
-            "padding); pack all documents into one row"
+            f"got a batch of {query.shape[0]} rows, but a planned step needs batch size 1 (rows "
+            "packed without padding); pack all documents into one row"
         )
     if isinstance(mask, Tensor):
         yield (
-            f"got an attention_mask of shape {list(mask.shape)}, but a planned step has no padding to mask; "
-            "pack documents without padding and leave attention_mask out"
+            f"got an attention_mask of shape {list(mask.shape)}, but a planned step has no padding "
+            "to mask; pack documents without padding and leave attention_mask out"
         )
     elif mask is not None and mask.added_by_model:
         yield f"adds a custom mask to the causal mask, and a plan cannot express it; {ELSEWHERE}"
     elif mask is not None and mask.local_size not in (None, *reach):
         yield (
-            f"masks by a local size of {mask.local_size}, but has sliding_window={reach.window} and chunks "
-            f"of {reach.chunk} rows. A plan supports only full, sliding-window and chunked attention; {ELSEWHERE}"
+            f"masks by a local size of {mask.local_size}, but has sliding_window={reach.window} "
+            f"and chunks of {reach.chunk} rows. A plan supports only full, sliding-window and "
+            f"chunked attention; {ELSEWHERE}"
         )
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         yield f"is not causal, but a plan supports causal attention only; {ELSEWHERE}"
     if plan.ran.rotations == 0 and _needs_lengths(module):
         yield (
-            "gets a rotary embedding for the longest position of the rank's rows, and not for the length of each "
-            "document; prepare the model with make_dispatcher before its forward is wrapped or replaced"
+            "gets a rotary embedding for the longest position of the rank's rows, and not for the "
+            "length of each document; prepare the model with make_dispatcher before its forward "
+            "is wrapped or replaced"
         )
     for name in ("position_bias", "cache"):
         if kwargs.get(name) is not None:
@@ -231,7 +238,10 @@ def _refused(
 
 
 def _needs_lengths(module: Any) -> bool:
-    """Return whether an attention layer's rotary embedding depends on the lengths of documents; found out once."""
+    """Return whether an attention layer's rotary embedding depends on the lengths of documents.
+
+    Found out once.
+    """
     if not hasattr(module, "rotates_by_length"):
         module.rotates_by_length = config_depends_on_length(getattr(module, "config", None))
     found: bool = module.rotates_by_length
@@ -241,7 +251,8 @@ def _needs_lengths(module: Any) -> bool:
 def scaled_by_position(module: Any, query_BHTD: Tensor, plan: BoundPlan) -> Tensor:
     """Return queries scaled by their positions in their documents, where Llama 4 has no rotary embedding.
 
-    The model has scaled them by positions that it counts from the first row of the call, across documents.
+    The model has scaled them by positions that it counts from the first row of the call, across
+    documents.
     """
     if (
         module.use_rope or max(plan.rows, plan.last_position + 1) < module.floor_scale
@@ -270,8 +281,8 @@ def distca_mask(
 ) -> Mask:
     """Return the mask that "sdpa" uses, deferred if the step may be planned.
 
-    A planned step has batch size 1, no padding and no cache. Other steps get their mask at once, and so do models that
-    compute with the mask.
+    A planned step has batch size 1, no padding and no cache. Other steps get their mask at once,
+    and so do models that compute with the mask.
     """
     make = partial(
         sdpa_mask,
@@ -286,7 +297,8 @@ def distca_mask(
     may_be_planned = batch_size == 1 and attention_mask is None and q_length == kv_length
     changes_masks = getattr(config, "model_type", None) in CHANGING_MASKS
     if changes_masks or not may_be_planned or isinstance(q_offset, Tensor) or q_offset != 0:
-        # Layers that share keys (Gemma 4) select rows of a prompt's mask, and None would let rows see unused cache.
+        # Layers that share keys (Gemma 4) select rows of a prompt's mask, and None would let rows
+        # see unused cache.
         selects_rows = q_length > 1 and getattr(config, "num_kv_shared_layers", None)
         return make(allow_is_causal_skip=False) if selects_rows else make()
     return DeferredMask(kwargs.get("local_size"), kwargs.get("use_vmap", False), make)

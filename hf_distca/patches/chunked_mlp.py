@@ -1,8 +1,8 @@
 """Decoder MLPs over chunks of rows, so that intermediate rows exist for one chunk at a time.
 
-An MLP computes each row independently, so that chunks give the same rows. Each chunk is checkpointed: otherwise
-autograd would keep all chunks' intermediate rows. This is *TiledMLP* of "Arctic Long Sequence Training" (arXiv
-2506.13996).
+An MLP computes each row independently, so that chunks give the same rows. Each chunk is
+checkpointed: otherwise autograd would keep all chunks' intermediate rows. This is *TiledMLP* of
+"Arctic Long Sequence Training" (arXiv 2506.13996).
 """
 
 import logging
@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 def chunk_mlps(model: nn.Module, rows: int) -> None:
-    """Make a model's decoder MLPs compute `rows` rows at a time, in place; call it before `prepare`.
+    """Make a model's decoder MLPs compute `rows` rows at a time, in place.
+
+    Call it before `prepare`.
 
     MLPs that cannot be divided, such as blocks of experts, are unchanged and logged.
 
@@ -36,7 +38,8 @@ def chunk_mlps(model: nn.Module, rows: int) -> None:
         cls = type(module)
         if not cls.__name__.endswith(("MLP", "MoE", "MoeBlock", "FeedForward")):
             continue
-        # The rows of an expert depend on all rows, and the model's loss collects the router's scores.
+        # The rows of an expert depend on all rows, and the model's loss collects the router's
+        # scores.
         if any("Expert" in type(inner).__name__ for inner in module.modules()):
             left[f"{cls.__name__} routes rows to experts"] = None
         elif "forward" in vars(module):
@@ -49,8 +52,8 @@ def chunk_mlps(model: nn.Module, rows: int) -> None:
     reasons = "; ".join(left) or "they have no module whose class name ends in MLP"
     if not chunked:
         raise RefusedError(
-            f"mlp_chunk_rows={rows} has no effect on the decoder layers of {type(model).__name__}: {reasons}; set "
-            "mlp_chunk_rows=0"
+            f"mlp_chunk_rows={rows} has no effect on the decoder layers of {type(model).__name__}: "
+            f"{reasons}; set mlp_chunk_rows=0"
         )
     if left:
         logger.warning("mlp_chunk_rows does not apply to some MLPs: %s", reasons)

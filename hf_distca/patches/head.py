@@ -1,12 +1,12 @@
 """Output head in a planned step: logits are computed on demand, and chunk by chunk for the loss.
 
-A model's own code scales and caps logits and passes them to `torch.nn.functional.cross_entropy`. `DeferredLogits`
-records element-wise changes, and cross entropy is computed over chunks of rows (`hf_distca.patches.loss`). Any other
-function gets a real tensor.
+A model's own code scales and caps logits and passes them to `torch.nn.functional.cross_entropy`.
+`DeferredLogits` records element-wise changes, and cross entropy is computed over chunks of rows
+(`hf_distca.patches.loss`). Any other function gets a real tensor.
 
-`plan_head` gives the head a subclass of its own class. It gives the model a subclass whose forward lets the head defer
-its logits in a planned step with labels. Logits are computed inside a call of the head: only there are ZeRO-3's
-weights gathered and PEFT adapters active.
+`plan_head` gives the head a subclass of its own class. It gives the model a subclass whose forward
+lets the head defer its logits in a planned step with labels. Logits are computed inside a call of
+the head: only there are ZeRO-3's weights gathered and PEFT adapters active.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +57,9 @@ VALUE_BY_VALUE = {
 def plan_head(
     model: PreTrainedModel, chunk_bytes: int | Literal["auto"], memory: int | None = None
 ) -> None:
-    """Let a model compute the loss of planned steps without all logits, in place; call it before `prepare`.
+    """Let a model compute the loss of planned steps without all logits, in place.
+
+    Call it before `prepare`.
 
     Outside a planned step, and in one without labels, the model is unchanged.
 
@@ -71,8 +73,8 @@ def plan_head(
         return
     if not isinstance(getattr(head, "out_features", None), int) or isinstance(head, nn.Embedding):
         logger.warning_once(
-            f"the loss of {type(base).__name__} is computed from all logits at once, which takes more memory, because "
-            f"its head is {type(head).__name__}, not a linear layer"
+            f"the loss of {type(base).__name__} is computed from all logits at once, which takes "
+            f"more memory, because its head is {type(head).__name__}, not a linear layer"
         )
         return
     if not isinstance(head, PlannedHead):
@@ -91,7 +93,10 @@ def plan_head(
 
 
 def adapted_heads(model: nn.Module) -> list[type[nn.Module]]:
-    """Return the classes of planned heads with several modules; a chunk runs through all of them."""
+    """Return the classes of planned heads with several modules.
+
+    A chunk runs through all of them.
+    """
     return list(
         {
             type(head)
@@ -145,7 +150,8 @@ class PlannedHead(nn.Module):
         reason = None
         if "forward" in vars(self):
             reason = f"the forward of the head ({type(self).__name__}) has been replaced"
-        # ZeRO-3 gathers the weights of a leaf at once, and other weights when their module is called.
+        # ZeRO-3 gathers the weights of a leaf at once, and other weights when their module is
+        # called.
         is_leaf = getattr(self, "_z3_leaf", False)
         for name, module in self.named_modules(prefix="head"):
             for hook in (hook for kind in HOOKS for hook in getattr(module, kind).values()):
@@ -155,7 +161,10 @@ class PlannedHead(nn.Module):
                     )
             by_zero_3 = not is_leaf and any(hasattr(p, "ds_id") for p in module.parameters())
             if module is not self and (isinstance(module, FSDPModule) or by_zero_3):
-                reason = f"{name} gathers its weights apart from the rest of the head, for each chunk anew"
+                reason = (
+                    f"{name} gathers its weights apart from the rest of the head, for each chunk "
+                    "anew"
+                )
         if reason is not None:
             logger.warning_once(f"the loss is computed from all logits at once: {reason}")
         return reason is None
@@ -183,7 +192,10 @@ class PlannedHead(nn.Module):
 
     @property
     def divides(self) -> bool:
-        """Whether ranks may compute different numbers of parts; not if each part gathers weights."""
+        """Whether ranks may compute different numbers of parts.
+
+        Not if each part gathers weights.
+        """
         return self.defers or not any(
             isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.parameters()
         )
@@ -235,9 +247,9 @@ class PlannedHead(nn.Module):
             return result
         if torch.is_grad_enabled() or self.forward_in_shares is not None:
             raise ValueError(
-                "logits of a planned step are read after the model's forward, when FSDP2 has sharded the head's "
-                "weights again, so they would get no gradient; read them under torch.no_grad(), or set "
-                "loss_chunk_bytes=0"
+                "logits of a planned step are read after the model's forward, when FSDP2 has "
+                "sharded the head's weights again, so they would get no gradient; read them under "
+                "torch.no_grad(), or set loss_chunk_bytes=0"
             )
         whole = {name: p.full_tensor() for name, p in in_shards.items()}
         result = torch.func.functional_call(self, whole, (hidden,), {"task": task})
@@ -270,8 +282,9 @@ class DeferredLogits:
             return self._tensor
         if self._hidden.shape[:-1].numel() > self._head.chunk_rows:
             logger.warning_once(
-                f"{asked_by!r} reads all logits of a planned step at once, which takes memory for tokens × vocabulary "
-                "values. The loss does not need all logits: read some rows at a time, or only the loss"
+                f"{asked_by!r} reads all logits of a planned step at once, which takes memory for "
+                "tokens × vocabulary values. The loss does not need all logits: read some rows "
+                "at a time, or only the loss"
             )
         tensor = self._head.logits(self._hidden, self._steps)
         if torch.is_grad_enabled():
@@ -334,7 +347,10 @@ class DeferredLogits:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Return the result of a function that does not need all logits; NotImplemented for any other function."""
+        """Return the result of a function that does not need all logits.
+
+        NotImplemented for any other function.
+        """
         hidden, last = self._hidden, self.ndim - 1
         has_tensors = any(isinstance(x, Tensor | DeferredLogits) for x in (*args, *kwargs.values()))
         if name in VALUE_BY_VALUE and not has_tensors:

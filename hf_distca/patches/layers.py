@@ -1,12 +1,12 @@
 """Decoder layers in a planned step: two nano-batches that take turns.
 
-`plan_layers` gives each decoder layer a subclass of its own class. The subclass's forward runs the original forward on
-each nano-batch's rows inside a greenlet. The attention function pauses between the start of an exchange and the wait
-for it, and the other nano-batch runs. Everything outside the layer (checkpointing, FSDP2, ZeRO-3, hooks) sees one call
-of one layer.
+`plan_layers` gives each decoder layer a subclass of its own class. The subclass's forward runs the
+original forward on each nano-batch's rows inside a greenlet. The attention function pauses between
+the start of an exchange and the wait for it, and the other nano-batch runs. Everything outside the
+layer (checkpointing, FSDP2, ZeRO-3, hooks) sees one call of one layer.
 
-Greenlets share one thread, and with it saved-tensor hooks and autograd sequence numbers. These numbers make the
-backward take turns in the same way; threads would not share them.
+Greenlets share one thread, and with it saved-tensor hooks and autograd sequence numbers. These
+numbers make the backward take turns in the same way; threads would not share them.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,14 +34,16 @@ logger = logging.get_logger(__name__)
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OF_WEIGHTS = "torch.distributed.fsdp."
-"""Module of FSDP2's hooks, which gather and free weights at every call, such as those of experts inside a layer."""
+"""Module of FSDP2's hooks, which gather and free weights at every call, such as those of experts
+inside a layer."""
 
 
 def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     """Change a model's decoder layers in place, so that two nano-batches take turns in them.
 
-    Call it before `Accelerator.prepare`; `make_dispatcher` does so. State space layers, linear attention and
-    convolutions then run document by document. Outside planned steps the layers work as before.
+    Call it before `Accelerator.prepare`; `make_dispatcher` does so. State space layers, linear
+    attention and convolutions then run document by document. Outside planned steps the layers work
+    as before.
 
     Returns:
         The subclasses that the model's layers now have.
@@ -113,9 +115,10 @@ class _PlannedLayer(nn.Module):
             or ran.mixing - mixing < calls * self.mixes
         ):
             raise ValueError(
-                f"{type(self).__name__} did not pass its plan to every module that attends or mixes along the row, so "
-                "documents would not be kept apart. This model cannot train with planned attention; train it with "
-                "stock attention and transformers' Trainer"
+                f"{type(self).__name__} did not pass its plan to every module that attends or "
+                "mixes along the row, so documents would not be kept apart. This model cannot "
+                "train with planned attention; train it with stock attention and transformers' "
+                "Trainer"
             )
         return result
 
@@ -196,10 +199,10 @@ class _PlannedLayer(nn.Module):
                 ):
                     continue
                 logger.warning_once(
-                    f"ping-pong is off in every {type(self).__name__}, because a module inside has a hook, such as "
-                    f"{hook.__module__}.{hook.__qualname__} on {name}, which must see all rows in one call. Results "
-                    "stay the same, but less computation hides exchanges; put the hook on the whole layer to use "
-                    "ping-pong."
+                    f"ping-pong is off in every {type(self).__name__}, because a module inside has "
+                    f"a hook, such as {hook.__module__}.{hook.__qualname__} on {name}, which must "
+                    "see all rows in one call. Results stay the same, but less computation hides "
+                    "exchanges; put the hook on the whole layer to use ping-pong."
                 )
                 return True
         return False

@@ -1,8 +1,9 @@
 """Cross entropy of a planned step over chunks of rows, without a tensor of rows × vocabulary.
 
-The result is exact for any head and for element-wise changes of logits (soft caps, scalings, casts).
-`torch.nn.functional.linear_cross_entropy` supports only plain linear heads. In bfloat16 it also sums the loss and the
-head's gradient in bfloat16, unlike the model's own loss (torch 2.13: 10.19 for 10.43).
+The result is exact for any head and for element-wise changes of logits (soft caps, scalings,
+casts). `torch.nn.functional.linear_cross_entropy` supports only plain linear heads. In bfloat16 it
+also sums the loss and the head's gradient in bfloat16, unlike the model's own loss (torch 2.13:
+10.19 for 10.43).
 
 Shape suffixes: T rows, C rows of a chunk, D hidden size, V vocabulary.
 """
@@ -22,23 +23,29 @@ LEAST_CHUNK_BYTES = 256 * 2**20
 ENOUGH_ROWS = 4096
 """Rows of a chunk that are chosen on a GPU.
 
-A chunk reads and writes the head's gradient once: 12 bytes a weight in bfloat16. Its matrix products take 6 operations
-a weight and row. A GPU that does some 180 operations while it moves a byte, such as an H200, needs as long for both at
-some 360 rows. With 4096 rows the gradient adds less than a tenth to the products.
+A chunk reads and writes the head's gradient once: 12 bytes a weight in bfloat16. Its matrix
+products take 6 operations a weight and row. A GPU that does some 180 operations while it moves a
+byte, such as an H200, needs as long for both at some 360 rows. With 4096 rows the gradient adds
+less than a tenth to the products.
 """
 MEMORY_SHARE = 64
-"""Part of a GPU's memory, one in so many, that a chunk's logits may take; a chunk takes some 2.5 times its logits."""
+"""Part of a GPU's memory, one in so many, that a chunk's logits may take; a chunk takes some 2.5
+times its logits."""
 
 Forward = Callable[[Tensor], Tensor]
 """Forward of a head: [C, D] to [C, V]."""
 Step = Callable[[Tensor], Tensor]
 """Element-wise change of logits: [C, V] to [C, V]."""
 Watch = Callable[[Tensor, Tensor, Tensor], None]
-"""Function that sees the changed logits [C, V], their log-probabilities [C, V] and the targets [C] of each chunk."""
+"""Function that sees the changed logits [C, V], their log-probabilities [C, V] and the targets [C]
+of each chunk."""
 
 
 def chosen_chunk_bytes(memory: int | None, vocabulary: int) -> int:
-    """Return the bytes of a chunk's float32 logits for a GPU with so many bytes of memory; None for a CPU."""
+    """Return the bytes of a chunk's float32 logits for a GPU with so many bytes of memory.
+
+    None for a CPU.
+    """
     if memory is None:
         return LEAST_CHUNK_BYTES
     return max(LEAST_CHUNK_BYTES, min(4 * vocabulary * ENOUGH_ROWS, memory // MEMORY_SHARE))
@@ -68,14 +75,16 @@ def loss_of_head(
     rows: int,
     watch: Watch | None = None,
 ) -> Tensor:
-    """Return the sum of the cross entropies of rows for any head; the backward recomputes each chunk's logits.
+    """Return the sum of the cross entropies of rows for any head.
+
+    The backward recomputes each chunk's logits.
 
     Args:
         target_T: int64; rows whose target is `ignore_index` do not count.
         steps: changes of the head's logits before the cross entropy.
         rows: most rows of a chunk.
-        watch: called once for each chunk, in the order of the rows; only without gradients, because a backward
-            computes chunks again.
+        watch: called once for each chunk, in the order of the rows; only without gradients, because
+            a backward computes chunks again.
     """
 
     def of_chunk(hidden_CD: Tensor, target_C: Tensor) -> Tensor:
@@ -153,7 +162,8 @@ class _OfLinear(torch.autograd.Function):
                 functional.nll_loss(grad_CV, target_C, ignore_index=ignore_index, reduction="sum")
             )
             if any(needs):
-                # Overwrite log_softmax by softmax minus one at the target: the gradient of the changed logits.
+                # Overwrite log_softmax by softmax minus one at the target: the gradient of the
+                # changed logits.
                 counts_C1 = (target_C != ignore_index)[:, None]
                 targets_C1 = torch.where(counts_C1, target_C[:, None], 0)
                 grad_CV.exp_().scatter_add_(1, targets_C1, -counts_C1.to(grad_CV.dtype)).mul_(
@@ -182,8 +192,8 @@ class _OfLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(
-                "the backward of a loss computed in chunks ran a second time, but the first backward freed the "
-                "gradients; set loss_chunk_bytes=0 to use retain_graph=True"
+                "the backward of a loss computed in chunks ran a second time, but the first "
+                "backward freed the gradients; set loss_chunk_bytes=0 to use retain_graph=True"
             )
         gradients, ctx.gradients = ctx.gradients, None
         return *(None if gradient is None else gradient.mul_(grad) for gradient in gradients), *[

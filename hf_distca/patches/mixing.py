@@ -1,9 +1,10 @@
 """Modules that mix a document's rows without attention: state spaces, linear attention, convolutions.
 
-Each output row depends on earlier rows of the call, across documents. `plan_mixing` gives such a module a subclass
-for planned steps. A module of the table in `hf_distca.models.mixing` runs once on all rows, with other functions in
-place of its convolution and its recurrence (`hf_distca.patches.mixing_functions`); its documents may be cut. Any other
-module runs document by document, which is exact for every model and needs whole documents on a rank.
+Each output row depends on earlier rows of the call, across documents. `plan_mixing` gives such a
+module a subclass for planned steps. A module of the table in `hf_distca.models.mixing` runs once on
+all rows, with other functions in place of its convolution and its recurrence
+(`hf_distca.patches.mixing_functions`); its documents may be cut. Any other module runs document by
+document, which is exact for every model and needs whole documents on a rank.
 """
 
 import inspect
@@ -45,7 +46,10 @@ _running: ContextVar[tuple[BoundPlan, Checkpoints] | None] = ContextVar(
 
 @contextmanager
 def layer_runs(plan: BoundPlan) -> Iterator[None]:
-    """Make a plan known to the modules of a running decoder layer; models pass it to some modules only."""
+    """Make a plan known to the modules of a running decoder layer.
+
+    Models pass it to some modules only.
+    """
     token = _running.set((plan, checkpoints_around()))
     try:
         yield
@@ -107,9 +111,10 @@ class _MixingModule(nn.Module):
         result = call.run(self.run, args, kwargs)
         if tuple(call.mixed) != self.names:
             raise ValueError(
-                f"{type(self).__name__} mixes rows by {call.mixed}, but a planned step knows it with "
-                f"{list(self.names)}, so documents would not be kept apart; use another version of transformers, or "
-                "train this model with stock attention and transformers' Trainer"
+                f"{type(self).__name__} mixes rows by {call.mixed}, but a planned step knows it "
+                f"with {list(self.names)}, so documents would not be kept apart; use another "
+                "version of transformers, or train this model with stock attention and "
+                "transformers' Trainer"
             )
         return result
 

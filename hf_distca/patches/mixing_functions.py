@@ -1,15 +1,17 @@
 """Convolutions and recurrences of a planned step: what a mixing module calls in place of transformers' functions.
 
-Each takes the rows of all segments that a rank holds, and keeps documents apart. Transformers' own functions compute:
-they may be kernels. What a segment lacks, since its document was cut, comes from the ranks with its other segments,
-see `hf_distca.dispatch.cuts`.
+Each takes the rows of all segments that a rank holds, and keeps documents apart. Transformers' own
+functions compute: they may be kernels. What a segment lacks, since its document was cut, comes from
+the ranks with its other segments, see `hf_distca.dispatch.cuts`.
 
-A convolution runs on rows with room before each segment: there are the rows before the segment, or zeros.
+A convolution runs on rows with room before each segment: there are the rows before the segment, or
+zeros.
 
-A recurrence runs on whole documents as they are, packed if its kernel takes packed documents. Of a cut document, a
-segment runs from a state of zeros; the state before it, S_in, adds r·S_in to its rows. For a gated delta rule r and A
-come from the same run: further columns of zero values, from a state of ones on the diagonal, turn into r and A. For
-Mamba-2 and lightning attention the decay is one number a head, and both are products of decays.
+A recurrence runs on whole documents as they are, packed if its kernel takes packed documents. Of a
+cut document, a segment runs from a state of zeros; the state before it, S_in, adds r·S_in to its
+rows. For a gated delta rule r and A come from the same run: further columns of zero values, from a
+state of ones on the diagonal, turn into r and A. For Mamba-2 and lightning attention the decay is
+one number a head, and both are products of decays.
 
 Shape suffixes: T rows, C channels, H heads, G groups of heads, K rows and V columns of a state.
 """
@@ -145,7 +147,8 @@ Result = tuple[Tensor, Read | None, Transition]
 Run = Callable[[Sequence[Tensor], Packing | None, bool, bool], Result]
 """Function that computes whole documents, or a segment from a state of zeros.
 
-r and A are needed if the segment is continued, with earlier segments; A and B if it continues, with later segments.
+r and A are needed if the segment is continued, with earlier segments; A and B if it continues, with
+later segments.
 """
 
 
@@ -223,7 +226,10 @@ def _scan(
     return_final_states: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Compute the state space of Mamba-2 over each document; the decay is one number a head and row."""
+    """Compute the state space of Mamba-2 over each document.
+
+    The decay is one number a head and row.
+    """
     options |= {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
 
     def run(
@@ -261,10 +267,13 @@ def _scan(
 def lightning_attention(
     module: Any, hidden_states: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """Run a module of lightning attention over each document; the rows have no padding that a mask would name.
+    """Run a module of lightning attention over each document.
 
-    The decay is one constant a head. Transformers has the recurrence inside the module's forward. Here that forward
-    runs on the projected rows, with identities for all modules around the recurrence.
+    The rows have no padding that a mask would name.
+
+    The decay is one constant a head. Transformers has the recurrence inside the module's forward.
+    Here that forward runs on the projected rows, with identities for all modules around the
+    recurrence.
     """
     call, stock = _call.get(), stock_forward(module)
     heads, size = module.num_attention_heads, module.head_dim
@@ -302,7 +311,10 @@ def lightning_attention(
 def _convolution_and_scan(
     stock: Function, call: MixingCall, *args: Any, **kwargs: Any
 ) -> Tensor | None:
-    """Compute a whole Mamba-2 module by one kernel; None if there is no kernel, or documents are cut."""
+    """Compute a whole Mamba-2 module by one kernel.
+
+    None if there is no kernel, or documents are cut.
+    """
     sizes = tuple(size for nano in call.plan.nano_batches for size in nano.cuts.sizes)
     if call.plan.cuts_documents or not _takes_packed(stock, "seq_idx"):
         return None
@@ -322,7 +334,8 @@ def _recur(
 ) -> Tensor:
     """Compute a recurrence over each document, [1, T, H, V].
 
-    Cut segments come first: while their states travel, whole documents are computed, those of both nano-batches.
+    Cut segments come first: while their states travel, whole documents are computed, those of both
+    nano-batches.
 
     Args:
         tensors: [1, T, ...] each, what the recurrence reads.

@@ -1,8 +1,9 @@
 """Padded batches: a model that takes padded batches, and computes their tokens packed and planned.
 
-`pack_backbone` gives the backbone of a model (the model without its head) a subclass of its own class. The subclass's
-forward packs `input_ids` [B, L] by `attention_mask` [B, L], runs the planned micro-batches one after another, and
-returns hidden states [B, L, H]. The head, and everything that calls the model, sees a padded batch.
+`pack_backbone` gives the backbone of a model (the model without its head) a subclass of its own
+class. The subclass's forward packs `input_ids` [B, L] by `attention_mask` [B, L], runs the planned
+micro-batches one after another, and returns hidden states [B, L, H]. The head, and everything that
+calls the model, sees a padded batch.
 """
 
 import inspect
@@ -29,7 +30,8 @@ INTEGERS = (torch.int64, torch.int32, torch.bool)
 def pack_backbone(model: nn.Module, batches: PaddedBatches) -> None:
     """Let a model compute padded batches as planned micro-batches, in place.
 
-    The model is prepared by `prepare_model`, or is never trained. It may be wrapped by FSDP2 or DeepSpeed already.
+    The model is prepared by `prepare_model`, or is never trained. It may be wrapped by FSDP2 or
+    DeepSpeed already.
     """
     base: Any = base_model(model)
     backbone = base.base_model
@@ -69,7 +71,10 @@ class PackedBackbone(nn.Module):
     packs = True  # whether padded batches are packed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a padded batch packed and planned; run a planned micro-batch, and generation, as they are."""
+        """Run a padded batch packed and planned.
+
+        Run a planned micro-batch, and generation, as they are.
+        """
         names = inspect.signature(stock_forward(self)).parameters
         given = dict(zip(list(names)[1:], args, strict=False)) | kwargs
         is_planned = given.get(PLAN_KEY) is not None

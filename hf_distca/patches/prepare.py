@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
     from hf_distca.config import DistCAConfig
 
-# transformers and its users are imported as late as possible: `register` is first called in the middle of imports.
+# transformers and its users are imported as late as possible: `register` is first called in the
+# middle of imports.
 
 
 def _call(name: str, *args: Any, **kwargs: Any) -> Any:

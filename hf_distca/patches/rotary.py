@@ -1,12 +1,13 @@
 """Rotary embeddings of a planned step: each document has the frequencies of its own length.
 
-For some types of RoPE (longrope, dynamic NTK) transformers chooses the frequencies of a call by its longest position,
-and for dynamic NTK by earlier calls too. In a planned step a call has rows of many documents, and other ranks have
-other rows of the same documents. `plan_rotary` gives such a module a subclass, which computes the rows of a document
-as a new module would compute them for the whole document alone. The module itself stays as it is.
+For some types of RoPE (longrope, dynamic NTK) transformers chooses the frequencies of a call by its
+longest position, and for dynamic NTK by earlier calls too. In a planned step a call has rows of
+many documents, and other ranks have other rows of the same documents. `plan_rotary` gives such a
+module a subclass, which computes the rows of a document as a new module would compute them for the
+whole document alone. The module itself stays as it is.
 
-A rotary embedding is called without keywords, so that no plan reaches it. The module that owns it gets a subclass too,
-which makes the plan known while the owner's forward runs.
+A rotary embedding is called without keywords, so that no plan reaches it. The module that owns it
+gets a subclass too, which makes the plan known while the owner's forward runs.
 
 Shape suffixes: T rows, D head dim.
 """
@@ -100,8 +101,9 @@ class _PlannedRotary(nn.Module):
     ) -> Any:
         if position_ids.shape[-1] != plan.rows:
             raise ValueError(
-                f"{type(self).__name__} was called with {position_ids.shape[-1]} positions, but the plan has "
-                f"{plan.rows} rows on this rank, so the document of each position is unknown; {DOCUMENTS[1]}"
+                f"{type(self).__name__} was called with {position_ids.shape[-1]} positions, but "
+                f"the plan has {plan.rows} rows on this rank, so the document of each position is "
+                f"unknown; {DOCUMENTS[1]}"
             )
         plan.ran.rotations += 1
         segments = [(_stretched(self, length, **options), rows) for rows, length in plan.segments]
@@ -125,7 +127,10 @@ class _PlannedRotary(nn.Module):
 
 
 def _stretched(module: Any, length: int, layer_type: str | None = None) -> int | None:
-    """Return the length by which a document's frequencies are chosen; None for the frequencies of short documents."""
+    """Return the length by which a document's frequencies are chosen.
+
+    None for the frequencies of short documents.
+    """
     rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
     parameters = module.config.rope_parameters
     parameters = parameters if layer_type is None else parameters[layer_type]
@@ -157,7 +162,8 @@ def _alone(
         frequencies_D = getattr(module, f"{prefix}original_inv_freq")
     else:
         rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
-        # transformers computes dynamic NTK with a tensor in float32; a branch on a fake tensor would fail.
+        # transformers computes dynamic NTK with a tensor in float32; a branch on a fake tensor
+        # would fail.
         seq_len = stretched if rope_type == "longrope" else torch.tensor(stretched)
         compute: Any = ROPE_INIT_FUNCTIONS[rope_type]
         frequencies_D, _ = compute(

@@ -1,6 +1,7 @@
 """Splitting of a module's arguments by rows, joining of its results, and the thread's state of each part.
 
-The parts of a decoder layer's rows are two nano-batches; the parts of a mixing module's rows are documents.
+The parts of a decoder layer's rows are two nano-batches; the parts of a mixing module's rows are
+documents.
 """
 
 from collections import UserDict
@@ -31,8 +32,9 @@ def split_argument(
 ) -> tuple[Any, ...]:
     """Return each part's share of a module's argument.
 
-    A tensor has a row per token if its shape is [1, T, ...], [1, 1, T, 1] (factors on attention) or [T] (positions).
-    So has Gemma 3n's stack of hidden states, [N, 1, T, ...]. Tuples, lists and dicts are split item by item.
+    A tensor has a row per token if its shape is [1, T, ...], [1, 1, T, 1] (factors on attention) or
+    [T] (positions). So has Gemma 3n's stack of hidden states, [N, 1, T, ...]. Tuples, lists and
+    dicts are split item by item.
 
     Args:
         sizes: rows of each part, with sum T.
@@ -73,14 +75,18 @@ def split_argument(
     elif isinstance(value, Cache):
         raise ValueError(CACHED)
     raise ValueError(
-        f"a planned step cannot divide {owner} {name} ({_described(value)}) into parts of its {rows} rows; {remedy}"
+        f"a planned step cannot divide {owner} {name} ({_described(value)}) into parts of its "
+        f"{rows} rows; {remedy}"
     )
 
 
 def join_results(
     name: str, results: tuple[Any, ...], sizes: Sizes, parts: Parts = NANO_BATCHES
 ) -> Any:
-    """Join the results of a module for all parts; raise ValueError if types or shapes do not say how."""
+    """Join the results of a module for all parts.
+
+    Raise ValueError if types or shapes do not say how.
+    """
     first, (owner, remedy) = results[0], parts
     if all(isinstance(result, Tensor) for result in results):
         # [N, 1, T, D], [1, T, ...], or [T, ...] as MoE routers have it
@@ -104,7 +110,8 @@ def join_results(
         return None
     described = " and ".join(dict.fromkeys(map(_described, results)))
     raise ValueError(
-        f"a planned step cannot join {owner} {name} of parts of {sizes} rows: got {described}; {remedy}"
+        f"a planned step cannot join {owner} {name} of parts of {sizes} rows: got {described}; "
+        f"{remedy}"
     )
 
 
@@ -114,7 +121,10 @@ def _is_stacked(value: Tensor) -> bool:
 
 
 class PartStates(UserDict[str, tuple[Tensor, ...]]):
-    """One part's view of keys and values [1, heads, T, head dim] that layers leave to later layers; and new states."""
+    """One part's view of keys and values [1, heads, T, head dim] that layers leave to later layers.
+
+    And new states.
+    """
 
     def __init__(self, whole: UserDict[str, tuple[Tensor, ...]], part: slice) -> None:
         super().__init__()
@@ -157,17 +167,20 @@ class ThreadState:
         self._saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def inside(self) -> "ThreadState":
-        """Return the state of a nano-batch that is about to pause; self is the state around its layer.
+        """Return the state of a nano-batch that is about to pause.
+
+        Self is the state around its layer.
 
         Raises:
-            ValueError: a checkpoint or offloading context inside the layer is open: it would also take the other
-                nano-batch's saved tensors.
+            ValueError: a checkpoint or offloading context inside the layer is open: it would also
+                take the other nano-batch's saved tensors.
         """
         inside = ThreadState(self._device_type)
         if inside._saved_tensors != self._saved_tensors:
             raise ValueError(
-                "a decoder layer has a checkpoint, or a context that handles saved tensors, around its attention, and "
-                "ping-pong cannot pause inside it; put it around the whole layer, or set ping_pong=False"
+                "a decoder layer has a checkpoint, or a context that handles saved tensors, around "
+                "its attention, and ping-pong cannot pause inside it; put it around the whole "
+                "layer, or set ping_pong=False"
             )
         return inside
 

@@ -2,16 +2,19 @@
 
 Each pass has three steps:
 
-1. Flows: how many pairs each worker gives to which other (`plan_flows`). Few large flows are cheapest, since bytes
-   grow with the square root of the pairs moved.
+1. Flows: how many pairs each worker gives to which other (`plan_flows`). Few large flows are
+   cheapest, since bytes grow with the square root of the pairs moved.
 2. Sources: each flow is taken from the documents where giving costs least (`take`).
-3. Places: flows out of one stretch of a document lie side by side, where together they cost least (`balancing_pass`).
+3. Places: flows out of one stretch of a document lie side by side, where together they cost least
+   (`balancing_pass`).
 
-Rounding to whole rows leaves small differences, so passes are repeated until every worker is within the tolerance.
+Rounding to whole rows leaves small differences, so passes are repeated until every worker is within
+the tolerance.
 
-Between nodes a byte takes about nine times as long as inside one. So nodes are balanced first, each as if it were one
-worker; only the differences in their pairs cross the network. Then each node's tasks go to its own workers. Rows stay
-on the rank that holds them if it is on the node; other rows go to workers with room.
+Between nodes a byte takes about nine times as long as inside one. So nodes are balanced first, each
+as if it were one worker; only the differences in their pairs cross the network. Then each node's
+tasks go to its own workers. Rows stay on the rank that holds them if it is on the node; other rows
+go to workers with room.
 """
 
 from collections.abc import Sequence
@@ -35,7 +38,8 @@ from hf_distca.planner.layout import assemble, check_settings, layout_of_kind
 from hf_distca.planner.settings import PlanSettings
 
 AIM = (0.96, 0.8, 0.6, 0.4, 0.2, 0.0)
-"""Share of the tolerance that flows aim at, pass after pass; the rest is left for rounding to rows."""
+"""Share of the tolerance that flows aim at, pass after pass; the rest is left for rounding to rows.
+"""
 NODES_SHARE = 0.5
 """Share of the tolerance for differences between nodes; the rest is for the workers of a node."""
 LEAST_INSIDE = 0.25
@@ -54,21 +58,26 @@ def balance(
     """Choose tasks for one kind of layer so that all workers finish together, with few bytes sent, in one stage.
 
     Args:
-        workers: ranks, then workers that hold no rows. None for the ranks alone, at the speeds of the settings.
-        nodes: [workers] node of each worker, numbered in the order of the ranks. None for the nodes of the settings.
-        groups: [workers] group of each worker, from 0 on, each of whole nodes; nothing moves between groups.
-        tolerance: [workers] in place of balance_tolerance, equal within a group. If whole rows cannot reach it, the
-            best plan found is returned. 0 is as fine as rows allow and takes several times as long.
+        workers: ranks, then workers that hold no rows. None for the ranks alone, at the speeds of
+            the settings.
+        nodes: [workers] node of each worker, numbered in the order of the ranks. None for the nodes
+            of the settings.
+        groups: [workers] group of each worker, from 0 on, each of whole nodes; nothing moves
+            between groups.
+        tolerance: [workers] in place of balance_tolerance, equal within a group. If whole rows
+            cannot reach it, the best plan found is returned. 0 is as fine as rows allow and takes
+            several times as long.
 
     Raises:
-        ValueError: settings out of range, fewer workers than ranks, or nodes that do not match the workers.
+        ValueError: settings out of range, fewer workers than ranks, or nodes that do not match the
+            workers.
     """
     workers = workers or settings.workers(layout.tokens) or Workers.uniform(layout.ranks)
     nodes = settings.nodes if nodes is None else nodes
     if len(workers) < layout.ranks:
         raise ValueError(
-            f"the layout has {layout.ranks} ranks, but only {len(workers)} workers are described; describe every "
-            "rank, then the dedicated servers"
+            f"the layout has {layout.ranks} ranks, but only {len(workers)} workers are described; "
+            "describe every rank, then the dedicated servers"
         )
     if tolerance is None:
         tolerance = np.full(len(workers), settings.balance_tolerance)
@@ -88,8 +97,9 @@ def balance(
             or not np.array_equal(named, np.arange(len(named)))
         ):
             raise ValueError(
-                f"nodes must have one number per worker, {len(workers)} in all: 0, 1, 2, … in the order of the "
-                f"{layout.ranks} ranks, then the nodes of dedicated servers; got {tuple(nodes)!r:.120}"
+                f"nodes must have one number per worker, {len(workers)} in all: 0, 1, 2, … in the "
+                f"order of the {layout.ranks} ranks, then the nodes of dedicated servers; got "
+                f"{tuple(nodes)!r:.120}"
             )
         first = np.unique(node, return_index=True)[1]
         # 1. Each node is one worker, and the touching rows of its ranks are one segment.
@@ -120,7 +130,8 @@ def _passes(
     """Repeat passes inside groups until all workers finish early enough, and return the best pass's tasks.
 
     Args:
-        enough: [workers] time by which they should finish; None for the tolerance above their group's ideal time.
+        enough: [workers] time by which they should finish; None for the tolerance above their
+            group's ideal time.
     """
     ideal = ideals_inside(problem.loads(tasks), problem.workers, groups)
     enough = ideal * (1 + problem.tolerance) if enough is None else enough

@@ -1,7 +1,7 @@
 """One pass of balancing: who gives rows to whom, from which documents, and where in them.
 
-Moving F pairs costs about √F bytes. So flows should be few and large: the sum of their roots is minimised, over all
-givers and for the busiest one.
+Moving F pairs costs about √F bytes. So flows should be few and large: the sum of their roots is
+minimised, over all givers and for the busiest one.
 """
 
 import itertools
@@ -29,7 +29,8 @@ BUSY = 0.8
 FORBIDDEN = 1e18
 """Bytes charged for a task smaller than a block while places are compared."""
 ROUNDING = 0.04
-"""Share of the tolerance that rounding one cut may cost; beyond it, the cut leaves the block's boundary."""
+"""Share of the tolerance that rounding one cut may cost; beyond it, the cut leaves the block's
+boundary."""
 SEARCHED = np.linspace(0, 1, 33)
 """Places that are tried for the first part of a task, in shares of where it may begin."""
 
@@ -40,13 +41,15 @@ Flows = dict[int, list[tuple[int, float]]]
 class Problem:
     """Everything that stays the same from pass to pass.
 
-    Rows of every document are counted from `origin` on, so that pairs alone express the whole cost of a row. A row p
-    with an overhead of c pairs costs min(p + 1, window) + c in all. Row p + c costs the same with a window of
-    window + c. The overhead is rounded to whole blocks, so that cuts stay on the blocks' boundaries.
+    Rows of every document are counted from `origin` on, so that pairs alone express the whole cost
+    of a row. A row p with an overhead of c pairs costs min(p + 1, window) + c in all. Row p + c
+    costs the same with a window of window + c. The overhead is rounded to whole blocks, so that
+    cuts stay on the blocks' boundaries.
 
     Args:
         layout: rows are counted from 0 on.
-        tolerance: [workers] how far above the ideal time a worker may finish, as a fraction of that time.
+        tolerance: [workers] how far above the ideal time a worker may finish, as a fraction of that
+            time.
     """
 
     def __init__(
@@ -81,8 +84,8 @@ class Problem:
 class Price:
     """Bytes of having rows [start, stop) of a document computed elsewhere, for bytes of Q and O, and of K/V, of a row.
 
-    F pairs in [s, e) mean e² − s² = 2F, and the bytes (e − s)·rows + e·kv are least where s = e / r with
-    r = 1 + kv / rows, so e = √(2F)·r / √(r² − 1): `reach` in units of √(2F).
+    F pairs in [s, e) mean e² − s² = 2F, and the bytes (e − s)·rows + e·kv are least where s = e / r
+    with r = 1 + kv / rows, so e = √(2F)·r / √(r² − 1): `reach` in units of √(2F).
     """
 
     def __init__(self, rows: float, kv: float, window: int | None, origin: int = 0) -> None:
@@ -102,7 +105,8 @@ def take(
 ) -> dict[int, float]:
     """Return by task the pairs to give of a worker's tasks, `amount` in all, at the least cost found.
 
-    The rows lie where the bytes are least, or at the task's end. Where they lie in the end is chosen later.
+    The rows lie where the bytes are least, or at the task's end. Where they lie in the end is
+    chosen later.
 
     Args:
         low: [tasks] pairs of the document's rows before the task.
@@ -156,8 +160,8 @@ def balancing_pass(
     q, kv, o = problem.row_bytes.q, problem.row_bytes.kv, problem.row_bytes.o
     prices = [Price(q + of_o, kv, problem.window, origin) for of_o in (o, o // 4)]
     price_of = [prices[busy] for busy in (surplus >= BUSY * surplus.max()).tolist()]  # by giver
-    # document -> worker -> row: the worker has, or will have, K/V rows up to this row. Only documents on several
-    # workers, one of which gives, are listed.
+    # document -> worker -> row: the worker has, or will have, K/V rows up to this row. Only
+    # documents on several workers, one of which gives, are listed.
     known: dict[int, dict[int, int]] = {}
     homes = np.bincount(tasks["document"], minlength=len(problem.layout.lengths))
     gives = np.zeros(len(homes), bool)
@@ -200,7 +204,8 @@ def balancing_pass(
         """Return the pieces of a task, with its parts side by side where they cost least, and rests on both sides."""
         document, start, stop, owner = tasks[task].tolist()
         held = known.setdefault(document, {})
-        # Small parts come first: the others then need fewer K/V rows. Takers that have K/V rows already come last.
+        # Small parts come first: the others then need fewer K/V rows. Takers that have K/V rows
+        # already come last.
         parts = sorted(parts, key=lambda part: (held.get(part[1], origin), part))
         rows = np.array([float(held.get(taker, origin)) for _, taker in parts])
         amounts = np.cumsum([0.0] + [amount for amount, _ in parts])
@@ -250,17 +255,19 @@ def balancing_pass(
 def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
     """Plan flows from workers with a surplus to workers with room, until no surplus is left or no room is.
 
-    The giver with the largest surplus goes first, so that it finds the largest rooms. Each giver fills the tightest
-    room that takes its whole surplus and its partners', or else the largest room. A partner, which holds K/V rows of
-    the same documents, goes before a tighter room if it takes the whole surplus. Next come takers that already take
-    from a partner, since they mostly receive K/V rows of the same document.
+    The giver with the largest surplus goes first, so that it finds the largest rooms. Each giver
+    fills the tightest room that takes its whole surplus and its partners', or else the largest
+    room. A partner, which holds K/V rows of the same documents, goes before a tighter room if it
+    takes the whole surplus. Next come takers that already take from a partner, since they mostly
+    receive K/V rows of the same document.
     """
     rooms = sorted((-extra, worker) for worker, extra in enumerate(surplus) if extra < 0)
     room_of = {worker: room for room, worker in rooms}
     givers = sorted((-extra, worker) for worker, extra in enumerate(surplus) if extra > 0)
     partners = {giver: partners[giver] - {giver} for _, giver in givers if giver in partners}
     if any(surplus[partner] > 0 for near in partners.values() for partner in near):
-        # Partners follow each other, so that they find each other's takers; the largest sum of surpluses goes first.
+        # Partners follow each other, so that they find each other's takers; the largest sum of
+        # surpluses goes first.
         givers.sort(
             key=lambda each: (
                 each[0] - sum(max(surplus[other], 0.0) for other in partners.get(each[1], ()))

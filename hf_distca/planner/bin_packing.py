@@ -16,15 +16,16 @@ from hf_distca.refusal import RefusedError
 Item = TypeVar("Item")
 
 LOOK_AHEAD = 16
-"""Maximum number of documents that wait for the next micro-batch before the current one is closed."""
+"""Maximum number of documents that wait for the next micro-batch before the current one is closed.
+"""
 
 
 def pack_in_order(documents: Iterable[tuple[int, Item]], capacity: int) -> Iterator[list[Item]]:
     """Fill one bin after another, as nearly as possible in the given order, and yield the items of each.
 
-    A document that does not fit waits for the next bin, while shorter ones behind it may still go in. A bin is closed
-    when it is full or more than 16 documents wait. Only the documents needed are read from `documents`: pairs of
-    tokens, at most `capacity`, and an item.
+    A document that does not fit waits for the next bin, while shorter ones behind it may still go
+    in. A bin is closed when it is full or more than 16 documents wait. Only the documents needed
+    are read from `documents`: pairs of tokens, at most `capacity`, and an item.
     """
     source = iter(documents)
     waiting: list[tuple[int, Item]] = []
@@ -47,7 +48,10 @@ def pack_in_order(documents: Iterable[tuple[int, Item]], capacity: int) -> Itera
 
 
 def place_evenly(lengths: Sequence[int], bins: int, capacity: int) -> list[int] | None:
-    """Return the bin with the fewest tokens for each document, in the given order; None if a document does not fit."""
+    """Return the bin with the fewest tokens for each document, in the given order.
+
+    None if a document does not fit.
+    """
     # An entry is load · bins + bin: one integer, so that the heap compares quickly.
     loads = list(range(bins))
     chosen = []
@@ -63,8 +67,8 @@ def place_evenly(lengths: Sequence[int], bins: int, capacity: int) -> list[int] 
 def place_tightly(lengths: Sequence[int], capacity: int) -> list[int]:
     """Return the bin of each document: in the given order, the fullest bin with room, or a new bin.
 
-    With the longest first this is best-fit decreasing. It needs at most 11/9 of the fewest possible bins, and usually
-    exactly the fewest. No document may be longer than `capacity`.
+    With the longest first this is best-fit decreasing. It needs at most 11/9 of the fewest possible
+    bins, and usually exactly the fewest. No document may be longer than `capacity`.
     """
     bins_of: dict[int, list[int]] = {}  # room -> bins with exactly this room
     rooms: list[int] = []  # its keys, smallest first
@@ -91,11 +95,14 @@ def place_tightly(lengths: Sequence[int], capacity: int) -> list[int]:
 def ranks_of_whole(
     lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
 ) -> NDArray[np.int64] | None:
-    """Return the rank of each whole document, with tokens as equal as possible; None if they do not fit.
+    """Return the rank of each whole document, with tokens as equal as possible.
 
-    Longest first, each document goes to the rank with the fewest tokens. If that leaves no room for a document, each
-    goes to the fullest rank that has room. If that fails too, ranks are filled one after another in the order of the
-    documents: GlobalBatchSampler has packed them into a bin for each rank.
+    None if they do not fit.
+
+    Longest first, each document goes to the rank with the fewest tokens. If that leaves no room for
+    a document, each goes to the fullest rank that has room. If that fails too, ranks are filled one
+    after another in the order of the documents: GlobalBatchSampler has packed them into a bin for
+    each rank.
 
     Args:
         lengths: [documents] of at most tokens_per_rank tokens each.
@@ -132,18 +139,20 @@ def whole_documents(
     if len(lengths) and int(lengths.max()) > tokens_per_rank:
         document = int(lengths.argmax())
         raise RefusedError(
-            f"document {document} has {int(lengths[document])} tokens, but with document_layout='whole' a document "
-            f"stays on one rank, which holds {tokens_per_rank}; raise tokens_per_rank, or set long_documents to "
-            "'truncate' or 'split'"
+            f"document {document} has {int(lengths[document])} tokens, but with "
+            "document_layout='whole' a document stays on one rank, which holds "
+            f"{tokens_per_rank}; raise tokens_per_rank, or set long_documents to 'truncate' or "
+            "'split'"
         )
     rank_of = ranks_of_whole(lengths, ranks, tokens_per_rank)
     if rank_of is None:
         raise RefusedError(
-            f"{len(lengths)} documents of {int(lengths.sum())} tokens do not fit on {ranks} ranks of "
-            f"{tokens_per_rank} without cutting a document; use fewer documents, more ranks or more "
-            "tokens_per_rank"
+            f"{len(lengths)} documents of {int(lengths.sum())} tokens do not fit on {ranks} ranks "
+            f"of {tokens_per_rank} without cutting a document; use fewer documents, more ranks or "
+            "more tokens_per_rank"
         )
-    # Two halves of about equal tokens, so that nano-batches can divide the rank's rows between two documents.
+    # Two halves of about equal tokens, so that nano-batches can divide the rank's rows between two
+    # documents.
     ordered = (np.flatnonzero(rank_of == rank) for rank in range(ranks))
     return [
         np.concatenate([documents[half] for half in halves(lengths[documents])])

@@ -26,7 +26,8 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import usual_stages, with_stages
 
 SMALLEST_SHARE = 0.25
-"""Least share of a rank's tokens in a nano-batch of whole documents; fewer hide almost nothing, but cost exchanges."""
+"""Least share of a rank's tokens in a nano-batch of whole documents; fewer hide almost nothing, but
+cost exchanges."""
 
 
 def local_plan(layout: Layout, kind: AttentionKind) -> Plan:
@@ -46,8 +47,8 @@ def nano_batches_as_set(lengths: IntArray, settings: PlanSettings) -> tuple[Nano
     sizes = settings.node_sizes
     layouts = []
     for number, group in enumerate(groups):
-        # Each layout gives one row more to its first ranks. Mirroring the second, with its nodes, gives its extra rows
-        # to the last ranks, so no rank holds more than without nano-batches.
+        # Each layout gives one row more to its first ranks. Mirroring the second, with its nodes,
+        # gives its extra rows to the last ranks, so no rank holds more than without nano-batches.
         if settings.document_layout == "fixed":
             layout = fixed_layout([lengths[group].tolist()], settings.ranks)
         else:
@@ -81,7 +82,10 @@ def lengths_of(placed: Sequence[Sequence[int]]) -> IntArray:
 def _on_ranks(
     lengths: IntArray, on_ranks: Sequence[IntArray], settings: PlanSettings
 ) -> tuple[NanoBatch, ...]:
-    """Plan each rank's whole documents, in the order of its rows; a nano-batch has the first or the last of them."""
+    """Plan each rank's whole documents, in the order of its rows.
+
+    A nano-batch has the first or the last of them.
+    """
     divided, halves = [list(on_ranks)], []
     for documents in on_ranks if settings.ping_pong else ():
         *before, total = np.cumsum(lengths[documents]).tolist() or [0]
@@ -119,7 +123,8 @@ def finished(
     """Divide K/V rows of balanced nano-batches into stages, and add figures for logs.
 
     Args:
-        stages: approximate number of stages, which may take several buffers; None for the usual number.
+        stages: approximate number of stages, which may take several buffers; None for the usual
+            number.
         counted: for each nano-batch, the counts of its plans; none to count them.
     """
     count, together = stages or usual_stages(len(nano_batches)), stages is not None

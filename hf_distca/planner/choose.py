@@ -1,8 +1,8 @@
 """Choice of the fastest plan for one micro-batch, by predicted seconds.
 
-Every rank chooses alike, since predictions depend on lengths and settings alone. Groups of ranks that exchange nothing
-with each other are searched near the smallest ones that compute about alike. Nothing is planned if computing alone
-takes longer than the best plan so far.
+Every rank chooses alike, since predictions depend on lengths and settings alone. Groups of ranks
+that exchange nothing with each other are searched near the smallest ones that compute about alike.
+Nothing is planned if computing alone takes longer than the best plan so far.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,25 +43,30 @@ IntArray = NDArray[np.int64]
 UNBALANCED = 1e9
 """Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
 OTHER_STAGES = (STAGES_ALONE // 2, 2 * STAGES_ALONE)
-"""Further numbers of stages that are tried for the chosen plan; two nano-batches are not tried with many."""
+"""Further numbers of stages that are tried for the chosen plan; two nano-batches are not tried with
+many."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further candidate has to be faster to be tried."""
 DOMINANT_SHARE = 0.06
 """Share of a group's work from which a document is worth dividing evenly over several nodes."""
 MOST_MOVES = 4096
-"""Maximum moves of K/V rows, from a piece to a rank, of documents divided evenly over several nodes, over the root of
-the number of ranks. More moves take too long to plan."""
+"""Maximum moves of K/V rows, from a piece to a rank, of documents divided evenly over several
+nodes, over the root of the number of ranks. More moves take too long to plan."""
 NEAR = 0.03
-"""Share of a step by which a plan with one nano-batch may be slower than the best and still be tried with two."""
+"""Share of a step by which a plan with one nano-batch may be slower than the best and still be
+tried with two."""
 WAITING = 0.06
-"""Share of a step that ranks wait, up to which larger groups over nodes are tried only if they compute more evenly."""
+"""Share of a step that ranks wait, up to which larger groups over nodes are tried only if they
+compute more evenly."""
 HARDLY_HIDDEN = 0.2
 """Share of a step that ranks wait in two nano-batches, from which one nano-batch may be faster."""
 COARSER_FROM, COARSER_FROM_MANY = 0.1, 0.25
-"""Shares of a step that few, or many, ranks wait in two nano-batches, from which a coarser balance may be faster."""
+"""Shares of a step that few, or many, ranks wait in two nano-batches, from which a coarser balance
+may be faster."""
 
 FEW_RANKS = 32
-"""Number of ranks up to which plans take little time; for more ranks fewer are tried, on the terms below."""
+"""Number of ranks up to which plans take little time; for more ranks fewer are tried, on the terms
+below."""
 QUICK_RANKS = 64
 """Maximum number of planned ranks for which a coarser balance is tried."""
 SAMPLED_RANKS = 16
@@ -128,7 +133,8 @@ class _Search:
     """Search for the fastest plan.
 
     Attributes:
-        partitions: for each level, [groups] ranks of each group; from single ranks to one group of all.
+        partitions: for each level, [groups] ranks of each group; from single ranks to one group of
+            all.
     """
 
     def __init__(self, lengths: IntArray, settings: PlanSettings, choices: Choices) -> None:
@@ -251,7 +257,10 @@ class _Search:
             yield self._candidate(nano_batches, fitted, finest, self._settings, evenly=True)
 
     def _grouped(self) -> Candidate:
-        """Return the best plan in groups. Sampled plans are made in full as long as one could be the best."""
+        """Return the best plan in groups.
+
+        Sampled plans are made in full as long as one could be the best.
+        """
         self._in_groups()
         if (
             self._best is not None
@@ -297,7 +306,8 @@ class _Search:
         for level in range(first + 1, self._inside + 1):
             if self._worth(level):
                 self._evenly(level, finest, few)
-        # 2. Few documents cut, with exchanges hidden by two nano-batches; other groups as long as they help.
+        # 2. Few documents cut, with exchanges hidden by two nano-batches; other groups as long as
+        # they help.
         begin = first if self._best is None else self._level()
         levels = (
             sorted({min(begin, self._inside), self._inside, top})
@@ -382,7 +392,8 @@ class _Search:
             )
             placing = place()
             if placing is not None and max(sizes) == 1 and self._costs.ranks_per_core > 1:
-                # Idle ranks leave their cores to others, so as many ranks as there are cores should be done last.
+                # Idle ranks leave their cores to others, so as many ranks as there are cores should
+                # be done last.
                 uneven = place(fill_to=placing.slowest)
                 if (
                     uneven is not None

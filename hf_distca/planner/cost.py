@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from hf_distca.plan import AttentionKind
 
 BALANCE_TOLERANCE = 0.01
-"""Default for how far above the mean a worker's attention may lie, as a fraction of the mean; below it bytes still
-grow, while the time of a step no longer changes measurably."""
+"""Default for how far above the mean a worker's attention may lie, as a fraction of the mean; below
+it bytes still grow, while the time of a step no longer changes measurably."""
 MOST_TOKENS = 2**31 - 1
 """Maximum number of tokens whose query-key pairs fit into 64 bits."""
 
@@ -22,7 +22,10 @@ Amount = TypeVar("Amount", float, NDArray[np.float64])
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes of an exchanged row: Q, K and V together, O, of all heads; by default of Llama-3-8B in bfloat16."""
+    """Bytes of an exchanged row: Q, K and V together, O, of all heads.
+
+    By default of Llama-3-8B in bfloat16.
+    """
 
     q: int = 8192
     kv: int = 4096
@@ -112,7 +115,8 @@ class Workers:
     def ideal(self, total: int) -> float:
         """Return the earliest time at which all workers can finish `total` pairs, divided at will.
 
-        This is the level t with Σ speed · max(t − base, 0) = total, or the largest base load if that is later.
+        This is the level t with Σ speed · max(t − base, 0) = total, or the largest base load if
+        that is later.
         """
         base, speed = np.array(sorted(zip(self.base_load, self.speed, strict=True))).T
         levels = (total + np.cumsum(base * speed)) / np.cumsum(
@@ -134,11 +138,12 @@ def as_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         )
     if len(array) and float(array.astype(np.float64).sum()) > MOST_TOKENS:
         raise ValueError(
-            f"the documents hold more than {MOST_TOKENS} tokens, which plans cannot count; use fewer documents in a "
-            "micro-batch"
+            f"the documents hold more than {MOST_TOKENS} tokens, which plans cannot count; use "
+            "fewer documents in a micro-batch"
         )
     if len(array) and array.min() < 1:
         raise ValueError(
-            f"document {int(array.argmin())} has length {int(array.min())}; leave empty documents out"
+            f"document {int(array.argmin())} has length {int(array.min())}; leave empty "
+            "documents out"
         )
     return array.astype(np.int64)

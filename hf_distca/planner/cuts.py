@@ -1,7 +1,8 @@
 """Exchanges between the segments of a cut document, for modules that mix its rows in order.
 
-A short convolution needs the rows before a segment, its halo. A recurrence needs the state that the earlier segments
-leave. Both tables follow from the layout alone, so that every rank makes matching ones.
+A short convolution needs the rows before a segment, its halo. A recurrence needs the state that the
+earlier segments leave. Both tables follow from the layout alone, so that every rank makes matching
+ones.
 """
 
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ from hf_distca.planner.routes import ExchangedRows
 class Halos:
     """Rows of one rank in an extended row that has room for a halo of `width` rows before every segment.
 
-    A halo holds the document's rows before the segment; where the document has none it stays zero, as a causal
-    convolution pads.
+    A halo holds the document's rows before the segment; where the document has none it stays zero,
+    as a causal convolution pads.
     """
 
     rows: int  # of the extended row
@@ -42,12 +43,14 @@ class Halos:
 class Chains:
     """States that the cut segments of one rank need of other segments of their documents.
 
-    States are numbered: first the states of this rank's cut segments, in row order, then states that arrive. Forward,
-    states of earlier segments arrive. Backward, gradients of later segments return.
+    States are numbered: first the states of this rank's cut segments, in row order, then states
+    that arrive. Forward, states of earlier segments arrive. Backward, gradients of later segments
+    return.
     """
 
     cut: IntArray  # this rank's segments of cut documents, among all its segments
-    messages: ExchangedRows  # states that go to other ranks, one for each pair of an earlier and a later segment
+    # States that go to other ranks, one for each pair of an earlier and a later segment.
+    messages: ExchangedRows
     received: IntArray  # for each arriving state, the cut segment of this rank that needs it
     earlier: tuple[
         tuple[int, ...], ...
@@ -112,8 +115,9 @@ def chained(segments: Table) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Return the segments in document order, and the pairs of an earlier and a later segment of a document.
 
     Returns:
-        [segments] indices of segments in document order; [segments] number of earlier segments of the document;
-        [pairs] place in this order of the earlier segment; [pairs] place of the later one, ascending.
+        [segments] indices of segments in document order; [segments] number of earlier segments of
+        the document; [pairs] place in this order of the earlier segment; [pairs] place of the later
+        one, ascending.
     """
     order = np.lexsort((segments["start"], segments["document"]))
     document = segments["document"][order]

@@ -1,8 +1,8 @@
 """Groups of neighbouring ranks that exchange nothing with each other, and the documents of each.
 
-A document lies on the ranks of one group. Groups of one rank exchange nothing at all. One group per node exchanges
-rows inside nodes only. One group of all ranks is the joint layout. Smaller groups exchange less, larger ones balance
-better.
+A document lies on the ranks of one group. Groups of one rank exchange nothing at all. One group per
+node exchanges rows inside nodes only. One group of all ranks is the joint layout. Smaller groups
+exchange less, larger ones balance better.
 """
 
 from collections.abc import Iterable, Sequence
@@ -67,7 +67,8 @@ class Placing:
     sizes: tuple[int, ...]  # [groups] ranks of each group
     documents: tuple[IntArray, ...]
     left: tuple[int, ...]  # documents that fit in no group; they are cut over any ranks with room
-    seconds: FloatArray  # [groups] seconds that a rank of each group computes if its documents divide evenly
+    # [groups] seconds that a rank of each group computes if its documents divide evenly.
+    seconds: FloatArray
 
     @classmethod
     def of_all(cls, seconds: FloatArray, speeds: FloatArray) -> "Placing":
@@ -103,10 +104,12 @@ def place_in_groups(
         seconds: [documents] seconds of computing each document.
         sizes: [groups] ranks of each group.
         speeds: [ranks] work per second of each rank, in seconds of a usual rank.
-        fill_to: seconds up to which groups are filled one after another, once each has a document; 0 for equal work.
+        fill_to: seconds up to which groups are filled one after another, once each has a document;
+            0 for equal work.
 
     Returns:
-        None if a document is too long for every group, or a group would have fewer tokens than ranks.
+        None if a document is too long for every group, or a group would have fewer tokens than
+        ranks.
     """
     if int(lengths.max()) > max(sizes) * tokens_per_rank:
         return None
@@ -160,7 +163,8 @@ def joined_nodes(
         seconds, speeds: as in `place_in_groups`.
 
     Returns:
-        [groups] ranks of each group, largest first; None if nodes differ in size, or together have too little room.
+        [groups] ranks of each group, largest first; None if nodes differ in size, or together have
+        too little room.
     """
     size, nodes = max(node_sizes), len(node_sizes)
     if min(node_sizes) < size:
@@ -236,7 +240,8 @@ def _filled(
 ) -> tuple[IntArray, list[float]]:
     """Give each document, the costliest first, to the bin with the most work that stays below `fill_to`.
 
-    Empty bins get a document first. If no bin stays below, the bin with the least work gets the document.
+    Empty bins get a document first. If no bin stays below, the bin with the least work gets the
+    document.
 
     Args, returns: as in `_give_out`.
     """
@@ -272,12 +277,12 @@ def nano_batches_in_groups(
 
     Args:
         count: number of nano-batches.
-        evenly: divide each long document evenly over its whole group and leave the others whole; otherwise the joint
-            layout cuts as few documents as it can.
+        evenly: divide each long document evenly over its whole group and leave the others whole;
+            otherwise the joint layout cuts as few documents as it can.
 
     Returns:
-        None if the documents of a group cannot form two nano-batches, or a rank would hold no row of a nano-batch:
-        models cannot run without rows.
+        None if the documents of a group cannot form two nano-batches, or a rank would hold no row
+        of a nano-batch: models cannot run without rows.
     """
     slack = _slack(lengths, placing, settings, costs)
     seconds = document_seconds(lengths, costs)
@@ -295,7 +300,8 @@ def nano_batches_in_groups(
         room, nodes = np.full(size, settings.tokens_per_rank), _nodes_in(first, size, settings)
         for number, part in enumerate(parts):
             if evenly and size > 1:
-                # A rank that the first nano-batch filled could not share long documents of the second.
+                # A rank that the first nano-batch filled could not share long documents of the
+                # second.
                 share = (
                     1
                     if number == count - 1
@@ -411,11 +417,15 @@ def _in_group(
     *,
     backwards: bool,
 ) -> IntArray:
-    """Return [segments, 4] document, start, stop and rank of a group's documents; ranks count from 0."""
+    """Return [segments, 4] document, start, stop and rank of a group's documents.
+
+    Ranks count from 0.
+    """
     if size == 1:
         zeros = np.zeros_like(lengths)
         return np.stack([np.arange(len(lengths)), zeros, lengths, zeros], axis=1)
-    # The first ranks get one row more, in the second nano-batch the last ranks: so no rank holds too many rows.
+    # The first ranks get one row more, in the second nano-batch the last ranks: so no rank holds
+    # too many rows.
     sizes, kind = nodes if len(nodes) > 1 else (1,) * size, settings.dominant_kind
     window, block = kind.window or kind.chunk, settings.balance_block_size
     segments = joint_segments(lengths, sizes[::-1] if backwards else sizes, window, slack, block)
@@ -429,8 +439,8 @@ def divide_evenly(
 ) -> IntArray | None:
     """Divide each long document evenly over all ranks of a group.
 
-    Rank r of n has the parts r and 2 n - 1 - r of 2 n, so that all ranks compute alike. In a group of several nodes
-    other documents are divided inside a node. Shorter documents stay whole.
+    Rank r of n has the parts r and 2 n - 1 - r of 2 n, so that all ranks compute alike. In a group
+    of several nodes other documents are divided inside a node. Shorter documents stay whole.
 
     Args:
         seconds: [documents] seconds of computing each document.
@@ -488,7 +498,8 @@ def _cut_where_room(documents: Iterable[int], lengths: IntArray, room: list[int]
     """Return [segments, 4] of documents that fit nowhere whole, cut over the ranks with the most room.
 
     Args:
-        room: [ranks] rows that each rank takes, lowered by what it gets; negative if all have too little together.
+        room: [ranks] rows that each rank takes, lowered by what it gets; negative if all have too
+            little together.
     """
     pieces = []
     for document in documents:

@@ -1,7 +1,7 @@
 """Tables of rows [start, stop) of documents: order, overlaps, unions and cuts.
 
-A table is a structured array with the fields document, start and stop, such as segments and tasks. `take` and
-`compress` copy its entries some 20 times as fast as indexing with an array.
+A table is a structured array with the fields document, start and stop, such as segments and tasks.
+`take` and `compress` copy its entries some 20 times as fast as indexing with an array.
 """
 
 import numpy as np
@@ -16,11 +16,15 @@ Table = NDArray[np.void]
 ROWS = np.dtype([("document", np.int64), ("start", np.int64), ("stop", np.int64)])
 """Rows [start, stop) of a document."""
 ROW_LIMIT = 1 << 32
-"""More than the rows of any document, so that a document and a row fit into one number, which sorts quickly."""
+"""More than the rows of any document, so that a document and a row fit into one number, which sorts
+quickly."""
 
 
 def table_of(dtype: np.dtype[np.void], **columns: IntArray | int) -> Table:
-    """Return a table of the given columns; `document` gives its length, and missing columns are 0."""
+    """Return a table of the given columns.
+
+    `document` gives its length, and missing columns are 0.
+    """
     table = np.zeros(np.size(columns["document"]), dtype)
     for name, values in columns.items():
         table[name] = values
@@ -47,7 +51,8 @@ def overlaps(table: Table, ordered: Table) -> tuple[IntArray, IntArray, IntArray
     """Cut the rows of a table at the borders of an ordered one: disjoint rows by (document, start) that hold them all.
 
     Returns:
-        For each piece, in the order of `table`: its index in `table`, its index in `ordered`, start and stop.
+        For each piece, in the order of `table`: its index in `table`, its index in `ordered`, start
+        and stop.
     """
     border = sortable(ordered["document"], ordered["start"])
     low = np.searchsorted(border, sortable(table["document"], table["start"]), side="right") - 1

@@ -1,17 +1,21 @@
 """Joint layout: documents placed so that ranks have equal tokens and equal pairs, with few and cheap cuts.
 
-Only cut documents cost bytes: rows from row s on need K/V rows [0, s) of their document. So there are three phases:
+Only cut documents cost bytes: rows from row s on need K/V rows [0, s) of their document. So there
+are three phases:
 
-1. A document too large for one rank is cut from its end (`cut_large`). Besides its segment a rank takes the shortest
-   documents, so that every cut lies as early as possible, or else the head of the same document, whose K/V rows the
-   segment needs anyway. The rows before all cuts are divided, so that no single rank sends them to all later segments.
-2. Other documents stay whole (`place_whole`). Longest first, each goes to the rank with the most missing pairs per
-   missing token, so that every rank's need falls towards the shortest documents. Once the remaining documents hardly
-   matter in pairs, each goes to the rank with the most room.
-3. Ranks then differ by less than a short document. The ends of short documents make their tokens equal (`even_out`).
+1. A document too large for one rank is cut from its end (`cut_large`). Besides its segment a rank
+   takes the shortest documents, so that every cut lies as early as possible, or else the head of
+   the same document, whose K/V rows the segment needs anyway. The rows before all cuts are divided,
+   so that no single rank sends them to all later segments.
+2. Other documents stay whole (`place_whole`). Longest first, each goes to the rank with the most
+   missing pairs per missing token, so that every rank's need falls towards the shortest documents.
+   Once the remaining documents hardly matter in pairs, each goes to the rank with the most room.
+3. Ranks then differ by less than a short document. The ends of short documents make their tokens
+   equal (`even_out`).
 
-The remaining differences in pairs are left to `balance`. With several nodes, documents are placed on nodes first, and
-then each node's rows on its ranks: only rows of documents that are cut between nodes cross between them.
+The remaining differences in pairs are left to `balance`. With several nodes, documents are placed
+on nodes first, and then each node's rows on its ranks: only rows of documents that are cut between
+nodes cross between them.
 """
 
 import math
@@ -42,7 +46,8 @@ OF_NODES = 0.25
 NEGLIGIBLE = 0.3
 """Share of the slack in pairs that documents placed for their tokens alone may use."""
 ROUNDING = 0.1
-"""Share of the slack in pairs that rounding one cut may cost; beyond it, the cut leaves the block's boundary."""
+"""Share of the slack in pairs that rounding one cut may cost; beyond it, the cut leaves the block's
+boundary."""
 
 Segment = tuple[int, int, int, int]
 """(index, start, stop, rank) of rows that were cut off"""
@@ -60,13 +65,14 @@ def joint_layout(
 ) -> Layout:
     """Place documents so that every rank has equal tokens and, as far as possible, equal attention.
 
-    Query rows then stay where they are, and only K/V rows of cut documents travel. Every rank holds total / ranks
-    rows, rounded down or up. Cuts fall on multiples of a block where tokens and balance allow.
+    Query rows then stay where they are, and only K/V rows of cut documents travel. Every rank holds
+    total / ranks rows, rounded down or up. Cuts fall on multiples of a block where tokens and
+    balance allow.
 
     Args:
         balance_tolerance: how far above the mean a rank's pairs may be, as a fraction of the mean.
-        node_sizes: [nodes] consecutive ranks of each node; documents are cut between nodes only if necessary. None if
-            all links are alike.
+        node_sizes: [nodes] consecutive ranks of each node; documents are cut between nodes only if
+            necessary. None if all links are alike.
 
     Raises:
         ValueError: a length below 1, settings out of range, or more tokens than the ranks take.
@@ -82,7 +88,10 @@ def joint_layout(
 def joint_segments(
     lengths: IntArray, sizes: Sequence[int], window: int | None, slack: float, block: int
 ) -> IntArray:
-    """Return [segments, 4] document, start, stop and rank for nodes of these sizes; all 1 if all links are alike."""
+    """Return [segments, 4] document, start, stop and rank for nodes of these sizes.
+
+    All 1 if all links are alike.
+    """
     ranks = sum(sizes)
     share, more = divmod(int(lengths.sum()), ranks)
     room = [share + (rank < more) for rank in range(ranks)]
@@ -93,7 +102,8 @@ def joint_segments(
     )
     if len(sizes) in (1, ranks):
         return _Placement(tokens, documents, room, [mean] * ranks, window, slack, block).segments()
-    # The largest nodes come first: a document that is too large for one node is too large for all later ones.
+    # The largest nodes come first: a document that is too large for one node is too large for all
+    # later ones.
     order = np.argsort(-np.array(sizes), kind="stable")
     first = np.cumsum(sizes) - sizes
     rooms = [sum(room[first[node] : first[node] + sizes[node]]) for node in order]
@@ -136,16 +146,19 @@ def _inter_node_costs(pieces: list[Table]) -> list[list[float]]:
 
 
 class _Placement:
-    """Rows of documents placed on ranks so far. When nodes are given rows, a node stands for a rank.
+    """Rows of documents placed on ranks so far.
 
-    Every piece to be placed, a document or a node's rows of it, has an index. So has each stretch that the head of a
-    cut piece is divided into.
+    When nodes are given rows, a node stands for a rank.
+
+    Every piece to be placed, a document or a node's rows of it, has an index. So has each stretch
+    that the head of a cut piece is divided into.
 
     Args:
         room: [ranks] rows that each rank takes; lowered by what it gets.
         need: [ranks] pairs that each rank should get, likewise.
         slack: how far above its share a rank's pairs may be, as a fraction of the mean.
-        inter_node: [pieces] inter-node cost of a row, in intra-node rows; None if all links of the ranks are alike.
+        inter_node: [pieces] inter-node cost of a row, in intra-node rows; None if all links of the
+            ranks are alike.
     """
 
     def __init__(
@@ -168,7 +181,8 @@ class _Placement:
         )
         self.lengths = lengths
         self.documents: list[int] = pieces["document"].tolist()
-        # [indices] rows that are not cut off, and their rank; -1 if no rows are left or they are not placed yet.
+        # [indices] rows that are not cut off, and their rank; -1 if no rows are left or they are
+        # not placed yet.
         self.starts: list[int] = pieces["start"].tolist()
         self.stops: list[int] = pieces["stop"].tolist()
         self.rank_of = [-1] * len(pieces)
@@ -199,8 +213,8 @@ class _Placement:
         self._count_shortest(rows[order[::-1]], costs[order[::-1]])
         rest = order[sum(1 for _ in takewhile(self._large, self.order)) :][::-1]
         self._count_shortest(rows[rest], costs[rest])
-        # If even the densest rows give a rank fewer pairs than its share, other ranks must take more. So the level
-        # rises if the other documents do not fit into the remaining ranks.
+        # If even the densest rows give a rank fewer pairs than its share, other ranks must take
+        # more. So the level rises if the other documents do not fit into the remaining ranks.
         level = 1.0
         cuts, fits = self._cut_at(level)
         if not fits:
@@ -220,10 +234,11 @@ class _Placement:
             self.need[rank] -= pairs(start, stop, self.window)
         if self.window is not None:  # later segments need only the window's rows
             return
-        # Divide the heads of cut documents until no head's rank sends more K/V rows than other ranks receive. Every
-        # later segment of a document needs the K/V rows of its head. So the rank of a head of h rows sends h rows to
-        # each later segment, while the last segment receives all rows before it. To other nodes a rank sends at most
-        # for as long as sending all of its rows inside its node takes.
+        # Divide the heads of cut documents until no head's rank sends more K/V rows than other
+        # ranks receive. Every later segment of a document needs the K/V rows of its head. So the
+        # rank of a head of h rows sends h rows to each later segment, while the last segment
+        # receives all rows before it. To other nodes a rank sends at most for as long as sending
+        # all of its rows inside its node takes.
         most = max((start for _, start, _, _ in self.cuts), default=0)
         readers = Counter(index for index, *_ in self.cuts)
         crossing = [
@@ -271,8 +286,8 @@ class _Placement:
     def _head_rows(self, cuts: list[Segment]) -> dict[int, int]:
         """Return, by rank, the rows of the head to take beside its segment, so that all ranks send alike.
 
-        A row of the head goes to the ranks of all segments, a row of a segment to the ranks of later ones. Ranks
-        without segments send less than other ranks receive.
+        A row of the head goes to the ranks of all segments, a row of a segment to the ranks of
+        later ones. Ranks without segments send less than other ranks receive.
         """
         rows: dict[int, int] = {}
         left, most = (
@@ -340,8 +355,8 @@ class _Placement:
                 ):
                     break
                 row = stop - bisect_right(range(min(stop - head, room) + 1), aim, 1, key=filled) + 1
-                # The cut falls on a block's boundary if that moves few pairs, otherwise on a finer one. No head from
-                # row `first` on stays below a block.
+                # The cut falls on a block's boundary if that moves few pairs, otherwise on a finer
+                # one. No head from row `first` on stays below a block.
                 multiple = grain(
                     self.block, min(row, self.window or row), ROUNDING * self.slack * self.mean
                 )
@@ -421,7 +436,8 @@ class _Placement:
             mine = sorted(
                 (int(uncut[index]), index) for index in np.flatnonzero(rank_of == rank).tolist()
             )
-            # A document is cut once, near its end. So a segment below a block always ends a document.
+            # A document is cut once, near its end. So a segment below a block always ends a
+            # document.
             whole = [each for each in mine if each[0] == self.lengths[self.documents[each[1]]]]
             rest = [each for each in mine if each[0] != self.lengths[self.documents[each[1]]]]
             while room[rank] < 0:
@@ -429,7 +445,8 @@ class _Placement:
                     whole, rest = rest, []
                 target = under[-1]
                 least = min(-room[rank], room[target])
-                # Choose a document that fits exactly, else the shortest whose head keeps a block, else the longest.
+                # Choose a document that fits exactly, else the shortest whose head keeps a block,
+                # else the longest.
                 at = bisect_left(whole, (least, -1))
                 if at == len(whole) or whole[at][0] != least:
                     at = min(bisect_left(whole, (least + self.block, -1)), len(whole) - 1)

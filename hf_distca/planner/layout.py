@@ -22,8 +22,9 @@ def fixed_layout(placed: Sequence[Sequence[int]], ranks: int | None = None) -> L
     """Return the layout of documents that are already placed.
 
     Args:
-        placed: one list of documents' lengths per rank, possibly empty. If `ranks` is k times the number of lists, a
-            list is divided evenly over k consecutive ranks; the first ranks get the rows that are left over.
+        placed: one list of documents' lengths per rank, possibly empty. If `ranks` is k times the
+            number of lists, a list is divided evenly over k consecutive ranks; the first ranks get
+            the rows that are left over.
 
     Raises:
         ValueError: a length below 1, or a number of lists that does not divide the ranks.
@@ -35,7 +36,8 @@ def fixed_layout(placed: Sequence[Sequence[int]], ranks: int | None = None) -> L
             "or one row per k consecutive ranks with ranks = k * rows"
         )
     lengths = as_lengths([length for documents in placed for length in documents])
-    # Number the tokens of all documents from 0 on, list after list, and cut them where a document or a rank begins.
+    # Number the tokens of all documents from 0 on, list after list, and cut them where a document
+    # or a rank begins.
     stops = np.append(0, np.cumsum(lengths))
     ends = stops[np.cumsum([len(documents) for documents in placed])][:, None]
     begins = np.append(0, ends[:-1])[:, None]
@@ -57,7 +59,8 @@ def check_settings(balance_tolerance: float, balance_block_size: int) -> None:
     """Raise ValueError for planner settings that are out of range."""
     if not 0 <= balance_tolerance < float("inf"):
         raise ValueError(
-            f"balance_tolerance must be 0 or more (0.05 allows 5 % above the mean), got {balance_tolerance}"
+            "balance_tolerance must be 0 or more (0.05 allows 5 % above the mean), got "
+            f"{balance_tolerance}"
         )
     if balance_block_size < 1:
         raise ValueError(f"balance_block_size must be at least 1 row, got {balance_block_size}")
@@ -72,8 +75,9 @@ def check_capacity(lengths: IntArray, ranks: int, tokens_per_rank: int) -> None:
     total = int(lengths.sum())
     if total > ranks * tokens_per_rank:
         raise ValueError(
-            f"{len(lengths)} documents hold {total} tokens, but {ranks} ranks of {tokens_per_rank} take "
-            f"{ranks * tokens_per_rank}; use fewer documents, more ranks or more tokens_per_rank"
+            f"{len(lengths)} documents hold {total} tokens, but {ranks} ranks of {tokens_per_rank} "
+            f"take {ranks * tokens_per_rank}; use fewer documents, more ranks or more "
+            "tokens_per_rank"
         )
 
 
@@ -91,7 +95,10 @@ def assemble(
 
 
 def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
-    """Return the layout as one kind of layer sees it; with chunked attention each chunk is a document."""
+    """Return the layout as one kind of layer sees it.
+
+    With chunked attention each chunk is a document.
+    """
     if kind.chunk is None:
         return layout
     counts = -(-layout.lengths // kind.chunk)

@@ -37,7 +37,10 @@ class RowsMoved:
 
     @classmethod
     def of(cls, plan: Plan, nodes: Sequence[int]) -> "RowsMoved":
-        """Count the rows of a plan; every K/V row that a worker's tasks read reaches the worker once."""
+        """Count the rows of a plan.
+
+        Every K/V row that a worker's tasks read reaches the worker once.
+        """
         tasks, first, second = rows_to_move(replace(plan, stage_rows=None))
         return cls(
             *_by_link(
@@ -51,7 +54,10 @@ class RowsMoved:
         return int(self.keys.sum(axis=0).max(initial=0))
 
     def forward_bytes(self, row_bytes: RowBytes) -> IntArray:
-        """Return [2, 2, workers] bytes of the forward: Q, K and V are sent; as many rows of O come back."""
+        """Return [2, 2, workers] bytes of the forward: Q, K and V are sent.
+
+        As many rows of O come back.
+        """
         return np.asarray(
             self.queries * row_bytes.q
             + self.queries[:, ::-1] * row_bytes.o
@@ -59,7 +65,10 @@ class RowsMoved:
         )
 
     def backward_bytes(self, row_bytes: RowBytes) -> IntArray:
-        """Return [2, 2, workers] bytes of the backward: Q, O, dO, K and V are sent; dQ, dK and dV come back."""
+        """Return [2, 2, workers] bytes of the backward: Q, O, dO, K and V are sent.
+
+        DQ, dK and dV come back.
+        """
         there = self.queries * (row_bytes.q + 2 * row_bytes.o) + self.keys * row_bytes.kv
         return np.asarray(
             there + self.queries[:, ::-1] * row_bytes.q + self.keys[:, ::-1] * row_bytes.kv
@@ -129,11 +138,13 @@ class CountedPlan:
     with_servers: RowsMoved
     row_bytes: RowBytes
     stages: int
-    most_rows: int  # K/V rows that the busiest rank sends, or receives, with rows that it gathers for itself
+    # K/V rows that the busiest rank sends, or receives, with rows that it gathers for itself.
+    most_rows: int
     ranks: int  # workers that hold rows; the workers after them are dedicated servers
     forwards: bool  # whether K/V rows are forwarded inside nodes
     windowed: bool
-    connected: IntArray  # [ranks] the same number for ranks that exchange rows, directly or over other ranks
+    # [ranks] the same number for ranks that exchange rows, directly or over other ranks.
+    connected: IntArray
 
     @property
     def forward_bytes(self) -> IntArray:
@@ -157,7 +168,9 @@ class CountedPlan:
 def count_plan(
     plan: Plan, kind: AttentionKind, bytes_per_value: int, nodes: Sequence[int] | None = None
 ) -> CountedPlan:
-    """Count a plan's tasks and rows, for [workers] nodes; None for the plan's nodes, or one node for all.
+    """Count a plan's tasks and rows, for [workers] nodes.
+
+    None for the plan's nodes, or one node for all.
 
     If K/V rows travel in stages, every stage is taken to be full; uneven stages may take one more.
     """

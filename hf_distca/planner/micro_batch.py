@@ -16,7 +16,8 @@ def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBat
     With `settings.choices` the fastest of several plans is taken.
 
     Raises:
-        ValueError: the ranks cannot hold the documents, or document_layout="whole" would have to cut one.
+        ValueError: the ranks cannot hold the documents, or document_layout="whole" would have to
+            cut one.
     """
     array = np.asarray(lengths, np.int64)
     if settings.choices is None:
@@ -25,7 +26,10 @@ def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBat
 
 
 def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
-    """Plan documents that stay on their ranks; `placed` has the lengths of each rank's documents, in order."""
+    """Plan documents that stay on their ranks.
+
+    `placed` has the lengths of each rank's documents, in order.
+    """
     if settings.choices is None:
         return finished(lengths_of(placed), nano_batches_placed(placed, settings), settings)
     return choose_placed(placed, settings, settings.choices)

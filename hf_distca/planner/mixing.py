@@ -25,7 +25,9 @@ class CountedCuts:
     continued: IntArray  # rows of segments with earlier segments
     segments: IntArray  # segments of cut documents
     whole: IntArray  # documents that are not cut
-    halos: IntArray  # [2, ranks] within and between nodes: the larger number of halos that a rank sends and receives
+    # [2, ranks] within and between nodes: the larger number of halos that a rank sends and
+    # receives.
+    halos: IntArray
     states: IntArray  # [2, ranks] the same for pairs of A and B
 
     @property
@@ -65,7 +67,8 @@ def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
 
 
 _Act = tuple[int, FloatArray | float, bool, FloatArray, NDArray[Any] | None, FloatArray | float]
-"""Nano-batch, seconds, whether to wait for an exchange, seconds, [2, ranks] bytes to send by link, seconds."""
+"""Nano-batch, seconds, whether to wait for an exchange, seconds, [2, ranks] bytes to send by link,
+seconds."""
 
 
 class MixingLayers:
@@ -75,7 +78,8 @@ class MixingLayers:
         costs: of a layer's forward.
         layers: number of mixing layers for each layer with attention.
         launches: seconds of a layer's forward per nano-batch, whatever its size.
-        factor: [ranks] time of computation in this direction on each rank, as a multiple of its costs.
+        factor: [ranks] time of computation in this direction on each rank, as a multiple of its
+            costs.
     """
 
     def __init__(
@@ -95,8 +99,8 @@ class MixingLayers:
         )  # without cuts one call has all rows
         self.computed: FloatArray = np.zeros_like(factor)
         self.waited: FloatArray = np.zeros_like(factor)  # for exchanges in `walk`
-        # A nano-batch has three acts. The whole documents of both nano-batches lie between the sending of states and
-        # the wait for them.
+        # A nano-batch has three acts. The whole documents of both nano-batches lie between the
+        # sending of states and the wait for them.
         every: list[list[_Act]] = []
         for index, nano in enumerate(nano_batches):
             first, last = costs.before * nano.rows + launch, costs.after * nano.rows

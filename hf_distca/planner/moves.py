@@ -1,11 +1,13 @@
 """Moves of rows to the workers that compute with them: which rows, over which ranks, in which stage.
 
-Between nodes a byte takes about nine times as long as inside one, and ranks of a node often read the same rows of a
-long document. Such rows go to one of these ranks, the gateway, which forwards them to the others.
+Between nodes a byte takes about nine times as long as inside one, and ranks of a node often read
+the same rows of a long document. Such rows go to one of these ranks, the gateway, which forwards
+them to the others.
 
-K/V rows travel in stages, so that few rows are in memory at once: the next stage travels while one is computed with. A
-row is forwarded in the stage in which it crosses. Rows of dedicated servers are not divided: they are in the first
-stage. With a window a row may travel in several stages. So document d of D counts as document s · D + d in stage s.
+K/V rows travel in stages, so that few rows are in memory at once: the next stage travels while one
+is computed with. A row is forwarded in the stage in which it crosses. Rows of dedicated servers are
+not divided: they are in the first stage. With a window a row may travel in several stages. So
+document d of D counts as document s · D + d in stage s.
 """
 
 from collections.abc import Sequence
@@ -33,29 +35,34 @@ from hf_distca.planner.intervals import (
 MOVE = np.dtype(
     [(name, np.int64) for name in ("document", "start", "stop", "source", "target", "at", "stage")]
 )
-"""Rows [start, stop) of a document that go from a rank, possibly to itself, to a worker. `at` is the number of row
-`start` among the holder's local rows."""
+"""Rows [start, stop) of a document that go from a rank, possibly to itself, to a worker. `at` is
+the number of row `start` among the holder's local rows."""
 CUT_TASK = np.dtype([*MOVE.descr, ("keys_start", np.int64), ("keys_stop", np.int64)])
-"""Task whose query rows lie in one segment, and the move of these rows to the worker that computes them.
+"""Task whose query rows lie in one segment, and the move of these rows to the worker that computes
+them.
 
-K/V rows are read from `keys_start` on. Those below `keys_stop` are sent to the worker, others are read in place. With
-full attention a local task reads keys of its segment in place. With a window it reads all keys in place or none.
+K/V rows are read from `keys_start` on. Those below `keys_stop` are sent to the worker, others are
+read in place. With full attention a local task reads keys of its segment in place. With a window it
+reads all keys in place or none.
 """
 PIECE = 128
-"""Least rows of a piece, a kernel block: rows that several ranks of a node read are divided among them in pieces."""
+"""Least rows of a piece, a kernel block: rows that several ranks of a node read are divided among
+them in pieces."""
 PARTS = 8
-"""Inverse of the share of a stage by which it may exceed its rows, and below which rows of a path stay together."""
+"""Inverse of the share of a stage by which it may exceed its rows, and below which rows of a path
+stay together."""
 _WHOLE = 1 << 40
 """Size of a stage that holds everything."""
 _GOLDEN = (5**0.5 - 1) / 2
-"""The golden ratio's fraction: fractions of its multiples spread evenly between 0 and 1, however many there are."""
+"""The golden ratio's fraction: fractions of its multiples spread evenly between 0 and 1, however
+many there are."""
 
 
 def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
     """Return a plan's tasks, of dtype CUT_TASK, by (target, document, start), and moves of K/V rows in two hops.
 
-    The first hop has each row once per worker, or with a window once per worker and stage. In the second hop gateways
-    forward rows.
+    The first hop has each row once per worker, or with a window once per worker and stage. In the
+    second hop gateways forward rows.
     """
     segments, ranks = by_document(plan.layout.segments), plan.layout.ranks
     tasks, held = _moves(plan.tasks, segments, CUT_TASK)
@@ -81,7 +88,8 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
 def rows_by_stage(first: Table, second: Table, ranks: int) -> IntArray:
     """Return [stages, 2, ranks] rows that each rank sends and receives, both hops together.
 
-    Rows that a rank gathers for itself are counted on both sides; rows that servers receive are not counted.
+    Rows that a rank gathers for itself are counted on both sides; rows that servers receive are not
+    counted.
     """
     moves = joined(first, second)
     moves = moves.compress(moves["target"] < ranks)
@@ -127,15 +135,16 @@ def _in_stages_of_windows(
 ) -> tuple[IntArray, Table]:
     """Cut tasks of windowed attention so that each has all its keys in one stage, and return the task of each piece.
 
-    Rows within reach of the windows of two stages travel in both. A stage has at most `stage_rows` received rows, or
-    two windows if that is more.
+    Rows within reach of the windows of two stages travel in both. A stage has at most `stage_rows`
+    received rows, or two windows if that is more.
     """
     lengths, keys, target = (
         row_counts(tasks),
         tasks["keys_stop"] - tasks["keys_start"],
         tasks["target"],
     )
-    # A query has the place of its own key among the rows sent to the worker, one task after another.
+    # A query has the place of its own key among the rows sent to the worker, one task after
+    # another.
     before = np.cumsum(keys) - keys
     place = before - before[np.searchsorted(target, target)] + tasks["start"] - tasks["keys_start"]
     # The windows of a stage's first queries reach into the previous stage.
@@ -154,10 +163,13 @@ def _in_stages_of_windows(
 def forward_inside_nodes(
     moves: Table, nodes: Sequence[int], ranks: int
 ) -> tuple[Table, Table, IntArray]:
-    """Let rows that several ranks of another node receive cross to that node once; servers get theirs directly.
+    """Let rows that several ranks of another node receive cross to that node once.
+
+    Servers get theirs directly.
 
     Returns:
-        Moves of both hops, and for each of the second hop the index of the first hop's move that it forwards whole.
+        Moves of both hops, and for each of the second hop the index of the first hop's move that it
+        forwards whole.
     """
     node = np.asarray(nodes)
     crossing = (node[moves["source"]] != node[moves["target"]]) & (moves["target"] < ranks)
@@ -165,7 +177,8 @@ def forward_inside_nodes(
     if not len(crossed):
         return moves, crossed, np.zeros(0, np.int64)
 
-    # 1. Cut the moves into one node wherever any of them begins or ends, so that each part goes whole to its readers.
+    # 1. Cut the moves into one node wherever any of them begins or ends, so that each part goes
+    # whole to its readers.
     into = node[crossed["target"]] * (int(crossed["document"].max()) + 1) + crossed["document"]
     into = np.unique(into, return_inverse=True)[1]  # small enough to be sorted together with rows
     keyed = table_of(ROWS, document=into, start=crossed["start"], stop=crossed["stop"])
@@ -210,11 +223,14 @@ def forward_inside_nodes(
 def _in_stages(
     first: Table, second: Table, via: IntArray, stage_rows: int, ranks: int
 ) -> tuple[Table, Table]:
-    """Divide the K/V rows of full attention into stages; `via` is the first hop's move that each second one forwards.
+    """Divide the K/V rows of full attention into stages.
 
-    The rows on one path, from one rank to another and on to the same others, are divided evenly over the stages; few
-    rows over few stages. So every rank has about equally much to receive and to compute in each stage. A stage exceeds
-    `stage_rows` by an eighth at most, or by a row of each path.
+    `via` is the first hop's move that each second one forwards.
+
+    The rows on one path, from one rank to another and on to the same others, are divided evenly
+    over the stages; few rows over few stages. So every rank has about equally much to receive and
+    to compute in each stage. A stage exceeds `stage_rows` by an eighth at most, or by a row of each
+    path.
     """
     stages = -(-int(rows_by_stage(first, second, ranks).max(initial=0)) // stage_rows)
     if stages <= 1:
@@ -232,7 +248,8 @@ def _in_stages(
     place -= place[begins][path]
     size = np.add.reduceat(lengths, begins)
 
-    # Parts below a kernel block, and fractions of rows, are in other stages on other paths of a rank.
+    # Parts below a kernel block, and fractions of rows, are in other stages on other paths of a
+    # rank.
     source, target = ends[:2, begins]
     turn = ((target - source) % ranks + np.arange(len(begins)) * _GOLDEN % 1) / ranks
     on_path = table_of(ROWS, document=path, start=place, stop=place + lengths)

@@ -9,7 +9,8 @@ from hf_distca.refusal import RefusedError
 NODE_BANDWIDTH = 450.0
 """GB/s that a GPU sends, and receives, inside its node: NVLink of an H100 or H200."""
 EXCHANGE_BANDWIDTH = 100.0
-"""GB/s of an exchange inside a node, with the 8 thread blocks that it may use (`EXCHANGE_CTAS`): some 12 GB/s each."""
+"""GB/s of an exchange inside a node, with the 8 thread blocks that it may use (`EXCHANGE_CTAS`):
+some 12 GB/s each."""
 NETWORK_BANDWIDTH = 50.0
 """GB/s that a GPU sends, and receives, between nodes: a network port of 400 Gbit/s for each GPU."""
 
@@ -20,17 +21,22 @@ def node_sizes(ranks: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ..
     Raises:
         ValueError: a number is not positive, or the numbers do not add up to the ranks.
     """
-    advice = "give the number of ranks of every node, in the order of the ranks, or 1 where all links are equally fast"
+    advice = (
+        "give the number of ranks of every node, in the order of the ranks, or 1 where all links "
+        "are equally fast"
+    )
     if isinstance(ranks_per_node, int):
         if ranks_per_node < 1 or ranks % ranks_per_node:
             raise RefusedError(
-                f"ranks_per_node={ranks_per_node} does not divide the {ranks} ranks that train together; {advice}"
+                f"ranks_per_node={ranks_per_node} does not divide the {ranks} ranks that train "
+                f"together; {advice}"
             )
         return (ranks_per_node,) * (ranks // ranks_per_node)
     sizes, named = tuple(ranks_per_node), ",".join(map(str, ranks_per_node))
     if min(sizes, default=0) < 1 or sum(sizes) != ranks:
         raise RefusedError(
-            f"ranks_per_node={named} adds up to {sum(sizes)} ranks, but {ranks} ranks train; {advice}"
+            f"ranks_per_node={named} adds up to {sum(sizes)} ranks, but {ranks} ranks train; "
+            f"{advice}"
         )
     return sizes
 

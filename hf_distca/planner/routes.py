@@ -2,11 +2,13 @@
 
 Routes are made once per micro-batch and used by every layer. There are three kinds of row numbers:
 
-- A row of a document: its position there, as in segments and tasks. It is used only inside the planner.
+- A row of a document: its position there, as in segments and tasks. It is used only inside the
+  planner.
 - A local row: a row of the nano-batch on this rank (Segment.offset + position in the segment).
-- A received row: its position among the rows received, in the order (owner, document, position). Q rows, and K/V rows
-  of each stage, are counted apart. K/V rows that the worker holds itself can be among them; these cross no link. K/V
-  rows forwarded by another rank of the node come last, in the order (that rank, document, position).
+- A received row: its position among the rows received, in the order (owner, document, position). Q
+  rows, and K/V rows of each stage, are counted apart. K/V rows that the worker holds itself can be
+  among them; these cross no link. K/V rows forwarded by another rank of the node come last, in the
+  order (that rank, document, position).
 """
 
 from dataclasses import dataclass
@@ -54,7 +56,10 @@ class TaskGroup:
         return int(self.task_pairs.sum())
 
     def halves(self, window: int | None) -> tuple["TaskGroup", "TaskGroup"]:
-        """Divide the tasks into two groups of about equal pairs; cut one task if whole tasks are too uneven."""
+        """Divide the tasks into two groups of about equal pairs.
+
+        Cut one task if whole tasks are too uneven.
+        """
         if not len(self.q_lens):
             return self, self
         q_lens, k_lens, k_rows, task_pairs = self.q_lens, self.k_lens, self.k_rows, self.task_pairs
@@ -67,7 +72,8 @@ class TaskGroup:
             seen = pairs(before, np.arange(before, int(k_lens[task])) + 1, window)
             wanted = so_far[-1] / 2 - so_far[task] + task_pairs[task]
             rows = min(int(np.abs(seen - wanted).argmin()) + 1, int(q_lens[task]) - 1)
-            # The first `rows` query rows see the keys before them and their own; the others see all keys.
+            # The first `rows` query rows see the keys before them and their own; the others see all
+            # keys.
             at = int(k_lens[:task].sum())
             k_rows = np.concatenate([k_rows[: at + before + rows], k_rows[at:]])
             q_lens, k_lens = np.insert(q_lens, task, rows), np.insert(k_lens, task, before + rows)
@@ -98,7 +104,9 @@ class ExchangedRows:
     )
     send_counts: IntArray  # [workers] rows that go to each worker
     recv_counts: IntArray  # [workers] rows that come from each worker
-    crossing: bool  # whether any rank sends such a row to another, so that all ranks skip an empty exchange or none
+    # Whether any rank sends such a row to another, so that all ranks skip an empty exchange or
+    # none.
+    crossing: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +115,9 @@ class Stage:
 
     keys: ExchangedRows
     forwarded: ExchangedRows  # inside nodes; these rows come last among the received rows
-    # Local queries. With full attention the received keys lie before the segment and are all visible; results are
-    # merged with local ones. With a window a task has its whole window, bottom-right causal.
+    # Local queries. With full attention the received keys lie before the segment and are all
+    # visible; results are merged with local ones. With a window a task has its whole window,
+    # bottom-right causal.
     remote_kv: TaskGroup
     remote_query: TaskGroup  # received queries and keys, bottom-right causal
     remote_query_prefix: (
@@ -122,12 +131,16 @@ class Routes:
 
     local_rows: int
     queries: ExchangedRows  # rows of Q, and of O, dO and dQ; never to the rank itself
-    local: TaskGroup  # tasks whose queries and keys lie in one segment of this rank; all rows are local
+    # Tasks whose queries and keys lie in one segment of this rank; all rows are local.
+    local: TaskGroup
     stages: tuple[Stage, ...]  # exchanges of K/V rows, in order, with the tasks of each
 
 
 def make_routes(plan: Plan, rank: int) -> Routes:
-    """Return the routes of a worker; one at or above plan.layout.ranks is a dedicated server and holds no rows."""
+    """Return the routes of a worker.
+
+    One at or above plan.layout.ranks is a dedicated server and holds no rows.
+    """
     tasks, *hops = rows_to_move(plan)
     stages = 1 + max(int(table["stage"].max(initial=0)) for table in (tasks, hops[0]))
 
@@ -139,7 +152,8 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     remote_query = _ordered(mine.compress(~here), "source")
     remote_query["at"] = rows_before(remote_query)
 
-    # 2. The K/V rows that arrive in each stage, in the order in which they are counted: first hop first.
+    # 2. The K/V rows that arrive in each stage, in the order in which they are counted: first hop
+    # first.
     came = [_ordered(hop.compress(hop["target"] == rank), "source") for hop in hops]
     arrived = joined(*came)
     arrived = arrived.take(np.argsort(arrived["stage"], kind="stable"))
@@ -147,7 +161,8 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     arrived["at"] = before - before[np.searchsorted(arrived["stage"], arrived["stage"])]
     arrived = by_document(arrived)
 
-    # 3. The K/V rows that tasks read, by (task, document, start); rows that touch in a stage are one.
+    # 3. The K/V rows that tasks read, by (task, document, start); rows that touch in a stage are
+    # one.
     together, every_read, made = merge_touching(arrived, "stage"), [], []
     for of in (remote_kv, remote_query):
         keys = table_of(ROWS, document=of["document"], start=of["keys_start"], stop=of["keys_stop"])
@@ -193,7 +208,10 @@ def _ordered(moves: Table, peer: str) -> Table:
 
 
 def _exchanged(moves: Table, rank: int, plan: Plan, arrived: Table | None = None) -> ExchangedRows:
-    """Return what one worker sends and receives of these rows; with `arrived` it sends received rows on."""
+    """Return what one worker sends and receives of these rows.
+
+    With `arrived` it sends received rows on.
+    """
     sent, came = (
         _ordered(moves.compress(moves["source"] == rank), "target"),
         moves.compress(moves["target"] == rank),
@@ -210,8 +228,8 @@ def _exchanged(moves: Table, rank: int, plan: Plan, arrived: Table | None = None
 def _find(rows: Table, arrived: Table, reads: IntArray | None = None) -> IntArray:
     """Return the positions of rows among the received rows of their stage, by (document, start), entry after entry.
 
-    Rows of entries with the same number in `reads`, [n] increasing, keep the order of their arrival, which may save
-    gathering them.
+    Rows of entries with the same number in `reads`, [n] increasing, keep the order of their
+    arrival, which may save gathering them.
     """
     which, other, start, stop = overlaps(rows, arrived)
     position, lengths = arrived["at"][other] + start - arrived["start"][other], stop - start
@@ -240,7 +258,8 @@ def _before_queries(tasks: Table, reads: Table, arrived: Table) -> TaskGroup:
     """Return queries with all rows of a stage that come before them in the document."""
     task = reads["task"]
     start, stop = np.maximum(tasks["start"][task], reads["stop"]), tasks["stop"][task]
-    # Queries of a task that see one more read form a task of the group, with that read and all earlier ones.
+    # Queries of a task that see one more read form a task of the group, with that read and all
+    # earlier ones.
     following = np.append(task[1:] == task[:-1], False)
     stop = np.where(following, np.minimum(np.append(start[1:], 0), stop), stop)
     which = np.flatnonzero(start < stop)

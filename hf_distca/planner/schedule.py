@@ -1,8 +1,8 @@
 """Schedules: the phases in which a rank carries out one core attention of a nano-batch.
 
-A schedule is pure data, made when a plan is bound. The executor (`hf_distca.dispatch.executor`) runs it; the simulator
-and the timeline read the same list. Two pauses divide a core attention into three parts. During a pause the other
-nano-batch of the layer runs up to its own pause:
+A schedule is pure data, made when a plan is bound. The executor (`hf_distca.dispatch.executor`)
+runs it; the simulator and the timeline read the same list. Two pauses divide a core attention into
+three parts. During a pause the other nano-batch of the layer runs up to its own pause:
 
               forward                                      backward
     part 1    send Q, K and V                              send dO, Q, K, V, O and LSE
@@ -10,17 +10,20 @@ nano-batch of the layer runs up to its own pause:
               and remote-KV tasks, send O and LSE          remote-KV tasks, send dQ, dK and dV
     part 3    receive O and LSE                            receive dQ, dK and dV
 
-Local tasks need nothing from other ranks. They are computed where they hide an exchange, see `LOCAL_TASKS`.
+Local tasks need nothing from other ranks. They are computed where they hide an exchange, see
+`LOCAL_TASKS`.
 
-K and V may come in several stages, two of which travel or are in use at once. The first two are sent in part 1, and a
-further one after each computed stage. dK and dV of a stage go back while the next stage is computed.
+K and V may come in several stages, two of which travel or are in use at once. The first two are
+sent in part 1, and a further one after each computed stage. dK and dV of a stage go back while the
+next stage is computed.
 
-If ranks forward K and V inside their nodes, a stage travels in two hops, each during another stage's computation. Five
-stages then travel or are in use at once, in either direction:
+If ranks forward K and V inside their nodes, a stage travels in two hops, each during another
+stage's computation. Five stages then travel or are in use at once, in either direction:
 
     before a stage       receive its forwarded rows; receive the next stage and forward it; send the one after it
     after it, backward   return its dK and dV to the gateways; receive such returns for the stage before and send them
-                         on to the ranks that hold its rows; receive what others send on for the one before that
+                         on to the ranks that hold its rows; receive what others send on for the one
+                         before that
 """
 
 from collections.abc import Sequence
@@ -35,20 +38,24 @@ Turn = Literal["alone", "first", "second"]
 Location = Literal["local", "received"]
 """Location of rows: among the rank's own rows of the nano-batch, or among received rows.
 
-Results and gradients of queries go to the location of the queries, gradients of K and V to that of the keys.
+Results and gradients of queries go to the location of the queries, gradients of K and V to that of
+the keys.
 """
 TaskName = Literal[
     "local", "local 1/2", "local 2/2", "remote-KV", "remote-query", "remote-query prefix"
 ]
-"""Tasks of one kernel call, see `hf_distca.planner.routes`; halves of the local tasks have about equal pairs."""
+"""Tasks of one kernel call, see `hf_distca.planner.routes`; halves of the local tasks have about
+equal pairs."""
 Group = tuple[TaskName, int]
 """Tasks of one kernel call and the stage of their K/V rows; 0 for local tasks."""
 AHEAD = 2
-"""Number of stages sent before the first is computed; then one more is sent with each computed stage."""
+"""Number of stages sent before the first is computed; then one more is sent with each computed
+stage."""
 TO_SERVERS, FROM_SERVERS = " to servers", " from servers"
 """Suffixes in names of transfers, and of phases that begin and end a call to servers."""
 Kept = Literal["nothing", "received", "results"]
-"""Received rows that the forward keeps: nothing (rows are sent again), Q, K and V, or O and LSE too."""
+"""Received rows that the forward keeps: nothing (rows are sent again), Q, K and V, or O and LSE
+too."""
 Place = Literal["before pause", "after pause", "after remote-KV"]
 LOCAL_TASKS: dict[tuple[Direction, Turn], tuple[Place, ...]] = {
     ("forward", "alone"): ("before pause",),
@@ -58,12 +65,13 @@ LOCAL_TASKS: dict[tuple[Direction, Turn], tuple[Place, ...]] = {
     ("backward", "second"): ("after pause",),
     ("backward", "first"): ("after remote-KV",),
 }
-"""Where local tasks are computed: before or after the first pause, or after the remote-KV tasks; half at each of two
-places.
+"""Where local tasks are computed: before or after the first pause, or after the remote-KV tasks;
+half at each of two places.
 
-The nano-batch that starts computes its local tasks after the other one's exchange has started too. In the backward the
-second nano-batch starts. Nothing follows the first one's backward, so its local tasks hide the return of its dK and
-dV. A lone nano-batch hides the way there behind one half and the way back behind the other.
+The nano-batch that starts computes its local tasks after the other one's exchange has started too.
+In the backward the second nano-batch starts. Nothing follows the first one's backward, so its local
+tasks hide the return of its dK and dV. A lone nano-batch hides the way there behind one half and
+the way back behind the other.
 """
 
 
@@ -71,7 +79,8 @@ dV. A lone nano-batch hides the way there behind one half and the way back behin
 class Transfer:
     """Rows that travel together, with the named columns."""
 
-    # Rows between ranks, in the order of the routes; K/V rows forwarded inside nodes; rows of both kinds to servers.
+    # Rows between ranks, in the order of the routes; K/V rows forwarded inside nodes; rows of both
+    # kinds to servers.
     rows: Literal["queries", "keys", "forwarded", "servers"]
     columns: tuple[
         str, ...
@@ -97,9 +106,10 @@ class KernelCall:
     tasks: TaskName
     queries: Location
     keys: Location
-    causal: bool = True  # whether rows are aligned with keys at the end of each task; else every row sees all its keys
-    # Whether the results are the first for their query rows; else they are merged with earlier results. Received query
-    # rows have no results after the first.
+    # Whether rows are aligned with keys at the end of each task; else every row sees all its keys.
+    causal: bool = True
+    # Whether the results are the first for their query rows; else they are merged with earlier
+    # results. Received query rows have no results after the first.
     first: bool = True
     stage: int = 0
 
@@ -159,8 +169,8 @@ def make_schedule(
 
     Args:
         groups: groups of tasks that the rank has; other groups get no kernel call.
-        windowed: whether the layer uses a sliding window. Remote-KV tasks then have all keys of their rows, otherwise
-            only keys before the rows' own segment.
+        windowed: whether the layer uses a sliding window. Remote-KV tasks then have all keys of
+            their rows, otherwise only keys before the rows' own segment.
         stages: number of stages of K/V rows.
         forwards: whether any rank forwards K/V rows.
         kept: rows that the backward has already; the forward sends everything.
@@ -241,7 +251,8 @@ def make_schedule(
             phases += [
                 Phase(wait=(*asked, *of(keys_there, stage)), run=remote_query_calls, send=answered),
                 Phase(run=remote_kv_calls),
-                # The next stage's rows overwrite the memory of the stage whose gradients have returned.
+                # The next stage's rows overwrite the memory of the stage whose gradients have
+                # returned.
                 Phase(
                     wait=of(keys_back, stage - 1),
                     send=(*of(keys_back, stage), *of(keys_there, stage + AHEAD)),
@@ -259,7 +270,8 @@ def make_schedule(
         ),
     ]
 
-    # 4. Join phases where possible and drop empty ones; the pause of an empty phase moves to the phase before.
+    # 4. Join phases where possible and drop empty ones; the pause of an empty phase moves to the
+    # phase before.
     joined: list[Phase] = []
     for phase in phases:
         before = joined[-1] if joined else None

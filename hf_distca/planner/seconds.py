@@ -23,7 +23,8 @@ class Tasks:
     keys: FloatArray  # K/V rows that are read
     pairs: FloatArray  # query-key pairs
     calls: FloatArray  # calls of the kernel
-    diagonal: FloatArray  # rows, each times its task's rows, at most DIAGONAL_ROWS; 0 for keys that all rows see
+    # Rows, each times its task's rows, at most DIAGONAL_ROWS; 0 for keys that all rows see.
+    diagonal: FloatArray
     tasks: FloatArray  # tasks in these calls; a document that is cut has more of them
 
 
@@ -31,9 +32,10 @@ class Tasks:
 class KernelCost:
     """Costs of a kernel, in seconds.
 
-    A call takes call + row · query rows + key · K/V rows + pair · query-key pairs + diagonal · diagonal rows + task ·
-    tasks. Kernels compute whole blocks of keys on the causal diagonal, so a pair of a short document takes longer.
-    Kernels compute whole blocks of query rows of each task, so a cut document takes longer than a whole one.
+    A call takes call + row · query rows + key · K/V rows + pair · query-key pairs + diagonal ·
+    diagonal rows + task · tasks. Kernels compute whole blocks of keys on the causal diagonal, so a
+    pair of a short document takes longer. Kernels compute whole blocks of query rows of each task,
+    so a cut document takes longer than a whole one.
     """
 
     call: float
@@ -136,7 +138,8 @@ class Links:
     within: LinkCost
     between: LinkCost
     start: float = 0.0  # seconds of a rank's own time to start an exchange
-    busy: float = 0.0  # seconds of a rank's own time per byte exchanged while it computes; CPUs' transport takes it
+    # Seconds of a rank's own time per byte exchanged while it computes; CPUs' transport takes it.
+    busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -187,13 +190,16 @@ class StepCosts:
     Attributes:
         before: seconds per token before core attention, in one layer's forward.
         after: seconds per token after core attention, in one layer's forward.
-        backward_factor: backward over forward of `before` and `after`; with checkpointing it includes the
-            recomputation.
+        backward_factor: backward over forward of `before` and `after`; with checkpointing it
+            includes the recomputation.
         head: seconds per token in the output head and the loss, forward and backward.
-        launches: seconds of a layer's forward per nano-batch, whatever its size; 0 if the host runs ahead.
-        slowness: [ranks] factor by which a rank is slower than these costs; empty if all ranks are alike.
-        ranks_per_core: CPU ranks that share a core, all of them busy while these costs were measured. A core that one
-            rank leaves idle makes the others faster. 1 if every rank has its own cores or GPU.
+        launches: seconds of a layer's forward per nano-batch, whatever its size; 0 if the host runs
+            ahead.
+        slowness: [ranks] factor by which a rank is slower than these costs; empty if all ranks are
+            alike.
+        ranks_per_core: CPU ranks that share a core, all of them busy while these costs were
+            measured. A core that one rank leaves idle makes the others faster. 1 if every rank has
+            its own cores or GPU.
         mixing: costs of layers that mix rows in order; None for a model without.
         directions: passes that a micro-batch takes.
     """
@@ -211,7 +217,10 @@ class StepCosts:
     directions: tuple[Direction, ...] = ("forward", "backward")
 
     def forward_only(self) -> "StepCosts":
-        """Return the costs of a forward without gradients. A head takes a third of the time of both passes."""
+        """Return the costs of a forward without gradients.
+
+        A head takes a third of the time of both passes.
+        """
         kinds = tuple(
             replace(of_kind, backward=of_kind.backward.scaled(0.0)) for of_kind in self.kinds
         )
@@ -222,11 +231,12 @@ class StepCosts:
     def until_done(self, work: FloatArray | float, longest: float) -> float:
         """Return the seconds until all ranks are done.
 
-        Ranks that share cores take turns. A rank that is done leaves its core to the others, until every rank that
-        still computes has a core of its own.
+        Ranks that share cores take turns. A rank that is done leaves its core to the others, until
+        every rank that still computes has a core of its own.
 
         Args:
-            work: [ranks] seconds that each rank computes while all share their cores; one number if all are alike.
+            work: [ranks] seconds that each rank computes while all share their cores; one number if
+                all are alike.
             longest: seconds of the rank that is done last, if no rank shared its cores.
         """
         if self.ranks_per_core == 1:

@@ -1,8 +1,9 @@
 """Plans with dedicated servers, and plans for the tasks of lost servers.
 
-The ranks hold the rows, so they compute the tasks of a lost server within the micro-batch. Each task goes to the ranks
-that hold its rows, or the tasks are balanced over the ranks again, whichever finishes sooner. Ranks have finished
-their local tasks by then. The remaining servers take no part: they would need the plan first.
+The ranks hold the rows, so they compute the tasks of a lost server within the micro-batch. Each
+task goes to the ranks that hold its rows, or the tasks are balanced over the ranks again, whichever
+finishes sooner. Ranks have finished their local tasks by then. The remaining servers take no part:
+they would need the plan first.
 """
 
 from collections.abc import Collection, Sequence
@@ -40,10 +41,11 @@ def plan_with_servers(
     """Plan tasks on the layouts of a plan so that ranks and servers finish together.
 
     Args:
-        workers: the ranks, then at least one server. A rank's base load is its work besides core attention while
-            servers compute a nano-batch.
+        workers: the ranks, then at least one server. A rank's base load is its work besides core
+            attention while servers compute a nano-batch.
         ranks_serve: whether ranks compute core attention too; otherwise servers compute all of it.
-        server_nodes: [servers] node of each server, None for a node of its own. Ignored if all links are alike.
+        server_nodes: [servers] node of each server, None for a node of its own. Ignored if all
+            links are alike.
 
     Raises:
         ValueError: there is no server, or settings are out of range.
@@ -51,8 +53,8 @@ def plan_with_servers(
     ranks, servers = settings.ranks, len(workers) - settings.ranks
     if servers < 1:
         raise ValueError(
-            f"{len(workers)} workers for {ranks} ranks leave no server; describe at least one worker more than there "
-            "are ranks"
+            f"{len(workers)} workers for {ranks} ranks leave no server; describe at least one "
+            "worker more than there are ranks"
         )
     computing = (
         workers
@@ -108,8 +110,9 @@ def plan_lost(
 ) -> Plan:
     """Return a plan of the tasks of lost workers alone, over the ranks, in stages of its own.
 
-    Ranks with equal arguments find equal plans. Tasks are cut at blocks' boundaries only, and where segments and the
-    plan's tasks end. A rank computes `pairs_per_second`, forward and backward together.
+    Ranks with equal arguments find equal plans. Tasks are cut at blocks' boundaries only, and where
+    segments and the plan's tasks end. A rank computes `pairs_per_second`, forward and backward
+    together.
     """
     local = local_tasks(plan, workers)
     ranks, candidates = local.workers, [local]

@@ -56,20 +56,25 @@ class PlanSettings:
         tokens_per_rank: Maximum number of rows that a rank holds.
         kinds: Kinds of attention of the model's layers.
         bytes_per_value: Size of a value in the dtype of core attention.
-        document_layout: "joint" places tokens and core attention together. "fixed" packs documents in order with equal
-            tokens per rank. "whole" keeps every document on one rank.
-        balance_tolerance: How far a worker's core attention may exceed the mean, as a fraction of the mean.
+        document_layout: "joint" places tokens and core attention together. "fixed" packs documents
+            in order with equal tokens per rank. "whole" keeps every document on one rank.
+        balance_tolerance: How far a worker's core attention may exceed the mean, as a fraction of
+            the mean.
         balance_block_size: Tasks are cut at multiples of this many rows.
         row_overhead: Cost of a query row besides its pairs, in query-key pairs.
         gather_cost: Cost of gathering a byte of K and V on a rank, in bytes sent.
         ping_pong: Whether to divide micro-batches into two nano-batches where possible.
         exchange_buffer_bytes: Size of an exchange buffer for K and V rows; a rank has several.
-        kernel: Name of the attention kernel; "auto" takes the device's kernel that suits most models.
-        ranks_per_node: Number of consecutive ranks that share a node: one number, or one for each node. With 1, or
-            with all ranks on one node, all links are alike.
-        choices: Choices that the planner makes for every micro-batch, instead of the settings above; None for none.
-        slowness: [ranks] time of each rank for the same work, as a multiple of a usual rank; empty if all are alike.
-        row_work: Cost of a row besides core attention, in query-key pairs. It matters where ranks differ in speed.
+        kernel: Name of the attention kernel; "auto" takes the device's kernel that suits most
+            models.
+        ranks_per_node: Number of consecutive ranks that share a node: one number, or one for each
+            node. With 1, or with all ranks on one node, all links are alike.
+        choices: Choices that the planner makes for every micro-batch, instead of the settings
+            above; None for none.
+        slowness: [ranks] time of each rank for the same work, as a multiple of a usual rank; empty
+            if all are alike.
+        row_work: Cost of a row besides core attention, in query-key pairs. It matters where ranks
+            differ in speed.
 
     Raises:
         ValueError: The nodes do not add up to the number of ranks.
@@ -124,7 +129,10 @@ class PlanSettings:
         return RowBytes.of_kind(kind, self.bytes_per_value)
 
     def workers(self, rows: NDArray[np.int64]) -> Workers | None:
-        """Return the speeds of ranks that hold [ranks] rows besides; None if all ranks are alike."""
+        """Return the speeds of ranks that hold [ranks] rows besides.
+
+        None if all ranks are alike.
+        """
         if not self.slowness:
             return None
         besides = np.array(self.slowness) * rows * self.row_work

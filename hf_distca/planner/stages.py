@@ -13,10 +13,11 @@ EXCHANGE_BUFFER_BYTES = 1 << 28
 BUFFERS, BUFFERS_IN_HOPS = 3, 5
 """Numbers of buffers for sending, and for receiving: the stages that are in memory at once."""
 STAGES_ALONE = 4
-"""Number of stages of a lone nano-batch, if the stages are worth it: the first one travels while local tasks are
-computed, each later one while an earlier stage is computed."""
+"""Number of stages of a lone nano-batch, if the stages are worth it: the first one travels while
+local tasks are computed, each later one while an earlier stage is computed."""
 SMALLEST_STAGE = 1024
-"""Least rows of a stage; fewer rows are not worth an exchange and kernel calls only to hide computation."""
+"""Least rows of a stage; fewer rows are not worth an exchange and kernel calls only to hide
+computation."""
 
 
 def usual_stages(nano_batches: int) -> int:
@@ -54,8 +55,8 @@ def stage_rows(
         most: K/V rows that the busiest rank sends, or receives, in a layer.
         buffer_rows: K/V rows of an exchange buffer.
         stages: approximate number of stages, if they are worth it; the buffers may require more.
-        together: whether a stage may take several buffers if all rows fit into all buffers. No number of stages takes
-            more memory then.
+        together: whether a stage may take several buffers if all rows fit into all buffers. No
+            number of stages takes more memory then.
     """
     rows = -(-most // stages)
     if (

@@ -1,7 +1,7 @@
 """Prediction of a micro-batch: the executor's schedules, walked with measured costs for all ranks at once.
 
-Arrays are [ranks] seconds unless they say otherwise. The log-sum-exp that travels with O is left out: it has 4 bytes a
-head, O some 256.
+Arrays are [ranks] seconds unless they say otherwise. The log-sum-exp that travels with O is left
+out: it has 4 bytes a head, O some 256.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,8 @@ from hf_distca.planner.stages import stage_rows
 IntArray = NDArray[np.int64]
 
 SETTLED = 2
-"""Number of layers to walk; the last is taken, since a layer begins while exchanges of the one before still end."""
+"""Number of layers to walk; the last is taken, since a layer begins while exchanges of the one
+before still end."""
 MOMENT = 1e-12
 """Least seconds of a transfer, to avoid a division by zero."""
 
@@ -176,8 +177,8 @@ class LayerClocks:
     def _all_there(self, index: int, takes_part: NDArray[np.bool_]) -> FloatArray | float:
         """Return when all senders have reached an exchange: rows arrive only then.
 
-        Ranks that exchange nothing do not wait for each other, except where the transport takes a rank's own time:
-        it exchanges empty messages too.
+        Ranks that exchange nothing do not wait for each other, except where the transport takes a
+        rank's own time: it exchanges empty messages too.
         """
         connected = self._nano_batches[index].connected
         if self._links.busy or not connected.any():
@@ -216,7 +217,8 @@ class LayerClocks:
 
 
 _Sizes = tuple[FloatArray, list[tuple[int, NDArray[np.bool_], FloatArray]]]
-"""[ranks] the most bytes of a rank on a link; and for each link in use its index, who uses it, and their seconds."""
+"""[ranks] the most bytes of a rank on a link; and for each link in use its index, who uses it, and
+their seconds."""
 
 
 @cache
@@ -258,8 +260,8 @@ def _tasks(counted: CountedPlan, name: str) -> Tasks:
 def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatArray:
     """Return [2, workers] by link: the larger of the bytes that each worker sends and receives in a transfer.
 
-    If rows are forwarded, the first hop takes all bytes between nodes. Inside nodes the bytes of the two hops are not
-    counted apart, so each hop takes half.
+    If rows are forwarded, the first hop takes all bytes between nodes. Inside nodes the bytes of
+    the two hops are not counted apart, so each hop takes half.
     """
     row = counted.row_bytes
     of_queries = sum(
@@ -376,7 +378,10 @@ def in_stages(
     stages: int,
     together: bool = False,
 ) -> CountedPlan:
-    """Return the counts of a plan without stages, with as many stages as it will have; see `stage_rows`."""
+    """Return the counts of a plan without stages, with as many stages as it will have.
+
+    See `stage_rows`.
+    """
     most = counted.among_ranks.most_keys
     rows = stage_rows(
         most, settings.buffer_rows(kind), stages=stages, in_hops=counted.forwards, together=together

@@ -1,7 +1,7 @@
 """Choice between micro-batches that are full and slightly smaller ones whose documents fit into whole ranks.
 
-Documents in whole ranks exchange nothing, but their lengths rarely fill every rank to the last token. Smaller
-micro-batches pay where the exchanges of full ones are not hidden behind computation.
+Documents in whole ranks exchange nothing, but their lengths rarely fill every rank to the last
+token. Smaller micro-batches pay where the exchanges of full ones are not hidden behind computation.
 """
 
 from bisect import bisect_left
@@ -21,7 +21,8 @@ IntArray = NDArray[np.int64]
 PAYS = 1.05
 """Least predicted speed-up per token for which micro-batches are smaller.
 
-It exceeds what measured costs vary by, so that a training draws the same micro-batches from run to run.
+It exceeds what measured costs vary by, so that a training draws the same micro-batches from run to
+run.
 """
 COMPARED_BATCHES = 4
 """Number of micro-batches of each kind that are planned for the comparison."""
@@ -58,7 +59,8 @@ def whole_ranks_pay(
 
     Args:
         full: [documents] lengths of micro-batches that are full; the first ones are read.
-        fitted: of micro-batches whose documents fit into whole ranks; read only if full ones could be improved.
+        fitted: of micro-batches whose documents fit into whole ranks; read only if full ones could
+            be improved.
     """
     if not may_choose_whole_ranks(settings) or settings.choices is None:
         return False

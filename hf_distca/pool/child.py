@@ -1,7 +1,8 @@
 """A server of the launch in a child process, whose death the launcher does not see.
 
-The launcher ends all ranks when a process that it watches fails. So the process that it watches serves from a child:
-it survives the child, starts another one, and ends the last one when training ends. The standard library only.
+The launcher ends all ranks when a process that it watches fails. So the process that it watches
+serves from a child: it survives the child, starts another one, and ends the last one when training
+ends. The standard library only.
 """
 
 import ctypes
@@ -62,7 +63,8 @@ def serve_from_child(command: Sequence[str], text: str, has_ended: Callable[[], 
             code, why = 1, f"could not be started ({error})"
         else:
             _report(
-                f"process {child.pid} serves and may die; the launcher watches its parent, process {os.getpid()}"
+                f"process {child.pid} serves and may die; the launcher watches its parent, process "
+                f"{os.getpid()}"
             )
             kill_at = float("inf")
             while child.returncode is None:
@@ -73,7 +75,10 @@ def serve_from_child(command: Sequence[str], text: str, has_ended: Callable[[], 
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(_POLL_S)
             code = child.returncode
-            why = f"process {child.pid} {f'was killed by signal {-code}' if code < 0 else f'ended with {code}'}"
+            why = (
+                f"process {child.pid} "
+                f"{f'was killed by signal {-code}' if code < 0 else f'ended with {code}'}"
+            )
         os.close(source)
         if code == 0 or is_over():
             return

@@ -31,7 +31,9 @@ _RETRY_S = 0.5
 
 
 class Directory:
-    """The list of live servers, which join and leave by themselves; a member silent for `silence_s` is dropped.
+    """The list of live servers, which join and leave by themselves.
+
+    A member silent for `silence_s` is dropped.
 
     `ended` is called when training is over, for processes that servers' connections do not reach.
     """
@@ -53,12 +55,18 @@ class Directory:
         self.host, self.port = self._listener.host, self._listener.port
 
     def members(self) -> dict[int, ServerHello]:
-        """Return the servers that are there now by id, oldest member first; one that comes back has a new id."""
+        """Return the servers that are there now by id, oldest member first.
+
+        One that comes back has a new id.
+        """
         with self._lock:
             return {member: hello for member, (hello, _) in self._members.items()}
 
     def drop(self, member: int, refusal: str = "") -> None:
-        """Drop a server that ranks cannot use, if it is still there; without a refusal it may join again."""
+        """Drop a server that ranks cannot use, if it is still there.
+
+        Without a refusal it may join again.
+        """
         with self._lock:
             if member not in self._members:
                 return
@@ -106,13 +114,16 @@ class Directory:
 
 
 def reachable(hello: Message, came_from: str) -> ServerHello:
-    """Return the hello of a server with the host that ranks connect to; MismatchError where they cannot."""
+    """Return the hello of a server with the host that ranks connect to.
+
+    MismatchError where they cannot.
+    """
     if not isinstance(hello, ServerHello):
         raise ProtocolError(f"a server begins with its hello, got {type(hello).__name__}")
     if is_loopback(hello.host) and not is_loopback(came_from):
         raise MismatchError(
-            f"the server listens on {hello.host}, which ranks on other hosts cannot reach; let it listen on an "
-            f"address of its network, such as {came_from}"
+            f"the server listens on {hello.host}, which ranks on other hosts cannot reach; let it "
+            f"listen on an address of its network, such as {came_from}"
         )
     return replace(hello, host=hello.host or came_from)
 
@@ -127,8 +138,8 @@ def join(
 ) -> tuple[Channel, int]:
     """Join the directory, which may not be there yet, and return the connection to it and the id of the membership.
 
-    LinkLost: no directory has answered for `wait_s`, or until `give_up`. ProtocolError: the directory has another
-    token, refuses this server, or is no directory.
+    LinkLost: no directory has answered for `wait_s`, or until `give_up`. ProtocolError: the
+    directory has another token, refuses this server, or is no directory.
     """
     deadline = time.monotonic() + wait_s
     while True:

@@ -46,7 +46,8 @@ _OF_THE_WORLD = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""Variables by which a process takes part in the launch's process group; a server must not take part."""
+"""Variables by which a process takes part in the launch's process group; a server must not take
+part."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +67,20 @@ class Launch:
 def split_launch(servers: int, *, cpu: bool) -> Launch:
     """Decide which processes of this launch are ranks and which, the last ones, are attention servers.
 
-    Call it before anything looks at the world: ranks are then a world without servers. ValueError on every process,
-    where the launch has too few processes, or a server's host no GPU for it.
+    Call it before anything looks at the world: ranks are then a world without servers. ValueError
+    on every process, where the launch has too few processes, or a server's host no GPU for it.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     ranks = world - servers
     if ranks < 1:
         raise RefusedError(
-            f"attention_servers={servers} of {world} processes leaves no rank to train; start more processes: "
-            f"accelerate launch --num_processes {servers + 1} or above"
+            f"attention_servers={servers} of {world} processes leaves no rank to train; start more "
+            f"processes: accelerate launch --num_processes {servers + 1} or above"
         )
     if dist.is_initialized() or PartialState._shared_state:
         raise RefusedError(
-            "torch.distributed or accelerate has started already, but attention_servers divides the processes before "
-            "that; make DistCATrainingArguments first in the script"
+            "torch.distributed or accelerate has started already, but attention_servers divides "
+            "the processes before that; make DistCATrainingArguments first in the script"
         )
     own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store: dist.Store = dist.TCPStore(
@@ -96,9 +97,10 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
     device = f"cuda:{local_rank}" if is_available() and not cpu else "cpu"
     if device != "cpu" and local_rank >= (count := device_count()):
         missing = (
-            f"the attention server of rank {rank} would compute on {device}, but its host has {count} GPUs, and a "
-            "server that shares a GPU with a rank adds nothing. Start no more processes on a host than it has GPUs, "
-            "servers included; or start servers on other hosts with attention_servers='external' and hf-distca serve"
+            f"the attention server of rank {rank} would compute on {device}, but its host has "
+            f"{count} GPUs, and a server that shares a GPU with a rank adds nothing. Start no "
+            "more processes on a host than it has GPUs, servers included; or start servers on "
+            "other hosts with attention_servers='external' and hf-distca serve"
         )
     if rank >= ranks:
         store.set(f"error of {rank}", missing)
@@ -121,7 +123,9 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
 
 
 def serve_if_server(launch: Launch | None, timeout_s: float, kernel: str) -> None:
-    """Serve until training ends, then raise SystemExit, if this process is a server of its launch; else return.
+    """Serve until training ends, then raise SystemExit, if this process is a server of its launch.
+
+    Else return.
 
     Args:
         timeout_s: how long the server waits for the ranks once it knows their address.
@@ -136,7 +140,10 @@ def serve_if_server(launch: Launch | None, timeout_s: float, kernel: str) -> Non
         StoreLine(store),
         "rank 0 to make its trainer, in an attention server of the launch",
     )
-    remedy = "ranks first load their model and read their data; look at the output of rank 0 if that is done"
+    remedy = (
+        "ranks first load their model and read their data; look at the output of rank 0 if that is "
+        "done"
+    )
     address, token, transport = (
         _value(line, key, name, TRAINER_S, remedy) for key in ("address", "token", "transport")
     )
@@ -179,7 +186,8 @@ def _value(line: StoreLine, key: str, name: str, limit_s: float, remedy: str) ->
                 return True
         except TimeoutError:
             logger.warning(
-                "the launch's store does not answer; its process, the launcher or rank 0, is stopped or hung"
+                "the launch's store does not answer; its process, the launcher or rank 0, is "
+                "stopped or hung"
             )
         time.sleep(min(POLL_S, within_s))
         return False
@@ -223,7 +231,8 @@ def open_pool(
     if place is not None:
         token, host, port = place
         try:
-            # Of use to NIXL where it must open a port: on the interface by which this rank reaches the directory.
+            # Of use to NIXL where it must open a port: on the interface by which this rank reaches
+            # the directory.
             towards = address_towards(host, port) if choice is Choice.NIXL else ""
             memory = make_memory(choice, dispatcher.device, towards)
         except (OSError, ValueError) as caught:

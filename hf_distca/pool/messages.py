@@ -1,7 +1,8 @@
 """Messages between ranks, servers and the directory: plain structures, and a plan as raw tables.
 
-A message travels as JSON: its name, its fields and the number of bytes that follow. `decode` checks the types of all
-fields, and receivers compare sizes before they allocate memory. Peers know the run's token: no more is checked.
+A message travels as JSON: its name, its fields and the number of bytes that follow. `decode` checks
+the types of all fields, and receivers compare sizes before they allocate memory. Peers know the
+run's token: no more is checked.
 """
 
 import json
@@ -74,7 +75,10 @@ class RankWelcome:
 
 @dataclass(frozen=True)
 class ServerHello:
-    """The first message of a server to the directory; an empty `host` means the address from which it connects."""
+    """The first message of a server to the directory.
+
+    An empty `host` means the address from which it connects.
+    """
 
     host: str
     port: int
@@ -108,7 +112,10 @@ class End:
 
 @dataclass(frozen=True)
 class PlanTables:
-    """A micro-batch's plan, from rank 0 to the server that is worker `worker`; the tables follow."""
+    """A micro-batch's plan, from rank 0 to the server that is worker `worker`.
+
+    The tables follow.
+    """
 
     plan_id: int  # a later plan has a larger one
     ranks: int
@@ -124,7 +131,8 @@ class PlanTables:
         """Bytes of all tables; ValueError: the numbers make no plan."""
         if not 0 < self.ranks <= self.worker < self.workers <= WORKERS:
             raise ValueError(
-                f"worker {self.worker} is no server of {self.ranks} ranks and {self.workers} workers"
+                f"worker {self.worker} is no server of {self.ranks} ranks and {self.workers} "
+                "workers"
             )
         sizes = [
             count * dtype.itemsize for counts in self.tables for count, dtype in self._each(counts)
@@ -171,9 +179,12 @@ def plan_tables(
 
 @dataclass(frozen=True)
 class Call:
-    """One core attention that a rank asks of a server; all ranks that have rows for it send the same fields.
+    """One core attention that a rank asks of a server.
 
-    Rows are in the order of `Routes.queries` and `Routes.keys`. They follow the message, or lie in `places`.
+    All ranks that have rows for it send the same fields.
+
+    Rows are in the order of `Routes.queries` and `Routes.keys`. They follow the message, or lie in
+    `places`.
     """
 
     plan_id: int
@@ -245,7 +256,10 @@ def encode(message: Message, payload: int) -> bytes:
 
 
 def decode(text: bytes) -> tuple[Message, int]:
-    """Return a received message and the number of bytes that follow it; ValueError where it is none."""
+    """Return a received message and the number of bytes that follow it.
+
+    ValueError where it is none.
+    """
     try:
         name, fields, payload = json.loads(text)
         message: Message = _typed(_KINDS[name], fields)

@@ -1,10 +1,12 @@
 """This process's NIXL agent: registered memory, and one-sided transfers to and from the memory of peers.
 
-NIXL's helpers for descriptors pickle; here addresses and sizes are numbers and metadata is NIXL's own binary form.
+NIXL's helpers for descriptors pickle; here addresses and sizes are numbers and metadata is NIXL's
+own binary form.
 
-Ports that are open to strangers. Where a host has RDMA devices, UCX uses no TCP, and nothing listens. Elsewhere UCX
-listens on a TCP port of one interface without authentication: a peer that reaches the port can write to any address
-of this process. Such an agent is made only where NIXL was asked for by name.
+Ports that are open to strangers. Where a host has RDMA devices, UCX uses no TCP, and nothing
+listens. Elsewhere UCX listens on a TCP port of one interface without authentication: a peer that
+reaches the port can write to any address of this process. Such an agent is made only where NIXL was
+asked for by name.
 """
 
 import base64
@@ -29,7 +31,8 @@ from hf_distca.pool.wire import LinkLost
 from hf_distca.refusal import PackageError, RefusedError
 
 CHUNK_BYTES = 32 << 20
-"""Most bytes of one transfer: longer ones are made one after another, each with its own time-out."""
+"""Most bytes of one transfer: longer ones are made one after another, each with its own time-out.
+"""
 WAKE_US = 100_000
 """After so many microseconds without an event UCX's thread looks for itself."""
 
@@ -73,14 +76,16 @@ def address_towards(host: str, port: int) -> str:
 class NixlAgent:
     """NIXL in this process, under a unique name. Several threads may call its methods.
 
-    Without RDMA devices UCX listens on the interface of this address; `listens_on` is the interface's name.
+    Without RDMA devices UCX listens on the interface of this address; `listens_on` is the
+    interface's name.
     """
 
     def __init__(self, address: str) -> None:
         package = next(filter(find_spec, _MODULES), None)
         if package is None:
             raise PackageError(
-                "NIXL is not installed; install nixl-cu12 or nixl-cu13, for the CUDA version of PyTorch"
+                "NIXL is not installed; install nixl-cu12 or nixl-cu13, for the CUDA version of "
+                "PyTorch"
             )
         api, bindings = import_module(f"{package}._api"), import_module(f"{package}._bindings")
         if "NIXL_LOG_LEVEL" not in os.environ:  # NIXL's own; else it prints a line for every agent
@@ -93,8 +98,8 @@ class NixlAgent:
             )
             if not self.listens_on:
                 raise RefusedError(
-                    f"no network interface of this host has the address {address}, to which NIXL binds its port; use "
-                    "an address of an interface of this host"
+                    f"no network interface of this host has the address {address}, to which NIXL "
+                    "binds its port; use an address of an interface of this host"
                 )
         self.name = uuid.uuid4().hex
         self._lock = threading.Lock()
@@ -108,7 +113,8 @@ class NixlAgent:
         self._errors: tuple[type[Exception], ...] = (*errors, RuntimeError, TypeError, ValueError)
         sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent = api.nixl_agent(self.name, api.nixl_agent_config(backends=[], sync_mode=sync))
-        # An agent's default thread asks for news without a pause, and takes a core from whoever computes.
+        # An agent's default thread asks for news without a pause, and takes a core from whoever
+        # computes.
         settings = bindings.nixlAgentConfig()
         settings.useProgThread, settings.syncMode, settings.pthrDelay = True, sync.value, WAKE_US
         self._agent.agent = bindings.nixlAgent(self.name, settings)
@@ -136,7 +142,10 @@ class NixlAgent:
             raise LinkLost("the metadata and the peer have different names")
 
     def forget(self, peer: str) -> None:
-        """Make no more transfers with a peer that was met; without this a lost peer cannot be met again."""
+        """Make no more transfers with a peer that was met.
+
+        Without this a lost peer cannot be met again.
+        """
         with self._lock:
             self._ends[peer] -= 1
             if self._ends[peer] <= 0:
@@ -154,10 +163,12 @@ class NixlAgent:
         timeout_s: float,
         gone: Callable[[], bool],
     ) -> None:
-        """Read from a peer's memory into pieces of this process, or write there; NIXL refuses unregistered memory.
+        """Read from a peer's memory into pieces of this process, or write there.
 
-        LinkLost: the peer is `gone`, or a chunk took `timeout_s`. Nobody may use the memory at both ends again: rows
-        may still arrive.
+        NIXL refuses unregistered memory.
+
+        LinkLost: the peer is `gone`, or a chunk took `timeout_s`. Nobody may use the memory at both
+        ends again: rows may still arrive.
         """
         for own, other in zip(_chunks(local), _chunks(remote), strict=True):
             handle: Any = None

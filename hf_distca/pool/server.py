@@ -1,7 +1,8 @@
 """A dedicated attention server: it joins a training run, serves its ranks, and leaves when training ends.
 
-Shape suffixes: Q received query rows, R received key/value rows, K key/value rows of the kernel call, H query heads,
-G key/value heads, D head dim of queries and keys, E head dim of values; N rows of either kind.
+Shape suffixes: Q received query rows, R received key/value rows, K key/value rows of the kernel
+call, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values; N rows
+of either kind.
 """
 
 import logging
@@ -82,7 +83,8 @@ class ServedTasks:
         self.key_sums = RowSum({"tasks": tasks.k_rows}, self.rows["keys"][-1].stop, buffer)
         received = (routes.queries.recv_counts + keys.recv_counts)[: plan.layout.ranks]
         self.ranks = frozenset(np.flatnonzero(received).tolist())  # which have rows here
-        # Counted from a task's first key on; with a window that is where the first row's window begins.
+        # Counted from a task's first key on; with a window that is where the first row's window
+        # begins.
         self.pairs = int(np.sum(pairs(tasks.k_lens - tasks.q_lens, tasks.k_lens, plan.window)))
 
 
@@ -116,12 +118,14 @@ class Assembly:
 class AttentionServer:
     """Computes core attention for the ranks of one run. It keeps plans, and nothing between calls.
 
-    All ranks connect before the first call that needs their rows. Rank 0 sends plans; every rank that has rows here in
-    a plan's nano-batch and kind of attention sends a call for each direction of each layer. What does not fit the plan
-    ends the connection that it came on, and no other. A rank has at most two calls in flight, one of each nano-batch.
+    All ranks connect before the first call that needs their rows. Rank 0 sends plans; every rank
+    that has rows here in a plan's nano-batch and kind of attention sends a call for each direction
+    of each layer. What does not fit the plan ends the connection that it came on, and no other. A
+    rank has at most two calls in flight, one of each nano-batch.
 
-    `choose` finds another kernel for what `kernel` cannot do. Without `choose`, or where it finds none, the server
-    refuses the call and leaves the run. ValueError where the transport cannot be used.
+    `choose` finds another kernel for what `kernel` cannot do. Without `choose`, or where it finds
+    none, the server refuses the call and leaves the run. ValueError where the transport cannot be
+    used.
     """
 
     def __init__(
@@ -137,7 +141,8 @@ class AttentionServer:
     ) -> None:
         self._token, self._device, self._kernel, self._choose = token, device, kernel, choose
         self._kernels: dict[Need, Kernel] = {}
-        self._unable = ""  # why no kernel of this server computes a call that fits a plan; the server then leaves
+        # Why no kernel of this server computes a call that fits a plan; the server then leaves.
+        self._unable = ""
         self._memory = make_memory(transport, device, host)
         self.tasks, self.busy_s = 0, 0.0
         self._stopping = threading.Event()
@@ -159,14 +164,15 @@ class AttentionServer:
     ) -> None:
         """Join the run whose directory listens at an address, and serve until it ends or `stop` is called.
 
-        LinkLost: joining took longer than `wait_s`, or joining again after the directory was lost. MismatchError:
-        ranks cannot use this server, or its kernel cannot compute their calls. `report` gets a line about the server's
-        work now and then.
+        LinkLost: joining took longer than `wait_s`, or joining again after the directory was lost.
+        MismatchError: ranks cannot use this server, or its kernel cannot compute their calls.
+        `report` gets a line about the server's work now and then.
         """
         with self._on_device():
             speed = measure_speed(self._kernel, self._device)
         report(
-            f"listening on {self.host}:{self.port}; {self._device} computes {speed / 1e6:.1f} M pairs/s"
+            f"listening on {self.host}:{self.port}; {self._device} computes {speed / 1e6:.1f} M "
+            "pairs/s"
         )
         hello = ServerHello(
             "" if self.host in _WILDCARDS else self.host, self.port, str(self._device), speed
@@ -321,7 +327,8 @@ class AttentionServer:
     def _begin(self, link: RankLink, call: Call) -> Assembly:
         """Make room for the rows of a call that a rank begins to send, once its plan is here: a call may overtake it.
 
-        LinkLost: the plan does not come, or does not fit, or a rank that has rows for the call is not connected.
+        LinkLost: the plan does not come, or does not fit, or a rank that has rows for the call is
+        not connected.
         """
         deadline = time.monotonic() + PLAN_WAIT_S
         number = call.plan_id
@@ -337,7 +344,8 @@ class AttentionServer:
             tasks = self._plans[number].get((call.nano_batch, call.kind))
             if tasks is None or link.rank not in tasks.ranks:
                 raise ProtocolError(
-                    f"plan {number} has no tasks of nano-batch {call.nano_batch}, {call.kind}, for rank {link.rank}"
+                    f"plan {number} has no tasks of nano-batch {call.nano_batch}, {call.kind}, for "
+                    f"rank {link.rank}"
                 )
             absent = tasks.ranks - self._links.keys()
             if absent or link.gone:
@@ -362,21 +370,27 @@ class AttentionServer:
             return assembly
 
     def _kernel_of(self, call: Call) -> Kernel:
-        """Return the kernel that computes a call which fits a plan; ValueError: none can, and the server leaves."""
+        """Return the kernel that computes a call which fits a plan.
+
+        ValueError: none can, and the server leaves.
+        """
         need = Need(getattr(torch, call.dtype), call.kind.dim_qk, call.kind.dim_v, params_of(call))
         if need not in self._kernels:
             try:
                 self._kernels[need] = self._choose_kernel(need)
             except ValueError as error:
                 self._unable = (
-                    f"{error}. Ranks need that of this server; start it with --attention-kernel auto, or with the "
-                    "name of a kernel that can"
+                    f"{error}. Ranks need that of this server; start it with --attention-kernel "
+                    "auto, or with the name of a kernel that can"
                 )
                 raise
         return self._kernels[need]
 
     def _choose_kernel(self, need: Need) -> Kernel:
-        """Return this server's kernel, or another one only where `choose` may find it; ValueError: none can."""
+        """Return this server's kernel, or another one only where `choose` may find it.
+
+        ValueError: none can.
+        """
         try:
             self._kernel.check(need, self._device)
         except ValueError:

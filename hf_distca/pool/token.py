@@ -18,8 +18,8 @@ def parse_token(text: str) -> bytes:
     if len(digits) == 2 * TOKEN_BYTES and set(digits) <= set(string.hexdigits):
         return bytes.fromhex(digits)
     raise RefusedError(
-        f"a token has {2 * TOKEN_BYTES} hexadecimal digits, got {len(digits)} characters that are not a token; use "
-        "the token that the training run wrote"
+        f"a token has {2 * TOKEN_BYTES} hexadecimal digits, got {len(digits)} characters that are "
+        "not a token; use the token that the training run wrote"
     )
 
 
@@ -49,8 +49,8 @@ def read_token(path: str | Path) -> bytes:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
                 raise RefusedError(
-                    f"{path} can be read or written by other users (mode {mode:04o}); restrict it with chmod 600, or "
-                    "make a new token"
+                    f"{path} can be read or written by other users (mode {mode:04o}); restrict it "
+                    "with chmod 600, or make a new token"
                 )
             return parse_token(file.read(4 * TOKEN_BYTES))
     except OSError as error:

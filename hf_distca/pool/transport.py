@@ -1,8 +1,9 @@
 """Rows of calls between a rank and a server: their memory, and their transport over TCP, or NIXL if both ends have it.
 
-A message travels on the connection between the two (`wire`). Over TCP its rows follow on the same connection. Over
-NIXL a rank's call names the places of its rows and of the reply's rows in the rank's memory: the server reads the
-former, and writes the latter before it sends the reply. The rank's end moves nothing.
+A message travels on the connection between the two (`wire`). Over TCP its rows follow on the same
+connection. Over NIXL a rank's call names the places of its rows and of the reply's rows in the
+rank's memory: the server reads the former, and writes the latter before it sends the reply. The
+rank's end moves nothing.
 
 Shape suffixes: N rows; what follows a row's N is free.
 """
@@ -33,7 +34,8 @@ from hf_distca.pool.wire import Buffer, Channel, LinkLost, MismatchError, Protoc
 from hf_distca.refusal import RefusedError
 
 SLAB_BYTES = 64 << 20
-"""Bytes of the first slab; every further one is as large as all before it, so that there are few."""
+"""Bytes of the first slab; every further one is as large as all before it, so that there are few.
+"""
 PROBE_BYTES = 16
 PROBE_S = 5.0
 """Most seconds for the first contact with a rank over NIXL."""
@@ -55,7 +57,10 @@ class Choice(StrEnum):
 
 
 class Memory:
-    """Host memory of one process's rows over TCP, pinned where `device` is a GPU; `why` is the reason for TCP."""
+    """Host memory of one process's rows over TCP, pinned where `device` is a GPU.
+
+    `why` is the reason for TCP.
+    """
 
     def __init__(self, device: torch.device, why: str = "TCP was asked for") -> None:
         self.why = why
@@ -67,7 +72,9 @@ class Memory:
         return self._tensor((rows, *spec.shape), getattr(torch, spec.dtype))
 
     def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Copy rows, [N, …] each on the device, to where they can be sent from; the given rows may be dropped.
+        """Copy rows, [N, …] each on the device, to where they can be sent from.
+
+        The given rows may be dropped.
 
         Returns the contiguous copies, and a function by which any thread waits for them.
         """
@@ -98,9 +105,10 @@ class _Loan:
 class Arena(Memory):
     """Memory registered with NIXL: of the GPU that computes, where NIXL can reach it, else of the host.
 
-    Registering costs too much for every call, so memory comes in few large slabs that are kept until the process ends.
-    A block of a slab is free again when the last tensor that shares it is dropped; on a GPU, when the work queued
-    until then is done. LinkLost: `agent` can register no memory. `required`: rows may travel only over NIXL.
+    Registering costs too much for every call, so memory comes in few large slabs that are kept
+    until the process ends. A block of a slab is free again when the last tensor that shares it is
+    dropped; on a GPU, when the work queued until then is done. LinkLost: `agent` can register no
+    memory. `required`: rows may travel only over NIXL.
     """
 
     def __init__(self, agent: NixlAgent, device: torch.device, *, required: bool) -> None:
@@ -194,8 +202,8 @@ class Arena(Memory):
 def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
     """Make the memory of this process's rows: an `Arena` for NIXL, or `Memory` for TCP, with the reason.
 
-    AUTO takes NIXL where UCX needs no open port: with RDMA devices. Else UCX listens on the interface of `address`.
-    ValueError: NIXL was asked for and cannot be used.
+    AUTO takes NIXL where UCX needs no open port: with RDMA devices. Else UCX listens on the
+    interface of `address`. ValueError: NIXL was asked for and cannot be used.
     """
     if choice is Choice.TCP:
         return Memory(device)
@@ -212,10 +220,12 @@ def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
 
 
 class Transport:
-    """Either end of TCP, and the interface of every transport. The rank's end makes calls, which the server's answers.
+    """Either end of TCP, and the interface of every transport.
 
-    One thread may send while another receives; after an error a transport is of no more use. Rows lie in the `Memory`
-    of the transport, and may stand still for `timeout_s`; then LinkLost.
+    The rank's end makes calls, which the server's answers.
+
+    One thread may send while another receives; after an error a transport is of no more use. Rows
+    lie in the `Memory` of the transport, and may stand still for `timeout_s`; then LinkLost.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -229,7 +239,9 @@ class Transport:
         self._channel.send(message, _buffers(rows), timeout_s)
 
     def receive(self, message: Call | Reply, size: int, rows: Rows, timeout_s: float) -> None:
-        """Receive the rows of the last received message, which `size` bytes follow; ProtocolError if rows differ.
+        """Receive the rows of the last received message, which `size` bytes follow.
+
+        ProtocolError if rows differ.
 
         After an error nobody writes to the rows any more.
         """
@@ -276,7 +288,10 @@ class _NixlRankEnd(Transport):
 
 
 class _NixlServerEnd(Transport):
-    """A server's end of NIXL, which moves the rows; LinkLost where the server cannot reach the rank."""
+    """A server's end of NIXL, which moves the rows.
+
+    LinkLost where the server cannot reach the rank.
+    """
 
     def __init__(self, channel: Channel, memory: Arena, peer: NixlPeer) -> None:
         super().__init__(channel)
@@ -310,7 +325,10 @@ class _NixlServerEnd(Transport):
     def _move(
         self, operation: Operation, rows: Rows, places: Sequence[Piece], timeout_s: float
     ) -> None:
-        """Read or write rows; `places` are addresses of the rank, which NIXL compares with what it has registered."""
+        """Read or write rows.
+
+        `places` are addresses of the rank, which NIXL compares with what it has registered.
+        """
         own, memory = _pieces(rows), self._memory
         sizes, expected = ([size for _, size in pieces] for pieces in (places, own))
         if sizes != expected:
@@ -337,7 +355,8 @@ def rank_hello(rank: int, memory: Memory) -> RankHello:
 def choose(channel: Channel, memory: Memory, hello: RankHello) -> tuple[Transport, RankWelcome]:
     """Choose the transport between a server and a rank: NIXL where both have it and it works, else TCP.
 
-    Returns the server's end, and the welcome to the rank. MismatchError: one end uses NIXL only, the other cannot.
+    Returns the server's end, and the welcome to the rank. MismatchError: one end uses NIXL only,
+    the other cannot.
     """
     why = hello.why_tcp
     if not isinstance(memory, Arena):
@@ -351,13 +370,13 @@ def choose(channel: Channel, memory: Memory, hello: RankHello) -> tuple[Transpor
             why = str(error)
     if hello.required:
         raise MismatchError(
-            f"attention_server_transport='nixl' is set, but the server does not use NIXL: {why}; serve with "
-            "--transport nixl, or set attention_server_transport='auto'"
+            f"attention_server_transport='nixl' is set, but the server does not use NIXL: {why}; "
+            "serve with --transport nixl, or set attention_server_transport='auto'"
         )
     if isinstance(memory, Arena) and memory.required:
         raise MismatchError(
-            f"the server uses NIXL only, but this rank cannot: {why}; serve with --transport auto, or set "
-            "attention_server_transport='nixl'"
+            f"the server uses NIXL only, but this rank cannot: {why}; serve with --transport auto, "
+            "or set attention_server_transport='nixl'"
         )
     return Transport(channel), RankWelcome("TCP", why[:1000])
 

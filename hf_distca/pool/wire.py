@@ -1,8 +1,9 @@
 """Authenticated connections between ranks, servers and the directory, and the listener that accepts them.
 
-A message is its size in four bytes and JSON (`messages`), never a pickled object; rows follow their message on the
-same socket. Both ends first prove that they know the run's token, by HMAC-SHA256 over two nonces. Nothing is
-encrypted: the token keeps strangers out of a network whose wires are trusted.
+A message is its size in four bytes and JSON (`messages`), never a pickled object; rows follow their
+message on the same socket. Both ends first prove that they know the run's token, by HMAC-SHA256
+over two nonces. Nothing is encrypted: the token keeps strangers out of a network whose wires are
+trusted.
 """
 
 import contextlib
@@ -33,7 +34,8 @@ DIRECTORY, SERVER = "directory", "attention server"
 """Names of the services, for the handshake."""
 
 HANDSHAKES = 64
-"""Most handshakes at once; one more ends the oldest, which a peer that knows the token has long finished."""
+"""Most handshakes at once; one more ends the oldest, which a peer that knows the token has long
+finished."""
 
 _GREETING = b"hf_distca "
 _TICK_S = 0.2
@@ -61,8 +63,8 @@ class MismatchError(ProtocolError):
 class Channel:
     """One end of a connection; one thread may send while another receives.
 
-    Sending and receiving raise LinkLost where the connection breaks or stands still for `timeout_s` (None: for ever).
-    After an error the channel is of no more use.
+    Sending and receiving raise LinkLost where the connection breaks or stands still for `timeout_s`
+    (None: for ever). After an error the channel is of no more use.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -70,7 +72,8 @@ class Channel:
         self.name = f"{self.peer_host}:{port}"
         self.within_host = is_loopback(self.peer_host) or self.peer_host == sock.getsockname()[0]
         sock.settimeout(None)
-        # Buffer sizes are left alone: the system makes them larger as needed, and no longer does so once set.
+        # Buffer sizes are left alone: the system makes them larger as needed, and no longer does so
+        # once set.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
@@ -88,16 +91,21 @@ class Channel:
         return bool(select.select([self._sock], [], [], wait_s)[0])
 
     def hung_up(self) -> bool:
-        """Return whether the peer has closed the connection; False where the system does not know."""
+        """Return whether the peer has closed the connection.
+
+        False where the system does not know.
+        """
         poll = select.poll()
         poll.register(self._sock, getattr(select, "POLLRDHUP", 0))
         return bool(poll.poll(0))
 
     def prove(self, token: bytes, service: str, timeout_s: float, *, connects: bool) -> None:
-        """Prove to each other that both ends know the token, within `timeout_s`; ProtocolError: the other does not.
+        """Prove to each other that both ends know the token, within `timeout_s`.
 
-        The proofs name the side, so that none can be sent back, and the service, so that a connection to the directory
-        cannot be led to a server.
+        ProtocolError: the other does not.
+
+        The proofs name the side, so that none can be sent back, and the service, so that a
+        connection to the directory cannot be led to a server.
         """
         greeting = _GREETING + b"%d " % VERSION
         ours = greeting + secrets.token_bytes(32)
@@ -113,7 +121,8 @@ class Channel:
             if not theirs.startswith(greeting):
                 found = theirs.split(b" ")[1][:9].decode("ascii", "replace")
                 raise ProtocolError(
-                    f"the peer speaks version {found}, expected {VERSION}; install the same hf_distca on all hosts"
+                    f"the peer speaks version {found}, expected {VERSION}; install the same "
+                    "hf_distca on all hosts"
                 )
             sides, nonces = (("c", "a"), ours + theirs) if connects else (("a", "c"), theirs + ours)
             own, other = (
@@ -123,7 +132,8 @@ class Channel:
             self._send([own], None)
             if not hmac.compare_digest(self._receive(len(other), None), other):
                 raise ProtocolError(
-                    f"the peer has another token, or is another service than {service}; use the token of this run"
+                    f"the peer has another token, or is another service than {service}; use the "
+                    "token of this run"
                 )
         finally:
             late.cancel()
@@ -238,7 +248,9 @@ def connect(
     welcome: type[M],
     timeout_s: float,
 ) -> tuple[Channel, M]:
-    """Connect to a service, and return the connection and the answer to a hello; MismatchError: the peer refuses.
+    """Connect to a service, and return the connection and the answer to a hello.
+
+    MismatchError: the peer refuses.
 
     `timeout_s` is for each of connecting, the handshake and the answer.
     """
@@ -263,7 +275,10 @@ def connect(
 
 
 class Outbox:
-    """A thread that sends messages in order; one that fails ends the connection, and later ones are dropped."""
+    """A thread that sends messages in order.
+
+    One that fails ends the connection, and later ones are dropped.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -297,9 +312,9 @@ class Outbox:
 class Listener:
     """Accepts connections, and serves each peer that proves to know the token in a thread.
 
-    `serve` gets the connection, which is closed afterwards, and its first message, within `handshake_s` again. The
-    listener logs LinkLost, and sends a ProtocolError's text to the peer; a MismatchError is only sent. Strangers cost
-    at most HANDSHAKES threads for `handshake_s` each.
+    `serve` gets the connection, which is closed afterwards, and its first message, within
+    `handshake_s` again. The listener logs LinkLost, and sends a ProtocolError's text to the peer; a
+    MismatchError is only sent. Strangers cost at most HANDSHAKES threads for `handshake_s` each.
     """
 
     def __init__(

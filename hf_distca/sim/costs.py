@@ -95,8 +95,8 @@ class DeviceProfile:
             return cls(**json.loads(path.read_text(encoding="utf-8"), object_hook=part))
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(
-                f"no device profile at {name!r}: expected one of {', '.join(shipped)}, or a file that hf-distca "
-                f"profile wrote ({type(error).__name__}: {error})"
+                f"no device profile at {name!r}: expected one of {', '.join(shipped)}, or a file "
+                f"that hf-distca profile wrote ({type(error).__name__}: {error})"
             ) from error
 
 

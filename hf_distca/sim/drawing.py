@@ -15,7 +15,8 @@ LETTER = 7.4
 CUT_OFF = 2.0
 """Ratio to the longest important bar, above which a bar is broken off."""
 MOST_BARS = 128
-"""Maximum number of bars; with more ranks, several ranks share a bar as high as the highest of them."""
+"""Maximum number of bars; with more ranks, several ranks share a bar as high as the highest of
+them."""
 COLOURS = {
     "page": ("#fdfdfc", "#14171b"),
     "panel": ("#f5f5f2", "#1c2026"),
@@ -32,8 +33,8 @@ COLOURS = {
 }
 """Colours on light and on dark pages.
 
-From "attention" on, the names are classes of marks: core attention, other layers, waits for exchanges, idle time,
-planned strategies, and strategies without plans.
+From "attention" on, the names are classes of marks: core attention, other layers, waits for
+exchanges, idle time, planned strategies, and strategies without plans.
 """
 MARKS = list(COLOURS)[list(COLOURS).index("attention") :]
 OF_FILES = """svg { max-width: 100%; height: auto; }
@@ -45,14 +46,18 @@ text { font: 13px system-ui, sans-serif; fill: var(--muted); font-variant-numeri
 
 
 def style_sheet() -> str:
-    """Return the CSS at the start of every page and picture file; paper has the colours of light pages."""
+    """Return the CSS at the start of every page and picture file.
+
+    Paper has the colours of light pages.
+    """
     light, dark = (
         " ".join(f"--{name}: {pair[i]};" for name, pair in COLOURS.items()) for i in (0, 1)
     )
     marks = " ".join(f".{name} {{ --key: var(--{name}); }}" for name in MARKS)
     return (
-        f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{marks}\n"
-        "svg .mark { fill: var(--key); } svg .rule { stroke: var(--rule); fill: none; }\n"
+        f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} "
+        f"}} }}\n{marks}\nsvg .mark {{ fill: var(--key); }} svg .rule {{ stroke: var(--rule); "
+        "fill: none; }\n"
     )
 
 
@@ -115,8 +120,9 @@ class Drawing:
     def markup(self, label: str, namespace: str = "", first: str = "") -> str:
         """Return the SVG element; the label is for readers who do not see the picture."""
         return (
-            f'<svg {namespace}viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}" '
-            f'height="{self.height:g}" role="img" aria-label="{escape(label)}">{first}{"".join(self._parts)}</svg>'
+            f'<svg {namespace}viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}"'
+            f' height="{self.height:g}" role="img"'
+            f' aria-label="{escape(label)}">{first}{"".join(self._parts)}</svg>'
         )
 
 
@@ -133,7 +139,10 @@ def lengths_picture(bins: Sequence[Mapping[str, Any]]) -> Drawing:
         for place, what in ((0.1, "documents"), (0.5, "tokens")):
             if share := each[f"{what[:-1]}_share"]:
                 size = (bottom - top) * share * 100 / marks[-1]
-                label = f"{each['shortest']:,} to {each['longest']:,} tokens: {each[what]:,} {what}, {share:.1%}"
+                label = (
+                    f"{each['shortest']:,} to {each['longest']:,} tokens: {each[what]:,} {what}, "
+                    f"{share:.1%}"
+                )
                 drawing.bar(x + step * place, bottom - size, step * 0.4 - 1, size, what, label)
         if index % every == 0:
             drawing.line(x, bottom, x, bottom + 4)

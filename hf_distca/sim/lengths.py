@@ -14,7 +14,8 @@ Draw = Callable[[np.random.Generator, int], IntArray]
 CORPORA = Path(__file__).parent / "document_lengths.json"
 """Histograms of the document lengths of public data sets; `source` names their publications."""
 LONGEST_MEDIAN, WIDEST = 1e9, 3.0
-"""Limits of lognormal lengths; beyond them documents are longer than any text, and 64 bits overflow."""
+"""Limits of lognormal lengths; beyond them documents are longer than any text, and 64 bits
+overflow."""
 
 
 def of_documents(lengths: IntArray) -> Draw:
@@ -23,7 +24,10 @@ def of_documents(lengths: IntArray) -> Draw:
 
 
 def of_histogram(edges: IntArray, counts: IntArray) -> Draw:
-    """Return a draw from [bins] counts between [bins + 1] edges; within a bin the logarithm of a length is uniform."""
+    """Return a draw from [bins] counts between [bins + 1] edges.
+
+    Within a bin the logarithm of a length is uniform.
+    """
 
     def draw(random: np.random.Generator, count: int) -> IntArray:
         which = random.choice(len(counts), count, p=counts / counts.sum())
@@ -61,9 +65,11 @@ def micro_batches(
     """Yield global micro-batches without end: documents drawn one after another as long as they fit.
 
     Args:
-        tokens: the most tokens of a micro-batch, on all ranks together; a longer document is cut to these.
+        tokens: the most tokens of a micro-batch, on all ranks together; a longer document is cut to
+            these.
         first: lengths of documents that each micro-batch begins with, such as one long one.
-        cut: whether lengths are those of cut documents; else a longer document comes alone, with its own length.
+        cut: whether lengths are those of cut documents; else a longer document comes alone, with
+            its own length.
     """
     random = np.random.default_rng(seed)
     begin = np.zeros(0, np.int64) if first is None else first
@@ -93,7 +99,8 @@ def histogram(lengths: IntArray) -> list[dict[str, float]]:
         lengths: [documents] of at least one token each.
 
     Returns:
-        Of each bin its shortest and longest length in tokens, its documents and tokens, and its share of both.
+        Of each bin its shortest and longest length in tokens, its documents and tokens, and its
+        share of both.
     """
     power = np.frexp(lengths)[1] - 1  # 2 ** power <= length < 2 ** (power + 1)
     documents, tokens = np.bincount(power), np.bincount(power, weights=lengths)

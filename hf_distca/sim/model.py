@@ -17,12 +17,14 @@ class MixingShape:
 
     layers: int  # mixing modules
     before: int  # active parameters of matrices before a module's convolution
-    after: int  # active parameters after its recurrence; those of the MLP too, in a layer without attention
+    # Active parameters after its recurrence; those of the MLP too, in a layer without attention.
+    after: int
     channels: int  # of the convolution
     width: int  # rows before a row that the convolution reads
     heads: int = 0  # of the recurrence; 0 without one
     state: tuple[int, int] = (0, 0)  # rows and columns of a head's state
-    delta_rule: bool = False  # a state changes by a matrix for each row (gated delta rule); else by a decay (Mamba-2)
+    # A state changes by a matrix for each row (gated delta rule); else by a decay (Mamba-2).
+    delta_rule: bool = False
 
     @property
     def state_bytes(self) -> int:
@@ -58,7 +60,8 @@ class MixingShape:
             return convolution + self.heads * (
                 3 * columns + 2 * rows * columns // CHUNK
             ), 3 * self.heads * columns
-        # Values, values of a chunk without its keys' part (made, read, and made anew with the state), and outputs.
+        # Values, values of a chunk without its keys' part (made, read, and made anew with the
+        # state), and outputs.
         of_values = 6 + 2 * rows // CHUNK
         return convolution + self.heads * (
             4 * rows + columns * of_values
@@ -71,8 +74,11 @@ class ModelShape:
 
     layers: Mapping[AttentionKind, int]  # of each kind of attention
     hidden: int  # width of the hidden state
-    before: int  # active parameters of a layer's matrices before core attention (Q, K and V projections)
-    after: int  # active parameters of a layer's matrices after core attention (output projection, MLP or experts)
+    # Active parameters of a layer's matrices before core attention (Q, K and V projections).
+    before: int
+    # Active parameters of a layer's matrices after core attention (output projection, MLP or
+    # experts).
+    after: int
     head: int
     parameters: int
     mixing: MixingShape | None = None  # None without layers that mix rows in order
@@ -102,7 +108,10 @@ class ModelShape:
         vocabulary: int,
         head_dim: int = 128,
     ) -> "ModelShape":
-        """Return the shape of a LLaMA-like model; `mlp` is the width of an MLP of three matrices."""
+        """Return the shape of a LLaMA-like model.
+
+        `mlp` is the width of an MLP of three matrices.
+        """
         before, output = hidden * (q_heads + 2 * kv_heads) * head_dim, hidden * q_heads * head_dim
         after, head = output + 3 * hidden * mlp, hidden * vocabulary
         kind = AttentionKind(None, q_heads, kv_heads, head_dim, head_dim)

@@ -33,7 +33,10 @@ Batches = Sequence[Sequence[int]]
 
 
 class PlannedBatches(Protocol):
-    """Plans for the sequences of all ranks, and which rank holds which rows; `plan_sequences` makes them."""
+    """Plans for the sequences of all ranks, and which rank holds which rows.
+
+    `plan_sequences` makes them.
+    """
 
     @property
     def plans(self) -> Sequence[MicroBatchPlan]:

@@ -28,52 +28,63 @@ STEP_PARTS = {
     "waits": "waits for rows of other ranks",
     "idle": "idle until the slowest rank is done",
 }
-"""Names of the parts of the mean rank's step; the keys are also classes of marks, and columns of the table."""
+"""Names of the parts of the mean rank's step; the keys are also classes of marks, and columns of
+the table."""
 LAUNCH_CONFIG = "examples/configs/fsdp2.yaml"
 """Configuration of the launch under which memory is counted."""
 MEAN = ("level", "mean of the ranks")
 COLUMNS = (
-    f"{SECONDS} imbalance: core attention of the busiest rank over that of the mean rank. tokens/s: of all ranks. "
-    "MFU, model FLOPs utilization: operations of the model over those that the GPUs can do in the same time. cut: "
-    "documents that lose context. sent: the busiest rank's bytes in one layer's forward. GB: memory of one GPU, with "
-    "weights, gradients and optimizer divided over all GPUs as by FSDP2. A step of the model was run on fake tensors "
-    "and counted: a planned strategy with the plan that exchanges the most; the others without an exchange, and "
-    "context parallelism with K and V of its group besides. CUDA, NCCL and gaps between tensors, some 2 GB, are left "
-    "out."
+    f"{SECONDS} imbalance: core attention of the busiest rank over that of the mean rank. "
+    "tokens/s: of all ranks. MFU, model FLOPs utilization: operations of the model over those "
+    "that the GPUs can do in the same time. cut: documents that lose context. sent: the busiest "
+    "rank's bytes in one layer's forward. GB: memory of one GPU, with weights, gradients and "
+    "optimizer divided over all GPUs as by FSDP2. A step of the model was run on fake tensors "
+    "and counted: a planned strategy with the plan that exchanges the most; the others without "
+    "an exchange, and context parallelism with K and V of its group besides. CUDA, NCCL and gaps "
+    "between tensors, some 2 GB, are left out."
 )
 """Meaning of the columns of the table of strategies."""
 NAMES = (
-    "Plain packing gives every rank equal tokens. Context parallel, 8 × 4: there are 8 groups of 4 ranks, and the "
-    "ranks of a group share each of its documents evenly. hf_distca plans which rank computes which core attention. "
-    "Fixed: documents are packed in order and cut where the tokens of a rank end. Joint: documents are placed so that "
-    "few rows move. Chosen: the fastest plan of each micro-batch, as training takes it by default."
+    "Plain packing gives every rank equal tokens. Context parallel, 8 × 4: there are 8 groups of 4 "
+    "ranks, and the ranks of a group share each of its documents evenly. hf_distca plans which "
+    "rank computes which core attention. Fixed: documents are packed in order and cut where the "
+    "tokens of a rank end. Joint: documents are placed so that few rows move. Chosen: the fastest "
+    "plan of each micro-batch, as training takes it by default."
 )
 """Meaning of the names of strategies."""
 PADDED_ROWS = (
-    "Trainers of preferences and rollouts pad the sequences of a batch. Padded to the longest: every rank computes "
-    "its padding too. Packed on each rank: a rank computes its own tokens alone. Whole sequences balanced: sequences "
-    "move between ranks, and none is cut. hf_distca: what pack_padded does; rows and core attention are balanced. "
-    "Rows: those that all ranks compute. Imbalance: computation of the busiest rank over the mean."
+    "Trainers of preferences and rollouts pad the sequences of a batch. Padded to the longest: "
+    "every rank computes its padding too. Packed on each rank: a rank computes its own tokens "
+    "alone. Whole sequences balanced: sequences move between ranks, and none is cut. hf_distca: "
+    "what pack_padded does; rows and core attention are balanced. Rows: those that all ranks "
+    "compute. Imbalance: computation of the busiest rank over the mean."
 )
 """Meaning of the table of padded batches."""
 MEMORY = (
-    "Gigabytes of the rank that exchanges the most, at the peak of this micro-batch, by strategy and without or with "
-    "gradient checkpointing. A step of the model was run on fake tensors and counted. CUDA, NCCL and gaps between "
-    "tensors, some 2 GB, are left out."
+    "Gigabytes of the rank that exchanges the most, at the peak of this micro-batch, by strategy "
+    "and without or with gradient checkpointing. A step of the model was run on fake tensors and "
+    "counted. CUDA, NCCL and gaps between tensors, some 2 GB, are left out."
 )
 """Meaning of the table of memory."""
 PARTS_OF_MEMORY = (
-    "optimizer: its state, such as the two moments of Adam. activations: results that the backward reads. autocast's "
-    "copies of weights: in the dtype of the computation. kept O and log-sum-exp: results of core attention that "
-    "gradient checkpointing does not compute again. exchange buffers: rows that arrive from other ranks. row numbers "
-    "of the plan: tensors by which rows are gathered. loss: logits of a chunk of rows, and gradients that the loss "
+    "optimizer: its state, such as the two moments of Adam. activations: results that the backward "
+    "reads. autocast's copies of weights: in the dtype of the computation. kept O and "
+    "log-sum-exp: results of core attention that gradient checkpointing does not compute again. "
+    "exchange buffers: rows that arrive from other ranks. row numbers of the plan: tensors by "
+    "which rows are gathered. loss: logits of a chunk of rows, and gradients that the loss "
     "computes. gradients under way: what the backward has made, other than gradients of weights."
 )
 """Meaning of the rows of the table of memory."""
 
 PARTS_OF_STEP = {
-    1: "All rows travel before the rank that needs them computes with them: the micro-batch is one nano-batch.",
-    2: "The micro-batch is divided into two nano-batches: one computes while rows of the other travel.",
+    1: (
+        "All rows travel before the rank that needs them computes with them: the micro-batch is "
+        "one nano-batch."
+    ),
+    2: (
+        "The micro-batch is divided into two nano-batches: one computes while rows of the other "
+        "travel."
+    ),
 }
 """Meaning of nano-batches, by their number."""
 
@@ -82,8 +93,9 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
     """Return one HTML file.
 
     Args:
-        figures: the figures that `hf-distca simulate --json` prints: the fields of `Simulation`, `settings` (to be
-            copied), `setting` (the given settings), `profile`, `profile_source` and `simulated_in`.
+        figures: the figures that `hf-distca simulate --json` prints: the fields of `Simulation`,
+            `settings` (to be copied), `setting` (the given settings), `profile`, `profile_source`
+            and `simulated_in`.
     """
     given, strategies, best = figures["setting"], figures["strategies"], figures["best_plain"]
     gain, pays = f"{figures['speed_up']:.2f}× the speed of {best}", figures["speed_up"] >= NOT_WORTH
@@ -101,8 +113,11 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         "What to do",
         [
             *figures["advice"],
-            f"By micro-batch, {over_packing} the speed of {PLAIN} and {over_best} that of {best}; on average "
-            f"{figures['attention_speed_up']:.2f}× for core attention alone.",
+            (
+                f"By micro-batch, {over_packing} the speed of {PLAIN} and {over_best} that of "
+                f"{best}; on average {figures['attention_speed_up']:.2f}× for core attention "
+                "alone."
+            ),
             *([] if pays else ["Settings to try it all the same:"]),
         ],
         _code(
@@ -130,12 +145,16 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         "Strategies",
         [
             NAMES,
-            "The bars and the table have the same seconds: those of the mean rank. Gradient synchronisation and the "
-            "optimizer take equally long under all strategies and are left out. The two strategies in bold are "
-            "compared; bars far longer than theirs are broken off.",
+            (
+                "The bars and the table have the same seconds: those of the mean rank. Gradient "
+                "synchronisation and the optimizer take equally long under all strategies and are "
+                "left out. The two strategies in bold are compared; bars far longer than theirs "
+                "are broken off."
+            ),
         ],
         _figure(
-            "Seconds of a step by strategy, divided into core attention, other layers, waits and idle time",
+            "Seconds of a step by strategy, divided into core attention, other layers, waits and "
+            "idle time",
             stacks_picture(bars, " s", compared),
             list(STEP_PARTS.items()),
         ),
@@ -164,8 +183,10 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
     by_rank = _section(
         "Load of the ranks in one step",
         [
-            "Seconds of core attention that each rank computes in the first micro-batch: all layers, forward and "
-            "backward. All ranks wait for the busiest one.",
+            (
+                "Seconds of core attention that each rank computes in the first micro-batch: all "
+                "layers, forward and backward. All ranks wait for the busiest one."
+            ),
             *(
                 ["Plain packing cuts the longest documents. Their parts attend to fewer tokens."]
                 if cut
@@ -188,10 +209,12 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
     return _page(
         "hf-distca simulate",
         f"{gain}, the best alternative" if pays else f"No gain expected: {gain}",
-        "costs of the device were measured; steps, with the plans that training makes, were simulated.",
-        f"{given['batches']:,} micro-batches of {given['lengths']}: {figures['documents']:,} documents, "
-        f"{figures['tokens']:,} tokens. {figures['ranks']:,} ranks of {figures['tokens_per_rank']:,} tokens; "
-        f"{given['model']}; {figures['profile']}.{in_groups(best)}",
+        "costs of the device were measured; steps, with the plans that training makes, were "
+        "simulated.",
+        f"{given['batches']:,} micro-batches of {given['lengths']}: {figures['documents']:,} "
+        f"documents, {figures['tokens']:,} tokens. {figures['ranks']:,} ranks of "
+        f"{figures['tokens_per_rank']:,} tokens; {given['model']}; "
+        f"{figures['profile']}.{in_groups(best)}",
         [
             advice,
             _lengths(figures["histogram"]),
@@ -204,7 +227,10 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
 
 
 def in_groups(strategy: str) -> str:
-    """Return a sentence that explains the name of a strategy of context parallelism; nothing for other strategies."""
+    """Return a sentence that explains the name of a strategy of context parallelism.
+
+    Nothing for other strategies.
+    """
     sizes = re.search(r"(\d+) × (\d+)", strategy)
     if sizes is None:
         return ""
@@ -231,11 +257,17 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
     load = _section(
         "Load of the ranks, before and after",
         [
-            "Millions of query-key pairs that each rank computes in a layer. A pair is one query row and one row of "
-            "K and V that it sees. Pairs are core attention alone: the whole step gains less, since other layers take "
-            "their part of it. hf-distca simulate predicts both.",
-            "Packed in order: documents follow one another, and each rank gets equal tokens. Planned: the plan that "
-            f"training makes. The most tokens of a rank are then {figures['tokens_max_over_mean']:.3f}× the mean.",
+            (
+                "Millions of query-key pairs that each rank computes in a layer. A pair is one "
+                "query row and one row of K and V that it sees. Pairs are core attention alone: "
+                "the whole step gains less, since other layers take their part of it. hf-distca "
+                "simulate predicts both."
+            ),
+            (
+                "Packed in order: documents follow one another, and each rank gets equal tokens. "
+                "Planned: the plan that training makes. The most tokens of a rank are then "
+                f"{figures['tokens_max_over_mean']:.3f}× the mean."
+            ),
         ],
         _figure(
             "Query-key pairs of each rank, before and after",
@@ -250,14 +282,20 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
     in_bytes = _section(
         "Bytes by rank",
         [
-            "Megabytes that each rank sends and receives in one layer's forward: rows of Q, K and V to the rank that "
-            "computes, and rows of the output O back. "
-            f"All ranks send {figures['bytes_total'] / 1e6:,.1f} MB, the busiest rank "
-            f"{figures['bytes_bottleneck'] / 1e6:,.1f} MB.",
-            "A task is the core attention of query rows that lie side by side in a document. The plan has "
-            f"{counted(figures['tasks'], 'task')}; the smallest has {counted(figures['min_rows'], 'row')}. "
-            f"{PARTS_OF_STEP[figures['nano_batches']]} K and V travel in {counted(figures['stages'], 'stage')}. The "
-            f"memory for rows that arrive takes {figures['exchange_buffers'] / 1e6:,.1f} MB on the busiest rank.",
+            (
+                "Megabytes that each rank sends and receives in one layer's forward: rows of Q, K "
+                "and V to the rank that computes, and rows of the output O back. All ranks send "
+                f"{figures['bytes_total'] / 1e6:,.1f} MB, the busiest rank "
+                f"{figures['bytes_bottleneck'] / 1e6:,.1f} MB."
+            ),
+            (
+                "A task is the core attention of query rows that lie side by side in a document. "
+                f"The plan has {counted(figures['tasks'], 'task')}; the smallest has "
+                f"{counted(figures['min_rows'], 'row')}. {PARTS_OF_STEP[figures['nano_batches']]} "
+                f"K and V travel in {counted(figures['stages'], 'stage')}. The memory for rows "
+                f"that arrive takes {figures['exchange_buffers'] / 1e6:,.1f} MB on the busiest "
+                "rank."
+            ),
         ],
         _figure(
             "Megabytes that each rank sends and receives",
@@ -276,11 +314,12 @@ def plan_report(figures: Mapping[str, Any], memory: Mapping[str, Sequence[str]])
         )
     return _page(
         "hf-distca plan",
-        f"The busiest rank has {figures['max_over_mean']:.3f}× the mean core attention; packed in order, "
-        f"{figures['packed_max_over_mean']:.2f}×",
+        f"The busiest rank has {figures['max_over_mean']:.3f}× the mean core attention; packed in "
+        f"order, {figures['packed_max_over_mean']:.2f}×",
         "everything here is counted from the plan of one micro-batch.",
-        f"{sum(each['documents'] for each in bins):,} documents, {sum(each['tokens'] for each in bins):,} tokens; "
-        f"{given['ranks']} ranks of at most {given['tokens_per_rank']:,} tokens.",
+        f"{sum(each['documents'] for each in bins):,} documents, "
+        f"{sum(each['tokens'] for each in bins):,} tokens; {given['ranks']} ranks of at most "
+        f"{given['tokens_per_rank']:,} tokens.",
         [
             _lengths(bins),
             load,
@@ -324,7 +363,10 @@ def _section(title: str, sentences: Sequence[str], *parts: str) -> str:
 
 
 def _figure(label: str, drawing: Drawing, legend: Sequence[tuple[str, str]]) -> str:
-    """Return a picture below its legend, a class and a name for each colour; readers who see neither get the label."""
+    """Return a picture below its legend, a class and a name for each colour.
+
+    Readers who see neither get the label.
+    """
     keys = "".join(f'<li class="{style}">{escape(name)}</li>' for style, name in legend)
     picture = f'<div class="picture" tabindex="0">{drawing.markup(label)}</div>'
     return f'<figure><ul class="legend">{keys}</ul>{picture}</figure>'
@@ -333,7 +375,10 @@ def _figure(label: str, drawing: Drawing, legend: Sequence[tuple[str, str]]) -> 
 def _table(
     caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[str] = ()
 ) -> str:
-    """Return a table whose first column heads the rows; rows whose first cell is in `marked` stand out."""
+    """Return a table whose first column heads the rows.
+
+    Rows whose first cell is in `marked` stand out.
+    """
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
     body = []
     for first, *cells in rows:
@@ -374,7 +419,8 @@ def _code(text: str, label: str) -> str:
 def _origin(given: Mapping[str, Any], sentences: Sequence[str] = ()) -> str:
     """Return the section on the settings that were given."""
     rows = "".join(
-        f'<tr><th scope="row">{escape(name.replace("_", " "))}</th><td>{escape(str(value))}</td></tr>'
+        "<tr><th"
+        f' scope="row">{escape(name.replace("_", " "))}</th><td>{escape(str(value))}</td></tr>'
         for name, value in given.items()
     )
     return _section(
@@ -392,9 +438,10 @@ def _lengths(bins: Sequence[Mapping[str, Any]]) -> str:
     return _section(
         "Document lengths",
         [
-            f"{documents:.1%} of the documents have {longest['shortest']:,} tokens or more; together they hold "
-            f"{tokens:.1%} of all tokens. The cost of core attention grows with the square of a document's length; "
-            "the cost of all other layers grows with the length."
+            f"{documents:.1%} of the documents have {longest['shortest']:,} tokens or more; "
+            f"together they hold {tokens:.1%} of all tokens. The cost of core attention grows "
+            "with the square of a document's length; the cost of all other layers grows with the "
+            "length."
         ],
         _figure(
             "Shares of documents and of tokens by document length",

@@ -21,20 +21,22 @@ NOT_WORTH = 1.02
 MOST_WAITS = 0.05
 """Share of a step in waits for exchanges, above which the advice mentions them."""
 DRAWN_FOR_RANKS = (
-    "Micro-batches of all strategies hold documents that fit into whole ranks, as training draws them here: full ones "
-    "would wait for exchanges."
+    "Micro-batches of all strategies hold documents that fit into whole ranks, as training draws "
+    "them here: full ones would wait for exchanges."
 )
 """Advice where micro-batches are not full."""
 TOO_LONG = (
-    "{count:,} of {documents:,} documents {are} longer than the {tokens:,} tokens that all ranks hold; the longest "
-    "has {longest:,}. Here they are cut to {tokens:,}. Training refuses them by default: raise tokens_per_rank or the "
-    "number of ranks, or set long_documents to 'split' or 'truncate'."
+    "{count:,} of {documents:,} documents {are} longer than the {tokens:,} tokens that all ranks "
+    "hold; the longest has {longest:,}. Here they are cut to {tokens:,}. Training refuses them by "
+    "default: raise tokens_per_rank or the number of ranks, or set long_documents to 'split' or "
+    "'truncate'."
 )
 """Advice where documents are longer than a micro-batch."""
 Memory = Callable[[Strategy, int, MicroBatchPlan | None], tuple[int | None, int | None]]
 """Function that returns a GPU's bytes for rows (None if unknown) and for model state.
 
-Its arguments are a strategy, the most rows of a rank, and the plan of the micro-batch with the largest exchange.
+Its arguments are a strategy, the most rows of a rank, and the plan of the micro-batch with the
+largest exchange.
 """
 
 
@@ -55,7 +57,8 @@ class StrategyFigures:
     exchange_mean_seconds: float
     idle: float  # share of the ranks' time without computation, waits for exchanges included
     tokens_per_second: float
-    mfu: float  # model FLOPs utilization: the model's operations over the GPUs' peak in the same time
+    # Model FLOPs utilization: the model's operations over the GPUs' peak in the same time.
+    mfu: float
     bytes_bottleneck: float  # of the busiest rank in one layer's forward
     tokens_most: int  # the most rows that a rank ever holds
     rows_bytes: int | None  # memory of a GPU for rows; None if unknown
@@ -86,8 +89,9 @@ def parts_of_step(figures: Mapping[str, Any]) -> dict[str, float]:
 def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
     """Return the columns of a table of strategies, from the fields of `StrategyFigures`.
 
-    Seconds of a step's parts are of the mean rank, and add up to the step. A hybrid model has three more columns: of
-    mixing layers, the part of the other time, kernel runs, and bytes of states a layer.
+    Seconds of a step's parts are of the mean rank, and add up to the step. A hybrid model has three
+    more columns: of mixing layers, the part of the other time, kernel runs, and bytes of states a
+    layer.
     """
     in_bytes = figures["rows_bytes"], figures["state_bytes"]
     busiest, mean = figures["attention_seconds"], figures["attention_mean_seconds"]
@@ -111,7 +115,10 @@ def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Gain:
-    """Speed of the best planned strategy over that of another strategy; least and most of any micro-batch."""
+    """Speed of the best planned strategy over that of another strategy.
+
+    Least and most of any micro-batch.
+    """
 
     speed_up: float
     least: float
@@ -129,8 +136,10 @@ class Simulation:
     histogram: list[dict[str, float]]
     strategies: tuple[StrategyFigures, ...]
     best_plain: str  # the fastest strategy without plans, of those that cut the fewest documents
-    best_planned: str  # what plans by default; or the fastest planned one on as many GPUs, if at least 2 % faster
-    # By strategy: [ranks] seconds of core attention in the first micro-batch, for plain packing and the best two.
+    # What plans by default; or the fastest planned one on as many GPUs, if at least 2 % faster.
+    best_planned: str
+    # By strategy: [ranks] seconds of core attention in the first micro-batch, for plain packing and
+    # the best two.
     load: dict[str, tuple[float, ...]]
     over_packing: Gain  # of `best_planned` over plain packing
     over_best: Gain  # of `best_planned` over `best_plain`
@@ -204,7 +213,8 @@ def simulate(
             tokens_most=tokens_most,
             rows_bytes=rows_bytes,
             state_bytes=state_bytes,
-            # Strategies that cut to fewer tokens than `capacity` cut these documents too, and count them.
+            # Strategies that cut to fewer tokens than `capacity` cut these documents too, and count
+            # them.
             documents_cut=max(too_long, sum(step.documents_cut for step in steps)) / len(lengths),
             mixing_seconds=float(np.mean([step.mixing.max() for step in steps])),
             mixing_mean_seconds=float(np.mean([step.mixing.mean() for step in steps])),
@@ -212,7 +222,8 @@ def simulate(
             mixing_bytes=float(np.mean([step.mixing_bytes for step in steps])),
         )
 
-    # Strategies that cut more documents train on other data, so those that cut the fewest come first.
+    # Strategies that cut more documents train on other data, so those that cut the fewest come
+    # first.
     plain = min(
         (each for each in figures.values() if each.document_layout is None),
         key=lambda each: (each.documents_cut, each.step_seconds),
@@ -283,8 +294,8 @@ def advice(
     if gain < NOT_WORTH:
         share = by_plan.attention_mean_seconds / by_plan.step_seconds
         yield (
-            f"No gain expected: {speed} Core attention is {share:.0%} of a step. Longer documents beside short ones "
-            "would gain more."
+            f"No gain expected: {speed} Core attention is {share:.0%} of a step. Longer documents "
+            "beside short ones would gain more."
         )
     else:
         layout = (
@@ -296,15 +307,16 @@ def advice(
     waits = by_plan.exchange_seconds / by_plan.step_seconds
     if waits > MOST_WAITS:
         yield (
-            f"Ranks wait {waits:.0%} of a step for exchanges. A larger tokens_per_rank hides more of them behind "
-            "computation."
+            f"Ranks wait {waits:.0%} of a step for exchanges. A larger tokens_per_rank hides more "
+            "of them behind computation."
         )
         if by_plan.document_layout != "auto":
             yield "A larger balance_tolerance moves fewer rows."
     if by_plain.documents_cut > by_plan.documents_cut:
         yield (
-            f"Every other strategy cuts documents: {by_plain.name} cuts {by_plain.documents_cut:.1%} of them. "
-            "A document that is cut trains on less context."
+            f"Every other strategy cuts documents: {by_plain.name} cuts "
+            f"{by_plain.documents_cut:.1%} of them. A document that is cut trains on less "
+            "context."
         )
     fastest = min(
         (each for each in every if each.document_layout is None), key=lambda each: each.step_seconds
@@ -314,6 +326,7 @@ def advice(
         and fastest.step_seconds < by_plain.step_seconds
     ):
         yield (
-            f"{fastest.name} takes {fastest.step_seconds:.3f} s a step, but it cuts {fastest.documents_cut:.1%} of "
-            "the documents. The comparison leaves it out, because a document that is cut trains on less context."
+            f"{fastest.name} takes {fastest.step_seconds:.3f} s a step, but it cuts "
+            f"{fastest.documents_cut:.1%} of the documents. The comparison leaves it out, because "
+            "a document that is cut trains on less context."
         )

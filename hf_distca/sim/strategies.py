@@ -1,7 +1,7 @@
 """Training strategies that are compared, and the predicted seconds of a step under each.
 
-All compute the same tokens on the same ranks. Strategies that leave documents in place take as long as their slowest
-rank. Planned strategies walk the schedule that training runs.
+All compute the same tokens on the same ranks. Strategies that leave documents in place take as long
+as their slowest rank. Planned strategies walk the schedule that training runs.
 """
 
 import heapq
@@ -28,7 +28,8 @@ from hf_distca.sim.model import ModelShape
 TOUCHED_BEFORE, TOUCHED_AFTER = 4, 10
 """Reads and writes of a token's hidden state before and after core attention, outside matrices.
 
-Norms, rotations, activations and sums count; an activation of the MLP, some three times as wide, counts three times.
+Norms, rotations, activations and sums count; an activation of the MLP, some three times as wide,
+counts three times.
 """
 BACKWARD = 2.0
 """Backward of matrices over their forward; checkpointing adds the recomputed forward."""
@@ -125,7 +126,10 @@ class StepTime(Walked):
 
 @dataclass(frozen=True, eq=False)
 class Strategy:
-    """Training strategy; `step` predicts a micro-batch from document lengths, and returns its plan if there is one."""
+    """Training strategy.
+
+    `step` predicts a micro-batch from document lengths, and returns its plan if there is one.
+    """
 
     name: str
     step: Callable[[IntArray], tuple[StepTime, MicroBatchPlan | None]]
@@ -140,7 +144,10 @@ CHOSEN = "hf_distca, chosen"
 
 
 def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[Strategy, ...]:
-    """Return all strategies that are compared; each that plans sets its own layout, and one uses servers if any."""
+    """Return all strategies that are compared.
+
+    Each that plans sets its own layout, and one uses servers if any.
+    """
 
     def in_groups(context: int) -> Callable[[IntArray], tuple[StepTime, None]]:
         return lambda lengths: (data_and_context_parallel(lengths, setup, context), None)
@@ -178,7 +185,8 @@ def plain(lengths: IntArray, setup: Setup) -> StepTime:
 def packed_rows(lengths: IntArray, setup: Setup) -> tuple[list[list[int]], int]:
     """Pack documents into rows of equally many tokens.
 
-    A document that is too long for a rank is cut into pieces, which become separate documents and lose context.
+    A document that is too long for a rank is cut into pieces, which become separate documents and
+    lose context.
 
     Returns:
         [ranks] lengths of the pieces in each row, and the number of cut documents.
@@ -198,9 +206,9 @@ def packed_rows(lengths: IntArray, setup: Setup) -> tuple[list[list[int]], int]:
 def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> StepTime:
     """Predict a step of whole documents balanced over groups of ranks and divided evenly inside each group.
 
-    Each document is cut into 2 · context equal parts. The first rank of a group gets the first and the last part, and
-    so on, so that ranks of a group compute alike, as in WLB-LLM and the paper's baseline. Each rank gathers K and V of
-    its group in every layer.
+    Each document is cut into 2 · context equal parts. The first rank of a group gets the first and
+    the last part, and so on, so that ranks of a group compute alike, as in WLB-LLM and the paper's
+    baseline. Each rank gathers K and V of its group in every layer.
     """
     most = setup.tokens_per_rank * context
     pieces, cut = _cut(lengths, most)
@@ -221,7 +229,10 @@ def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> 
 def planned(
     lengths: IntArray, setup: Setup, settings: PlanSettings, servers: int = 0
 ) -> tuple[StepTime, MicroBatchPlan]:
-    """Predict a step with planned core attention, and return its plan too; settings have the kinds on a GPU."""
+    """Predict a step with planned core attention, and return its plan too.
+
+    Settings have the kinds on a GPU.
+    """
     plan = plan_micro_batch(lengths.tolist(), settings)
     if servers:
         plan = plan_with_servers(
@@ -259,7 +270,10 @@ def step_of_plan(
 
 
 def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:
-    """Cut documents into pieces of at most `most` tokens; return the pieces and the number of cut documents."""
+    """Cut documents into pieces of at most `most` tokens.
+
+    Return the pieces and the number of cut documents.
+    """
     pieces: list[int] = []
     for length in lengths.tolist():
         pieces += [most] * (length // most) + ([length % most] if length % most else [])
@@ -272,7 +286,8 @@ def on_ranks(
     """Predict a step of documents that already lie on ranks, or on groups of ranks.
 
     Args:
-        groups: lengths of each rank's documents, or of those that each group of `context` ranks shares evenly.
+        groups: lengths of each rank's documents, or of those that each group of `context` ranks
+            shares evenly.
         cut: number of documents that were cut.
     """
     costs, parts = setup.costs, 2 * context if context > 1 else 1

@@ -1,9 +1,9 @@
 """Convert a rank's recorded spans to a trace: JSON in Chrome's trace event format, for ui.perfetto.dev.
 
-Each rank is a process. Its track "compute" nests steps, sections and phases; phases hold kernel calls, waits and the
-starts of exchanges. Its tracks "exchange" show each exchange from its start until the end of its wait; simultaneous
-exchanges lie on several tracks. Arrows go from the start of an exchange on the sender to the end of the receiver's
-wait.
+Each rank is a process. Its track "compute" nests steps, sections and phases; phases hold kernel
+calls, waits and the starts of exchanges. Its tracks "exchange" show each exchange from its start
+until the end of its wait; simultaneous exchanges lie on several tracks. Arrows go from the start of
+an exchange on the sender to the end of the receiver's wait.
 """
 
 from collections import defaultdict, deque
@@ -26,7 +26,8 @@ def rank_trace(
 
     Args:
         members: world ranks that exchange rows, in the order of a span's rows.
-        zero: common zero of time of all ranks, on the clock of the spans, and the seconds by which ranks may differ.
+        zero: common zero of time of all ranks, on the clock of the spans, and the seconds by which
+            ranks may differ.
     """
     zero_s, error_s = zero
 
@@ -53,7 +54,8 @@ def rank_trace(
     for span in sorted(spans, key=lambda span: span.begin):
         if span.kind == "wait":
             waits[span.work, span.part].append(span)
-    # Ranks start exchanges in the same order, whether or not any row crosses, and so number them alike.
+    # Ranks start exchanges in the same order, whether or not any row crosses, and so number them
+    # alike.
     sends = sorted((span for span in spans if span.kind == "send"), key=lambda span: span.begin)
     for number, send in enumerate(sends):
         waiting = waits[send.work, send.part]

@@ -23,7 +23,8 @@ NAMES: dict[Activity, str] = {
 }
 """Labels of a rank's activities; the keys are also classes of SVG marks."""
 WIDTH, ROW, LEFT, RIGHT, TOP, BOTTOM, COLUMN = 810, 18, 70, 320, 64, 40, 76
-"""Sizes of the picture in pixels: time axis, row of a rank, margins, and column of the totals on the right."""
+"""Sizes of the picture in pixels: time axis, row of a rank, margins, and column of the totals on
+the right."""
 
 
 @dataclass
@@ -53,7 +54,8 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
     """Join traces, each of one or several ranks, into one trace that json.dump can write.
 
     Raises:
-        ValueError: a file is not a trace from training, two files have the same rank, or trainings differ.
+        ValueError: a file is not a trace from training, two files have the same rank, or trainings
+            differ.
         OSError: a file cannot be read.
     """
     joined: list[dict[str, Any]] = []
@@ -81,15 +83,18 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
         joined += events
     if len(worlds) != 1:
         raise ValueError(
-            f"the traces come from trainings with {sorted(worlds)} ranks, which cannot be joined; give the files of "
-            "one training"
+            f"the traces come from trainings with {sorted(worlds)} ranks, which cannot be joined; "
+            "give the files of one training"
         )
     about = {"ranks": worlds.pop(), "clock_error_us": error}
     return {"traceEvents": joined, "displayTimeUnit": "ms", "otherData": about}
 
 
 def steps_of(joined: dict[str, Any]) -> dict[str, list[RankStep]]:
-    """Return the steps that all ranks share, by name, in order of time; `joined` comes from `read_traces`."""
+    """Return the steps that all ranks share, by name, in order of time.
+
+    `joined` comes from `read_traces`.
+    """
     steps: dict[int, dict[str, RankStep]] = {event["pid"]: {} for event in joined["traceEvents"]}
     slices = [event for event in joined["traceEvents"] if event["ph"] == "X"]
     # A step comes before what begins with it.

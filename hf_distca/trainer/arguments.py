@@ -30,7 +30,9 @@ else:  # a subclass names the trainer's arguments
 
 @dataclass
 class DistCAPaddedArguments(DistCAConfig, _Arguments):
-    """Settings of `DistCAConfig` for the arguments of a trainer with padded batches; a base class to put first.
+    """Settings of `DistCAConfig` for the arguments of a trainer with padded batches.
+
+    A base class to put first.
 
     ```python
     @dataclass
@@ -60,10 +62,13 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
         check(self._refused, self)
 
     def serve_if_server(self) -> None:
-        """Serve until training ends if this process is an attention server of its launch; else return at once.
+        """Serve until training ends if this process is an attention server of its launch.
 
-        Call it right after the arguments are made, so that a server loads neither data nor model. Nothing else of the
-        script runs in a server: SystemExit ends it. Without this call a server serves when the trainer is made.
+        Else return at once.
+
+        Call it right after the arguments are made, so that a server loads neither data nor model.
+        Nothing else of the script runs in a server: SystemExit ends it. Without this call a server
+        serves when the trainer is made.
         """
         serve_if_server(
             self.attention_server_launch, self.attention_server_timeout, self.attention_kernel
@@ -71,7 +76,10 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
 
     @cached_property
     def _setup_devices(self) -> torch.device:
-        """Device of this process; a server serves here, before TrainingArguments looks up the world."""
+        """Device of this process.
+
+        A server serves here, before TrainingArguments looks up the world.
+        """
         self.serve_if_server()
         of_trainer: Any = super()
         device: torch.device = of_trainer._setup_devices
@@ -88,7 +96,9 @@ class DistCAPaddedArguments(DistCAConfig, _Arguments):
 
 @dataclass
 class DistCAArguments(DistCAPaddedArguments):
-    """Settings of `DistCAConfig` for the arguments of a trainer with packed documents; a base class to put first.
+    """Settings of `DistCAConfig` for the arguments of a trainer with packed documents.
+
+    A base class to put first.
 
     ```python
     @dataclass
@@ -100,14 +110,14 @@ class DistCAArguments(DistCAPaddedArguments):
 
     per_device_train_batch_size: int = setting(
         1,
-        "Must stay 1: a rank trains on one packed row of up to tokens_per_rank tokens. With a custom data_collator it "
-        "is the number of examples that the collator gets.",
+        "Must stay 1: a rank trains on one packed row of up to tokens_per_rank tokens. With a "
+        "custom data_collator it is the number of examples that the collator gets.",
     )
     per_device_eval_batch_size: int = setting(1, "Like per_device_train_batch_size, in evaluation.")
     dataloader_num_workers: int = setting(
         0,
-        "Number of processes on each rank that read and plan micro-batches. 0 starts none: the rank itself reads and "
-        "plans the next micro-batches while its device computes.",
+        "Number of processes on each rank that read and plan micro-batches. 0 starts none: the "
+        "rank itself reads and plans the next micro-batches while its device computes.",
     )
 
     def __post_init__(self) -> None:
@@ -125,12 +135,15 @@ class DistCAArguments(DistCAPaddedArguments):
 class DistCATrainingArguments(DistCAArguments, TrainingArguments):
     """`transformers.TrainingArguments` with the settings of `DistCAConfig`."""
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]  # noqa: RUF012 - as there
+    _VALID_DICT_FIELDS = [  # noqa: RUF012 - as there
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+    ]
 
     model_init_kwargs: dict[str, Any] | str | None = setting(
         None,
-        "Keyword arguments of AutoModelForCausalLM.from_pretrained, for a model that is given by name. The model is "
-        "loaded in float32 unless they name another dtype.",
+        "Keyword arguments of AutoModelForCausalLM.from_pretrained, for a model that is given by "
+        "name. The model is loaded in float32 unless they name another dtype.",
     )
     dataset_text_field: str = setting(
         "text", "Column with the text of a data set without tokens; processing_class tokenizes it."

@@ -41,8 +41,9 @@ from hf_distca.units import AUTO
 logger = logging.getLogger(__name__)
 
 ONE_RANK = (
-    "one rank trains, so nothing will be balanced: core attention is balanced among ranks, processes that train on "
-    "different documents. accelerate launch --config_file examples/configs/ddp.yaml --num_processes N starts N of them"
+    "one rank trains, so nothing will be balanced: core attention is balanced among ranks, "
+    "processes that train on different documents. accelerate launch --config_file "
+    "examples/configs/ddp.yaml --num_processes N starts N of them"
 )
 """Warning of a training that this library cannot make faster."""
 OF_ONE_RANK = ("attention_server_address", "attention_server_token_file")
@@ -61,21 +62,27 @@ def make_dispatcher(
 ) -> Dispatcher:
     """Prepare a model for planned core attention and return its dispatcher.
 
-    This is a collective call: every process of the world makes it at the same point, before `Accelerator.prepare`,
-    DDP, FSDP2 or DeepSpeed wraps the model. It changes the model in place: decoder layers for `config.ping_pong`, MLPs
-    for `config.mlp_chunk_rows`, and the output head for `config.loss_chunk_bytes`.
+    This is a collective call: every process of the world makes it at the same point, before
+    `Accelerator.prepare`, DDP, FSDP2 or DeepSpeed wraps the model. It changes the model in place:
+    decoder layers for `config.ping_pong`, MLPs for `config.mlp_chunk_rows`, and the output head for
+    `config.loss_chunk_bytes`.
 
     Args:
         model: A model that was loaded with `attn_implementation="distca"`.
         config: Settings for packing, balancing and exchanging.
         device: Device of this rank.
-        dtype: Dtype of core attention. None takes the model's. Under autocast give autocast's dtype.
-        mesh: Ranks that train together: one dimension of a device mesh, or a process group. None takes all ranks.
-        checkpointing: Whether layers run again in the backward pass. None takes the model's current setting.
-        folder: Folder in which the measured costs of the device are kept for the same run. None keeps nothing.
+        dtype: Dtype of core attention. None takes the model's. Under autocast give autocast's
+            dtype.
+        mesh: Ranks that train together: one dimension of a device mesh, or a process group. None
+            takes all ranks.
+        checkpointing: Whether layers run again in the backward pass. None takes the model's current
+            setting.
+        folder: Folder in which the measured costs of the device are kept for the same run. None
+            keeps nothing.
 
     Raises:
-        ValueError: The model, kernel, nodes, settings or launch do not fit. Every rank says what to change.
+        ValueError: The model, kernel, nodes, settings or launch do not fit. Every rank says what to
+            change.
         RuntimeError: This rank cannot reach the others.
         ImportError: The package of the kernel is not installed.
     """
@@ -107,7 +114,8 @@ def make_dispatcher(
     dispatcher.limits = model_limits(model)
     if checkpointing is None:
         checkpointing = is_checkpointing(model)
-    # Measuring the device draws random numbers, and rollouts and dropout of a seed stay what they are without it.
+    # Measuring the device draws random numbers, and rollouts and dropout of a seed stay what they
+    # are without it.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         dispatcher.choose_by(
             choices_of(model, dispatcher, config, checkpointing=checkpointing, folder=folder)
@@ -128,25 +136,28 @@ def pack_padded(
 ) -> Dispatcher:
     """Let a model compute padded batches packed and planned, and return its dispatcher.
 
-    After it, `model(input_ids, attention_mask)` computes only the tokens, balanced over all ranks, and returns what it
-    returned before: hidden states, logits and a loss for [B, L], with 0 where a hidden state is padding's. Every
-    forward of a padded batch is a collective call: ranks call the model equally often, and so are its backward passes.
-    Generation, calls with a cache and batches that carry a plan are as before. No cache is returned.
+    After it, `model(input_ids, attention_mask)` computes only the tokens, balanced over all ranks,
+    and returns what it returned before: hidden states, logits and a loss for [B, L], with 0 where a
+    hidden state is padding's. Every forward of a padded batch is a collective call: ranks call the
+    model equally often, and so are its backward passes. Generation, calls with a cache and batches
+    that carry a plan are as before. No cache is returned.
 
-    This is a collective call, like `make_dispatcher`, before `Accelerator.prepare`. A model that is never trained,
-    such as a reference model, may be wrapped already.
+    This is a collective call, like `make_dispatcher`, before `Accelerator.prepare`. A model that is
+    never trained, such as a reference model, may be wrapped already.
 
     Args:
         model: A model that was loaded with `attn_implementation="distca"`.
         config: Settings for packing, balancing and exchanging. All ranks together hold
-            `tokens_per_rank` tokens a rank at a time; more tokens are computed one micro-batch after another.
+            `tokens_per_rank` tokens a rank at a time; more tokens are computed one micro-batch
+            after another.
         device: Device of this rank.
-        dispatcher: Dispatcher of another model with the same kinds of attention, such as the trained model of a
-            reference model. None makes one.
+        dispatcher: Dispatcher of another model with the same kinds of attention, such as the
+            trained model of a reference model. None makes one.
         options: Further arguments of `make_dispatcher`.
 
     Raises:
-        ValueError: The model, kernel, nodes, settings or launch do not fit. Every rank says what to change.
+        ValueError: The model, kernel, nodes, settings or launch do not fit. Every rank says what to
+            change.
     """
     if dispatcher is None:
         dispatcher = make_dispatcher(model, config, device, **options)
@@ -158,7 +169,10 @@ def pack_padded(
 
 
 def _check_same_settings(config: DistCAConfig) -> None:
-    """Raise ValueError on every rank if a setting differs between ranks. A collective of the world."""
+    """Raise ValueError on every rank if a setting differs between ranks.
+
+    A collective of the world.
+    """
     names = [each.name for each in fields(DistCAConfig) if each.name not in OF_ONE_RANK]
     mine = {name: getattr(config, name) for name in names}
     if found := first_difference(gather_in_world(mine, config.exchange_timeout)):
@@ -166,7 +180,10 @@ def _check_same_settings(config: DistCAConfig) -> None:
 
 
 def smallest_memory(groups: Groups, device: torch.device) -> int | None:
-    """Return the bytes of the GPU with the least memory among all ranks; None on CPUs. A collective."""
+    """Return the bytes of the GPU with the least memory among all ranks; None on CPUs.
+
+    A collective.
+    """
     mine = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return min((memory for memory in groups.all_gather(mine) if memory is not None), default=None)
 
@@ -191,7 +208,9 @@ def gathers_whole_layers(
 
 
 def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
-    """Check a trainer with model and accelerator on all ranks, and prepare its model. A collective of the world.
+    """Check a trainer with model and accelerator on all ranks, and prepare its model.
+
+    A collective of the world.
 
     Args:
         packs: whether documents are packed, and not batches that are padded.
@@ -207,8 +226,8 @@ def prepare_trainer(trainer: Trainer, *, packs: bool) -> Dispatcher:
     if args.process_index == 0:
         warn_of_kernels(model, args.device)
     if not packs and args.ping_pong == AUTO and parallel.gathers_parameters(accelerator):
-        # ZeRO-3 reduces the gradients of whole layers once in a backward, and a padded batch may be several
-        # micro-batches.
+        # ZeRO-3 reduces the gradients of whole layers once in a backward, and a padded batch may be
+        # several micro-batches.
         args.ping_pong = False
     dispatcher = make_dispatcher(
         model,

@@ -1,7 +1,7 @@
 """Choose the checkpoint that a training resumes from, the same on every rank, and check that it is complete.
 
-Training may have ended while it saved, and files may have been copied in part. Trainer would begin anew what it does
-not find, or fail on some ranks.
+Training may have ended while it saved, and files may have been copied in part. Trainer would begin
+anew what it does not find, or fail on some ranks.
 """
 
 import json
@@ -62,7 +62,9 @@ def agreed_checkpoint(
     *,
     has_place: bool,
 ) -> str | None:
-    """Return the folder of the complete checkpoint to resume from; None to begin anew. A collective of the world.
+    """Return the folder of the complete checkpoint to resume from; None to begin anew.
+
+    A collective of the world.
 
     Args:
         has_place: whether checkpoints of this trainer record the place in the data.
@@ -93,7 +95,9 @@ def agreed_checkpoint(
 def _last_complete(
     args: DistCAPaddedArguments, groups: Groups, check: Callable[[Path], None]
 ) -> Path:
-    """Return the last checkpoint that is complete on every rank; warn of those after it. A collective of the world.
+    """Return the last checkpoint that is complete on every rank; warn of those after it.
+
+    A collective of the world.
 
     Args:
         check: raises ValueError if a checkpoint is not complete on this rank.
@@ -104,7 +108,8 @@ def _last_complete(
         steps = _steps(output_dir)
         if not steps:
             raise Resume.NO_CHECKPOINT.error(folder=output_dir)
-    # Every rank looks at the same checkpoints in the same order, also where hosts have disks of their own.
+    # Every rank looks at the same checkpoints in the same order, also where hosts have disks of
+    # their own.
     steps = sorted(
         {step for of_rank in groups.all_gather(steps, in_world=True) for step in of_rank},
         reverse=True,
@@ -214,7 +219,10 @@ def _found(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
 
 
 def _check_readable(checkpoint: Path) -> None:
-    """Raise ValueError with its name if a file of a checkpoint was cut off. Only beginnings and ends are read."""
+    """Raise ValueError with its name if a file of a checkpoint was cut off.
+
+    Only beginnings and ends are read.
+    """
     archives = (
         "optimizer.*",
         "scheduler.pt",
@@ -265,7 +273,10 @@ def _check_shards(folder: Path) -> None:
 
 
 def _check_shards_of_deepspeed(checkpoint: Path, accelerator: Accelerator, groups: Groups) -> None:
-    """Raise ValueError if another number of ranks saved a checkpoint of DeepSpeed. A collective of the world."""
+    """Raise ValueError if another number of ranks saved a checkpoint of DeepSpeed.
+
+    A collective of the world.
+    """
     deepspeed, saved_by = getattr(accelerator.state, "deepspeed_plugin", None), 0
     options = {} if deepspeed is None else deepspeed.deepspeed_config.get("checkpoint", {})
     if deepspeed is not None and not options.get("load_universal"):
@@ -291,7 +302,8 @@ def warn_of_random_states(
     found = groups.all_gather(None if (Path(checkpoint) / name).is_file() else name, in_world=True)
     if (missing := [name for name in found if name is not None]) and args.process_index == 0:
         logger.warning(
-            "the checkpoint %s has no %s, so these ranks draw other random numbers, as for dropout, than without the "
-            "interruption. Resume on the number of ranks that saved the checkpoint, with all its files",
+            "the checkpoint %s has no %s, so these ranks draw other random numbers, as for "
+            "dropout, than without the interruption. Resume on the number of ranks that saved the "
+            "checkpoint, with all its files",
             *(checkpoint, ", ".join(missing)),
         )

@@ -40,7 +40,10 @@ def log_choice(plan: MicroBatchPlan, args: Any, ranks: int) -> None:
     summary, choice = plan.summary, plan.choice
     moved_mb = summary.exchange.bytes_bottleneck / 1e6
     balance = (summary.packed_max_over_mean, summary.max_over_mean, moved_mb)
-    outcome = "imbalance of core attention %.2f -> %.2f, %.1f MB through the busiest rank in a layer's forward"
+    outcome = (
+        "imbalance of core attention %.2f -> %.2f, %.1f MB through the busiest rank in a layer's "
+        "forward"
+    )
     if choice is None:
         reason = (
             "none of them is 'auto'"
@@ -50,8 +53,8 @@ def log_choice(plan: MicroBatchPlan, args: Any, ranks: int) -> None:
         names = ("document_layout", "balance_tolerance", "ping_pong")
         chosen = ", ".join(f"{name}={getattr(args, name)!r}" for name in names)
         logger.info(
-            f"plans follow {chosen}: the planner does not compare plans, because {reason}. First micro-batch: "
-            f"{outcome}",
+            f"plans follow {chosen}: the planner does not compare plans, because {reason}. First "
+            f"micro-batch: {outcome}",
             *balance,
         )
         return
@@ -66,9 +69,10 @@ def log_choice(plan: MicroBatchPlan, args: Any, ranks: int) -> None:
         else f"balanced within {choice.tolerance:.0%}"
     )
     logger.info(
-        "the planner chose for the first micro-batch: documents %s, core attention %s, nano-batches: %s. It is the "
-        "fastest of the plans that were compared, by the costs in %s: %.1f ms for forward and backward, and %.1f ms "
-        f"if documents were packed in order; {outcome}. Other micro-batches may get other choices",
+        "the planner chose for the first micro-batch: documents %s, core attention %s, "
+        "nano-batches: %s. It is the fastest of the plans that were compared, by the costs in "
+        "%s: %.1f ms for forward and backward, and %.1f ms if documents were packed in order; "
+        f"{outcome}. Other micro-batches may get other choices",
         *(
             group,
             even,
@@ -129,7 +133,10 @@ SHORT: dict[type[TrainerCallback], type[TrainerCallback]] = {
 
 
 def shorten_console(handler: CallbackHandler) -> None:
-    """Let transformers' own callbacks print few figures; callbacks of other classes stay as they are."""
+    """Let transformers' own callbacks print few figures.
+
+    Callbacks of other classes stay as they are.
+    """
     for callback in handler.callbacks:
         if type(callback) in SHORT:
             # The same object, because a user may hold it, and may have set its `max_str_len`.

@@ -38,9 +38,11 @@ CORRECTIONS_FILE = "distca_costs.json"
 EARLY_STEPS = (2, 8, 30)
 EVERY_STEPS = 100
 WATCHED_STEPS = 3
-"""Number of consecutive steps compared with the costs, from the early steps and from the middle of every hundred on.
+"""Number of consecutive steps compared with the costs, from the early steps and from the middle of
+every hundred on.
 
-Checkpoints are rarely saved right after these steps, while micro-batches planned with the old costs are to come.
+Checkpoints are rarely saved right after these steps, while micro-batches planned with the old costs
+are to come.
 """
 UNREADABLE = "the costs in %s cannot be read and are measured again (%s)"
 """Warning about a damaged file with measured costs, or with corrections of them."""
@@ -88,14 +90,18 @@ def choices_of(
 def _measured_profile(
     model: PreTrainedModel, dispatcher: Dispatcher, folder: Path | None
 ) -> DeviceProfile:
-    """Return the profile that an earlier run kept in the folder, or measure one; the same on every rank."""
+    """Return the profile that an earlier run kept in the folder, or measure one.
+
+    The same on every rank.
+    """
     settings, device, groups = dispatcher.settings, dispatcher.device, dispatcher.groups
     # What measured costs depend on: a kept profile with another description is measured again.
     source = (
-        f"Measured when training began: {settings.ranks} ranks on nodes of {settings.ranks_per_node}, "
-        f"{name_of(device)}, kernel {dispatcher.kernel.name}, {settings.dominant_kind}, "
-        f"{settings.bytes_per_value} bytes a value, at most {settings.tokens_per_rank} tokens a rank, "
-        f"torch {torch.__version__}, kernel costs {', '.join(cost.name for cost in fields(KernelCost))}"
+        f"Measured when training began: {settings.ranks} ranks on nodes of "
+        f"{settings.ranks_per_node}, {name_of(device)}, kernel {dispatcher.kernel.name}, "
+        f"{settings.dominant_kind}, {settings.bytes_per_value} bytes a value, at most "
+        f"{settings.tokens_per_rank} tokens a rank, torch {torch.__version__}, kernel costs "
+        f"{', '.join(cost.name for cost in fields(KernelCost))}"
     )
     kept: DeviceProfile | None = None
     if folder is not None:
@@ -228,7 +234,8 @@ class LearnedCosts(TrainerCallback):
             tuple[float, float, float]
         ] = []  # seconds of each: as `observe` returns, and of the step
         self._began = 0.0
-        # Seconds of the last watched step outside its micro-batches: optimizer and gradient exchange.
+        # Seconds of the last watched step outside its micro-batches: optimizer and gradient
+        # exchange.
         self.besides = 0.0
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -259,7 +266,8 @@ class LearnedCosts(TrainerCallback):
             self._dispatcher.groups,
             self._dispatcher.settings,
         )
-        # Ranks that share layers belong to several groups and need the same plans: the first group's steps count.
+        # Ranks that share layers belong to several groups and need the same plans: the first
+        # group's steps count.
         every = groups.all_gather((groups.members, self._seen), in_world=True)
         seen = np.array([every[member][1] for member in every[0][0]]).transpose(
             1, 2, 0
@@ -311,7 +319,10 @@ class LearnedCosts(TrainerCallback):
 
 
 def _kept_corrections(file: Path, costs: StepCosts) -> Corrections | None:
-    """Return a checkpoint's corrections of the same measured costs; None, with a warning, if they cannot be read."""
+    """Return a checkpoint's corrections of the same measured costs.
+
+    None, with a warning, if they cannot be read.
+    """
     if not file.exists():
         return None
     try:

@@ -51,7 +51,10 @@ class PackedLoaders:
         self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
 
     def lengths(self, dataset: Any) -> tuple[NDArray[np.int64], str]:
-        """Return [documents] int64 lengths and the fingerprint of a data set, read once. A collective of the world."""
+        """Return [documents] int64 lengths and the fingerprint of a data set, read once.
+
+        A collective of the world.
+        """
         if id(dataset) in self._lengths:
             return self._lengths[id(dataset)][1]
         groups, limits, name = self._dispatcher.groups, self._dispatcher.limits, self._name(dataset)
@@ -64,7 +67,8 @@ class PackedLoaders:
                 dataset, lengths, self._columns, progress, name=name, limits=limits, share=share
             )
             fingerprint = dataset_fingerprint(dataset, lengths, self._columns, name=name)
-        except Exception as caught:  # a data set may raise anything, and the other ranks must not wait for this rank
+        # A data set may raise anything, and the other ranks must not wait for this rank.
+        except Exception as caught:
             error = caught
         groups.raise_together(error, in_world=True)
         size = f"{len(lengths)} documents, {lengths.sum()} tokens"
@@ -83,11 +87,14 @@ class PackedLoaders:
     ) -> tuple[NDArray[np.void], int, int]:
         """Return the excerpts of a data set with a length, the capacity of a bin and the bins of a micro-batch.
 
-        A collective of the world where the data set is new. Every rank raises ValueError for data that cannot train.
+        A collective of the world where the data set is new. Every rank raises ValueError for data
+        that cannot train.
 
         Args:
-            capacity: maximum number of tokens of a global micro-batch; 0 means ranks · tokens_per_rank.
-            bins: number of bins of a micro-batch; 0 means one for each rank if documents must stay whole, or else one.
+            capacity: maximum number of tokens of a global micro-batch; 0 means ranks ·
+                tokens_per_rank.
+            bins: number of bins of a micro-batch; 0 means one for each rank if documents must stay
+                whole, or else one.
         """
         groups, name = self._dispatcher.groups, self._name(dataset)
         lengths, _ = self.lengths(dataset)
@@ -125,7 +132,9 @@ class PackedLoaders:
         self._summarized.add(id(dataset))
 
     def check_evaluation_data(self) -> None:
-        """Raise ValueError on every rank if an evaluation would fail because of its data. A collective of the world.
+        """Raise ValueError on every rank if an evaluation would fail because of its data.
+
+        A collective of the world.
 
         Of a stream that can be read again the first documents of every rank are read.
         """
@@ -225,7 +234,10 @@ def is_stream(dataset: Any) -> bool:
 
 
 def named_datasets(given: Any, name: str) -> dict[str, Any]:
-    """Return a trainer's data set, or its dictionary of several data sets, by name; none for None."""
+    """Return a trainer's data set, or its dictionary of several data sets, by name.
+
+    None for None.
+    """
     if isinstance(given, dict):
         return {f"{name}[{key!r}]": dataset for key, dataset in given.items()}
     return {} if given is None else {name: given}
@@ -248,12 +260,16 @@ def lengths_read_on_host(trainer: Trainer, dataset: Any) -> Iterator[None]:
 
 
 class UpcomingBatches:
-    """Fetch the micro-batches of optimizer steps; read, plan and bind the next ones while the device computes.
+    """Fetch the micro-batches of optimizer steps.
 
-    The loader's batches are planned when they are read, or all ranks plan them here in lockstep: documents then lie on
-    the rank that reads them, and batches follow until the data of every rank has ended.
+    Read, plan and bind the next ones while the device computes.
 
-    With dedicated servers nothing is bound ahead: a plan is made for the servers that are present when it is bound.
+    The loader's batches are planned when they are read, or all ranks plan them here in lockstep:
+    documents then lie on the rank that reads them, and batches follow until the data of every rank
+    has ended.
+
+    With dedicated servers nothing is bound ahead: a plan is made for the servers that are present
+    when it is bound.
     """
 
     def __init__(self, dispatcher: Dispatcher, processes: ReadingProcesses) -> None:
@@ -279,7 +295,8 @@ class UpcomingBatches:
         A collective if the loader's batches are not `planned`.
 
         Raises:
-            Exception: This rank could not read a micro-batch of this step. Unless the loader plans, every rank raises.
+            Exception: This rank could not read a micro-batch of this step. Unless the loader plans,
+                every rank raises.
         """
         if loader is not self._loader:
             self._loader, self._planned, self._read_ahead = loader, planned, []
@@ -310,7 +327,8 @@ class UpcomingBatches:
     def prepare_next(self) -> None:
         """Read and plan one more micro-batch of the next step, and bind the plan of the next micro-batch.
 
-        To be called once a micro-batch, after its work is launched. A collective if the loader does not plan.
+        To be called once a micro-batch, after its work is launched. A collective if the loader does
+        not plan.
         """
         if self._loader is not None and len(self._read_ahead) < self._count:
             self._read_ahead += self._read()
@@ -319,7 +337,10 @@ class UpcomingBatches:
             self._bound = upcoming[0], self._dispatcher.bind(upcoming[0])
 
     def _read(self) -> list[dict[str, Any]]:
-        """Return one more planned micro-batch; none if the data has ended or a rank could not read."""
+        """Return one more planned micro-batch.
+
+        None if the data has ended or a rank could not read.
+        """
         if self._ended or self._loader is None:
             return []
         batches: list[dict[str, Any]] = []

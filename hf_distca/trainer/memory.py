@@ -67,15 +67,18 @@ def log_memory(
     logger.info("memory with %s tokens on each rank: %.1f of %.1f GB (%s)", *figures)
     if total > LEFT * memory:
         logger.warning(
-            "tokens_per_rank=%s will not fit: a document that fills all ranks needs %.1f GB on a device of %.1f GB "
-            f"(%s). Lower tokens_per_rank, set {CHECKPOINTING}=True, or train under FSDP2 or ZeRO-3; "
-            "`hf-distca plan --model` shows the most tokens that fit",
+            "tokens_per_rank=%s will not fit: a document that fills all ranks needs %.1f GB on a "
+            f"device of %.1f GB (%s). Lower tokens_per_rank, set {CHECKPOINTING}=True, or train "
+            "under FSDP2 or ZeRO-3; `hf-distca plan --model` shows the most tokens that fit",
             *figures,
         )
 
 
 def sharing_of(accelerator: Accelerator, model: nn.Module, ranks: int) -> tuple[Strategy, int]:
-    """Return how ranks share the model's state, and the number of shards under FSDP or ZeRO; with HSDP fewer."""
+    """Return how ranks share the model's state, and the number of shards under FSDP or ZeRO.
+
+    With HSDP fewer.
+    """
     if is_divided_at_load(model):
         strategy: Strategy = "fsdp2" if isinstance(base_model(model), FSDPModule) else "ddp"
         return strategy, int(base_model(model).config.distributed_config.fsdp_size)

@@ -31,7 +31,8 @@ from hf_distca.units import AUTO
 logger = logging.getLogger(__name__)
 
 PREFIX = "distca/"
-"""Prefix of all metric names, by which trackers group metrics: W&B and TensorBoard show train/distca/…"""
+"""Prefix of all metric names, by which trackers group metrics: W&B and TensorBoard show
+train/distca/…"""
 ALWAYS = ""
 NODES = "Ranks share nodes"
 CHOSEN = "The planner chooses"
@@ -122,8 +123,9 @@ def predicted_attention(
     choices = [plan.choice for plan in plans if plan.choice is not None]
     if len(choices) == len(plans):
         return float(np.sum([choice.attention for choice in choices], axis=0).max())
-    # Without a prediction, the busiest rank takes its share of the time of all ranks, by [ranks] query-key pairs
-    # weighted by the width of the heads. Workers beyond the ranks are servers, whose number changes.
+    # Without a prediction, the busiest rank takes its share of the time of all ranks, by [ranks]
+    # query-key pairs weighted by the width of the heads. Workers beyond the ranks are servers,
+    # whose number changes.
     pairs_of_ranks = sum(
         loads_of(of_kind)[: len(seen)].astype(np.float64)
         * layers[kind]
@@ -139,8 +141,9 @@ def predicted_attention(
 def flops_counter(model: nn.Module, shared_by: int) -> Callable[[MicroBatchPlan], float]:
     """Return a function that counts the FLOPs of a micro-batch on all ranks, as MFU defines them.
 
-    Each active parameter of a token takes two forward and four backward; two backward if it is frozen. Core attention
-    counts likewise, by query-key pairs that are not masked. `shared_by` processes share each layer's heads.
+    Each active parameter of a token takes two forward and four backward; two backward if it is
+    frozen. Core attention counts likewise, by query-key pairs that are not masked. `shared_by`
+    processes share each layer's heads.
     """
     base, layers = base_model(model), layers_by_kind(model)
     met = weights_met(base)
@@ -295,20 +298,29 @@ class StepMeter(TrainerCallback):
 STEPS = 50
 """Number of steps averaged for a warning: fewer steps depend too much on their documents."""
 REMEDIES = {
-    "imbalance_degree": "distca/imbalance_degree is {1:.2f}: the busiest rank computes that many times the mean core "
-    "attention, and all ranks wait for it; set balance_tolerance to 0.01 (it is {0.balance_tolerance}), lower "
-    "balance_block_size (it is {0.balance_block_size}), or raise tokens_per_rank",
-    "exposed_exchange_share": "distca/exposed_exchange_share is {1:.2f}: a rank waits for rows during that share of a "
-    "step; leave ping_pong (it is {0.ping_pong}) and balance_tolerance (it is {0.balance_tolerance}) at 'auto', check "
-    "links and nodes with hf-distca doctor, and find the long waits with trace_steps=3",
-    "ping_pong_share": "distca/ping_pong_share is {1:.2f}: few micro-batches run as two nano-batches, so exchanges "
-    "are not hidden; raise tokens_per_rank until no document has more than half of a micro-batch's tokens, and put "
-    "hooks on decoder layers, not inside them",
+    "imbalance_degree": (
+        "distca/imbalance_degree is {1:.2f}: the busiest rank computes that many times the mean "
+        "core attention, and all ranks wait for it; set balance_tolerance to 0.01 (it is "
+        "{0.balance_tolerance}), lower balance_block_size (it is {0.balance_block_size}), or "
+        "raise tokens_per_rank"
+    ),
+    "exposed_exchange_share": (
+        "distca/exposed_exchange_share is {1:.2f}: a rank waits for rows during that share of a "
+        "step; leave ping_pong (it is {0.ping_pong}) and balance_tolerance (it is "
+        "{0.balance_tolerance}) at 'auto', check links and nodes with hf-distca doctor, and find "
+        "the long waits with trace_steps=3"
+    ),
+    "ping_pong_share": (
+        "distca/ping_pong_share is {1:.2f}: few micro-batches run as two nano-batches, so "
+        "exchanges are not hidden; raise tokens_per_rank until no document has more than half of "
+        "a micro-batch's tokens, and put hooks on decoder layers, not inside them"
+    ),
 }
 """Warnings about figures, as format strings of the settings and the figure."""
 NO_TARGETS = (
-    "the loss is 0: no document since the last log has a target, so weights do not change. Give labels other than "
-    "-100, or leave the column 'labels' out: each token then predicts the next one. A document of one token has none"
+    "the loss is 0: no document since the last log has a target, so weights do not change. Give "
+    "labels other than -100, or leave the column 'labels' out: each token then predicts the next "
+    "one. A document of one token has none"
 )
 
 

@@ -35,27 +35,34 @@ from hf_distca.trainer.refusals import Run, by_name
 logger = logging.getLogger(__name__)
 
 ACCURACY, ENTROPY = "mean_token_accuracy", "entropy"
-"""Names in TRL, without their prefix: share of targets that have the greatest logit, and mean entropy in nats."""
+"""Names in TRL, without their prefix: share of targets that have the greatest logit, and mean
+entropy in nats."""
 
 
 class DistCAMixin(PlannedTraining):
-    """Planned core attention for `transformers.Trainer` or a subclass; put the mixin before the trainer.
+    """Planned core attention for `transformers.Trainer` or a subclass.
+
+    Put the mixin before the trainer.
 
     ```python
     class MyTrainer(hf_distca.DistCAMixin, OthersTrainer): ...
     ```
 
-    The trainer keeps its own arguments and methods. Its `args` are a dataclass of `DistCAArguments` and the trainer's
-    own arguments. The data set, as the trainer prepares it, has examples with `input_ids` and optionally `labels`
-    (unshifted, -100 where no loss is wanted). Loss and gradients are those of one process on the same documents.
+    The trainer keeps its own arguments and methods. Its `args` are a dataclass of `DistCAArguments`
+    and the trainer's own arguments. The data set, as the trainer prepares it, has examples with
+    `input_ids` and optionally `labels` (unshifted, -100 where no loss is wanted). Loss and
+    gradients are those of one process on the same documents.
 
-    - A data set with a length is packed into micro-batches over all ranks, and each micro-batch is planned as a whole.
-    - A streaming data set is packed by each rank. Ranks exchange lengths, and only core attention moves.
-    - With a padding-free `data_collator`, such as transformers' `DataCollatorWithFlattening`, the trainer makes the
-      batches, and only core attention moves.
+    - A data set with a length is packed into micro-batches over all ranks, and each micro-batch is
+      planned as a whole.
+    - A streaming data set is packed by each rank. Ranks exchange lengths, and only core attention
+      moves.
+    - With a padding-free `data_collator`, such as transformers' `DataCollatorWithFlattening`, the
+      trainer makes the batches, and only core attention moves.
 
     Raises:
-        ValueError: on every rank before training, with the reason, if this model or data set cannot be trained.
+        ValueError: on every rank before training, with the reason, if this model or data set cannot
+            be trained.
     """
 
     packs_documents = True
@@ -166,9 +173,10 @@ class DistCAMixin(PlannedTraining):
     def _check_first_targets(self, batches: list[dict[str, Any]]) -> None:
         """Raise ValueError on every rank if no document of the first optimizer step has a target.
 
-        A data set with a length is checked as a whole before training, and may begin with such a step. What streams
-        and collators give is unknown before it comes. Later steps may have no target: their loss of 0 is a warning, as
-        it is where a collator gives no labels that could be counted.
+        A data set with a length is checked as a whole before training, and may begin with such a
+        step. What streams and collators give is unknown before it comes. Later steps may have no
+        target: their loss of 0 is a warning, as it is where a collator gives no labels that could
+        be counted.
         """
         targets: Any = super()._get_num_items_in_batch(
             batches, self.args.device
@@ -185,7 +193,10 @@ class DistCAMixin(PlannedTraining):
         return None if targets is None else targets.clamp(min=1)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Count the tokens of all documents of a micro-batch, also those with the id of padding; but no fillers."""
+        """Count the tokens of all documents of a micro-batch, also those with the id of padding.
+
+        But no fillers.
+        """
         if self.args.include_num_input_tokens_seen != "no":
             plan: MicroBatchPlan = inputs[PLAN_KEY]
             self.state.num_input_tokens_seen += int(plan.tokens.sum()) - plan.fillers
@@ -241,7 +252,10 @@ class DistCAMixin(PlannedTraining):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the loss over the targets of all ranks; raise ValueError if the plan did not reach attention."""
+        """Return the loss over the targets of all ranks.
+
+        Raise ValueError if the plan did not reach attention.
+        """
         plan = inputs[PLAN_KEY]
         if num_items_in_batch is None:  # evaluation of a trainer that takes the mean on each rank
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
@@ -269,7 +283,10 @@ class DistCAMixin(PlannedTraining):
     # Evaluation
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as `Trainer.evaluate` does; loss, token accuracy and entropy are exact means over all targets."""
+        """Evaluate as `Trainer.evaluate` does.
+
+        Loss, token accuracy and entropy are exact means over all targets.
+        """
         try:
             return super().evaluate(*args, **kwargs)
         finally:
@@ -292,7 +309,8 @@ class DistCAMixin(PlannedTraining):
             of_ranks = self.dispatcher.groups.all_gather((loss, *self._rows.figures.sums()))
             total, counted, hits, entropy = map(sum, zip(*of_ranks, strict=True))
             output.metrics[f"{prefix}_loss"] = total / max(targets, 1)
-            # Otherwise the model has several losses, or none of logits; TRL's trainer counts for itself.
+            # Otherwise the model has several losses, or none of logits; TRL's trainer counts for
+            # itself.
             if counted == targets > 0:
                 output.metrics[f"{prefix}_{ACCURACY}"] = hits / targets
                 output.metrics[f"{prefix}_{ENTROPY}"] = entropy / targets
@@ -346,8 +364,9 @@ class DistCAMixin(PlannedTraining):
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         """Return what `preprocess_logits_for_metrics` makes of each token's logits, by document of the data set.
 
-        Predictions and labels are [documents, longest, ...], with -100 elsewhere. Labels are unshifted: the prediction
-        of a token is for the label after it. The first label of a document is -100.
+        Predictions and labels are [documents, longest, ...], with -100 elsewhere. Labels are
+        unshifted: the prediction of a token is for the label after it. The first label of a
+        document is -100.
         """
         failures = self.dispatcher.groups.failures
         try:
@@ -361,7 +380,10 @@ class DistCAMixin(PlannedTraining):
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """Set up the state as Trainer does; return the first epoch and its completed micro-batches."""
+        """Set up the state as Trainer does.
+
+        Return the first epoch and its completed micro-batches.
+        """
         epochs, _ = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, *args, **kwargs
         )
@@ -373,8 +395,9 @@ class DistCAMixin(PlannedTraining):
         self._progress = resuming.DataProgress(place)
         if self.state.global_step >= max_steps and self.is_world_process_zero():
             logger.warning(
-                "nothing is left to train: the checkpoint is of step %s, and training ends at step %s. Raise "
-                "max_steps or num_train_epochs, which count from the first step of the first run",
+                "nothing is left to train: the checkpoint is of step %s, and training ends at step "
+                "%s. Raise max_steps or num_train_epochs, which count from the first step of the "
+                "first run",
                 *(self.state.global_step, max_steps),
             )
         return place.epoch, place.steps * self.args.gradient_accumulation_steps

@@ -22,21 +22,29 @@ from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.trainer.refusals import Run
 
 ROWS, COLUMNS = 131, 137
-"""Size of a small weight: primes that no state has by chance, above the sizes from which optimizers use rows."""
+"""Size of a small weight: primes that no state has by chance, above the sizes from which optimizers
+use rows."""
 FLAT_CUT = 2**13
-"""Numbers in the first flat shard. It ends within a row, and between two blocks of an optimizer of 8 bits."""
+"""Numbers in the first flat shard.
+
+It ends within a row, and between two blocks of an optimizer of 8 bits.
+"""
 STEPS = 12
 """Number of steps; some optimizers change no weight in the first ones."""
 LEARNING_RATE = 0.1
 TOLERANCE = 0.03
-"""Allowed difference of a weight on shards, relative to its change: Muon multiplies matrices in bfloat16."""
+"""Allowed difference of a weight on shards, relative to its change: Muon multiplies matrices in
+bfloat16."""
 
 Place = Callable[[Tensor], Tensor]
 """What makes of a small weight the part or the DTensor that the optimizer gets."""
 
 
 def check_optimizer(trainer: Trainer) -> None:
-    """Raise ValueError if a rank has shards of weights and the optimizer needs whole weights. A collective call."""
+    """Raise ValueError if a rank has shards of weights and the optimizer needs whole weights.
+
+    A collective call.
+    """
     accelerator, device = trainer.accelerator, trainer.args.device
     mesh = None
     optimizer: Any = trainer.optimizer
@@ -77,11 +85,12 @@ def optimizer_named_in(config: Mapping[str, Any]) -> Optimizer | None:
 def why_not_on_shards(optimizer: Optimizer, mesh: DeviceMesh | None, device: torch.device) -> str:
     """Return why an optimizer's step on shards is not its step on whole weights; "" if it is.
 
-    Small weights take the place of the optimizer's weights for some steps. This is a collective call of `mesh`.
+    Small weights take the place of the optimizer's weights for some steps. This is a collective
+    call of `mesh`.
 
     Args:
-        mesh: Ranks among which FSDP2 divides the rows of weights, as DTensors. None stands for flat shards, of ZeRO
-            and of FSDP1.
+        mesh: Ranks among which FSDP2 divides the rows of weights, as DTensors. None stands for flat
+            shards, of ZeRO and of FSDP1.
     """
     rows = ROWS if mesh is None else math.ceil(ROWS / mesh.size()) * mesh.size()
     groups = [group for group in optimizer.param_groups if group["params"]]
@@ -160,7 +169,10 @@ class _Trial:
 
 @contextmanager
 def _trained_instead(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Give an optimizer one other parameter for each group with any, and no state; restore it after the block."""
+    """Give an optimizer one other parameter for each group with any, and no state.
+
+    Restore it after the block.
+    """
     attributes, groups, state = (
         dict(vars(optimizer)),
         list(optimizer.param_groups),

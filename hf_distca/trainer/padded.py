@@ -14,16 +14,19 @@ from hf_distca.trainer.refusals import by_name
 
 
 class DistCAPaddedMixin(PlannedTraining):
-    """Padded batches, computed packed and planned, for `transformers.Trainer` or a subclass; put the mixin first.
+    """Padded batches, computed packed and planned, for `transformers.Trainer` or a subclass.
+
+    Put the mixin first.
 
     ```python
     class MyTrainer(hf_distca.DistCAPaddedMixin, OthersTrainer): ...
     ```
 
-    The trainer keeps its own arguments, data, collator, loss and metrics. Its `args` are a dataclass of
-    `DistCAPaddedArguments` and the trainer's own arguments. The model, and the trainer's `ref_model` if it has one,
-    compute padded batches as `pack_padded` lets them. Loss, gradients and metrics are those of the trainer without the
-    mixin. Ranks must call their model equally often, as trainers do.
+    The trainer keeps its own arguments, data, collator, loss and metrics. Its `args` are a
+    dataclass of `DistCAPaddedArguments` and the trainer's own arguments. The model, and the
+    trainer's `ref_model` if it has one, compute padded batches as `pack_padded` lets them. Loss,
+    gradients and metrics are those of the trainer without the mixin. Ranks must call their model
+    equally often, as trainers do.
 
     Raises:
         ValueError: on every rank before training, with the reason, if this model cannot be trained.
@@ -38,7 +41,10 @@ class DistCAPaddedMixin(PlannedTraining):
         self._pack_models()
 
     def _pack_models(self) -> None:
-        """Let the models of a trainer that is built compute padded batches, once; a subclass may need it early."""
+        """Let the models of a trainer that is built compute padded batches, once.
+
+        A subclass may need it early.
+        """
         if self._is_packed:
             return
         self._is_packed = True
@@ -62,15 +68,16 @@ class DistCAPaddedMixin(PlannedTraining):
         if gathers_whole_layers(self.model, self.args, self.dispatcher, self.accelerator):
             return OneMicroBatch(
                 "ZeRO-3 gathers whole layers",
-                "else set ping_pong=False and mlp_chunk_rows=0, and train models whose layers all have attention",
+                "else set ping_pong=False and mlp_chunk_rows=0, and train models whose layers all "
+                "have attention",
             )
         if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get(
             "use_reentrant"
         ):
             return OneMicroBatch(
                 "checkpoints are reentrant",
-                "else set gradient_checkpointing_kwargs={'use_reentrant': False}, which TRL sets to True for LoRA "
-                "under ZeRO-3",
+                "else set gradient_checkpointing_kwargs={'use_reentrant': False}, which TRL sets "
+                "to True for LoRA under ZeRO-3",
             )
         return None
 

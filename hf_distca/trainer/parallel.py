@@ -35,7 +35,8 @@ LAUNCHED = (
     "MV2_COMM_WORLD_SIZE",
     "SLURM_STEP_NUM_TASKS",
 )
-"""Variables by which launchers tell a process how many were started: torchrun, accelerate and deepspeed; MPI; srun."""
+"""Variables by which launchers tell a process how many were started: torchrun, accelerate and
+deepspeed; MPI; srun."""
 
 
 def join_on_cpu(args: Any) -> None:
@@ -54,7 +55,8 @@ def share_on_cpu(args: Any, model: Any = None) -> None:
     """Let accelerate share a model among CPU processes, by FSDP or as a DistributedConfig divided it at load."""
     state: PartialState = args.distributed_state
     if args.use_cpu and dist.is_initialized():
-        # Trainer hands ddp_timeout on without use_cpu only; with it, every collective would wait half an hour.
+        # Trainer hands ddp_timeout on without use_cpu only; with it, every collective would wait
+        # half an hour.
         set_timeout: Any = (
             getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
         )  # before torch 2.14
@@ -102,7 +104,10 @@ class ProcessCounts:
 
     @property
     def differ(self) -> bool:
-        """Whether someone counts other processes; processes may also be started without a launcher's variables."""
+        """Whether someone counts other processes.
+
+        Processes may also be started without a launcher's variables.
+        """
         counted = {
             self.in_torch,
             self.in_torch if self.in_accelerate is None else self.in_accelerate,
@@ -116,7 +121,10 @@ def asked_for(name: str, argument: Any) -> bool:
 
 
 def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
-    """Return the ranks that train on different data together with this rank; None for all. A collective."""
+    """Return the ranks that train on different data together with this rank; None for all.
+
+    A collective.
+    """
     mesh: DeviceMesh | None = accelerator.torch_device_mesh
     config = accelerator.parallelism_config
     if mesh is None or config is None or config.total_size == 1:
@@ -160,7 +168,8 @@ def is_wrapped(model: nn.Module, accelerator: Accelerator) -> bool:
 def forget_evaluation(model: nn.Module, accelerator: Accelerator) -> None:
     """Let a model that was prepared for evaluation only be wrapped for training."""
     if is_divided_at_load(model):
-        # FSDP2 keeps gathered weights after the forward pass, and the optimizer would get them instead of its shards.
+        # FSDP2 keeps gathered weights after the forward pass, and the optimizer would get them
+        # instead of its shards.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -188,7 +197,8 @@ def search_for_unused_parameters(
 ) -> None:
     """Let DDP look for parameters without a gradient in models where text may leave some, and in no others.
 
-    The search walks over the graph in every micro-batch. transformers turns it on without gradient checkpointing.
+    The search walks over the graph in every micro-batch. transformers turns it on without gradient
+    checkpointing.
 
     Args:
         asked: what the arguments say; None if they leave the choice open.
@@ -231,8 +241,9 @@ def trained_towers(model: PreTrainedModel) -> list[str]:
 def text_trains_all(model: PreTrainedModel) -> bool:
     """Return whether text surely gives every trained parameter of a model without trained towers a gradient.
 
-    It does in transformers' own models; in one of a user nobody knows. Two things may leave parameters out: layers
-    that are skipped at random, and parts with a config of their own in a model that has no text model apart from them.
+    It does in transformers' own models; in one of a user nobody knows. Two things may leave
+    parameters out: layers that are skipped at random, and parts with a config of their own in a
+    model that has no text model apart from them.
     """
     text = model.config.get_text_config(decoder=True)
     skips = any(value for name, value in vars(text).items() if "layerdrop" in name)
@@ -257,8 +268,9 @@ def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> 
     from deepspeed.utils import set_z3_leaf_modules
 
     def with_input_gradient(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # DeepSpeed reduces a layer's gradients in a full backward hook. Without an input that requires a gradient, as
-        # with LoRA, that hook runs before the layer's backward pass and releases the parameters too early.
+        # DeepSpeed reduces a layer's gradients in a full backward hook. Without an input that
+        # requires a gradient, as with LoRA, that hook runs before the layer's backward pass and
+        # releases the parameters too early.
         inputs = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
         trains = torch.is_grad_enabled() and any(
             parameter.requires_grad for parameter in layer.parameters()

@@ -1,7 +1,8 @@
 """PlannedTraining: what a training with planned core attention needs, whatever its batches are.
 
-It prepares model, dispatcher and servers, explains waits and failures of ranks, and logs figures. Two mixins add the
-batches: `DistCAMixin` packs documents, and with `DistCAPaddedMixin` the model takes padded batches.
+It prepares model, dispatcher and servers, explains waits and failures of ranks, and logs figures.
+Two mixins add the batches: `DistCAMixin` packs documents, and with `DistCAPaddedMixin` the model
+takes padded batches.
 """
 
 import logging
@@ -61,11 +62,17 @@ class PlannedTraining(_Trainer):
         return named
 
     def _prepare_given(self, named: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments that the trainer is built with; a subclass may load what they name."""
+        """Return the arguments that the trainer is built with.
+
+        A subclass may load what they name.
+        """
         return named
 
     def _prepare_planned(self) -> None:
-        """Prepare the model of a trainer that is built, and everything that a training needs. A collective."""
+        """Prepare the model of a trainer that is built, and everything that a training needs.
+
+        A collective.
+        """
         follow_log_level(self.args)
         self.dispatcher = dispatcher = prepare_trainer(self, packs=self.packs_documents)
         self.pool: Pool | None = None
@@ -100,7 +107,8 @@ class PlannedTraining(_Trainer):
 
         Raises:
             RuntimeError: Another rank failed. The message says which one and why.
-            ValueError: on every rank, before training, if checkpoint, data or the model's state do not fit this run.
+            ValueError: on every rank, before training, if checkpoint, data or the model's state do
+                not fit this run.
         """
         if self.args.num_train_epochs <= 0 and self.args.max_steps <= 0:
             raise Run.NO_STEPS.error(epochs=self.args.num_train_epochs, steps=self.args.max_steps)
@@ -135,13 +143,19 @@ class PlannedTraining(_Trainer):
         """Let go of what a training held, also after an error."""
 
     def close(self) -> None:
-        """Close this trainer's process groups, at the same point on every rank; only its model can be used again."""
+        """Close this trainer's process groups, at the same point on every rank.
+
+        Only its model can be used again.
+        """
         self.dispatcher.close()
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any
     ) -> nn.Module:
-        """Wrap the model as Trainer does; raise ValueError on every rank if the optimizer cannot step on shards."""
+        """Wrap the model as Trainer does.
+
+        Raise ValueError on every rank if the optimizer cannot step on shards.
+        """
         if training:
             with self.dispatcher.groups.raised_together(in_world=True):
                 check_optimizer(self)
@@ -247,7 +261,10 @@ class PlannedTraining(_Trainer):
     def save_model(
         self, output_dir: str | None = None, _internal_call: bool = False, **kwargs: Any
     ) -> None:
-        """Save the whole model for `from_pretrained()`; every rank calls it, and rank 0 gathers shards on its host."""
+        """Save the whole model for `from_pretrained()`.
+
+        Every rank calls it, and rank 0 gathers shards on its host.
+        """
         with ExitStack() as around:
             around.enter_context(self.dispatcher.groups.waits.watched("the saving of the model"))
             if not _internal_call or output_dir is None:  # not a checkpoint

@@ -1,8 +1,9 @@
 """Figures and predictions of an evaluation, from the logits of its rows where the loss computes them.
 
-Logits stay on their rank and exist a chunk of rows at a time. A user's function `preprocess_logits_for_metrics` makes
-something small of them, such as the token with the greatest logit. The rows of a document may lie on several ranks, so
-the function gets parts of documents, and its results are joined row by row.
+Logits stay on their rank and exist a chunk of rows at a time. A user's function
+`preprocess_logits_for_metrics` makes something small of them, such as the token with the greatest
+logit. The rows of a document may lie on several ranks, so the function gets parts of documents, and
+its results are joined row by row.
 
 Shape suffixes: T rows of this rank, C rows of a chunk, V vocabulary; 1 is a batch of one document.
 """
@@ -27,7 +28,8 @@ Function = Callable[[Tensor, Tensor], Any]
 """`preprocess_logits_for_metrics`: logits [1, C, V] and labels [1, C] to tensors [1, C, ...]."""
 FUNCTION = "preprocess_logits_for_metrics"
 BLOCK_VALUES = {"cpu": 2**16}
-"""Values of a block of rows whose entropy is computed at once, by type of device: they stay in a CPU's cache."""
+"""Values of a block of rows whose entropy is computed at once, by type of device: they stay in a
+CPU's cache."""
 MOST_BLOCK_VALUES = 2**24
 """The same on other devices."""
 
@@ -41,7 +43,8 @@ class TokenFigures:
     def see(self, logits_CV: Tensor, log_probs_CV: Tensor, target_C: Tensor) -> None:
         """Add a chunk of rows."""
         counts_C = target_C != IGNORED_TARGET
-        # Like argmax, max returns the first of several greatest values; on CPUs it takes half of argmax's time.
+        # Like argmax, max returns the first of several greatest values; on CPUs it takes half of
+        # argmax's time.
         hits_C = (logits_CV.max(-1).indices == target_C) & counts_C
         entropy_C = torch.where(counts_C, entropies(log_probs_CV), 0.0)
         sums = torch.stack(
@@ -110,7 +113,8 @@ class Predictions:
         self._results: list[
             tuple[int, int, int, Any]
         ] = []  # document of the micro-batch, start, row of the rank, ...
-        # The label of a segment's first row is the target of the row before, which another rank may hold.
+        # The label of a segment's first row is the target of the row before, which another rank may
+        # hold.
         ends: dict[tuple[int, int], int] = {}
         for document, start, stop in held:
             at += stop - start
@@ -147,7 +151,10 @@ class Predictions:
                     self._results.append((document, start + low - begin, low, result))
 
     def _result(self, logits_1CV: Tensor, label_1C: Tensor) -> Any:
-        """Return the function's result; raise ValueError unless it has a value for each row, of that row alone."""
+        """Return the function's result.
+
+        Raise ValueError unless it has a value for each row, of that row alone.
+        """
 
         def call(rows: slice) -> Any:
             result = self._function(logits_1CV[:, rows], label_1C[:, rows])
@@ -180,7 +187,10 @@ class Predictions:
         return result
 
     def end(self) -> None:
-        """Keep a micro-batch's results on the host; raise ValueError on every rank after an error. A collective."""
+        """Keep a micro-batch's results on the host; raise ValueError on every rank after an error.
+
+        A collective.
+        """
         if self._error is None and self._seen != len(self._targets):
             self._error = Run.NO_LOGITS.error(
                 function=FUNCTION, seen=self._seen, rows=len(self._targets)
@@ -197,8 +207,8 @@ class Predictions:
     def joined(self) -> tuple[Any, NDArray[np.int64]]:
         """Return predictions and labels of all documents. A collective.
 
-        They are [documents, longest, ...], with -100 beyond a document's end. Labels are unshifted, as in a data set.
-        The first token of a document has the label -100: nothing predicts it.
+        They are [documents, longest, ...], with -100 beyond a document's end. Labels are unshifted,
+        as in a data set. The first token of a document has the label -100: nothing predicts it.
         """
         pieces: Sequence[Piece] = [
             piece for held in self._groups.all_gather(self._pieces) for piece in held

@@ -1,6 +1,7 @@
 """TRL's trainers for preferences, rewards and reinforcement, with padded batches computed packed and planned.
 
-Each trainer is TRL's own with `DistCAPaddedMixin`. Arguments, data, losses, rollouts and metrics are TRL's.
+Each trainer is TRL's own with `DistCAPaddedMixin`. Arguments, data, losses, rollouts and metrics
+are TRL's.
 """
 
 from dataclasses import dataclass
@@ -29,8 +30,9 @@ except ModuleNotFoundError as error:
     if error.name != "trl":
         raise
     raise PackageError(
-        "DistCADPOTrainer, DistCAGRPOTrainer, DistCARLOOTrainer, DistCAKTOTrainer and DistCARewardTrainer are based "
-        "on TRL, which is not installed; run pip install 'hf_distca[trl]'"
+        "DistCADPOTrainer, DistCAGRPOTrainer, DistCARLOOTrainer, DistCAKTOTrainer and "
+        "DistCARewardTrainer are based on TRL, which is not installed; run pip install "
+        "'hf_distca[trl]'"
     ) from error
 
 
@@ -84,20 +86,35 @@ class TRLMixin(DistCAPaddedMixin):
 
 
 class DistCADPOTrainer(TRLMixin, DPOTrainer):
-    """TRL's `DPOTrainer`, whose padded batches are computed packed and balanced; `args` is a `DistCADPOConfig`."""
+    """TRL's `DPOTrainer`, whose padded batches are computed packed and balanced.
+
+    `args` is a `DistCADPOConfig`.
+    """
 
 
 class DistCAGRPOTrainer(TRLMixin, GRPOTrainer):
-    """TRL's `GRPOTrainer`, whose padded batches are computed packed and balanced; `args` is a `DistCAGRPOConfig`."""
+    """TRL's `GRPOTrainer`, whose padded batches are computed packed and balanced.
+
+    `args` is a `DistCAGRPOConfig`.
+    """
 
 
 class DistCARLOOTrainer(TRLMixin, RLOOTrainer):
-    """TRL's `RLOOTrainer`, whose padded batches are computed packed and balanced; `args` is a `DistCARLOOConfig`."""
+    """TRL's `RLOOTrainer`, whose padded batches are computed packed and balanced.
+
+    `args` is a `DistCARLOOConfig`.
+    """
 
 
 class DistCAKTOTrainer(TRLMixin, KTOTrainer):
-    """TRL's `KTOTrainer`, whose padded batches are computed packed and balanced; `args` is a `DistCAKTOConfig`."""
+    """TRL's `KTOTrainer`, whose padded batches are computed packed and balanced.
+
+    `args` is a `DistCAKTOConfig`.
+    """
 
 
 class DistCARewardTrainer(TRLMixin, RewardTrainer):
-    """TRL's `RewardTrainer`, whose padded batches are computed packed and balanced; `args`: a `DistCARewardConfig`."""
+    """TRL's `RewardTrainer`, whose padded batches are computed packed and balanced.
+
+    `args`: a `DistCARewardConfig`.
+    """

@@ -21,7 +21,10 @@ START_S = 120.0
 ENDED = "DataLoader worker"
 """Beginning of torch's error where a process has ended."""
 NONE = "set dataloader_num_workers=0, which starts no process"
-AGAIN = "put the script's code under `if __name__ == '__main__':`, because such a process imports the script again"
+AGAIN = (
+    "put the script's code under `if __name__ == '__main__':`, because such a process imports the "
+    "script again"
+)
 
 
 class Signs:
@@ -52,8 +55,8 @@ class ReadingProcesses:
     Args:
         count: processes of each loader.
         rank: rank in the world, which errors name.
-        timeout_s: seconds after which ranks give up waiting for each other. Half of it is the limit for a batch, so
-            that the rank that lacks a batch is the first to give up, and says why.
+        timeout_s: seconds after which ranks give up waiting for each other. Half of it is the limit
+            for a batch, so that the rank that lacks a batch is the first to give up, and says why.
         chosen_method: how processes start; None for Python's default.
     """
 
@@ -92,7 +95,10 @@ class ReadingProcesses:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Name rank, process and remedy in torch's error about a process; it comes at any time, by a signal."""
+        """Name rank, process and remedy in torch's error about a process.
+
+        It comes at any time, by a signal.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -112,7 +118,10 @@ class ReadingProcesses:
         return f"{found}; {remedy}"
 
     def begin(self) -> "Reading | None":
-        """Return the watch of one pass over a loader, before its processes start; None without processes."""
+        """Return the watch of one pass over a loader, before its processes start.
+
+        None without processes.
+        """
         return Reading(self) if self._count else None
 
 
@@ -134,9 +143,11 @@ class Reading:
         """Read a batch inside the context.
 
         Raises:
-            RuntimeError: A process has not started, sends nothing or has ended; with rank, process and remedy.
+            RuntimeError: A process has not started, sends nothing or has ended; with rank, process
+                and remedy.
         """
-        # DataLoader's own time limit does not end the wait for a tensor that a stopped process holds.
+        # DataLoader's own time limit does not end the wait for a tensor that a stopped process
+        # holds.
         limit = threading.Timer(self._processes.batch_s, self._end_late)
         limit.daemon = True
         limit.start()
@@ -169,7 +180,10 @@ class Reading:
         return {pid: process for pid, process in _children().items() if pid not in self._before}
 
     def _expire(self) -> None:
-        """End silent processes while the rank waits for a batch; else the rank does so when it next wants one."""
+        """End silent processes while the rank waits for a batch.
+
+        Else the rank does so when it next wants one.
+        """
         self._expired = True
         if self._reads:
             self._end_silent()
@@ -183,21 +197,26 @@ class Reading:
         }
         if silent:
             self._processes.reason = (
-                f"rank {self._processes.rank} started processes that read its data, but {_named(silent)} gave no sign "
-                f"of life within {self._processes.start_s:g} s and was ended"
+                f"rank {self._processes.rank} started processes that read its data, but "
+                f"{_named(silent)} gave no sign of life within {self._processes.start_s:g} s and "
+                "was ended"
             )
         for process in silent.values():  # torch notices it, and raises
             process.kill()
 
     def _end_late(self) -> None:
-        """End all processes of this pass; also a stopped process, which would keep the rank from ending."""
+        """End all processes of this pass.
+
+        Also a stopped process, which would keep the rank from ending.
+        """
         own = self._found() if self._own is None else self._own
         if not own:  # they started in an earlier pass
             started = self._processes.started()
             own = {pid: process for pid, process in _children().items() if pid in started}
         self._processes.reason = (
-            f"rank {self._processes.rank} waits for a batch from {_named(own)}, but none has come within "
-            f"{self._processes.batch_s:g} s, half of exchange_timeout; raise exchange_timeout if a batch takes so long"
+            f"rank {self._processes.rank} waits for a batch from {_named(own)}, but none has come "
+            f"within {self._processes.batch_s:g} s, half of exchange_timeout; raise "
+            "exchange_timeout if a batch takes so long"
         )
         for process in own.values():
             process.kill()

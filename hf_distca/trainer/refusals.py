@@ -32,11 +32,15 @@ PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollator
 LIGERS_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 """Liger kernels that replace the loss of a model, or of all of transformers."""
 SUMMED_GRADIENTS = "replicated_with_grad_allreduce"
-"""Name in transformers for modules that stay whole inside divided attention, such as norms of Q and K."""
+"""Name in transformers for modules that stay whole inside divided attention, such as norms of Q and
+K."""
 
 
 def _only(path: str, allowed: tuple[Any, ...], reason: str) -> Rule:
-    """Return the rule of an argument with restricted values, the recommended value first; it may be missing."""
+    """Return the rule of an argument with restricted values, the recommended value first.
+
+    It may be missing.
+    """
 
     def refuses(args: Any) -> bool:
         return (
@@ -50,8 +54,8 @@ def _only(path: str, allowed: tuple[Any, ...], reason: str) -> Rule:
 
 
 CONVERTED = (
-    "evaluate() would round the weights themselves, which are then trained on and saved; bf16=True evaluates in "
-    "bfloat16 without that"
+    "evaluate() would round the weights themselves, which are then trained on and saved; bf16=True "
+    "evaluates in bfloat16 without that"
 )
 PACKED = "documents are packed by their lengths, without padding, and stay apart"
 ARGUMENTS: tuple[Rule, ...] = (
@@ -104,7 +108,8 @@ PACKED_ARGUMENTS: tuple[Rule, ...] = (
     _only("pad_to_multiple_of", (None,), PACKED),
     Rule(
         "liger_kernel_config={0.liger_kernel_config} is set",
-        "Liger's loss would replace the loss of planned steps, which is exact across ranks and never holds all logits",
+        "Liger's loss would replace the loss of planned steps, which is exact across ranks and "
+        "never holds all logits",
         f"remove {' and '.join(map(repr, LIGERS_LOSSES))} from liger_kernel_config",
         lambda args: (
             args.use_liger_kernel and any(map((args.liger_kernel_config or {}).get, LIGERS_LOSSES))
@@ -115,25 +120,32 @@ PACKED_ARGUMENTS: tuple[Rule, ...] = (
 IMPORTED_AGAIN = Rule(
     "a process that reads data makes the arguments of training",
     "it only imports the script, and would train, too",
-    "put the script's code under `if __name__ == '__main__':`, or leave dataloader_num_workers at 0",
-    # multiprocessing sets this while a process that it spawned imports the script, for a check of its own.
+    "put the script's code under `if __name__ == '__main__':`, or leave dataloader_num_workers "
+    "at 0",
+    # multiprocessing sets this while a process that it spawned imports the script, for a check of
+    # its own.
     lambda _: getattr(multiprocessing.current_process(), "_inheriting", False),
-    condition="`dataloader_num_workers` with spawn or forkserver in a script without `if __name__ == '__main__':`",
+    condition=(
+        "`dataloader_num_workers` with spawn or forkserver in a script without `if __name__ == "
+        "'__main__':`"
+    ),
 )
 LOSES_DEEPSPEED = Rule(
     "DeepSpeed is configured with use_cpu or ACCELERATE_USE_CPU",
     "accelerate would then train without DeepSpeed",
-    "leave use_cpu out: processes that see no GPU (CUDA_VISIBLE_DEVICES=) train on the CPU without it",
+    "leave use_cpu out: processes that see no GPU (CUDA_VISIBLE_DEVICES=) train on the CPU "
+    "without it",
     lambda args: (
         launched_processes() > 1 and asked_for("DEEPSPEED", args.deepspeed) and args.use_cpu
     ),
 )
 NOT_CONNECTED = Rule(
-    "the launcher started {0.launched} processes, torch.distributed connects {0.in_torch} and accelerate "
-    "{0.by_accelerate}",
+    "the launcher started {0.launched} processes, torch.distributed connects {0.in_torch} and "
+    "accelerate {0.by_accelerate}",
     "processes that are not connected would each train alone, on the same documents",
-    "without GPUs set ACCELERATE_USE_CPU=true, or use_cpu=True (--use_cpu) in a trainer's arguments; else launch with "
-    "accelerate launch or torchrun; where each process is to train alone, set WORLD_SIZE=1",
+    "without GPUs set ACCELERATE_USE_CPU=true, or use_cpu=True (--use_cpu) in a trainer's "
+    "arguments; else launch with accelerate launch or torchrun; where each process is to train "
+    "alone, set WORLD_SIZE=1",
     lambda counts: counts.differ,
     condition="the launcher, torch.distributed and accelerate count different processes",
 )
@@ -144,14 +156,18 @@ NOT_CONNECTED = Rule(
 def by_name(
     method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a bound method by name; raise TypeError for one whose position has no name."""
+    """Return the arguments of a bound method by name.
+
+    Raise TypeError for one whose position has no name.
+    """
     parameters = inspect.signature(method).parameters.values()
     named = [
         each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
     if len(args) > len(named):
         raise TypeError(
-            f"{method.__qualname__} takes {len(named)} positional arguments, got {len(args)}; pass the others by name"
+            f"{method.__qualname__} takes {len(named)} positional arguments, got {len(args)}; pass "
+            "the others by name"
         )
     return {**dict(zip(named, args, strict=False)), **kwargs}
 
@@ -165,7 +181,8 @@ OBJECTS: tuple[Rule, ...] = (
     Rule(
         "model is {0[model]!r}",
         "there is no such folder",
-        "give the folder of a saved model, or the name of a model on the Hub such as 'Qwen/Qwen3-0.6B'",
+        "give the folder of a saved model, or the name of a model on the Hub such as "
+        "'Qwen/Qwen3-0.6B'",
         lambda given: isinstance(given.get("model"), str) and _is_missing_folder(given["model"]),
         condition="the path of a model that does not exist",
     ),
@@ -216,7 +233,8 @@ DISPATCHED: tuple[Rule, ...] = (
     Rule(
         "mesh is {0[mesh]}",
         "ranks are named by a mesh or by a group",
-        "pass one dimension of a DeviceMesh such as mesh['dp'], a process group, or None for all ranks",
+        "pass one dimension of a DeviceMesh such as mesh['dp'], a process group, or None for all "
+        "ranks",
         lambda given: not isinstance(given["mesh"], RankMesh | None),
         condition="ranks as a list in `make_dispatcher`",
     ),
@@ -225,13 +243,16 @@ DISPATCHED: tuple[Rule, ...] = (
 
 
 METRICS_FUNCTION, LOGITS_FUNCTION = "compute_metrics", "preprocess_logits_for_metrics"
-METRICS_ALONE = "evaluate() reports the exact loss, mean_token_accuracy and entropy over all targets without compute_metrics"
+METRICS_ALONE = (
+    "evaluate() reports the exact loss, mean_token_accuracy and entropy over all targets without "
+    "compute_metrics"
+)
 GIVEN: tuple[Rule, ...] = (
     Rule(
         "args are {0[args].__class__.__name__}",
         "hf_distca needs its settings, such as tokens_per_rank",
-        "pass DistCATrainingArguments; for a trainer with its own arguments combine both classes in one dataclass: "
-        "class MyArguments(hf_distca.DistCAArguments, SFTConfig)",
+        "pass DistCATrainingArguments; for a trainer with its own arguments combine both classes "
+        "in one dataclass: class MyArguments(hf_distca.DistCAArguments, SFTConfig)",
         lambda given: (
             not (
                 isinstance(given["args"], DistCAConfig)
@@ -242,7 +263,8 @@ GIVEN: tuple[Rule, ...] = (
     ),
     _none(
         "model_init",
-        "it would replace the model when training begins, and the new model would lack the changes for planned steps",
+        "it would replace the model when training begins, and the new model would lack the changes "
+        "for planned steps",
         "make the model first and pass it as model",
     ),
     Rule(
@@ -257,14 +279,15 @@ PACKED_GIVEN: tuple[Rule, ...] = (
     Rule(
         "{0[trl_trainer]} compares whole answers",
         "DistCAMixin spreads the rows of packed documents over ranks",
-        "put hf_distca.DistCAPaddedMixin before it, whose model takes padded batches: DPO, GRPO, RLOO, KTO and reward "
-        "models come ready made, such as DistCADPOTrainer",
+        "put hf_distca.DistCAPaddedMixin before it, whose model takes padded batches: DPO, GRPO, "
+        "RLOO, KTO and reward models come ready made, such as DistCADPOTrainer",
         lambda given: given["trl_trainer"] not in ("", "SFTTrainer", "_BaseTrainer"),
         condition="`DPOTrainer`, `RewardTrainer` and others with `DistCAMixin`",
     ),
     Rule(
         "{0[trl_trainer]} gets compute_metrics or preprocess_logits_for_metrics",
-        "TRL computes the loss without logits, and gives none to these functions from its version 2 on",
+        "TRL computes the loss without logits, and gives none to these functions from its version "
+        "2 on",
         f"leave them out, because {METRICS_ALONE}; or evaluate with DistCATrainer",
         lambda given: (
             bool(given["trl_trainer"]) and any(map(given.get, (METRICS_FUNCTION, LOGITS_FUNCTION)))
@@ -273,7 +296,8 @@ PACKED_GIVEN: tuple[Rule, ...] = (
     ),
     Rule(
         "compute_metrics is given without preprocess_logits_for_metrics",
-        "it would get the logits of all tokens, which take memory for tokens × vocabulary values on every rank",
+        "it would get the logits of all tokens, which take memory for tokens × vocabulary values "
+        "on every rank",
         "give a preprocess_logits_for_metrics that makes them small token by token, such as "
         f"lambda logits, labels: logits.argmax(-1); {METRICS_ALONE}",
         lambda given: (
@@ -302,13 +326,17 @@ PACKED_GIVEN: tuple[Rule, ...] = (
     Rule(
         "data_collator={0[data_collator].__class__.__name__} pads documents",
         "hf_distca packs them without padding",
-        "leave data_collator out: each token then predicts the next, unless the data set has labels",
+        "leave data_collator out: each token then predicts the next, unless the data set has "
+        "labels",
         lambda given: isinstance(given.get("data_collator"), PADDING),
     ),
 )
 """The same for trainers with packed documents."""
 ONE_ROW = "a rank's batch is one packed row of up to tokens_per_rank={0.tokens_per_rank} tokens"
-BY_PLAN = "it would be ignored: each rank reads the rows that its plan assigns, in an order drawn from the seed"
+BY_PLAN = (
+    "it would be ignored: each rank reads the rows that its plan assigns, in an order drawn from "
+    "the seed"
+)
 PACKING: tuple[Rule, ...] = (
     _only("per_device_train_batch_size", (1,), ONE_ROW),
     _only("per_device_eval_batch_size", (1,), ONE_ROW),
@@ -335,7 +363,8 @@ ROWS_ARE_PLACED: tuple[Rule, ...] = (
         lambda sizes: getattr(sizes, "sp_size", 1) > 1,
     ),
 )
-"""Sizes of a `ParallelismConfig`, which may be None; the launch may set other sizes than the arguments."""
+"""Sizes of a `ParallelismConfig`, which may be None; the launch may set other sizes than the
+arguments."""
 
 
 def check_given(trainer: type, named: Mapping[str, Any], *, packs: bool) -> None:
@@ -369,7 +398,8 @@ TRL_ARGUMENTS: tuple[Rule, ...] = (
     _only(
         "use_transformers_continuous_batching",
         (False,),
-        "it generates with paged attention in place of the model's attention, attn_implementation='distca'",
+        "it generates with paged attention in place of the model's attention, "
+        "attn_implementation='distca'",
     ),
 )
 """Arguments of TRL's trainers with padded batches."""
@@ -384,7 +414,8 @@ SFT_ARGUMENTS: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        f"{CHECKPOINTING}_kwargs={{{{'selective': True}}}} keeps attention's results through checkpoints",
+        f"{CHECKPOINTING}_kwargs={{{{'selective': True}}}} keeps attention's results through "
+        "checkpoints",
         "keep_core_attention=True already does so for planned attention",
         "leave 'selective' out",
         lambda args: bool((getattr(args, f"{CHECKPOINTING}_kwargs") or {}).get("selective")),
@@ -398,7 +429,8 @@ IMAGES = Rule(
 )
 SFT_TRAINER: tuple[Rule, ...] = (
     Rule(
-        "DistCASFTTrainer runs with tensor parallelism, where each rank has a shard of the output head",
+        "DistCASFTTrainer runs with tensor parallelism, where each rank has a shard of the output "
+        "head",
         "TRL's losses are not tested with it",
         "set tp_size=1, or train with DistCATrainer on input_ids and labels",
         lambda trainer: trainer.get_tp_size() > 1,
@@ -410,23 +442,25 @@ SFT_TRAINER: tuple[Rule, ...] = (
 
 
 NO_GRADIENT = (
-    "{0.towers} of {0.model_class} get no gradient from batches of text, so DDP would leave ranks with different "
-    "weights"
+    "{0.towers} of {0.model_class} get no gradient from batches of text, so DDP would leave ranks "
+    "with different weights"
 )
 TRAINER: tuple[Rule, ...] = (
     Rule(
         "torch.compile is set for the whole model (torch_compile, --dynamo_backend)",
-        "it cannot compile planned attention and decoder layers under ping-pong, which are most of the model",
-        "leave torch_compile=False and accelerate's --dynamo_backend at no; to compile modules inside the layers: "
-        "for layer in model.model.layers: layer.mlp.compile()",
+        "it cannot compile planned attention and decoder layers under ping-pong, which are most of "
+        "the model",
+        "leave torch_compile=False and accelerate's --dynamo_backend at no; to compile modules "
+        "inside the layers: for layer in model.model.layers: layer.mlp.compile()",
         lambda it: it.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
     ),
     Rule(
         "tensor parallelism of size {0.tp_size} is set without DistributedConfig",
-        "the model was not divided when it was loaded, or DeepSpeed divided it, which is not supported",
-        'load the model with from_pretrained(name, attn_implementation="distca", '
-        "distributed_config=transformers.distributed.DistributedConfig(tp_size=…, fsdp_size=…)), and launch without "
-        "--use_fsdp and --use_deepspeed",
+        "the model was not divided when it was loaded, or DeepSpeed divided it, which is not "
+        "supported",
+        'load the model with from_pretrained(name, attn_implementation="distca",'
+        " distributed_config=transformers.distributed.DistributedConfig(tp_size=…, fsdp_size=…)), "
+        "and launch without --use_fsdp and --use_deepspeed",
         lambda it: it.tp_size > 1 and it.divided is None,
     ),
     Rule(
@@ -436,7 +470,8 @@ TRAINER: tuple[Rule, ...] = (
         lambda it: it.divided is not None and it.divided.pp_size > 1,
     ),
     Rule(
-        "adapters of PEFT train with tp_size={0.tp_size} and dp_replicate_size={0.divided.dp_replicate_size}",
+        "adapters of PEFT train with tp_size={0.tp_size} and "
+        "dp_replicate_size={0.divided.dp_replicate_size}",
         "PEFT does not divide its adapters as the model's layers are divided",
         "set both to 1, and raise fsdp_size to use the same ranks",
         lambda it: (
@@ -446,17 +481,19 @@ TRAINER: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "attention_servers={0.args.attention_servers!r} is set with tensor parallelism (tp_size={0.tp_size})",
+        "attention_servers={0.args.attention_servers!r} is set with tensor parallelism "
+        "(tp_size={0.tp_size})",
         "servers serve one group of ranks, and ranks with different heads form separate groups",
         "set attention_servers=0, or tp_size=1",
         lambda it: it.tp_size > 1 and it.args.attention_servers != 0,
     ),
     Rule(
-        "gradient_accumulation_steps={0.args.gradient_accumulation_steps} is set for {0.model_class} with tensor "
-        "parallelism (tp_size={0.tp_size})",
-        "transformers sums gradients of norms of Q and K over ranks after each micro-batch, and earlier sums again",
-        "set gradient_accumulation_steps=1 and raise tokens_per_rank; where memory is short, use mlp_chunk_rows and "
-        f"{CHECKPOINTING}",
+        "gradient_accumulation_steps={0.args.gradient_accumulation_steps} is set for "
+        "{0.model_class} with tensor parallelism (tp_size={0.tp_size})",
+        "transformers sums gradients of norms of Q and K over ranks after each micro-batch, and "
+        "earlier sums again",
+        "set gradient_accumulation_steps=1 and raise tokens_per_rank; where memory is short, use "
+        f"mlp_chunk_rows and {CHECKPOINTING}",
         lambda it: (
             min(it.tp_size, it.args.gradient_accumulation_steps) > 1
             and SUMMED_GRADIENTS in it.model.tp_plan.values()
@@ -470,7 +507,8 @@ TRAINER: tuple[Rule, ...] = (
     ),
     Rule(
         "modules_to_save={0.tied} has a copy of tied embeddings under FSDP2",
-        "accelerate ties the weights again when it divides the model, and the other one would use the trained copy",
+        "accelerate ties the weights again when it divides the model, and the other one would use "
+        "the trained copy",
         "train under DDP or ZeRO",
         lambda it: it.tied,
     ),
@@ -488,7 +526,8 @@ TRAINER: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizers=… is given under DeepSpeed",
-        "transformers silently ignores it and makes its own from the arguments optim and lr_scheduler_type",
+        "transformers silently ignores it and makes its own from the arguments optim and "
+        "lr_scheduler_type",
         "set optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler",
         lambda it: (
             it.deepspeed
@@ -616,7 +655,8 @@ class Run:
     SECOND_TRAINING = Refusal(
         "train() was called a second time under DeepSpeed",
         "its engine and optimizer serve one call only",
-        "train all epochs in one call; or make a new {trainer} with the same model, whose optimizer starts anew",
+        "train all epochs in one call; or make a new {trainer} with the same model, whose "
+        "optimizer starts anew",
     )
     NOT_WRAPPED = Refusal(
         "{model} is not wrapped for {processes} ranks ({strategy})",
@@ -627,8 +667,10 @@ class Run:
         "{optimizer} is the optimizer where a rank has shards of weights",
         "its steps on shards of weights are not its steps on whole weights: {why}",
         "set another optimizer, such as optim='adamw_torch', or train under DDP",
-        condition="Adafactor, Muon, GaLore or another optimizer of whole weights under DeepSpeed or FSDP2; small "
-        "weights show what it does",
+        condition=(
+            "Adafactor, Muon, GaLore or another optimizer of whole weights under DeepSpeed or "
+            "FSDP2; small weights show what it does"
+        ),
     )
     LOST_PLAN = Refusal(
         "{model} did not pass {key} on to its decoder layers",
@@ -637,49 +679,63 @@ class Run:
     )
     NO_TARGETS = Refusal(
         "no document of the first optimizer step has a target ({tokens} tokens on all ranks)",
-        "its loss would be 0 and change no weight: every label is -100, or documents have a single token",
-        "check the labels that the stream or data_collator gives, and leave the column 'labels' out where each token "
-        "predicts the next; if later documents have targets, shuffle the data",
-        condition="a stream, or the batches of a custom collator, without any target in the first optimizer step",
+        "its loss would be 0 and change no weight: every label is -100, or documents have a single "
+        "token",
+        "check the labels that the stream or data_collator gives, and leave the column 'labels' "
+        "out where each token predicts the next; if later documents have targets, shuffle the "
+        "data",
+        condition=(
+            "a stream, or the batches of a custom collator, without any target in the first "
+            "optimizer step"
+        ),
     )
     ALL_LOGITS = Refusal(
         "predict() is called without preprocess_logits_for_metrics",
-        "it would return the logits of all tokens, which take memory for tokens × vocabulary values on every rank",
-        "give the trainer a preprocess_logits_for_metrics that makes them small token by token, such as "
-        "lambda logits, labels: logits.argmax(-1); evaluate() reports the exact loss, token accuracy and entropy",
+        "it would return the logits of all tokens, which take memory for tokens × vocabulary "
+        "values on every rank",
+        "give the trainer a preprocess_logits_for_metrics that makes them small token by token, "
+        "such as lambda logits, labels: logits.argmax(-1); evaluate() reports the exact loss, "
+        "token accuracy and entropy",
     )
     NO_LOGITS_OF_TRL = Refusal(
         "predict() of {trainer} is called",
         "TRL computes the loss without logits",
-        "tokenize the chats and predict with DistCATrainer; evaluate() reports the exact loss, token accuracy and "
-        "entropy",
+        "tokenize the chats and predict with DistCATrainer; evaluate() reports the exact loss, "
+        "token accuracy and entropy",
         condition="`predict()` of `DistCASFTTrainer`",
     )
     NO_ORDER = Refusal(
         "predictions are asked for documents of a stream, or with a data_collator",
-        "documents are numbered in a data set with a length only, so that predictions could not be put in order",
-        "evaluate on a data set with a length, such as datasets.Dataset.from_list(list(stream)), and leave "
-        "data_collator out; or leave compute_metrics out",
+        "documents are numbered in a data set with a length only, so that predictions could not be "
+        "put in order",
+        "evaluate on a data set with a length, such as datasets.Dataset.from_list(list(stream)), "
+        "and leave data_collator out; or leave compute_metrics out",
         condition="`compute_metrics` or `predict()` with a stream or a custom collator",
     )
     OTHER_ROWS = Refusal(
         "{function} returned {what} for logits of the shape {logits}",
         "a document's rows lie on several ranks, so that its results are joined token by token",
-        "return one value or one vector for each token, [1, tokens] or [1, tokens, …], such as logits.argmax(-1); "
-        "labels are unshifted: shift where compute_metrics compares",
-        condition="`preprocess_logits_for_metrics` that returns another number of tokens than it gets",
+        "return one value or one vector for each token, [1, tokens] or [1, tokens, …], such as "
+        "logits.argmax(-1); labels are unshifted: shift where compute_metrics compares",
+        condition=(
+            "`preprocess_logits_for_metrics` that returns another number of tokens than it gets"
+        ),
     )
     NOT_BY_ROWS = Refusal(
         "{function} returns other values for a token when it gets fewer tokens around it",
-        "a document's rows lie on several ranks and in several chunks, so that the function gets parts of documents",
-        "compute each token's value from its own logits, such as logits.argmax(-1), and shift and average in "
-        "compute_metrics",
+        "a document's rows lie on several ranks and in several chunks, so that the function gets "
+        "parts of documents",
+        "compute each token's value from its own logits, such as logits.argmax(-1), and shift and "
+        "average in compute_metrics",
     )
     NO_LOGITS = Refusal(
         "{function} saw the logits of {seen} of {rows} tokens",
         "the model does not compute its loss by one cross entropy of all logits",
         "leave compute_metrics out; or set loss_chunk_bytes=0",
-        condition="`preprocess_logits_for_metrics` with a model whose loss is not one cross entropy of its logits",
+        condition=(
+            "`preprocess_logits_for_metrics` with a model whose loss is not one cross entropy of "
+            "its logits"
+        ),
     )
     EARLY_EVALUATION = Refusal(
         "evaluate() was called before train()",
@@ -712,21 +768,25 @@ class Resume:
     NO_FOLDER = Refusal(
         "resume_from_checkpoint={folder!r} is set",
         "there is no such folder",
-        "name the folder of a checkpoint such as {example!r}, or set resume_from_checkpoint=True for the last "
-        "complete one in output_dir",
+        "name the folder of a checkpoint such as {example!r}, or set resume_from_checkpoint=True "
+        "for the last complete one in output_dir",
         condition="`resume_from_checkpoint` with a folder that does not exist",
     )
     NOT_A_CHECKPOINT = Refusal(
         "resume_from_checkpoint={folder!r} is a folder of checkpoints",
         "training resumes from one checkpoint",
-        "name one, such as {example!r}, or set resume_from_checkpoint=True for the last complete one in output_dir",
+        "name one, such as {example!r}, or set resume_from_checkpoint=True for the last complete "
+        "one in output_dir",
     )
     UNREADABLE = Refusal(
         "{file} cannot be read ({why})",
-        "training needs its state: training ended while it saved, or the file was changed or copied in part",
+        "training needs its state: training ended while it saved, or the file was changed or "
+        "copied in part",
         ANOTHER_CHECKPOINT,
-        condition="a damaged file in a checkpoint: `trainer_state.json`, `data_order.json`, weights, states of "
-        "optimizer, learning rate or random numbers",
+        condition=(
+            "a damaged file in a checkpoint: `trainer_state.json`, `data_order.json`, weights, "
+            "states of optimizer, learning rate or random numbers"
+        ),
     )
     INCOMPLETE = Refusal(
         "the checkpoint {checkpoint} has no {file}",
@@ -736,32 +796,40 @@ class Resume:
     )
     NO_WEIGHTS = Refusal(
         "the checkpoint {checkpoint} has no {file}",
-        "training goes on from the weights: files were removed or not copied, or another strategy saved them",
+        "training goes on from the weights: files were removed or not copied, or another strategy "
+        "saved them",
         ANOTHER_CHECKPOINT,
         condition="a checkpoint without weights, or without one of several files of weights",
     )
     NO_STATE = Refusal(
         "the checkpoint {checkpoint} has no {files}, which holds {state}",
-        "training would start without that state: the checkpoint was saved with save_only_model=True or under another "
-        "strategy",
-        "load its weights with {load} and train without resume_from_checkpoint; or resume from a checkpoint that was "
-        "saved with save_only_model=False under the same strategy",
-        condition="a checkpoint without the state of the optimizer or of the learning rate, or of another strategy",
+        "training would start without that state: the checkpoint was saved with "
+        "save_only_model=True or under another strategy",
+        "load its weights with {load} and train without resume_from_checkpoint; or resume from a "
+        "checkpoint that was saved with save_only_model=False under the same strategy",
+        condition=(
+            "a checkpoint without the state of the optimizer or of the learning rate, or of "
+            "another strategy"
+        ),
     )
     OTHER_SHARDS = Refusal(
-        "DeepSpeed saved the optimizer state in {checkpoint} on {saved_by} ranks and {ranks} ranks train now",
+        "DeepSpeed saved the optimizer state in {checkpoint} on {saved_by} ranks and {ranks} ranks "
+        "train now",
         "each rank needs its own shard",
-        "train on {saved_by} ranks; or convert the checkpoint to a universal checkpoint, which any number of ranks "
-        'can load, and set {{"checkpoint": {{"load_universal": true}}}} in DeepSpeed\'s configuration',
+        "train on {saved_by} ranks; or convert the checkpoint to a universal checkpoint, which any"
+        ' number of ranks can load, and set {{"checkpoint": {{"load_universal": true}}}} in'
+        " DeepSpeed's configuration",
     )
     NO_PLACE = Refusal(
         "the checkpoint {checkpoint} has no {file}",
-        "that file records the place in the training data: another trainer or an earlier version saved the checkpoint",
+        "that file records the place in the training data: another trainer or an earlier version "
+        "saved the checkpoint",
         "set ignore_data_skip=True to begin a new pass over the data",
         condition="a checkpoint of another trainer",
     )
     OTHER_ORDER = Refusal(
         "settings differ from those of the checkpoint: {differences}",
-        "documents would come in another order, so that training would skip some documents and repeat others",
+        "documents would come in another order, so that training would skip some documents and "
+        "repeat others",
         "set them as they were, or set ignore_data_skip=True to begin a new pass over the data",
     )

@@ -1,7 +1,7 @@
 """Save and resume a training: the order of its documents and the place in it.
 
-Trainer alone would skip a number of batches: the wrong documents if batches have changed, and none if the number of
-steps of a pass is unknown.
+Trainer alone would skip a number of batches: the wrong documents if batches have changed, and none
+if the number of steps of a pass is unknown.
 """
 
 import errno
@@ -31,9 +31,11 @@ PLACE_FILE = "data_order.json"
 CAPACITY = "ranks * tokens_per_rank"
 """Setting that may grow on resume: micro-batches keep their old size, and still fit."""
 LAYOUT, CUTTING, FITTING = "document_layout", "joint or fixed", "whole on {} ranks"
-"""Layout setting, and its values where documents of a micro-batch fit into all ranks together, or into whole ranks.
+"""Layout setting, and its values where documents of a micro-batch fit into all ranks together, or
+into whole ranks.
 
-A layout that cuts documents may resume with micro-batches of either kind. It takes those of the checkpoint.
+A layout that cuts documents may resume with micro-batches of either kind. It takes those of the
+checkpoint.
 """
 WORKERS = "dataloader_num_workers"
 """Setting that decides the order of a stream."""
@@ -43,7 +45,8 @@ AGREED = (
 )
 """Arguments that must be the same on all ranks, besides the order of documents.
 
-They decide which micro-batches come, and when. Ranks that differ would exchange rows of different micro-batches.
+They decide which micro-batches come, and when. Ranks that differ would exchange rows of different
+micro-batches.
 """
 DISK_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO))
 """System errors of a disk that is full, over its quota or limit, read-only or broken."""
@@ -58,7 +61,10 @@ def read_place(file: Path) -> "DataPlace":
 
 
 def check_agreement(args: DistCAPaddedArguments, dispatcher: Dispatcher) -> None:
-    """Raise ValueError on every rank if ranks differ in micro-batches or order. A collective of the world."""
+    """Raise ValueError on every rank if ranks differ in micro-batches or order.
+
+    A collective of the world.
+    """
     mine: dict[str, Any] = {name: getattr(args, name) for name in AGREED}
     mine |= _drawn(args)
     if found := first_difference(dispatcher.groups.all_gather(mine, in_world=True)):
@@ -82,7 +88,10 @@ def _drawn(args: DistCAPaddedArguments) -> DataOrder:
 def data_order(
     trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, packs: bool
 ) -> DataOrder:
-    """Return the order of a trainer's documents. A collective of the world for a data set with a length."""
+    """Return the order of a trainer's documents.
+
+    A collective of the world for a data set with a length.
+    """
     args, dataset, ranks = trainer.args, trainer.train_dataset, dispatcher.groups.ranks
     if not packs:  # Trainer draws and divides the examples of a custom collator
         return {
@@ -104,19 +113,24 @@ def data_order(
     lengths, fingerprint = loaders.lengths(dataset)
     return {
         CAPACITY: ranks * args.tokens_per_rank,
-        LAYOUT: FITTING.format(ranks)
-        if dispatcher.settings.document_layout == "whole"
-        else CUTTING,
+        LAYOUT: (
+            FITTING.format(ranks) if dispatcher.settings.document_layout == "whole" else CUTTING
+        ),
         "long_documents": args.long_documents,
         **_drawn(args),
-        "train_dataset": f"{len(lengths)} documents of {lengths.sum()} tokens, fingerprint {fingerprint[:16]}",
+        "train_dataset": (
+            f"{len(lengths)} documents of {lengths.sum()} tokens, fingerprint {fingerprint[:16]}"
+        ),
     }
 
 
 def chosen_order(
     order: DataOrder, trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders
 ) -> DataOrder:
-    """Return the order of a new training: for whole ranks where such micro-batches pay. A collective of the world."""
+    """Return the order of a new training: for whole ranks where such micro-batches pay.
+
+    A collective of the world.
+    """
     args, dataset, groups = trainer.args, trainer.train_dataset, dispatcher.groups
     if (
         is_stream(dataset) or args.train_sampling_strategy == "sequential"
@@ -130,8 +144,8 @@ def chosen_order(
     if not groups.all_gather(pays, in_world=True)[0]:
         return order
     logger.info(
-        "micro-batches hold documents that fit into whole ranks, which is predicted to be faster than full "
-        "micro-batches; document_layout='joint' keeps them full"
+        "micro-batches hold documents that fit into whole ranks, which is predicted to be faster "
+        "than full micro-batches; document_layout='joint' keeps them full"
     )
     return {**order, LAYOUT: FITTING.format(groups.ranks)}
 
@@ -187,15 +201,18 @@ class DataProgress:
 def agreed_place(
     order: DataOrder, checkpoint: str | None, args: DistCAPaddedArguments, groups: Groups
 ) -> DataPlace:
-    """Return the place to train from: the checkpoint's, or the start, also with `ignore_data_skip`. A collective."""
+    """Return the place to train from: the checkpoint's, or the start, also with `ignore_data_skip`.
+
+    A collective.
+    """
     place = DataPlace(order)
     with groups.raised_together(in_world=True):
         if checkpoint is not None and not args.ignore_data_skip:
             place = _kept_place(Path(checkpoint), order, groups.ranks)
     if place.order.get(CAPACITY) != order.get(CAPACITY) and groups.rank == 0:
         logger.warning(
-            "%s is %s, but micro-batches still hold at most %s tokens, as in the checkpoint. To use larger ones set "
-            "ignore_data_skip=True, which begins a new pass over the data",
+            "%s is %s, but micro-batches still hold at most %s tokens, as in the checkpoint. To "
+            "use larger ones set ignore_data_skip=True, which begins a new pass over the data",
             *(CAPACITY, order[CAPACITY], place.order[CAPACITY]),
         )
     return place
@@ -244,7 +261,9 @@ def disk_errors_named(folder: Path) -> Iterator[None]:
         if match := re.search(r"os error (\d+)", str(error)):  # an error of Rust
             number = int(match[1])
         elif not isinstance(error, OSError):
-            try:  # torch.save reports "basic_ios::clear" or a wrong position: check whether the disk takes some bytes
+            # torch.save reports "basic_ios::clear" or a wrong position: check whether the disk
+            # takes some bytes.
+            try:
                 with tempfile.TemporaryFile(dir=folder) as file:
                     file.write(bytes(1 << 20))
                     file.flush()

@@ -23,8 +23,8 @@ except ModuleNotFoundError as error:
     if error.name != "trl":
         raise
     raise PackageError(
-        "DistCASFTTrainer and DistCASFTConfig are based on TRL, which is not installed; run pip install "
-        "'hf_distca[trl]'"
+        "DistCASFTTrainer and DistCASFTConfig are based on TRL, which is not installed; run pip "
+        "install 'hf_distca[trl]'"
     ) from error
 
 MEANS = ("entropy", "mean_token_accuracy")
@@ -37,20 +37,22 @@ class DistCASFTConfig(DistCAArguments, SFTConfig):
 
     max_length: int | None = setting(
         None,
-        "TRL cuts documents to this many tokens when it prepares the data. None keeps documents whole; long_documents "
-        "then decides about documents of more than ranks * tokens_per_rank tokens.",
+        "TRL cuts documents to this many tokens when it prepares the data. None keeps documents "
+        "whole; long_documents then decides about documents of more than ranks * tokens_per_rank "
+        "tokens.",
     )
 
 
 class DistCASFTTrainer(DistCAMixin, SFTTrainer):
     """TRL's `SFTTrainer` on packed documents with balanced core attention.
 
-    TRL prepares the data (chat templates, labels of completions or of assistant messages) and makes the LoRA adapters
-    of `peft_config`. TRL computes loss, entropy and token accuracy without whole logits. hf_distca packs the
-    documents. Loss and metrics are means over all targets of all ranks and micro-batches.
+    TRL prepares the data (chat templates, labels of completions or of assistant messages) and makes
+    the LoRA adapters of `peft_config`. TRL computes loss, entropy and token accuracy without whole
+    logits. hf_distca packs the documents. Loss and metrics are means over all targets of all ranks
+    and micro-batches.
 
-    The arguments are those of `trl.SFTTrainer`; `args` is a `DistCASFTConfig`. A model that is given by name is loaded
-    with `attn_implementation="distca"`.
+    The arguments are those of `trl.SFTTrainer`; `args` is a `DistCASFTConfig`. A model that is
+    given by name is loaded with `attn_implementation="distca"`.
     """
 
     def __init__(self, model: Any, args: DistCASFTConfig, *others: Any, **kwargs: Any) -> None:

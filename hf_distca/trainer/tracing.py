@@ -24,7 +24,10 @@ ROUNDS = 8
 
 
 class StepTracer(TrainerCallback):
-    """Record `trace_steps` steps of a training; on CUDA the host waits for the GPU at the end of each."""
+    """Record `trace_steps` steps of a training.
+
+    On CUDA the host waits for the GPU at the end of each.
+    """
 
     def __init__(self, dispatcher: Dispatcher, args: DistCAPaddedArguments) -> None:
         self._dispatcher, self._args = dispatcher, args
@@ -45,7 +48,10 @@ class StepTracer(TrainerCallback):
         self._recording, self._step, self._section = None, ExitStack(), ExitStack()
 
     def begin_step(self, number: int) -> None:
-        """Start step `number`, from 1 on, before its batches are fetched. A collective at the first recorded step."""
+        """Start step `number`, from 1 on, before its batches are fetched.
+
+        A collective at the first recorded step.
+        """
         self._drop()
         if self._steps < STEPS_BEFORE or self._traced == self._args.trace_steps:
             return
@@ -84,18 +90,21 @@ class StepTracer(TrainerCallback):
         is_short = self._traced < self._args.trace_steps
         if is_short and self._args.process_index == 0:
             logger.warning(
-                "trace_steps=%s: training ended after %s steps, and only %s were recorded, because the first %s never "
-                "are; set max_steps higher, or trace_steps lower",
+                "trace_steps=%s: training ended after %s steps, and only %s were recorded, because "
+                "the first %s never are; set max_steps higher, or trace_steps lower",
                 *(self._args.trace_steps, self._steps, self._traced, STEPS_BEFORE),
             )
         if is_short and self._traced:
             self._write()
 
     def _common_zero(self) -> tuple[float, float]:
-        """Return a moment within the quickest of some rounds in which all ranks met, and its error. A collective."""
-        # No rank leaves a round before all ranks have entered it: on each rank's clock, the last rank's entry lies
-        # between the rank's own entering and leaving. Each rank takes its leaving for zero, so ranks differ by no more
-        # than the longest of these times.
+        """Return a moment within the quickest of some rounds in which all ranks met, and its error.
+
+        A collective.
+        """
+        # No rank leaves a round before all ranks have entered it: on each rank's clock, the last
+        # rank's entry lies between the rank's own entering and leaving. Each rank takes its leaving
+        # for zero, so ranks differ by no more than the longest of these times.
         groups = self._dispatcher.groups
         rounds = []
         for _ in range(ROUNDS):
@@ -121,7 +130,7 @@ class StepTracer(TrainerCallback):
         self._spans = []
         if rank == 0:
             logger.info(
-                "a trace of %s steps is in %s, beside those of the host's other ranks; open them in ui.perfetto.dev, "
-                "or join and draw them with hf-distca timeline %s",
+                "a trace of %s steps is in %s, beside those of the host's other ranks; open them "
+                "in ui.perfetto.dev, or join and draw them with hf-distca timeline %s",
                 *(self._traced, path, path.parent),
             )

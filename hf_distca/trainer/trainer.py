@@ -46,7 +46,8 @@ def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
         if dataset is None:
             return dataset
         if is_stream(dataset) and not isinstance(dataset, datasets.IterableDataset):
-            # Reading the first document may consume it, so every document is looked at when it is read.
+            # Reading the first document may consume it, so every document is looked at when it is
+            # read.
             return TextStream(dataset, name, field, tokenizer(name))
         first = (
             next(iter(dataset), None)
@@ -73,12 +74,14 @@ def with_tokens(given: Mapping[str, Any], model: Any) -> dict[str, Any]:
 class DistCATrainer(DistCAMixin, Trainer):
     """transformers' `Trainer` on packed documents with balanced core attention.
 
-    The arguments are those of `transformers.Trainer`; `args` is a `DistCATrainingArguments`. Two things are added:
+    The arguments are those of `transformers.Trainer`; `args` is a `DistCATrainingArguments`. Two
+    things are added:
 
-    - `model` may be a name. The model is then loaded with `attn_implementation="distca"` and `args.model_init_kwargs`.
+    - `model` may be a name. The model is then loaded with `attn_implementation="distca"` and
+      `args.model_init_kwargs`.
     - A data set without `input_ids` is tokenized with `processing_class`: the text in the column
-      `args.dataset_text_field`, with one end-of-sequence token after each document. Streams are tokenized as they are
-      read.
+      `args.dataset_text_field`, with one end-of-sequence token after each document. Streams are
+      tokenized as they are read.
     """
 
     def _prepare_given(self, named: dict[str, Any]) -> dict[str, Any]:

@@ -79,7 +79,8 @@ def test_two_checkouts_take_rounds_in_turns(tmp_path):
     ]
     assert result["derived"]["step / half"] == {"lower": 3.0, "median": 4.0, "upper": 8.0}
     assert against["ours_over_theirs"]["step, s"] == {"lower": 0.75, "median": 1.0, "upper": 2.0}
-    # The package of another checkout than the script's, on either side, would measure something else.
+    # The package of another checkout than the script's, on either side, would measure something
+    # else.
     assert "set PYTHONPATH" in run(ours, theirs, "--against", str(theirs)).stderr
     assert "give another checkout's folder" in run(ours, ours, "--against", str(ours)).stderr
 

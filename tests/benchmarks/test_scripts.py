@@ -85,8 +85,8 @@ def test_plans_that_know_of_nodes_beside_flat_ones(script):
     flat, aware = (
         planner.planned(batch, "joint", 0.01, ranks_per_node, 1) for ranks_per_node in (None, 8)
     )
-    # Of each of the 32 long documents, K and V of rows 0 to 383 go to the rank that has the others: with the nodes
-    # known to one of the same node, else from one half of the ranks to the other.
+    # Of each of the 32 long documents, K and V of rows 0 to 383 go to the rank that has the others:
+    # with the nodes known to one of the same node, else from one half of the ranks to the other.
     moved = 384 * 4096
     assert flat == planner.Planned(flat.metrics, 0, 32 * moved, moved / 50 / 1e9, flat.plan_ms)
     assert aware == planner.Planned(aware.metrics, moved, 0, moved / 450 / 1e9, aware.plan_ms)

@@ -20,7 +20,9 @@ from tests.launch import ROOT, cpu_environment, launcher
 
 
 def of_launch(name, cuda=False, threads=1, **environment):
-    """State, result and change of the finding of this name on a made-up launch with 8 cores, if there is one."""
+    """State, result and change of the finding of this name on a made-up launch with 8 cores, if
+    there is one.
+    """
     found = launch_findings(environment, cuda=cuda, cores=8, threads=threads)
     return [
         value

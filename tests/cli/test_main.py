@@ -1,4 +1,6 @@
-"""The command itself: help and answers to wrong arguments, which must not wait for torch or transformers."""
+"""The command itself: help and answers to wrong arguments, which must not wait for torch or
+transformers.
+"""
 
 import json
 import subprocess
@@ -57,7 +59,9 @@ WRONG = [
 
 
 def test_help_and_wrong_arguments_are_answered_without_torch(run):
-    """Counted in imports, as time tells how busy the machine is: torch and transformers take seconds."""
+    """Counted in imports, as time tells how busy the machine is: torch and transformers take
+    seconds.
+    """
     commands = [[command, *HEAVY, "numpy"] for command in LIGHT]
     commands += [[f"{tool} --help", *HEAVY] for tool in TOOLS] + [
         [command, *HEAVY] for command in WRONG

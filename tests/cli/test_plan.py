@@ -198,7 +198,8 @@ def test_bytes_follow_shapes_windows_and_nodes(command, figures):
     options = ((), ("--dtype", "float32"), ("--q-heads", "8", "--kv-heads", "2"), ("--window", "1"))
     total, *others = (figures(*fixed, *each)["bytes_total"] for each in options)
     assert others == [2 * total, total // 4, 0]
-    # A document of 8 rows on 4 ranks, each of which reads all rows before its own; a row of K and V is 8 bytes.
+    # A document of 8 rows on 4 ranks, each of which reads all rows before its own; a row of K and V
+    # is 8 bytes.
     shapes = ["--dtype", "float32", "--q-heads", "1", "--kv-heads", "1", "--head-dim", "1"]
     for ranks_per_node, nodes, link_seconds in (
         # Ranks receive 0, 2, 4 and 6 rows.
@@ -293,7 +294,8 @@ def test_hybrids_and_experts(command, run, figures, tmp_path, monkeypatch):
     cut = [*of_model, "--document-layout", "fixed", "--no-ping-pong"]
     monkeypatch.setattr("hf_distca.cli.model.memory_of", lambda *_: {})  # it was counted above
     mixing = figures(*cut)["mixing"]
-    # One layer: 3 rows of 48 channels in bfloat16; A and B of 2 heads, 8 rows and 16 columns in float32.
+    # One layer: 3 rows of 48 channels in bfloat16; A and B of 2 heads, 8 rows and 16 columns in
+    # float32.
     halo, state = 3 * 48 * 2, 2 * 8 * 16 * 4
     assert (mixing["layers"], mixing["segments"], mixing["state_bytes"]) == (1, 2, state)
     assert (mixing["runs"], mixing["bytes_bottleneck"]) == (2, halo + state)

@@ -71,7 +71,8 @@ def test_without_checkpointing_no_layer_runs_again(figures, tmp_path, without_me
     again, once = (
         by_name(figures(*options, *more))["plain packing"] for more in ((), ("--no-checkpointing",))
     )
-    # Forward, backward and the forward again take 4, against 3; the output head, whose chunks run once, is a part.
+    # Forward, backward and the forward again take 4, against 3; the output head, whose chunks run
+    # once, is a part.
     assert 1.25 < again["other_seconds"] / once["other_seconds"] < 4 / 3
     assert again["attention_seconds"] == once["attention_seconds"]
 
@@ -83,7 +84,8 @@ def test_memory_is_that_of_a_counted_plan(figures, tmp_path, small):
     counted = figures("plan", *options, "--document-layout", "joint")["memory"]["fsdp2"]
     joint = strategies["hf_distca, joint"]
     assert joint["state_bytes"] + joint["rows_bytes"] == counted["with_checkpointing"]["total"]
-    # Rows that are not exchanged need no buffers, but are computed all at once, not one nano-batch after another.
+    # Rows that are not exchanged need no buffers, but are computed all at once, not one nano-batch
+    # after another.
     assert 0.8 < strategies["plain packing"]["rows_bytes"] / joint["rows_bytes"] < 1.2
 
 
@@ -144,11 +146,13 @@ def test_shapes_of_models():
         2 * 2048 + 4096,
     )
     assert (mixing.heads, mixing.state, mixing.state_bytes) == (32, (128, 128), 4 << 20)
-    # Projections of queries, keys, values, gates and decays; the output's, the router, 11 experts and norms.
+    # Projections of queries, keys, values, gates and decays; the output's, the router, 11 experts
+    # and norms.
     assert mixing.before == pytest.approx(2048 * (2 * 2048 + 2 * 4096 + 64), rel=0.01)
     assert mixing.after == pytest.approx(4096 * 2048 + 2048 * 512 + 11 * 3 * 2048 * 512, rel=0.01)
     assert found.operations == pytest.approx(3.67e9, rel=0.01)
-    # Of an 80B model some 6 % of a mixing layer's operations are its recurrence's; r and A take half as much again.
+    # Of an 80B model some 6 % of a mixing layer's operations are its recurrence's; r and A take
+    # half as much again.
     recurrence, more = mixing.operations
     assert recurrence / (mixing.before + mixing.after) == pytest.approx(0.044, rel=0.1)
     assert 0.6 < more / recurrence < 0.8

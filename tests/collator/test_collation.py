@@ -165,7 +165,9 @@ def test_an_excerpt_leaves_its_document_as_it_is():
 
 
 def test_the_choices_that_come_with_a_micro_batch_are_those_of_its_plan():
-    """A token takes 2 s by the settings' costs, and 20 s by those that training has corrected since."""
+    """A token takes 2 s by the settings' costs, and 20 s by those that training has corrected
+    since.
+    """
 
     def choices(seconds):
         kernel, link = KernelCost(0.0, 0.0, 0.0, 0.0), LinkCost(0.0, np.inf)

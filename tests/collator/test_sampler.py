@@ -129,7 +129,9 @@ def test_micro_batches_are_about_equally_full():
 
 @pytest.mark.parametrize("bins", [1, 2])
 def test_documents_that_fit_in_one_way_only(bins):
-    """Filling evenly puts each 5 into a bin of its own; only 5 + 5 and 4 + 3 + 3 hold them all, in two bins."""
+    """Filling evenly puts each 5 into a bin of its own; only 5 + 5 and 4 + 3 + 3 hold them all, in
+    two bins.
+    """
     sampler = sampler_of([5, 5, 4, 3, 3], 10, bins=bins)
     assert len(sampler) == 2 // bins
     epochs = [drawn(sampler, epoch) for epoch in range(8)]

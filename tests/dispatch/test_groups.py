@@ -1,4 +1,6 @@
-"""Groups of ranks: their backend, their connections, the nodes that ranks share, and errors that all ranks raise."""
+"""Groups of ranks: their backend, their connections, the nodes that ranks share, and errors that
+all ranks raise.
+"""
 
 import re
 import socket
@@ -93,7 +95,9 @@ def test_what_to_set_where_gloo_does_not_connect(monkeypatch):
 def _groups_of_dispatcher(
     ranks_per_node: int | tuple[int, ...],
 ) -> tuple[list[Any], list[int], str]:
-    """What a new dispatcher does before any layer; the number of groups before, with and after it; its error then."""
+    """What a new dispatcher does before any layer; the number of groups before, with and after it;
+    its error then.
+    """
     found: list[Any] = []
     new_group, all_to_all, groups = (
         dist.new_group,
@@ -126,7 +130,10 @@ def _groups_of_dispatcher(
 
 
 def test_ranks_are_connected_once_before_the_first_layer(rank_pools):
-    closed = "the process groups of this dispatcher are closed; make a new trainer or dispatcher to continue"
+    closed = (
+        "the process groups of this dispatcher are closed; make a new trainer or dispatcher to "
+        "continue"
+    )
     everyone = [0, 1, 2]
     # Control messages, whether devices will do, and rows between all.
     connected = [
@@ -316,7 +323,9 @@ def failures_of(rank: int, ranks: int, store: dist.Store | None) -> Failures:
 
 
 def raised(failures: Failures, error: Exception, evaluates: bool = False) -> Exception:
-    """What is raised where the error is, here or in a second evaluation: itself, or one that has it as its cause."""
+    """What is raised where the error is, here or in a second evaluation: itself, or one that has it
+    as its cause.
+    """
     try:
         with failures.reported():
             if evaluates:

@@ -1,4 +1,6 @@
-"""What a planned layer launches, copies and moves on a GPU, counted on meta tensors: see `tests.counting`."""
+"""What a planned layer launches, copies and moves on a GPU, counted on meta tensors: see
+`tests.counting`.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -74,7 +76,9 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def made(model_type: str, device: torch.device = META) -> PreTrainedModel:
-    """A model of MODELS, with "+lora" one with adapters; to be made inside `without_numbers`, as plans and steps."""
+    """A model of MODELS, with "+lora" one with adapters; to be made inside `without_numbers`, as
+    plans and steps.
+    """
     model_type, *lora = model_type.split("+")
     model = empty_model(model_type, device, **{**SMALL, **MODELS[model_type]})
     if lora:
@@ -107,8 +111,9 @@ def counted_step(model: PreTrainedModel, bound: BoundPlan, checkpoint: str = "no
     return counted(model, bound)
 
 
-# Of one layer and step, forward and backward, on one of 4 ranks; attention and exchanges are calls. K/V rows come in
-# one stage or five, six in all with two nano-batches; on two nodes in two hops each.
+# Of one layer and step, forward and backward, on one of 4 ranks; attention and exchanges are calls.
+# K/V rows come in one stage or five, six in all with two nano-batches; on two nodes in two hops
+# each.
 BOUNDS = """
 model        layer    layout  halves  checkpoint     stages launches  copies  views  attention  exchanges       KB
 llama        full     joint   1       none           one          29      23     40          7          7    67800
@@ -145,7 +150,9 @@ CASES = list(dict.fromkeys((row[0], *row[2:6]) for row in ROWS))
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_layer(group, case):
-    """What dispatch costs an inner layer does not creep up; nothing waits; binding is one copy of all numbers."""
+    """What dispatch costs an inner layer does not creep up; nothing waits; binding is one copy of
+    all numbers.
+    """
     model_type, layout, halves, checkpoint, stages = case
     nodes, stage_rows = (0, 0, 1, 1) if stages == "hops" else None, None if stages == "one" else 200
     with without_numbers():
@@ -161,7 +168,8 @@ def test_layer(group, case):
     for kind, bounds in (
         (row[1], tuple(map(int, row[6:]))) for row in ROWS if (row[0], *row[2:6]) == case
     ):
-        # A layer that is not among the first to run in a direction: these make the buffers that all layers use.
+        # A layer that is not among the first to run in a direction: these make the buffers that all
+        # layers use.
         first, last = (1, 1) if kind == "sliding" else (0, max(layers))
         of_layer = [
             c
@@ -193,7 +201,9 @@ def besides_views(mode: Counting, layer: int) -> Counter[str]:
 def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(
     group, monkeypatch, model_type, checkpoint, turns
 ):
-    """With no launch, copy, gather, merge or exchange besides; without routes, and bound by one copy."""
+    """With no launch, copy, gather, merge or exchange besides; without routes, and bound by one
+    copy.
+    """
     monkeypatch.setattr(
         "hf_distca.dispatch.bound.make_routes", lambda *_: pytest.fail("made routes")
     )
@@ -217,7 +227,8 @@ def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(
         assert sorted(tasks.shapes.q_lens) == [96, 160]
         assert tasks.pairs == {None: full, 96: window}[kind.window]
     layers = model.config.num_hidden_layers
-    # In the last layer of each kind, whose backward is the first, the kernel makes a tensor that it uses again.
+    # In the last layer of each kind, whose backward is the first, the kernel makes a tensor that it
+    # uses again.
     inner = layers - len(bound.local)
     assert [besides_views(mode, layer) for layer in range(inner)] == [{"attention": 2}] * inner
     assert len(bound.kept_results) == 0
@@ -226,8 +237,8 @@ def test_where_nothing_moves_a_layer_is_one_kernel_call_each_way(
         0,
     )
     if (model_type, checkpoint) == ("llama", "none"):
-        # Q, K, V and O as the model has them, [B, H, T, D], and as kernels take them, in both directions; two of LSE,
-        # of the kernel; two of O, of autograd, which has it as a result.
+        # Q, K, V and O as the model has them, [B, H, T, D], and as kernels take them, in both
+        # directions; two of LSE, of the kernel; two of O, of autograd, which has it as a result.
         views = Counter(
             c.name
             for c in mode.calls
@@ -266,7 +277,9 @@ def event(**_: Any) -> SimpleNamespace:
     ],
 )
 def test_step_on_fake_cuda(group, monkeypatch, model_type, layout, turns, checkpoint, stage_rows):
-    """As the CUDA build runs a step: every branch for CUDA; streams, events and pinned memory are stand-ins."""
+    """As the CUDA build runs a step: every branch for CUDA; streams, events and pinned memory are
+    stand-ins.
+    """
     monkeypatch.setattr("torch.cuda.Event", event)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _device: (9, 0))
     assert get_kernel("auto", CUDA).name == "torch_varlen"

@@ -1,4 +1,6 @@
-"""Planned steps against one process with stock attention on the same global batch; what is recorded, and refused."""
+"""Planned steps against one process with stock attention on the same global batch; what is
+recorded, and refused.
+"""
 
 import itertools
 import re
@@ -68,7 +70,8 @@ MODELS = {
 }
 """Settings, windows, and the stock attention to compare with."""
 FILLER = (1,)
-"""Models cannot run on no rows at all: a rank without documents holds one token without a target."""
+"""Models cannot run on no rows at all: a rank without documents holds one token without a target.
+"""
 NODES = {3: (1, 2), 4: (2, 2)}
 """How many ranks share each node. With fewer ranks there are none that could forward rows."""
 
@@ -79,8 +82,8 @@ class Case:
 
     Attributes:
         lengths: of the documents, which the planner lays out; or of those that each rank holds.
-        at_random: cut each document into tasks for ranks drawn at random, as no good plan would: every rank gives
-            queries away, computes others' and returns them.
+        at_random: cut each document into tasks for ranks drawn at random, as no good plan would:
+            every rank gives queries away, computes others' and returns them.
         checkpointing: reentrant or not; None for none.
         local: windows of layers for which nothing moves; None: not looked at.
     """
@@ -218,7 +221,8 @@ CASES = {
         f"{model}-fixed": Case(4, ((128,), *[MIXED] * 3), model)
         for model in ("mistral", "gemma2", "llama4_text")
     },
-    # Each model with and without each of: received rows kept, checkpoints, two nano-batches in turns.
+    # Each model with and without each of: received rows kept, checkpoints, two nano-batches in
+    # turns.
     "random-gemma2": at_random("gemma2"),
     "random-llama-turns": at_random("llama", ping_pong=True),
     "random-llama-checkpoint": at_random("llama", checkpointing=False),
@@ -277,7 +281,9 @@ def test_another_thread_runs_backwards_here_and_on_ranks(rank_pools, backward_th
 
 
 def _accumulated() -> Step:
-    """Two micro-batches whose plans are both alive; the second runs forward before the first runs backward."""
+    """Two micro-batches whose plans are both alive; the second runs forward before the first runs
+    backward.
+    """
     dispatcher, model = dispatcher_of_all_ranks(), small_model()
     targets = sum(length - 1 for length in LENGTHS + FURTHER)
     losses = []
@@ -363,7 +369,9 @@ def _attend(
 def _beside_the_kernel(
     on_ranks: list[list[int]], autocast: bool = False, softcap: float | None = None
 ) -> None:
-    """Results of core attention on this rank's rows are those of the kernel alone, where nothing moves to the bit."""
+    """Results of core attention on this rank's rows are those of the kernel alone, where nothing
+    moves to the bit.
+    """
     dispatcher = dispatcher_of_all_ranks()
     plan = plan_placed(on_ranks, dispatcher.settings)
     (*qkv, do), got, spans = _attend(dispatcher, plan, autocast, softcap)
@@ -446,12 +454,16 @@ def test_plans_of_another_batch_for_other_nodes_or_other_layers():
         ),
     ):
         planned = "full attention with 4 query and 2 key-value heads of 8 (values of 8)"
-        message = f"a layer has {kind}, but the plan was made for {planned}; list the kinds of all layers in "
+        message = (
+            f"a layer has {kind}, but the plan was made for {planned}; list the kinds of all "
+            "layers in "
+        )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}PlanSettings.kinds$"):
             small_model(model_type, **config)(**batch, distca_plan=bound)
 
 
-# Workers that hold no rows: what is asked of them, and what is made of their answers, which are made up here
+# Workers that hold no rows: what is asked of them, and what is made of their answers, which are
+# made up here
 
 SERVED = [120, 7, 64, 1, 33, 70]
 OF_QUERIES = ("q", "do", "o", "lse")
@@ -614,7 +626,8 @@ def test_what_a_lost_server_did_not_give_is_computed_by_the_ranks(rank_pools):
 
 @pytest.mark.parametrize("window", [None, 24])
 def test_ranks_on_nodes_share_what_a_lost_server_was_to_compute(rank_pools, window):
-    # Packed in order, rank 0 holds most of the attention, and of what is lost. A buffer has 8 rows: there are stages.
+    # Packed in order, rank 0 holds most of the attention, and of what is lost. A buffer has 8 rows:
+    # there are stages.
     layout = {"document_layout": "fixed", "ranks_per_node": 2, "exchange_buffer_bytes": 512}
     events = events_of(rank_pools[4], lost=(0, 1), window=window, **layout)
     ((_, at_home, shared),) = [event for event in events if event[0] == "repair"]
@@ -624,7 +637,8 @@ def test_ranks_on_nodes_share_what_a_lost_server_was_to_compute(rank_pools, wind
 def test_each_kind_of_attention_has_a_repair_of_its_own_which_is_made_once():
     kinds = small_kinds(None, 4)
     settings = PlanSettings(1, 64, kinds)
-    # A rank holds a document of 8 rows, of which the server computes the last two: 7 + 8 pairs, or 4 in each window.
+    # A rank holds a document of 8 rows, of which the server computes the last two: 7 + 8 pairs, or
+    # 4 in each window.
     tasks = np.array([(0, 0, 6, 0), (0, 6, 8, 1)], TASK)
     layout = fixed_layout([[8]])
     nano = NanoBatch(

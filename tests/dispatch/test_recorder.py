@@ -11,7 +11,10 @@ WORK = Work(3, 1, "backward")
 
 
 class Stream:
-    """A stream at the time `now`, in whole seconds; its queue is reached as the test says. It makes its events."""
+    """A stream at the time `now`, in whole seconds; its queue is reached as the test says.
+
+    It makes its events.
+    """
 
     def __init__(self, monkeypatch):
         self.now, self.made, self.queued = 0, 0, []

@@ -198,8 +198,9 @@ def test_few_sizes_of_a_slot_are_kept_and_its_memory_grows_rarely():
 
 
 def test_a_stage_in_which_nothing_crosses_beside_others_that_are_forwarded():
-    # Row 2 of the first document is read by both ranks of node 1. In the second one rank 0 gathers its own rows, since
-    # those that a window reaches lie apart, and has more of them than come in one stage.
+    # Row 2 of the first document is read by both ranks of node 1. In the second one rank 0 gathers
+    # its own rows, since those that a window reaches lie apart, and has more of them than come in
+    # one stage.
     lying_apart = [(1, start, start + 2, 0, 4 + (start ^ 2)) for start in range(0, 12, 2)]
     segments = sorted([(0, 0, 4, 0, 0), *lying_apart], key=lambda segment: segment[4])
     tasks = [(0, 0, 2, 0), (1, 0, 12, 0), (0, 2, 3, 1), (0, 3, 4, 2)]
@@ -223,10 +224,12 @@ def test_a_stage_in_which_nothing_crosses_beside_others_that_are_forwarded():
 
 
 def test_rows_of_a_transfer_there_and_back():
-    # Rank 0 computes rows 8 to 12 of rank 1; rank 1 computes the others of its rows, and reads all of rank 0.
+    # Rank 0 computes rows 8 to 12 of rank 1; rank 1 computes the others of its rows, and reads all
+    # of rank 0.
     tasks = np.array([(0, 0, 8, 0), (0, 8, 12, 0), (0, 12, 16, 1)], TASK)
     plan = Plan(fixed_layout([[16]], 2), tasks, 2)
-    # By rank: sent and received rows of each rank; a task's own K/V rows beside others are gathered with them.
+    # By rank: sent and received rows of each rank; a task's own K/V rows beside others are gathered
+    # with them.
     expected = {
         "queries": (((0, 0), (0, 4)), ((4, 0), (0, 0))),
         "keys": (((8, 8), (8, 4)), ((4, 0), (8, 0))),

@@ -1,4 +1,6 @@
-"""Waits for other ranks: what a rank says while it waits and when a wait fails, and when its process ends."""
+"""Waits for other ranks: what a rank says while it waits and when a wait fails, and when its
+process ends.
+"""
 
 import gc
 import logging

@@ -1,4 +1,6 @@
-"""Reference pages: `python -m tests.docs.reference` writes what lies between their marks, from the code."""
+"""Reference pages: `python -m tests.docs.reference` writes what lies between their marks, from the
+code.
+"""
 
 import argparse
 import dataclasses
@@ -38,7 +40,8 @@ FIELDS = {
     for field in dataclasses.fields(cls)
     if field.name in inspect.get_annotations(cls) and "help" in field.metadata
 }
-"""Fields that hf_distca adds, or gives another meaning, with their types as written: HfArgumentParser changes them."""
+"""Fields that hf_distca adds, or gives another meaning, with their types as written:
+HfArgumentParser changes them."""
 TYPES: dict[Any, str] = {
     Tokens: 'integer, or text such as `"32k"`',
     Bytes: 'integer, or text such as `"128MiB"`',

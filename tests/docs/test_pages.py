@@ -1,4 +1,6 @@
-"""README and the pages agree with the code: files, names, options and messages exist, commands print what is shown."""
+"""README and the pages agree with the code: files, names, options and messages exist, commands
+print what is shown.
+"""
 
 import ast
 import importlib.util
@@ -468,8 +470,8 @@ def test_figures_of_chunks_and_of_ligers_kernels_are_those_of_the_results():
     )
     assert f"took {kernels:.1f} % of a step away" in evidence
     assert (
-        f"{kernels:.1f} % shorter, and its peak of memory fell from {small['peak_gb']} to {liger['peak_gb']} GB"
-        in gpus
+        f"{kernels:.1f} % shorter, and its peak of memory fell from {small['peak_gb']} to "
+        f"{liger['peak_gb']} GB" in gpus
     )
     assert f"costs {chunks:.1f} % of a step" in gpus
     assert (
@@ -509,7 +511,9 @@ def test_bytes_of_rows_add_up():
     importlib.util.find_spec("mkdocs") is None, reason="no mkdocs: the dependency group docs has it"
 )
 def test_the_site_builds_without_a_warning_and_needs_no_other_host(tmp_path):
-    """A broken link or anchor, and a page that the navigation lacks, are warnings, which end a strict build."""
+    """A broken link or anchor, and a page that the navigation lacks, are warnings, which end a
+    strict build.
+    """
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

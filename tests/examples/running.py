@@ -46,7 +46,9 @@ def finetune(checkpoint: Path, output: Path, options: str) -> list[str]:
 
 
 def summary_of(output: Path) -> dict[str, float]:
-    """Summary that the example wrote, of a training that begins as a new model of 512 tokens does and learns."""
+    """Summary that the example wrote, of a training that begins as a new model of 512 tokens does
+    and learns.
+    """
     summary: dict[str, float] = json.loads((output / "summary.json").read_text())
     assert summary["loss_last"] < summary["loss_first"] == pytest.approx(6.2, abs=0.3)  # ln 512
     return summary

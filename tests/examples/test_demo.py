@@ -54,7 +54,9 @@ def test_the_commands_to_try_next_are_there():
 
 
 def test_the_notebook_trains_on_two_processes(tmp_path):
-    """Its cells run one after another in one process, as a kernel runs them; it is stored without outputs."""
+    """Its cells run one after another in one process, as a kernel runs them; it is stored without
+    outputs.
+    """
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
     assert not [
         cell for cell in cells if cell.get("outputs") or cell.get("execution_count") is not None

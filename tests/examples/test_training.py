@@ -17,7 +17,10 @@ from hf_distca.models.checkpointing import CHECKPOINTING
 from tests.examples.running import EXAMPLES, finetune, run_forked, summary_of
 from tests.launch import run_in_forks
 
-PRINTED = r"The {}: ([\d.]+) at first, ([\d.]+) at last\nPadding: (\d+)% of the batches, which was not computed\n"
+PRINTED = (
+    r"The {}: ([\d.]+) at first, ([\d.]+) at last\nPadding: (\d+)% of the batches, which was not"
+    r" computed\n"
+)
 """Last lines of a training with padded batches."""
 
 
@@ -62,7 +65,10 @@ def test_sizes_that_do_not_divide_and_documents(monkeypatch, tmp_path, capsys):
 
 
 def test_all_weights_on_the_standard_library(checkpoint, tmp_path):
-    options = "--max_documents 20 --tokens_per_rank 512 --long_documents split --max_steps 12 --logging_steps 1"
+    options = (
+        "--max_documents 20 --tokens_per_rank 512 --long_documents split --max_steps 12 "
+        "--logging_steps 1"
+    )
     printed = run_forked(finetune(checkpoint, tmp_path, options), tmp_path / "printed")
     summary = summary_of(tmp_path)
     assert (
@@ -81,7 +87,10 @@ def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
     data = tmp_path / "documents.jsonl"
     bodies = (f"def f{i}():\n    return {i}\n" * (i + 1) for i in range(20))
     data.write_text("".join(json.dumps({"body": body}) + "\n" for body in bodies))
-    options = f"--dataset_name {data} --dataset_text_field body --use_peft --tokens_per_rank 512 --num_train_epochs 3"
+    options = (
+        f"--dataset_name {data} --dataset_text_field body --use_peft --tokens_per_rank 512 "
+        "--num_train_epochs 3"
+    )
     run_forked(finetune(checkpoint, tmp_path, options), tmp_path / "printed")
     assert summary_of(tmp_path)["documents"] == 19
     assert (tmp_path / "adapter_model.safetensors").exists()
@@ -99,8 +108,14 @@ def test_ranks_that_share_layers(checkpoint, tmp_path):
 
 
 def test_chats_about_the_standard_library(checkpoint, tmp_path):
-    settings = "--learning_rate 1e-2 --logging_steps 1 --save_strategy no --report_to none --bf16 False --use_peft"
-    options = "--max_chats 20 --tokens_per_rank 512 --long_documents split --max_steps 12 --assistant_only_loss"
+    settings = (
+        "--learning_rate 1e-2 --logging_steps 1 --save_strategy no --report_to none --bf16 False "
+        "--use_peft"
+    )
+    options = (
+        "--max_chats 20 --tokens_per_rank 512 --long_documents split --max_steps 12 "
+        "--assistant_only_loss"
+    )
     paths = ["--model_name_or_path", str(checkpoint), "--output_dir", str(tmp_path)]
     printed = run_forked(
         ["sft_chat.py", *paths, *settings.split(), *options.split()], tmp_path / "printed"
@@ -119,7 +134,10 @@ def test_chats_about_the_standard_library(checkpoint, tmp_path):
 
 def test_rewards_of_a_program(checkpoint, tmp_path):
     # TRL turns checkpoints off and on around generation, by names of which transformers 5.23 warns.
-    options = f"--max_prompts 8 --max_steps 2 --max_completion_length 8 --num_generations 2 --{CHECKPOINTING} False"
+    options = (
+        "--max_prompts 8 --max_steps 2 --max_completion_length 8 --num_generations 2 "
+        f"--{CHECKPOINTING} False"
+    )
     paths = ["--model_name_or_path", str(checkpoint), "--output_dir", str(tmp_path)]
     printed = run_forked(
         ["grpo.py", *paths, *options.split(), "--report_to", "none"], tmp_path / "printed"
@@ -183,8 +201,8 @@ def test_a_refusal_is_one_line_of_rank_0(checkpoint, tmp_path):
         (tmp_path / f"output-{rank}").read_text(errors="replace") for rank in range(2)
     )
     assert [line for line in printed.splitlines() if "label_smoothing_factor" in line] == [
-        "label_smoothing_factor=0.1 is set, but targets of packed documents are already shifted, and it shifts again; "
-        "set 0.0"
+        "label_smoothing_factor=0.1 is set, but targets of packed documents are already shifted, "
+        "and it shifts again; set 0.0"
     ]
     assert "label_smoothing_factor" not in others
     assert "Traceback" not in printed + others

@@ -1,4 +1,6 @@
-"""examples/slurm.sh on two hosts: network namespaces, and stand-ins for the two commands of Slurm that it calls."""
+"""examples/slurm.sh on two hosts: network namespaces, and stand-ins for the two commands of Slurm
+that it calls.
+"""
 
 import os
 import shutil
@@ -47,7 +49,10 @@ def test_the_example_trains_on_two_hosts(hosts, checkpoint, tmp_path):
     environment = cpu_environment() | {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "host[1-2]"}
     environment |= {"SLURM_JOB_NUM_NODES": "2", "HOSTS": " ".join(hosts.names)}
     environment["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    options = "--max_documents 8 --tokens_per_rank 512 --long_documents split --max_steps 2 --logging_steps 1"
+    options = (
+        "--max_documents 8 --tokens_per_rank 512 --long_documents split --max_steps 2 "
+        "--logging_steps 1"
+    )
     command = ["./slurm.sh", CONFIGS / "ddp.yaml", *finetune(checkpoint, tmp_path, options)]
     done = subprocess.run(
         command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=120

@@ -1,4 +1,6 @@
-"""The wheel of a clean checkout, in an environment that has what it declares and no more, runs the quickstart."""
+"""The wheel of a clean checkout, in an environment that has what it declares and no more, runs the
+quickstart.
+"""
 
 import re
 import shutil
@@ -39,7 +41,9 @@ def clone(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(clone, tmp_path_factory) -> Path:
-    """The Python of an environment with the wheel, and with what it declares, by links to what is installed here."""
+    """The Python of an environment with the wheel, and with what it declares, by links to what is
+    installed here.
+    """
     folder, pip = tmp_path_factory.mktemp("environment"), [sys.executable, "-m", "pip"]
     wheels = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder / "wheels"]
     run_outside([*pip, "wheel", *wheels, clone], ROOT.parent)
@@ -78,10 +82,11 @@ def closure(package: Distribution) -> list[Distribution]:
 
 
 def test_the_quickstart_and_the_shown_scripts_train(python, tmp_path):
-    """Run the README with the start method of Python 3.14, on the Python of the suite: pip installs no Python 3.14.
+    """Run the README with the start method of Python 3.14, on the Python of the suite: pip installs
+    no Python 3.14.
 
-    A process that multiprocessing starts then imports the script again, which fails in a script without
-    `if __name__ == "__main__"`.
+    A process that multiprocessing starts then imports the script again, which fails in a script
+    without `if __name__ == "__main__"`.
     """
     method = "import multiprocessing; multiprocessing.set_start_method('forkserver', force=True)"
     (tmp_path / "sitecustomize.py").write_text(method)

@@ -1,4 +1,6 @@
-"""The parts of `make gpu`: on the CPU with small numbers, with `pytest -m gpu` on a GPU; and what they find wrong."""
+"""The parts of `make gpu`: on the CPU with small numbers, with `pytest -m gpu` on a GPU; and what
+they find wrong.
+"""
 
 import math
 from dataclasses import replace

@@ -76,7 +76,10 @@ def test_every_part_is_reported(tmp_path):
 
 def test_a_part_sees_the_first_gpu_or_all(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    code = f"import os; told = dict(figures=os.environ['CUDA_VISIBLE_DEVICES'], wrong=[], skipped=''); {WRITE}"
+    code = (
+        "import os; told = dict(figures=os.environ['CUDA_VISIBLE_DEVICES'], wrong=[], "
+        f"skipped=''); {WRITE}"
+    )
     parts = [Part("part", never, 20.0, all_gpus=all_gpus) for all_gpus in (False, True)]
     seen = [
         run_part(part, lambda _, file: [sys.executable, "-c", code, str(file)], tmp_path)

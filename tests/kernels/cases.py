@@ -1,7 +1,7 @@
 """Cases that every kernel is tried on, and how it is compared with the reference.
 
-Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D head dim of
-queries and keys, E head dim of values.
+Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D
+head dim of queries and keys, E head dim of values.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ from hf_distca.kernels.reference import ReferenceKernel
 
 @dataclass(frozen=True)
 class Case:
-    """Lengths, query and key/value heads, head dims of keys and values, and options of one kernel call."""
+    """Lengths, query and key/value heads, head dims of keys and values, and options of one kernel
+    call.
+    """
 
     q_lens: tuple[int, ...] = (70, 0, 131, 40, 40, 1)
     k_lens: tuple[int, ...] = (70, 0, 300, 40, 40, 9)
@@ -38,7 +40,8 @@ CASES = {
     "mqa": Case(heads=(4, 1)),
     "mha": Case(heads=(4, 4)),
     "head_dim_80": Case(dims=(80, 80)),
-    # Wide heads with their usual scale, 1/√D: larger scores round more than float32's bound allows on some processors.
+    # Wide heads with their usual scale, 1/√D: larger scores round more than float32's bound allows
+    # on some processors.
     "head_dim_128": Case(dims=(128, 128), scale=0.0884),
     "head_dim_256": Case(dims=(256, 256), scale=0.0625),
     "values_narrower": Case(dims=(24, 16)),
@@ -54,7 +57,8 @@ CASES = {
     "one_row_each": Case((1, 1, 1), (1, 7, 3)),
     "not_causal": Case(k_lens=FREE_KEYS, causal=False),
     "not_causal_one_row": Case((1, 0, 1), (3, 2, 0), causal=False),
-    # One key a row: dq and dk are differences of equal numbers times the scale, and nothing but rounding.
+    # One key a row: dq and dk are differences of equal numbers times the scale, and nothing but
+    # rounding.
     "window_1": Case(scale=0.1, window=1),
     **{f"window_{window}": Case(window=window) for window in (2, 7, 64, 100, 129, 1000)},
     "window_blocks": Case((600,), (700,), dims=(16, 16), window=200),
@@ -106,7 +110,9 @@ def expected(case: Case, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def assert_matches_reference(kernel: Kernel, case: Case, dtype: torch.dtype, seed: int = 0) -> None:
-    """Forward and backward, dtypes and layout, and inputs left alone; tolerances relative to the largest value."""
+    """Forward and backward, dtypes and layout, and inputs left alone; tolerances relative to the
+    largest value.
+    """
     inputs = make_inputs(case, dtype, seed)
     do, *qkv, shapes = inputs
     o, lse = kernel.forward(*qkv, shapes, case.params)

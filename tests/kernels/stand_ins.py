@@ -1,8 +1,8 @@
 """Stand-ins for FlashAttention in its versions, on CPU tensors, around the reference.
 
-They take what the real ones take, without optional arguments that are never given, and behave as their sources have
-it, at their least friendly: head dims that are multiples of 8 and mostly equal, aligned rows, [H, Q] log-sum-exp, +inf
-for rows without keys, results unset where no pair is.
+They take what the real ones take, without optional arguments that are never given, and behave as
+their sources have it, at their least friendly: head dims that are multiples of 8 and mostly equal,
+aligned rows, [H, Q] log-sum-exp, +inf for rows without keys, results unset where no pair is.
 """
 
 from functools import partial
@@ -22,31 +22,47 @@ WINDOW = "window_size_left=-1, window_size_right=-1, softcap=0.0"
 SIGNATURES = {
     # torch 2.8 to 2.13, `aten`
     "torch_varlen": {
-        "_flash_attention_forward": f"q, k, v, {OF_TORCH}, dropout_p, is_causal, return_debug_mask, *, scale=None, "
-        f"{NO_WINDOW}",
-        "_flash_attention_backward": f"dout, q, k, v, out, lse, {OF_TORCH}, dropout_p, is_causal, rng_state, unused, "
-        f"*, scale=None, {NO_WINDOW}",
+        "_flash_attention_forward": (
+            f"q, k, v, {OF_TORCH}, dropout_p, is_causal, return_debug_mask, *, scale=None, "
+            f"{NO_WINDOW}"
+        ),
+        "_flash_attention_backward": (
+            f"dout, q, k, v, out, lse, {OF_TORCH}, dropout_p, is_causal, rng_state, unused, "
+            f"*, scale=None, {NO_WINDOW}"
+        ),
     },
     # 2.7.0 to 2.8.3, `flash_attn.flash_attn_interface`; versions that are new enough have the third
     "flash_attn": {
-        "_flash_attn_varlen_forward": f"q, k, v, {LENGTHS}, dropout_p, softmax_scale, causal, {WINDOW}, "
-        "alibi_slopes=None",
-        "_flash_attn_varlen_backward": f"dout, q, k, v, out, lse, dq, dk, dv, {LENGTHS}, dropout_p, softmax_scale, "
-        "causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic",
+        "_flash_attn_varlen_forward": (
+            f"q, k, v, {LENGTHS}, dropout_p, softmax_scale, causal, {WINDOW}, alibi_slopes=None"
+        ),
+        "_flash_attn_varlen_backward": (
+            f"dout, q, k, v, out, lse, dq, dk, dv, {LENGTHS}, dropout_p, softmax_scale, "
+            "causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic"
+        ),
         "_wrapped_flash_attn_varlen_forward": "",
     },
     # `torch.ops.flash_attn_3`
     "flash_attn_3": {
-        "fwd": f"q, k, v, *, {LENGTHS}, softmax_scale=None, is_causal=False, {WINDOW}, num_splits=0, sm_margin=0",
-        "bwd": f"dout, q, k, v, out, lse, dq=None, dk=None, dv=None, *, {LENGTHS}, softmax_scale=None, "
-        f"is_causal=False, {WINDOW}, deterministic=False, sm_margin=0",
+        "fwd": (
+            f"q, k, v, *, {LENGTHS}, softmax_scale=None, is_causal=False, {WINDOW}, num_splits=0, "
+            "sm_margin=0"
+        ),
+        "bwd": (
+            f"dout, q, k, v, out, lse, dq=None, dk=None, dv=None, *, {LENGTHS}, "
+            f"softmax_scale=None, is_causal=False, {WINDOW}, deterministic=False, sm_margin=0"
+        ),
     },
     # 4.0.0b36, `flash_attn.cute.interface`
     "flash_attn_4": {
-        "_flash_attn_fwd": f"q, k, v, *, {LENGTHS}, softmax_scale=None, causal=False, softcap=None, {NO_WINDOW}, "
-        "return_lse=False",
-        "_flash_attn_bwd": f"q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, *, {LENGTHS}, "
-        f"{NO_WINDOW}, deterministic=False",
+        "_flash_attn_fwd": (
+            f"q, k, v, *, {LENGTHS}, softmax_scale=None, causal=False, softcap=None, {NO_WINDOW}, "
+            "return_lse=False"
+        ),
+        "_flash_attn_bwd": (
+            "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, *, "
+            f"{LENGTHS}, {NO_WINDOW}, deterministic=False"
+        ),
     },
 }
 
@@ -109,7 +125,9 @@ class StandIn:
     def _asked(
         self, tensors: list[Tensor], given: dict[str, Any]
     ) -> tuple[TaskShapes, AttentionParams]:
-        """What a call asks for, after the checks that the kernels make; q, k and v are the first tensors."""
+        """What a call asks for, after the checks that the kernels make; q, k and v are the first
+        tensors.
+        """
         q, k, v = tensors[:3]
         dims = q.shape[2], v.shape[2]
         assert k.shape[2] == dims[0] <= 256 >= dims[1]

@@ -83,7 +83,8 @@ def test_refused_tensors(kernel_name: str) -> None:
             kernel.forward(*bad, params)
         with pytest.raises(ValueError, match=message):
             kernel.backward(do, *bad[:3], do, torch.zeros(3, 4), bad[3], params)
-    # Without a causal order rows may be more than keys; the same tasks with one are refused all the same.
+    # Without a causal order rows may be more than keys; the same tasks with one are refused all the
+    # same.
     few, shapes = (q, k[:2], v[:2]), TaskShapes.build([3], [2], "cpu")
     check_tensors(*few, shapes, causal=False)
     with pytest.raises(ValueError, match="task 0 has 3 query rows but only 2 key"):
@@ -108,7 +109,8 @@ def test_gradients_of_the_reference_are_those_of_autograd(name: str) -> None:
     ("window", "values"), [(None, [2.0, 4.0]), (1, [3.0, 8.0]), (2, [2.0, 5.5])]
 )
 def test_equal_scores_average_the_values_seen(window: int | None, values: list[float]) -> None:
-    # Row 0 of the task is row 1 of its document: it sees values 1, 3; then 1, 3, 8. A window counts the row's own key.
+    # Row 0 of the task is row 1 of its document: it sees values 1, 3; then 1, 3, 8. A window counts
+    # the row's own key.
     q, k, v = (
         torch.tensor(x, dtype=torch.float64).reshape(-1, 1, 1)
         for x in ([0, 0], [5, 6, 7], [1, 3, 8])

@@ -1,6 +1,6 @@
-"""The CUDA kernels as far as that goes without a GPU: what they check, the arguments they make, and, with stand-ins
-for the packages that compute on the CPU, all they do around them; and which of them "auto" is.
-"""
+"""The CUDA kernels as far as that goes without a GPU: what they check, the arguments they make,
+and, with stand-ins for the packages that compute on the CPU, all they do around them; and which of
+them "auto" is."""
 
 import contextlib
 import sys
@@ -28,7 +28,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 class Machine:
-    """A GPU that is not there, at first one of Hopper's, with stand-ins for all packages and torch's own operators."""
+    """A GPU that is not there, at first one of Hopper's, with stand-ins for all packages and
+    torch's own operators.
+    """
 
     def __init__(self, patched: pytest.MonkeyPatch) -> None:
         self.patched, self.found = patched, {name: StandIn(name) for name in SIGNATURES}
@@ -86,7 +88,8 @@ def test_matches_reference_around_a_stand_in(name, case, machine, monkeypatch):
         [0, 0] if case in ("no_tasks", "no_rows", "no_keys") else [1, 1]
     )
     if case == "gqa" or (name == "flash_attn" and case in TELLING):
-        # As many calls as lengths allow: tasks of other lengths than their neighbours' are calls of their own.
+        # As many calls as lengths allow: tasks of other lengths than their neighbours' are calls of
+        # their own.
         monkeypatch.setattr(split, "CALL_NS", 0.0)
         monkeypatch.setattr(split, "BLOCK", 1)
         assert_matches_reference(get_kernel(name, CUDA), CASES[case], torch.bfloat16)
@@ -102,7 +105,9 @@ def test_matches_reference_around_a_stand_in(name, case, machine, monkeypatch):
 
 @pytest.mark.parametrize("offset", [0, 4, 8])
 def test_only_rows_that_are_not_dense_and_aligned_are_copied(offset, machine):
-    """Kernels load 16 bytes at once: rows may begin at every eighth number of two bytes, and at no other."""
+    """Kernels load 16 bytes at once: rows may begin at every eighth number of two bytes, and at no
+    other.
+    """
     case, kernel = Case((7,), (9,), heads=(2, 1), dims=(16, 16)), get_kernel("flash_attn", CUDA)
     do, q, k, v, shapes = make_inputs(case, torch.bfloat16)
     q = torch.zeros(7 * 32 + offset, dtype=torch.bfloat16)[offset:].view(7, 2, 16).copy_(q)

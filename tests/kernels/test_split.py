@@ -26,7 +26,8 @@ SHORT = 100
         ([SHORT] * 5000, [0, 5000]),
         ([32768] + [SHORT] * 500, [0, 1, 501]),
         ([SHORT] * 250 + [32768] + [SHORT] * 250, [0, 250, 251, 501]),
-        # 255 empty blocks at 32 heads a short task: four of them cost 0.08 ms more in one call; a call costs 0.15.
+        # 255 empty blocks at 32 heads a short task: four of them cost 0.08 ms more in one call; a
+        # call costs 0.15.
         ([32768, SHORT] * 4, [0, 8]),
         ([32768] * 4 + [SHORT] * 8, [0, 4, 12]),
         # 1 empty block at 32 heads: 1875 tasks make 60,000 blocks, and a call is worth as many.
@@ -68,7 +69,9 @@ def test_many_runs_are_cut_as_well():
     ("runs", "joined"), [(MOST_RUNS + 1, 2), (MOST_RUNS + 2, 2), (2 * MOST_RUNS + 1, 4)]
 )
 def test_no_task_is_lost_where_runs_that_are_joined_leave_one_over(runs, joined):
-    """Two long tasks come first; cuts lie between runs that were joined, and the last one is the number of tasks."""
+    """Two long tasks come first; cuts lie between runs that were joined, and the last one is the
+    number of tasks.
+    """
     lens = [65536, 65000, *([SHORT, 300] * runs)[: runs - 2]]
     assert cuts(lens, lens, OF_LONGEST_Q, heads=32) == [0, joined, runs]
 

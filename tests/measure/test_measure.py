@@ -20,7 +20,9 @@ CPU = torch.device("cpu")
 
 
 class CountedCalls:
-    """Kernel by whose clock a pair of the forward takes 2 ns, a task 3 µs, a call 10 µs, and a backward 100 µs."""
+    """Kernel by whose clock a pair of the forward takes 2 ns, a task 3 µs, a call 10 µs, and a
+    backward 100 µs.
+    """
 
     def __init__(self) -> None:
         self.now, self.widths = 0.0, set()
@@ -91,7 +93,9 @@ def test_ranks_measure_the_same_links_in_both_directions(rank_pools):
 
 
 def test_a_rate_counts_for_the_link_over_which_a_rank_receives(monkeypatch):
-    """8 GB: ranks 0, 1 and 2 take 1, 2 and 4 s from the rank before them, 10, 20 and 40 s from the one after."""
+    """8 GB: ranks 0, 1 and 2 take 1, 2 and 4 s from the rank before them, 10, 20 and 40 s from the
+    one after.
+    """
     seconds = {
         (1, 2, 0): [1.0, 2.0, 4.0],
         (2, 0, 1): [10.0, 20.0, 40.0],
@@ -140,7 +144,9 @@ def test_threads_of_ranks_per_core(rank_pools):
 
 
 def test_products_and_memory_are_counted_in_operations_and_bytes_there_and_back(monkeypatch):
-    """Every call takes two seconds: matrices of 1024 and 32 rows of 8 numbers, and a norm that reads and writes."""
+    """Every call takes two seconds: matrices of 1024 and 32 rows of 8 numbers, and a norm that
+    reads and writes.
+    """
     kind, cost = AttentionKind(None, 1, 1, 8, 8), KernelCost(0.0, 0.0, 0.0, 1.0)
     monkeypatch.setattr(device, "seconds_of", lambda *_: 2.0)
     monkeypatch.setattr(

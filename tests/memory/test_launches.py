@@ -1,4 +1,6 @@
-"""Counts of models with kernels: nothing is launched on fake tensors, and Liger's kernels are counted."""
+"""Counts of models with kernels: nothing is launched on fake tensors, and Liger's kernels are
+counted.
+"""
 
 import sys
 import threading
@@ -36,7 +38,9 @@ _tuned = triton.autotune([triton.Config({})], key=[])(_multiply)
 
 
 class _Multiplied(torch.autograd.Function):
-    """Product of two tensors as Liger's SwiGLU has it: it keeps both, and writes their gradients over them."""
+    """Product of two tensors as Liger's SwiGLU has it: it keeps both, and writes their gradients
+    over them.
+    """
 
     @staticmethod
     def forward(ctx, gate, up):
@@ -139,7 +143,8 @@ def test_kernels_that_liger_gives_a_model_when_training_starts(launches, liger_k
         for given in (None, {}, {"swiglu": False})
     )
     assert without == stock
-    # In each layer: an activation of the MLP, and what the rotation of Q and K keeps, their rotated halves included.
+    # In each layer: an activation of the MLP, and what the rotation of Q and K keeps, their rotated
+    # halves included.
     assert stock - counted >= LAYERS * TOKENS * INTERMEDIATE * 4
     # The model and transformers' file are as they were.
     assert launches == []
@@ -156,7 +161,8 @@ def test_gradients_that_a_step_of_one_micro_batch_has_not_made_yet():
     # At the peak, the end of the forward, no gradient exists.
     assert once.parts == often.parts
     assert (often.state.gradients, once.state.gradients) == (4 * model.num_parameters(), 0)
-    # With few tokens the peak is near the end of the backward: only the embedding has no gradient yet.
+    # With few tokens the peak is near the end of the backward: only the embedding has no gradient
+    # yet.
     few = PlanSettings(1, 8, small_kinds(), kernel="torch_varlen")
     once = MemoryCounter(model, few, DistCAConfig()).count(
         plan_micro_batch([8], few), Training("ddp", False, accumulates=False)

@@ -117,7 +117,8 @@ def test_mixing_layers_take_what_their_kernels_take(model_type, monkeypatch):
         parts = count_micro_batch(model, plan_micro_batch(documents, settings), 1, CHECKPOINTING)
         states.append(parts["kept O"])
     shape = model_shape(model).mixing
-    # Of a document that is cut a checkpointed layer keeps the halo and the state before the segment.
+    # Of a document that is cut a checkpointed layer keeps the halo and the state before the
+    # segment.
     rows, columns = shape.state
     kept = 4 * (shape.width * shape.channels + shape.heads * rows * columns)
     assert states[0] - states[1] == shape.layers * kept
@@ -194,7 +195,9 @@ def test_core_attention_takes_what_flash_attention_takes():
 
 
 def test_products_of_experts_are_counted_without_values(monkeypatch):
-    """Transformers 5.17 reads in the backward how many rows each expert has, which fake tensors do not have."""
+    """Transformers 5.17 reads in the backward how many rows each expert has, which fake tensors do
+    not have.
+    """
     monkeypatch.setattr(
         torch.ops.transformers, "grouped_mm_fallback", lambda *_, offs: offs.tolist()
     )
@@ -242,7 +245,9 @@ def test_exchange_buffers_of_forwarded_rows_are_as_the_setting_says():
 
 @pytest.mark.parametrize(("lengths", "rank"), [([8, 12, 4], 1), ([12, 4, 8], 0)])
 def test_the_busiest_rank_exchanges_the_most(lengths, rank):
-    """Of three ranks with 8 rows each, one sends four rows of a document to the next, and one exchanges nothing."""
+    """Of three ranks with 8 rows each, one sends four rows of a document to the next, and one
+    exchanges nothing.
+    """
     unbalanced = {"document_layout": "fixed", "balance_tolerance": 100.0, "ping_pong": False}
     settings = PlanSettings(3, 8, (AttentionKind(),), balance_block_size=1, **unbalanced)
     assert busiest_rank(plan_micro_batch(lengths, settings), settings) == rank
@@ -339,7 +344,9 @@ def test_the_longest_rows_that_fit(monkeypatch):
 def _buffers(
     lengths: list[int], ping_pong: bool, ranks_per_node: tuple[int, ...] | int
 ) -> tuple[int, int]:
-    """Bytes that the exchange of this rank took in a layer's forward and backward, and those that are counted."""
+    """Bytes that the exchange of this rank took in a layer's forward and backward, and those that
+    are counted.
+    """
     (kind,) = small_kinds()
     nodes = {
         "exchange_buffer_bytes": 200 * 128,

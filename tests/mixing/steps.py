@@ -34,7 +34,9 @@ Ranks = Sequence[Sequence[tuple[int, int, int]]]
 def cut_plan(
     lengths: Sequence[int], nano_batches: Sequence[Ranks], settings: PlanSettings
 ) -> MicroBatchPlan:
-    """The plan of a micro-batch whose nano-batches lie on the ranks as given; documents are numbered over all."""
+    """The plan of a micro-batch whose nano-batches lie on the ranks as given; documents are
+    numbered over all.
+    """
     every = np.array(lengths, np.int64)
     nanos = []
     for ranks in nano_batches:
@@ -53,7 +55,9 @@ def cut_plan(
 
 
 class Step(NamedTuple):
-    """A step of this rank: the loss and gradients of all ranks, and how often mixing modules and layers ran."""
+    """A step of this rank: the loss and gradients of all ranks, and how often mixing modules and
+    layers ran.
+    """
 
     loss: float
     grads: dict[str, Tensor]
@@ -153,7 +157,9 @@ def reference(model_type: str, lengths: list[int], lora: bool = False, **rough: 
 def assert_equal(
     got: Step, expected: Step, rough: Step | None = None, within: float = 2e-4
 ) -> None:
-    """A step is the expected one, or as rough as one in bfloat16 is; small gradients are rounding errors."""
+    """A step is the expected one, or as rough as one in bfloat16 is; small gradients are rounding
+    errors.
+    """
     largest = max(grad.abs().max() for grad in expected.grads.values())
     assert got.grads.keys() == expected.grads.keys()
     if rough:

@@ -1,4 +1,6 @@
-"""Documents cut between ranks, in models with every kind of mixing that can be cut: as in one process."""
+"""Documents cut between ranks, in models with every kind of mixing that can be cut: as in one
+process.
+"""
 
 from functools import cache, partial
 
@@ -28,8 +30,9 @@ SCANS = ("bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "zamba2", "mini
 
 LENGTHS = [150, 9, 80, 70, 12]
 PLANS = {
-    # Cuts after a first row, before a last row, around single rows and inside chunks; segments that go back and forth
-    # between ranks and lie in another order; whole documents, in one nano-batch alone on a rank.
+    # Cuts after a first row, before a last row, around single rows and inside chunks; segments that
+    # go back and forth between ranks and lie in another order; whole documents, in one nano-batch
+    # alone on a rank.
     2: [
         [
             [(0, 0, 70), (0, 71, 72), (1, 0, 9)],
@@ -102,7 +105,9 @@ def test_bfloat16_is_as_rough_as_in_one_process(rank_pools, model_type, rough):
 
 
 def _exchanged(model_type: str, options: dict) -> tuple[list[tuple[str, torch.dtype]], int]:
-    """What a step of three ranks or two exchanges in order, and its dtypes; how many exchanges it leaves open."""
+    """What a step of three ranks or two exchanges in order, and its dtypes; how many exchanges it
+    leaves open.
+    """
     made, buffers = [], []
     buffer_of = Exchange.buffer
 
@@ -123,7 +128,8 @@ def test_all_ranks_exchange_in_the_same_order(rank_pools, model_type):
     ranks = rank_pools[3].run(_exchanged, model_type, {"checkpointing": False})
     assert all(found == (ranks[0][0], 0) for found in ranks)
     first = [name for name, _ in ranks[0][0]]
-    # A document of each nano-batch is cut: halos of both, states of both. The second's gradients come first.
+    # A document of each nano-batch is cut: halos of both, states of both. The second's gradients
+    # come first.
     of_layer = ["halos 0", "halos 1", "states 0", "states 1"]
     assert first[:4] == of_layer
     assert first[-4:] == of_layer[::-1]
@@ -136,7 +142,8 @@ def test_all_ranks_exchange_in_the_same_order(rank_pools, model_type):
 
 
 def test_exchanges_end_on_ranks_without_a_cut_segment_and_states_travel_in_float32(rank_pools):
-    # Gates alone are trained: of what the recurrence of a first layer reads, they alone need gradients.
+    # Gates alone are trained: of what the recurrence of a first layer reads, they alone need
+    # gradients.
     for options in ({"lora": True}, {"dtype": torch.bfloat16}, {"autocast": True}):
         for exchanged, left_open in rank_pools[3].run(_exchanged, "qwen3_next", options):
             assert left_open == 0
@@ -181,7 +188,9 @@ def test_whole_documents_of_both_nano_batches_are_computed_while_states_travel(r
 
 
 def _hooked_on_one_rank() -> Step:
-    """A step whose nano-batches take turns on rank 1 only: on rank 0 a hook inside wants to see all rows."""
+    """A step whose nano-batches take turns on rank 1 only: on rank 0 a hook inside wants to see all
+    rows.
+    """
     return step("qwen3_next", LENGTHS, PLANS[2], hooked=dist.get_rank() == 0, **JOINT)
 
 

@@ -1,4 +1,6 @@
-"""Kernels of flash-linear-attention in Triton's interpreter: one run for packed documents, with the same results."""
+"""Kernels of flash-linear-attention in Triton's interpreter: one run for packed documents, with the
+same results.
+"""
 
 import subprocess
 import sys

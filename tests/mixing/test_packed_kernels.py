@@ -1,6 +1,8 @@
-"""How often kernels run: once for all whole documents where they take packed ones, with the same results.
+"""How often kernels run: once for all whole documents where they take packed ones, with the same
+results.
 
-Stand-ins for kernels of flash-linear-attention, mamba-ssm and causal-conv1d have their signatures, and count calls.
+Stand-ins for kernels of flash-linear-attention, mamba-ssm and causal-conv1d have their signatures,
+and count calls.
 """
 
 from collections import Counter
@@ -92,7 +94,9 @@ SHORT = [1, 12, 7, 30, 2]
 
 
 def _step(model_type: str, cut: bool, *names: str) -> tuple[Step, list[tuple[str, int]]]:
-    """A step with the kernels of these functions installed when transformers was imported; and their calls."""
+    """A step with the kernels of these functions installed when transformers was imported; and
+    their calls.
+    """
     CALLS.clear()
     changes = [(*KERNELS[name], name) for name in names]
     changes += [
@@ -121,7 +125,8 @@ def test_whole_documents_take_one_call_and_each_cut_segment_one(rank_pools, mode
     assert calls == [("convolution", 1), (kernel, 5)]
     assert_equal(got, reference(model_type, SHORT))
     first, second = rank_pools[2].run(_step, model_type, True, *RECURRENCES)
-    # For each nano-batch a convolution; for each cut segment a call; the whole documents of each take one.
+    # For each nano-batch a convolution; for each cut segment a call; the whole documents of each
+    # take one.
     assert Counter(first[1]) == {("convolution", 1): 2, (kernel, 1): 4 + 2}
     assert Counter(second[1]) == {("convolution", 1): 2, (kernel, 1): 4}
     for got, _ in (first, second):

@@ -1,4 +1,6 @@
-"""Hybrids whose documents are cut, trained as users do on four ranks of two nodes, beside one process with "sdpa"."""
+"""Hybrids whose documents are cut, trained as users do on four ranks of two nodes, beside one
+process with "sdpa".
+"""
 
 from functools import cache
 from typing import Any
@@ -41,7 +43,8 @@ def _counted(_trainer: Any) -> tuple[int, int, int]:
 
 
 SHARED: dict[str, Any] = {
-    # Without experts, whose weights transformers' trainer does not read from a checkpoint under DDP.
+    # Without experts, whose weights transformers' trainer does not read from a checkpoint under
+    # DDP.
     "model": model_of(**HYBRID, mlp_only_layers=[0, 1]),
     "planned": {
         "tokens_per_rank": TOKENS_PER_RANK // 2,  # as many tokens together as two ranks have

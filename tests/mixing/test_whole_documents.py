@@ -1,4 +1,6 @@
-"""Modules that mix along the row otherwise than by attention, on whole documents; and which models cut none."""
+"""Modules that mix along the row otherwise than by attention, on whole documents; and which models
+cut none.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -22,7 +24,8 @@ LENGTHS = [60, 7, 45, 33, 24, 1, 18]
 FEW = [60, 7, 29]
 WHOLE = {"document_layout": "whole", "tokens_per_rank": 96}
 MODELS = ("qwen3_next", "falcon_h1", "jamba")
-"""With a mixing module instead of attention in some layers, with one beside it in every layer, and by document."""
+"""With a mixing module instead of attention in some layers, with one beside it in every layer, and
+by document."""
 COMPANY = {
     "alone": {},
     "without ping-pong": {"ping_pong": False},
@@ -33,7 +36,8 @@ COMPANY = {
 
 
 RAN = {
-    # qwen3_next has a layer of either kind; falcon_h1 two that have both. A checkpointed layer runs twice.
+    # qwen3_next has a layer of either kind; falcon_h1 two that have both. A checkpointed layer runs
+    # twice.
     ("qwen3_next", "alone"): (1, 1, 1),
     ("qwen3_next", "checkpoints"): (2, 2, 2),
     ("falcon_h1", "alone"): (4, 2, 2),
@@ -63,7 +67,8 @@ def test_loss_and_gradients_are_those_of_document_by_document(rank_pools, model_
 @pytest.mark.parametrize(("ranks", "lengths"), [(1, FEW), (2, LENGTHS)])
 @pytest.mark.parametrize("model_type", ["zamba", "zamba2"])
 def test_checkpoints_inside_checkpointed_layers(rank_pools, ranks, lengths, model_type):
-    # A hybrid layer has a Mamba layer inside, which is a checkpoint too and is recomputed apart from it.
+    # A hybrid layer has a Mamba layer inside, which is a checkpoint too and is recomputed apart
+    # from it.
     expected = reference(model_type, lengths)
     for reentrant in (False, True):
         for got in rank_pools[ranks].run(
@@ -80,7 +85,9 @@ PLAIN, REENTRANT = CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT
 
 
 def _errors() -> list[str]:
-    """Of checkpoints inside a layer, of a cache, of a layer that drops its plan, and of a plan that cuts documents."""
+    """Of checkpoints inside a layer, of a cache, of a layer that drops its plan, and of a plan that
+    cuts documents.
+    """
     errors = []
     for kind, around in ((PLAIN, None), (REENTRANT, None), (PLAIN, False), (REENTRANT, True)):
         with pytest.raises(ValueError, match="runs in a gradient checkpoint") as raised:
@@ -116,8 +123,8 @@ def test_what_would_mix_documents_is_refused_on_every_rank(rank_pools):
     for *inner, cached, dropped, cut in rank_pools[2].run(_errors):
         for message in inner:
             assert (
-                "Qwen3NextGatedDeltaNet runs in a gradient checkpoint that begins inside its decoder lay"
-                in message
+                "Qwen3NextGatedDeltaNet runs in a gradient checkpoint that begins inside its "
+                "decoder lay" in message
             )
         assert "set model.config.use_cache = False" in cached
         assert "FalconH1DecoderLayer did not pass its plan to every module that attends" in dropped

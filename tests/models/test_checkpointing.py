@@ -1,4 +1,6 @@
-"""Checkpoints of layers, whose names transformers has changed; its warnings of earlier names are errors here."""
+"""Checkpoints of layers, whose names transformers has changed; its warnings of earlier names are
+errors here.
+"""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,6 @@
-"""Kinds of attention that a model tells of, and those that its layers turn out to have; the kernel that it gets."""
+"""Kinds of attention that a model tells of, and those that its layers turn out to have; the kernel
+that it gets.
+"""
 
 import logging
 import sys
@@ -122,7 +124,8 @@ def test_bytes_of_rows_and_what_kernels_are_asked(monkeypatch):
 # Tensor parallelism
 
 WHOLE_HEADS = "rowwise_split_input"
-"""How transformers names an output projection whose input each rank has whole, and takes its part of."""
+"""How transformers names an output projection whose input each rank has whole, and takes its part
+of."""
 
 
 @pytest.mark.parametrize(("whole_heads", "heads"), [(False, (2, 1)), (True, (4, 2))])

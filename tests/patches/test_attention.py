@@ -160,7 +160,9 @@ def test_what_a_plan_cannot_express():
 
 @pytest.mark.parametrize("lengths", [[50, 20], [20, 50], [30, 25, 20]])
 def test_queries_are_scaled_by_positions_in_documents(lengths):
-    """Llama 4's factors grow with each 40 positions; the model takes rows of the call for positions."""
+    """Llama 4's factors grow with each 40 positions; the model takes rows of the call for
+    positions.
+    """
     settings = PlanSettings(ranks=1, tokens_per_rank=128, kinds=small_kinds(), ping_pong=True)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     plan = dispatcher.bind(dispatcher.plan_lengths([lengths])[0])
@@ -184,7 +186,9 @@ def test_queries_are_scaled_by_positions_in_documents(lengths):
 
 
 def _warnings_of_unplanned_steps(folder: Path) -> list[list[str]]:
-    """What a rank warns of: first where nothing is trained without a plan by mistake, then in a stock training."""
+    """What a rank warns of: first where nothing is trained without a plan by mistake, then in a
+    stock training.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     warning_once.cache_clear()  # of other tests in this process

@@ -94,7 +94,8 @@ def test_activations_do_not_grow_with_the_width_of_the_mlp():
             taken[width, rows] = count_micro_batch(model_after(model), plan, 0, Use("cpu"))[
                 "activations"
             ]
-    # Tensors [1024, width] of float32: four a layer, of which the last layer's backward has used one at the peak.
+    # Tensors [1024, width] of float32: four a layer, of which the last layer's backward has used
+    # one at the peak.
     assert taken[1280, 0] - taken[640, 0] == 7 * 1024 * 640 * 4
     assert taken[1280, 64] == taken[640, 64]
 

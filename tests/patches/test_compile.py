@@ -1,4 +1,6 @@
-"""torch.compile of a model or of parts of it: same loss and gradients, broken by core attention and logits alone."""
+"""torch.compile of a model or of parts of it: same loss and gradients, broken by core attention and
+logits alone.
+"""
 
 from collections import Counter
 
@@ -29,7 +31,8 @@ LOGITS = "logits of a planned step are deferred"
 def _steps(
     parts: str, ping_pong: bool, checkpointing: bool
 ) -> tuple[list, list[Counter], list[int]]:
-    """Of each batch: loss and gradients, why and how often tracing has stopped so far, and how many graphs exist.
+    """Of each batch: loss and gradients, why and how often tracing has stopped so far, and how many
+    graphs exist.
 
     Parts are compiled as users do; "eager" runs the traced graphs as they are.
     """

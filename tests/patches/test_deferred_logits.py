@@ -1,4 +1,6 @@
-"""What deferred logits give beside the tensor that they stand for, and what they have computed for it."""
+"""What deferred logits give beside the tensor that they stand for, and what they have computed for
+it.
+"""
 
 import pytest
 import torch

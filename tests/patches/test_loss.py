@@ -207,7 +207,9 @@ def test_autocast_leaves_float64_as_it_is():
     ("features", "dtype", "bytes_each"), [(1, torch.float32, 4 + 4), (99, torch.bfloat16, 2 + 2)]
 )
 def test_no_more_of_a_chunk_than_its_logits_and_their_gradient(features, dtype, bytes_each):
-    """While a chunk is computed, and while gradients of the head are, of which a copy takes more memory."""
+    """While a chunk is computed, and while gradients of the head are, of which a copy takes more
+    memory.
+    """
     rows, words, live = 4, 1000, LiveMemory()
     hidden_TD, weight_VD = (torch.rand(count, features, dtype=dtype) for count in (3 * rows, words))
     live.belong([hidden_TD, weight_VD.requires_grad_()], "weights")

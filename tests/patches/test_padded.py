@@ -1,4 +1,5 @@
-"""Padded batches of several ranks, packed and planned, against stock attention on each rank's own padded batch.
+"""Padded batches of several ranks, packed and planned, against stock attention on each rank's own
+padded batch.
 
 Shape suffixes: B sequences, L columns.
 """
@@ -54,7 +55,8 @@ LENGTHS: dict[str, list[list[int]]] = {
     "none on a rank": [[9, 30], [0, 0], [11]],
     "many": [[40, 33, 12], [25, 1, 60], [38]],
 }
-"""Lengths of the sequences of each rank; with tokens_per_rank=64 "many" takes several micro-batches."""
+"""Lengths of the sequences of each rank; with tokens_per_rank=64 "many" takes several
+micro-batches."""
 
 
 def padded_batch(lengths: Sequence[int], side: str, rank: int) -> dict[str, Tensor]:
@@ -194,7 +196,9 @@ def test_generation_is_unchanged(rank_pools: dict[int, RankPool]) -> None:
 
 
 def forward_only_plans(folder: str) -> None:
-    """Planned by costs, batches without gradients get plans of their own; a choice of a forward takes less time."""
+    """Planned by costs, batches without gradients get plans of their own; a choice of a forward
+    takes less time.
+    """
     model, batch = small_model("llama", "distca"), padded_batch([5, 30, 9], "left", dist.get_rank())
     dispatcher = pack_padded(
         model, DistCAConfig(tokens_per_rank=64), torch.device("cpu"), folder=Path(folder)
@@ -304,7 +308,9 @@ def test_both_ranks_refuse_what_cannot_be_packed(
 
 
 def test_no_micro_batch_holds_more_than_all_ranks() -> None:
-    """Of 256 tokens two micro-batches of 128 could hold all, but not these sequences whole: 100, 100 and 56."""
+    """Of 256 tokens two micro-batches of 128 could hold all, but not these sequences whole: 100,
+    100 and 56.
+    """
     settings = PlanSettings(2, 64, (SMALL_KIND,))
     planned = plan_sequences([[100], [100, 56]], settings)
     assert sorted(int(plan.tokens.sum()) for plan in planned.plans) == [56, 100, 100]

@@ -1,4 +1,6 @@
-"""Ping-pong: same loss and gradients, exchanges in the order that hides them, whatever users have around layers."""
+"""Ping-pong: same loss and gradients, exchanges in the order that hides them, whatever users have
+around layers.
+"""
 
 from collections import UserDict
 from contextlib import ExitStack, nullcontext
@@ -83,7 +85,8 @@ def batch_of(dispatcher: Dispatcher, lengths: list[int] = LENGTHS) -> dict[str, 
 
 AGAIN = {"checkpointing": False, "keep_core_attention": False}
 CASES: list[tuple[str, dict[str, bool]]] = [
-    # Other checkpoints and models take turns in tests/dispatch/test_planned_step.py and in the survey.
+    # Other checkpoints and models take turns in tests/dispatch/test_planned_step.py and in the
+    # survey.
     ("gemma2", {**AGAIN, "keep_received": True}),
     ("gemma3n_text", {}),  # its last layers read keys and values that earlier ones made
     ("gemma3n_text", AGAIN),
@@ -112,7 +115,9 @@ def test_equals_one_process(rank_pools, model_type, options):
 
 
 def _recorded(checkpointing: bool | None, keep: bool) -> tuple[list[Span], dict[tuple, list[str]]]:
-    """What a step of one layer recorded, of which K/V rows alone move; and the phases of its schedules."""
+    """What a step of one layer recorded, of which K/V rows alone move; and the phases of its
+    schedules.
+    """
     model = small_model(num_hidden_layers=1).train()
     dispatcher = prepared(model, checkpointing=checkpointing, keep_core_attention=keep)
     # One document over both ranks in each nano-batch: rank 1 needs the K/V rows of rank 0.
@@ -221,7 +226,9 @@ CONTEXTS = {
 
 
 def _seen_by_linear_layers(ping_pong: bool, context: str) -> dict[str, list]:
-    """The thread's state and the dtype of the result in each call of each linear layer, and after the model."""
+    """The thread's state and the dtype of the result in each call of each linear layer, and after
+    the model.
+    """
     model = small_model(num_hidden_layers=2).train()
     dispatcher = prepared(model, ping_pong)
     seen: dict[str, list] = {}
@@ -297,7 +304,8 @@ if hasattr(transformers.modeling_utils, "save_on_cpu"):  # from 5.23 on
     CHECKPOINTS["transformers offloaded"] = lambda model: model.activation_checkpointing_enable(
         offload=True
     )
-"""Ways to checkpoint every decoder layer; "fsdp" is what accelerate does for fsdp_activation_checkpointing."""
+"""Ways to checkpoint every decoder layer; "fsdp" is what accelerate does for
+fsdp_activation_checkpointing."""
 
 
 def _checkpointed(way: str, ping_pong: bool, keep: bool) -> tuple[Step, int, list[tuple[int, ...]]]:
@@ -341,14 +349,17 @@ def test_core_attention_is_computed_once_whatever_checkpoints_the_layer(rank_poo
         assert 2 * calls == all_calls
         if "offloaded" in way:  # what is kept is offloaded with the checkpoint
             results = [shape for shape in offloaded if shape not in others]
-            # O [rows, 4 heads, 8] and log-sum-exp [rows, 4] of 2 layers, of all rows or of those of either nano-batch.
+            # O [rows, 4 heads, 8] and log-sum-exp [rows, 4] of 2 layers, of all rows or of those of
+            # either nano-batch.
             assert len(results) == 2 * 2 * (1 + ping_pong)
             assert {shape[1:] for shape in results} == {(4, 8), (4,)}
             assert sum(shape[0] for shape in results if len(shape) == 3) // 2 in HALF
 
 
 def _errors() -> list[str]:
-    """Of a model that changes a kept result in place, and of a checkpoint around the attention alone."""
+    """Of a model that changes a kept result in place, and of a checkpoint around the attention
+    alone.
+    """
     changing, inside = (small_model().train() for _ in range(2))
     projection = changing.model.layers[1].self_attn.o_proj
     projection.forward = lambda x, forward=projection.forward: forward(x.mul_(2))

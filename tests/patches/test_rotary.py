@@ -1,4 +1,6 @@
-"""Rotary embeddings that depend on the length of a document: as each document alone has them, on any rank."""
+"""Rotary embeddings that depend on the length of a document: as each document alone has them, on
+any rank.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -71,7 +73,9 @@ def model_of(kind: str, implementation: str = "distca") -> Any:
 
 
 def embeddings(model: Any, rotary: nn.Module, run: Any) -> list[tuple[Tensor, Tensor]]:
-    """Cos and sin of a rotary embedding while a model runs, by type of layer: models call it in any order."""
+    """Cos and sin of a rotary embedding while a model runs, by type of layer: models call it in any
+    order.
+    """
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def note(_module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -87,7 +91,9 @@ def embeddings(model: Any, rotary: nn.Module, run: Any) -> list[tuple[Tensor, Te
 def _rows_of_rank(
     kind: str, dtype: torch.dtype | None
 ) -> tuple[list[tuple[int, int, int]], list[Any]]:
-    """The rows that this rank holds, and their cos and sin, after another micro-batch and a row without a plan."""
+    """The rows that this rank holds, and their cos and sin, after another micro-batch and a row
+    without a plan.
+    """
     model = model_of(kind)
     config = DistCAConfig(
         tokens_per_rank=256, balance_block_size=8, document_layout="joint", balance_tolerance=0.01
@@ -190,13 +196,18 @@ def settings_of(model: Any) -> Any:
 
 
 def test_a_plan_that_does_not_reach_the_embedding():
-    """A model that was not prepared, or whose decoder does not get the plan, or runs on other rows, is refused."""
+    """A model that was not prepared, or whose decoder does not get the plan, or runs on other rows,
+    is refused.
+    """
 
     def run(model: Any, dispatcher: Dispatcher) -> None:
         plan = plan_micro_batch([60], dispatcher.settings)
         model(**cut_rows(plan, 0, random_documents([60])), distca_plan=dispatcher.bind(plan))
 
-    message = r"LlamaAttention \(layer 0\) gets a rotary embedding for the longest position.*make_dispatcher"
+    message = (
+        r"LlamaAttention \(layer 0\) gets a rotary embedding for the longest"
+        r" position.*make_dispatcher"
+    )
     model = model_of("longrope")
     dispatcher = Dispatcher(settings_of(model), torch.device("cpu"))
     with pytest.raises(ValueError, match=message):

@@ -1,7 +1,8 @@
 """Plans of all kinds, and their routes carried out by hand.
 
-A row is what it is, (document, row): the value of a Q row, and of a K/V row, is its name. Attention of a query row
-gives the list of K/V rows that it saw. Its gradient gives every K/V row the list of queries that saw it.
+A row is what it is, (document, row): the value of a Q row, and of a K/V row, is its name. Attention
+of a query row gives the list of K/V rows that it saw. Its gradient gives every K/V row the list of
+queries that saw it.
 """
 
 import itertools
@@ -17,7 +18,9 @@ from tests.planner.plan_checks import rows_of
 
 @st.composite
 def drawn_plans(draw, most_ranks=4, most_servers=2, with_nodes=False):
-    """Plans of documents cut anywhere, their segments and tasks anywhere, perhaps on nodes of any sizes."""
+    """Plans of documents cut anywhere, their segments and tasks anywhere, perhaps on nodes of any
+    sizes.
+    """
     ranks = draw(st.integers(1, most_ranks))
     workers = ranks + draw(st.integers(0, most_servers))
     lengths = draw(st.lists(st.integers(1, 12), max_size=5))
@@ -63,7 +66,9 @@ def messages_of(routes, stage, hop=1):
 
 
 def exchange(routes, stage, values):
-    """What every worker receives, "queries" or the keys of a stage: [(worker, local row, value)] by received row."""
+    """What every worker receives, "queries" or the keys of a stage: [(worker, local row, value)] by
+    received row.
+    """
     received = [[] for _ in routes]
     for source, target, row in sent_rows(messages_of(routes, stage)):
         received[target].append((source, row, values[source][row]))
@@ -75,7 +80,9 @@ def exchange(routes, stage, values):
 
 
 def sent_rows(messages):
-    """(source, target, number of the row at the source) of every row, in the order in which each target has them."""
+    """(source, target, number of the row at the source) of every row, in the order in which each
+    target has them.
+    """
     for source, theirs in enumerate(messages):
         assert theirs.send_counts.sum() == len(theirs.send_rows)
         for target, rows in enumerate(
@@ -87,7 +94,9 @@ def sent_rows(messages):
 
 
 def visible(group, window, causal):
-    """[(query, key)] that a kernel computes for a group: all of each task, or bottom-right causal with a window."""
+    """[(query, key)] that a kernel computes for a group: all of each task, or bottom-right causal
+    with a window.
+    """
     assert (group.q_lens.sum(), group.k_lens.sum()) == (len(group.q_rows), len(group.k_rows))
     found, q_end, k_end = [], 0, 0
     tasks = (each.tolist() for each in (group.q_lens, group.k_lens, group.task_pairs))
@@ -105,7 +114,8 @@ def carried_out(plan):
     """Attention and its gradient by the routes of all workers.
 
     Returns:
-        For each rank {local row: K/V rows that its query saw} and {local row: queries that saw its K/V row}.
+        For each rank {local row: K/V rows that its query saw} and {local row: queries that saw its
+        K/V row}.
     """
     routes = routes_of(plan)
     stages = range(len(routes[0].stages))
@@ -117,7 +127,8 @@ def carried_out(plan):
     seen, seen_by = ([defaultdict(list) for _ in routes] for _ in range(2))
     for worker, mine in enumerate(routes):
         assert mine.local_rows == len(local[worker])
-        # (rank, local row, value) of what the numbers of a group stand for; results go to that rank and row.
+        # (rank, local row, value) of what the numbers of a group stand for; results go to that rank
+        # and row.
         held = [(worker, row, value) for row, value in enumerate(local[worker])]
         calls = [(mine.local, held, held, True)]
         asked_for = set()
@@ -151,8 +162,8 @@ def carried_out(plan):
 
 
 def _check_hops(plan, routes):
-    """Where a plan knows of nodes, a K/V row crosses to a node once (in a stage, with a window), and all that ranks do
-    beyond that is to forward it inside nodes."""
+    """Where a plan knows of nodes, a K/V row crosses to a node once (in a stage, with a window),
+    and all that ranks do beyond that is to forward it inside nodes."""
     ranks, node = plan.layout.ranks, plan.nodes
     crossed = []
     for stage in range(len(routes[0].stages)):
@@ -171,7 +182,9 @@ def _check_hops(plan, routes):
 
 
 def check(plan):
-    """Every query sees exactly the keys that it must, each once, and every key gets back exactly its queries."""
+    """Every query sees exactly the keys that it must, each once, and every key gets back exactly
+    its queries.
+    """
     seen, seen_by = carried_out(plan)
     for rank in range(plan.workers):
         local = rows_of(plan.layout.of_rank(rank))

@@ -33,7 +33,9 @@ def rows_of(table: Any) -> list[tuple[int, int]]:
 
 
 def check_layout(layout: Layout) -> None:
-    """Every row of every document once; each rank's rows [0, n) without a gap, in the order of segments."""
+    """Every row of every document once; each rank's rows [0, n) without a gap, in the order of
+    segments.
+    """
     every = [
         (document, row) for document, length in enumerate(layout.lengths) for row in range(length)
     ]

@@ -69,8 +69,8 @@ def test_tasks_written_out():
     assert measure(plan).max_over_mean <= 1.2
     plan = balanced(fixed_layout([[32768]] + [[2048] * 16] * 511))
     assert measure(plan).max_over_mean <= 1.01
-    # A moved task lies where it costs least. F pairs cost least in [s, e) with s = e / r; here
-    # r = 1 + kv / q = 2.125, since the bytes sent count on the busiest rank and O does not add to them.
+    # A moved task lies where it costs least. F pairs cost least in [s, e) with s = e / r; here r =
+    # 1 + kv / q = 2.125, since the bytes sent count on the busiest rank and O does not add to them.
     plan = balanced(
         fixed_layout([[100000], [3000] * 10]),
         kind=AttentionKind(None, 1, 1, 8, 1),
@@ -78,14 +78,16 @@ def test_tasks_written_out():
     )
     (moved,) = [task for task in plan.tasks.tolist() if task[0] == 0 and task[3] == 1]
     assert moved[2] / moved[1] == pytest.approx(2.125, abs=0.01)
-    # A rest on both sides costs gathering. Rows of the middle need the fewest bytes where keys are as wide as queries.
+    # A rest on both sides costs gathering. Rows of the middle need the fewest bytes where keys are
+    # as wide as queries.
     layout, kind = fixed_layout([[8192], [512] * 16]), AttentionKind(None, 1, 1, 8, 8)
     for gather_cost, expected in ((0.0, 2), (0.2, 1)):
         plan = balanced(layout, kind=kind, gather_cost=gather_cost)
         assert (
             len([task for task in plan.tasks.tolist() if task[0] == 0 and task[3] == 0]) == expected
         )
-    # A surplus stays on its node. Both nodes have the same to do, and on each one rank has all of it.
+    # A surplus stays on its node. Both nodes have the same to do, and on each one rank has all of
+    # it.
     plan = balanced(fixed_layout([[4096], [16] * 8, [16] * 8, [4096]]), nodes=(0, 0, 1, 1))
     loads = loads_of(plan)
     assert loads.max() <= 1.01 * loads.mean()
@@ -160,7 +162,8 @@ def problems(draw):
     count = layout.ranks + draw(st.integers(0, 3))
     speeds = draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=count, max_size=count))
     bases = draw(st.lists(st.sampled_from([0.0, 0.0, 1e3, 1e5]), min_size=count, max_size=count))
-    # Where links differ, ranks are on consecutive nodes of any sizes, and servers among them or on nodes of their own.
+    # Where links differ, ranks are on consecutive nodes of any sizes, and servers among them or on
+    # nodes of their own.
     nodes = [
         0,
         *np.cumsum(
@@ -190,8 +193,9 @@ def test_plans_compute_every_row_once_within_tolerance(problem, window, balance_
     loads = loads_by_row(plan)
     assert loads == loads_of(plan).tolist()
     ideal = workers.ideal(sum(loads))
-    # A row is not divisible: beyond the balance_tolerance, the slowest worker is off by no more than a few of the
-    # largest, and the others may be as late as it is: found by a search, where that saved a task below a block.
+    # A row is not divisible: beyond the balance_tolerance, the slowest worker is off by no more
+    # than a few of the largest, and the others may be as late as it is: found by a search, where
+    # that saved a task below a block.
     row = min(int(layout.lengths.max(initial=0)), window or 10**9)
     late = (
         workers.finishing(np.array(loads))
@@ -266,11 +270,12 @@ def test_flows_and_their_sources():
 def test_rows_of_other_nodes_go_to_those_with_room():
     settings = PlanSettings(4, 64, balance_block_size=8)
     for rows, window, limit, of_nodes, expected in (
-        # Node 1 has rows 48 to 64 of document 0, whose 16 rows have 904 pairs. Each of its ranks has room for
-        # 500 - 36 = 464 pairs, and rows 48 to 56 have 420.
+        # Node 1 has rows 48 to 64 of document 0, whose 16 rows have 904 pairs. Each of its ranks
+        # has room for 500 - 36 = 464 pairs, and rows 48 to 56 have 420.
         ([[64], [16], [8], [8]], None, 500.0, [(0, 0, 48, 0), (0, 48, 64, 1), (2, 0, 8, 1), (3, 0, 8, 1)],
          [(0, 0, 48, 0), (0, 48, 56, 2), (2, 0, 8, 2), (0, 56, 64, 3), (3, 0, 8, 3)]),
-        # Rank 2 has room for 964 pairs, then 836: still more than the 516 of rank 3. Without a window it had 60 left.
+        # Rank 2 has room for 964 pairs, then 836: still more than the 516 of rank 3. Without a
+        # window it had 60 left.
         ([[64], [16], [8], [64]], 8, 1000.0,
          [(0, 0, 48, 0), (0, 48, 64, 1), (1, 0, 16, 1), (2, 0, 8, 1), (3, 0, 64, 1)],
          [(0, 0, 48, 0), (0, 48, 64, 2), (1, 0, 16, 2), (2, 0, 8, 2), (3, 0, 64, 3)]),

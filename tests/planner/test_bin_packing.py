@@ -37,11 +37,13 @@ def test_written_out():
             for documents in whole_documents(np.array(lengths), 2, tokens_per_rank)
         ]
 
-    # 7 | 5, then 4 to the second, 3 to the first, 1 to the second: 10 and 10; in halves 7 + 3 and 5 + (4, 1).
+    # 7 | 5, then 4 to the second, 3 to the first, 1 to the second: 10 and 10; in halves 7 + 3 and 5
+    # + (4, 1).
     assert on_ranks([3, 7, 1, 5, 4], 10) == [[1, 0], [3, 2, 4]]
     # 6 6 | 4 4 4: evenly 6 4 4 and 6 4 need 14; tightly 6 6 and 4 4 4.
     assert on_ranks([6, 4, 6, 4, 4], 12) == [[0, 2], [1, 4, 3]]
-    # Longest first, 2 is left over both ways: evenly 5 3 | 3 3 2, tightly 5 3 | 3 3 2. So in their order.
+    # Longest first, 2 is left over both ways: evenly 5 3 | 3 3 2, tightly 5 3 | 3 3 2. So in their
+    # order.
     assert on_ranks([5, 2, 2, 3, 3, 3], 9) == [[0, 1, 2], [3, 5, 4]]
     with pytest.raises(
         ValueError,

@@ -24,7 +24,9 @@ FREE, SLOW = LinkCost(0.0, np.inf), LinkCost(0.0, 1.0)
 
 
 def costs(within: LinkCost, between: LinkCost) -> StepCosts:
-    """A pair takes a millisecond in the forward and twice as long in the backward, a token 0.4 in everything else."""
+    """A pair takes a millisecond in the forward and twice as long in the backward, a token 0.4 in
+    everything else.
+    """
     forward, backward = KernelCost(0.0, 0.0, 0.0, 1e-3), KernelCost(0.0, 0.0, 0.0, 2e-3)
     return StepCosts(
         (KindCosts(KIND, 1, forward, backward),), 5e-5, 5e-5, 2.0, 1e-4, Links(within, between)
@@ -103,13 +105,14 @@ def test_ranks_that_share_cores_need_no_balance():
     assert plan.choice.packed_seconds < 1.3 * plan.choice.seconds
     # Two ranks a core: the rank with the long document would be done last all the same.
     assert exchanges(chosen(lengths, ranks_per_core=2.0))
-    # As many ranks as there are cores are done last: the others get fewer documents, so that no core idles.
+    # As many ranks as there are cores are done last: the others get fewer documents, so that no
+    # core idles.
     plan = chosen([60, *[30] * 6], SLOW, SLOW, tokens=128, ranks_per_core=2.0)
     assert (plan.choice.group, sorted(plan.tokens.tolist())) == (1, [30, 60, 60, 90])
     alone = chosen([60, *[30] * 6], SLOW, SLOW, tokens=128)
     assert sorted(alone.tokens.tolist()) == [60] * 4
-    # Four ranks on two cores, with 4, 2, 1 and 1 seconds while all compute: one second of four ranks, one of two at
-    # double speed, and two of one at double speed.
+    # Four ranks on two cores, with 4, 2, 1 and 1 seconds while all compute: one second of four
+    # ranks, one of two at double speed, and two of one at double speed.
     shared = replace(costs(FREE, FREE), ranks_per_core=2.0)
     assert shared.until_done(np.array([4.0, 1, 2, 1]), 4.0) == 1 + 1 / 2 + 2 / 2
     assert shared.until_done(np.array([1.0] * 4), 6.0) == 3.0
@@ -135,8 +138,8 @@ def test_packed_documents_are_predicted_with_all_costs_of_the_kernel():
 
     even = choice([32] * 4)
     assert even.packed_seconds == pytest.approx(even.seconds)
-    # The second rank packs the third document and 32 rows of the second one. These see 16 rows before them; with a
-    # window of 8 they see 7.
+    # The second rank packs the third document and 32 rows of the second one. These see 16 rows
+    # before them; with a window of 8 they see 7.
     expected = seconds(48 + 32, (48 * 49 - 16 * 17 + 32 * 33) / 2)
     assert choice([48, 48, 32]).packed_seconds == pytest.approx(expected)
     windowed = choice([48, 48, 32], replace(KIND, window=8), slowness=(1.0, 2.0))
@@ -204,7 +207,8 @@ def test_a_slower_rank_gets_less_to_do(groups):
         sum(loads_of(nano.plans[KIND]) for nano in plan.nano_batches) for plan in (alike, uneven)
     ]
     assert loads[0].max() <= 1.02 * loads[0].mean()
-    # Σ speed · T = pairs, with speeds 1, 1, 1 and 1/2; a row's other work is as much as 0.4 / 3 pairs.
+    # Σ speed · T = pairs, with speeds 1, 1, 1 and 1/2; a row's other work is as much as 0.4 / 3
+    # pairs.
     besides = 60 * 0.4 / 3
     level = (loads[1].sum() + 4 * besides) / 3.5
     assert loads[1][3] == pytest.approx(level / 2 - besides, rel=0.05)
@@ -236,7 +240,8 @@ def test_stages_are_as_many_as_pay():
         )
         (nano,) = plan_micro_batch([32768], of_plans).nano_batches
         assert fewest <= count_plan(nano.plans[KIND], KIND, 2).stages <= most
-    # Plans are compared with few stages where these pay: where calls are free, the usual number hides the exchange.
+    # Plans are compared with few stages where these pay: where calls are free, the usual number
+    # hides the exchange.
     for call, stages in ((1e3, 1), (0.0, None)):
         found = candidates(
             np.array([32768]), PlanSettings(2, 16384, (KIND,)), of_one_document(slow, call)

@@ -46,7 +46,8 @@ def test_joint_layouts_written_out():
     assert all(start % 128 == 0 for start, _ in cuts)
     whole = joint_layout([5] * 6, 3, 10).segments.tolist()  # nothing to cut
     assert [row[1:3] for row in whole] == [(0, 5)] * 6
-    # No document is cut between nodes that fits into one: each long one is more than a rank takes, but not a node.
+    # No document is cut between nodes that fits into one: each long one is more than a rank takes,
+    # but not a node.
     layout = joint_layout([96, 96, 32, 32], 4, 64, node_sizes=(2, 2), balance_block_size=16)
     assert layout.tokens.tolist() == [64] * 4
     nodes = [
@@ -171,8 +172,9 @@ def test_two_nano_batches():
 
 
 def test_what_is_mirrored_has_its_nodes_in_the_reverse_order():
-    # With a window of 1 rows cost the same wherever they are, so that the longer document of each nano-batch fits the
-    # node of three ranks. Were the nodes not turned round first, the second one's would lie on ranks of both nodes.
+    # With a window of 1 rows cost the same wherever they are, so that the longer document of each
+    # nano-batch fits the node of three ranks. Were the nodes not turned round first, the second
+    # one's would lie on ranks of both nodes.
     kind = AttentionKind(window=1)
     settings = PlanSettings(
         4, 128, (kind,), balance_block_size=16, ping_pong=True, ranks_per_node=(1, 3)
@@ -237,7 +239,8 @@ def test_plans(layout, window, lengths, nodes, server_nodes, ping_pong, stage_ro
         loads = loads_of(plan)
         most_of_a_row = min(int(nano.layout.lengths.max()), window or 10**9)
         assert loads.max() <= loads.mean() * (1 + TOLERANCE) + 2 * most_of_a_row
-        # Every row sees its keys once, and a key crosses to a node once: with a window, once in a stage.
+        # Every row sees its keys once, and a key crosses to a node once: with a window, once in a
+        # stage.
         check(replace(plan, stage_rows=stage_rows))
 
 
@@ -250,7 +253,8 @@ def test_rows_of_every_rank_are_divided():
     ]
     assert list(plan.held_by(1)) == [(2, 0, 2), (3, 0, 6)]
     assert list(plan.held_by(2)) == [(4, 0, 1), (5, 0, 1), (6, 0, 1)]
-    # Rows stay in one part where a rank has one document, or hardly any rows beside it, or with one nano-batch.
+    # Rows stay in one part where a rank has one document, or hardly any rows beside it, or with one
+    # nano-batch.
     for rows, ping_pong in (
         ([[4, 4], [8]], True),
         ([[4, 4], [7, 1]], True),

@@ -58,14 +58,15 @@ def test_segments_and_messages():
         [1, 0],
         [3, 1],
     )
-    # A halo and a state from 0 to 1 and back; the state of the first segment stays on rank 0 for the last.
+    # A halo and a state from 0 to 1 and back; the state of the first segment stays on rank 0 for
+    # the last.
     assert counted.halos.tolist() == counted.states.tolist() == [[0, 0], [1, 1]]
     assert counted.bytes_moved(halo=10, state=100) == 110
 
 
 def test_a_cut_document_waits_for_halos_and_states():
-    # 2 rows before the halos, which take 1 + 1 s; 2 · 2 + 0.5 s in the recurrence, and 2 · 3 s more on rank 1, whose
-    # segment has an earlier one; states take 1 + 10 s; 2 · 4 s after.
+    # 2 rows before the halos, which take 1 + 1 s; 2 · 2 + 0.5 s in the recurrence, and 2 · 3 s more
+    # on rank 1, whose segment has an earlier one; states take 1 + 10 s; 2 · 4 s after.
     assert walk(CUT) == ([33.5, 33.5], [2 + 17, 2 + 11], [14.5, 20.5])
     # In reverse, twice as slow: 16, states 11, 9 or 21, halos 2, 4.
     assert walk(CUT, direction="backward") == ([54.0, 54.0], [11 + 14, 11 + 2], [29.0, 41.0])
@@ -114,7 +115,8 @@ def test_exchanges_hide_behind_the_other_nano_batch_and_whole_documents():
         ends, waited, computed = walk(CUT, WHOLE, direction=direction)
         assert waited == [0.0, 0.0]
         assert ends == computed
-    # The second nano-batch's states leave when the first one's have arrived: 25 + 0.5 + 1 + 10 s, then 2 · 4 s.
+    # The second nano-batch's states leave when the first one's have arrived: 25 + 0.5 + 1 + 10 s,
+    # then 2 · 4 s.
     assert walk(CUT, CUT)[0] == [44.5, 44.5]
     beside = layout([4, 20, 20], (0, 0, 2, 0), (1, 0, 20, 0), (0, 2, 4, 1), (2, 0, 20, 1))
     assert walk(beside)[1] == [2.0, 2.0]  # whole documents hide states, nothing hides halos

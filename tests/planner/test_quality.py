@@ -13,8 +13,9 @@ QUANTILES = (0.5, 0.9, 1.0)
 MARGIN = 1.01
 """Room that bounds leave above what was found when they were written."""
 
-# (kind, tolerance, ranks, ranks of a node, window): quantiles, over batches, of the KB a token between nodes, and of
-# the busiest rank; tasks of all plans, and those below a block that do not end where their document ends.
+# (kind, tolerance, ranks, ranks of a node, window): quantiles, over batches, of the KB a token
+# between nodes, and of the busiest rank; tasks of all plans, and those below a block that do not
+# end where their document ends.
 BOUNDS = {
     ("fixed", 0.01, 8, 1, None): ((3.0, 7.78, 12.32), (11.83, 26.86, 32.57), 16302, 3),
     ("fixed", 0.01, 64, 1, None): ((2.75, 8.86, 12.77), (24.6, 166.81, 241.89), 132724, 7),

@@ -55,7 +55,9 @@ def test_every_query_sees_its_keys_once_and_results_go_home(plan, stage_rows):
 
 
 def halves(q_lens, k_lens, window=None):
-    """[(query rows and keys of each task, rows of its queries, of its keys, pairs)] of each half of a group."""
+    """[(query rows and keys of each task, rows of its queries, of its keys, pairs)] of each half of
+    a group.
+    """
     q, k = np.array(q_lens, np.int64), np.array(k_lens, np.int64)
     group = TaskGroup(
         q, k, np.arange(q.sum()), np.arange(k.sum()), q if window else q * (2 * k - q + 1) // 2
@@ -74,17 +76,19 @@ def test_halves_of_the_pairs():
         ([(2, 2)], [0, 1], [0, 1], [3]),
         ([(2, 2)], [2, 3], [2, 3], [3]),
     ]
-    # A task in the middle is cut into its first queries with their keys, and the others. 1 + 2 + 3 pairs and 4: the
-    # first three queries see three keys, the last one all.
+    # A task in the middle is cut into its first queries with their keys, and the others. 1 + 2 + 3
+    # pairs and 4: the first three queries see three keys, the last one all.
     assert halves([4], [4]) == [
         ([(3, 3)], [0, 1, 2], [0, 1, 2], [6]),
         ([(1, 4)], [3], [0, 1, 2, 3], [4]),
     ]
-    # 3, then 6 + 7 + 8 of a task that has five keys before its own rows, then 1: cut where 9 of 25 are done.
+    # 3, then 6 + 7 + 8 of a task that has five keys before its own rows, then 1: cut where 9 of 25
+    # are done.
     first, second = halves([2, 3, 1], [2, 8, 1])
     assert first == ([(2, 2), (1, 6)], [0, 1, 2], [*range(8)], [3, 6])
     assert second == ([(2, 8), (1, 1)], [3, 4, 5], [*range(2, 11)], [15, 1])
-    # A cut leaves a row on either side: of 10 + 11 and 11 pairs, 16 lie nearer to the end of the task.
+    # A cut leaves a row on either side: of 10 + 11 and 11 pairs, 16 lie nearer to the end of the
+    # task.
     first, second = halves([2, 1], [11, 11])
     assert first == ([(1, 10)], [0], [*range(10)], [10])
     assert second == ([(1, 11), (1, 11)], [1, 2], [*range(22)], [11, 11])
@@ -182,7 +186,8 @@ def test_bytes_within_and_between_nodes():
     def plan_of(rows, tasks):
         return Plan(fixed_layout(rows), np.array(tasks, TASK), 4)
 
-    # Ranks 0 and 1 are one node, 2 and 3 the other. Rank 0 holds 4 rows; ranks 2 and 3 compute the last two.
+    # Ranks 0 and 1 are one node, 2 and 3 the other. Rank 0 holds 4 rows; ranks 2 and 3 compute the
+    # last two.
     plan = plan_of([[4], [], [], []], [(0, 0, 2, 0), (0, 2, 3, 2), (0, 3, 4, 3)])
     # Rows 0 to 2 are read by both: they go to rank 2 once, which forwards them.
     forwarded = bytes_by_link(replace(plan, nodes=NODES), BYTES, NODES)
@@ -191,8 +196,8 @@ def test_bytes_within_and_between_nodes():
     # 30 bytes at 1e-9 GB/s, 2000 at 100 times as much.
     assert link_seconds(forwarded, (1e-9, 1e-7)) == pytest.approx(30)
     assert link_seconds(forwarded, (1e-9, 1e-9)) == pytest.approx(2000)
-    # With two other nano-batches, workers send 240, 2000, 30, 0 within nodes and receive 2000, 240, 0, 30;
-    # between them they send 240, 240, 1000, 3000 and receive 2000, 2000, 130, 350.
+    # With two other nano-batches, workers send 240, 2000, 30, 0 within nodes and receive 2000, 240,
+    # 0, 30; between them they send 240, 240, 1000, 3000 and receive 2000, 2000, 130, 350.
     others = (
         ([[4], [], [], []], [(0, 0, 2, 0), (0, 2, 4, 1)]),
         ([[], [4], [], []], [(0, 0, 2, 1), (0, 2, 4, 3)]),
@@ -227,8 +232,9 @@ def test_rows_on_one_path_are_divided_evenly_over_the_stages():
     # Rows that do not divide evenly are more in another stage on each path.
     first, *_ = routes_of(replace(quarters(32, 4), stage_rows=8))
     assert [stage.keys.send_counts.sum() for stage in first.stages] == [8, 8, 8]
-    # Each of two nodes of four ranks reads all that comes before its rows. Rows 64 to 111 come to the last rank from
-    # its own node; a quarter of the others cross to it, and the rest to its peers.
+    # Each of two nodes of four ranks reads all that comes before its rows. Rows 64 to 111 come to
+    # the last rank from its own node; a quarter of the others cross to it, and the rest to its
+    # peers.
     plan = replace(quarters(128, 8), nodes=(0, 0, 0, 0, 1, 1, 1, 1))
     *_, last = routes_of(plan)
     assert last.stages[0].keys.recv_counts.tolist() == [0, 0, 0, 16, 16, 16, 16, 0]
@@ -241,7 +247,9 @@ def test_rows_on_one_path_are_divided_evenly_over_the_stages():
 
 
 def hops_of(rows, targets, nodes, document=0):
-    """[(source, target, first row, row behind the last)] of both hops of rows on rank 0 that other ranks read."""
+    """[(source, target, first row, row behind the last)] of both hops of rows on rank 0 that other
+    ranks read.
+    """
     moves = table_of(
         MOVE, document=np.full(len(targets), document), stop=rows, target=np.array(targets)
     )
@@ -289,7 +297,8 @@ def test_what_fits_travels_at_once():
     assert with_stages(quarters(4096), 2**20, stages=4).stage_rows == SMALLEST_STAGE
     assert with_stages(quarters(1024), 2**20, stages=4).stage_rows is None
 
-    # Settings say how many bytes travel at a time. One document on both ranks; rows of K and V of 4096 bytes.
+    # Settings say how many bytes travel at a time. One document on both ranks; rows of K and V of
+    # 4096 bytes.
     def planned(**settings):
         (nano,) = plan_micro_batch([8192], PlanSettings(2, 4096, **settings)).nano_batches
         (plan,) = nano.plans.values()
@@ -302,7 +311,8 @@ def test_what_fits_travels_at_once():
 
 
 def test_stages_of_windows_hold_the_rows_that_windows_reach_back_for():
-    # Rank 1 computes rows 40 to 80 of rank 0; each stage begins with the keys of its first query's window.
+    # Rank 1 computes rows 40 to 80 of rank 0; each stage begins with the keys of its first query's
+    # window.
     tasks = np.array([(0, 0, 40, 0), (0, 40, 80, 1), (1, 0, 80, 1)], TASK)
     plan = Plan(fixed_layout([[80], [80]], 2), tasks, 2, window=5, stage_rows=20)
     sent = rows_by_stage(plan)[:, 0, 0]
@@ -333,7 +343,9 @@ def test_stages_hold_so_many_rows_and_servers_have_one(plan, buffer_rows):
 
 @given(st.sampled_from([1, 3]), drawn_plans(most_servers=0))
 def test_what_the_segments_of_cut_documents_exchange(width, plan):
-    """What ranks send fits what others receive; every halo has the rows before its segment, every chain all states."""
+    """What ranks send fits what others receive; every halo has the rows before its segment, every
+    chain all states.
+    """
     layout, ranks = plan.layout, plan.layout.ranks
     rows = [rows_of(layout.of_rank(rank)) for rank in range(ranks)]
     tables = [halos(layout, rank, width) for rank in range(ranks)]

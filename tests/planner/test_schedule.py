@@ -39,26 +39,60 @@ def calls(schedule):
 
 
 WRITTEN_OUT = {
-    ("backward", "alone", 1, False): """
+    (
+        "backward",
+        "alone",
+        1,
+        False,
+    ): (
+        """
 send do o lse q, k v / run local 1/2 / | / wait do o lse q, k v; run remote-query; send dq
 run remote-KV; send dk dv / run local 2/2 / | / wait dq, dk dv
-""",
-    ("forward", "second", 1, False): """
+"""
+    ),
+    (
+        "forward",
+        "second",
+        1,
+        False,
+    ): (
+        """
 send q, k v / run local / | / wait q, k v; run remote-query; send o lse / run remote-KV / | / wait o lse
-""",
-    ("backward", "first", 1, False): """
+"""
+    ),
+    (
+        "backward",
+        "first",
+        1,
+        False,
+    ): (
+        """
 send do o lse q, k v / | / wait do o lse q, k v; run remote-query; send dq
 run remote-KV; send dk dv / run local / | / wait dq, dk dv
-""",
-    ("forward", "alone", 4, False): """
+"""
+    ),
+    (
+        "forward",
+        "alone",
+        4,
+        False,
+    ): (
+        """
 send q, k v, k v [1] / run local / |
 wait q, k v; run remote-query, remote-query prefix / run remote-KV; send k v [2]
 wait k v [1]; run remote-query [1], remote-query prefix [1] / run remote-KV [1]; send k v [3]
 wait k v [2]; run remote-query [2], remote-query prefix [2] / run remote-KV [2]
 wait k v [3]; run remote-query [3], remote-query prefix [3]; send o lse / run remote-KV [3] / |
 wait o lse
-""",
-    ("backward", "first", 4, False): """
+"""
+    ),
+    (
+        "backward",
+        "first",
+        4,
+        False,
+    ): (
+        """
 send do o lse q, k v, k v [1] / |
 wait do o lse q, k v; run remote-query, remote-query prefix / run remote-KV; send dk dv, k v [2]
 wait k v [1]; run remote-query [1], remote-query prefix [1] / run remote-KV [1]
@@ -67,8 +101,15 @@ run remote-KV [2] / wait dk dv [1]; send dk dv [2]
 wait k v [3]; run remote-query [3], remote-query prefix [3]; send dq / run remote-KV [3]
 wait dk dv [2]; send dk dv [3] / run local / |
 wait dq, dk dv [3]
-""",
-    ("forward", "first", 4, True): """
+"""
+    ),
+    (
+        "forward",
+        "first",
+        4,
+        True,
+    ): (
+        """
 send q, k v, k v [1] / | / wait k v; send k v forwarded / run local
 wait q, k v forwarded, k v [1]; send k v forwarded [1], k v [2] / run remote-query, remote-query prefix / run remote-KV
 wait k v forwarded [1], k v [2]; send k v forwarded [2], k v [3]
@@ -77,8 +118,15 @@ wait k v forwarded [2], k v [3]; send k v forwarded [3]
 run remote-query [2], remote-query prefix [2] / run remote-KV [2]
 wait k v forwarded [3]; run remote-query [3], remote-query prefix [3]; send o lse / run remote-KV [3] / |
 wait o lse
-""",
-    ("backward", "first", 4, True): """
+"""
+    ),
+    (
+        "backward",
+        "first",
+        4,
+        True,
+    ): (
+        """
 send do o lse q, k v, k v [1] / | / wait k v; send k v forwarded
 wait do o lse q, k v forwarded, k v [1]; send k v forwarded [1], k v [2]
 run remote-query, remote-query prefix / run remote-KV; send dk dv to gateways
@@ -91,9 +139,11 @@ wait k v forwarded [3]; run remote-query [3], remote-query prefix [3]; send dq
 run remote-KV [3]; send dk dv to gateways [3]
 wait dk dv to gateways [2], dk dv [1]; send dk dv [2] / wait dk dv to gateways [3]; send dk dv [3] / run local / |
 wait dq, dk dv [2], dk dv [3]
-""",
+"""
+    ),
 }
-"""The phases by direction, turn, stages, and whether ranks forward rows inside nodes; others are in test_design."""
+"""The phases by direction, turn, stages, and whether ranks forward rows inside nodes; others are in
+test_design."""
 
 
 def test_phases_in_order():
@@ -129,7 +179,8 @@ def test_a_forward_written_out():
         KernelCall("remote-query", "received", "received", first=False),
         KernelCall("remote-query prefix", "received", "received", causal=False, first=False),
     ]
-    # With a window a received query reads keys of one stage alone, so that nothing is merged with its results.
+    # With a window a received query reads keys of one stage alone, so that nothing is merged with
+    # its results.
     windowed = calls(
         made("forward", "alone", 2, windowed=True, groups=groups_of("forward", "alone", 1))
     )

@@ -56,8 +56,8 @@ def test_ranks_that_do_not_serve_compute_nothing_however_small(speeds, rows):
     assert loads[:2].tolist() == [0, 0]
     if rows is ROWS:
         assert (loads[2:] / speeds).max() <= 1.02 * sum(loads) / sum(speeds)
-    # What is left at ranks goes to the server that finishes first. Alone, server 2 would need 10 units for either;
-    # server 3 has 36 / 8 and needs 10 / 8 for each.
+    # What is left at ranks goes to the server that finishes first. Alone, server 2 would need 10
+    # units for either; server 3 has 36 / 8 and needs 10 / 8 for each.
     plan = Plan(
         fixed_layout([[8, 4], [4]]), np.array([(1, 0, 4, 0), (2, 0, 4, 1), (0, 0, 8, 3)], TASK), 4
     )
@@ -95,7 +95,8 @@ def test_the_summary_counts_both_nano_batches(ranks_serve):
 
 
 def test_rows_of_a_nano_batch_alone_travel_in_stages_beside_servers_too():
-    # The ranks compute all but a thousandth. Rank 1 reads 8192 rows of the document from rank 0; two documents stay.
+    # The ranks compute all but a thousandth. Rank 1 reads 8192 rows of the document from rank 0;
+    # two documents stay.
     for documents, ping_pong, stages in (([16384], False, [4]), ([8192, 8192], True, [1, 1])):
         settings = PlanSettings(2, 8192, document_layout="fixed", ping_pong=ping_pong)
         workers = Workers((1.0, 1.0, 1e-3), (0.0,) * 3)
@@ -145,7 +146,8 @@ def test_the_summary_is_of_the_costliest_kind_of_attention_and_of_links_inside_n
 
 @pytest.mark.parametrize("nodes", [None, (0, 0, 1, 1, 2)])
 def test_a_document_s_end_is_spread_over_the_ranks_or_inside_nodes_or_stays(nodes):
-    # Rank 0 holds a document of 16 rows, each of the others one row; the server computes rows 8 to 15.
+    # Rank 0 holds a document of 16 rows, each of the others one row; the server computes rows 8 to
+    # 15.
     tasks = np.array([(0, 0, 8, 0), (1, 0, 1, 1), (2, 0, 1, 2), (3, 0, 1, 3), (0, 8, 16, 4)], TASK)
     plan = Plan(fixed_layout([[16], [1], [1], [1]]), tasks, 5, nodes=nodes)
     settings = settings_of(4, 2, ranks_per_node=2 if nodes else 1)
@@ -165,15 +167,17 @@ def test_a_document_s_end_is_spread_over_the_ranks_or_inside_nodes_or_stays(node
 
 
 def test_seconds_are_those_of_the_busiest_rank_and_of_its_bytes_there_and_back():
-    # Rank 1 computes rows 2 and 3 of a document of rank 0: 7 pairs, and 3 pairs are computed locally.
+    # Rank 1 computes rows 2 and 3 of a document of rank 0: 7 pairs, and 3 pairs are computed
+    # locally.
     tasks = np.array([(0, 0, 2, 0), (0, 2, 4, 1)], TASK)
     plan, settings = Plan(fixed_layout([[4], []]), tasks, 2), settings_of(2, 2, row_overhead=5)
     # Forward: 2 rows of Q and 4 of K and V go there. Backward: Q, O and dO, K and V go there.
     for per_node, bandwidth in ((1, 50e9), (2, 450e9)):
         seconds = seconds_of(plan, KIND, replace(settings, ranks_per_node=per_node), 1e10)
         assert seconds == pytest.approx((7 + 2 * 5) / 1e10 + (192 + 320) / bandwidth)
-    # What a repair exchanges travels in the stages that it needs. Rank 1 holds rows 8 to 15 and reads rows
-    # 0 to 7 of rank 0 for them, which a buffer of 4 rows takes in two stages. In the plan ranks exchanged nothing.
+    # What a repair exchanges travels in the stages that it needs. Rank 1 holds rows 8 to 15 and
+    # reads rows 0 to 7 of rank 0 for them, which a buffer of 4 rows takes in two stages. In the
+    # plan ranks exchanged nothing.
     plan = Plan(fixed_layout([[16]], 2), np.array([(0, 0, 8, 0), (0, 8, 16, 2)], TASK), 3)
     for buffer_bytes, stage_rows in ((4 * 32, 4), (1, 1), (1 << 25, None)):
         local = plan_lost(

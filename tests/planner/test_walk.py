@@ -52,7 +52,10 @@ def walk(
     busy: float = 0.0,
     slowness: tuple[float, float] = (1.0, 1.0),
 ):
-    """A pair takes a second, in the backward two; a row that travels 1 / bandwidth. Numbers may be by rank."""
+    """A pair takes a second, in the backward two; a row that travels 1 / bandwidth.
+
+    Numbers may be by rank.
+    """
     kernel = KernelCost(0, 0, 0, 1.0 if direction == "forward" else 2.0)
     links = Links(LinkCost(0.0, bandwidth), LinkCost(0.0, bandwidth), busy=busy)
     parts = ([np.zeros(2) + seconds] * len(nano_batches) for seconds in (before, after))
@@ -68,8 +71,8 @@ def test_one_layer():
         [3, 3],
     )
     assert walk([counted(local=(5, 7))], "backward", before=6, after=3).seconds == 14 + 9
-    # Rank 1 computes two rows of rank 0, who waits for the results. In the middle of a model rank 1 begins the next
-    # layer while rank 0 still waits.
+    # Rank 1 computes two rows of rank 0, who waits for the results. In the middle of a model rank 1
+    # begins the next layer while rank 0 still waits.
     for bandwidth, seconds in (
         (np.inf, 6),  # 4 local and 2 remote-query
         (
@@ -98,13 +101,17 @@ def test_a_rank_that_is_slow_computes_longer():
 
 
 def test_a_layer_begins_while_ranks_still_wait_in_the_one_before():
-    """Rank 0 has 60 seconds after core attention and rank 1 has 30, in which rank 0's next rows have not come."""
+    """Rank 0 has 60 seconds after core attention and rank 1 has 30, in which rank 0's next rows
+    have not come.
+    """
     walked = walk([counted(local=(0, 0), remote_query=(0, 10), rows=1)], after=(60.0, 30.0))
     assert (walked.seconds, walked.waited.tolist()) == (70, [10, 30])
 
 
 def test_the_second_nano_batch_begins_the_backward():
-    """Its local tasks, of 6 seconds, hide the 6 seconds for which 2 rows of do, o and q travel to rank 1."""
+    """Its local tasks, of 6 seconds, hide the 6 seconds for which 2 rows of do, o and q travel to
+    rank 1.
+    """
     walked = walk([counted((4, 4), (0, 2), 2), counted((3, 3))], "backward", bandwidth=1.0)
     # Rank 0 reaches the next layer 4 seconds before rank 1, which has no wait.
     assert (walked.seconds, walked.waited.tolist()) == (6 + 4 + 8, [4, 0])
@@ -152,9 +159,11 @@ def test_stages_compute_the_same_pairs():
 
 
 def test_a_step_of_layers_that_mix_rows():
-    """A rank with 10 tokens, two layers with attention and six that mix rows; the backward takes three times as long.
+    """A rank with 10 tokens, two layers with attention and six that mix rows; the backward takes
+    three times as long.
 
-    A layer with attention takes 10 · (1 + 2) + 8 seconds in the forward, a mixing one 10 · (1 + 2 + 4) + 8.
+    A layer with attention takes 10 · (1 + 2) + 8 seconds in the forward, a mixing one 10 · (1 + 2 +
+    4) + 8.
     """
     kernel, links = KernelCost(0, 0, 0, 0), Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf))
     mixing = MixingCosts(
@@ -172,7 +181,8 @@ def test_a_step_of_layers_that_mix_rows():
     assert walked.mixing.tolist() == [of_mixing]
     assert walked.other.tolist() == [of_mixing + 2 * (10 * 3 + 8) * (1 + 3) + 5 * 10]
     assert walked.seconds == walked.other[0]
-    # A kernel call takes 1 second for 10 rows in the forward, and 100 in a backward that is left out.
+    # A kernel call takes 1 second for 10 rows in the forward, and 100 in a backward that is left
+    # out.
     calls = KindCosts(kind, 2, KernelCost(0, 0.1, 0, 0), KernelCost(0, 10.0, 0, 0))
     forward = predict_step(
         [{kind: plan}], [layout], replace(costs, kinds=(calls,)).forward_only(), [0]
@@ -190,7 +200,9 @@ def test_a_step_of_layers_that_mix_rows():
 
 
 def test_ranks_that_share_no_documents_do_not_wait_for_each_other():
-    """Ranks 0 and 1 reach the exchange after 2 seconds and compute for 9; ranks 2 and 3 after 7, for 1."""
+    """Ranks 0 and 1 reach the exchange after 2 seconds and compute for 9; ranks 2 and 3 after 7,
+    for 1.
+    """
     queries = np.zeros((2, 2, 4), np.int64)
     queries[0, 0, [0, 2]] = queries[0, 1, [1, 3]] = 1
     moved, nothing = RowsMoved(queries, queries * 0), RowsMoved(queries * 0, queries * 0)
@@ -228,7 +240,8 @@ def test_what_is_counted_of_a_plan():
         for rows in (7, 8, 16, None)
     }
     assert stages == {7: 3, 8: 2, 16: 1, None: 1}
-    # Rank 0 holds 1005 rows, rank 1 the other 995 and the short document: rows of short tasks are counted.
+    # Rank 0 holds 1005 rows, rank 1 the other 995 and the short document: rows of short tasks are
+    # counted.
     layout = fixed_layout([[2000, 10]], 2)
     plan = Plan(layout, local_tasks(layout.segments), 2)
     found = count_plan(plan, AttentionKind(), 2)
@@ -242,7 +255,9 @@ def test_what_is_counted_of_a_plan():
 
 
 def test_a_cut_costs_a_task():
-    """A document of 8 rows and one of 4 on two ranks, cut into tasks of rows [0, 4), [4, 6) and [6, 8)."""
+    """A document of 8 rows and one of 4 on two ranks, cut into tasks of rows [0, 4), [4, 6) and [6,
+    8).
+    """
     layout, kind = fixed_layout([[8], [4]]), AttentionKind()
     whole = Plan(layout, local_tasks(layout.segments), 2)
     cut = replace(
@@ -296,7 +311,8 @@ def test_rows_cross_nodes_in_the_first_hop():
 
 
 def test_a_forward_alone_waits_for_no_gradients():
-    """Rank 1 attends to 16 rows of rank 0, over a link that takes 1 second; nothing else takes time.
+    """Rank 1 attends to 16 rows of rank 0, over a link that takes 1 second; nothing else takes
+    time.
 
     K and V travel in both passes, and their gradients return in the backward.
     """

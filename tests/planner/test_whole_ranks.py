@@ -42,7 +42,8 @@ def test_documents_are_drawn_for_whole_ranks_where_exchanges_are_slow():
     assert whole_ranks_pay(full, fitted, settings(SLOW))
     assert not whole_ranks_pay(full, fitted, settings(FREE))
     assert not whole_ranks_pay(fitted, fitted, settings(SLOW))
-    # Ranks that are half empty take as long as full ones: links so fast that an exchange costs less than that.
+    # Ranks that are half empty take as long as full ones: links so fast that an exchange costs less
+    # than that.
     assert not whole_ranks_pay(
         [np.array([400] * 6)], [np.array([400] * 4)], settings(LinkCost(0.0, 1e6))
     )
@@ -63,7 +64,8 @@ def test_predicted_times_decide(monkeypatch):
         of_ranks = settings(SLOW)
         costs_of_ranks = replace(of_ranks.choices.costs, slowness=slowness)
         of_ranks = replace(of_ranks, choices=replace(of_ranks.choices, costs=costs_of_ranks))
-        # A document of 280 has 39,340 pairs; if ranks never waited, a token of the full ones took so long:
+        # A document of 280 has 39,340 pairs; if ranks never waited, a token of the full ones took
+        # so long:
         computing_s = (3e-3 * 39_340 + 4e-4 * 280) / 280 / speeds
         for full_s, fitted_s, pays in ((1.04, 0.5, False), (1.06, 1.0, True), (1.06, 1.02, False)):
             seconds = {9: full_s * computing_s, 8: fitted_s * computing_s}
@@ -89,7 +91,8 @@ def test_documents_that_fit_into_ranks_only_with_unequal_work_stay_whole_there()
 
 
 def test_larger_groups_are_tried_where_a_document_fits_into_no_rank():
-    # Two documents of 410 fit on two ranks of 640, and the third is cut: with free links all ranks compute alike.
+    # Two documents of 410 fit on two ranks of 640, and the third is cut: with free links all ranks
+    # compute alike.
     plan = plan_micro_batch([410] * 3, settings(FREE, ranks=2))
     assert plan.choice.group == 2
     assert max(plan.choice.attention) == pytest.approx(sum(plan.choice.attention) / 2, rel=0.01)

@@ -1,4 +1,6 @@
-"""Ends of connections, ranks without a model that know what must come back, and servers that fail as tests say."""
+"""Ends of connections, ranks without a model that know what must come back, and servers that fail
+as tests say.
+"""
 
 import itertools
 import os
@@ -85,7 +87,9 @@ def ends(choice, left=None):
 
 
 def make_nano_batch(lengths, ranks, seed, kinds=KINDS):
-    """Documents packed onto ranks, and tasks of the server behind the ranks: all rows, cut at random."""
+    """Documents packed onto ranks, and tasks of the server behind the ranks: all rows, cut at
+    random.
+    """
     rng = np.random.default_rng(seed)
     lengths = np.asarray(lengths)
     layout = fixed_layout([lengths.tolist()], ranks)
@@ -169,7 +173,9 @@ class FakeRank:
 
 
 def run_calls(ranks, plan_id, nano_batches, call_id=0, tolerance=2e-4, **options):
-    """Every nano-batch and kind of attention, both directions, on all ranks; the id after the last call."""
+    """Every nano-batch and kind of attention, both directions, on all ranks; the id after the last
+    call.
+    """
     for index, nano_batch in enumerate(nano_batches):
         for kind, plan in nano_batch.plans.items():
             for direction in ("forward", "backward"):
@@ -205,7 +211,9 @@ def cut_off(*_):
 
 
 class FaultyKernel(CpuKernel):
-    """The CPU kernel, in the first of whose calls in a direction a fault comes once the file `trigger` is there."""
+    """The CPU kernel, in the first of whose calls in a direction a fault comes once the file
+    `trigger` is there.
+    """
 
     def __init__(self, fault, direction, trigger):
         self._fault, self._trigger = fault, trigger
@@ -222,7 +230,9 @@ class FaultyKernel(CpuKernel):
 
 
 def serve(port, transport, fault=None, join_when=None):
-    """Be a server that joins the directory at a port of this machine, once the file `join_when` is there."""
+    """Be a server that joins the directory at a port of this machine, once the file `join_when` is
+    there.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, cut_off)
     if join_when is not None:
@@ -236,7 +246,9 @@ def serve(port, transport, fault=None, join_when=None):
 
 
 class ServeCommand:
-    """`hf-distca serve` for a directory at a port of this machine; its output and errors go to the file `output`."""
+    """`hf-distca serve` for a directory at a port of this machine; its output and errors go to the
+    file `output`.
+    """
 
     def __init__(self, port, token_file, output, *options):
         self.output = output
@@ -272,5 +284,7 @@ def wait_until(condition, timeout_s=30):
 
 
 def alike(*_):
-    """In place of `measure_speed`, which takes most of a second: all workers compute a million pairs a second."""
+    """In place of `measure_speed`, which takes most of a second: all workers compute a million
+    pairs a second.
+    """
     return 1e6

@@ -29,7 +29,9 @@ def directory():
 
 @pytest.fixture
 def joined(request):
-    """Joins a directory, or a port, and returns the connection and the id; the member leaves after the test."""
+    """Joins a directory, or a port, and returns the connection and the id; the member leaves after
+    the test.
+    """
 
     def joined(directory, token=TOKEN, wait_s=30, give_up=lambda: False, **info):
         port = directory if isinstance(directory, int) else directory.port

@@ -1,4 +1,5 @@
-"""Training with dedicated attention servers as `accelerate launch` makes them, against one process with "sdpa".
+"""Training with dedicated attention servers as `accelerate launch` makes them, against one process
+with "sdpa".
 
     test_launch.py FOLDER
 
@@ -56,7 +57,9 @@ def printed(folder):
 
 
 class Failing(TrainerCallback):
-    """Kills the first server, waits for another one in its place, and stops the second at the end of training."""
+    """Kills the first server, waits for another one in its place, and stops the second at the end
+    of training.
+    """
 
     def __init__(self, folder):
         self._folder = folder
@@ -72,7 +75,10 @@ class Failing(TrainerCallback):
 
 
 def train(folder):
-    """What every process of the launch runs; servers end where the arguments are made. The arguments are saved too."""
+    """What every process of the launch runs; servers end where the arguments are made.
+
+    The arguments are saved too.
+    """
     logging.basicConfig(level=logging.INFO)
     transformers.training_args.is_torch_bf16_gpu_available = lambda: (
         True
@@ -87,7 +93,8 @@ def train(folder):
         (folder / "history").write_text(
             json.dumps([trainer.args.world_size, trainer.state.log_history])
         )
-    # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
+    # A gloo thread that still lets go of its last tensors would abort the process on its way out,
+    # or never end.
     dist.barrier()
     dist.destroy_process_group()
 
@@ -143,7 +150,9 @@ class Coming(TrainerCallback):
 
 
 def trained_while_servers_come_and_go(folder, port):
-    """Losses of a training without servers and of one with servers from outside; the latter's servers by step."""
+    """Losses of a training without servers and of one with servers from outside; the latter's
+    servers by step.
+    """
     losses, coming = [], Coming(port, folder)
     serving = {"attention_servers": "external", "attention_server_address": f"127.0.0.1:{port}"}
     for options in ({}, {**serving, "ranks_serve": False, "attention_server_timeout": 77.0}):
@@ -289,7 +298,8 @@ def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_
     serve_if_server(None, 60, "auto")  # a rank does not serve
     serve_if_server(Launch(dist.HashStore()), 60, "auto")
     assert len(served) == 4
-    # Training has ended where rank 0 says so, or its store is gone; a store that is stopped may go on.
+    # Training has ended where rank 0 says so, or its store is gone; a store that is stopped may go
+    # on.
     assert not ends[0]()
     launch.store.set("ended", "")
     assert ends[0]()
@@ -300,7 +310,10 @@ def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_
 
 @pytest.fixture
 def reported(monkeypatch, capfd):
-    """Serves with short pauses; what a parent reports until it returns. This process keeps its own handlers."""
+    """Serves with short pauses; what a parent reports until it returns.
+
+    This process keeps its own handlers.
+    """
     for name, seconds in (("AGAIN_S", 0.01), ("END_S", 0.1), ("_POLL_S", 0.05)):
         monkeypatch.setattr(child, name, seconds)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -321,7 +334,10 @@ def test_a_server_that_dies_is_followed_by_another_and_one_that_cannot_serve_is_
 ):
     starts = tmp_path / "starts"
     # The third leaves by itself.
-    script = f'read -r token; echo "$token" >> {starts}; [ $(wc -l < {starts}) -lt 3 ] && kill -9 $$; exit 0'
+    script = (
+        f'read -r token; echo "$token" >> {starts}; [ $(wc -l < {starts}) -lt 3 ] && kill -9 $$;'
+        " exit 0"
+    )
     lines = reported(["sh", "-c", script])
     assert starts.read_text() == "the token\n" * 3
     said = r"process \d+ was killed by signal 9; training goes on, and another one starts in 0.01 s"

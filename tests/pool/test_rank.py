@@ -1,4 +1,5 @@
-"""A rank's link to a server whose end the test has, and its pool, with links that do what the test says.
+"""A rank's link to a server whose end the test has, and its pool, with links that do what the test
+says.
 
 A rank computes 50 pairs/s, a server 100.
 """
@@ -108,7 +109,8 @@ def test_calls_leave_when_they_are_ready_and_replies_may_come_in_another_order(e
 
 
 def test_a_caller_never_waits_for_a_slow_server(ends):
-    # Would a call wait until the server has taken its rows, the second one would wait until the test's end.
+    # Would a call wait until the server has taken its rows, the second one would wait until the
+    # test's end.
     link, large = ends[0], torch.zeros(20_000_000, dtype=torch.uint8)
     answers = [start(link, number, buffer(), sends=large) for number in range(3)]
     for answer, timeout_s in ((answers[0], 0.3), (answers[2], 60)):
@@ -190,7 +192,9 @@ def listed(*servers):
 
 
 class FakeLink:
-    """A link to a server that computes for 1.75 s of 3 s; 7 is on the rank's host, 1 and 2 are not reached."""
+    """A link to a server that computes for 1.75 s of 3 s; 7 is on the rank's host, 1 and 2 are not
+    reached.
+    """
 
     def __init__(self, host, port, *rest):
         self.made_with = (host, port, *rest)
@@ -236,7 +240,9 @@ def make_pool(monkeypatch, directory):
 
 
 def other_rank(changed, **methods):
-    """Groups of two ranks, the other of which computes as fast and says of servers what `changed` makes of it."""
+    """Groups of two ranks, the other of which computes as fast and says of servers what `changed`
+    makes of it.
+    """
 
     def all_gather(value):
         return [value, changed(value) if isinstance(value, tuple) else value]
@@ -334,11 +340,15 @@ def test_a_server_that_another_rank_has_lost_is_lost_here_too(make_pool, directo
     assert pool.servers == ()
     between = "between steps; no call was running"
     assert [line for line in caplog.messages if "lost" in line] == [
-        "lost attention server 8 at 127.0.0.1:8 (another rank lost it): its tasks of this micro-batch are computed by "
-        "the ranks; 2 servers left",
+        (
+            "lost attention server 8 at 127.0.0.1:8 (another rank lost it): its tasks of this "
+            "micro-batch are computed by the ranks; 2 servers left"
+        ),
         f"lost attention server 7 at 127.0.0.1:7 (it is gone): {between}; 1 servers left",
-        f"lost attention server 9 at 127.0.0.1:9 (another rank lost it): {between}; no server left, so ranks compute "
-        "all tasks",
+        (
+            f"lost attention server 9 at 127.0.0.1:9 (another rank lost it): {between}; no server "
+            "left, so ranks compute all tasks"
+        ),
     ]
 
 

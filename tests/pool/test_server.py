@@ -1,4 +1,6 @@
-"""An attention server and ranks that know what must come back, or strangers and what it must not be impressed by."""
+"""An attention server and ranks that know what must come back, or strangers and what it must not be
+impressed by.
+"""
 
 import json
 import signal
@@ -278,7 +280,8 @@ def test_a_server_outlives_a_kernel_that_fails_says_what_it_does_and_ends_with_t
 
 
 def strangers(random, port, token, nano_batches, memory):
-    """Random inputs, as functions that send them and return a connection: without the token, or with it nonsense.
+    """Random inputs, as functions that send them and return a connection: without the token, or
+    with it nonsense.
 
     Those that know the token claim to be rank 7, which the plan does not know.
     """

@@ -1,4 +1,6 @@
-"""What ranks learn of speeds, in round numbers: 50 pairs/s measured are 100 pairs/s in one direction."""
+"""What ranks learn of speeds, in round numbers: 50 pairs/s measured are 100 pairs/s in one
+direction.
+"""
 
 import pytest
 
@@ -22,16 +24,17 @@ def known(speeds):
 
 
 def test_speeds_and_base_loads_move_halfway_to_what_was_seen_in_the_same_steps(speeds):
-    # The rank that saw most of the server's calls knows best: 400 pairs/s, four times a rank's. 0.25 s between the
-    # phases of an attention are 25 pairs; rows travel 0.1 s for the rank that sends last, 10 pairs. In turns ranks
-    # work besides, else servers wait for rows.
+    # The rank that saw most of the server's calls knows best: 400 pairs/s, four times a rank's.
+    # 0.25 s between the phases of an attention are 25 pairs; rows travel 0.1 s for the rank that
+    # sends last, 10 pairs. In turns ranks work besides, else servers wait for rows.
     served = ({"pairs": 100, "travel_s": 0.8}, {"pairs": 400, "travel_s": 0.2})
     speeds.learn(
         [Observed(2, 200, 2.0, 0.5, {7: Served(**each, seconds=1.0, alone=2)}) for each in served]
     )
     assert known(speeds) == (50.0, (1.0, 3.0), (12.5, 0.0), (0.0, 5.0))
     assert speeds.workers(2, [7], takes_turns=True).base_load == (12.5, 12.5, 0.0)
-    # Now the ranks compute 200 pairs/s, twice what they were taken for, and the server three times that.
+    # Now the ranks compute 200 pairs/s, twice what they were taken for, and the server three times
+    # that.
     speeds.learn(
         [Observed(2, 200, 1.0, 0.5, {7: Served(pairs=600, seconds=1.0, alone=2, travel_s=0.2)})]
     )
@@ -115,7 +118,8 @@ def test_a_way_is_what_a_call_took_besides_the_servers_kernel_while_no_other_was
     assert observe(spans) == Observed(calls=3, servers=servers)
     # On CUDA phases are known later than calls.
     assert observe(sorted(spans, key=lambda span: span.kind == "phase")) == observe(spans)
-    # The clocks of two hosts need not run alike, and the beginning of a call, or of all, may not have been kept.
+    # The clocks of two hosts need not run alike, and the beginning of a call, or of all, may not
+    # have been kept.
     hosts = [*answered(7, PING, -0.5, 1.0, 10), *answered(7, PING, 2.0, 1.0, 20)]
     assert observe(hosts).servers == {7: Served(30, 2.0, alone=2, travel_s=2.0)}
     whole = answered(7, PING, 1.0, 2.0, 20)

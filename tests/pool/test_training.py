@@ -1,7 +1,8 @@
-"""Training with attention servers, some of which fail at every moment: the parameters are those without servers.
+"""Training with attention servers, some of which fail at every moment: the parameters are those
+without servers.
 
-Ranks train a small model for some optimizer steps of two micro-batches each and evaluate it after every step. Each
-rank sees a fault as training does: nobody tells it.
+Ranks train a small model for some optimizer steps of two micro-batches each and evaluate it after
+every step. Each rank sees a fault as training does: nobody tells it.
 """
 
 import os
@@ -72,7 +73,9 @@ GEMMA = {**TURNS, "model_type": "gemma2"}
 
 
 def new_model(model_type, implementation="distca"):
-    """A model and its optimizer, in float64: in float32 rounding alone comes to more than 1e-5 on some processors."""
+    """A model and its optimizer, in float64: in float32 rounding alone comes to more than 1e-5 on
+    some processors.
+    """
     model = small_model(model_type, implementation, **CONFIGS[model_type]).double()
     return model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
 
@@ -82,7 +85,9 @@ def targets_of(*batches):
 
 
 def trained(transport, port, folder, servers, moment, timeout_s, given):
-    """Train with servers on every rank, as `given`; of servers the process, kind and place of the fault."""
+    """Train with servers on every rank, as `given`; of servers the process, kind and place of the
+    fault.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     config = CONFIGS[given.model_type]
     settings = PlanSettings(
@@ -95,7 +100,8 @@ def trained(transport, port, folder, servers, moment, timeout_s, given):
         document_layout=given.document_layout,
         balance_block_size=8,
         ping_pong=given.ping_pong,
-        exchange_buffer_bytes=512,  # of 8 rows: what ranks exchange travels in stages, and so do repairs
+        # Of 8 rows: what ranks exchange travels in stages, and so do repairs.
+        exchange_buffer_bytes=512,
     )
     dispatcher = Dispatcher(settings, CPU, keep_received=given.keep_received)
     directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
@@ -286,7 +292,8 @@ def test_training_is_that_without_servers(
     servers = [(process.pid, fault) for process, fault in zip(processes, faults, strict=True)]
     if given.comes_back:
         start(None, tmp_path / "join")
-    # A server that is killed or cut off is noticed at once; 600 s are longer than the ranks have time.
+    # A server that is killed or cut off is noticed at once; 600 s are longer than the ranks have
+    # time.
     timeout_s = 2 if any(fault and fault[0] == "hung" for fault in faults) else 600
     results = rank_pools[given.ranks].run(
         trained, transport, port, tmp_path, servers, moment, timeout_s, given

@@ -1,4 +1,6 @@
-"""Rows between a rank and a server: what becomes of memory, of peers that fail, and of places that nobody may name."""
+"""Rows between a rank and a server: what becomes of memory, of peers that fail, and of places that
+nobody may name.
+"""
 
 import gc
 import os
@@ -44,7 +46,9 @@ def arena(end):
 
 
 def send(end, rows):
-    """Send a call from where its rows are staged; they fit into what the system keeps of a connection."""
+    """Send a call from where its rows are staged; they fit into what the system keeps of a
+    connection.
+    """
     staged, ready = end.memory.stage(rows)
     ready()
     end.transport.send(make_call(1), staged, 60)

@@ -1,4 +1,6 @@
-"""Messages and connections: who is let in, what arrives, and what becomes of silence, of too much and of nonsense."""
+"""Messages and connections: who is let in, what arrives, and what becomes of silence, of too much
+and of nonsense.
+"""
 
 import contextlib
 import socket

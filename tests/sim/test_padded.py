@@ -1,4 +1,6 @@
-"""Padded batches of strategies, counted by hand: a query-key pair takes a second forward and two backward."""
+"""Padded batches of strategies, counted by hand: a query-key pair takes a second forward and two
+backward.
+"""
 
 from dataclasses import replace
 
@@ -57,7 +59,8 @@ def test_more_tokens_than_ranks_hold_run_as_micro_batches_and_long_sequences_are
 
 
 def test_tokens_and_hidden_states_travel_and_gradients_of_these_only_in_training():
-    # A byte takes a second. One sequence of 4 tokens leaves the first rank, and at least one of 1 token comes.
+    # A byte takes a second. One sequence of 4 tokens leaves the first rank, and at least one of 1
+    # token comes.
     slow = Links(LinkCost(0.0, 1.0), LinkCost(0.0, 1.0))
     setup = replace(SETUP, profile=replace(PROFILE, exchange=slow))
     settings = replace(SETTINGS, document_layout="whole")
@@ -78,7 +81,8 @@ def test_columns_and_advice():
     assert list(padded_columns(found[1], found[0]).values()) == [
         "packed on each rank", "1.000", "2.000", "1,200", "1.25", "3,000", "2.00",
     ]  # fmt: skip
-    assert padded_advice(found) == (
-        "Padded batches: hf_distca has 4.00× the speed of padding, 2.00× the speed of packing each rank's own rows, "
-        "1.50× the speed of balancing whole sequences."
+    assert (
+        padded_advice(found)
+        == "Padded batches: hf_distca has 4.00× the speed of padding, 2.00× the speed of packing"
+        " each rank's own rows, 1.50× the speed of balancing whole sequences."
     )

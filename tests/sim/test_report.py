@@ -114,8 +114,10 @@ def test_bars_and_table_of_strategies_have_the_seconds_of_the_same_rank_and_name
     for term in ("MFU, model FLOPs utilization: ", "imbalance: core attention of the busiest rank"):
         assert section.count(term) == 1
     # The title names a strategy of groups, and the sentence below explains its sizes.
-    assert report.in_groups("context parallel, 2 × 8") == (
-        " Context parallel, 2 × 8: 2 groups of 8 ranks each, which share each document of the group evenly."
+    assert (
+        report.in_groups("context parallel, 2 × 8")
+        == " Context parallel, 2 × 8: 2 groups of 8 ranks each, which share each document of the"
+        " group evenly."
     )
     header = re.search("<header>.*?</header>", simulation, re.S)[0]
     assert ("context parallel" in header) == ("Context parallel, " in header)

@@ -1,4 +1,6 @@
-"""Steps and figures of strategies, of documents so short that they can be counted by hand: a pair takes a second."""
+"""Steps and figures of strategies, of documents so short that they can be counted by hand: a pair
+takes a second.
+"""
 
 from dataclasses import fields, replace
 
@@ -64,7 +66,8 @@ def test_context_parallelism_shares_every_document_and_gathers_keys():
     setup = replace(SETUP, profile=diagonal, tokens_per_rank=600)
     assert plain(np.array([600, 8]), setup).seconds == 3 * 600 * 512
     assert data_and_context_parallel(np.array([16]), setup, 2).attention.max() == 3 * 16 * 4 / 2
-    # A whole document is one task. A document shared by two ranks is four, or as many as it has rows.
+    # A whole document is one task. A document shared by two ranks is four, or as many as it has
+    # rows.
     of_tasks = replace(
         PROFILE, forward=KernelCost(0, 0, 0, 0, task=1.0), backward=KernelCost(0, 0, 0, 0)
     )
@@ -134,7 +137,10 @@ def test_documents_beyond_all_ranks_are_cut_and_counted_for_every_strategy_and_n
         == 1 / 3
     )
     assert cut["plain packing"] == 2 / 3
-    sentence = "1 of 3 documents is longer than the 16 tokens that all ranks hold; the longest has 40. Here they are cut"
+    sentence = (
+        "1 of 3 documents is longer than the 16 tokens that all ranks hold; the longest has 40. "
+        "Here they are cut"
+    )
     assert [advice for advice in found.advice if advice.startswith(sentence)]
     assert not [advice for advice in figures_of([[16]])[0].advice if "longer than the" in advice]
 
@@ -208,14 +214,20 @@ def test_advice():
     for seconds, pays in ((2.0, True), (1.02, True), (1.01, False), (0.5, False)):
         whole = replace(WHOLE, step_seconds=seconds)
         speed = f"{seconds:.2f}× the speed of whole, the best other strategy."
-        no = f"No gain expected: {speed} Core attention is 30% of a step. Longer documents beside short ones would "
+        no = (
+            f"No gain expected: {speed} Core attention is 30% of a step. Longer documents beside "
+            "short ones would "
+        )
         yes = f"{speed} Set document_layout='joint', tokens_per_rank=512."
         assert list(advice([whole, JOINT], whole, JOINT, 512)) == [
             yes if pays else f"{no}gain more."
         ]
     waits = replace(JOINT, exchange_seconds=0.06)
     assert list(advice([WHOLE, waits], WHOLE, waits, 512))[1:] == [
-        "Ranks wait 6% of a step for exchanges. A larger tokens_per_rank hides more of them behind computation.",
+        (
+            "Ranks wait 6% of a step for exchanges. A larger tokens_per_rank hides more of them "
+            "behind computation."
+        ),
         "A larger balance_tolerance moves fewer rows.",
     ]
     cuts, faster = (
@@ -223,10 +235,14 @@ def test_advice():
         strategy("plain", step_seconds=0.9, documents_cut=0.3),
     )
     assert list(advice([faster, cuts, JOINT], cuts, JOINT, 512))[1:] == [
-        "Every other strategy cuts documents: whole cuts 10.0% of them. "
-        "A document that is cut trains on less context.",
-        "plain takes 0.900 s a step, but it cuts 30.0% of the documents. The comparison leaves it out, because a "
-        "document that is cut trains on less context.",
+        (
+            "Every other strategy cuts documents: whole cuts 10.0% of them. "
+            "A document that is cut trains on less context."
+        ),
+        (
+            "plain takes 0.900 s a step, but it cuts 30.0% of the documents. The comparison leaves "
+            "it out, because a document that is cut trains on less context."
+        ),
     ]
     slower = replace(faster, step_seconds=2.1)
     assert len(list(advice([slower, cuts, JOINT], cuts, JOINT, 512))) == 2

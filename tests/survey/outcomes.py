@@ -1,8 +1,10 @@
-"""What becomes of a causal language model of transformers, tiny, on two ranks with ping-pong: equal or refused.
+"""What becomes of a causal language model of transformers, tiny, on two ranks with ping-pong: equal
+or refused.
 
-Each model trains in two ways: as the trainer does, which lays documents out anew, and in a custom loop, whose batches
-come from a collator of transformers, with gradient checkpointing. A model with rotary embeddings trains again with
-those that depend on the length of a document: as the trainer does with longrope, and in a loop with dynamic NTK.
+Each model trains in two ways: as the trainer does, which lays documents out anew, and in a custom
+loop, whose batches come from a collator of transformers, with gradient checkpointing. A model with
+rotary embeddings trains again with those that depend on the length of a document: as the trainer
+does with longrope, and in a loop with dynamic NTK.
 """
 
 import traceback
@@ -33,7 +35,8 @@ CONFIG = DistCAConfig(
     tokens_per_rank=64, balance_block_size=4, exchange_timeout=20.0, loss_chunk_bytes=4 * 64 * 20
 )
 NEGLIGIBLE = 1e-3
-"""Gradients of a tensor below this share of the model's largest are compared with that: theirs are rounding errors."""
+"""Gradients of a tensor below this share of the model's largest are compared with that: theirs are
+rounding errors."""
 ACCEPTED = 1e-4
 """Of the loss, and of a gradient, by the largest value of its tensor."""
 Status = Literal["equal", "refused", "not built", "wrong", "unclear error"]
@@ -46,7 +49,8 @@ class Outcome:
     model_type: str
     status: Status
     told: str = ""  # the reason, or the error
-    # The largest relative error of loss and gradients in each of WAYS, and of STRETCHED if the model can have those.
+    # The largest relative error of loss and gradients in each of WAYS, and of STRETCHED if the
+    # model can have those.
     errors: dict[str, float] = field(default_factory=dict)
     layout: str = ""
 
@@ -63,7 +67,9 @@ def outcome(model_type: str, pool: Any) -> Outcome:
         with torch.device("meta"):
             try:
                 model = AutoModelForCausalLM.from_config(config, attn_implementation="distca")
-            except KeyError:  # a model that looks its implementation up in a list of its own; users load it otherwise
+            # A model that looks its implementation up in a list of its own; users load it
+            # otherwise.
+            except KeyError:
                 model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     except Exception as error:  # whatever a config or a package that is missing raises
         return Outcome(model_type, "not built", _first_line(error))
@@ -90,7 +96,9 @@ STRETCHED = {"longrope": "trainer", "dynamic": "loop"}
 
 
 def can_stretch(model: PreTrainedModel, rope_type: str) -> bool:
-    """Whether transformers itself runs a model with rotary embeddings that depend on the length of a document."""
+    """Whether transformers itself runs a model with rotary embeddings that depend on the length of
+    a document.
+    """
     config = stretched(model, rope_type)
     if config is None:
         return False
@@ -109,7 +117,9 @@ def can_stretch(model: PreTrainedModel, rope_type: str) -> bool:
 def planned(
     model_type: str, rope_type: str | None, ways: tuple[str, ...]
 ) -> tuple[str, list[Step]]:
-    """On each rank: the error, if any, and else its steps in each of some ways and that of the reference."""
+    """On each rank: the error, if any, and else its steps in each of some ways and that of the
+    reference.
+    """
     documents = random_documents(LENGTHS)
     share = documents[dist.get_rank() :: 2]
     targets, of_share = (
@@ -147,7 +157,9 @@ def planned(
 
 
 def _planned_step(model: PreTrainedModel, batch: dict[str, Any], targets: int) -> Step:
-    """This rank's loss and gradients of a batch that carries a plan; raises if the model did not follow the plan."""
+    """This rank's loss and gradients of a batch that carries a plan; raises if the model did not
+    follow the plan.
+    """
     model.zero_grad()
     loss = model(**batch, num_items_in_batch=torch.tensor(targets)).loss
     loss.backward()
@@ -180,7 +192,9 @@ def _sum(steps: Sequence[Step]) -> tuple[float, dict[str, Tensor]]:
 
 
 def _compared(pool: Any, before: Outcome, rope_type: str | None, ways: tuple[str, ...]) -> Outcome:
-    """The outcome with what became of further ways: losses and gradients beside those of the reference."""
+    """The outcome with what became of further ways: losses and gradients beside those of the
+    reference.
+    """
     ranks = pool.run(planned, before.model_type, rope_type, ways)
     if errors := [error for error, _ in ranks if error]:
         return replace(

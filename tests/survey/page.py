@@ -1,4 +1,6 @@
-"""The page of the survey: `python -m tests.survey.page` runs it and writes docs/reference/compatibility.md."""
+"""The page of the survey: `python -m tests.survey.page` runs it and writes
+docs/reference/compatibility.md.
+"""
 
 import re
 from collections import Counter
@@ -35,10 +37,12 @@ by an error on every rank. {unbuilt} cannot be built as a tiny causal language m
 SECTIONS: dict[Status, tuple[str, str]] = {
     "equal": (
         "Equal",
-        "The numbers are the largest error of the loss or of a gradient, relative to the largest value of its "
-        "tensor,\nin float32. The test accepts at most {most:.0e}. `layout` is the `document_layout` that `auto` "
-        "chooses.\n\n"
-        "| model | layout | trainer | loop | longrope | dynamic |\n| --- | --- | --- | --- | --- | --- |",
+        (
+            "The numbers are the largest error of the loss or of a gradient, relative to the "
+            "largest value of its tensor,\nin float32. The test accepts at most {most:.0e}. "
+            "`layout` is the `document_layout` that `auto` chooses.\n\n| model | layout | trainer "
+            "| loop | longrope | dynamic |\n| --- | --- | --- | --- | --- | --- |"
+        ),
     ),
     "refused": ("Refused", "| model | reason |\n| --- | --- |"),
     "not built": ("Not tested", "| model | why |\n| --- | --- |"),

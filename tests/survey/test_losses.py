@@ -1,4 +1,6 @@
-"""Every loss of TRL's DPO and GRPO trainers, with padded batches computed packed, beside TRL's own training."""
+"""Every loss of TRL's DPO and GRPO trainers, with padded batches computed packed, beside TRL's own
+training.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

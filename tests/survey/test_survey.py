@@ -41,7 +41,8 @@ UNBUILT = {
     *("musicgen", "musicgen_melody"),  # the class is of the decoder's config only
     "dots3_note",
 }
-"""Types that cannot be made tiny as causal language models; whatever else fails to be made is to be looked at."""
+"""Types that cannot be made tiny as causal language models; whatever else fails to be made is to be
+looked at."""
 LEAST_EQUAL, LEAST_WHOLE = 120, 4
 
 

@@ -210,7 +210,9 @@ STRETCHED_BEYOND = 30
 
 
 def stretched(model: PreTrainedModel, rope_type: str) -> PreTrainedConfig | None:
-    """The config of a tiny model with rotary embeddings that depend on the length of a document; None without any."""
+    """The config of a tiny model with rotary embeddings that depend on the length of a document;
+    None without any.
+    """
     config = copy.deepcopy(model.config)
     text: Any = config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None)

@@ -26,7 +26,9 @@ SECTIONS = ["batches", "forward", "backward", "between", "optimizer"]
 
 
 def _trained(folder: str, trace_steps: int, steps: int) -> tuple[bool, frozenset]:
-    """Under DDP with bfloat16, checkpoints and ping-pong; documents that leave two nano-batches with exchanges."""
+    """Under DDP with bfloat16, checkpoints and ping-pong; documents that leave two nano-batches
+    with exchanges.
+    """
     settings = {"bf16": True, CHECKPOINTING: True, "document_layout": "fixed"}
     settings |= {
         "save_strategy": "no",
@@ -111,7 +113,9 @@ def joined_of(folder: Path) -> dict:
 
 
 def nested_slices(events: list[dict], rank: int) -> list[dict]:
-    """The slices of a rank's computation with their ends and the slices around them; none sticks out of another."""
+    """The slices of a rank's computation with their ends and the slices around them; none sticks
+    out of another.
+    """
     named = [event for event in events if event["pid"] == rank and event["name"] == "thread_name"]
     (track,) = (event["tid"] for event in named if event["args"]["name"] == "compute")
     found = []
@@ -151,7 +155,8 @@ def test_slices_nest_and_arrows_connect(traced):
             sum(each["end"] - each["begin"] for each in of[cat]) for cat in ("step", "section")
         )
         assert in_sections == pytest.approx(in_steps, rel=0.02)
-        # Phases lie in sections of their direction: what was kept of core attention is not computed again.
+        # Phases lie in sections of their direction: what was kept of core attention is not computed
+        # again.
         phases = [
             (each["around"]["section"]["name"], each["args"]["direction"]) for each in of["phase"]
         ]
@@ -173,7 +178,8 @@ def test_slices_nest_and_arrows_connect(traced):
                 assert any(
                     each["begin"] <= event["ts"] * 1000 <= each["end"] for each in of[category]
                 )
-    # Viewers take these tracks for the main thread, and draw an arrow to the enclosing slice only if asked.
+    # Viewers take these tracks for the main thread, and draw an arrow to the enclosing slice only
+    # if asked.
     assert not {event["tid"] for event in events} & {0, *(event["pid"] for event in events)}
     assert {event.get("bp") for event in ends["f"].values()} == {"e"}
     clock_error = trace["otherData"]["clock_error_us"]
@@ -198,7 +204,9 @@ def test_a_training_that_ends_before_the_first_recorded_step_writes_nothing(rank
 
 
 def test_clocks_are_compared_in_the_quickest_of_some_rounds(monkeypatch):
-    """This rank spends 4, 1 and 2 seconds in the rounds, another one 1, 5 and 2: the third is the quickest for all."""
+    """This rank spends 4, 1 and 2 seconds in the rounds, another one 1, 5 and 2: the third is the
+    quickest for all.
+    """
     moments, gathered = iter([0.0, 4.0, 10.0, 11.0, 20.0, 22.0]), []
 
     def all_gather(
@@ -302,7 +310,8 @@ def test_steps_that_all_ranks_have():
 
 
 def test_cells_show_what_a_rank_did_in_their_middle():
-    # A step from 115 to 190 in cells of 10: the middle of the second cell is the step's first moment.
+    # A step from 115 to 190 in cells of 10: the middle of the second cell is the step's first
+    # moment.
     stretches = [
         (120, 127, "attention"),
         (127, 134, "waits"),

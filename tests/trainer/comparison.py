@@ -1,8 +1,9 @@
-"""Trainings with planned attention beside transformers' or TRL's trainer with "sdpa" in one process.
+"""Trainings with planned attention beside transformers' or TRL's trainer with "sdpa" in one
+process.
 
-Both get the same documents. What is computed in float32 may differ by roundings of float32. What is computed in
-bfloat16 is held against one process in float32 as well: norms and weights may be at most twice as far from that
-process as those of one process in bfloat16 are.
+Both get the same documents. What is computed in float32 may differ by roundings of float32. What is
+computed in bfloat16 is held against one process in float32 as well: norms and weights may be at
+most twice as far from that process as those of one process in bfloat16 are.
 """
 
 import copy
@@ -41,9 +42,11 @@ from tests.whole_logits import WholeLogits
 IGNORED = -100
 LENGTHS = [90, 50, 33, 19, 120, 40, 31, 1, 64, 64, 37, 27]
 PER_MICRO_BATCH, TOKENS_PER_RANK = 4, 96
-"""Each four documents fill two ranks, so that micro-batches are the same for anybody who takes them in order."""
+"""Each four documents fill two ranks, so that micro-batches are the same for anybody who takes them
+in order."""
 VOCABULARY = 67
-"""A size that nothing else has: where a model has it, tensors of tokens × vocabulary are looked for."""
+"""A size that nothing else has: where a model has it, tensors of tokens × vocabulary are looked
+for."""
 COMMON: dict[str, Any] = {
     "report_to": [],
     "disable_tqdm": True,
@@ -66,10 +69,12 @@ ALONE = {
 }
 PLANNED = {"tokens_per_rank": TOKENS_PER_RANK, "balance_block_size": 8, "loss_chunk_bytes": 4096}
 EXACT_LOSS, EXACT = 1e-6, 4e-5
-"""Relative errors in float32: a few roundings of 2^-24 of a loss, and of gradients, whose summands have both signs."""
+"""Relative errors in float32: a few roundings of 2^-24 of a loss, and of gradients, whose summands
+have both signs."""
 ROUNDING = 2.0**-8
-"""Relative error of rounding to bfloat16: of the losses of single targets. Roundings are independent of one another,
-so that the mean loss is off by the root of the number of targets less."""
+"""Relative error of rounding to bfloat16: of the losses of single targets. Roundings are
+independent of one another, so that the mean loss is off by the root of the number of targets
+less."""
 TARGETS = sum(LENGTHS[:PER_MICRO_BATCH]) - PER_MICRO_BATCH
 FOLLOWED = re.compile(
     r"(eval_(\w+_)?)?(loss|grad_norm|entropy|mean_token_accuracy|by_document|num_tokens)|num_input_tokens_seen"
@@ -94,7 +99,8 @@ class Strategy:
 
 
 AS_GPUS = {"ACCELERATE_TORCH_DEVICE": "cpu"}
-"""With these accelerate takes processes for GPUs, so that a model may be divided; see `launched`."""
+"""With these accelerate takes processes for GPUs, so that a model may be divided; see `launched`.
+"""
 STRATEGIES = {
     "ddp": Strategy({"ACCELERATE_USE_CPU": "true"}, "MULTI_CPU"),
     "fsdp2": Strategy(
@@ -249,7 +255,8 @@ def launched(strategy: str, environment: Mapping[str, str]) -> Iterator[pytest.M
 def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
     """A rank's training with hf_distca, or the error with which it ended."""
     how, output = STRATEGIES[strategy], f"{folder}/{strategy}/{name}"
-    # Before the arguments: once those know of ZeRO-3, a model's parameters are drawn in another way.
+    # Before the arguments: once those know of ZeRO-3, a model's parameters are drawn in another
+    # way.
     unset_hf_deepspeed_config()
     model = run.make_model("distca", how.divided, f"{output}/model")
     documents, forwards = run.documents(), []
@@ -310,14 +317,18 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
 
 
 def chosen_tokens(logits: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens with the greatest logits and the entropies, of what a model returns beside its loss."""
+    """The tokens with the greatest logits and the entropies, of what a model returns beside its
+    loss.
+    """
     values: torch.Tensor = logits[0] if isinstance(logits, tuple) else logits
     log_probs = values.double().log_softmax(-1)
     return values.argmax(-1), -(log_probs.exp() * log_probs).sum(-1)
 
 
 def of_documents(evaluated: EvalPrediction) -> dict[str, float]:
-    """The mean over documents of the share of their targets that a model chose, of rows that are not shifted."""
+    """The mean over documents of the share of their targets that a model chose, of rows that are
+    not shifted.
+    """
     chosen, targets = evaluated.predictions[0][:, :-1], evaluated.label_ids[:, 1:]
     counts = targets != IGNORED
     right = ((chosen == targets) & counts).sum(1) / counts.sum(1).clip(min=1)
@@ -341,7 +352,9 @@ def of_targets(evaluated: EvalPrediction) -> dict[str, float]:
 
 
 def train_alone(folder: str, run: Run, exact: bool = False) -> Result:
-    """What the trainer of others makes of a run in one process; with `exact` in float32, from the same weights."""
+    """What the trainer of others makes of a run in one process; with `exact` in float32, from the
+    same weights.
+    """
     idle = run.steps_without_targets
     arguments = {
         **COMMON,
@@ -375,14 +388,17 @@ def train_alone(folder: str, run: Run, exact: bool = False) -> Result:
 def carry_out(
     run: Run, make: Callable[[], Any], inside: Any = None, resume: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """The trainer after the run's calls; what it logged, what callbacks noted, how every trained weight changed."""
+    """The trainer after the run's calls; what it logged, what callbacks noted, how every trained
+    weight changed.
+    """
     trainer = make()
     before = {name: whole(p) for name, p in trainer.model.named_parameters() if p.requires_grad}
     if trainer.is_deepspeed_enabled and trainer.args.bf16:  # what DeepSpeed starts from
         before = {name: weight.bfloat16().float() for name, weight in before.items()}
     history: list[dict[str, Any]] = []
     with pytest.MonkeyPatch.context() as patch, inside or nullcontext():
-        # NEFTune's noise, as if it were drawn alike everywhere: its scale is by the length of the row.
+        # NEFTune's noise, as if it were drawn alike everywhere: its scale is by the length of the
+        # row.
         patch.setattr(torch.Tensor, "uniform_", lambda noise, *between: noise.fill_(0.05))
         for call in run.calls:
             known = len(trainer.state.log_history) if call == "evaluate" else 0
@@ -445,7 +461,9 @@ def errors(result: Result, expected: Result) -> tuple[float, float]:
 
 
 def assert_equal(run: Run, result: Result, expected: Callable[..., Result], strategy: str) -> None:
-    """A training equals that of one process, which `expected` gives, in float32 if called with True; or is refused."""
+    """A training equals that of one process, which `expected` gives, in float32 if called with
+    True; or is refused.
+    """
     if strategy in run.refused:
         assert run.refused[strategy] in result.get("error", "no error")
         return

@@ -1,4 +1,6 @@
-"""Tables: features that users turn on beside planned attention, whole trainings, and what is trained at once."""
+"""Tables: features that users turn on beside planned attention, whole trainings, and what is
+trained at once.
+"""
 
 import sys
 from collections.abc import Callable
@@ -158,7 +160,9 @@ class Generates(TrainerCallback):
 
 
 def install_liger(patch: pytest.MonkeyPatch) -> None:
-    """Let transformers find a stand-in for liger-kernel, whose kernels need a GPU; it changes a LLaMA alike."""
+    """Let transformers find a stand-in for liger-kernel, whose kernels need a GPU; it changes a
+    LLaMA alike.
+    """
 
     def norm(self: Any, x: Tensor) -> Tensor:
         # Another function than the model's own: who trains equally computes with it.
@@ -177,7 +181,9 @@ def install_liger(patch: pytest.MonkeyPatch) -> None:
 
 
 class OfRank(torch.optim.SGD):
-    """A stand-in for GaLore's optimizer: the best approximation of a lower rank of some weights' gradients."""
+    """A stand-in for GaLore's optimizer: the best approximation of a lower rank of some weights'
+    gradients.
+    """
 
     def __init__(self, groups: Any, lr: float, **_: Any) -> None:
         super().__init__(groups, lr)
@@ -329,7 +335,8 @@ WHOLE = Run(
     calls=("train", "evaluate"),
     after=save,
 )
-# The more a step has lowered the loss, the worse: the first is the best, and two later ones are waited for.
+# The more a step has lowered the loss, the worse: the first is the best, and two later ones are
+# waited for.
 BEST = {
     **{**ADAM, "max_steps": 8, CHECKPOINTING: False, "eval_strategy": "steps", "eval_steps": 1},
     **{
@@ -344,7 +351,8 @@ OF_DETERMINISM = {
     **dict.fromkeys(("CUDA_LAUNCH_BLOCKING", "ASCEND_LAUNCH_BLOCKING", "HCCL_DETERMINISTIC"), "1"),
     **{"CUBLAS_WORKSPACE_CONFIG": ":16:8", "FLASH_ATTENTION_DETERMINISTIC": "1"},
 }
-"""What full_determinism sets for the rest of the process: named here, so that it is as before after the training."""
+"""What full_determinism sets for the rest of the process: named here, so that it is as before after
+the training."""
 BY_FSDP = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}  # --fsdp_activation_checkpointing true
 
 
@@ -355,7 +363,9 @@ def on_chats(
     planned: Any = None,
     **more: Any,
 ) -> Run:
-    """Return a run of TRL's trainer, of which a step takes all chats, and with two data sets to evaluate."""
+    """Return a run of TRL's trainer, of which a step takes all chats, and with two data sets to
+    evaluate.
+    """
     batches = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 99)
     return Run(
         arguments,
@@ -545,11 +555,14 @@ TOGETHER: list[tuple[str, tuple[str, ...]]] = [
     ("replicated shards", ("parallelism_config", "evaluated after")),
     ("fsdp2 on four ranks", ("two nodes", "bf16", "LoRA on v_proj only")),
 ]
-"""What is trained at once, by strategy: what `make test` tries; `make features` tries each feature by itself."""
+"""What is trained at once, by strategy: what `make test` tries; `make features` tries each feature
+by itself."""
 
 
 def together(*names: str) -> Run:
-    """Return runs as one; at most one of them has a model, an adapter, examples or calls of its own."""
+    """Return runs as one; at most one of them has a model, an adapter, examples or calls of its
+    own.
+    """
     each = [(FEATURES | TRAININGS)[name] for name in names]
     joined: dict[str, Any] = {
         "given": lambda model: {

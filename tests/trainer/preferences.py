@@ -1,4 +1,6 @@
-"""Trainings of TRL's trainers for preferences, rewards and rollouts: stock, and with padded batches packed."""
+"""Trainings of TRL's trainers for preferences, rewards and rollouts: stock, and with padded batches
+packed.
+"""
 
 import re
 import warnings

@@ -32,8 +32,9 @@ def make_trainer(
     """A trainer on CPU, on as many ranks as there are.
 
     Args:
-        source: what the data is: "packed", a data set with a length; "list"; "transform", a data set that makes its
-            examples when it is asked for them; "stream"; or "flattened", with a padding-free collator.
+        source: what the data is: "packed", a data set with a length; "list"; "transform", a data
+            set that makes its examples when it is asked for them; "stream"; or "flattened", with a
+            padding-free collator.
         columns: of every example, besides input_ids.
         environment: variables that `accelerate launch` sets for a strategy; DDP by default.
         given: arguments of the trainer, instead of these data; `arguments` are fields of `args`.

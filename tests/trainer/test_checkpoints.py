@@ -1,4 +1,6 @@
-"""Which checkpoint a training resumes from: complete ones, the same on every rank, and errors that say what lacks."""
+"""Which checkpoint a training resumes from: complete ones, the same on every rank, and errors that
+say what lacks.
+"""
 
 import json
 import re

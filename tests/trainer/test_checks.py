@@ -112,7 +112,8 @@ def test_positions_of_a_model(tmp_path):
 
 def _refused_on_ranks(folder: str) -> list[str]:
     messages = []
-    # The second rank checks the second half of stored documents; of a stream each rank reads its share.
+    # The second rank checks the second half of stored documents; of a stream each rank reads its
+    # share.
     for rows in (stored([*GOOD, TOKEN]), streamed([*GOOD, *GOOD, GOOD[0], TOKEN])):
         for given in (
             {"train_dataset": stored(GOOD), "eval_dataset": rows},

@@ -1,4 +1,6 @@
-"""What a training prints: a few figures in each line, and the planner's choice where `log_level` asks for it."""
+"""What a training prints: a few figures in each line, and the planner's choice where `log_level`
+asks for it.
+"""
 
 import logging
 from contextlib import redirect_stderr
@@ -112,19 +114,27 @@ def test_words_of_choices(caplog):
         log_choice(plan, SimpleNamespace(**given), ranks=8)
         return caplog.records[-1].message
 
-    outcome = "imbalance of core attention 1.45 -> 1.00, 2.5 MB through the busiest rank in a layer's forward"
-    assert logged(PlanChoice(2, 1, 0.01, 0.25, (), packed_seconds=0.3)) == (
-        "the planner chose for the first micro-batch: documents each on at most 2 of 8 ranks, core attention balanced "
-        "within 1%, nano-batches: 1. It is the fastest of the plans that were compared, by the costs in "
-        "out/device_profile.json: 250.0 ms for forward and backward, and 300.0 ms if documents were packed in order; "
-        f"{outcome}. Other micro-batches may get other choices"
+    outcome = (
+        "imbalance of core attention 1.45 -> 1.00, 2.5 MB through the busiest rank in a layer's "
+        "forward"
+    )
+    assert (
+        logged(PlanChoice(2, 1, 0.01, 0.25, (), packed_seconds=0.3))
+        == "the planner chose for the first micro-batch: documents each on at most 2 of 8 ranks,"
+        " core attention balanced within 1%, nano-batches: 1. It is the fastest of the plans "
+        "that were compared, by the costs in out/device_profile.json: 250.0 ms for forward "
+        f"and backward, and 300.0 ms if documents were packed in order; {outcome}. Other "
+        "micro-batches may get other choices"
     )
     alone = logged(PlanChoice(1, 2, UNBALANCED, 0.25, ()), device_profile="h100")
     assert (
         "documents each on one rank, core attention not balanced further, nano-batches: 2." in alone
     )
     assert "by the costs in h100: " in alone
-    as_set = "plans follow document_layout='joint', balance_tolerance=0.1, ping_pong=True: the planner does not compare "
+    as_set = (
+        "plans follow document_layout='joint', balance_tolerance=0.1, ping_pong=True: the planner "
+        "does not compare "
+    )
     assert (
         logged(None)
         == f"{as_set}plans, because none of them is 'auto'. First micro-batch: {outcome}"

@@ -99,7 +99,9 @@ def test_corrections_are_resumed_where_the_same_costs_were_measured(tmp_path):
 
 
 def _measured(folder: Path) -> list[tuple[Any, str]]:
-    """Costs of dispatchers on this rank, one after another, and what is kept; the last one is of another run."""
+    """Costs of dispatchers on this rank, one after another, and what is kept; the last one is of
+    another run.
+    """
     found = []
     for tokens in (64, 64, 32):
         config = hf_distca.DistCAConfig(tokens_per_rank=tokens)
@@ -158,7 +160,9 @@ BETWEEN = (LAYERS - 1) * (4.0 * 4 + 1.0)
 def corrected(
     *steps: Any, known: Corrections = NONE, costs: Any = COSTS, between: float = BETWEEN
 ) -> Corrections:
-    """After steps in which each rank's kernel calls, and other work, take so many times as long as measured."""
+    """After steps in which each rank's kernel calls, and other work, take so many times as long as
+    measured.
+    """
     seen = np.array(steps).transpose(0, 2, 1) * np.array([[KERNEL], [between]])
     return known.after(costs, SETTINGS, [[PLAN]] * len(steps), seen)
 
@@ -175,7 +179,8 @@ def test_costs_that_are_off_are_scaled_by_the_median_of_the_steps():
     # Of one layer only kernel calls are seen: there is no time between layers.
     one = replace(COSTS, kinds=(replace(COSTS.kinds[0], layers=1),))
     assert corrected([(2.0 / LAYERS, 9.0)] * 2, costs=one) == Corrections(2.0, 2.0)
-    # Mixing layers count as other work: two of 3 s a token after each of three layers with attention.
+    # Mixing layers count as other work: two of 3 s a token after each of three layers with
+    # attention.
     mixing = replace(COSTS, mixing=MixingCosts(6, 1.0, 1.0, 9.0, 1.0, 0.0, 1.0, 1.0))
     found = corrected(
         [(1.0, 2.0)] * 2, costs=mixing, between=(LAYERS - 1) * (4.0 * (4 + 2 * 3) + 1.0)
@@ -192,7 +197,8 @@ def test_a_rank_that_is_slower_for_a_while():
     # As expected now: nothing changes. When it has recovered, all are alike again.
     assert corrected(slower, known=slow) is slow
     assert corrected([(1.0, 1.0), (1.0, 1.0)], known=slow) == NONE
-    # It is not slow whose tasks are of shapes that costs tell little of, or that was disturbed in one step.
+    # It is not slow whose tasks are of shapes that costs tell little of, or that was disturbed in
+    # one step.
     for steps in (
         [[(1.0, 1.0), (2.0, 1.0)]],
         [[(1.0, 1.0), (1.0, 2.0)]],
@@ -218,7 +224,9 @@ def test_what_a_rank_sees():
 
 
 def _trained(folder: Path) -> tuple[Any, ...]:
-    """Costs before and after a training with costs that are far off, and of one that resumes from it; and its logs."""
+    """Costs before and after a training with costs that are far off, and of one that resumes from
+    it; and its logs.
+    """
     arguments = dict.fromkeys(("document_layout", "balance_tolerance", "ping_pong"), "auto")
     arguments |= {
         "device_profile": str(folder / "slow.json"),

@@ -1,4 +1,6 @@
-"""Trainings that end before their time: all processes end with the reason; other processes go on to the last bit."""
+"""Trainings that end before their time: all processes end with the reason; other processes go on to
+the last bit.
+"""
 
 import errno
 import logging
@@ -48,7 +50,9 @@ WAIT_S = 200.0
 
 
 class Ends(TrainerCallback):
-    """End the process of rank 0 between two micro-batches of the first step after the checkpoint, or in its save."""
+    """End the process of rank 0 between two micro-batches of the first step after the checkpoint,
+    or in its save.
+    """
 
     def __init__(self, end: str, trainer: Any) -> None:
         self._end, self._trainer, self._reached = (
@@ -138,7 +142,9 @@ PLACES = {
 
 
 def _train_with_stops(folder: Path, ends_at: str, stopped: int, limit_s: float) -> None:
-    """Train on ranks of which one is stopped: at every place until it is let go on, or for good at one place."""
+    """Train on ranks of which one is stopped: at every place until it is let go on, or for good at
+    one place.
+    """
     logging.basicConfig(level=logging.WARNING)
     if not ends_at:
         waits.REPORT_S, signs.SIGN_S = 1.0, 0.1
@@ -205,7 +211,9 @@ def _wait_for(said: Callable[[], bool], ranks: list[Any]) -> None:
 
 
 def test_a_rank_that_waits_for_a_stopped_one_says_where_that_one_is(tmp_path):
-    """In planning, in the forward, in DDP's backward, in an evaluation and while saving, until the rank goes on."""
+    """In planning, in the forward, in DDP's backward, in an evaluation and while saving, until the
+    rank goes on.
+    """
     output = tmp_path / "output-0"
     with own_processes(2, _train_with_stops, tmp_path, "", 1, 120.0, folder=tmp_path) as ranks:
         for name, place in PLACES.items():

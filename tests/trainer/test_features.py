@@ -75,7 +75,9 @@ SINGLE = [(strategy, (name,)) for name, feature in FEATURES.items() for strategy
 
 
 def assert_losses_are_not_rounded(training: Run, results: list[Result]) -> None:
-    """Models return losses in float32: early stopping would not see what is below a step of bfloat16."""
+    """Models return losses in float32: early stopping would not see what is below a step of
+    bfloat16.
+    """
     for mode in ("train", "eval") if "evaluate" in training.calls else ("train",):
         losses = torch.tensor([loss for result in results for loss in result["losses"][mode]])
         assert (losses != losses.bfloat16()).any(), mode
@@ -207,7 +209,9 @@ def test_ranks_on_two_nodes_exchange_in_stages(run):
 
 
 def _refusals_and_memory(folder: str) -> None:
-    """Models, data and settings that cannot be trained are refused on this rank; its share of a model is counted."""
+    """Models, data and settings that cannot be trained are refused on this rank; its share of a
+    model is counted.
+    """
     rank = torch.distributed.get_rank()
 
     def made(

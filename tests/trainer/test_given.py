@@ -1,4 +1,6 @@
-"""What trainers are given: text and model names; arguments of other trainers that DistCAMixin is put before."""
+"""What trainers are given: text and model names; arguments of other trainers that DistCAMixin is
+put before.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

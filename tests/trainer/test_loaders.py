@@ -1,4 +1,6 @@
-"""Loaders of data sets, micro-batches that are fetched and bound ahead, and what a closed trainer leaves behind."""
+"""Loaders of data sets, micro-batches that are fetched and bound ahead, and what a closed trainer
+leaves behind.
+"""
 
 import gc
 import multiprocessing
@@ -114,8 +116,8 @@ def test_the_training_data_is_summarized_once_before_training(tmp_path, capsys):
     trainer.train()
     printed = capsys.readouterr().out.splitlines()
     line = (
-        "train_dataset: 3 documents, 200 tokens; median length 30, longest 150; long_documents='truncate' drops "
-        "50 tokens (25.0%) of 1 document of more than 100 tokens"
+        "train_dataset: 3 documents, 200 tokens; median length 30, longest 150; "
+        "long_documents='truncate' drops 50 tokens (25.0%) of 1 document of more than 100 tokens"
     )
     assert printed.index(line) < min(at for at, text in enumerate(printed) if "'loss'" in text)
     assert [text for text in printed if "documents" in text] == [line]
@@ -248,8 +250,8 @@ def test_training_plans_and_binds_ahead(tmp_path, monkeypatch, source):
         lambda *a, **k: (events.append("forward"), compute_loss(*a, **k))[1],
     )
     trainer.train()
-    # Only the first step waits for its plans. While a micro-batch runs, one of the next step is planned, until the
-    # data ends. accelerate reads one micro-batch more than it gives.
+    # Only the first step waits for its plans. While a micro-batch runs, one of the next step is
+    # planned, until the data ends. accelerate reads one micro-batch more than it gives.
     plans_first, last_planned = (["plan"] * 3, 3) if source == "packed" else (["plan"] * 2, 4)
     expected = [*plans_first, "bind"]
     for micro_batch in range(6):
@@ -294,7 +296,9 @@ def test_an_evaluation_plans_and_binds_ahead(tmp_path, monkeypatch):
 
 
 class Planner:
-    """A dispatcher of one of two ranks, whose batches are planned in lockstep: the other rank has `others` of them."""
+    """A dispatcher of one of two ranks, whose batches are planned in lockstep: the other rank has
+    `others` of them.
+    """
 
     def __init__(self, others: int, failing: int | None = None) -> None:
         self.groups, self.remote, self.others, self.failing = self, None, others, failing

@@ -20,7 +20,9 @@ from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 
 class Clock(TrainerCallback):
-    """A step takes 2 s, 1 s of them in waits and 0.5 s in kernel calls; a batch of an evaluation 100 s in waits."""
+    """A step takes 2 s, 1 s of them in waits and 0.5 s in kernel calls; a batch of an evaluation
+    100 s in waits.
+    """
 
     now = waited = 0.0
 
@@ -61,7 +63,8 @@ def test_only_training_counts(tmp_path, monkeypatch, clock):
     monkeypatch.setattr(trainer.dispatcher.recorder, "seconds", clock.seconds)
     trainer.add_callback(clock)
     for _ in range(2):
-        # Neither what is done before training nor the last step of the one before, which was not logged.
+        # Neither what is done before training nor the last step of the one before, which was not
+        # logged.
         clock.add(1000.0, 1000.0)
         trainer.train()
         (figures,) = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -84,10 +87,12 @@ def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
         other: Any = (),
         padded: Any = None,
     ):
-        """Figures of two steps with two micro-batches of 24 tokens, whose plans move these bytes, on two processes.
+        """Figures of two steps with two micro-batches of 24 tokens, whose plans move these bytes,
+        on two processes.
 
-        The other rank may have measured seconds in waits and in kernel calls, and rows of padded batches.
-        Micro-batches may come from padded batches of a shape; steps then also compute what is not in the plans.
+        The other rank may have measured seconds in waits and in kernel calls, and rows of padded
+        batches. Micro-batches may come from padded batches of a shape; steps then also compute what
+        is not in the plans.
         """
         dispatcher = SimpleNamespace(
             settings=SimpleNamespace(nodes=nodes),
@@ -207,7 +212,8 @@ def test_predicted_attention_time():
     busiest, other = 10 + 6, 3 + 3
     expected = (7.0 + 4.0) * busiest / (busiest + other)
     assert predicted_attention({SMALL_KIND: 2}, plans, [7.0, 4.0]) == pytest.approx(expected)
-    # Plans that were chosen carry their prediction; the busiest rank is that of all micro-batches together.
+    # Plans that were chosen carry their prediction; the busiest rank is that of all micro-batches
+    # together.
     choices = [PlanChoice(1, 1, 0.01, 9.0, attention) for attention in ((5.0, 1.0), (1.0, 6.0))]
     chosen = [replace(plan, choice=choice) for plan, choice in zip(plans, choices, strict=True)]
     assert predicted_attention({SMALL_KIND: 2}, chosen, [100.0, 100.0]) == 7.0
@@ -230,7 +236,8 @@ def test_each_problem_is_logged_once_with_the_remedy(caplog):
         assert record.levelname == "WARNING"
         assert f"distca/{name} is {value:.2f}" in record.message
         assert remedy in record.message
-    # What the planner chooses, or the user did not ask for; and means over all steps since: most were fine.
+    # What the planner chooses, or the user did not ask for; and means over all steps since: most
+    # were fine.
     caplog.clear()
     for ping_pong in ("auto", False):
         remedies = Remedies(DistCAConfig(ping_pong=ping_pong), ping_pong=ping_pong is not False)

@@ -52,7 +52,9 @@ class Clips(Custom):
 
 
 class OfTheGroup(Custom):
-    """As Prodigy does: a number of the group is found from all gradients, and has no effect in the first steps."""
+    """As Prodigy does: a number of the group is found from all gradients, and has no effect in the
+    first steps.
+    """
 
     def update(self, gradient: Any, state: dict[str, Any], group: dict[str, Any]) -> Any:
         group["seen"] = group.get("seen", 0.0) + float(gradient.abs().sum())

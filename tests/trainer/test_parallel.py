@@ -1,4 +1,6 @@
-"""Ranks never train apart, on GPUs or CPUs, and log their memory; see `test_features.py` for whole trainings."""
+"""Ranks never train apart, on GPUs or CPUs, and log their memory; see `test_features.py` for whole
+trainings.
+"""
 
 import re
 from dataclasses import replace
@@ -93,7 +95,8 @@ def tiny(model_type: str, **changes: Any) -> Any:
         (small_model, "FSDP", None, True, True),
         (lambda: with_frozen_tower("distca"), "MULTI_GPU", None, True, False),
         (lambda: with_tower("distca"), "MULTI_GPU", None, False, True),
-        # What is not known to get a gradient: parts of a user's own model, skipped layers, parts in no text model.
+        # What is not known to get a gradient: parts of a user's own model, skipped layers, parts in
+        # no text model.
         (lambda: OfAUser(small_model().config), "MULTI_CPU", None, True, True),
         (lambda: tiny("opt", layerdrop=0.1), "MULTI_CPU", None, True, True),
         (lambda: tiny("phi4_multimodal"), "MULTI_CPU", None, True, True),
@@ -144,7 +147,9 @@ def accelerator_of(kind: str, parallelism_config: Any = None, **plugins: Any) ->
 
 
 def test_what_brings_gradients_together():
-    """What whole trainings do not show: FSDP1, a model that is not wrapped, and one whose replicas are not."""
+    """What whole trainings do not show: FSDP1, a model that is not wrapped, and one whose replicas
+    are not.
+    """
     wrapped: Any = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # without a group
     nn.Module.__init__(wrapped)
     wrapped._fsdp_wrapped_module = nn.Module()
@@ -163,7 +168,9 @@ def test_what_brings_gradients_together():
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Arguments of one of some processes that were launched with a strategy, here on a host with or without a GPU."""
+    """Arguments of one of some processes that were launched with a strategy, here on a host with or
+    without a GPU.
+    """
 
     def arguments(processes=2, strategy="", gpu=False, **given):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
@@ -243,7 +250,9 @@ def test_launchers_that_say_how_many_processes_they_started(monkeypatch):
 
 
 def _refusal_of_ranks_that_accelerate_does_not_connect(lost: int) -> tuple[str, int]:
-    """The error of a custom loop, and the ranks that accelerate counts where rank `lost`, or every rank, is alone."""
+    """The error of a custom loop, and the ranks that accelerate counts where rank `lost`, or every
+    rank, is alone.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         state = PartialState(cpu=lost not in (-1, dist.get_rank()))
@@ -256,7 +265,10 @@ def _refusal_of_ranks_that_accelerate_does_not_connect(lost: int) -> tuple[str, 
 
 def test_ranks_that_torch_connects_and_accelerate_does_not_are_refused_together(rank_pools):
     """As `accelerate launch` starts two processes on CPUs without ACCELERATE_USE_CPU."""
-    counts = "the launcher started 2 processes, torch.distributed connects 2 and accelerate connects 1, but"
+    counts = (
+        "the launcher started 2 processes, torch.distributed connects 2 and accelerate connects "
+        "1, but"
+    )
     for message, counted in rank_pools[2].run(
         _refusal_of_ranks_that_accelerate_does_not_connect, -1
     ):
@@ -315,7 +327,8 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
         (None, False),
         ({"rope": False}, True),
     ]
-    # Counted is the last of all ranks, and a little of the memory stays free. Whoever asks for it, autocast counts.
+    # Counted is the last of all ranks, and a little of the memory stays free. Whoever asks for it,
+    # autocast counts.
     settings = trainer.dispatcher.settings
     counted = []
     with monkeypatch.context() as patch:

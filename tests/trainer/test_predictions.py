@@ -1,4 +1,6 @@
-"""Predictions by document: a user's function makes of logits on two ranks what it makes of them in one process."""
+"""Predictions by document: a user's function makes of logits on two ranks what it makes of them in
+one process.
+"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -154,7 +156,9 @@ def fails_on_second(rank: int, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _errors(folder: str) -> list[str]:
-    """What predictions with unusable functions raise on this rank, and then the number of a usable one's rows."""
+    """What predictions with unusable functions raise on this rank, and then the number of a usable
+    one's rows.
+    """
     rank = torch.distributed.get_rank()
     dataset = [{"input_ids": document.tolist()} for document in random_documents(LENGTHS)]
     trainer = make_trainer(
@@ -180,8 +184,8 @@ def test_functions_that_cannot_be_given_parts_of_documents_are_refused_on_every_
 ):
     for mean, fewer, failed, shape, usable in rank_pools[2].run(_errors, str(tmp_path)):
         assert (
-            "preprocess_logits_for_metrics returns other values for a token when it gets fewer tokens"
-            in mean
+            "preprocess_logits_for_metrics returns other values for a token when it gets fewer "
+            "tokens" in mean
         )
         assert "preprocess_logits_for_metrics returned the shape [1, " in fewer
         assert "rank 1: KeyError: 'a mistake of the user'" in failed

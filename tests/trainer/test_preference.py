@@ -1,4 +1,6 @@
-"""Trainers with padded batches beside the same trainers without hf_distca, on the same ranks, data and rollouts."""
+"""Trainers with padded batches beside the same trainers without hf_distca, on the same ranks, data
+and rollouts.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +115,9 @@ def test_trainings_are_those_of_trl(launch, tmp_path):
 
 
 def train_in_bf16(folder: str) -> tuple[float, float]:
-    """How far weights are from those of float32 after a training in bfloat16: with hf_distca, and of TRL's trainer."""
+    """How far weights are from those of float32 after a training in bfloat16: with hf_distca, and
+    of TRL's trainer.
+    """
     case = Case("dpo", arguments={"bf16": True})
     exact = train(folder, case, planned=False, exact=True)["learned"]
 
@@ -136,7 +140,9 @@ def test_bfloat16_is_at_most_twice_as_far_from_float32_as_without_hf_distca(rank
 
 
 class LastNorm(nn.Module):
-    """A loss of a user's own: the mean square of the hidden state and of the logits of the last token."""
+    """A loss of a user's own: the mean square of the hidden state and of the logits of the last
+    token.
+    """
 
     def forward(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         is_target_BL = labels != -100
@@ -173,7 +179,9 @@ class PaddedArguments(hf_distca.DistCAPaddedArguments, TrainingArguments):
 
 
 def train_with_own_loss(folder: str, way: str) -> dict[str, Any]:
-    """A training and an evaluation by transformers' Trainer: alone, with the mixin, or with `pack_padded`."""
+    """A training and an evaluation by transformers' Trainer: alone, with the mixin, or with
+    `pack_padded`.
+    """
     with launched("ddp", {}):
         torch.manual_seed(1)
         model = small_model(

@@ -1,4 +1,6 @@
-"""Processes that read for a rank: one that stops, hangs or ends is named, and the run ends on all ranks."""
+"""Processes that read for a rank: one that stops, hangs or ends is named, and the run ends on all
+ranks.
+"""
 
 import multiprocessing
 import os
@@ -25,7 +27,9 @@ ENDS_WITHIN_S = 40.0
 
 
 class Stops(TrainerCallback):
-    """Stops the process that reads for rank 1 after the first step, as a file system that hangs does."""
+    """Stops the process that reads for rank 1 after the first step, as a file system that hangs
+    does.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -45,7 +45,9 @@ from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 
 def settings(kind: Any = hf_distca.DistCASFTConfig, **changes: Any) -> Any:
-    """Arguments of TRL's trainer, which have those of transformers, changed after they were checked."""
+    """Arguments of TRL's trainer, which have those of transformers, changed after they were
+    checked.
+    """
     args = kind("unused", use_cpu=True, bf16=False, report_to=[])
     vars(args).update(changes)
     return args
@@ -64,7 +66,9 @@ def launch(
     packs: bool = True,
     **changes: Any,
 ) -> None:
-    """Check a trainer as it would be launched by an accelerator, with tensor parallelism of this size."""
+    """Check a trainer as it would be launched by an accelerator, with tensor parallelism of this
+    size.
+    """
     state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
     accelerator = {
         "mixed_precision": "no",
@@ -105,7 +109,9 @@ def divided(
 
 
 def adapted_by(*, tied: bool = True, **lora: Any) -> dict[str, Any]:
-    """A launch under FSDP2 of a model with LoRA, whose embeddings of input and output are one weight."""
+    """A launch under FSDP2 of a model with LoRA, whose embeddings of input and output are one
+    weight.
+    """
 
     def make() -> Any:
         config = peft.LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **lora})
@@ -217,7 +223,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
 TEXTS = {
     "ARGUMENTS": "or liger_kernel_config={'swiglu': False, 'geglu': False}",
     "PACKING": "accelerator_config.even_batches=False is set, but ",
-    "TRAINER": "model.vision_tower, model.multi_modal_projector of Gemma3ForConditionalGeneration get no gradient",
+    "TRAINER": (
+        "model.vision_tower, model.multi_modal_projector of Gemma3ForConditionalGeneration get no "
+        "gradient"
+    ),
 }
 """Values in one of the messages."""
 ACCUMULATED = {"gradient_accumulation_steps": 2}
@@ -409,7 +418,9 @@ def groups(ranks: int = 2) -> Any:
 
 
 def order(source: str, ranks: int = 2, skip: int = 0, **changed: Any) -> dict[str, Any]:
-    """The order of documents on some ranks: packed without the first ones, of a stream, or by a custom collator."""
+    """The order of documents on some ranks: packed without the first ones, of a stream, or by a
+    custom collator.
+    """
     base = {"tokens_per_rank": 96, "gradient_accumulation_steps": 3, "seed": 1}
     args = settings(**{**base, **changed})
     layout = "whole" if args.document_layout == "whole" else "joint"
@@ -483,7 +494,8 @@ OTHERS: list[tuple[str, dict[str, Any], int, dict[str, Any], str]] = [
         "ranks * per_device_train_batch_size is 9, but must be 6",
     ),
 ]
-"""What the data are, settings that were saved, ranks that resume, their settings, and what differs."""
+"""What the data are, settings that were saved, ranks that resume, their settings, and what differs.
+"""
 
 
 def test_another_order(tmp_path):

@@ -1,4 +1,6 @@
-"""Resuming: each document that is left comes once, in the step that it would have been in, or an error says why."""
+"""Resuming: each document that is left comes once, in the step that it would have been in, or an
+error says why.
+"""
 
 import re
 import shutil
@@ -305,7 +307,9 @@ def test_what_was_saved_at_the_end_of_a_pass_begins_the_next(run, whole_run, tmp
     [((3, "on_step_begin"), 2), ((3, "on_optimizer_step"), 3), ((4, "on_optimizer_step"), 4)],
 )
 def test_a_run_that_was_terminated(run, whole_run, tmp_path, terminated, saved):
-    """transformers saves before it calls the callbacks of others, within a step and at the end of a pass."""
+    """transformers saves before it calls the callbacks of others, within a step and at the end of a
+    pass.
+    """
     whole, _ = whole_run("packed")
     run(
         tmp_path,
@@ -338,7 +342,8 @@ def test_new_passes(run, whole_run, tmp_path):
         run(tmp_path / "anew", "packed", resume=checkpoint, **changed, ignore_data_skip=True)
     )
     per_pass = next(n for n in range(1, len(anew)) if sum(anew[:n], Counter()) == ALL)
-    # The step of the checkpoint counts: the last pass ends a step early. Going on later does not skip one more.
+    # The step of the checkpoint counts: the last pass ends a step early. Going on later does not
+    # skip one more.
     assert len(anew) == 4 * per_pass - 1
     assert (
         together(

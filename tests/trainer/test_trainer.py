@@ -42,7 +42,9 @@ def _one_step_of_everything(
 
 
 def figures_of(documents: list[Tensor], model: Any = None) -> tuple[float, float]:
-    """Return the share of tokens that a model with stock attention would have chosen, and the mean entropy in nats."""
+    """Return the share of tokens that a model with stock attention would have chosen, and the mean
+    entropy in nats.
+    """
     model, correct, targets, entropy = model or small_model(implementation="sdpa"), 0, 0, 0.0
     for document in documents:
         with torch.no_grad():
@@ -61,7 +63,8 @@ def figures_of(documents: list[Tensor], model: Any = None) -> tuple[float, float
         ("packed", {"dataloader_num_workers": 2}),
         ("stream", {}),
         ("flattened", {}),
-        # Three micro-batches of two documents on each of two ranks: batch_rebalance fills up what is not full.
+        # Three micro-batches of two documents on each of two ranks: batch_rebalance fills up what
+        # is not full.
         (
             "flattened",
             {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3},
@@ -177,7 +180,8 @@ def test_columns(tmp_path, source):
 def test_documents_without_targets(tmp_path, caplog):
     # With logging_nan_inf_filter 0/0 would be logged as 0, too.
     arguments = {"max_steps": 1, "save_strategy": "no", "logging_nan_inf_filter": False}
-    # A data set with a length is refused if it has no target; what comes later is unknown before it comes.
+    # A data set with a length is refused if it has no target; what comes later is unknown before it
+    # comes.
     with refused(Data.NO_TARGETS, name="train_dataset", documents=3):
         make_trainer(str(tmp_path), lengths=[1, 1, 1], **arguments).train()
     for source in ("stream", "flattened"):
@@ -185,7 +189,8 @@ def test_documents_without_targets(tmp_path, caplog):
         trainer.model.forward = None  # no step begins
         with refused(Run.NO_TARGETS, tokens=3 if source == "stream" else 1):
             trainer.train()
-    # Micro-batches of 5, 5 and 3 tokens: a first step without targets of a data set that has some, and later steps.
+    # Micro-batches of 5, 5 and 3 tokens: a first step without targets of a data set that has some,
+    # and later steps.
     options = {"tokens_per_rank": 5, "learning_rate": 0.0, "train_sampling_strategy": "sequential"}
     options |= {**arguments, "max_steps": 3, "ping_pong": False}
     for source, lengths, without in (

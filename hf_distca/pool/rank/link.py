@@ -27,8 +27,8 @@ class Answer(Future[Reply]):
 class ServerLink:
     """Calls to one server and their replies; nothing but `wait` blocks the caller.
 
-    A link that failed once stays failed, for the reason `lost`; a server that comes back gets a new one. Travelling
-    rows may stand still for `rows_s`.
+    A link that failed once stays failed, for the reason `lost`; a server that comes back gets a new
+    one. Travelling rows may stand still for `rows_s`.
     """
 
     def __init__(
@@ -57,7 +57,10 @@ class ServerLink:
         self._receiver.start()
 
     def send(self, message: Message, payload: Sequence[Buffer] = ()) -> None:
-        """Queue a message without a reply; its payload must not change before a later call's reply is here."""
+        """Queue a message without a reply.
+
+        Its payload must not change before a later call's reply is here.
+        """
         self._put(partial(self._channel.send, message, payload, self._rows_s))
 
     def call(
@@ -83,7 +86,8 @@ class ServerLink:
     def wait(self, answer: Answer, timeout_s: float) -> Reply:
         """Wait for an answer, and fail the link if none comes in time.
 
-        LinkLost: the link has failed. What the results hold is undefined, and nobody writes to them any more.
+        LinkLost: the link has failed. What the results hold is undefined, and nobody writes to them
+        any more.
         """
         try:
             return answer.result(timeout_s)

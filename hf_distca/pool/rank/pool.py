@@ -1,8 +1,9 @@
 """The pool of dedicated attention servers, as ranks see it.
 
-A server is a worker of the plan that holds no rows. Ranks send it query and K/V rows over one link per pair of rank
-and server, and collect the results after their local tasks. After every collection ranks agree on the servers that
-some rank has lost: all of them go on without these, and compute what was lost.
+A server is a worker of the plan that holds no rows. Ranks send it query and K/V rows over one link
+per pair of rank and server, and collect the results after their local tasks. After every collection
+ranks agree on the servers that some rank has lost: all of them go on without these, and compute
+what was lost.
 
 Shape suffixes: T local rows, N rows; what follows a row's letter is free.
 """
@@ -85,7 +86,10 @@ class Pool:
     # Between steps
 
     def refresh(self) -> None:
-        """Let servers that have joined take part from now on, without those that left. A collective."""
+        """Let servers that have joined take part from now on, without those that left.
+
+        A collective.
+        """
         listed = self._directory.members() if self._directory is not None else {}
         failed = {server for server, link in self.links.items() if link.lost}
         seen = self._groups.all_gather((listed, failed, observe(self._recording.take())))
@@ -123,7 +127,8 @@ class Pool:
                 )
                 speed = self.speeds.joined(server, info.pairs_per_second)
                 self._log(
-                    f"attention server {name} takes part: speed {speed:.2f}, rows travel over {link.carried_by}"
+                    f"attention server {name} takes part: speed {speed:.2f}, rows travel over "
+                    f"{link.carried_by}"
                 )
                 continue
             if server in links:
@@ -141,8 +146,8 @@ class Pool:
         while len(self.links) < servers:
             if self._groups.any_of([time.monotonic() > deadline])[0]:
                 self._log(
-                    f"{len(self.links)} of {servers} attention servers joined within {timeout_s:g} s; training "
-                    "begins without the rest, which may join later",
+                    f"{len(self.links)} of {servers} attention servers joined within {timeout_s:g} "
+                    "s; training begins without the rest, which may join later",
                     logging.WARNING,
                 )
                 return
@@ -179,7 +184,10 @@ class Pool:
     # In a step
 
     def without_lost(self, servers: Collection[int]) -> frozenset[int]:
-        """Go on without given servers that any rank has lost; return the given ones that are gone. A collective."""
+        """Go on without given servers that any rank has lost; return the given ones that are gone.
+
+        A collective.
+        """
         here = [server for server in servers if server in self.links]
         if here:  # the same on every rank
             failed = self._groups.any_of([bool(self.links[server].lost) for server in here])
@@ -198,7 +206,10 @@ class Pool:
             self._directory.close()
 
     def _lose(self, servers: Set[int], what: str) -> None:
-        """Go on without servers, the same on every rank; the warning says `what` becomes of their tasks."""
+        """Go on without servers, the same on every rank.
+
+        The warning says `what` becomes of their tasks.
+        """
         for server in sorted(servers & self.links.keys()):
             link = self.links.pop(server)
             reason = link.lost or "another rank lost it"
@@ -221,7 +232,10 @@ class Pool:
 
 @dataclass
 class _PlanAtServers:
-    """The plan of one micro-batch at its servers: a `RemotePlan`. Ids of servers are in the order of its workers."""
+    """The plan of one micro-batch at its servers: a `RemotePlan`.
+
+    Ids of servers are in the order of its workers.
+    """
 
     pool: Pool
     plan_id: int
@@ -276,7 +290,10 @@ class _PlanAtServers:
 
 @dataclass
 class _CallAtServers:
-    """One core attention at servers: a `RemoteCall`. Ids, links and answers are by a server's index in the plan."""
+    """One core attention at servers: a `RemoteCall`.
+
+    Ids, links and answers are by a server's index in the plan.
+    """
 
     pool: Pool
     work: Work

@@ -10,9 +10,11 @@ from hf_distca.planner.schedule import FROM_SERVERS, TO_SERVERS
 SMOOTHING = 0.5
 """Share of a new observation in a speed, a base load or a travel time."""
 FADING = 0.1
-"""Share of a travel time that is forgotten in a step in which the server had no tasks: it is tried again some day."""
+"""Share of a travel time that is forgotten in a step in which the server had no tasks: it is tried
+again some day."""
 DIRECTIONS = 2
-"""A measured speed counts a pair once for its forward and backward, an observed one in each of them."""
+"""A measured speed counts a pair once for its forward and backward, an observed one in each of
+them."""
 
 OBSERVED: tuple[Kind, ...] = ("phase", "kernel", "call", "server")
 """Kinds of spans that `observe` reads."""
@@ -24,7 +26,8 @@ class Served:
 
     pairs: int = 0
     seconds: float = 0.0
-    alone: int = 0  # calls of core attentions whose calls never began while the rank had another one under way
+    # Calls of core attentions whose calls never began while the rank had another one under way.
+    alone: int = 0
     travel_s: float = (
         0.0  # of the calls that were alone, without the kernel: rows travel there and back
     )
@@ -44,7 +47,8 @@ class Observed:
 def observe(spans: Sequence[Span]) -> Observed:
     """Return the times of attention in one rank's spans of `OBSERVED`, which are in the order of recording."""
     observed = Observed()
-    # Core attentions whose calls began while others were under way: calls and phases are on different clocks.
+    # Core attentions whose calls began while others were under way: calls and phases are on
+    # different clocks.
     shared = set[Work | None]()
     under_way, until = 0, None
     # Phases of a repair lie within another one.
@@ -81,7 +85,10 @@ def observe(spans: Sequence[Span]) -> Observed:
 
 
 class Speeds:
-    """Speeds of ranks and servers, the same on every rank; `own` is the ranks' mean of `measure_speed`."""
+    """Speeds of ranks and servers, the same on every rank.
+
+    `own` is the ranks' mean of `measure_speed`.
+    """
 
     def __init__(self, own: float) -> None:
         self._own = DIRECTIONS * own  # as observed
@@ -124,7 +131,8 @@ class Speeds:
             if most.seconds > 0:
                 seen_speed = most.pairs / most.seconds / own
                 self._relative[server] += SMOOTHING * (seen_speed - self._relative[server])
-            # Who sends first waits for the other ranks' rows; the shortest is that of the rank that sent last.
+            # Who sends first waits for the other ranks' rows; the shortest is that of the rank that
+            # sent last.
             travel = [part.travel_s / part.alone for part in parts if part.alone]
             if travel:
                 self._travel[server] += SMOOTHING * (min(travel) * own - self._travel[server])
@@ -134,8 +142,9 @@ class Speeds:
     def workers(self, ranks: int, servers: Sequence[int], takes_turns: bool) -> Workers:
         """Return speeds and base loads of the ranks and of servers behind them.
 
-        With two nano-batches in turns, a rank does its other work, and rows travel, while a server computes: the
-        work is the rank's base load. Without turns a server does nothing while rows travel: its own base load.
+        With two nano-batches in turns, a rank does its other work, and rows travel, while a server
+        computes: the work is the rank's base load. Without turns a server does nothing while rows
+        travel: its own base load.
         """
         base_load = self._base_load if takes_turns else 0.0
         travel = [0.0 if takes_turns else self._travel[server] for server in servers]

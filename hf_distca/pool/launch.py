@@ -1,4 +1,8 @@
-"""Dedicated attention servers of a training run: the last processes of its launch, or processes that join."""
+"""Dedicated attention servers of a training run.
+
+They are the last processes of its launch (`split_launch`, `serve_if_server`), or processes that
+start by themselves and join. `open_pool` lets either take part in a rank's plans.
+"""
 
 import logging
 import os
@@ -22,7 +26,7 @@ from hf_distca.pool.directory import Directory
 from hf_distca.pool.nixl import address_towards
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.token import make_token, parse_address, read_token, write_token
-from hf_distca.pool.transport import Choice, make_memory
+from hf_distca.pool.transport import Choice, Memory, make_memory
 from hf_distca.refusal import RefusedError
 from hf_distca.waiting import wait_until
 
@@ -36,8 +40,9 @@ TRAINER_S = 24 * 3600.0
 STORE_S = 5.0
 """Most seconds for an answer of the launch's store."""
 POLL_S = 0.1
+"""Seconds between two looks into the launch's store."""
 
-_OF_THE_WORLD = (
+_PROCESS_GROUP_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -46,31 +51,31 @@ _OF_THE_WORLD = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""Variables by which a process takes part in the launch's process group; a server must not take
-part."""
+"""Environment variables by which a process joins the launch's process group: a server must not."""
 
 
 @dataclass(frozen=True)
 class Launch:
     """How this process takes part in a launch whose last processes are servers."""
 
-    store: (
-        dist.Store | None
-    )  # the launcher's, where rank 0 leaves the address and the token for servers
-    serves_on: str | None = None  # device of this process if it is a server; None: it is a rank
+    # The launcher's store, where rank 0 leaves the address and the token for servers.
+    store: dist.Store | None
+    # Device of this process if it is a server; None: it is a rank.
+    serves_on: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the connection: Trainer saves its arguments, and with them this."""
+        """Return the state without the connection, for a Trainer that saves its arguments."""
         return {"store": None, "serves_on": self.serves_on}
 
 
 def split_launch(servers: int, *, cpu: bool) -> Launch:
-    """Decide which processes of this launch are ranks and which, the last ones, are attention servers.
+    """Make the last processes of this launch attention servers, and the others ranks.
 
     Call it before anything looks at the world: ranks are then a world without servers. ValueError
     on every process, where the launch has too few processes, or a server's host no GPU for it.
     """
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = world - servers
     if ranks < 1:
         raise RefusedError(
@@ -82,50 +87,71 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
             "torch.distributed or accelerate has started already, but attention_servers divides "
             "the processes before that; make DistCATrainingArguments first in the script"
         )
-    own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store: dist.Store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=own_store and rank == 0,
-        wait_for_workers=False,
-        multi_tenant=own_store,
-    )
-    # The launcher's store outlives a restart of all processes, and with it what they left there.
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"hf_distca/attention_servers/{restarts}", store)
-    missing, local_rank = "", int(os.environ.get("LOCAL_RANK", "0"))
+    store = _connect_to_store(rank)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = f"cuda:{local_rank}" if is_available() and not cpu else "cpu"
-    if device != "cpu" and local_rank >= (count := device_count()):
-        missing = (
-            f"the attention server of rank {rank} would compute on {device}, but its host has "
-            f"{count} GPUs, and a server that shares a GPU with a rank adds nothing. Start no "
-            "more processes on a host than it has GPUs, servers included; or start servers on "
-            "other hosts with attention_servers='external' and hf-distca serve"
-        )
+
+    # 1. Every process learns why some server cannot work, so that all of them raise.
     if rank >= ranks:
-        store.set(f"error of {rank}", missing)
+        store.set(f"error of {rank}", _missing_gpu(rank, local_rank, device))
     line = StoreLine(store)
     for server in range(ranks, world):
         name = f"the attention server in process {server} of this launch to start"
         remedy = "look at the output of that process; `WORLD_SIZE` processes must be launched"
-        if error := _value(line, f"error of {server}", name, START_S, remedy):
+        error = _wait_for_value(line, f"error of {server}", name, START_S, remedy)
+        if error:
             raise RefusedError(error)
     line.close(STORE_S)
+
+    # 2. A server forgets the process group.
     if rank >= ranks:
-        for name in _OF_THE_WORLD:
+        for name in _PROCESS_GROUP_VARIABLES:
             os.environ.pop(name, None)
         return Launch(store, device)
+
+    # 3. A rank sees a world of ranks alone.
     os.environ["WORLD_SIZE"] = str(ranks)
     if "LOCAL_WORLD_SIZE" in os.environ:
-        on_this_host = ranks - (rank - local_rank)  # ranks after the first one of this host
-        os.environ["LOCAL_WORLD_SIZE"] = str(min(int(os.environ["LOCAL_WORLD_SIZE"]), on_this_host))
+        first_rank_of_host = rank - local_rank
+        local_world = int(os.environ["LOCAL_WORLD_SIZE"])
+        os.environ["LOCAL_WORLD_SIZE"] = str(min(local_world, ranks - first_rank_of_host))
     return Launch(store)
 
 
-def serve_if_server(launch: Launch | None, timeout_s: float, kernel: str) -> None:
-    """Serve until training ends, then raise SystemExit, if this process is a server of its launch.
+def _connect_to_store(rank: int) -> dist.Store:
+    """Connect to the store of the launch, which rank 0 serves where the launcher does not."""
+    launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store: dist.Store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=not launcher_has_store and rank == 0,
+        wait_for_workers=False,
+        multi_tenant=not launcher_has_store,
+    )
+    # The launcher's store outlives a restart of all processes, and keeps what they left there.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"hf_distca/attention_servers/{restarts}", store)
 
-    Else return.
+
+def _missing_gpu(rank: int, local_rank: int, device: str) -> str:
+    """Return why the host has no GPU for the attention server `rank`, or "" where it has one."""
+    if device == "cpu":
+        return ""
+    gpus = device_count()
+    if local_rank < gpus:
+        return ""
+    return (
+        f"the attention server of rank {rank} would compute on {device}, but its host has "
+        f"{gpus} GPUs, and a server that shares a GPU with a rank adds nothing. Start no "
+        "more processes on a host than it has GPUs, servers included; or start servers on "
+        "other hosts with attention_servers='external' and hf-distca serve"
+    )
+
+
+def serve_if_server(launch: Launch | None, timeout_s: float, kernel: str) -> None:
+    """Serve until training ends, and then exit, if this process is a server of its launch.
+
+    A server raises SystemExit at the end. In a rank the function returns at once.
 
     Args:
         timeout_s: how long the server waits for the ranks once it knows their address.
@@ -135,34 +161,36 @@ def serve_if_server(launch: Launch | None, timeout_s: float, kernel: str) -> Non
         return
     store = launch.store
     assert store is not None  # only a saved launch has none
-    # If the ranks fail instead, the launcher ends this process.
-    line, name = (
-        StoreLine(store),
-        "rank 0 to make its trainer, in an attention server of the launch",
-    )
+    line = StoreLine(store)
+
+    # 1. Wait for what rank 0 leaves in the store. If ranks fail, the launcher ends this process.
+    name = "rank 0 to make its trainer, in an attention server of the launch"
     remedy = (
         "ranks first load their model and read their data; look at the output of rank 0 if that is "
         "done"
     )
     address, token, transport = (
-        _value(line, key, name, TRAINER_S, remedy) for key in ("address", "token", "transport")
+        _wait_for_value(line, key, name, TRAINER_S, remedy)
+        for key in ("address", "token", "transport")
     )
-    command = [
-        sys.executable,
-        "-m",
-        "hf_distca.cli.main",
-        "serve",
-        "--join",
-        address,
-        "--token-file",
-        "-",
-    ]
-    command += ["--device", launch.serves_on, "--wait", f"{timeout_s:g}", "--transport", transport]
-    command += ["--attention-kernel", kernel, "--parent", str(os.getpid())]
+
+    # 2. Serve as `hf-distca serve` does. The token travels by standard input.
+    options = {
+        "--join": address,
+        "--token-file": "-",
+        "--device": launch.serves_on,
+        "--wait": f"{timeout_s:g}",
+        "--transport": transport,
+        "--attention-kernel": kernel,
+        "--parent": str(os.getpid()),
+    }
+    command = [sys.executable, "-m", "hf_distca.cli.main", "serve"]
+    for option, value in options.items():
+        command += [option, value]
 
     def has_ended() -> bool:
         try:
-            return line.ask(lambda own: own.check(["ended"]), STORE_S)
+            return line.ask(lambda store: store.check(["ended"]), STORE_S)
         except TimeoutError:  # the process that has the store is stopped
             return False
         except dist.DistError:  # the process that has the store is gone, and rank 0 with it
@@ -172,8 +200,10 @@ def serve_if_server(launch: Launch | None, timeout_s: float, kernel: str) -> Non
     raise SystemExit(0)
 
 
-def _value(line: StoreLine, key: str, name: str, limit_s: float, remedy: str) -> str:
-    """Return a value of the launch's store as soon as it is there; WaitError at the limit.
+def _wait_for_value(line: StoreLine, key: str, name: str, limit_s: float, remedy: str) -> str:
+    """Return a value of the launch's store as soon as it is there.
+
+    WaitError: it is not there within `limit_s`.
 
     Args:
         name: whom this process waits for.
@@ -199,7 +229,10 @@ def _value(line: StoreLine, key: str, name: str, limit_s: float, remedy: str) ->
 def open_pool(
     dispatcher: Dispatcher, config: DistCAConfig, launch: Launch | None, token_file: str
 ) -> Pool:
-    """Let servers take part in a dispatcher's plans: those of this launch, which are waited for, or any from outside.
+    """Let attention servers take part in a dispatcher's plans.
+
+    With a launch its own servers take part, and this function waits for them. Without one, servers
+    join from outside at any time.
 
     A collective. ValueError on every rank: the address, the token or the transport cannot be used.
 
@@ -207,36 +240,41 @@ def open_pool(
         launch: None where servers come from outside.
         token_file: for servers from outside: file with the run's token, made if there is none.
     """
-    groups, store = dispatcher.groups, None if launch is None else launch.store
-    choice, timeout_s = Choice(config.attention_server_transport), config.attention_server_timeout
-    directory, memory, error = None, None, None
-    place: tuple[bytes, str, int] | None = None
+    groups = dispatcher.groups
+    store = None if launch is None else launch.store
+    transport = Choice(config.attention_server_transport)
+    timeout_s = config.attention_server_timeout
+    directory: Directory | None = None
+    memory: Memory | None = None
+    token = b""
+    error: Exception | None = None
+
+    # 1. Rank 0 opens the directory.
     if groups.rank == 0:
         try:
             host, port = parse_address(
                 config.attention_server_address, setting="attention_server_address"
             )
-            token = make_token()
-            if launch is None:
-                path = Path(token_file)
-                if not path.exists():
-                    write_token(path, token)
-                token = read_token(path)
-            ended = (lambda: None) if store is None else partial(store.set, "ended", "")
-            directory = Directory(host, port, token, ended=ended)
-            place = token, directory.host, directory.port
+            token = make_token() if launch is not None else _token_of_file(Path(token_file))
+            # Servers of the launch learn the end of training from the store.
+            report_end = (lambda: None) if store is None else partial(store.set, "ended", "")
+            directory = Directory(host, port, token, ended=report_end)
         except (OSError, ValueError) as caught:
             error = caught
+
+    # 2. All ranks learn the directory's address and the token, and make memory for rows.
+    place = (token, directory.host, directory.port) if directory is not None else None
     place = groups.all_gather(place)[0]
     if place is not None:
         token, host, port = place
         try:
-            # Of use to NIXL where it must open a port: on the interface by which this rank reaches
-            # the directory.
-            towards = address_towards(host, port) if choice is Choice.NIXL else ""
-            memory = make_memory(choice, dispatcher.device, towards)
+            # NIXL may have to open a port: on the interface by which this rank reaches rank 0.
+            interface = address_towards(host, port) if transport is Choice.NIXL else ""
+            memory = make_memory(transport, dispatcher.device, interface)
         except (OSError, ValueError) as caught:
             error = caught
+
+    # 3. An error of one rank is raised on all of them.
     try:
         groups.raise_together(error)
     except ValueError:
@@ -244,20 +282,10 @@ def open_pool(
             directory.close()
         raise
     assert memory is not None
-    if store is not None and directory is not None:
-        for name, value in (
-            ("transport", choice),
-            ("token", token.hex()),
-            ("address", f"{host}:{port}"),
-        ):
-            store.set(name, value)
-    elif directory is not None:
-        logger.warning(
-            "attention servers join with: hf-distca serve --join %s:%d --token-file %s",
-            host,
-            port,
-            token_file,
-        )
+
+    # 4. Servers learn where to join; the pool takes part in plans.
+    if directory is not None:
+        _announce(directory, token, transport, store, token_file)
     pool = Pool(
         dispatcher, token, directory, memory, ranks_serve=config.ranks_serve, timeout_s=timeout_s
     )
@@ -265,6 +293,34 @@ def open_pool(
     if launch is not None:
         pool.wait_for(int(config.attention_servers), timeout_s)
     return pool
+
+
+def _token_of_file(path: Path) -> bytes:
+    """Return the token in a file, which gets a new token if there is no such file."""
+    if not path.exists():
+        write_token(path, make_token())
+    return read_token(path)
+
+
+def _announce(
+    directory: Directory,
+    token: bytes,
+    transport: Choice,
+    store: dist.Store | None,
+    token_file: str,
+) -> None:
+    """Tell servers of the launch by its store, or the user by the log, how servers join."""
+    if store is None:
+        logger.warning(
+            "attention servers join with: hf-distca serve --join %s:%d --token-file %s",
+            directory.host,
+            directory.port,
+            token_file,
+        )
+        return
+    store.set("transport", transport)
+    store.set("token", token.hex())
+    store.set("address", f"{directory.host}:{directory.port}")
 
 
 def on_cpu(use_cpu: bool) -> bool:

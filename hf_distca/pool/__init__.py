@@ -1,4 +1,4 @@
-"""Dedicated attention servers: processes without a model that compute core attention for the ranks of a run.
+"""Dedicated attention servers: processes without a model that compute core attention for ranks.
 
 Joining. Rank 0 has a directory (`directory`). A server starts by itself (`hf-distca serve`) or is
 one of the last processes of the launch (`launch`). It sends the directory its address and its
@@ -8,9 +8,13 @@ have reached take part (`rank/pool`).
 Messages are small JSON texts (`messages`) on a connection that begins with a proof of the run's
 token (`wire`); a `transport` carries rows.
 
-    once a micro-batch     rank 0 -> server    PlanTables  layout and tasks; the server makes its routes of them
-    each core attention,   rank -> server      Call        with the rank's rows of Q, K, V (backward: and dO, O, LSE)
-    forward and backward   server -> rank      Reply       with O, LSE (backward: dQ, dK, dV), time and pairs
+    when                   from -> to          message     contents
+    once a micro-batch     rank 0 -> server    PlanTables  layout and tasks, from which the server
+                                                           makes its routes
+    each core attention,   rank -> server      Call        the rank's rows of Q, K, V
+    forward and backward                                   (backward: and dO, O, LSE)
+                           server -> rank      Reply       rows of O, LSE (backward: dQ, dK, dV),
+                                                           time and pairs
     every two seconds      server -> rank 0    Alive
     at the end             rank 0 -> server    End
 

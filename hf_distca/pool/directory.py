@@ -28,14 +28,14 @@ ANSWER_S = 10.0
 """Most seconds for an answer, or a message that has begun."""
 
 _RETRY_S = 0.5
+"""Seconds between two tries to join."""
 
 
 class Directory:
     """The list of live servers, which join and leave by themselves.
 
-    A member silent for `silence_s` is dropped.
-
-    `ended` is called when training is over, for processes that servers' connections do not reach.
+    A member silent for `silence_s` is dropped. When training is over, `ended` is called: it informs
+    those processes of a launch whose server is not connected.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Directory:
         self.host, self.port = self._listener.host, self._listener.port
 
     def members(self) -> dict[int, ServerHello]:
-        """Return the servers that are there now by id, oldest member first.
+        """Return the present servers by id, oldest member first.
 
-        One that comes back has a new id.
+        A server that comes back has a new id.
         """
         with self._lock:
             return {member: hello for member, (hello, _) in self._members.items()}
@@ -104,8 +104,9 @@ class Directory:
             self._members[member] = (hello, channel)
         logger.info("server %d joined: %s:%d on %s", member, hello.host, hello.port, hello.device)
         try:
-            while isinstance(message := channel.receive(self._silence_s)[0], Alive):
-                pass
+            message, _ = channel.receive(self._silence_s)
+            while isinstance(message, Alive):
+                message, _ = channel.receive(self._silence_s)
             raise ProtocolError(f"a member sends nothing but Alive, got {type(message).__name__}")
         finally:
             with self._lock:
@@ -113,19 +114,23 @@ class Directory:
             logger.info("server %d left: %s:%d", member, hello.host, hello.port)
 
 
-def reachable(hello: Message, came_from: str) -> ServerHello:
+def reachable(hello: Message, sender: str) -> ServerHello:
     """Return the hello of a server with the host that ranks connect to.
 
-    MismatchError where they cannot.
+    Args:
+        sender: address from which the hello came.
+
+    Raises:
+        MismatchError: ranks cannot connect to the server.
     """
     if not isinstance(hello, ServerHello):
         raise ProtocolError(f"a server begins with its hello, got {type(hello).__name__}")
-    if is_loopback(hello.host) and not is_loopback(came_from):
+    if is_loopback(hello.host) and not is_loopback(sender):
         raise MismatchError(
             f"the server listens on {hello.host}, which ranks on other hosts cannot reach; let it "
-            f"listen on an address of its network, such as {came_from}"
+            f"listen on an address of its network, such as {sender}"
         )
-    return replace(hello, host=hello.host or came_from)
+    return replace(hello, host=hello.host or sender)
 
 
 def join(
@@ -136,7 +141,9 @@ def join(
     wait_s: float,
     give_up: Callable[[], bool],
 ) -> tuple[Channel, int]:
-    """Join the directory, which may not be there yet, and return the connection to it and the id of the membership.
+    """Join the directory; return the connection to it and the id of the membership.
+
+    The directory may not be there yet.
 
     LinkLost: no directory has answered for `wait_s`, or until `give_up`. ProtocolError: the
     directory has another token, refuses this server, or is no directory.

@@ -27,31 +27,31 @@ PLAN_BYTES = 2**28
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a call or a reply: name as in the kernel contract, kind of its rows, shape of one row, dtype."""
+    """One tensor of a call or a reply."""
 
-    name: str
-    rows: Literal["queries", "keys"]
-    shape: tuple[int, ...]
+    name: str  # as in the kernel contract
+    rows: Literal["queries", "keys"]  # kind of its rows
+    shape: tuple[int, ...]  # of one row
     dtype: str
 
 
 @dataclass(frozen=True)
 class NixlPeer:
-    """How a server reaches a rank over NIXL: the rank's agent, and a few bytes of its memory (`probe`) to try."""
+    """What a server must know to reach a rank's memory over NIXL."""
 
-    name: str
-    metadata: str
-    probe: int
+    name: str  # of the rank's agent
+    metadata: str  # of the agent, in base64
+    probe: int  # address of a few bytes that the server reads to try the link
     memory: Literal["DRAM", "VRAM"]
     device: int
 
 
 @dataclass(frozen=True)
 class Places:
-    """Address and bytes of each tensor of a call (`rows`) and of its reply (`answer`) in a rank's memory."""
+    """Address and bytes of each tensor of a call and of its reply in a rank's memory."""
 
-    rows: tuple[tuple[int, int], ...]
-    answer: tuple[tuple[int, int], ...]
+    rows: tuple[tuple[int, int], ...]  # of the call
+    answer: tuple[tuple[int, int], ...]  # of the reply
     metadata: str  # empty unless the rank has registered more memory since its last call
 
 
@@ -122,9 +122,8 @@ class PlanTables:
     workers: int
     worker: int
     kinds: tuple[AttentionKind, ...]
-    tables: tuple[
-        tuple[int, ...], ...
-    ]  # of a nano-batch: numbers of documents, segments and tasks of every kind
+    # A tuple for each nano-batch: its numbers of documents, of segments, and of tasks of each kind.
+    tables: tuple[tuple[int, ...], ...]
 
     @property
     def bytes(self) -> int:
@@ -135,7 +134,9 @@ class PlanTables:
                 "workers"
             )
         sizes = [
-            count * dtype.itemsize for counts in self.tables for count, dtype in self._each(counts)
+            count * dtype.itemsize
+            for counts in self.tables
+            for count, dtype in self._counts_and_dtypes(counts)
         ]
         if min(sizes, default=-1) < 0 or sum(sizes) > PLAN_BYTES:
             raise ValueError(f"tables of {sum(sizes)} bytes are not from 0 to {PLAN_BYTES}")
@@ -145,36 +146,39 @@ class PlanTables:
         """Rebuild the plan of each nano-batch and kind of attention from the tables."""
         offset = 0
         for nano_batch, counts in enumerate(self.tables):
-            found: list[NDArray[Any]] = []
-            for count, dtype in self._each(counts):
-                found.append(np.frombuffer(payload, dtype, count, offset))
-                offset += found[-1].nbytes
-            lengths, segments, *tasks = found
+            tables: list[NDArray[Any]] = []
+            for count, dtype in self._counts_and_dtypes(counts):
+                table = np.frombuffer(payload, dtype, count, offset)
+                offset += table.nbytes
+                tables.append(table)
+            lengths, segments, *task_tables = tables
             layout = Layout(lengths, segments, self.ranks)
-            for kind, table in zip(self.kinds, tasks, strict=True):
-                yield (
-                    nano_batch,
-                    kind,
-                    Plan(layout_of_kind(layout, kind), table, self.workers, kind.window),
-                )
+            for kind, tasks in zip(self.kinds, task_tables, strict=True):
+                kind_layout = layout_of_kind(layout, kind)
+                yield nano_batch, kind, Plan(kind_layout, tasks, self.workers, kind.window)
 
-    def _each(self, counts: Sequence[int]) -> Iterator[tuple[int, np.dtype[Any]]]:
-        return zip(counts, (np.dtype(np.int64), SEGMENT, *(TASK for _ in self.kinds)), strict=True)
+    def _counts_and_dtypes(self, counts: Sequence[int]) -> Iterator[tuple[int, np.dtype[Any]]]:
+        """Yield the number of entries, and the dtype, of each table of a nano-batch."""
+        dtypes = [np.dtype(np.int64), SEGMENT] + [TASK] * len(self.kinds)
+        return zip(counts, dtypes, strict=True)
 
 
 def plan_tables(
     plan_id: int, worker: int, nano_batches: Sequence[NanoBatch]
 ) -> tuple[PlanTables, list[NDArray[np.uint8]]]:
     """Return the message that sends a plan to one of its workers, and the tables that follow."""
-    plans = nano_batches[0].plans
-    tables = [
-        [nano.layout.lengths, nano.layout.segments, *(nano.plans[kind].tasks for kind in plans)]
-        for nano in nano_batches
-    ]
-    counts = tuple(tuple(map(len, row)) for row in tables)
-    plan = next(iter(plans.values()))
-    message = PlanTables(plan_id, plan.layout.ranks, plan.workers, worker, tuple(plans), counts)
-    return message, [np.ascontiguousarray(table).view(np.uint8) for row in tables for table in row]
+    first_plans = nano_batches[0].plans
+    kinds = tuple(first_plans)
+    plan = first_plans[kinds[0]]
+    counts: list[tuple[int, ...]] = []
+    payload: list[NDArray[np.uint8]] = []
+    for nano_batch in nano_batches:
+        task_tables = [nano_batch.plans[kind].tasks for kind in kinds]
+        tables = [nano_batch.layout.lengths, nano_batch.layout.segments, *task_tables]
+        counts.append(tuple(len(table) for table in tables))
+        payload += [np.ascontiguousarray(table).view(np.uint8) for table in tables]
+    message = PlanTables(plan_id, plan.layout.ranks, plan.workers, worker, kinds, tuple(counts))
+    return message, payload
 
 
 @dataclass(frozen=True)
@@ -199,37 +203,37 @@ class Call:
 
     def request(self) -> list[TensorSpec]:
         """List the tensors that a rank sends, in the order in which they travel."""
-        names = (
-            ("q", "k", "v") if self.direction == "forward" else ("q", "do", "o", "lse", "k", "v")
-        )
-        return list(map(self._spec, names))
+        if self.direction == "forward":
+            names = ["q", "k", "v"]
+        else:
+            names = ["q", "do", "o", "lse", "k", "v"]
+        return [self._spec(name) for name in names]
 
     def reply(self) -> list[TensorSpec]:
         """List the tensors that a rank gets back."""
-        return list(
-            map(self._spec, ("o", "lse") if self.direction == "forward" else ("dq", "dk", "dv"))
-        )
+        names = ["o", "lse"] if self.direction == "forward" else ["dq", "dk", "dv"]
+        return [self._spec(name) for name in names]
 
     def _spec(self, name: str) -> TensorSpec:
-        kind, like = self.kind, name.removeprefix("d")
-        if like == "lse":
+        """Return what is known of a tensor; a gradient has the shape of its tensor."""
+        kind = self.kind
+        tensor = name.removeprefix("d")
+        if tensor == "lse":
             dtype = "float64" if self.dtype == "float64" else "float32"
             return TensorSpec(name, "queries", (kind.q_heads,), dtype)
-        keys = like in ("k", "v")
-        shape = (
-            kind.kv_heads if keys else kind.q_heads,
-            kind.dim_qk if like in ("q", "k") else kind.dim_v,
-        )
-        return TensorSpec(name, "keys" if keys else "queries", shape, self.dtype)
+        dim = kind.dim_qk if tensor in ("q", "k") else kind.dim_v
+        if tensor in ("k", "v"):
+            return TensorSpec(name, "keys", (kind.kv_heads, dim), self.dtype)
+        return TensorSpec(name, "queries", (kind.q_heads, dim), self.dtype)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Message beside the results of a call: seconds by the server's clock and query-key pairs of the tasks."""
+    """Message beside the results of a call."""
 
     call_id: int
-    seconds: float
-    pairs: int
+    seconds: float  # of the computation, by the server's clock
+    pairs: int  # query-key pairs of the tasks
 
 
 Message = (
@@ -250,9 +254,8 @@ _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in typing.get_a
 
 def encode(message: Message, payload: int) -> bytes:
     """Encode a message that announces this number of payload bytes."""
-    return json.dumps(
-        [type(message).__name__, message, payload], default=vars, allow_nan=False
-    ).encode()
+    fields = [type(message).__name__, message, payload]
+    return json.dumps(fields, default=vars, allow_nan=False).encode()
 
 
 def decode(text: bytes) -> tuple[Message, int]:
@@ -270,17 +273,23 @@ def decode(text: bytes) -> tuple[Message, int]:
 
 def _typed(kind: Any, value: Any) -> Any:
     """Convert a JSON value to its annotated type; raise ValueError if it has another type."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    parameters = typing.get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
-        return kind(**{name: _typed(_hints(kind)[name], each) for name, each in value.items()})
-    if origin is types.UnionType:
-        return None if value is None and types.NoneType in inner else _typed(inner[0], value)
+        hints = _hints(kind)
+        return kind(**{name: _typed(hints[name], content) for name, content in value.items()})
+    if origin is types.UnionType:  # a type or None
+        is_none = value is None and types.NoneType in parameters
+        return None if is_none else _typed(parameters[0], value)
     if origin is tuple and isinstance(value, list):
-        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(_typed(*each) for each in zip(kinds, value, strict=True))
+        kinds = parameters[:1] * len(value) if parameters[-1] is Ellipsis else parameters
+        entries = zip(kinds, value, strict=True)
+        return tuple(_typed(entry_kind, entry) for entry_kind, entry in entries)
     if kind is float and type(value) is int:
         return float(value)
-    if value in inner if origin is Literal else type(value) is kind:
+    if origin is Literal and value in parameters:
+        return value
+    if origin is not Literal and type(value) is kind:
         return value
     raise ValueError(f"{value!r:.60} is not of type {kind}")
 

@@ -1,4 +1,4 @@
-"""The run's token, a secret that ranks and servers of one run share, and addresses as users write them."""
+"""The run's token, a secret that ranks and servers of a run share, and addresses of users."""
 
 import os
 import secrets
@@ -10,10 +10,14 @@ from tempfile import NamedTemporaryFile
 from hf_distca.refusal import RefusedError
 
 TOKEN_BYTES = 32
+"""Bytes of a token: as many as the digest of the HMAC-SHA256 that proves it."""
 
 
 def parse_token(text: str) -> bytes:
-    """Return the token of 64 hexadecimal digits, or raise a ValueError that does not show other text."""
+    """Return the token of 64 hexadecimal digits.
+
+    ValueError: the text is no token. The error does not show the text, which may be a secret.
+    """
     digits = text.strip()
     if len(digits) == 2 * TOKEN_BYTES and set(digits) <= set(string.hexdigits):
         return bytes.fromhex(digits)
@@ -31,14 +35,14 @@ def make_token() -> bytes:
 def write_token(path: Path, token: bytes) -> None:
     """Write a token to a file that only its owner can read, replacing a file of that name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A new file, renamed: an old one might be open elsewhere, or be readable by others.
-    with NamedTemporaryFile("w", dir=path.parent, delete=False) as fresh:
+    # A new file is written and renamed: an old file might be open elsewhere, or readable by others.
+    with NamedTemporaryFile("w", dir=path.parent, delete=False) as new_file:
         try:
-            fresh.write(token.hex() + "\n")
-            fresh.flush()
-            os.replace(fresh.name, path)
+            new_file.write(token.hex() + "\n")
+            new_file.flush()
+            os.replace(new_file.name, path)
         except OSError:
-            os.unlink(fresh.name)
+            os.unlink(new_file.name)
             raise
 
 
@@ -52,6 +56,7 @@ def read_token(path: str | Path) -> bytes:
                     f"{path} can be read or written by other users (mode {mode:04o}); restrict it "
                     "with chmod 600, or make a new token"
                 )
+            # More than the digits of a token and their line end; a large file is not read wholly.
             return parse_token(file.read(4 * TOKEN_BYTES))
     except OSError as error:
         raise RefusedError(f"cannot read the token file {path}: {error.strerror}") from error

@@ -181,6 +181,11 @@ def plan_tables(
     return message, payload
 
 
+_REQUESTED = {"forward": ("q", "k", "v"), "backward": ("q", "do", "o", "lse", "k", "v")}
+_REPLIED = {"forward": ("o", "lse"), "backward": ("dq", "dk", "dv")}
+"""Names of the tensors of a call and of its reply, by the direction."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One core attention that a rank asks of a server.
@@ -203,16 +208,11 @@ class Call:
 
     def request(self) -> list[TensorSpec]:
         """List the tensors that a rank sends, in the order in which they travel."""
-        if self.direction == "forward":
-            names = ["q", "k", "v"]
-        else:
-            names = ["q", "do", "o", "lse", "k", "v"]
-        return [self._spec(name) for name in names]
+        return [self._spec(name) for name in _REQUESTED[self.direction]]
 
     def reply(self) -> list[TensorSpec]:
         """List the tensors that a rank gets back."""
-        names = ["o", "lse"] if self.direction == "forward" else ["dq", "dk", "dv"]
-        return [self._spec(name) for name in names]
+        return [self._spec(name) for name in _REPLIED[self.direction]]
 
     def _spec(self, name: str) -> TensorSpec:
         """Return what is known of a tensor; a gradient has the shape of its tensor."""

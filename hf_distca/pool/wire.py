@@ -1,4 +1,4 @@
-"""Authenticated connections between ranks, servers and the directory, and the listener that accepts them.
+"""Authenticated connections between ranks, servers and the directory, and their listener.
 
 A message is its size in four bytes and JSON (`messages`), never a pickled object; rows follow their
 message on the same socket. Both ends first prove that they know the run's token, by HMAC-SHA256
@@ -27,6 +27,7 @@ from hf_distca.waiting import join
 logger = logging.getLogger(__name__)
 
 VERSION = 5
+"""Version of the protocol; both ends must have the same."""
 MESSAGE_BYTES = 64 * 1024
 """Most bytes of a message without the rows that follow it."""
 
@@ -34,11 +35,21 @@ DIRECTORY, SERVER = "directory", "attention server"
 """Names of the services, for the handshake."""
 
 HANDSHAKES = 64
-"""Most handshakes at once; one more ends the oldest, which a peer that knows the token has long
-finished."""
+"""Most handshakes at once. One more ends the oldest: a peer that knows the token would have
+finished it long ago."""
 
 _GREETING = b"hf_distca "
+_NONCE_BYTES = 32
+_GREETING_LIMIT = 100
+"""Most bytes of a greeting, of any version of the protocol."""
+_SIZE_BYTES = 4
+"""Bytes of a message's size, which stands before it."""
+_SHORTEST_TIMEOUT_S = 1e-6
+"""A time-out in place of 0, by which the system means for ever."""
 _TICK_S = 0.2
+"""Seconds after which a listener looks whether it is closed."""
+_WARNINGS = 10
+"""Refusals that a listener logs one by one."""
 
 Buffer = bytes | bytearray | memoryview
 M = TypeVar("M", bound=Message)
@@ -57,7 +68,7 @@ class ProtocolError(LinkLost):
 
 
 class MismatchError(ProtocolError):
-    """Both peers are as they should be and cannot work together; another try would end alike."""
+    """Both peers follow the protocol and cannot work together; another try would end alike."""
 
 
 class Channel:
@@ -76,6 +87,7 @@ class Channel:
         # once set.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # A host that vanished is noticed 20 + 4 * 5 s after it was last heard.
         for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -87,7 +99,7 @@ class Channel:
         self._ended_because = ""
 
     def has_news(self, wait_s: float) -> bool:
-        """Return whether a message has begun to arrive, or the connection has ended, within a time."""
+        """Return whether something arrives, or the connection ends, within `wait_s` seconds."""
         return bool(select.select([self._sock], [], [], wait_s)[0])
 
     def hung_up(self) -> bool:
@@ -102,35 +114,30 @@ class Channel:
     def prove(self, token: bytes, service: str, timeout_s: float, *, connects: bool) -> None:
         """Prove to each other that both ends know the token, within `timeout_s`.
 
-        ProtocolError: the other does not.
-
         The proofs name the side, so that none can be sent back, and the service, so that a
         connection to the directory cannot be led to a server.
+
+        ProtocolError: the peer does not know the token.
         """
-        greeting = _GREETING + b"%d " % VERSION
-        ours = greeting + secrets.token_bytes(32)
         late = threading.Timer(
             timeout_s, self.shut_down, [f"the handshake timed out after {timeout_s:g} s"]
         )
         late.start()
         try:
-            self._send([ours], None)
-            theirs = self._receive(100, None)
-            if not theirs.startswith(_GREETING):
-                raise ProtocolError("the peer does not speak this protocol")
-            if not theirs.startswith(greeting):
-                found = theirs.split(b" ")[1][:9].decode("ascii", "replace")
-                raise ProtocolError(
-                    f"the peer speaks version {found}, expected {VERSION}; install the same "
-                    "hf_distca on all hosts"
-                )
-            sides, nonces = (("c", "a"), ours + theirs) if connects else (("a", "c"), theirs + ours)
-            own, other = (
-                hmac.digest(token, f"{side} {service} ".encode() + nonces, "sha256")
-                for side in sides
-            )
-            self._send([own], None)
-            if not hmac.compare_digest(self._receive(len(other), None), other):
+            # 1. Exchange nonces.
+            own_greeting = _greeting_of_version() + secrets.token_bytes(_NONCE_BYTES)
+            self._send([own_greeting], None)
+            peer_greeting = self._receive(_GREETING_LIMIT, None)
+            _check_greeting(peer_greeting)
+
+            # 2. Exchange proofs. The side that connects is "c", the side that accepts is "a".
+            if connects:
+                own_side, peer_side, nonces = "c", "a", own_greeting + peer_greeting
+            else:
+                own_side, peer_side, nonces = "a", "c", peer_greeting + own_greeting
+            self._send([_proof(token, own_side, service, nonces)], None)
+            expected = _proof(token, peer_side, service, nonces)
+            if not hmac.compare_digest(self._receive(len(expected), None), expected):
                 raise ProtocolError(
                     f"the peer has another token, or is another service than {service}; use the "
                     "token of this run"
@@ -147,7 +154,7 @@ class Channel:
         self._send([encode(message, sum(map(len, parts))), *parts], timeout_s)
 
     def receive(self, timeout_s: float | None = None) -> tuple[Message, int]:
-        """Receive the next message, and the number of bytes that follow it, for `receive_payload`."""
+        """Receive the next message, and the number of payload bytes that follow it."""
         text = self._receive(MESSAGE_BYTES, timeout_s)
         try:
             return decode(text)
@@ -158,21 +165,20 @@ class Channel:
         """Fill writable buffers, none of them empty, with what follows a message."""
         with self._losses("receiving", socket.SO_RCVTIMEO, timeout_s):
             for buffer in buffers:
-                left = memoryview(buffer).cast("B")
-                while left:
-                    count = self._sock.recv_into(
-                        left, 0, socket.MSG_WAITALL
-                    )  # fewer and larger reads
+                missing = memoryview(buffer).cast("B")
+                while missing:
+                    # MSG_WAITALL makes fewer and larger reads.
+                    count = self._sock.recv_into(missing, 0, socket.MSG_WAITALL)
                     if not count:
                         raise PeerLeft("the peer closed the connection")
-                    left = left[count:]
+                    missing = missing[count:]
 
     def refuse(self, reason: str, timeout_s: float | None = None) -> None:
         """Send the reason why the connection ends."""
         self.send(Refused(reason[:1000]), timeout_s=timeout_s)
 
     def shut_down(self, reason: str = "") -> None:
-        """End the connection: whoever sends or receives on it gets LinkLost, with the reason where there is one."""
+        """End the connection: whoever sends or receives on it gets LinkLost, with the reason."""
         self._ended_because = self._ended_because or reason
         with contextlib.suppress(OSError):  # the connection is down already
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -183,26 +189,26 @@ class Channel:
         self._sock.close()
 
     def _send(self, parts: Sequence[Buffer], timeout_s: float | None) -> None:
-        """Send a message, the first part, with its size before it and its payload after it, in one call."""
-        left = [
-            memoryview(part) for part in (len(parts[0]).to_bytes(4, "big") + parts[0], *parts[1:])
-        ]
+        """Send parts in one call; the first part is the message, whose size goes before it."""
+        message, *payload = parts
+        size = len(message).to_bytes(_SIZE_BYTES, "big")
+        unsent = [memoryview(part) for part in (size + message, *payload)]
         with self._losses("sending", socket.SO_SNDTIMEO, timeout_s):
-            while left:
-                sent = self._sock.sendmsg(left)
-                while left and sent >= len(left[0]):
-                    sent -= len(left.pop(0))
-                if left:
-                    left[0] = left[0][sent:]
+            while unsent:
+                count = self._sock.sendmsg(unsent)
+                while unsent and count >= len(unsent[0]):
+                    count -= len(unsent.pop(0))
+                if unsent:
+                    unsent[0] = unsent[0][count:]
 
-    def _receive(self, most: int, timeout_s: float | None) -> bytes:
-        """Receive a message's bytes; ProtocolError where they are more than `most`."""
-        head = bytearray(4)
+    def _receive(self, limit: int, timeout_s: float | None) -> bytes:
+        """Receive a message's bytes; ProtocolError where they are more than `limit`."""
+        head = bytearray(_SIZE_BYTES)
         self.receive_payload([head], timeout_s)
         size = int.from_bytes(head, "big")
-        if size > most:
+        if size > limit:
             raise ProtocolError(
-                f"the peer sends a message of {size} bytes, at most {most} are allowed"
+                f"the peer sends a message of {size} bytes, at most {limit} are allowed"
             )
         text = bytearray(size)
         self.receive_payload([text], timeout_s)
@@ -213,12 +219,7 @@ class Channel:
         """Set the time-out of a direction; raise LinkLost for whatever ends a connection."""
         try:
             if self._timeouts[direction] != timeout_s:
-                seconds = (
-                    0.0 if timeout_s is None else max(timeout_s, 1e-6)
-                )  # to the system 0 is for ever
-                value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-                self._sock.setsockopt(socket.SOL_SOCKET, direction, value)
-                self._timeouts[direction] = timeout_s
+                self._set_timeout(direction, timeout_s)
             yield
         except OSError as error:
             if self._ended_because:
@@ -227,16 +228,46 @@ class Channel:
                 raise
             if isinstance(error, BlockingIOError):
                 raise LinkLost(f"{what} made no progress until the timeout") from error
-            left = isinstance(error, BrokenPipeError | ConnectionResetError)
-            raise (PeerLeft if left else LinkLost)(f"{what} failed: {error}") from error
+            has_left = isinstance(error, BrokenPipeError | ConnectionResetError)
+            kind = PeerLeft if has_left else LinkLost
+            raise kind(f"{what} failed: {error}") from error
+
+    def _set_timeout(self, direction: int, timeout_s: float | None) -> None:
+        """Set the time-out of SO_SNDTIMEO or SO_RCVTIMEO, as seconds and microseconds."""
+        seconds = 0.0 if timeout_s is None else max(timeout_s, _SHORTEST_TIMEOUT_S)
+        value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        self._sock.setsockopt(socket.SOL_SOCKET, direction, value)
+        self._timeouts[direction] = timeout_s
+
+
+def _greeting_of_version() -> bytes:
+    """Return the part of a greeting before its nonce."""
+    return _GREETING + b"%d " % VERSION
+
+
+def _check_greeting(greeting: bytes) -> None:
+    """Refuse the greeting of another protocol, or of another version."""
+    if not greeting.startswith(_GREETING):
+        raise ProtocolError("the peer does not speak this protocol")
+    if not greeting.startswith(_greeting_of_version()):
+        version = greeting.split(b" ")[1][:9].decode("ascii", "replace")
+        raise ProtocolError(
+            f"the peer speaks version {version}, expected {VERSION}; install the same "
+            "hf_distca on all hosts"
+        )
+
+
+def _proof(token: bytes, side: str, service: str, nonces: bytes) -> bytes:
+    """Return what proves that a side knows the token."""
+    return hmac.digest(token, f"{side} {service} ".encode() + nonces, "sha256")
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address, or a name, is an address of the host's loopback."""
+    """Return whether a host is an address of the loopback; a name is not."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name
+        return False
 
 
 def connect(
@@ -250,9 +281,12 @@ def connect(
 ) -> tuple[Channel, M]:
     """Connect to a service, and return the connection and the answer to a hello.
 
-    MismatchError: the peer refuses.
+    Args:
+        welcome: type of the answer.
+        timeout_s: for connecting, for the handshake and for the answer, each.
 
-    `timeout_s` is for each of connecting, the handshake and the answer.
+    Raises:
+        MismatchError: the peer refuses.
     """
     try:
         channel = Channel(socket.create_connection((host, port), timeout_s))
@@ -277,7 +311,7 @@ def connect(
 class Outbox:
     """A thread that sends messages in order.
 
-    One that fails ends the connection, and later ones are dropped.
+    A message that fails ends the connection; later messages are dropped.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -291,7 +325,7 @@ class Outbox:
         self._queue.put(send)
 
     def finish(self, timeout_s: float) -> None:
-        """Send what is queued, for so long at most; then end the connection and the thread."""
+        """Send what is queued within `timeout_s`; then end the connection and the thread."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         self._channel.shut_down()
@@ -312,9 +346,11 @@ class Outbox:
 class Listener:
     """Accepts connections, and serves each peer that proves to know the token in a thread.
 
-    `serve` gets the connection, which is closed afterwards, and its first message, within
-    `handshake_s` again. The listener logs LinkLost, and sends a ProtocolError's text to the peer; a
-    MismatchError is only sent. Strangers cost at most HANDSHAKES threads for `handshake_s` each.
+    `serve` gets the connection and its first message; the connection is closed when it returns. The
+    handshake may take `handshake_s`, and the first message as long again.
+
+    The listener logs LinkLost, and sends a ProtocolError's text to the peer; a MismatchError is
+    only sent. Strangers cost at most HANDSHAKES threads for `handshake_s` each.
     """
 
     def __init__(
@@ -330,13 +366,11 @@ class Listener:
         self._socket = socket.create_server((host, port), family=family, backlog=256)
         self._socket.settimeout(_TICK_S)
         self.host, self.port = self._socket.getsockname()[:2]
-        self._token, self._service, self._serve, self._handshake_s = (
-            token,
-            service,
-            serve,
-            handshake_s,
-        )
-        self._warnings = itertools.count(1)
+        self._token = token
+        self._service = service
+        self._serve = serve
+        self._handshake_s = handshake_s
+        self._refusals = itertools.count(1)
         self._lock = threading.Lock()
         self._peers: dict[Channel, threading.Thread] = {}
         self._strangers: dict[Channel, None] = {}  # in the handshake, oldest first
@@ -363,31 +397,30 @@ class Listener:
             sock = None
             try:
                 sock = self._socket.accept()[0]
-                channel = Channel(sock)
-                name = f"peer {channel.name}"
-                thread = threading.Thread(
-                    target=self._meet, args=(channel,), name=name, daemon=True
-                )
-                with self._lock:
-                    if len(self._strangers) >= HANDSHAKES:
-                        oldest = next(iter(self._strangers))
-                        del self._strangers[oldest]
-                        oldest.shut_down("too many handshakes at once")
-                    thread.start()  # the thread waits for the lock before it ends
-                    self._peers[channel] = thread
-                    self._strangers[channel] = None
+                self._start_thread(Channel(sock))
             except TimeoutError:
                 pass
-            except (
-                OSError,
-                RuntimeError,
-            ) as error:  # also when there are no more file descriptors or threads
+            # RuntimeError: no more threads. OSError also means no more file descriptors.
+            except (OSError, RuntimeError) as error:
                 if sock is not None:
                     sock.close()
                 if not self._closed:
                     self._warn(f"a connection could not be accepted: {error}")
-                    time.sleep(0.01)
+                    time.sleep(0.01)  # the next try may fail at once too
         self._socket.close()
+
+    def _start_thread(self, channel: Channel) -> None:
+        """Start the thread of a peer, and end the oldest handshake where there are too many."""
+        name = f"peer {channel.name}"
+        thread = threading.Thread(target=self._meet, args=(channel,), name=name, daemon=True)
+        with self._lock:
+            if len(self._strangers) >= HANDSHAKES:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.shut_down("too many handshakes at once")
+            thread.start()  # the thread waits for the lock before it ends
+            self._peers[channel] = thread
+            self._strangers[channel] = None
 
     def _meet(self, channel: Channel) -> None:
         """Serve one peer in its thread."""
@@ -401,9 +434,8 @@ class Listener:
         except PeerLeft:  # checks of open ports do so
             logger.info("%s left", channel.name)
         except LinkLost as error:
-            if not self._closed and not isinstance(
-                error, MismatchError
-            ):  # the peer knows what to do
+            # The peer of a MismatchError knows what to do.
+            if not self._closed and not isinstance(error, MismatchError):
                 self._warn(f"{'ended' if proved else 'refused'} {channel.name}: {error}")
             if proved and isinstance(error, ProtocolError):
                 with contextlib.suppress(LinkLost):
@@ -415,9 +447,10 @@ class Listener:
             channel.close()
 
     def _warn(self, message: str) -> None:
-        """Log a refusal; of many the first ten, and then one whenever their number has doubled."""
-        count = next(self._warnings)
-        if count <= 10:
+        """Log a refusal: the first ten, and then one whenever their number has doubled."""
+        count = next(self._refusals)
+        is_power_of_two = count.bit_count() == 1
+        if count <= _WARNINGS:
             logger.warning("%s", message)
-        elif count & (count - 1) == 0:
+        elif is_power_of_two:
             logger.warning("%d refusals so far, the latest: %s", count, message)

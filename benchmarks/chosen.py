@@ -16,12 +16,13 @@ import numpy as np
 from harness import options_parser, print_json, print_rows
 from numpy.typing import NDArray
 
-from hf_distca.planner.seconds import LinkCost
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.sim.costs import DeviceProfile
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.seconds import LinkCost
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.lengths import Draw, cut_at, lognormal, micro_batches
-from hf_distca.sim.model import LLAMA_8B
-from hf_distca.sim.strategies import Setup, all_strategies, planned
+from hf_distca.sim.strategies import all_strategies, planned
 
 IntArray = NDArray[np.int64]
 H100 = DeviceProfile.load("h100")

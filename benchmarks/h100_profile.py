@@ -1,7 +1,7 @@
 """Writes the profile of an H100 that comes with the package, from times that the authors of DistCA
 published.
 
-    PYTHONPATH=. python benchmarks/h100_profile.py hf_distca/sim/profiles/h100.json
+    PYTHONPATH=. python benchmarks/h100_profile.py hf_distca/predict/profiles/h100.json
 
 What they did not publish is named in the profile's source.
 """
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.nodes import EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH
-from hf_distca.planner.seconds import KernelCost, LinkCost, Links, Tasks
-from hf_distca.sim.costs import Accuracy, DeviceProfile, held_out
+from hf_distca.plan.nodes import EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH
+from hf_distca.predict.profile import Accuracy, DeviceProfile, held_out
+from hf_distca.predict.seconds import KernelCost, LinkCost, Links, Tasks
 
 DATA = Path(__file__).parent / "data" / "h100.json"
 MEASURED = AttentionKind(None, 64, 4, 128, 128)

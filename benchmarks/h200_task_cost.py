@@ -1,7 +1,7 @@
 """Writes the cost of a task into the profile of an H200 that comes with the package, from its
 replayed plans.
 
-    PYTHONPATH=. python benchmarks/h200_task_cost.py hf_distca/sim/profiles/h200.json
+    PYTHONPATH=. python benchmarks/h200_task_cost.py hf_distca/predict/profiles/h200.json
 
 The profile was measured without calls of several tasks. So its cost of a task is a prior: the
 seconds by which the plan of 64 ranks was predicted too low (`short_tasks` in
@@ -20,10 +20,10 @@ from benchmarks.gpu.replay import lengths_of, settings_of
 from benchmarks.gpu.setting import REPLAYS, Setting
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.seconds import KernelCost
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.walk import predict_plan
-from hf_distca.sim.costs import DeviceProfile
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.seconds import KernelCost
+from hf_distca.predict.walk import predict_plan
 
 TRIAL_PAIRS = 1e5
 """Pairs of a task with which the tasks are counted; the prediction is linear in them."""
@@ -56,7 +56,9 @@ def attention_s(plan: MicroBatchPlan, settings: PlanSettings, profile: DevicePro
         replace(each, forward=profile.forward, backward=profile.backward)
         for each in choices.costs.kinds
     )
-    return float(predict_plan(plan, settings, replace(choices.costs, kinds=kinds)).attention.sum())
+    costs = replace(choices.costs, kinds=kinds)
+    predicted = predict_plan(plan, costs, settings.node_of_ranks, settings.bytes_per_value)
+    return float(predicted.attention.sum())
 
 
 def main() -> None:

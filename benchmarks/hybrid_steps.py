@@ -23,9 +23,10 @@ from transformers import Qwen3NextConfig
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.sim.costs import DeviceProfile
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.setup import Setup
 from hf_distca.sim.lengths import IntArray, corpora, cut_at, micro_batches
-from hf_distca.sim.strategies import Setup, StepTime, data_and_context_parallel, planned
+from hf_distca.sim.strategies import StepTime, data_and_context_parallel, planned
 
 TOKENS_PER_RANK = 32768
 RANKS = (8, 64)

@@ -66,9 +66,9 @@ from hf_distca import Dispatcher, DistCAConfig, pack_padded
 from hf_distca.collator.limits import Limits
 from hf_distca.dispatch.padded import PaddedBatch, plan_sequences, read_sequences
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.model import ModelShape
-from hf_distca.sim.strategies import Setup
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.shapes import ModelShape
 
 CPU = torch.device("cpu")
 RANKS = 2

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from harness import options_parser, print_json, print_rows
 
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.costs import DeviceProfile
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.shapes import LLAMA_8B, LLAMA_34B
 from hf_distca.sim.lengths import corpora, cut_at, micro_batches
-from hf_distca.sim.model import LLAMA_8B, LLAMA_34B
 from hf_distca.sim.simulate import simulate
-from hf_distca.sim.strategies import Setup
 
 MODELS = {"8B": LLAMA_8B, "34B": LLAMA_34B}
 TENSOR_PARALLEL = 8

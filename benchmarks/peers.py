@@ -66,7 +66,7 @@ from transformers import (
 
 from hf_distca import DistCATrainer, DistCATrainingArguments
 from hf_distca.kernels import TaskShapes, get_kernel
-from hf_distca.planner.cost import pairs
+from hf_distca.plan.cost import pairs
 
 RANKS = (2, 4)
 TOKENS = 16384

@@ -20,10 +20,10 @@ from harness import Round, report, rounds_parser, take_rounds
 from hf_distca import PlanSettings
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import Choices
-from hf_distca.sim.costs import DeviceProfile
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.lengths import corpora, cut_at, lognormal, micro_batches, of_documents
-from hf_distca.sim.model import LLAMA_8B
-from hf_distca.sim.strategies import Setup
 
 TOKENS, NODE, BATCHES = 32768, 8, 4
 """Tokens of a rank, ranks of a node, and micro-batches that are planned one after another."""

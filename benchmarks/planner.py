@@ -39,9 +39,9 @@ from typing import Any
 from harness import options_parser, print_json, spread, table
 from planner_inputs import DATA, PlanMetrics, measure, plan_once, read_batches, timed
 
-from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes
-from hf_distca.planner.metrics import BETWEEN, WITHIN, bytes_by_link, link_seconds
-from hf_distca.planner.nodes import node_sizes, nodes_of
+from hf_distca.plan.cost import BALANCE_TOLERANCE, RowBytes
+from hf_distca.plan.metrics import BETWEEN, WITHIN, bytes_by_link, link_seconds
+from hf_distca.plan.nodes import node_sizes, nodes_of
 
 RANKS, IN_NODES, RANKS_PER_NODE = (4, 8, 16, 32, 64), 64, 8
 KINDS = ("fixed", "fixed, head-tail", "joint")

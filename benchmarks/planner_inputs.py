@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from hf_distca.plan import SEGMENT, AttentionKind, Layout, Plan
+from hf_distca.plan.cost import RowBytes
+from hf_distca.plan.intervals import row_counts
+from hf_distca.plan.metrics import bytes_moved, loads_of
+from hf_distca.plan.nodes import node_sizes
 from hf_distca.planner.balance import balance
-from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.intervals import row_counts
 from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import bytes_moved, loads_of
-from hf_distca.planner.nodes import node_sizes
 from hf_distca.planner.settings import PlanSettings
 
 DATA = Path(__file__).parent / "data"

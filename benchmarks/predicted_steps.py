@@ -27,18 +27,20 @@ from step_time import CPU, MIXES, SIZES, Models, whole_rows
 
 from hf_distca import Dispatcher
 from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.peers import PeerExchanges
 from hf_distca.kernels import get_kernel
-from hf_distca.measure.device import measured_kernel
-from hf_distca.measure.links import measured_link
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.seconds import KernelCost, LinkCost, Links
 from hf_distca.planner.settings import Choices
-from hf_distca.planner.walk import predict_plan
-from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.model import ModelShape
-from hf_distca.sim.strategies import Setup, on_ranks
+from hf_distca.predict.device import measured_kernel
+from hf_distca.predict.links import measured_link
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.seconds import KernelCost, LinkCost, Links
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.shapes import ModelShape
+from hf_distca.predict.walk import predict_plan
+from hf_distca.sim.strategies import on_ranks
 
 RANKS = 2
 KIND = AttentionKind(None, 4, 4, 64, 64)
@@ -126,7 +128,7 @@ class Steps:
         """
         dist.barrier()
         forward, backward, _ = measured_kernel(self.kernel, KIND, torch.float32, CPU)
-        link = measured_link(self.groups, CPU, [1, 0])
+        link = measured_link(PeerExchanges(self.groups, CPU), [1, 0])
         return forward, backward, link, [seconds_of(step) for step in self._short.values()]
 
     def calibrated(
@@ -158,7 +160,9 @@ class Steps:
     def predict(self, mix: str, calibration: Calibration) -> dict[str, float]:
         lengths, setup = self.lengths(mix), calibration.setup(self.tokens)
         plain = on_ranks(whole_rows(lengths, RANKS), setup)
-        balanced = predict_plan(self.plans[mix], self.settings, setup.costs)
+        balanced = predict_plan(
+            self.plans[mix], setup.costs, self.settings.node_of_ranks, self.settings.bytes_per_value
+        )
         return {
             "plain": plain.seconds + calibration.step,
             "planned": balanced.seconds + calibration.step,

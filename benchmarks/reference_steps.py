@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from harness import options_parser, print_json, table
 
-from hf_distca.planner.cost import RowBytes, pairs
-from hf_distca.planner.metrics import bytes_moved, loads_of
+from hf_distca.plan.cost import RowBytes, pairs
+from hf_distca.plan.metrics import bytes_moved, loads_of
+from hf_distca.plan.nodes import NETWORK_BANDWIDTH
 from hf_distca.planner.micro_batch import plan_placed
-from hf_distca.planner.nodes import NETWORK_BANDWIDTH
 from hf_distca.planner.settings import PlanSettings
 
 ROW = RowBytes()

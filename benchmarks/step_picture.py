@@ -15,11 +15,12 @@ from typing import Any
 from harness import options_parser, print_json
 
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.costs import DeviceProfile
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.drawing import Drawing
 from hf_distca.sim.lengths import corpora, micro_batches
-from hf_distca.sim.model import LLAMA_8B
-from hf_distca.sim.strategies import Setup, StepTime, plain, planned
+from hf_distca.sim.strategies import StepTime, plain, planned
 
 RANKS, TOKENS_PER_RANK = 8, 32768
 PICTURE = Path(__file__).parents[1] / "docs" / "step.svg"

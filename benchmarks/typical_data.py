@@ -31,18 +31,11 @@ from harness import options_parser, print_json, print_rows, spread
 from numpy.typing import NDArray
 
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.costs import DeviceProfile
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches
-from hf_distca.sim.model import LLAMA_8B
-from hf_distca.sim.strategies import (
-    CHOSEN,
-    PLAIN,
-    Setup,
-    StepTime,
-    all_strategies,
-    on_ranks,
-    packed_rows,
-)
+from hf_distca.sim.strategies import CHOSEN, PLAIN, StepTime, all_strategies, on_ranks, packed_rows
 
 RANKS, RANKS_PER_NODE, TOKENS_PER_RANK = (8, 64), 8, 32768
 BUSIEST = "busiest packed rank"

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 import hf_distca
 from hf_distca.models.checkpointing import CHECKPOINTING
-from hf_distca.planner.schedule import make_schedule
+from hf_distca.plan.schedule import make_schedule
 from tests.ranks import RankPool
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
@@ -19,8 +19,8 @@ ROOT = Path(hf_distca.__file__).parent
 DESIGN = (ROOT.parent / "docs" / "development" / "design.md").read_text()
 LISTED = re.findall(r"^\| \d+ \| `([\w/]+\.py)`", DESIGN, re.MULTILINE)
 """The files of the numbered rows, in order."""
-INSIDES = ("planner/", "kernels/", "plan.py")
-"""Described by the files that use them: the planner with its data, and the kernels."""
+INSIDES = ("planner/", "plan/", "predict/", "kernels/")
+"""Described by the files that use them: the planner with its data and predictions, and the kernels."""
 
 
 class Traced(TrainerCallback):
@@ -65,7 +65,7 @@ def test_a_step_goes_through_the_listed_files(tmp_path):
 
 def test_named_files_exist():
     named = set(re.findall(r"`((?:[\w]+/)+[\w]*(?:\.py)?)`", DESIGN))
-    assert {"planner/joint.py", "planner/schedule.py"} <= named
+    assert {"planner/joint.py", "plan/schedule.py"} <= named
     assert not {
         name for name in named if not ((ROOT / name).exists() or (ROOT.parent / name).exists())
     }

@@ -26,15 +26,15 @@ from benchmarks.planner_inputs import read_batches
 from hf_distca.dispatch.bound import BoundGroup, BoundNanoBatch
 from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes, get_kernel
-from hf_distca.measure.device import measured_profile
 from hf_distca.plan import AttentionKind, Direction, MicroBatchPlan
-from hf_distca.planner.cost import pairs
+from hf_distca.plan.cost import pairs
+from hf_distca.plan.schedule import Turn
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.schedule import Turn
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.model import ModelShape
-from hf_distca.sim.strategies import Setup
+from hf_distca.predict.device import measured_profile
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.shapes import ModelShape
 
 RANKS_PER_NODE = 8
 MOST_OFF = 0.15

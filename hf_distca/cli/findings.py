@@ -22,11 +22,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from hf_distca.dispatch.groups import Groups, ranks_per_node
+from hf_distca.dispatch.peers import PeerExchanges
 from hf_distca.interpreter import FORK_HANGS, fork_can_hang
 from hf_distca.kernels import choose_kernel
-from hf_distca.measure.links import link_rates
 from hf_distca.models import fla
-from hf_distca.planner.nodes import node_sizes, nodes_of
+from hf_distca.plan.nodes import node_sizes, nodes_of
+from hf_distca.predict.links import link_rates
 
 CONNECT = (
     "connect the ranks first: see GLOO_SOCKET_IFNAME above, the launch, and for NCCL "
@@ -363,7 +364,7 @@ def check_all(*, timeout: float, as_json: bool) -> int:
         groups = None
     if groups is None:
         return report([mine], {}, as_json=as_json)
-    by_rank, rates = groups.all_gather(mine), link_rates(groups, device)
+    by_rank, rates = groups.all_gather(mine), link_rates(PeerExchanges(groups, device))
     sizes = node_sizes(len(by_rank), of_nodes)
     dist.destroy_process_group()
     nodes = (

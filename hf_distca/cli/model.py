@@ -16,10 +16,10 @@ from hf_distca.models.fake import model_of_config
 from hf_distca.models.refusals import check_model
 from hf_distca.models.shape import mixing_shape
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.mixing import count_cuts
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.predict.mixing import count_cuts
+from hf_distca.predict.shapes import MODELS, ModelShape
 from hf_distca.progress import terminal_bar
-from hf_distca.sim.model import MODELS, ModelShape
 
 OF_STATE = ("weights", "gradients", "optimizer")
 CHECKPOINTING: dict[str, dict[str, Any] | None] = {

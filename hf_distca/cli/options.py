@@ -14,9 +14,9 @@ from typing import Any
 
 from hf_distca.cli import InputError
 from hf_distca.config import DistCAConfig
-from hf_distca.planner.nodes import node_sizes
+from hf_distca.plan.nodes import node_sizes
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.model import MODELS
+from hf_distca.predict.shapes import MODELS
 from hf_distca.units import Switch, read_tokens
 
 MOST_RANKS = 4096

@@ -29,14 +29,14 @@ from hf_distca.cli.sources import SOURCES, documents_of, one_micro_batch
 from hf_distca.config import DistCAConfig
 from hf_distca.kernel_names import KERNEL_NAMES
 from hf_distca.plan import AttentionKind, MicroBatchPlan
+from hf_distca.plan.cost import as_lengths
+from hf_distca.plan.metrics import bytes_by_link, exchange_figures, loads_of
+from hf_distca.plan.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
+from hf_distca.plan.stages import rows_by_stage
 from hf_distca.planner.build import loads_as_packed
-from hf_distca.planner.cost import as_lengths
 from hf_distca.planner.layout import check_capacity
-from hf_distca.planner.metrics import bytes_by_link, exchange_figures, loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
-from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.stages import rows_by_stage
 from hf_distca.sim.lengths import histogram
 from hf_distca.sim.report import plan_report
 

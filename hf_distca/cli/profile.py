@@ -10,9 +10,9 @@ import numpy as np
 from hf_distca.cli import InputError
 from hf_distca.cli.options import HEADS, add_settings, check_writable, positive
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.cost import pairs
-from hf_distca.planner.seconds import DIAGONAL_ROWS, LinkCost, Tasks
-from hf_distca.sim.costs import DeviceProfile
+from hf_distca.plan.cost import pairs
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.seconds import DIAGONAL_ROWS, LinkCost, Tasks
 
 TIMEOUT_S = 60.0
 SHOWN_TOKENS = 16384
@@ -60,9 +60,10 @@ def run(options: argparse.Namespace) -> None:
 
     from hf_distca.cli.findings import connect, device_of_rank
     from hf_distca.dispatch.groups import ranks_per_node
+    from hf_distca.dispatch.peers import PeerExchanges
     from hf_distca.kernels import AttentionParams, Need, get_kernel
-    from hf_distca.measure.device import measured_profile
-    from hf_distca.measure.links import with_links
+    from hf_distca.predict.device import measured_profile
+    from hf_distca.predict.links import with_links
 
     device = device_of_rank()
     groups = connect(device, TIMEOUT_S)
@@ -93,7 +94,9 @@ def run(options: argparse.Namespace) -> None:
     links = "links not measured, but taken as those of an H100"
     if groups is not None:
         links = f"links between {len(groups.members)} ranks"
-        profile = with_links(profile, groups, device, ranks_per_node(None, TIMEOUT_S))
+        profile = with_links(
+            profile, PeerExchanges(groups, device), ranks_per_node(None, TIMEOUT_S)
+        )
         dist.destroy_process_group()
     if groups is None or groups.rank == 0:
         profile = replace(profile, source=f"{profile.source}; {links}.")

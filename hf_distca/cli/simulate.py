@@ -27,8 +27,9 @@ from hf_distca.cli.options import (
 from hf_distca.cli.sources import SOURCES, drawn_micro_batches, drawn_padded_batches
 from hf_distca.config import DistCAConfig
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.model import MODELS, ModelShape
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.shapes import MODELS, ModelShape
 from hf_distca.sim.padded import (
     Batches,
     PaddedFigures,
@@ -39,7 +40,6 @@ from hf_distca.sim.padded import (
 )
 from hf_distca.sim.report import simulation_report
 from hf_distca.sim.simulate import SECONDS, Simulation, columns_of, simulate
-from hf_distca.sim.strategies import Setup
 from hf_distca.units import AUTO
 
 DESCRIPTION = f"""\

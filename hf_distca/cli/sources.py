@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_distca.cli import InputError
 from hf_distca.collator.formats import TABLES
-from hf_distca.planner.cost import as_lengths
+from hf_distca.plan.cost import as_lengths
 from hf_distca.sim.lengths import Draw, IntArray, corpora, lognormal, micro_batches, of_documents
 
 LONG_AND_SHORT = "one-long"

@@ -3,7 +3,7 @@
 A kind of attention for which nothing moves is one node: one kernel call on all rows, in each
 direction. Other kinds take three nodes, so that two nano-batches can take turns between them. Send,
 Compute and Receive run the forward's phases up to the first pause, the second pause and the end;
-the backward runs in reverse order. See `hf_distca.planner.schedule` for the phases.
+the backward runs in reverse order. See `hf_distca.plan.schedule` for the phases.
 
 The engine runs backward nodes in the reverse order of their creation. The backward's exchanges
 therefore follow from the forward's order on every rank alike. Only an empty token travels between
@@ -26,7 +26,7 @@ from hf_distca.dispatch.executor import CoreAttention, without_autocast
 from hf_distca.dispatch.recorder import Work
 from hf_distca.kernels import AttentionParams, Need
 from hf_distca.plan import AttentionKind, Direction
-from hf_distca.planner.schedule import Kept
+from hf_distca.plan.schedule import Kept
 
 
 def disaggregated_attention(

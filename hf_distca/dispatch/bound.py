@@ -26,10 +26,10 @@ from hf_distca.dispatch.rows import (
 )
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
-from hf_distca.planner.cost import pairs
-from hf_distca.planner.intervals import expand
-from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
-from hf_distca.planner.schedule import (
+from hf_distca.plan.cost import pairs
+from hf_distca.plan.intervals import expand
+from hf_distca.plan.routes import TaskGroup, make_routes, nothing_moves
+from hf_distca.plan.schedule import (
     Group,
     Kept,
     Location,
@@ -38,7 +38,7 @@ from hf_distca.planner.schedule import (
     Turn,
     make_schedule,
 )
-from hf_distca.planner.stages import stage_slots
+from hf_distca.plan.stages import stage_slots
 
 Source = tuple[str, int]
 """What computes a part of a gradient, a group of tasks, "ranks" or "servers"; and the stage of its
@@ -99,7 +99,7 @@ class GradientSum:
 
 
 class BoundRoutes:
-    """Routes of one rank for one kind of attention, see `hf_distca.planner.routes.Routes`."""
+    """Routes of one rank for one kind of attention, see `hf_distca.plan.routes.Routes`."""
 
     def __init__(self, plan: Plan, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, rank)

@@ -34,7 +34,7 @@ from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route, bound_r
 from hf_distca.dispatch.recorder import NOT_MEASURED, Recorder, Work
 from hf_distca.dispatch.rows import IndexBuffer, RowSum
 from hf_distca.plan import Direction, Layout
-from hf_distca.planner.cuts import Chains, Halos, chains, halos
+from hf_distca.plan.cuts import Chains, Halos, chains, halos
 
 
 class Packing(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.rows import ALL_ROWS, IndexBuffer, IntArray, RowIndex, copy_rows, row_index
 from hf_distca.kernels.contract import aligned
-from hf_distca.planner.routes import ExchangedRows
+from hf_distca.plan.routes import ExchangedRows
 
 LAYOUTS_KEPT = 8
 """Buffer layouts kept per slot: one per direction and kind of attention, of which models have up to

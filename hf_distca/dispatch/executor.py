@@ -21,7 +21,7 @@ from hf_distca.dispatch.recorder import NO_ROWS, NOT_MEASURED, Work
 from hf_distca.dispatch.rows import RowIndex, merge_rows, put, take
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, Direction
-from hf_distca.planner.schedule import Kept, KernelCall, Location, Transfer
+from hf_distca.plan.schedule import Kept, KernelCall, Location, Transfer
 
 Columns = dict[str, Tensor]
 """Rows of one place, by column."""

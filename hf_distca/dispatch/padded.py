@@ -25,8 +25,8 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan.intervals import expand
 from hf_distca.planner.bin_packing import place_evenly
-from hf_distca.planner.intervals import expand
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 

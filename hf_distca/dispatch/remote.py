@@ -10,7 +10,7 @@ from hf_distca.dispatch.recorder import Work
 from hf_distca.dispatch.rows import IndexBuffer, row_index
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
-from hf_distca.planner.routes import Routes
+from hf_distca.plan.routes import Routes
 from hf_distca.planner.settings import PlanSettings
 
 

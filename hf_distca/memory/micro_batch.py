@@ -38,7 +38,7 @@ from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import fake_tensors
 from hf_distca.models.mixing import halo_widths
 from hf_distca.plan import PLAN_KEY, AttentionKind, MicroBatchPlan
-from hf_distca.planner.metrics import bytes_moved
+from hf_distca.plan.metrics import bytes_moved
 from hf_distca.planner.settings import PlanSettings
 
 HOST = torch.device("cpu")

@@ -15,7 +15,8 @@ from hf_distca.models.tensor_parallel import divided_config
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.strategies import Setup, Strategy
+from hf_distca.predict.setup import Setup
+from hf_distca.sim.strategies import Strategy
 
 KERNEL = "torch_varlen"
 """Kernel whose memory core attention takes: FlashAttention."""

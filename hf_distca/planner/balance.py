@@ -22,9 +22,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.plan import TASK, AttentionKind, Layout, Plan
-from hf_distca.planner.balancing_pass import Problem, balancing_pass
-from hf_distca.planner.cost import Workers, pairs, row_reaching
-from hf_distca.planner.intervals import (
+from hf_distca.plan.cost import Workers, pairs, row_reaching
+from hf_distca.plan.intervals import (
     FloatArray,
     IntArray,
     Table,
@@ -34,6 +33,7 @@ from hf_distca.planner.intervals import (
     merged,
     moved_by,
 )
+from hf_distca.planner.balancing_pass import Problem, balancing_pass
 from hf_distca.planner.layout import assemble, check_settings, layout_of_kind
 from hf_distca.planner.settings import PlanSettings
 

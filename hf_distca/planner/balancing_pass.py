@@ -11,8 +11,8 @@ from bisect import bisect_left, insort
 import numpy as np
 
 from hf_distca.plan import TASK, AttentionKind, Layout
-from hf_distca.planner.cost import Workers, pairs, pairs_at, row_reaching
-from hf_distca.planner.intervals import (
+from hf_distca.plan.cost import Workers, pairs, pairs_at, row_reaching
+from hf_distca.plan.intervals import (
     FloatArray,
     IntArray,
     Table,

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.planner.cost import as_lengths
+from hf_distca.plan.cost import as_lengths
 from hf_distca.planner.layout import halves
 from hf_distca.refusal import RefusedError
 

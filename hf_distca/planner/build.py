@@ -14,16 +14,17 @@ from hf_distca.plan import (
     PlanChoice,
     PlanSummary,
 )
+from hf_distca.plan.cost import pairs
+from hf_distca.plan.intervals import IntArray, local_tasks, row_counts
+from hf_distca.plan.metrics import exchange_figures, loads_of
+from hf_distca.plan.stages import usual_stages, with_stages
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import whole_documents
-from hf_distca.planner.cost import pairs
-from hf_distca.planner.intervals import IntArray, local_tasks, row_counts
 from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored, split_documents
-from hf_distca.planner.metrics import CountedPlan, count_plan, exchange_figures, loads_of
-from hf_distca.planner.seconds import DIAGONAL_ROWS, StepCosts, Tasks
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.stages import usual_stages, with_stages
+from hf_distca.predict.counts import CountedPlan, count_plan
+from hf_distca.predict.seconds import DIAGONAL_ROWS, StepCosts, Tasks
 
 SMALLEST_SHARE = 0.25
 """Least share of a rank's tokens in a nano-batch of whole documents; fewer hide almost nothing, but

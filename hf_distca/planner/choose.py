@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, PlanChoice
+from hf_distca.plan.nodes import node_sizes
+from hf_distca.plan.stages import STAGES_ALONE, usual_stages
 from hf_distca.planner.build import (
     finished,
     lengths_of,
@@ -32,11 +34,9 @@ from hf_distca.planner.groups import (
     place_on_ranks,
 )
 from hf_distca.planner.layout import check_capacity
-from hf_distca.planner.metrics import CountedPlan, count_plan
-from hf_distca.planner.nodes import node_sizes
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.planner.stages import STAGES_ALONE, usual_stages
-from hf_distca.planner.walk import Walked, document_seconds, in_stages, predict_step
+from hf_distca.predict.counts import CountedPlan, count_plan
+from hf_distca.predict.walk import Walked, document_seconds, in_stages, predict_step
 
 IntArray = NDArray[np.int64]
 
@@ -565,7 +565,9 @@ class _Search:
             count, together = option or usual_stages(len(nano_batches)), option is not None
             staged = [
                 {
-                    kind: in_stages(plan, kind, settings, stages=count, together=together)
+                    kind: in_stages(
+                        plan, settings.buffer_rows(kind), stages=count, together=together
+                    )
                     for kind, plan in nano.items()
                 }
                 for nano in counted

@@ -19,9 +19,9 @@ from hf_distca.planner.bin_packing import ranks_of_whole
 from hf_distca.planner.build import local_plan
 from hf_distca.planner.joint import joint_segments
 from hf_distca.planner.layout import assemble, split_documents
-from hf_distca.planner.seconds import StepCosts
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.walk import document_seconds
+from hf_distca.predict.seconds import StepCosts
+from hf_distca.predict.walk import document_seconds
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

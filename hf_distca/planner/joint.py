@@ -27,10 +27,9 @@ from itertools import accumulate, takewhile
 
 import numpy as np
 
-from hf_distca.plan import Layout
-from hf_distca.planner import nodes
-from hf_distca.planner.cost import BALANCE_TOLERANCE, as_lengths, pairs
-from hf_distca.planner.intervals import (
+from hf_distca.plan import Layout, nodes
+from hf_distca.plan.cost import BALANCE_TOLERANCE, as_lengths, pairs
+from hf_distca.plan.intervals import (
     ROWS,
     IntArray,
     Table,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.plan import SEGMENT, AttentionKind, Layout
-from hf_distca.planner.cost import as_lengths
-from hf_distca.planner.intervals import (
+from hf_distca.plan.cost import as_lengths
+from hf_distca.plan.intervals import (
     ROWS,
     IntArray,
     expand,

@@ -12,19 +12,19 @@ from dataclasses import replace
 import numpy as np
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
-from hf_distca.planner.balance import balance, ideals_inside
-from hf_distca.planner.balancing_pass import Problem, balancing_pass
-from hf_distca.planner.cost import Workers, pairs
-from hf_distca.planner.intervals import by_document, cut_at, merged, moved_by
-from hf_distca.planner.metrics import (
+from hf_distca.plan.cost import Workers, pairs
+from hf_distca.plan.intervals import by_document, cut_at, merged, moved_by
+from hf_distca.plan.metrics import (
     RowsMoved,
     bytes_by_link,
     exchange_figures,
     link_seconds,
     loads_of,
 )
+from hf_distca.plan.stages import usual_stages, with_stages
+from hf_distca.planner.balance import balance, ideals_inside
+from hf_distca.planner.balancing_pass import Problem, balancing_pass
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.stages import usual_stages, with_stages
 
 IDLE = 1e-9
 """Speed of a rank that should compute no core attention."""

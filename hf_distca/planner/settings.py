@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes, Workers
-from hf_distca.planner.nodes import node_sizes, nodes_of
-from hf_distca.planner.seconds import StepCosts
-from hf_distca.planner.stages import EXCHANGE_BUFFER_BYTES
+from hf_distca.plan.cost import BALANCE_TOLERANCE, RowBytes, Workers
+from hf_distca.plan.nodes import node_sizes, nodes_of
+from hf_distca.plan.stages import EXCHANGE_BUFFER_BYTES
+from hf_distca.predict.seconds import StepCosts
 
 COARSER = (0.1, 0.3)
 """Tolerances that may be chosen besides the one that is set."""

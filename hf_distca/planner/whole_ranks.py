@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hf_distca.planner.bin_packing import ranks_of_whole
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.walk import document_seconds
+from hf_distca.predict.walk import document_seconds
 
 IntArray = NDArray[np.int64]
 

@@ -24,8 +24,8 @@ from hf_distca.dispatch.rows import IndexBuffer, RowSum, take
 from hf_distca.kernels import AttentionParams, Kernel, Need
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.plan import AttentionKind, Plan
-from hf_distca.planner.cost import pairs
-from hf_distca.planner.routes import make_routes
+from hf_distca.plan.cost import pairs
+from hf_distca.plan.routes import make_routes
 from hf_distca.pool.directory import ALIVE_S, ANSWER_S, join
 from hf_distca.pool.messages import (
     Alive,

@@ -8,15 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.nodes import node_sizes
+from hf_distca.plan.nodes import node_sizes
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.strategies import (
-    Setup,
-    StepTime,
-    data_and_context_parallel,
-    on_ranks,
-    step_of_plan,
-)
+from hf_distca.predict.setup import Setup
+from hf_distca.sim.strategies import StepTime, data_and_context_parallel, on_ranks, step_of_plan
 
 PADDED, PACKED, BALANCED, PLANNED = (
     "padded to the longest",

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.cost import pairs
-from hf_distca.planner.seconds import FloatArray
+from hf_distca.plan.cost import pairs
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.whole_ranks import fitting, whole_ranks_pay
+from hf_distca.predict.seconds import FloatArray
+from hf_distca.predict.setup import Setup
 from hf_distca.progress import terminal_bar
 from hf_distca.sim.lengths import IntArray, histogram
-from hf_distca.sim.strategies import CHOSEN, PLAIN, Setup, StepTime, Strategy, all_strategies
+from hf_distca.sim.strategies import CHOSEN, PLAIN, StepTime, Strategy, all_strategies
 
 NOT_WORTH = 1.02
 """Least speed-up that counts as a gain; runs differ by as much."""

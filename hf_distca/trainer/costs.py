@@ -15,16 +15,17 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import raised_together
+from hf_distca.dispatch.peers import PeerExchanges
 from hf_distca.dispatch.recorder import Recording, Span
-from hf_distca.measure.device import measured_profile, name_of
-from hf_distca.measure.links import with_links
 from hf_distca.models.shape import model_shape
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.seconds import FloatArray, KernelCost, StepCosts
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.planner.walk import predict_plan
-from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.strategies import Setup
+from hf_distca.predict.device import measured_profile, name_of
+from hf_distca.predict.links import with_links
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.seconds import FloatArray, KernelCost, StepCosts
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.walk import Walked, predict_plan
 from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,11 @@ def _measured_profile(
         limit_s=LIMIT_S,
     )
     measured = with_links(
-        profile, groups, device, settings.ranks_per_node, collectives=False, limit_s=LIMIT_S
+        profile,
+        PeerExchanges(groups, device),
+        settings.ranks_per_node,
+        collectives=False,
+        limit_s=LIMIT_S,
     )
     agreed: DeviceProfile = groups.all_gather(replace(measured, source=source), in_world=True)[0]
     if folder is not None and groups.members[groups.rank] == 0:
@@ -148,6 +153,11 @@ def observe(spans: Sequence[Span]) -> tuple[float, float]:
     ).reshape(-1, 2)
     gaps = forward[1:, 0] - np.maximum.accumulate(forward[:-1, 1])
     return kernel, float(gaps.clip(0).sum())
+
+
+def _predicted(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts) -> Walked:
+    """Return the predicted seconds of a plan."""
+    return predict_plan(plan, costs, settings.node_of_ranks, settings.bytes_per_value)
 
 
 @dataclass(frozen=True)
@@ -193,7 +203,13 @@ class Corrections:
         expected = []
         for of_step in plans:
             kernel = np.sum(
-                [predict_plan(plan, settings, costs).attention for plan in of_step], axis=0
+                [
+                    predict_plan(
+                        plan, costs, settings.node_of_ranks, settings.bytes_per_value
+                    ).attention
+                    for plan in of_step
+                ],
+                axis=0,
             )
             first = of_step[0]
             nano_batches = 1 if first.summary.exchange.bytes_total == 0 else len(first.nano_batches)
@@ -282,8 +298,7 @@ class LearnedCosts(TrainerCallback):
             self._correct(corrections)
         costs = self._corrections.applied(measured)
         predicted = [
-            sum(predict_plan(plan, settings, costs).seconds for plan in of_step)
-            for of_step in plans
+            sum(_predicted(plan, settings, costs).seconds for plan in of_step) for of_step in plans
         ]
         self.besides = max(float(np.median(seen[:, 2].mean(axis=1) - predicted)), 0.0)
 

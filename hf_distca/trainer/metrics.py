@@ -22,8 +22,8 @@ from hf_distca.models.decoder import base_model
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.shape import count_of, weights_met
 from hf_distca.plan import AttentionKind, MicroBatchPlan
-from hf_distca.planner.cost import pairs
-from hf_distca.planner.metrics import loads_of
+from hf_distca.plan.cost import pairs
+from hf_distca.plan.metrics import loads_of
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.units import AUTO

@@ -9,14 +9,14 @@ from transformers import Qwen3NextConfig
 
 import hf_distca
 from hf_distca.cli.model import config_of_shape
-from hf_distca.measure import device
 from hf_distca.models.checkpointing import CHECKPOINTING
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.seconds import KernelCost
-from hf_distca.sim.costs import Accuracy, DeviceProfile
-from hf_distca.sim.model import ModelShape
+from hf_distca.predict import device
+from hf_distca.predict.profile import Accuracy, DeviceProfile
+from hf_distca.predict.seconds import KernelCost
+from hf_distca.predict.shapes import ModelShape
 from tests.survey.tiny import tiny_config
 
 SETTING = ["simulate", "--ranks", "8", "--tokens-per-rank", "4096", "--batches", "2"]

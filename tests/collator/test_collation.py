@@ -27,8 +27,8 @@ from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch, fit_documents
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from tests.counting import Counting
 from tests.refused import refused
 

@@ -27,9 +27,9 @@ from hf_distca.models.checkpointing import enable_checkpointing
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import TASK, MicroBatchPlan, NanoBatch, Plan
-from hf_distca.planner.cost import Workers
+from hf_distca.plan.cost import Workers
+from hf_distca.plan.metrics import loads_of
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.servers import local_tasks, plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings

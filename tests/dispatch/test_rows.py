@@ -26,9 +26,9 @@ from hf_distca.dispatch.rows import (
 )
 from hf_distca.kernels.contract import MAX_SOURCES, SOURCE_BITS
 from hf_distca.plan import SEGMENT, TASK, Layout, Plan
+from hf_distca.plan.routes import make_routes
+from hf_distca.plan.schedule import Transfer
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.routes import make_routes
-from hf_distca.planner.schedule import Transfer
 from tests.counting import META, Counting
 
 CPU = torch.device("cpu")

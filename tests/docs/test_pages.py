@@ -489,7 +489,7 @@ def test_bytes_of_rows_add_up():
         ]
 
     q, kv, lse = (int(row[2]) for row in rows(re.search(r"\| Q, O.*?(?=\n\n)", page, re.S)[0]))
-    row_bytes = import_module("hf_distca.planner.cost").RowBytes()
+    row_bytes = import_module("hf_distca.plan.cost").RowBytes()
     assert (q, kv, q) == (row_bytes.q, row_bytes.kv, row_bytes.o)
     size_of = {"log-sum-exp": lse} | dict.fromkeys(("Q", "O", "dO", "dQ"), q)
     size_of |= dict.fromkeys(("K", "V", "dK", "dV"), kv // 2)

@@ -26,9 +26,9 @@ from benchmarks.gpu.setting import Replay, Setting
 from benchmarks.gpu.training import Watch, _check_logged, _check_memory
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.varlen import FlashVarlenKernel
-from hf_distca.measure import device as measured
 from hf_distca.planner.micro_batch import plan_placed
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.predict import device as measured
 
 WIDE = {
     "hidden_size": 32,

@@ -37,12 +37,13 @@ from hf_distca.models.shape import model_shape
 from hf_distca.patches import mixing_functions
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind
+from hf_distca.plan.routes import make_routes
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.routes import make_routes
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.model import CHUNK, ModelShape
-from hf_distca.sim.strategies import Setup, all_strategies
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.shapes import CHUNK, ModelShape
+from hf_distca.sim.strategies import all_strategies
 from tests.counting import Counting
 from tests.models_and_batches import SMALL, small_kinds, small_model
 from tests.survey.tiny import tiny_config

@@ -20,7 +20,7 @@ from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.tensor_parallel import config_on_a_rank, ranks_of_share
 from hf_distca.patches.attention import attention_chunk, distca_attention
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.cost import RowBytes
+from hf_distca.plan.cost import RowBytes
 from tests.models_and_batches import SMALL_LLAMA4, small_model
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hf_distca.plan import SEGMENT, TASK, Layout, Plan
-from hf_distca.planner.routes import make_routes
+from hf_distca.plan.routes import make_routes
 from tests.planner.plan_checks import rows_of
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_distca.plan import AttentionKind, Layout, Plan
+from hf_distca.plan.cost import Workers
 from hf_distca.planner.balance import balance
-from hf_distca.planner.cost import Workers
 from hf_distca.planner.settings import PlanSettings
 
 FULL = AttentionKind()

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from benchmarks.planner_inputs import measure
 from hf_distca.plan import TASK, AttentionKind
+from hf_distca.plan.cost import RowBytes, Workers, as_lengths, pairs, pairs_at, row_reaching
+from hf_distca.plan.intervals import grain
+from hf_distca.plan.metrics import BETWEEN, bytes_by_link, loads_of
 from hf_distca.planner.balance import ideals_inside, tasks_of_workers
 from hf_distca.planner.balancing_pass import Price, Problem, plan_flows, take
-from hf_distca.planner.cost import RowBytes, Workers, as_lengths, pairs, pairs_at, row_reaching
-from hf_distca.planner.intervals import grain
 from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import BETWEEN, bytes_by_link, loads_of
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.plan_checks import balanced, check_plan, loads_by_row
 

@@ -7,17 +7,18 @@ import numpy as np
 import pytest
 
 from hf_distca.plan import AttentionKind
+from hf_distca.plan.cost import RowBytes
+from hf_distca.plan.metrics import bytes_moved, loads_of
+from hf_distca.plan.stages import rows_by_stage
 from hf_distca.planner.choose import candidates
-from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.metrics import bytes_moved, count_plan, loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.planner.stages import rows_by_stage
-from hf_distca.sim.costs import DeviceProfile
+from hf_distca.predict.counts import count_plan
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.lengths import corpora, lognormal, micro_batches
-from hf_distca.sim.model import LLAMA_8B
-from hf_distca.sim.strategies import Setup
 
 KIND = AttentionKind(None, 4, 2, 8, 8)
 FREE, SLOW = LinkCost(0.0, np.inf), LinkCost(0.0, 1.0)

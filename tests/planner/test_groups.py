@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
+from hf_distca.plan.metrics import loads_of
 from hf_distca.planner.groups import (
     divide_evenly,
     joined_nodes,
@@ -12,10 +13,9 @@ from hf_distca.planner.groups import (
     partitions,
     place_in_groups,
 )
-from hf_distca.planner.metrics import loads_of
-from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.walk import document_seconds
+from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
+from hf_distca.predict.walk import document_seconds
 from tests.planner.plan_checks import check_plan
 
 KIND = AttentionKind(None, 4, 2, 8, 8)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.cost import RowBytes, Workers
+from hf_distca.plan.cost import RowBytes, Workers
+from hf_distca.plan.metrics import bytes_moved, loads_of
 from hf_distca.planner.joint import joint_layout
 from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored
-from hf_distca.planner.metrics import bytes_moved, loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import PlanSettings

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks.planner_inputs import measure, plan_once, read_batches
-from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.metrics import BETWEEN, bytes_by_link
-from hf_distca.planner.nodes import nodes_of
+from hf_distca.plan.cost import RowBytes
+from hf_distca.plan.metrics import BETWEEN, bytes_by_link
+from hf_distca.plan.nodes import nodes_of
 
 BATCHES = read_batches()
 QUANTILES = (0.5, 0.9, 1.0)

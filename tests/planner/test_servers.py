@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, AttentionKind, Plan
-from hf_distca.planner.cost import RowBytes, Workers
+from hf_distca.plan.cost import RowBytes, Workers
+from hf_distca.plan.metrics import bytes_by_link, bytes_moved, exchange_figures, loads_of
+from hf_distca.plan.stages import rows_by_stage
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import bytes_by_link, bytes_moved, exchange_figures, loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 from hf_distca.planner.servers import (
     local_tasks,
@@ -19,7 +20,6 @@ from hf_distca.planner.servers import (
     without_ranks,
 )
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.stages import rows_by_stage
 from tests.planner.carried_out import carried_out, plans_of_all_kinds
 from tests.planner.plan_checks import check_plan, rows_of
 

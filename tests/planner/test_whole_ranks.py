@@ -7,9 +7,9 @@ import pytest
 
 from hf_distca.planner import whole_ranks
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.seconds import LinkCost
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.whole_ranks import fitting, whole_ranks_pay
+from hf_distca.predict.seconds import LinkCost
 from tests.planner.test_choose import FREE, KIND, SLOW, costs, exchanges
 
 

@@ -19,8 +19,8 @@ from hf_distca.dispatch.recorder import Recorder, Span, Work
 from hf_distca.dispatch.remote import ServerRows
 from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.kernels import AttentionParams
+from hf_distca.plan.routes import make_routes
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.routes import make_routes
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.messages import End, RankHello, RankWelcome, Reply, ServerHello
 from hf_distca.pool.rank.link import ServerLink

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.layers import plan_layers
-from hf_distca.planner.cost import Workers
+from hf_distca.plan.cost import Workers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory

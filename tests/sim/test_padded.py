@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hf_distca.dispatch.padded import plan_sequences
-from hf_distca.planner.seconds import LinkCost, Links
+from hf_distca.predict.seconds import LinkCost, Links
 from hf_distca.sim.padded import PaddedFigures, padded_advice, padded_columns, simulate_padded
 from tests.sim.test_simulate import PROFILE, SETTINGS, SETUP
 

@@ -11,9 +11,9 @@ import pytest
 from hf_distca.cli.main import main
 from hf_distca.cli.model import NAMES as OF_MEMORY
 from hf_distca.cli.model import config_of_shape
+from hf_distca.predict.shapes import ModelShape
 from hf_distca.sim import report
 from hf_distca.sim.drawing import COLOURS, MARKS, short, stacks_picture, ticks
-from hf_distca.sim.model import ModelShape
 from hf_distca.sim.report import POLICY, table_of_ranks
 from tests.launch import ROOT
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.seconds import KernelCost, LinkCost, Links
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.model import ModelShape
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.seconds import KernelCost, LinkCost, Links
+from hf_distca.predict.setup import Setup
+from hf_distca.predict.shapes import ModelShape
 from hf_distca.sim.simulate import DRAWN_FOR_RANKS, StrategyFigures, advice, simulate
-from hf_distca.sim.strategies import Setup, data_and_context_parallel, plain, planned
+from hf_distca.sim.strategies import data_and_context_parallel, plain, planned
 
 KIND = AttentionKind(None, 2, 1, 4, 4)
 MODEL = ModelShape({KIND: 3}, hidden=8, before=5, after=6, head=7, parameters=1000)

@@ -12,9 +12,9 @@ import torch
 import hf_distca
 from hf_distca.dispatch.recorder import Span, Work
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.costs import DeviceProfile
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
 from hf_distca.trainer.assembly import make_dispatcher
 from hf_distca.trainer.costs import PROFILE_FILE, Corrections, LearnedCosts, choices_of, observe
 from tests.models_and_batches import SMALL_KIND, exchanging, small_model

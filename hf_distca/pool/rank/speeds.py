@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hf_distca.dispatch.recorder import Kind, Span, Work
-from hf_distca.planner.cost import Workers
-from hf_distca.planner.schedule import FROM_SERVERS, TO_SERVERS
+from hf_distca.plan.cost import Workers
+from hf_distca.plan.schedule import FROM_SERVERS, TO_SERVERS
 
 SMOOTHING = 0.5
 """Share of a new observation in a speed, a base load or a travel time."""

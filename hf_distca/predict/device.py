@@ -14,10 +14,10 @@ from tqdm import tqdm
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
 from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.cost import pairs
-from hf_distca.planner.nodes import EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH, NODE_BANDWIDTH
-from hf_distca.planner.seconds import DIAGONAL_ROWS, FloatArray, KernelCost, LinkCost, Links, Tasks
-from hf_distca.sim.costs import Accuracy, DeviceProfile, held_out
+from hf_distca.plan.cost import pairs
+from hf_distca.plan.nodes import EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH, NODE_BANDWIDTH
+from hf_distca.predict.profile import Accuracy, DeviceProfile, held_out
+from hf_distca.predict.seconds import DIAGONAL_ROWS, FloatArray, KernelCost, LinkCost, Links, Tasks
 
 QUERIES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 512, 2048, 8192, 16384)}
 """Query rows of measured tasks, by type of device; plans hardly make shorter tasks."""

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from hf_distca.plan import TASK, AttentionKind, Plan
-from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.intervals import local_tasks
+from hf_distca.plan.cost import RowBytes
+from hf_distca.plan.intervals import local_tasks
+from hf_distca.plan.metrics import RowsMoved
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import CountedPlan, RowsMoved, count_plan
-from hf_distca.planner.seconds import (
+from hf_distca.predict.counts import CountedPlan, count_plan
+from hf_distca.predict.seconds import (
     KernelCost,
     KindCosts,
     LinkCost,
@@ -19,7 +20,7 @@ from hf_distca.planner.seconds import (
     StepCosts,
     Tasks,
 )
-from hf_distca.planner.walk import LayerClocks, document_seconds, predict_step
+from hf_distca.predict.walk import LayerClocks, document_seconds, predict_step
 
 NOWHERE = np.zeros((2, 2, 2), np.int64)
 

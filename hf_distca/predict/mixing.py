@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import Direction, Layout
-from hf_distca.planner.cuts import chained
-from hf_distca.planner.intervals import FloatArray, IntArray, row_counts
-from hf_distca.planner.seconds import Links, MixingCosts
+from hf_distca.plan.cuts import chained
+from hf_distca.plan.intervals import FloatArray, IntArray, row_counts
+from hf_distca.predict.seconds import Links, MixingCosts
 
 
 @dataclass(frozen=True, eq=False)

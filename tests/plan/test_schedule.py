@@ -3,8 +3,8 @@
 import itertools
 from dataclasses import replace
 
-from hf_distca.planner.schedule import KernelCall, Phase, Transfer, make_schedule
-from hf_distca.planner.stages import stage_slots
+from hf_distca.plan.schedule import KernelCall, Phase, Transfer, make_schedule
+from hf_distca.plan.stages import stage_slots
 
 
 def groups_of(direction, turn, stages):

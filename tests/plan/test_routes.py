@@ -9,24 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, AttentionKind, ExchangeFigures, Plan
-from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.cuts import chains, halos
-from hf_distca.planner.intervals import table_of
-from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import (
+from hf_distca.plan.cost import RowBytes
+from hf_distca.plan.cuts import chains, halos
+from hf_distca.plan.intervals import table_of
+from hf_distca.plan.metrics import (
     BETWEEN,
     WITHIN,
     bytes_by_link,
-    count_plan,
     exchange_figures,
     link_seconds,
     loads_of,
 )
+from hf_distca.plan.moves import MOVE, forward_inside_nodes, rows_to_move
+from hf_distca.plan.routes import TaskGroup, make_routes, nothing_moves
+from hf_distca.plan.stages import SMALLEST_STAGE, STAGES_ALONE, rows_by_stage, with_stages
+from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.moves import MOVE, forward_inside_nodes, rows_to_move
-from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.stages import SMALLEST_STAGE, STAGES_ALONE, rows_by_stage, with_stages
+from hf_distca.predict.counts import count_plan
 from tests.planner.carried_out import (
     check,
     drawn_plans,

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from hf_distca.dispatch.groups import Groups
-from hf_distca.measure import device, links
-from hf_distca.measure.links import link_rates, measured_link, peers_of, ranks_per_core, with_links
+from hf_distca.dispatch.peers import PeerExchanges
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.seconds import KernelCost, LinkCost, Links, Tasks
-from hf_distca.sim.costs import Accuracy, DeviceProfile
+from hf_distca.predict import device, links
+from hf_distca.predict.links import link_rates, measured_link, peers_of, ranks_per_core, with_links
+from hf_distca.predict.profile import Accuracy, DeviceProfile
+from hf_distca.predict.seconds import KernelCost, LinkCost, Links, Tasks
 
 CPU = torch.device("cpu")
 
@@ -75,11 +76,11 @@ def test_short_tasks_have_few_rows_beside_many_keys_and_fit_into_a_document():
 
 
 def _links():
-    groups = Groups(CPU, 60.0)
+    exchanges = PeerExchanges(Groups(CPU, 60.0), CPU)
     links = [
-        measured_link(groups, CPU, [1, 2, 0], alone=alone, limit_s=0.5) for alone in (False, True)
+        measured_link(exchanges, [1, 2, 0], alone=alone, limit_s=0.5) for alone in (False, True)
     ]
-    return links, link_rates(groups, CPU)
+    return links, link_rates(exchanges)
 
 
 def test_ranks_measure_the_same_links_in_both_directions(rank_pools):
@@ -103,12 +104,12 @@ def test_a_rate_counts_for_the_link_over_which_a_rank_receives(monkeypatch):
     monkeypatch.setattr(
         links,
         "_timed",
-        lambda _, __, peers, **___: (
+        lambda _, peers, **__: (
             np.array([1.0, 8e9]),
             np.array([[9.0] * 3, seconds[tuple(peers)]]),
         ),
     )
-    rates = link_rates(SimpleNamespace(ranks=3), CPU)
+    rates = link_rates(SimpleNamespace(groups=SimpleNamespace(ranks=3)))
     assert rates == pytest.approx(
         {(2, 0): 8, (0, 1): 4, (1, 2): 2, (1, 0): 0.8, (2, 1): 0.4, (0, 2): 0.2}
     )
@@ -117,7 +118,7 @@ def test_a_rate_counts_for_the_link_over_which_a_rank_receives(monkeypatch):
 def test_small_exchanges_that_a_network_buffers_do_not_set_the_bandwidth(monkeypatch):
     measured = np.array([64.0, 512.0, 4096.0]), np.array([[0.2], [11.0], [157.0]])
     monkeypatch.setattr(links, "_timed", lambda *_, **__: measured)
-    assert measured_link(None, CPU, []).bandwidth == pytest.approx(4096 / 157, rel=0.3)
+    assert measured_link(None, []).bandwidth == pytest.approx(4096 / 157, rel=0.3)
 
 
 def _per_core(hosts: tuple[str, str], cores: tuple[int, int]) -> float:
@@ -196,14 +197,15 @@ def test_ranks_agree_on_the_mean_of_their_profiles_and_on_the_links_that_they_me
     }
     beside: list[list[int]] = []
 
-    def beside_computation(_, __, peers):
+    def beside_computation(_, peers):
         beside.append(peers)
         return 0.25, 0.125
 
-    monkeypatch.setattr(links, "measured_link", lambda _, __, peers, **___: links_of[tuple(peers)])
+    monkeypatch.setattr(links, "measured_link", lambda _, peers, **__: links_of[tuple(peers)])
     monkeypatch.setattr(links, "_beside_computation", beside_computation)
     monkeypatch.setattr(links, "ranks_per_core", lambda _: 7.0)
-    found = with_links(mine, SimpleNamespace(ranks=4, all_gather=lambda _: [mine, other]), CPU, 2)
+    groups = SimpleNamespace(ranks=4, all_gather=lambda _: [mine, other])
+    found = with_links(mine, SimpleNamespace(groups=groups, device=CPU), 2)
     assert beside == [inside if slow == "inside" else across]
     assert found.exchange == found.links == Links(*links_of.values(), 0.25, 0.125)
     assert (found.flops_per_second, found.bytes_per_second, found.launches) == (20, 40, 60)

@@ -44,7 +44,7 @@ the keys.
 TaskName = Literal[
     "local", "local 1/2", "local 2/2", "remote-KV", "remote-query", "remote-query prefix"
 ]
-"""Tasks of one kernel call, see `hf_distca.planner.routes`; halves of the local tasks have about
+"""Tasks of one kernel call, see `hf_distca.plan.routes`; halves of the local tasks have about
 equal pairs."""
 Group = tuple[TaskName, int]
 """Tasks of one kernel call and the stage of their K/V rows; 0 for local tasks."""

@@ -1,26 +1,25 @@
-"""Measure links between ranks, with the exchange that training uses, and agree on one profile of all ranks."""
+"""Measure links between ranks, with the exchange that training uses, and agree on one profile of all ranks.
+
+The exchange is described by protocols: `hf_distca/dispatch/peers.py` has it.
+"""
 
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
-from hf_distca.dispatch.groups import Groups
-from hf_distca.measure.device import REPEATS, seconds_of
-from hf_distca.planner.nodes import node_sizes
-from hf_distca.planner.seconds import FloatArray, KernelCost, LinkCost, Links
-from hf_distca.sim.costs import DeviceProfile
+from hf_distca.plan.nodes import node_sizes
+from hf_distca.predict.device import REPEATS, seconds_of
+from hf_distca.predict.profile import DeviceProfile
+from hf_distca.predict.seconds import FloatArray, KernelCost, LinkCost, Links
 
-ROW_BYTES = 1024
 EXCHANGED_ROWS = (64, 512, 4096, 16384, 65536)
 """Numbers of exchanged rows: 64 KiB to 64 MiB."""
 FEWEST = 2
@@ -31,9 +30,45 @@ OVERLAP_ROWS = 4096
 """Rows of the exchange that is measured beside computation."""
 
 
+class RankGroup(Protocol):
+    """Ranks that measure their links together."""
+
+    rank: int  # of this process
+    ranks: int  # number of ranks
+
+    def all_gather(self, value: Any, *, in_world: bool = False) -> list[Any]:
+        """Return the values of all ranks, by rank."""
+
+
+class Buffer(Protocol):
+    """Rows that can be sent to other ranks again and again."""
+
+    def send(self) -> "Buffer":
+        """Begin the exchange, and return the buffer."""
+
+    def wait(self) -> object:
+        """Wait for the end of the exchange."""
+
+
+class Exchanges(Protocol):
+    """Exchanges in which every rank sends rows to one other rank."""
+
+    device: torch.device
+    row_bytes: int
+
+    @property
+    def groups(self) -> RankGroup:
+        """Ranks that take part."""
+
+    def buffer(self, peers: Sequence[int], rows: int) -> Buffer:
+        """Return a buffer of the exchange that training uses, for rows from each rank to its peer."""
+
+    def collective(self, peers: Sequence[int], rows: int) -> Callable[[], object]:
+        """Return the same exchange by a collective that may use all of a link."""
+
+
 def measured_link(
-    groups: Groups,
-    device: torch.device,
+    exchanges: Exchanges,
     peers: Sequence[int],
     *,
     alone: bool = False,
@@ -43,25 +78,25 @@ def measured_link(
 
     Args:
         peers: [ranks] receiver of each rank's rows.
-        alone: use the default group, which may use all of a link and leaves no room for attention.
+        alone: use the collective, which may use all of a link and leaves no room for attention.
         limit_s: seconds after which no larger size is begun.
     """
-    sizes, by_rank = _timed(groups, device, peers, alone=alone, limit_s=limit_s)
+    sizes, by_rank = _timed(exchanges, peers, alone=alone, limit_s=limit_s)
     # With equal weights, small exchanges would set the bandwidth: networks buffer them, so they
     # return early.
     return LinkCost.fitted(sizes, seconds := by_rank.max(1), weights=seconds)
 
 
-def link_rates(groups: Groups, device: torch.device) -> dict[tuple[int, int], float]:
+def link_rates(exchanges: Exchanges) -> dict[tuple[int, int], float]:
     """Return GB/s from each rank to each other rank, all sending at a time.
 
     A collective of the world.
     """
-    ranks = groups.ranks
+    ranks = exchanges.groups.ranks
     rates: dict[tuple[int, int], float] = {}
     for shift in range(1, ranks):
         sizes, by_rank = _timed(
-            groups, device, [(rank + shift) % ranks for rank in range(ranks)], limit_s=RATE_S
+            exchanges, [(rank + shift) % ranks for rank in range(ranks)], limit_s=RATE_S
         )
         # A rank's time covers its sending and receiving; it counts for the link over which the rank
         # receives.
@@ -73,48 +108,29 @@ def link_rates(groups: Groups, device: torch.device) -> dict[tuple[int, int], fl
 
 
 def _timed(
-    groups: Groups,
-    device: torch.device,
+    exchanges: Exchanges,
     peers: Sequence[int],
     *,
     alone: bool = False,
     limit_s: float = inf,
 ) -> tuple[FloatArray, FloatArray]:
     """Return [sizes] bytes and [sizes, ranks] seconds of exchanges, for arguments see `measured_link`."""
-    exchange, times, spent = Exchange(groups), [], 0.0
+    times: list[list[float]] = []
+    spent = 0.0
 
     def seconds(rows: int) -> float:
-        buffer, route = _buffer(exchange, groups, peers, rows, device)
-        if not alone:
-            return seconds_of(lambda: buffer.send().wait(), device)
-        given, taken = (
-            torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2)
-        )
-        return seconds_of(
-            lambda: dist.all_to_all_single(taken, given, route.received, route.sent), device
-        )
+        if alone:
+            return seconds_of(exchanges.collective(peers, rows), exchanges.device)
+        buffer = exchanges.buffer(peers, rows)
+        return seconds_of(lambda: buffer.send().wait(), exchanges.device)
 
     for number, rows in enumerate(EXCHANGED_ROWS):
         if number >= FEWEST and spent > limit_s:
             break
-        times.append(groups.all_gather(seconds(rows)))
+        times.append(exchanges.groups.all_gather(seconds(rows)))
         spent += (1 + REPEATS) * max(times[-1])
-    return np.array(EXCHANGED_ROWS[: len(times)], np.float64) * ROW_BYTES, np.array(times)
-
-
-def _buffer(
-    exchange: Exchange, groups: Groups, peers: Sequence[int], rows: int, device: torch.device
-) -> tuple[ExchangeBuffer, Route]:
-    """Return a buffer for rows of ROW_BYTES from each rank to its peer, and their route."""
-    receiver, sender = peers[groups.rank], peers.index(groups.rank)
-    sent, received = (
-        [rows * (rank == other) for rank in range(groups.ranks)] for other in (receiver, sender)
-    )
-    route, column = (
-        Route(sent, received, crossing=True),
-        torch.empty((0, ROW_BYTES), dtype=torch.uint8, device=device),
-    )
-    return exchange.buffer("links", route, [column]), route
+    sizes = np.array(EXCHANGED_ROWS[: len(times)], np.float64) * exchanges.row_bytes
+    return sizes, np.array(times)
 
 
 def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[int], list[int]]:
@@ -136,14 +152,11 @@ def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[in
     return inside, across
 
 
-def _beside_computation(
-    groups: Groups, device: torch.device, peers: Sequence[int]
-) -> tuple[float, float]:
+def _beside_computation(exchanges: Exchanges, peers: Sequence[int]) -> tuple[float, float]:
     """Measure a rank's own time for an exchange: seconds to start it, and per byte while the rank computes."""
-    exchange = Exchange(groups)
-    (buffer, _), (smallest, _) = (
-        _buffer(exchange, groups, peers, rows, device) for rows in (OVERLAP_ROWS, EXCHANGED_ROWS[0])
-    )
+    groups, device = exchanges.groups, exchanges.device
+    buffer = exchanges.buffer(peers, OVERLAP_ROWS)
+    smallest = exchanges.buffer(peers, EXCHANGED_ROWS[0])
     x = torch.randn(256, 256, device=device)
     starts, alone = [], []
     for _ in range(1 + REPEATS):
@@ -168,13 +181,14 @@ def _beside_computation(
 
     lost = seconds_of(compute_beside, device) - seconds_of(compute, device)
     lost = max(0.0, float(np.mean(groups.all_gather(lost))))
-    return float(np.mean(groups.all_gather(median(starts[1:])))), lost / (OVERLAP_ROWS * ROW_BYTES)
+    return float(np.mean(groups.all_gather(median(starts[1:])))), lost / (
+        OVERLAP_ROWS * exchanges.row_bytes
+    )
 
 
 def with_links(
     profile: DeviceProfile,
-    groups: Groups,
-    device: torch.device,
+    exchanges: Exchanges,
     ranks_per_node: int | tuple[int, ...],
     *,
     collectives: bool = True,
@@ -187,21 +201,22 @@ def with_links(
             fast as exchanges. Over gloo both are the same.
         limit_s: for the exchanges of each kind of link, see `measured_link`.
     """
+    groups = exchanges.groups
     profiles: list[DeviceProfile] = groups.all_gather(profile)
     inside, across = peers_of(groups.ranks, ranks_per_node)
 
     def measured(*, alone: bool, limit_s: float) -> tuple[LinkCost, LinkCost]:
-        within = measured_link(groups, device, inside, alone=alone, limit_s=limit_s)
+        within = measured_link(exchanges, inside, alone=alone, limit_s=limit_s)
         if across == inside:
             return within, within
-        return within, measured_link(groups, device, across, alone=alone, limit_s=limit_s)
+        return within, measured_link(exchanges, across, alone=alone, limit_s=limit_s)
 
     within, between = measured(alone=False, limit_s=limit_s)
     slower = inside if within.bandwidth < between.bandwidth else across
-    exchange = links = Links(within, between, *_beside_computation(groups, device, slower))
-    if collectives and device.type == "cuda":
+    exchange = links = Links(within, between, *_beside_computation(exchanges, slower))
+    if collectives and exchanges.device.type == "cuda":
         links = Links(*measured(alone=True, limit_s=inf))
-    sharing = ranks_per_core(groups) if device.type == "cpu" else 1.0
+    sharing = ranks_per_core(groups) if exchanges.device.type == "cpu" else 1.0
     changes: dict[str, Any] = {}
     for name in ("flops_per_second", "bytes_per_second", "launches"):
         changes[name] = float(np.mean([getattr(each, name) for each in profiles]))
@@ -211,7 +226,7 @@ def with_links(
     return replace(profiles[0], **changes, links=links, exchange=exchange, ranks_per_core=sharing)
 
 
-def ranks_per_core(groups: Groups) -> float:
+def ranks_per_core(groups: RankGroup) -> float:
     """Return the threads of all processes per core, at least 1, on the host with the fewest.
 
     A collective.

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_distca.plan import Plan
-from hf_distca.planner.cost import pairs
-from hf_distca.planner.intervals import (
+from hf_distca.plan.cost import pairs
+from hf_distca.plan.intervals import (
     ROWS,
     IntArray,
     Table,
@@ -30,7 +30,7 @@ from hf_distca.planner.intervals import (
     rows_before,
     table_of,
 )
-from hf_distca.planner.moves import rows_to_move
+from hf_distca.plan.moves import rows_to_move
 
 UNEVEN = 0.25
 """Difference of two halves, as a share of all pairs, above which a task is cut."""

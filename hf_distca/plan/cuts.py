@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_distca.plan import Layout
-from hf_distca.planner.intervals import (
+from hf_distca.plan.intervals import (
     ROWS,
     IntArray,
     Table,
@@ -20,7 +20,7 @@ from hf_distca.planner.intervals import (
     row_counts,
     table_of,
 )
-from hf_distca.planner.routes import ExchangedRows
+from hf_distca.plan.routes import ExchangedRows
 
 
 @dataclass(frozen=True, eq=False)

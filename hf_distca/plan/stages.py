@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import Plan
-from hf_distca.planner import moves
+from hf_distca.plan import Plan, moves
 
 EXCHANGE_BUFFER_BYTES = 1 << 28
 """Bytes of K/V rows in an exchange buffer; 65536 rows of Llama-3-8B in bfloat16."""

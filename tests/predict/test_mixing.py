@@ -8,15 +8,19 @@ import pytest
 from hf_distca.plan import AttentionKind, Layout
 from hf_distca.planner.layout import assemble
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.mixing import MixingLayers, count_cuts
-from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.planner.walk import document_seconds, predict_plan
+from hf_distca.predict.mixing import MixingLayers, count_cuts
+from hf_distca.predict.seconds import KernelCost, KindCosts, LinkCost, Links, MixingCosts, StepCosts
+from hf_distca.predict.walk import document_seconds, predict_plan
 
 LINKS = Links(LinkCost(1.0, 10.0), LinkCost(2.0, 5.0))
 COSTS = MixingCosts(
     layers=1, before=1.0, mix=2.0, continued=3.0, after=4.0, run=0.5, halo=10.0, state=100.0
 )
+
+
+def _predicted(plan, costs):
+    return predict_plan(plan, costs, SETTINGS.node_of_ranks, SETTINGS.bytes_per_value)
 
 
 def layout(lengths: list[int], *segments: tuple[int, int, int, int], ranks: int = 2) -> Layout:
@@ -147,12 +151,13 @@ def test_documents_are_cut_only_as_long_as_a_cut_is_cheap():
         plan = plan_micro_batch([4000, 500, 500, 400], replace(SETTINGS, choices=Choices(costs)))
         assert plan.choice.group == group
         assert plan.choice.seconds == pytest.approx(
-            predict_plan(plan, SETTINGS, costs).seconds, rel=1e-3
+            _predicted(plan, costs).seconds,
+            rel=1e-3,
         )
     # The backward takes its share.
     costs = replace(step_costs(), backward_factor=2.0)
     plan = plan_micro_batch([100, 100], replace(SETTINGS, document_layout="whole"))
-    assert predict_plan(plan, SETTINGS, costs).mixing == pytest.approx(3 * 3e-7 * 100 * (1 + 2))
+    assert _predicted(plan, costs).mixing == pytest.approx(3 * 3e-7 * 100 * (1 + 2))
     # Equal tokens matter more the more layers mix.
     few, many = (
         document_seconds(np.array([4000, 500]), step_costs(layers=layers)) for layers in (0, 60)

@@ -13,13 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Direction, Layout, MicroBatchPlan
-from hf_distca.planner.cost import pairs
-from hf_distca.planner.metrics import CountedPlan, count_plan
-from hf_distca.planner.mixing import CountedCuts, MixingLayers, count_cuts
-from hf_distca.planner.schedule import Group, Transfer, Turn, make_schedule
-from hf_distca.planner.seconds import DIAGONAL_ROWS, FloatArray, KernelCost, Links, StepCosts, Tasks
-from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.stages import stage_rows
+from hf_distca.plan.cost import pairs
+from hf_distca.plan.schedule import Group, Transfer, Turn, make_schedule
+from hf_distca.plan.stages import stage_rows
+from hf_distca.predict.counts import CountedPlan, count_plan
+from hf_distca.predict.mixing import CountedCuts, MixingLayers, count_cuts
+from hf_distca.predict.seconds import DIAGONAL_ROWS, FloatArray, KernelCost, Links, StepCosts, Tasks
 
 IntArray = NDArray[np.int64]
 
@@ -338,12 +337,18 @@ def _mixing_layers(
     )
 
 
-def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts) -> Walked:
-    """Predict the seconds of a planned micro-batch."""
-    nodes = settings.node_of_ranks
+def predict_plan(
+    plan: MicroBatchPlan, costs: StepCosts, nodes: Sequence[int], bytes_per_value: int
+) -> Walked:
+    """Predict the seconds of a planned micro-batch.
+
+    Args:
+        nodes: [ranks] node of each rank.
+        bytes_per_value: size of a value in the dtype of core attention.
+    """
     counted = [
         {
-            kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes)
+            kind: count_plan(of_kind, kind, bytes_per_value, nodes)
             for kind, of_kind in nano.plans.items()
         }
         for nano in plan.nano_batches
@@ -371,19 +376,12 @@ def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
 
 
 def in_stages(
-    counted: CountedPlan,
-    kind: AttentionKind,
-    settings: PlanSettings,
-    *,
-    stages: int,
-    together: bool = False,
+    counted: CountedPlan, buffer_rows: int, *, stages: int, together: bool = False
 ) -> CountedPlan:
     """Return the counts of a plan without stages, with as many stages as it will have.
 
     See `stage_rows`.
     """
     most = counted.among_ranks.most_keys
-    rows = stage_rows(
-        most, settings.buffer_rows(kind), stages=stages, in_hops=counted.forwards, together=together
-    )
+    rows = stage_rows(most, buffer_rows, stages=stages, in_hops=counted.forwards, together=together)
     return counted if rows is None else replace(counted, stages=-(-most // rows))

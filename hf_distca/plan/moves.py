@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.plan import TASK, Plan
-from hf_distca.planner.intervals import (
+from hf_distca.plan.intervals import (
     ROW_LIMIT,
     ROWS,
     IntArray,

@@ -1,1 +1,0 @@
-"""Measure a device and its links, to choose plans and predict steps."""

@@ -1,0 +1,33 @@
+"""The data of a plan, and what follows from it: moves, routes, stages, schedules and figures."""
+
+from .data import (
+    ATTENTION_NAME,
+    PLAN_KEY,
+    SEGMENT,
+    TASK,
+    AttentionKind,
+    Direction,
+    ExchangeFigures,
+    Layout,
+    MicroBatchPlan,
+    NanoBatch,
+    Plan,
+    PlanChoice,
+    PlanSummary,
+)
+
+__all__ = [
+    "ATTENTION_NAME",
+    "PLAN_KEY",
+    "SEGMENT",
+    "TASK",
+    "AttentionKind",
+    "Direction",
+    "ExchangeFigures",
+    "Layout",
+    "MicroBatchPlan",
+    "NanoBatch",
+    "Plan",
+    "PlanChoice",
+    "PlanSummary",
+]

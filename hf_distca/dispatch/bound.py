@@ -28,7 +28,7 @@ from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import expand
-from hf_distca.plan.routes import TaskGroup, make_routes, nothing_moves
+from hf_distca.plan.routes import CallTasks, make_routes, nothing_moves
 from hf_distca.plan.schedule import (
     Group,
     Kept,
@@ -58,7 +58,7 @@ class BoundGroup(NamedTuple):
     k_rows: RowIndex = ALL_ROWS
 
     @staticmethod
-    def bind(group: TaskGroup, buffer: IndexBuffer) -> "BoundGroup":
+    def bind(group: CallTasks, buffer: IndexBuffer) -> "BoundGroup":
         """Return a group of tasks on some of the local or received rows, valid once the buffer is sent."""
         shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
         return BoundGroup(
@@ -143,13 +143,13 @@ class BoundRoutes:
         )
 
         # 2. Tasks of each kernel call; calls without tasks are missing.
-        remote: dict[Group, TaskGroup] = {}
+        remote: dict[Group, CallTasks] = {}
         for number, stage in enumerate(stages):
             remote["remote-query", number] = stage.remote_query
             if several:
                 remote["remote-query prefix", number] = stage.remote_query_prefix
             remote["remote-KV", number] = stage.remote_kv
-        local: dict[Group, TaskGroup] = {("local", 0): routes.local}
+        local: dict[Group, CallTasks] = {("local", 0): routes.local}
         tasks = remote | local
         if turn == "alone" and any(len(group.q_lens) for group in remote.values()):
             # The backward's local tasks hide two exchanges. Later rows first: they see more keys,

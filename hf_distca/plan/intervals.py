@@ -48,20 +48,25 @@ def by_document(table: Table) -> Table:
 
 
 def overlaps(table: Table, ordered: Table) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Cut the rows of a table at the borders of an ordered one: disjoint rows by (document, start) that hold them all.
+    """Cut the entries of a table where the entries of an ordered table begin.
+
+    Args:
+        ordered: disjoint entries by (document, start), which hold all rows of `table`.
 
     Returns:
-        For each piece, in the order of `table`: its index in `table`, its index in `ordered`, start
-        and stop.
+        For each piece, in the order of `table`: the index of its entry in `table`, the index of the
+        entry in `ordered` that holds it, start and stop.
     """
-    border = sortable(ordered["document"], ordered["start"])
-    low = np.searchsorted(border, sortable(table["document"], table["start"]), side="right") - 1
-    counts = (
-        np.searchsorted(border, sortable(table["document"], table["stop"] - 1), side="right") - low
-    )
-    which, other = np.repeat(np.arange(len(table)), counts), expand(low, counts)
-    start = np.maximum(table["start"][which], ordered["start"][other])
-    return which, other, start, np.minimum(table["stop"][which], ordered["stop"][other])
+    borders = sortable(ordered["document"], ordered["start"])
+    first_rows = sortable(table["document"], table["start"])
+    last_rows = sortable(table["document"], table["stop"] - 1)
+    first_holder = np.searchsorted(borders, first_rows, side="right") - 1
+    counts = np.searchsorted(borders, last_rows, side="right") - first_holder
+    entry = np.repeat(np.arange(len(table)), counts)
+    holder = expand(first_holder, counts)
+    start = np.maximum(table["start"][entry], ordered["start"][holder])
+    stop = np.minimum(table["stop"][entry], ordered["stop"][holder])
+    return entry, holder, start, stop
 
 
 def joined(*tables: Table) -> Table:
@@ -70,11 +75,12 @@ def joined(*tables: Table) -> Table:
 
 
 def cut_at(table: Table, ordered: Table) -> tuple[Table, Table]:
-    """Return the pieces of a table cut as in `overlaps`, and for each the entry of `ordered` that holds it."""
-    which, other, start, stop = overlaps(table, ordered)
-    pieces = table.take(which)
-    pieces["start"], pieces["stop"] = start, stop
-    return pieces, ordered.take(other)
+    """Return a table cut as in `overlaps`, and the entry of `ordered` that holds each piece."""
+    entry, holder, start, stop = overlaps(table, ordered)
+    pieces = table.take(entry)
+    pieces["start"] = start
+    pieces["stop"] = stop
+    return pieces, ordered.take(holder)
 
 
 def union(tasks: Table) -> Table:
@@ -82,42 +88,68 @@ def union(tasks: Table) -> Table:
     tasks = tasks.take(np.lexsort((tasks["start"], tasks["document"], tasks["worker"])))
     if not len(tasks):
         return tasks
-    # Earlier entries of the same worker hold the document's rows up to `covered`.
     worker, document, stop = tasks["worker"], tasks["document"], tasks["stop"]
-    group = np.cumsum(
-        np.append(False, (worker[1:] != worker[:-1]) | (document[1:] != document[:-1]))
-    )
-    covered = np.maximum.accumulate(sortable(group, stop))[:-1] - sortable(group[1:], 0)
-    # Where another document's rows came before, `covered` is negative.
+    is_new = (worker[1:] != worker[:-1]) | (document[1:] != document[:-1])
+    number = np.cumsum(np.append(False, is_new))  # of the pair of a worker and a document
+    # Earlier entries of the same pair hold the document's rows up to `covered`. Where the entry
+    # before is of another pair, `covered` is negative.
+    covered = np.maximum.accumulate(sortable(number, stop))[:-1] - sortable(number[1:], 0)
     tasks["start"][1:] = np.maximum(tasks["start"][1:], covered)
     return tasks.compress(stop > tasks["start"])
 
 
 def merge_touching(table: Table, place: str = "document") -> Table:
-    """Join entries that follow and touch each other, if the field `place` is equal, such as "rank" or "worker"."""
+    """Join entries that follow and touch each other.
+
+    Args:
+        place: field that has to be equal, such as "rank" or "worker".
+    """
     touches = table["start"][1:] == table["stop"][:-1]
     for name in ("document", place):
         touches &= table[name][1:] == table[name][:-1]
     if not touches.any():
         return table
     first = np.flatnonzero(np.append(True, ~touches))
-    joined = table.take(first)
-    joined["stop"] = table["stop"][np.append(first[1:], len(table)) - 1]
-    return joined
+    last = np.append(first[1:], len(table)) - 1
+    merged_table = table.take(first)
+    merged_table["stop"] = table["stop"][last]
+    return merged_table
 
 
 def grain(block: int, pairs_a_row: float, most: float) -> int:
-    """Return the coarsest multiple for a cut that moves at most `most` pairs: a block, half a block, … one row."""
+    """Return the coarsest multiple for a cut that moves at most `most` pairs.
+
+    The multiples are a block, half a block, … one row.
+    """
     rows = block
     while rows > 1 and rows * pairs_a_row > most:
-        rows = -(-rows // 2)
+        rows = ceil_div(rows, 2)
     return rows
 
 
+def ceil_div(dividend: int, divisor: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-dividend // divisor)
+
+
 def expand(starts: IntArray, counts: IntArray) -> IntArray:
-    """Return the numbers of [n] ranges, one range after another: `counts` numbers from each of `starts` on."""
+    """Return the numbers of [n] ranges, one range after another.
+
+    Args:
+        starts: [n] first number of each range.
+        counts: [n] numbers of each range.
+    """
     offsets = np.repeat(starts - (np.cumsum(counts) - counts), counts)
     return offsets + np.arange(len(offsets))
+
+
+def numbered(counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the owner of each of many things, and the number of the thing at its owner.
+
+    Args:
+        counts: [owners] number of things of each owner.
+    """
+    return np.repeat(np.arange(len(counts)), counts), expand(np.zeros_like(counts), counts)
 
 
 def sortable(document: IntArray, row: IntArray | int) -> IntArray:

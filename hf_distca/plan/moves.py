@@ -1,4 +1,4 @@
-"""Moves of rows to the workers that compute with them: which rows, over which ranks, in which stage.
+"""Moves of rows to the workers that compute with them: which rows, between which ranks, and when.
 
 Between nodes a byte takes about nine times as long as inside one, and ranks of a node often read
 the same rows of a long document. Such rows go to one of these ranks, the gateway, which forwards
@@ -11,19 +11,24 @@ document d of D counts as document s · D + d in stage s.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Plan
 from hf_distca.plan.intervals import (
     ROW_LIMIT,
     ROWS,
+    FloatArray,
     IntArray,
     Table,
     by_document,
+    ceil_div,
     cut_at,
     expand,
     joined,
+    numbered,
     overlaps,
     row_counts,
     rows_before,
@@ -33,17 +38,23 @@ from hf_distca.plan.intervals import (
 )
 
 MOVE = np.dtype(
-    [(name, np.int64) for name in ("document", "start", "stop", "source", "target", "at", "stage")]
+    [
+        ("document", np.int64),  # with a stage, see above
+        ("start", np.int64),  # first row of the document
+        ("stop", np.int64),  # one past the last row
+        ("source", np.int64),  # the rank that holds the rows
+        ("target", np.int64),  # the worker that computes with them, possibly the source itself
+        ("offset", np.int64),  # position of row `start` among the rows of the source
+        ("stage", np.int64),
+        ("keys_start", np.int64),  # of query rows: the first K/V row that they read
+        ("keys_stop", np.int64),  # of query rows: one past the last K/V row that is sent to them
+    ]
 )
-"""Rows [start, stop) of a document that go from a rank, possibly to itself, to a worker. `at` is
-the number of row `start` among the holder's local rows."""
-CUT_TASK = np.dtype([*MOVE.descr, ("keys_start", np.int64), ("keys_stop", np.int64)])
-"""Task whose query rows lie in one segment, and the move of these rows to the worker that computes
-them.
+"""Rows [start, stop) of a document that go from a rank to a worker: K/V rows, or queries of a task.
 
-K/V rows are read from `keys_start` on. Those below `keys_stop` are sent to the worker, others are
-read in place. With full attention a local task reads keys of its segment in place. With a window it
-reads all keys in place or none.
+The queries lie in one segment. They read K/V rows from `keys_start` on to their own rows. Those
+below `keys_stop` are sent to the worker, the others are read in place. With full attention a local
+task reads keys of its segment in place. With a window it reads all keys in place or none.
 """
 PIECE = 128
 """Least rows of a piece, a kernel block: rows that several ranks of a node read are divided among
@@ -51,38 +62,35 @@ them in pieces."""
 PARTS = 8
 """Inverse of the share of a stage by which it may exceed its rows, and below which rows of a path
 stay together."""
-_WHOLE = 1 << 40
+_UNLIMITED = 1 << 40
 """Size of a stage that holds everything."""
 _GOLDEN = (5**0.5 - 1) / 2
 """The golden ratio's fraction: fractions of its multiples spread evenly between 0 and 1, however
 many there are."""
+_RANKS_AS_BITS = 62
+"""Bits of a number that stand for ranks: an int64 has 63, and a node has fewer ranks."""
 
 
 def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
-    """Return a plan's tasks, of dtype CUT_TASK, by (target, document, start), and moves of K/V rows in two hops.
+    """Return the moves of a plan's queries, and of its K/V rows in two hops, all of dtype MOVE.
 
-    The first hop has each row once per worker, or with a window once per worker and stage. In the
-    second hop gateways forward rows.
+    Queries are sorted by (target, document, start), and those that stay on their rank are among
+    them. The first hop has each K/V row once per worker, or with a window once per worker and
+    stage. In the second hop gateways forward rows.
     """
     segments, ranks = by_document(plan.layout.segments), plan.layout.ranks
-    tasks, held = _moves(plan.tasks, segments, CUT_TASK)
-    _set_keys(tasks, held["start"], plan.window)
+    queries, segment = _moves_from_segments(plan.tasks, segments)
+    _set_keys(queries, segment["start"], plan.window)
     if plan.window is not None and plan.stage_rows is not None:
-        which, tasks = _in_stages_of_windows(tasks, plan.stage_rows, plan.window, ranks)
-        _set_keys(tasks, held["start"][which], plan.window)
-    reading = tasks.compress(tasks["keys_stop"] > tasks["keys_start"])
-    keys = table_of(
-        TASK, document=reading["document"], start=reading["keys_start"], stop=reading["keys_stop"]
-    )
-    keys["worker"] = reading["target"] + plan.workers * reading["stage"]
-    moves, _ = _moves(union(keys), segments, MOVE)
-    moves["stage"], moves["target"] = np.divmod(moves["target"], plan.workers)
-    for table in (tasks, moves):
-        table["document"] += table["stage"] * len(plan.layout.lengths)
-    first, second, via = forward_inside_nodes(moves, plan.nodes or (0,) * plan.workers, ranks)
+        task, queries = _in_stages_of_windows(queries, plan.stage_rows, plan.window, ranks)
+        _set_keys(queries, segment["start"][task], plan.window)
+    keys = _moves_of_keys(queries, segments, plan.workers)
+    for moves in (queries, keys):
+        moves["document"] += moves["stage"] * len(plan.layout.lengths)
+    first, second, forwarded = forward_inside_nodes(keys, plan.nodes or (0,) * plan.workers, ranks)
     if plan.window is None and plan.stage_rows is not None:
-        first, second = _in_stages(first, second, via, plan.stage_rows, ranks)
-    return tasks, first, second
+        first, second = _in_stages(first, second, forwarded, plan.stage_rows, ranks)
+    return queries, first, second
 
 
 def rows_by_stage(first: Table, second: Table, ranks: int) -> IntArray:
@@ -94,70 +102,96 @@ def rows_by_stage(first: Table, second: Table, ranks: int) -> IntArray:
     moves = joined(first, second)
     moves = moves.compress(moves["target"] < ranks)
     stages = int(moves["stage"].max(initial=0)) + 1
-    numbers = (moves["stage"] * ranks + moves[end] for end in ("source", "target"))
-    counted = [
-        np.bincount(number, row_counts(moves), stages * ranks).reshape(stages, ranks)
-        for number in numbers
+    rows = row_counts(moves)
+    counts = [
+        np.bincount(moves["stage"] * ranks + moves[end], rows, stages * ranks)
+        for end in ("source", "target")
     ]
-    return np.stack(counted, axis=1).astype(np.int64)
+    sent, received = (count.reshape(stages, ranks) for count in counts)
+    return np.stack([sent, received], axis=1).astype(np.int64)
 
 
-def _moves(rows: Table, segments: Table, dtype: np.dtype[np.void]) -> tuple[Table, Table]:
+def _moves_from_segments(rows: Table, segments: Table) -> tuple[Table, Table]:
     """Return moves of rows to their workers, and the segment in which the rows of each move lie."""
-    pieces, held = cut_at(rows, segments)
-    columns = {name: pieces[name] for name in ("document", "start", "stop")}
-    at = held["offset"] + pieces["start"] - held["start"]
-    return table_of(dtype, **columns, source=held["rank"], target=pieces["worker"], at=at), held
+    pieces, segment = cut_at(rows, segments)
+    moves = table_of(
+        MOVE,
+        document=pieces["document"],
+        start=pieces["start"],
+        stop=pieces["stop"],
+        source=segment["rank"],
+        target=pieces["worker"],
+        offset=segment["offset"] + pieces["start"] - segment["start"],
+    )
+    return moves, segment
 
 
-def _parts(moves: Table, which: IntArray, first: IntArray, last: IntArray) -> Table:
-    """Return parts of moves: rows [first, last) of each, counted from the move's first row."""
-    parts = moves.take(which)
-    parts["stop"] = parts["start"] + last
-    parts["start"] += first
-    parts["at"] += first
+def _moves_of_keys(queries: Table, segments: Table, workers: int) -> Table:
+    """Return moves of all K/V rows that are sent to queries, once per worker and stage."""
+    reading = queries.compress(queries["keys_stop"] > queries["keys_start"])
+    keys = table_of(
+        TASK,
+        document=reading["document"],
+        start=reading["keys_start"],
+        stop=reading["keys_stop"],
+        worker=reading["target"] + workers * reading["stage"],  # a worker is another in each stage
+    )
+    moves, _ = _moves_from_segments(union(keys), segments)
+    moves["stage"], moves["target"] = np.divmod(moves["target"], workers)
+    return moves
+
+
+def _parts_of_moves(moves: Table, index: IntArray, begin: IntArray, end: IntArray) -> Table:
+    """Return rows [begin, end) of the moves with these indices, counted from each move's start."""
+    parts = moves.take(index)
+    parts["stop"] = parts["start"] + end
+    parts["start"] += begin
+    parts["offset"] += begin
     return parts
 
 
-def _set_keys(tasks: Table, segment_start: IntArray, window: int | None) -> None:
-    """Set which keys of each task are sent; its segment begins at row `segment_start`."""
-    here = tasks["source"] == tasks["target"]
+def _set_keys(queries: Table, segment_start: IntArray, window: int | None) -> None:
+    """Set which keys are sent to queries, whose segments begin at `segment_start`, [moves]."""
+    stays = queries["source"] == queries["target"]
     if window is None:
-        tasks["keys_stop"] = np.where(here, segment_start, tasks["stop"])
+        queries["keys_stop"] = np.where(stays, segment_start, queries["stop"])
         return
-    first = np.maximum(tasks["start"] - window + 1, 0)
-    tasks["keys_start"] = first
-    tasks["keys_stop"] = np.where(here & (first >= segment_start), first, tasks["stop"])
+    first_key = np.maximum(queries["start"] - window + 1, 0)
+    reads_in_place = stays & (first_key >= segment_start)
+    queries["keys_start"] = first_key
+    queries["keys_stop"] = np.where(reads_in_place, first_key, queries["stop"])
 
 
 def _in_stages_of_windows(
     tasks: Table, stage_rows: int, window: int, ranks: int
 ) -> tuple[IntArray, Table]:
-    """Cut tasks of windowed attention so that each has all its keys in one stage, and return the task of each piece.
+    """Cut tasks of windowed attention so that each has all its keys in one stage.
 
     Rows within reach of the windows of two stages travel in both. A stage has at most `stage_rows`
     received rows, or two windows if that is more.
+
+    Returns:
+        [pieces] index of the task of each piece, and the pieces, of dtype MOVE.
     """
-    lengths, keys, target = (
-        row_counts(tasks),
-        tasks["keys_stop"] - tasks["keys_start"],
-        tasks["target"],
-    )
-    # A query has the place of its own key among the rows sent to the worker, one task after
-    # another.
-    before = np.cumsum(keys) - keys
-    place = before - before[np.searchsorted(target, target)] + tasks["start"] - tasks["keys_start"]
+    target, lengths = tasks["target"], row_counts(tasks)
+    keys = tasks["keys_stop"] - tasks["keys_start"]
+    # A query has the place of its own key among the rows sent to the worker, task after task.
+    keys_before = np.cumsum(keys) - keys
+    keys_before -= keys_before[np.searchsorted(target, target)]
+    place = keys_before + tasks["start"] - tasks["keys_start"]
     # The windows of a stage's first queries reach into the previous stage.
-    size = np.where((keys > 0) & (target < ranks), max(stage_rows - window + 1, window), _WHOLE)
+    divided = (keys > 0) & (target < ranks)
+    size = np.where(divided, max(stage_rows - window + 1, window), _UNLIMITED)
     first_stage = place // size
-    counts = (place + lengths - 1) // size - first_stage + 1
-    which, stage = np.repeat(np.arange(len(tasks)), counts), expand(first_stage, counts)
-    begin = stage * size[which] - place[which]
-    pieces = _parts(
-        tasks, which, np.maximum(begin, 0), np.minimum(begin + size[which], lengths[which])
-    )
+    last_stage = (place + lengths - 1) // size
+    counts = last_stage - first_stage + 1
+    task = np.repeat(np.arange(len(tasks)), counts)
+    stage = expand(first_stage, counts)
+    begin = stage * size[task] - place[task]
+    end = np.minimum(begin + size[task], lengths[task])
+    pieces = _parts_of_moves(tasks, task, np.maximum(begin, 0), end)
     pieces["stage"] = stage
-    return which, pieces
+    return task, pieces
 
 
 def forward_inside_nodes(
@@ -172,118 +206,191 @@ def forward_inside_nodes(
         forwards whole.
     """
     node = np.asarray(nodes)
-    crossing = (node[moves["source"]] != node[moves["target"]]) & (moves["target"] < ranks)
-    crossed = moves.compress(crossing)
-    if not len(crossed):
-        return moves, crossed, np.zeros(0, np.int64)
+    crosses = (node[moves["source"]] != node[moves["target"]]) & (moves["target"] < ranks)
+    crossing = moves.compress(crosses)
+    if not len(crossing):
+        return moves, crossing, np.zeros(0, np.int64)
+    parts, readers, move = _cut_by_readers(crossing, node)
+    part, begin, end, turn = _divide_among_readers(parts, readers)
 
-    # 1. Cut the moves into one node wherever any of them begins or ends, so that each part goes
-    # whole to its readers.
-    into = node[crossed["target"]] * (int(crossed["document"].max()) + 1) + crossed["document"]
-    into = np.unique(into, return_inverse=True)[1]  # small enough to be sorted together with rows
-    keyed = table_of(ROWS, document=into, start=crossed["start"], stop=crossed["stop"])
-    # One number for document, row and whether a move ends or begins there.
-    begin, end = (2 * sortable(into, crossed[name]) for name in ("start", "stop"))
-    places = np.sort(np.concatenate([begin + 1, end]))
-    (document, row), begins = np.divmod(places >> 1, ROW_LIMIT), places & 1
-    readers = np.cumsum(2 * begins - 1)[:-1]  # of the rows up to the next place
-    kept = (readers > 0) & (row[1:] > row[:-1])
-    parts, readers = (
-        table_of(ROWS, document=document[:-1], start=row[:-1], stop=row[1:]).compress(kept),
-        readers[kept],
-    )
-    which, part, *_ = overlaps(keyed, parts)
-    which = which[np.lexsort((crossed["target"][which], part))]
-    first_reader = np.cumsum(readers) - readers
+    # The first hop goes to the gateways.
+    first_reader = (np.cumsum(readers) - readers)[part]  # place in `move`, of each piece
+    gateway = move[first_reader + turn]
+    start = crossing["start"][gateway]
+    to_gateways = _parts_of_moves(crossing, gateway, begin - start, end - start)
 
-    # 2. Divide each part among its readers. Each piece crosses to one of them, in turn; every part begins with the
-    #    next reader.
+    # The second hop goes from the gateways to all other readers of the pieces.
+    piece = np.repeat(np.arange(len(part)), readers[part])
+    reader = crossing["target"][move[expand(first_reader, readers[part])]]
+    forwards = reader != to_gateways["target"][piece]
+    piece = piece[forwards]
+    second = to_gateways.take(piece)
+    second["source"] = to_gateways["target"][piece]
+    second["target"] = reader[forwards]
+    direct = moves.compress(~crosses)
+    return joined(direct, to_gateways), second, len(direct) + piece
+
+
+def _cut_by_readers(crossing: Table, node: IntArray) -> tuple[Table, IntArray, IntArray]:
+    """Cut moves wherever a move to the same node begins or ends: all readers need a part whole.
+
+    Returns:
+        [parts] of dtype ROWS, whose `document` numbers pairs of a document and a target node;
+        [parts] number of readers of each part, ranks of the target node; then for each reader, by
+        (part, rank), the index of the move by which it would get the part.
+    """
+    # 1. Number the pairs of a document and a target node. The numbers are small enough to be sorted
+    #    together with rows.
+    documents = int(crossing["document"].max()) + 1
+    pair = node[crossing["target"]] * documents + crossing["document"]
+    pair = np.unique(pair, return_inverse=True)[1]
+    rows = table_of(ROWS, document=pair, start=crossing["start"], stop=crossing["stop"])
+
+    # 2. Walk over all borders in order. A border is one number: the pair, the row, and in the last
+    #    bit whether a move begins or ends there.
+    begins = 2 * sortable(pair, crossing["start"]) + 1
+    ends = 2 * sortable(pair, crossing["stop"])
+    borders = np.sort(np.concatenate([begins, ends]))
+    document, row = np.divmod(borders >> 1, ROW_LIMIT)
+    change = np.where(borders & 1, 1, -1)
+    readers = np.cumsum(change)[:-1]  # of the rows up to the next border
+    is_part = (readers > 0) & (row[1:] > row[:-1])
+    parts = table_of(ROWS, document=document[:-1], start=row[:-1], stop=row[1:]).compress(is_part)
+
+    # 3. List the readers of each part by rank.
+    move, part, *_ = overlaps(rows, parts)
+    return parts, readers[is_part], move[np.lexsort((crossing["target"][move], part))]
+
+
+def _divide_among_readers(
+    parts: Table, readers: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Divide each part into pieces, one for each reader if the part is long enough.
+
+    Readers take turns as gateways, and every part begins with the next reader.
+
+    Returns:
+        For each piece: the index of its part, start, stop, and which of the part's readers is the
+        gateway.
+    """
     lengths = row_counts(parts)
     pieces = np.minimum(readers, np.maximum(lengths // PIECE, 1))
-    of_part, nth = np.repeat(np.arange(len(parts)), pieces), expand(np.zeros_like(pieces), pieces)
-    share, more = np.divmod(lengths, pieces)
-    begin = parts["start"][of_part] + nth * share[of_part] + np.minimum(nth, more[of_part])
-    end = begin + share[of_part] + (nth < more[of_part])
+    part, nth = numbered(pieces)
+    size, longer = np.divmod(lengths, pieces)  # the first `longer` pieces have one more row
+    begin = parts["start"][part] + nth * size[part] + np.minimum(nth, longer[part])
+    end = begin + size[part] + (nth < longer[part])
     nth_part = np.arange(len(parts)) - np.searchsorted(parts["document"], parts["document"])
-    gateway = which[first_reader[of_part] + (nth + nth_part[of_part]) % readers[of_part]]
-    hop = _parts(
-        crossed, gateway, begin - crossed["start"][gateway], end - crossed["start"][gateway]
-    )
-
-    # 3. The first hop goes to the gateways, the second from the gateways to the other readers.
-    piece = np.repeat(np.arange(len(of_part)), readers[of_part])
-    reader = crossed["target"][which[expand(first_reader[of_part], readers[of_part])]]
-    others = reader != hop["target"][piece]
-    second = hop.take(piece[others])
-    second["source"], second["target"] = hop["target"][piece[others]], reader[others]
-    direct = moves.compress(~crossing)
-    return joined(direct, hop), second, len(direct) + piece[others]
+    turn = (nth + nth_part[part]) % readers[part]
+    return part, begin, end, turn
 
 
 def _in_stages(
-    first: Table, second: Table, via: IntArray, stage_rows: int, ranks: int
+    first: Table, second: Table, forwarded: IntArray, stage_rows: int, ranks: int
 ) -> tuple[Table, Table]:
     """Divide the K/V rows of full attention into stages.
-
-    `via` is the first hop's move that each second one forwards.
 
     The rows on one path, from one rank to another and on to the same others, are divided evenly
     over the stages; few rows over few stages. So every rank has about equally much to receive and
     to compute in each stage. A stage exceeds `stage_rows` by an eighth at most, or by a row of each
     path.
+
+    Args:
+        forwarded: index of the first hop's move that each move of the second hop forwards.
     """
-    stages = -(-int(rows_by_stage(first, second, ranks).max(initial=0)) // stage_rows)
+    stages = ceil_div(int(rows_by_stage(first, second, ranks).max(initial=0)), stage_rows)
     if stages <= 1:
         return first, second
-    others = np.zeros(len(first), np.int64)  # the set of other ranks, as bits
-    np.bitwise_or.at(others, via, np.int64(1) << (second["target"] % 62))
-    order = np.lexsort(
-        (first["start"], first["document"], others, first["target"], first["source"])
-    )
-    first, others, via = first.take(order), others[order], np.argsort(order)[via]
-    ends = np.stack([first["source"], first["target"], others])
-    begins = np.flatnonzero(np.append(True, (ends[:, 1:] != ends[:, :-1]).any(0)))
-    path = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(first)))
-    lengths, place = row_counts(first), rows_before(first)
-    place -= place[begins][path]
-    size = np.add.reduceat(lengths, begins)
-
-    # Parts below a kernel block, and fractions of rows, are in other stages on other paths of a
-    # rank.
-    source, target = ends[:2, begins]
-    turn = ((target - source) % ranks + np.arange(len(begins)) * _GOLDEN % 1) / ranks
-    on_path = table_of(ROWS, document=path, start=place, stop=place + lengths)
-    least = min(max(stage_rows // PARTS, 1), PIECE)  # rows of a part
+    paths = _Paths.build(first, second, forwarded, ranks)
+    limit = stage_rows * (1 + 1 / PARTS)
+    part_rows = min(max(stage_rows // PARTS, 1), PIECE)
     while True:
-        counts = np.clip(size // least, 1, np.where(target < ranks, stages, 1))
-        of_path, nth = (
-            np.repeat(np.arange(len(begins)), counts),
-            expand(np.zeros_like(counts), counts),
-        )
-        first_row = (size[of_path] * nth / counts[of_path] + turn[of_path] * (nth > 0)).astype(
-            np.int64
-        )
-        stretches = table_of(
-            ROWS, document=of_path, start=first_row, stop=np.append(first_row[1:], 0)
-        )
-        stretches["stop"][np.cumsum(counts) - 1] = size
-        stage_of = ((nth + turn[of_path]) * stages / counts[of_path]).astype(np.int64) * (
-            target < ranks
-        )[of_path]
-        filled = np.flatnonzero(row_counts(stretches))
-        which, other, start, stop = overlaps(on_path, stretches.take(filled))
-        begin, end = start - place[which], stop - place[which]
-        counts = np.bincount(which, minlength=len(first))
-        piece = expand((np.cumsum(counts) - counts)[via], counts[via])
-        firsts = _parts(first, which, begin, end)
-        seconds = _parts(
-            second, np.repeat(np.arange(len(via)), counts[via]), begin[piece], end[piece]
-        )
+        first, second = paths.in_stages(stages, part_rows)
+        if part_rows == 1 or rows_by_stage(first, second, ranks).max() <= limit:
+            return first, second
+        part_rows //= 2
+
+
+@dataclass(frozen=True, eq=False)
+class _Paths:
+    """Moves of K/V rows by path: from one rank to another, and on to the same others."""
+
+    first: Table  # [moves] of dtype MOVE, the first hop by (path, document, start)
+    second: Table  # [forwarding moves] of dtype MOVE
+    forwarded: IntArray  # [forwarding moves] index in `first` of the move that is forwarded
+    path: IntArray  # [moves] path of each move of the first hop
+    place: IntArray  # [moves] rows of the same path before the move
+    size: IntArray  # [paths] rows
+    to_rank: NDArray[np.bool_]  # [paths] whether the path leads to a rank, not to a server
+    turn: FloatArray  # [paths] fraction of a part by which a path is behind another one
+
+    @staticmethod
+    def build(first: Table, second: Table, forwarded: IntArray, ranks: int) -> "_Paths":
+        """Sort the moves of the first hop by path."""
+        readers = _sets_of_readers(len(first), forwarded, second["target"])
+        keys = (first["start"], first["document"], readers, first["target"], first["source"])
+        order = np.lexsort(keys)
+        first, readers = first.take(order), readers[order]
+        forwarded = np.argsort(order)[forwarded]
+
+        # A path begins where any of its ranks changes.
+        ends = np.stack([first["source"], first["target"], readers])
+        begins = np.flatnonzero(np.append(True, (ends[:, 1:] != ends[:, :-1]).any(axis=0)))
+        paths = np.arange(len(begins))
+        path = np.repeat(paths, np.diff(begins, append=len(first)))
+        place = rows_before(first)
+        place -= place[begins][path]
+        size = np.add.reduceat(row_counts(first), begins)
+
+        # Parts below a kernel block, and fractions of rows, are in other stages on other paths of a
+        # rank.
+        source, target = ends[:2, begins]
+        turn = ((target - source) % ranks + paths * _GOLDEN % 1) / ranks
+        return _Paths(first, second, forwarded, path, place, size, target < ranks, turn)
+
+    def in_stages(self, stages: int, part_rows: int) -> tuple[Table, Table]:
+        """Return the moves of both hops, cut and with stages.
+
+        A path has a part in each stage, or fewer if parts would have less than `part_rows` rows.
+        """
+        # 1. Divide the rows of each path into parts of about equal rows.
+        parts = np.clip(self.size // part_rows, 1, np.where(self.to_rank, stages, 1))
+        path, nth = numbered(parts)
+        even_start = self.size[path] * nth / parts[path] + self.turn[path] * (nth > 0)
+        first_row = even_start.astype(np.int64)
+        stop = np.append(first_row[1:], 0)
+        stretches = table_of(ROWS, document=path, start=first_row, stop=stop)
+        stretches["stop"][np.cumsum(parts) - 1] = self.size
+        stage = ((nth + self.turn[path]) * stages / parts[path]).astype(np.int64)
+        stage *= self.to_rank[path]
+        has_rows = np.flatnonzero(row_counts(stretches))
+
+        # 2. Cut the first hop's moves at the borders of these parts.
+        stop = self.place + row_counts(self.first)
+        rows = table_of(ROWS, document=self.path, start=self.place, stop=stop)
+        move, stretch, start, stop = overlaps(rows, stretches.take(has_rows))
+        begin, end = start - self.place[move], stop - self.place[move]
+        first = _parts_of_moves(self.first, move, begin, end)
         # Stages without rows, where few rows have many readers, are left out.
-        firsts["stage"] = np.unique(stage_of[filled[other]], return_inverse=True)[1]
-        seconds["stage"] = firsts["stage"][piece]
-        if least == 1 or rows_by_stage(firsts, seconds, ranks).max() <= stage_rows * (
-            1 + 1 / PARTS
-        ):
-            return firsts, seconds
-        least //= 2
+        first["stage"] = np.unique(stage[has_rows[stretch]], return_inverse=True)[1]
+
+        # 3. Cut the second hop's moves as the moves that they forward.
+        pieces = np.bincount(move, minlength=len(self.first))
+        first_piece = np.cumsum(pieces) - pieces
+        counts = pieces[self.forwarded]
+        forwarding = np.repeat(np.arange(len(self.second)), counts)
+        piece = expand(first_piece[self.forwarded], counts)
+        second = _parts_of_moves(self.second, forwarding, begin[piece], end[piece])
+        second["stage"] = first["stage"][piece]
+        return first, second
+
+
+def _sets_of_readers(moves: int, forwarded: IntArray, reader: IntArray) -> IntArray:
+    """Return [moves] the set of ranks to which each move is forwarded, as bits of a number.
+
+    In nodes of more than _RANKS_AS_BITS ranks two sets may have one number. Then rows of both are
+    divided over the stages together.
+    """
+    sets = np.zeros(moves, np.int64)
+    bit = np.int64(1) << (reader % _RANKS_AS_BITS)
+    np.bitwise_or.at(sets, forwarded, bit)
+    return sets

@@ -5,7 +5,7 @@ Routes are made once per micro-batch and used by every layer. There are three ki
 - A row of a document: its position there, as in segments and tasks. It is used only inside the
   planner.
 - A local row: a row of the nano-batch on this rank (Segment.offset + position in the segment).
-- A received row: its position among the rows received, in the order (owner, document, position). Q
+- A received row: its position among the rows received, in the order (source, document, position). Q
   rows, and K/V rows of each stage, are counted apart. K/V rows that the worker holds itself can be
   among them; these cross no link. K/V rows forwarded by another rank of the node come last, in the
   order (that rank, document, position).
@@ -34,20 +34,17 @@ from hf_distca.plan.moves import rows_to_move
 
 UNEVEN = 0.25
 """Difference of two halves, as a share of all pairs, above which a task is cut."""
-READ = np.dtype([*ROWS.descr, ("task", np.int64), ("stage", np.int64)])
-"""K/V rows [start, stop) of one stage that a task reads; `task` is its index."""
 
 
 @dataclass(frozen=True, eq=False)
-class TaskGroup:
+class CallTasks:
     """Tasks of one kernel call."""
 
     q_lens: IntArray  # [tasks] query rows of each task
     k_lens: IntArray  # [tasks] K/V rows of each task
     q_rows: IntArray  # [sum of q_lens] positions of query rows, task after task
-    k_rows: (
-        IntArray  # [sum of k_lens] positions of K/V rows; a row that two tasks need is listed twice
-    )
+    # [sum of k_lens] positions of K/V rows; a row that two tasks need is listed twice.
+    k_rows: IntArray
     task_pairs: IntArray  # [tasks] query-key pairs of each task within its window
 
     @property
@@ -55,53 +52,73 @@ class TaskGroup:
         """Query-key pairs of all tasks."""
         return int(self.task_pairs.sum())
 
-    def halves(self, window: int | None) -> tuple["TaskGroup", "TaskGroup"]:
-        """Divide the tasks into two groups of about equal pairs.
+    def halves(self, window: int | None) -> tuple["CallTasks", "CallTasks"]:
+        """Divide the tasks into two kernel calls of about equal pairs.
 
         Cut one task if whole tasks are too uneven.
         """
         if not len(self.q_lens):
             return self, self
-        q_lens, k_lens, k_rows, task_pairs = self.q_lens, self.k_lens, self.k_rows, self.task_pairs
-        so_far = np.cumsum(task_pairs)
-        uneven = np.abs(2 * so_far - so_far[-1])
-        last = int(uneven.argmin())  # last task of the first group
-        task = int(np.searchsorted(2 * so_far, so_far[-1]))  # task in the middle of all pairs
-        if uneven[last] > UNEVEN * so_far[-1] and q_lens[task] > 1:
-            before = int(k_lens[task] - q_lens[task])
-            seen = pairs(before, np.arange(before, int(k_lens[task])) + 1, window)
-            wanted = so_far[-1] / 2 - so_far[task] + task_pairs[task]
-            rows = min(int(np.abs(seen - wanted).argmin()) + 1, int(q_lens[task]) - 1)
-            # The first `rows` query rows see the keys before them and their own; the others see all
-            # keys.
-            at = int(k_lens[:task].sum())
-            k_rows = np.concatenate([k_rows[: at + before + rows], k_rows[at:]])
-            q_lens, k_lens = np.insert(q_lens, task, rows), np.insert(k_lens, task, before + rows)
-            task_pairs = np.insert(task_pairs, task, seen[rows - 1])
-            q_lens[task + 1] -= rows
-            task_pairs[task + 1] -= task_pairs[task]
-            last = task
-        cut = last + 1
-        at_q, at_k = int(q_lens[:cut].sum()), int(k_lens[:cut].sum())
-        parts = (
-            (q_lens, cut),
-            (k_lens, cut),
-            (self.q_rows, at_q),
-            (k_rows, at_k),
-            (task_pairs, cut),
+        pairs_up_to = np.cumsum(self.task_pairs)  # each task, itself included
+        total = pairs_up_to[-1]
+        differences = np.abs(2 * pairs_up_to - total)  # of the halves if the first ends at a task
+        last = int(differences.argmin())
+        middle = int(np.searchsorted(2 * pairs_up_to, total))  # task in the middle of all pairs
+        if differences[last] <= UNEVEN * total or self.q_lens[middle] == 1:
+            return self._divided(last + 1)
+        missing = total / 2 - pairs_up_to[middle] + self.task_pairs[middle]
+        return self._with_task_cut(middle, missing, window)._divided(middle + 1)
+
+    def _with_task_cut(self, task: int, first_pairs: float, window: int | None) -> "CallTasks":
+        """Cut one task into its first query rows, with about so many pairs, and its last ones."""
+        q_rows, k_rows = int(self.q_lens[task]), int(self.k_lens[task])
+        keys_before = k_rows - q_rows  # the first query
+        # [q_rows] pairs of the queries up to each
+        pairs_up_to = pairs(keys_before, np.arange(keys_before, k_rows) + 1, window)
+        nearest = int(np.abs(pairs_up_to - first_pairs).argmin())
+        rows = min(nearest + 1, q_rows - 1)  # of the first part
+        # The first part sees the keys before it and its own; the last part sees all keys.
+        keys = keys_before + rows
+        first_key = int(self.k_lens[:task].sum())
+        q_lens = np.insert(self.q_lens, task, rows)
+        q_lens[task + 1] -= rows
+        task_pairs = np.insert(self.task_pairs, task, pairs_up_to[rows - 1])
+        task_pairs[task + 1] -= task_pairs[task]
+        return CallTasks(
+            q_lens,
+            np.insert(self.k_lens, task, keys),
+            self.q_rows,
+            np.concatenate([self.k_rows[: first_key + keys], self.k_rows[first_key:]]),
+            task_pairs,
         )
-        return TaskGroup(*(rows[:at] for rows, at in parts)), TaskGroup(
-            *(rows[at:] for rows, at in parts)
+
+    def _divided(self, tasks: int) -> tuple["CallTasks", "CallTasks"]:
+        """Return the first tasks, so many, and the others."""
+        q_rows = int(self.q_lens[:tasks].sum())
+        k_rows = int(self.k_lens[:tasks].sum())
+        first = CallTasks(
+            self.q_lens[:tasks],
+            self.k_lens[:tasks],
+            self.q_rows[:q_rows],
+            self.k_rows[:k_rows],
+            self.task_pairs[:tasks],
         )
+        second = CallTasks(
+            self.q_lens[tasks:],
+            self.k_lens[tasks:],
+            self.q_rows[q_rows:],
+            self.k_rows[k_rows:],
+            self.task_pairs[tasks:],
+        )
+        return first, second
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangedRows:
     """Rows of one kind, Q or K and V, that this rank sends and receives."""
 
-    send_rows: (
-        IntArray  # local rows, ordered by receiving worker; for forwarded rows, received rows
-    )
+    # Local rows, ordered by receiving worker; for forwarded rows, received rows.
+    send_rows: IntArray
     send_counts: IntArray  # [workers] rows that go to each worker
     recv_counts: IntArray  # [workers] rows that come from each worker
     # Whether any rank sends such a row to another, so that all ranks skip an empty exchange or
@@ -118,11 +135,10 @@ class Stage:
     # Local queries. With full attention the received keys lie before the segment and are all
     # visible; results are merged with local ones. With a window a task has its whole window,
     # bottom-right causal.
-    remote_kv: TaskGroup
-    remote_query: TaskGroup  # received queries and keys, bottom-right causal
-    remote_query_prefix: (
-        TaskGroup  # received queries and all keys before them; empty with one stage or a window
-    )
+    remote_kv: CallTasks
+    remote_query: CallTasks  # received queries and keys, bottom-right causal
+    # Received queries and all keys before them; empty with one stage or a window.
+    remote_query_prefix: CallTasks
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +148,7 @@ class Routes:
     local_rows: int
     queries: ExchangedRows  # rows of Q, and of O, dO and dQ; never to the rank itself
     # Tasks whose queries and keys lie in one segment of this rank; all rows are local.
-    local: TaskGroup
+    local: CallTasks
     stages: tuple[Stage, ...]  # exchanges of K/V rows, in order, with the tasks of each
 
 
@@ -141,135 +157,49 @@ def make_routes(plan: Plan, rank: int) -> Routes:
 
     One at or above plan.layout.ranks is a dedicated server and holds no rows.
     """
-    tasks, *hops = rows_to_move(plan)
-    stages = 1 + max(int(table["stage"].max(initial=0)) for table in (tasks, hops[0]))
+    queries, first_hop, second_hop = rows_to_move(plan)
+    stages = 1 + max(int(moves["stage"].max(initial=0)) for moves in (queries, first_hop))
 
-    # 1. The tasks of this worker. Received queries are in the order of their arrival.
-    mine = tasks.compress(tasks["target"] == rank)
-    here = mine["source"] == rank
-    local = mine.compress(here & (mine["keys_stop"] < mine["stop"]))
-    remote_kv = mine.compress(here & (mine["keys_stop"] > mine["keys_start"]))
-    remote_query = _ordered(mine.compress(~here), "source")
-    remote_query["at"] = rows_before(remote_query)
+    # 1. The tasks of this worker, as the moves of their queries. Received queries are numbered in
+    #    the order of their arrival.
+    tasks = queries.compress(queries["target"] == rank)
+    has_queries = tasks["source"] == rank
+    local = tasks.compress(has_queries & (tasks["keys_stop"] < tasks["stop"]))
+    remote_kv = tasks.compress(has_queries & (tasks["keys_stop"] > tasks["keys_start"]))
+    remote_query = _ordered(tasks.compress(~has_queries), "source")
+    remote_query["offset"] = rows_before(remote_query)
 
-    # 2. The K/V rows that arrive in each stage, in the order in which they are counted: first hop
-    # first.
-    came = [_ordered(hop.compress(hop["target"] == rank), "source") for hop in hops]
-    arrived = joined(*came)
-    arrived = arrived.take(np.argsort(arrived["stage"], kind="stable"))
-    before = rows_before(arrived)
-    arrived["at"] = before - before[np.searchsorted(arrived["stage"], arrived["stage"])]
-    arrived = by_document(arrived)
+    # 2. The K/V rows that arrive, and which of them each task reads in each stage.
+    arrivals = _arrivals(first_hop, second_hop, rank)
+    read_by_local = _by_stage(remote_kv, arrivals)
+    read_by_received = _by_stage(remote_query, arrivals)
 
-    # 3. The K/V rows that tasks read, by (task, document, start); rows that touch in a stage are
-    # one.
-    together, every_read, made = merge_touching(arrived, "stage"), [], []
-    for of in (remote_kv, remote_query):
-        keys = table_of(ROWS, document=of["document"], start=of["keys_start"], stop=of["keys_stop"])
-        task, other, start, stop = overlaps(keys, together)
-        document, stage_of = together["document"][other], together["stage"][other]
-        every_read.append(
-            table_of(READ, document=document, start=start, stop=stop, task=task, stage=stage_of)
-        )
-
-    # 4. For each stage: the exchanges, and the kernel calls on the rows.
+    # 3. For each stage: the exchanges, and the tasks on its rows.
+    made = []
     for stage in range(stages):
-        first, second = (hop.compress(hop["stage"] == stage) for hop in hops)
-        of_local, of_received = (reads.compress(reads["stage"] == stage) for reads in every_read)
+        by_local = read_by_local.compress(read_by_local["stage"] == stage)
+        by_received = read_by_received.compress(read_by_received["stage"] == stage)
+        if plan.window is None:
+            remote_kv_tasks = _before_queries(by_local, arrivals)
+        else:
+            remote_kv_tasks = _up_to_queries(by_local, arrivals, plan.window)
         made.append(
             Stage(
-                keys=_exchanged(first, rank, plan),
-                forwarded=_exchanged(second, rank, plan, arrived),
-                remote_kv=_before_queries(remote_kv, of_local, arrived)
-                if plan.window is None
-                else _up_to_queries(remote_kv, of_local, arrived, plan.window),
-                remote_query=_up_to_queries(remote_query, of_received, arrived, plan.window),
-                remote_query_prefix=_before_queries(remote_query, of_received, arrived),
+                keys=_exchanged(first_hop.compress(first_hop["stage"] == stage), rank, plan),
+                forwarded=_exchanged(
+                    second_hop.compress(second_hop["stage"] == stage), rank, plan, arrivals
+                ),
+                remote_kv=remote_kv_tasks,
+                remote_query=_up_to_queries(by_received, arrivals, plan.window),
+                remote_query_prefix=_before_queries(by_received, arrivals),
             )
         )
-    q_lens, k_lens = row_counts(local), local["stop"] - local["keys_stop"]
     return Routes(
         local_rows=int(plan.layout.tokens[rank]) if rank < plan.layout.ranks else 0,
-        queries=_exchanged(tasks.compress(tasks["source"] != tasks["target"]), rank, plan),
-        local=TaskGroup(
-            q_lens,
-            k_lens,
-            expand(local["at"], q_lens),
-            expand(local["at"] - local["start"] + local["keys_stop"], k_lens),
-            pairs(k_lens - q_lens, k_lens, plan.window),
-        ),
+        queries=_exchanged(queries.compress(queries["source"] != queries["target"]), rank, plan),
+        local=_in_place(local, plan.window),
         stages=tuple(made),
     )
-
-
-def _ordered(moves: Table, peer: str) -> Table:
-    """Sort moves by (peer, document, start), as both ends order the rows of an exchange."""
-    return moves.take(np.lexsort((moves["start"], moves["document"], moves[peer])))
-
-
-def _exchanged(moves: Table, rank: int, plan: Plan, arrived: Table | None = None) -> ExchangedRows:
-    """Return what one worker sends and receives of these rows.
-
-    With `arrived` it sends received rows on.
-    """
-    sent, came = (
-        _ordered(moves.compress(moves["source"] == rank), "target"),
-        moves.compress(moves["target"] == rank),
-    )
-    to, of = (
-        np.bincount(each[peer], row_counts(each), plan.workers).astype(np.int64)
-        for each, peer in ((sent, "target"), (came, "source"))
-    )
-    rows = expand(sent["at"], row_counts(sent)) if arrived is None else _find(sent, arrived)
-    crossing = np.any((moves["source"] != moves["target"]) & (moves["target"] < plan.layout.ranks))
-    return ExchangedRows(rows, to, of, bool(crossing))
-
-
-def _find(rows: Table, arrived: Table, reads: IntArray | None = None) -> IntArray:
-    """Return the positions of rows among the received rows of their stage, by (document, start), entry after entry.
-
-    Rows of entries with the same number in `reads`, [n] increasing, keep the order of their
-    arrival, which may save gathering them.
-    """
-    which, other, start, stop = overlaps(rows, arrived)
-    position, lengths = arrived["at"][other] + start - arrived["start"][other], stop - start
-    if reads is not None:
-        order = np.lexsort((position, reads[which]))
-        position, lengths = position[order], lengths[order]
-    return expand(position, lengths)
-
-
-def _up_to_queries(tasks: Table, reads: Table, arrived: Table, window: int | None) -> TaskGroup:
-    """Return the queries whose own rows are the last of a read, with all rows of the read."""
-    start = np.maximum(tasks["start"][reads["task"]], reads["start"])
-    among = start < reads["stop"]
-    reads, start = reads.compress(among), start[among]
-    q_lens, k_lens = reads["stop"] - start, row_counts(reads)
-    return TaskGroup(
-        q_lens,
-        k_lens,
-        expand((tasks["at"] - tasks["start"])[reads["task"]] + start, q_lens),
-        _find(reads, arrived),
-        pairs(k_lens - q_lens, k_lens, window),
-    )
-
-
-def _before_queries(tasks: Table, reads: Table, arrived: Table) -> TaskGroup:
-    """Return queries with all rows of a stage that come before them in the document."""
-    task = reads["task"]
-    start, stop = np.maximum(tasks["start"][task], reads["stop"]), tasks["stop"][task]
-    # Queries of a task that see one more read form a task of the group, with that read and all
-    # earlier ones.
-    following = np.append(task[1:] == task[:-1], False)
-    stop = np.where(following, np.minimum(np.append(start[1:], 0), stop), stop)
-    which = np.flatnonzero(start < stop)
-    first = np.searchsorted(task, task[which])
-    counts = which - first + 1
-    seen, read = reads.take(expand(first, counts)), np.repeat(np.arange(len(which)), counts)
-    q_lens = (stop - start)[which]
-    k_lens = np.bincount(read, row_counts(seen), len(which)).astype(np.int64)
-    q_rows = expand(((tasks["at"] - tasks["start"])[task] + start)[which], q_lens)
-    return TaskGroup(q_lens, k_lens, q_rows, _find(seen, arrived, read), q_lens * k_lens)
 
 
 def nothing_moves(plan: Plan) -> bool:
@@ -280,3 +210,146 @@ def nothing_moves(plan: Plan) -> bool:
     rank = np.empty(len(layout.lengths), np.int64)
     rank[layout.segments["document"]] = layout.segments["rank"]
     return bool(np.array_equal(rank[tasks["document"]], tasks["worker"]))
+
+
+def _ordered(moves: Table, peer: str) -> Table:
+    """Sort moves by (peer, document, start), as both ends order the rows of an exchange."""
+    return moves.take(np.lexsort((moves["start"], moves["document"], moves[peer])))
+
+
+def _arrivals(first_hop: Table, second_hop: Table, rank: int) -> Table:
+    """Return the moves of K/V rows to a worker, by (document, start).
+
+    Their `offset` becomes the position of their first row among the received rows of their stage.
+    """
+    hops = (moves.compress(moves["target"] == rank) for moves in (first_hop, second_hop))
+    arrivals = joined(*(_ordered(moves, "source") for moves in hops))
+    arrivals = arrivals.take(np.argsort(arrivals["stage"], kind="stable"))
+    received = rows_before(arrivals)  # in this stage and earlier ones
+    first_of_stage = np.searchsorted(arrivals["stage"], arrivals["stage"])
+    arrivals["offset"] = received - received[first_of_stage]
+    return by_document(arrivals)
+
+
+def _exchanged(moves: Table, rank: int, plan: Plan, arrivals: Table | None = None) -> ExchangedRows:
+    """Return what one worker sends and receives of these rows.
+
+    Args:
+        arrivals: rows that the worker has received, if it forwards these; else it sends local rows.
+    """
+    outgoing = _ordered(moves.compress(moves["source"] == rank), "target")
+    incoming = moves.compress(moves["target"] == rank)
+    local_rows = expand(outgoing["offset"], row_counts(outgoing))
+    crossing = np.any((moves["source"] != moves["target"]) & (moves["target"] < plan.layout.ranks))
+    return ExchangedRows(
+        send_rows=_positions(outgoing, arrivals) if arrivals is not None else local_rows,
+        send_counts=_rows_by_worker(outgoing, "target", plan.workers),
+        recv_counts=_rows_by_worker(incoming, "source", plan.workers),
+        crossing=bool(crossing),
+    )
+
+
+def _rows_by_worker(moves: Table, peer: str, workers: int) -> IntArray:
+    """Return [workers] rows of the moves from or to each worker."""
+    return np.bincount(moves[peer], row_counts(moves), workers).astype(np.int64)
+
+
+def _by_stage(tasks: Table, arrivals: Table) -> Table:
+    """Cut tasks by the stages of the K/V rows that they read.
+
+    Returns:
+        A table of the dtype of `tasks`, by (task, first K/V row). An entry has the queries of its
+        task and a stretch [keys_start, keys_stop) of K/V rows that arrive in one stage.
+    """
+    stretches = merge_touching(arrivals, "stage")
+    task, stretch, start, stop = overlaps(_keys(tasks), stretches)
+    reads = tasks.take(task)
+    reads["keys_start"] = start
+    reads["keys_stop"] = stop
+    reads["stage"] = stretches["stage"][stretch]
+    return reads
+
+
+def _keys(tasks: Table) -> Table:
+    """Return the K/V rows that are sent to tasks, a table of dtype ROWS."""
+    return table_of(
+        ROWS, document=tasks["document"], start=tasks["keys_start"], stop=tasks["keys_stop"]
+    )
+
+
+def _positions(rows: Table, arrivals: Table, task: IntArray | None = None) -> IntArray:
+    """Return the positions of rows among the received rows of their stage, entry after entry.
+
+    Args:
+        rows: entries that lie in `arrivals`.
+        task: [n] increasing task of each entry. Rows of a task's entries keep the order of their
+            arrival, which may save gathering them. None: every entry is a task.
+    """
+    entry, arrival, start, stop = overlaps(rows, arrivals)
+    position = arrivals["offset"][arrival] + start - arrivals["start"][arrival]
+    lengths = stop - start
+    if task is not None:
+        order = np.lexsort((position, task[entry]))
+        position, lengths = position[order], lengths[order]
+    return expand(position, lengths)
+
+
+def _in_place(local: Table, window: int | None) -> CallTasks:
+    """Return tasks that read their K/V rows among the local rows, from `keys_stop` on."""
+    q_lens = row_counts(local)
+    k_lens = local["stop"] - local["keys_stop"]
+    return CallTasks(
+        q_lens,
+        k_lens,
+        q_rows=expand(local["offset"], q_lens),
+        k_rows=expand(local["offset"] - local["start"] + local["keys_stop"], k_lens),
+        task_pairs=pairs(k_lens - q_lens, k_lens, window),
+    )
+
+
+def _up_to_queries(reads: Table, arrivals: Table, window: int | None) -> CallTasks:
+    """Return the queries whose own K/V rows are the last ones of a stretch, with all its rows."""
+    reads = reads.compress(np.maximum(reads["start"], reads["keys_start"]) < reads["keys_stop"])
+    start = np.maximum(reads["start"], reads["keys_start"])  # first query
+    q_lens = reads["keys_stop"] - start
+    k_lens = reads["keys_stop"] - reads["keys_start"]
+    return CallTasks(
+        q_lens,
+        k_lens,
+        q_rows=expand(reads["offset"] - reads["start"] + start, q_lens),
+        k_rows=_positions(_keys(reads), arrivals),
+        task_pairs=pairs(k_lens - q_lens, k_lens, window),
+    )
+
+
+def _before_queries(reads: Table, arrivals: Table) -> CallTasks:
+    """Return queries with all K/V rows of a stage that come before them in the document.
+
+    Queries of a task that lie after its last stretch see all stretches. Queries between two
+    stretches see the earlier ones. Both become tasks of the kernel call.
+    """
+    # 1. The stretches of a task follow each other.
+    document, task_start = reads["document"], reads["start"]
+    continues = (document[1:] == document[:-1]) & (task_start[1:] == task_start[:-1])
+    task = np.zeros(len(reads), np.int64)
+    task[1:] = np.cumsum(~continues)
+    is_followed = np.zeros(len(reads), np.bool_)
+    is_followed[:-1] = continues
+
+    # 2. The queries between each stretch and the next one, or the end of the task.
+    start = np.maximum(task_start, reads["keys_stop"])
+    next_start = np.zeros(len(reads), np.int64)
+    next_start[:-1] = start[1:]
+    stop = np.where(is_followed, np.minimum(next_start, reads["stop"]), reads["stop"])
+    has_queries = np.flatnonzero(start < stop)
+    q_lens = (stop - start)[has_queries]
+    q_rows = expand((reads["offset"] - task_start + start)[has_queries], q_lens)
+
+    # 3. The stretches up to these queries.
+    first = np.searchsorted(task, task[has_queries])
+    counts = has_queries - first + 1
+    stretches = _keys(reads.take(expand(first, counts)))
+    reader = np.repeat(np.arange(len(has_queries)), counts)
+    k_lens = np.bincount(reader, row_counts(stretches), len(has_queries)).astype(np.int64)
+    k_rows = _positions(stretches, arrivals, reader)
+    return CallTasks(q_lens, k_lens, q_rows, k_rows, q_lens * k_lens)

@@ -21,7 +21,7 @@ from hf_distca.plan.metrics import (
     loads_of,
 )
 from hf_distca.plan.moves import MOVE, forward_inside_nodes, rows_to_move
-from hf_distca.plan.routes import TaskGroup, make_routes, nothing_moves
+from hf_distca.plan.routes import CallTasks, make_routes, nothing_moves
 from hf_distca.plan.stages import SMALLEST_STAGE, STAGES_ALONE, rows_by_stage, with_stages
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -59,7 +59,7 @@ def halves(q_lens, k_lens, window=None):
     a group.
     """
     q, k = np.array(q_lens, np.int64), np.array(k_lens, np.int64)
-    group = TaskGroup(
+    group = CallTasks(
         q, k, np.arange(q.sum()), np.arange(k.sum()), q if window else q * (2 * k - q + 1) // 2
     )
     return [

@@ -1,7 +1,7 @@
-"""This process's NIXL agent: registered memory, and one-sided transfers to and from the memory of peers.
+"""This process's NIXL agent: registered memory, and one-sided transfers with peers.
 
-NIXL's helpers for descriptors pickle; here addresses and sizes are numbers and metadata is NIXL's
-own binary form.
+NIXL's own functions pickle descriptors. Here addresses and sizes travel as numbers, and metadata
+travels in NIXL's binary form.
 
 Ports that are open to strangers. Where a host has RDMA devices, UCX uses no TCP, and nothing
 listens. Elsewhere UCX listens on a TCP port of one interface without authentication: a peer that
@@ -31,14 +31,15 @@ from hf_distca.pool.wire import LinkLost
 from hf_distca.refusal import PackageError, RefusedError
 
 CHUNK_BYTES = 32 << 20
-"""Most bytes of one transfer: longer ones are made one after another, each with its own time-out.
-"""
+"""Most bytes of one transfer. More bytes take several transfers in turn, each with a time-out."""
 WAKE_US = 100_000
 """After so many microseconds without an event UCX's thread looks for itself."""
 
 _MODULES = ("nixl_cu12", "nixl_cu13")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
-_POLL_S = (0.0001, 0.002)
+_FIRST_POLL_S, _LAST_POLL_S = 0.0001, 0.002
+"""Shortest and longest pause between two looks at a transfer; the pause doubles from look to look.
+"""
 
 Operation = Literal["READ", "WRITE"]
 Piece = tuple[int, int]
@@ -76,8 +77,8 @@ def address_towards(host: str, port: int) -> str:
 class NixlAgent:
     """NIXL in this process, under a unique name. Several threads may call its methods.
 
-    Without RDMA devices UCX listens on the interface of this address; `listens_on` is the
-    interface's name.
+    `listens_on` is the name of the interface on which UCX listens: the one with this address, or ""
+    where the host has RDMA devices.
     """
 
     def __init__(self, address: str) -> None:
@@ -87,43 +88,36 @@ class NixlAgent:
                 "NIXL is not installed; install nixl-cu12 or nixl-cu13, for the CUDA version of "
                 "PyTorch"
             )
-        api, bindings = import_module(f"{package}._api"), import_module(f"{package}._bindings")
+        api = import_module(f"{package}._api")
+        bindings = import_module(f"{package}._bindings")
         if "NIXL_LOG_LEVEL" not in os.environ:  # NIXL's own; else it prints a line for every agent
             logging.getLogger("nixl").setLevel(logging.WARNING)
-        self.listens_on = ""
-        if not has_rdma():
-            found = psutil.net_if_addrs().items()
-            self.listens_on = next(
-                (name for name, each in found if address in {one.address for one in each}), ""
-            )
-            if not self.listens_on:
-                raise RefusedError(
-                    f"no network interface of this host has the address {address}, to which NIXL "
-                    "binds its port; use an address of an interface of this host"
-                )
+        self.listens_on = "" if has_rdma() else _interface_with(address)
         self.name = uuid.uuid4().hex
         self._lock = threading.Lock()
-        self._ends: Counter[str] = Counter()  # of each peer
+        self._ends: Counter[str] = Counter()  # of links, by the name of the peer
         errors = [
-            one
-            for one in vars(bindings).values()
-            if isinstance(one, type) and issubclass(one, Exception)
+            value
+            for value in vars(bindings).values()
+            if isinstance(value, type) and issubclass(value, Exception)
         ]
-        # The further ones are for numbers that are no addresses, and for what is no base64.
+        # The others are raised for numbers that are no addresses, and for text that is no base64.
         self._errors: tuple[type[Exception], ...] = (*errors, RuntimeError, TypeError, ValueError)
         sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent = api.nixl_agent(self.name, api.nixl_agent_config(backends=[], sync_mode=sync))
-        # An agent's default thread asks for news without a pause, and takes a core from whoever
-        # computes.
+        # The thread of an agent with default settings polls without a pause, and takes a core from
+        # the computation. `nixl_agent_config` cannot set the pause.
         settings = bindings.nixlAgentConfig()
-        settings.useProgThread, settings.syncMode, settings.pthrDelay = True, sync.value, WAKE_US
+        settings.useProgThread = True
+        settings.syncMode = sync.value
+        settings.pthrDelay = WAKE_US
         self._agent.agent = bindings.nixlAgent(self.name, settings)
         config = f"NET_DEVICES={self.listens_on}" if self.listens_on else "TLS=^tcp"
         with self._failures(f"could not start UCX with {config}"):
             self._agent.create_backend("UCX", {"engine_config": config})
 
     def register(self, memory: Piece, space: Space) -> str:
-        """Register memory, and return what a peer needs to reach all memory registered so far, in base64."""
+        """Register memory; return the metadata of all memory registered so far, in base64."""
         with self._failures(f"could not register {memory[1]} bytes of {space.kind}"):
             self._agent.register_memory([(*memory, space.device, "")], space.kind)
         return base64.b64encode(self._agent.get_agent_metadata()).decode()
@@ -137,8 +131,10 @@ class NixlAgent:
     def learn(self, peer: str, metadata: str) -> None:
         """Get to know memory that a peer has registered since it was met."""
         with self._failures("could not use the peer's metadata"):
-            found = self._agent.add_remote_agent(base64.b64decode(metadata, validate=True))
-        if (found.decode() if isinstance(found, bytes) else found) != peer:
+            name = self._agent.add_remote_agent(base64.b64decode(metadata, validate=True))
+        if isinstance(name, bytes):
+            name = name.decode()
+        if name != peer:
             raise LinkLost("the metadata and the peer have different names")
 
     def forget(self, peer: str) -> None:
@@ -165,47 +161,67 @@ class NixlAgent:
     ) -> None:
         """Read from a peer's memory into pieces of this process, or write there.
 
-        NIXL refuses unregistered memory.
-
-        LinkLost: the peer is `gone`, or a chunk took `timeout_s`. Nobody may use the memory at both
-        ends again: rows may still arrive.
+        NIXL refuses unregistered memory. LinkLost: the peer is `gone`, or a chunk took `timeout_s`.
+        Nobody may use the memory at both ends again: rows may still arrive.
         """
-        for own, other in zip(_chunks(local), _chunks(remote), strict=True):
+        for local_chunk, remote_chunk in zip(_chunks(local), _chunks(remote), strict=True):
             handle: Any = None
             try:
                 with self._failures(f"{operation.lower()} failed"):
-                    here = self._agent.get_xfer_descs([(*own, space.device)], space.kind)
-                    there = self._agent.get_xfer_descs([(*other, peer.device)], peer.memory)
-                    handle = self._agent.initialize_xfer(operation, here, there, peer.name)
-                    state = self._agent.transfer(handle)
-                    begin = time.monotonic()
-                    pause, longest = _POLL_S
-                    while state == "PROC":
-                        if time.monotonic() - begin > timeout_s:
-                            raise LinkLost(f"no rows moved for {timeout_s:g} s")
-                        if gone():
-                            raise LinkLost("the peer left")
-                        time.sleep(pause)
-                        pause = min(2 * pause, longest)
-                        state = self._agent.check_xfer_state(handle)
-                    if state != "DONE":
-                        raise LinkLost(f"NIXL: a transfer ended as {state}")
+                    local_memory = self._agent.get_xfer_descs(
+                        [(*local_chunk, space.device)], space.kind
+                    )
+                    remote_memory = self._agent.get_xfer_descs(
+                        [(*remote_chunk, peer.device)], peer.memory
+                    )
+                    handle = self._agent.initialize_xfer(
+                        operation, local_memory, remote_memory, peer.name
+                    )
+                    self._run(handle, timeout_s, gone)
             finally:
                 if handle is not None:
-                    with contextlib.suppress(
-                        *self._errors
-                    ):  # NIXL keeps a transfer that is still under way
+                    # NIXL refuses to release a transfer that is still under way.
+                    with contextlib.suppress(*self._errors):
                         self._agent.release_xfer_handle(handle)
+
+    def _run(self, handle: Any, timeout_s: float, gone: Callable[[], bool]) -> None:
+        """Start a transfer and wait for its end."""
+        state = self._agent.transfer(handle)
+        begin = time.monotonic()
+        pause_s = _FIRST_POLL_S
+        while state == "PROC":  # in progress
+            if time.monotonic() - begin > timeout_s:
+                raise LinkLost(f"no rows moved for {timeout_s:g} s")
+            if gone():
+                raise LinkLost("the peer left")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_POLL_S)
+            state = self._agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise LinkLost(f"NIXL: a transfer ended as {state}")
 
     @contextlib.contextmanager
     def _failures(self, what: str) -> Iterator[None]:
+        """Turn NIXL's errors into LinkLost."""
         try:
             yield
         except self._errors as error:
             raise LinkLost(f"NIXL {what}: {error}") from error
 
 
+def _interface_with(address: str) -> str:
+    """Return the name of this host's network interface that has an address."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return str(name)
+    raise RefusedError(
+        f"no network interface of this host has the address {address}, to which NIXL "
+        "binds its port; use an address of an interface of this host"
+    )
+
+
 def _chunks(pieces: Sequence[Piece]) -> list[Piece]:
+    """Divide pieces into chunks of at most `CHUNK_BYTES`."""
     return [
         (address + start, min(CHUNK_BYTES, size - start))
         for address, size in pieces

@@ -1,4 +1,4 @@
-"""Rows of calls between a rank and a server: their memory, and their transport over TCP, or NIXL if both ends have it.
+"""Rows of calls between a rank and a server: their memory, and their transport over TCP or NIXL.
 
 A message travels on the connection between the two (`wire`). Over TCP its rows follow on the same
 connection. Over NIXL a rank's call names the places of its rows and of the reply's rows in the
@@ -34,13 +34,14 @@ from hf_distca.pool.wire import Buffer, Channel, LinkLost, MismatchError, Protoc
 from hf_distca.refusal import RefusedError
 
 SLAB_BYTES = 64 << 20
-"""Bytes of the first slab; every further one is as large as all before it, so that there are few.
-"""
+"""Bytes of the first slab. Each later slab is as large as all before it, so that there are few."""
 PROBE_BYTES = 16
+"""Bytes that a server reads of a rank's memory to try the link."""
 PROBE_S = 5.0
 """Most seconds for the first contact with a rank over NIXL."""
 
 _ALIGNMENT = 4096
+"""Blocks of a slab begin at multiples of so many bytes, the size of a page."""
 
 Rows = Sequence[Tensor]
 """Contiguous tensors of some rows, [N, …] each."""
@@ -74,17 +75,16 @@ class Memory:
     def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         """Copy rows, [N, …] each on the device, to where they can be sent from.
 
-        The given rows may be dropped.
-
-        Returns the contiguous copies, and a function by which any thread waits for them.
+        Returns the contiguous copies, and a function by which any thread waits for them. The caller
+        may drop the original rows.
         """
         if self.stream is None:
             return [x_N.detach().contiguous() for x_N in tensors], lambda: None
         staged = [self._tensor(tuple(x_N.shape), x_N.dtype) for x_N in tensors]
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
-            for to_N, x_N in zip(staged, tensors, strict=True):
-                to_N.copy_(x_N.detach(), non_blocking=True)
+            for copy_N, x_N in zip(staged, tensors, strict=True):
+                copy_N.copy_(x_N.detach(), non_blocking=True)
                 x_N.record_stream(self.stream)
         return staged, self.stream.record_event().synchronize
 
@@ -96,19 +96,25 @@ class _Loan:
     """A block of which a tensor can be made; the tensor keeps this object alive."""
 
     def __init__(self, address: int, size: int, space: Space) -> None:
-        described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
-        setattr(
-            self, "__array_interface__" if space == HOST else "__cuda_array_interface__", described
-        )
+        # How NumPy or PyTorch makes an array of bytes of memory that is not its own.
+        interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+        name = "__array_interface__" if space == HOST else "__cuda_array_interface__"
+        setattr(self, name, interface)
 
 
 class Arena(Memory):
-    """Memory registered with NIXL: of the GPU that computes, where NIXL can reach it, else of the host.
+    """Memory registered with NIXL: of the GPU that computes, or of the host.
 
-    Registering costs too much for every call, so memory comes in few large slabs that are kept
-    until the process ends. A block of a slab is free again when the last tensor that shares it is
-    dropped; on a GPU, when the work queued until then is done. LinkLost: `agent` can register no
-    memory. `required`: rows may travel only over NIXL.
+    It is the GPU's where NIXL can reach that. Registering costs too much for every call, so memory
+    comes in few large slabs that are kept until the process ends. A block of a slab is free again
+    when the last tensor that shares it is dropped; on a GPU, when the work queued until then is
+    done.
+
+    Args:
+        required: rows may travel only over NIXL.
+
+    Raises:
+        LinkLost: `agent` can register no memory.
     """
 
     def __init__(self, agent: NixlAgent, device: torch.device, *, required: bool) -> None:
@@ -119,8 +125,9 @@ class Arena(Memory):
         self._slabs: list[Tensor] = []
         self._free: list[Block] = []  # in order, neighbours merged
         self._returned: deque[Block] = deque()  # by finalizers, which must not lock
+        # Returned blocks with the query that is true when the GPU's queued work is done.
         self._cooling: deque[tuple[Callable[[], bool], list[Block]]] = deque()
-        self._kept: list[Rows] = []
+        self._unusable: list[Rows] = []
         if device.type == "cuda":
             self._device, self.space = device, Space("VRAM", device.index or 0)
             with suppress(LinkLost):  # UCX without CUDA
@@ -137,61 +144,73 @@ class Arena(Memory):
         copies = [(self._tensor(tuple(x_N.shape), x_N.dtype), x_N.detach()) for x_N in tensors]
 
         def ready() -> None:
-            while copies:
-                to_N, x_N = copies.pop()
-                to_N.copy_(x_N)
+            while copies:  # the originals are dropped with their pairs
+                copy_N, x_N = copies.pop()
+                copy_N.copy_(x_N)
 
-        return [to_N for to_N, _ in copies], ready
+        return [copy_N for copy_N, _ in copies], ready
 
     def keep(self, rows: Rows) -> None:
-        """Keep rows out of use for good: a peer may still write or read them after a transfer has failed."""
-        self._kept.append(tuple(rows))
+        """Keep rows out of use for good: after a failed transfer a peer may still write or read."""
+        self._unusable.append(tuple(rows))
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype, device=self._device)
-        padded = -(-size // _ALIGNMENT) * _ALIGNMENT
+        slab, start, stop = self._allocate(-(-size // _ALIGNMENT) * _ALIGNMENT)
+        loan = _Loan(self._slabs[slab].data_ptr() + start, size, self.space)
+        weakref.finalize(loan, self._returned.append, (slab, start, stop)).atexit = False
+        if self.space == HOST:
+            return torch.from_numpy(np.asarray(loan)).view(dtype).view(shape)
+        return torch.as_tensor(loan, device=self._device).view(dtype).view(shape)
+
+    def _allocate(self, size: int) -> Block:
+        """Take a block of so many bytes out of the first free block that is large enough."""
         with self._lock:
             self._merge()
-            fitting = next(
-                (at for at, (_, start, stop) in enumerate(self._free) if stop - start >= padded),
-                None,
-            )
+            fitting = None
+            for index, (_, start, stop) in enumerate(self._free):
+                if stop - start >= size:
+                    fitting = index
+                    break
             if fitting is None:
-                self._grow(max(padded, sum(slab.nbytes for slab in self._slabs)))
+                self._grow(max(size, sum(slab.nbytes for slab in self._slabs)))
                 fitting = len(self._free) - 1
             slab, start, stop = self._free.pop(fitting)
-            if start + padded < stop:
-                self._free.insert(fitting, (slab, start + padded, stop))
-        loan = _Loan(self._slabs[slab].data_ptr() + start, size, self.space)
-        weakref.finalize(loan, self._returned.append, (slab, start, start + padded)).atexit = False
-        on_host = self.space == HOST
-        raw = (
-            torch.from_numpy(np.asarray(loan))
-            if on_host
-            else torch.as_tensor(loan, device=self._device)
-        )
-        return raw.view(dtype).view(shape)
+            if start + size < stop:
+                self._free.insert(fitting, (slab, start + size, stop))
+            return slab, start, start + size
 
     def _merge(self) -> None:
-        """Take back returned blocks, once no GPU reads them any more: peers do not wait for its streams."""
+        """Free the returned blocks that no GPU reads any more, and merge free neighbours.
+
+        Peers do not wait for the GPU's streams.
+        """
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         if self.stream is None:  # nobody reads what the host has dropped
             self._free += returned
         elif returned:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
             self._cooling.append((self.stream.record_event().query, returned))
-        while self._cooling and self._cooling[0][0]():
-            self._free += self._cooling.popleft()[1]
+        while self._cooling:
+            is_done, blocks = self._cooling[0]
+            if not is_done():
+                break
+            self._free += blocks
+            self._cooling.popleft()
         merged: list[Block] = []
         for slab, start, stop in sorted(self._free):
-            if merged and (merged[-1][0], merged[-1][2]) == (slab, start):
-                start = merged.pop()[1]
+            if merged:
+                last_slab, last_start, last_stop = merged[-1]
+                if last_slab == slab and last_stop == start:
+                    merged[-1] = (slab, last_start, stop)
+                    continue
             merged.append((slab, start, stop))
         self._free = merged
 
     def _grow(self, size: int) -> None:
+        """Register one more slab, and append it to the free blocks."""
         pinned = self.stream is not None and self.space == HOST
         slab = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
         self.metadata = self.agent.register((slab.data_ptr(), size), self.space)
@@ -200,17 +219,17 @@ class Arena(Memory):
 
 
 def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
-    """Make the memory of this process's rows: an `Arena` for NIXL, or `Memory` for TCP, with the reason.
+    """Make the memory of this process's rows: an `Arena` for NIXL, or `Memory` for TCP.
 
-    AUTO takes NIXL where UCX needs no open port: with RDMA devices. Else UCX listens on the
+    AUTO takes NIXL only with RDMA devices, where UCX needs no open port. Else UCX listens on the
     interface of `address`. ValueError: NIXL was asked for and cannot be used.
     """
     if choice is Choice.TCP:
         return Memory(device)
-    if choice is Choice.AUTO and not (is_installed() and has_rdma()):
-        return Memory(
-            device, "the host has no RDMA device" if is_installed() else "NIXL is not installed"
-        )
+    if choice is Choice.AUTO and not is_installed():
+        return Memory(device, "NIXL is not installed")
+    if choice is Choice.AUTO and not has_rdma():
+        return Memory(device, "the host has no RDMA device")
     try:
         return Arena(NixlAgent(address), device, required=choice is Choice.NIXL)
     except (ImportError, ValueError, LinkLost) as error:
@@ -222,28 +241,27 @@ def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
 class Transport:
     """Either end of TCP, and the interface of every transport.
 
-    The rank's end makes calls, which the server's answers.
-
-    One thread may send while another receives; after an error a transport is of no more use. Rows
-    lie in the `Memory` of the transport, and may stand still for `timeout_s`; then LinkLost.
+    The rank's end sends calls, and the server's end sends their replies. One thread may send while
+    another receives; after an error a transport is of no more use. Rows lie in the `Memory` of the
+    transport, and may stand still for `timeout_s`; then LinkLost.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def send(self, message: Call | Reply, rows: Rows, timeout_s: float, answer: Rows = ()) -> None:
-        """Send a message with its rows, which for a call must not change before its reply has been received.
+        """Send a message with its rows.
 
-        The rows of the reply are received into `answer`.
+        The rows of a call must not change before its reply has been received. The rows of the reply
+        are received into `answer`.
         """
         self._channel.send(message, _buffers(rows), timeout_s)
 
     def receive(self, message: Call | Reply, size: int, rows: Rows, timeout_s: float) -> None:
         """Receive the rows of the last received message, which `size` bytes follow.
 
-        ProtocolError if rows differ.
-
-        After an error nobody writes to the rows any more.
+        ProtocolError: the rows have another size. After an error nobody writes to the rows any
+        more.
         """
         expected = sum(x_N.nbytes for x_N in rows)
         if size != expected:
@@ -262,24 +280,22 @@ class _NixlRankEnd(Transport):
     def __init__(self, channel: Channel, memory: Arena) -> None:
         super().__init__(channel)
         self._memory = memory
-        self._known = memory.metadata  # from the hello
-        self._open: dict[
-            int, list[Tensor]
-        ] = {}  # by id of the call; single operations on a dict are atomic
+        self._sent_metadata = memory.metadata  # in the hello
+        # Rows of calls under way, by id of the call. Single operations on a dict are atomic.
+        self._open: dict[int, list[Tensor]] = {}
 
     def send(self, message: Call | Reply, rows: Rows, timeout_s: float, answer: Rows = ()) -> None:
         assert isinstance(message, Call)
         metadata = self._memory.metadata
-        news = "" if metadata == self._known else metadata
-        self._known = metadata
+        new_metadata = "" if metadata == self._sent_metadata else metadata
+        self._sent_metadata = metadata
         self._open[message.call_id] = [*rows, *answer]
-        places = Places(tuple(_pieces(rows)), tuple(_pieces(answer)), news)
+        places = Places(tuple(_pieces(rows)), tuple(_pieces(answer)), new_metadata)
         self._channel.send(replace(message, places=places), timeout_s=timeout_s)
 
     def receive(self, message: Call | Reply, size: int, rows: Rows, timeout_s: float) -> None:
-        self._open.pop(
-            message.call_id, None
-        )  # the server has written the rows before it sent the message
+        # The server has written the rows before it sent the message.
+        self._open.pop(message.call_id, None)
 
     def close(self) -> None:
         for rows in self._open.values():
@@ -296,9 +312,8 @@ class _NixlServerEnd(Transport):
     def __init__(self, channel: Channel, memory: Arena, peer: NixlPeer) -> None:
         super().__init__(channel)
         self._memory, self._peer = memory, peer
-        self._answers: dict[
-            int, Sequence[Piece]
-        ] = {}  # by id of the call; single operations on a dict are atomic
+        # Places of the replies, by id of the call. Single operations on a dict are atomic.
+        self._answers: dict[int, Sequence[Piece]] = {}
         memory.agent.meet(peer.name, peer.metadata)
         try:
             self._move("READ", [memory.probe], [(peer.probe, PROBE_BYTES)], PROBE_S)
@@ -312,7 +327,8 @@ class _NixlServerEnd(Transport):
 
     def receive(self, message: Call | Reply, size: int, rows: Rows, timeout_s: float) -> None:
         assert isinstance(message, Call)
-        if (places := message.places) is None:
+        places = message.places
+        if places is None:
             raise ProtocolError(f"call {message.call_id} does not name the memory of its rows")
         if places.metadata:
             self._memory.agent.learn(self._peer.name, places.metadata)
@@ -329,15 +345,23 @@ class _NixlServerEnd(Transport):
 
         `places` are addresses of the rank, which NIXL compares with what it has registered.
         """
-        own, memory = _pieces(rows), self._memory
-        sizes, expected = ([size for _, size in pieces] for pieces in (places, own))
+        memory = self._memory
+        pieces = _pieces(rows)
+        expected = [size for _, size in pieces]
+        sizes = [size for _, size in places]
         if sizes != expected:
             raise ProtocolError(
                 f"the rank names memory of {sizes!s:.80} bytes, expected {expected}"
             )
         try:
             memory.agent.transfer(
-                operation, own, memory.space, places, self._peer, timeout_s, self._channel.hung_up
+                operation,
+                pieces,
+                memory.space,
+                places,
+                self._peer,
+                timeout_s,
+                self._channel.hung_up,
             )
         except BaseException:
             memory.keep(rows)
@@ -353,19 +377,18 @@ def rank_hello(rank: int, memory: Memory) -> RankHello:
 
 
 def choose(channel: Channel, memory: Memory, hello: RankHello) -> tuple[Transport, RankWelcome]:
-    """Choose the transport between a server and a rank: NIXL where both have it and it works, else TCP.
+    """Choose the transport between a server and a rank, and return the server's end.
 
-    Returns the server's end, and the welcome to the rank. MismatchError: one end uses NIXL only,
-    the other cannot.
+    NIXL is chosen where both ends have it and it works, else TCP. Returns the welcome to the rank
+    too. MismatchError: one end uses NIXL only, and the other end cannot.
     """
     why = hello.why_tcp
     if not isinstance(memory, Arena):
         why = why or f"at the server: {memory.why}"
     elif hello.nixl is not None:
         try:
-            return _NixlServerEnd(channel, memory, hello.nixl), RankWelcome(
-                "NIXL", "both ends have it"
-            )
+            end = _NixlServerEnd(channel, memory, hello.nixl)
+            return end, RankWelcome("NIXL", "both ends have it")
         except LinkLost as error:
             why = str(error)
     if hello.required:
@@ -389,10 +412,11 @@ def rank_end(channel: Channel, memory: Memory, welcome: RankWelcome) -> Transpor
 
 
 def _buffers(rows: Rows) -> list[Buffer]:
-    """Return the host memory of tensors that have rows; NumPy has no bfloat16."""
+    """Return the host memory of tensors that have rows."""
+    # As bytes: NumPy has no bfloat16.
     return [x_N.view(-1).view(torch.uint8).numpy().data for x_N in rows if x_N.numel()]
 
 
 def _pieces(rows: Rows) -> list[Piece]:
-    """Return where tensors lie, without those that have no rows."""
+    """Return the pieces of memory of tensors that have rows."""
     return [(x_N.data_ptr(), x_N.nbytes) for x_N in rows if x_N.numel()]

@@ -82,11 +82,9 @@ def test_phases_are_those_of_the_schedule():
 def _written(direction: Any, turn: Any, stages: int) -> str:
     """A schedule as the page writes it: what arrived is only named where it was not just sent."""
     tasks = ("remote-KV", "remote-query", *(("remote-query prefix",) if stages > 1 else ()))
-    groups = frozenset(
-        [("local", 0), *((name, stage) for name in tasks for stage in range(stages))]
-    )
+    keys = frozenset([("local", 0), *((name, stage) for name in tasks for stage in range(stages))])
     parts: list[str] = []
-    for phase in make_schedule(direction, turn, groups=groups, windowed=False, stages=stages):
+    for phase in make_schedule(direction, turn, calls=keys, windowed=False, stages=stages):
         name = phase.name.replace("run ", "").replace("; ", " · ")
         parts.append(
             name if not name.startswith("wait do") else re.sub("^wait [^·]*", "wait … ", name)

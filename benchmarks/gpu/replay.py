@@ -23,7 +23,7 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.setting import Replay, Setting
 from benchmarks.harness import median_seconds
 from benchmarks.planner_inputs import read_batches
-from hf_distca.dispatch.bound import BoundGroup, BoundNanoBatch
+from hf_distca.dispatch.bound import BoundNanoBatch, BoundTasks
 from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes, get_kernel
 from hf_distca.plan import AttentionKind, Direction, MicroBatchPlan
@@ -129,8 +129,8 @@ def calls_of_plan(
         schedule = routes.forward if direction == "forward" else routes.backward["nothing"]
         for phase in schedule:
             for call in phase.run:
-                group: BoundGroup = routes.groups[call.group]
-                found.append(Call(group.shapes, group.pairs, call.causal))
+                tasks: BoundTasks = routes.tasks[call.key]
+                found.append(Call(tasks.shapes, tasks.pairs, call.causal))
     return found
 
 

@@ -26,7 +26,7 @@ from hf_distca.dispatch.executor import CoreAttention, without_autocast
 from hf_distca.dispatch.recorder import Work
 from hf_distca.kernels import AttentionParams, Need
 from hf_distca.plan import AttentionKind, Direction
-from hf_distca.plan.schedule import Kept
+from hf_distca.plan.schedule import KeptRows
 
 
 def disaggregated_attention(
@@ -102,7 +102,7 @@ def disaggregated_attention(
         key = (module, nano.index)
         were_kept = recomputes and key in kept_results
         known = kept_results.take(key) if were_kept else None
-        kept: Kept = "nothing"
+        kept: KeptRows = "nothing"
         # Results kept through a checkpoint outlive the rows that the first forward received.
         if runtime.keep_received and not keeps and not were_kept:
             kept = (

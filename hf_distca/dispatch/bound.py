@@ -30,8 +30,8 @@ from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import expand
 from hf_distca.plan.routes import CallTasks, make_routes, nothing_moves
 from hf_distca.plan.schedule import (
-    Group,
-    Kept,
+    CallKey,
+    KeptRows,
     Location,
     Schedule,
     Transfer,
@@ -49,7 +49,7 @@ TOTAL: Source = "total", 0
 """The sum over earlier sources."""
 
 
-class BoundGroup(NamedTuple):
+class BoundTasks(NamedTuple):
     """Tasks of one kernel call, with index tensors of their rows, which are valid once the buffer is sent."""
 
     shapes: TaskShapes
@@ -58,18 +58,18 @@ class BoundGroup(NamedTuple):
     k_rows: RowIndex = ALL_ROWS
 
     @staticmethod
-    def bind(group: CallTasks, buffer: IndexBuffer) -> "BoundGroup":
+    def bind(group: CallTasks, buffer: IndexBuffer) -> "BoundTasks":
         """Return a group of tasks on some of the local or received rows, valid once the buffer is sent."""
         shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
-        return BoundGroup(
+        return BoundTasks(
             shapes, group.pairs, row_index(group.q_rows, buffer), row_index(group.k_rows, buffer)
         )
 
     @staticmethod
-    def whole(lengths: Sequence[int], window: int | None, buffer: IndexBuffer) -> "BoundGroup":
+    def whole(lengths: Sequence[int], window: int | None, buffer: IndexBuffer) -> "BoundTasks":
         """Return a rank's tasks where nothing moves: all documents, or chunks, in row order."""
         shapes = TaskShapes.build(lengths, lengths, buffer.place)
-        return BoundGroup(shapes, sum(pairs(0, length, window) for length in lengths))
+        return BoundTasks(shapes, sum(pairs(0, length, window) for length in lengths))
 
 
 class GradientSum:
@@ -143,13 +143,13 @@ class BoundRoutes:
         )
 
         # 2. Tasks of each kernel call; calls without tasks are missing.
-        remote: dict[Group, CallTasks] = {}
+        remote: dict[CallKey, CallTasks] = {}
         for number, stage in enumerate(stages):
             remote["remote-query", number] = stage.remote_query
             if several:
                 remote["remote-query prefix", number] = stage.remote_query_prefix
             remote["remote-KV", number] = stage.remote_kv
-        local: dict[Group, CallTasks] = {("local", 0): routes.local}
+        local: dict[CallKey, CallTasks] = {("local", 0): routes.local}
         tasks = remote | local
         if turn == "alone" and any(len(group.q_lens) for group in remote.values()):
             # The backward's local tasks hide two exchanges. Later rows first: they see more keys,
@@ -158,8 +158,8 @@ class BoundRoutes:
             halves = (later, earlier) if len(later.q_lens) else (earlier, later)
             local = {("local 1/2", 0): halves[0], ("local 2/2", 0): halves[1]}
             tasks |= local
-        self.groups = {
-            name: BoundGroup.bind(group, buffer)
+        self.tasks = {
+            name: BoundTasks.bind(group, buffer)
             for name, group in tasks.items()
             if len(group.q_lens)
         }
@@ -212,15 +212,15 @@ class BoundRoutes:
         schedule = partial(
             make_schedule,
             turn=turn,
-            groups=frozenset(self.groups),
+            calls=frozenset(self.tasks),
             windowed=plan.window is not None,
             stages=len(stages),
             forwards=self.forwards,
             servers=bool(self.servers),
         )
         self.forward = schedule("forward")
-        self.backward: dict[Kept, Schedule] = {
-            kept: schedule("backward", kept=kept) for kept in get_args(Kept)
+        self.backward: dict[KeptRows, Schedule] = {
+            kept_rows: schedule("backward", kept_rows=kept_rows) for kept_rows in get_args(KeptRows)
         }
 
     def rows_of(self, transfer: Transfer) -> Rows:
@@ -258,11 +258,11 @@ class BoundNanoBatch:
         self.rows = int(nano_batch.layout.tokens[rank])
         self._layout, self._mine = nano_batch.layout, nano_batch.layout.of_rank(rank)
         self.last_position = int(self._mine["stop"].max(initial=0)) - 1
-        self.local: dict[AttentionKind, BoundGroup] = {}
+        self.local: dict[AttentionKind, BoundTasks] = {}
         self.routes: dict[AttentionKind, BoundRoutes] = {}
         for kind, plan in nano_batch.plans.items():
             if kind in local:
-                self.local[kind] = BoundGroup.whole(
+                self.local[kind] = BoundTasks.whole(
                     plan.layout.of_rank(rank)["stop"].tolist(), plan.window, buffer
                 )
             else:
@@ -380,7 +380,7 @@ class BoundPlan:
         if len(turns) > 1:
             first, second = (nano.local for nano in self.nano_batches)
             self.local = {
-                kind: BoundGroup.whole(
+                kind: BoundTasks.whole(
                     (*first[kind].shapes.q_lens, *second[kind].shapes.q_lens), kind.window, buffer
                 )
                 for kind in first

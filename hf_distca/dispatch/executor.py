@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hf_distca.dispatch.bound import TOTAL, BoundGroup, BoundNanoBatch, BoundRoutes, Runtime, Source
+from hf_distca.dispatch.bound import TOTAL, BoundNanoBatch, BoundRoutes, BoundTasks, Runtime, Source
 from hf_distca.dispatch.exchange import ExchangeBuffer
 from hf_distca.dispatch.recorder import NO_ROWS, NOT_MEASURED, Work
 from hf_distca.dispatch.rows import RowIndex, merge_rows, put, take
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, Direction
-from hf_distca.plan.schedule import Kept, KernelCall, Location, Transfer
+from hf_distca.plan.schedule import KeptRows, KernelCall, Location, Transfer
 
 Columns = dict[str, Tensor]
 """Rows of one place, by column."""
@@ -52,7 +52,7 @@ class CoreAttention:
     kind: AttentionKind
     params: AttentionParams
     layer: int | None = None
-    kept: Kept = "nothing"  # received rows that the forward keeps for the backward
+    kept: KeptRows = "nothing"  # received rows that the forward keeps for the backward
     known: tuple[Tensor, ...] | None = (
         None  # O and LSE of the first forward, for a recomputation that does nothing
     )
@@ -114,7 +114,7 @@ class Pass:
                     for transfer in phase.wait:
                         self._carriers.get(transfer.rows, self).finish(transfer)
                     for call in phase.run:
-                        self._compute(call, self.routes.groups[call.group])
+                        self._compute(call, self.routes.tasks[call.key])
                     for transfer in phase.send:
                         rows = (
                             self.routes.rows_of(transfer) if recorder.measures("send") else NO_ROWS
@@ -135,7 +135,7 @@ class Pass:
         o_RHE, lse_RH = self.results.of("received")
         return {**self.received, ("o", 0): o_RHE, ("lse", 0): lse_RH}
 
-    def _compute(self, call: KernelCall, group: BoundGroup) -> None:
+    def _compute(self, call: KernelCall, group: BoundTasks) -> None:
         inputs = []
         of_queries, of_keys = (call.queries, 0, group.q_rows), (call.keys, call.stage, group.k_rows)
         for name in INPUTS[self.work.direction]:
@@ -253,7 +253,7 @@ class _Outputs:
         self._wide = torch.promote_types(self._q_THD.dtype, torch.float32)
         self._so_far: dict[Location, tuple[Tensor, ...]] = {}
 
-    def add(self, call: KernelCall, group: BoundGroup, part: tuple[Tensor, ...]) -> None:
+    def add(self, call: KernelCall, group: BoundTasks, part: tuple[Tensor, ...]) -> None:
         if not call.first:
             o_NHE, lse_NH = self._at(call.queries)
             merge_rows(o_NHE, lse_NH, group.q_rows, *part)
@@ -317,12 +317,12 @@ class _Gradients:
         self._parts: dict[tuple[str, Location | int, Source], Tensor] = {}
         self._repaired: tuple[Tensor, ...] | None = None
 
-    def add(self, call: KernelCall, _group: BoundGroup, part: tuple[Tensor, ...]) -> None:
+    def add(self, call: KernelCall, _group: BoundTasks, part: tuple[Tensor, ...]) -> None:
         keys_at: Location | int = "local" if call.keys == "local" else call.stage
         for name, place, rows_N in zip(
             self._no_rows, (call.queries, keys_at, keys_at), part, strict=True
         ):
-            self._add(name, place, call.group, rows_N)
+            self._add(name, place, call.key, rows_N)
 
     def add_from_ranks(self, stage: int, columns: Columns) -> None:
         for name, rows_N in columns.items():

@@ -20,10 +20,11 @@ next stage is computed.
 If ranks forward K and V inside their nodes, a stage travels in two hops, each during another
 stage's computation. Five stages then travel or are in use at once, in either direction:
 
-    before a stage       receive its forwarded rows; receive the next stage and forward it; send the one after it
-    after it, backward   return its dK and dV to the gateways; receive such returns for the stage before and send them
-                         on to the ranks that hold its rows; receive what others send on for the one
-                         before that
+    before a stage     receive its forwarded rows; receive the next stage and forward it; send the
+                       stage after the next one
+    after a stage,     return dK and dV of the stage to its gateways; receive such returns of the
+    in the backward    stage before and send them on to the ranks that hold its rows; receive the
+                       returns that gateways send on, of the stage before that one
 """
 
 from collections.abc import Sequence
@@ -46,14 +47,14 @@ TaskName = Literal[
 ]
 """Tasks of one kernel call, see `hf_distca.plan.routes`; halves of the local tasks have about
 equal pairs."""
-Group = tuple[TaskName, int]
-"""Tasks of one kernel call and the stage of their K/V rows; 0 for local tasks."""
+CallKey = tuple[TaskName, int]
+"""Key of a kernel call: its tasks, and the stage of their K/V rows; 0 for local tasks."""
 AHEAD = 2
-"""Number of stages sent before the first is computed; then one more is sent with each computed
-stage."""
+"""Number of stages sent before the first is computed, so that one travels while one is computed.
+Then one more is sent with each computed stage."""
 TO_SERVERS, FROM_SERVERS = " to servers", " from servers"
 """Suffixes in names of transfers, and of phases that begin and end a call to servers."""
-Kept = Literal["nothing", "received", "results"]
+KeptRows = Literal["nothing", "received", "results"]
 """Received rows that the forward keeps: nothing (rows are sent again), Q, K and V, or O and LSE
 too."""
 Place = Literal["before pause", "after pause", "after remote-KV"]
@@ -82,9 +83,8 @@ class Transfer:
     # Rows between ranks, in the order of the routes; K/V rows forwarded inside nodes; rows of both
     # kinds to servers.
     rows: Literal["queries", "keys", "forwarded", "servers"]
-    columns: tuple[
-        str, ...
-    ]  # names of tensors in the kernel contract (q, k, v, o, lse, do, dq, dk, dv)
+    # Names of tensors in the kernel contract: q, k, v, o, lse, do, dq, dk, dv.
+    columns: tuple[str, ...]
     back: bool = False  # whether the columns return to the ranks that sent the rows
     stage: int = 0
 
@@ -114,8 +114,8 @@ class KernelCall:
     stage: int = 0
 
     @property
-    def group(self) -> Group:
-        """Group of the rank's tasks that the call computes."""
+    def key(self) -> CallKey:
+        """Key of the tasks among those of a rank."""
         return self.tasks, self.stage
 
     @cached_property
@@ -136,16 +136,17 @@ class Phase:
     @cached_property
     def name(self) -> str:
         """Name for display: "wait q, k v; run remote-query; send o lse"."""
-        parts: dict[str, Sequence[Transfer | KernelCall]] = {
+        steps: dict[str, Sequence[Transfer | KernelCall]] = {
             "wait": self.wait,
             "run": self.run,
             "send": self.send,
         }
-        return "; ".join(
-            f"{verb} {', '.join(each.name for each in part)}"
-            for verb, part in parts.items()
-            if part
-        )
+        parts = []
+        for verb, step in steps.items():
+            if step:
+                names = ", ".join(work.name for work in step)
+                parts.append(f"{verb} {names}")
+        return "; ".join(parts)
 
 
 Schedule = tuple[Phase, ...]
@@ -156,129 +157,227 @@ def make_schedule(
     direction: Direction,
     turn: Turn,
     *,
-    groups: frozenset[Group],
+    calls: frozenset[CallKey],
     windowed: bool,
     stages: int = 1,
     forwards: bool = False,
     servers: bool = False,
-    kept: Kept = "nothing",
+    kept_rows: KeptRows = "nothing",
 ) -> Schedule:
     """Return the phases of one core attention on one rank.
 
     Every rank sends and receives in the same order, whatever tasks it has itself.
 
     Args:
-        groups: groups of tasks that the rank has; other groups get no kernel call.
+        calls: kernel calls for which the rank has tasks; it makes no others.
         windowed: whether the layer uses a sliding window. Remote-KV tasks then have all keys of
             their rows, otherwise only keys before the rows' own segment.
         stages: number of stages of K/V rows.
         forwards: whether any rank forwards K/V rows.
-        kept: rows that the backward has already; the forward sends everything.
+        servers: whether dedicated servers compute tasks.
+        kept_rows: rows that the backward has already; the forward sends everything.
     """
-
-    def present(*calls: KernelCall) -> tuple[KernelCall, ...]:
-        return tuple(call for call in calls if call.group in groups)
-
-    # 1. Everything that travels.
-    forward, divided = direction == "forward", stages > 1 and not windowed
-    with_queries = {
-        "nothing": ("do", "o", "lse", "q"),
-        "received": ("do", "o", "lse"),
-        "results": ("do",),
-    }
-    queries = Transfer("queries", ("q",) if forward else with_queries[kept])
-    sent_keys = stages if forward or kept == "nothing" else 0
-    keys_there = tuple(Transfer("keys", ("k", "v"), stage=stage) for stage in range(sent_keys))
-    keys_back = tuple(
-        Transfer("keys", ("dk", "dv"), True, stage) for stage in range(0 if forward else stages)
-    )
-    to_servers = Transfer(
-        "servers", ("q", "k", "v") if forward else ("q", "do", "o", "lse", "k", "v")
-    )
-    results = ("o", "lse") if forward else ("dq",)
-    queries_back = Transfer("queries", results, back=True)
-    from_servers = Transfer("servers", results if forward else ("dq", "dk", "dv"), back=True)
-
-    # 2. Kernel calls on local tasks, by place; then the calls of each stage.
-    places = LOCAL_TASKS[direction, turn]
-    halves: tuple[TaskName, ...] = ("local 1/2", "local 2/2")
-    if len(places) == 1 or ("local 1/2", 0) not in groups:
-        places, halves = places[:1], ("local",)
-    local = {
-        place: present(KernelCall(half, "local", "local"))
-        for place, half in zip(places, halves, strict=True)
-    }
-    calls = []
-    for stage in range(stages):
-        remote_query = KernelCall(
-            "remote-query", "received", "received", first=not divided, stage=stage
-        )
-        prefix = replace(remote_query, tasks="remote-query prefix", causal=False)
-        remote_kv = KernelCall("remote-KV", "local", "received", windowed, windowed, stage)
-        calls.append((present(remote_query, prefix), present(remote_kv)))
-
-    # 3. Phases. Steps of stages that do not exist are empty.
-    def of(hop: tuple[Transfer, ...], stage: int) -> tuple[Transfer, ...]:
-        return hop[stage : stage + 1] if stage >= 0 else ()
-
-    forwarded, to_gateways = (
-        tuple(replace(transfer, rows="forwarded") for transfer in hop if forwards)
-        for hop in (keys_there, keys_back)
-    )
-    phases = [
-        Phase(send=(queries, *keys_there[:AHEAD], *((to_servers,) if servers else ()))),
+    transfers = _transfers(direction, stages, kept_rows, forwards=forwards, servers=servers)
+    local = _local_calls(direction, turn, calls)
+    opening = [
+        Phase(send=(transfers.queries, *transfers.keys[:AHEAD], *transfers.to_servers)),
         Phase(run=local.get("before pause", ()), pause=True),
-        Phase(wait=keys_there[:1] if forwards else (), send=forwarded[:1]),
+        Phase(wait=transfers.keys[:1] if forwards else (), send=transfers.forwarded[:1]),
         Phase(run=local.get("after pause", ())),
     ]
-    for stage, (remote_query_calls, remote_kv_calls) in enumerate(calls):
-        asked = (queries,) if stage == 0 else ()
-        answered = (queries_back,) if stage == stages - 1 else ()
-        # Remote-query tasks come first: their results have to travel.
-        if forwards:
-            wait = (*asked, *of(forwarded, stage), *of(keys_there, stage + 1))
-            send = (*of(forwarded, stage + 1), *of(keys_there, stage + AHEAD))
-            phases += [
-                *([Phase(wait=wait, send=send)] if send else []),
-                Phase(wait=() if send else wait, run=remote_query_calls, send=answered),
-                Phase(run=remote_kv_calls, send=of(to_gateways, stage)),
-                Phase(
-                    wait=(*of(to_gateways, stage - 1), *of(keys_back, stage - 2)),
-                    send=of(keys_back, stage - 1),
-                ),
-            ]
-        else:
-            phases += [
-                Phase(wait=(*asked, *of(keys_there, stage)), run=remote_query_calls, send=answered),
-                Phase(run=remote_kv_calls),
-                # The next stage's rows overwrite the memory of the stage whose gradients have
-                # returned.
-                Phase(
-                    wait=of(keys_back, stage - 1),
-                    send=(*of(keys_back, stage), *of(keys_there, stage + AHEAD)),
-                ),
-            ]
-    phases += [
-        Phase(wait=to_gateways[-1:], send=keys_back[-1:] if forwards else ()),
-        Phase(run=local.get("after remote-KV", ()), pause=True),
+    remote = []
+    for stage in range(stages):
+        remote_query, remote_kv = _remote_calls(stage, calls, stages, windowed=windowed)
+        phases_of_stage = _forwarded_stage if forwards else _direct_stage
+        remote += phases_of_stage(transfers, stage, remote_query, remote_kv)
+    returning = transfers.keys_back[-2 if forwards else -1 :]  # stages still on their way
+    closing = [
         Phase(
-            wait=(
-                queries_back,
-                *keys_back[-2 if forwards else -1 :],
-                *((from_servers,) if servers else ()),
-            )
+            wait=transfers.to_gateways[-1:],
+            send=transfers.keys_back[-1:] if forwards else (),
+        ),
+        Phase(run=local.get("after remote-KV", ()), pause=True),
+        Phase(wait=(transfers.queries_back, *returning, *transfers.from_servers)),
+    ]
+    return _joined([*opening, *remote, *closing])
+
+
+@dataclass(frozen=True)
+class _Transfers:
+    """All that travels in one core attention. Tuples have one transfer a stage, or are empty."""
+
+    stages: int
+    queries: Transfer
+    queries_back: Transfer
+    keys: tuple[Transfer, ...]
+    forwarded: tuple[Transfer, ...]  # the second hop of `keys`
+    to_gateways: tuple[Transfer, ...]  # the first hop of `keys_back`
+    keys_back: tuple[Transfer, ...]
+    to_servers: tuple[Transfer, ...]  # one transfer, or none without servers
+    from_servers: tuple[Transfer, ...]
+
+    def at_stage(self, name: str, stage: int) -> tuple[Transfer, ...]:
+        """Return the transfer of a stage; none if the stage does not exist or nothing travels."""
+        transfers: tuple[Transfer, ...] = getattr(self, name)
+        return transfers[stage : stage + 1] if stage >= 0 else ()
+
+
+def _transfers(
+    direction: Direction, stages: int, kept_rows: KeptRows, *, forwards: bool, servers: bool
+) -> _Transfers:
+    """Return the transfers of a forward, or of a backward without the rows that it has already."""
+    if direction == "forward":
+        query_columns: tuple[str, ...] = ("q",)
+        server_columns: tuple[str, ...] = ("q", "k", "v")
+        results: tuple[str, ...] = ("o", "lse")
+        server_results = results
+        key_stages, returned_stages = stages, 0
+    else:
+        query_columns = {
+            "nothing": ("do", "o", "lse", "q"),
+            "received": ("do", "o", "lse"),
+            "results": ("do",),
+        }[kept_rows]
+        server_columns = ("q", "do", "o", "lse", "k", "v")
+        results = ("dq",)
+        server_results = ("dq", "dk", "dv")
+        key_stages = stages if kept_rows == "nothing" else 0
+        returned_stages = stages
+    keys = tuple(Transfer("keys", ("k", "v"), stage=stage) for stage in range(key_stages))
+    keys_back = tuple(
+        Transfer("keys", ("dk", "dv"), back=True, stage=stage) for stage in range(returned_stages)
+    )
+    to_servers = Transfer("servers", server_columns)
+    from_servers = Transfer("servers", server_results, back=True)
+    return _Transfers(
+        stages,
+        queries=Transfer("queries", query_columns),
+        queries_back=Transfer("queries", results, back=True),
+        keys=keys,
+        forwarded=_inside_nodes(keys) if forwards else (),
+        to_gateways=_inside_nodes(keys_back) if forwards else (),
+        keys_back=keys_back,
+        to_servers=(to_servers,) if servers else (),
+        from_servers=(from_servers,) if servers else (),
+    )
+
+
+def _inside_nodes(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+    """Return the hops inside nodes that belong to hops between ranks."""
+    return tuple(replace(transfer, rows="forwarded") for transfer in transfers)
+
+
+def _local_calls(
+    direction: Direction, turn: Turn, calls: frozenset[CallKey]
+) -> dict[Place, tuple[KernelCall, ...]]:
+    """Return the kernel calls on local tasks by the place at which they run."""
+    places = LOCAL_TASKS[direction, turn]
+    tasks: tuple[TaskName, ...] = ("local 1/2", "local 2/2")
+    if len(places) == 1 or ("local 1/2", 0) not in calls:
+        places, tasks = places[:1], ("local",)
+    return {
+        place: _chosen(calls, KernelCall(name, "local", "local"))
+        for place, name in zip(places, tasks, strict=True)
+    }
+
+
+def _remote_calls(
+    stage: int, calls: frozenset[CallKey], stages: int, *, windowed: bool
+) -> tuple[tuple[KernelCall, ...], tuple[KernelCall, ...]]:
+    """Return the kernel calls of a stage on remote-query tasks, and those on remote-KV tasks."""
+    # With several stages a received query reads K/V rows of more than one, and its results merge.
+    merges = stages > 1 and not windowed
+    remote_query = KernelCall("remote-query", "received", "received", first=not merges, stage=stage)
+    prefix = replace(remote_query, tasks="remote-query prefix", causal=False)
+    remote_kv = KernelCall(
+        "remote-KV", "local", "received", causal=windowed, first=windowed, stage=stage
+    )
+    return _chosen(calls, remote_query, prefix), _chosen(calls, remote_kv)
+
+
+def _chosen(calls: frozenset[CallKey], *candidates: KernelCall) -> tuple[KernelCall, ...]:
+    """Return the kernel calls for which the rank has tasks."""
+    return tuple(call for call in candidates if call.key in calls)
+
+
+def _direct_stage(
+    transfers: _Transfers,
+    stage: int,
+    remote_query: tuple[KernelCall, ...],
+    remote_kv: tuple[KernelCall, ...],
+) -> list[Phase]:
+    """Return the phases of a stage whose rows go from the ranks that hold them to all readers."""
+    at_stage = transfers.at_stage
+    # Remote-query tasks come first: their results have to travel.
+    return [
+        Phase(
+            wait=(*_queries_for(transfers, stage), *at_stage("keys", stage)),
+            run=remote_query,
+            send=_results_after(transfers, stage),
+        ),
+        Phase(run=remote_kv),
+        # The next stage's rows overwrite the memory of the stage whose gradients have returned.
+        Phase(
+            wait=at_stage("keys_back", stage - 1),
+            send=(*at_stage("keys_back", stage), *at_stage("keys", stage + AHEAD)),
         ),
     ]
 
-    # 4. Join phases where possible and drop empty ones; the pause of an empty phase moves to the
-    # phase before.
-    joined: list[Phase] = []
+
+def _forwarded_stage(
+    transfers: _Transfers,
+    stage: int,
+    remote_query: tuple[KernelCall, ...],
+    remote_kv: tuple[KernelCall, ...],
+) -> list[Phase]:
+    """Return the phases of a stage whose rows are forwarded inside nodes."""
+    at_stage = transfers.at_stage
+    wait = (
+        *_queries_for(transfers, stage),
+        *at_stage("forwarded", stage),
+        *at_stage("keys", stage + 1),
+    )
+    send = (*at_stage("forwarded", stage + 1), *at_stage("keys", stage + AHEAD))
+    # What is sent here leaves before the kernel calls of the stage, which hide it.
+    arrival = [Phase(wait=wait, send=send)] if send else []
+    return [
+        *arrival,
+        Phase(
+            wait=() if send else wait,
+            run=remote_query,
+            send=_results_after(transfers, stage),
+        ),
+        Phase(run=remote_kv, send=at_stage("to_gateways", stage)),
+        Phase(
+            wait=(*at_stage("to_gateways", stage - 1), *at_stage("keys_back", stage - 2)),
+            send=at_stage("keys_back", stage - 1),
+        ),
+    ]
+
+
+def _queries_for(transfers: _Transfers, stage: int) -> tuple[Transfer, ...]:
+    """Return the transfer of queries before the first stage."""
+    return (transfers.queries,) if stage == 0 else ()
+
+
+def _results_after(transfers: _Transfers, stage: int) -> tuple[Transfer, ...]:
+    """Return the transfer of results, or of dQ, after the last stage."""
+    return (transfers.queries_back,) if stage == transfers.stages - 1 else ()
+
+
+def _joined(phases: list[Phase]) -> Schedule:
+    """Join phases where possible and drop empty ones.
+
+    The pause of an empty phase moves to the phase before.
+    """
+    schedule: list[Phase] = []
     for phase in phases:
-        before = joined[-1] if joined else None
-        if before and not before.pause and not before.send and not phase.wait and not phase.run:
-            joined[-1] = replace(before, send=phase.send, pause=phase.pause)
+        previous = schedule[-1] if schedule else None
+        only_sends = not phase.wait and not phase.run
+        if previous and only_sends and not previous.pause and not previous.send:
+            schedule[-1] = replace(previous, send=phase.send, pause=phase.pause)
         elif phase.wait or phase.run or phase.send:
-            joined.append(phase)
+            schedule.append(phase)
         elif phase.pause:
-            joined[-1] = replace(joined[-1], pause=True)
-    return tuple(joined)
+            schedule[-1] = replace(schedule[-1], pause=True)
+    return tuple(schedule)

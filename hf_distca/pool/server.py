@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_distca.dispatch.bound import BoundGroup
+from hf_distca.dispatch.bound import BoundTasks
 from hf_distca.dispatch.rows import IndexBuffer, RowSum, take
 from hf_distca.kernels import AttentionParams, Kernel, Need
 from hf_distca.kernels.speed import measure_speed
@@ -73,7 +73,7 @@ class ServedTasks:
     def __init__(self, plan: Plan, worker: int, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, worker)
         keys, tasks = routes.stages[0].keys, routes.stages[0].remote_query
-        self.group = BoundGroup.bind(tasks, buffer)
+        self.call_tasks = BoundTasks.bind(tasks, buffer)
         # For each kind of rows and each rank, the rank's slice of the received rows.
         self.rows: dict[str, list[slice]] = {}
         for kind, exchanged in (("queries", routes.queries), ("keys", keys)):
@@ -417,7 +417,7 @@ class AttentionServer:
     def _compute_call(self, assembly: Assembly) -> None:
         """Compute a call whose rows are complete, and queue the replies."""
         call, tasks = assembly.call, assembly.tasks
-        kernel, group, params = self._kernel_of(call), tasks.group, params_of(call)
+        kernel, group, params = self._kernel_of(call), tasks.call_tasks, params_of(call)
         begin = time.perf_counter()
         rows = {
             name: x_N.to(self._device, non_blocking=True) for name, x_N in assembly.received.items()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Direction, Layout, MicroBatchPlan
 from hf_distca.plan.cost import pairs
-from hf_distca.plan.schedule import Group, Transfer, Turn, make_schedule
+from hf_distca.plan.schedule import CallKey, Transfer, Turn, make_schedule
 from hf_distca.plan.stages import stage_rows
 from hf_distca.predict.counts import CountedPlan, count_plan
 from hf_distca.predict.mixing import CountedCuts, MixingLayers, count_cuts
@@ -114,7 +114,7 @@ class LayerClocks:
         schedule = make_schedule(
             self._direction,
             turn,
-            groups=_groups(counted.stages),
+            calls=_calls(counted.stages),
             windowed=counted.windowed,
             stages=counted.stages,
             forwards=counted.forwards,
@@ -221,12 +221,12 @@ their seconds."""
 
 
 @cache
-def _groups(stages: int) -> frozenset[Group]:
-    """Return all groups of tasks that a rank may have."""
-    groups: list[Group] = [("local", 0), ("local 1/2", 0), ("local 2/2", 0)]
+def _calls(stages: int) -> frozenset[CallKey]:
+    """Return the keys of all kernel calls that a rank may make."""
+    calls: list[CallKey] = [("local", 0), ("local 1/2", 0), ("local 2/2", 0)]
     for stage in range(stages):
-        groups += [("remote-KV", stage), ("remote-query", stage)]
-    return frozenset(groups)
+        calls += [("remote-KV", stage), ("remote-query", stage)]
+    return frozenset(calls)
 
 
 def _tasks(counted: CountedPlan, name: str) -> Tasks:

@@ -415,7 +415,7 @@ def _recorded(nodes: tuple[int, ...] | None, stage_rows: int | None) -> None:
         ("backward", routes.backward["nothing"]),
     ):
         for phase in schedule:
-            calls = [(call.name, routes.groups[call.group].pairs) for call in phase.run]
+            calls = [(call.name, routes.tasks[call.key].pairs) for call in phase.run]
             waits = [transfer for transfer in phase.wait if routes.rows_of(transfer) != NO_ROWS]
             expected += [("wait", transfer.name, 3, 0, direction, 0) for transfer in waits]
             expected += [("kernel", name, 3, 0, direction, pairs) for name, pairs in calls]
@@ -542,13 +542,13 @@ def computed(
             own.stop - own.start for own in tasks.rows[kind]
         ]
     rows = {name: torch.cat([rank[name] for rank in received]) for name in received[0]}
-    qkv = rows["q"], *(take(rows[name], tasks.group.k_rows) for name in ("k", "v"))
+    qkv = rows["q"], *(take(rows[name], tasks.call_tasks.k_rows) for name in ("k", "v"))
     if "do" not in rows:
-        o, lse = kernel.forward(*qkv, tasks.group.shapes, params)
+        o, lse = kernel.forward(*qkv, tasks.call_tasks.shapes, params)
         results = {"queries": {"o": o, "lse": lse}}
     else:
         dq, *dkv = kernel.backward(
-            rows["do"], *qkv, rows["o"], rows["lse"], tasks.group.shapes, params
+            rows["do"], *qkv, rows["o"], rows["lse"], tasks.call_tasks.shapes, params
         )
         dk, dv = (tasks.key_sums.add_up([part]) for part in dkv)
         results = {"queries": {"dq": dq}, "keys": {"dk": dk, "dv": dv}}
@@ -657,7 +657,7 @@ def test_each_kind_of_attention_has_a_repair_of_its_own_which_is_made_once():
     found = [
         bound.repair(kind, lost, SimpleNamespace(repair=repaired)) for kind in (*kinds, *kinds)
     ]
-    assert [sum(group.pairs for group in routes.groups.values()) for routes in found] == [
+    assert [sum(group.pairs for group in routes.tasks.values()) for routes in found] == [
         15,
         8,
         15,

@@ -7,8 +7,8 @@ from hf_distca.plan.schedule import KernelCall, Phase, Transfer, make_schedule
 from hf_distca.plan.stages import stage_slots
 
 
-def groups_of(direction, turn, stages):
-    """All groups of tasks that a nano-batch of so many stages may have."""
+def calls_of(direction, turn, stages):
+    """Keys of all kernel calls that a nano-batch of so many stages may have."""
     own = ("local 1/2", "local 2/2") if (direction, turn) == ("backward", "alone") else ("local",)
     tasks = (
         ("remote-query", "remote-query prefix", "remote-KV")
@@ -19,11 +19,11 @@ def groups_of(direction, turn, stages):
 
 
 def made(direction, turn, stages=1, forwards=False, **options):
-    groups = groups_of(direction, turn, stages)
+    keys = calls_of(direction, turn, stages)
     return make_schedule(
         direction,
         turn,
-        **{"groups": groups, "windowed": False, "stages": stages, "forwards": forwards} | options,
+        **{"calls": keys, "windowed": False, "stages": stages, "forwards": forwards} | options,
     )
 
 
@@ -150,12 +150,12 @@ def test_phases_in_order():
     for case, written in WRITTEN_OUT.items():
         assert names(made(*case)) == written.strip().replace("\n", " / ").split(" / ")
     # Local tasks that are not divided are computed while rows go there.
-    undivided = made("backward", "alone", groups=frozenset([("local", 0)]))
+    undivided = made("backward", "alone", calls=frozenset([("local", 0)]))
     assert names(undivided)[1:3] == ["run local", "|"]
     assert len(calls(undivided)) == 1
     # What was kept is not sent again.
     for kept, sent in (("nothing", "do o lse q, k v"), ("received", "do o lse"), ("results", "do")):
-        first, *_, paused = names(made("backward", "first", kept=kept))[:3]
+        first, *_, paused = names(made("backward", "first", kept_rows=kept))[:3]
         assert (first, paused) == (f"send {sent}", f"wait {sent}; run remote-query; send dq")
 
 
@@ -182,7 +182,7 @@ def test_a_forward_written_out():
     # With a window a received query reads keys of one stage alone, so that nothing is merged with
     # its results.
     windowed = calls(
-        made("forward", "alone", 2, windowed=True, groups=groups_of("forward", "alone", 1))
+        made("forward", "alone", 2, windowed=True, calls=calls_of("forward", "alone", 1))
     )
     assert windowed[1] == KernelCall("remote-query", "received", "received")
     # A window makes remote-KV tasks whole.
@@ -208,16 +208,16 @@ def test_servers_are_asked_first_and_waited_for_last():
 
 
 def test_ranks_issue_the_same_transfers_whatever_tasks_they_have():
-    every = sorted(groups_of("backward", "alone", 1) | {("local", 0)})
+    every = sorted(calls_of("backward", "alone", 1) | {("local", 0)})
     for direction, turn, kept in itertools.product(
         ("forward", "backward"), ("alone", "first", "second"), ("nothing", "received", "results")
     ):
         found = set()
-        for groups in map(
+        for keys in map(
             frozenset,
             itertools.chain(*(itertools.combinations(every, count) for count in range(6))),
         ):
-            schedule = made(direction, turn, groups=groups, kept=kept)
+            schedule = made(direction, turn, calls=keys, kept_rows=kept)
             pauses = [0, *itertools.accumulate(phase.pause for phase in schedule)]
             issued = [
                 (at, verb, each)
@@ -225,10 +225,10 @@ def test_ranks_issue_the_same_transfers_whatever_tasks_they_have():
                 for verb, each in steps(phase)
             ]
             found.add((pauses[-1], *(step for step in issued if step[1] != "run")))
-            divided = (direction, turn) == ("backward", "alone") and ("local 1/2", 0) in groups
+            divided = (direction, turn) == ("backward", "alone") and ("local 1/2", 0) in keys
             own = {"local 1/2", "local 2/2"} if divided else {"local"}
             expected = {(tasks, 0) for tasks in own | {"remote-KV", "remote-query"}}
-            assert sorted(call.group for call in calls(schedule)) == sorted(groups & expected)
+            assert sorted(call.key for call in calls(schedule)) == sorted(keys & expected)
         ((count, *_),) = found
         assert count == 2
 
@@ -248,7 +248,7 @@ def test_rows_take_one_hop_after_another_and_their_memory_is_used_again():
     ):
         if direction == "forward" and kept != "nothing":
             continue
-        schedule = made(direction, turn, stages, forwards, servers=True, kept=kept)
+        schedule = made(direction, turn, stages, forwards, servers=True, kept_rows=kept)
         order = [step for phase in schedule for step in steps(phase)]
         # What is sent is waited for once, and in the order of its group.
         sent, waited = (

@@ -11,7 +11,12 @@ from torch.utils.data import Sampler
 from hf_distca.collator.documents import A_DATASET
 from hf_distca.collator.limits import NO_LIMITS, Limits
 from hf_distca.collator.refusals import Data
-from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tightly
+from hf_distca.planner.bin_packing import (
+    largest_first,
+    pack_in_order,
+    place_evenly,
+    place_tightly,
+)
 from hf_distca.planner.settings import Choices
 
 EXCERPT = np.dtype([(name, np.int64) for name in ("document", "start", "stop", "end")])
@@ -59,39 +64,42 @@ def fit_documents(
         limit, limit_name = limits.positions, "the positions of the model"
     too_long = lengths[lengths > limit]
     if len(too_long) and policy == "error":
-        found = {
-            "count": len(too_long),
-            "documents": len(lengths),
-            "longest": longest,
-            "length": lengths[longest],
-        }
-        raise Data.LONG.error(name=name, limit_name=limit_name, limit=limit, **found)
+        raise Data.LONG.error(
+            name=name,
+            limit_name=limit_name,
+            limit=limit,
+            count=len(too_long),
+            documents=len(lengths),
+            longest=longest,
+            length=lengths[longest],
+        )
     if policy == "truncate":
         lengths = np.minimum(lengths, limit)
     counts = -(-lengths // limit)
     excerpts = np.empty(int(counts.sum()), EXCERPT)
     excerpts["document"] = np.repeat(np.arange(len(lengths)), counts)
-    # How many excerpts of the same document come before this one.
-    before = np.arange(len(excerpts)) - np.repeat(np.cumsum(counts) - counts, counts)
+    # How many excerpts of the same document come before each one.
+    first_excerpts = np.cumsum(counts) - counts
+    number_in_document = np.arange(len(excerpts)) - np.repeat(first_excerpts, counts)
     excerpts["end"] = np.repeat(lengths, counts)
-    excerpts["start"] = before * limit
+    excerpts["start"] = number_in_document * limit
     excerpts["stop"] = np.minimum(excerpts["start"] + limit, excerpts["end"])
     return excerpts
 
 
 @dataclass(frozen=True, eq=False)
 class GlobalMicroBatch:
-    """Documents, [documents] of dtype EXCERPT, that all ranks train on in one forward and backward pass."""
+    """Documents that all ranks train on in one forward and backward pass."""
 
-    excerpts: NDArray[np.void]
-    choices: Choices | None = (
-        None  # choices of the planner; None: the choices in the reader's settings
-    )
+    excerpts: NDArray[np.void]  # [documents] of dtype EXCERPT
+    # Choices of the planner; None for the choices in the reader's settings.
+    choices: Choices | None = None
 
 
 class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
-    """Sampler of the documents that all ranks train on together: `batch_sampler` of a `DataLoader`.
+    """Sampler of the documents that all ranks train on together.
 
+    It is the `batch_sampler` of a `DataLoader`.
     Every rank iterates over all micro-batches, so the loader must not be sharded again (accelerate:
     `num_processes=1`). The data set, such as `RankDocuments`, takes each `GlobalMicroBatch` as its
     index. There is no `batch_size`, because the number of documents varies.
@@ -142,21 +150,22 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         self._choices = choices
         self._lengths = lengths
         if not shuffle:
-            filled = list(
-                pack_in_order(zip(lengths.tolist(), range(len(excerpts)), strict=True), capacity)
-            )
+            numbered = zip(lengths.tolist(), range(len(excerpts)), strict=True)
+            filled_bins = list(pack_in_order(numbered, capacity))
+            first_bins = range(0, len(filled_bins), bins)
             self._in_order = [
-                list(chain(*filled[first : first + bins])) for first in range(0, len(filled), bins)
+                list(chain(*filled_bins[first : first + bins])) for first in first_bins
             ]
             self._batches = len(self._in_order)
             return
         # Micro-batches are nearly full, with room for every random placement.
-        longest_first: list[int] = np.sort(lengths)[::-1].tolist()
-        fewest = -(-sum(longest_first) // (capacity * bins))
-        self._batches = min(fewest + fewest // SPARE_BATCHES, len(longest_first))
-        if place_evenly(longest_first, self._batches * bins, capacity) is None:
+        longest_first = largest_first(lengths)
+        fewest = -(-int(lengths.sum()) // (capacity * bins))
+        self._batches = min(fewest + fewest // SPARE_BATCHES, len(lengths))
+        if place_evenly(lengths, longest_first, self._batches * bins, capacity) is None:
             # Few documents per bin: even filling leaves no room for the last ones.
-            self._batches = max(place_tightly(longest_first, capacity)) // bins + 1
+            last_bin = int(place_tightly(lengths, longest_first, capacity).max())
+            self._batches = last_bin // bins + 1
 
     def __len__(self) -> int:
         return self._batches
@@ -167,7 +176,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
 
     @property
     def sampler(self) -> "GlobalBatchSampler":
-        """Itself: in a resumed loader, accelerate forwards `set_epoch` to `batch_sampler.sampler` only."""
+        """Itself, since accelerate forwards `set_epoch` of a resumed loader to this attribute."""
         return self
 
     def __iter__(self) -> Iterator[list[GlobalMicroBatch]]:
@@ -184,28 +193,28 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         random = np.random.default_rng((self.seed, self.epoch))
         shuffled = random.permutation(len(self.excerpts))
         lengths = self._lengths[shuffled]
-        # Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that different
-        # processors agree.
+        # 1. Divide the excerpts into length classes, which keep the random order inside a class.
+        #    Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that different
+        #    processors agree.
         mantissa, exponent = np.frexp(lengths)
         classes = [
-            exponent * n + np.floor((2 * mantissa - 1) * n).astype(np.int64)
-            for n in CLASSES_PER_OCTAVE
+            exponent * count + np.floor((2 * mantissa - 1) * count).astype(np.int64)
+            for count in CLASSES_PER_OCTAVE
         ]
+        # 2. Place longer classes first. Finer classes are less random, but fit more often.
         for sizes in (*classes, lengths):
-            order = np.argsort(-sizes, kind="stable")  # equal sizes are still in random order
-            chosen = place_evenly(lengths[order].tolist(), self._batches * self.bins, self.capacity)
-            if chosen is not None:
+            order = largest_first(sizes)  # equal sizes are still in random order
+            bin_of_excerpt = place_evenly(lengths, order, self._batches * self.bins, self.capacity)
+            if bin_of_excerpt is not None:
                 break
         else:  # fits where even filling does not, as when counting
-            chosen = place_tightly(lengths[order].tolist(), self.capacity)
-        # Placing first fills one bin of each micro-batch, so no micro-batch stays empty.
-        bin_of = np.empty(len(lengths), np.int64)
-        bin_of[order] = chosen
-        bin_in_batch, batch_of = np.divmod(bin_of, self._batches)
+            bin_of_excerpt = place_tightly(lengths, order, self.capacity)
+        # 3. Order the excerpts by micro-batch and bin. Placing first fills one bin of each
+        #    micro-batch, so no micro-batch stays empty.
+        bin_in_batch, batch_of_excerpt = np.divmod(bin_of_excerpt, self._batches)
         # Placing starts the first micro-batches with the longest documents: give them a random
         # place in the epoch.
-        batch_of = random.permutation(self._batches)[batch_of]
-        order = np.lexsort((bin_in_batch, batch_of))
-        return np.split(
-            shuffled[order], np.cumsum(np.bincount(batch_of, minlength=self._batches))[:-1]
-        )
+        batch_of_excerpt = random.permutation(self._batches)[batch_of_excerpt]
+        order = np.lexsort((bin_in_batch, batch_of_excerpt))
+        counts = np.bincount(batch_of_excerpt, minlength=self._batches)
+        return np.split(shuffled[order], np.cumsum(counts)[:-1])

@@ -26,7 +26,7 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.intervals import expand
-from hf_distca.planner.bin_packing import place_evenly
+from hf_distca.planner.bin_packing import largest_first, place_evenly
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 
@@ -162,16 +162,14 @@ def _divided(lengths: NDArray[np.int64], settings: PlanSettings) -> list[NDArray
             limit=capacity,
             where="one rank" if stay_whole else "all ranks together",
         )
-    longest_first = np.argsort(-lengths, kind="stable")
+    longest_first = largest_first(lengths)
     fewest = max(1, -(-int(lengths.sum()) // (settings.tokens_per_rank * settings.ranks)))
     for micro_batches in count(fewest):  # documents fit at the latest with a bin for each
-        chosen = place_evenly(
-            lengths[longest_first].tolist(), micro_batches * bins_of_each, capacity
+        bin_of_documents = place_evenly(
+            lengths, longest_first, micro_batches * bins_of_each, capacity
         )
-        if chosen is not None:
+        if bin_of_documents is not None:
             break
-    bin_of_documents = np.zeros(len(lengths), np.int64)
-    bin_of_documents[longest_first] = np.asarray(chosen, np.int64)
     bins = [
         np.flatnonzero(bin_of_documents == number) for number in range(micro_batches * bins_of_each)
     ]

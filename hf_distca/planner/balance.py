@@ -103,12 +103,10 @@ def balance(
             )
         first = np.unique(node, return_index=True)[1]
         # 1. Each node is one worker, and the touching rows of its ranks are one segment.
-        *rows, rank = (layout.segments[name] for name in ("document", "start", "stop", "rank"))
+        segments = layout.segments.copy()
+        segments["rank"] = node[segments["rank"]]
         on_nodes = assemble(
-            layout.lengths,
-            (*rows, node[rank]),
-            int(node[: layout.ranks].max()) + 1,
-            by_document=True,
+            layout.lengths, segments, int(node[: layout.ranks].max()) + 1, by_document=True
         )
         speed = np.bincount(node, workers.speed)
         busy = np.bincount(node, np.asarray(workers.speed) * np.asarray(workers.base_load))

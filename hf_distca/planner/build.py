@@ -19,9 +19,9 @@ from hf_distca.plan.intervals import IntArray, local_tasks, row_counts
 from hf_distca.plan.metrics import exchange_figures, loads_of
 from hf_distca.plan.stages import usual_stages, with_stages
 from hf_distca.planner.balance import balance
-from hf_distca.planner.bin_packing import whole_documents
+from hf_distca.planner.bin_packing import split_documents, whole_documents
 from hf_distca.planner.joint import joint_layout
-from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored, split_documents
+from hf_distca.planner.layout import fixed_layout, layout_of_kind, mirrored
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.counts import CountedPlan, count_plan
 from hf_distca.predict.seconds import DIAGONAL_ROWS, StepCosts, Tasks

@@ -5,20 +5,27 @@ node exchanges rows inside nodes only. One group of all ranks is the joint layou
 exchange less, larger ones balance better.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush, heapreplace
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import AttentionKind, Layout, NanoBatch, Plan
+from hf_distca.plan import SEGMENT, AttentionKind, Layout, NanoBatch, Plan
+from hf_distca.plan.intervals import Table, joined, row_counts, table_of
 from hf_distca.planner.balance import balance
-from hf_distca.planner.bin_packing import ranks_of_whole
+from hf_distca.planner.bin_packing import (
+    NOWHERE,
+    Bins,
+    largest_first,
+    ranks_of_whole,
+    split_documents,
+)
 from hf_distca.planner.build import local_plan
 from hf_distca.planner.joint import joint_segments
-from hf_distca.planner.layout import assemble, split_documents
+from hf_distca.planner.layout import assemble
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.predict.seconds import StepCosts
 from hf_distca.predict.walk import document_seconds
@@ -29,9 +36,11 @@ FloatArray = NDArray[np.float64]
 LONG_SHARE = 0.25
 """Share of a rank's work from which a document is long; shorter ones balance well enough uncut."""
 ALIKE = 0.01
-"""Share by which a group may have more work per rank than the mean and still count as equal."""
+"""Share by which a group may have more work per rank than the mean and still count as equal. It is
+the finest tolerance of balancing, below which the time of a step no longer changes measurably."""
 MOST_SLACK = 8.0
-"""Maximum tolerance of a group with little work."""
+"""Maximum tolerance of a group with little work. Beyond it nothing has to be balanced, and larger
+numbers would only lose precision."""
 
 
 def partitions(node_sizes: Sequence[int]) -> list[tuple[int, ...]]:
@@ -45,14 +54,16 @@ def partitions(node_sizes: Sequence[int]) -> list[tuple[int, ...]]:
     Returns:
         For each partition, [groups] ranks of each group.
     """
-    nodes = [[1] * size for size in node_sizes]
-    found = [tuple(chain(*nodes))]
-    while any(len(groups) > 1 for groups in nodes):
-        nodes = [_paired(groups) for groups in nodes]
-        found.append(tuple(chain(*nodes)))
-    while len(found[-1]) > 1:
-        found.append(tuple(_paired(list(found[-1]))))
-    return found
+    # 1. Join ranks inside nodes, until every node is a group.
+    groups_of_nodes = [[1] * size for size in node_sizes]
+    levels = [tuple(chain(*groups_of_nodes))]
+    while any(len(groups) > 1 for groups in groups_of_nodes):
+        groups_of_nodes = [_paired(groups) for groups in groups_of_nodes]
+        levels.append(tuple(chain(*groups_of_nodes)))
+    # 2. Join nodes, until all ranks are one group.
+    while len(levels[-1]) > 1:
+        levels.append(tuple(_paired(list(levels[-1]))))
+    return levels
 
 
 def _paired(sizes: list[int]) -> list[int]:
@@ -73,8 +84,8 @@ class Placing:
     @classmethod
     def of_all(cls, seconds: FloatArray, speeds: FloatArray) -> "Placing":
         """Return one group of all ranks, from [documents] seconds and [ranks] speeds."""
-        every = float(seconds.sum() / speeds.sum())
-        return cls((len(speeds),), (np.arange(len(seconds)),), (), np.array([every]))
+        divided_evenly = float(seconds.sum() / speeds.sum())
+        return cls((len(speeds),), (np.arange(len(seconds)),), (), np.array([divided_evenly]))
 
     def longest_share(self, seconds: FloatArray) -> float:
         """Return the largest share of a group's work in one document, from [documents] seconds."""
@@ -98,7 +109,10 @@ def place_in_groups(
     *,
     fill_to: float = 0.0,
 ) -> Placing | None:
-    """Give documents to groups of equal work: the costliest first, each to the group with the least work.
+    """Give documents to groups of equal work.
+
+    The costliest document comes first, and each goes to the group with the least work of those with
+    room for it.
 
     Args:
         seconds: [documents] seconds of computing each document.
@@ -115,19 +129,28 @@ def place_in_groups(
         return None
     if len(sizes) == 1:
         return Placing.of_all(seconds, speeds)
-    speed_of = np.add.reduceat(speeds, np.cumsum((0, *sizes[:-1]))).tolist()
-    room = [size * tokens_per_rank for size in sizes]
-    if fill_to:
-        group_of, loads = _filled(lengths, seconds, room, speed_of, fill_to)
-    else:
-        group_of, loads = _give_out(lengths, seconds, room, speed_of)
-    if any(size * tokens_per_rank - space < size for size, space in zip(sizes, room, strict=True)):
-        return None
-    by_group = np.argsort(group_of, kind="stable")
-    left, *documents = np.split(
-        by_group, np.searchsorted(group_of[by_group], np.arange(len(sizes)))
+    bins = Bins(
+        [size * tokens_per_rank for size in sizes],
+        speeds=np.add.reduceat(speeds, _starts(sizes)).tolist(),
     )
-    return Placing(sizes, tuple(documents), tuple(left.tolist()), np.array(loads))
+    order = largest_first(seconds)
+    if fill_to:
+        group_of_document = bins.fill_up(lengths, seconds, order, fill_to)
+    else:
+        group_of_document = bins.pack(lengths, seconds, order, bins.least_work)
+    for size, room in zip(sizes, bins.room, strict=True):
+        if size * tokens_per_rank - room < size:
+            return None
+    # Sort the documents by group; those that no group has room for come first.
+    by_group = np.argsort(group_of_document, kind="stable")
+    group_starts = np.searchsorted(group_of_document[by_group], np.arange(len(sizes)))
+    unplaced, *documents = np.split(by_group, group_starts)
+    return Placing(sizes, tuple(documents), tuple(unplaced.tolist()), np.array(bins.work))
+
+
+def _starts(sizes: Sequence[int]) -> IntArray:
+    """Return the first rank of each group, or node, from its number of ranks."""
+    return np.cumsum((0, *sizes[:-1]))
 
 
 def place_on_ranks(
@@ -143,11 +166,12 @@ def place_on_ranks(
     """
     if int(lengths.max()) > tokens_per_rank:
         return None
-    rank_of = ranks_of_whole(lengths, ranks, tokens_per_rank)
-    if rank_of is None or len(np.unique(rank_of)) < ranks:
+    rank_of_document = ranks_of_whole(lengths, ranks, tokens_per_rank)
+    if rank_of_document is None or len(np.unique(rank_of_document)) < ranks:
         return None
-    documents = tuple(np.flatnonzero(rank_of == rank) for rank in range(ranks))
-    return Placing((1,) * ranks, documents, (), np.bincount(rank_of, seconds, ranks) / speeds)
+    documents = tuple(np.flatnonzero(rank_of_document == rank) for rank in range(ranks))
+    work = np.bincount(rank_of_document, seconds, ranks)
+    return Placing((1,) * ranks, documents, (), work / speeds)
 
 
 def joined_nodes(
@@ -166,102 +190,65 @@ def joined_nodes(
         [groups] ranks of each group, largest first; None if nodes differ in size, or together have
         too little room.
     """
-    size, nodes = max(node_sizes), len(node_sizes)
-    if min(node_sizes) < size:
+    node_count = len(node_sizes)
+    node_ranks = max(node_sizes)
+    if min(node_sizes) < node_ranks:
         return None
-    most = float(seconds.sum() / speeds.sum()) * (1 + ALIKE)
-    # 1. Documents that are too large for a node get several.
-    needs = np.ceil(np.maximum(seconds / (most * size), lengths / (size * tokens_per_rank))).astype(
-        np.int64
-    )
-    joined = sorted(needs[needs > 1].tolist(), reverse=True)
-    if sum(joined) > nodes:
+    limit = float(seconds.sum() / speeds.sum()) * (1 + ALIKE)
+    # 1. Give documents that are too large for a node several nodes.
+    nodes_by_work = seconds / (limit * node_ranks)
+    nodes_by_rows = lengths / (node_ranks * tokens_per_rank)
+    needed_nodes = np.ceil(np.maximum(nodes_by_work, nodes_by_rows)).astype(np.int64)
+    nodes_of_groups = sorted(needed_nodes[needed_nodes > 1].tolist(), reverse=True)
+    single_nodes = node_count - sum(nodes_of_groups)
+    if single_nodes < 0:
         return None
-    joined += [1] * (nodes - sum(joined))
-    # 2. Groups with too much work are joined with those that have the least.
-    placing = place_in_groups(
-        lengths, seconds, tuple(size * each for each in joined), tokens_per_rank, speeds
-    )
+    nodes_of_groups += [1] * single_nodes
+    # 2. Place all documents, and join groups with too much work to those with the least.
+    sizes = tuple(node_ranks * nodes for nodes in nodes_of_groups)
+    placing = place_in_groups(lengths, seconds, sizes, tokens_per_rank, speeds)
     if placing is None:
         return None
-    left = sorted(zip(placing.seconds.tolist(), joined, strict=True))
-    together = []
-    while left:
-        load, count = left.pop()
-        work = load * count
-        while left and work > most * count:
-            load, more = left.pop(0)
-            work, count = work + load * more, count + more
-        together.append(count)
-    return tuple(size * each for each in sorted(together, reverse=True))
+    nodes_of_groups = _joined_until_alike(placing.seconds.tolist(), nodes_of_groups, limit)
+    return tuple(node_ranks * nodes for nodes in sorted(nodes_of_groups, reverse=True))
 
 
-def _give_out(
-    lengths: IntArray, costs: FloatArray, room: list[int], speeds: list[float]
-) -> tuple[IntArray, list[float]]:
-    """Give each document, the costliest first, to the bin with the least work of those with room for it.
+def _joined_until_alike(
+    seconds: Sequence[float], nodes_of_groups: Sequence[int], limit: float
+) -> list[int]:
+    """Join groups that compute longer than a limit to those with the least work.
 
     Args:
-        lengths, costs: [documents] of each document.
-        room: [bins] rows that each bin still takes; lowered by what it gets.
-        speeds: [bins] cost per unit of work of each bin.
+        seconds: [groups] seconds that a rank of each group computes.
+        nodes_of_groups: [groups] nodes of each group.
 
     Returns:
-        [documents] the bin of each, -1 where no bin has room; [bins] the work of each.
+        Nodes of each group that there is then.
     """
-    ready = [(0.0, each) for each in range(len(room))]  # heap by work
-    small: list[
-        tuple[int, int, float]
-    ] = []  # heap by room of bins that had too little for an earlier document
-    chosen, work = [], [0.0] * len(room)
-    order = np.argsort(-costs, kind="stable")
-    for size, cost in zip(lengths[order].tolist(), costs[order].tolist(), strict=True):
-        while small and -small[0][0] >= size:
-            _, each, load = heappop(small)
-            heappush(ready, (load, each))
-        while ready and room[ready[0][1]] < size:
-            load, each = heappop(ready)
-            heappush(small, (-room[each], each, load))
-        if ready:
-            load, each = ready[0]
-            chosen.append(each)
-            room[each] -= size
-            work[each] = load = load + cost / speeds[each]
-            heapreplace(ready, (load, each))
-        else:
-            chosen.append(-1)
-    bin_of = np.empty(len(order), np.int64)
-    bin_of[order] = chosen
-    return bin_of, work
+    waiting = deque(sorted(zip(seconds, nodes_of_groups, strict=True)))
+    joined_groups = []
+    while waiting:
+        most_seconds, nodes = waiting.pop()
+        work = most_seconds * nodes
+        while waiting and work > limit * nodes:
+            least_seconds, more_nodes = waiting.popleft()
+            work += least_seconds * more_nodes
+            nodes += more_nodes
+        joined_groups.append(nodes)
+    return joined_groups
 
 
-def _filled(
-    lengths: IntArray, costs: FloatArray, room: list[int], speeds: list[float], fill_to: float
-) -> tuple[IntArray, list[float]]:
-    """Give each document, the costliest first, to the bin with the most work that stays below `fill_to`.
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Group of neighbouring ranks, and its documents."""
 
-    Empty bins get a document first. If no bin stays below, the bin with the least work gets the
-    document.
-
-    Args, returns: as in `_give_out`.
-    """
-    work = [0.0] * len(room)
-    bin_of = np.full(len(costs), -1)
-    for document in np.argsort(-costs, kind="stable").tolist():
-        size, cost = int(lengths[document]), float(costs[document])
-        fitting = [each for each, space in enumerate(room) if space >= size]
-        none_empty = min(work) > 0
-        below = [
-            each for each in fitting if none_empty and work[each] + cost / speeds[each] <= fill_to
-        ]
-        if fitting:
-            chosen = (
-                max(below, key=work.__getitem__) if below else min(fitting, key=work.__getitem__)
-            )
-            bin_of[document] = chosen
-            room[chosen] -= size
-            work[chosen] += cost / speeds[chosen]
-    return bin_of, work
+    documents: IntArray
+    first_rank: int
+    ranks: int
+    # [nodes] how many of its ranks each node has; (1,) if all links of the group are alike.
+    node_sizes: Sequence[int]
+    # How far above the group's mean a rank may be, as a fraction of the mean.
+    slack: float
 
 
 def nano_batches_in_groups(
@@ -273,7 +260,7 @@ def nano_batches_in_groups(
     *,
     evenly: bool,
 ) -> tuple[NanoBatch, ...] | None:
-    """Lay out the documents of every group on its ranks and balance their core attention there, in one stage.
+    """Lay out each group's documents on its ranks and balance core attention there, in one stage.
 
     Args:
         count: number of nano-batches.
@@ -284,159 +271,221 @@ def nano_batches_in_groups(
         None if the documents of a group cannot form two nano-batches, or a rank would hold no row
         of a nano-batch: models cannot run without rows.
     """
-    slack = _slack(lengths, placing, settings, costs)
+    # 1. Place the documents of every group on its ranks, nano-batch after nano-batch.
+    groups = _groups_of(lengths, placing, settings, costs)
     seconds = document_seconds(lengths, costs)
-    segments: list[list[IntArray]] = [[] for _ in range(count)]
-    first = 0
-    for documents, size, most in zip(placing.documents, placing.sizes, slack, strict=True):
-        parts = [documents]
+    segments_of_groups = []
+    for group in groups:
+        nano_batches = [group.documents]
         if count == 2:
-            halves = split_documents(lengths[documents], size) or _longest_apart(
-                lengths[documents], size
-            )
-            if halves is None:
-                return None
-            parts = [documents[half] for half in halves]
-        room, nodes = np.full(size, settings.tokens_per_rank), _nodes_in(first, size, settings)
-        for number, part in enumerate(parts):
-            if evenly and size > 1:
-                # A rank that the first nano-batch filled could not share long documents of the
-                # second.
-                share = (
-                    1
-                    if number == count - 1
-                    else int(lengths[part].sum()) / int(lengths[documents].sum())
-                )
-                placed = divide_evenly(
-                    lengths[part], seconds[part], (room * share).astype(np.int64), nodes
-                )
-                if placed is None:
-                    return None
-                np.subtract.at(room, placed[:, 3], placed[:, 2] - placed[:, 1])
-            else:
-                placed = _in_group(
-                    lengths[part], size, nodes, most, settings, backwards=number == 1
-                )
-            placed[:, 0] = part[placed[:, 0]]
-            placed[:, 3] += first
-            segments[number].append(placed)
-        first += size
-    tables = [np.concatenate(each) for each in segments]
+            nano_batches = _two_nano_batches(lengths, group)
+        if evenly and group.ranks > 1:
+            room = np.full(group.ranks, settings.tokens_per_rank)
+            segments = _divided_in_group(lengths, seconds, group, nano_batches, room)
+        else:
+            segments = _joint_in_group(lengths, group, nano_batches, settings)
+        if len(segments) < count:
+            return None
+        segments_of_groups.append(segments)
+    tables = [joined(*segments) for segments in zip(*segments_of_groups, strict=True)]
+    # 2. Cut documents that fit into no group; they belong to the first nano-batch.
     if placing.left:
-        held = np.concatenate(tables)
-        used = np.bincount(held[:, 3], weights=held[:, 2] - held[:, 1], minlength=settings.ranks)
-        room = settings.tokens_per_rank - used.astype(np.int64)
-        tables[0] = np.concatenate(
-            [tables[0], _cut_where_room(placing.left, lengths, room.tolist())]
-        )
+        placed = joined(*tables)
+        used = np.bincount(placed["rank"], row_counts(placed), settings.ranks)
+        room_left = (settings.tokens_per_rank - used.astype(np.int64)).tolist()
+        tables[0] = joined(tables[0], _cut_where_room(placing.left, lengths, room_left))
+    # 3. Make layouts, in which every rank needs a row.
     laid_out = []
     for table in tables:
-        documents, own = np.unique(table[:, 0], return_inverse=True)
-        columns = (own, table[:, 1], table[:, 2], table[:, 3])
-        layout = assemble(lengths[documents], columns, settings.ranks, by_document=True)
+        documents, table["document"] = np.unique(table["document"], return_inverse=True)
+        layout = assemble(lengths[documents], table, settings.ranks, by_document=True)
         if int(layout.tokens.min()) == 0:
             return None
         laid_out.append((documents, layout))
-    return tuple(
-        NanoBatch(
-            documents,
-            layout,
-            {kind: _tasks(layout, kind, settings, placing, slack) for kind in settings.kinds},
+    # 4. Balance core attention inside the groups.
+    slack_of_ranks = np.repeat([group.slack for group in groups], placing.sizes)
+    finished = []
+    for documents, layout in laid_out:
+        plans = {
+            kind: _balanced_in_groups(layout, kind, settings, placing, slack_of_ranks)
+            for kind in settings.kinds
+        }
+        finished.append(NanoBatch(documents, layout, plans))
+    return tuple(finished)
+
+
+def _groups_of(
+    lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts
+) -> list[_Group]:
+    """Return the groups of a placing, with the slack and the nodes of each.
+
+    A rank may finish as late as the slowest group, plus the tolerance.
+    """
+    tolerance = settings.balance_tolerance
+    latest = placing.slowest * (1 + tolerance)
+    first_ranks = _starts(placing.sizes).tolist()
+    groups = []
+    for documents, first_rank, ranks, seconds in zip(
+        placing.documents, first_ranks, placing.sizes, placing.seconds.tolist(), strict=True
+    ):
+        attention = seconds - costs.token * int(lengths[documents].sum()) / ranks
+        spare = (latest - seconds) / attention if attention > 0 else MOST_SLACK
+        slack = min(max(spare, tolerance), MOST_SLACK)
+        node_sizes = _nodes_in(first_rank, ranks, settings)
+        groups.append(_Group(documents, first_rank, ranks, node_sizes, slack))
+    return groups
+
+
+def _two_nano_batches(lengths: IntArray, group: _Group) -> list[IntArray]:
+    """Return the documents of two nano-batches of a group; none if it cannot form two."""
+    of_group = lengths[group.documents]
+    halves = split_documents(of_group, group.ranks)
+    if halves is None:
+        halves = _longest_apart(of_group, group.ranks) or []
+    return [group.documents[half] for half in halves]
+
+
+def _divided_in_group(
+    lengths: IntArray,
+    seconds: FloatArray,
+    group: _Group,
+    nano_batches: Sequence[IntArray],
+    room: IntArray,
+) -> list[Table]:
+    """Divide a group's long documents evenly over its ranks.
+
+    Args:
+        nano_batches: documents of each nano-batch.
+        room: [ranks of the group] rows that each rank takes.
+
+    Returns:
+        [segments] of dtype SEGMENT of each nano-batch; fewer than there are nano-batches if the
+        ranks have too little room.
+    """
+    group_tokens = int(lengths[group.documents].sum())
+    tables: list[Table] = []
+    for number, documents in enumerate(nano_batches):
+        # A rank that the first nano-batch filled could not share long documents of the second. So
+        # the first gets a share of every rank's room.
+        is_last = number == len(nano_batches) - 1
+        share = 1 if is_last else int(lengths[documents].sum()) / group_tokens
+        segments = divide_evenly(
+            lengths[documents],
+            seconds[documents],
+            (room * share).astype(np.int64),
+            group.node_sizes,
         )
-        for documents, layout in laid_out
+        if segments is None:
+            return tables
+        room = room - np.bincount(segments["rank"], row_counts(segments), group.ranks).astype(
+            np.int64
+        )
+        segments["document"] = documents[segments["document"]]
+        segments["rank"] += group.first_rank
+        tables.append(segments)
+    return tables
+
+
+def _joint_in_group(
+    lengths: IntArray, group: _Group, nano_batches: Sequence[IntArray], settings: PlanSettings
+) -> list[Table]:
+    """Place a group's documents with few cuts.
+
+    Returns:
+        [segments] of dtype SEGMENT of each nano-batch.
+    """
+    tables = []
+    for number, documents in enumerate(nano_batches):
+        if group.ranks == 1:
+            segments = table_of(
+                SEGMENT, document=np.arange(len(documents)), stop=lengths[documents]
+            )
+        else:
+            # The first ranks get one row more, in the second nano-batch the last ranks: so no rank
+            # holds too many rows.
+            segments = _joint_on_ranks(lengths[documents], group, settings, backwards=number == 1)
+        segments["document"] = documents[segments["document"]]
+        segments["rank"] += group.first_rank
+        tables.append(segments)
+    return tables
+
+
+def _joint_on_ranks(
+    lengths: IntArray, group: _Group, settings: PlanSettings, *, backwards: bool
+) -> Table:
+    """Return [segments] of dtype SEGMENT of the joint layout; a group's ranks count from 0.
+
+    Args:
+        backwards: place documents from the last rank on.
+    """
+    kind = settings.dominant_kind
+    node_sizes = group.node_sizes if len(group.node_sizes) > 1 else (1,) * group.ranks
+    segments = joint_segments(
+        lengths,
+        node_sizes[::-1] if backwards else node_sizes,
+        kind.window or kind.chunk,
+        group.slack,
+        settings.balance_block_size,
     )
+    if backwards:
+        segments["rank"] = group.ranks - 1 - segments["rank"]
+    return segments
 
 
-def _longest_apart(lengths: IntArray, size: int) -> list[IntArray] | None:
+def _longest_apart(lengths: IntArray, ranks: int) -> list[IntArray] | None:
     """Return the longest document, and all others; None if the others have fewer tokens than ranks.
 
     Other groups hide their exchanges, even if this group has little to hide its own behind.
     """
     longest = int(lengths.argmax())
-    others = np.delete(np.arange(len(lengths)), longest)
-    return [np.array([longest]), others] if int(lengths[others].sum()) >= size else None
+    other_documents = np.delete(np.arange(len(lengths)), longest)
+    if int(lengths[other_documents].sum()) < ranks:
+        return None
+    return [np.array([longest]), other_documents]
 
 
-def _slack(
-    lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts
-) -> list[float]:
-    """Return [groups] how far above its group's mean a rank may be, as a fraction of the mean.
-
-    A rank may finish as late as the slowest group, plus the tolerance.
-    """
-    limit = placing.slowest * (1 + settings.balance_tolerance)
-    slack = []
-    for documents, size, seconds in zip(
-        placing.documents, placing.sizes, placing.seconds.tolist(), strict=True
-    ):
-        attention = seconds - costs.token * int(lengths[documents].sum()) / size
-        spare = (limit - seconds) / attention if attention > 0 else MOST_SLACK
-        slack.append(min(max(spare, settings.balance_tolerance), MOST_SLACK))
-    return slack
-
-
-def _tasks(
+def _balanced_in_groups(
     layout: Layout,
     kind: AttentionKind,
     settings: PlanSettings,
     placing: Placing,
-    slack: Sequence[float],
+    slack_of_ranks: FloatArray,
 ) -> Plan:
-    """Balance the core attention of one kind of layer inside each group."""
-    sizes = placing.sizes
-    inside = set(np.cumsum(settings.node_sizes or (settings.ranks,)).tolist()) <= set(
-        np.cumsum(sizes).tolist()
-    )
-    if max(sizes) == 1:
+    """Balance the core attention of one kind of layer inside each group.
+
+    Args:
+        slack_of_ranks: [ranks] how far above its group's mean each rank may be.
+    """
+    node_stops = np.cumsum(settings.node_sizes or (settings.ranks,)).tolist()
+    group_stops = np.cumsum(placing.sizes).tolist()
+    inside_nodes = set(node_stops) <= set(group_stops)
+    if max(placing.sizes) == 1:
         plan = local_plan(layout, kind)
     else:
-        flat = replace(settings, ranks_per_node=1) if inside else settings
-        groups = np.repeat(np.arange(len(sizes)), sizes)
+        # Inside a node all links are alike.
+        in_groups = replace(settings, ranks_per_node=1) if inside_nodes else settings
+        group_of_rank = np.repeat(np.arange(len(placing.sizes)), placing.sizes)
         plan = balance(
-            layout, kind, flat, groups=groups.tolist(), tolerance=np.repeat(slack, sizes)
+            layout, kind, in_groups, groups=group_of_rank.tolist(), tolerance=slack_of_ranks
         )
-    return replace(plan, nodes=settings.nodes if placing.left or not inside else None)
+    crosses_nodes = bool(placing.left) or not inside_nodes
+    return replace(plan, nodes=settings.nodes if crosses_nodes else None)
 
 
-def _nodes_in(first: int, size: int, settings: PlanSettings) -> Sequence[int]:
-    """Return [nodes] how many of some consecutive ranks each node has; 1 if all their links are alike."""
+def _nodes_in(first_rank: int, ranks: int, settings: PlanSettings) -> Sequence[int]:
+    """Return [nodes] how many of some consecutive ranks each node has.
+
+    (1,) if all their links are alike.
+    """
     if settings.nodes is None:
         return (1,)
-    sizes: list[int] = np.unique(settings.nodes[first : first + size], return_counts=True)[
-        1
-    ].tolist()
-    return sizes if len(sizes) > 1 else (1,)
-
-
-def _in_group(
-    lengths: IntArray,
-    size: int,
-    nodes: Sequence[int],
-    slack: float,
-    settings: PlanSettings,
-    *,
-    backwards: bool,
-) -> IntArray:
-    """Return [segments, 4] document, start, stop and rank of a group's documents.
-
-    Ranks count from 0.
-    """
-    if size == 1:
-        zeros = np.zeros_like(lengths)
-        return np.stack([np.arange(len(lengths)), zeros, lengths, zeros], axis=1)
-    # The first ranks get one row more, in the second nano-batch the last ranks: so no rank holds
-    # too many rows.
-    sizes, kind = nodes if len(nodes) > 1 else (1,) * size, settings.dominant_kind
-    window, block = kind.window or kind.chunk, settings.balance_block_size
-    segments = joint_segments(lengths, sizes[::-1] if backwards else sizes, window, slack, block)
-    if backwards:
-        segments[:, 3] = size - 1 - segments[:, 3]
-    return segments
+    _, sizes = np.unique(settings.nodes[first_rank : first_rank + ranks], return_counts=True)
+    return tuple(sizes.tolist()) if len(sizes) > 1 else (1,)
 
 
 def divide_evenly(
     lengths: IntArray, seconds: FloatArray, room: IntArray, node_sizes: Sequence[int] = (1,)
-) -> IntArray | None:
+) -> Table | None:
     """Divide each long document evenly over all ranks of a group.
 
     Rank r of n has the parts r and 2 n - 1 - r of 2 n, so that all ranks compute alike. In a group
@@ -448,58 +497,120 @@ def divide_evenly(
         node_sizes: [nodes] ranks of each node, if there are several.
 
     Returns:
-        [segments, 4] document, start, stop and rank; None if the ranks have too little room.
+        [segments] of dtype SEGMENT, offsets not set; None if the ranks have too little room.
     """
-    size = len(room)
-    is_long = (seconds > LONG_SHARE * seconds.sum() / size * max(node_sizes)) & (
-        lengths >= 2 * size
-    )
-    long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
-    # Rows that do not divide evenly go to the ranks in turn, those with the most room first.
-    share, more = np.divmod(lengths[long], size)
-    turn = np.argsort(np.argsort(-room, kind="stable"), kind="stable")
-    rows = share[:, None] + ((turn - (np.cumsum(more) - more)[:, None]) % size < more[:, None])
-    parts = np.concatenate([rows // 2, (rows - rows // 2)[:, ::-1]], axis=1)
-    stops = np.cumsum(parts, axis=1)
-    ranks = np.tile(np.append(np.arange(size), np.arange(size)[::-1]), len(long))
-    divided = [
-        np.stack([np.repeat(long, 2 * size), (stops - parts).ravel(), stops.ravel(), ranks], axis=1)
-    ]
-    left = room - rows.sum(axis=0)
+    # 1. Divide long documents over all ranks. Every part needs a row.
+    ranks = len(room)
+    long_seconds = LONG_SHARE * seconds.sum() / ranks * max(node_sizes)
+    is_long = (seconds > long_seconds) & (lengths >= 2 * ranks)
+    divided = _even_parts(lengths, np.flatnonzero(is_long), room)
+    room = _room_left(room, divided)
+    # 2. Place the other documents inside nodes, or on single ranks.
+    short = np.flatnonzero(~is_long)
     if len(node_sizes) > 1:
-        begins = np.cumsum((0, *node_sizes[:-1]))
-        node_of, _ = _give_out(
-            lengths[short],
-            seconds[short],
-            np.add.reduceat(left, begins).tolist(),
-            [float(each) for each in node_sizes],
-        )
-        for node, (begin, ranks_here) in enumerate(zip(begins.tolist(), node_sizes, strict=True)):
-            here = short[node_of == node]
-            if not len(here):
-                continue
-            inside = divide_evenly(lengths[here], seconds[here], left[begin : begin + ranks_here])
-            if inside is None:
-                return None
-            inside[:, 0], inside[:, 3] = here[inside[:, 0]], inside[:, 3] + begin
-            np.subtract.at(left, inside[:, 3], inside[:, 2] - inside[:, 1])
-            divided.append(inside)
-        room_left, unplaced = left.tolist(), short[node_of < 0]
+        placed = _divided_inside_nodes(lengths, seconds, short, room, node_sizes)
+        if placed is None:
+            return None
     else:
-        room_left = left.tolist()
-        rank_of, _ = _give_out(lengths[short], seconds[short], room_left, [1.0] * size)
-        whole, rank_of, unplaced = short[rank_of >= 0], rank_of[rank_of >= 0], short[rank_of < 0]
-        divided.append(np.stack([whole, np.zeros_like(whole), lengths[whole], rank_of], axis=1))
-    divided.append(_cut_where_room(unplaced.tolist(), lengths, room_left))
-    return None if min(room_left) < 0 else np.concatenate(divided)
+        bins = Bins(room.tolist())
+        order = largest_first(seconds[short])
+        rank_of_short = bins.pack(lengths[short], seconds[short], order, bins.least_work)
+        has_rank = rank_of_short != NOWHERE
+        whole = short[has_rank]
+        placed = table_of(
+            SEGMENT, document=whole, stop=lengths[whole], rank=rank_of_short[has_rank]
+        )
+    # 3. Cut documents that fit nowhere.
+    room_left = _room_left(room, placed).tolist()
+    unplaced = short[~np.isin(short, placed["document"])]
+    cut = _cut_where_room(unplaced.tolist(), lengths, room_left)
+    return None if min(room_left) < 0 else joined(divided, placed, cut)
 
 
-def _cut_where_room(documents: Iterable[int], lengths: IntArray, room: list[int]) -> IntArray:
-    """Return [segments, 4] of documents that fit nowhere whole, cut over the ranks with the most room.
+def _even_parts(lengths: IntArray, documents: IntArray, room: IntArray) -> Table:
+    """Return [segments] of dtype SEGMENT of documents that are divided evenly over all ranks.
+
+    Args:
+        documents: indices of documents.
+        room: [ranks] rows that each rank takes.
+    """
+    ranks = len(room)
+    rows_a_rank, more_rows = np.divmod(lengths[documents], ranks)
+    # 1. Rows that do not divide evenly go to the ranks in turn, those with the most room first.
+    turn_of_rank = np.empty(ranks, np.int64)
+    turn_of_rank[largest_first(room)] = np.arange(ranks)
+    first_turn = np.cumsum(more_rows) - more_rows
+    gets_more = (turn_of_rank - first_turn[:, None]) % ranks < more_rows[:, None]
+    rows = rows_a_rank[:, None] + gets_more  # [documents, ranks]
+    # 2. Each rank has one part of the first half of a document and one of the second, mirrored.
+    first_parts = rows // 2
+    second_parts = rows - first_parts
+    parts = np.concatenate([first_parts, second_parts[:, ::-1]], axis=1)
+    stops = np.cumsum(parts, axis=1)
+    rank_of_part = np.append(np.arange(ranks), np.arange(ranks)[::-1])
+    return table_of(
+        SEGMENT,
+        document=np.repeat(documents, 2 * ranks),
+        start=(stops - parts).ravel(),
+        stop=stops.ravel(),
+        rank=np.tile(rank_of_part, len(documents)),
+    )
+
+
+def _divided_inside_nodes(
+    lengths: IntArray,
+    seconds: FloatArray,
+    documents: IntArray,
+    room: IntArray,
+    node_sizes: Sequence[int],
+) -> Table | None:
+    """Give documents to nodes of equal work, and divide the longest over the ranks of their node.
+
+    Args:
+        documents: indices of documents.
+        room: [ranks] rows that each rank takes.
+
+    Returns:
+        [segments] of dtype SEGMENT; a document that fits into no node has none. None if the ranks
+        of a node have too little room.
+    """
+    first_ranks = _starts(node_sizes)
+    bins = Bins(
+        np.add.reduceat(room, first_ranks).tolist(), speeds=[float(size) for size in node_sizes]
+    )
+    order = largest_first(seconds[documents])
+    node_of_document = bins.pack(lengths[documents], seconds[documents], order, bins.least_work)
+    placed = [table_of(SEGMENT, document=np.zeros(0, np.int64))]
+    for node, (first_rank, ranks) in enumerate(zip(first_ranks.tolist(), node_sizes, strict=True)):
+        on_node = documents[node_of_document == node]
+        if not len(on_node):
+            continue
+        segments = divide_evenly(
+            lengths[on_node], seconds[on_node], room[first_rank : first_rank + ranks]
+        )
+        if segments is None:
+            return None
+        segments["document"] = on_node[segments["document"]]
+        segments["rank"] += first_rank
+        placed.append(segments)
+    return joined(*placed)
+
+
+def _room_left(room: IntArray, segments: Table) -> IntArray:
+    """Return [ranks] rows that each rank takes besides segments."""
+    used = np.bincount(segments["rank"], row_counts(segments), len(room))
+    return np.asarray(room - used.astype(np.int64))
+
+
+def _cut_where_room(documents: Iterable[int], lengths: IntArray, room: list[int]) -> Table:
+    """Cut documents that fit nowhere whole over the ranks with the most room.
 
     Args:
         room: [ranks] rows that each rank takes, lowered by what it gets; negative if all have too
             little together.
+
+    Returns:
+        [segments] of dtype SEGMENT.
     """
     pieces = []
     for document in documents:
@@ -507,7 +618,7 @@ def _cut_where_room(documents: Iterable[int], lengths: IntArray, room: list[int]
         while start < length:
             rank = room.index(max(room))
             stop = min(start + room[rank], length) if room[rank] > 0 else length
-            pieces.append((document, start, stop, rank))
+            pieces.append((document, start, stop, rank, 0))
             room[rank] -= stop - start
             start = stop
-    return np.array(pieces, np.int64).reshape(-1, 4)
+    return np.array(pieces, SEGMENT)

@@ -9,6 +9,7 @@ from hf_distca.plan.cost import as_lengths
 from hf_distca.plan.intervals import (
     ROWS,
     IntArray,
+    Table,
     expand,
     merge_touching,
     overlaps,
@@ -39,20 +40,25 @@ def fixed_layout(placed: Sequence[Sequence[int]], ranks: int | None = None) -> L
     # Number the tokens of all documents from 0 on, list after list, and cut them where a document
     # or a rank begins.
     stops = np.append(0, np.cumsum(lengths))
-    ends = stops[np.cumsum([len(documents) for documents in placed])][:, None]
-    begins = np.append(0, ends[:-1])[:, None]
-    span = ranks // len(placed)
-    share, extra = np.divmod(ends - begins, span)
-    nth = np.arange(span)  # ranks of one list
-    first_of_rank = (begins + nth * share + np.minimum(nth, extra)).ravel()
-    cuts = np.union1d(stops, first_of_rank)
+    list_stops = stops[np.cumsum([len(documents) for documents in placed])][:, None]
+    list_starts = np.append(0, list_stops[:-1])[:, None]
+    ranks_of_list = ranks // len(placed)
+    share, more_rows = np.divmod(list_stops - list_starts, ranks_of_list)
+    rank_in_list = np.arange(ranks_of_list)
+    rank_starts = list_starts + rank_in_list * share + np.minimum(rank_in_list, more_rows)
+    rank_starts = rank_starts.ravel()
+    cuts = np.union1d(stops, rank_starts)
     begin, end = cuts[:-1], cuts[1:]
     document = np.searchsorted(stops, begin, "right") - 1
-    # If several ranks begin at the same token, all but the last are empty.
-    rank = np.searchsorted(first_of_rank, begin, "right") - 1
-    return assemble(
-        lengths, (document, begin - stops[document], end - stops[document], rank), ranks
+    segments = table_of(
+        SEGMENT,
+        document=document,
+        start=begin - stops[document],
+        stop=end - stops[document],
+        # If several ranks begin at the same token, all but the last are empty.
+        rank=np.searchsorted(rank_starts, begin, "right") - 1,
     )
+    return assemble(lengths, segments, ranks)
 
 
 def check_settings(balance_tolerance: float, balance_block_size: int) -> None:
@@ -82,13 +88,20 @@ def check_capacity(lengths: IntArray, ranks: int, tokens_per_rank: int) -> None:
 
 
 def assemble(
-    lengths: IntArray, columns: tuple[IntArray, ...], ranks: int, *, by_document: bool = False
+    lengths: IntArray, segments: Table, ranks: int, *, by_document: bool = False
 ) -> Layout:
-    """Return the layout of [segments] document, start, stop and rank, on each rank in this order or by document."""
-    document, start, stop, rank = columns
-    order = np.lexsort((start, document, rank)) if by_document else np.argsort(rank, kind="stable")
-    segments = table_of(SEGMENT, document=document, start=start, stop=stop, rank=rank).take(order)
-    segments = merge_touching(segments, "rank")
+    """Return the layout of segments, whose rows follow each other on every rank.
+
+    Args:
+        segments: [segments] of dtype SEGMENT; offsets need not be set.
+        by_document: whether each rank has its rows by document and row; otherwise in the order of
+            the segments.
+    """
+    if by_document:
+        order = np.lexsort((segments["start"], segments["document"], segments["rank"]))
+    else:
+        order = np.argsort(segments["rank"], kind="stable")
+    segments = merge_touching(segments.take(order), "rank")
     before = rows_before(segments)
     segments["offset"] = before - before[np.searchsorted(segments["rank"], segments["rank"])]
     return Layout(lengths, segments, ranks)
@@ -115,27 +128,6 @@ def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
         last - start[chunk],
     )
     return Layout(row_counts(chunks), segments, layout.ranks)
-
-
-def halves(lengths: IntArray) -> list[IntArray]:
-    """Divide documents into two groups of about equal tokens: longest first, each to the smaller group."""
-    second = np.zeros(len(lengths), bool)
-    ahead = 0  # tokens of the first group minus tokens of the second
-    for document in np.argsort(-lengths, kind="stable").tolist():
-        second[document] = ahead > 0
-        ahead += -int(lengths[document]) if ahead > 0 else int(lengths[document])
-    return [np.flatnonzero(~second), np.flatnonzero(second)]
-
-
-def split_documents(lengths: IntArray, ranks: int) -> list[IntArray] | None:
-    """Divide documents into two nano-batches of a quarter of the tokens or more, see `halves`.
-
-    None if a document has more than half of the tokens, or a group has fewer tokens than ranks.
-    """
-    if len(lengths) < 2 or 2 * int(lengths.max()) > int(lengths.sum()):
-        return None
-    groups = halves(lengths)
-    return groups if min(int(lengths[group].sum()) for group in groups) >= ranks else None
 
 
 def mirrored(layout: Layout) -> Layout:

@@ -4,7 +4,6 @@ All compute the same tokens on the same ranks. Strategies that leave documents i
 as their slowest rank. Planned strategies walk the schedule that training runs.
 """
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +13,7 @@ import numpy as np
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.plan.cost import RowBytes, Workers, pairs
 from hf_distca.plan.nodes import node_sizes
+from hf_distca.planner.bin_packing import Bins, largest_first
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import Choices, PlanSettings
@@ -107,16 +107,23 @@ def packed_rows(lengths: IntArray, setup: Setup) -> tuple[list[list[int]], int]:
     Returns:
         [ranks] lengths of the pieces in each row, and the number of cut documents.
     """
-    pieces, cut = _cut(lengths, setup.tokens_per_rank)
-    rows: list[list[int]] = [[] for _ in range(setup.ranks)]
-    heap = [(0, rank) for rank in range(setup.ranks)]
-    for length in sorted(
-        pieces, reverse=True
-    ):  # each piece goes to the rank with the fewest tokens
-        tokens, rank = heap[0]
-        rows[rank].append(length)
-        heapq.heapreplace(heap, (tokens + length, rank))
-    return rows, cut
+    piece_lengths, cut_documents = _cut(lengths, setup.tokens_per_rank)
+    pieces = np.array(piece_lengths, np.int64)
+    order = largest_first(pieces)
+    # Each piece goes to the rank with the fewest tokens, whether that rank has room or not.
+    ranks = Bins([int(pieces.sum())] * setup.ranks)
+    rank_of_piece = ranks.pack(pieces, pieces, order, ranks.most_room)
+    return _by_bin(pieces, order, rank_of_piece, setup.ranks), cut_documents
+
+
+def _by_bin(
+    pieces: IntArray, order: IntArray, bin_of_piece: IntArray, bins: int
+) -> list[list[int]]:
+    """Return the lengths of the pieces in each bin, in the order in which they were packed."""
+    lengths_of_bin: list[list[int]] = [[] for _ in range(bins)]
+    for piece in order.tolist():
+        lengths_of_bin[bin_of_piece[piece]].append(int(pieces[piece]))
+    return lengths_of_bin
 
 
 def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> StepTime:
@@ -126,20 +133,18 @@ def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> 
     the last part, and so on, so that ranks of a group compute alike, as in WLB-LLM and the paper's
     baseline. Each rank gathers K and V of its group in every layer.
     """
-    most = setup.tokens_per_rank * context
-    pieces, cut = _cut(lengths, most)
-    cost = document_seconds(np.array(pieces, np.int64), setup.costs)
-    groups: list[list[int]] = [[] for _ in range(setup.ranks // context)]
-    load, tokens = np.zeros(len(groups)), np.zeros(len(groups), np.int64)
-    for index in np.argsort(-cost, kind="stable").tolist():
-        has_room = tokens + pieces[index] <= most
-        group = int(
-            np.where(has_room, load, np.inf).argmin() if has_room.any() else tokens.argmin()
-        )
-        groups[group].append(pieces[index])
-        load[group] += cost[index]
-        tokens[group] += pieces[index]
-    return on_ranks(groups, setup, context, cut)
+    most_tokens = setup.tokens_per_rank * context
+    piece_lengths, cut_documents = _cut(lengths, most_tokens)
+    pieces = np.array(piece_lengths, np.int64)
+    costs = document_seconds(pieces, setup.costs)
+    order = largest_first(costs)
+    count = setup.ranks // context
+    groups = Bins([most_tokens] * count)
+    group_of_piece = groups.pack(
+        pieces, costs, order, groups.least_work, when_full=groups.most_room
+    )
+    lengths_of_group = _by_bin(pieces, order, group_of_piece, count)
+    return on_ranks(lengths_of_group, setup, context, cut_documents)
 
 
 def planned(

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_distca import DistCAConfig
 from hf_distca.models.checkpointing import enable_checkpointing
-from hf_distca.plan import MicroBatchPlan, NanoBatch
+from hf_distca.plan import SEGMENT, MicroBatchPlan, NanoBatch
+from hf_distca.plan.intervals import table_of
 from hf_distca.planner.balance import balance
 from hf_distca.planner.build import finished
 from hf_distca.planner.layout import assemble
@@ -43,7 +44,8 @@ def cut_plan(
         cut = [(*segment, rank) for rank, segments in enumerate(ranks) for segment in segments]
         numbers, starts, stops, holders = np.array(cut).T
         documents, numbers = np.unique(numbers, return_inverse=True)
-        layout = assemble(every[documents], (numbers, starts, stops, holders), len(ranks))
+        segments = table_of(SEGMENT, document=numbers, start=starts, stop=stops, rank=holders)
+        layout = assemble(every[documents], segments, len(ranks))
         nanos.append(
             NanoBatch(
                 documents,

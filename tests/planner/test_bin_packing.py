@@ -1,3 +1,5 @@
+"""Packing of documents into bins."""
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -6,9 +8,13 @@ from hypothesis import strategies as st
 from hf_distca.collator.sampler import GlobalBatchSampler, fit_documents
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.bin_packing import (
+    NOWHERE,
+    Bins,
+    halves,
     pack_in_order,
     place_evenly,
     place_tightly,
+    split_documents,
     whole_documents,
 )
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -20,50 +26,205 @@ def packed(lengths, capacity):
     return list(pack_in_order(zip(lengths, range(len(lengths)), strict=True), capacity))
 
 
-def test_written_out():
-    # In order a document waits for sixteen others at most, and no more are read than needed.
-    assert packed([3, 4, 2, 1, 5], 6) == [[0, 2, 3], [1], [4]]
-    assert packed([1] + [6] * 40, 6) == [[number] for number in range(41)]
+def on_ranks(lengths, tokens_per_rank, ranks=2):
+    documents_of_ranks = whole_documents(np.array(lengths), ranks, tokens_per_rank)
+    return [documents.tolist() for documents in documents_of_ranks]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bins"),
+    [
+        ([3, 4, 2, 1, 5], [[0, 2, 3], [1], [4]]),
+        # A document waits for sixteen others at most.
+        ([1] + [6] * 40, [[number] for number in range(41)]),
+    ],
+)
+def test_bins_are_filled_one_after_another(lengths, bins):
+    assert packed(lengths, 6) == bins
+
+
+def test_no_more_documents_are_read_than_needed():
     source = iter([(4, "a"), (2, "b"), (1, "c")])
     assert next(pack_in_order(source, 6)) == ["a", "b"]
     assert next(source) == (1, "c")
-    # Evenly, each goes into the emptiest bin.
-    assert place_evenly([5, 4, 3, 2], 2, 7) == [0, 1, 1, 0]
-    assert place_evenly([5, 4, 3, 2], 2, 6) is None
 
-    def on_ranks(lengths, tokens_per_rank):
-        return [
-            documents.tolist()
-            for documents in whole_documents(np.array(lengths), 2, tokens_per_rank)
+
+def test_without_looking_ahead_documents_keep_their_order():
+    documents = zip([3, 4, 2, 1, 5], range(5), strict=True)
+    assert list(pack_in_order(documents, 6, look_ahead=0)) == [[0], [1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("preference", "bins", "sizes", "costs", "bin_of_item"),
+    [
+        # The first one has no work yet, then bin 1 has less.
+        ("least_work", Bins([9, 9]), [1, 1, 1], [5, 3, 1], [0, 1, 1]),
+        ("least_work", Bins([9, 9]), [1, 1], [5, 5], [0, 1]),  # of equal bins the first one
+        # A bin of twice the speed takes half as long.
+        ("least_work", Bins([9, 9], speeds=[1, 2]), [1] * 4, [2] * 4, [0, 1, 1, 0]),
+        # Work below 0 is what a bin should get.
+        ("least_work", Bins([9, 9], work=[0, -5]), [1, 1], [4, 4], [1, 1]),
+        # Bin 0 has too little room for the second item, but room for the third.
+        ("least_work", Bins([3, 9]), [2, 2, 1], [1, 5, 1], [0, 1, 0]),
+        ("least_work", Bins([3, 3]), [2, 2, 2], [1, 1, 1], [0, 1, NOWHERE]),
+        ("most_room", Bins([3, 5]), [1, 1, 1, 1], [1] * 4, [1, 1, 0, 1]),
+        ("least_room", Bins([5, 3]), [2, 1, 4], [1] * 3, [1, 1, 0]),
+        # Of bins with equal room the one that got an item last.
+        ("least_room", Bins([4, 5, 5]), [3, 4, 4, 1], [1] * 4, [0, 1, 2, 2]),
+    ],
+)
+def test_each_item_goes_to_the_preferred_bin_with_room(preference, bins, sizes, costs, bin_of_item):
+    order = np.arange(len(sizes))
+    chosen = bins.pack(np.array(sizes), np.array(costs), order, getattr(bins, preference))
+    assert chosen.tolist() == bin_of_item
+
+
+def test_items_come_in_the_given_order_and_others_stay_out():
+    bins = Bins([9, 9])
+    chosen = bins.pack(np.ones(3, int), np.array([2, 4, 8]), np.array([2, 0]), bins.least_work)
+    assert chosen.tolist() == [1, NOWHERE, 0]
+    assert bins.room == [8, 8]
+    assert bins.work == [8, 2]
+
+
+def test_a_bin_may_be_overfilled():
+    bins = Bins([4, 3])
+    sizes = np.array([3, 3, 3, 1])
+    order = np.arange(4)
+    chosen = bins.pack(sizes, sizes, order, bins.least_work, when_full=bins.most_room)
+    # Bin 0 has a row left, so it gets the third item too, and has no room for the last one.
+    assert chosen.tolist() == [0, 1, 0, 1]
+    assert bins.room == [-2, -1]
+
+
+@pytest.mark.parametrize(
+    ("costs", "limit", "bin_of_item"),
+    [
+        ([5, 4, 3, 2], 9, [0, 1, 0, 1]),  # 3 goes beside 5, which has more work than 4
+        ([5, 4, 3, 2], 7, [0, 1, 1, 0]),
+        ([5, 4, 4], 8, [0, 1, 1]),
+        ([5, 4, 4], 7, [0, 1, 1]),  # beyond the limit both ways: to the least work
+    ],
+)
+def test_bins_are_filled_up_to_a_limit(costs, limit, bin_of_item):
+    bins = Bins([9, 9])
+    costs = np.array(costs, float)
+    chosen = bins.fill_up(np.ones(len(costs), int), costs, np.arange(len(costs)), limit)
+    assert chosen.tolist() == bin_of_item
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=30),
+    st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    st.sampled_from(["least_work", "most_room", "least_room"]),
+    st.booleans(),
+)
+def test_the_packer_is_a_search_through_all_bins(items, rooms, preference, overfills):
+    sizes, costs = np.array(items).T
+    bins, expected = Bins(rooms), Bins(rooms)
+    prefers, full = getattr(expected, preference), expected.most_room
+    chosen = bins.pack(
+        sizes,
+        costs,
+        np.arange(len(items)),
+        getattr(bins, preference),
+        when_full=bins.most_room if overfills else None,
+    )
+    for (size, cost), number in zip(items, chosen.tolist(), strict=True):
+        with_room = [
+            candidate for candidate in range(len(rooms)) if expected.room[candidate] >= size
         ]
+        if with_room:
+            assert number == min(with_room, key=prefers)
+        elif overfills:
+            assert number == min(range(len(rooms)), key=full)
+        else:
+            assert number == NOWHERE
+            continue
+        expected.put(number, size, cost)
+    assert bins.room == expected.room
+    assert bins.work == expected.work
 
-    # 7 | 5, then 4 to the second, 3 to the first, 1 to the second: 10 and 10; in halves 7 + 3 and 5
-    # + (4, 1).
-    assert on_ranks([3, 7, 1, 5, 4], 10) == [[1, 0], [3, 2, 4]]
-    # 6 6 | 4 4 4: evenly 6 4 4 and 6 4 need 14; tightly 6 6 and 4 4 4.
-    assert on_ranks([6, 4, 6, 4, 4], 12) == [[0, 2], [1, 4, 3]]
-    # Longest first, 2 is left over both ways: evenly 5 3 | 3 3 2, tightly 5 3 | 3 3 2. So in their
-    # order.
-    assert on_ranks([5, 2, 2, 3, 3, 3], 9) == [[0, 1, 2], [3, 5, 4]]
-    with pytest.raises(
-        ValueError,
-        match=r"document 1 has 11 tokens.*holds 10; raise tokens_per_rank.*long_documents",
-    ):
-        on_ranks([3, 11], 10)
-    with pytest.raises(
-        ValueError, match="3 documents of 18 tokens do not fit on 2 ranks of 10 without cutting"
-    ):
-        on_ranks([6, 6, 6], 10)
+
+@pytest.mark.parametrize(("capacity", "bin_of_document"), [(7, [0, 1, 1, 0]), (6, None)])
+def test_evenly_each_document_goes_to_the_emptiest_bin(capacity, bin_of_document):
+    found = place_evenly(np.array([5, 4, 3, 2]), np.arange(4), 2, capacity)
+    assert (found if found is None else found.tolist()) == bin_of_document
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens_per_rank", "documents_of_ranks"),
+    [
+        # 7 | 5, then 4 to the second, 3 to the first, 1 to the second: 10 and 10; in halves 7 + 3
+        # and 5 + (4, 1).
+        ([3, 7, 1, 5, 4], 10, [[1, 0], [3, 2, 4]]),
+        # 6 6 | 4 4 4: evenly 6 4 4 and 6 4 need 14; tightly 6 6 and 4 4 4.
+        ([6, 4, 6, 4, 4], 12, [[0, 2], [1, 4, 3]]),
+        # Longest first, 2 is left over both ways: evenly 5 3 | 3 3 2, tightly 5 3 | 3 3 2. So in
+        # their order.
+        ([5, 2, 2, 3, 3, 3], 9, [[0, 1, 2], [3, 5, 4]]),
+    ],
+)
+def test_whole_documents_of_ranks(lengths, tokens_per_rank, documents_of_ranks):
+    assert on_ranks(lengths, tokens_per_rank) == documents_of_ranks
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (
+            [3, 11],
+            r"document 1 has 11 tokens.*holds 10; raise tokens_per_rank.*long_documents",
+        ),
+        ([6, 6, 6], "3 documents of 18 tokens do not fit on 2 ranks of 10 without cutting"),
+    ],
+)
+def test_whole_documents_that_do_not_fit(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        on_ranks(lengths, 10)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "groups"),
+    [
+        ([4, 4, 4], [[0, 2], [1]]),
+        ([1, 9, 5, 5], [[1, 0], [2, 3]]),
+        ([3], [[0], []]),
+    ],
+)
+def test_halves_of_about_equal_tokens(lengths, groups):
+    assert [sorted(group) for group in groups] == [
+        documents.tolist() for documents in halves(np.array(lengths))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "nano_batches"),
+    [
+        ([4, 4], 4, [[0], [1]]),
+        ([4, 4], 5, None),  # fewer tokens than ranks
+        ([5, 4], 1, None),  # more than half of the tokens
+        ([4], 1, None),
+    ],
+)
+def test_documents_of_two_nano_batches(lengths, ranks, nano_batches):
+    found = split_documents(np.array(lengths), ranks)
+    assert (found and [documents.tolist() for documents in found]) == nano_batches
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(100, 400))
-def test_bins_hold_each_document_once_and_never_too_many_and_tightly_is_best_fit(lengths, capacity):
+def test_bins_hold_each_document_once_and_never_too_many(lengths, capacity):
     bins = packed(lengths, capacity)
-    assert sorted(item for bin_ in bins for item in bin_) == list(range(len(lengths)))
-    assert all(0 < sum(lengths[item] for item in bin_) <= capacity for bin_ in bins)
-    lengths = sorted(lengths, reverse=True)
+    assert sorted(item for items in bins for item in items) == list(range(len(lengths)))
+    for items in bins:
+        assert 0 < sum(lengths[item] for item in items) <= capacity
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(100, 400))
+def test_tightly_is_best_fit(lengths, capacity):
+    chosen_bins = place_tightly(np.array(lengths), np.arange(len(lengths)), capacity).tolist()
     rooms = []
-    for length, chosen in zip(lengths, place_tightly(lengths, capacity), strict=True):
+    for length, chosen in zip(lengths, chosen_bins, strict=True):
         fitting = [room for room in rooms if room >= length]
         if chosen == len(rooms):
             assert not fitting
@@ -71,7 +232,7 @@ def test_bins_hold_each_document_once_and_never_too_many_and_tightly_is_best_fit
         else:
             assert rooms[chosen] == min(fitting)
         rooms[chosen] -= length
-    assert np.min(rooms) >= 0
+    assert min(rooms) >= 0
 
 
 @given(

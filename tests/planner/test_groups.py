@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,12 +38,11 @@ def test_neighbours_are_joined_inside_nodes_first():
     assert partitions((1,)) == [(1,)]
 
 
-def placed(lengths, sizes, tokens, seconds=None, slowness=None):
+def placed(lengths, sizes, tokens, seconds=None, slowness=None, fill_to=0.0):
     lengths = np.array(lengths)
     seconds = lengths.astype(float) if seconds is None else np.array(seconds)
-    return place_in_groups(
-        lengths, seconds, sizes, tokens, 1 / np.array(slowness or [1.0] * sum(sizes))
-    )
+    speeds = 1 / np.array(slowness or [1.0] * sum(sizes))
+    return place_in_groups(lengths, seconds, sizes, tokens, speeds, fill_to=fill_to)
 
 
 def in_groups(lengths, placing, tokens, count=1, *, evenly=False, **settings):
@@ -52,8 +52,9 @@ def in_groups(lengths, placing, tokens, count=1, *, evenly=False, **settings):
     )
 
 
-def test_a_document_goes_to_the_group_with_the_least_work():
-    for lengths, sizes, tokens, others, documents, seconds in (
+@pytest.mark.parametrize(
+    ("lengths", "sizes", "tokens", "options", "documents", "seconds"),
+    [
         ([3, 9, 4, 5], (1, 1), 12, {}, [[0, 1], [2, 3]], [12, 9]),  # the costliest first
         # Documents of one second each: the rank that takes three times as long gets one of four.
         (
@@ -65,36 +66,53 @@ def test_a_document_goes_to_the_group_with_the_least_work():
             [3, 3],
         ),
         ([6] * 3, (1, 2), 6, {}, [[0], [1, 2]], [6, 6]),
-    ):
-        placing = placed(lengths, sizes, tokens, **others)
-        assert [each.tolist() for each in placing.documents] == documents
-        assert placing.seconds.tolist() == seconds
-        assert (placing.slowest, placing.left) == (max(seconds), ())
-    # What no group has room for is left, and cut wherever there is room.
+        # Filled up to 6 seconds: 2 goes beside 4, which has more work than 3.
+        ([4, 3, 2], (1, 1), 9, {"fill_to": 6.0}, [[0, 2], [1]], [6, 3]),
+    ],
+)
+def test_a_document_goes_to_the_group_with_the_least_work(
+    lengths, sizes, tokens, options, documents, seconds
+):
+    placing = placed(lengths, sizes, tokens, **options)
+    assert [group_documents.tolist() for group_documents in placing.documents] == documents
+    assert placing.seconds.tolist() == seconds
+    assert placing.slowest == max(seconds)
+    assert placing.left == ()
+
+
+def test_what_no_group_has_room_for_is_cut_wherever_there_is_room():
     placing = placed([7, 7, 4], (1, 1), 9)
     assert placing.left == (2,)
     (nano,) = in_groups([7, 7, 4], placing, 9)
-    segments = [segment[:4] for segment in nano.layout.segments.tolist()]
+    segments = nano.layout.segments[["document", "start", "stop", "rank"]].tolist()
     assert segments == [(0, 0, 7, 0), (2, 0, 2, 0), (1, 0, 7, 1), (2, 2, 4, 1)]
-    assert placed([10, 3], (1, 1), 9) is None  # longer than any group takes
-    assert placed([8], (1, 1), 9) is None  # a group would hold nothing
 
 
-def test_nodes_are_joined_as_far_as_documents_need():
-    for seconds, nodes, sizes in (
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [10, 3],  # longer than any group takes
+        [8],  # a group would hold nothing
+    ],
+)
+def test_no_placing(lengths):
+    assert placed(lengths, (1, 1), 9) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nodes", "sizes"),
+    [
         ([8.0] * 4, (2,) * 4, (2, 2, 2, 2)),
-        (
-            [24.0, 4, 4],
-            (2,) * 4,
-            (6, 2),
-        ),  # three nodes for the first document, and one for the others
+        ([24.0, 4, 4], (2,) * 4, (6, 2)),  # three nodes for the first document, one for the others
         # Nodes with work for 8, 7, 9 and 8: those with the most and the least are joined.
         ([8.0, 7, 6, 5, 3, 3], (2,) * 4, (4, 2, 2)),
         ([8.0] * 4, (2, 2, 1), None),
         ([24.0, 24, 24], (2,) * 4, None),  # two nodes for each of them
-    ):
-        lengths = np.array(seconds).astype(int)
-        assert joined_nodes(lengths, np.array(seconds), nodes, 40, np.ones(sum(nodes))) == sizes
+    ],
+)
+def test_nodes_are_joined_as_far_as_documents_need(seconds, nodes, sizes):
+    lengths = np.array(seconds).astype(int)
+    assert joined_nodes(lengths, np.array(seconds), nodes, 40, np.ones(sum(nodes))) == sizes
 
 
 def evenly(lengths, room, *nodes):
@@ -103,25 +121,38 @@ def evenly(lengths, room, *nodes):
     )
 
 
-def held(segments):
-    return np.bincount(segments[:, 3], weights=segments[:, 2] - segments[:, 1]).tolist()
+def rows_of_ranks(segments):
+    return np.bincount(segments["rank"], weights=segments["stop"] - segments["start"]).tolist()
 
 
 def test_a_long_document_is_divided_so_that_ranks_compute_alike():
-    divided = [[0, 0, 4, 0], [0, 4, 8, 1], [0, 8, 12, 1], [0, 12, 16, 0]]
-    assert evenly([16, 2, 2], [10, 10]).tolist() == [*divided, [1, 0, 2, 0], [2, 0, 2, 1]]
-    # As far as every rank has room.
-    assert held(evenly([17], [8, 9])) == [8, 9]
+    segments = evenly([16, 2, 2], [10, 10])
+    assert segments[["document", "start", "stop", "rank"]].tolist() == [
+        (0, 0, 4, 0),
+        (0, 4, 8, 1),
+        (0, 8, 12, 1),
+        (0, 12, 16, 0),
+        (1, 0, 2, 0),
+        (2, 0, 2, 1),
+    ]
+
+
+def test_rows_that_do_not_divide_evenly_go_to_ranks_with_room():
+    assert rows_of_ranks(evenly([17], [8, 9])) == [8, 9]
     assert evenly([18], [8, 9]) is None
-    # Over nodes only the longest documents are divided.
+
+
+def test_over_nodes_only_the_longest_documents_are_divided():
     segments = evenly([32, 10, 10, 2], [20] * 4, (2, 2))
-    whole, one, other, short = (
-        {rank for number, _, _, rank in segments.tolist() if number == n} for n in range(4)
-    )
-    assert whole == {0, 1, 2, 3}
-    assert sorted((one, other), key=min) == [{0, 1}, {2, 3}]
-    assert len(short) == 1
-    assert (sum(held(segments)), max(held(segments)) <= 20) == (54, True)
+    ranks_of_documents = [
+        set(segments["rank"][segments["document"] == document].tolist()) for document in range(4)
+    ]
+    longest, second, third, shortest = ranks_of_documents
+    assert longest == {0, 1, 2, 3}
+    assert sorted([second, third], key=min) == [{0, 1}, {2, 3}]
+    assert len(shortest) == 1
+    assert sum(rows_of_ranks(segments)) == 54
+    assert max(rows_of_ranks(segments)) <= 20
 
 
 def test_no_rank_is_left_without_a_row():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_distca.plan import AttentionKind, Layout
+from hf_distca.plan import SEGMENT, AttentionKind, Layout
 from hf_distca.planner.layout import assemble
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import Choices, PlanSettings
@@ -25,7 +25,8 @@ def _predicted(plan, costs):
 
 def layout(lengths: list[int], *segments: tuple[int, int, int, int], ranks: int = 2) -> Layout:
     """Segments are (document, start, stop, rank)."""
-    return assemble(np.array(lengths), tuple(np.array(segments).T), ranks)
+    table = np.array([(*segment, 0) for segment in segments], SEGMENT)
+    return assemble(np.array(lengths), table, ranks)
 
 
 CUT = layout([4], (0, 0, 2, 0), (0, 2, 4, 1))

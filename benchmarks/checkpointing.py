@@ -45,10 +45,8 @@ def prepare(tokens: int) -> Callable[[], Round]:
     plan = plan_placed([[tokens]], settings)
     batch = rows_of_documents(documents_of([tokens], 512), device)
     qkv = [torch.randn(tokens, HEADS, HEAD_DIM) for _ in range(3)]
-    shapes, params = (
-        TaskShapes.build([tokens], [tokens], device),
-        AttentionParams(scale=HEAD_DIM**-0.5),
-    )
+    shapes = TaskShapes.build([tokens], [tokens], device)
+    params = AttentionParams(scale=HEAD_DIM**-0.5)
 
     def step(variant: str) -> None:
         model(**batch, distca_plan=dispatchers[variant].bind(plan)).loss.backward()

@@ -105,7 +105,8 @@ def step(module: nn.Module, x: Tensor, bound: Any = None) -> tuple[Tensor, Tenso
 
 def prepare(name: str, tokens: int, share: int) -> Callable[[], dict[str, float]]:
     follow_tensors()
-    rank, quarter = dist.get_rank(), tokens // RANKS
+    rank = dist.get_rank()
+    quarter = tokens // RANKS
     module = make_module(name, share)
     planned = nn.Module()
     planned.module = make_module(name, share)
@@ -128,7 +129,8 @@ def prepare(name: str, tokens: int, share: int) -> Callable[[], dict[str, float]
             )
             bound = None if case == "quarter" else dispatcher.bind(plans[case])
             dist.barrier()
-            before, begin = begin_peak(), time.perf_counter()
+            before = begin_peak()
+            begin = time.perf_counter()
             run(bound)
             figures[f"{case}, s"] = time.perf_counter() - begin
             figures[f"{case}, peak MiB"] = (peak() - before) / 2**20
@@ -145,7 +147,8 @@ def results(name: str, tokens: int, share: int) -> dict[str, Tensor]:
     ranks = dist.get_world_size()
     holder = nn.Module()
     holder.module = make_module(name, share)
-    bound, rank = None, dist.get_rank()
+    bound = None
+    rank = dist.get_rank()
     if ranks > 1:
         plan_mixing(holder)
         settings = PlanSettings(ranks, tokens // ranks, document_layout="fixed")

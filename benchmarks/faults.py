@@ -12,7 +12,8 @@ momentum of 0.9 a difference of 1e-9 at step 20 grew to 0.5 by step 500; without
 
   transport     what carries rows
   kills         servers killed after they had joined
-  in_a_call     losses that ranks noticed while a server owed them results, which they computed themselves
+  in_a_call     losses that ranks noticed while a server owed them results, which they computed
+                themselves
   lost          steps whose loss is not that of the training without servers, to 1e-9
   max_rel_diff  over the parameters at the end: largest difference over the largest magnitude
 
@@ -95,7 +96,10 @@ class Killer(threading.Thread):
     def __init__(self, port: int, transport: Choice, kills: int, seed: int, enough: Path) -> None:
         super().__init__(daemon=True)
         self.killed = 0
-        self._port, self._transport, self._kills, self._enough = port, transport, kills, enough
+        self._port = port
+        self._transport = transport
+        self._kills = kills
+        self._enough = enough
         self._random = random.Random(seed)
         self._context = get_context("forkserver")
         # What this file imports; else every server does it anew, which takes seconds.
@@ -141,7 +145,8 @@ def train(
         The loss of every step, the parameters at the end, and how many servers were lost, in a call
         or at all.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,
@@ -158,7 +163,8 @@ def train(
     kinds = (AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=8, dim_v=8),)
     settings = PlanSettings(ranks, 4096, kinds, balance_block_size=8, ping_pong=True)
     dispatcher = Dispatcher(settings, CPU)
-    seen, pool = Losses(), None
+    seen = Losses()
+    pool = None
     logging.getLogger("hf_distca.pool").addHandler(seen)
     if port is not None:
         directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
@@ -209,7 +215,8 @@ def main() -> None:
         "--transport", type=Choice, choices=(Choice.TCP, Choice.NIXL), default=Choice.TCP
     )
     options = parser.parse_args()
-    port, transport = free_port(), options.transport
+    port = free_port()
+    transport = options.transport
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         enough = Path(folder) / "enough"

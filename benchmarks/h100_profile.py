@@ -46,7 +46,8 @@ def attention(rows: list[list[float]]) -> tuple[KernelCost, Accuracy]:
     def measured(chosen: list[list[float]]) -> tuple[Tasks, Any]:
         length, parts, ms = np.array(chosen, float).T  # of all heads, a part of them was measured
         pairs = length * (length + 1) / 2 / parts
-        ones, none = np.ones_like(length), np.zeros_like(length)
+        ones = np.ones_like(length)
+        none = np.zeros_like(length)
         # Every call has one task with as many keys as queries, so a fit cannot separate the costs
         # of keys and of queries, nor those of calls and of tasks.
         return Tasks(length / parts, none, pairs, calls=ones, diagonal=none, tasks=none), ms / 1e3
@@ -64,10 +65,8 @@ def main() -> None:
     links = np.array(
         [(size / 8 * 7, size / 8 * 7 / speed / 1e9) for _, _, size, speed in raw["links"]]
     )
-    within, between = (
-        LinkCost.fitted(links[:, 0], links[:, 1]),
-        LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9),
-    )
+    within = LinkCost.fitted(links[:, 0], links[:, 1])
+    between = LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9)
     profile = DeviceProfile(
         name="H100, bfloat16",
         source=SOURCE,

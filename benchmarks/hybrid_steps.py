@@ -6,7 +6,8 @@ ranks.
 The model has the sizes of transformers' default config, Qwen3-Next 80B-A3B: 12 layers with
 attention, 36 with a gated delta rule. A rank has 32,768 tokens. Strategies:
 
-  whole     documents balanced over ranks by their cost; a document that no rank can hold is cut, and loses context
+  whole     documents balanced over ranks by their cost; a document that no rank can hold is cut,
+            and loses context
   joint     documents may span ranks
   chosen    the fastest plan for each micro-batch, as training chooses
 """

@@ -14,13 +14,18 @@ from harness.one_document import OneDocument, reference, take_one_document
 
 from hf_distca.memory.micro_batch import Use, count_core_attention
 
-RANKS, HEADS, HEAD_DIM, BUFFER_BYTES, WITH_GRADIENT = 4, 1, 16, 1 << 21, 16
+RANKS = 4
+HEADS = 1
+HEAD_DIM = 16
+BUFFER_BYTES = 1 << 21
+WITH_GRADIENT = 16
 SAMPLES = 64
 
 
 def estimated(case: OneDocument) -> list[float]:
     """Return the MiB that each rank takes, counted from the plan alone."""
-    plan, use = case.plan(), Use("cpu")
+    plan = case.plan()
+    use = Use("cpu")
     return [
         sum(count_core_attention(plan, case.kind, torch.float32, rank, use).values()) / 2**20
         for rank in range(case.ranks)
@@ -38,7 +43,8 @@ def main() -> None:
     for name, want_SHD in reference(case, sampled).items():
         got_SHD = torch.cat([rank.results[name] for rank in found])[order].double()
         errors[name] = ((got_SHD - want_SHD).norm() / want_SHD.norm()).item()
-    peaks, estimates = [rank.peak_bytes / 2**20 for rank in found], estimated(case)
+    peaks = [rank.peak_bytes / 2**20 for rank in found]
+    estimates = estimated(case)
     table(
         ["result", "relative error of sampled rows"],
         [[name, f"{error:.1e}"] for name, error in errors.items()],

@@ -130,7 +130,8 @@ def main() -> None:
     options = options_parser(__doc__, tokens=(4096, "on each rank")).parse_args()
     results = {}
     for name, case in cases(options.tokens, SIZES).items():
-        guessed, taken = estimated(case), run_ranks(case.ranks, train, case)
+        guessed = estimated(case)
+        taken = run_ranks(case.ranks, train, case)
         results[name] = {
             "estimated_mb": [round(size / 1e6, 1) for size in guessed],
             "measured_mb": [round(size / 1e6, 1) for size in taken],

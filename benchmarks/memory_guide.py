@@ -42,7 +42,8 @@ MODELS = {
 """The shapes of their config.json."""
 RANKS = {"Llama-3.2-1B": (8,), "Llama-3.1-8B": (8, 32), "Qwen3-32B": (32,)}
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero2", "fsdp2")
-MEMORY, OWN = (24, 40, 80, 141), 2
+MEMORY = (24, 40, 80, 141)
+OWN = 2
 """GB of GPUs, and what CUDA and NCCL take of it."""
 GB = 10**9
 

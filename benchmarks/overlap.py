@@ -35,7 +35,7 @@ that one that waits leaves its core to others: what a link adds is less than it 
 for each host, on either side. Derived names begin with nodes_.
 
 Run: sudo python benchmarks/overlap.py [--rounds 12] [--tokens 4096] [--one-document | --nodes]
-     sudo python benchmarks/overlap.py --rate-mbit 420 --against OTHER_CHECKOUT      two checkouts in turns
+     sudo python benchmarks/overlap.py --rate-mbit 420 --against CHECKOUT  two checkouts in turns
 """
 
 import os
@@ -123,7 +123,9 @@ def nodes(tokens: int) -> Case:
     """Lengths drawn from a log-normal distribution, the same every time; the last one is cut to
     fit.
     """
-    total, drawn, lengths = 4 * tokens, np.random.default_rng(0), []
+    total = 4 * tokens
+    drawn = np.random.default_rng(0)
+    lengths = []
     while left := total - sum(lengths):
         lengths.append(min(int(total / 64 * drawn.lognormal(0, 1.5)) + 1, left))
     variants = {
@@ -152,7 +154,8 @@ class WaitingBuffer:
     """A buffer of an Exchange whose rows have arrived when a transfer has been started."""
 
     def __init__(self, buffer: ExchangeBuffer, recorder: Recorder) -> None:
-        self._buffer, self._recorder = buffer, recorder
+        self._buffer = buffer
+        self._recorder = recorder
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._buffer, name)
@@ -178,7 +181,8 @@ class Steps:
     """One rank's models and its plans, ready to step any variant of a case."""
 
     def __init__(self, case: Case) -> None:
-        total, ranks = sum(case.lengths), dist.get_world_size()
+        total = sum(case.lengths)
+        ranks = dist.get_world_size()
         models = {
             turns: llama(total) for turns in {variant.turns for variant in case.variants.values()}
         }
@@ -191,13 +195,12 @@ class Steps:
         self._plans: dict[str, MicroBatchPlan] = {}
         for name, variant in case.variants.items():
             settings = replace(flat, ranks_per_node=variant.ranks_per_node)
-            dispatcher, plan = Dispatcher(settings, CPU), plan_micro_batch(case.lengths, settings)
+            dispatcher = Dispatcher(settings, CPU)
+            plan = plan_micro_batch(case.lengths, settings)
             if variant.waits:
                 dispatcher.exchange = WaitingExchange(dispatcher)
-            self._dispatchers[name], self._plans[name] = (
-                dispatcher,
-                in_one_stage(plan) if variant.whole else plan,
-            )
+            self._dispatchers[name] = dispatcher
+            self._plans[name] = in_one_stage(plan) if variant.whole else plan
         self._batches = {
             name: rows_of_rank(plan, dist.get_rank(), documents, CPU)
             for name, plan in self._plans.items()
@@ -247,7 +250,8 @@ def prepare(hosts: Hosts, case: Case, given_rate: float | None) -> Callable[[], 
     """Make the models on this rank and choose the rate, and a round: every variant over every link,
     shuffled.
     """
-    steps, order = Steps(case), random.Random(0)
+    steps = Steps(case)
+    order = random.Random(0)
     for variant in case.variants:
         steps.step(variant)  # warms up
     rate = (
@@ -256,7 +260,8 @@ def prepare(hosts: Hosts, case: Case, given_rate: float | None) -> Callable[[], 
     runs = [(link, variant) for link in LINKS for variant in case.variants]
 
     def take() -> Round:
-        figures, rank = {"rate, Mbit/s": rate}, dist.get_rank()
+        figures = {"rate, Mbit/s": rate}
+        rank = dist.get_rank()
         for link, variant in order.sample(runs, len(runs)):
             hosts.limit(rank, rate if link == "limited" else None)
             before = hosts.sent(rank)
@@ -297,7 +302,8 @@ def derived(case: Case) -> dict[str, Callable[[Round], float]]:
     ratios: dict[str, Callable[[Round], float]] = {}
     if "flat" in case.variants:
         for kind in ("", " waiting"):
-            flat, aware = f"flat{kind}", f"node-aware{kind}"
+            flat = f"flat{kind}"
+            aware = f"node-aware{kind}"
             for name, ending in MEASURES.items():
                 ratios[f"exposed: {aware} / {flat}{name}"] = added(aware, flat, ending)
             for link in LINKS:

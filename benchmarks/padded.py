@@ -8,9 +8,11 @@ its share of the rollouts and calls the model with eight at a time, as TRL's tra
 generation batch. Rows with a target get logits, no others. Gradients are not reduced over ranks,
 which takes equally long in all strategies. A step ends when all ranks are done. Strategies:
 
-  padded to all      stock model, sdpa: eight sequences, padded to the longest of the rank's, as TRL's GRPO pads
+  padded to all      stock model, sdpa: eight sequences, padded to the longest of the rank's, as
+                     TRL's GRPO pads
   padded to eight    stock model, sdpa: eight sequences, padded to the longest of the eight
-  packed             pack_padded on each rank by itself: the rank packs its own sequences, and nothing moves
+  packed             pack_padded on each rank by itself: the rank packs its own sequences, and
+                     nothing moves
   hf_distca          pack_padded on all ranks: tokens and core attention are balanced
 
 A round runs all strategies once in shuffled order. Reading the batches, exchanging lengths,
@@ -156,7 +158,8 @@ class Exchanges:
 
     def __enter__(self) -> "Exchanges":
         self._before = dist.all_to_all_single, dist.all_gather_object
-        dist.all_to_all_single, dist.all_gather_object = self._rows, self._objects
+        dist.all_to_all_single = self._rows
+        dist.all_gather_object = self._objects
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -261,7 +264,8 @@ def prepare(case: Case) -> Callable[[], Round]:
     models = {strategy: model_of(case, strategy) for strategy in STRATEGIES}
     balanced = models["hf_distca"][1]
     assert balanced is not None
-    order, seeds = random.Random(0), iter(range(1 << 30))
+    order = random.Random(0)
+    seeds = iter(range(1 << 30))
 
     def take() -> Round:
         seed = next(seeds)
@@ -285,7 +289,7 @@ def prepare(case: Case) -> Callable[[], Round]:
 
 
 def largest_differences(found: dict[str, Any]) -> dict[str, float]:
-    """By strategy, the largest relative difference of its loss and norm from the first strategy's."""
+    """The largest relative difference of loss and norm from the first strategy's, by strategy."""
     want = found[STRATEGIES[0]]
     return {
         strategy: max(abs(found[strategy][name] - want[name]) / abs(want[name]) for name in want)

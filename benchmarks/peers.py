@@ -7,12 +7,15 @@ documents, by default of 16384 tokens together: one of half of the tokens with s
 tail. It takes loading, collating, planning, both passes, the update and its log; it is an epoch
 where documents are shuffled, and else one of an epoch's equal steps.
 
-  flattened           DDP, DataCollatorWithFlattening; a rank gets its share of the documents at random, the default
+  flattened           DDP, DataCollatorWithFlattening; a rank gets its share of the documents at
+                      random, the default
   rebalanced          the same with train_sampling_strategy="batch_rebalance"
-  rebalanced, padded  batch_rebalance with rows padded to the longest of a rank, as its cost model has it; sdpa
-  Ulysses             DeepSpeed's sequence parallelism through accelerate, ZeRO off; all documents in one row, packed
-                      beforehand, on all ranks
-  hf_distca           DistCATrainer with its defaults, tokens_per_rank as small as holds the documents
+  rebalanced, padded  batch_rebalance with rows padded to the longest of a rank, as its cost model
+                      has it; sdpa
+  Ulysses             DeepSpeed's sequence parallelism through accelerate, ZeRO off; all documents
+                      in one row, packed beforehand, on all ranks
+  hf_distca           DistCATrainer with its defaults, tokens_per_rank as small as holds the
+                      documents
 
 Core attention of packed rows is the CPU kernel of hf_distca in all strategies, behind transformers'
 attention interface; it skips what documents do not attend to, as FlashAttention does on GPUs.
@@ -145,7 +148,9 @@ class Counted:
     """
 
     def __init__(self, collate: Callable[[Examples], Any], *, padded: bool) -> None:
-        self._collate, self._padded, self.pairs = collate, padded, 0
+        self._collate = collate
+        self._padded = padded
+        self.pairs = 0
 
     def __call__(self, examples: Examples) -> Any:
         """A batch; rows that are padded count as long as the longest."""
@@ -241,7 +246,8 @@ def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool =
     # `ddp_backend` out, without which accelerate has no backend for CPUs, takes every process for
     # the only one, and gives all of them the same documents.
     os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE="0")
-    flatten, data = DataCollatorWithFlattening(), case.data
+    flatten = DataCollatorWithFlattening()
+    data = case.data
     parts = [data[:1], data[1:]] if in_two_rows else [data]
     packed = [{name: column[0] for name, column in flatten(part).items()} for part in parts]
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
@@ -286,7 +292,8 @@ class Halted(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, counted: Counted | None = None) -> None:
-        self._trainer, self._counted = trainer, counted
+        self._trainer = trainer
+        self._counted = counted
         self._go: queue.Queue[None] = queue.Queue()
         self._logged: queue.Queue[dict[str, float] | BaseException] = queue.Queue()
         trainer.add_callback(self)
@@ -312,7 +319,7 @@ class Halted(TrainerCallback):
             self._go.get()
 
     def step(self) -> dict[str, Any]:
-        """Figures of a step on this rank; it takes from documents to updated weights on all ranks."""
+        """Figures of a step on this rank, from documents to updated weights on all ranks."""
         if (
             self._thread.ident is None
         ):  # not earlier: arguments of a further trainer reset what accelerate knows
@@ -326,7 +333,8 @@ class Halted(TrainerCallback):
         dist.barrier()
         found: dict[str, Any] = {"seconds": time.perf_counter() - begin, "loss": log["loss"]}
         if self._counted is not None:
-            found["pairs"], self._counted.pairs = float(self._counted.pairs), 0
+            found["pairs"] = float(self._counted.pairs)
+            self._counted.pairs = 0
         if "distca/imbalance_degree" in log:
             found["imbalance"] = log["distca/imbalance_degree"]
         return found
@@ -356,7 +364,8 @@ def prepare(
         for mix, case in cases.items()
         for strategy, make in makers.items()
     }
-    order, steps = random.Random(0), next(iter(cases.values())).steps
+    order = random.Random(0)
+    steps = next(iter(cases.values())).steps
     left = iter(range(steps))
 
     def take() -> Figures:
@@ -429,13 +438,12 @@ def main() -> None:
         for mix, of_mix in MIXES.items()
     }
     rounds: list[dict[str, float]] = [{} for _ in range(options.rounds)]
-    strategies, ratios = {}, {}
+    strategies = {}
+    ratios = {}
     with tempfile.TemporaryDirectory() as folder:
         case = Case(lengths["one long"], 2, folder)
-        masks_dropped, two_rows = (
-            first_loss(case, attention="sdpa"),
-            first_loss(case, in_two_rows=True),
-        )
+        masks_dropped = first_loss(case, attention="sdpa")
+        two_rows = first_loss(case, in_two_rows=True)
         for ranks in RANKS:
             steps = measure(ranks, options.rounds, lengths, folder)
             for mix in lengths:

@@ -11,12 +11,12 @@ more in some. Ours are made twice: at balance_tolerance 0.001, so that they achi
 reference does or better, and at the default. Three kinds of plans:
 
 fixed             documents stay in the order of their rows, each on its rank.
-fixed, head-tail  the reference places a "cp4" document that spans ranks head-tail: each of its ranks holds as many
-                  rows as in order, half of them from the front and half from the back. With this
-                  placement both have the very same input; in order, the first rank must send its
-                  K/V rows to all later ones.
-joint             the planner is free to move documents to other ranks, with equal tokens on each. The reference is
-                  not: it plans for documents that lie where they lie.
+fixed, head-tail  the reference places a "cp4" document that spans ranks head-tail: each of its
+                  ranks holds as many rows as in order, half of them from the front and half from
+                  the back. With this placement both have the very same input; in order, the first
+                  rank must send its K/V rows to all later ones.
+joint             the planner is free to move documents to other ranks, with equal tokens on each.
+                  The reference is not: it plans for documents that lie where they lie.
 
 Ratios are ours / reference, over inputs where the reference moves anything. Bytes are those of one
 layer's forward of Llama-3-8B in bfloat16. Planning times are medians on both sides: ours is
@@ -43,7 +43,9 @@ from hf_distca.plan.cost import BALANCE_TOLERANCE, RowBytes
 from hf_distca.plan.metrics import BETWEEN, WITHIN, bytes_by_link, link_seconds
 from hf_distca.plan.nodes import node_sizes, nodes_of
 
-RANKS, IN_NODES, RANKS_PER_NODE = (4, 8, 16, 32, 64), 64, 8
+RANKS = (4, 8, 16, 32, 64)
+IN_NODES = 64
+RANKS_PER_NODE = 8
 KINDS = ("fixed", "fixed, head-tail", "joint")
 TOLERANCES = (0.001, BALANCE_TOLERANCE)
 
@@ -110,7 +112,8 @@ def planned(
         partial(plan_once, batch, IN_NODES, kind, tolerance, ranks_per_node), repeats
     )
     moved = bytes_by_link(plan, RowBytes(), nodes_of(node_sizes(IN_NODES, RANKS_PER_NODE)))
-    within, between = int(moved[WITHIN].max()), int(moved[BETWEEN, 0].sum())
+    within = int(moved[WITHIN].max())
+    between = int(moved[BETWEEN, 0].sum())
     return Planned(measure(plan), within, between, link_seconds(moved), plan_ms)
 
 
@@ -164,10 +167,8 @@ def _shown(figure: Any) -> str:
 
 
 def main() -> None:
-    repeats, batches = (
-        options_parser(__doc__, repeats=(3, "runs per timing")).parse_args().repeats,
-        read_batches(),
-    )
+    repeats = options_parser(__doc__, repeats=(3, "runs per timing")).parse_args().repeats
+    batches = read_batches()
     figures = {
         f"{kind}, at {tolerance}": beside_reference(batches, kind, tolerance, repeats)
         for tolerance in TOLERANCES

@@ -77,7 +77,9 @@ class PlanMetrics:
 
 def measure(plan: Plan) -> PlanMetrics:
     """Count the balance and the bytes of a plan of Llama-3-8B."""
-    loads, tokens, moved = loads_of(plan), plan.layout.tokens, bytes_moved(plan, RowBytes())
+    loads = loads_of(plan)
+    tokens = plan.layout.tokens
+    moved = bytes_moved(plan, RowBytes())
     at_end = plan.tasks["stop"] == plan.layout.lengths[plan.tasks["document"]]
     return PlanMetrics(
         max_over_mean=float(loads.max() / loads.mean()) if loads.any() else 1.0,
@@ -105,7 +107,8 @@ def head_tail(layout: Layout) -> Layout:
         ]
         taken[doc] += head
         left[doc] -= tail
-    segments, filled = [], [0] * layout.ranks
+    segments = []
+    filled = [0] * layout.ranks
     for rank, doc, start, stop in sorted(share for share in shares if share[2] < share[3]):
         last = segments[-1] if segments else (-1,) * 5
         if (doc, start, rank) == (last[0], last[2], last[3]):

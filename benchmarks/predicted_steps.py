@@ -73,7 +73,8 @@ class Calibration:
 
     def setup(self, tokens: int) -> Setup:
         layers = SIZES["num_hidden_layers"]
-        hidden, mlp = SIZES["hidden_size"], SIZES["intermediate_size"]
+        hidden = SIZES["hidden_size"]
+        mlp = SIZES["intermediate_size"]
         model = replace(ModelShape.llama(layers, hidden, mlp, 4, 4, 1024, 64))
         flops = 6.0 * (
             layers * (model.before + model.after) + model.head
@@ -90,7 +91,9 @@ class Steps:
     """The steps of a rank by name, and their predictions."""
 
     def __init__(self, tokens: int) -> None:
-        self.kernel, self.groups, self.tokens = get_kernel("auto", CPU), Groups(CPU, 60.0), tokens
+        self.kernel = get_kernel("auto", CPU)
+        self.groups = Groups(CPU, 60.0)
+        self.tokens = tokens
         self._models = Models(RANKS * tokens)
         plan_layers(self._models.distca)
         self.settings = settings_of(self._models.distca, RANKS, tokens, CPU)
@@ -158,7 +161,8 @@ class Steps:
         return replace(free, token=token, step=others[0] - token * few)
 
     def predict(self, mix: str, calibration: Calibration) -> dict[str, float]:
-        lengths, setup = self.lengths(mix), calibration.setup(self.tokens)
+        lengths = self.lengths(mix)
+        setup = calibration.setup(self.tokens)
         plain = on_ranks(whole_rows(lengths, RANKS), setup)
         balanced = predict_plan(
             self.plans[mix], setup.costs, self.settings.node_of_ranks, self.settings.bytes_per_value
@@ -186,7 +190,8 @@ def prepare(tokens: int) -> Callable[[], Round]:
     predictions.
     """
     keep_freed_memory()
-    made, order = Steps(tokens), random.Random(0)
+    made = Steps(tokens)
+    order = random.Random(0)
 
     def take() -> Round:
         seconds: dict[str, float] = {}
@@ -215,7 +220,8 @@ def main() -> None:
     found = {}
     for mix in LENGTHS:
         for strategy in ("plain", "planned"):
-            seconds, guess = f"{mix}, {strategy}, measured", f"{mix}, {strategy}, predicted"
+            seconds = f"{mix}, {strategy}, measured"
+            guess = f"{mix}, {strategy}, predicted"
             found[f"{mix}, {strategy}"] = {
                 "seconds": spread([each[seconds] for each in rounds]),
                 "predicted / measured": spread([each[guess] / each[seconds] for each in rounds]),

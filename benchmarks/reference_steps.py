@@ -209,7 +209,8 @@ def sharing(fit: np.ndarray, run: Run) -> Run:
 
 def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
     baseline = [run for run in runs if run.mode == "baseline"]
-    steps, measured = [step for run in baseline for step in described(run)], _seconds(baseline)
+    steps = [step for run in baseline for step in described(run)]
+    measured = _seconds(baseline)
     columns = np.array([(step.rows, step.pairs) for step in steps])
     fit, *_ = np.linalg.lstsq(columns, measured - [step.moving for step in steps], rcond=None)
     missed = predicted(fit, steps) - measured
@@ -225,7 +226,8 @@ def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
             chosen = [sharing(fit, run) for run in chosen]
         if not chosen:
             continue
-        steps, seen = [step for run in chosen for step in described(run)], _seconds(chosen)
+        steps = [step for run in chosen for step in described(run)]
+        seen = _seconds(chosen)
         guess = predicted(fit, steps)
         error = np.abs(guess / seen - 1)
         found |= {

@@ -96,7 +96,8 @@ def plain_packing() -> Rows:
     yield "documents", "GPUs", "attention dropped", "r", "m", "t", "w", "formula", "simulated"
     for row in result("typical_data")["settings"]:
         terms = (f"{row[name]:.2f}" for name in ("r", "m", "t", "w"))
-        dropped, formula = f"{row['plain_drops']:.0%}", f"{gain_by_formula(row):.2f}"
+        dropped = f"{row['plain_drops']:.0%}"
+        formula = f"{gain_by_formula(row):.2f}"
         yield (
             row["documents"],
             str(row["ranks"]),
@@ -294,7 +295,8 @@ def padded() -> Rows:
 
 @table_of("padded")
 def padded_before_model() -> Rows:
-    found, step_s = result("padded")["figures"], seconds_of_packed()
+    found = result("padded")["figures"]
+    step_s = seconds_of_packed()
     yield "part", "ms", "of the packed step on an H200"
     for name, spread in found.items():
         if name.endswith(", ms"):
@@ -450,11 +452,9 @@ def checkpointing() -> Rows:
 
 @table_of("memory_loss", "memory_exchange", "long_document", "memory_estimate")
 def memory() -> Rows:
-    loss, document, estimate = (
-        result("memory_loss")["derived"],
-        result("long_document"),
-        result("memory_estimate"),
-    )
+    loss = result("memory_loss")["derived"]
+    document = result("long_document")
+    estimate = result("memory_estimate")
     estimated = [
         ratio
         for of in estimate["configurations"].values()

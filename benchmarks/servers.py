@@ -16,10 +16,10 @@ The first steps, in which the rank learns speeds and its base load, do not count
 one step of each variant; figures are medians and quartiles over the rounds:
 
   speedup       a step alone over one with the server
-  finish_ratio  when the rank is done over when the server is: the rank's own attention and what it does between
-                the phases of an attention that the server has rows of, over the server's time in its kernel and,
-                where nothing else is computed meanwhile (one document), the time in which rows travel. 1.0: both
-                are done at once
+  finish_ratio  when the rank is done over when the server is: the rank's own attention and what it
+                does between the phases of an attention that the server has rows of, over the
+                server's time in its kernel and, where nothing else is computed meanwhile (one
+                document), the time in which rows travel. 1.0: both are done at once
 
 Run: python benchmarks/servers.py [--rounds 6] [--documents 16384] [--transport tcp]
 """
@@ -70,12 +70,52 @@ def plan_of(lengths: list[int], settings: PlanSettings) -> MicroBatchPlan:
     return MicroBatchPlan(tuple(nano_batches), plans[0].summary)
 
 
-def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any]:
-    token = make_token()
-    directory = Directory("127.0.0.1", 0, token)
-    process = get_context("spawn").Process(target=serve, args=(directory.port, token, transport))
-    process.start()
-    torch.manual_seed(0)
+class Training:
+    """Steps of a small model that this process computes alone, or together with a server."""
+
+    def __init__(self, lengths: list[int], token: bytes, directory: Directory, transport: Choice):
+        settings = settings_of(lengths)
+        self._dispatchers = {variant: Dispatcher(settings, CPU) for variant in ("alone", "server")}
+        self._plans = {
+            "alone": plan_placed([lengths], settings),
+            "server": plan_of(lengths, settings),
+        }
+        served = self._dispatchers["server"]
+        memory = make_memory(transport, CPU, "127.0.0.1")
+        self.pool = Pool(served, token, directory, memory)
+        served.remote = self.pool
+        self.pool.wait_for(1, 60)
+        if len(self.pool.servers) != 1:
+            raise RuntimeError("the server did not join")
+        # Nothing else is computed while the rows of one document travel.
+        self._counts_travel = len(lengths) == 1
+        self._recorder = served.recorder
+        self._recording = self._recorder.listen(*OBSERVED)
+        torch.manual_seed(0)
+        self._model = model_of(lengths)
+        self._batch = batch_of(lengths)
+
+    def step(self, variant: str) -> dict[str, float]:
+        """Seconds of a step, of tasks that this process computed, and of those of the server."""
+        self.pool.refresh()
+        self._recording.take()
+        kernel = self._recorder.seconds("kernel")
+        begin = time.perf_counter()
+        bound = self._dispatchers[variant].bind(self._plans[variant])
+        self._model(**self._batch, distca_plan=bound).loss.backward()
+        seconds = time.perf_counter() - begin
+        self._model.zero_grad()
+        observed = observe(self._recording.take())
+        own = self._recorder.seconds("kernel") - kernel + observed.between_s
+        served = 0.0
+        for server in observed.servers.values():
+            served += server.seconds
+            if self._counts_travel:
+                served += server.travel_s
+        return {"seconds": seconds, "own": own, "served": served}
+
+
+def model_of(lengths: list[int]) -> LlamaForCausalLM:
     config = LlamaConfig(
         hidden_size=128,
         intermediate_size=384,
@@ -90,8 +130,12 @@ def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any
     )
     model = LlamaForCausalLM(config)
     plan_layers(model)
+    return model
+
+
+def settings_of(lengths: list[int]) -> PlanSettings:
     kernel = get_kernel("cpu", CPU)
-    settings = PlanSettings(
+    return PlanSettings(
         ranks=1,
         tokens_per_rank=sum(lengths),
         kinds=(AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=64, dim_v=64),),
@@ -99,48 +143,34 @@ def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any
         row_overhead=kernel.row_overhead,
         gather_cost=kernel.gather_cost,
     )
-    dispatchers = {variant: Dispatcher(settings, CPU) for variant in ("alone", "server")}
-    memory = make_memory(transport, CPU, "127.0.0.1")
-    pool = dispatchers["server"].remote = Pool(dispatchers["server"], token, directory, memory)
-    pool.wait_for(1, 60)
-    if len(pool.servers) != 1:
-        raise RuntimeError("the server did not join")
-    plans = {"alone": plan_placed([lengths], settings), "server": plan_of(lengths, settings)}
+
+
+def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
     tokens = torch.randint(0, 1024, (1, sum(lengths)))
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    batch = {
+    return {
         "input_ids": tokens,
-        "position_ids": positions,
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "labels": tokens,
         "shift_labels": tokens,
     }
-    recorder = dispatchers["server"].recorder
-    recording = recorder.listen(*OBSERVED)
 
-    def step(variant: str) -> dict[str, float]:
-        pool.refresh()
-        recording.take()
-        kernel, begin = recorder.seconds("kernel"), time.perf_counter()
-        bound = dispatchers[variant].bind(plans[variant])
-        model(**batch, distca_plan=bound).loss.backward()
-        seconds = time.perf_counter() - begin
-        model.zero_grad()
-        seen = observe(recording.take())
-        own = recorder.seconds("kernel") - kernel + seen.between_s
-        travel = len(lengths) == 1  # nothing else is computed meanwhile
-        served = sum(each.seconds + travel * each.travel_s for each in seen.servers.values())
-        return {"seconds": seconds, "own": own, "served": served}
 
-    step("alone")
+def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any]:
+    token = make_token()
+    directory = Directory("127.0.0.1", 0, token)
+    process = get_context("spawn").Process(target=serve, args=(directory.port, token, transport))
+    process.start()
+    training = Training(lengths, token, directory, transport)
+    training.step("alone")
     for _ in range(LEARNING):
-        step("server")
+        training.step("server")
     order = random.Random(0)
     steps: dict[str, list[dict[str, float]]] = {"alone": [], "server": []}
     for _ in range(rounds):
         for variant in order.sample(list(steps), 2):
-            steps[variant].append(step(variant))
+            steps[variant].append(training.step(variant))
             print(".", end="", flush=True, file=sys.stderr)
-    pool.close()
+    training.pool.close()
     process.join(10)
     process.kill()
     return steps

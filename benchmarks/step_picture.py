@@ -24,7 +24,11 @@ from hf_distca.sim.strategies import StepTime, plain, planned
 
 RANKS, TOKENS_PER_RANK = 8, 32768
 PICTURE = Path(__file__).parents[1] / "docs" / "step.svg"
-WIDTH, LEFT, RIGHT, ROW, BAR = 860, 76, 140, 15, 12
+WIDTH = 860
+LEFT = 76
+RIGHT = 140
+ROW = 15
+BAR = 12
 """Pixels: of the picture, beside its bars, of a rank's line and of its bar."""
 PARTS = (
     ("other", "everything else"),
@@ -50,7 +54,7 @@ def panel_of(title: str, step: StepTime) -> Panel:
 
 
 def picture(steps: Sequence[Panel]) -> str:
-    """Draw panels on one scale, with a line a rank, and label the gain of the last over the first."""
+    """Draw panels on one scale, a line a rank, and label the gain of the last over the first."""
     panel = RANKS * ROW + 44
     drawing = Drawing(WIDTH, 44 + panel * len(steps))
     scale = (WIDTH - LEFT - RIGHT) / max(step["seconds"] for step in steps)
@@ -73,8 +77,10 @@ def picture(steps: Sequence[Panel]) -> str:
         end = LEFT + step["seconds"] * scale
         drawing.line(end, top - 4, end, top + RANKS * ROW, "ink")
         drawing.text(end + 6, top + 11, f"{step['seconds']:.2f} s", style="strong")
-    before, after = steps[0]["seconds"], steps[-1]["seconds"]
-    middle, end = 64 + panel * (len(steps) - 1) + RANKS * ROW / 2, LEFT + after * scale
+    before = steps[0]["seconds"]
+    after = steps[-1]["seconds"]
+    middle = 64 + panel * (len(steps) - 1) + RANKS * ROW / 2
+    end = LEFT + after * scale
     drawing.arrow(LEFT + before * scale, end + 2, middle, "gain")
     drawing.text(
         LEFT + before * scale + 6, middle + 5, f"{before / after:.2f}× speed", style="gain"
@@ -102,7 +108,8 @@ def main() -> None:
     drawn = micro_batches(corpora()["prolong"], RANKS * TOKENS_PER_RANK, seed=0)
     pairs = []
     for lengths in islice(drawn, count):
-        packed, balanced = plain(lengths, setup), planned(lengths, setup, settings)[0]
+        packed = plain(lengths, setup)
+        balanced = planned(lengths, setup, settings)[0]
         pairs.append((packed.seconds / balanced.seconds, packed, balanced))
     pairs.sort(key=lambda pair: pair[0])
     gain, packed, balanced = pairs[len(pairs) // 2]

@@ -5,14 +5,16 @@ Forward, backward and AdamW of a 2-layer LLaMA of hidden size 256 under Distribu
 float32, one thread a rank. Six mixes of documents, all of the same number of tokens. In a round the
 strategies of each mix run once, one after another in shuffled order:
 
-  auto       hf_distca as it comes: plans chosen by costs that the ranks measure, and correct in the first steps
+  auto       hf_distca as it comes: plans chosen by costs that the ranks measure, and correct in the
+             first steps
   joint      hf_distca with document_layout="joint", balance_tolerance=0.01 and ping_pong=True
   no turns   the same with ping_pong=False
   fixed      hf_distca, documents placed as "whole" has them, with ping-pong
-  whole      DDP without hf_distca: whole documents, divided over the ranks so that the largest number of query-key
-             pairs is as small as the longest-first rule finds it; what batch_rebalance aims at. Packed, one call of
-             the same attention kernel a layer
-  packed     DDP without hf_distca: whole documents, packed in order into rows of about as many tokens
+  whole      DDP without hf_distca: whole documents, divided over the ranks so that the largest
+             number of query-key pairs is as small as the longest-first rule finds it; what
+             batch_rebalance aims at. Packed, one call of the same attention kernel a layer
+  packed     DDP without hf_distca: whole documents, packed in order into rows of about as many
+             tokens
 
 Every strategy may hold as many rows on a rank as any of them needs for these documents: all have
 the same memory. Freed memory stays with its process, as GPUs' allocators keep it. A step ends when
@@ -101,11 +103,9 @@ def whole_rows(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 def packed_rows(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Whole documents on ranks, in shuffled order, each rank filled to its share of the tokens."""
     rows: list[list[int]] = [[] for _ in range(ranks)]
-    order, share, rank = (
-        random.Random(0).sample(list(lengths), len(lengths)),
-        sum(lengths) / ranks,
-        0,
-    )
+    order = random.Random(0).sample(list(lengths), len(lengths))
+    share = sum(lengths) / ranks
+    rank = 0
     for length in order:
         if rows[rank] and sum(rows[rank]) + length / 2 > share and rank < ranks - 1:
             rank += 1
@@ -184,7 +184,8 @@ def steps_of(ranks: int, tokens: int) -> tuple[dict[str, Callable[[], None]], di
         mix: [length * ranks * tokens // LENGTHS_FOR for length in of] for mix, of in MIXES.items()
     }
     correct_costs(models, dispatchers["auto"], list(mixes.values()))
-    steps, chosen = {}, {}
+    steps = {}
+    chosen = {}
     for mix, lengths in mixes.items():
         held = {"whole": whole_rows(lengths, ranks), "packed": packed_rows(lengths, ranks)}
         most = max(tokens, *(sum(row) for rows in held.values() for row in rows))
@@ -236,7 +237,8 @@ def prepare(
     keep_freed_memory()
     if hosts is not None:
         hosts.limit(dist.get_rank(), rate_mbit)
-    (steps, chosen), order = steps_of(ranks, tokens), random.Random(0)
+    (steps, chosen) = steps_of(ranks, tokens)
+    order = random.Random(0)
     if dist.get_rank() == 0:
         for mix, choice in chosen.items():
             print(f"{mix}: {choice}", flush=True)

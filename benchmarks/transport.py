@@ -7,7 +7,8 @@ named transport_figure_size.
 
   gbs         GB/s, counted both ways, from the call to the complete reply
   cpu_s_gb    CPU seconds of both processes, for a GB
-  blocked_ms  how long the caller's own thread was held: putting rows where they are sent from, and queueing the call
+  blocked_ms  how long the caller's own thread was held: putting rows where they are sent from, and
+              queueing the call
 
     python benchmarks/transport.py --rounds 9 | tail -1 > benchmarks/results/transport.json
 """
@@ -71,7 +72,8 @@ class Calls:
     """Calls to a server's process, over every transport."""
 
     def __init__(self, sizes: list[int]) -> None:
-        context, token = multiprocessing.get_context("spawn"), make_token()
+        context = multiprocessing.get_context("spawn")
+        token = make_token()
         self._server, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(token, theirs), daemon=True)
         self._process.start()
@@ -103,7 +105,8 @@ class Calls:
             self._memory[choice],
             self._links[choice],
         )  # as taken from the rank's rows
-        before, begin = self._cpu_s(), time.perf_counter()
+        before = self._cpu_s()
+        begin = time.perf_counter()
         staged, ready = memory.stage([rows])
         results = memory.empty(ROWS, len(rows))
         answer = link.call(replace(CALL, nano_batch=len(rows)), staged, {"q": results}, ready)

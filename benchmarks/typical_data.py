@@ -4,11 +4,12 @@ simulated.
 Every micro-batch is simulated with hf_distca's defaults and with every other strategy. Three
 comparisons come of it:
 
-  best other     the fastest strategy that keeps every document whole, so that all compute the same; taken for each
-                 micro-batch, with hindsight
+  best other     the fastest strategy that keeps every document whole, so that all compute the same;
+                 taken for each micro-batch, with hindsight
   best fitting   the same, of the strategies that hold at most 32768 tokens on each GPU
   best fixed     as best other, but one strategy for all micro-batches, as a launch sets it
-  plain packing  documents packed by tokens. What a rank cannot hold is cut, which drops attention across the cuts
+  plain packing  documents packed by tokens. What a rank cannot hold is cut, which drops attention
+                 across the cuts
 
 Beside plain packing the gain is (t · r + m) / (r + 1 + w). The unit of r, m and w is the mean core
 attention of a rank in the planned step:
@@ -37,7 +38,9 @@ from hf_distca.predict.shapes import LLAMA_8B
 from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches
 from hf_distca.sim.strategies import CHOSEN, PLAIN, StepTime, all_strategies, on_ranks, packed_rows
 
-RANKS, RANKS_PER_NODE, TOKENS_PER_RANK = (8, 64), 8, 32768
+RANKS = (8, 64)
+RANKS_PER_NODE = 8
+TOKENS_PER_RANK = 32768
 BUSIEST = "busiest packed rank"
 FAST_ENOUGH = 0.99
 """Ratio below which a micro-batch counts as slower than the best fitting strategy."""
@@ -86,7 +89,9 @@ def comparison(steps: Mapping[str, Sequence[StepTime]]) -> dict[str, Any]:
     """The figures of one kind of documents, from the steps of every strategy of the same
     micro-batches.
     """
-    planned, plain, busiest = steps[CHOSEN], steps[PLAIN], steps[BUSIEST]
+    planned = steps[CHOSEN]
+    plain = steps[PLAIN]
+    busiest = steps[BUSIEST]
     seconds = mean(planned, lambda step: step.seconds)
     names = [name for name in steps if name not in (CHOSEN, BUSIEST)]
     best = [

@@ -102,7 +102,7 @@ def deviations(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, flo
 
 @contextmanager
 def waits(device: torch.device) -> Iterator[list[str]]:
-    """Record where the host waits for the device: file and line of each time, filled in at the end."""
+    """Record the file and line of each time that the host waits for the device."""
     places: list[str] = []
     if device.type != "cuda":
         yield places

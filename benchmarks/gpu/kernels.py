@@ -159,7 +159,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[T
 def errors(
     kernel: Kernel, case: Case, dtype: torch.dtype, device: torch.device
 ) -> dict[str, float]:
-    """Largest deviations of o, lse and the gradients from float64, each over the largest magnitude."""
+    """Largest deviations of o, lse and gradients from float64, over the largest magnitude."""
     do_QHE, *qkv = make_inputs(case, dtype, device)
     shapes, params = TaskShapes.build(case.q_lens, case.k_lens, device), case.params
     o_QHE, lse_QH = kernel.forward(*qkv, shapes, params)
@@ -189,7 +189,7 @@ def deviation(got: Tensor, want: Tensor) -> float:
 
 
 def check_kernel(setting: Setting, name: str) -> Findings:
-    """One kernel on all cases in all dtypes that it takes; the host must not wait for the device."""
+    """One kernel on all cases in all its dtypes; the host must not wait for the device."""
     findings, device = Findings(), setting.device
     try:
         kernel = get_kernel(name, device)
@@ -243,7 +243,7 @@ def _check_waits(kernel: Kernel, setting: Setting, findings: Findings) -> None:
 
 
 def why_missing(name: str) -> str:
-    """Why a kernel cannot be had on this machine, without importing its package; empty if it can."""
+    """Why this machine cannot have a kernel, without importing its package; empty if it can."""
     package = PACKAGES.get(name)
     return "" if package is None else package.missing()
 
@@ -257,7 +257,7 @@ def kernel_names(device: torch.device) -> list[str]:
 
 
 def check_profile(setting: Setting) -> Findings:
-    """Profile of this GPU by `hf-distca profile`, as figures; see docs/explanation/simulation.md."""
+    """Figures of this GPU's profile by `hf-distca profile`; see docs/explanation/simulation.md."""
     findings, wide = Findings(), setting.wide
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"

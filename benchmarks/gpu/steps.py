@@ -88,7 +88,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def planned_result(
     setting: Setting, variant: Variant, **model_options: Any
 ) -> tuple[StepResult, int]:
-    """A planned step of all ranks, and the bytes through the busiest rank in one layer's forward."""
+    """A planned step of all ranks; bytes through the busiest rank in one layer's forward."""
     ranks, lengths = (dist.get_world_size() if dist.is_initialized() else 1), list(setting.lengths)
     model = small_model(setting, "distca", **{"heads": variant.heads, **model_options})
     dispatcher = dispatcher_of(

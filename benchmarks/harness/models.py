@@ -106,7 +106,9 @@ class KernelNode(torch.autograd.Function):
     ) -> Tensor:
         o_THD, lse_TH = kernel.forward(q_THD, k_TGD, v_TGD, shapes, params)
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, o_THD, lse_TH)
-        ctx.kernel, ctx.shapes, ctx.params = kernel, shapes, params
+        ctx.kernel = kernel
+        ctx.shapes = shapes
+        ctx.params = params
         return o_THD
 
     @staticmethod

@@ -155,7 +155,9 @@ def reference(case: OneDocument, sampled: Sequence[int], chunk: int = 512) -> di
         keys = slice(0, int(rows_C[-1]) + 1)
         visible_CL = every[keys] <= rows_C[:, None]
         for head in range(case.heads):
-            k_LD, v_LD, do_CD = k_LHD[keys, head], v_LHD[keys, head], do_CHD[:, head]
+            k_LD = k_LHD[keys, head]
+            v_LD = v_LHD[keys, head]
+            do_CD = do_CHD[:, head]
             p_CL = (
                 (case.params.scale * q_CHD[:, head] @ k_LD.T)
                 .masked_fill_(~visible_CL, -torch.inf)

@@ -97,7 +97,8 @@ def forward_backward(model: nn.Module, batches: Sequence[Batch], targets: int) -
             input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
         ).last_hidden_state
         has_target_BL = batch.attention_mask[:, 1:].bool()
-        rows_NH, wanted_N = hidden_BLH[:, :-1][has_target_BL], batch.input_ids[:, 1:][has_target_BL]
+        rows_NH = hidden_BLH[:, :-1][has_target_BL]
+        wanted_N = batch.input_ids[:, 1:][has_target_BL]
         loss = sum(_losses(model.lm_head, rows_NH, wanted_N)) / targets
         loss.backward()
         total += loss.item()

@@ -50,7 +50,8 @@ class Ranks:
         *args: Any,
         enter: Callable[[int], None] | None = None,
     ) -> None:
-        context, port = get_context("spawn"), free_port()
+        context = get_context("spawn")
+        port = free_port()
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(count):
@@ -100,7 +101,7 @@ class Ranks:
 
 
 def run_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call a module-level function once on each of `ranks` processes; what each returned, by rank."""
+    """Call a module-level function on each of `ranks` processes; return the results by rank."""
     with Ranks(ranks, partial, function, *args) as started:
         return started.take()
 

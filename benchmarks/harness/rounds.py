@@ -150,7 +150,8 @@ def report(
     Args:
         derived: by name, a ratio, or what else is computed of the figures of one round.
     """
-    ours, theirs = measured.ours, measured.theirs
+    ours = measured.ours
+    theirs = measured.theirs
     figures = _spreads(ours)
     _show(f"{len(ours)} rounds", figures)
     ratios = [{name: compute(taken) for name, compute in derived.items()} for taken in ours]
@@ -162,7 +163,8 @@ def report(
         quotients = [
             {name: a[name] / b[name] for name in a} for a, b in zip(ours, theirs, strict=True)
         ]
-        between, figures_there = _spreads(quotients), _spreads(theirs)
+        between = _spreads(quotients)
+        figures_there = _spreads(theirs)
         print()
         table(
             [f"against {measured.their_commit}", "ours", "theirs", "ours / theirs (quartiles)"],

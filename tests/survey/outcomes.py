@@ -163,10 +163,13 @@ def _planned_step(model: PreTrainedModel, batch: dict[str, Any], targets: int) -
     model.zero_grad()
     loss = model(**batch, num_items_in_batch=torch.tensor(targets)).loss
     loss.backward()
-    plan, ran, turns = batch[PLAN_KEY].plan, batch[PLAN_KEY].ran, bool(decoder_layers(model))
+    plan = batch[PLAN_KEY].plan
+    ran = batch[PLAN_KEY].ran
+    turns = bool(decoder_layers(model))
     assert ran.attentions > 0, ran
     assert ran.layers_in_turns == ran.layers, ran
-    assert (ran.layers > 0, len(plan.nano_batches)) == (turns, 1 + turns), ran
+    assert (ran.layers > 0) == turns, ran
+    assert len(plan.nano_batches) == 1 + turns, ran
     assert plan.summary.exchange.bytes_total > 0
     return loss.item(), {
         name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None
@@ -205,11 +208,13 @@ def _compared(pool: Any, before: Outcome, rope_type: str | None, ways: tuple[str
     )
     least = NEGLIGIBLE * max(grad.abs().max() for grad in expected_grads.values())
     zero = torch.zeros(())
-    told, errors_of_ways = [before.told] if before.told else [], dict(before.errors)
+    told = [before.told] if before.told else []
+    errors_of_ways = dict(before.errors)
     for way, (got, got_grads) in zip(ways, steps, strict=True):
         errors = {"loss": abs(got - expected) / abs(expected)}
         for name in {**got_grads, **expected_grads}:
-            one, other = got_grads.get(name, zero), expected_grads.get(name, zero)
+            one = got_grads.get(name, zero)
+            other = expected_grads.get(name, zero)
             errors[name] = (
                 (one - other).abs().max() / torch.maximum(other.abs().max(), least)
             ).item()

@@ -18,19 +18,23 @@ ERROR = re.compile(r"\d\.\de-\d\d")
 TOP = """\
 # Model compatibility
 
-Every causal language model of transformers {version} was tested as a tiny model (some 32 wide, one layer of each kind,
-random weights) on two ranks with ping-pong. Its loss and all gradients are compared with one process that runs "eager"
-attention document by document. Each model trains in two ways:
+Every causal language model of transformers {version} was tested as a tiny model (some 32 wide, one
+layer of each kind, random weights) on two ranks with ping-pong. Its loss and all gradients are
+compared with one process that runs "eager" attention document by document. Each model trains in two
+ways:
 
 - *trainer*: documents are laid out by the planner, as `DistCATrainer` does.
-- *loop*: documents stay on their rank, with `make_dispatcher` and `plan_batch`, under gradient checkpointing.
+- *loop*: documents stay on their rank, with `make_dispatcher` and `plan_batch`, under gradient
+  checkpointing.
 
-Models whose rotary embeddings can depend on the length of a document train again with such embeddings: as the trainer
-does with *longrope*, and in a loop with *dynamic* NTK. Each document is rotated as it would be alone in a row.
+Models whose rotary embeddings can depend on the length of a document train again with such
+embeddings: as the trainer does with *longrope*, and in a loop with *dynamic* NTK. Each document is
+rotated as it would be alone in a row.
 
-{equal} give the loss and gradients of one process in both. Of these, {whole} keep documents whole on their rank
-([hybrid models](../explanation/hybrid-models.md) says which, and why). {refused} are refused before the first step,
-by an error on every rank. {unbuilt} cannot be built as a tiny causal language model from a config of their type.
+{equal} give the loss and gradients of one process in both. Of these, {whole} keep documents whole
+on their rank ([hybrid models](../explanation/hybrid-models.md) says which, and why). {refused} are
+refused before the first step, by an error on every rank. {unbuilt} cannot be built as a tiny causal
+language model from a config of their type.
 
 `make survey` runs the test, and `python -m tests.survey.page` writes this page.
 """

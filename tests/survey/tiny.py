@@ -148,7 +148,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """A config of this type: some 32 wide, with a layer of each kind that the default config has."""
+    """A config of this type: about 32 wide, with a layer of each kind of the default config."""
     config = CONFIG_MAPPING[model_type]
     return config(**_tiny(config(), MORE.get(model_type, {})))
 
@@ -229,7 +229,8 @@ def stretched(model: PreTrainedModel, rope_type: str) -> PreTrainedConfig | None
             continue
         steps = range(len(frequencies))
         if len(steps) == 1:  # dynamic NTK needs two frequencies
-            old["partial_rotary_factor"], steps = 2 * old["partial_rotary_factor"], range(2)
+            old["partial_rotary_factor"] = 2 * old["partial_rotary_factor"]
+            steps = range(2)
         new = {
             "rope_type": rope_type,
             "factor": 4.0,

@@ -33,7 +33,7 @@ def rank_pools() -> Iterator[dict[int, RankPool]]:
 
 @pytest.fixture
 def backward_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every backward runs in a thread of its own, in this process and on `rank_pools`: as on a GPU."""
+    """Run every backward in a thread of its own, here and on `rank_pools`, as on a GPU."""
     run = RankPool.run
     monkeypatch.setattr(
         RankPool,
@@ -69,7 +69,7 @@ def zero_pools() -> Iterator[dict[str, RankPool]]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep all that was imported out of garbage collections, of which each trainer makes several."""
+    """Keep imported objects out of garbage collections, of which each trainer makes several."""
     gc.freeze()
 
 

@@ -5,10 +5,13 @@ A whole model runs forward and backward on tensors of the device "meta", or on t
 of CUDA. It is one of several ranks, whose group is c10d's "fake" one. A dispatch mode sees every
 operator:
 
-  launches   operators that run on the device: one each, two where they fill with zeros first; none without an element
-  copies     those of the launches that only move numbers: copy_, clone, cat, index_select, to another dtype, …
+  launches   operators that run on the device: one each, two where they fill with zeros first; none
+             without an element
+  copies     those of the launches that only move numbers: copy_, clone, cat, index_select, to
+             another dtype, …
   views      operators that only describe memory anew; they cost the host a few microseconds
-  bytes      what launches read and write, each element of a tensor once; what is broadcast as it lies in memory
+  bytes      what launches read and write, each element of a tensor once; what is broadcast as it
+             lies in memory
 
 Matrix products, attention kernels and exchanges are counted apart from other launches. Whatever
 would make the host wait for the device raises. An operator belongs to the innermost frame of
@@ -146,11 +149,13 @@ class Counting(TorchDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func._schema.name.split("::")[1]
         what, launches = _what(func, name, result, args)
-        owner, node = _owner(), torch._C._current_autograd_node()
+        owner = _owner()
+        node = torch._C._current_autograd_node()
         if owner is None and node is not None:  # a node of torch's own
             owner, layer = self._places.get(node._sequence_nr(), ("model", None))
         else:
-            owner, layer = owner or "model", self.layer
+            owner = owner or "model"
+            layer = self.layer
             if node is not None and self.layer is None:
                 layer = self._places.get(node._sequence_nr(), (None, None))[1]
             # A node takes its number just before its forward comes here.
@@ -206,7 +211,8 @@ def _moved(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
         out, rows, ends, addends, _, onto = args
         moved_rows = len(addends) + (len(ends) - 1) * (2 if onto else 1)
         return moved_rows * out[:1].numel() * out.itemsize + _bytes(ends, addends, *_tensors(rows))
-    written, read = [], []
+    written = []
+    read = []
     schema = func._schema.arguments
     given = [
         *zip(schema, args, strict=False),
@@ -389,7 +395,8 @@ def main() -> None:
     )
     parser.add_argument("--no-ping-pong", dest="ping_pong", action="store_false")
     ping_pong = parser.parse_args().ping_pong
-    draw, lengths = np.random.default_rng(0), [100_000]
+    draw = np.random.default_rng(0)
+    lengths = [100_000]
     while left := RANKS * TOKENS - sum(lengths):
         lengths.append(min(int(np.clip(draw.lognormal(6.4, 1.0), 32, 16384)), left))
     with fake_group(RANKS) as group, without_numbers():

@@ -87,10 +87,12 @@ class RankPool:
     def close(self) -> None:
         for process in self._processes:
             process.kill()
-        self._processes, self._connections = [], []
+        self._processes = []
+        self._connections = []
 
     def _start(self) -> None:
-        context, port = forkserver(), free_port()
+        context = forkserver()
+        port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.size, port))
@@ -143,7 +145,8 @@ def own_processes(
     """
     import torch.distributed as dist
 
-    port, context = free_port(), forkserver()
+    port = free_port()
+    context = forkserver()
     # The store is the launcher's, as under torchrun: it outlives every rank.
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     given = size, port, folder, function, args

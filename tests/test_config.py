@@ -35,21 +35,32 @@ READ = {
 }
 
 
-def test_values_that_are_read():
-    for name, of in READ.items():
-        for given, setting in of.items():
-            read = getattr(DistCAConfig(**{name: given}), name)
-            assert (name, given, read, type(read)) == (name, given, setting, type(setting))
+@pytest.mark.parametrize(
+    ("name", "value", "setting"),
+    [(name, value, setting) for name, values in READ.items() for value, setting in values.items()],
+)
+def test_values_that_are_read(name, value, setting):
+    read = getattr(DistCAConfig(**{name: value}), name)
+    assert read == setting
+    assert type(read) is type(setting)
 
 
 def test_planned_nodes():
-    for given, planned in (("auto", 4), ([8, 8, 4], (8, 8, 4)), ([10], 10), ("1", 1), (8, 8)):
-        assert DistCAConfig(ranks_per_node=given).planning(20, 4)["ranks_per_node"] == planned
     assert DistCAConfig().planning(8)["ranks_per_node"] == 1  # without a launch all links are alike
 
 
+@pytest.mark.parametrize(
+    ("setting", "planned"),
+    [("auto", 4), ([8, 8, 4], (8, 8, 4)), ([10], 10), ("1", 1), (8, 8)],
+    ids=["auto", "list", "too few in a list", "text", "all"],
+)
+def test_nodes_as_users_write_them(setting, planned):
+    assert DistCAConfig(ranks_per_node=setting).planning(20, 4)["ranks_per_node"] == planned
+
+
 def test_settings_on_the_command_line_and_in_yaml(tmp_path, capsys):
-    parser, file = HfArgumentParser(DistCAConfig), tmp_path / "settings.yaml"
+    parser = HfArgumentParser(DistCAConfig)
+    file = tmp_path / "settings.yaml"
     written = {
         "tokens_per_rank": "32k",
         "exchange_buffer_bytes": "64MiB",
@@ -78,20 +89,19 @@ def test_settings_on_the_command_line_and_in_yaml(tmp_path, capsys):
 
 
 def test_what_the_planner_chooses():
-    default, set_all = (
-        DistCAConfig(),
-        DistCAConfig(ping_pong=True, balance_tolerance=0.01, document_layout="joint"),
-    )
+    default = DistCAConfig()
+    set_all = DistCAConfig(ping_pong=True, balance_tolerance=0.01, document_layout="joint")
     assert (default.ping_pong, default.balance_tolerance, default.document_layout) == ("auto",) * 3
-    assert (default.chooses, DistCAConfig(ping_pong=False).chooses, set_all.chooses) == (
-        True,
-        True,
-        False,
-    )
+    assert default.chooses is True
+    assert DistCAConfig(ping_pong=False).chooses is True
+    assert set_all.chooses is False
     assert default.planning(8)["ping_pong"]
     assert not DistCAConfig(ping_pong=False).planning(8)["ping_pong"]
-    # One rank alone has nobody to exchange with; with attention servers it has.
-    for servers, expected in ((0, False), (1, True), ("external", True)):
-        assert DistCAConfig(attention_servers=servers).planning(1)["ping_pong"] is expected
     assert default.planning(8).get("balance_tolerance") is None
     assert set_all.planning(8)["balance_tolerance"] == 0.01
+
+
+@pytest.mark.parametrize(("servers", "expected"), [(0, False), (1, True), ("external", True)])
+def test_one_rank_exchanges_with_servers_alone(servers, expected):
+    # One rank alone has nobody to exchange with; with attention servers it has.
+    assert DistCAConfig(attention_servers=servers).planning(1)["ping_pong"] is expected

@@ -47,7 +47,8 @@ class Traced(TrainerCallback):
 
 def _files_of_a_step(folder: str) -> set[str]:
     settings = {"max_steps": 3, "logging_steps": 100, "save_strategy": "no", CHECKPOINTING: True}
-    trainer, traced = make_trainer(folder, lengths=LENGTHS * 8, **settings), Traced()
+    trainer = make_trainer(folder, lengths=LENGTHS * 8, **settings)
+    traced = Traced()
     trainer.add_callback(traced)
     trainer.train()
     return traced.files

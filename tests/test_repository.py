@@ -4,6 +4,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 import yaml
 
 import hf_distca
@@ -13,9 +14,9 @@ CI = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_files_are_valid_yaml():
-    for pattern in (".github/**/*.yml", "CITATION.cff", ".pre-commit-config.yaml"):
-        assert all(yaml.safe_load(path.read_text()) for path in ROOT.glob(pattern))
+@pytest.mark.parametrize("pattern", [".github/**/*.yml", "CITATION.cff", ".pre-commit-config.yaml"])
+def test_files_are_valid_yaml(pattern):
+    assert all(yaml.safe_load(path.read_text()) for path in ROOT.glob(pattern))
 
 
 def test_ci_runs_targets_of_the_makefile_on_the_declared_pythons():

@@ -17,7 +17,8 @@ class WholeLogits(TorchDispatchMode):
 
     def __init__(self, vocabulary: int, rows: int) -> None:
         super().__init__()
-        self._vocabulary, self._rows = vocabulary, rows
+        self._vocabulary = vocabulary
+        self._rows = rows
         self.shapes: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(

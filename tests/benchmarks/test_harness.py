@@ -59,15 +59,14 @@ def run(folder: Path, package: Path, *words: str) -> subprocess.CompletedProcess
 
 
 def test_two_checkouts_take_rounds_in_turns(tmp_path):
-    ours, theirs = (
-        checkout(tmp_path / "ours", [1.0, 2.0, 6.0]),
-        checkout(tmp_path / "theirs", [2.0, 2.0, 2.0]),
-    )
+    ours = checkout(tmp_path / "ours", [1.0, 2.0, 6.0])
+    theirs = checkout(tmp_path / "theirs", [2.0, 2.0, 2.0])
     done = run(ours, ours, "--against", str(theirs))
     printed = json.loads(done.stdout.splitlines()[-1])
     assert printed["command"] == f"python benchmarks/bench.py --against {theirs}"
     assert {"cpu", "commit", "packages"} <= printed["machine"].keys()
-    result, against = printed["result"], printed["result"]["against"]
+    result = printed["result"]
+    against = printed["result"]["against"]
     assert result["figures"]["half, s"] == {"lower": 0.5, "median": 0.5, "upper": 0.5}
     assert [taken["step, s"] for taken in result["rounds"] + against["rounds"]] == [
         1.0,
@@ -118,7 +117,8 @@ def test_a_script_that_is_killed_leaves_no_process_behind(tmp_path):
         for name in ("ours", "theirs")
     )
     command = [sys.executable, str(ours / "benchmarks" / "bench.py"), "--against", str(theirs)]
-    processes, end = [], time.monotonic() + 120
+    processes = []
+    end = time.monotonic() + 120
     with subprocess.Popen(
         command, env=os.environ | {"PYTHONPATH": str(ours)}, stderr=subprocess.DEVNULL
     ) as script:

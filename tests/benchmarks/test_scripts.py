@@ -3,6 +3,7 @@
 import gzip
 import json
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,54 +19,63 @@ def script(monkeypatch):
     return import_module
 
 
-def test_documents_of_the_step_benchmark(script):
+def test_documents_of_the_step_benchmark(script, subtests):
     step_time = script("step_time")
     assert step_time.whole_rows([4, 3, 2, 1], 2) == [[4], [3, 2, 1]]
-    for lengths in step_time.MIXES.values():
-        assert sum(lengths) == step_time.LENGTHS_FOR
-        for ranks in (2, 4):
-            for rows in (
-                step_time.whole_rows(lengths, ranks),
-                step_time.packed_rows(lengths, ranks),
-            ):
+    for mix, lengths in step_time.MIXES.items():
+        with subtests.test(mix):
+            assert sum(lengths) == step_time.LENGTHS_FOR
+        for ranks, rows_of in product((2, 4), (step_time.whole_rows, step_time.packed_rows)):
+            rows = rows_of(lengths, ranks)
+            with subtests.test(mix, ranks=ranks, rows_of=rows_of.__name__):
                 assert len(rows) == ranks
-                assert all(rows)
+                assert [] not in rows
                 assert sorted(length for row in rows for length in row) == sorted(lengths)
 
 
-def test_pairs_and_figures_of_peers(script):
+def test_pairs_and_figures_of_peers(script, subtests):
     peers = script("peers")
     examples = [{"input_ids": [5] * length} for length in (4, 2, 1)]
-    for padded, expected in ((False, 10 + 3 + 1), (True, 3 * 10)):
-        collate = peers.Counted(len, padded=padded)
-        assert (collate(examples), collate.pairs) == (3, expected)
+    packed = peers.Counted(len, padded=False)
+    assert packed(examples) == 3
+    assert packed.pairs == 10 + 3 + 1
+    padded = peers.Counted(len, padded=True)
+    assert padded(examples) == 3
+    assert padded.pairs == 3 * 10
     assert peers.document_lengths(torch.tensor([0, 1, 2, 0, 0, 1])) == (3, 1, 2)
     ranks = [{"mix": {"seconds": 2.0, "loss": 7.0, "pairs": pairs}} for pairs in (30.0, 10.0)]
     assert peers.together(ranks) == {"mix": {"seconds": 2.0, "loss": 7.0, "imbalance": 1.5}}
     assert peers.together([{"mix": {"MiB": 3.0}}, {"mix": {"MiB": 5.0}}]) == {"mix": {"MiB": 5.0}}
     assert peers.largest_difference([2.0, 3.0], [2.0, 4.0]) == 0.25
-    for lengths in peers.MIXES.values():
-        assert sum(lengths) == peers.TOKENS
-        assert all(length % 32 == 0 for length in lengths)
-        assert all(len(lengths) % ranks == 0 for ranks in peers.RANKS)
+    for mix, lengths in peers.MIXES.items():
+        with subtests.test(mix):
+            assert sum(lengths) == peers.TOKENS
+            assert {length % 32 for length in lengths} == {0}
+            assert {len(lengths) % ranks for ranks in peers.RANKS} == {0}
 
 
-def test_padded_batches_of_rollouts(script):
-    harness, benchmark = script("harness.padded"), script("padded")
-    lengths = harness.rollout_lengths(2000)
-    assert (min(lengths) >= 2, max(lengths), 280 < np.median(lengths) < 320) == (
-        True,
-        harness.LONGEST,
-        True,
+@pytest.mark.parametrize(
+    ("to_all", "columns"),
+    [(True, [5, 5]), (False, [5, 3])],
+    ids=["to the longest of all", "to the longest of a batch"],
+)
+def test_padded_batches(script, to_all, columns):
+    batches = script("harness.padded").padded_batches(
+        [5, 2, 3], 10, torch.device("cpu"), to_all=to_all, at_once=2
     )
+    assert [batch.input_ids.shape[1] for batch in batches] == columns
+    assert [batch.attention_mask.sum(1).tolist() for batch in batches] == [[5, 2], [3]]
+
+
+def test_lengths_of_rollouts(script):
+    harness = script("harness.padded")
+    benchmark = script("padded")
+    lengths = harness.rollout_lengths(2000)
+    assert min(lengths) >= 2
+    assert max(lengths) == harness.LONGEST
+    assert 280 < np.median(lengths) < 320
     assert harness.rollout_lengths(2000, scale=4) == [max(length // 4, 2) for length in lengths]
     assert sum(harness.lengths_that_add_up(64, 16384, seed=3)) == 16384
-    for to_all, columns in ((True, [5, 5]), (False, [5, 3])):
-        batches = harness.padded_batches(
-            [5, 2, 3], 10, torch.device("cpu"), to_all=to_all, at_once=2
-        )
-        assert [batch.input_ids.shape[1] for batch in batches] == columns
-        assert [batch.attention_mask.sum(1).tolist() for batch in batches] == [[5, 2], [3]]
     rows = benchmark.rows_of(benchmark.Case(32, 4))
     tokens = sum(harness.rollout_lengths(32, 4))
     assert (
@@ -77,7 +87,7 @@ def test_padded_batches_of_rollouts(script):
     )
 
 
-def test_plans_that_know_of_nodes_beside_flat_ones(script):
+def test_plans_that_know_of_nodes_beside_flat_ones(script, subtests):
     planner = script("planner")
     # Half the ranks of each node have one document, half of them four.
     rows = [[512] if rank % 8 < 4 else [128] * 4 for rank in range(64)]
@@ -90,34 +100,26 @@ def test_plans_that_know_of_nodes_beside_flat_ones(script):
     moved = 384 * 4096
     assert flat == planner.Planned(flat.metrics, 0, 32 * moved, moved / 50 / 1e9, flat.plan_ms)
     assert aware == planner.Planned(aware.metrics, moved, 0, moved / 450 / 1e9, aware.plan_ms)
-    for metrics in (flat.metrics, aware.metrics):
-        balance = (metrics.max_over_mean, metrics.tokens_max_over_mean)
-        assert (balance, metrics.bytes_total, metrics.bytes_bottleneck) == (
-            (1.0, 1.0),
-            32 * moved,
-            moved,
-        )
+    for name, metrics in (("flat", flat.metrics), ("node-aware", aware.metrics)):
+        with subtests.test(name):
+            assert metrics.max_over_mean == 1.0
+            assert metrics.tokens_max_over_mean == 1.0
+            assert metrics.bytes_total == 32 * moved
+            assert metrics.bytes_bottleneck == moved
     figures = planner.node_aware_over_flat({"alike-s0": (aware, flat)})
-    names = ("bytes_between_nodes", "busiest_within_node", "link_seconds", "bytes_total")
-    assert [figures[f"{name}_ratio_worst"] for name in names] == [
-        0.0,
-        1.0,
-        pytest.approx(1 / 9),
-        1.0,
-    ]
+    assert figures["bytes_between_nodes_ratio_worst"] == 0.0
+    assert figures["busiest_within_node_ratio_worst"] == 1.0
+    assert figures["link_seconds_ratio_worst"] == pytest.approx(1 / 9)
+    assert figures["bytes_total_ratio_worst"] == 1.0
     assert figures["bytes_between_nodes_ratio_worst_input"] == "alike-s0"
-    assert (
-        figures["plans_with_bytes_between_nodes"],
-        figures["flat_plans_with_bytes_between_nodes"],
-    ) == (0, 1)
+    assert figures["plans_with_bytes_between_nodes"] == 0
+    assert figures["flat_plans_with_bytes_between_nodes"] == 1
 
 
 def run(mode: str, rows: list[list[int]], ms: list[float], **changes) -> dict:
-    samples = [{"rows": rows, "ms": each} for each in ms]
-    return {
-        "mode": mode, "tp": 1, "dp": 2, "cp": None, "layers": 1, "tokens_per_row": 8, "pairing": "2i,2i+1",
-        "samples": samples, **changes,
-    }  # fmt: skip
+    samples = [{"rows": rows, "ms": milliseconds} for milliseconds in ms]
+    sizes = {"tp": 1, "dp": 2, "cp": None, "layers": 1, "tokens_per_row": 8}
+    return {"mode": mode, **sizes, "pairing": "2i,2i+1", "samples": samples, **changes}
 
 
 def test_what_is_known_of_a_step_of_the_reference(script, monkeypatch):
@@ -130,7 +132,8 @@ def test_what_is_known_of_a_step_of_the_reference(script, monkeypatch):
     rows = [[8], [4, 4], [2] * 4, [8]]
     assert described("baseline", rows) == (2, 36 + 20, False)  # the first rank's
     assert described("d2", rows)[1] < 36 + 20
-    assert (described("d2", rows)[2], described("wlbllm", rows)[2]) == (True, False)
+    assert described("d2", rows)[2] is True
+    assert described("wlbllm", rows)[2] is False
     # Strided: rank 0 has the first and the third row.
     assert described("baseline", rows, pairing="i,i+dp")[1] == 36 + 20
     assert described("baseline", [[8], [1], [8], [1]], pairing="i,i+dp")[1] == 2 * 36
@@ -143,28 +146,31 @@ def test_what_is_known_of_a_step_of_the_reference(script, monkeypatch):
     assert described("wlbllm", [[8, 4], [2, 2]], dp=2, cp=2) == (1 / 2, 36 / 2, True)
 
 
-def test_steps_of_the_reference_are_predicted_by_its_baseline_alone(script):
+def test_steps_of_the_reference_are_predicted_by_its_baseline_alone(script, subtests):
     reference = script("reference_steps")
     content = json.loads(
         gzip.decompress((ROOT / "benchmarks/data/measured_steps.json.gz").read_bytes())
     )
     for name, runs in content.items():
-        few = [{**each, "samples": each["samples"][:20]} for each in runs]
-        found = reference.figures_of([reference.Run.of(each) for each in few])
-        assert found["baseline_r2"] > 0.99, name
-        assert found["balanced_error_mean"] < 0.05, name
-        assert found["balanced_error_p90"] < 0.10, name
-        if "whole_error_mean" in found:
+        few = [reference.Run.of({**run, "samples": run["samples"][:20]}) for run in runs]
+        figures = reference.figures_of(few)
+        with subtests.test(name):
+            assert figures["baseline_r2"] > 0.99
+            assert figures["balanced_error_mean"] < 0.05
+            assert figures["balanced_error_p90"] < 0.10
+        if "whole_error_mean" in figures:
             named = name == "dp8-128k-L4"
-            assert found["whole_ranks_a_document_named"] is named
-            assert found["whole_ranks_a_document"] == ([1, 2, 4] if named else [4])
-            assert found["whole_error_mean"] < (0.06 if named else 0.05), name
+            with subtests.test(name, documents="whole"):
+                assert figures["whole_ranks_a_document_named"] is named
+                assert figures["whole_ranks_a_document"] == ([1, 2, 4] if named else [4])
+                assert figures["whole_error_mean"] < (0.06 if named else 0.05)
     baseline = [run("baseline", [[length], [1], [1], [1]], [float(length)]) for length in (2, 4, 8)]
-    one, other = (
-        reference.figures_of(
-            [reference.Run.of(each) for each in (*baseline, run("d2", [[8], [1], [1], [1]], [ms]))]
-        )
-        for ms in (1.0, 5.0)
-    )
-    assert one["ms_per_billion_pairs"] == other["ms_per_billion_pairs"]
-    assert np.isclose((1 + one["balanced_bias"]) * 1.0, (1 + other["balanced_bias"]) * 5.0)
+
+    def figures_with_balanced_step(ms: float) -> dict:
+        runs = [*baseline, run("d2", [[8], [1], [1], [1]], [ms])]
+        return reference.figures_of([reference.Run.of(measured) for measured in runs])
+
+    fast = figures_with_balanced_step(1.0)
+    slow = figures_with_balanced_step(5.0)
+    assert fast["ms_per_billion_pairs"] == slow["ms_per_billion_pairs"]
+    assert np.isclose((1 + fast["balanced_bias"]) * 1.0, (1 + slow["balanced_bias"]) * 5.0)

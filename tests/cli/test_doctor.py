@@ -4,6 +4,7 @@ from email import message_from_string
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import pytest
 import torch
 
 from hf_distca.cli import findings as of_doctor
@@ -37,15 +38,11 @@ def launch(processes, local):
 
 
 def test_findings_of_ranks_are_merged(capsys):
-    torch_, old = (
-        Finding("torch", "2.13.0"),
-        Finding("torch", "2.9.0, needs >=2.11", "pip install torch", True),
-    )
-    device, peft, newer = (
-        Finding("device", "cpu", "look"),
-        Finding("peft", "0.18"),
-        Finding("peft", "0.19"),
-    )
+    torch_ = Finding("torch", "2.13.0")
+    old = Finding("torch", "2.9.0, needs >=2.11", "pip install torch", True)
+    device = Finding("device", "cpu", "look")
+    peft = Finding("peft", "0.18")
+    newer = Finding("peft", "0.19")
     by_rank = [[torch_, device, peft], [torch_, device, newer], [old, device], [torch_, device]]
     assert report(by_rank, {}, as_json=False) == 1
     assert capsys.readouterr().out.splitlines() == [  # ranks may differ in peft, but not in torch
@@ -88,12 +85,15 @@ def test_versions_are_compared_with_requirements():
 
 def test_packages_of_kernels():
     liger, *none = package_findings((8, 0), {"triton": "3.6.0"}.get)
-    assert (none, liger.name, liger.state) == ([], "liger-kernel", "advice")
+    assert none == []
+    assert liger.name == "liger-kernel"
+    assert liger.state == "advice"
     assert liger.change == "pip install liger-kernel, and set use_liger_kernel=True"
     versions = {"liger-kernel": "0.8.0", "fla-core": "0.6.0", "triton": "3.6.0"}
     liger, delta_rules = package_findings((9, 0), versions.get)
     assert liger == Finding("liger-kernel", f"0.8.0; {of_doctor.LIGER_GAIN}")
-    assert (delta_rules.name, delta_rules.state) == ("fla-core", "advice")
+    assert delta_rules.name == "fla-core"
+    assert delta_rules.state == "advice"
     assert delta_rules.found.startswith(
         "fla 0.6.0 raises in the backward of gated delta rules on Hopper with Triton"
     )
@@ -108,45 +108,77 @@ def test_packages_of_kernels():
     )  # before fla-core was a package of its own
 
 
-def test_processes_threads_and_settings_of_the_environment():
+def test_processes_of_a_launch():
     assert of_launch("processes", **launch(8, 4)) == ["ok", "8, of which 4 on a host", ""]
-    for processes, local, threads, state, change in (
-        (8, 4, 2, "ok", ""),
-        (4, 4, 8, "advice", "set OMP_NUM_THREADS=2: threads that wait for a core slow all down"),
-        (9, 9, 1, "advice", "launch at most 8 processes on this host"),
-    ):
-        found = f"{threads} threads in each of {local} processes on 8 cores"
-        assert of_launch("OMP_NUM_THREADS", threads=threads, **launch(processes, local)) == [
-            state,
-            found,
-            change,
-        ]
-    for name, cuda, environment, *state in (
-        ("processes", False, {}, "ok"),
-        ("processes", False, {"WORLD_SIZE": "8"}, "wrong"),
+
+
+@pytest.mark.parametrize(
+    ("name", "cuda", "environment", "states"),
+    [
+        ("processes", False, {}, ["ok"]),
+        ("processes", False, {"WORLD_SIZE": "8"}, ["wrong"]),
         (
             "ACCELERATE_USE_CPU",
             False,
             {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_DEEPSPEED": "true"},
-            "wrong",
+            ["wrong"],
         ),
-        ("ACCELERATE_USE_CPU", False, {"ACCELERATE_USE_CPU": "true"}),
-        ("dynamo_backend", True, {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "wrong"),
-        ("dynamo_backend", True, {"ACCELERATE_DYNAMO_BACKEND": "no"}),
-        ("PYTORCH_ALLOC_CONF", False, {}),
-        ("PYTORCH_ALLOC_CONF", True, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "advice"),
-        ("PYTORCH_ALLOC_CONF", True, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "ok"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS", True, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "advice"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS", True, {}),
-    ):
-        assert of_launch(name, cuda=cuda, **environment)[:1] == state, environment
+        ("ACCELERATE_USE_CPU", False, {"ACCELERATE_USE_CPU": "true"}, []),
+        ("dynamo_backend", True, {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, ["wrong"]),
+        ("dynamo_backend", True, {"ACCELERATE_DYNAMO_BACKEND": "no"}, []),
+        ("PYTORCH_ALLOC_CONF", False, {}, []),
+        ("PYTORCH_ALLOC_CONF", True, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, ["advice"]),
+        (
+            "PYTORCH_ALLOC_CONF",
+            True,
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            ["ok"],
+        ),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", True, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, ["advice"]),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", True, {}, []),
+    ],
+    ids=[
+        "one process",
+        "size without rank",
+        "CPU by DeepSpeed",
+        "CPU",
+        "inductor",
+        "no compiler",
+        "allocator on a CPU",
+        "segments that do not expand",
+        "segments that expand",
+        "one connection",
+        "connections by default",
+    ],
+)
+def test_settings_of_the_environment(name, cuda, environment, states):
+    assert of_launch(name, cuda=cuda, **environment)[:1] == states
 
 
-def test_addresses_that_gloo_gives(monkeypatch):
-    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    monkeypatch.setattr("socket.gethostname", lambda: "a")
-    unset = "not set; this host's name 'a' resolves to"
-    for named, local, address, state, found in (
+@pytest.mark.parametrize(
+    ("processes", "local", "threads", "state", "change"),
+    [
+        (8, 4, 2, "ok", ""),
+        (4, 4, 8, "advice", "set OMP_NUM_THREADS=2: threads that wait for a core slow all down"),
+        (9, 9, 1, "advice", "launch at most 8 processes on this host"),
+    ],
+    ids=["cores enough", "too many threads", "too many processes"],
+)
+def test_threads_of_processes_on_a_host(processes, local, threads, state, change):
+    found = f"{threads} threads in each of {local} processes on 8 cores"
+    assert of_launch("OMP_NUM_THREADS", threads=threads, **launch(processes, local)) == [
+        state,
+        found,
+        change,
+    ]
+
+
+UNSET = "not set; this host's name 'a' resolves to"
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "processes_here", "address", "state", "found"),
+    [
         ("eth0", 4, None, "ok", "eth0"),
         (
             "eth0,ib0",
@@ -155,19 +187,33 @@ def test_addresses_that_gloo_gives(monkeypatch):
             "wrong",
             "eth0,ib0, but this host has no interface ib0, only lo, eth0",
         ),
-        (None, 4, "10.0.0.7", "ok", f"{unset} 10.0.0.7"),
-        (None, 4, None, "wrong", f"{unset} no address, which no other host reaches"),
-        (None, 4, "127.0.1.1", "wrong", f"{unset} 127.0.1.1, which no other host reaches"),
-        (None, 8, "127.0.1.1", "ok", f"{unset} 127.0.1.1"),
-    ):
-        resolve = Mock(return_value=address, side_effect=None if address else OSError)
-        monkeypatch.setattr("socket.gethostbyname", resolve)
-        environment = launch(8, local) | ({"GLOO_SOCKET_IFNAME": named} if named else {})
-        assert of_launch("GLOO_SOCKET_IFNAME", **environment) == [
-            state,
-            found,
-            of_doctor.HOW if state == "wrong" else "",
-        ]
+        (None, 4, "10.0.0.7", "ok", f"{UNSET} 10.0.0.7"),
+        (None, 4, None, "wrong", f"{UNSET} no address, which no other host reaches"),
+        (None, 4, "127.0.1.1", "wrong", f"{UNSET} 127.0.1.1, which no other host reaches"),
+        (None, 8, "127.0.1.1", "ok", f"{UNSET} 127.0.1.1"),
+    ],
+    ids=[
+        "interface",
+        "missing interface",
+        "address",
+        "no address",
+        "loopback",
+        "loopback on one host",
+    ],
+)
+def test_addresses_that_gloo_gives(monkeypatch, interfaces, processes_here, address, state, found):
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setattr("socket.gethostname", lambda: "a")
+    resolve = Mock(return_value=address, side_effect=None if address else OSError)
+    monkeypatch.setattr("socket.gethostbyname", resolve)
+    environment = launch(8, processes_here) | (
+        {"GLOO_SOCKET_IFNAME": interfaces} if interfaces else {}
+    )
+    assert of_launch("GLOO_SOCKET_IFNAME", **environment) == [
+        state,
+        found,
+        of_doctor.HOW if state == "wrong" else "",
+    ]
 
 
 def test_a_gpu_that_no_kernel_supports_and_slow_links(monkeypatch):
@@ -177,10 +223,13 @@ def test_a_gpu_that_no_kernel_supports_and_slow_links(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     device, none = device_findings(torch.device("cuda"), 2)
     assert device == Finding("device", "T4, compute capability 7.5, 12.0 GB free of 16.0")
-    assert (none.name, none.found, none.state) == ("attention_kernel", "none", "wrong")
+    assert none.name == "attention_kernel"
+    assert none.found == "none"
+    assert none.state == "wrong"
     assert "got 7.5" in none.change
     shared, _ = device_findings(torch.device("cuda"), 3)
-    assert (shared.state, shared.found.endswith(", one of 2 for 3 processes")) == ("wrong", True)
+    assert shared.state == "wrong"
+    assert shared.found.endswith(", one of 2 for 3 processes")
     assert device_findings(torch.device("cpu"), 1)[1:] == [
         Finding("attention_kernel", "auto is cpu")
     ]
@@ -190,25 +239,25 @@ def test_a_gpu_that_no_kernel_supports_and_slow_links(monkeypatch):
     rates = {(0, 1): 400.0, (1, 0): 390.0, (0, 2): 40.0, (2, 0): 42.0, (1, 2): 41.0, (2, 1): 9.0}
     within, between = link_findings(rates, (0, 0, 1))
     assert within == Finding("links within nodes", "395.00 GB/s; the slowest, rank 1 to 0, 390.00")
-    assert (between.found, between.state) == (
-        "40.50 GB/s; the slowest, rank 2 to 1, 9.00",
-        "advice",
-    )
+    assert between.found == "40.50 GB/s; the slowest, rank 2 to 1, 9.00"
+    assert between.state == "advice"
 
 
 def test_one_process(monkeypatch, run):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     status, printed, _ = run("doctor")
-    assert (
-        status,
-        {line.split()[0] for line in printed.splitlines()} - {"ok", "advice", "->"},
-    ) == (0, set())
+    assert status == 0
+    assert {line.split()[0] for line in printed.splitlines()} - {"ok", "advice", "->"} == set()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     status, printed, _ = run("doctor", "--json")
     states = {finding["name"]: finding["state"] for finding in json.loads(printed)["findings"]}
-    assert (status, states["GLOO_SOCKET_IFNAME"]) == (1, "wrong")
-    for timeout in ("nan", "inf", "0", "x"):
-        assert "--timeout: must be " in run("doctor", "--timeout", timeout)[2]
+    assert status == 1
+    assert states["GLOO_SOCKET_IFNAME"] == "wrong"
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "0", "x"])
+def test_time_limits_that_are_none(run, timeout):
+    assert "--timeout: must be " in run("doctor", "--timeout", timeout)[2]
 
 
 def test_names_of_packages_are_spelled_in_several_ways(monkeypatch, run):
@@ -234,7 +283,8 @@ def test_a_launch():
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     found = {each["name"]: each for each in printed["findings"]}
-    assert (found["processes"]["found"], found["nodes"]["found"]) == ("2 on one host", "one")
+    assert found["processes"]["found"] == "2 on one host"
+    assert found["nodes"]["found"] == "one"
     assert found["links within nodes"]["found"].endswith(
         f"{min(link['rate'] for link in printed['links']):.2f}"
     )

@@ -82,7 +82,8 @@ def test_figures(command, figures):
     assert figures(*command([[4, 4, 4, 4], []], 2, 8))["tokens_max_over_mean"] == 1.0
     # Nodes have eight ranks by default.
     batch = ["plan", "--lengths", "one-long", "--ranks", "12", "--tokens-per-rank", "512"]
-    default, given = figures(*batch), figures(*batch, "--ranks-per-node", "8,4")
+    default = figures(*batch)
+    given = figures(*batch, "--ranks-per-node", "8,4")
     assert default["bytes_within_nodes"] > 0
     assert [default[key] for key in BYTES] == [given[key] for key in BYTES]
 
@@ -98,8 +99,10 @@ def test_dumps_hold_documents_segments_and_tasks(command, dumped):
         "segments": [[0, 0, 4, 0, 0], [1, 0, 4, 0, 4], [2, 0, 8, 1, 0]]
     }
     first, second = dumped(*command([[4, 3], [2, 6]], 2, 8, *UNBALANCED))
-    assert (first["documents"], first["segments"]) == ([0, 2], [[0, 0, 4, 0, 0], [1, 0, 2, 1, 0]])
-    assert (second["documents"], second["segments"]) == ([1, 3], [[0, 0, 3, 0, 0], [1, 0, 6, 1, 0]])
+    assert first["documents"] == [0, 2]
+    assert first["segments"] == [[0, 0, 4, 0, 0], [1, 0, 2, 1, 0]]
+    assert second["documents"] == [1, 3]
+    assert second["segments"] == [[0, 0, 3, 0, 0], [1, 0, 6, 1, 0]]
     # A plain list is cut into equal shares.
     (nano_batch,) = dumped(*command([3, 7, 2], 4, 4, *FIXED, "--no-ping-pong"))
     cut = [[1, 0, 3, 1, 0], [1, 3, 6, 2, 0], [1, 6, 7, 3, 0]]
@@ -161,7 +164,8 @@ def test_dumps_hold_documents_segments_and_tasks(command, dumped):
 )
 def test_bad_input_is_one_line_and_status_2(command, run, lengths, options, message):
     status, output, error = run(*command(lengths, 2, 8, *options))
-    assert (status, output) == (2, "")
+    assert status == 2
+    assert output == ""
     assert message in error
     assert error.count("\n") == 1
     assert "expected" in error or len(error) < 300
@@ -169,14 +173,16 @@ def test_bad_input_is_one_line_and_status_2(command, run, lengths, options, mess
 
 @pytest.mark.parametrize("layout", ["joint", "fixed"])
 def test_the_plan_is_the_trainers(command, dumped, tmp_path, layout):
-    model, corpus = small_model(), [9000, 300, 4000, 1200, 70, 2500, 640, 3300, 128, 5000]
+    model = small_model()
+    corpus = [9000, 300, 4000, 1200, 70, 2500, 640, 3300, 128, 5000]
     settings = {"tokens_per_rank": 8192, "document_layout": layout}
     arguments = hf_distca.DistCATrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, report_to=[], **settings
     )
     dataset = datasets.Dataset.from_dict({"input_ids": [[1] * length for length in corpus]})
     trainer = hf_distca.DistCATrainer(model=model, args=arguments, train_dataset=dataset)
-    config, device = hf_distca.DistCAConfig(**settings), torch.device("cpu")
+    config = hf_distca.DistCAConfig(**settings)
+    device = torch.device("cpu")
     of_one, of_four = (
         hf_distca.plan_settings(model, config, ranks=ranks, device=device) for ranks in (1, 4)
     )
@@ -193,15 +199,16 @@ def test_the_plan_is_the_trainers(command, dumped, tmp_path, layout):
         ]
 
 
-def test_bytes_follow_shapes_windows_and_nodes(command, figures):
+def test_bytes_follow_shapes_and_windows(command, figures):
     fixed = command([[8192], [128] * 64], 2, 8192, *FIXED)
     options = ((), ("--dtype", "float32"), ("--q-heads", "8", "--kv-heads", "2"), ("--window", "1"))
     total, *others = (figures(*fixed, *each)["bytes_total"] for each in options)
     assert others == [2 * total, total // 4, 0]
-    # A document of 8 rows on 4 ranks, each of which reads all rows before its own; a row of K and V
-    # is 8 bytes.
-    shapes = ["--dtype", "float32", "--q-heads", "1", "--kv-heads", "1", "--head-dim", "1"]
-    for ranks_per_node, nodes, link_seconds in (
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "expected_bytes", "link_seconds"),
+    [
         # Ranks receive 0, 2, 4 and 6 rows.
         ("1", [0, 0, 0, 96, 48, 48], 48 / 0.25e9),
         ("auto", [96, 48, 96, 0, 0, 0], 48e-9),
@@ -209,36 +216,45 @@ def test_bytes_follow_shapes_windows_and_nodes(command, figures):
         ("2", [64, 32, 48, 32, 16, 32], 16 / 0.25e9),
         # The first 4 rows cross from the first node to rank 2, and to rank 3 as well, which gets 6.
         ("2,1,1", [16, 16, 16, 80, 48, 64], 48 / 0.25e9),
-    ):
-        links = [
-            "--ranks-per-node",
-            ranks_per_node,
-            "--node-bandwidth",
-            "1",
-            "--network-bandwidth",
-            "0.25",
-        ]
-        found = figures(*command([8], 4, 2, *UNBALANCED, *shapes, *links))
-        assert (found["bytes_total"], found["bytes_bottleneck"]) == (96, 48)
-        assert [found[key] for key in BYTES] == nodes
-        assert found["link_seconds"] == pytest.approx(link_seconds)
+    ],
+    ids=["nodes of one rank", "one node", "nodes of two ranks", "uneven nodes"],
+)
+def test_bytes_within_and_between_nodes(
+    command, figures, ranks_per_node, expected_bytes, link_seconds
+):
+    # A document of 8 rows on 4 ranks, each of which reads all rows before its own; a row of K and V
+    # is 8 bytes.
+    shapes = ["--dtype", "float32", "--q-heads", "1", "--kv-heads", "1", "--head-dim", "1"]
+    links = [
+        "--ranks-per-node",
+        ranks_per_node,
+        "--node-bandwidth",
+        "1",
+        "--network-bandwidth",
+        "0.25",
+    ]
+    figures_of_plan = figures(*command([8], 4, 2, *UNBALANCED, *shapes, *links))
+    assert figures_of_plan["bytes_total"] == 96
+    assert figures_of_plan["bytes_bottleneck"] == 48
+    assert [figures_of_plan[key] for key in BYTES] == expected_bytes
+    assert figures_of_plan["link_seconds"] == pytest.approx(link_seconds)
 
 
-def test_the_table_and_figures_of_ranks(command, run, figures, tmp_path):
+def test_the_table(command, run):
     # The same of a document of 1024 rows: what was 2 rows of 8 bytes is 256 of 4096.
     _, output, _ = run(*command([1024], 4, 256, *UNBALANCED, "--ranks-per-node", "2"))
-    for line in (
+    expected_lines = [
         "documents                      1, 1024 tokens, 3 cuts, 1 nano-batch",
         "bytes within nodes             4.19 MB, busiest rank 2.10 MB, busiest node 3.15 MB",
         "bytes between nodes            2.10 MB, busiest rank 1.05 MB, busiest node 2.10 MB",
         "busiest link, per layer        0.02 ms at 450 GB/s within and 50 GB/s between nodes",
-    ):
-        assert f"{line}\n" in output
-    found = figures(
-        *command(
-            [[3000, 500], [900], [40, 2000], [700]], 4, 4096, "--report", str(tmp_path / "a.html")
-        )
-    )
+    ]
+    assert [line for line in expected_lines if f"{line}\n" not in output] == []
+
+
+def test_figures_of_ranks_add_up(command, figures, tmp_path):
+    rows = [[3000, 500], [900], [40, 2000], [700]]
+    found = figures(*command(rows, 4, 4096, "--report", str(tmp_path / "a.html")))
     ranks = found["by_rank"]
     assert max(ranks["pairs"]) / (sum(ranks["pairs"]) / 4) == pytest.approx(found["max_over_mean"])
     assert sum(ranks["pairs"]) == sum(ranks["pairs_packed"])
@@ -262,19 +278,20 @@ def test_memory_of_a_model(command, figures, tmp_path):
     assert list(memory) == ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
     ddp = memory["ddp"]
     assert [ddp[part] / parameters for part in ("weights", "gradients", "optimizer")] == [4, 8, 8]
-    plain, checkpointed = ddp["without_checkpointing"], ddp["with_checkpointing"]
+    plain = ddp["without_checkpointing"]
+    checkpointed = ddp["with_checkpointing"]
     assert checkpointed["parts"]["kept O"] == 2 * 2048 * (32 + 4) * 4
     assert plain["total"] == sum(plain["parts"].values()) + 20 * parameters
     assert checkpointed["total"] < plain["total"] < 10**8
     assert 2048 < plain["longest_tokens_per_rank"] < checkpointed["longest_tokens_per_rank"]
     shown = memory_table(memory_rows(memory, 0.04))
-    for line in (
+    expected = [
         "memory of a rank, GB",
         "kept O and log-sum-exp",
         "together",
         "longest rows in 0.04 GB",
-    ):
-        assert f"\n{line} " in f"\n{shown}"
+    ]
+    assert [name for name in expected if f"\n{name} " not in f"\n{shown}"] == []
 
 
 def test_memory_follows_the_settings_that_are_given(command, figures, tmp_path, monkeypatch):
@@ -286,19 +303,30 @@ def test_memory_follows_the_settings_that_are_given(command, figures, tmp_path, 
     assert "kept O" not in memory["parts"]
 
 
-def test_hybrids_and_experts(command, run, figures, tmp_path, monkeypatch):
-    for model_type in ("llama4_text", "qwen3_next"):
-        tiny_config(model_type).save_pretrained(tmp_path)
-        of_model = command([150, 30], 2, 96, "--model", str(tmp_path))
-        assert figures(*of_model, "--dtype", "float32")["tokens_max_over_mean"] == 1.0
-    cut = [*of_model, "--document-layout", "fixed", "--no-ping-pong"]
-    monkeypatch.setattr("hf_distca.cli.model.memory_of", lambda *_: {})  # it was counted above
+@pytest.mark.parametrize("model_type", ["llama4_text", "qwen3_next"])
+def test_memory_of_hybrids_and_experts_is_counted(command, figures, tmp_path, model_type):
+    tiny_config(model_type).save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--dtype", "float32"]
+    found = figures(*command([150, 30], 2, 96, *options))
+    assert found["tokens_max_over_mean"] == 1.0
+    assert found["memory"]
+
+
+def test_mixing_of_a_hybrid_that_is_cut(command, run, figures, tmp_path, monkeypatch):
+    tiny_config("qwen3_next").save_pretrained(tmp_path)
+    cut = command([150, 30], 2, 96, "--model", str(tmp_path))
+    cut += ["--document-layout", "fixed", "--no-ping-pong"]
+    monkeypatch.setattr("hf_distca.cli.model.memory_of", lambda *_: {})  # it is counted above
     mixing = figures(*cut)["mixing"]
     # One layer: 3 rows of 48 channels in bfloat16; A and B of 2 heads, 8 rows and 16 columns in
     # float32.
-    halo, state = 3 * 48 * 2, 2 * 8 * 16 * 4
-    assert (mixing["layers"], mixing["segments"], mixing["state_bytes"]) == (1, 2, state)
-    assert (mixing["runs"], mixing["bytes_bottleneck"]) == (2, halo + state)
+    halo = 3 * 48 * 2
+    state = 2 * 8 * 16 * 4
+    assert mixing["layers"] == 1
+    assert mixing["segments"] == 2
+    assert mixing["state_bytes"] == state
+    assert mixing["runs"] == 2
+    assert mixing["bytes_bottleneck"] == halo + state
     assert "kernel runs, busiest rank      2 a layer" in run(*cut)[1]
 
 
@@ -306,7 +334,8 @@ def test_a_model_whose_documents_stay_whole(command, run, tmp_path):
     tiny_config("jamba").save_pretrained(tmp_path)
     model = ["--model", str(tmp_path)]
     status, _, error = run(*command([60, 30], 2, 96, *model, "--document-layout", "joint"))
-    assert (status, "set document_layout='whole'" in error) == (2, True)
+    assert status == 2
+    assert "set document_layout='whole'" in error
     assert "document 0 has 97 tokens" in run(*command([97, 30], 2, 96, *model))[2]
 
 
@@ -321,22 +350,24 @@ def test_one_document_travels_in_stages_through_small_buffers(command, figures):
 SMALL = ["--ranks", "2", "--tokens-per-rank", "8"]
 
 
-def test_tables_hold_lengths_or_tokens(run, tmp_path):
-    for ending, write in (("csv", "to_csv"), ("jsonl", "to_json"), ("parquet", "to_parquet")):
-        file = tmp_path / f"documents.{ending}"
-        columns = (
-            {"length": [4, 4, 2, 6]}
-            if ending == "csv"
-            else {"input_ids": [[1] * n for n in (4, 4, 2, 6)]}
-        )
-        getattr(datasets.Dataset.from_dict(columns), write)(file)
-        assert (
-            "documents                      4, 16 tokens"
-            in run("plan", "--lengths", str(file), *SMALL)[1]
-        )
+@pytest.mark.parametrize(
+    ("ending", "write"), [("csv", "to_csv"), ("jsonl", "to_json"), ("parquet", "to_parquet")]
+)
+def test_tables_hold_lengths_or_tokens(run, tmp_path, ending, write):
+    file = tmp_path / f"documents.{ending}"
+    columns = (
+        {"length": [4, 4, 2, 6]}
+        if ending == "csv"
+        else {"input_ids": [[1] * n for n in (4, 4, 2, 6)]}
+    )
+    getattr(datasets.Dataset.from_dict(columns), write)(file)
+    assert (
+        "documents                      4, 16 tokens"
+        in run("plan", "--lengths", str(file), *SMALL)[1]
+    )
 
 
-def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(dumped, tmp_path):
+def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(dumped, tmp_path, subtests):
     def lengths_of(name: str, *more: str) -> list[int]:
         nano_batches = dumped("plan", "--lengths", str(tmp_path / name), *options, *more)
         return sorted(length for nano in nano_batches for length in nano["lengths"])
@@ -351,7 +382,7 @@ def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(dumped, tmp_path)
         "12",
     ]
     chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
-    for name, content, more, lengths in (
+    for name, content, more_options, lengths in (
         (
             "rows.jsonl",
             '{"text": "w1 w2 w3"}\n{"text": "w4"}\n',
@@ -362,7 +393,8 @@ def test_lengths_of_texts_and_chats_are_counted_by_a_tokenizer(dumped, tmp_path)
         ("chats.jsonl", json.dumps({"messages": chat}), [], [6]),
     ):
         (tmp_path / name).write_text(content)
-        assert lengths_of(name, *more) == lengths
+        with subtests.test(name):
+            assert lengths_of(name, *more_options) == lengths
     (tmp_path / "pieces.txt").write_text("w1 w2 w3\n\nw4 w5 w6\n")
     # Documents are drawn until the next one does not fit.
     assert lengths_of("pieces.txt") == [7] * 3
@@ -393,14 +425,18 @@ def test_tokens_are_counted_once_and_a_bar_moves_while_they_are(run, tmp_path, m
     assert counted == [100, 100, 50]
 
 
-def test_the_split_of_a_data_set(run, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "drawn"),
+    [((), "4, 16 tokens"), (("--split", "test"), "3, 15 tokens")],
+    ids=["train by default", "test"],
+)
+def test_the_split_of_a_data_set(run, tmp_path, options, drawn):
     parts = {
         name: datasets.Dataset.from_dict({"length": [length] * 2})
         for name, length in (("train", 4), ("test", 5))
     }
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "data")
-    for options, drawn in (((), "4, 16 tokens"), (("--split", "test"), "3, 15 tokens")):
-        assert drawn in run("plan", "--lengths", str(tmp_path / "data"), *SMALL, *options)[1]
+    assert drawn in run("plan", "--lengths", str(tmp_path / "data"), *SMALL, *options)[1]
 
 
 @pytest.mark.parametrize(
@@ -425,7 +461,8 @@ def test_the_split_of_a_data_set(run, tmp_path):
             "a.txt",
             "a b",
             [],
-            "has columns ['text'], but none of ['length', 'input_ids']; set --column to a column of",
+            "has columns ['text'], but none of ['length', 'input_ids']; set --column to a column "
+            "of",
         ),
         (
             "a.txt",
@@ -464,18 +501,22 @@ def test_sources_without_lengths(run, tmp_path, name, content, options, message)
         (tmp_path / name).write_text(content)
     source = name if name.startswith("lognormal") else str(tmp_path / name)
     status, _, error = run("plan", "--lengths", source, *SMALL, *options)
-    assert (status, message in error) == (2, True), error
+    assert status == 2, error
+    assert message in error, error
 
 
 def test_micro_batches_are_drawn(dumped, figures, tmp_path, without_memory):
-    for source in ("prolong", "one-long", "lognormal:300,1"):
-        setting = ["--lengths", source, "--ranks", "4", "--tokens-per-rank", "2k", "--seed"]
-        drawn = [[nano["lengths"] for nano in dumped("plan", *setting, seed)] for seed in "001"]
-        assert 4096 < sum(map(sum, drawn[0])) <= 8192
-        assert drawn[0] == drawn[1] != drawn[2]
     datasets.Dataset.from_dict({"tokens": [300, 40, 5] * 100}).save_to_disk(tmp_path / "data")
     np.savetxt(tmp_path / "lengths.csv", [300, 40, 5], "%d", header="tokens", comments="")
     setting = ["--ranks", "2", "--tokens-per-rank", "1k", "--column", "tokens"]
     assert figures("plan", "--lengths", str(tmp_path / "data"), *setting)["tasks"] > 10
     of_file = ["--lengths", str(tmp_path / "lengths.csv"), *setting, "--batches", "1"]
     assert figures("simulate", *of_file)["documents"] > 10  # more than the file has
+
+
+@pytest.mark.parametrize("source", ["prolong", "one-long", "lognormal:300,1"])
+def test_drawn_lengths_follow_the_seed(dumped, source):
+    setting = ["--lengths", source, "--ranks", "4", "--tokens-per-rank", "2k", "--seed"]
+    drawn = [[nano["lengths"] for nano in dumped("plan", *setting, seed)] for seed in "001"]
+    assert 4096 < sum(map(sum, drawn[0])) <= 8192
+    assert drawn[0] == drawn[1] != drawn[2]

@@ -34,7 +34,7 @@ def by_name(found: dict) -> dict[str, dict]:
     return {strategy["name"]: strategy for strategy in found["strategies"]}
 
 
-def test_every_strategy_trains_the_same_tokens(figures, small):
+def test_every_strategy_trains_the_same_tokens(figures, small, subtests):
     found = figures(*SETTING, "--lengths", "prolong", "--servers", "2", "--model", small)
     cp = [f"context parallel, {shape}" for shape in ("4 × 2", "2 × 4", "1 × 8")]
     planned = [
@@ -42,12 +42,14 @@ def test_every_strategy_trains_the_same_tokens(figures, small):
     ]
     assert list(by_name(found)) == ["plain packing", "whole documents balanced", *cp, *planned]
     assert 0 < found["tokens"] <= 2 * 8 * 4096
-    for each in found["strategies"]:
-        assert each["tokens_per_second"] * each["step_seconds"] * 2 == pytest.approx(
-            found["tokens"]
-        )
-        assert 0 < each["mfu"] < 1 > each["idle"] >= 0
-        assert each["tokens_most"] <= 4096 or not each["name"].startswith("hf_distca")
+    for strategy in found["strategies"]:
+        with subtests.test(strategy["name"]):
+            tokens = strategy["tokens_per_second"] * strategy["step_seconds"] * 2
+            assert tokens == pytest.approx(found["tokens"])
+            assert 0 < strategy["mfu"] < 1
+            assert 0 <= strategy["idle"] < 1
+            if strategy["name"].startswith("hf_distca"):
+                assert strategy["tokens_most"] <= 4096
 
 
 def test_long_documents_beside_short_ones_pay_and_equal_ones_do_not(
@@ -56,12 +58,14 @@ def test_long_documents_beside_short_ones_pay_and_equal_ones_do_not(
     found = figures(*SETTING, "--lengths", "wlbllm", "--ranks", "64", "--tokens-per-rank", "32768")
     assert found["attention_speed_up"] > found["speed_up"] > 1.1
     assert "× the speed of" in found["advice"][0]
-    lengths, report = tmp_path / "lengths.json", tmp_path / "report.html"
+    lengths = tmp_path / "lengths.json"
+    report = tmp_path / "report.html"
     lengths.write_text(json.dumps([512] * 10))
     printed = run(
         *SETTING, "--lengths", str(lengths), "--no-checkpointing", "--report", str(report)
     )[1]
-    assert ("hf_distca, joint" in printed, "No gain expected: " in printed) == (True, True)
+    assert "hf_distca, joint" in printed
+    assert "No gain expected: " in printed
     assert "<h1>No gain expected: " in report.read_text()
 
 
@@ -89,25 +93,25 @@ def test_memory_is_that_of_a_counted_plan(figures, tmp_path, small):
     assert 0.8 < strategies["plain packing"]["rows_bytes"] / joint["rows_bytes"] < 1.2
 
 
-def test_the_chosen_plan_is_never_slower_than_other_strategies(figures, without_memory):
+def test_the_chosen_plan_is_never_slower_than_other_strategies(figures, without_memory, subtests):
     options = ("--lengths", "lognormal:600,0.8", "--ranks-per-node", "1")
-    slow, fast = (
-        by_name(figures(*SETTING, *options, *link)) for link in (("--network-bandwidth", "1"), ())
-    )
-    for strategies in (slow, fast):
+    slow = by_name(figures(*SETTING, *options, "--network-bandwidth", "1"))
+    fast = by_name(figures(*SETTING, *options))
+    for network, strategies in (("slow", slow), ("fast", fast)):
         # Strategies that cut documents or give a rank more rows than it takes are not compared.
-        fair = [
-            each
-            for each in strategies.values()
-            if not each["documents_cut"] and each["tokens_most"] <= 4096
+        seconds = [
+            strategy["step_seconds"]
+            for strategy in strategies.values()
+            if not strategy["documents_cut"] and strategy["tokens_most"] <= 4096
         ]
-        seconds = [each["step_seconds"] for each in fair]
-        assert strategies["hf_distca, chosen"]["step_seconds"] <= 1.01 * min(seconds)
+        with subtests.test(network):
+            assert strategies["hf_distca, chosen"]["step_seconds"] <= 1.01 * min(seconds)
     assert slow["hf_distca, joint"]["step_seconds"] > 2 * slow["hf_distca, chosen"]["step_seconds"]
 
 
-def test_bad_options(run):
-    for option, value, message in (
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
         ("--servers", "-1", "--servers: must be 0 or a positive whole number, got '-1'"),
         ("--batches", "9999999", "--batches: must be at most 100000, got 9999999"),
         ("--tokens-per-rank", "1", "--tokens-per-rank must be at least 2"),
@@ -117,15 +121,30 @@ def test_bad_options(run):
         ("--profile", "abacus", "no device profile at 'abacus': expected one of"),
         ("--model", "/no/where", "no model config at '/no/where'"),
         ("--ranks-per-node", "3", "ranks_per_node=3 does not divide the 8 ranks"),
-    ):
-        status, _, error = run(*SETTING, "--lengths", "prolong", option, value)
-        assert (status, message in error) == (2, True), error
+    ],
+    ids=[
+        "servers",
+        "batches",
+        "tokens",
+        "buffer",
+        "tensor parallel",
+        "report",
+        "profile",
+        "model",
+        "nodes",
+    ],
+)
+def test_bad_options(run, option, value, message):
+    status, _, error = run(*SETTING, "--lengths", "prolong", option, value)
+    assert status == 2, error
+    assert message in error, error
 
 
 def test_gpus_that_share_layers(figures, without_memory):
     command = (*SETTING, "--lengths", "prolong", "--batches", "1", "--tensor-parallel")
     alone, shared = (figures(*command, gpus)["strategies"][-1] for gpus in ("1", "8"))
-    assert (alone["gpus"], shared["gpus"]) == (8, 64)
+    assert alone["gpus"] == 8
+    assert shared["gpus"] == 64
     assert shared["step_seconds"] < 0.3 * alone["step_seconds"]
 
 
@@ -139,13 +158,13 @@ def test_shapes_of_models():
     config = Qwen3NextConfig()  # Qwen3-Next 80B-A3B
     found = model_shape(model_of_config(config, torch.bfloat16))
     mixing = found.mixing
-    assert (found.depth, mixing.layers, mixing.width, mixing.channels) == (
-        12,
-        36,
-        3,
-        2 * 2048 + 4096,
-    )
-    assert (mixing.heads, mixing.state, mixing.state_bytes) == (32, (128, 128), 4 << 20)
+    assert found.depth == 12
+    assert mixing.layers == 36
+    assert mixing.width == 3
+    assert mixing.channels == 2 * 2048 + 4096
+    assert mixing.heads == 32
+    assert mixing.state == (128, 128)
+    assert mixing.state_bytes == 4 << 20
     # Projections of queries, keys, values, gates and decays; the output's, the router, 11 experts
     # and norms.
     assert mixing.before == pytest.approx(2048 * (2 * 2048 + 2 * 4096 + 64), rel=0.01)
@@ -162,10 +181,13 @@ def test_a_hybrid(figures, run, tmp_path, without_memory):
     tiny_config("qwen3_next").save_pretrained(tmp_path)
     options = (*SETTING, "--lengths", "prolong", "--model", str(tmp_path), "--batches", "1")
     found = by_name(figures(*options))
-    whole, joint = found["whole documents balanced"], found["hf_distca, joint"]
+    whole = found["whole documents balanced"]
+    joint = found["hf_distca, joint"]
     assert 0 < whole["mixing_seconds"] < whole["other_seconds"]
-    assert (whole["mixing_runs"], whole["mixing_bytes"]) == (1, 0)
-    assert (joint["mixing_seconds"] > 0, joint["mixing_runs"] > 1) == (True, True)
+    assert whole["mixing_runs"] == 1
+    assert whole["mixing_bytes"] == 0
+    assert joint["mixing_seconds"] > 0
+    assert joint["mixing_runs"] > 1
     assert joint["mixing_bytes"] >= 3 * 48 * 2 + 2 * 8 * 16 * 4
     printed = run(*options)[1].splitlines()
     (head,) = (line for line in printed if "imbalance" in line)
@@ -197,17 +219,19 @@ def test_padded_batches_are_compared_in_table_and_report(run, figures, tmp_path,
         "whole sequences balanced",
         "hf_distca",
     ]
-    assert all(each["forward_seconds"] < each["step_seconds"] for each in by_strategy.values())
+    for name, strategy in by_strategy.items():
+        assert strategy["forward_seconds"] < strategy["step_seconds"], name
     assert by_strategy["padded to the longest"]["rows"] > by_strategy["hf_distca"]["rows"]
     printed = run(*SETTING, *options)[1]
     text = html.unescape(report.read_text())
-    for shown in (printed, text):
-        assert padded["advice"] in shown
-        assert all(row["rows"] in shown for row in padded["columns"])
+    expected = [padded["advice"], *(row["rows"] for row in padded["columns"])]
+    assert [sentence for sentence in expected if sentence not in printed] == []
+    assert [sentence for sentence in expected if sentence not in text] == []
     assert "Padded batches of 8 sequences a rank." in printed
     assert "padded" not in figures(*SETTING, *options[:4])
     status, _, error = run(*SETTING, *options[:4], "--padded", "0")
-    assert (status, "--padded: must be a positive whole number" in error) == (2, True)
+    assert status == 2
+    assert "--padded: must be a positive whole number" in error
 
 
 def test_settings_to_copy_are_not_deprecated(figures, tmp_path, recwarn, without_memory):
@@ -236,11 +260,9 @@ def test_settings_to_copy_are_not_deprecated(figures, tmp_path, recwarn, without
         names,
     )
     args = names["args"]
-    assert (args.tokens_per_rank, args.balance_tolerance, getattr(args, CHECKPOINTING)) == (
-        4096,
-        0.02,
-        True,
-    )
+    assert args.tokens_per_rank == 4096
+    assert args.balance_tolerance == 0.02
+    assert getattr(args, CHECKPOINTING) is True
     assert args.ranks_per_node == "auto"  # the launch gives the nodes
     assert not [str(warning.message) for warning in recwarn if "deprecated" in str(warning.message)]
 
@@ -254,10 +276,12 @@ def test_a_device_is_measured_and_simulated(tmp_path, run, figures, monkeypatch)
     path = str(tmp_path / "mine.json")
     assert "held-out calls" in run("profile", "--output", path, *SIZES)[1]
     found = DeviceProfile.load(path)
-    assert (found.measured, found.dtype) == (AttentionKind(None, 2, 1, 16, 16), "float32")
+    assert found.measured == AttentionKind(None, 2, 1, 16, 16)
+    assert found.dtype == "float32"
     assert "links not measured" in found.source
     assert found.accuracy.count == 4  # of nine calls of one task and three of several short ones
-    assert (found.links.within.bandwidth, found.exchange.within.bandwidth) == (450e9, 100e9)
+    assert found.links.within.bandwidth == 450e9
+    assert found.exchange.within.bandwidth == 100e9
     assert min(found.flops_per_second, found.bytes_per_second) > 1e6
     setting = [
         "--lengths",
@@ -273,7 +297,8 @@ def test_a_device_is_measured_and_simulated(tmp_path, run, figures, monkeypatch)
 
 
 def test_the_printed_speed_is_that_of_a_long_document(tmp_path, run, monkeypatch):
-    cost, seconds = KernelCost(0.0, 1e-3, 0.0, 2e-8), 16.384 + 16384 * 16385 * 1e-8
+    cost = KernelCost(0.0, 1e-3, 0.0, 2e-8)
+    seconds = 16.384 + 16384 * 16385 * 1e-8
     monkeypatch.setattr(
         device, "measured_kernel", lambda *_, **__: (cost, cost, Accuracy(1.0, 1.0, 1))
     )
@@ -282,9 +307,9 @@ def test_the_printed_speed_is_that_of_a_long_document(tmp_path, run, monkeypatch
     assert f"16384 tokens' attention    {flops / seconds / 1e12:.3g} TFLOP/s" in printed
 
 
-def test_errors_come_before_measuring(tmp_path, run, monkeypatch):
-    monkeypatch.setattr(device, "seconds_of", lambda *_: pytest.fail("measured"))
-    for options, message in (
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         (
             ["--output", "/nonexistent/x.json"],
             "cannot write /nonexistent/x.json: there is no such folder; make the",
@@ -295,6 +320,11 @@ def test_errors_come_before_measuring(tmp_path, run, monkeypatch):
             ["--hidden", "1000000000"],
             "cpu has too little memory for rows of this size; make --q-heads",
         ),
-    ):
-        status, _, error = run("profile", "--output", str(tmp_path / "mine.json"), *SIZES, *options)
-        assert (status, message in error) == (2, True), error
+    ],
+    ids=["output", "heads", "kernel", "memory"],
+)
+def test_errors_come_before_measuring(tmp_path, run, monkeypatch, options, message):
+    monkeypatch.setattr(device, "seconds_of", lambda *_: pytest.fail("measured"))
+    status, _, error = run("profile", "--output", str(tmp_path / "mine.json"), *SIZES, *options)
+    assert status == 2, error
+    assert message in error, error

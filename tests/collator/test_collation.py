@@ -82,7 +82,8 @@ def test_the_example_in_the_docstring():
     assert outcome.failed == 0
 
 
-def test_labels_of_the_user_are_shifted_before_cutting():
+@pytest.mark.parametrize("form", ["list", "data set", "data set of tensors"])
+def test_labels_of_the_user_are_shifted_before_cutting(form):
     examples = [
         {
             "input_ids": [11, 12, 13, 14],
@@ -92,33 +93,44 @@ def test_labels_of_the_user_are_shifted_before_cutting():
         {"input_ids": [21, 22], "labels": [21, 22], "attention_mask": [1, 1]},
     ]
     dataset = datasets.Dataset.from_list([{**e, "length": len(e["input_ids"])} for e in examples])
-    for given_as in (examples, dataset, dataset.with_format("torch")):
-        first, second = collate(given_as, fixed(2, 3))
-        assert values(first) == [[11, 12, 13], [0, 1, 2], [-100, 13, 14]]
-        assert values(second) == [[14, 21, 22], [3, 0, 1], [-100, 22, -100]]
-        assert {first[name].dtype for name in ("input_ids", "position_ids", "labels")} == {
-            torch.int64
-        }
-        assert first["labels"].data_ptr() != first["shift_labels"].data_ptr()
+    forms = {
+        "list": examples,
+        "data set": dataset,
+        "data set of tensors": dataset.with_format("torch"),
+    }
+    first, second = collate(forms[form], fixed(2, 3))
+    assert values(first) == [[11, 12, 13], [0, 1, 2], [-100, 13, 14]]
+    assert values(second) == [[14, 21, 22], [3, 0, 1], [-100, 22, -100]]
+    assert first["input_ids"].dtype == torch.int64
+    assert first["position_ids"].dtype == torch.int64
+    assert first["labels"].dtype == torch.int64
+    assert first["labels"].data_ptr() != first["shift_labels"].data_ptr()
 
 
-def test_a_rank_without_rows_gets_a_filler():
-    filler = [[99], [0], [-100]]
-    for settings, expected in (
-        (PlanSettings(4, 8), [[[5], [0], [6]], [[6], [1], [-100]], filler, filler]),
+FILLER = [[99], [0], [-100]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (PlanSettings(4, 8), [[[5], [0], [6]], [[6], [1], [-100]], FILLER, FILLER]),
         (
             PlanSettings(3, 8, document_layout="whole"),
-            [[[5, 6], [0, 1], [6, -100]], filler, filler],
+            [[[5, 6], [0, 1], [6, -100]], FILLER, FILLER],
         ),
-    ):
-        batches = collate([{"input_ids": [5, 6]}], settings, filler=99)
-        assert sorted(values(batch) for batch in batches) == expected
-        assert {batch["distca_plan"].fillers for batch in batches} == {2}
+    ],
+    ids=["document that is cut", "whole document"],
+)
+def test_a_rank_without_rows_gets_a_filler(settings, expected):
+    batches = collate([{"input_ids": [5, 6]}], settings, filler=99)
+    assert sorted(values(batch) for batch in batches) == expected
+    assert {batch["distca_plan"].fillers for batch in batches} == {2}
 
 
 def test_long_documents_are_cut(caplog):
     """A cut keeps the target across it; truncation drops the target too."""
-    examples, lengths = [{"input_ids": [1, 2, 3, 4, 5]}], np.array([5])
+    examples = [{"input_ids": [1, 2, 3, 4, 5]}]
+    lengths = np.array([5])
     excerpts = fit_documents(lengths, 3, "split", "limit")
     reader = RankDocuments(examples, lengths, fixed(1, 3), 0)
     split = [DistCACollator(0)([reader[GlobalMicroBatch(excerpts[[i]])]]) for i in range(2)]
@@ -170,7 +182,8 @@ def test_the_choices_that_come_with_a_micro_batch_are_those_of_its_plan():
     """
 
     def choices(seconds):
-        kernel, link = KernelCost(0.0, 0.0, 0.0, 0.0), LinkCost(0.0, np.inf)
+        kernel = KernelCost(0.0, 0.0, 0.0, 0.0)
+        link = LinkCost(0.0, np.inf)
         kinds = (KindCosts(AttentionKind(), 1, kernel, kernel),)
         return Choices(
             StepCosts(kinds, seconds, 0.0, 1.0, 0.0, Links(link, link)), nano_batches=(1,)
@@ -186,7 +199,8 @@ def test_the_choices_that_come_with_a_micro_batch_are_those_of_its_plan():
 
 
 def test_only_documents_with_rows_here_are_read():
-    lengths, read = np.array([2, 2, 2]), []
+    lengths = np.array([2, 2, 2])
+    read = []
 
     class One:
         def __getitem__(self, index):
@@ -234,7 +248,8 @@ def test_accelerate_passes_every_batch_and_the_epoch():
     loader = prepare_data_loader(
         loader_of(2), num_processes=1, process_index=0, put_on_device=False
     )
-    first, second = tokens(loader), tokens(loader)
+    first = tokens(loader)
+    second = tokens(loader)
     assert first == tokens(loader_of(0))
     assert len(first) == len(loader)
     assert second != first
@@ -249,7 +264,8 @@ def test_accelerate_passes_every_batch_and_the_epoch():
 @pytest.mark.parametrize("shards", [None, 1, 4])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_and_workers_share_the_stream(shards, workers):
-    lengths, seen = [3, 2, 4, 1, 5, 2, 2, 6, 1, 3, 4, 2], []
+    lengths = [3, 2, 4, 1, 5, 2, 2, 6, 1, 3, 4, 2]
+    seen = []
     stream = examples_of(lengths)
     if shards is not None:
         stream = datasets.Dataset.from_list(stream).to_iterable_dataset(num_shards=shards)
@@ -267,6 +283,10 @@ def test_ranks_and_workers_share_the_stream(shards, workers):
             seen += rows
         assert documents >= 4
     assert sorted(seen) == rows_of(lengths)
+
+
+def document_lengths_of(batches):
+    return [length for batch in batches for length in batch["document_lengths"]]
 
 
 def test_streams_beyond_the_tables_of_a_model():
@@ -292,13 +312,8 @@ def test_streams_beyond_the_tables_of_a_model():
         positions=4,
     ):
         packed([9] * 5)
-    for policy, lengths in (("truncate", (1, 4)), ("split", (1, 4, 1))):
-        assert (
-            tuple(
-                length for batch in packed([9] * 5, policy) for length in batch["document_lengths"]
-            )
-            == lengths
-        )
+    assert document_lengths_of(packed([9] * 5, "truncate")) == [1, 4]
+    assert document_lengths_of(packed([9] * 5, "split")) == [1, 4, 1]
 
 
 def test_faulty_streams():
@@ -308,9 +323,16 @@ def test_faulty_streams():
         list(StreamPacker([{"input_ids": [1]}, {"input_ids": [1] * 7}], 1, 0, 6))
     with refused(Data.EMPTY_DOCUMENT, name="document 1 of rank 0's share of the stream"):
         list(StreamPacker([{"input_ids": [1]}, {"input_ids": []}], 1, 0, 6))
-    for rank, tokens, error in ((2, 6, "give one from 0 to 1"), (0, 0, "tokens_per_rank is 0")):
-        with pytest.raises(ValueError, match=error):  # before the first document is read
-            StreamPacker(iter([]), 2, rank, tokens)
+
+
+@pytest.mark.parametrize(
+    ("rank", "tokens", "error"),
+    [(2, 6, "give one from 0 to 1"), (0, 0, "tokens_per_rank is 0")],
+    ids=["rank 2 of 2", "no tokens"],
+)
+def test_shares_of_a_stream_that_cannot_be(rank, tokens, error):
+    with pytest.raises(ValueError, match=error):  # before the first document is read
+        StreamPacker(iter([]), 2, rank, tokens)
 
 
 # Padding-free collators
@@ -343,23 +365,27 @@ def test_lengths_of_a_flattened_batch(options):
             )
 
 
-def test_batches_beyond_the_tables_of_a_model():
-    for ids, labels, entry, values in (
+@pytest.mark.parametrize(
+    ("ids", "labels", "entry", "words"),
+    [
         ([0, 3, 9], [-100, 3, 9], None, {}),
         ([0, 10, 9], [-100, 3, 9], Data.TOKEN_ID, {"token": 10, "at": 1, "last": 9}),
         ([0, -1, 9], [-100, 3, 9], Data.TOKEN_ID, {"token": -1, "at": 1}),
         ([0, 3, 9], [-100, 8, -1], Data.TARGET_ID, {"label": -1, "at": 2, "last": 8}),
         ([0, 3, 9], [9, -100, -100], Data.TARGET_ID, {"label": 9, "at": 0}),
         ([0, 3, 9], [-100, -100, -100], None, {}),
-    ):
-        classes = 9 if entry is Data.TARGET_ID else 10
-        batch = batch_of([0, 1, 2]) | {
-            "input_ids": torch.tensor([ids]),
-            "labels": torch.tensor([labels]),
-        }
-        for read in (batch, CollatorWithLengths(lambda batch: batch)(batch)):
-            with refused(entry, name="a batch", **values) if entry else nullcontext():
-                assert checked_document_lengths(read, Limits(10, classes), "a batch") == (3,)
+    ],
+    ids=["fits", "large token", "negative token", "negative target", "large target", "no targets"],
+)
+def test_batches_beyond_the_tables_of_a_model(ids, labels, entry, words):
+    classes = 9 if entry is Data.TARGET_ID else 10
+    batch = batch_of([0, 1, 2]) | {
+        "input_ids": torch.tensor([ids]),
+        "labels": torch.tensor([labels]),
+    }
+    for read in (batch, CollatorWithLengths(lambda batch: batch)(batch)):
+        with refused(entry, name="a batch", **words) if entry else nullcontext():
+            assert checked_document_lengths(read, Limits(10, classes), "a batch") == (3,)
 
 
 def test_batches_that_the_collator_changes_and_leaves():

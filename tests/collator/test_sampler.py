@@ -35,11 +35,6 @@ def test_policies_for_long_documents():
     pieces = [(1, 0, 4, 9), (1, 4, 8, 9), (1, 8, 9, 9)]
     assert fit("split") == [(0, 0, 3, 3), *pieces, (2, 0, 4, 4), (3, 0, 4, 5), (3, 4, 5, 5)]
     assert fit("truncate") == [(0, 0, 3, 3), (1, 0, 4, 4), (2, 0, 4, 4), (3, 0, 4, 4)]
-    for policy, limit in (("drop", 4), ("split", 0)):
-        with pytest.raises(
-            ValueError, match=f"is {limit} and the policy for long documents '{policy}'"
-        ):
-            fit(policy, limit)
     excerpts = fit_documents(np.array([3, 9]), 9, "error", "limit")
     with pytest.raises(ValueError, match="there are 0 documents"):
         GlobalBatchSampler(excerpts[:0], 9)
@@ -47,6 +42,16 @@ def test_policies_for_long_documents():
         ValueError, match=r"2 documents of at most 9 tokens, but .* holds at most 8 tokens"
     ):
         GlobalBatchSampler(excerpts, 8)
+
+
+@pytest.mark.parametrize(
+    ("policy", "limit"), [("drop", 4), ("split", 0)], ids=["unknown policy", "no limit"]
+)
+def test_policies_that_cannot_be(policy, limit):
+    with pytest.raises(
+        ValueError, match=f"is {limit} and the policy for long documents '{policy}'"
+    ):
+        fit(policy, limit)
 
 
 def test_a_summary_names_documents_tokens_lengths_and_what_is_cut_or_dropped():

@@ -88,7 +88,8 @@ def test_a_folder_with_texts_and_tables_is_refused_since_datasets_reads_texts_li
 
 
 def test_sources_of_different_formats_with_the_same_columns_are_joined_in_order(tmp_path):
-    text, table = file(tmp_path, "a.txt", "one"), file(tmp_path, "b.jsonl", '{"text": "two"}\n')
+    text = file(tmp_path, "a.txt", "one")
+    table = file(tmp_path, "b.jsonl", '{"text": "two"}\n')
     other = file(tmp_path, "c.jsonl", '{"body": "three"}\n')
     assert load_documents([table, text])["text"][:] == ["two", "one"]
     with pytest.raises(

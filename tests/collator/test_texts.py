@@ -54,7 +54,8 @@ class Rows(IterableDataset):
     """A stream of torch, with an epoch."""
 
     def __init__(self, rows):
-        self.rows, self.epoch = rows, 0
+        self.rows = rows
+        self.epoch = 0
 
     def __iter__(self):
         return iter(self.rows)
@@ -68,7 +69,8 @@ def test_a_rank_tokenizes_its_share_of_a_stream():
     asked = []
 
     class Counting:
-        bos_token_id, eos_token_id = None, END
+        bos_token_id = None
+        eos_token_id = END
 
         def __call__(self, texts, **_):
             asked.extend(texts)

@@ -177,9 +177,11 @@ def option(action: argparse.Action) -> str:
     if action.nargs != 0:  # it takes a value
         choices = None if action.choices is None else "{" + ",".join(map(str, action.choices)) + "}"
         names = f"{names} {action.metavar or choices or action.dest.upper()}".strip()
-    text, fact = (action.help or "").replace("%%", "%"), ""
+    text = (action.help or "").replace("%%", "%")
+    fact = ""
     if shown := re.fullmatch(r"(.*) (\(default: .*\))", text):
-        text, fact = shown[1], f" {shown[2]}"
+        text = shown[1]
+        fact = f" {shown[2]}"
     elif action.required and action.option_strings:
         fact = " (required)"
     if action.dest in FIELDS and text == FIELDS[action.dest][0].metadata["help"]:
@@ -197,7 +199,10 @@ WRITERS = {
 }
 """What writes the text of a mark, from its subject."""
 CODE = re.compile(
-    r"(?<!\w)(?:--[a-z_]+|(?!hf_distca\b)[\w.]+\((?:[^()]|\([^()]*\))*\)|\w+=(?:'[^']*'|\{[^}]*\}|[\w.]+)|'[^' ]+'"
+    r"(?<!\w)(?:--[a-z_]+"
+    r"|(?!hf_distca\b)[\w.]+\((?:[^()]|\([^()]*\))*\)"
+    r"|\w+=(?:'[^']*'|\{[^}]*\}|[\w.]+)"
+    r"|'[^' ]+'"
     r"|(?!hf_distca\b)[A-Za-z][\w.]*_[\w.*]*\w|\*\*kwargs)"
 )
 """What is code in a message."""

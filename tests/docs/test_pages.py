@@ -16,6 +16,7 @@ from dataclasses import fields
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -100,17 +101,16 @@ EVERY_COMMAND = {f"{page}: {line}": line for page in PAGES for line in commands(
 # Files, names, options
 
 
-def test_files_that_are_named_exist():
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page):
+    text = PAGES[page]
     folders = r"(?:benchmarks|docs|examples|hf_distca|tests)"
-    for page, text in PAGES.items():
-        named = set(re.findall(rf"`({folders}/[\w/.]*)`", text))
-        named |= set(
-            re.findall(rf"(?<![\w/])({folders}/[\w/]+\.(?:py|yaml|json(?:\.gz)?))\b", text)
-        )
-        assert not [path for path in named if not (ROOT / path).exists()], page
-        for path in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-            assert (ROOT / page).parent.joinpath(path).exists(), (page, path)
-        assert set(re.findall(r"\bdistca/([a-z_]+)", text)) <= set(METRICS), page
+    named = set(re.findall(rf"`({folders}/[\w/.]*)`", text))
+    named |= set(re.findall(rf"(?<![\w/])({folders}/[\w/]+\.(?:py|yaml|json(?:\.gz)?))\b", text))
+    assert not [path for path in named if not (ROOT / path).exists()], page
+    for path in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (ROOT / page).parent.joinpath(path).exists(), (page, path)
+    assert set(re.findall(r"\bdistca/([a-z_]+)", text)) <= set(METRICS), page
 
 
 def test_python_compiles_and_its_names_exist():
@@ -137,7 +137,7 @@ def test_python_compiles_and_its_names_exist():
             )
 
 
-def test_names_exist():
+def test_names_exist(subtests):
     paths = [
         path
         for folder in ("examples", "benchmarks", "tests")
@@ -157,7 +157,8 @@ def test_names_exist():
                 r"[a-z]\w*_\w+|[A-Z][a-z]+[A-Z]\w+", " ".join(re.findall(r"`([^`\n]+)`", prose))
             )
         )
-        assert not {name for name in named - known if not hasattr(transformers, name)}, page
+        with subtests.test(page):
+            assert {name for name in named - known if not hasattr(transformers, name)} == set()
 
 
 @pytest.mark.parametrize("line", EVERY_COMMAND.values(), ids=EVERY_COMMAND)
@@ -208,7 +209,8 @@ def test_targets_that_pages_name_exist():
 
 def texts_of(source: str) -> list[str]:
     """All strings of a module, with … for what is filled in."""
-    found, inside = [], set()
+    found = []
+    inside = set()
     for node in ast.walk(ast.parse(source)):  # from the outside inwards
         if isinstance(node, ast.JoinedStr):
             inside |= set(node.values)
@@ -219,7 +221,7 @@ def texts_of(source: str) -> list[str]:
     return [re.sub(r"%(\.\d)?\w", "…", text) for text in found]
 
 
-def test_quoted_messages_are_those_of_the_code():
+def test_quoted_messages_are_those_of_the_code(subtests):
     """A quotation is a message or a part of one, and … in it stands for anything."""
     tables = [
         template(f"{entry.found}, but {entry.reason}; {entry.remedy}")
@@ -230,23 +232,26 @@ def test_quoted_messages_are_those_of_the_code():
         quoted = re.findall(r"^> (.*)$", PAGES[page], re.M)
         assert len(quoted) >= 5
         for line in quoted:
-            assert re.search(r"[^\0]*".join(map(re.escape, line.strip().split("…"))), known), (
-                page,
-                line,
-            )
+            pattern = r"[^\0]*".join(map(re.escape, line.strip().split("…")))
+            with subtests.test(page, line=line):
+                assert re.search(pattern, known)
 
 
 # Shape
 
 
 def test_length_and_sections_of_pages():
-    assert (len(README.splitlines()) <= 160, len(README.split()) <= 1500) == (True, True)
-    for page in GUIDES:
-        assert re.findall(r"^## (.*)$", PAGES[page], re.M) == [
-            "Run it",
-            "What you see",
-            "What goes wrong",
-        ]
+    assert len(README.splitlines()) <= 160
+    assert len(README.split()) <= 1500
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_sections_of_guides(page):
+    assert re.findall(r"^## (.*)$", PAGES[page], re.M) == [
+        "Run it",
+        "What you see",
+        "What goes wrong",
+    ]
 
 
 def test_extras_versions_and_configs_are_those_that_are_declared():
@@ -272,32 +277,39 @@ def test_extras_versions_and_configs_are_those_that_are_declared():
     assert shown == {path.name for path in CONFIGS.glob("*.yaml")}
 
 
-def test_defaults_of_options_and_settings(capsys):
-    for page, tool in (
-        ("docs/guides/will-it-pay.md", "simulate"),
-        ("docs/guides/servers.md", "serve"),
-    ):
-        with pytest.raises(SystemExit):
-            main([tool, "--help"])
-        described = re.split(r"^  (?=--)", capsys.readouterr().out, flags=re.M)
-        described = {text.split()[0].rstrip(","): " ".join(text.split()) for text in described}
-        rows = re.findall(r"^\| `(--[a-z-]+)`(?:, `--[a-z-]+`)? \| ([^|]*) \|", PAGES[page], re.M)
-        assert len(rows) >= 5
-        for option, default in rows:
-            assert f"(default: {default.strip('`').split(',')[0]}" in described[option], option
+@pytest.mark.parametrize(
+    ("page", "tool"),
+    [("docs/guides/will-it-pay.md", "simulate"), ("docs/guides/servers.md", "serve")],
+)
+def test_defaults_of_options(capsys, subtests, page, tool):
+    with pytest.raises(SystemExit):
+        main([tool, "--help"])
+    described = re.split(r"^  (?=--)", capsys.readouterr().out, flags=re.M)
+    described = {text.split()[0].rstrip(","): " ".join(text.split()) for text in described}
+    rows = re.findall(r"^\| `(--[a-z-]+)`(?:, `--[a-z-]+`)? \| ([^|]*) \|", PAGES[page], re.M)
+    assert len(rows) >= 5
+    for option, default in rows:
+        with subtests.test(option):
+            assert f"(default: {default.strip('`').split(',')[0]}" in described[option]
+
+
+def test_defaults_of_settings_of_servers():
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", PAGES["docs/guides/servers.md"], re.M)
     assert {name for name, _ in rows} == {
         name for name in SETTINGS if re.match("attention_server|ranks_serve", name)
     }
-    for name, shown in rows:
-        default = {True: "on", None: "in `output_dir`"}.get(
-            SETTINGS[name].default, SETTINGS[name].default
-        )
-        assert (
-            shown.strip("`") == f"{default:g}"
-            if isinstance(default, float)
-            else str(default).strip("`")
-        ), name
+    assert {name: default.replace("`", "") for name, default in rows} == {
+        name: shown_default(SETTINGS[name].default) for name, _ in rows
+    }
+
+
+def shown_default(default: Any) -> str:
+    """A default as a page shows it, but for the marks of code."""
+    if default is True:
+        return "on"
+    if default is None:
+        return "in output_dir"
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 # What commands print
@@ -376,41 +388,56 @@ def test_all_tables_have_the_figures_of_the_results():
     }
 
 
-def test_the_formula_gives_the_simulated_gains():
+def test_the_formula_gives_the_simulated_gains(subtests):
     for row in result("typical_data")["settings"]:
-        assert abs(tables.gain_by_formula(row) - row["over_plain"]) <= 0.02, row["documents"]
-        assert (row["t"] * row["r"] + row["m"]) / (row["r"] + 1) >= tables.gain_by_formula(
-            row
-        ) - 1e-3
+        gain = tables.gain_by_formula(row)
+        upper_bound = (row["t"] * row["r"] + row["m"]) / (row["r"] + 1)
+        with subtests.test(row["documents"], ranks=row["ranks"]):
+            assert abs(gain - row["over_plain"]) <= 0.02
+            assert gain <= upper_bound + 1e-3
     _, *rows = tables.paper_tables()
     assert len({(row[0], row[1], row[3:]) for row in rows}) == len(
         rows
     )  # rows that are equal share one
 
 
-def test_figures_in_sentences_are_those_of_the_results():
-    most, single = {}, []
+README_TEXT = " ".join(README.replace(" %", "%").split())
+"""The words of README, without line breaks."""
+
+
+def words_of(page: str) -> str:
+    return " ".join(PAGES[page].split())
+
+
+def test_gains_in_sentences_are_those_of_the_results():
+    greatest = {}
+    by_fixed_strategy = []
     for ranks in (8, 64):
         rows = [row for row in result("typical_data")["settings"] if row["ranks"] == ranks]
         gains = {row["documents"]: row["over_best_other_of_batches"]["median"] for row in rows}
         assert gains["agent traces"] < 1.02
-        most[ranks], fixed = max(gains.values()), [row["over_best_fixed"] for row in rows]
-        single.append(f"{min(fixed):.2f} to {max(fixed):.2f} on {ranks}")
-    assert most[8] < 1.05  # "hardly anything to gain"
-    assert most[64] > 1.2  # "large where a few documents are much longer"
-    text = " ".join(README.replace(" %", "%").split())
-    assert (
-        f"at most {most[8] - 1:.0%} on one node of 8 GPUs, and up to {most[64] - 1:.0%} on 64"
-        in text
-    )
-    assert "it is {} GPUs and {}.".format(*single) in text
+        greatest[ranks] = max(gains.values())
+        fixed = [row["over_best_fixed"] for row in rows]
+        by_fixed_strategy.append(f"{min(fixed):.2f} to {max(fixed):.2f} on {ranks}")
+    assert greatest[8] < 1.05  # "hardly anything to gain"
+    assert greatest[64] > 1.2  # "large where a few documents are much longer"
+    on_8 = f"at most {greatest[8] - 1:.0%} on one node of 8 GPUs"
+    assert f"{on_8}, and up to {greatest[64] - 1:.0%} on 64" in README_TEXT
+    assert "it is {} GPUs and {}.".format(*by_fixed_strategy) in README_TEXT
+
+
+def test_faults_in_sentences_are_those_of_the_results():
     page = PAGES["docs/evidence/comparison.md"]
-    killed = [result(name) for name in ("faults", "faults_nixl")]
-    assert [found["lost"] for found in killed] == [0, 0]
-    kills = sum(found["kills"] for found in killed)
+    results = [result(name) for name in ("faults", "faults_nixl")]
+    assert [found["lost"] for found in results] == [0, 0]
+    kills = sum(found["kills"] for found in results)
     assert f"{kills} attention servers were killed" in page
     assert f"**{kills} attention servers killed**" in README
-    assert f"of {sum(found['steps'] for found in killed)} steps none was lost" in README
+    assert f"of {sum(found['steps'] for found in results)} steps none was lost" in README
+
+
+def test_memory_in_sentences_is_that_of_the_results():
+    page = PAGES["docs/evidence/comparison.md"]
     assert f"{result('memory_loss')['loss_memory_ratio']:.2f} of the memory of all logits" in page
     loss = result("memory_loss")["derived"]
     assert f"{loss['8192 chunked / own, MiB']['median']:.3f} of the memory" in README
@@ -418,42 +445,41 @@ def test_figures_in_sentences_are_those_of_the_results():
     document = result("long_document")
     assert f"{document['tokens']:,} tokens over {len(document['peak_mib'])} ranks" in README
     assert f"within {max(document['relative_errors'].values()):.1e} of float64" in README
+
+
+def test_architectures_in_sentences_are_those_of_the_survey():
     survey = r"(\d+) give the loss and gradients.*? (\d+) are refused.*? (\d+) cannot be built"
-    counts = [
-        int(count)
-        for count in re.search(survey, PAGES["docs/reference/compatibility.md"], re.S).groups()
-    ]
-    assert f"{counts[0]} of transformers' {sum(counts)} causal architectures" in page
-    assert f"{counts[0]} of {sum(counts)} architectures" in README
-    for text_with_counts in (text, " ".join(page.split())):
-        assert (
-            f"{counts[1]} are refused with the reason, {counts[2]} cannot be tested"
-            in text_with_counts
-        )
-    assert (
-        0.4 < result("planner")["joint, at 0.001"]["bytes_total_ratio"]["median"] < 0.55
-    )  # "about half"
+    counts = re.search(survey, words_of("docs/reference/compatibility.md")).groups()
+    trained, refused, not_built = map(int, counts)
+    architectures = trained + refused + not_built
+    comparison = words_of("docs/evidence/comparison.md")
+    assert f"{trained} of transformers' {architectures} causal architectures" in comparison
+    assert f"{trained} of {architectures} architectures" in README
+    reasons = f"{refused} are refused with the reason, {not_built} cannot be tested"
+    assert reasons in README_TEXT
+    assert reasons in comparison
+
+
+def test_steps_and_plans_in_sentences_are_those_of_the_results():
+    bytes_ratio = result("planner")["joint, at 0.001"]["bytes_total_ratio"]["median"]
+    assert 0.4 < bytes_ratio < 0.55  # "about half"
     steps = {name: result(name)["derived"] for name in tables.STEP_TIMES}
-    best = [
+    over_best_other = [
         ratio["median"]
-        for found in steps.values()
-        for name, ratio in found.items()
+        for derived in steps.values()
+        for name, ratio in derived.items()
         if "best other" in name
     ]
+    ratios = f"{min(over_best_other):.2f}× to {max(over_best_other):.2f}×"
+    assert f"of each mix of documents {ratios}, slow networks included" in README_TEXT
+    one_long = steps["step_time"]["one long: whole / auto"]["median"]
+    long_tail = steps["step_time"]["long tail: whole / auto"]["median"]
     assert (
-        f"of each mix of documents {min(best):.2f}× to {max(best):.2f}×, slow networks included"
-        in text
+        f"{one_long:.2f}× for one long document and {long_tail:.2f}× for a long tail" in README_TEXT
     )
-    long, tail = (
-        steps["step_time"][f"{mix}: whole / auto"]["median"] for mix in ("one long", "long tail")
-    )
-    assert f"{long:.2f}× for one long document and {tail:.2f}× for a long tail" in text
     planning = result("plan_time")["figures"]["chosen, 512 ranks, prolong, ms"]["median"]
-    plans = " ".join(PAGES["docs/explanation/plans.md"].split())
-    assert (
-        f"a plan takes {planning:.0f} ms of a core, and a step of 32,768 tokens takes 4.1 s"
-        in plans
-    )
+    sentence = f"a plan takes {planning:.0f} ms of a core, and a step of 32,768 tokens takes 4.1 s"
+    assert sentence in words_of("docs/explanation/plans.md")
 
 
 def test_figures_of_chunks_and_of_ligers_kernels_are_those_of_the_results():
@@ -490,7 +516,9 @@ def test_bytes_of_rows_add_up():
 
     q, kv, lse = (int(row[2]) for row in rows(re.search(r"\| Q, O.*?(?=\n\n)", page, re.S)[0]))
     row_bytes = import_module("hf_distca.plan.cost").RowBytes()
-    assert (q, kv, q) == (row_bytes.q, row_bytes.kv, row_bytes.o)
+    assert q == row_bytes.q
+    assert kv == row_bytes.kv
+    assert q == row_bytes.o
     size_of = {"log-sum-exp": lse} | dict.fromkeys(("Q", "O", "dO", "dQ"), q)
     size_of |= dict.fromkeys(("K", "V", "dK", "dV"), kv // 2)
     tables = [rows(table)[2:] for table in re.findall(r"\| when \|.*?(?=\n\n)", page, re.S)]
@@ -534,7 +562,7 @@ def test_the_long_description_has_absolute_links():
     links = re.findall(
         r"\]\(([^)]*)\)", module["with_absolute_links"](README, "https://example.org/a/b", "v1")
     )
-    for path in ("raw/v1/docs/step.svg", "blob/v1/examples/train.py"):
-        assert f"https://example.org/a/b/{path}" in links
-    assert all(link.startswith(("https://", "#")) for link in links)
+    assert "https://example.org/a/b/raw/v1/docs/step.svg" in links
+    assert "https://example.org/a/b/blob/v1/examples/train.py" in links
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
     assert "absolute_links.py" in (ROOT / ".github" / "workflows" / "release.yml").read_text()

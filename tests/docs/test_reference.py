@@ -6,6 +6,7 @@ import inspect
 import re
 from itertools import chain
 
+import pytest
 from transformers import Trainer
 
 import hf_distca
@@ -20,17 +21,27 @@ def page(name: str) -> str:
     return (FOLDER / name).read_text()
 
 
-def test_pages_are_those_of_the_code():
-    for name in PAGES:
-        assert page(name) == written(page(name)), (
-            f"run python -m tests.docs.reference: {name} is out of date"
-        )
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_are_those_of_the_code(name):
+    assert page(name) == written(page(name)), (
+        f"run python -m tests.docs.reference: {name} is out of date"
+    )
 
 
 def test_everything_is_on_its_page_once():
     assert sorted(chain(*GROUPED)) == sorted(FIELDS)
     assert set(chain(*UNITS.values())) <= set(FIELDS)
-    for name, mark, expected in (
+    cases = [entry.condition or entry.found for entry in chain(*REFUSALS.values())]
+    assert len(cases) == len(set(cases))
+    assert set(re.findall(r"^::: hf_distca\.(\w+)$", page("api.md"), re.M)) == set(
+        hf_distca.__all__
+    )
+    assert {*re.findall(r"^\| `(\w+)` \|", page("kernels.md"), re.M), "auto"} == set(KERNEL_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "mark", "expected"),
+    [
         (
             "metrics.md",
             "metrics",
@@ -38,14 +49,11 @@ def test_everything_is_on_its_page_once():
         ),
         ("cli.md", "tool", TOOLS),
         ("refusals.md", "refusals", REFUSALS),
-    ):
-        assert re.findall(rf"<!-- {mark}: (.*) -->", page(name)) == list(expected)
-    cases = [entry.condition or entry.found for entry in chain(*REFUSALS.values())]
-    assert len(cases) == len(set(cases))
-    assert set(re.findall(r"^::: hf_distca\.(\w+)$", page("api.md"), re.M)) == set(
-        hf_distca.__all__
-    )
-    assert {*re.findall(r"^\| `(\w+)` \|", page("kernels.md"), re.M), "auto"} == set(KERNEL_NAMES)
+    ],
+    ids=["metrics", "tools", "refusals"],
+)
+def test_sections_of_a_page_are_those_of_the_code(name, mark, expected):
+    assert re.findall(rf"<!-- {mark}: (.*) -->", page(name)) == list(expected)
 
 
 def test_metrics_are_those_that_are_logged():
@@ -61,15 +69,16 @@ def test_metrics_are_those_that_are_logged():
     assert logged == set(METRICS)
 
 
-def test_public_docstrings_name_their_parameters():
-    for name in hf_distca.__all__:
-        public = getattr(hf_distca, name)
-        text = inspect.getdoc(public)
-        first = text.splitlines()[0]
-        assert (first[-1], len(first.split()) <= 20) == (".", True), first
-        if described := re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.S | re.M):
-            named = set(re.findall(r"^    (\w+): ", described[1], re.M))
-            assert named == set(inspect.signature(public).parameters), name
+@pytest.mark.parametrize("name", hf_distca.__all__)
+def test_public_docstrings_name_their_parameters(name):
+    public = getattr(hf_distca, name)
+    text = inspect.getdoc(public)
+    first = text.splitlines()[0]
+    assert first[-1] == ".", first
+    assert len(first.split()) <= 20, first
+    if described := re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.S | re.M):
+        named = set(re.findall(r"^    (\w+): ", described[1], re.M))
+        assert named == set(inspect.signature(public).parameters), name
 
 
 def test_refused_arguments_exist():

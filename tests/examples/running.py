@@ -27,7 +27,7 @@ def run(command: Sequence[str | Path], folder: Path, **environment: str) -> str:
 def run_forked(
     command: list[str], folder: Path, ranks: int = 2, config: str = "ddp", **environment: str
 ) -> str:
-    """Output of an example, in processes that have imported everything; `folder` is for the output."""
+    """Output of an example, in processes that have imported everything; it lies in `folder`."""
     folder.mkdir(exist_ok=True)
     codes = run_in_forks(config, EXAMPLES / command[0], command[1:], folder, ranks, **environment)
     printed = "".join(

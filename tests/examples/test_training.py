@@ -71,11 +71,9 @@ def test_all_weights_on_the_standard_library(checkpoint, tmp_path):
     )
     printed = run_forked(finetune(checkpoint, tmp_path, options), tmp_path / "printed")
     summary = summary_of(tmp_path)
-    assert (
-        summary["documents"],
-        summary["tokens"] > 19 * 30,
-        summary["tokens_per_second"] > 0,
-    ) == (19, True, True)
+    assert summary["documents"] == 19
+    assert summary["tokens"] > 19 * 30
+    assert summary["tokens_per_second"] > 0
     assert max(summary["loss_last"] + 0.5, summary["eval_loss"]) < summary["loss_first"]
     # With 512 tokens per rank a block of 128 rows is a large part of a rank's share.
     assert 1 <= summary["imbalance_degree_planned"] < summary["imbalance_degree_as_packed"] > 1.1
@@ -162,7 +160,8 @@ def test_preferences_with_adapters(checkpoint, tmp_path):
 
 
 def test_what_the_parser_reads_of_a_completion():
-    prompt, messages = "def f():\n", [{"role": "user", "content": "def f():\n"}]
+    prompt = "def f():\n"
+    messages = [{"role": "user", "content": "def f():\n"}]
     completions = ["    return 1", "    return 1\n)", " ", "    \0", "    )"]
     assert grpo.reward([prompt] * 5, completions) == [1.0, 13 / 14, 0.0, 0.0, 4 / 5]
     assert grpo.reward([messages], [[{"role": "assistant", "content": "    return 1\n)"}]]) == [
@@ -228,13 +227,15 @@ def test_a_misspelt_option_is_two_lines(monkeypatch, capsys):
         assert error == f"{name}.py: error: unrecognized arguments: --nosuch; --help lists all"
 
 
-def test_every_example_that_is_launched_reports_errors_once():
-    for name in ("train", "finetune_llama", "sft_chat", "grpo", "dpo", "accelerate_loop"):
-        tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
-        (main,) = (
-            node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"
-        )
-        assert [ast.unparse(each) for each in main.decorator_list] == ["hf_distca.record"], name
+@pytest.mark.parametrize(
+    "name", ["train", "finetune_llama", "sft_chat", "grpo", "dpo", "accelerate_loop"]
+)
+def test_every_example_that_is_launched_reports_errors_once(name):
+    tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
+    (main,) = (
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"
+    )
+    assert [ast.unparse(each) for each in main.decorator_list] == ["hf_distca.record"], name
 
 
 def test_a_run_that_logged_nothing(capsys):
@@ -245,9 +246,12 @@ def test_a_run_that_logged_nothing(capsys):
     finetune_llama.print_table(summary, 2, "out")
     assert "not logged: see --logging_steps" in capsys.readouterr().out
     assert sft_chat.summarize([], metrics, 2) == {**metrics, "chats": 2}
-    for example in (grpo, dpo):
-        example.print_summary([{"epoch": 1.0}], "out")
-        assert capsys.readouterr().out == "The model: out\n"
+
+
+@pytest.mark.parametrize("example", [grpo, dpo], ids=["grpo", "dpo"])
+def test_a_preference_run_that_logged_nothing(capsys, example):
+    example.print_summary([{"epoch": 1.0}], "out")
+    assert capsys.readouterr().out == "The model: out\n"
 
 
 def test_adapters_without_peft(monkeypatch):

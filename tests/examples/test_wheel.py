@@ -44,7 +44,8 @@ def python(clone, tmp_path_factory) -> Path:
     """The Python of an environment with the wheel, and with what it declares, by links to what is
     installed here.
     """
-    folder, pip = tmp_path_factory.mktemp("environment"), [sys.executable, "-m", "pip"]
+    folder = tmp_path_factory.mktemp("environment")
+    pip = [sys.executable, "-m", "pip"]
     wheels = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder / "wheels"]
     run_outside([*pip, "wheel", *wheels, clone], ROOT.parent)
     wheel = folder / "wheels" / f"hf_distca-{hf_distca.__version__}-py3-none-any.whl"

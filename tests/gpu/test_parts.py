@@ -81,7 +81,8 @@ def test_on_the_cpu(part, monkeypatch):
     monkeypatch.setattr(measured, "QUERIES", {"cpu": (16, 64, 256)})
     monkeypatch.setattr(measured, "REPEATS", 1)
     findings = part.check(SMALL)
-    assert (findings.wrong, findings.skipped) == ([], "")
+    assert findings.wrong == []
+    assert findings.skipped == ""
     assert findings.figures
 
 
@@ -102,7 +103,8 @@ def test_ranks_on_the_cpu(rank_pools):
     assert findings.figures["bytes_moved"].keys() == steps.ON_TWO_RANKS.keys()
     for ranks, link in ((1, "none: a rank with itself"), (2, "between GPUs"), (3, "between GPUs")):
         findings = exchange.check_exchange(SMALL, ranks, alone if ranks == 1 else run)
-        assert (findings.wrong, findings.figures["link"]) == ([], link)
+        assert findings.wrong == []
+        assert findings.figures["link"] == link
         assert all(
             findings.figures[f"{blocks} blocks"]["exchange_ms"] > 0 for blocks in exchange.BLOCKS
         )
@@ -156,16 +158,19 @@ def test_a_kernel_that_takes_windows_for_one_wider_is_found(monkeypatch):
 def test_a_kernel_that_is_not_installed_is_skipped(monkeypatch):
     findings = check_kernel(SMALL, "flash_attn")
     assert "flash-attn package" in findings.skipped == why_missing("flash_attn")
-    assert (findings.wrong, why_missing("torch_varlen")) == ([], "")
+    assert findings.wrong == []
+    assert why_missing("torch_varlen") == ""
     monkeypatch.setattr(FlashVarlenKernel, "missing", str)  # but it cannot be imported
     findings = check_kernel(SMALL, "flash_attn")
     (wrong,) = findings.wrong
     assert "is installed, but cannot be imported: ModuleNotFoundError" in wrong
-    assert (findings.skipped, why_missing("flash_attn")) == ("", "")
+    assert findings.skipped == ""
+    assert why_missing("flash_attn") == ""
 
 
 def test_of_a_kernel_that_is_compiled_there_are_few_variants():
-    few, every = calls_of(SMALL, "flash_attn_4"), calls_of(SMALL, "flash_attn_3")
+    few = calls_of(SMALL, "flash_attn_4")
+    every = calls_of(SMALL, "flash_attn_3")
     assert len({(dtype, case.variant) for (dtype, _), case in few.items()}) == 4
     assert {dtype for dtype, _ in few} == {torch.bfloat16}
     assert {"no tasks", "one row, many keys", "window 1", "not causal, one row"} <= {
@@ -229,13 +234,16 @@ def test_a_replay_without_a_call_is_found(monkeypatch):
 def test_whole_documents_of_a_replay_go_to_the_rank_with_the_fewest_pairs():
     assert replay.longest_first([3, 9, 4, 4, 1], 2) == [[9], [4, 4, 3, 1]]
     lengths = replay.lengths_of(Setting().replays[1], Setting())
-    assert (max(lengths), sum(lengths)) == (115248, 8 * 32768)
+    assert max(lengths) == 115248
+    assert sum(lengths) == 8 * 32768
     lengths = replay.lengths_of(SMALL.replays[0], SMALL)  # half as many ranks, divided by 64
-    assert (max(lengths), sum(lengths)) == (602, 2041)
+    assert max(lengths) == 602
+    assert sum(lengths) == 2041
 
 
 def test_a_replay_that_gains_nothing_or_is_predicted_badly_is_found():
-    findings, figures = Findings(), {"speed_up_of_busiest": 1.01}
+    findings = Findings()
+    figures = {"speed_up_of_busiest": 1.01}
     replay.check_times(
         findings,
         "a",
@@ -258,7 +266,9 @@ def test_a_replay_that_gains_nothing_or_is_predicted_badly_is_found():
 
 
 def test_memory_that_grows_and_losses_that_differ_are_found():
-    ours, stock, findings = Watch(SMALL), Watch(SMALL), Findings()
+    ours = Watch(SMALL)
+    stock = Watch(SMALL)
+    findings = Findings()
     ours.memory = [100] * 9 + [105]
     _check_memory(findings, ours)
     assert findings.wrong == []
@@ -280,7 +290,8 @@ def test_padded_batches_that_differ_gain_little_or_are_packed_slowly_are_found()
     found = {padded.STOCK: {**same, "step_s": 5.0}, padded.PACKED: {**same, "step_s": 2.0}}
     findings = Findings()
     padded.compare_strategies(findings, found, on_cuda=True)
-    assert (findings.wrong, found[padded.STOCK]["over_packed"]) == ([], 2.5)
+    assert findings.wrong == []
+    assert found[padded.STOCK]["over_packed"] == 2.5
     worse = {"loss": 6.04, "norm of gradients": 1.95, "share_before_model": 0.04, "step_s": 2.1}
     padded.compare_strategies(findings, {**found, padded.PACKED: worse}, on_cuda=False)
     differences = [f"{padded.PACKED}: difference of the {what}" for what in padded.BOUNDS]

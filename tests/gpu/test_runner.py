@@ -39,7 +39,8 @@ def never(_setting: object) -> Findings:
 
 
 def run(tmp_path, names, seconds=60.0, hanging_s=2.0):
-    results, file = {"command": "this"}, tmp_path / "results" / "gpu.json"
+    results = {"command": "this"}
+    file = tmp_path / "results" / "gpu.json"
     parts = [Part(name, never, hanging_s if name == "hanging" else 20.0) for name in names]
     parts.append(Part("kernel", never, 20.0, skipped="needs a package"))
     right = run_parts(
@@ -52,7 +53,8 @@ def run(tmp_path, names, seconds=60.0, hanging_s=2.0):
     )
     assert json.loads(file.read_text()) == results
     kernel = results["parts"].pop("kernel")  # for which no process was started
-    assert (kernel["status"], kernel["skipped"]) == ("skipped", "needs a package")
+    assert kernel["status"] == "skipped"
+    assert kernel["skipped"] == "needs a package"
     return right, results["parts"]
 
 
@@ -70,7 +72,8 @@ def test_every_part_is_reported(tmp_path):
         "skipped": ("skipped", [], ""),
         "good": ("passed", [], ""),
     }
-    assert (parts["wrong"]["figures"], parts["skipped"]["skipped"]) == ({"b": 2}, "not installed")
+    assert parts["wrong"]["figures"] == {"b": 2}
+    assert parts["skipped"]["skipped"] == "not installed"
     assert run(tmp_path, ["good", "skipped"])[0]
 
 
@@ -104,7 +107,9 @@ def test_a_run_that_is_killed_leaves_its_results_and_no_part(tmp_path):
     arguments = (tmp_path, ["good", "hanging", "broken"], 90.0, 60.0)
     process = multiprocessing.get_context("fork").Process(target=run, args=arguments)
     process.start()
-    results, children, states = tmp_path / "results" / "gpu.json", [], {}
+    results = tmp_path / "results" / "gpu.json"
+    children = []
+    states = {}
     while states.get("hanging") != "NOT DONE" or not children:
         time.sleep(0.05)
         parts = json.loads(results.read_text())["parts"] if results.exists() else {}
@@ -134,4 +139,6 @@ def test_without_a_gpu():
     command = [sys.executable, "-m", "benchmarks.gpu"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert time.monotonic() - begin < 5  # no torch: it alone would take seconds
-    assert (done.returncode, done.stdout, done.stderr) == (3, devices.why_none() + "\n", "")
+    assert done.returncode == 3
+    assert done.stdout == devices.why_none() + "\n"
+    assert done.stderr == ""

@@ -26,7 +26,8 @@ triton = pytest.importorskip("triton")
 TOKENS = 1024
 SETTINGS = PlanSettings(1, TOKENS, small_kinds(), kernel="torch_varlen")
 PLAN = plan_micro_batch([TOKENS], SETTINGS)
-INTERMEDIATE, LAYERS = SMALL["intermediate_size"], SMALL["num_hidden_layers"]
+INTERMEDIATE = SMALL["intermediate_size"]
+LAYERS = SMALL["num_hidden_layers"]
 
 
 @triton.jit
@@ -133,7 +134,8 @@ def test_fake_tensors_give_no_address_to_a_kernel():
 
 
 def test_kernels_that_liger_gives_a_model_when_training_starts(launches, liger_kernel):
-    model, rope = small_model(), modeling_llama.apply_rotary_pos_emb
+    model = small_model()
+    rope = modeling_llama.apply_rotary_pos_emb
     model.__class__ = type(
         "Own", (type(model),), {}
     )  # whose functions are in the file of the class below
@@ -160,7 +162,8 @@ def test_gradients_that_a_step_of_one_micro_batch_has_not_made_yet():
     )
     # At the peak, the end of the forward, no gradient exists.
     assert once.parts == often.parts
-    assert (often.state.gradients, once.state.gradients) == (4 * model.num_parameters(), 0)
+    assert often.state.gradients == 4 * model.num_parameters()
+    assert once.state.gradients == 0
     # With few tokens the peak is near the end of the backward: only the embedding has no gradient
     # yet.
     few = PlanSettings(1, 8, small_kinds(), kernel="torch_varlen")

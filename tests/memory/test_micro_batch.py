@@ -66,7 +66,8 @@ def counted(use: Use, *, dtype: torch.dtype = torch.float32, **config) -> dict[s
 
 def test_checkpointed_layers():
     less, more = (counted(CHECKPOINTING, num_hidden_layers=layers) for layers in (2, 3))
-    assert (less["kept O"], more["kept O"]) == (2 * KEPT_O, 3 * KEPT_O)
+    assert less["kept O"] == 2 * KEPT_O
+    assert more["kept O"] == 3 * KEPT_O
     assert more["activations"] - less["activations"] == TOKENS * HIDDEN * 4
     assert less["backward"] > less["loss"]  # a layer is computed again at the peak
     for use in (FLASH, Use("torch_varlen", checkpointing={}, keep_core_attention=False)):
@@ -101,7 +102,9 @@ def test_rows_are_added_up_as_by_the_device_of_the_kernel():
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear", "bamba"])
 def test_mixing_layers_take_what_their_kernels_take(model_type, monkeypatch):
-    runs, compute, states = [], RecurrenceMemory.__call__, []
+    runs = []
+    compute = RecurrenceMemory.__call__
+    states = []
     monkeypatch.setattr(
         RecurrenceMemory, "__call__", lambda *args, **kw: runs.append(1) or compute(*args, **kw)
     )
@@ -137,15 +140,19 @@ def test_a_recurrence_keeps_what_it_reads_and_makes_states_of_chunks():
         out, final = COUNTED_FUNCTIONS[DELTA_RULE](
             query, key, value, g=g, beta=beta, output_final_state=True
         )
-        inverse, states = 4 * CHUNK * 2 * CHUNK * 4, 4 * 2 * 8 * 8 * 4
+        inverse = 4 * CHUNK * 2 * CHUNK * 4
+        states = 4 * 2 * 8 * 8 * 4
         assert (
             live.peak.total() - before == inverse + states + 4 * CHUNK * 2 * 8 * 4 + 2 * 8 * 8 * 4
         )
-        assert (out.shape, final.shape, final.dtype) == (value.shape, (1, 2, 8, 8), torch.float32)
+        assert out.shape == value.shape
+        assert final.shape == (1, 2, 8, 8)
+        assert final.dtype == torch.float32
         live.begin()
         before = live.peak.total()
         out.backward(out)
-        assert (g.grad.shape, key.grad.shape) == (g.shape, key.shape)
+        assert g.grad.shape == g.shape
+        assert key.grad.shape == key.shape
         # Two states of each chunk, a gradient of each input, and one of the last state.
         assert (
             live.peak.total() - before
@@ -163,7 +170,8 @@ def test_a_recurrence_keeps_what_it_reads_and_makes_states_of_chunks():
         assert live.peak.total() - before == 2 * (CHUNK + 36) * 4 * 16 + (2 * 2 + 4) * 4 * 16 * 8
         assert out.shape == hidden.shape
         _, final = scan(hidden, dt, A, B, C, return_final_states=True)
-        assert (final.shape, final.dtype) == ((1, 4, 16, 8), torch.float32)
+        assert final.shape == (1, 4, 16, 8)
+        assert final.dtype == torch.float32
 
 
 def test_core_attention_takes_what_flash_attention_takes():
@@ -182,12 +190,10 @@ def test_core_attention_takes_what_flash_attention_takes():
         before = live.peak.total()
         found = FlashMemory().backward(o, q, k, v, o, lse)
         backward = live.peak.total() - before
-    assert (o.shape, o.dtype, lse.shape, lse.dtype) == (
-        (rows, 4, 8),
-        torch.bfloat16,
-        (rows, 4),
-        torch.float32,
-    )
+    assert o.shape == (rows, 4, 8)
+    assert o.dtype == torch.bfloat16
+    assert lse.shape == (rows, 4)
+    assert lse.dtype == torch.float32
     assert forward == rows * 4 * (2 * 8 + 4)
     assert [gradient.shape for gradient in found] == [q.shape, k.shape, v.shape]
     gradients = 2 * (rows * 4 * 16 + keys * 2 * (16 + 8))
@@ -215,7 +221,8 @@ def test_products_of_experts_are_counted_without_values(monkeypatch):
         live.begin()
         before = live.peak.total()
         out = grouped_products(rows, weights, ends)
-        assert (out.shape, live.peak.total() - before) == ((1000, 24), 4 * 1000 * 24)
+        assert out.shape == (1000, 24)
+        assert live.peak.total() - before == 4 * 1000 * 24
         live.begin()
         before = live.peak.total()
         out.backward(out)
@@ -225,7 +232,8 @@ def test_products_of_experts_are_counted_without_values(monkeypatch):
 
 
 def test_exchange_buffers_of_forwarded_rows_are_as_the_setting_says():
-    kind, buffer = AttentionKind(q_heads=1, kv_heads=1, dim_qk=16, dim_v=16), 1 << 15
+    kind = AttentionKind(q_heads=1, kv_heads=1, dim_qk=16, dim_v=16)
+    buffer = 1 << 15
     settings = PlanSettings(
         4, TOKENS, (kind,), 4, balance_tolerance=0.1, exchange_buffer_bytes=buffer, ranks_per_node=2
     )
@@ -256,7 +264,8 @@ def test_the_busiest_rank_exchanges_the_most(lengths, rank):
 
 def test_a_copy_of_a_model_takes_what_the_model_does():
     plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds()))
-    model, expected = small_model(), counted(CHECKPOINTING)
+    model = small_model()
+    expected = counted(CHECKPOINTING)
     assert count_micro_batch(model_after(model), plan, 0, CHECKPOINTING) == expected
     forward = model.forward
     model.forward = lambda *args, **kwargs: forward(
@@ -281,9 +290,11 @@ def test_a_deep_model_is_counted_by_a_few_layers(
     monkeypatch, model_type, config, period, checkpointing
 ):
     deep = AutoConfig.for_model(model_type, **SMALL | {"num_hidden_layers": 8} | config)
-    model, depths = model_of_config(deep, torch.float32), []
+    model = model_of_config(deep, torch.float32)
+    depths = []
     settings = PlanSettings(1, TOKENS, small_kinds(*[None, 16][:period]), kernel="torch_varlen")
-    plan, training = plan_micro_batch([TOKENS], settings), Training("ddp", False, checkpointing)
+    plan = plan_micro_batch([TOKENS], settings)
+    training = Training("ddp", False, checkpointing)
     monkeypatch.setattr(
         counter,
         "model_of_config",
@@ -300,10 +311,8 @@ def test_a_deep_model_is_counted_by_a_few_layers(
 
 def test_trainings_share_counts_only_where_they_take_the_same():
     settings = PlanSettings(1, TOKENS, small_kinds(), kernel="torch_varlen")
-    plan, shared = (
-        plan_micro_batch([TOKENS], settings),
-        MemoryCounter(small_model(), settings, DistCAConfig()),
-    )
+    plan = plan_micro_batch([TOKENS], settings)
+    shared = MemoryCounter(small_model(), settings, DistCAConfig())
     # Under ddp autocast makes copies of the weights; under fsdp2 the weights are in bfloat16.
     for strategy, copies in (("fsdp2", False), ("ddp", True)):
         counted_parts = shared.count(plan, Training(strategy, True)).parts
@@ -322,7 +331,26 @@ def test_trainings_share_counts_only_where_they_take_the_same():
     assert "host" not in offloaded.parts
 
 
-def test_the_longest_rows_that_fit(monkeypatch):
+@pytest.mark.parametrize(
+    ("available", "longest"),
+    [
+        (0, 0),
+        (1023, 0),
+        (1024, 1),
+        (3 * 1024 + 5, 3),
+        (9000, 6),
+        (10**6, 490),
+    ],
+    ids=[
+        "nothing",
+        "less than a block",
+        "one block",
+        "three blocks",
+        "where two bytes begin",
+        "many",
+    ],
+)
+def test_the_longest_rows_that_fit(monkeypatch, available, longest):
     """A byte a token; above 5000 tokens two of them."""
     memory = MemoryCounter(small_model(), PlanSettings(1, 8192, small_kinds()), DistCAConfig())
 
@@ -331,15 +359,7 @@ def test_the_longest_rows_that_fit(monkeypatch):
         return SimpleNamespace(total=tokens + max(0, tokens - 5000))
 
     monkeypatch.setattr(memory, "count", count)
-    for available, longest in (
-        (0, 0),
-        (1023, 0),
-        (1024, 1),
-        (3 * 1024 + 5, 3),
-        (9000, 6),
-        (10**6, 490),
-    ):
-        assert memory.longest(available, None) == longest * 1024, available
+    assert memory.longest(available, None) == longest * 1024, available
 
 
 def _buffers(
@@ -408,7 +428,8 @@ def test_rows_take_memory_along_a_line():
     assert rows < memory(JOINT, 1024, plan_micro_batch([2048], SETTINGS))[0]
     # GPUs that share layers take less.
     shared_rows, shared_state = memory_of(tensor_parallel=2)(PLAIN, 1024, None)
-    assert (shared_rows < rows, shared_state < state) == (True, True)
+    assert shared_rows < rows
+    assert shared_state < state
 
 
 def test_a_gpu_is_simulated_whatever_computes_here(monkeypatch):

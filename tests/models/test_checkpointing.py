@@ -45,7 +45,8 @@ def test_checkpoints_are_turned_on_and_off():
 def test_names_of_earlier_versions(monkeypatch):
     monkeypatch.setattr(checkpointing, "CHECKPOINTING", EARLIER)
     model: Any = nn.Module()
-    model.is_gradient_checkpointing, calls = True, []
+    model.is_gradient_checkpointing = True
+    calls = []
     model.gradient_checkpointing_enable = lambda *args, **options: calls.append((args, options))
     model.gradient_checkpointing_disable = lambda: calls.append("disabled")
     enable_checkpointing(model, {"use_reentrant": True}, every_n_layers=2)

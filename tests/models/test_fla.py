@@ -1,4 +1,4 @@
-"""The fault of fla's gated delta rules on Hopper, by literal versions, and the models that meet it."""
+"""The fault of fla's gated delta rules on Hopper: versions with it, and models that meet it."""
 
 import logging
 import sys
@@ -26,19 +26,36 @@ def test_versions_and_gpus_that_have_the_fault():
     assert said.startswith(
         "fla 0.6.0 raises in the backward of gated delta rules on Hopper with Triton 3.6.0"
     )
-    for triton in ("3.4.0", "3.5.1", "3.7.0", "3.7.0+git1"):
-        assert backward_fault((9, 0), BROKEN | {"triton": triton}), triton
-    for changed in (
+
+
+@pytest.mark.parametrize(
+    "capability",
+    [(8, 0), (8, 9), (10, 0), (12, 0)],
+    ids=["Ampere", "Ada", "Blackwell", "consumer Blackwell"],
+)
+def test_gpus_without_the_fault(capability):
+    assert backward_fault(capability, BROKEN) is None, capability
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
         {"triton": "3.3.1"},
         {"triton": "3.7.1"},
         {"triton": "3.10.0"},
         {"triton": None},
         {"tilelang": "0.1.15"},
         {"fla-core": None},
-    ):
-        assert backward_fault((9, 0), BROKEN | changed) is None, changed
-    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        assert backward_fault(capability, BROKEN) is None, capability
+    ],
+    ids=["triton 3.3", "triton 3.7.1", "triton 3.10", "no triton", "tilelang", "no fla"],
+)
+def test_versions_without_the_fault(changed):
+    assert backward_fault((9, 0), BROKEN | changed) is None, changed
+
+
+@pytest.mark.parametrize("triton", ["3.4.0", "3.5.1", "3.7.0", "3.7.0+git1"])
+def test_versions_of_triton_that_have_the_fault(triton):
+    assert backward_fault((9, 0), BROKEN | {"triton": triton}), triton
 
 
 def _model_with(monkeypatch, package: str):

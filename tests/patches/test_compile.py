@@ -51,7 +51,9 @@ def _steps(
         modules = {"layers": [layer], "inner modules": inner, "attention": [layer.self_attn]}
         for module in modules.get(parts, []):
             module.compile(backend="eager")
-    found, breaks, graphs = [], [], []
+    found = []
+    breaks = []
+    graphs = []
     for lengths in BATCHES:
         model.zero_grad()
         bound = dispatcher.bind(plan_micro_batch(lengths, dispatcher.settings))
@@ -83,4 +85,5 @@ def test_core_attention_alone_stays_uncompiled(
     assert set(breaks[-1]) == broken_by
     # What is traced for one length, and then for any, serves every plan that follows.
     assert graphs[0] > 0
-    assert (breaks[2], graphs[2]) == (breaks[-1], graphs[-1])
+    assert breaks[2] == breaks[-1]
+    assert graphs[2] == graphs[-1]

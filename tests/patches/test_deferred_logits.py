@@ -65,14 +65,16 @@ LOSSES = {
 }
 
 
-def test_losses_need_no_logits():
-    for name, loss in LOSSES.items():
-        logits, computed = deferred()
-        torch.testing.assert_close(loss(logits), loss(LOGITS_1TV), msg=name)
-        assert [kind for kind, _ in computed] == ["cross entropy"], name
-    assert functional.cross_entropy(
-        deferred()[0][0], torch.full((4,), -100)
-    ).isnan()  # a mean of nothing
+def test_the_mean_of_no_losses_is_nan():
+    logits_TV = deferred()[0][0]
+    assert functional.cross_entropy(logits_TV, torch.full((4,), -100)).isnan()
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_losses_need_no_logits(loss):
+    logits, computed = deferred()
+    torch.testing.assert_close(loss(logits), loss(LOGITS_1TV))
+    assert [kind for kind, _ in computed] == ["cross entropy"]
 
 
 PARTS = {
@@ -86,16 +88,17 @@ PARTS = {
 }
 
 
-def test_parts_are_computed_alone_where_ranks_may_differ():
-    for name, (take, rows) in PARTS.items():
-        logits, computed = deferred()
-        part = take(logits)
-        assert isinstance(part, DeferredLogits), name
-        assert part.shape == take(LOGITS_1TV).shape
-        torch.testing.assert_close(
-            torch.log_softmax(part, -1), torch.log_softmax(take(LOGITS_1TV), -1), msg=name
-        )
-        assert computed == [("logits", rows)], name
+@pytest.mark.parametrize(("take", "rows"), PARTS.values(), ids=PARTS.keys())
+def test_parts_are_computed_alone_where_ranks_may_differ(take, rows):
+    logits, computed = deferred()
+    part = take(logits)
+    assert isinstance(part, DeferredLogits)
+    assert part.shape == take(LOGITS_1TV).shape
+    torch.testing.assert_close(torch.log_softmax(part, -1), torch.log_softmax(take(LOGITS_1TV), -1))
+    assert computed == [("logits", rows)]
+
+
+def test_parts_of_logits_that_are_computed_at_once():
     logits, computed = deferred(divides=False)
     torch.testing.assert_close(logits.view(4, 3).split(3), LOGITS_1TV[0].split(3))
     torch.testing.assert_close(logits[0, 1:3], LOGITS_1TV[0, 1:3])
@@ -122,11 +125,11 @@ WHOLE = {
 }
 
 
-def test_anything_else_gets_the_tensor():
-    for name, function in WHOLE.items():
-        logits, computed = deferred()
-        torch.testing.assert_close(function(logits), function(LOGITS_1TV), msg=name)
-        assert {kind for kind, _ in computed} == {"logits"}, name
+@pytest.mark.parametrize("function", WHOLE.values(), ids=WHOLE.keys())
+def test_anything_else_gets_the_tensor(function):
+    logits, computed = deferred()
+    torch.testing.assert_close(function(logits), function(LOGITS_1TV))
+    assert {kind for kind, _ in computed} == {"logits"}
 
 
 def test_most_probable_words():
@@ -150,24 +153,28 @@ def test_changing_in_place_changes_what_is_read_later(gradients):
     torch.testing.assert_close(copy.tensor(), LOGITS_1TV)
 
 
-def test_computed_once_where_gradients_are_wanted():
-    for gradients, times in ((True, 1), (False, 2)):  # rather than held until the step ends
-        logits, computed = deferred()
-        with torch.set_grad_enabled(gradients):
-            assert logits.exp().sum() == logits.exp().sum()
-        assert len(computed) == times
+@pytest.mark.parametrize(
+    ("gradients", "times"), [(True, 1), (False, 2)], ids=["gradients", "no gradients"]
+)
+def test_computed_once_where_gradients_are_wanted(gradients, times):
+    logits, computed = deferred()
+    with torch.set_grad_enabled(gradients):
+        assert logits.exp().sum() == logits.exp().sum()
+    assert len(computed) == times
 
 
 def test_looks_like_a_tensor():
     logits, computed = deferred()
-    assert (logits.shape, logits.size(), logits.size(-1), len(logits)) == (
-        (1, 4, 3),
-        (1, 4, 3),
-        3,
-        1,
-    )
-    assert (logits.dim(), logits.ndim, logits.numel(), logits.is_cuda) == (3, 3, 12, False)
-    assert (logits.dtype, logits.device) == (torch.float32, torch.device("cpu"))
+    assert logits.shape == (1, 4, 3)
+    assert logits.size() == (1, 4, 3)
+    assert logits.size(-1) == 3
+    assert len(logits) == 1
+    assert logits.dim() == 3
+    assert logits.ndim == 3
+    assert logits.numel() == 12
+    assert logits.is_cuda is False
+    assert logits.dtype == torch.float32
+    assert logits.device == torch.device("cpu")
     assert repr(logits) == "DeferredLogits(shape=[1, 4, 3], dtype=torch.float32)"
     assert not hasattr(logits, "nonsense")
     with torch.autocast("cpu", torch.bfloat16):

@@ -29,7 +29,9 @@ from tests.models_and_batches import (
 )
 from tests.whole_logits import WholeLogits
 
-LENGTHS, ROWS, VOCABULARY = [40, 1, 23, 31], 40, 64
+LENGTHS = [40, 1, 23, 31]
+ROWS = 40
+VOCABULARY = 64
 CHUNK_BYTES = 4 * VOCABULARY * ROWS
 MIXTURES = {
     "mixtral": {"output_router_logits": True},
@@ -159,11 +161,9 @@ def test_bfloat16(model_type, dtype):
 
 def test_many_chunks_add_up_without_rounding_each_time():
     torch.manual_seed(0)
-    hidden_TD, weight_VD, target_T = (
-        torch.rand(512, 4).bfloat16(),
-        torch.randn(7, 4).bfloat16(),
-        torch.randint(7, (512,)),
-    )
+    hidden_TD = torch.rand(512, 4).bfloat16()
+    weight_VD = torch.randn(7, 4).bfloat16()
+    target_T = torch.randint(7, (512,))
     found = []
     for dtype, steps, rows in ((torch.bfloat16, [Tensor.float], 1), (torch.float64, [], 512)):
         of_dtype = weight_VD.to(dtype).requires_grad_()
@@ -174,33 +174,32 @@ def test_many_chunks_add_up_without_rounding_each_time():
     assert relative_error(grad_VD, exact_VD) < 5e-3
 
 
-def test_targets_of_another_index_count_for_nothing():
-    for linear in (True, False):
-        hidden_TD, head = torch.ones(3, 1), nn.Linear(1, 4, bias=False)
-        nn.init.zeros_(head.weight)
-        others = torch.tensor([1, 2, 3]), 2, [], 1
-        loss = (
-            loss_of_linear(hidden_TD, head.weight, None, *others)
-            if linear
-            else loss_of_head(head, hidden_TD, *others)
-        )
-        loss.backward()
-        assert loss.item() == pytest.approx(2 * math.log(4))
-        assert head.weight.grad.flatten().tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5])
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "head"])
+def test_targets_of_another_index_count_for_nothing(linear):
+    hidden_TD = torch.ones(3, 1)
+    head = nn.Linear(1, 4, bias=False)
+    nn.init.zeros_(head.weight)
+    others = torch.tensor([1, 2, 3]), 2, [], 1
+    loss = (
+        loss_of_linear(hidden_TD, head.weight, None, *others)
+        if linear
+        else loss_of_head(head, hidden_TD, *others)
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(2 * math.log(4))
+    assert head.weight.grad.flatten().tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5])
 
 
-def test_autocast_leaves_float64_as_it_is():
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float64, 257.0), (torch.float32, 256.0)])
+def test_autocast_leaves_float64_as_it_is(dtype, expected):
     """As it does for a linear layer: 257 is none of the numbers of bfloat16."""
-    for dtype, expected in ((torch.float64, 257.0), (torch.float32, 256.0)):
-        hidden_TD, weight_VD = (
-            torch.ones(1, 1, dtype=dtype),
-            torch.tensor([[257.0], [0.0]], dtype=dtype),
+    hidden_TD = torch.ones(1, 1, dtype=dtype)
+    weight_VD = torch.tensor([[257.0], [0.0]], dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (
+            loss_of_linear(hidden_TD, weight_VD, None, torch.tensor([1]), -100, [], 1).item()
+            == expected
         )
-        with torch.autocast("cpu", torch.bfloat16):
-            assert (
-                loss_of_linear(hidden_TD, weight_VD, None, torch.tensor([1]), -100, [], 1).item()
-                == expected
-            )
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,9 @@ def test_no_more_of_a_chunk_than_its_logits_and_their_gradient(features, dtype, 
     """While a chunk is computed, and while gradients of the head are, of which a copy takes more
     memory.
     """
-    rows, words, live = 4, 1000, LiveMemory()
+    rows = 4
+    words = 1000
+    live = LiveMemory()
     hidden_TD, weight_VD = (torch.rand(count, features, dtype=dtype) for count in (3 * rows, words))
     live.belong([hidden_TD, weight_VD.requires_grad_()], "weights")
     steps = [Tensor.float] if dtype == torch.bfloat16 else []
@@ -237,11 +238,9 @@ def test_who_reads_logits_gets_them_and_an_evaluation_needs_none(told):
     plan_head(model, CHUNK_BYTES)
     logits = model(**batch).logits
     assert isinstance(logits, DeferredLogits)
-    assert (logits.shape, logits.dtype, logits.device) == (
-        expected.logits.shape,
-        torch.float32,
-        torch.device("cpu"),
-    )
+    assert logits.shape == expected.logits.shape
+    assert logits.dtype == torch.float32
+    assert logits.device == torch.device("cpu")
     torch.testing.assert_close(
         torch.log_softmax(logits, -1), torch.log_softmax(expected.logits, -1)
     )
@@ -331,24 +330,34 @@ def test_planning_twice_or_not_at_all_and_a_second_backward():
             loss.backward()
 
 
+MIB = 2**20
+GB = 10**9
+
+
 def test_chunks_that_are_chosen_by_the_memory_of_the_device():
-    mib, gb = 2**20, 10**9
-    for memory, vocabulary, expected in (
-        (None, 128256, 256 * mib),  # a CPU
-        (141 * gb, 128256, 4 * 128256 * 4096),  # enough rows
-        (80 * gb, 128256, 1_250_000_000),  # a share of the memory
-        (8 * gb, 128256, 256 * mib),  # at least as on a CPU
-        (80 * gb, 1000, 256 * mib),
-    ):
-        assert chosen_chunk_bytes(memory, vocabulary) == expected
     model = small_model()
     for given, memory, expected in (
-        ("auto", None, 256 * mib),
-        ("auto", 10**12, 256 * mib),
+        ("auto", None, 256 * MIB),
+        ("auto", 10**12, 256 * MIB),
         (1000, 10**12, 1000),
     ):
         plan_head(model, given, memory)
         assert model.lm_head.chunk_bytes == expected
     wide = small_model(vocab_size=2**15)
-    plan_head(wide, "auto", 80 * gb)
+    plan_head(wide, "auto", 80 * GB)
     assert wide.lm_head.chunk_rows == 4096
+
+
+@pytest.mark.parametrize(
+    ("memory", "vocabulary", "expected"),
+    [
+        (None, 128256, 256 * MIB),  # a CPU
+        (141 * GB, 128256, 4 * 128256 * 4096),  # enough rows
+        (80 * GB, 128256, 1_250_000_000),  # a share of the memory
+        (8 * GB, 128256, 256 * MIB),  # at least as on a CPU
+        (80 * GB, 1000, 256 * MIB),
+    ],
+    ids=["CPU", "enough rows", "share of the memory", "small GPU", "small vocabulary"],
+)
+def test_chunks_for_a_memory(memory, vocabulary, expected):
+    assert chosen_chunk_bytes(memory, vocabulary) == expected

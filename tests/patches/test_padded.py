@@ -60,7 +60,7 @@ micro-batches."""
 
 
 def padded_batch(lengths: Sequence[int], side: str, rank: int) -> dict[str, Tensor]:
-    """A padded batch with random tokens, and labels for all but the first token of each sequence."""
+    """A padded batch of random tokens, with labels for all but the first token of a sequence."""
     generator = torch.Generator().manual_seed(rank)
     columns = max(lengths) + 3
     input_ids_BL = torch.randint(3, 64, (len(lengths), columns), generator=generator)
@@ -184,7 +184,8 @@ def generate_on_one_rank() -> None:
             cache = None
             for _ in range(4):
                 outputs = model(token, past_key_values=cache, use_cache=True)
-                token, cache = outputs.logits[:, -1:].argmax(-1), outputs.past_key_values
+                token = outputs.logits[:, -1:].argmax(-1)
+                cache = outputs.past_key_values
                 prompt = torch.cat([prompt, token], 1)
             assert torch.equal(prompt, expected)
     finally:
@@ -199,7 +200,8 @@ def forward_only_plans(folder: str) -> None:
     """Planned by costs, batches without gradients get plans of their own; a choice of a forward
     takes less time.
     """
-    model, batch = small_model("llama", "distca"), padded_batch([5, 30, 9], "left", dist.get_rank())
+    model = small_model("llama", "distca")
+    batch = padded_batch([5, 30, 9], "left", dist.get_rank())
     dispatcher = pack_padded(
         model, DistCAConfig(tokens_per_rank=64), torch.device("cpu"), folder=Path(folder)
     )
@@ -277,7 +279,8 @@ def message_of(change: Callable[[dict[str, Tensor]], dict[str, Any]]) -> str:
     [
         (
             with_holes,
-            "the mask of sequence 0 of a padded batch has 4 tokens from column 0 to column 4, but a sequence",
+            "the mask of sequence 0 of a padded batch has 4 tokens from column 0 to column 4, "
+            "but a sequence",
         ),
         (with_embeddings, "a padded batch has no input_ids [B, L], but ranks exchange token ids"),
         (
@@ -290,11 +293,13 @@ def message_of(change: Callable[[dict[str, Tensor]], dict[str, Any]]) -> str:
         ),
         (
             with_long_sequence,
-            "a sequence of a padded batch has 200 tokens, but all ranks together may hold 128 tokens",
+            "a sequence of a padded batch has 200 tokens, but all ranks together may hold 128 "
+            "tokens",
         ),
         (
             with_images,
-            "the model is called with pixel_values of the shape (1, 3, 8, 8) beside a padded batch (2, 8)",
+            "the model is called with pixel_values of the shape (1, 3, 8, 8) beside a padded batch "
+            "(2, 8)",
         ),
     ],
 )

@@ -165,10 +165,8 @@ def test_order_of_work(rank_pools):
     for of_rank in events:
         assert [event for event in of_rank if not event.startswith("kernel")] == FORWARD + BACKWARD
     # Local tasks of both nano-batches come when both exchanges have started.
-    local, remote = (
-        ["kernel local 1", "kernel local 0"],
-        ["kernel remote-KV 0", "kernel remote-KV 1"],
-    )
+    local = ["kernel local 1", "kernel local 0"]
+    remote = ["kernel remote-KV 0", "kernel remote-KV 1"]
     assert events[1][:8] == [*FORWARD[:2], *local, "wait k v 0", remote[0], "wait k v 1", remote[1]]
     # Recomputing costs an exchange of each nano-batch, and the forward's kernel calls.
     again = _events(recomputed[1][0])
@@ -400,7 +398,8 @@ def test_ranks_stay_in_step_where_only_one_has_a_hook_inside_a_layer(rank_pools)
     )
     assert_same_step(got, expected)
     assert_same_step(got_hooked, expected)
-    assert (free, nothing) == ([2, 2], [])
+    assert free == [2, 2]
+    assert nothing == []
     assert hooked[:2] == [2, 1]
     assert hooked[2] in HALF  # all rows of the rank, once
     assert (
@@ -413,12 +412,11 @@ def test_ranks_stay_in_step_where_only_one_has_a_hook_inside_a_layer(rank_pools)
 
 
 def test_arguments_are_split_by_shape_and_results_joined():
-    sizes, hidden = (2, 4), torch.arange(12.0, requires_grad=True).view(1, 6, 2)
-    stacked, masked, positions = (
-        torch.arange(72).view(4, 1, 6, 3),
-        hidden[None, :, :, :1],
-        torch.arange(6),
-    )
+    sizes = (2, 4)
+    hidden = torch.arange(12.0, requires_grad=True).view(1, 6, 2)
+    stacked = torch.arange(72).view(4, 1, 6, 3)
+    masked = hidden[None, :, :, :1]
+    positions = torch.arange(6)
     argument = {
         "full": (hidden, [-hidden]),
         "stacked": stacked,
@@ -440,7 +438,8 @@ def test_arguments_are_split_by_shape_and_results_joined():
     whole = UserDict({"old": (torch.arange(6).view(1, 1, 6, 1),)})
     first, second = split_argument("x", whole, sizes)
     assert second["old"][0].flatten().tolist() == [2, 3, 4, 5]
-    first["new"], second["new"] = (torch.zeros(1, 1, 2, 1),), (torch.ones(1, 1, 4, 1),)
+    first["new"] = (torch.zeros(1, 1, 2, 1),)
+    second["new"] = (torch.ones(1, 1, 4, 1),)
     join_states(whole, (first, second))
     assert whole["new"][0].flatten().tolist() == [0, 0, 1, 1, 1, 1]
     assert list(whole) == ["old", "new"]

@@ -136,7 +136,8 @@ def test_each_row_is_rotated_as_in_its_document_alone(rank_pools, kind):
                         document,
                         start,
                     )
-            at, cut = at + stop - start, cut or stop - start < LENGTHS[document]
+            at = at + stop - start
+            cut = cut or stop - start < LENGTHS[document]
     assert cut
 
 

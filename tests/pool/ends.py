@@ -71,7 +71,8 @@ def channels():
 @contextmanager
 def ends(choice, left=None):
     """A rank's and a server's end of a transport: memory, channel and transport."""
-    left, right = left or memory_of(choice, "rank"), memory_of(choice, "server")
+    left = left or memory_of(choice, "rank")
+    right = memory_of(choice, "server")
     with channels() as (near, far):
         server, welcome = choose(far, right, rank_hello(0, left))
         assert welcome.transport == choice.upper()
@@ -118,7 +119,9 @@ def make_call(
 
 def data_of(plan, call, seed=0):
     """Random rows of each rank for one call, and their results in float64, by name."""
-    generator, kind, layout = torch.Generator().manual_seed(seed), call.kind, plan.layout
+    generator = torch.Generator().manual_seed(seed)
+    kind = call.kind
+    layout = plan.layout
     heads = ((kind.q_heads, kind.dim_qk), (kind.kv_heads, kind.dim_qk), (kind.kv_heads, kind.dim_v))
     q, k, v, do = (
         torch.randn((layout.lengths.sum(), *shape), generator=generator)
@@ -126,10 +129,8 @@ def data_of(plan, call, seed=0):
         .double()
         for shape in (*heads, (kind.q_heads, kind.dim_v))
     )
-    shapes, kernel = (
-        TaskShapes.build(layout.lengths.tolist(), layout.lengths.tolist(), "cpu"),
-        ReferenceKernel(),
-    )
+    shapes = TaskShapes.build(layout.lengths.tolist(), layout.lengths.tolist(), "cpu")
+    kernel = ReferenceKernel()
     o, lse = kernel.forward(q, k, v, shapes, params_of(call))
     dq, dk, dv = kernel.backward(do, q, k, v, o, lse, shapes, params_of(call))
     columns = {"q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
@@ -143,7 +144,9 @@ class FakeRank:
     """One rank and its link to a server; `replies` so far."""
 
     def __init__(self, port, rank, worker, token=TOKEN, choice=Choice.TCP):
-        self.rank, self.worker, self.replies = rank, worker, []
+        self.rank = rank
+        self.worker = worker
+        self.replies = []
         self._memory = memory_of(choice)
         self.link = ServerLink(
             "127.0.0.1", port, token, rank_hello(rank, self._memory), 10, 60, self._memory
@@ -216,7 +219,8 @@ class FaultyKernel(CpuKernel):
     """
 
     def __init__(self, fault, direction, trigger):
-        self._fault, self._trigger = fault, trigger
+        self._fault = fault
+        self._trigger = trigger
         setattr(self, direction, partial(self._strike, getattr(self, direction)))
 
     def _strike(self, compute, *args):

@@ -43,10 +43,8 @@ def joined(request):
 
 
 def test_servers_join_and_leave_and_come_back_unless_they_are_refused(directory, joined):
-    (first, first_id), (second, second_id) = (
-        joined(directory),
-        joined(directory, host="10.0.0.7", port=4001),
-    )
+    (first, first_id) = joined(directory)
+    (second, second_id) = joined(directory, host="10.0.0.7", port=4001)
     assert directory.members() == {
         first_id: replace(HELLO, host="127.0.0.1"),
         second_id: replace(HELLO, host="10.0.0.7", port=4001),
@@ -78,7 +76,8 @@ def test_servers_join_and_leave_and_come_back_unless_they_are_refused(directory,
 def test_a_server_may_come_before_the_directory_waits_only_so_long_and_is_dropped_when_silent(
     request, joined
 ):
-    port, tried = free_port(), threading.Event()
+    port = free_port()
+    tried = threading.Event()
     with ThreadPoolExecutor(1) as beside:
         coming = beside.submit(joined, port, wait_s=60, give_up=tried.set)
         assert tried.wait(60)
@@ -92,10 +91,17 @@ def test_a_server_may_come_before_the_directory_waits_only_so_long_and_is_droppe
     wait_until(lambda: not directory.members())
     with pytest.raises(ProtocolError, match="another token"):  # which is not tried again
         joined(directory, bytes(32))
-    for wait_s, answers in ((0, [False]), (6000, [False, True])):
-        expected = f"no training run answered within {wait_s} s; the last error: cannot connect"
-        with pytest.raises(LinkLost, match=expected):
-            joined(free_port(), wait_s=wait_s, give_up=iter(answers).__next__)
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "gives_up"),
+    [(0, [False]), (6000, [False, True])],
+    ids=["time-out", "interrupted"],
+)
+def test_a_server_gives_up_where_no_training_answers(joined, wait_s, gives_up):
+    expected = f"no training run answered within {wait_s} s; the last error: cannot connect"
+    with pytest.raises(LinkLost, match=expected):
+        joined(free_port(), wait_s=wait_s, give_up=iter(gives_up).__next__)
 
 
 def test_a_server_that_ranks_could_not_reach_or_that_says_something_else_is_refused():
@@ -112,12 +118,13 @@ def test_a_server_computes_with_the_threads_that_it_is_given(monkeypatch, tmp_pa
     monkeypatch.setattr("torch.set_num_threads", threads.append)
     write_token(tmp_path / "token", TOKEN)
     options = ["--token-file", str(tmp_path / "token"), "--join", "127.0.0.1:1", "--wait", "0"]
-    for more in ([], ["--threads", "3"]):
-        assert main(["serve", *options, *more]) == 2  # nobody answers
+    assert main(["serve", *options]) == 2  # nobody answers
+    assert threads == []
+    assert main(["serve", *options, "--threads", "3"]) == 2
     assert threads == [3]
 
 
-def test_wrong_options_are_said_in_a_line(capsys, tmp_path, directory):
+def test_wrong_options_are_said_in_a_line(capsys, tmp_path, directory, subtests):
     def refused(token, *options):
         """The error with which `hf-distca serve` ends."""
         write_token(tmp_path / "token", token)
@@ -150,7 +157,8 @@ def test_wrong_options_are_said_in_a_line(capsys, tmp_path, directory):
             (["--port", used], f"cannot listen on 127.0.0.1:{used}"),
             (["--wait", "0"], "cannot connect to 127.0.0.1:1"),
         ]:
-            assert said in refused(make_token(), "--join", "127.0.0.1:1", *options)
+            with subtests.test(" ".join(options)):
+                assert said in refused(make_token(), "--join", "127.0.0.1:1", *options)
     with ThreadPoolExecutor(1) as beside:
         beside.submit(
             lambda: wait_until(directory.members) or directory.drop(0, "it cannot be used")

@@ -129,15 +129,19 @@ def test_servers_of_the_same_launch(tmp_path):
         train_alone(str(tmp_path / "alone"), Run(trained))["logged"]["loss"], rel=2e-5
     )
     numbers = attention_servers(history)
-    assert (len(numbers), numbers[0], min(numbers), numbers[-1]) == (STEPS, 2, 1, 2)
+    assert len(numbers) == STEPS
+    assert numbers[0] == 2
+    assert min(numbers) == 1
+    assert numbers[-1] == 2
     assert re.findall(r"takes part: .* rows travel over (\w+)", said) == [TRANSPORT.upper()] * 3
 
 
 class Coming(TrainerCallback):
-    """On rank 0, lets a server join, kills it when it has served, and lets another one join later."""
+    """Lets a server join, kills it when it has served, and lets another one join; on rank 0."""
 
     def __init__(self, port, folder):
-        self._port, self._folder = port, folder
+        self._port = port
+        self._folder = folder
         self.servers = []
 
     def on_step_begin(self, args, state, control, **_):
@@ -153,13 +157,15 @@ def trained_while_servers_come_and_go(folder, port):
     """Losses of a training without servers and of one with servers from outside; the latter's
     servers by step.
     """
-    losses, coming = [], Coming(port, folder)
+    losses = []
+    coming = Coming(port, folder)
     serving = {"attention_servers": "external", "attention_server_address": f"127.0.0.1:{port}"}
     for options in ({}, {**serving, "ranks_serve": False, "attention_server_timeout": 77.0}):
         trainer = make_trainer(str(folder), max_steps=8, **options)
         if options:
             assert trainer.pool is trainer.dispatcher.remote
-            assert (trainer.pool.ranks_serve, trainer.pool.timeout_s) == (False, 77.0)
+            assert trainer.pool.ranks_serve is False
+            assert trainer.pool.timeout_s == 77.0
             if dist.get_rank() == 0:
                 trainer.add_callback(coming)
         trainer.train()
@@ -207,23 +213,22 @@ def test_nixl_that_one_rank_lacks_is_an_error_on_every_rank(rank_pools):
     socket.create_server(("127.0.0.1", port)).close()  # no directory is left there
 
 
-def test_a_launch_is_divided_or_refused_on_every_process(monkeypatch):
+@pytest.fixture
+def divide(monkeypatch):
+    """Divide a launch as on one of its processes, on hosts with so many GPUs."""
     store = dist.HashStore()
     monkeypatch.setattr(dist, "TCPStore", lambda *args, **kwargs: store)
     monkeypatch.setattr(PartialState, "_shared_state", {})
     monkeypatch.setattr(launches, "is_available", lambda: True)
 
     def divide(rank, world, servers, gpus, cpu=False, hosts=1):
-        """As on a process of a launch, on hosts with so many GPUs."""
         monkeypatch.setattr(launches, "device_count", lambda: gpus)
-        of_host = world // hosts
+        on_a_host = world // hosts
         environment = {
             "RANK": rank,
-            "LOCAL_RANK": rank % of_host,
+            "LOCAL_RANK": rank % on_a_host,
             "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": of_host,
-        }
-        environment |= {
+            "LOCAL_WORLD_SIZE": on_a_host,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": 1,
             "TORCHELASTIC_USE_AGENT_STORE": True,
@@ -232,36 +237,55 @@ def test_a_launch_is_divided_or_refused_on_every_process(monkeypatch):
             monkeypatch.setenv(name, str(value))
         return split_launch(servers, cpu=cpu)
 
-    for rank in range(2):
-        with pytest.raises(ValueError, match="attention_servers=2 of 2 processes leaves no rank"):
-            divide(rank, 2, 2, gpus=2)
+    return divide
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_launch_that_leaves_no_rank_is_refused_on_every_process(divide, rank):
+    with pytest.raises(ValueError, match="attention_servers=2 of 2 processes leaves no rank"):
+        divide(rank, 2, 2, gpus=2)
+
+
+def test_a_server_without_a_gpu_is_refused_on_every_process(divide, subtests):
+    message = "server of rank 3 would compute on cuda:3, but its host has 3 GPUs"
     for rank in (3, 0, 1, 2):  # the server first: the others wait for its word
-        with pytest.raises(
-            ValueError, match="server of rank 3 would compute on cuda:3, but its host has 3 GPUs"
-        ):
+        with subtests.test(rank=rank), pytest.raises(ValueError, match=message):
             divide(rank, 4, 1, gpus=3)
-    for cpu, gpus, device in ((False, 2, "cuda:1"), (True, 1, "cpu")):
-        assert divide(1, 2, 1, gpus, cpu).serves_on == device
-        assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & set(os.environ)
-        launch = divide(0, 2, 1, gpus, cpu)
-        assert launch.serves_on is None
-        assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "1")
-    # The second of two hosts with two processes each has a rank and a server.
-    assert divide(3, 4, 1, gpus=2, hosts=2).serves_on == "cuda:1"
-    for rank, on_this_host in ((0, "2"), (1, "2"), (2, "1")):
-        divide(rank, 4, 1, gpus=2, hosts=2)
-        assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("3", on_this_host)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "gpus", "device"), [(False, 2, "cuda:1"), (True, 1, "cpu")], ids=["GPUs", "CPU"]
+)
+def test_a_launch_is_divided(divide, monkeypatch, cpu, gpus, device):
+    assert divide(1, 2, 1, gpus, cpu).serves_on == device
+    assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & set(os.environ) == set()
+    launch = divide(0, 2, 1, gpus, cpu)
+    assert launch.serves_on is None
+    assert os.environ["WORLD_SIZE"] == "1"
+    assert os.environ["LOCAL_WORLD_SIZE"] == "1"
+    # What was left before a restart counts no more.
     launch.store.set("ended", "")
-    monkeypatch.setenv(
-        "TORCHELASTIC_RESTART_COUNT", "1"
-    )  # what was left before a restart counts no more
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert not divide(1, 2, 1, gpus, cpu).store.check(["ended"])
+
+
+def test_a_launch_on_two_hosts_is_divided(divide):
+    """The second of two hosts with two processes each has a rank and a server."""
+    assert divide(3, 4, 1, gpus=2, hosts=2).serves_on == "cuda:1"
+    ranks_on_host = []
+    for rank in range(3):
+        divide(rank, 4, 1, gpus=2, hosts=2)
+        assert os.environ["WORLD_SIZE"] == "3"
+        ranks_on_host.append(os.environ["LOCAL_WORLD_SIZE"])
+    assert ranks_on_host == ["2", "2", "1"]
 
 
 def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_serve(
     tmp_path, monkeypatch
 ):
-    served, ends, launch = [], [], Launch(dist.HashStore(), "cpu")
+    served = []
+    ends = []
+    launch = Launch(dist.HashStore(), "cpu")
     for name, value in (("address", "10.0.0.1:1"), ("token", "00"), ("transport", "tcp")):
         launch.store.set(name, value)
     monkeypatch.setattr("hf_distca.trainer.arguments.split_launch", lambda servers, cpu: launch)
@@ -303,9 +327,10 @@ def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_
     assert not ends[0]()
     launch.store.set("ended", "")
     assert ends[0]()
-    for error, has_ended in ((TimeoutError, False), (dist.DistError, True)):
-        monkeypatch.setattr(launches.StoreLine, "ask", Mock(side_effect=error))
-        assert ends[0]() == has_ended
+    monkeypatch.setattr(launches.StoreLine, "ask", Mock(side_effect=TimeoutError))
+    assert ends[0]() is False
+    monkeypatch.setattr(launches.StoreLine, "ask", Mock(side_effect=dist.DistError))
+    assert ends[0]() is True
 
 
 @pytest.fixture
@@ -329,9 +354,7 @@ def reported(monkeypatch, capfd):
         signal.signal(number, handler)
 
 
-def test_a_server_that_dies_is_followed_by_another_and_one_that_cannot_serve_is_given_up(
-    tmp_path, reported
-):
+def test_a_server_that_dies_is_followed_by_another(tmp_path, reported):
     starts = tmp_path / "starts"
     # The third leaves by itself.
     script = (
@@ -341,15 +364,20 @@ def test_a_server_that_dies_is_followed_by_another_and_one_that_cannot_serve_is_
     lines = reported(["sh", "-c", script])
     assert starts.read_text() == "the token\n" * 3
     said = r"process \d+ was killed by signal 9; training goes on, and another one starts in 0.01 s"
-    assert [bool(re.search(said, line)) for line in lines] == [True, True]
-    for command, most in (
-        (["false"], STARTS),
-        (["/no/such/program"], STARTS),
-        (["sh", "-c", "exit 2"], 1),
-    ):
-        *before, last = reported(command)
-        assert len(before) == most - 1
-        assert last.endswith("; training goes on without it")
+    assert len(lines) == 2
+    assert re.search(said, lines[0])
+    assert re.search(said, lines[1])
+
+
+@pytest.mark.parametrize(
+    ("command", "starts"),
+    [(["false"], STARTS), (["/no/such/program"], STARTS), (["sh", "-c", "exit 2"], 1)],
+    ids=["status 1", "no such program", "status 2"],
+)
+def test_a_server_that_cannot_serve_is_given_up(reported, command, starts):
+    lines = reported(command)
+    assert len(lines) == starts
+    assert lines[-1].endswith("; training goes on without it")
 
 
 def test_a_server_that_does_not_end_with_training_is_killed(capfd, reported):

@@ -10,7 +10,6 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from random import Random
 from socket import create_connection
 from unittest.mock import patch
@@ -114,7 +113,8 @@ def test_results_and_pairs_are_those_of_the_reference(make_server, connect):
         assert precise == ("float64" if dtype == "float64" else "float32")  # never a half precision
     for seed in range(8):
         rng = np.random.default_rng(seed)
-        lengths, kinds = rng.integers(1, 90, rng.integers(1, 6)), (SLIM, replace(SLIM, window=40))
+        lengths = rng.integers(1, 90, rng.integers(1, 6))
+        kinds = (SLIM, replace(SLIM, window=40))
         some = [make_nano_batch(lengths, 2, seed, kinds)]
         ranks[0].send_plan(7 + seed, some)
         number = run_calls(ranks, 7 + seed, some, number)
@@ -124,7 +124,8 @@ def test_a_server_whose_kernel_cannot_compute_a_planned_call_leaves_the_run(
     request, make_server, connect, monkeypatch
 ):
     monkeypatch.setattr(servers, "measure_speed", alike)
-    directory, server = Directory("127.0.0.1", 0, TOKEN), make_server(WithoutSoftcap())
+    directory = Directory("127.0.0.1", 0, TOKEN)
+    server = make_server(WithoutSoftcap())
     request.addfinalizer(directory.close)
     with ThreadPoolExecutor(1) as beside, ExitStack() as at_end:
         at_end.callback(server.stop)  # so that a server that stays does not hold up the test
@@ -148,7 +149,9 @@ def test_a_server_whose_kernel_cannot_compute_a_planned_call_leaves_the_run(
 def test_a_call_may_overtake_its_plan_which_is_forgotten_or_waited_for_in_vain(
     make_server, server, connect, monkeypatch
 ):
-    asked, begin, ranks = threading.Event(), server._begin, connect()
+    asked = threading.Event()
+    begin = server._begin
+    ranks = connect()
     monkeypatch.setattr(server, "_begin", lambda *args: asked.set() or begin(*args))
     second = ranks[1].start(CALL, DATA)
     assert asked.wait(30)
@@ -226,7 +229,8 @@ def test_a_call_that_does_not_fit_is_refused_and_others_are_served(connect):
 
 
 def test_a_plan_that_does_not_fit_ends_the_connection_alone(connect):
-    (second,), (message, tables) = connect(1), plan_tables(0, 2, NANO_BATCHES)
+    (second,) = connect(1)
+    (message, tables) = plan_tables(0, 2, NANO_BATCHES)
     for sent, error in (
         ((replace(message, worker=1), tables), "worker 1 is no server"),
         ((replace(message, tables=((1,) * 5,)), tables), "sent an unexpected PlanTables with"),
@@ -248,9 +252,12 @@ def test_a_server_outlives_a_kernel_that_fails_says_what_it_does_and_ends_with_t
 ):
     for name, value in (("STATUS_S", 0.1), ("ALIVE_S", 0.1), ("measure_speed", lambda *_: 5e6)):
         monkeypatch.setattr(servers, name, value)
-    alive, lines, kernel = [], [], CpuKernel()
+    alive = []
+    lines = []
+    kernel = CpuKernel()
     monkeypatch.setattr(servers, "Alive", lambda: alive.append(1) or Alive())
-    server, directory = make_server(kernel), Directory("127.0.0.1", 0, TOKEN)
+    server = make_server(kernel)
+    directory = Directory("127.0.0.1", 0, TOKEN)
     request.addfinalizer(directory.close)
     running = threading.Thread(
         target=server.run, args=("127.0.0.1", directory.port, 30, lines.append), daemon=True
@@ -258,7 +265,9 @@ def test_a_server_outlives_a_kernel_that_fails_says_what_it_does_and_ends_with_t
     running.start()
     wait_until(directory.members)
     member = directory.members()[0]
-    assert (member.host, member.port, member.device) == ("127.0.0.1", server.port, "cpu")
+    assert member.host == "127.0.0.1"
+    assert member.port == server.port
+    assert member.device == "cpu"
     assert member.pairs_per_second == 5e6
     failing = patch.object(kernel, "forward", side_effect=RuntimeError("out of memory"))
     ranks = connect(to=server)
@@ -279,86 +288,144 @@ def test_a_server_outlives_a_kernel_that_fails_says_what_it_does_and_ends_with_t
     assert lines[-1] == "training has ended"
 
 
-def strangers(random, port, token, nano_batches, memory):
-    """Random inputs, as functions that send them and return a connection: without the token, or
-    with it nonsense.
+class Stranger:
+    """Random inputs to a server: without the token, or with the token nonsense.
 
-    Those that know the token claim to be rank 7, which the plan does not know.
+    A stranger that knows the token claims to be rank 7, which the plan does not know.
     """
-    sane = replace(rank_hello(7, memory), required=False)
-    (plan, tables), call, hello = (
-        plan_tables(0, 2, nano_batches),
-        make_call(5, kind=SLIM),
-        message(sane),
-    )
-    valid = [
-        message(plan, b"".join(table.tobytes() for table in tables)),
-        message(call, bytes(1000)),
-    ]
-    valid += [
-        message(call, payload_bytes=2**50),
-        message(replace(call, places=Places(((4096, 1000),), (), ""))),
-    ]
-    valid += [hello, message(Alive()), message(Reply(5, 0.0, 0), bytes(8)), message(End())]
 
-    def raw(data):
-        sock = create_connection(("127.0.0.1", port), 5)
+    def __init__(self, random, port, token, nano_batches, memory):
+        self.random = random
+        self.port = port
+        self.token = token
+        self.hello = replace(rank_hello(7, memory), required=False)
+        (plan, tables) = plan_tables(0, 2, nano_batches)
+        call = make_call(5, kind=SLIM)
+        self.valid = [
+            message(plan, b"".join(table.tobytes() for table in tables)),
+            message(call, bytes(1000)),
+            message(call, payload_bytes=2**50),
+            message(replace(call, places=Places(((4096, 1000),), (), ""))),
+            message(self.hello),
+            message(Alive()),
+            message(Reply(5, 0.0, 0), bytes(8)),
+            message(End()),
+        ]
+
+    def connect(self):
+        """Send one random input, and return the connection."""
+        # A first message is sane, or none: a changed one might become that of a true peer.
+        start = self.random.choice([b"", message(self.hello)])
+        valid = self.random.choice(self.valid)
+        noise = self.random.randbytes(self.random.choice([0, 1, 10, 28, 100, 3000]))
+        match self.random.randrange(8 if self.hello.nixl else 7):
+            case 0:
+                return self.send(noise)
+            case 1:
+                return self.send(self.part_of_a_handshake())
+            case 2:
+                return self.prove_and_send(b"", make_token())
+            case 3:
+                return self.prove_and_send(start + noise)
+            case 4:
+                return self.prove_and_send(start + self.large_message())
+            case 5:
+                return self.prove_and_send(message(self.hello) + self.with_other_bytes(valid))
+            case 6:
+                return self.prove_and_send(message(self.hello) + self.with_another_field(valid))
+            case 7:
+                return self.prove_and_send(self.hello_of_another_agent(noise))
+
+    def send(self, data):
+        sock = create_connection(("127.0.0.1", self.port), 5)
         sock.sendall(data)
         return sock
 
-    def authenticated(data, token=token):
-        channel = Channel(raw(b""))
-        channel.prove(token, SERVER, 5, connects=True)
+    def prove_and_send(self, data, token=None):
+        channel = Channel(self.send(b""))
+        channel.prove(token or self.token, SERVER, 5, connects=True)
         channel._sock.sendall(data)
         return channel
 
-    while True:
-        # A first message is sane, or none: a changed one might become that of a true peer.
-        start, whole = random.choice([b"", hello]), random.choice(valid)
-        end = 4 + int.from_bytes(whole[:4], "big")
-        some = random.randbytes(random.choice([0, 1, 10, 28, 100, 3000]))
-        match random.randrange(8 if sane.nixl else 7):
-            case 0:
-                yield partial(raw, some)
-            case 1:
-                handshake = framed(b"hf_distca %d " % VERSION + random.randbytes(32)) + framed(
-                    random.randbytes(32)
-                )
-                yield partial(raw, handshake[: random.randint(0, len(handshake))])
-            case 2:
-                yield partial(authenticated, b"", make_token())
-            case 3:
-                yield partial(authenticated, start + some)
-            case 4:  # a message that says that it is large
-                yield partial(
-                    authenticated,
-                    start + (2 ** random.randint(17, 32) - 1).to_bytes(4, "big") + bytes(1000),
-                )
-            case 5:  # a part of a message, or a message with some other bytes
-                changed = bytearray(whole)
-                for _ in range(random.randint(0, 4)):
-                    changed[random.randrange(len(whole))] = random.randrange(256)
-                yield partial(
-                    authenticated,
-                    hello + changed[: random.choice([None, random.randrange(len(whole))])],
-                )
-            case 6:  # a message with another value of a field
-                name, fields, payload = json.loads(whole[4:end])
-                value = random.choice(
-                    [None, True, 0, -1, 2**62, 10**400, 0.5, "x" * 3000, [], [[1]], {"x": 1}]
-                )
-                fields[random.choice([*fields, "x"])] = value
-                changed = json.dumps([name, fields, random.choice([payload, value])]).encode()
-                yield partial(authenticated, hello + framed(changed) + whole[end:])
-            case 7:  # an agent of which something is said that is not so
-                field, number = (
-                    random.choice(["name", "metadata", "probe", "device"]),
-                    random.choice([0, -1, 2**62]),
-                )
-                value = number if field in ("probe", "device") else some.hex()
-                yield partial(
-                    authenticated, message(replace(sane, nixl=replace(sane.nixl, **{field: value})))
-                )
+    def part_of_a_handshake(self):
+        greeting = framed(b"hf_distca %d " % VERSION + self.random.randbytes(32))
+        handshake = greeting + framed(self.random.randbytes(32))
+        return handshake[: self.random.randint(0, len(handshake))]
+
+    def large_message(self):
+        """A message that says that it is large."""
+        size = 2 ** self.random.randint(17, 32) - 1
+        return size.to_bytes(4, "big") + bytes(1000)
+
+    def with_other_bytes(self, valid):
+        """A part of a message, or a message with up to four other bytes."""
+        changed = bytearray(valid)
+        for _ in range(self.random.randint(0, 4)):
+            changed[self.random.randrange(len(valid))] = self.random.randrange(256)
+        return changed[: self.random.choice([None, self.random.randrange(len(valid))])]
+
+    def with_another_field(self, valid):
+        """A message with another value of a field, or with one field more."""
+        end = 4 + int.from_bytes(valid[:4], "big")
+        name, fields, payload = json.loads(valid[4:end])
+        value = self.random.choice(
+            [None, True, 0, -1, 2**62, 10**400, 0.5, "x" * 3000, [], [[1]], {"x": 1}]
+        )
+        fields[self.random.choice([*fields, "x"])] = value
+        size = self.random.choice([payload, value])
+        return framed(json.dumps([name, fields, size]).encode()) + valid[end:]
+
+    def hello_of_another_agent(self, noise):
+        """A greeting that says something untrue of the agent."""
+        field = self.random.choice(["name", "metadata", "probe", "device"])
+        number = self.random.choice([0, -1, 2**62])
+        value = number if field in ("probe", "device") else noise.hex()
+        return message(replace(self.hello, nixl=replace(self.hello.nixl, **{field: value})))
+
+
+class FakeTraining:
+    """Two ranks that let a server compute one plan again and again, until `end`."""
+
+    def __init__(self, port, token, transport):
+        self.nano_batches = [make_nano_batch([120, 37, 1, 90], 2, 1, (SLIM,))]
+        self.ranks = [FakeRank(port, rank, 2, token, transport) for rank in range(2)]
+        self.ranks[0].send_plan(0, self.nano_batches)
+        self.calls = 0
+        self._over = threading.Event()
+        self._future = ThreadPoolExecutor(1).submit(self._train)
+
+    def _train(self):
+        while not self._over.is_set():
+            self.call()
+            time.sleep(0.05)
+
+    def call(self):
+        self.calls = run_calls(self.ranks, 0, self.nano_batches, self.calls)
+
+    def has_failed(self):
+        return self._future.done()
+
+    def end(self):
+        self._over.set()
+        self._future.result()
+
+
+@pytest.fixture
+def serving(request, tmp_path):
+    """A `hf-distca serve`, its port and the token."""
+
+    def serving(transport):
+        token = make_token()
+        write_token(tmp_path / "token", token)
+        directory = Directory("127.0.0.1", 0, token)
+        request.addfinalizer(directory.close)
+        files = tmp_path / "token", tmp_path / "output"
+        server = ServeCommand(directory.port, *files, "--transport", transport)
+        request.addfinalizer(server.close)
+        server.wait_for("joined")
+        return server, directory.members()[0].port, token
+
+    return serving
 
 
 @pytest.mark.timeout(300)
@@ -366,51 +433,39 @@ def strangers(random, port, token, nano_batches, memory):
     ("transport", "warm_up", "inputs_after"),
     [(Choice.TCP, 1000, 4000), pytest.param(Choice.NIXL, 400, 1200, marks=needs_nixl)],
 )
-def test_random_inputs(request, tmp_path, transport, warm_up, inputs_after):
-    token, random, opened = make_token(), Random(0), deque()
-    write_token(tmp_path / "token", token)
-    directory = Directory("127.0.0.1", 0, token)
-    request.addfinalizer(directory.close)
-    server = ServeCommand(
-        directory.port, tmp_path / "token", tmp_path / "output", "--transport", transport
-    )
-    request.addfinalizer(server.close)
-    server.wait_for("joined")
-    port = directory.members()[0].port
-    nano_batches = [make_nano_batch([120, 37, 1, 90], 2, 1, (SLIM,))]
-    ranks = [FakeRank(port, rank, 2, token, transport) for rank in range(2)]
-    ranks[0].send_plan(0, nano_batches)
-    served, over = [0], threading.Event()
-
-    def train():
-        while not over.is_set():
-            served[0] = run_calls(ranks, 0, nano_batches, served[0])
-            time.sleep(0.05)
-
-    training = ThreadPoolExecutor(1).submit(train)
-    inputs = strangers(random, port, token, nano_batches, memory_of(transport, "stranger"))
-    memory, count, before, served_before = psutil.Process(server.process.pid).memory_info, 0, 0, 0
-    while not training.done() and (
-        count < warm_up + inputs_after or served[0] <= served_before + 20
+def test_random_inputs(serving, transport, warm_up, inputs_after):
+    server, port, token = serving(transport)
+    training = FakeTraining(port, token, transport)
+    random = Random(0)
+    memory = memory_of(transport, "stranger")
+    stranger = Stranger(random, port, token, training.nano_batches, memory)
+    resident = psutil.Process(server.process.pid).memory_info
+    opened = deque()
+    inputs = 0
+    calls_before = 0
+    bytes_before = 0
+    # Until all inputs were sent, and twenty calls answered after the warm-up.
+    while not training.has_failed() and (
+        inputs < warm_up + inputs_after or training.calls <= calls_before + 20
     ):
-        if count == warm_up:
-            before, served_before = memory().rss, served[0]
-        count += 1
+        if inputs == warm_up:
+            bytes_before = resident().rss
+            calls_before = training.calls
+        inputs += 1
         with suppress(LinkLost, OSError):  # the listener was quicker
-            opened.append(next(inputs)())
+            opened.append(stranger.connect())
         for _ in range(len(opened) - random.randint(0, 30)):  # some stay for a while
             opened.popleft().close()
-    grown = memory().rss - before
-    over.set()
-    training.result()
-    run_calls(ranks, 0, nano_batches, served[0])
+    grown = resident().rss - bytes_before
+    training.end()
+    training.call()
     server.process.send_signal(signal.SIGTERM)  # SIGINT is handled alike
     assert server.process.wait(60) == 0
-    for connection in (*opened, *(rank.link for rank in ranks)):
+    for connection in (*opened, *(rank.link for rank in training.ranks)):
         connection.close()
-    said = server.output.read_text()
-    assert "refusals so far" in said
-    assert said.endswith("stopped\n")
-    assert "Traceback" not in said
-    assert len(said) < 100_000
+    output = server.output.read_text()
+    assert "refusals so far" in output
+    assert output.endswith("stopped\n")
+    assert "Traceback" not in output
+    assert len(output) < 100_000
     assert grown < 20e6

@@ -9,6 +9,7 @@ import os
 import re
 from functools import cache
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -23,7 +24,7 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.nixl import is_installed
 from hf_distca.pool.rank.pool import Pool
-from hf_distca.pool.rank.speeds import OBSERVED, observe
+from hf_distca.pool.rank.speeds import OBSERVED, Observed, observe
 from hf_distca.pool.transport import Choice
 from hf_distca.pool.wire import LinkLost
 from tests.logged import Messages
@@ -67,7 +68,8 @@ DEFAULTS = {
     "comes_back": False,  # one more server joins after the faulty step
     "cut": False,  # rank 1 loses its links in the faulty step
 }
-TCP, NIXL = Choice.TCP, Choice.NIXL
+TCP = Choice.TCP
+NIXL = Choice.NIXL
 TURNS = {"ping_pong": True}
 GEMMA = {**TURNS, "model_type": "gemma2"}
 
@@ -84,104 +86,157 @@ def targets_of(*batches):
     return sum(length - 1 for lengths in batches for length in lengths)
 
 
-def trained(transport, port, folder, servers, moment, timeout_s, given):
-    """Train with servers on every rank, as `given`; of servers the process, kind and place of the
-    fault.
+class Trained(NamedTuple):
+    """What a rank has seen and learned."""
+
+    parameters: dict[str, torch.Tensor]
+    evaluated: float
+    log: list[str]
+    members: list[int]
+    """Servers in use, by step."""
+    at_servers: list[bool]
+    """Whether servers computed a task, by step."""
+    observed: Observed
+    """Of the last micro-batch."""
+
+
+def trained(*args):
+    """Train with servers on every rank; see `TrainingRank`."""
+    return TrainingRank(*args).run()
+
+
+class TrainingRank:
+    """A rank that trains with servers, as `options` say; rank 0 triggers their faults.
+
+    Args:
+        servers: the process of each server, and the kind and place of its fault.
+        moment: when faults come.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    config = CONFIGS[given.model_type]
-    settings = PlanSettings(
+
+    def __init__(self, transport, port, folder, servers, moment, timeout_s, options):
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
+        self.folder = folder
+        self.servers = servers
+        self.moment = moment
+        self.options = options
+        self.members = []
+        self.at_servers = []
+        self.settings = settings_of(options, self.ranks)
+        self.dispatcher = Dispatcher(self.settings, CPU, keep_received=options.keep_received)
+        self.directory = Directory("127.0.0.1", port, TOKEN) if self.rank == 0 else None
+        self.log = Messages("hf_distca.pool")
+        memory = memory_of(transport)
+        serving = {"ranks_serve": options.ranks_serve, "timeout_s": timeout_s}
+        with patch("hf_distca.pool.rank.pool.measure_speed", alike):
+            self.pool = Pool(self.dispatcher, TOKEN, self.directory, memory, **serving)
+        self.dispatcher.remote = self.pool
+
+    def run(self):
+        if self.rank == 0:
+            wait_until(lambda: len(self.directory.members()) == len(self.servers))
+        self.reach("before joining")
+        self.model, self.optimizer = new_model(self.options.model_type)
+        if self.options.ping_pong:
+            plan_layers(self.model)
+        self.recording = self.dispatcher.recorder.listen(*OBSERVED)
+        for step in range(STEPS):
+            self.prepare(step)
+            observed = self.train(BATCHES[step])
+            if step == FAULTY_STEP:
+                self.reach("during evaluation")
+            evaluated = self.evaluate()
+        self.pool.close()
+        self.log.end()
+        parameters = {
+            name: parameter.detach().clone() for name, parameter in self.model.named_parameters()
+        }
+        return Trained(
+            parameters, evaluated, self.log.lines, self.members, self.at_servers, observed
+        )
+
+    def prepare(self, step):
+        """Let servers join and leave before a step, and faults come where it is their moment."""
+        if step == self.options.learns:  # learned speeds may leave a server without tasks
+            self.pool.speeds.workers = self.alike_workers
+        if step == FAULTY_STEP:
+            self.reach("between steps")
+        if self.rank == 0 and self.options.comes_back and step == FAULTY_STEP + 1:
+            (self.folder / "join").touch()
+            wait_until(lambda: max(self.directory.members(), default=0) >= len(self.servers))
+        self.pool.refresh()
+        self.members.append(len(self.pool.servers))
+        self.at_servers.append(False)
+        if step == FAULTY_STEP:
+            self.reach("in a step")
+            if self.rank == 1 and self.options.cut:
+                lose_in_a_call(*self.pool.links.values())
+
+    def alike_workers(self, *_, **__):
+        return Workers.uniform(self.ranks + len(self.pool.servers))
+
+    def reach(self, moment):
+        """Trigger the faults if they come at this moment, and wait for those that come by
+        themselves.
+        """
+        if self.rank == 0 and moment == self.moment:
+            (self.folder / "trigger").touch()
+            members = self.directory.members().keys()
+            for pid, fault in self.servers:
+                if fault is not None and fault[1] == "by itself":
+                    os.kill(pid, SIGNALS[fault[0]])
+                    self.wait_until_stopped_or_left(pid, members)
+        if self.ranks > 1:
+            dist.barrier()
+
+    def wait_until_stopped_or_left(self, pid, members):
+        wait_until(lambda: state_of(pid) in "TZX" or self.directory.members().keys() != members)
+
+    def train(self, batches):
+        """Train a step of micro-batches; what was observed in the last one."""
+        for lengths in batches:
+            self.recording.take()
+            self.loss_of(lengths, targets_of(*batches)).backward()
+            observed = observe(self.recording.take())
+        if self.ranks > 1:
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter.grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return observed
+
+    def evaluate(self):
+        with torch.no_grad():
+            loss = self.loss_of(EVALUATED, targets_of(EVALUATED))
+        if self.ranks > 1:
+            dist.all_reduce(loss)
+        return loss.item()
+
+    def loss_of(self, lengths, targets):
+        """This rank's share of the mean loss over so many targets."""
+        plan = plan_micro_batch(lengths, self.settings)
+        batch = cut_rows(plan, self.rank, random_documents(lengths))
+        bound = self.dispatcher.bind(plan)
+        self.at_servers[-1] |= any(
+            routes.servers for nano in bound.nano_batches for routes in nano.routes.values()
+        )
+        options = {"labels": batch["shift_labels"], "num_items_in_batch": targets}
+        return self.model(**batch, **options, distca_plan=bound).loss
+
+
+def settings_of(options, ranks):
+    config = CONFIGS[options.model_type]
+    windows = (24, None) if "sliding_window" in config else (None,)
+    return PlanSettings(
         ranks,
         4096,
-        small_kinds(
-            *((24, None) if "sliding_window" in config else [None]),
-            chunk=config.get("attention_chunk_size"),
-        ),
-        document_layout=given.document_layout,
+        small_kinds(*windows, chunk=config.get("attention_chunk_size")),
+        document_layout=options.document_layout,
         balance_block_size=8,
-        ping_pong=given.ping_pong,
+        ping_pong=options.ping_pong,
         # Of 8 rows: what ranks exchange travels in stages, and so do repairs.
         exchange_buffer_bytes=512,
     )
-    dispatcher = Dispatcher(settings, CPU, keep_received=given.keep_received)
-    directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
-    log, serving = (
-        Messages("hf_distca.pool"),
-        {"ranks_serve": given.ranks_serve, "timeout_s": timeout_s},
-    )
-    with patch("hf_distca.pool.rank.pool.measure_speed", alike):
-        pool = dispatcher.remote = Pool(
-            dispatcher, TOKEN, directory, memory_of(transport), **serving
-        )
-
-    def reach(name):
-        """If that is when the faults come, trigger them, and wait where they come by themselves."""
-        if rank == 0 and name == moment:
-            (folder / "trigger").touch()
-            before = directory.members().keys()
-            for pid, fault in servers:
-                if fault is not None and fault[1] == "by itself":
-                    os.kill(pid, SIGNALS[fault[0]])
-                    wait_until(
-                        lambda pid=pid: (
-                            state_of(pid) in "TZX" or directory.members().keys() != before
-                        )
-                    )
-        if ranks > 1:
-            dist.barrier()
-
-    def loss_of(lengths, total):
-        plan = plan_micro_batch(lengths, settings)
-        batch, bound = cut_rows(plan, rank, random_documents(lengths)), dispatcher.bind(plan)
-        at_servers[-1] |= any(
-            routes.servers for nano in bound.nano_batches for routes in nano.routes.values()
-        )
-        return model(
-            **batch, labels=batch["shift_labels"], num_items_in_batch=total, distca_plan=bound
-        ).loss
-
-    if rank == 0:
-        wait_until(lambda: len(directory.members()) == len(servers))
-    reach("before joining")
-    model, optimizer = new_model(given.model_type)
-    if given.ping_pong:
-        plan_layers(model)
-    members, at_servers = [], []
-    recording = dispatcher.recorder.listen(*OBSERVED)
-    for step in range(STEPS):
-        if step == given.learns:  # learned speeds may leave a server without tasks
-            pool.speeds.workers = lambda *_, **__: Workers.uniform(ranks + len(pool.servers))
-        if step == FAULTY_STEP:
-            reach("between steps")
-        if rank == 0 and given.comes_back and step == FAULTY_STEP + 1:
-            (folder / "join").touch()
-            wait_until(lambda: max(directory.members(), default=0) >= len(servers))
-        pool.refresh()
-        members.append(len(pool.servers))
-        at_servers.append(False)
-        if step == FAULTY_STEP:
-            reach("in a step")
-            if rank == 1 and given.cut:
-                lose_in_a_call(*pool.links.values())
-        for lengths in BATCHES[step]:
-            recording.take()
-            loss_of(lengths, targets_of(*BATCHES[step])).backward()
-            observed = observe(recording.take())
-        if ranks > 1:
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == FAULTY_STEP:
-            reach("during evaluation")
-        with torch.no_grad():
-            evaluated = loss_of(EVALUATED, targets_of(EVALUATED))
-        if ranks > 1:
-            dist.all_reduce(evaluated)
-    pool.close()
-    log.end()
-    parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return parameters, evaluated.item(), log.lines, members, at_servers, observed
 
 
 def lose_in_a_call(link):
@@ -276,7 +331,9 @@ def test_training_is_that_without_servers(
 ):
     if transport == NIXL and not is_installed():
         pytest.skip("needs nixl-cu12 or nixl-cu13")
-    port, given, processes = free_port(), SimpleNamespace(**DEFAULTS | options), []
+    training = SimpleNamespace(**DEFAULTS | options)
+    port = free_port()
+    processes = []
 
     def start(fault, join_when=None):
         process = forkserver().Process(
@@ -290,43 +347,60 @@ def test_training_is_that_without_servers(
         in_a_call = fault is not None and fault[1] != "by itself"
         start((*fault, tmp_path / "trigger") if in_a_call else None)
     servers = [(process.pid, fault) for process, fault in zip(processes, faults, strict=True)]
-    if given.comes_back:
+    if training.comes_back:
         start(None, tmp_path / "join")
     # A server that is killed or cut off is noticed at once; 600 s are longer than the ranks have
     # time.
     timeout_s = 2 if any(fault and fault[0] == "hung" for fault in faults) else 600
-    results = rank_pools[given.ranks].run(
-        trained, transport, port, tmp_path, servers, moment, timeout_s, given
+    results = rank_pools[training.ranks].run(
+        trained, transport, port, tmp_path, servers, moment, timeout_s, training
     )
-    wanted, wanted_evaluated = expected(given.model_type)
-    _, _, log, counts, at_servers, _ = results[0]
+    assert_equals_training_without_servers(results, training.model_type)
+    counts = results[0].members
     assert re.fullmatch(members, "".join(map(str, counts)))
-    for parameters, evaluated, _, others_counts, _, _ in results:
-        assert evaluated == pytest.approx(wanted_evaluated, rel=1e-5)
-        assert counts == others_counts
-        for name, parameter in wanted.items():
-            assert relative_error(parameters[name], parameter) < 1e-5, name
-    assert at_servers[given.learns :] == list(map(bool, counts))[given.learns :]
-    warned = [line for line in log if line.startswith("WARNING")]
-    assert warnings is None or len(warned) == len(warnings)
-    assert all(map(re.search, warnings or [], warned)), warned
-    carried = [line.partition("rows travel over ")[2] for line in log if "takes part" in line]
-    assert all(name.startswith(transport.upper()) for name in carried)
-    if given.comes_back:
-        assert any(
-            line.startswith("INFO attention server 1 ") and "takes part" in line for line in log
-        )
-    seen = [observed for *_, observed in results]
+    assert [result.members for result in results] == [counts] * len(results)
+    at_servers = results[0].at_servers
+    assert at_servers[training.learns :] == [count > 0 for count in counts][training.learns :]
+    assert_warnings(results[0].log, warnings)
+    joined = [line for line in results[0].log if "takes part" in line]
+    carried_by = [line.partition("rows travel over ")[2] for line in joined]
+    assert [name for name in carried_by if not name.startswith(transport.upper())] == []
+    if training.comes_back:
+        assert any(line.startswith("INFO attention server 1 ") for line in joined)
     if counts[-1] == 0:
-        assert all(rank.servers == {} for rank in seen)
+        assert [result.observed.servers for result in results] == [{}] * len(results)
     if warnings != []:
         return
     for process in processes:  # servers were told that training ended
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * len(processes)
-    if given.model_type == "llama" and given.ranks == 2:
-        assert all(
-            rank.calls == (ATTENTIONS * 2 if given.ping_pong else ATTENTIONS) for rank in seen
-        )
-        assert all((rank.pairs > 0) == (rank.seconds > 0) == given.ranks_serve for rank in seen)
-        assert any(rank.servers for rank in seen)
+    if training.model_type == "llama" and training.ranks == 2:
+        assert_observed([result.observed for result in results], training)
+
+
+def assert_equals_training_without_servers(results, model_type):
+    expected_parameters, expected_loss = expected(model_type)
+    for result in results:
+        assert result.evaluated == pytest.approx(expected_loss, rel=1e-5)
+        for name, parameter in expected_parameters.items():
+            assert relative_error(result.parameters[name], parameter) < 1e-5, name
+
+
+def assert_warnings(log, patterns):
+    """Each warning of a log is that of its pattern; None: it may have any."""
+    if patterns is None:
+        return
+    warned = [line for line in log if line.startswith("WARNING")]
+    assert len(warned) == len(patterns), warned
+    for pattern, line in zip(patterns, warned, strict=True):
+        assert re.search(pattern, line)
+
+
+def assert_observed(observed, training):
+    """Calls of every rank were seen, and kernel calls where ranks compute tasks at all."""
+    calls = ATTENTIONS * 2 if training.ping_pong else ATTENTIONS
+    for figures in observed:
+        assert figures.calls == calls
+        assert (figures.pairs > 0) == training.ranks_serve
+        assert (figures.seconds > 0) == training.ranks_serve
+    assert any(figures.servers for figures in observed)

@@ -59,11 +59,16 @@ def test_rows_come_with_their_message_into_slices_and_from_them_and_in_no_other_
     choice, monkeypatch
 ):
     monkeypatch.setattr(nixl, "CHUNK_BYTES", 100)  # rows take several transfers
-    q, few = TensorSpec("q", "queries", (4, 16), "bfloat16"), TensorSpec("lse", "", (4,), "float32")
+    q = TensorSpec("q", "queries", (4, 16), "bfloat16")
+    few = TensorSpec("lse", "", (4,), "float32")
     with ends(choice) as (left, right):
-        sent, lse = torch.randn(4, 10, 16).to(torch.bfloat16).transpose(0, 1), torch.randn(3, 4)
-        came, got_lse = right.memory.empty(q, 10).zero_(), right.memory.empty(few, 3)
-        assert (came.shape, came.dtype, came.is_contiguous()) == ((10, 4, 16), torch.bfloat16, True)
+        sent = torch.randn(4, 10, 16).to(torch.bfloat16).transpose(0, 1)
+        lse = torch.randn(3, 4)
+        came = right.memory.empty(q, 10).zero_()
+        got_lse = right.memory.empty(few, 3)
+        assert came.shape == (10, 4, 16)
+        assert came.dtype == torch.bfloat16
+        assert came.is_contiguous() is True
         send(left, [sent[2:5], sent[7:9], lse, sent[:0]])
         message, size = right.channel.receive(60)
         assert message == make_call(1)
@@ -81,7 +86,8 @@ def test_rows_come_with_their_message_into_slices_and_from_them_and_in_no_other_
 def test_memory_is_used_again_once_nobody_has_it_and_no_gpu_reads_it(monkeypatch):
     memory = arena("server")
     rows = memory.empty(ROWS, 8)
-    place, part = rows.data_ptr(), rows[3:5]
+    place = rows.data_ptr()
+    part = rows[3:5]
     del rows
     assert memory.empty(ROWS, 8).data_ptr() != place  # a part of it is still there
     del part
@@ -110,7 +116,8 @@ def test_memory_registered_since_the_ends_met_is_reached_and_not_used_again_unde
         server.transport.receive(*server.channel.receive(60), [server.memory.empty(ROWS, 1)], 5)
         more = memory.empty(ROWS, SLAB_BYTES // 4096)  # the probe lies in the first slab
         assert len(memory._slabs) == 2
-        sent, answer = more[:1].fill_(3), more[1:2]
+        sent = more[:1].fill_(3)
+        answer = more[1:2]
         rank.transport.send(make_call(1), [sent], 5, [answer])
         came = server.memory.empty(ROWS, 1)
         server.transport.receive(*server.channel.receive(60), [came], 5)
@@ -128,7 +135,7 @@ def test_memory_registered_since_the_ends_met_is_reached_and_not_used_again_unde
 
 
 @needs_nixl
-def test_places_that_are_not_sane_or_not_registered_are_refused():
+def test_places_that_are_not_sane_or_not_registered_are_refused(subtests):
     with ends(Choice.NIXL) as (rank, server):
         wild = torch.zeros(1024).data_ptr()
         for places, error in (
@@ -141,8 +148,9 @@ def test_places_that_are_not_sane_or_not_registered_are_refused():
             (((wild, 4096),), "read failed"),
         ):
             rank.channel.send(replace(make_call(1), places=places and Places(places, places, "")))
-            received, rows = server.channel.receive(60), server.memory.empty(ROWS, 1)
-            with pytest.raises(LinkLost, match=error):
+            received = server.channel.receive(60)
+            rows = server.memory.empty(ROWS, 1)
+            with subtests.test(str(places)[:40]), pytest.raises(LinkLost, match=error):
                 server.transport.receive(*received, [rows], 5)
         with pytest.raises(LinkLost, match="write failed"):
             server.transport.send(REPLY, [rows], 5)
@@ -159,8 +167,9 @@ def test_places_that_are_not_sane_or_not_registered_are_refused():
 
 
 @needs_nixl
-def test_ends_agree_or_say_why_not():
-    memory, host = memory_of(Choice.NIXL, "server"), Memory(CPU, "no RDMA")
+def test_ends_agree_or_say_why_not(subtests):
+    memory = memory_of(Choice.NIXL, "server")
+    host = Memory(CPU, "no RDMA")
     hello = rank_hello(0, memory_of(Choice.NIXL))
     with channels() as (_, far):
         for own, peer, error in (
@@ -176,7 +185,7 @@ def test_ends_agree_or_say_why_not():
                 if peer is None
                 else replace(hello, nixl=replace(hello.nixl, **peer))
             )
-            with pytest.raises(MismatchError, match=error):
+            with subtests.test(error), pytest.raises(MismatchError, match=error):
                 choose(far, own, of_rank)
         assert choose(far, host, replace(hello, required=False))[1] == RankWelcome(
             "TCP", "at the server: no RDMA"
@@ -212,25 +221,33 @@ def test_an_agent_takes_no_core_while_nothing_moves_and_listens_on_the_named_int
     assert {each.laddr.ip for each in sockets if each.status == "LISTEN"} == {"127.0.0.1"}
 
 
-def test_a_transfer_that_fails_is_let_go_and_no_further_one_begins(monkeypatch):
-    monkeypatch.setattr(nixl, "CHUNK_BYTES", 100)
-    agent = NixlAgent.__new__(NixlAgent)
-    agent._errors, agent._lock, agent._ends = (OSError,), Lock(), Counter()
-    for state, gone, timeout_s, error in (
+@pytest.mark.parametrize(
+    ("state", "gone", "timeout_s", "error"),
+    [
         ("ERR", False, 60.0, "a transfer ended as ERR"),
         ("PROC", True, 60.0, "the peer left"),
         ("PROC", False, 0.1, r"no rows moved for 0\.1 s"),
-    ):
-        agent._agent = library = Mock(
-            **{"transfer.return_value": "PROC", "check_xfer_state.return_value": state}
+    ],
+    ids=["error", "peer that left", "time-out"],
+)
+def test_a_transfer_that_fails_is_let_go_and_no_further_one_begins(
+    monkeypatch, state, gone, timeout_s, error
+):
+    monkeypatch.setattr(nixl, "CHUNK_BYTES", 100)
+    agent = NixlAgent.__new__(NixlAgent)
+    agent._errors = (OSError,)
+    agent._lock = Lock()
+    agent._ends = Counter()
+    agent._agent = library = Mock(
+        **{"transfer.return_value": "PROC", "check_xfer_state.return_value": state}
+    )
+    peer = NixlPeer("peer", "", 0, "DRAM", 0)
+    with pytest.raises(LinkLost, match=error):
+        agent.transfer(
+            "READ", [(1000, 250)], HOST, [(5000, 250)], peer, timeout_s, Mock(return_value=gone)
         )
-        peer = NixlPeer("peer", "", 0, "DRAM", 0)
-        with pytest.raises(LinkLost, match=error):
-            agent.transfer(
-                "READ", [(1000, 250)], HOST, [(5000, 250)], peer, timeout_s, Mock(return_value=gone)
-            )
-        library.transfer.assert_called_once()
-        library.release_xfer_handle.assert_called_once()
+    library.transfer.assert_called_once()
+    library.release_xfer_handle.assert_called_once()
 
 
 def be_a_rank(port):

@@ -69,13 +69,17 @@ def test_a_message_is_what_was_sent(message, payload):
         read, size = decode(encode(message, payload))
     except ValueError:
         assume(False)  # infinite numbers do not travel
-    assert (type(read), size) == (type(message), payload)
+    assert type(read) is type(message)
+    assert size == payload
     assert vars(read) == vars(message)  # with the places, which calls are compared without
 
 
-def test_what_is_no_message_is_refused():
-    call = encode(make_call(), 0)
-    for text, error in (
+CALL_TEXT = encode(make_call(), 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
         (b"", "Expecting value"),
         (b"\xff", "can't decode"),
         (b"[" * 60_000, "recursion"),
@@ -86,33 +90,52 @@ def test_what_is_no_message_is_refused():
         (b'["ServerWelcome", {}, 0]', "missing"),
         (b'["ServerWelcome", {"server": true}, 0]', "True is not of type <class 'int'>"),
         (b'["Reply", {"call_id": 0, "seconds": 1%s, "pairs": 0}, 0]' % (b"0" * 400), "too large"),
-        (call.replace(b'"forward"', b'"sideways"'), "'sideways' is no"),
-        (call.replace(b'"float32"', b'["float32"]'), "is no"),
-        (call.replace(b'"q_heads": 4', b'"q_heads": 5'), "kv_heads must divide"),
+        (CALL_TEXT.replace(b'"forward"', b'"sideways"'), "'sideways' is no"),
+        (CALL_TEXT.replace(b'"float32"', b'["float32"]'), "is no"),
+        (CALL_TEXT.replace(b'"q_heads": 4', b'"q_heads": 5'), "kv_heads must divide"),
         (encode(ServerWelcome(0), 0).replace(b"0}", b"[0]}"), "is not of type <class 'int'>"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            decode(text)
+    ],
+    ids=[
+        "empty",
+        "no UTF-8",
+        "recursion",
+        "no list",
+        "unknown message",
+        "bytes as a float",
+        "unknown field",
+        "missing field",
+        "bool as an int",
+        "number too large",
+        "unknown direction",
+        "list as a dtype",
+        "heads that do not divide",
+        "list as an int",
+    ],
+)
+def test_what_is_no_message_is_refused(text, error):
+    with pytest.raises(ValueError, match=error):
+        decode(text)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 3), st.integers(0, 99))
 def test_a_plan_is_what_was_sent(lengths, ranks, seed):
     sent = [make_nano_batch(lengths, ranks, seed), make_nano_batch(lengths[::-1], ranks, seed + 1)]
     message, tables = plan_tables(7, ranks, sent)
-    assert (message.plan_id, message.ranks, message.workers, message.worker) == (
-        7,
-        ranks,
-        ranks + 1,
-        ranks,
-    )
+    assert message.plan_id == 7
+    assert message.ranks == ranks
+    assert message.workers == ranks + 1
+    assert message.worker == ranks
     payload = b"".join(table.tobytes() for table in tables)
     read, size = decode(encode(message, len(payload)))
-    assert (read, read.bytes) == (message, size)
+    assert read == message
+    assert read.bytes == size
     expected = [
         (index, kind, plan) for index, nano in enumerate(sent) for kind, plan in nano.plans.items()
     ]
     for (*got_of, got), (*of, plan) in zip(read.read(bytearray(payload)), expected, strict=True):
-        assert (got_of, got.workers, got.window) == (of, plan.workers, plan.window)
+        assert got_of == of
+        assert got.workers == plan.workers
+        assert got.window == plan.window
         assert np.array_equal(got.tasks, plan.tasks)
         assert np.array_equal(got.layout.lengths, plan.layout.lengths)
         assert np.array_equal(got.layout.segments, plan.layout.segments)
@@ -133,7 +156,8 @@ def test_a_plan_whose_numbers_do_not_fit_is_refused_before_memory_is_allocated()
 
 
 def test_a_token_survives_its_file_and_only_the_owner_can_read_it(tmp_path):
-    path, token = tmp_path / "folder" / "token", make_token()
+    path = tmp_path / "folder" / "token"
+    token = make_token()
     assert token != make_token()
     for mode in (0o640, 0o604, 0o620):  # the later times over a file that others can read
         write_token(path, token)
@@ -146,18 +170,26 @@ def test_a_token_survives_its_file_and_only_the_owner_can_read_it(tmp_path):
     with pytest.raises(IsADirectoryError):
         write_token(path.parent, token)  # a folder cannot be replaced
     assert list(tmp_path.iterdir()) == [path.parent]  # no token is left anywhere else
-    for text in ("", "abc", "0" * 63, "0" * 66, "g" * 64, "é" * 64, "0" * 10000):
-        with pytest.raises(ValueError, match="64 hexadecimal digits") as caught:
-            parse_token(text)
-        assert not text or text not in str(caught.value)
 
 
-REPLY, HELLO = Reply(3, 0.5, 7), ServerWelcome(5)
+@pytest.mark.parametrize(
+    "text",
+    ["", "abc", "0" * 63, "0" * 66, "g" * 64, "é" * 64, "0" * 10000],
+    ids=["empty", "short", "odd", "long", "no hexadecimal digits", "no ASCII", "very long"],
+)
+def test_texts_that_are_no_token(text):
+    with pytest.raises(ValueError, match="64 hexadecimal digits") as caught:
+        parse_token(text)
+    assert not text or text not in str(caught.value)
+
+
+REPLY = Reply(3, 0.5, 7)
+HELLO = ServerWelcome(5)
 
 
 @pytest.fixture
 def listen(request):
-    """Makes listeners; without `serve` a peer gets its first message back, and has a minute for it."""
+    """Makes listeners; without `serve` a peer gets its first message back within a minute."""
 
     def listen(serve=Channel.send, handshake_s=60):
         listener = Listener("127.0.0.1", 0, TOKEN, "echo", serve, handshake_s)
@@ -191,7 +223,8 @@ def is_open(sock):
 
 def test_payloads_of_any_size_arrive_whole_and_nothing_else_is_made_memory_for_or_waited_for():
     sent = np.random.default_rng(0).integers(0, 255, 30_000_000, dtype=np.uint8)
-    came, begin = np.zeros_like(sent), time.monotonic()
+    came = np.zeros_like(sent)
+    begin = time.monotonic()
     with channels() as (near, far), ThreadPoolExecutor(1) as beside:
         sending = beside.submit(near.send, REPLY, [sent[:7], np.zeros((0, 3)), sent[7:]], 60)
         assert far.receive(60) == (REPLY, sent.nbytes)
@@ -213,7 +246,8 @@ def test_payloads_of_any_size_arrive_whole_and_nothing_else_is_made_memory_for_o
         with pytest.raises(LinkLost, match="sending made no progress"):
             near.send(REPLY, [bytes(50_000_000)], 0.1)
         # A message that cannot be sent ends the connection, and later ones are dropped.
-        outbox, later = Outbox(near), Mock()
+        outbox = Outbox(near)
+        later = Mock()
         outbox.put(Mock(side_effect=LinkLost("closed")))
         outbox.put(later)
         with pytest.raises(LinkLost, match="closed"):
@@ -242,7 +276,8 @@ def test_a_time_out_is_of_its_own_call_alone():
 
 
 def test_a_wrong_greeting_or_proof_is_noticed_also_one_of_another_handshake():
-    heard, send = {}, Channel._send
+    heard = {}
+    send = Channel._send
 
     def hear(channel, parts, *rest):
         heard.setdefault(channel, []).append(parts[0])
@@ -261,11 +296,9 @@ def test_a_wrong_greeting_or_proof_is_noticed_also_one_of_another_handshake():
             proving = beside.submit(far.prove, TOKEN, "echo", 60, connects=False)
             near.prove(TOKEN, "echo", 60, connects=True)
             proving.result()
-        token, (greeting, proof), (other_greeting, other_proof) = (
-            "another token",
-            heard[near],
-            heard[far],
-        )
+        token = "another token"
+        (greeting, proof) = heard[near]
+        (other_greeting, other_proof) = heard[far]
         for connects, first, second, error in (
             (False, greeting, lambda other: bytes(32), token),
             (False, greeting, lambda other: other, token),  # reflected
@@ -354,14 +387,14 @@ def test_errors_are_sent_to_the_peer_where_they_are_its_own_and_closing_ends_all
         channel.receive()
 
     listener = listen(serve)
-    for error, expected in (
-        (MismatchError, "not so"),
-        (MismatchError, "not with you"),
-        (PeerLeft, "closed"),
-    ):
-        with pytest.raises(error, match=expected):
-            met(listener)
-    channel, silent = met(listener), stranger(listener)
+    with pytest.raises(MismatchError, match="not so"):
+        met(listener)
+    with pytest.raises(MismatchError, match="not with you"):
+        met(listener)
+    with pytest.raises(PeerLeft, match="closed"):
+        met(listener)
+    channel = met(listener)
+    silent = stranger(listener)
     listener.close()
     assert [line.partition(": ")[2] for line in caplog.messages] == ["not so", "gone"]
     with pytest.raises(PeerLeft):

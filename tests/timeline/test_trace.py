@@ -134,64 +134,102 @@ def nested_slices(events: list[dict], rank: int) -> list[dict]:
     return found
 
 
-def test_slices_nest_and_arrows_connect(traced):
-    trace = joined_of(traced)
-    events = trace["traceEvents"]
-    # Both ends of every arrow are there, each inside the slice of its sending or waiting.
-    ends = {
-        phase: {event["id"]: event for event in events if event["ph"] == phase} for phase in "sf"
+@pytest.fixture
+def events(traced) -> list[dict]:
+    return joined_of(traced)["traceEvents"]
+
+
+def arrows_of(events: list[dict]) -> list[tuple[dict, dict]]:
+    """The start and the end of every arrow."""
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert sum(event["ph"] in "sf" for event in events) == 2 * len(starts)
+    return [(start, ends[key]) for key, start in starts.items()]
+
+
+def slices_by_category(events: list[dict], rank: int) -> dict[str, list[dict]]:
+    slices: dict[str, list[dict]] = {}
+    for piece in nested_slices(events, rank):
+        slices.setdefault(piece["cat"], []).append(piece)
+    return slices
+
+
+def nanoseconds(slices: list[dict]) -> int:
+    return sum(piece["end"] - piece["begin"] for piece in slices)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sections_are_parts_of_steps(events, rank):
+    slices = slices_by_category(events, rank)
+    assert [step["name"] for step in slices["step"]] == ["step 4", "step 5"]
+    assert [section["name"] for section in slices["section"]] == SECTIONS * 2
+    in_steps = pytest.approx(nanoseconds(slices["step"]), rel=0.02)
+    assert nanoseconds(slices["section"]) == in_steps
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_phases_lie_in_sections_of_their_direction(events, rank):
+    """What was kept of core attention is not computed again."""
+    phases = slices_by_category(events, rank)["phase"]
+    directions = {
+        (phase["around"]["section"]["name"], phase["args"]["direction"]) for phase in phases
     }
-    assert ends["s"].keys() == ends["f"].keys()
-    assert sum(event["ph"] in "sf" for event in events) == 2 * len(ends["s"])
-    arrows = [(ends["s"][key], ends["f"][key]) for key in ends["s"]]
-    assert {(left["pid"], came["pid"]) for left, came in arrows} == {(0, 1), (1, 0)}
-    for rank in (0, 1):
-        of: dict[str, list[dict]] = {}
-        for each in nested_slices(events, rank):
-            of.setdefault(each["cat"], []).append(each)
-        assert [step["name"] for step in of["step"]] == ["step 4", "step 5"]
-        assert [each["name"] for each in of["section"]] == SECTIONS * 2
-        in_steps, in_sections = (
-            sum(each["end"] - each["begin"] for each in of[cat]) for cat in ("step", "section")
-        )
-        assert in_sections == pytest.approx(in_steps, rel=0.02)
-        # Phases lie in sections of their direction: what was kept of core attention is not computed
-        # again.
-        phases = [
-            (each["around"]["section"]["name"], each["args"]["direction"]) for each in of["phase"]
-        ]
-        assert set(phases) == {("forward", "forward"), ("backward", "backward")}
-        assert {each["args"]["nano_batch"] for each in of["phase"]} == {0, 1}
-        for part in (each for category in ("kernel", "wait", "send") for each in of[category]):
-            phase = re.sub(r"(wait|run|send) ", "", part["around"]["phase"]["name"]).replace(
-                "; ", ", "
-            )
-            assert part["name"] in phase.split(", ")
-        crossing = [
-            e
-            for e in events
-            if e["pid"] == rank and e.get("cat") == "exchange" and e["args"]["rows_sent"]
-        ]
-        assert sum(left["pid"] == rank for left, _ in arrows) == len(crossing) > 8
-        for phase, category in (("s", "send"), ("f", "wait")):
-            for event in (event for event in ends[phase].values() if event["pid"] == rank):
-                assert any(
-                    each["begin"] <= event["ts"] * 1000 <= each["end"] for each in of[category]
-                )
-    # Viewers take these tracks for the main thread, and draw an arrow to the enclosing slice only
-    # if asked.
+    assert directions == {("forward", "forward"), ("backward", "backward")}
+    assert {phase["args"]["nano_batch"] for phase in phases} == {0, 1}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("category", ["kernel", "wait", "send"])
+def test_parts_lie_in_the_phase_that_names_them(events, rank, category):
+    parts = slices_by_category(events, rank)[category]
+    assert parts
+    for part in parts:
+        phase = re.sub(r"(wait|run|send) ", "", part["around"]["phase"]["name"])
+        assert part["name"] in re.split("[;,] ", phase)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_arrows_begin_in_sends_and_end_in_waits(events, rank):
+    arrows = arrows_of(events)
+    assert {(start["pid"], end["pid"]) for start, end in arrows} == {(0, 1), (1, 0)}
+    slices = slices_by_category(events, rank)
+    starts = [start for start, _ in arrows if start["pid"] == rank]
+    ends = [end for _, end in arrows if end["pid"] == rank]
+    assert [start for start in starts if not lies_in(start, slices["send"])] == []
+    assert [end for end in ends if not lies_in(end, slices["wait"])] == []
+    exchanges = [
+        event for event in events if event["pid"] == rank and event.get("cat") == "exchange"
+    ]
+    sending = [event for event in exchanges if event["args"]["rows_sent"]]
+    assert len(starts) == len(sending) > 8
+
+
+def lies_in(event: dict, slices: list[dict]) -> bool:
+    return any(piece["begin"] <= event["ts"] * 1000 <= piece["end"] for piece in slices)
+
+
+def test_viewers_draw_tracks_and_arrows(events):
+    # Viewers take these tracks for the main thread.
     assert not {event["tid"] for event in events} & {0, *(event["pid"] for event in events)}
-    assert {event.get("bp") for event in ends["f"].values()} == {"e"}
-    clock_error = trace["otherData"]["clock_error_us"]
+    # They draw an arrow to the enclosing slice only if asked.
+    assert {end.get("bp") for _, end in arrows_of(events)} == {"e"}
+
+
+def test_rows_leave_before_they_arrive(traced, events):
+    clock_error = joined_of(traced)["otherData"]["clock_error_us"]
     assert 0 < clock_error < 50e3
-    assert all(
-        left["ts"] < came["ts"] + clock_error for left, came in arrows
-    )  # rows leave before they arrive
+    late = [
+        (start, end) for start, end in arrows_of(events) if start["ts"] >= end["ts"] + clock_error
+    ]
+    assert late == []
 
 
 def test_traces_end_with_a_training_and_are_only_written_if_asked_for(rank_pools, tmp_path):
-    for _, kinds in rank_pools[2].run(_trained, str(tmp_path), 0, BEFORE + 1):
-        assert kinds == ALWAYS
+    kinds_by_rank = [
+        kinds for _, kinds in rank_pools[2].run(_trained, str(tmp_path), 0, BEFORE + 1)
+    ]
+    assert kinds_by_rank == [ALWAYS, ALWAYS]
     assert not list(tmp_path.glob("trace*"))
     ((_, kinds),) = rank_pools[1].run(_trained, str(tmp_path), 3, BEFORE + 1)
     assert kinds == ALWAYS
@@ -207,7 +245,8 @@ def test_clocks_are_compared_in_the_quickest_of_some_rounds(monkeypatch):
     """This rank spends 4, 1 and 2 seconds in the rounds, another one 1, 5 and 2: the third is the
     quickest for all.
     """
-    moments, gathered = iter([0.0, 4.0, 10.0, 11.0, 20.0, 22.0]), []
+    moments = iter([0.0, 4.0, 10.0, 11.0, 20.0, 22.0])
+    gathered = []
 
     def all_gather(
         mine: tuple[list[float], float], in_world: bool
@@ -227,7 +266,8 @@ def test_clocks_are_compared_in_the_quickest_of_some_rounds(monkeypatch):
 
 
 def test_the_command_joins_and_draws(traced, tmp_path, capsys):
-    joined, picture = tmp_path / "joined.json", tmp_path / "step.svg"
+    joined = tmp_path / "joined.json"
+    picture = tmp_path / "step.svg"
     assert main(["timeline", str(traced), "--joined", str(joined), "--svg", str(picture)]) == 0
     title, header, *of_ranks = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert re.match(r"step 5: [\d.]+ ms, 2 ranks, clocks within [\d.e-]+ ms", title)
@@ -248,7 +288,7 @@ def test_the_command_joins_and_draws(traced, tmp_path, capsys):
         assert sum(rank["sections_ms"].values()) == pytest.approx(rank["step_ms"], rel=0.02)
 
 
-def test_what_cannot_be_drawn(traced, tmp_path, capsys):
+def test_what_cannot_be_drawn(traced, tmp_path, capsys, subtests):
     step = {"ph": "X", "pid": 5, "tid": 6, "name": "step 4", "cat": "step", "ts": 0.0}
     broken = {"traceEvents": [step], "otherData": {"ranks": 2, "clock_error_us": 1.0}}
     (tmp_path / "broken.json").write_text(json.dumps(broken))
@@ -264,8 +304,9 @@ def test_what_cannot_be_drawn(traced, tmp_path, capsys):
             "is not a trace that training wrote with trace_steps: KeyError('dur')",
         ),
     ):
-        assert main(["timeline", str(traced), *arguments]) == 2
-        assert message in capsys.readouterr().err
+        with subtests.test(message):
+            assert main(["timeline", str(traced), *arguments]) == 2
+            assert message in capsys.readouterr().err
 
 
 def drawn(step: RankStep, begin: int, end: int, count: int) -> str:
@@ -283,11 +324,16 @@ def piece(rank: int, name: str, category: str, begin: int, end: int) -> dict:
 
 def test_a_step_of_a_rank():
     events = [
-        piece(0, "step 1", "step", 0, 9), piece(0, "forward", "section", 10, 40), piece(0, "step 2", "step", 10, 70),
-        piece(0, "run local", "phase", 15, 40), piece(0, "local", "kernel", 20, 35),
+        piece(0, "step 1", "step", 0, 9),
+        piece(0, "forward", "section", 10, 40),
+        piece(0, "step 2", "step", 10, 70),
+        piece(0, "run local", "phase", 15, 40),
+        piece(0, "local", "kernel", 20, 35),
         piece(0, "between", "section", 40, 45),
-        piece(0, "forward", "section", 45, 70), piece(0, "q", "wait", 50, 60), piece(0, "late", "wait", 70, 80),
-    ]  # fmt: skip
+        piece(0, "forward", "section", 45, 70),
+        piece(0, "q", "wait", 50, 60),
+        piece(0, "late", "wait", 70, 80),
+    ]
     (step,) = steps_of({"traceEvents": events})["step 2"]
     stretches = [(20, 35, "attention"), (50, 60, "waits")]
     others = {"forward": 30 - 15 + 25 - 10, "between": 5}
@@ -347,7 +393,8 @@ def test_a_picture_has_round_ticks_and_a_view_box(nanoseconds, marks):
     # The totals of a rank, to the right of its row, stand in columns that do not touch.
     of_lines: dict[str, list[tuple[float, float]]] = {}
     for text in texts:
-        size, x = LETTER * len(text.text), float(text.get("x"))
+        size = LETTER * len(text.text)
+        x = float(text.get("x"))
         left = x - {"start": 0, "middle": size / 2, "end": size}[text.get("text-anchor")]
         assert left >= 0
         assert left + size <= width

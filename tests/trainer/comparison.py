@@ -77,7 +77,8 @@ independent of one another, so that the mean loss is off by the root of the numb
 less."""
 TARGETS = sum(LENGTHS[:PER_MICRO_BATCH]) - PER_MICRO_BATCH
 FOLLOWED = re.compile(
-    r"(eval_(\w+_)?)?(loss|grad_norm|entropy|mean_token_accuracy|by_document|num_tokens)|num_input_tokens_seen"
+    r"(eval_(\w+_)?)?(loss|grad_norm|entropy|mean_token_accuracy|by_document|num_tokens)"
+    r"|num_input_tokens_seen"
 )
 """What is compared of a log."""
 HYBRID: dict[str, Any] = {"model_type": "qwen3_next", **SMALL_HYBRID}
@@ -254,12 +255,14 @@ def launched(strategy: str, environment: Mapping[str, str]) -> Iterator[pytest.M
 
 def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
     """A rank's training with hf_distca, or the error with which it ended."""
-    how, output = STRATEGIES[strategy], f"{folder}/{strategy}/{name}"
+    how = STRATEGIES[strategy]
+    output = f"{folder}/{strategy}/{name}"
     # Before the arguments: once those know of ZeRO-3, a model's parameters are drawn in another
     # way.
     unset_hf_deepspeed_config()
     model = run.make_model("distca", how.divided, f"{output}/model")
-    documents, forwards = run.documents(), []
+    documents = run.documents()
+    forwards = []
     losses: dict[str, list[float]] = {"train": [], "eval": []}
     given = {"model": model, "train_dataset": documents, "eval_dataset": documents}
     given |= run.given(model) | run.given_planned()
@@ -278,7 +281,8 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
 
     def make() -> Any:
         trainer = classes[0](args=classes[1](**arguments), **given)
-        kernel, forward = trainer.dispatcher.kernel, trainer.dispatcher.kernel.forward
+        kernel = trainer.dispatcher.kernel
+        forward = trainer.dispatcher.kernel.forward
         kernel.forward = lambda *args, **options: (forwards.append(1), forward(*args, **options))[1]
         compute_loss = trainer.compute_loss
 
@@ -304,7 +308,8 @@ def train_planned(folder: str, run: Run, strategy: str, name: str) -> Result:
             return {"error": f"{type(error).__name__}: {error}"}
         assert how.type in str(trainer.accelerator.distributed_type)
         assert getattr(looked, "shapes", []) == []
-        settings, groups = trainer.dispatcher.settings, trainer.dispatcher.groups
+        settings = trainer.dispatcher.settings
+        groups = trainer.dispatcher.groups
         result |= {
             "kernel_forwards": len(forwards),
             "losses": losses,
@@ -329,7 +334,8 @@ def of_documents(evaluated: EvalPrediction) -> dict[str, float]:
     """The mean over documents of the share of their targets that a model chose, of rows that are
     not shifted.
     """
-    chosen, targets = evaluated.predictions[0][:, :-1], evaluated.label_ids[:, 1:]
+    chosen = evaluated.predictions[0][:, :-1]
+    targets = evaluated.label_ids[:, 1:]
     counts = targets != IGNORED
     right = ((chosen == targets) & counts).sum(1) / counts.sum(1).clip(min=1)
     return {
@@ -339,10 +345,8 @@ def of_documents(evaluated: EvalPrediction) -> dict[str, float]:
 
 def of_targets(evaluated: EvalPrediction) -> dict[str, float]:
     """The same, the share of all targets that a model chose, and the mean entropy before them."""
-    (chosen, entropy), targets = (
-        (each[:, :-1] for each in evaluated.predictions),
-        evaluated.label_ids[:, 1:],
-    )
+    (chosen, entropy) = (each[:, :-1] for each in evaluated.predictions)
+    targets = evaluated.label_ids[:, 1:]
     counts = targets != IGNORED
     figures = {
         "mean_token_accuracy": (chosen == targets)[counts].mean(),
@@ -367,7 +371,8 @@ def train_alone(folder: str, run: Run, exact: bool = False) -> Result:
     unset_hf_deepspeed_config()
     model = run.make_model("sdpa", {}, folder)
     if exact:
-        arguments["bf16"], model = False, model.float()
+        arguments["bf16"] = False
+        model = model.float()
     documents = run.documents(without=idle * PER_MICRO_BATCH)
     given = {"model": model, "train_dataset": documents, "eval_dataset": documents}
     if not run.sft:
@@ -441,7 +446,8 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 def errors(result: Result, expected: Result) -> tuple[float, float]:
     """The largest relative errors: of losses; of what else is logged, learned and noted."""
-    losses, others = [0.0], [0.0]
+    losses = [0.0]
+    others = [0.0]
     assert result["logged"].keys() == expected["logged"].keys()
     for key, wanted in expected["logged"].items():
         relative = (

@@ -47,7 +47,8 @@ def text(random: np.random.Generator, most: int) -> str:
 
 def preferences(count: int = 40, most: int = 60) -> datasets.Dataset:
     """Prompts with two answers; every fifth answer is long."""
-    random, rows = np.random.default_rng(2), []
+    random = np.random.default_rng(2)
+    rows = []
     for number in range(count):
         longest = most if number % 5 == 0 else 12
         row = {
@@ -137,7 +138,8 @@ def train(folder: str, case: Case, planned: bool, exact: bool = False) -> dict[s
     """Logs and changed weights of a training; with `exact` in float32."""
     unset_hf_deepspeed_config()
     kind = KINDS[case.kind]
-    trainer_class, config_class = kind.classes(planned=planned)[0], kind.classes(planned=True)[1]
+    trainer_class = kind.classes(planned=planned)[0]
+    config_class = kind.classes(planned=True)[1]
     path = saved_model(folder, case)
     with launched(case.strategy, {}), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TRL uses transformers' earlier names
@@ -225,7 +227,7 @@ def compare(found: dict[str, Any], expected: dict[str, Any], within: float) -> N
 
 
 def compare_with_stock(folder: str, case: Case, within: float) -> list[dict[str, Any]]:
-    """Compare a training with TRL's own trainer, both on all ranks; return the figures of all logs."""
+    """Figures of all logs of a training that was compared with TRL's own trainer on all ranks."""
     expected = train(folder, case, planned=False)
     found = train(folder, case, planned=True)
     compare(found, expected, within)

@@ -28,7 +28,8 @@ DEEPSPEED = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={}
 WITH_SCHEDULER = SimpleNamespace(
     deepspeed_plugin=SimpleNamespace(deepspeed_config={"scheduler": {}})
 )
-DDP, FSDP = SimpleNamespace(), SimpleNamespace(fsdp_plugin=object())
+DDP = SimpleNamespace()
+FSDP = SimpleNamespace(fsdp_plugin=object())
 STATE, PLACE, WEIGHTS = "trainer_state.json", "data_order.json", "model.safetensors"
 COMPLETE = f"{STATE} {PLACE} {WEIGHTS} optimizer.pt scheduler.pt"
 FILES = "model-00001-of-00002.safetensors model-00002-of-00002.safetensors"
@@ -93,23 +94,35 @@ def resume(
         (DEEPSPEED, "global_step3/mp_rank_00_model_states.pt scheduler.pt"),
         (WITH_SCHEDULER, "global_step3/mp_rank_00_model_states.pt"),
     ],
+    ids=[
+        "weights",
+        "weights in parts",
+        "adapter",
+        "named adapter",
+        "shards",
+        "FSDP in one file",
+        "DeepSpeed",
+        "DeepSpeed with its scheduler",
+    ],
 )
-def test_complete_checkpoints(tmp_path, caplog, strategy, files):
+def test_complete_checkpoints(tmp_path, caplog, subtests, strategy, files):
     checkpoint = save(tmp_path / "checkpoint-3", f"{STATE} {PLACE} {files}")
-    for asked in (True, "True", str(checkpoint), checkpoint):
-        assert resume(tmp_path, asked, strategy) == str(checkpoint)
-    for asked in (None, False):
-        assert resume(tmp_path, asked, strategy) is None
-    assert not any(record.name.startswith("hf_distca") for record in caplog.records)
+    assert resume(tmp_path, True, strategy) == str(checkpoint)
+    assert resume(tmp_path, "True", strategy) == str(checkpoint)
+    assert resume(tmp_path, str(checkpoint), strategy) == str(checkpoint)
+    assert resume(tmp_path, checkpoint, strategy) == str(checkpoint)
+    assert resume(tmp_path, None, strategy) is None
+    assert resume(tmp_path, False, strategy) is None
+    assert [record for record in caplog.records if record.name.startswith("hf_distca")] == []
     # Each of its files and folders is needed.
-    for name in {file.split("/")[0] for file in files.split()} - {"adapter_config.json"}:
-        save(
-            checkpoint,
-            " ".join(
-                [STATE, PLACE, *(file for file in files.split() if file.split("/")[0] != name)]
-            ),
-        )
-        with pytest.raises(ValueError, match=f"^the checkpoint {checkpoint} has no "):
+    top_level = {file: file.split("/")[0] for file in files.split()}
+    for missing in sorted({*top_level.values()} - {"adapter_config.json"}):
+        others = [file for file, name in top_level.items() if name != missing]
+        save(checkpoint, " ".join([STATE, PLACE, *others]))
+        with (
+            subtests.test(missing),
+            pytest.raises(ValueError, match=f"^the checkpoint {checkpoint} has no "),
+        ):
             resume(tmp_path, checkpoint, strategy)
 
 
@@ -178,21 +191,23 @@ def test_the_last_complete_one_is_taken(tmp_path, caplog, found):
     assert found in str(error.value)
 
 
-def test_shards_that_were_cut_off(tmp_path):
+@pytest.mark.parametrize("folder", SHARDS.split())
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (".metadata", "cannot be read"),
+        ("__0_0.distcp", "the end of __0_0.distcp is missing"),
+    ],
+)
+def test_shards_that_were_cut_off(tmp_path, folder, name, message):
     files = f"{STATE} {PLACE} {SHARDS} scheduler.pt"
     first, second = (save(tmp_path / f"checkpoint-{step}", files) for step in (9, 10))
-    for folder in SHARDS.split():
-        for name, found in (
-            (".metadata", "cannot be read"),
-            ("__0_0.distcp", "the end of __0_0.distcp is missing"),
-        ):
-            save(second, files)
-            halve(second / folder / name)
-            with pytest.raises(ValueError, match=found):
-                resume(tmp_path, second, FSDP)
-            assert resume(tmp_path, strategy=FSDP) == str(first)
-            (second / folder / name).unlink()
-            assert resume(tmp_path, strategy=FSDP) == str(first)
+    halve(second / folder / name)
+    with pytest.raises(ValueError, match=message):
+        resume(tmp_path, second, FSDP)
+    assert resume(tmp_path, strategy=FSDP) == str(first)
+    (second / folder / name).unlink()
+    assert resume(tmp_path, strategy=FSDP) == str(first)
 
 
 def test_nothing_to_resume_from(tmp_path):
@@ -203,7 +218,8 @@ def test_nothing_to_resume_from(tmp_path):
 
 def _agree(folder: Path) -> tuple[list[str], list[str]]:
     """What a rank resumes from, on a disk of its own, and what it warns of."""
-    rank, groups = dist.get_rank(), Groups(torch.device("cpu"), 20.0)
+    rank = dist.get_rank()
+    groups = Groups(torch.device("cpu"), 20.0)
     args: Any = SimpleNamespace(
         output_dir=folder / str(rank), process_index=rank, ignore_data_skip=False
     )

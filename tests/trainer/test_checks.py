@@ -1,4 +1,4 @@
-"""Data that is refused before the first step, on every rank: of training and of every evaluation."""
+"""Data of a training or an evaluation that is refused on every rank before the first step."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -146,7 +146,9 @@ def _refused_on_ranks(folder: str) -> list[str]:
 
 def _trained_without_targets(folder: str) -> list[str]:
     """Outcomes of streams without a target, and with targets on the second rank only."""
-    outcomes, single, pair = [], {"input_ids": [3]}, {"input_ids": [3, 4]}
+    outcomes = []
+    single = {"input_ids": [3]}
+    pair = {"input_ids": [3, 4]}
     for rows in ([single] * 4, [single, pair] * 2):
         options = {"max_steps": 1, "save_strategy": "no"}
         trainer = make_trainer(
@@ -165,16 +167,16 @@ def test_a_first_step_without_targets_on_any_rank_is_refused_on_every_rank(rank_
     assert rank_pools[2].run(_trained_without_targets, str(tmp_path)) == [[refusal, "1 steps"]] * 2
 
 
-def test_every_rank_raises(rank_pools, tmp_path):
-    stored_document, share = "document 4 of {}", "document 4 of rank 1's share of {}"
+def test_every_rank_raises(rank_pools, tmp_path, subtests):
     names = [
-        stored_document.format("eval_dataset"),
-        stored_document.format("train_dataset"),
-        share.format("eval_dataset"),
-        share.format("train_dataset"),
+        "document 4 of eval_dataset",
+        "document 4 of train_dataset",
+        "document 4 of rank 1's share of eval_dataset",
+        "document 4 of rank 1's share of train_dataset",
         "a batch of rank 1",
     ]
-    for messages in rank_pools[2].run(_refused_on_ranks, str(tmp_path)):
+    for rank, messages in enumerate(rank_pools[2].run(_refused_on_ranks, str(tmp_path))):
         for message, name in zip(messages, names, strict=True):
-            assert f"{name} has the token id" in message
-            assert "the model's embedding has the ids 0 to 63" in message
+            with subtests.test(name, rank=rank):
+                assert f"{name} has the token id" in message
+                assert "the model's embedding has the ids 0 to 63" in message

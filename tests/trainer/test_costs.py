@@ -1,4 +1,4 @@
-"""Costs by which plans are chosen: measured, kept, and corrected by steps whose times are made up."""
+"""Costs by which plans are chosen: measured, kept, and corrected by steps of invented times."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,15 +34,16 @@ def choices(ranks: int = 4, checkpointing: bool = False, **changes: Any) -> Any:
 
 
 def test_what_may_be_chosen_and_by_which_costs():
-    found, profile = choices(), DeviceProfile.load("h100")
-    assert (bool(found.groups), found.tolerances, found.nano_batches) == (
-        True,
-        (0.01, 0.1, 0.3),
-        (1, 2),
-    )
-    assert (found.costs.exchange, found.costs.backward_factor) == (profile.exchange, 2.0)
+    found = choices()
+    profile = DeviceProfile.load("h100")
+    assert bool(found.groups)
+    assert found.tolerances == (0.01, 0.1, 0.3)
+    assert found.nano_batches == (1, 2)
+    assert found.costs.exchange == profile.exchange
+    assert found.costs.backward_factor == 2.0
     (costs,) = found.costs.kinds
-    assert (costs.kind, costs.layers) == (SMALL_KIND, 2)
+    assert costs.kind == SMALL_KIND
+    assert costs.layers == 2
     assert costs.forward == profile.kernel(costs.kind, "forward")
     # Core attention that is computed again counts in the backward.
     kept, again = (
@@ -90,12 +91,13 @@ def test_corrections_are_resumed_where_the_same_costs_were_measured(tmp_path):
     saved, _ = learned("h100")
     saved._correct(corrections)
     saved.save(tmp_path)
-    for profile, expected in (("h100", corrections), ("h200", Corrections())):
-        costs, dispatcher = learned(profile)
-        costs.resume(tmp_path)
-        assert dispatcher.settings.choices.costs == expected.applied(
-            choices(device_profile=profile).costs
-        )
+    costs, same_device = learned("h100")
+    costs.resume(tmp_path)
+    expected = corrections.applied(choices(device_profile="h100").costs)
+    assert same_device.settings.choices.costs == expected
+    costs, other_device = learned("h200")
+    costs.resume(tmp_path)
+    assert other_device.settings.choices.costs == choices(device_profile="h200").costs
 
 
 def _measured(folder: Path) -> list[tuple[Any, str]]:
@@ -173,8 +175,12 @@ def test_costs_that_are_off_are_scaled_by_the_median_of_the_steps():
     found = corrected(off, [(9.0, 9.0)] * 2, off)
     assert found == Corrections(2.0, 0.5)
     costs = found.applied(COSTS)
-    assert (costs.kinds[0].forward.pair, costs.kinds[0].backward.pair) == (2.0, 4.0)
-    assert (costs.before, costs.after, costs.head, costs.launches) == (0.5, 1.5, 2.5, 0.5)
+    assert costs.kinds[0].forward.pair == 2.0
+    assert costs.kinds[0].backward.pair == 4.0
+    assert costs.before == 0.5
+    assert costs.after == 1.5
+    assert costs.head == 2.5
+    assert costs.launches == 0.5
     assert costs.exchange == COSTS.exchange
     # Of one layer only kernel calls are seen: there is no time between layers.
     one = replace(COSTS, kinds=(replace(COSTS.kinds[0], layers=1),))
@@ -197,19 +203,26 @@ def test_a_rank_that_is_slower_for_a_while():
     # As expected now: nothing changes. When it has recovered, all are alike again.
     assert corrected(slower, known=slow) is slow
     assert corrected([(1.0, 1.0), (1.0, 1.0)], known=slow) == NONE
-    # It is not slow whose tasks are of shapes that costs tell little of, or that was disturbed in
-    # one step.
-    for steps in (
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
         [[(1.0, 1.0), (2.0, 1.0)]],
         [[(1.0, 1.0), (1.0, 2.0)]],
-        [slower, [(1.0, 1.0), (1.0, 1.0)]],
-    ):
-        assert corrected(*steps).slowness == ()
+        [[(1.0, 1.0), (2.0, 2.0)], [(1.0, 1.0), (1.0, 1.0)]],
+    ],
+    ids=["slow attention alone", "slow other work alone", "one step that was disturbed"],
+)
+def test_a_rank_that_is_not_slow(steps):
+    """Its tasks may be of shapes that costs say little of."""
+    assert corrected(*steps).slowness == ()
 
 
 def test_what_a_rank_sees():
     # Two layers of two phases each, forward and backward; a kernel call lies within its phase.
-    forward, backward = Work(0, 0, "forward"), Work(0, 0, "backward")
+    forward = Work(0, 0, "forward")
+    backward = Work(0, 0, "backward")
     spans = [
         Span("kernel", "local", forward, 1.0, 3.0),
         Span("phase", "", forward, 0.5, 3.5),

@@ -55,11 +55,9 @@ class Ends(TrainerCallback):
     """
 
     def __init__(self, end: str, trainer: Any) -> None:
-        self._end, self._trainer, self._reached = (
-            end,
-            trainer,
-            Path(trainer.args.output_dir, "reached"),
-        )
+        self._end = end
+        self._trainer = trainer
+        self._reached = Path(trainer.args.output_dir, "reached")
 
     def on_substep_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         """Note the time and end; the partner waits in an exchange."""
@@ -237,7 +235,8 @@ def test_a_rank_that_waits_for_a_stopped_one_says_where_that_one_is(tmp_path):
         (
             "forward",
             1,
-            r"RankLost: rank 0 has waited for rows of other ranks in the forward .*: rank 1 \(process",
+            r"RankLost: rank 0 has waited for rows of other ranks in the forward .*: "
+            r"rank 1 \(process",
         ),
         (
             "backward",

@@ -157,7 +157,8 @@ class PlannedChatTrainer(DistCAMixin, ChatTrainer):
 
 def test_arguments_are_of_both_trainers(tmp_path):
     arguments = partial(PlannedChatArguments, str(tmp_path), **OPTIONS)
-    assert (arguments().tokens_per_rank, arguments(end_of_turn=5).end_of_turn) == (8192, 5)
+    assert arguments().tokens_per_rank == 8192
+    assert arguments(end_of_turn=5).end_of_turn == 5
     with pytest.raises(ValueError, match="tokens_per_rank must be positive"):
         arguments(tokens_per_rank=0)
     with refused(PACKED_ARGUMENTS[2]):

@@ -57,12 +57,12 @@ def test_loaders_are_made_as_the_arguments_say(tmp_path):
     )
     trainer.args.dataloader_pin_memory = True
     loader = trainer.get_train_dataloader()
-    assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (1, True, 3)
-    assert (loader.pin_memory, loader._non_blocking, loader.device) == (
-        True,
-        True,
-        trainer.args.device,
-    )
+    assert loader.num_workers == 1
+    assert loader.persistent_workers is True
+    assert loader.prefetch_factor == 3
+    assert loader.pin_memory is True
+    assert loader._non_blocking is True
+    assert loader.device == trainer.args.device
     # Also of evaluations, and by a custom collator.
     trainer = make_trainer(
         str(tmp_path), "flattened", lengths=[40, 30], per_device_eval_batch_size=2
@@ -71,35 +71,37 @@ def test_loaders_are_made_as_the_arguments_say(tmp_path):
     assert batch["document_lengths"] == batch_document_lengths(batch) == (40, 30)
 
 
-def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(tmp_path):
+@pytest.mark.parametrize(
+    ("layout", "micro_batches", "limit_name", "limit"),
+    [("whole", 2, "tokens_per_rank", 8), ("joint", 1, "ranks · tokens_per_rank", 16)],
+    ids=["whole", "cut"],
+)
+def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(
+    tmp_path, layout, micro_batches, limit_name, limit
+):
     trainer = make_trainer(str(tmp_path), tokens_per_rank=8)
-    alike: dict[str, Any] = {
-        "raise_together": lambda *_, **__: None,
-        "all_gather": lambda value, **_: [value] * 2,
-    }
-    for layout, limit_name, limit in (
-        ("whole", "tokens_per_rank", 8),
-        ("joint", "ranks · tokens_per_rank", 16),
-    ):
-        settings = PlanSettings(2, 8, document_layout=layout)
-        groups = SimpleNamespace(rank=0, ranks=2, **alike)
-        dispatcher: Any = SimpleNamespace(
-            groups=groups,
-            settings=settings,
-            device=trainer.args.device,
-            choices=list,
-            limits=NO_LIMITS,
-        )
-        dispatcher.see_length = lambda longest: None
-        loaders = PackedLoaders(trainer, dispatcher)
-        documents = [{"input_ids": [0] * length} for length in (6, 5, 4)]
-        # 15 tokens, but 4 more fit beside neither 6 nor 5 on a rank.
-        assert len(loaders.loader(documents, shuffle=False)) == (2 if layout == "whole" else 1)
-        assert [
-            len(loaders.loader(documents, shuffle=False, capacity=16, bins=bins)) for bins in (1, 2)
-        ] == [1, 2]
-        with refused(Data.LONG, limit_name=limit_name, limit=limit, length=limit + 1):
-            loaders.loader([{"input_ids": [0] * (limit + 1)}], shuffle=False)
+    groups = SimpleNamespace(
+        rank=0,
+        ranks=2,
+        raise_together=lambda *_, **__: None,
+        all_gather=lambda value, **_: [value] * 2,
+    )
+    dispatcher: Any = SimpleNamespace(
+        groups=groups,
+        settings=PlanSettings(2, 8, document_layout=layout),
+        device=trainer.args.device,
+        choices=list,
+        limits=NO_LIMITS,
+        see_length=lambda longest: None,
+    )
+    loaders = PackedLoaders(trainer, dispatcher)
+    documents = [{"input_ids": [0] * length} for length in (6, 5, 4)]
+    # 15 tokens, but 4 more fit beside neither 6 nor 5 on a rank.
+    assert len(loaders.loader(documents, shuffle=False)) == micro_batches
+    assert len(loaders.loader(documents, shuffle=False, capacity=16, bins=1)) == 1
+    assert len(loaders.loader(documents, shuffle=False, capacity=16, bins=2)) == 2
+    with refused(Data.LONG, limit_name=limit_name, limit=limit, length=limit + 1):
+        loaders.loader([{"input_ids": [0] * (limit + 1)}], shuffle=False)
 
 
 def test_the_training_data_is_summarized_once_before_training(tmp_path, capsys):
@@ -131,7 +133,8 @@ def test_whatever_a_data_set_raises_reaches_all_processes_of_the_world(tmp_path,
         def __getitem__(self, index: Any) -> Any:
             raise OSError("stale file handle")
 
-    trainer, seen = make_trainer(str(tmp_path)), []
+    trainer = make_trainer(str(tmp_path))
+    seen = []
     groups = trainer.dispatcher.groups
     monkeypatch.setattr(
         groups, "raise_together", lambda error, **options: seen.append((str(error), options))
@@ -165,20 +168,27 @@ def test_the_epoch_reaches_processes_that_live_for_several_epochs(tmp_path, sour
     assert read == [0, 1, 5]
 
 
-def test_lengths_are_read_by_the_collator_unless_rank_0_reads_for_all():
-    for dataset, by_rank_0, expected in (
+def test_an_iterator_is_a_stream():
+    assert is_stream(iter([]))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "by_rank_0", "expected"),
+    [
         ([], None, False),
         (Stream(), None, True),  # although it has a length
         (Stream(), False, False),
         ([], True, True),
-    ):
-        assert is_stream(dataset) == isinstance(dataset, Stream)
-        args: Any = SimpleNamespace(accelerator_config=SimpleNamespace(dispatch_batches=by_rank_0))
-        trainer: Any = SimpleNamespace(data_collator=list, args=args)
-        with lengths_read_on_host(trainer, dataset):
-            assert isinstance(trainer.data_collator, CollatorWithLengths) is not expected
-        assert trainer.data_collator is list
-    assert is_stream(iter([]))
+    ],
+    ids=["data set", "stream", "stream that each rank reads", "data set that rank 0 reads"],
+)
+def test_lengths_are_read_by_the_collator_unless_rank_0_reads_for_all(dataset, by_rank_0, expected):
+    assert is_stream(dataset) == isinstance(dataset, Stream)
+    args: Any = SimpleNamespace(accelerator_config=SimpleNamespace(dispatch_batches=by_rank_0))
+    trainer: Any = SimpleNamespace(data_collator=list, args=args)
+    with lengths_read_on_host(trainer, dataset):
+        assert isinstance(trainer.data_collator, CollatorWithLengths) is not expected
+    assert trainer.data_collator is list
 
 
 # Ahead
@@ -187,28 +197,33 @@ ALONE = ReadingProcesses(0, rank=0, timeout_s=60)
 """No process reads for this rank."""
 
 
-def test_nothing_is_bound_ahead_of_another_loader_or_of_servers():
+@pytest.mark.parametrize(
+    ("remote", "count", "expected"),
+    [(None, 1, ["a", "b"]), (object(), 2, ["a"])],
+    ids=["without servers", "with servers"],
+)
+def test_nothing_is_bound_ahead_of_another_loader_or_of_servers(remote, count, expected):
     # A pool of servers is asked when it is time.
-    for remote, count, expected in ((None, 1, ["a", "b"]), (object(), 2, ["a"])):
-        bound: list[str] = []
-        binder: Any = SimpleNamespace(
-            remote=remote, bind=lambda plan, to=bound: to.append(plan) or f"{plan} bound"
-        )
-        upcoming = UpcomingBatches(binder, ALONE)
-        upcoming.fetch(iter([{PLAN_KEY: "a"}, {PLAN_KEY: "b"}]), count, planned=True)
-        assert upcoming.bind("a") == "a bound"
-        upcoming.prepare_next()
-        assert bound == expected
-        other = [{PLAN_KEY: "c"}, {PLAN_KEY: "d"}]
-        assert upcoming.fetch(iter(other), 2, planned=True) == other
-        assert upcoming.bind("of an evaluation") == "of an evaluation bound"
+    bound: list[str] = []
+    binder: Any = SimpleNamespace(
+        remote=remote, bind=lambda plan, to=bound: to.append(plan) or f"{plan} bound"
+    )
+    upcoming = UpcomingBatches(binder, ALONE)
+    upcoming.fetch(iter([{PLAN_KEY: "a"}, {PLAN_KEY: "b"}]), count, planned=True)
+    assert upcoming.bind("a") == "a bound"
+    upcoming.prepare_next()
+    assert bound == expected
+    other = [{PLAN_KEY: "c"}, {PLAN_KEY: "d"}]
+    assert upcoming.fetch(iter(other), 2, planned=True) == other
+    assert upcoming.bind("of an evaluation") == "of an evaluation bound"
 
 
 class Notes(TrainerCallback):
     """Notes in a list when steps end, and the most processes that read data."""
 
     def __init__(self, events: list[str]) -> None:
-        self.events, self.readers = events, 0
+        self.events = events
+        self.readers = 0
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         self.events.append("optimizer")
@@ -227,11 +242,9 @@ def test_training_plans_and_binds_ahead(tmp_path, monkeypatch, source):
     )
     events: list[str] = []
     trainer.add_callback(Notes(events))
-    bind, compute_loss, collator = (
-        trainer.dispatcher.bind,
-        trainer.compute_loss,
-        trainer.data_collator,
-    )
+    bind = trainer.dispatcher.bind
+    compute_loss = trainer.compute_loss
+    collator = trainer.data_collator
     for module, name in ((collation, "plan_micro_batch"), (dispatcher, "plan_placed")):
         plan = getattr(module, name)
         monkeypatch.setattr(
@@ -271,11 +284,9 @@ def test_training_plans_and_binds_ahead(tmp_path, monkeypatch, source):
 def test_an_evaluation_plans_and_binds_ahead(tmp_path, monkeypatch):
     trainer = make_trainer(str(tmp_path), lengths=[150] * 3)
     events: list[str] = []
-    plan, bind, prediction_step = (
-        collation.plan_micro_batch,
-        trainer.dispatcher.bind,
-        trainer.prediction_step,
-    )
+    plan = collation.plan_micro_batch
+    bind = trainer.dispatcher.bind
+    prediction_step = trainer.prediction_step
     monkeypatch.setattr(
         collation, "plan_micro_batch", lambda *a: (events.append("plan"), plan(*a))[1]
     )
@@ -301,7 +312,10 @@ class Planner:
     """
 
     def __init__(self, others: int, failing: int | None = None) -> None:
-        self.groups, self.remote, self.others, self.failing = self, None, others, failing
+        self.groups = self
+        self.remote = None
+        self.others = others
+        self.failing = failing
         self.asked = 0
 
     def any_of(self, flags: list[bool]) -> list[bool]:
@@ -326,7 +340,7 @@ class Planner:
 def _steps(
     upcoming: UpcomingBatches, loader: Iterator[Any], count: int, *, planned: bool
 ) -> Iterator[list[str]]:
-    """The plans of each step of a training, in which something is prepared after each micro-batch."""
+    """The plans of each step of a training that prepares something after each micro-batch."""
     while batches := upcoming.fetch(loader, count, planned=planned):
         yield [batch[PLAN_KEY] for batch in batches]
         for batch in batches:
@@ -341,7 +355,8 @@ def _batches(names: str, error: Exception | None = None) -> Iterator[dict[str, A
 
 
 def test_the_next_step_is_read_and_no_more():
-    upcoming, loader = UpcomingBatches(Planner(0), ALONE), _batches("abcdefg")  # type: ignore[arg-type]
+    upcoming = UpcomingBatches(Planner(0), ALONE)  # type: ignore[arg-type]
+    loader = _batches("abcdefg")
     steps = _steps(upcoming, loader, 2, planned=True)
     assert next(steps) == ["a", "b"]
     assert next(steps) == ["c", "d"]  # after both micro-batches of the first step
@@ -352,25 +367,31 @@ def test_the_next_step_is_read_and_no_more():
     assert list(steps) == [["e", "f"]]
 
 
-def test_steps_of_a_stream_end_on_all_ranks_at_once():
-    # This rank has three micro-batches, and the other rank has as many as it says.
-    for others, expected in (
+def test_the_last_step_of_a_data_set_may_have_fewer_micro_batches():
+    upcoming = UpcomingBatches(Planner(0), ALONE)  # type: ignore[arg-type]
+    assert list(_steps(upcoming, _batches("abc"), 2, planned=True)) == [["a", "b"], ["c"]]
+
+
+@pytest.mark.parametrize(
+    ("micro_batches_elsewhere", "expected"),
+    [
         (1, [["a", "b"], ["c", "filler"]]),
         (3, [["a", "b"], ["c", "filler"]]),
         (4, [["a", "b"], ["c", "filler"]]),
         (5, [["a", "b"], ["c", "filler"], ["filler", "filler"]]),
-    ):
-        upcoming = UpcomingBatches(Planner(others), ALONE)  # type: ignore[arg-type]
-        assert list(_steps(upcoming, _batches("abc"), 2, planned=False)) == expected
-    # Without a stream a step may have fewer.
-    upcoming = UpcomingBatches(Planner(0), ALONE)  # type: ignore[arg-type]
-    assert list(_steps(upcoming, _batches("abc"), 2, planned=True)) == [["a", "b"], ["c"]]
+    ],
+)
+def test_steps_of_a_stream_end_on_all_ranks_at_once(micro_batches_elsewhere, expected):
+    # This rank has three micro-batches, and the other rank has as many as it says.
+    upcoming = UpcomingBatches(Planner(micro_batches_elsewhere), ALONE)  # type: ignore[arg-type]
+    assert list(_steps(upcoming, _batches("abc"), 2, planned=False)) == expected
 
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_a_batch_that_cannot_be_read_ends_the_step_that_needs_it(planned):
     error = OSError("stale file handle")
-    steps = _steps(UpcomingBatches(Planner(9), ALONE), _batches("abc", error), 2, planned=planned)  # type: ignore[arg-type]
+    upcoming = UpcomingBatches(Planner(9), ALONE)  # type: ignore[arg-type]
+    steps = _steps(upcoming, _batches("abc", error), 2, planned=planned)
     assert next(steps) == ["a", "b"]
     raised = "^stale" if planned else "^raised by both ranks: stale"
     with pytest.raises(OSError if planned else ValueError, match=raised):
@@ -379,7 +400,8 @@ def test_a_batch_that_cannot_be_read_ends_the_step_that_needs_it(planned):
 
 def test_a_batch_that_another_rank_cannot_read_ends_the_step():
     planner = Planner(9, failing=4)
-    steps = _steps(UpcomingBatches(planner, ALONE), _batches("abcdef"), 2, planned=False)  # type: ignore[arg-type]
+    upcoming = UpcomingBatches(planner, ALONE)  # type: ignore[arg-type]
+    steps = _steps(upcoming, _batches("abcdef"), 2, planned=False)
     assert next(steps) == ["a", "b"]
     with pytest.raises(ValueError, match="raised by both ranks: None"):
         next(steps)
@@ -388,7 +410,8 @@ def test_a_batch_that_another_rank_cannot_read_ends_the_step():
 
 
 def test_ranks_are_not_asked_again_in_an_epoch_that_has_ended(tmp_path, monkeypatch):
-    trainer, asked = make_trainer(str(tmp_path), "stream", max_steps=1), []
+    trainer = make_trainer(str(tmp_path), "stream", max_steps=1)
+    asked = []
     plan_batches = trainer.dispatcher.plan_batches
     monkeypatch.setattr(
         trainer.dispatcher, "plan_batches", lambda *a, **k: asked.append(1) or plan_batches(*a, **k)
@@ -402,23 +425,23 @@ def test_ranks_are_not_asked_again_in_an_epoch_that_has_ended(tmp_path, monkeypa
     assert len(asked) == 1
 
 
-def test_by_default_no_process_starts(tmp_path, monkeypatch):
+@pytest.mark.parametrize("source", ["packed", "stream", "flattened"])
+def test_by_default_no_process_starts(tmp_path, monkeypatch, source):
     forbidden = Mock(side_effect=AssertionError("a process was started"))
     arguments = {"num_train_epochs": 2, "eval_strategy": "epoch", "save_strategy": "epoch"}
-    for source in ("packed", "stream", "flattened"):
-        limited = {**arguments, "max_steps": 6} if source == "stream" else arguments
-        trainer = make_trainer(str(tmp_path / source), source, lengths=[150] * 4, **limited)
-        assert trainer.args.dataloader_num_workers == 0
-        for owner, name in (
-            (os, "fork"),
-            (os, "posix_spawn"),
-            (subprocess.Popen, "__init__"),
-            (BaseProcess, "start"),
-        ):
-            monkeypatch.setattr(owner, name, forbidden)
-        trainer.train()
-        assert sum("eval_loss" in entry for entry in trainer.state.log_history) >= 2
-        monkeypatch.undo()
+    limited = {**arguments, "max_steps": 6} if source == "stream" else arguments
+    trainer = make_trainer(str(tmp_path / source), source, lengths=[150] * 4, **limited)
+    assert trainer.args.dataloader_num_workers == 0
+    for owner, name in (
+        (os, "fork"),
+        (os, "posix_spawn"),
+        (subprocess.Popen, "__init__"),
+        (BaseProcess, "start"),
+    ):
+        monkeypatch.setattr(owner, name, forbidden)
+    trainer.train()
+    assert sum("eval_loss" in entry for entry in trainer.state.log_history) >= 2
+    monkeypatch.undo()
 
 
 # Behind
@@ -432,7 +455,9 @@ def _held() -> tuple[int, int, int]:
 
 
 def _trainers_one_after_another(folder: str) -> None:
-    model, closed, losses = small_model(), [], []
+    model = small_model()
+    closed = []
+    losses = []
     for workers in (1, 0):
         # One step of a pass, whose loader has more to give.
         options = {
@@ -445,8 +470,10 @@ def _trainers_one_after_another(folder: str) -> None:
         notes = Notes([])
         trainer.add_callback(notes)
         trainer.train()
-        assert (notes.readers, len(multiprocessing.active_children())) == (workers, 0)
-        before, groups = _held(), trainer.dispatcher.groups
+        assert notes.readers == workers
+        assert len(multiprocessing.active_children()) == 0
+        before = _held()
+        groups = trainer.dispatcher.groups
         losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         for _ in range(2):
             trainer.close()

@@ -78,100 +78,140 @@ def test_only_training_counts(tmp_path, monkeypatch, clock):
         )
 
 
-def test_figures_of_nodes_devices_and_chosen_plans(clock, monkeypatch):
+# Bytes in all, the busiest worker's, and inside nodes three times; then between nodes.
+MOVED = [
+    [0] * 9,
+    [7, 7, 7, 7, 7, 0, 0, 0, 0],
+    [7, 7, 4, 4, 4, 3, 3, 3, 0],
+    [7, 7, 4, 4, 4, 3, 3, 3, 0],
+]
+CHOICE = PlanChoice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3)
+
+
+@pytest.fixture
+def figures_of(clock):
+    """Figures of two steps with two micro-batches of 24 tokens on two processes.
+
+    Micro-batches may come from padded batches of a shape; steps then also compute what is not in
+    the plans.
+    """
+
     def figures_of(
         moved=([*range(9)], [*range(1, 10)]),
         nodes: Any = None,
         choice: Any = None,
         servers: Any = None,
-        other: Any = (),
+        other_rank: Any = None,
         padded: Any = None,
-    ):
-        """Figures of two steps with two micro-batches of 24 tokens, whose plans move these bytes,
-        on two processes.
+    ) -> dict[str, float]:
+        """Figures of a meter.
 
-        The other rank may have measured seconds in waits and in kernel calls, and rows of padded
-        batches. Micro-batches may come from padded batches of a shape; steps then also compute what
-        is not in the plans.
+        Args:
+            moved: bytes that the plan of a micro-batch moves.
+            other_rank: seconds in waits, seconds in kernel calls and rows of padded batches there.
+            padded: the shape of padded batches.
         """
+        others = [] if other_rank is None else [other_rank]
         dispatcher = SimpleNamespace(
             settings=SimpleNamespace(nodes=nodes),
             recorder=SimpleNamespace(seconds=clock.seconds),
-            groups=SimpleNamespace(all_gather=lambda value: [value, *other], ranks=2),
+            groups=SimpleNamespace(all_gather=lambda value: [value, *others], ranks=2),
             device=torch.device("cpu"),
         )
         pool = None if servers is None else SimpleNamespace(servers=servers)
         meter: Any = StepMeter(dispatcher, small_model(), pool, 2)
         if padded is None:
             meter.compare_with(SimpleNamespace(besides=0.5))
-        for each in moved:
-            summary = PlanSummary(1.5, 1.0, ExchangeFigures(*each))
-            plan = SimpleNamespace(
-                tokens=np.array([20, 4]), fillers=0, summary=summary, choice=choice, nano_batches=()
-            )
-            bound = SimpleNamespace(
-                plan=plan, ran=SimpleNamespace(layers_in_turns=1, layers=2), stages=1
-            )
+        for exchange in moved:
+            bound = bound_plan(exchange, choice)
             if padded is None:
                 meter.count(bound)
             else:
-                meter.count_padded(
-                    SimpleNamespace(
-                        micro_batches=[({}, bound)], travel=SimpleNamespace(shape=padded)
-                    )
-                )
+                travel = SimpleNamespace(shape=padded)
+                meter.count_padded(SimpleNamespace(micro_batches=[({}, bound)], travel=travel))
         for _ in range(2):
             clock.on_step_begin()
             meter.on_step_end()
         figures = meter.figures()
-        assert (meter.steps, meter.figures()) == (0, {})
+        assert meter.steps == 0
+        assert meter.figures() == {}
         return figures
 
-    figures = figures_of()
-    assert (figures["exchange_bytes"], figures["ping_pong_share"]) == (1.5, 0.5)
-    assert (
-        not {name for name in figures if "node" in name}
-        | {"mfu", "step_ms", "attention_servers"} & figures.keys()
+    return figures_of
+
+
+def bound_plan(exchange: list[int], choice: PlanChoice | None) -> Any:
+    """A micro-batch of 24 tokens, of whose two layers one ran in turns."""
+    plan = SimpleNamespace(
+        tokens=np.array([20, 4]),
+        fillers=0,
+        summary=PlanSummary(1.5, 1.0, ExchangeFigures(*exchange)),
+        choice=choice,
+        nano_batches=(),
     )
-    assert {
-        name: value for name, value in figures_of(nodes=(0, 0, 1)).items() if "node" in name
-    } == {
+    return SimpleNamespace(plan=plan, ran=SimpleNamespace(layers_in_turns=1, layers=2), stages=1)
+
+
+def test_figures_of_one_node(figures_of):
+    figures = figures_of()
+    assert figures["exchange_bytes"] == 1.5
+    assert figures["ping_pong_share"] == 0.5
+    assert [name for name in figures if "node" in name] == []
+    assert figures.keys() & {"mfu", "step_ms", "attention_servers", "padding_share"} == set()
+
+
+def test_figures_of_nodes(figures_of):
+    figures = figures_of(nodes=(0, 0, 1))
+    assert {name: value for name, value in figures.items() if "node" in name} == {
         "exchange_bytes_within_nodes": 3.5,
         "exchange_bytes_between_nodes": 6.5,
         "busiest_node_bytes_within": 4.5,
         "busiest_node_bytes_between": 7.5,
     }
-    # Bytes in all, the busiest worker's, and inside nodes three times; then between nodes.
-    moved = [[0] * 9, [7, 7, 7, 7, 7, 0, 0, 0, 0], *[[7, 7, 4, 4, 4, 3, 3, 3, 0]] * 2]
-    figures = figures_of(moved, choice=PlanChoice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3))
-    assert (figures["step_ms"], figures["step_ms_predicted"]) == (2000.0, 1000.0)
+
+
+def test_figures_of_chosen_plans(figures_of):
+    figures = figures_of(MOVED, choice=CHOICE)
+    assert figures["step_ms"] == 2000.0
+    assert figures["step_ms_predicted"] == 1000.0
     assert figures["gain_predicted"] == pytest.approx(1.2)
-    assert (figures["plans_without_exchange"], figures["plans_within_nodes"]) == (0.25, 0.25)
+    assert figures["plans_without_exchange"] == 0.25
+    assert figures["plans_within_nodes"] == 0.25
     assert figures["attention_ms_predicted"] == pytest.approx(4 * 100.0 / 2)
-    # The slowest rank counts, whichever it is.
-    for other, waited, attention in (([9.0, 0.1], 9.0, 1.0), ([0.1, 7.0], 2.0, 7.0)):
-        figures = figures_of(other=[[*other, 0]])
-        assert (figures["exchange_wait_seconds"], figures["attention_ms"]) == (
-            waited,
-            attention * 1e3 / 2,
-        )
-        assert figures["exposed_exchange_share"] == waited / 4.0
+
+
+@pytest.mark.parametrize(
+    ("waited_there", "computed_there", "waited", "computed"),
+    [(9.0, 0.1, 9.0, 1.0), (0.1, 7.0, 2.0, 7.0)],
+    ids=["the other rank waits", "the other rank computes"],
+)
+def test_the_slowest_rank_counts(figures_of, waited_there, computed_there, waited, computed):
+    figures = figures_of(other_rank=[waited_there, computed_there, 0])
+    assert figures["exchange_wait_seconds"] == waited
+    assert figures["attention_ms"] == computed * 1e3 / 2
+    assert figures["exposed_exchange_share"] == waited / 4.0
+
+
+def test_figures_of_padded_batches(figures_of):
     # Of 2 * 24 tokens in two batches of 4 * 10 rows on this rank and 40 rows on the other.
-    figures = figures_of(
-        moved, choice=PlanChoice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3), padded=(4, 10)
-    )
+    figures = figures_of(MOVED, choice=CHOICE, padded=(4, 10))
     assert figures["padding_share"] == pytest.approx(1 - 4 * 24 / (4 * 40))
-    assert not {"step_ms", "step_ms_predicted", "mfu"} & figures.keys()
+    assert figures.keys() & {"step_ms", "step_ms_predicted", "mfu"} == set()
     assert figures["gain_predicted"] == pytest.approx(1.2)
-    figures = figures_of(other=[[0.1, 0.1, 40]], padded=(4, 5))
+    figures = figures_of(other_rank=[0.1, 0.1, 40], padded=(4, 5))
     assert figures["padding_share"] == pytest.approx(1 - 48 / (40 + 40))
-    assert "padding_share" not in figures_of()
+
+
+def test_figures_of_devices_and_servers(figures_of, monkeypatch):
     monkeypatch.setattr(metrics, "peak_flops", lambda name: 100.0)
     monkeypatch.setattr(metrics, "flops_counter", lambda model, shared_by: lambda plan: 50.0)
     figures = figures_of(servers=[7])
-    assert (figures["tokens_per_second"], figures["tokens_per_second_per_device"]) == (12.0, 4.0)
-    assert (figures["exposed_exchange_share"], figures["imbalance_degree_packed"]) == (0.5, 1.5)
-    assert (figures["attention_servers"], figures["attention_ms"]) == (1, 500.0)
+    assert figures["tokens_per_second"] == 12.0
+    assert figures["tokens_per_second_per_device"] == 4.0
+    assert figures["exposed_exchange_share"] == 0.5
+    assert figures["imbalance_degree_packed"] == 1.5
+    assert figures["attention_servers"] == 1
+    assert figures["attention_ms"] == 500.0
     assert figures["mfu"] == 2 * 50.0 / (4.0 * 3 * 100.0)
 
 
@@ -209,7 +249,8 @@ def test_predicted_attention_time():
     # Two micro-batches stay on the two ranks; pairs of such short documents can be counted by hand.
     settings = PlanSettings(2, 4, (SMALL_KIND,), document_layout="whole", balance_tolerance=100.0)
     plans = [plan_micro_batch([4, 2, 2], settings), plan_micro_batch([3], settings)]
-    busiest, other = 10 + 6, 3 + 3
+    busiest = 10 + 6
+    other = 3 + 3
     expected = (7.0 + 4.0) * busiest / (busiest + other)
     assert predicted_attention({SMALL_KIND: 2}, plans, [7.0, 4.0]) == pytest.approx(expected)
     # Plans that were chosen carry their prediction; the busiest rank is that of all micro-batches
@@ -219,23 +260,8 @@ def test_predicted_attention_time():
     assert predicted_attention({SMALL_KIND: 2}, chosen, [100.0, 100.0]) == 7.0
 
 
-def test_each_problem_is_logged_once_with_the_remedy(caplog):
+def test_what_the_planner_chose_or_few_steps_had_is_no_problem(caplog):
     fine = {"imbalance_degree": 1.01, "exposed_exchange_share": 0.02, "ping_pong_share": 1.0}
-    for name, value, remedy in (
-        ("imbalance_degree", 1.3, "(it is 0.3)"),
-        ("exposed_exchange_share", 0.25, "hf-distca doctor"),
-        ("ping_pong_share", 0.01, "raise tokens_per_rank"),
-    ):
-        caplog.clear()
-        remedies = Remedies(DistCAConfig(balance_tolerance=0.3, ping_pong=True), ping_pong=True)
-        remedies.see({**fine, name: value}, 49)  # few steps
-        assert not caplog.records
-        for _ in range(30):
-            remedies.see({**fine, name: value}, 10)
-        (record,) = caplog.records
-        assert record.levelname == "WARNING"
-        assert f"distca/{name} is {value:.2f}" in record.message
-        assert remedy in record.message
     # What the planner chooses, or the user did not ask for; and means over all steps since: most
     # were fine.
     caplog.clear()
@@ -246,3 +272,25 @@ def test_each_problem_is_logged_once_with_the_remedy(caplog):
         remedies.see({}, 1)
         remedies.see(fine, 1000)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("imbalance_degree", 1.3, "(it is 0.3)"),
+        ("exposed_exchange_share", 0.25, "hf-distca doctor"),
+        ("ping_pong_share", 0.01, "raise tokens_per_rank"),
+    ],
+    ids=["imbalance", "exchange", "ping-pong"],
+)
+def test_each_problem_is_logged_once_with_the_remedy(caplog, name, value, remedy):
+    fine = {"imbalance_degree": 1.01, "exposed_exchange_share": 0.02, "ping_pong_share": 1.0}
+    remedies = Remedies(DistCAConfig(balance_tolerance=0.3, ping_pong=True), ping_pong=True)
+    remedies.see({**fine, name: value}, 49)  # few steps
+    assert not caplog.records
+    for _ in range(30):
+        remedies.see({**fine, name: value}, 10)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"distca/{name} is {value:.2f}" in record.message
+    assert remedy in record.message

@@ -117,8 +117,9 @@ def test_towers_are_what_text_gives_no_gradient():
     assert trained_towers(with_frozen_tower("distca")) == trained_towers(small_model()) == []
 
 
-def test_the_dtype_of_computation():
-    for argument, launch, sizes, expected in (
+@pytest.mark.parametrize(
+    ("argument", "precision", "sizes", "expected"),
+    [
         ("bf16", "no", None, torch.bfloat16),
         ("", "bf16", None, torch.bfloat16),
         ("", "fp16", None, torch.float16),
@@ -126,15 +127,26 @@ def test_the_dtype_of_computation():
         ("", "no", 2, torch.bfloat16),
         ("", "no", 1, torch.float32),
         ("fp16", "no", 2, torch.float16),
-    ):
-        args: Any = SimpleNamespace(bf16=argument == "bf16", fp16=argument == "fp16")
-        config = SimpleNamespace(
-            distributed_config=SimpleNamespace(dp_size=sizes, fsdp_mixed_precision=True)
-        )
-        model: Any = SimpleNamespace(dtype=torch.float32, config=config)
-        model.is_distributed_loading_by_transformers = sizes is not None
-        accelerator: Any = SimpleNamespace(mixed_precision=launch)
-        assert dtype_of_computation(model, args, accelerator) is expected
+    ],
+    ids=[
+        "argument",
+        "launch",
+        "launch in fp16",
+        "none",
+        "FSDP of the model",
+        "one GPU",
+        "argument before FSDP",
+    ],
+)
+def test_the_dtype_of_computation(argument, precision, sizes, expected):
+    args: Any = SimpleNamespace(bf16=argument == "bf16", fp16=argument == "fp16")
+    config = SimpleNamespace(
+        distributed_config=SimpleNamespace(dp_size=sizes, fsdp_mixed_precision=True)
+    )
+    model: Any = SimpleNamespace(dtype=torch.float32, config=config)
+    model.is_distributed_loading_by_transformers = sizes is not None
+    accelerator: Any = SimpleNamespace(mixed_precision=precision)
+    assert dtype_of_computation(model, args, accelerator) is expected
 
 
 def accelerator_of(kind: str, parallelism_config: Any = None, **plugins: Any) -> Any:
@@ -159,11 +171,10 @@ def test_what_brings_gradients_together():
         is_wrapped(model, accelerator_of(kind)) for kind in ("MULTI_GPU", "FSDP", "DEEPSPEED")
     )
     model.is_distributed_loading_by_transformers = True
-    for size, expected in ((1, True), (2, False)):
-        assert (
-            is_wrapped(model, accelerator_of("MULTI_GPU", SimpleNamespace(data_parallel_size=size)))
-            is expected
-        )
+    one_replica = SimpleNamespace(data_parallel_size=1)
+    two_replicas = SimpleNamespace(data_parallel_size=2)
+    assert is_wrapped(model, accelerator_of("MULTI_GPU", one_replica)) is True
+    assert is_wrapped(model, accelerator_of("MULTI_GPU", two_replicas)) is False
 
 
 @pytest.fixture
@@ -185,24 +196,40 @@ def launched(monkeypatch):
     return arguments
 
 
-def test_processes_on_cpus_join_and_share_a_model(launched):
-    for launch, use_cpu, backend in (
+def test_processes_on_cpus_share_a_model(launched):
+    args = launched(strategy="FSDP")
+    args.distributed_state = SimpleNamespace(
+        distributed_type=DistributedType.MULTI_CPU, num_processes=2
+    )
+    share_on_cpu(args, SimpleNamespace(is_distributed_loading_by_transformers=True))
+    assert args.distributed_state.distributed_type == DistributedType.MULTI_GPU
+
+
+@pytest.mark.parametrize(
+    ("launch", "use_cpu", "backend"),
+    [
         ({"strategy": "FSDP"}, True, None),
         ({"deepspeed": "config.json"}, False, "gloo"),
         ({"strategy": "DEEPSPEED", "ddp_backend": "mpi"}, False, "mpi"),
         ({"gpu": True}, False, None),
         ({"gpu": True, "strategy": "DEEPSPEED"}, False, None),
         ({"processes": 1}, False, None),
-    ):
-        args = launched(**launch)
-        join_on_cpu(args)
-        assert (args.use_cpu, args.ddp_backend) == (use_cpu, backend)
-        assert args.dataloader_pin_memory is (backend is None)  # Trainer sees to it with use_cpu
-    args.distributed_state = SimpleNamespace(
-        distributed_type=DistributedType.MULTI_CPU, num_processes=2
-    )
-    share_on_cpu(args, SimpleNamespace(is_distributed_loading_by_transformers=True))
-    assert args.distributed_state.distributed_type == DistributedType.MULTI_GPU
+    ],
+    ids=[
+        "FSDP",
+        "DeepSpeed's config",
+        "DeepSpeed and MPI",
+        "GPU",
+        "GPU with DeepSpeed",
+        "one process",
+    ],
+)
+def test_processes_on_cpus_join(launched, launch, use_cpu, backend):
+    args = launched(**launch)
+    join_on_cpu(args)
+    assert args.use_cpu == use_cpu
+    assert args.ddp_backend == backend
+    assert args.dataloader_pin_memory is (backend is None)  # Trainer sees to it with use_cpu
 
 
 def test_launches_that_would_train_alone_or_without_deepspeed(launched, monkeypatch, tmp_path):
@@ -275,7 +302,8 @@ def test_ranks_that_torch_connects_and_accelerate_does_not_are_refused_together(
         assert counted == 1
         assert message.startswith(counts)
     one, other = rank_pools[2].run(_refusal_of_ranks_that_accelerate_does_not_connect, 1)
-    assert (one[1], other[1]) == (2, 1)
+    assert one[1] == 2
+    assert other[1] == 1
     assert one[0] == other[0]
     assert one[0].startswith(f"rank 1: {counts}")
 
@@ -307,7 +335,8 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
     assert re.match(r"INFO memory with 8192 tokens on each rank: .* of 10\.0 GB \(", messages[0])
     assert messages[2].startswith("WARNING tokens_per_rank=8192 will not fit: ")
     # Transformers gives the model Liger's kernels later, when training starts.
-    seen, count = [], MemoryCounter.count
+    seen = []
+    count = MemoryCounter.count
     changed = {
         "use_liger_kernel": True,
         "liger_kernel_config": {"rope": False},
@@ -361,28 +390,42 @@ def test_memory_is_logged_with_a_warning_if_it_does_not_fit(tmp_path, caplog, mo
     assert message.endswith(" (in enable_checkpointing of hf_distca/models/checkpointing.py)")
 
 
-def test_how_ranks_share_a_model_and_checkpoint_its_layers():
-    of_two = SimpleNamespace(dp_shard_enabled=True, dp_shard_size=2)
-    for kind, stage, config, expected in (
+OF_TWO = SimpleNamespace(dp_shard_enabled=True, dp_shard_size=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "config", "expected"),
+    [
         ("MULTI_GPU", None, None, ("ddp", 4)),
         ("FSDP", None, None, ("fsdp2", 4)),
-        ("FSDP", None, of_two, ("fsdp2", 2)),
+        ("FSDP", None, OF_TWO, ("fsdp2", 2)),
         ("DEEPSPEED", 2, None, ("zero2", 4)),
         ("DEEPSPEED", 0, None, ("ddp", 4)),
-    ):
-        accelerator = accelerator_of(
-            kind, config, deepspeed_plugin=SimpleNamespace(zero_stage=stage)
-        )
-        assert sharing_of(accelerator, nn.Module(), 4) == expected
-    every, plugin = {"every_n_layers": 2}, SimpleNamespace(activation_checkpointing=True)
-    plugin.activation_checkpointing_offload = True
-    for asked, given, fsdp, expected in (
+    ],
+    ids=["DDP", "FSDP", "shards of two ranks", "ZeRO-2", "ZeRO-0"],
+)
+def test_how_ranks_share_a_model(kind, stage, config, expected):
+    plugin = SimpleNamespace(zero_stage=stage)
+    accelerator = accelerator_of(kind, config, deepspeed_plugin=plugin)
+    assert sharing_of(accelerator, nn.Module(), 4) == expected
+
+
+EVERY_SECOND = {"every_n_layers": 2}
+OFFLOADING = SimpleNamespace(activation_checkpointing=True, activation_checkpointing_offload=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "fsdp", "expected"),
+    [
         (False, None, None, None),
-        (True, every, plugin, every),
-        (False, None, plugin, {"offload": True}),
-    ):
-        args: Any = SimpleNamespace(**{CHECKPOINTING: asked, f"{CHECKPOINTING}_kwargs": given})
-        assert checkpointing_of(args, accelerator_of("FSDP", fsdp_plugin=fsdp)) == expected
+        (True, EVERY_SECOND, OFFLOADING, EVERY_SECOND),
+        (False, None, OFFLOADING, {"offload": True}),
+    ],
+    ids=["none", "arguments before FSDP", "FSDP"],
+)
+def test_how_ranks_checkpoint_layers(asked, options, fsdp, expected):
+    args: Any = SimpleNamespace(**{CHECKPOINTING: asked, f"{CHECKPOINTING}_kwargs": options})
+    assert checkpointing_of(args, accelerator_of("FSDP", fsdp_plugin=fsdp)) == expected
 
 
 def test_gpus_agree_on_the_smallest_memory(monkeypatch):

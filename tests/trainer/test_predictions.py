@@ -88,57 +88,67 @@ def stock(tmp_path_factory) -> Any:
         {"loss_chunk_bytes": 4 * 64 * 7},  # seven rows at a time
         {"loss_chunk_bytes": 0, "document_layout": "fixed"},
     ],
+    ids=["chunks", "all logits at once"],
 )
-def test_predictions_and_metrics_are_those_of_one_process(rank_pools, tmp_path, stock, arguments):
+def test_predictions_and_metrics_are_those_of_one_process(
+    rank_pools, tmp_path, stock, subtests, arguments
+):
     results = rank_pools[2].run(_predicted, str(tmp_path), arguments)
     first, second = ({document for document, *_ in parts} for *_, parts in results)
     assert first & second  # documents whose rows lie on both ranks
-    for predictions, label_ids, metrics, evaluation, _ in results:
-        wanted = stock.predictions
-        for found, expected in (
-            (predictions["chosen"], wanted["chosen"]),
-            (predictions["others"][1][:, 1:], wanted["others"][1][:, 1:]),
-            (label_ids[:, 1:], stock.label_ids[:, 1:]),
-        ):
-            assert found.shape == expected.shape
-            for row, length in enumerate(LENGTHS):
-                np.testing.assert_array_equal(found[row, :length], expected[row, :length])
-                assert (found[row, length:] == IGNORED).all()
-        assert (label_ids[:, 0] == IGNORED).all()
+    for rank, (predictions, label_ids, metrics, evaluation, _) in enumerate(results):
+        expected = stock.predictions
         logits = predictions["others"][0]
-        assert logits.shape == wanted["others"][0].shape
-        for row, length in enumerate(LENGTHS):
-            np.testing.assert_allclose(
-                logits[row, :length], wanted["others"][0][row, :length], atol=1e-5
-            )
-        # A figure whose name begins with the prefix has it once.
-        assert metrics["test_right"] == metrics["test_eval_prefixed"] == stock.metrics["test_right"]
-        assert (
-            evaluation["eval_right"] == evaluation["eval_prefixed"] == stock.metrics["test_right"]
-        )
-        assert metrics["test_loss"] == pytest.approx(evaluation["eval_loss"])
-        assert metrics["test_mean_token_accuracy"] == pytest.approx(stock.metrics["test_right"])
-        assert "test_samples_per_second" in metrics
+        chosen = predictions["others"][1]
+        with subtests.test("predictions", rank=rank):
+            assert_equal_rows(predictions["chosen"], expected["chosen"])
+        with subtests.test("predictions of pairs", rank=rank):
+            assert_equal_rows(chosen[:, 1:], expected["others"][1][:, 1:])
+        with subtests.test("labels", rank=rank):
+            assert_equal_rows(label_ids[:, 1:], stock.label_ids[:, 1:])
+            assert (label_ids[:, 0] == IGNORED).all()
+        with subtests.test("logits", rank=rank):
+            assert logits.shape == expected["others"][0].shape
+            for row, length in enumerate(LENGTHS):
+                expected_row = expected["others"][0][row, :length]
+                np.testing.assert_allclose(logits[row, :length], expected_row, atol=1e-5)
+        with subtests.test("metrics", rank=rank):
+            # A figure whose name begins with the prefix has it once.
+            assert metrics["test_right"] == stock.metrics["test_right"]
+            assert metrics["test_eval_prefixed"] == stock.metrics["test_right"]
+            assert evaluation["eval_right"] == stock.metrics["test_right"]
+            assert evaluation["eval_prefixed"] == stock.metrics["test_right"]
+            assert metrics["test_loss"] == pytest.approx(evaluation["eval_loss"])
+            right = pytest.approx(stock.metrics["test_right"])
+            assert metrics["test_mean_token_accuracy"] == right
+            assert "test_samples_per_second" in metrics
 
 
-def test_parts_of_long_documents_are_put_together(tmp_path):
+def assert_equal_rows(found, expected):
+    """Rows of documents are equal, and what follows a document is ignored."""
+    assert found.shape == expected.shape
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_array_equal(found[row, :length], expected[row, :length])
+        assert (found[row, length:] == IGNORED).all()
+
+
+@pytest.mark.parametrize(("policy", "longest"), [("split", 40), ("truncate", 16)])
+def test_parts_of_long_documents_are_put_together(tmp_path, policy, longest):
     """One rank of 16 tokens, documents of 40, 3 and 9."""
     documents = random_documents([40, 3, 9])
     dataset = [{"input_ids": document.tolist()} for document in documents]
-    for policy, last in (("split", 40), ("truncate", 16)):
-        given = {"train_dataset": dataset, "preprocess_logits_for_metrics": of_rows}
-        trainer = make_trainer(
-            str(tmp_path), given=given, tokens_per_rank=16, long_documents=policy, ping_pong=False
-        )
-        predicted = trainer.predict(dataset)
-        assert predicted.label_ids.shape == (3, last)
-        for row, document in enumerate(documents):
-            expected = [IGNORED, *document[1:last].tolist()]
-            assert predicted.label_ids[row].tolist() == expected + [IGNORED] * (
-                last - len(expected)
-            )
-        assert (predicted.predictions["chosen"][0] >= 0).all()
-        assert (predicted.predictions["chosen"][1, 3:] == IGNORED).all()
+    given = {"train_dataset": dataset, "preprocess_logits_for_metrics": of_rows}
+    trainer = make_trainer(
+        str(tmp_path), given=given, tokens_per_rank=16, long_documents=policy, ping_pong=False
+    )
+    predicted = trainer.predict(dataset)
+    expected = np.full((3, longest), IGNORED)
+    for row, document in enumerate(documents):
+        targets = document[1:longest].tolist()
+        expected[row, 1 : 1 + len(targets)] = targets
+    assert predicted.label_ids.tolist() == expected.tolist()
+    assert (predicted.predictions["chosen"][0] >= 0).all()
+    assert (predicted.predictions["chosen"][1, 3:] == IGNORED).all()
 
 
 def mean_of_rows(logits: Tensor, labels: Tensor) -> Tensor:

@@ -498,51 +498,67 @@ OTHERS: list[tuple[str, dict[str, Any], int, dict[str, Any], str]] = [
 """
 
 
-def test_another_order(tmp_path):
+@pytest.fixture
+def data_place(tmp_path):
+    """A checkpoint's place in the data: `save` one, and agree on the one to `resume` from."""
+
     def save(order: dict[str, Any]) -> None:
         resuming.DataProgress(resuming.DataPlace(order, epoch=1)).save(tmp_path, step=5)
 
-    def place(order: dict[str, Any], ranks: int = 2, **changed: Any) -> resuming.DataPlace:
+    def resume(order: dict[str, Any], ranks: int = 2, **changed: Any) -> resuming.DataPlace:
         return resuming.agreed_place(order, str(tmp_path), settings(**changed), groups(ranks))
 
-    for source, saved, ranks, changed, differences in OTHERS:
-        save(order(source, **saved))
-        other = order(source, ranks, **changed)
-        with refused(Resume.OTHER_ORDER) as error:
-            place(other, ranks)
-        assert differences in str(error.value)
-        assert place(other, ranks, ignore_data_skip=True) == resuming.DataPlace(other)
-        assert place(order(source, **saved)).epoch == 1
-    # Layouts that cut documents go on with micro-batches whose documents fit into whole ranks.
-    save(order("packed", **WHOLE))
-    for ranks in (2, 3):
-        kept = place(order("packed", ranks), ranks).order
-        assert kept == order("packed", **WHOLE)
-        assert resuming.capacity_and_bins(kept) == (192, 2)
-    # Another kind of data: what only the checkpoint, or only this run has.
-    save(order("packed"))
+    return SimpleNamespace(save=save, resume=resume)
+
+
+@pytest.mark.parametrize(
+    ("source", "saved", "ranks", "changed", "differences"),
+    [pytest.param(*row, id=f"{row[0]}, {row[4][:40]}") for row in OTHERS],
+)
+def test_another_order(data_place, source, saved, ranks, changed, differences):
+    data_place.save(order(source, **saved))
+    resumed = order(source, ranks, **changed)
     with refused(Resume.OTHER_ORDER) as error:
-        place(order("stream"))
+        data_place.resume(resumed, ranks)
+    assert differences in str(error.value)
+    ignored = data_place.resume(resumed, ranks, ignore_data_skip=True)
+    assert ignored == resuming.DataPlace(resumed)
+    assert data_place.resume(order(source, **saved)).epoch == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_layouts_that_cut_documents_go_on_with_whole_ranks(data_place, ranks):
+    """Documents of a micro-batch that was saved fit into whole ranks."""
+    data_place.save(order("packed", **WHOLE))
+    resumed = data_place.resume(order("packed", ranks), ranks).order
+    assert resumed == order("packed", **WHOLE)
+    assert resuming.capacity_and_bins(resumed) == (192, 2)
+
+
+def test_another_kind_of_data(data_place):
+    """What only the checkpoint, or only this run has."""
+    data_place.save(order("packed"))
+    with refused(Resume.OTHER_ORDER) as error:
+        data_place.resume(order("stream"))
     assert "ranks is 2, but must be None" in str(error.value)
     assert RANDOM.format(None) in str(error.value)
-    # A checkpoint of an earlier version.
-    save({name: value for name, value in order("packed").items() if name != "document_layout"})
-    assert place(order("packed")).epoch == 1
-    with refused(
-        Resume.OTHER_ORDER,
-        differences="document_layout is whole on 2 ranks, but must be joint or fixed",
-    ):
-        place(order("packed", **WHOLE))
-    save(
-        {
-            name: value
-            for name, value in order("flattened stream").items()
-            if name != "dataloader_num_workers"
-        }
-    )
+
+
+def without(name: str, order: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in order.items() if key != name}
+
+
+def test_checkpoints_of_an_earlier_version(data_place):
+    data_place.save(without("document_layout", order("packed")))
+    assert data_place.resume(order("packed")).epoch == 1
+    differences = "document_layout is whole on 2 ranks, but must be joint or fixed"
+    with refused(Resume.OTHER_ORDER, differences=differences):
+        data_place.resume(order("packed", **WHOLE))
+    data_place.save(without("dataloader_num_workers", order("flattened stream")))
     with refused(Resume.OTHER_ORDER, differences="dataloader_num_workers is 0, but must be 1"):
-        place(order("flattened stream"))
-    assert place(order("flattened stream", dataloader_num_workers=1)).epoch == 1
+        data_place.resume(order("flattened stream"))
+    one_worker = order("flattened stream", dataloader_num_workers=1)
+    assert data_place.resume(one_worker).epoch == 1
 
 
 # Agreement

@@ -73,7 +73,8 @@ class OwnStream(torch.utils.data.IterableDataset):
     """A stream that knows nothing of `datasets`, and shuffles itself in each pass."""
 
     def __init__(self, documents: Sequence[dict[str, Any]]) -> None:
-        self._documents, self._epoch = documents, 0
+        self._documents = documents
+        self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -92,7 +93,8 @@ class Terminated(TrainerCallback):
             for each in trainer.callback_handler.callbacks
             if isinstance(each, JITCheckpointCallback)
         )
-        self._manager, self._step = found.jit_manager, step
+        self._manager = found.jit_manager
+        self._step = step
         setattr(self, event, self._ask)
 
     def _ask(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
@@ -119,7 +121,8 @@ def train(folder: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
         **OTHERS,
         **options,
     }
-    strategy, resume = STRATEGIES[arguments.pop("strategy")], arguments.pop("resume")
+    strategy = STRATEGIES[arguments.pop("strategy")]
+    resume = arguments.pop("resume")
     terminated = arguments.pop("terminated", None)
     model = small_model(vocab_size=FIRST + len(ALL))
     source, own = source.removeprefix("own "), source.startswith("own ")
@@ -263,10 +266,8 @@ def test_what_is_left_comes_once(run, whole_run, tmp_path, name, steps, ranks, c
         if not changed:
             for rank, of_whole in zip(resumed, whole, strict=True):
                 assert rank["micro_batches"] == of_whole["micro_batches"][micro_batches[step] :]
-                assert (rank["parameters"], rank["losses"]) == (
-                    of_whole["parameters"],
-                    of_whole["losses"],
-                )
+                assert rank["parameters"] == of_whole["parameters"]
+                assert rank["losses"] == of_whole["losses"]
 
 
 def test_micro_batches_that_were_chosen_for_whole_ranks_stay(run, whole_run, tmp_path):
@@ -378,7 +379,8 @@ def test_weights_that_are_tied_are_not_missing(tmp_path):
         )
 
     make(1).train()
-    resumed, messages = make(2), Messages("transformers.trainer")
+    resumed = make(2)
+    messages = Messages("transformers.trainer")
     try:
         resumed.train(resume_from_checkpoint=True)
         assert not [line for line in messages.lines if "missing keys" in line]

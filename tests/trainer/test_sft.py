@@ -22,7 +22,8 @@ class WithPixels(ProcessorMixin):
     """A processor of images and text."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.chat_template = tokenizer, tokenizer.chat_template
+        self.tokenizer = tokenizer
+        self.chat_template = tokenizer.chat_template
 
 
 @pytest.mark.filterwarnings(
@@ -40,7 +41,8 @@ def test_models_arguments_and_data(tmp_path):
         str(tmp_path), **options, model_init_kwargs={"dtype": "bfloat16"}
     )
     model = make(str(tmp_path), args, chats(2), tokenizer()).model
-    assert (model.config._attn_implementation, model.dtype) == ("distca", torch.bfloat16)
+    assert model.config._attn_implementation == "distca"
+    assert model.dtype == torch.bfloat16
     for args in (
         trl.SFTConfig(str(tmp_path), **options),
         hf_distca.DistCATrainingArguments(str(tmp_path)),
@@ -108,9 +110,9 @@ def test_what_keeps_ranks_busy_without_data_is_not_counted(rank_pools, tmp_path)
         assert [entry["num_input_tokens_seen"] for entry in logged] == [16, 17]
 
 
-def test_without_trl(monkeypatch):
+@pytest.mark.parametrize("name", ["DistCASFTTrainer", "DistCASFTConfig"])
+def test_without_trl(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "trl", None)
     monkeypatch.delitem(sys.modules, "hf_distca.trainer.sft")
-    for name in ("DistCASFTTrainer", "DistCASFTConfig"):
-        with pytest.raises(ImportError, match=r"pip install 'hf_distca\[trl\]'"):
-            getattr(hf_distca, name)
+    with pytest.raises(ImportError, match=r"pip install 'hf_distca\[trl\]'"):
+        getattr(hf_distca, name)

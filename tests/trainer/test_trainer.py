@@ -45,7 +45,10 @@ def figures_of(documents: list[Tensor], model: Any = None) -> tuple[float, float
     """Return the share of tokens that a model with stock attention would have chosen, and the mean
     entropy in nats.
     """
-    model, correct, targets, entropy = model or small_model(implementation="sdpa"), 0, 0, 0.0
+    model = model or small_model(implementation="sdpa")
+    correct = 0
+    targets = 0
+    entropy = 0.0
     for document in documents:
         with torch.no_grad():
             logits = model(document[None]).logits[0]
@@ -149,10 +152,8 @@ def _losses_beyond(folder: str, kind: str) -> list[float]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ROTARY)
 def test_a_document_is_rotated_by_its_own_length(rank_pools, tmp_path, kind, ranks):
-    documents, stock = (
-        random_documents([300, 100]),
-        small_model("llama", "sdpa", **WIDE, **ROTARY[kind]),
-    )
+    documents = random_documents([300, 100])
+    stock = small_model("llama", "sdpa", **WIDE, **ROTARY[kind])
     short, both = (reference_step(stock, each)[0] for each in (documents[1:], documents))
     for losses in rank_pools[ranks].run(_losses_beyond, str(tmp_path), kind):
         assert losses == pytest.approx([both, both, short], rel=1e-6)
@@ -160,7 +161,7 @@ def test_a_document_is_rotated_by_its_own_length(rank_pools, tmp_path, kind, ran
 
 @pytest.mark.parametrize("source", ["packed", "list", "stream", "transform"])
 def test_columns(tmp_path, source):
-    """Columns that the model does not take are left out, or refused; the length column is checked."""
+    """Columns that the model does not take are left out or refused; lengths are checked."""
     loss, _ = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
     of_step = {"max_steps": 1, "gradient_accumulation_steps": 8, "save_strategy": "no"}
     columns = {"text": "words", "token_type_ids": [0]}
@@ -177,35 +178,51 @@ def test_columns(tmp_path, source):
         ).train()
 
 
-def test_documents_without_targets(tmp_path, caplog):
-    # With logging_nan_inf_filter 0/0 would be logged as 0, too.
-    arguments = {"max_steps": 1, "save_strategy": "no", "logging_nan_inf_filter": False}
-    # A data set with a length is refused if it has no target; what comes later is unknown before it
-    # comes.
+# With logging_nan_inf_filter 0/0 would be logged as 0, too.
+WITHOUT_FILTER = {"save_strategy": "no", "logging_nan_inf_filter": False}
+
+
+def test_a_data_set_without_targets_is_refused(tmp_path):
     with refused(Data.NO_TARGETS, name="train_dataset", documents=3):
-        make_trainer(str(tmp_path), lengths=[1, 1, 1], **arguments).train()
-    for source in ("stream", "flattened"):
-        trainer = make_trainer(str(tmp_path), source, lengths=[1, 1, 1], **arguments)
-        trainer.model.forward = None  # no step begins
-        with refused(Run.NO_TARGETS, tokens=3 if source == "stream" else 1):
-            trainer.train()
-    # Micro-batches of 5, 5 and 3 tokens: a first step without targets of a data set that has some,
-    # and later steps.
-    options = {"tokens_per_rank": 5, "learning_rate": 0.0, "train_sampling_strategy": "sequential"}
-    options |= {**arguments, "max_steps": 3, "ping_pong": False}
-    for source, lengths, without in (
+        make_trainer(str(tmp_path), lengths=[1, 1, 1], max_steps=1, **WITHOUT_FILTER).train()
+
+
+@pytest.mark.parametrize(("source", "tokens"), [("stream", 3), ("flattened", 1)])
+def test_a_step_without_targets_is_refused_where_data_are_unknown_before(tmp_path, source, tokens):
+    trainer = make_trainer(str(tmp_path), source, lengths=[1, 1, 1], max_steps=1, **WITHOUT_FILTER)
+    trainer.model.forward = None  # no step begins
+    with refused(Run.NO_TARGETS, tokens=tokens):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("source", "lengths", "has_no_targets"),
+    [
         ("packed", [1, 1, 1, 1, 1, 5, 3], [True, False, False]),
         ("stream", [5, 1, 1, 1, 1, 1, 1, 1, 1], [False, True, True]),
-    ):
-        caplog.clear()
-        trainer = make_trainer(str(tmp_path), source, lengths=lengths, **options)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        assert [loss == 0 for loss in losses] == without
-        assert [record.message for record in caplog.records].count(NO_TARGETS) == 1
-    metrics = make_trainer(str(tmp_path), "stream", lengths=[1, 1, 1], **arguments).evaluate()
+    ],
+    ids=["first step", "later steps"],
+)
+def test_a_step_without_targets_of_data_that_have_some(
+    tmp_path, caplog, source, lengths, has_no_targets
+):
+    """Micro-batches have 5, 5 and 3 tokens."""
+    options = {"tokens_per_rank": 5, "learning_rate": 0.0, "train_sampling_strategy": "sequential"}
+    options |= {**WITHOUT_FILTER, "max_steps": 3, "ping_pong": False}
+    trainer = make_trainer(str(tmp_path), source, lengths=lengths, **options)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert [loss == 0 for loss in losses] == has_no_targets
+    assert [record.message for record in caplog.records].count(NO_TARGETS) == 1
+
+
+def test_evaluations_without_targets(tmp_path):
+    arguments = {"max_steps": 1, **WITHOUT_FILTER}
+    trainer = make_trainer(str(tmp_path), "stream", lengths=[1, 1, 1], **arguments)
+    metrics = trainer.evaluate()
     assert metrics["eval_loss"] == 0.0
-    assert not {"eval_mean_token_accuracy", "eval_entropy"} & set(metrics)
+    assert "eval_mean_token_accuracy" not in metrics
+    assert "eval_entropy" not in metrics
     # A micro-batch without targets leaves the mean of the others as it is.
     loss, _ = reference_step(small_model(implementation="sdpa"), random_documents([5]))
     evaluated = make_trainer(str(tmp_path), lengths=[5, 1], tokens_per_rank=5).evaluate()
@@ -244,12 +261,6 @@ def test_the_order_of_documents(tmp_path):
 
 def test_accuracy_and_entropy_are_those_of_the_evaluated_targets(tmp_path):
     documents = random_documents(LENGTHS)
-    # By chunks of one row, or from all logits at once.
-    for arguments in ({"loss_chunk_bytes": 4 * 64}, {"loss_chunk_bytes": 0}):
-        metrics = make_trainer(str(tmp_path), **arguments).evaluate(metric_key_prefix="mine")
-        accuracy, entropy = figures_of(documents)
-        assert metrics["mine_mean_token_accuracy"] == accuracy
-        assert metrics["mine_entropy"] == pytest.approx(entropy, rel=1e-6)
     # Only targets count: here those that the model would have chosen.
     model = small_model(implementation="sdpa")
     with torch.no_grad():
@@ -262,6 +273,20 @@ def test_accuracy_and_entropy_are_those_of_the_evaluated_targets(tmp_path):
     assert trainer.evaluate(wanted)["eval_mean_token_accuracy"] == (len(labels) - 6) / (
         len(labels) - 5
     )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"loss_chunk_bytes": 4 * 64}, {"loss_chunk_bytes": 0}],
+    ids=["one row at a time", "all logits at once"],
+)
+def test_accuracy_and_entropy_by_chunks_and_at_once(tmp_path, arguments):
+    documents = random_documents(LENGTHS)
+    # By chunks of one row, or from all logits at once.
+    metrics = make_trainer(str(tmp_path), **arguments).evaluate(metric_key_prefix="mine")
+    accuracy, entropy = figures_of(documents)
+    assert metrics["mine_mean_token_accuracy"] == accuracy
+    assert metrics["mine_entropy"] == pytest.approx(entropy, rel=1e-6)
 
 
 def test_a_plan_that_reaches_no_attention(tmp_path):

@@ -1,4 +1,4 @@
-"""A dedicated attention server: it joins a training run, serves its ranks, and leaves when training ends.
+"""A dedicated attention server: it joins a run, serves its ranks, and leaves when training ends.
 
 Shape suffixes: Q received query rows, R received key/value rows, K key/value rows of the kernel
 call, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values; N rows
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,8 +62,13 @@ ROWS_S = 60.0
 """Most seconds for which travelling rows of a call or a reply may stand still."""
 
 STATUS_S = 5.0
+"""Least seconds between two reports of a server's work."""
 _FLUSH_S = 1.0
+"""Most seconds to send queued messages to a rank whose connection ends."""
 _POLL_S = 0.2
+"""Seconds after which a member of the directory looks whether it must leave."""
+_RECHECK_S = 0.5
+"""Seconds after which a call that waits for its plan looks whether its rank is gone."""
 _WILDCARDS = ("0.0.0.0", "::")
 
 
@@ -72,7 +77,8 @@ class ServedTasks:
 
     def __init__(self, plan: Plan, worker: int, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, worker)
-        keys, tasks = routes.stages[0].keys, routes.stages[0].remote_query
+        keys = routes.stages[0].keys
+        tasks = routes.stages[0].remote_query
         self.call_tasks = BoundTasks.bind(tasks, buffer)
         # For each kind of rows and each rank, the rank's slice of the received rows.
         self.rows: dict[str, list[slice]] = {}
@@ -82,9 +88,9 @@ class ServedTasks:
         # Adds up dK and dV of received rows.
         self.key_sums = RowSum({"tasks": tasks.k_rows}, self.rows["keys"][-1].stop, buffer)
         received = (routes.queries.recv_counts + keys.recv_counts)[: plan.layout.ranks]
-        self.ranks = frozenset(np.flatnonzero(received).tolist())  # which have rows here
-        # Counted from a task's first key on; with a window that is where the first row's window
-        # begins.
+        self.ranks = frozenset(np.flatnonzero(received).tolist())  # that send rows
+        # Rows are counted from a task's first key on. With a window the window of the task's first
+        # query begins there.
         self.pairs = int(np.sum(pairs(tasks.k_lens - tasks.q_lens, tasks.k_lens, plan.window)))
 
 
@@ -106,13 +112,21 @@ class RankLink:
 
 @dataclass(eq=False)
 class Assembly:
-    """The rows of one call: `received` from all ranks but those still `missing`, over the `links` by rank."""
+    """One call whose rows arrive from several ranks."""
 
     call: Call
     tasks: ServedTasks
-    received: dict[str, Tensor]
-    missing: set[int]
-    links: dict[int, RankLink] = field(default_factory=dict)
+    received: dict[str, Tensor]  # rows by the name of the tensor
+    missing: set[int]  # ranks whose rows have not arrived
+    links: dict[int, RankLink] = field(default_factory=dict)  # of ranks that made the call
+
+
+class Activity(NamedTuple):
+    """What a server has done so far."""
+
+    ranks: int  # that are connected now
+    tasks: int
+    busy_s: float
 
 
 class AttentionServer:
@@ -139,17 +153,20 @@ class AttentionServer:
         port: int = 0,
         transport: Choice = Choice.TCP,
     ) -> None:
-        self._token, self._device, self._kernel, self._choose = token, device, kernel, choose
+        self._token = token
+        self._device = device
+        self._kernel = kernel
+        self._choose = choose
         self._kernels: dict[Need, Kernel] = {}
         # Why no kernel of this server computes a call that fits a plan; the server then leaves.
         self._unable = ""
         self._memory = make_memory(transport, device, host)
         self.tasks, self.busy_s = 0, 0.0
         self._stopping = threading.Event()
-        self._complete: queue.SimpleQueue[Assembly | None] = (
-            queue.SimpleQueue()
-        )  # None: compute no more
-        self._changed = threading.Condition()  # for what stands below: each rank has a thread
+        # Calls whose rows are complete; None: compute no more.
+        self._complete: queue.SimpleQueue[Assembly | None] = queue.SimpleQueue()
+        # Each rank has a thread; this protects the next three, and tells of their changes.
+        self._changed = threading.Condition()
         self._links: dict[int, RankLink] = {}  # by rank
         # By id of the plan: tasks by nano-batch and kind of attention.
         self._plans: dict[int, dict[tuple[int, AttentionKind], ServedTasks]] = {}
@@ -162,11 +179,12 @@ class AttentionServer:
     def run(
         self, join_host: str, join_port: int, wait_s: float, report: Callable[[str], None]
     ) -> None:
-        """Join the run whose directory listens at an address, and serve until it ends or `stop` is called.
+        """Join the run of a directory, and serve until the run ends or `stop` is called.
+
+        `report` gets a line about the server's work now and then.
 
         LinkLost: joining took longer than `wait_s`, or joining again after the directory was lost.
         MismatchError: ranks cannot use this server, or its kernel cannot compute their calls.
-        `report` gets a line about the server's work now and then.
         """
         with self._on_device():
             speed = measure_speed(self._kernel, self._device)
@@ -177,9 +195,9 @@ class AttentionServer:
         hello = ServerHello(
             "" if self.host in _WILDCARDS else self.host, self.port, str(self._device), speed
         )
-        where = f"{join_host}:{join_port}"
+        address = f"{join_host}:{join_port}"
         while not self._stopping.is_set():
-            report(f"joining {where}")
+            report(f"joining {address}")
             try:
                 channel, member = join(
                     join_host, join_port, self._token, hello, wait_s, self._stopping.is_set
@@ -188,13 +206,13 @@ class AttentionServer:
                 if self._stopping.is_set():
                     break
                 raise
-            last = self._stay(channel, f"joined {where} as server {member}", report)
+            message = self._stay(channel, f"joined {address} as server {member}", report)
             channel.close()
-            if isinstance(last, End):
+            if isinstance(message, End):
                 report("training has ended")
                 return
-            if isinstance(last, Refused):
-                raise MismatchError(last.reason)
+            if isinstance(message, Refused):
+                raise MismatchError(message.reason)
             if self._unable:
                 raise MismatchError(self._unable)
         report("stopped")
@@ -210,10 +228,16 @@ class AttentionServer:
         join_thread(self._computing)
 
     def _stay(self, channel: Channel, joined: str, report: Callable[[str], None]) -> Message | None:
-        """Be a member until a last message comes, or (None) the directory is lost or this server must leave."""
+        """Be a member of the directory, and return its last message.
+
+        Returns None where the directory is lost or this server must leave.
+
+        Args:
+            joined: the beginning of each report.
+        """
         report(joined)
-        before = (len(self._links), self.tasks, self.busy_s)
-        begin = last_alive = last_call = time.monotonic()
+        reported = self._activity()
+        begin = last_alive = last_report = time.monotonic()
         try:
             while not self._stopping.is_set() and not self._unable:
                 if time.monotonic() - last_alive > ALIVE_S:
@@ -222,31 +246,37 @@ class AttentionServer:
                 if channel.has_news(_POLL_S):
                     return channel.receive(ANSWER_S)[0]
                 seconds = time.monotonic() - begin
-                if seconds >= STATUS_S:
-                    now = (len(self._links), self.tasks, self.busy_s)
-                    if now != before:
-                        rate, busy = (now[1] - before[1]) / seconds, (now[2] - before[2]) / seconds
-                        report(f"{joined}; {now[0]} ranks; {rate:.1f} tasks/s; busy {busy:.0%}")
-                        last_call = time.monotonic()
-                    elif time.monotonic() - last_call > REPORT_S:
-                        report(f"{joined}; {now[0]} ranks; still waiting for calls of ranks")
-                        last_call = time.monotonic()
-                    before, begin = now, time.monotonic()
+                if seconds < STATUS_S:
+                    continue
+                activity = self._activity()
+                if activity != reported:
+                    rate = (activity.tasks - reported.tasks) / seconds
+                    busy = (activity.busy_s - reported.busy_s) / seconds
+                    report(f"{joined}; {activity.ranks} ranks; {rate:.1f} tasks/s; busy {busy:.0%}")
+                    last_report = time.monotonic()
+                elif time.monotonic() - last_report > REPORT_S:
+                    report(f"{joined}; {activity.ranks} ranks; still waiting for calls of ranks")
+                    last_report = time.monotonic()
+                reported = activity
+                begin = time.monotonic()
         except LinkLost as error:
             logger.warning("lost the connection to the directory: %s", error)
         return None
 
+    def _activity(self) -> Activity:
+        return Activity(len(self._links), self.tasks, self.busy_s)
+
     def _serve(self, channel: Channel, hello: Message) -> None:
-        """Serve one rank in its thread."""
+        """Serve one rank in its thread, until its connection ends."""
         if not isinstance(hello, RankHello):
             raise ProtocolError(f"a rank begins with its hello, got {type(hello).__name__}")
         with self._on_device():
             link = RankLink(channel, hello, self._memory)
             with self._changed:
-                older = self._links.get(link.rank)
-                if older is not None:
-                    self._remove(older)
-                    older.refuse("the rank has connected again")
+                previous = self._links.get(link.rank)
+                if previous is not None:
+                    self._remove(previous)
+                    previous.refuse("the rank has connected again")
                 self._links[link.rank] = link
                 if link.rank == 0:
                     self._plans.clear()  # rank 0 may begin anew
@@ -268,47 +298,26 @@ class AttentionServer:
                 link.transport.close()
 
     def _remove(self, link: RankLink) -> None:
-        """Give up the calls that miss rows of a rank that is gone, and refuse the other ranks in these calls."""
+        """Forget a rank that is gone, and give up the calls that miss its rows.
+
+        The connections of the other ranks in these calls end too.
+        """
         if self._links.get(link.rank) is not link:
             return  # the rank has connected again
         del self._links[link.rank]
         for call_id, assembly in list(self._open.items()):
             if link.rank in assembly.missing:
                 del self._open[call_id]
-                for other in set(assembly.links.values()) - {link}:
-                    other.refuse(f"rank {link.rank} left in the middle of call {call_id}")
+                for waiting_link in set(assembly.links.values()) - {link}:
+                    waiting_link.refuse(f"rank {link.rank} left in the middle of call {call_id}")
 
     def _take(self, link: RankLink, message: Message, size: int) -> None:
         """Deal with one message that `size` bytes follow; LinkLost: the connection must end."""
         try:
             if isinstance(message, Call):
-                assembly = self._begin(link, message)
-                self._kernel_of(message)
-                own = assembly.tasks.rows
-                rows = [
-                    assembly.received[spec.name][own[spec.rows][link.rank]]
-                    for spec in message.request()
-                ]
-                link.transport.receive(message, size, rows, ROWS_S)
-                with self._changed:
-                    assembly.missing.discard(link.rank)
-                    if (
-                        not assembly.missing and self._open.get(message.call_id) is assembly
-                    ):  # else it was given up
-                        self._complete.put(self._open.pop(message.call_id))
+                self._take_call(link, message, size)
             elif isinstance(message, PlanTables) and link.rank == 0 and size == message.bytes:
-                tables, buffer = bytearray(size), IndexBuffer(self._device)
-                link.channel.receive_payload([tables], ROWS_S)
-                plan = {
-                    (nano_batch, kind): ServedTasks(plan, message.worker, buffer)
-                    for nano_batch, kind, plan in message.read(tables)
-                }
-                buffer.send()
-                with self._changed:
-                    self._plans[message.plan_id] = plan
-                    while len(self._plans) > KEPT:
-                        del self._plans[min(self._plans)]
-                    self._changed.notify_all()
+                self._take_plan(link, message, size)
             else:
                 name = type(message).__name__
                 raise ProtocolError(f"rank {link.rank} sent an unexpected {name} with {size} bytes")
@@ -324,8 +333,41 @@ class AttentionServer:
                 f"the server cannot use this {type(message).__name__}: {error}"
             ) from error
 
+    def _take_call(self, link: RankLink, call: Call, size: int) -> None:
+        """Receive a rank's rows of a call; the call is complete with the rows of the last rank."""
+        assembly = self._begin(link, call)
+        self._kernel_of(call)  # refuses a call that no kernel computes before its rows arrive
+        slices = assembly.tasks.rows
+        rows = [
+            assembly.received[spec.name][slices[spec.rows][link.rank]] for spec in call.request()
+        ]
+        link.transport.receive(call, size, rows, ROWS_S)
+        with self._changed:
+            assembly.missing.discard(link.rank)
+            was_given_up = self._open.get(call.call_id) is not assembly
+            if not assembly.missing and not was_given_up:
+                self._complete.put(self._open.pop(call.call_id))
+
+    def _take_plan(self, link: RankLink, message: PlanTables, size: int) -> None:
+        """Receive a plan, keep this server's tasks of it, and drop the oldest plan."""
+        tables = bytearray(size)
+        buffer = IndexBuffer(self._device)
+        link.channel.receive_payload([tables], ROWS_S)
+        tasks = {
+            (nano_batch, kind): ServedTasks(plan, message.worker, buffer)
+            for nano_batch, kind, plan in message.read(tables)
+        }
+        buffer.send()
+        with self._changed:
+            self._plans[message.plan_id] = tasks
+            while len(self._plans) > KEPT:
+                del self._plans[min(self._plans)]
+            self._changed.notify_all()
+
     def _begin(self, link: RankLink, call: Call) -> Assembly:
-        """Make room for the rows of a call that a rank begins to send, once its plan is here: a call may overtake it.
+        """Make room for the rows of a call that a rank begins to send.
+
+        A call may overtake its plan, and waits for it then.
 
         LinkLost: the plan does not come, or does not fit, or a rank that has rows for the call is
         not connected.
@@ -333,6 +375,7 @@ class AttentionServer:
         deadline = time.monotonic() + PLAN_WAIT_S
         number = call.plan_id
         with self._changed:
+            # 1. Wait for the plan.
             while number not in self._plans:
                 if number < min(self._plans, default=0):
                     raise ProtocolError(
@@ -340,7 +383,9 @@ class AttentionServer:
                     )
                 if time.monotonic() > deadline or link.gone or link.channel.hung_up():
                     raise ProtocolError(f"plan {number} did not arrive within {PLAN_WAIT_S:g} s")
-                self._changed.wait(0.5)
+                self._changed.wait(_RECHECK_S)
+
+            # 2. Check that the call fits the plan, and that its ranks are connected.
             tasks = self._plans[number].get((call.nano_batch, call.kind))
             if tasks is None or link.rank not in tasks.ranks:
                 raise ProtocolError(
@@ -353,15 +398,16 @@ class AttentionServer:
                 raise LinkLost(
                     f"call {call.call_id} needs rows of rank {rank}, which is not connected"
                 )
+
+            # 3. Take part in the call of other ranks, or open it.
             assembly = self._open.get(call.call_id)
             if assembly is None:
                 received = {
                     spec.name: self._memory.empty(spec, tasks.rows[spec.rows][-1].stop)
                     for spec in call.request()
                 }
-                assembly = self._open[call.call_id] = Assembly(
-                    call, tasks, received, set(tasks.ranks)
-                )
+                assembly = Assembly(call, tasks, received, missing=set(tasks.ranks))
+                self._open[call.call_id] = assembly
             if assembly.call != call or link.rank in assembly.links:
                 raise ProtocolError(
                     f"call {call.call_id} differs from the call of other ranks, or was made twice"
@@ -405,9 +451,8 @@ class AttentionServer:
             while (assembly := self._complete.get()) is not None:
                 try:
                     self._compute_call(assembly)
-                except (
-                    Exception
-                ) as error:  # the kernel's, for instance out of memory: the server goes on
+                # Any error of the kernel, for instance out of memory: the server goes on.
+                except Exception as error:
                     logger.exception("call %d failed", assembly.call.call_id)
                     for link in assembly.links.values():
                         link.refuse(f"call {assembly.call.call_id} failed: {error}")
@@ -417,42 +462,44 @@ class AttentionServer:
     def _compute_call(self, assembly: Assembly) -> None:
         """Compute a call whose rows are complete, and queue the replies."""
         call, tasks = assembly.call, assembly.tasks
-        kernel, group, params = self._kernel_of(call), tasks.call_tasks, params_of(call)
         begin = time.perf_counter()
-        rows = {
-            name: x_N.to(self._device, non_blocking=True) for name, x_N in assembly.received.items()
-        }
-        q_QHD, k_KGD, v_KGE = (
-            rows["q"],
-            take(rows["k"], group.k_rows),
-            take(rows["v"], group.k_rows),
-        )
-        results: tuple[Tensor, ...]
-        if call.direction == "forward":
-            results = kernel.forward(q_QHD, k_KGD, v_KGE, group.shapes, params)
-        else:
-            do_QHE, o_QHE, lse_QH = (rows[name] for name in ("do", "o", "lse"))
-            dq_QHD, dk_KGD, dv_KGE = kernel.backward(
-                do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, group.shapes, params
-            )
-            # Tasks that read a row are summed in a fixed order.
-            results = dq_QHD, tasks.key_sums.add_up([dk_KGD]), tasks.key_sums.add_up([dv_KGE])
-        staged, ready = self._memory.stage(results)
-        ready()  # on a GPU the call is computed once its results are in the host's memory
+        results = self._run_kernel(assembly)
+        staged, wait_for_copies = self._memory.stage(results)
+        # On a GPU the call is computed once its results are in the host's memory.
+        wait_for_copies()
         seconds = time.perf_counter() - begin
         self.busy_s += seconds
-        self.tasks += len(group.shapes.q_lens)
+        self.tasks += len(tasks.call_tasks.shapes.q_lens)
+        reply = Reply(call.call_id, seconds, tasks.pairs)
         for rank, link in assembly.links.items():
-            own = [
+            rows = [
                 x_N[tasks.rows[spec.rows][rank]]
                 for spec, x_N in zip(call.reply(), staged, strict=True)
             ]
-            link.outbox.put(
-                partial(link.transport.send, Reply(call.call_id, seconds, tasks.pairs), own, ROWS_S)
-            )
+            link.outbox.put(partial(link.transport.send, reply, rows, ROWS_S))
+
+    def _run_kernel(self, assembly: Assembly) -> tuple[Tensor, ...]:
+        """Return the results of a call in the order of `Call.reply`, for the rows of all ranks."""
+        call, tasks = assembly.call, assembly.tasks
+        kernel = self._kernel_of(call)
+        call_tasks = tasks.call_tasks
+        params = params_of(call)
+        rows = {
+            name: x_N.to(self._device, non_blocking=True) for name, x_N in assembly.received.items()
+        }
+        q_QHD = rows["q"]
+        k_KGD = take(rows["k"], call_tasks.k_rows)
+        v_KGE = take(rows["v"], call_tasks.k_rows)
+        if call.direction == "forward":
+            return kernel.forward(q_QHD, k_KGD, v_KGE, call_tasks.shapes, params)
+        dq_QHD, dk_KGD, dv_KGE = kernel.backward(
+            rows["do"], q_QHD, k_KGD, v_KGE, rows["o"], rows["lse"], call_tasks.shapes, params
+        )
+        # Gradients of a row that several tasks read are added up in a fixed order.
+        return dq_QHD, tasks.key_sums.add_up([dk_KGD]), tasks.key_sums.add_up([dv_KGE])
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        # A thread begins with the first GPU, and Triton takes that.
+        # A new thread has the first GPU as its current device, and Triton computes there.
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 

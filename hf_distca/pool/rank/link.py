@@ -28,7 +28,7 @@ class ServerLink:
     """Calls to one server and their replies; nothing but `wait` blocks the caller.
 
     A link that failed once stays failed, for the reason `lost`; a server that comes back gets a new
-    one. Travelling rows may stand still for `rows_s`.
+    link. Travelling rows may stand still for `rows_s`.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class ServerLink:
     ) -> None:
         self.name = f"{host}:{port}"
         self._rows_s = rows_s
-        self._lock, self._closing = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()  # for `lost` and the pending answers
+        self._closing = threading.Lock()
         self._pending: dict[int, Answer] = {}  # by id of the call
         self.lost = ""
         self._channel, welcome = connect(host, port, token, SERVER, hello, RankWelcome, connect_s)
@@ -131,11 +132,11 @@ class ServerLink:
                 reply, size = self._channel.receive()
                 if isinstance(reply, Refused):
                     raise LinkLost(f"the server ended the connection: {reply.reason}")
-                if (
-                    not isinstance(reply, Reply)
-                    or (answer := self._pending.get(reply.call_id)) is None
-                ):
-                    raise ProtocolError(f"received a {type(reply).__name__} that answers no call")
+                if not isinstance(reply, Reply):
+                    raise _unexpected(reply)
+                answer = self._pending.get(reply.call_id)  # one look: `fail` may take all answers
+                if answer is None:
+                    raise _unexpected(reply)
                 self._transport.receive(reply, size, list(answer.results.values()), self._rows_s)
                 answer.arrived = time.perf_counter()
                 with self._lock:
@@ -145,3 +146,7 @@ class ServerLink:
                 del answer  # its tensors belong to the caller again
         except LinkLost as error:
             self.fail(str(error))
+
+
+def _unexpected(message: Message) -> ProtocolError:
+    return ProtocolError(f"received a {type(message).__name__} that answers no call")

@@ -42,12 +42,13 @@ CONNECT_S = 10.0
 """For connecting to a server that has joined, at most."""
 
 POLL_S = 0.2
+"""Seconds between two looks into the directory while ranks wait for servers."""
 SPANS = 1 << 16
 """Most spans that are kept until speeds are corrected: a long evaluation goes by without that."""
 
 
 class Pool:
-    """The servers that take part, and how fast they are: what a `Dispatcher` has as `remote`.
+    """The servers that take part, and how fast they are; the `remote` of a `Dispatcher`.
 
     Every rank makes one at the same point and calls `refresh` and `close` when every other does.
 
@@ -67,15 +68,20 @@ class Pool:
         ranks_serve: bool = True,
         timeout_s: float = 60.0,
     ) -> None:
-        self.ranks_serve, self.timeout_s, self.memory = ranks_serve, timeout_s, memory
-        self.recorder, self._groups = dispatcher.recorder, dispatcher.groups
+        self.ranks_serve = ranks_serve
+        self.timeout_s = timeout_s
+        self.memory = memory
+        self.recorder = dispatcher.recorder
+        self._groups = dispatcher.groups
         own_speed = measure_speed(dispatcher.kernel, dispatcher.device)
         self.speeds = Speeds(float(np.mean(self._groups.all_gather(own_speed))))
         self.call_ids = itertools.count()  # the same on every rank
         self._plan_ids = itertools.count()
-        self._token, self._directory = token, directory
+        self._token = token
+        self._directory = directory
         self.links: dict[int, ServerLink] = {}  # to the servers that take part, by id
-        self._beside: dict[int, int | None] = {}  # the first rank on a server's host
+        # By id of the server: the first rank on the server's host.
+        self._rank_of_host: dict[int, int | None] = {}
         self._recording = self.recorder.listen(*OBSERVED, most=SPANS)
 
     @property
@@ -86,23 +92,26 @@ class Pool:
     # Between steps
 
     def refresh(self) -> None:
-        """Let servers that have joined take part from now on, without those that left.
+        """Let servers that have joined take part, and go on without servers that left.
 
         A collective.
         """
         listed = self._directory.members() if self._directory is not None else {}
         failed = {server for server, link in self.links.items() if link.lost}
-        seen = self._groups.all_gather((listed, failed, observe(self._recording.take())))
-        self.speeds.learn([observed for _, _, observed in seen])
-        lost = set().union(*(failed for _, failed, _ in seen))
-        present = seen[0][0].keys() - lost  # a lost server may come back as a new member
+        states = self._groups.all_gather((listed, failed, observe(self._recording.take())))
+        self.speeds.learn([observed for _, _, observed in states])
+        listed = states[0][0]  # by the directory, on rank 0
+        lost = set().union(*(failed for _, failed, _ in states))
+        present = listed.keys() - lost  # a lost server may come back as a new member
         self._lose(lost, "between steps; no call was running")
         self._lose(self.links.keys() - present, "it left the directory")
-        if joined := sorted(present - self.links.keys()):
-            self._connect({server: seen[0][0][server] for server in joined})
+        joined = sorted(present - self.links.keys())
+        if joined:
+            self._connect({server: listed[server] for server in joined})
 
     def _connect(self, joined: Mapping[int, ServerHello]) -> None:
         """Connect to servers; those to which every rank has a link take part. A collective."""
+        # 1. This rank tries to connect. A failure is final if another try would end alike.
         links: dict[int, ServerLink] = {}
         failures: dict[int, tuple[str, bool]] = {}
         hello = rank_hello(self._groups.rank, self.memory)
@@ -114,17 +123,22 @@ class Pool:
                 )
             except LinkLost as error:
                 failures[server] = str(error), isinstance(error, MismatchError)
-        seen = self._groups.all_gather(
-            (failures, {server for server, link in links.items() if link.within_host})
-        )
+
+        # 2. Ranks learn of each other's failures, and of the servers on each other's hosts.
+        on_this_host = {server for server, link in links.items() if link.within_host}
+        states = self._groups.all_gather((failures, on_this_host))
+
+        # 3. Servers without a failure take part.
         for server, info in joined.items():
-            reasons = [failures[server] for failures, _ in seen if server in failures]
+            reasons = [failures[server] for failures, _ in states if server in failures]
             name = f"{server} ({info.host}:{info.port}, {info.device})"
             if not reasons:
-                link = self.links[server] = links[server]
-                self._beside[server] = next(
-                    (rank for rank, (_, here) in enumerate(seen) if server in here), None
-                )
+                link = links[server]
+                self.links[server] = link
+                ranks_of_host = [
+                    rank for rank, (_, servers) in enumerate(states) if server in servers
+                ]
+                self._rank_of_host[server] = min(ranks_of_host, default=None)
                 speed = self.speeds.joined(server, info.pairs_per_second)
                 self._log(
                     f"attention server {name} takes part: speed {speed:.2f}, rows travel over "
@@ -133,11 +147,11 @@ class Pool:
                 continue
             if server in links:
                 links[server].close()
-            self._log(f"attention server {name} cannot take part: {reasons[0][0]}", logging.WARNING)
+            first_reason, _ = reasons[0]
+            self._log(f"attention server {name} cannot take part: {first_reason}", logging.WARNING)
             if self._directory is not None:
-                self._directory.drop(
-                    server, reasons[0][0] if any(final for _, final in reasons) else ""
-                )
+                is_final = any(final for _, final in reasons)
+                self._directory.drop(server, first_reason if is_final else "")
 
     def wait_for(self, servers: int, timeout_s: float) -> None:
         """Refresh until so many servers take part, or go on without the rest. A collective."""
@@ -157,14 +171,18 @@ class Pool:
     def bind(
         self, plan: MicroBatchPlan, settings: PlanSettings
     ) -> tuple[MicroBatchPlan, "_PlanAtServers | None"]:
-        """Plan tasks again for ranks and, behind them, `servers`, and send the plan to the servers."""
-        servers, nodes = self.servers, settings.nodes
+        """Plan tasks again for ranks and servers, and send the plan to the servers.
+
+        The workers of the plan are the ranks and, behind them, `servers`.
+        """
+        servers = self.servers
+        nodes = settings.nodes
         if not servers:
             return plan, None
         server_nodes = None
         if nodes is not None:
-            beside = [self._beside[server] for server in servers]
-            server_nodes = [None if rank is None else nodes[rank] for rank in beside]
+            ranks_of_hosts = [self._rank_of_host[server] for server in servers]
+            server_nodes = [None if rank is None else nodes[rank] for rank in ranks_of_hosts]
         workers = self.speeds.workers(
             self._groups.ranks, servers, takes_turns=len(plan.nano_batches) > 1
         )
@@ -184,14 +202,14 @@ class Pool:
     # In a step
 
     def without_lost(self, servers: Collection[int]) -> frozenset[int]:
-        """Go on without given servers that any rank has lost; return the given ones that are gone.
+        """Go on without servers that any rank has lost; return those of `servers` that are gone.
 
         A collective.
         """
-        here = [server for server in servers if server in self.links]
-        if here:  # the same on every rank
-            failed = self._groups.any_of([bool(self.links[server].lost) for server in here])
-            lost = {server for server, is_lost in zip(here, failed, strict=True) if is_lost}
+        linked = [server for server in servers if server in self.links]  # the same on every rank
+        if linked:
+            flags = self._groups.any_of([bool(self.links[server].lost) for server in linked])
+            lost = {server for server, is_lost in zip(linked, flags, strict=True) if is_lost}
             self._lose(lost, "its tasks of this micro-batch are computed by the ranks")
         return frozenset(servers).difference(self.links)
 
@@ -216,12 +234,11 @@ class Pool:
             link.close()
             if self._directory is not None:
                 self._directory.drop(server)
-            count = len(self.links)
-            left = (
-                f"{count} servers left" if count else "no server left, so ranks compute all tasks"
-            )
+            remaining = "no server left, so ranks compute all tasks"
+            if self.links:
+                remaining = f"{len(self.links)} servers left"
             self._log(
-                f"lost attention server {server} at {link.name} ({reason}): {what}; {left}",
+                f"lost attention server {server} at {link.name} ({reason}): {what}; {remaining}",
                 logging.WARNING,
             )
 
@@ -250,13 +267,10 @@ class _PlanAtServers:
         params: AttentionParams,
         rows: Mapping[str, Tensor],
     ) -> "_CallAtServers":
-        memory, ids = (
-            self.pool.memory,
-            {asked.server: self.servers[asked.server] for asked in servers},
-        )
-        dtype: Any = str(rows["q"].dtype).removeprefix(
-            "torch."
-        )  # the server refuses others than it knows
+        memory = self.pool.memory
+        ids = {asked.server: self.servers[asked.server] for asked in servers}
+        # The server refuses a dtype that it does not know.
+        dtype: Any = str(rows["q"].dtype).removeprefix("torch.")
         call_id = next(self.pool.call_ids)
         call = Call(
             self.plan_id,
@@ -305,7 +319,8 @@ class _CallAtServers:
         recorder = self.pool.recorder
         for server, (link, answer) in self.asked.items():
             with suppress(LinkLost):
-                reply, arrived = link.wait(answer, self.pool.timeout_s), answer.arrived
+                reply = link.wait(answer, self.pool.timeout_s)
+                arrived = answer.arrived
                 name = str(self.ids[server])
                 recorder.add(Span("call", name, self.work, answer.departed, arrived))
                 recorder.add(
@@ -314,10 +329,11 @@ class _CallAtServers:
         lost_ids = self.pool.without_lost(self.ids.values())
         lost = frozenset(server for server, id in self.ids.items() if id in lost_ids)
         results = {
-            server: {
-                name: x_N.to(self.device, non_blocking=True) for name, x_N in answer.results.items()
-            }
+            server: self._on_device(answer.results)
             for server, (_, answer) in self.asked.items()
             if server not in lost
         }
         return results, lost
+
+    def _on_device(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x_N.to(self.device, non_blocking=True) for name, x_N in rows.items()}

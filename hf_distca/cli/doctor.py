@@ -5,14 +5,15 @@ import argparse
 from hf_distca.cli.options import positive_seconds
 
 DESCRIPTION = """\
-Check versions, GPU, kernel, memory, threads, network and settings that contradict each other, and list what to change.
-Launched as training will be, it also connects the ranks and measures their links:
+Check versions, GPU, kernel, memory, threads, network and settings that contradict each other, and
+list what to change. Launched as training will be, it also connects the ranks and measures their
+links:
 
   accelerate launch --config_file examples/configs/ddp.yaml --module hf_distca.cli.main doctor
   torchrun --nproc-per-node 8 --no-python hf-distca doctor
 
-Findings are "ok", "advice" (could be better) or "wrong" (must be changed). The exit status is 1 if anything is wrong,
-else 0.
+Findings are "ok", "advice" (could be better) or "wrong" (must be changed). The exit status is 1 if
+anything is wrong, else 0.
 """
 
 

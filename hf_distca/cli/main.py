@@ -32,20 +32,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Return the tool's exit status, or 2 for unusable input.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    texts = list(sys.argv[1:] if arguments is None else arguments)
     parser = _Parser(prog="hf-distca", description="Core attention disaggregation: tools.")
     parser.add_argument("--version", action="version", version=f"hf-distca {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="TOOL", parser_class=_Parser)
-    asked = next((name for name in given if not name.startswith("-")), None)
+    asked = next((name for name in texts if not name.startswith("-")), None)
     for name, what_for in TOOLS.items():
-        of_tool = commands.add_parser(
+        tool_parser = commands.add_parser(
             name, help=what_for, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if name == asked:
             tool = import_module(f"hf_distca.cli.{name}")
-            of_tool.description = tool.DESCRIPTION
-            tool.add_options(of_tool)
-    options = parser.parse_args(given)
+            tool_parser.description = tool.DESCRIPTION
+            tool.add_options(tool_parser)
+    options = parser.parse_args(texts)
     if options.command is None:
         parser.print_help()
         return 0

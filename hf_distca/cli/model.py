@@ -1,4 +1,4 @@
-"""A user's model, on fake tensors: its config, its kinds of attention, its shape, and the memory that it takes."""
+"""A user's model on fake tensors: its config, kinds of attention, shape and memory."""
 
 import argparse
 from typing import Any
@@ -21,7 +21,8 @@ from hf_distca.predict.mixing import count_cuts
 from hf_distca.predict.shapes import MODELS, ModelShape
 from hf_distca.progress import terminal_bar
 
-OF_STATE = ("weights", "gradients", "optimizer")
+STATE_PARTS = ("weights", "gradients", "optimizer")
+"""Parts of a model's state, which a table shows even where they are empty."""
 CHECKPOINTING: dict[str, dict[str, Any] | None] = {
     "without_checkpointing": None,
     "with_checkpointing": {},
@@ -49,7 +50,10 @@ def fake_model(name: str) -> PreTrainedModel:
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """Return the config of a model: one of `MODELS`, a config.json, a folder with one, or a name on the hub.
+    """Return the config of a model.
+
+    Args:
+        name: one of `MODELS`, a config.json, a folder with one, or a name on the hub.
 
     Raises:
         InputError: there is no config, or transformers does not know the model.
@@ -96,11 +100,11 @@ def mixing_of(
     halo = shape.width * shape.channels * settings.bytes_per_value
     return {
         "layers": shape.layers,
-        "runs": int(np.sum([each.runs for each in cuts], axis=0).max()),
-        "runs_unpacked": int(np.sum([each.segments + each.whole for each in cuts], axis=0).max()),
-        "segments": int(np.sum([each.segments for each in cuts])),
+        "runs": int(np.sum([cut.runs for cut in cuts], axis=0).max()),
+        "runs_unpacked": int(np.sum([cut.segments + cut.whole for cut in cuts], axis=0).max()),
+        "segments": int(np.sum([cut.segments for cut in cuts])),
         "state_bytes": shape.state_bytes,
-        "bytes_bottleneck": sum(each.bytes_moved(halo, shape.state_bytes) for each in cuts),
+        "bytes_bottleneck": sum(cut.bytes_moved(halo, shape.state_bytes) for cut in cuts),
     }
 
 
@@ -118,10 +122,10 @@ def memory_of(
     for strategy, name in terminal_bar(cases, "Counting memory"):
         training = Training(strategy, options.dtype != "float32", CHECKPOINTING[name])
         counted = memory.count(plan, training)
-        found: dict[str, Any] = {"parts": counted.parts, "total": counted.total}
+        case: dict[str, Any] = {"parts": counted.parts, "total": counted.total}
         if options.device_memory is not None:
-            found["longest_tokens_per_rank"] = memory.longest(device, training)
-        figures.setdefault(strategy, counted.state._asdict())[name] = found
+            case["longest_tokens_per_rank"] = memory.longest(device, training)
+        figures.setdefault(strategy, counted.state._asdict())[name] = case
     return figures
 
 
@@ -136,15 +140,16 @@ def memory_rows(figures: dict[str, Any], device_memory: float | None) -> dict[st
         "memory of a rank, GB": [text for strategy in figures for text in (strategy, "")],
         "checkpointing": ["no", "yes"] * len(figures),
     }
-    sizes = {name: [state[name] for state, _ in columns] for name in OF_STATE}
-    sizes |= {
-        name: [counted["parts"].get(part, 0) for _, counted in columns]
-        for part, name in NAMES.items()
-    }
+    # [columns] bytes of each row: the model's state, the parts of a micro-batch, and their sum.
+    sizes: dict[str, list[float]] = {}
+    for name in STATE_PARTS:
+        sizes[name] = [state[name] for state, _ in columns]
+    for part, name in NAMES.items():
+        sizes[name] = [counted["parts"].get(part, 0) for _, counted in columns]
     sizes["together"] = [counted["total"] for _, counted in columns]
-    for name, of_columns in sizes.items():
-        if any(of_columns) or name in OF_STATE:
-            rows[name] = [f"{size / GB:.2f}" for size in of_columns]
+    for name, row in sizes.items():
+        if any(row) or name in STATE_PARTS:
+            rows[name] = [f"{size / GB:.2f}" for size in row]
     if device_memory is not None:
         longest = [str(counted["longest_tokens_per_rank"]) for _, counted in columns]
         rows[f"longest rows in {device_memory:g} GB"] = longest
@@ -153,6 +158,8 @@ def memory_rows(figures: dict[str, Any], device_memory: float | None) -> dict[st
 
 def memory_table(rows: dict[str, list[str]]) -> str:
     """Return what `memory_rows` returns as text."""
-    return "\n".join(
-        f"{name:<30} " + "".join(f"{value:>9}" for value in values) for name, values in rows.items()
-    )
+    lines = []
+    for name, values in rows.items():
+        cells = "".join(f"{value:>9}" for value in values)
+        lines.append(f"{name:<30} {cells}")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Options that subcommands share: numbers, settings of DistCAConfig, nodes, models, and files to write.
+"""Options that subcommands share: numbers, settings, nodes, models, and files to write.
 
 Modules of subcommands import torch and transformers only once their arguments have been checked:
 both take seconds.
@@ -52,14 +52,14 @@ def number(
 
     def parse(text: str) -> Any:
         try:
-            found = read(text)
+            value = read(text)
         except ValueError:
-            found = nan
-        if not found >= least:
+            value = nan
+        if not value >= least:  # true of nan too
             raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
-        if found > most:
+        if value > most:
             raise argparse.ArgumentTypeError(f"must be at most {most:.10g}, got {text}{why}")
-        return found
+        return value
 
     return parse
 
@@ -82,7 +82,8 @@ positive_seconds = number("a positive number of seconds", float, least=1e-9, mos
 def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -> None:
     """Add the options of settings, such as `--tokens-per-rank` for `tokens_per_rank`."""
     settings = {setting.name: setting for setting in fields(DistCAConfig)}
-    for name, setting in ((name, settings[name]) for name in names):
+    for name in names:
+        setting = settings[name]
         options: dict[str, Any] = {
             "default": setting.default,
             "help": setting.metadata["help"].replace("%", "%%"),
@@ -94,9 +95,9 @@ def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -
         options |= changes
         if not options.get("required"):
             default = options["default"]
-            options["help"] += (
-                f" (default: {('off', 'on')[default] if isinstance(default, bool) else default})"
-            )
+            if isinstance(default, bool):
+                default = "on" if default else "off"
+            options["help"] += f" (default: {default})"
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
@@ -147,9 +148,9 @@ def add_planning_options(
         ("--node-bandwidth", within, "inside its node"),
         ("--network-bandwidth", between, "between nodes"),
     )
-    for name, default, where in links:
+    for name, default, reach in links:
         shown = "the profile's" if default is None else f"{default:g}"
-        what = f"bandwidth of a rank {where}, in each direction (default: {shown})"
+        what = f"bandwidth of a rank {reach}, in each direction (default: {shown})"
         add(name, type=gigabytes, default=default, metavar="GB/S", help=what)
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add(
@@ -161,8 +162,10 @@ def add_planning_options(
 
 def config_of(options: argparse.Namespace) -> DistCAConfig:
     """Return the settings from the given options, with defaults for all others."""
-    given = {setting.name: getattr(options, setting.name, None) for setting in fields(DistCAConfig)}
-    return DistCAConfig(**{name: value for name, value in given.items() if value is not None})
+    values = {
+        setting.name: getattr(options, setting.name, None) for setting in fields(DistCAConfig)
+    }
+    return DistCAConfig(**{name: value for name, value in values.items() if value is not None})
 
 
 def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:
@@ -170,15 +173,19 @@ def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:
 
     Raise ValueError if nodes do not add up to `ranks`.
     """
-    full, left = divmod(ranks, RANKS_PER_NODE)
-    planned = config.planning(ranks, (*[RANKS_PER_NODE] * full, *[left] * (left > 0)))[
-        "ranks_per_node"
-    ]
-    return node_sizes(ranks, min(planned, ranks) if isinstance(planned, int) else planned)
+    # Hosts of `RANKS_PER_NODE` ranks, and the rest on one more host.
+    full_hosts, remaining_ranks = divmod(ranks, RANKS_PER_NODE)
+    hosts = [RANKS_PER_NODE] * full_hosts
+    if remaining_ranks:
+        hosts.append(remaining_ranks)
+    ranks_per_node = config.planning(ranks, tuple(hosts))["ranks_per_node"]
+    if isinstance(ranks_per_node, int):
+        ranks_per_node = min(ranks_per_node, ranks)
+    return node_sizes(ranks, ranks_per_node)
 
 
 def plan_settings_of(
-    config: DistCAConfig, ranks: int, document_layout: str, **of_model: Any
+    config: DistCAConfig, ranks: int, document_layout: str, **model_settings: Any
 ) -> PlanSettings:
     """Return settings of plans.
 
@@ -190,7 +197,7 @@ def plan_settings_of(
         "ranks_per_node": nodes,
         "document_layout": document_layout,
     }
-    settings = PlanSettings(**planning, **of_model)
+    settings = PlanSettings(**planning, **model_settings)
     rows = settings.exchange_buffer_bytes // settings.row_bytes(settings.dominant_kind).kv
     if rows < LEAST_STAGE:
         raise InputError(

@@ -59,19 +59,21 @@ PLANNED = (
 """Settings of plans."""
 
 DESCRIPTION = f"""\
-Plan one micro-batch and show its balance, its bytes and, with --model, its memory. The plan is the one that
-DistCATrainer makes of these documents with the same settings. Figures are sums over both nano-batches.
+Plan one micro-batch and show its balance, its bytes and, with --model, its memory. The plan is the
+one that DistCATrainer makes of these documents with the same settings. Figures are sums over both
+nano-batches.
 
-{SOURCES}
-A file gives the documents of the micro-batch. From every other source one micro-batch is drawn (--seed).
+{SOURCES} A file gives the documents of the micro-batch. From every other source one micro-batch is
+drawn (--seed).
 
-With --document-layout fixed a list of lists keeps every document on its rank. A plain list is packed in order with
-equal tokens on every rank; documents are cut where a rank's share ends. The other layouts place documents themselves.
+With --document-layout fixed a list of lists keeps every document on its rank. A plain list is
+packed in order with equal tokens on every rank; documents are cut where a rank's share ends. The
+other layouts place documents themselves.
 
-With --model the step of the rank that exchanges the most runs on meta tensors, and its memory is counted for each
-strategy (ddp, zero1, zero2, zero3, fsdp2). "Longest rows" are the most tokens of a rank that fit: for one document
-over all ranks, or for one document on each rank where documents stay whole. CUDA, NCCL and gaps between tensors take
-some 2 GB more.
+With --model the step of the rank that exchanges the most runs on meta tensors, and its memory is
+counted for each strategy (ddp, zero1, zero2, zero3, fsdp2). "Longest rows" are the most tokens of a
+rank that fit: for one document over all ranks, or for one document on each rank where documents
+stay whole. CUDA, NCCL and gaps between tensors take some 2 GB more.
 """
 
 

@@ -19,10 +19,10 @@ SHOWN_TOKENS = 16384
 """Tokens of the document for which the kernel's speed is printed."""
 
 DESCRIPTION = """\
-Measure the attention kernel, matrix products and memory of this device and write them as costs to a file, for
-hf-distca simulate --profile and the setting device_profile. Launched on several ranks, it measures their links too;
-on one rank the file gets the links of an H100. It prints R² and the worst ratio of predictions to held-out
-measurements.
+Measure the attention kernel, matrix products and memory of this device and write them as costs to a
+file, for hf-distca simulate --profile and the setting device_profile. Launched on several ranks, it
+measures their links too; on one rank the file gets the links of an H100. It prints R² and the worst
+ratio of predictions to held-out measurements.
 
   hf-distca profile --output my_gpu.json
   torchrun --nproc-per-node 2 --no-python hf-distca profile --output my_gpu.json

@@ -4,6 +4,7 @@ import argparse
 import logging
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from hf_distca.cli import InputError
 from hf_distca.cli.options import port, seconds, threads
@@ -11,13 +12,18 @@ from hf_distca.kernel_names import KERNEL_NAMES
 from hf_distca.pool.child import end_with_parent
 from hf_distca.pool.token import parse_address, parse_token, read_token
 
-DESCRIPTION = """\
-Be a dedicated attention server (experimental): compute core attention for the ranks of a run until training ends or
-Ctrl-C. A server holds no model.
+if TYPE_CHECKING:
+    import torch
 
-Start it before or during training, on any host that the ranks can reach and that can reach the ranks. It accepts only
-peers that know the run's token: 64 hexadecimal digits in a file that only its owner can read. Nothing is encrypted:
-use it on a network that you trust.
+    from hf_distca.pool.server import AttentionServer
+
+DESCRIPTION = """\
+Be a dedicated attention server (experimental): compute core attention for the ranks of a run until
+training ends or Ctrl-C. A server holds no model.
+
+Start it before or during training, on any host that the ranks can reach and that can reach the
+ranks. It accepts only peers that know the run's token: 64 hexadecimal digits in a file that only
+its owner can read. Nothing is encrypted: use it on a network that you trust.
 """
 
 
@@ -79,72 +85,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     wait = "time to try to join, and to join again after the run could not be reached (default: 60)"
     add("--wait", type=seconds, default=60.0, metavar="SECONDS", help=wait)
-    add(
-        "--parent", type=int, help=argparse.SUPPRESS
-    )  # of a server of the launch: the process that it ends with
+    # Of a server of the launch: the process that it ends with.
+    add("--parent", type=int, help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> None:
     """Serve until training ends, or the process gets SIGINT or SIGTERM.
 
-    Raise InputError if it cannot serve.
+    InputError: it cannot serve.
     """
     if options.parent is not None:
         end_with_parent(options.parent)
     logging.basicConfig(
         format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr
     )
-    try:
-        token = (
-            parse_token(sys.stdin.readline())
-            if options.token_file == "-"
-            else read_token(options.token_file)
-        )
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    token = _read_token(options.token_file)
 
     import torch
 
-    from hf_distca.kernels import get_kernel
-    from hf_distca.kernels.speed import measured_need
-    from hf_distca.pool.server import AttentionServer
-    from hf_distca.pool.transport import Choice
     from hf_distca.pool.wire import LinkLost, MismatchError
 
-    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    named = "cuda:0" if options.device == "cuda" else options.device
-    if named not in devices:
-        raise InputError(
-            f"no device {options.device!r} on this host; set --device to {' or '.join(devices)}"
-        )
-    device, transport = torch.device(named), Choice(options.transport)
+    device = _device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    # The needs of ranks are known when they call; "auto" may then choose another kernel, but a
-    # named one stays.
-    choose = (
-        (lambda need: get_kernel("auto", device, [need]))
-        if options.attention_kernel == "auto"
-        else None
-    )
-    try:
-        kernel = get_kernel(options.attention_kernel, device, [measured_need(device)])
-        server = AttentionServer(
-            token,
-            device,
-            kernel,
-            choose=choose,
-            host=options.bind,
-            port=options.port,
-            transport=transport,
-        )
-    except (ValueError, ImportError) as error:
-        raise InputError(str(error)) from error
-    except OSError as error:
-        raise InputError(
-            f"cannot listen on {options.bind}:{options.port}: {error}; see --bind and --port"
-        ) from error
-    before = {
+    server = _make_server(options, token, device)
+    previous_handlers = {
         number: signal.signal(number, lambda *_: server.stop())
         for number in (signal.SIGINT, signal.SIGTERM)
     }
@@ -156,6 +121,57 @@ def run(options: argparse.Namespace) -> None:
     except LinkLost as error:
         raise InputError(f"{error}; see --join, --token-file and --wait") from error
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
         server.close()
+
+
+def _read_token(source: str) -> bytes:
+    """Return the token in a file, or in a line of standard input where the source is "-"."""
+    try:
+        return parse_token(sys.stdin.readline()) if source == "-" else read_token(source)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def _device(name: str) -> "torch.device":
+    """Return the device of this host with a name; "cuda" is the first GPU."""
+    import torch
+
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    full_name = "cuda:0" if name == "cuda" else name
+    if full_name not in devices:
+        raise InputError(f"no device {name!r} on this host; set --device to {' or '.join(devices)}")
+    return torch.device(full_name)
+
+
+def _make_server(
+    options: argparse.Namespace, token: bytes, device: "torch.device"
+) -> "AttentionServer":
+    """Make a server that listens; InputError where the options cannot be used."""
+    from hf_distca.kernels import get_kernel
+    from hf_distca.kernels.speed import measured_need
+    from hf_distca.pool.server import AttentionServer
+    from hf_distca.pool.transport import Choice
+
+    # The needs of ranks are known when they call. "auto" may then choose another kernel; a named
+    # kernel stays.
+    is_auto = options.attention_kernel == "auto"
+    choose = (lambda need: get_kernel("auto", device, [need])) if is_auto else None
+    try:
+        kernel = get_kernel(options.attention_kernel, device, [measured_need(device)])
+        return AttentionServer(
+            token,
+            device,
+            kernel,
+            choose=choose,
+            host=options.bind,
+            port=options.port,
+            transport=Choice(options.transport),
+        )
+    except (ValueError, ImportError) as error:
+        raise InputError(str(error)) from error
+    except OSError as error:
+        raise InputError(
+            f"cannot listen on {options.bind}:{options.port}: {error}; see --bind and --port"
+        ) from error

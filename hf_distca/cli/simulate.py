@@ -43,14 +43,14 @@ from hf_distca.sim.simulate import SECONDS, Simulation, columns_of, simulate
 from hf_distca.units import AUTO
 
 DESCRIPTION = f"""\
-Predict the time of a training step for documents like yours, without a GPU, by each strategy: plain packing with equal
-tokens, whole documents balanced, context parallelism over 2, 4, 8 ... ranks, and hf_distca. The costs of the device
-were measured. The last lines report whether balancing pays.
+Predict the time of a training step for documents like yours, without a GPU, by each strategy: plain
+packing with equal tokens, whole documents balanced, context parallelism over 2, 4, 8 ... ranks, and
+hf_distca. The costs of the device were measured. The last lines report whether balancing pays.
 
-{SOURCES}
-A step has one micro-batch on each rank. It leaves out gradient synchronisation and the optimizer, which are the same
-for all strategies. Where training would draw micro-batches whose documents fit into whole ranks, all strategies get
-these. Memory is counted as hf-distca plan --model does, with the model's state divided as in FSDP2.
+{SOURCES} A step has one micro-batch on each rank. It leaves out gradient synchronisation and the
+optimizer, which are the same for all strategies. Where training would draw micro-batches whose
+documents fit into whole ranks, all strategies get these. Memory is counted as hf-distca plan
+--model does, with the model's state divided as in FSDP2.
 """
 
 

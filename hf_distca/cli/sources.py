@@ -19,7 +19,8 @@ SOURCES = f"""\
 --lengths takes one of these:
 
 - a .json file: a list of document lengths in tokens, or a list of such lists, one for each rank
-- a .csv, .jsonl or .parquet file with a column of lengths, of lists of tokens, or of text (--column, --tokenizer)
+- a .csv, .jsonl or .parquet file with a column of lengths, of lists of tokens, or of text
+  (--column, --tokenizer)
 - a data set: its name on the Hub or its folder (--split, --column, --tokenizer)
 - a text file, or a folder of text files, each one document (--tokenizer, --sample-by)
 - a distribution of the package: {", ".join(corpora())}
@@ -35,19 +36,28 @@ of."""
 
 
 def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | list[list[int]]:
-    """Return the document lengths of a file, a list per rank if it has rows, or at most `tokens` tokens of documents.
+    """Return the document lengths of one micro-batch.
+
+    A file gives all its lengths, in a list per rank if it has rows. Any other source gives at most
+    `tokens` tokens of documents.
 
     Raises:
         InputError: there is no such source, or it holds no lengths.
     """
-    read = _of_file(options)
-    return next(drawn_micro_batches(options, tokens)).tolist() if read is None else read
+    lengths = _of_file(options)
+    if lengths is not None:
+        return lengths
+    drawn: list[int] = next(drawn_micro_batches(options, tokens)).tolist()
+    return drawn
 
 
 def drawn_micro_batches(
     options: argparse.Namespace, tokens: int, *, cut: bool = True
 ) -> Iterator[IntArray]:
-    """Yield [documents] lengths of micro-batches without end, drawn from the source as `micro_batches` does."""
+    """Yield [documents] lengths of micro-batches without end, drawn from the source.
+
+    Documents are drawn as `micro_batches` draws them.
+    """
     first = np.array([tokens // 2]) if options.lengths == LONG_AND_SHORT else None
     return micro_batches(_draw_of(options), tokens, options.seed, first, cut=cut)
 
@@ -55,8 +65,9 @@ def drawn_micro_batches(
 def drawn_padded_batches(
     options: argparse.Namespace, ranks: int, sequences: int, count: int
 ) -> list[list[list[int]]]:
-    """Return `count` batches: of each the lengths of each rank's sequences, drawn from the source."""
-    random, draw = np.random.default_rng(options.seed), _draw_of(options)
+    """Return the lengths of `count` batches, [count][ranks][sequences], drawn from the source."""
+    random = np.random.default_rng(options.seed)
+    draw = _draw_of(options)
     drawn = np.maximum(draw(random, count * ranks * sequences), 1)
     batches: list[list[list[int]]] = drawn.reshape(count, ranks, sequences).tolist()
     return batches
@@ -78,10 +89,12 @@ def _draw_of(options: argparse.Namespace) -> Draw:
                 f"{source!r} is not a distribution: expected {LOGNORMAL}, such as "
                 f"lognormal:4000,1.5 ({error})"
             ) from error
-    elif (read := _of_file(options)) is not None:
-        draw = of_documents(as_lengths(documents_of(read)))
     else:
-        draw = of_documents(_of_data(options))
+        lengths = _of_file(options)
+        if lengths is not None:
+            draw = of_documents(as_lengths(documents_of(lengths)))
+        else:
+            draw = of_documents(_of_data(options))
     return draw
 
 
@@ -102,9 +115,8 @@ def _of_file(options: argparse.Namespace) -> list[int] | list[list[int]] | None:
         raise InputError(f"cannot read {path}: no such file")
     if Path(path).suffix == ".json":
         content = _json_of(path)
-        if not (
-            isinstance(content, list) and content and isinstance(content[0], dict)
-        ):  # not rows of a table
+        is_table = isinstance(content, list) and content and isinstance(content[0], dict)
+        if not is_table:
             return _checked_lengths(path, content)
     return list(map(int, _of_data(options)))
 
@@ -122,13 +134,13 @@ def _checked_lengths(path: str, content: Any) -> list[int] | list[list[int]]:
     """Return the content of a JSON file if it is a list of lengths, or a list of such lists."""
     nested = isinstance(content, list) and any(isinstance(item, list) for item in content)
     for number, row in enumerate(content if nested else [content]):
-        where = f"{path}, row {number}" if nested else path
+        place = f"{path}, row {number}" if nested else path
         if not isinstance(row, list):
-            raise InputError(f"{where}: found {row!r:.40}, not a list of lengths; {EXPECTED}")
+            raise InputError(f"{place}: found {row!r:.40}, not a list of lengths; {EXPECTED}")
         for index, length in enumerate(row):
             if type(length) is not int or length < 1:
                 raise InputError(
-                    f"{where}: item {index} is {length!r:.40}, not 1 or more tokens; {EXPECTED}"
+                    f"{place}: item {index} is {length!r:.40}, not 1 or more tokens; {EXPECTED}"
                 )
     lengths: list[int] | list[list[int]] = content
     if not documents_of(lengths):
@@ -150,40 +162,38 @@ def _of_data(options: argparse.Namespace) -> IntArray:
         raise InputError(
             f"no document lengths at {source!r}: {error}. Or give one of {names}, {LOGNORMAL}"
         ) from error
-    tried = (
-        [options.column] if options.column else [*LENGTHS, *(TEXTS if options.tokenizer else ())]
-    )
-    found = [name for name in tried if name in data.column_names]
-    if not found:
+    default_columns = LENGTHS + TEXTS if options.tokenizer else LENGTHS
+    candidates = [options.column] if options.column else [*default_columns]
+    columns = [name for name in candidates if name in data.column_names]
+    if not columns:
         raise InputError(
-            f"{source} has columns {data.column_names}, but none of {tried}; set --column to a "
+            f"{source} has columns {data.column_names}, but none of {candidates}; set --column to a "
             "column of lengths, of lists of tokens or of text, and for text --tokenizer to the "
             "name of the model"
         )
-    column = found[0]
+    column = columns[0]
     if options.tokenizer and column not in LENGTHS:
-        data, column = _tokenized(data, column, options.tokenizer), "length"
-    where, values = (
-        f"{source}: column {column}",
-        data.with_format("arrow").data.column(column).combine_chunks(),
-    )
+        data = _tokenized(data, column, options.tokenizer)
+        column = "length"
+    place = f"{source}: column {column}"
+    values = data.with_format("arrow").data.column(column).combine_chunks()
     lengths = values.value_lengths() if hasattr(values, "value_lengths") else values
     if not pyarrow.types.is_integer(lengths.type):
         raise InputError(
-            f"{where} holds {values.type}; expected whole numbers of tokens, lists of tokens, or "
+            f"{place} holds {values.type}; expected whole numbers of tokens, lists of tokens, or "
             "text with --tokenizer"
         )
     if lengths.null_count:
         raise InputError(
-            f"{where} is empty in row {lengths.is_null().index(True).as_py()}; leave such rows out"
+            f"{place} is empty in row {lengths.is_null().index(True).as_py()}; leave such rows out"
         )
     numbers: IntArray = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
     if not len(numbers):
-        raise InputError(f"{where} holds no documents")
+        raise InputError(f"{place} holds no documents")
     row = int(numbers.argmin())
     if numbers[row] < 1:
         raise InputError(
-            f"{where}: row {row} is {numbers[row]}, but a document has at least 1 token; leave "
+            f"{place}: row {row} is {numbers[row]}, but a document has at least 1 token; leave "
             "empty documents out"
         )
     return numbers

@@ -2,23 +2,26 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hf_distca.cli import InputError
 from hf_distca.cli.options import check_writable, write
-from hf_distca.timeline.steps import read_traces, steps_of, svg_of
+from hf_distca.timeline.steps import RankStep, read_traces, steps_of, svg_of
 
 DESCRIPTION = """\
-Join the traces of all ranks and show one step: the time that each rank spent in core attention, in waits for rows, and
-in everything else, section by section. --svg draws when each rank did what. Training with trace_steps
-writes the traces.
+Join the traces of all ranks and show one step: the time that each rank spent in core attention, in
+waits for rows, and in everything else, section by section. --svg draws when each rank did what.
+Training with trace_steps writes the traces.
 
   hf-distca timeline out --joined trace.json     # for ui.perfetto.dev
 """
 OTHER = """
-Other time, by section of the step. batches: data are waited for and bound to plans. forward: projections, MLPs, loss.
-backward: their gradients, layers again under gradient checkpointing, and the part of the synchronisation of gradients
-that nothing hides. between: the next plans, and clipping of gradients. optimizer: its step, and callbacks."""
+Other time, by section of the step. batches: data are waited for and bound to plans. forward:
+projections, MLPs, loss. backward: their gradients, layers again under gradient checkpointing, and
+the part of the synchronisation of gradients that nothing hides. between: the next plans, and
+clipping of gradients. optimizer: its step, and callbacks."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,59 +37,78 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Join, draw and write; raise InputError for unusable traces, steps and files."""
     check_writable(options.joined, options.svg)
+    joined = _read(options.traces)
+    name, steps = _choose_step(joined, options.step)
+    if options.joined:
+        write(options.joined, json.dumps(joined))
+    if options.svg:
+        write(options.svg, svg_of(name, steps))
+    clock_error_ms = joined["otherData"]["clock_error_us"] / 1e3
+    ranks = [_figures(step) for step in steps]
+    if options.json:
+        print(json.dumps({"step": name, "clock_error_ms": clock_error_ms, "ranks": ranks}))
+    else:
+        _print_table(name, steps, ranks, clock_error_ms)
+
+
+def _read(names: Sequence[str]) -> dict[str, Any]:
+    """Join the traces of files, and of folders with the files that training writes."""
     paths: list[Path] = []
-    for path in map(Path, options.traces):
-        found = sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path]
-        if not found:
+    for path in map(Path, names):
+        files = sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path]
+        if not files:
             raise InputError(
                 f"{path} has no trace_rank_*.json, which training writes with trace_steps; set "
                 "trace_steps, or name another folder"
             )
-        paths += found
+        paths += files
     try:
-        joined = read_traces(paths)
+        return read_traces(paths)
     except ValueError as error:
         raise InputError(str(error)) from error
     except OSError as error:
         raise InputError(
             f"{error.filename}: {error.strerror}; name the files that training wrote"
         ) from error
+
+
+def _choose_step(joined: dict[str, Any], number: int | None) -> tuple[str, list[RankStep]]:
+    """Return the name of a step, by default the last one, and the step of each rank."""
     steps_by_name = steps_of(joined)
     if not steps_by_name:
         raise InputError("the traces have no step in common; give the files of one training")
-    name = list(steps_by_name)[-1] if options.step is None else f"step {options.step}"
+    name = list(steps_by_name)[-1] if number is None else f"step {number}"
     if name not in steps_by_name:
         raise InputError(f"the trace has no {name}; choose one of {', '.join(steps_by_name)}")
-    steps, clock_error = steps_by_name[name], joined["otherData"]["clock_error_us"] / 1e3
-    if options.joined:
-        write(options.joined, json.dumps(joined))
-    if options.svg:
-        write(options.svg, svg_of(name, steps))
-    ranks = [
-        {
-            "rank": step.rank,
-            "step_ms": (step.end - step.begin) / 1e6,
-            **{f"{activity}_ms": time / 1e6 for activity, time in step.totals().items()},
-            "sections_ms": {section: time / 1e6 for section, time in step.sections.items()},
-            "others_ms": {section: time / 1e6 for section, time in step.others.items()},
-        }
-        for step in steps
-    ]
-    if options.json:
-        print(json.dumps({"step": name, "clock_error_ms": clock_error, "ranks": ranks}))
-        return
-    clocks = f", clocks within {clock_error:.2g} ms" if len(steps) > 1 else ""
-    took = (max(step.end for step in steps) - min(step.begin for step in steps)) / 1e6
-    print(f"{name}: {took:.1f} ms, {len(steps)} ranks{clocks}")
-    columns = ("step", "attention", "waits", "other")
+    return name, steps_by_name[name]
+
+
+def _figures(step: RankStep) -> dict[str, Any]:
+    """Return the milliseconds of a rank's step, by activity and by section."""
+    figures: dict[str, Any] = {"rank": step.rank, "step_ms": (step.end - step.begin) / 1e6}
+    for activity, time in step.totals().items():
+        figures[f"{activity}_ms"] = time / 1e6
+    figures["sections_ms"] = {section: time / 1e6 for section, time in step.sections.items()}
+    figures["others_ms"] = {section: time / 1e6 for section, time in step.others.items()}
+    return figures
+
+
+def _print_table(
+    name: str, steps: Sequence[RankStep], ranks: Sequence[dict[str, Any]], clock_error_ms: float
+) -> None:
+    """Print a line of milliseconds for each rank: activities, and other time by section."""
+    clocks = f", clocks within {clock_error_ms:.2g} ms" if len(steps) > 1 else ""
+    duration_ms = (max(step.end for step in steps) - min(step.begin for step in steps)) / 1e6
+    print(f"{name}: {duration_ms:.1f} ms, {len(steps)} ranks{clocks}")
+    activities = ("step", "attention", "waits", "other")
     sections = list(steps[0].others)
     equals = " =" if sections else ""
-    names_of_columns = "".join(f"{name:>12}" for name in columns)
-    names_of_sections = "".join(f"{name:>12}" for name in sections)
-    print(f"{'ms':9}{names_of_columns}{equals}{names_of_sections}")
-    for rank, step in zip(ranks, steps, strict=True):
-        times = "".join(f"{rank[f'{column}_ms']:12.1f}" for column in columns)
-        parts = "".join(f"{step.others.get(name, 0) / 1e6:12.1f}" for name in sections)
+    activity_titles = "".join(f"{title:>12}" for title in activities)
+    section_titles = "".join(f"{title:>12}" for title in sections)
+    print(f"{'ms':9}{activity_titles}{equals}{section_titles}")
+    for rank in ranks:
+        times = "".join(f"{rank[f'{activity}_ms']:12.1f}" for activity in activities)
+        parts = "".join(f"{rank['others_ms'].get(section, 0):12.1f}" for section in sections)
         print(f"rank {rank['rank']:<4}{times}{equals}{parts}")
     if sections:
         print(OTHER)

@@ -1,4 +1,4 @@
-"""Convert a rank's recorded spans to a trace: JSON in Chrome's trace event format, for ui.perfetto.dev.
+"""Convert a rank's recorded spans to a trace in Chrome's trace event format, for ui.perfetto.dev.
 
 Each rank is a process. Its track "compute" nests steps, sections and phases; phases hold kernel
 calls, waits and the starts of exchanges. Its tracks "exchange" show each exchange from its start
@@ -30,68 +30,114 @@ def rank_trace(
             ranks may differ.
     """
     zero_s, error_s = zero
-
-    def time_of(seconds: float) -> int:
-        return round((seconds - zero_s) * 1e9)  # whole nanoseconds keep the nesting of spans
-
-    def event(phase: str, name: str, track: int, **more: Any) -> dict[str, Any]:
-        # Viewers take track 0, or the process's number, for the main thread.
-        return {"ph": phase, "name": name, "pid": rank, "tid": world + 1 + track, **more}
-
-    def piece(span: Span, category: str, track: int, end: float, **more: int) -> dict[str, Any]:
-        begin = time_of(span.begin)
-        times = {"ts": begin / 1000, "dur": (time_of(end) - begin) / 1000}
-        arguments = {**(span.work._asdict() if span.work is not None else {}), **more}
-        return event("X", span.part, track, cat=category, **times, args=arguments)
-
-    events = []
-    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
-        more = {"pairs": span.pairs} if span.pairs else {}
-        events.append(piece(span, span.kind, COMPUTE, span.end, **more))
-    here = members.index(rank)  # rows that stay on the rank do not travel
-    lanes: list[float] = []  # time at which each lane becomes free
-    waits: defaultdict[Any, deque[Span]] = defaultdict(deque)
-    for span in sorted(spans, key=lambda span: span.begin):
-        if span.kind == "wait":
-            waits[span.work, span.part].append(span)
-    # Ranks start exchanges in the same order, whether or not any row crosses, and so number them
-    # alike.
-    sends = sorted((span for span in spans if span.kind == "send"), key=lambda span: span.begin)
-    for number, send in enumerate(sends):
-        waiting = waits[send.work, send.part]
-        if not (send.rows.sent and waiting):
-            continue
-        wait = waiting.popleft()
-        lane = next((lane for lane, free in enumerate(lanes) if free <= send.begin), len(lanes))
-        lanes[lane : lane + 1] = [wait.end]
-        sent, received = (sum(rows) - rows[here] for rows in (send.rows.sent, send.rows.received))
-        more = {"rows_sent": sent, "rows_received": received, "number": number}
-        events.append(piece(send, "exchange", 1 + lane, wait.end, **more))
-        # Arrows begin within the send span, which may outlast the sending, and end within the wait.
-        left = min(time_of(send.begin) + 1, time_of(send.end)) / 1000
-        came = max(time_of(wait.end) - 1, time_of(wait.begin)) / 1000
-        for other, to_other, from_other in zip(
-            members, send.rows.sent, send.rows.received, strict=True
-        ):
-            if other != rank and to_other:
-                key = (number * world + rank) * world + other
-                events.append(event("s", send.part, COMPUTE, cat="rows", ts=left, id=key))
-            if other != rank and from_other:
-                key = (number * world + other) * world + rank
-                events.append(event("f", send.part, COMPUTE, cat="rows", ts=came, id=key, bp="e"))
-    names = [
-        event("M", "process_name", COMPUTE, args={"name": f"rank {rank}"}),
-        event("M", "process_sort_index", COMPUTE, args={"sort_index": rank}),
-    ]
-    tracks = [
-        "compute",
-        *("exchange" if lane == 0 else f"exchange {lane + 1}" for lane in range(len(lanes))),
-    ]
-    for track, name in enumerate(tracks):
-        names.append(event("M", "thread_name", track, args={"name": name}))
-        names.append(event("M", "thread_sort_index", track, args={"sort_index": track}))
+    events = _Events(rank, world, zero_s)
+    events.add_spans(spans)
+    lanes = events.add_exchanges(spans, members)
     return {
-        "traceEvents": [*names, *events],
+        "traceEvents": [*events.track_names(lanes), *events.listed],
         "displayTimeUnit": "ms",
         "otherData": {"rank": rank, "ranks": world, "clock_error_us": error_s * 1e6},
     }
+
+
+class _Events:
+    """Events of one rank's trace, `listed` in the order in which they are added."""
+
+    def __init__(self, rank: int, world: int, zero_s: float) -> None:
+        self.rank = rank
+        self.world = world
+        self.zero_s = zero_s
+        self.listed: list[dict[str, Any]] = []
+
+    def add_spans(self, spans: Sequence[Span]) -> None:
+        """Add all spans to the compute track."""
+        for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
+            arguments = {"pairs": span.pairs} if span.pairs else {}
+            self.listed.append(self._slice(span, span.kind, COMPUTE, span.end, arguments))
+
+    def add_exchanges(self, spans: Sequence[Span], members: Sequence[int]) -> int:
+        """Add the exchanges of this rank with their arrows; return the number of exchange tracks."""
+        # 1. Waits in order of time, by the core attention and the exchange that they are for.
+        waits: defaultdict[Any, deque[Span]] = defaultdict(deque)
+        for span in sorted(spans, key=lambda span: span.begin):
+            if span.kind == "wait":
+                waits[span.work, span.part].append(span)
+
+        # 2. An exchange lasts from its start to the end of its wait. Ranks start exchanges in the
+        # same order, whether or not any row crosses, and so number them alike.
+        row_of_rank = members.index(self.rank)
+        lane_ends: list[float] = []  # time at which each lane becomes free
+        starts = [span for span in spans if span.kind == "send"]
+        for number, start in enumerate(sorted(starts, key=lambda span: span.begin)):
+            waiting = waits[start.work, start.part]
+            if not (start.rows.sent and waiting):
+                continue
+            wait = waiting.popleft()
+            lane = _free_lane(lane_ends, start.begin)
+            lane_ends[lane : lane + 1] = [wait.end]
+            # Rows that stay on the rank do not travel.
+            arguments = {
+                "rows_sent": sum(start.rows.sent) - start.rows.sent[row_of_rank],
+                "rows_received": sum(start.rows.received) - start.rows.received[row_of_rank],
+                "number": number,
+            }
+            self.listed.append(self._slice(start, "exchange", 1 + lane, wait.end, arguments))
+            self._add_arrows(number, start, wait, members)
+        return len(lane_ends)
+
+    def track_names(self, lanes: int) -> list[dict[str, Any]]:
+        """Return the events that name and order the process and its tracks."""
+        exchanges = ["exchange" if lane == 0 else f"exchange {lane + 1}" for lane in range(lanes)]
+        names = [
+            self._event("M", "process_name", COMPUTE, args={"name": f"rank {self.rank}"}),
+            self._event("M", "process_sort_index", COMPUTE, args={"sort_index": self.rank}),
+        ]
+        for track, name in enumerate(["compute", *exchanges]):
+            names.append(self._event("M", "thread_name", track, args={"name": name}))
+            names.append(self._event("M", "thread_sort_index", track, args={"sort_index": track}))
+        return names
+
+    def _add_arrows(self, number: int, start: Span, wait: Span, members: Sequence[int]) -> None:
+        """Add the arrows of an exchange; both of its ranks give an arrow the same id."""
+        # Arrows begin within the start, which may outlast the sending, and end within the wait.
+        departure = min(self._time(start.begin) + 1, self._time(start.end)) / 1000
+        arrival = max(self._time(wait.end) - 1, self._time(wait.begin)) / 1000
+        for peer, sent, received in zip(members, start.rows.sent, start.rows.received, strict=True):
+            if peer != self.rank and sent:
+                key = self._arrow_id(number, self.rank, peer)
+                self.listed.append(
+                    self._event("s", start.part, COMPUTE, cat="rows", ts=departure, id=key)
+                )
+            if peer != self.rank and received:
+                key = self._arrow_id(number, peer, self.rank)
+                self.listed.append(
+                    self._event("f", start.part, COMPUTE, cat="rows", ts=arrival, id=key, bp="e")
+                )
+
+    def _arrow_id(self, number: int, sender: int, receiver: int) -> int:
+        return (number * self.world + sender) * self.world + receiver
+
+    def _time(self, seconds: float) -> int:
+        return round((seconds - self.zero_s) * 1e9)  # whole nanoseconds keep the nesting of spans
+
+    def _event(self, phase: str, name: str, track: int, **fields: Any) -> dict[str, Any]:
+        # Viewers take track 0, or the process's number, for the main thread.
+        thread = self.world + 1 + track
+        return {"ph": phase, "name": name, "pid": self.rank, "tid": thread, **fields}
+
+    def _slice(
+        self, span: Span, category: str, track: int, end: float, arguments: dict[str, int]
+    ) -> dict[str, Any]:
+        """Return an event that lasts from the begin of a span to an end, in microseconds."""
+        begin = self._time(span.begin)
+        times = {"ts": begin / 1000, "dur": (self._time(end) - begin) / 1000}
+        work = span.work._asdict() if span.work is not None else {}
+        return self._event("X", span.part, track, cat=category, **times, args={**work, **arguments})
+
+
+def _free_lane(lane_ends: Sequence[float], begin: float) -> int:
+    """Return the first lane that is free at a time, or a new one."""
+    for lane, end in enumerate(lane_ends):
+        if end <= begin:
+            return lane
+    return len(lane_ends)

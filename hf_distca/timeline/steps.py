@@ -36,11 +36,22 @@ class RankStep:
     end: int
     stretches: list[tuple[int, int, Activity]] = field(default_factory=list)
     """(begin, end, activity) of attention and waits, by begin; the rest of the step is other."""
-    sections: dict[str, int] = field(default_factory=dict)  # duration of each
-    others: dict[str, int] = field(
-        default_factory=dict
-    )  # of each section, the duration that is other
+    # Duration of each section.
+    sections: dict[str, int] = field(default_factory=dict)
+    # The part of each section's duration that is neither attention nor waits.
+    others: dict[str, int] = field(default_factory=dict)
     section: str = ""  # that began last, while slices are read
+
+    def add(self, category: str, name: str, begin: int, duration: int) -> None:
+        """Add a slice that begins within the step; slices come in order of time."""
+        if category in CATEGORIES:
+            self.stretches.append((begin, begin + duration, CATEGORIES[category]))
+            if self.others:  # the slice lies in the section that began last
+                self.others[self.section] -= duration
+        elif category == "section":
+            self.section = name
+            self.sections[name] = self.sections.get(name, 0) + duration
+            self.others[name] = self.others.get(name, 0) + duration
 
     def totals(self) -> dict[Activity, int]:
         """Return the nanoseconds of each activity; their sum is the step."""
@@ -60,34 +71,36 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
     """
     joined: list[dict[str, Any]] = []
     worlds: set[int] = set()
-    seen: dict[int, Path] = {}
-    error = 0.0
+    paths_by_rank: dict[int, Path] = {}
+    clock_error_us = 0.0
     for path in paths:
         try:
             content = json.loads(path.read_bytes())
-            events, about = content["traceEvents"], content["otherData"]
-            worlds.add(about["ranks"])
-            error = max(error, float(about["clock_error_us"]))
+            events = content["traceEvents"]
+            header = content["otherData"]
+            worlds.add(header["ranks"])
+            clock_error_us = max(clock_error_us, float(header["clock_error_us"]))
             ranks = sorted({event["pid"] for event in events})
-            steps_of(content)  # which reads all that a trace must have
-        except (ValueError, KeyError, TypeError) as wrong:
+            steps_of(content)  # reads all that a trace must have
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path} is not a trace that training wrote with trace_steps: {wrong!r}"
-            ) from wrong
+                f"{path} is not a trace that training wrote with trace_steps: {error!r}"
+            ) from error
         for rank in ranks:
-            if rank in seen:
+            if rank in paths_by_rank:
                 raise ValueError(
-                    f"{path} and {seen[rank]} are both of rank {rank}; give one file per rank"
+                    f"{path} and {paths_by_rank[rank]} are both of rank {rank}; give one file per "
+                    "rank"
                 )
-            seen[rank] = path
+            paths_by_rank[rank] = path
         joined += events
     if len(worlds) != 1:
         raise ValueError(
             f"the traces come from trainings with {sorted(worlds)} ranks, which cannot be joined; "
             "give the files of one training"
         )
-    about = {"ranks": worlds.pop(), "clock_error_us": error}
-    return {"traceEvents": joined, "displayTimeUnit": "ms", "otherData": about}
+    header = {"ranks": worlds.pop(), "clock_error_us": clock_error_us}
+    return {"traceEvents": joined, "displayTimeUnit": "ms", "otherData": header}
 
 
 def steps_of(joined: dict[str, Any]) -> dict[str, list[RankStep]]:
@@ -97,56 +110,54 @@ def steps_of(joined: dict[str, Any]) -> dict[str, list[RankStep]]:
     """
     steps: dict[int, dict[str, RankStep]] = {event["pid"]: {} for event in joined["traceEvents"]}
     slices = [event for event in joined["traceEvents"] if event["ph"] == "X"]
-    # A step comes before what begins with it.
+    # A slice belongs to the last step that began before it. A step comes before slices that begin
+    # at the same time.
     for event in sorted(slices, key=lambda event: (event["ts"], event["cat"] != "step")):
-        of_rank, category, name = steps[event["pid"]], event["cat"], event["name"]
-        begin, took = round(event["ts"] * 1000), round(event["dur"] * 1000)
+        rank_steps = steps[event["pid"]]
+        category, name = event["cat"], event["name"]
+        begin, duration = round(event["ts"] * 1000), round(event["dur"] * 1000)
         if category == "step":
-            of_rank[name] = RankStep(event["pid"], begin, begin + took)
-        elif of_rank and begin < (step := next(reversed(of_rank.values()))).end:
-            if category in CATEGORIES:
-                step.stretches.append((begin, begin + took, CATEGORIES[category]))
-                if step.others:  # slices lie in the section that began last
-                    step.others[step.section] -= took
-            elif category == "section":
-                step.section = name
-                step.sections[name] = step.sections.get(name, 0) + took
-                step.others[name] = step.others.get(name, 0) + took
-    of_ranks = [steps[rank] for rank in sorted(steps)]
-    return {
-        name: [of_rank[name] for of_rank in of_ranks]
-        for name in (of_ranks[0] if of_ranks else ())
-        if all(name in of_rank for of_rank in of_ranks)
-    }
+            rank_steps[name] = RankStep(event["pid"], begin, begin + duration)
+        elif rank_steps:
+            step = next(reversed(rank_steps.values()))
+            if begin < step.end:
+                step.add(category, name, begin, duration)
+    steps_by_rank = [steps[rank] for rank in sorted(steps)]
+    shared: dict[str, list[RankStep]] = {}
+    for name in steps_by_rank[0] if steps_by_rank else ():
+        if all(name in rank_steps for rank_steps in steps_by_rank):
+            shared[name] = [rank_steps[name] for rank_steps in steps_by_rank]
+    return shared
 
 
 def runs(
     step: RankStep, begin: int, end: int, count: int
 ) -> Iterator[tuple[int, int, Activity | None]]:
-    """Divide a time into `count` equal cells and join neighbours in whose middle the rank does the same.
+    """Divide a time into `count` equal cells, and join neighbours with the same activity.
 
-    Yields the first cell, one past the last cell, and the activity; None outside the rank's step.
+    The activity of a cell is what the rank does in the cell's middle. Yields the first cell, one
+    past the last cell, and the activity; None outside the rank's step.
     """
     activities = (*NAMES, None)
     middles = begin + (np.arange(count) + 0.5) * (end - begin) / count
-    found = np.full(count, activities.index(None))
+    cells = np.full(count, activities.index(None))
     for start, stop, activity in [(step.begin, step.end, "other"), *step.stretches]:
         first, last = np.searchsorted(middles, (start, stop))
-        found[first:last] = activities.index(activity)
-    ends = [0, *(np.flatnonzero(np.diff(found)) + 1).tolist(), count]
+        cells[first:last] = activities.index(activity)
+    ends = [0, *(np.flatnonzero(np.diff(cells)) + 1).tolist(), count]
     for first, last in pairwise(ends):
-        yield first, last, activities[found[first]]
+        yield first, last, activities[cells[first]]
 
 
 def svg_of(name: str, steps: Sequence[RankStep]) -> str:
     """Return a step as SVG, one row for each rank, with totals."""
     begin = min(step.begin for step in steps)
-    took = (max(step.end for step in steps) - begin) / 1e6
-    marks = ticks(took, 8)
+    duration_ms = (max(step.end for step in steps) - begin) / 1e6
+    marks = ticks(duration_ms, 8)
     end = begin + round(marks[-1] * 1e6)  # the axis ends at a round number
     bottom = TOP + ROW * len(steps)
     drawing = Drawing(LEFT + WIDTH + RIGHT, bottom + BOTTOM)
-    drawing.text(LEFT, 24, f"{name}: {took:.1f} ms, {len(steps)} ranks", style="strong")
+    drawing.text(LEFT, 24, f"{name}: {duration_ms:.1f} ms, {len(steps)} ranks", style="strong")
     x = float(LEFT)
     for activity, words in NAMES.items():
         drawing.bar(x, 36, 12, 12, activity, words)
@@ -171,4 +182,4 @@ def svg_of(name: str, steps: Sequence[RankStep]) -> str:
                 )
         for column, time in enumerate((step.end - step.begin, *step.totals().values())):
             drawing.text(right + COLUMN * column, y + 12, f"{time / 1e6:,.1f}", "end")
-    return drawing.file(f"{name}: what each of {len(steps)} ranks did in {took:.1f} ms")
+    return drawing.file(f"{name}: what each of {len(steps)} ranks did in {duration_ms:.1f} ms")

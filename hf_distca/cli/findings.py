@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.metadata import PackageMetadata, distributions
 from ipaddress import ip_address
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 
@@ -73,85 +72,95 @@ def report(
     by_rank: Sequence[Sequence[Finding]], rates: Rates, *, as_json: bool, shown: bool = True
 ) -> int:
     """Print the findings of all ranks, each once and with its ranks; return the exit status."""
-    ranks_of: dict[str, dict[Finding, list[int]]] = {}
-    for rank, findings in enumerate(by_rank):
-        for finding in findings:
-            ranks_of.setdefault(finding.name, {}).setdefault(finding, []).append(rank)
-    found: list[tuple[Finding, list[int] | None]] = []
-    for name, forms in ranks_of.items():
+    # 1. Ranks with the same finding are one line; ranks that must agree and differ are wrong.
+    ranks_by_name: dict[str, dict[Finding, list[int]]] = {}
+    for rank, rank_findings in enumerate(by_rank):
+        for finding in rank_findings:
+            ranks_by_name.setdefault(finding.name, {}).setdefault(finding, []).append(rank)
+    # None in place of ranks: all of them.
+    findings: list[tuple[Finding, list[int] | None]] = []
+    for name, forms in ranks_by_name.items():
         differ = name in SAME_EVERYWHERE and len({form.found for form in forms}) > 1
         for finding, ranks in forms.items():
-            finding = (
-                replace(finding, change=AGREE, needed=True)
-                if differ and not finding.needed
-                else finding
-            )
-            found.append((finding, ranks if len(ranks) < len(by_rank) else None))
+            if differ and not finding.needed:
+                finding = replace(finding, change=AGREE, needed=True)
+            findings.append((finding, ranks if len(ranks) < len(by_rank) else None))
+
+    # 2. Print them.
     if shown and as_json:
-        listed = [
-            {**asdict(finding), "state": finding.state, "ranks": ranks} for finding, ranks in found
-        ]
-        links = [
-            {"sender": pair[0], "receiver": pair[1], "rate": rate} for pair, rate in rates.items()
-        ]
-        print(json.dumps({"findings": listed, "links": links}), flush=True)
+        _print_json(findings, rates)
     elif shown:
-        width = max(map(len, ranks_of))
-        for finding, of_ranks in found:
-            runs = [
-                list(run)
-                for _, run in groupby(enumerate(of_ranks or ()), lambda pair: pair[1] - pair[0])
-            ]
-            named = ", ".join(
-                f"{run[0][1]}-{run[-1][1]}" if run[1:] else f"{run[0][1]}" for run in runs
-            )
-            where = "" if of_ranks is None else f" ({'ranks' if of_ranks[1:] else 'rank'} {named})"
+        width = max(map(len, ranks_by_name))
+        for finding, finding_ranks in findings:
+            suffix = "" if finding_ranks is None else f" ({_name_ranks(finding_ranks)})"
             print(
-                f"{finding.state:<6}  {finding.name:<{width}}  {finding.found}{where}", flush=True
+                f"{finding.state:<6}  {finding.name:<{width}}  {finding.found}{suffix}", flush=True
             )
             if finding.change:
                 print(f"{'':<{width + 8}}  -> {finding.change}", flush=True)
-    return int(any(finding.needed for finding, _ in found))
+    return int(any(finding.needed for finding, _ in findings))
+
+
+def _print_json(findings: Sequence[tuple[Finding, list[int] | None]], rates: Rates) -> None:
+    listed = [
+        {**asdict(finding), "state": finding.state, "ranks": ranks} for finding, ranks in findings
+    ]
+    links = [
+        {"sender": sender, "receiver": receiver, "rate": rate}
+        for (sender, receiver), rate in rates.items()
+    ]
+    print(json.dumps({"findings": listed, "links": links}), flush=True)
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """Return sorted ranks as text, such as "rank 3" or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(names)}"
 
 
 def version_findings(
-    about: PackageMetadata | None, version_of: Callable[[str], str | None]
+    metadata: PackageMetadata | None, version_of: Callable[[str], str | None]
 ) -> list[Finding]:
-    """Return findings on Python, hf_distca by its metadata, and the packages that hf_distca needs, or can use."""
-    if about is None:
+    """Return findings on Python, hf_distca, and the packages that hf_distca needs or can use.
+
+    Args:
+        metadata: of hf_distca; None where it is not installed.
+        version_of: returns the installed version of a package, or None.
+    """
+    if metadata is None:
         change = "pip install it, from a wheel or with -e from a checkout"
         return [Finding(NAME, "not installed as a package, so what it needs is not known", change)]
     forks = f"{FORK_HANGS}, or leave dataloader_num_workers at 0" if fork_can_hang() else ""
     findings = [
         Finding("python", platform.python_version(), forks),
-        Finding(NAME, about["Version"]),
+        Finding(NAME, metadata["Version"]),
     ]
-    needs = [Requirement(line) for line in about.get_all("Requires-Dist", [])]
-    for extra in ("", *about.get_all("Provides-Extra", [])):
+    needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    for extra in ("", *metadata.get_all("Provides-Extra", [])):
         for need in needs:
-            always, wanted = (
-                need.marker is None or need.marker.evaluate({"extra": name}) for name in ("", extra)
-            )
-            if not wanted or always == bool(extra):
-                continue
-            found = version_of(need.name)
-            if found is None and extra:
-                findings.append(
-                    Finding(
-                        need.name, f"not installed; pip install '{NAME}[{extra}]' if you want it"
-                    )
-                )
-            elif found is not None and need.specifier.contains(found, prereleases=True):
-                findings.append(Finding(need.name, found))
-            else:
-                found, change = (
-                    found or "not installed",
-                    f"pip install '{need.name}{need.specifier}'",
-                )
-                findings.append(
-                    Finding(need.name, f"{found}, needs {need.specifier}", change, needed=True)
-                )
+            is_required = need.marker is None or need.marker.evaluate({"extra": ""})
+            belongs_to_extra = need.marker is None or need.marker.evaluate({"extra": extra})
+            # What is always required is listed once, and not again for each extra.
+            if belongs_to_extra and is_required != bool(extra):
+                findings.append(_requirement_finding(need, extra, version_of(need.name)))
     return findings
+
+
+def _requirement_finding(need: Requirement, extra: str, version: str | None) -> Finding:
+    """Return the finding on a package that is required, or belongs to an extra."""
+    if version is None and extra:
+        hint = f"not installed; pip install '{NAME}[{extra}]' if you want it"
+        return Finding(need.name, hint)
+    if version is not None and need.specifier.contains(version, prereleases=True):
+        return Finding(need.name, version)
+    text = f"{version or 'not installed'}, needs {need.specifier}"
+    return Finding(need.name, text, f"pip install '{need.name}{need.specifier}'", needed=True)
 
 
 def device_of_rank() -> torch.device:
@@ -177,27 +186,29 @@ def connect(device: torch.device, timeout: float) -> Groups | None:
 
 
 def device_findings(device: torch.device, processes: int) -> list[Finding]:
-    """Return findings on the device, on a host with `processes` processes, and its kernel for most models."""
-    found, change = f"cpu, {os.cpu_count()} cores", ""
+    """Return findings on the device and its kernel, on a host with `processes` processes."""
+    text = f"cpu, {os.cpu_count()} cores"
+    change = ""
     if device.type == "cuda":
-        about, count = torch.cuda.get_device_properties(device), torch.cuda.device_count()
+        properties = torch.cuda.get_device_properties(device)
+        count = torch.cuda.device_count()
         free, total = (size / 1e9 for size in torch.cuda.mem_get_info(device))
-        found = (
-            f"{about.name}, compute capability {about.major}.{about.minor}, {free:.1f} GB free of "
-            f"{total:.1f}"
+        text = (
+            f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+            f"{free:.1f} GB free of {total:.1f}"
         )
         if processes > count:
-            found += f", one of {count} for {processes} processes"
+            text += f", one of {count} for {processes} processes"
             change = (
                 "start no more processes on a host than it has GPUs, or all over gloo "
                 "(ddp_backend='gloo')"
             )
     elif torch.version.cuda is None and Path("/dev/nvidiactl").exists():
-        found = (
+        text = (
             f"cpu: torch {torch.__version__} was built without CUDA, but the host has an NVIDIA GPU"
         )
         change = "install a build of torch with CUDA (pytorch.org/get-started)"
-    findings = [Finding("device", found, change, needed=bool(change))]
+    findings = [Finding("device", text, change, needed=bool(change))]
     try:
         kernel, passed_over = choose_kernel(device)
     except ValueError as error:
@@ -215,7 +226,7 @@ def device_findings(device: torch.device, processes: int) -> list[Finding]:
 def package_findings(
     capability: tuple[int, int], version_of: Callable[[str], str | None]
 ) -> list[Finding]:
-    """Return findings on packages of kernels for a GPU's other layers: Liger's, and fla's for hybrids."""
+    """Return findings on kernels for a GPU's other layers: Liger's, and fla's for hybrids."""
     liger = version_of(LIGER)
     if liger is None:
         findings = [
@@ -240,44 +251,22 @@ def launch_findings(
     environment: Mapping[str, str], *, cuda: bool, cores: int, threads: int
 ) -> list[Finding]:
     """Return findings on processes, threads per core, the network, and launcher settings."""
-    given, world = environment.get, int(environment.get("WORLD_SIZE", "1"))
-    local = int(given("LOCAL_WORLD_SIZE", world))
-    found, change = (
-        f"{world}, of which {local} on a host" if local < world else f"{world} on one host",
-        "",
-    )
-    if world == 1:
-        found = "1; launched on several, as training will be, this also measures their links"
-    elif "LOCAL_RANK" not in environment:
-        found = (
-            f"{world}, but LOCAL_RANK is not set: each would train alone, on the host's first GPU"
-        )
-        change = (
-            "launch with accelerate launch or torchrun, or set LOCAL_RANK, a process's number on "
-            "its host"
-        )
-    findings = [Finding("processes", found, change, needed=bool(change))]
-    found = (
-        f"{threads} threads in each of {local} processes on {cores} cores"
-        if local > 1
-        else f"{threads}"
-    )
-    fit, change = max(cores // local, 1), ""
-    if local > 1 and local * threads > cores and not cuda:
-        change = f"set OMP_NUM_THREADS={fit}: threads that wait for a core slow all down"
-        change = f"launch at most {cores} processes on this host" if threads == fit else change
-    findings += [
-        Finding("OMP_NUM_THREADS", found, change),
+    world = int(environment.get("WORLD_SIZE", "1"))
+    local = int(environment.get("LOCAL_WORLD_SIZE", world))
+    findings = [
+        _processes_finding(environment, world, local),
+        _threads_finding(local, cores=cores, threads=threads, cuda=cuda),
         _gloo(environment, several_hosts=local < world),
     ]
-    if all(str_to_bool(given(f"ACCELERATE_USE_{name}", "false")) for name in ("CPU", "DEEPSPEED")):
-        found = "set, and accelerate then trains without DeepSpeed, which was asked for"
+    switches = ("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED")
+    if all(str_to_bool(environment.get(switch, "false")) for switch in switches):
+        text = "set, and accelerate then trains without DeepSpeed, which was asked for"
         change = (
             "leave it out; processes that see no GPU (CUDA_VISIBLE_DEVICES=) train on the CPU by "
             "themselves"
         )
-        findings.append(Finding("ACCELERATE_USE_CPU", found, change, needed=True))
-    compiler = given("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+        findings.append(Finding("ACCELERATE_USE_CPU", text, change, needed=True))
+    compiler = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if compiler != "no":
         change = (
             "set it to no in accelerate's config; modules inside layers may be compiled "
@@ -289,7 +278,8 @@ def launch_findings(
             )
         )
     if cuda:
-        allocator = given("PYTORCH_ALLOC_CONF", given("PYTORCH_CUDA_ALLOC_CONF", "not set"))
+        old_allocator = environment.get("PYTORCH_CUDA_ALLOC_CONF", "not set")
+        allocator = environment.get("PYTORCH_ALLOC_CONF", old_allocator)
         change = (
             f"set PYTORCH_ALLOC_CONF={EXPANDABLE}: exchange buffers that grow then leave no gaps "
             "in memory"
@@ -297,85 +287,112 @@ def launch_findings(
         findings.append(
             Finding("PYTORCH_ALLOC_CONF", allocator, "" if EXPANDABLE in allocator else change)
         )
-    if cuda and given("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        found = "1, by which kernels of all streams start one after another"
+    if cuda and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        text = "1, by which kernels of all streams start one after another"
         change = "leave it out unless something else needs it: exchanges then run beside attention"
-        findings.append(Finding("CUDA_DEVICE_MAX_CONNECTIONS", found, change))
+        findings.append(Finding("CUDA_DEVICE_MAX_CONNECTIONS", text, change))
     return findings
 
 
-def _gloo(environment: Mapping[str, str], *, several_hosts: bool) -> Finding:
-    """Return a finding on the address that gloo, which carries control messages, gives to other hosts."""
-    found, address = environment.get(INTERFACE), None
-    if found is not None:
-        interfaces = [name for _, name in socket.if_nameindex()]
-        missing = ", ".join(name for name in found.split(",") if name not in interfaces)
-        more = (
-            f", but this host has no interface {missing}, only {', '.join(interfaces)}"
-            if missing
-            else ""
+def _processes_finding(environment: Mapping[str, str], world: int, local: int) -> Finding:
+    """Return a finding on the `world` processes of a launch, `local` of them on this host."""
+    text = f"{world}, of which {local} on a host" if local < world else f"{world} on one host"
+    change = ""
+    if world == 1:
+        text = "1; launched on several, as training will be, this also measures their links"
+    elif "LOCAL_RANK" not in environment:
+        text = (
+            f"{world}, but LOCAL_RANK is not set: each would train alone, on the host's first GPU"
         )
-        return Finding(INTERFACE, found + more, HOW if missing else "", needed=bool(missing))
+        change = (
+            "launch with accelerate launch or torchrun, or set LOCAL_RANK, a process's number on "
+            "its host"
+        )
+    return Finding("processes", text, change, needed=bool(change))
+
+
+def _threads_finding(local: int, *, cores: int, threads: int, cuda: bool) -> Finding:
+    """Return a finding on the threads of `local` processes on a host."""
+    if local == 1:
+        return Finding("OMP_NUM_THREADS", f"{threads}")
+    text = f"{threads} threads in each of {local} processes on {cores} cores"
+    fitting_threads = max(cores // local, 1)
+    change = ""
+    if local * threads > cores and not cuda:
+        change = (
+            f"set OMP_NUM_THREADS={fitting_threads}: threads that wait for a core slow all down"
+        )
+        if threads == fitting_threads:
+            change = f"launch at most {cores} processes on this host"
+    return Finding("OMP_NUM_THREADS", text, change)
+
+
+def _gloo(environment: Mapping[str, str], *, several_hosts: bool) -> Finding:
+    """Return a finding on the address that gloo gives to other hosts, for control messages."""
+    names = environment.get(INTERFACE)
+    if names is not None:
+        interfaces = [name for _, name in socket.if_nameindex()]
+        missing = ", ".join(name for name in names.split(",") if name not in interfaces)
+        if not missing:
+            return Finding(INTERFACE, names)
+        text = f"{names}, but this host has no interface {missing}, only {', '.join(interfaces)}"
+        return Finding(INTERFACE, text, HOW, needed=True)
+    address: str | None = None
     with suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
-    found = (
+    text = (
         f"not set; this host's name {socket.gethostname()!r} resolves to {address or 'no address'}"
     )
     if not several_hosts or (address is not None and not ip_address(address).is_loopback):
-        return Finding(INTERFACE, found)
-    return Finding(INTERFACE, f"{found}, which no other host reaches", HOW, needed=True)
+        return Finding(INTERFACE, text)
+    return Finding(INTERFACE, f"{text}, which no other host reaches", HOW, needed=True)
 
 
 def check_all(*, timeout: float, as_json: bool) -> int:
     """Check everything and print the findings on rank 0; return 1 if anything is wrong."""
-    device, cuda = device_of_rank(), torch.cuda.is_available()
+    device = device_of_rank()
+    cuda = torch.cuda.is_available()
     # The first distribution of a name counts. Names are spelled with dashes, underscores or
     # capitals.
     installed = {
         canonicalize_name(package.name): package for package in reversed([*distributions()])
     }
-    about = (
-        installed[canonicalize_name(NAME)].metadata
-        if canonicalize_name(NAME) in installed
-        else None
-    )
+    own_package = installed.get(canonicalize_name(NAME))
+    metadata = None if own_package is None else own_package.metadata
 
     def version_of(name: str) -> str | None:
         package = installed.get(canonicalize_name(name))
         return None if package is None else package.version
 
-    mine = version_findings(about, version_of)
-    mine += device_findings(
-        device, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    )
+    # 1. What a rank finds by itself.
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    findings = version_findings(metadata, version_of)
+    findings += device_findings(device, processes)
     if cuda:
-        mine += package_findings(torch.cuda.get_device_capability(device), version_of)
-    mine += launch_findings(
+        findings += package_findings(torch.cuda.get_device_capability(device), version_of)
+    findings += launch_findings(
         os.environ, cuda=cuda, cores=os.cpu_count() or 1, threads=torch.get_num_threads()
     )
+
+    # 2. What connected ranks find together. Ranks that cannot connect print their own findings.
     try:
         groups = connect(device, timeout)
-        of_nodes = ranks_per_node(None, timeout)
-    except (
-        RuntimeError,
-        ValueError,
-    ) as error:  # ranks are not connected, so each prints its own findings
-        mine.append(Finding("connection", str(error), CONNECT, needed=True))
+        ranks_of_nodes = ranks_per_node(None, timeout)
+    except (RuntimeError, ValueError) as error:
+        findings.append(Finding("connection", str(error), CONNECT, needed=True))
         groups = None
     if groups is None:
-        return report([mine], {}, as_json=as_json)
-    by_rank, rates = groups.all_gather(mine), link_rates(PeerExchanges(groups, device))
-    sizes = node_sizes(len(by_rank), of_nodes)
+        return report([findings], {}, as_json=as_json)
+    by_rank = groups.all_gather(findings)
+    rates = link_rates(PeerExchanges(groups, device))
+    sizes = node_sizes(len(by_rank), ranks_of_nodes)
     dist.destroy_process_group()
-    nodes = (
-        f"{len(sizes)}, of {', '.join(map(str, sorted(set(sizes))))} ranks"
-        if len(sizes) > 1
-        else "one"
-    )
-    of_all = [Finding("nodes", nodes), *link_findings(rates, nodes_of(sizes))]
-    return report(
-        [[*each, *of_all] for each in by_rank], rates, as_json=as_json, shown=groups.rank == 0
-    )
+    nodes = "one"
+    if len(sizes) > 1:
+        nodes = f"{len(sizes)}, of {', '.join(map(str, sorted(set(sizes))))} ranks"
+    common = [Finding("nodes", nodes), *link_findings(rates, nodes_of(sizes))]
+    everything = [[*rank_findings, *common] for rank_findings in by_rank]
+    return report(everything, rates, as_json=as_json, shown=groups.rank == 0)
 
 
 def link_findings(rates: Rates, nodes: Sequence[int]) -> list[Finding]:
@@ -383,21 +400,18 @@ def link_findings(rates: Rates, nodes: Sequence[int]) -> list[Finding]:
 
     `nodes` is [ranks] the node of each rank.
     """
-    findings, change = (
-        [],
-        "check the network between these two ranks: every exchange waits for the slowest link",
-    )
-    for where in ("within", "between"):
-        of_kind = {
-            pair: rates[pair]
-            for pair in rates
-            if (where == "within") == (nodes[pair[0]] == nodes[pair[1]])
+    findings = []
+    change = "check the network between these two ranks: every exchange waits for the slowest link"
+    for reach in ("within", "between"):
+        reach_rates = {
+            (sender, receiver): rate
+            for (sender, receiver), rate in rates.items()
+            if (nodes[sender] == nodes[receiver]) == (reach == "within")
         }
-        if of_kind:
-            (sender, receiver), slowest = min(of_kind.items(), key=lambda link: link[1])
-            middle = median(of_kind.values())
+        if reach_rates:
+            (sender, receiver), slowest = min(reach_rates.items(), key=lambda link: link[1])
+            middle = median(reach_rates.values())
             text = f"{middle:.2f} GB/s; the slowest, rank {sender} to {receiver}, {slowest:.2f}"
-            findings.append(
-                Finding(f"links {where} nodes", text, change if slowest < SLOW * middle else "")
-            )
+            is_slow = slowest < SLOW * middle
+            findings.append(Finding(f"links {reach} nodes", text, change if is_slow else ""))
     return findings

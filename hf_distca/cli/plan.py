@@ -187,7 +187,7 @@ def _check_model_options(options: argparse.Namespace) -> None:
 
 
 def _check_fit(lengths: Lengths, config: DistCAConfig, options: argparse.Namespace) -> None:
-    """Raise ValueError if ranks cannot hold documents, or rows of documents, or cannot plan them in time."""
+    """Raise ValueError if ranks cannot hold documents or rows, or cannot plan them in time."""
     rows, documents = _rows_of(lengths), documents_of(lengths)
     ranks, tokens = options.ranks, options.tokens_per_rank
     stay = bool(rows) and config.planned_layout == "fixed"

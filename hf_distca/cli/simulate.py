@@ -258,7 +258,10 @@ def _table(figures: Mapping[str, Any]) -> str:
 
 
 def _aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the lines of a table, its header first, from the cells of each row by the title of the column."""
+    """Return the lines of a table, its header first.
+
+    `rows` are the cells of each row by the title of the column.
+    """
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [

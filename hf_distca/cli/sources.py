@@ -167,8 +167,8 @@ def _of_data(options: argparse.Namespace) -> IntArray:
     columns = [name for name in candidates if name in data.column_names]
     if not columns:
         raise InputError(
-            f"{source} has columns {data.column_names}, but none of {candidates}; set --column to a "
-            "column of lengths, of lists of tokens or of text, and for text --tokenizer to the "
+            f"{source} has columns {data.column_names}, but none of {candidates}; set --column to "
+            "a column of lengths, of lists of tokens or of text, and for text --tokenizer to the "
             "name of the model"
         )
     column = columns[0]

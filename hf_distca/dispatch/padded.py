@@ -1,4 +1,4 @@
-"""Padded batches as planned micro-batches: where the rows of sequences go, how they travel there, and back.
+"""Padded batches as planned micro-batches: where rows of sequences go, and how they travel.
 
 A rank is given a padded batch of B sequences. The sequences of all ranks are the documents of one
 or several planned micro-batches. Their tokens travel to the ranks that the plans name, and what the
@@ -51,18 +51,18 @@ SHARE = np.dtype(
 
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
-    """A padded batch: `input_ids` and other integers [B, L] of each token, and a mask [B, L] that is 0 for padding."""
+    """A padded batch of B sequences with at most L tokens."""
 
-    columns: dict[str, Tensor]
-    mask: Tensor
+    columns: dict[str, Tensor]  # [B, L] `input_ids` and other integers of each token, by name
+    mask: Tensor  # [B, L], 0 for padding
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """The sequences of a padded batch: [B] column of the first token and number of tokens of each, on the host."""
+    """The sequences of a padded batch, on the host."""
 
-    firsts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    firsts: NDArray[np.int64]  # [B] column of each sequence's first token
+    lengths: NDArray[np.int64]  # [B] number of tokens of each sequence
 
 
 def read_sequences(batch: PaddedBatch, limits: Limits) -> Sequences:
@@ -152,7 +152,7 @@ def plan_sequences(
 
 
 def _divided(lengths: NDArray[np.int64], settings: PlanSettings) -> list[NDArray[np.int64]]:
-    """Return the documents of each micro-batch: as few micro-batches as possible, of about equally many tokens."""
+    """Divide documents among as few micro-batches as possible, of about equally many tokens."""
     stay_whole = settings.document_layout == "whole"
     capacity = settings.tokens_per_rank * (1 if stay_whole else settings.ranks)
     bins_of_each = settings.ranks if stay_whole else 1
@@ -201,7 +201,7 @@ def _shares(
 
 
 class RowTravel:
-    """Travel of rows between the padded batches of ranks and the micro-batches in which they are computed.
+    """Travel of rows between padded batches and the micro-batches that compute them.
 
     Each token's row is sent once. Rows of padding stay behind, and fillers come from nowhere: both
     are 0.
@@ -251,7 +251,7 @@ class RowTravel:
         )
 
     def forth(self, padded_F: Tensor) -> Tensor:
-        """Return the rows [N, ...] that this rank holds, given the rows [F, ...] of the padded batches."""
+        """Send rows [F, ...] of padded batches; return the rows [N, ...] that this rank holds."""
         arrived = self._exchanged(
             padded_F.index_select(0, self._padded_index), self._sent, self._received
         )
@@ -260,7 +260,7 @@ class RowTravel:
         )
 
     def back(self, held_N: Tensor) -> Tensor:
-        """Return the rows [F, ...] of the padded batch, given the rows [N, ...] that the ranks hold."""
+        """Send rows [N, ...] that ranks hold; return the rows [F, ...] of the padded batch."""
         arrived = self._exchanged(
             held_N.index_select(0, self._held_index), self._received, self._sent
         )

@@ -103,7 +103,10 @@ class PackedBackbone(nn.Module):
 
 
 def _is_of_tokens(value: Any) -> bool:
-    """Return whether an argument is a tensor with values of tokens, and not a number such as num_items_in_batch."""
+    """Return whether an argument has values of tokens.
+
+    A number such as num_items_in_batch has none.
+    """
     return isinstance(value, Tensor) and value.ndim > 0
 
 
@@ -159,7 +162,10 @@ def _padded_result(results: list[Any], packed: PackedBatch) -> Any:
 
 
 def _has_batch(output: Tensor, rows: int) -> bool:
-    """Return whether an output is [1, rows, ...], as hidden states are, and not [rows, ...], as a router's logits."""
+    """Return whether an output has a batch dimension before its rows.
+
+    Hidden states are [1, rows, ...], and a router's logits are [rows, ...].
+    """
     if output.shape[:2] == (1, rows):
         return True
     if output.shape[:1] == (rows,):

@@ -56,7 +56,7 @@ class _Events:
             self.listed.append(self._slice(span, span.kind, COMPUTE, span.end, arguments))
 
     def add_exchanges(self, spans: Sequence[Span], members: Sequence[int]) -> int:
-        """Add the exchanges of this rank with their arrows; return the number of exchange tracks."""
+        """Add this rank's exchanges with their arrows; return the number of exchange tracks."""
         # 1. Waits in order of time, by the core attention and the exchange that they are for.
         waits: defaultdict[Any, deque[Span]] = defaultdict(deque)
         for span in sorted(spans, key=lambda span: span.begin):

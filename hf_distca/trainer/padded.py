@@ -1,4 +1,4 @@
-"""DistCAPaddedMixin: trainers whose model takes padded batches, and computes them packed and planned."""
+"""DistCAPaddedMixin: trainers whose model computes padded batches packed and planned."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,6 @@
-"""TRL's trainers for preferences, rewards and reinforcement, with padded batches computed packed and planned.
+"""TRL's trainers for preferences, rewards and reinforcement, on padded batches.
+
+Their models compute the batches packed and planned.
 
 Each trainer is TRL's own with `DistCAPaddedMixin`. Arguments, data, losses, rollouts and metrics
 are TRL's.
@@ -62,7 +64,7 @@ class DistCARewardConfig(DistCAPaddedArguments, RewardConfig):
 
 
 class TRLMixin(DistCAPaddedMixin):
-    """What TRL's trainers need besides: attention of a model that is given by name, and log-probs before training."""
+    """Parts of TRL's trainers that run before training: a model by its name, and log-probs."""
 
     def _prepare_given(self, named: dict[str, Any]) -> dict[str, Any]:
         args: Any = named["args"]
@@ -79,10 +81,10 @@ class TRLMixin(DistCAPaddedMixin):
         super()._pack_models()
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute log-probs of the reference before training, which TRL does at the end of its `__init__`."""
+        """Compute log-probs of the reference, which TRL does at the end of its `__init__`."""
         self._pack_models()
-        of_trl: Any = super()
-        return of_trl._precompute_ref_logps(*args, **kwargs)
+        trl_trainer: Any = super()
+        return trl_trainer._precompute_ref_logps(*args, **kwargs)
 
 
 class DistCADPOTrainer(TRLMixin, DPOTrainer):

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -195,9 +196,8 @@ def main() -> None:
             figures = {}
             for name, ranks in zip(MODULES, (delta, scan), strict=True):
                 of_ranks = ranks.take()
-                figures |= {
-                    f"{name}: {key}": max(each[key] for each in of_ranks) for key in of_ranks[0]
-                }
+                for figure in of_ranks[0]:
+                    figures[f"{name}: {figure}"] = max(map(itemgetter(figure), of_ranks))
             return figures
 
         measured = take_rounds(options, take)

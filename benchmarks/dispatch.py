@@ -21,6 +21,7 @@ Run: python benchmarks/dispatch.py [--rounds 100]
 import time
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,7 +159,7 @@ def main() -> None:
 
         def take() -> Round:
             by_rank = ranks.take()
-            return {name: max(rank[name] for rank in by_rank) for name in by_rank[0]}
+            return {name: max(map(itemgetter(name), by_rank)) for name in by_rank[0]}
 
         measured = take_rounds(options, take)
     report(

@@ -183,9 +183,8 @@ class Steps:
     def __init__(self, case: Case) -> None:
         total = sum(case.lengths)
         ranks = dist.get_world_size()
-        models = {
-            turns: llama(total) for turns in {variant.turns for variant in case.variants.values()}
-        }
+        turns_of_variants = {variant.turns for variant in case.variants.values()}
+        models = {turns: llama(total) for turns in turns_of_variants}
         if True in models:
             plan_layers(models[True])
         flat = settings_of(next(iter(models.values())), ranks, -(-total // ranks), CPU)

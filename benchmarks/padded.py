@@ -35,6 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -291,10 +292,12 @@ def prepare(case: Case) -> Callable[[], Round]:
 def largest_differences(found: dict[str, Any]) -> dict[str, float]:
     """The largest relative difference of loss and norm from the first strategy's, by strategy."""
     want = found[STRATEGIES[0]]
-    return {
-        strategy: max(abs(found[strategy][name] - want[name]) / abs(want[name]) for name in want)
-        for strategy in STRATEGIES[1:]
-    }
+    differences = {}
+    for strategy in STRATEGIES[1:]:
+        differences[strategy] = max(
+            abs(found[strategy][name] - figure) / abs(figure) for name, figure in want.items()
+        )
+    return differences
 
 
 def rows_of(case: Case) -> dict[str, int]:
@@ -346,7 +349,7 @@ def main() -> None:
 
 def slower(of_ranks: Sequence[Round]) -> Round:
     """Each figure, of the rank that takes longer."""
-    return {name: max(figures[name] for figures in of_ranks) for name in of_ranks[0]}
+    return {name: max(map(itemgetter(name), of_ranks)) for name in of_ranks[0]}
 
 
 if __name__ == "__main__":

@@ -233,6 +233,10 @@ def planned(case: Case, ranks: int) -> "Halted":
     )
 
 
+def first_row(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: column[0] for name, column in batch.items()}
+
+
 def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool = False) -> "Halted":
     """Ulysses sequence parallelism of DeepSpeed through accelerate, ZeRO off, rows of packed
     documents.
@@ -249,7 +253,7 @@ def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool =
     flatten = DataCollatorWithFlattening()
     data = case.data
     parts = [data[:1], data[1:]] if in_two_rows else [data]
-    packed = [{name: column[0] for name, column in flatten(part).items()} for part in parts]
+    packed = [first_row(flatten(part)) for part in parts]
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
     handler.sp_attn_implementation = (
         attention  # accelerate takes few names, DeepSpeed any that is registered
@@ -429,14 +433,16 @@ def first_loss(case: Case, **settings: Any) -> float:
     return loss
 
 
+def scaled(lengths: Sequence[int], tokens: int) -> list[int]:
+    """Lengths of a mix for a step of so many tokens."""
+    return [length * tokens // TOKENS for length in lengths]
+
+
 def main() -> None:
     options = options_parser(
         __doc__, rounds=(6, "how many"), tokens=(TOKENS, "of a step")
     ).parse_args()
-    lengths = {
-        mix: [length * options.tokens // TOKENS for length in of_mix]
-        for mix, of_mix in MIXES.items()
-    }
+    lengths = {mix: scaled(of_mix, options.tokens) for mix, of_mix in MIXES.items()}
     rounds: list[dict[str, float]] = [{} for _ in range(options.rounds)]
     strategies = {}
     ratios = {}

@@ -155,10 +155,10 @@ def node_aware_over_flat(pairs: dict[str, tuple[Planned, Planned]]) -> dict[str,
 def print_figures(title: str, by_plan: dict[str, dict[str, Any]]) -> None:
     columns = [name for name in next(iter(by_plan.values())) if not name.endswith("_input")]
     print(title)
-    table(
-        ["figure", *by_plan],
-        [[name, *(_shown(figures[name]) for figures in by_plan.values())] for name in columns],
-    )
+    rows = []
+    for name in columns:
+        rows.append([name, *(_shown(figures[name]) for figures in by_plan.values())])
+    table(["figure", *by_plan], rows)
     print()
 
 
@@ -178,13 +178,11 @@ def main() -> None:
     nodes = {}
     for kind in ("joint", "fixed"):
         for tolerance in TOLERANCES:
-            pairs = {
-                batch["id"]: tuple(
-                    planned(batch, kind, tolerance, nodes_known, repeats)
-                    for nodes_known in (RANKS_PER_NODE, None)
-                )
-                for batch in batches
-            }
+            pairs = {}
+            for batch in batches:
+                aware = planned(batch, kind, tolerance, RANKS_PER_NODE, repeats)
+                flat = planned(batch, kind, tolerance, None, repeats)
+                pairs[batch["id"]] = (aware, flat)
             nodes[f"{kind}, at {tolerance}"] = node_aware_over_flat(pairs)
     print_figures(f"{IN_NODES} ranks in nodes of {RANKS_PER_NODE}: node-aware / flat", nodes)
     print_json(**figures, nodes=nodes)

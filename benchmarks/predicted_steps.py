@@ -226,13 +226,10 @@ def main() -> None:
                 "seconds": spread([each[seconds] for each in rounds]),
                 "predicted / measured": spread([each[guess] / each[seconds] for each in rounds]),
             }
-    table(
-        ("", "", ""),
-        [
-            (name, *(f"{what} {value}" for what, value in each.items()))
-            for name, each in found.items()
-        ],
-    )
+    rows = []
+    for name, figures in found.items():
+        rows.append((name, *(f"{figure} {value}" for figure, value in figures.items())))
+    table(("", "", ""), rows)
     worst = max(abs(each["predicted / measured"].median - 1) for each in found.values())
     print_json(rounds=len(rounds), worst_median_error=worst, steps=found)
 

@@ -13,6 +13,7 @@ import gzip
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def described(run: Run) -> list[Step]:
 
 def _baseline(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
     """Rows stay where they are: the rank with the most pairs is the last."""
-    load = max(_pairs(length for row in mine for length in row) for mine in run.rows_of_ranks(rows))
+    load = max(_pairs(chain.from_iterable(of_rank)) for of_rank in run.rows_of_ranks(rows))
     return Step(run.rows_per_gpu(rows), run.layers * load / run.context, run.gathering(rows))
 
 
@@ -261,11 +262,10 @@ def main() -> None:
     path = parser.parse_args().file
     raw = path.read_bytes()
     sets = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    found = {
-        name: figures_of([Run.of(run) for run in runs])
-        for name, runs in sets.items()
-        if isinstance(runs, list)
-    }
+    found = {}
+    for name, runs in sets.items():
+        if isinstance(runs, list):
+            found[name] = figures_of(list(map(Run.of, runs)))
     columns = (
         "baseline_r2",
         "balanced_error_mean",
@@ -273,13 +273,11 @@ def main() -> None:
         "balanced_bias",
         "whole_error_mean",
     )
-    table(
-        ("set", *columns),
-        [
-            (name, *(f"{one[c]:.4f}" if c in one else "" for c in columns))
-            for name, one in found.items()
-        ],
-    )
+    rows = []
+    for name, figures in found.items():
+        cells = [f"{figures[column]:.4f}" if column in figures else "" for column in columns]
+        rows.append((name, *cells))
+    table(("set", *columns), rows)
     print_json(**found)
 
 

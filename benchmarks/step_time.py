@@ -166,6 +166,11 @@ class Models:
         optimizer.zero_grad()
 
 
+def scaled(lengths: Sequence[int], tokens: int) -> list[int]:
+    """Lengths of a mix for so many tokens."""
+    return [length * tokens // LENGTHS_FOR for length in lengths]
+
+
 def steps_of(ranks: int, tokens: int) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
     """Steps of all mixes in all strategies by name, and what "auto" chose, by mix."""
     models = Models(ranks * tokens)
@@ -180,9 +185,7 @@ def steps_of(ranks: int, tokens: int) -> tuple[dict[str, Callable[[], None]], di
         )
         for strategy, settings in strategies.items()
     }
-    mixes = {
-        mix: [length * ranks * tokens // LENGTHS_FOR for length in of] for mix, of in MIXES.items()
-    }
+    mixes = {mix: scaled(lengths, ranks * tokens) for mix, lengths in MIXES.items()}
     correct_costs(models, dispatchers["auto"], list(mixes.values()))
     steps = {}
     chosen = {}

@@ -85,6 +85,10 @@ def mean(steps: Sequence[StepTime], of_step: Callable[[StepTime], float]) -> flo
     return float(np.mean([of_step(step) for step in steps]))
 
 
+def keeps_documents_whole(steps: Sequence[StepTime]) -> bool:
+    return not any(step.documents_cut for step in steps)
+
+
 def comparison(steps: Mapping[str, Sequence[StepTime]]) -> dict[str, Any]:
     """The figures of one kind of documents, from the steps of every strategy of the same
     micro-batches.
@@ -94,24 +98,17 @@ def comparison(steps: Mapping[str, Sequence[StepTime]]) -> dict[str, Any]:
     busiest = steps[BUSIEST]
     seconds = mean(planned, lambda step: step.seconds)
     names = [name for name in steps if name not in (CHOSEN, BUSIEST)]
-    best = [
-        min(
-            (steps[name][index].seconds, name)
-            for name in names
-            if not steps[name][index].documents_cut
-        )
-        for index in range(len(planned))
-    ]
-    fitting = [
-        min(
-            step.seconds
-            for step in (steps[name][index] for name in names)
-            if not step.documents_cut and step.tokens_most <= TOKENS_PER_RANK
-        )
-        / own.seconds
-        for index, own in enumerate(planned)
-    ]
-    fixed = [name for name in names if not any(step.documents_cut for step in steps[name])]
+    best = []
+    fitting = []
+    for index, own in enumerate(planned):
+        whole = [(name, steps[name][index]) for name in names]
+        whole = [(name, step) for name, step in whole if not step.documents_cut]
+        best.append(min((step.seconds, name) for name, step in whole))
+        seconds_that_fit = [
+            step.seconds for _, step in whole if step.tokens_most <= TOKENS_PER_RANK
+        ]
+        fitting.append(min(seconds_that_fit) / own.seconds)
+    fixed = [name for name in names if keeps_documents_whole(steps[name])]
     unit = mean(planned, lambda step: step.attention.mean())
     return {
         "attention_share": unit / seconds,

@@ -53,9 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files that launch first, the trainer's before others: one taken last would leave the
     other workers idle.
     """
-    launching = {
-        path: bool(LAUNCHES.search(path.read_text())) for path in {item.path for item in items}
-    }
+    paths = {item.path for item in items}
+    launching = {path: bool(LAUNCHES.search(path.read_text())) for path in paths}
     items.sort(key=lambda item: (not launching[item.path], "trainer" not in item.path.parts))
 
 

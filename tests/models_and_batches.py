@@ -63,10 +63,10 @@ def small_kinds(*windows: int | None, chunk: int | None = None) -> tuple[Attenti
 
 def changed(plan: MicroBatchPlan, change: Callable[[Plan], Plan]) -> MicroBatchPlan:
     """The plan with the plans of all nano-batches and kinds of layers changed."""
-    nano_batches = [
-        replace(nano, plans={kind: change(of_kind) for kind, of_kind in nano.plans.items()})
-        for nano in plan.nano_batches
-    ]
+    nano_batches = []
+    for nano in plan.nano_batches:
+        plans = {kind: change(plan_of_kind) for kind, plan_of_kind in nano.plans.items()}
+        nano_batches.append(replace(nano, plans=plans))
     return replace(plan, nano_batches=tuple(nano_batches))
 
 

@@ -31,12 +31,12 @@ def spread(values: Sequence[float]) -> Spread:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows of text in columns, the first one flush left."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    for first, *others in [header, *rows]:
-        cells = [
-            first.ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)),
-        ]
+    columns = zip(header, *rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    for name, *figures in [header, *rows]:
+        cells = [name.ljust(widths[0])]
+        for figure, width in zip(figures, widths[1:], strict=True):
+            cells.append(figure.rjust(width))
         print("  ".join(cells))
 
 
@@ -53,11 +53,11 @@ def options_parser(description: str | None, **numbers: tuple[int, str]) -> Argum
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    shown = [
-        [f"{figure:.3f}" if isinstance(figure, float) else str(figure) for figure in row.values()]
-        for row in rows
-    ]
-    table(list(rows[0]), shown)
+    table(list(rows[0]), [list(map(_shown, row.values())) for row in rows])
+
+
+def _shown(figure: Any) -> str:
+    return f"{figure:.3f}" if isinstance(figure, float) else str(figure)
 
 
 def print_json(**figures: Any) -> None:

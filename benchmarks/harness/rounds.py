@@ -17,6 +17,7 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from .figures import Spread, options_parser, print_json, spread, table
@@ -154,15 +155,13 @@ def report(
     theirs = measured.theirs
     figures = _spreads(ours)
     _show(f"{len(ours)} rounds", figures)
-    ratios = [{name: compute(taken) for name, compute in derived.items()} for taken in ours]
+    ratios = [_derived(figures_of_round, derived) for figures_of_round in ours]
     if derived:
         print()
         _show("within a round", _spreads(ratios))
     against = None
     if theirs:
-        quotients = [
-            {name: a[name] / b[name] for name in a} for a, b in zip(ours, theirs, strict=True)
-        ]
+        quotients = list(map(_quotients, ours, theirs))
         between = _spreads(quotients)
         figures_there = _spreads(theirs)
         print()
@@ -183,7 +182,15 @@ def report(
 
 
 def _spreads(rounds: Sequence[Round]) -> dict[str, Spread]:
-    return {name: spread([taken[name] for taken in rounds]) for name in rounds[0]}
+    return {name: spread(list(map(itemgetter(name), rounds))) for name in rounds[0]}
+
+
+def _quotients(ours: Round, theirs: Round) -> Round:
+    return {name: seconds / theirs[name] for name, seconds in ours.items()}
+
+
+def _derived(figures: Round, derived: Mapping[str, Callable[[Round], float]]) -> Round:
+    return {name: compute(figures) for name, compute in derived.items()}
 
 
 def _show(title: str, figures: Mapping[str, Spread]) -> None:

@@ -61,10 +61,11 @@ def values(batch):
 
 def examples_of(lengths):
     """Documents whose tokens say where they belong."""
-    return [
-        {"input_ids": [1000 * document + p for p in range(length)]}
-        for document, length in enumerate(lengths)
-    ]
+    examples = []
+    for document, length in enumerate(lengths):
+        begin = 1000 * document
+        examples.append({"input_ids": list(range(begin, begin + length))})
+    return examples
 
 
 def rows_of(lengths):
@@ -137,9 +138,10 @@ def test_long_documents_are_cut(caplog):
     truncated = collate(examples, fixed(1, 3), "truncate")
     with caplog.at_level(logging.WARNING):
         caplog.clear()
-        for policy, batches in (("split", split), ("truncate", truncated)):
-            streamed = StreamPacker(examples * 5, 1, 0, 3, policy)
-            assert [values(batch) for batch in streamed] == [values(batch) for batch in batches] * 5
+        streamed = StreamPacker(examples * 5, 1, 0, 3, "split")
+        assert [values(batch) for batch in streamed] == [values(batch) for batch in split] * 5
+        streamed = StreamPacker(examples * 5, 1, 0, 3, "truncate")
+        assert [values(batch) for batch in streamed] == [values(batch) for batch in truncated] * 5
     assert [values(batch) for batch in split] == [
         [[1, 2, 3], [0, 1, 2], [2, 3, 4]],
         [[4, 5], [0, 1], [5, -100]],
@@ -192,13 +194,16 @@ def test_the_choices_that_come_with_a_micro_batch_are_those_of_its_plan():
     settings = PlanSettings(1, 8, choices=choices(1.0))
     reader = RankDocuments(examples_of([5]), np.array([5]), settings, 0)
     excerpts = fit_documents(np.array([5]), 8, "error", "limit")
-    for given_choices, seconds in ((None, 10.0), (choices(10.0), 100.0)):
-        assert reader[
-            GlobalMicroBatch(excerpts, given_choices)
-        ].plan.choice.seconds == pytest.approx(seconds)
+    by_settings = reader[GlobalMicroBatch(excerpts, None)].plan
+    assert by_settings.choice.seconds == pytest.approx(10.0)
+    by_corrections = reader[GlobalMicroBatch(excerpts, choices(10.0))].plan
+    assert by_corrections.choice.seconds == pytest.approx(100.0)
 
 
-def test_only_documents_with_rows_here_are_read():
+@pytest.mark.parametrize(
+    ("access", "expected"), [("one by one", [1]), ("several at once", [[1], 1])]
+)
+def test_only_documents_with_rows_here_are_read(access, expected):
     lengths = np.array([2, 2, 2])
     read = []
 
@@ -211,13 +216,13 @@ def test_only_documents_with_rows_here_are_read():
         def __getitems__(self, indices):
             return [self[index] for index in read.append(indices) or indices]
 
-    for dataset in (One(), Several()):
-        reader = RankDocuments(dataset, lengths, fixed(3, 2), rank=1)
-        planned = reader[GlobalMicroBatch(fit_documents(lengths, 6, "error", "limit"))]
-        assert {index: document.tolist() for index, document in planned.documents.items()} == {
-            1: [[1, 4], [4, -100]]
-        }
-    assert read == [1, [1], 1]
+    dataset = {"one by one": One, "several at once": Several}[access]()
+    reader = RankDocuments(dataset, lengths, fixed(3, 2), rank=1)
+    planned = reader[GlobalMicroBatch(fit_documents(lengths, 6, "error", "limit"))]
+    assert {index: document.tolist() for index, document in planned.documents.items()} == {
+        1: [[1, 4], [4, -100]]
+    }
+    assert read == expected
 
 
 def test_documents_that_are_refused_when_they_are_read():
@@ -253,9 +258,10 @@ def test_accelerate_passes_every_batch_and_the_epoch():
     assert first == tokens(loader_of(0))
     assert len(first) == len(loader)
     assert second != first
-    for epoch, expected in enumerate((first, second)):
-        loader.set_epoch(epoch)
-        assert tokens(loader) == expected
+    loader.set_epoch(0)
+    assert tokens(loader) == first
+    loader.set_epoch(1)
+    assert tokens(loader) == second
 
 
 # Streams

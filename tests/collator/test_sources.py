@@ -124,16 +124,25 @@ def test_an_unreadable_file_is_named_among_others(tmp_path, name, content, messa
         load_documents(sources)
 
 
-def test_sources_that_do_not_exist(tmp_path):
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nosuch.txt", "there is no file or folder 'nosuch.txt'"),
+        ("./nosuch", "there is no file or folder './nosuch'"),
+        ("{tmp_path}/nosuch", "there is no file or folder '.*nosuch'"),
+        (
+            "someone/nosuch",
+            "'someone/nosuch' is no file here and cannot be loaded by `datasets`",
+        ),
+        ("{tmp_path}/empty", "the folder '.*empty' has no files"),
+    ],
+)
+def test_sources_that_do_not_exist(tmp_path, source, message):
     (tmp_path / "empty").mkdir()
-    for source, message in {
-        "nosuch.txt": "there is no file or folder 'nosuch.txt'",
-        "./nosuch": "there is no file or folder './nosuch'",
-        str(tmp_path / "nosuch"): "there is no file or folder '.*nosuch'",
-        "someone/nosuch": "'someone/nosuch' is no file here and cannot be loaded by `datasets`",
-        str(tmp_path / "empty"): "the folder '.*empty' has no files",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            load_documents(source)
+    with pytest.raises(ValueError, match=message):
+        load_documents(source.format(tmp_path=tmp_path))
+
+
+def test_no_source():
     with pytest.raises(ValueError, match="no source is named"):
         load_documents([])

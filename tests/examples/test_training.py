@@ -207,24 +207,18 @@ def test_a_refusal_is_one_line_of_rank_0(checkpoint, tmp_path):
     assert "Traceback" not in printed + others
 
 
-def test_a_misspelt_option_is_two_lines(monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["train", "finetune_llama", "sft_chat", "grpo", "dpo"])
+def test_a_misspelt_option_is_two_lines(monkeypatch, capsys, name):
     """Without the usage of two hundred options."""
-    for name, given in (
-        ("train", ["model", "text.txt"]),
-        *((name, []) for name in ("finetune_llama", "sft_chat", "grpo", "dpo")),
-    ):
-        example = import_module(f"examples.{name}")
-        needed = [] if given else ["--model_name_or_path", "model"]
-        monkeypatch.setattr(
-            sys,
-            "argv",
-            [f"{name}.py", *given, *needed, "--use_cpu", "--output_dir", "/no", "--nosuch"],
-        )
-        with pytest.raises(SystemExit, match=r"^2$"):
-            example.main()
-        usage, error = capsys.readouterr().err.splitlines()[-2:]
-        assert usage.startswith(f"usage: {name}.py ")
-        assert error == f"{name}.py: error: unrecognized arguments: --nosuch; --help lists all"
+    example = import_module(f"examples.{name}")
+    needed = ["model", "text.txt"] if name == "train" else ["--model_name_or_path", "model"]
+    options = ["--use_cpu", "--output_dir", "/no", "--nosuch"]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *needed, *options])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        example.main()
+    usage, error = capsys.readouterr().err.splitlines()[-2:]
+    assert usage.startswith(f"usage: {name}.py ")
+    assert error == f"{name}.py: error: unrecognized arguments: --nosuch; --help lists all"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +248,12 @@ def test_a_preference_run_that_logged_nothing(capsys, example):
     assert capsys.readouterr().out == "The model: out\n"
 
 
-def test_adapters_without_peft(monkeypatch):
+@pytest.mark.parametrize(
+    "example",
+    [finetune_llama, sft_chat, grpo, dpo],
+    ids=["finetune_llama", "sft_chat", "grpo", "dpo"],
+)
+def test_adapters_without_peft(monkeypatch, example):
     for trainers in ("sft", "preference"):
         import_module(
             f"hf_distca.trainer.{trainers}"
@@ -262,31 +261,33 @@ def test_adapters_without_peft(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     options = ["--model_name_or_path", "/no", "--use_peft", "--use_cpu", "--output_dir", "/no"]
     monkeypatch.setattr(sys, "argv", ["x", *options])
-    for example in (finetune_llama, sft_chat, grpo, dpo):
-        with pytest.raises(SystemExit, match=r"^--use_peft needs peft, .*: pip install peft$"):
-            example.main()
+    with pytest.raises(SystemExit, match=r"^--use_peft needs peft, .*: pip install peft$"):
+        example.main()
 
 
-def test_each_example_stands_alone_with_options_called_as_in_trl():
-    names = {path.stem for path in EXAMPLES.glob("*.py")}
-    for path in EXAMPLES.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                assert not names & {
-                    getattr(node, "module", None),
-                    *(alias.name for alias in node.names),
-                }, path
-    theirs = {each.name for each in (*fields(trl.ScriptArguments), *fields(trl.ModelConfig))}
-    ours = [
-        {each.name for each in fields(example.ScriptArguments)} - theirs
-        for example in (finetune_llama, sft_chat, grpo, dpo)
-    ]
-    assert ours == [
-        {"max_documents", "eval_fraction", "tp_size"},
-        {"max_chats", "eval_fraction"},
-        {"max_prompts"},
-        {"max_pairs"},
-    ]
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_each_example_stands_alone(path):
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imported |= {getattr(node, "module", None), *(alias.name for alias in node.names)}
+    assert imported & {example.stem for example in EXAMPLES.glob("*.py")} == set()
+
+
+@pytest.mark.parametrize(
+    ("example", "further_options"),
+    [
+        (finetune_llama, {"max_documents", "eval_fraction", "tp_size"}),
+        (sft_chat, {"max_chats", "eval_fraction"}),
+        (grpo, {"max_prompts"}),
+        (dpo, {"max_pairs"}),
+    ],
+    ids=["finetune_llama", "sft_chat", "grpo", "dpo"],
+)
+def test_options_are_called_as_in_trl(example, further_options):
+    of_trl = {field.name for field in (*fields(trl.ScriptArguments), *fields(trl.ModelConfig))}
+    options = {field.name for field in fields(example.ScriptArguments)}
+    assert options - of_trl == further_options
 
 
 def test_no_model_where_there_are_no_weights(tmp_path):

@@ -94,20 +94,28 @@ def alone(_ranks, function, *args):
         dist.destroy_process_group()
 
 
-def test_ranks_on_the_cpu(rank_pools):
+def test_steps_on_the_cpu(rank_pools):
     def run(ranks, *call):
         return rank_pools[ranks].run(*call)
 
     findings = steps.check_two_ranks(SMALL, run)
     assert findings.wrong == []
     assert findings.figures["bytes_moved"].keys() == steps.ON_TWO_RANKS.keys()
-    for ranks, link in ((1, "none: a rank with itself"), (2, "between GPUs"), (3, "between GPUs")):
-        findings = exchange.check_exchange(SMALL, ranks, alone if ranks == 1 else run)
-        assert findings.wrong == []
-        assert findings.figures["link"] == link
-        assert all(
-            findings.figures[f"{blocks} blocks"]["exchange_ms"] > 0 for blocks in exchange.BLOCKS
-        )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "link"),
+    [(1, "none: a rank with itself"), (2, "between GPUs"), (3, "between GPUs")],
+)
+def test_exchange_on_the_cpu(rank_pools, ranks, link):
+    def run(ranks, *call):
+        return rank_pools[ranks].run(*call)
+
+    findings = exchange.check_exchange(SMALL, ranks, alone if ranks == 1 else run)
+    assert findings.wrong == []
+    assert findings.figures["link"] == link
+    for blocks in exchange.BLOCKS:
+        assert findings.figures[f"{blocks} blocks"]["exchange_ms"] > 0, blocks
 
 
 def test_documents_divide_into_two_nano_batches_where_they_are_placed():
@@ -179,18 +187,26 @@ def test_of_a_kernel_that_is_compiled_there_are_few_variants():
     assert {name for dtype, name in every if dtype == torch.float16} == set(cases(SMALL))
 
 
-def test_deviations_and_side_by_side_rows():
-    want = torch.tensor([2.0, -4.0, -torch.inf], dtype=torch.float64)
-    for got, expected in (
+@pytest.mark.parametrize(
+    ("computed", "expected"),
+    [
         ([2.0, -3.0, -torch.inf], 0.25),
         ([2.0, -torch.inf, -torch.inf], math.inf),
-    ):
-        assert deviation(torch.tensor(got), want) == expected
-    assert deviation(torch.tensor([2.0, -4.0, 0.0]), want) == math.inf
-    assert deviation(torch.tensor([0.01]), torch.zeros(1, dtype=torch.float64)) == pytest.approx(
-        0.1
-    )
-    # Received rows lie in wider rows, at multiples of 16 bytes.
+        ([2.0, -4.0, 0.0], math.inf),
+    ],
+    ids=["finite", "infinite", "finite instead of infinite"],
+)
+def test_deviations(computed, expected):
+    exact = torch.tensor([2.0, -4.0, -torch.inf], dtype=torch.float64)
+    assert deviation(torch.tensor(computed), exact) == expected
+
+
+def test_deviation_from_zero():
+    exact = torch.zeros(1, dtype=torch.float64)
+    assert deviation(torch.tensor([0.01]), exact) == pytest.approx(0.1)
+
+
+def test_received_rows_lie_in_wider_rows_at_multiples_of_16_bytes():
     views = side_by_side([(3, 7, 5), (3, 1, 8)], torch.bfloat16, torch.device("cpu"))
     assert [(tuple(view.shape), view.stride()) for view in views] == [
         ((3, 7, 5), (56, 5, 1)),

@@ -70,8 +70,9 @@ def test_checkpointed_layers():
     assert more["kept O"] == 3 * KEPT_O
     assert more["activations"] - less["activations"] == TOKENS * HIDDEN * 4
     assert less["backward"] > less["loss"]  # a layer is computed again at the peak
-    for use in (FLASH, Use("torch_varlen", checkpointing={}, keep_core_attention=False)):
-        assert "kept O" not in counted(use)
+    assert "kept O" not in counted(FLASH)
+    recomputed = Use("torch_varlen", checkpointing={}, keep_core_attention=False)
+    assert "kept O" not in counted(recomputed)
     # Offloaded checkpoints are on the host; the last layer's input and results are back.
     parts = counted(Use("torch_varlen", checkpointing={"offload": True}), num_hidden_layers=3)
     assert parts["kept O"] == 0
@@ -90,14 +91,14 @@ def test_weights_and_gradients_are_those_of_the_model():
     assert counted(FLASH, dtype=torch.bfloat16)["gradients"] == parameters * 2
 
 
-def test_rows_are_added_up_as_by_the_device_of_the_kernel():
+@pytest.mark.parametrize(("kernel", "sums_rows"), [("torch_varlen", True), ("cpu", False)])
+def test_rows_are_added_up_as_by_the_device_of_the_kernel(kernel, sums_rows):
     (kind,) = small_kinds()
     plan = plan_micro_batch([3 * TOKENS], PlanSettings(3, TOKENS, small_kinds()))
-    for kernel in ("torch_varlen", "cpu"):
-        bound = bound_plan(plan, 2, Use(kernel), LiveMemory())
-        with fake_tensors(), Counting(torch.device("cpu")) as seen:
-            run_core_attention(bound, kind, torch.float32)
-        assert any(call.name == "sum_rows" for call in seen.calls) == (kernel == "torch_varlen")
+    bound = bound_plan(plan, 2, Use(kernel), LiveMemory())
+    with fake_tensors(), Counting(torch.device("cpu")) as counting:
+        run_core_attention(bound, kind, torch.float32)
+    assert ("sum_rows" in {call.name for call in counting.calls}) == sums_rows
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear", "bamba"])
@@ -201,18 +202,21 @@ def test_core_attention_takes_what_flash_attention_takes():
     assert backward == gradients + 4 * rows * 4 * (16 + 1) + 2 * keys * 4 * (16 + 8)
 
 
-def test_products_of_experts_are_counted_without_values(monkeypatch):
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "granitemoehybrid"])
+def test_models_of_experts_are_counted_without_values(monkeypatch, model_type):
     """Transformers 5.17 reads in the backward how many rows each expert has, which fake tensors do
     not have.
     """
     monkeypatch.setattr(
         torch.ops.transformers, "grouped_mm_fallback", lambda *_, offs: offs.tolist()
     )
-    for model_type in ("qwen3_moe", "granitemoehybrid"):
-        model = model_of_config(tiny_config(model_type), torch.float32)
-        settings = PlanSettings(1, TOKENS, tuple(layers_by_kind(model)))
-        parts = count_micro_batch(model, plan_micro_batch([TOKENS], settings), 0, CHECKPOINTING)
-        assert parts["gradients"] == 4 * model.num_parameters()
+    model = model_of_config(tiny_config(model_type), torch.float32)
+    settings = PlanSettings(1, TOKENS, tuple(layers_by_kind(model)))
+    parts = count_micro_batch(model, plan_micro_batch([TOKENS], settings), 0, CHECKPOINTING)
+    assert parts["gradients"] == 4 * model.num_parameters()
+
+
+def test_products_of_experts_are_counted_without_values():
     with fake_tensors(), LiveMemory() as live:
         rows, weights = (
             torch.empty(*shape, requires_grad=True) for shape in ((1000, 16), (4, 16, 24))
@@ -313,16 +317,18 @@ def test_trainings_share_counts_only_where_they_take_the_same():
     settings = PlanSettings(1, TOKENS, small_kinds(), kernel="torch_varlen")
     plan = plan_micro_batch([TOKENS], settings)
     shared = MemoryCounter(small_model(), settings, DistCAConfig())
-    # Under ddp autocast makes copies of the weights; under fsdp2 the weights are in bfloat16.
-    for strategy, copies in (("fsdp2", False), ("ddp", True)):
-        counted_parts = shared.count(plan, Training(strategy, True)).parts
-        assert (counted_parts.get("cast weights", 0) > 0) == copies
-        assert (
-            counted_parts
-            == MemoryCounter(small_model(), settings, DistCAConfig())
-            .count(plan, Training(strategy, True))
-            .parts
-        )
+
+    def counted_alone(strategy):
+        counter = MemoryCounter(small_model(), settings, DistCAConfig())
+        return counter.count(plan, Training(strategy, True)).parts
+
+    # Under fsdp2 the weights are in bfloat16; under ddp autocast makes copies of the weights.
+    under_fsdp2 = shared.count(plan, Training("fsdp2", True)).parts
+    assert under_fsdp2.get("cast weights", 0) == 0
+    assert under_fsdp2 == counted_alone("fsdp2")
+    under_ddp = shared.count(plan, Training("ddp", True)).parts
+    assert under_ddp["cast weights"] > 0
+    assert under_ddp == counted_alone("ddp")
     # Offloaded bytes are the host's.
     kept, offloaded = (
         shared.count(plan, Training("ddp", True, how)) for how in ({}, {"offload": True})
@@ -390,8 +396,8 @@ def _buffers(
     [(2, 1, [900, 500, 300, 200, 100, 40], False), (3, (1, 2), [1400, 1300, 100, 40], True)],
 )
 def test_buffers_are_those_that_ranks_take(rank_pools, ranks, ranks_per_node, lengths, ping_pong):
-    for taken, counted_bytes in rank_pools[ranks].run(_buffers, lengths, ping_pong, ranks_per_node):
-        assert taken == counted_bytes
+    by_rank = rank_pools[ranks].run(_buffers, lengths, ping_pong, ranks_per_node)
+    assert [taken for taken, _ in by_rank] == [counted_bytes for _, counted_bytes in by_rank]
 
 
 # The strategies of a simulation.
@@ -420,8 +426,8 @@ def test_rows_take_memory_along_a_line():
     # The state is divided over both ranks. Without autocast numbers have four bytes.
     model = model_of_config(config_of_shape(SHAPE), torch.float32)
     wide = memory_of(replace(SETTINGS, bytes_per_value=4))
-    for of_width, mixed in ((memory, True), (wide, False)):
-        assert of_width(PLAIN, 1024, None)[1] == sum(model_state(model, "fsdp2", 2, mixed=mixed))
+    assert memory(PLAIN, 1024, None)[1] == sum(model_state(model, "fsdp2", 2, mixed=True))
+    assert wide(PLAIN, 1024, None)[1] == sum(model_state(model, "fsdp2", 2, mixed=False))
     assert wide(PLAIN, 1536, None)[0] > 1.4 * memory(PLAIN, 1536, None)[0]
     # Exchange buffers of a plan take memory.
     rows, state = memory(PLAIN, 1024, None)

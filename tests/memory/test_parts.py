@@ -1,5 +1,6 @@
 """Tensors that are counted by part while they live, and a rank's state under each strategy."""
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig
@@ -72,27 +73,34 @@ def test_parameters_are_counted_once_and_quantized_weights_as_they_are():
     assert parameter_bytes(packed, trained=True) == 0
 
 
-def test_state_by_strategy():
-    model = small_model()
-    (gathered, reduced, share) = (OUTSIDE + 2 * LAYER, OUTSIDE + LAYER, ALL // 2)
-    for strategy, ranks, mixed, weights, gradients, optimizer in (
-        ("ddp", 1, True, 4 * ALL, 4 * ALL, 8 * ALL),
-        ("ddp", 2, True, 4 * ALL, 8 * ALL, 8 * ALL),
-        ("fsdp2", 2, True, 4 * share + 2 * gathered, 4 * share + 2 * reduced, 8 * share),
-        ("fsdp2", 2, False, 4 * (share + gathered), 4 * (share + reduced), 8 * share),
-        ("zero1", 2, True, 2 * ALL, 2 * ALL, 12 * share),
-        ("zero2", 2, True, 2 * ALL, 2 * (share + reduced), 12 * share),
-        ("zero3", 2, True, 2 * (share + gathered), 2 * (share + reduced), 12 * share),
-    ):
-        expected = ModelState(weights, gradients, optimizer)
-        assert model_state(model, strategy, ranks, mixed=mixed) == expected, (
-            strategy,
-            ranks,
-            mixed,
-        )
-    # Only what is trained has a gradient.
+GATHERED = OUTSIDE + 2 * LAYER
+REDUCED = OUTSIDE + LAYER
+SHARE = ALL // 2
+
+
+def test_only_what_is_trained_has_a_gradient():
     lora = get_peft_model(small_model(), LoraConfig(r=4, target_modules=["q_proj"]))
     trained = 2 * 2 * 4 * 32  # two matrices of rank 4 for 32 inputs and 32 outputs in two layers
     assert model_state(lora, "ddp", 1, mixed=True) == ModelState(
         4 * (ALL + trained), 4 * trained, 8 * trained
     )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "mixed", "weights", "gradients", "optimizer"),
+    [
+        ("ddp", 1, True, 4 * ALL, 4 * ALL, 8 * ALL),
+        ("ddp", 2, True, 4 * ALL, 8 * ALL, 8 * ALL),
+        ("fsdp2", 2, True, 4 * SHARE + 2 * GATHERED, 4 * SHARE + 2 * REDUCED, 8 * SHARE),
+        ("fsdp2", 2, False, 4 * (SHARE + GATHERED), 4 * (SHARE + REDUCED), 8 * SHARE),
+        ("zero1", 2, True, 2 * ALL, 2 * ALL, 12 * SHARE),
+        ("zero2", 2, True, 2 * ALL, 2 * (SHARE + REDUCED), 12 * SHARE),
+        ("zero3", 2, True, 2 * (SHARE + GATHERED), 2 * (SHARE + REDUCED), 12 * SHARE),
+    ],
+    ids=["one rank", "ddp", "fsdp2", "fsdp2 in float32", "zero1", "zero2", "zero3"],
+)
+def test_state_by_strategy(strategy, ranks, mixed, weights, gradients, optimizer):
+    state = model_state(small_model(), strategy, ranks, mixed=mixed)
+    assert state.weights == weights
+    assert state.gradients == gradients
+    assert state.optimizer == optimizer

@@ -67,16 +67,17 @@ def test_towers_have_positions_of_their_own():
     assert model_limits(model).positions is None
 
 
-def test_resized_and_adapted_tables():
+@pytest.mark.parametrize(
+    "modules",
+    [
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+    ],
+    ids=["saved", "adapted"],
+)
+def test_resized_and_adapted_tables(modules):
     model = small_model()
     assert model_limits(model) == Limits(64, 64, None, 2048)
     model.resize_token_embeddings(70)
-    for modules in (
-        {"modules_to_save": ["embed_tokens", "lm_head"]},
-        {"target_modules": ["embed_tokens", "lm_head"]},
-    ):
-        adapted = peft.get_peft_model(
-            model, peft.LoraConfig(**{"target_modules": ["q_proj"], **modules})
-        )
-        assert model_limits(adapted) == Limits(70, 70, None, 2048)
-        model = adapted.unload()
+    config = peft.LoraConfig(**{"target_modules": ["q_proj"], **modules})
+    assert model_limits(peft.get_peft_model(model, config)) == Limits(70, 70, None, 2048)

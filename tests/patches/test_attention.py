@@ -146,7 +146,7 @@ REFUSED = [
 ]
 
 
-def test_what_a_plan_cannot_express():
+def test_what_a_plan_cannot_express(subtests):
     dispatcher = Dispatcher(
         PlanSettings(ranks=1, tokens_per_rank=64, kinds=small_kinds()), torch.device("cpu")
     )
@@ -160,7 +160,7 @@ def test_what_a_plan_cannot_express():
         return distca_attention(module, query, key, key, mask, distca_plan=plan, **kwargs)
 
     for arguments, message in REFUSED:
-        with pytest.raises(ValueError, match=message):
+        with subtests.test(message), pytest.raises(ValueError, match=message):
             attend(**arguments)
     assert plan.ran.attentions == 0
     output, weights = attend(deferred())

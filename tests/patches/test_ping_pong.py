@@ -153,14 +153,13 @@ def test_order_of_work(rank_pools):
     )
     for spans, planned in plain:
         phases = [span for span in spans if span.kind == "phase"]
-        assert {
-            work: [phase.part for phase in phases if phase.work == work] for work in planned
-        } == planned
+        for work, planned_parts in planned.items():
+            assert [phase.part for phase in phases if phase.work == work] == planned_parts, work
         for span in spans:  # kernel calls and exchanges lie within a phase of their core attention
             assert any(
-                each.work == span.work and each.begin <= span.begin <= span.end <= each.end
-                for each in phases
-            )
+                phase.work == span.work and phase.begin <= span.begin <= span.end <= phase.end
+                for phase in phases
+            ), span
     events = [_events(spans) for spans, _ in (*plain, *kept)]
     for of_rank in events:
         assert [event for event in of_rank if not event.startswith("kernel")] == FORWARD + BACKWARD

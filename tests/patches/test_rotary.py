@@ -181,14 +181,17 @@ def test_autocast(rank_pools):
             assert relative_error(gradients[name], gradient) < bound, name
 
 
-def test_types_of_configs():
+def test_configs_that_do_not_depend_on_length():
     assert not config_depends_on_length(AutoConfig.for_model("gpt2"))
     assert not config_depends_on_length(AutoConfig.for_model("llama", rope_parameters=PLAIN))
     assert not config_depends_on_length(
         AutoConfig.for_model("hunyuan_v1_dense", rope_parameters={**DYNAMIC, "alpha": 9.0})
     )
-    for model_type, config in MODELS.values():
-        assert config_depends_on_length(AutoConfig.for_model(model_type, **{**SMALL, **config}))
+
+
+@pytest.mark.parametrize(("model_type", "config"), MODELS.values(), ids=MODELS.keys())
+def test_configs_that_depend_on_length(model_type, config):
+    assert config_depends_on_length(AutoConfig.for_model(model_type, **{**SMALL, **config}))
 
 
 def settings_of(model: Any) -> Any:

@@ -86,10 +86,12 @@ def _train(folder: Path, strategy: str, end: str = "", resume: bool = False) -> 
             trainer.add_callback(Ends(end, trainer))
         trainer.train(resume_from_checkpoint=resume)
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        result = {
-            name: [entry[name] for entry in logs] for name in ("loss", "grad_norm", "learning_rate")
+        return {
+            "loss": [entry["loss"] for entry in logs],
+            "grad_norm": [entry["grad_norm"] for entry in logs],
+            "learning_rate": [entry["learning_rate"] for entry in logs],
+            "hash": parameters_hash(trainer.model),
         }
-        return {**result, "hash": parameters_hash(trainer.model)}
 
 
 @pytest.mark.parametrize(

@@ -118,13 +118,14 @@ def test_trainings(run, reference, strategy, names):
         assert result["place"] == (rank // (len(results) // shares), shares)
         if len(results) == 4:
             assert result["heads"] == {HEADS.get(strategy, (4, 2))}
-        for key in ("loss", "distca/exchange_bytes"):
-            logs = [
-                [entry[key] for entry in each["history"] if key in entry]
-                for each in (result, results[0])
-            ]
-            assert logs[0] == logs[1]
-        assert (logs[0][0] == 0) is (shares == 1)
+        assert logged(result, "loss") == logged(results[0], "loss")
+        exchange_bytes = logged(result, "distca/exchange_bytes")
+        assert exchange_bytes == logged(results[0], "distca/exchange_bytes")
+        assert (exchange_bytes[0] == 0) is (shares == 1)
+
+
+def logged(result: Result, name: str) -> list[float]:
+    return [entry[name] for entry in result["history"] if name in entry]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,8 @@ def test_each_feature_is_among_those_that_are_always_tried():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "names"), [each for each in TOGETHER if any("saved" in name for name in each[1])]
+    ("strategy", "names"),
+    [(strategy, names) for strategy, names in TOGETHER if "saved" in " ".join(names)],
 )
 def test_what_is_saved_is_what_was_trained(run, reference, strategy, names):
     (result, *_) = run(strategy, *names)

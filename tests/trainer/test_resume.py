@@ -170,10 +170,8 @@ def train(folder: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def together(ranks: list[dict[str, Any]]) -> list[Counter[int]]:
     """The tokens of each micro-batch on all ranks."""
-    return [
-        sum(map(Counter, parts), Counter())
-        for parts in zip(*(r["micro_batches"] for r in ranks), strict=True)
-    ]
+    parts_of_ranks = [rank["micro_batches"] for rank in ranks]
+    return [sum(map(Counter, parts), Counter()) for parts in zip(*parts_of_ranks, strict=True)]
 
 
 @pytest.fixture(scope="module")

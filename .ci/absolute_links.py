@@ -1,4 +1,4 @@
-"""Make README's links absolute, in place, for the long description on PyPI, which knows no files beside it.
+"""Make README's links absolute, in place, for PyPI's long description, which has no other files.
 
 python .ci/absolute_links.py https://github.com/OWNER/NAME TAG
 """

@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def standard_library(progress: bool = True) -> Dataset:
-    """Return the sources of the Python standard library, one document per file, for training without a download.
+    """Return the sources of the Python standard library, one document per file.
 
     Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context
     data. Installed packages are left out, and files that are not UTF-8, which the standard library

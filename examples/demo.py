@@ -1,4 +1,4 @@
-"""Train the same documents with plain DDP and with hf_distca, on CPU processes, and compare the two.
+"""Train the same documents with plain DDP and with hf_distca on CPU processes, and compare.
 
     python examples/make_checkpoint.py --output runs/checkpoint --hidden_size 128 --layers 2
     --vocab_size 2048 accelerate launch --config_file examples/configs/ddp.yaml examples/demo.py
@@ -32,7 +32,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import hf_distca
 
 WARM_UP = 2
-"""Steps at the start that no figure counts: the first allocates memory, the second lets DDP form its buckets."""
+"""Steps at the start that no figure counts.
+
+The first step allocates memory, and in the second DDP forms its buckets.
+"""
 BAR = 48
 """Characters of the longest bar."""
 Documents = list[list[int]]
@@ -157,7 +160,10 @@ def read_documents(options: argparse.Namespace, ranks: int, hide_bar: bool | Non
 
 
 def full_steps(documents: Documents, capacity: int, count: int) -> list[Documents]:
-    """Return the documents of each step, in order: `capacity` tokens, the last document cut short to fill them."""
+    """Return the documents of each step, in order.
+
+    A step has `capacity` tokens: its last document is cut short to fill them.
+    """
     steps: list[Documents] = []
     of_step: Documents = []
     for document in documents:
@@ -169,7 +175,7 @@ def full_steps(documents: Documents, capacity: int, count: int) -> list[Document
 
 
 def packed_in_order(step: Documents, ranks: int) -> list[Documents]:
-    """Return the documents of each rank: whole and in order, with tokens as equal as that allows."""
+    """Return the whole documents of each rank, in order, with tokens as equal as possible."""
     parts: list[Documents] = [[] for _ in range(ranks)]
     total, before = sum(map(len, step)), 0
     for document in step:
@@ -241,7 +247,7 @@ class Measured(NamedTuple):
 
 
 class Turns(transformers.TrainerCallback):
-    """Let two trainings take turns, a step each, so that whatever else the machine does slows both alike."""
+    """Let two trainings take turns, a step each, so that other load slows both alike."""
 
     def __init__(self, trainer: Trainer, bar: tqdm, mine: Semaphore, others: Semaphore) -> None:
         self._trainer, self._bar, self._mine, self._others = trainer, bar, mine, others

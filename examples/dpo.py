@@ -3,12 +3,13 @@
 Padded batches are packed.
 
     accelerate launch --config_file examples/configs/fsdp2.yaml --num_processes 8 examples/dpo.py \
-        --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized --use_peft \
-        --output_dir runs/dpo --tokens_per_rank 16k --per_device_train_batch_size 8 --learning_rate 1e-5
+        --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/ultrafeedback_binarized \
+        --use_peft --output_dir runs/dpo --tokens_per_rank 16k \
+        --per_device_train_batch_size 8 --learning_rate 1e-5
 
-Without --dataset_name the pairs are functions of the Python standard library: the body that belongs to a docstring is
-chosen, that of another function rejected. Every option of trl.DPOConfig and of hf_distca.DistCAConfig is one here too;
---help lists them.
+Without --dataset_name the pairs are functions of the Python standard library: the body that belongs
+to a docstring is chosen, that of another function rejected. Every option of trl.DPOConfig and of
+hf_distca.DistCAConfig is one here too; --help lists them.
 """
 
 import ast
@@ -63,7 +64,8 @@ def main() -> None:
     )
     parser.set_defaults(
         output_dir="runs/dpo",
-        tokens_per_rank=4096,  # the tokens of a rank's batch: chosen and rejected answers, without padding
+        # The tokens of a rank's batch: chosen and rejected answers, without padding.
+        tokens_per_rank=4096,
         bf16=torch.cuda.is_available(),
         logging_steps=5,
         logging_first_step=True,
@@ -92,7 +94,8 @@ def main() -> None:
 
     if trainer.is_world_process_zero():
         print_summary(trainer.state.log_history, training_args.output_dir)
-    # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
+    # A gloo thread that still lets go of its last tensors would abort the process on its way out,
+    # or never end.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
@@ -135,10 +138,11 @@ def load_pairs(script_args: ScriptArguments, seed: int, show_progress: bool) -> 
 
 
 def standard_library(progress: bool = True) -> Dataset:
-    """Return the sources of the Python standard library, one document per file, for training without a download.
+    """Return the sources of the Python standard library, one document per file.
 
-    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context data. Installed
-    packages are left out, and files that are not UTF-8, which the standard library tests its parser with.
+    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context
+    data. Installed packages are left out, and files that are not UTF-8, which the standard library
+    tests its parser with.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
@@ -160,7 +164,9 @@ def standard_library(progress: bool = True) -> Dataset:
 
 
 def function_pairs(sources: Iterable[str]) -> Iterator[dict[str, str]]:
-    """Make a pair of each documented function: its own body is chosen, that of the next one in its file rejected.
+    """Make a pair of each documented function.
+
+    Its own body is chosen, and the body of the next function in its file is rejected.
 
     Args:
         sources: texts of Python modules. Those that are not valid Python have no pairs.

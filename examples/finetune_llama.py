@@ -155,7 +155,7 @@ def load_texts(script_args: ScriptArguments, show_progress: bool) -> Dataset:
 
 
 def standard_library(progress: bool = True) -> Dataset:
-    """Return the sources of the Python standard library, one document per file, for training without a download.
+    """Return the sources of the Python standard library, one document per file.
 
     Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context
     data. Installed packages are left out, and files that are not UTF-8, which the standard library

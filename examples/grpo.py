@@ -3,12 +3,13 @@
 Padded batches are packed and balanced.
 
     accelerate launch --config_file examples/configs/fsdp2.yaml --num_processes 8 examples/grpo.py \
-        --model_name_or_path Qwen/Qwen3-0.6B --use_peft --output_dir runs/grpo --tokens_per_rank 16k \
-        --per_device_train_batch_size 8 --max_completion_length 512 --learning_rate 1e-5
+        --model_name_or_path Qwen/Qwen3-0.6B --use_peft --output_dir runs/grpo \
+        --tokens_per_rank 16k --per_device_train_batch_size 8 --max_completion_length 512 \
+        --learning_rate 1e-5
 
-Without --dataset_name the prompts are heads of functions of the Python standard library, with their docstrings. The
-model writes on, and Python's parser rewards what it can read. Every option of trl.GRPOConfig and of
-hf_distca.DistCAConfig is one here too; --help lists them.
+Without --dataset_name the prompts are heads of functions of the Python standard library, with their
+docstrings. The model writes on, and Python's parser rewards what it can read. Every option of
+trl.GRPOConfig and of hf_distca.DistCAConfig is one here too; --help lists them.
 """
 
 import ast
@@ -76,7 +77,8 @@ def main() -> None:
     )
     parser.set_defaults(
         output_dir="runs/grpo",
-        tokens_per_rank=4096,  # the tokens of a rank's batch: prompts and completions, without padding
+        # The tokens of a rank's batch: prompts and completions, without padding.
+        tokens_per_rank=4096,
         bf16=torch.cuda.is_available(),
         max_completion_length=64,
         logging_steps=1,
@@ -109,7 +111,8 @@ def main() -> None:
 
     if trainer.is_world_process_zero():
         print_summary(trainer.state.log_history, training_args.output_dir)
-    # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
+    # A gloo thread that still lets go of its last tensors would abort the process on its way out,
+    # or never end.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
@@ -130,7 +133,10 @@ def print_summary(log_history: list[dict[str, float]], folder: str | None) -> No
 
 
 def readable_share(prompt: str, completion: str) -> float:
-    """Return the share of a completion's characters before the first error of Python's parser; 1 without an error."""
+    """Return the share of a completion's characters before the first error of Python's parser.
+
+    It is 1 without an error.
+    """
     if not completion.strip():
         return 0.0
     try:
@@ -182,10 +188,11 @@ def load_prompts(script_args: ScriptArguments, seed: int, show_progress: bool) -
 
 
 def standard_library(progress: bool = True) -> Dataset:
-    """Return the sources of the Python standard library, one document per file, for training without a download.
+    """Return the sources of the Python standard library, one document per file.
 
-    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context data. Installed
-    packages are left out, and files that are not UTF-8, which the standard library tests its parser with.
+    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context
+    data. Installed packages are left out, and files that are not UTF-8, which the standard library
+    tests its parser with.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
@@ -207,7 +214,9 @@ def standard_library(progress: bool = True) -> Dataset:
 
 
 def function_heads(sources: Iterable[str]) -> Iterator[dict[str, str]]:
-    """Make a prompt of each documented function: its head and its docstring, whose body is to be written.
+    """Make a prompt of each documented function: its head and its docstring.
+
+    The model writes the body.
 
     Args:
         sources: texts of Python modules. Those that are not valid Python have no prompt.

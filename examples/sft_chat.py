@@ -1,12 +1,14 @@
 """Fine-tune a model on chats with TRL, the core attention of all ranks in balance.
 
     accelerate launch --config_file examples/configs/ddp.yaml examples/sft_chat.py \
-        --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara --assistant_only_loss --use_peft \
-        --output_dir runs/chat --tokens_per_rank 32768 --learning_rate 2e-4
+        --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara \
+        --assistant_only_loss --use_peft --output_dir runs/chat --tokens_per_rank 32768 \
+        --learning_rate 2e-4
 
-Without --dataset_name the chats are about the Python standard library: what its functions do, answered by their
-docstrings, one chat per module. Every option of trl.SFTConfig and of hf_distca.DistCAConfig is one here too; --help
-lists them.
+Without --dataset_name the chats are about the Python standard library: what its functions do,
+answered by their docstrings, one chat per module. Every option of trl.SFTConfig and of
+hf_distca.DistCAConfig is one here too; --help lists them.
+
 At the end a table is printed, and written to summary.json in the output folder.
 """
 
@@ -90,7 +92,8 @@ def main() -> None:
     training_args.serve_if_server()
     adapters = lora_adapters() if script_args.use_peft else None
 
-    # Every rank gets all chats, in the same order; TRL makes documents of them, and a plan says who holds which rows.
+    # Every rank gets all chats, in the same order; TRL makes documents of them, and a plan says who
+    # holds which rows.
     with training_args.main_process_first(desc="loading"):
         chats = load_chats(
             script_args, training_args.seed, show_progress=training_args.process_index == 0
@@ -121,7 +124,8 @@ def main() -> None:
         )
         width = max(map(len, summary))
         print("\n" + "\n".join(f"{name:<{width}}  {value:.6g}" for name, value in summary.items()))
-    # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
+    # A gloo thread that still lets go of its last tensors would abort the process on its way out,
+    # or never end.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
@@ -157,10 +161,11 @@ def load_chats(script_args: ScriptArguments, seed: int, show_progress: bool) -> 
 
 
 def standard_library(progress: bool = True) -> Dataset:
-    """Return the sources of the Python standard library, one document per file, for training without a download.
+    """Return the sources of the Python standard library, one document per file.
 
-    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context data. Installed
-    packages are left out, and files that are not UTF-8, which the standard library tests its parser with.
+    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context
+    data. Installed packages are left out, and files that are not UTF-8, which the standard library
+    tests its parser with.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
@@ -185,8 +190,8 @@ def library_chats(sources: Iterable[str]) -> Iterator[dict[str, list[dict[str, s
     """Make a chat about each source file: what each of its documented functions does.
 
     Args:
-        sources: texts of Python modules. Those without a documented function have no chat, nor have those that are
-            not valid Python.
+        sources: texts of Python modules. A module without a documented function has no chat, nor
+            has a module that is not valid Python.
 
     Returns:
         Examples with `messages`, questions and answers in turns.

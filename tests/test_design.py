@@ -20,7 +20,7 @@ DESIGN = (ROOT.parent / "docs" / "development" / "design.md").read_text()
 LISTED = re.findall(r"^\| \d+ \| `([\w/]+\.py)`", DESIGN, re.MULTILINE)
 """The files of the numbered rows, in order."""
 INSIDES = ("planner/", "plan/", "predict/", "kernels/")
-"""Described by the files that use them: the planner with its data and predictions, and the kernels."""
+"""Described by the files that use them: the planner, its data, its predictions, and kernels."""
 
 
 class Traced(TrainerCallback):

@@ -142,11 +142,9 @@ def plan_sequences(
         plan = plan_micro_batch([*lengths[documents].tolist(), *fillers], settings)
         plans.append(replace(plan, fillers=len(fillers)))
         no_owner = np.full(len(fillers), NO_RANK)
-        of_documents = (
-            np.concatenate([sources[documents], no_owner]),
-            np.concatenate([sequences[documents], no_owner]),
-        )
-        shares.append(_shares(plan, micro_batch, *of_documents))
+        document_sources = np.concatenate([sources[documents], no_owner])
+        document_sequences = np.concatenate([sequences[documents], no_owner])
+        shares.append(_shares(plan, micro_batch, document_sources, document_sequences))
     table = np.concatenate(shares)
     return PlannedSequences(tuple(plans), table[np.argsort(table["rank"], kind="stable")])
 
@@ -155,7 +153,7 @@ def _divided(lengths: NDArray[np.int64], settings: PlanSettings) -> list[NDArray
     """Divide documents among as few micro-batches as possible, of about equally many tokens."""
     stay_whole = settings.document_layout == "whole"
     capacity = settings.tokens_per_rank * (1 if stay_whole else settings.ranks)
-    bins_of_each = settings.ranks if stay_whole else 1
+    bins_per_micro_batch = settings.ranks if stay_whole else 1
     if len(lengths) and lengths.max() > capacity:
         raise Data.LONG_SEQUENCE.error(
             length=lengths.max(),
@@ -166,16 +164,17 @@ def _divided(lengths: NDArray[np.int64], settings: PlanSettings) -> list[NDArray
     fewest = max(1, -(-int(lengths.sum()) // (settings.tokens_per_rank * settings.ranks)))
     for micro_batches in count(fewest):  # documents fit at the latest with a bin for each
         bin_of_documents = place_evenly(
-            lengths, longest_first, micro_batches * bins_of_each, capacity
+            lengths, longest_first, micro_batches * bins_per_micro_batch, capacity
         )
         if bin_of_documents is not None:
             break
     bins = [
-        np.flatnonzero(bin_of_documents == number) for number in range(micro_batches * bins_of_each)
+        np.flatnonzero(bin_of_documents == number)
+        for number in range(micro_batches * bins_per_micro_batch)
     ]
     return [
-        np.concatenate(bins[first : first + bins_of_each])
-        for first in range(0, len(bins), bins_of_each)
+        np.concatenate(bins[first : first + bins_per_micro_batch])
+        for first in range(0, len(bins), bins_per_micro_batch)
     ]
 
 
@@ -237,8 +236,8 @@ class RowTravel:
         rows = held["stop"] - held["start"]
         offsets = np.cumsum(rows) - rows
         self.held_rows = int(rows.sum())
-        by_source = np.argsort(held["source"], kind="stable")
-        arriving = by_source[held["source"][by_source] != NO_RANK]
+        source_order = np.argsort(held["source"], kind="stable")
+        arriving = source_order[held["source"][source_order] != NO_RANK]
         held_rows = expand(offsets[arriving], rows[arriving])
         self._received = _counts(held["source"][arriving], rows[arriving], groups.ranks)
         self.rows_of_micro_batches = np.bincount(

@@ -57,11 +57,12 @@ class _Generating:
 @contextmanager
 def unpacked(backbone: "PackedBackbone") -> Iterator[None]:
     """Let a backbone run batches as they are, each rank for itself."""
-    before, backbone.packs = backbone.packs, False
+    previous = backbone.packs
+    backbone.packs = False
     try:
         yield
     finally:
-        backbone.packs = before
+        backbone.packs = previous
 
 
 class PackedBackbone(nn.Module):
@@ -76,28 +77,29 @@ class PackedBackbone(nn.Module):
         Run a planned micro-batch, and generation, as they are.
         """
         names = inspect.signature(stock_forward(self)).parameters
-        given = dict(zip(list(names)[1:], args, strict=False)) | kwargs
-        is_planned = given.get(PLAN_KEY) is not None
-        generates = given.get("past_key_values") is not None or bool(given.get("use_cache"))
+        arguments = dict(zip(list(names)[1:], args, strict=False)) | kwargs
+        is_planned = arguments.get(PLAN_KEY) is not None
+        generates = arguments.get("past_key_values") is not None or bool(arguments.get("use_cache"))
         if is_planned or generates or not self.packs:
             return super().forward(*args, **kwargs)
-        return self._packed_forward(given, may_cache="use_cache" in names)
+        return self._packed_forward(arguments, may_cache="use_cache" in names)
 
     @uncompiled("padded batches are packed by plans that are new with each batch")
-    def _packed_forward(self, given: dict[str, Any], *, may_cache: bool) -> Any:
+    def _packed_forward(self, arguments: dict[str, Any], *, may_cache: bool) -> Any:
         forward = super().forward
-        others = {
+        other_arguments = {
             name: value
-            for name, value in given.items()
+            for name, value in arguments.items()
             if value is not None and not _is_of_tokens(value)
         }
-        packed = self.batches.pack(lambda: _padded_batch(given))
+        packed = self.batches.pack(lambda: _padded_batch(arguments))
         if self.training and torch.is_grad_enabled():
             self.batches.see_trained(packed)
         if may_cache:
-            others["use_cache"] = False
+            other_arguments["use_cache"] = False
         results = [
-            forward(**inputs, **others, **{PLAN_KEY: plan}) for inputs, plan in packed.micro_batches
+            forward(**inputs, **other_arguments, **{PLAN_KEY: plan})
+            for inputs, plan in packed.micro_batches
         ]
         return _padded_result(results, packed)
 
@@ -110,13 +112,13 @@ def _is_of_tokens(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _padded_batch(given: dict[str, Any]) -> PaddedBatch:
+def _padded_batch(arguments: dict[str, Any]) -> PaddedBatch:
     """Return the padded batch among the arguments of a backbone."""
-    input_ids_BL = given.get("input_ids")
+    input_ids_BL = arguments.get("input_ids")
     if not isinstance(input_ids_BL, Tensor) or input_ids_BL.ndim != 2:
         raise Data.NO_TOKEN_IDS.error()
     shape = input_ids_BL.shape
-    mask_BL = given.get("attention_mask")
+    mask_BL = arguments.get("attention_mask")
     if mask_BL is None:
         mask_BL = torch.ones_like(input_ids_BL)
     if not isinstance(mask_BL, Tensor) or mask_BL.shape != shape:
@@ -127,7 +129,7 @@ def _padded_batch(given: dict[str, Any]) -> PaddedBatch:
     # Without position_ids models number the columns, padding included.
     numbers_BL = torch.arange(shape[1], device=input_ids_BL.device).expand(shape)
     columns = {"input_ids": input_ids_BL.long(), "position_ids": numbers_BL}
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in ("input_ids", "attention_mask", *NOT_PER_TOKEN) or not _is_of_tokens(value):
             continue
         if value.dtype not in INTEGERS or value.shape not in (shape, (1, shape[1])):

@@ -86,6 +86,9 @@ class MemoryCounter:
         )
         self._longest: dict[int, MicroBatchPlan] = {}  # by tokens of a rank
         self._counted: dict[Any, tuple[MicroBatchPlan, dict[Part, int]]] = {}
+        self._states: dict[
+            tuple[Strategy, int, bool], ModelState
+        ] = {}  # by strategy, shards, mixed
 
     def count(
         self, plan: MicroBatchPlan, training: Training, rank: int | None = None
@@ -95,7 +98,7 @@ class MemoryCounter:
         None for the rank that exchanges the most.
         """
         shards = training.shards or self._settings.ranks
-        state = model_state(self._model, training.strategy, shards, mixed=training.mixed)
+        state = self._state(training.strategy, shards, training.mixed)
         rank = busiest_rank(plan, self._settings) if rank is None else rank
         autocasts = training.mixed and training.strategy == "ddp"
         # Under the other strategies a rank holds a share of the gradients, or a buffer for all of
@@ -140,6 +143,13 @@ class MemoryCounter:
             return low
         slope = (needed(high) - needed(low)) / (high - low)
         return low + int((available - needed(low)) / slope) // STEP * STEP
+
+    def _state(self, strategy: Strategy, shards: int, mixed: bool) -> ModelState:
+        """Return the memory of the model's state, which no plan changes."""
+        key = strategy, shards, mixed
+        if key not in self._states:
+            self._states[key] = model_state(self._model, strategy, shards, mixed=mixed)
+        return self._states[key]
 
     def _count(
         self, plan: MicroBatchPlan, training: Training, rank: int, *, accumulates: bool

@@ -17,9 +17,13 @@ Part = Kept | Made
 
 - cast weights: autocast's copies.
 - plan: row numbers of a bound plan.
+- exchange buffers: memory that exists throughout a step, whenever its tensors are made.
 - backward: temporary tensors of the backward, recomputed activations included.
 - host: offloaded tensors, which take no device memory.
 """
+
+BESIDE_THE_PEAK: tuple[Part, ...] = ("host", "exchange buffers")
+"""Parts that do not decide when the peak is: the device does not hold them, or always holds them."""
 
 
 class LiveMemory(TorchDispatchMode):
@@ -74,11 +78,15 @@ class LiveMemory(TorchDispatchMode):
             return
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), size, part
         self._bytes[part] += size
-        most, now = (sizes.total() - sizes["host"] for sizes in (self.peak, self._bytes))
-        if now > most:
+        if _bytes_of_peak(self._bytes) > _bytes_of_peak(self.peak):
             self.peak = self._bytes.copy()
 
     def _free(self, key: int) -> None:
         if key in self._alive:
             _, size, part = self._alive.pop(key)
             self._bytes[part] -= size
+
+
+def _bytes_of_peak(sizes: Counter[Part]) -> int:
+    """Return the bytes that decide when the peak is."""
+    return sizes.total() - sum(sizes[part] for part in BESIDE_THE_PEAK)

@@ -8,6 +8,7 @@ head dim of values.
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,11 +33,14 @@ from hf_distca.memory.stand_ins import (
     CountedResults,
     FlashMemory,
     grouped_products,
+    unequal_chunks,
+    without_writes,
 )
 from hf_distca.models.checkpointing import disable_checkpointing, enable_checkpointing
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import fake_tensors
 from hf_distca.models.mixing import halo_widths
+from hf_distca.patches import loss as loss_module
 from hf_distca.plan import PLAN_KEY, AttentionKind, MicroBatchPlan
 from hf_distca.plan.metrics import bytes_moved
 from hf_distca.planner.settings import PlanSettings
@@ -79,8 +83,8 @@ def count_micro_batch(
 ) -> dict[Part, int]:
     """Return peak bytes by part during the forward and backward of a micro-batch.
 
-    Exchange buffers exist from the start, as after an earlier micro-batch. So do gradients where
-    they accumulate. No kernel is launched.
+    Exchange buffers exist throughout, as after an earlier micro-batch. So do gradients where they
+    accumulate. No kernel is launched.
 
     Args:
         model: a model of fake tensors, with prepared layers if the plan needs them; `use` sets its
@@ -108,11 +112,11 @@ def count_micro_batch(
     first: Any = next(model.parameters())
     mode: FakeTensorMode = first.fake_mode
     experts = patch.object(moe, "_grouped_mm", grouped_products)
-    with without_launches(), with_liger(model, use.liger), mode, live, experts:
-        for kind in plan.nano_batches[0].plans:
-            run_core_attention(
-                bound, kind, use.autocast or base.dtype
-            )  # makes the exchange buffers
+    chunks = patch.object(loss_module, "chunk_starts", unequal_chunks)
+    guards = without_launches(), with_liger(model, use.liger), without_writes(), experts, chunks
+    with ExitStack() as counting:
+        for context in (*guards, mode, live):
+            counting.enter_context(context)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         hooks = [
             parameter.register_post_accumulate_grad_hook(gradient_made) for parameter in trained
@@ -134,7 +138,7 @@ def count_micro_batch(
             hook.remove()
         for parameter in trained:
             parameter.grad = None
-    return dict(live.peak)
+    return parts_of_a_step(live, bound)
 
 
 def count_core_attention(
@@ -146,11 +150,17 @@ def count_core_attention(
     """
     live = LiveMemory()
     bound = bound_plan(plan, rank, use, live)
-    with without_launches(), fake_tensors(), live:
-        run_core_attention(bound, kind, dtype)  # makes the exchange buffers
-        live.begin()
+    with without_launches(), without_writes(), fake_tensors(), live:
         run_core_attention(bound, kind, dtype)
-    return dict(live.peak)
+    return parts_of_a_step(live, bound)
+
+
+def parts_of_a_step(live: LiveMemory, bound: BoundPlan) -> dict[Part, int]:
+    """Return the bytes by part at the peak; exchange buffers count as after the step."""
+    parts = dict(live.peak)
+    if buffers := bound.runtime.exchange.size():
+        parts["exchange buffers"] = buffers
+    return parts
 
 
 def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> BoundPlan:

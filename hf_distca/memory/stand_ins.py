@@ -5,9 +5,11 @@ head dim of queries and keys, E head dim of values, R rows of a token for each o
 experts, I inputs, O outputs.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -136,6 +138,25 @@ class _GroupedProducts(torch.autograd.Function):
     def backward(ctx: Any, d_out_RO: Tensor) -> tuple[Tensor, Tensor]:
         rows_RI, weights_XIO = ctx.saved_tensors
         return torch.empty_like(rows_RI), torch.empty_like(weights_XIO)
+
+
+@contextmanager
+def without_writes() -> Iterator[None]:
+    """Make operators do nothing that only write to tensors: they take time and no memory."""
+    with ExitStack() as changes:
+        for operator in ("sum_rows", "merge_into"):
+            changes.enter_context(patch.object(torch.ops.hf_distca, operator, lambda *_: None))
+        yield
+
+
+def unequal_chunks(count: int, rows: int) -> Sequence[int]:
+    """Return those of `hf_distca.patches.loss.chunk_starts` whose chunks may take different memory.
+
+    The first chunk follows none, the second follows one, and the last may be shorter. All between
+    are like the second.
+    """
+    starts = range(0, count, rows)
+    return [*starts[:2], *starts[2:][-1:]]
 
 
 class _NoGroup:

@@ -5,7 +5,7 @@ casts). `torch.nn.functional.linear_cross_entropy` supports only plain linear he
 also sums the loss and the head's gradient in bfloat16, unlike the model's own loss (torch 2.13:
 10.19 for 10.43).
 
-Shape suffixes: T rows, C rows of a chunk, D hidden size, V vocabulary.
+Shape suffixes: T rows, C rows of a chunk, N chunks, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,6 +49,11 @@ def chosen_chunk_bytes(memory: int | None, vocabulary: int) -> int:
     if memory is None:
         return LEAST_CHUNK_BYTES
     return max(LEAST_CHUNK_BYTES, min(4 * vocabulary * ENOUGH_ROWS, memory // MEMORY_SHARE))
+
+
+def chunk_starts(count: int, rows: int) -> Sequence[int]:
+    """Return the first row of each chunk of at most `rows` of `count` rows."""
+    return range(0, count, rows)
 
 
 def apply_steps(logits: Tensor, steps: Sequence[Step]) -> Tensor:
@@ -148,8 +153,9 @@ class _OfLinear(torch.autograd.Function):
             as_autocast(weight_VD),
         )  # once, not with each chunk
         bias_V = None if bias_V is None else as_autocast(bias_V)
-        losses = []
-        for start in range(0, len(hidden_TD), rows):
+        count = len(hidden_TD)
+        losses_N = hidden_TD.new_empty(-(-count // rows), dtype=summed)
+        for start in chunk_starts(count, rows):
             chunk = slice(start, start + rows)
             target_C = target_T[chunk]
             logits_CV = functional.linear(hidden_TD[chunk], weight_VD, bias_V)
@@ -158,9 +164,10 @@ class _OfLinear(torch.autograd.Function):
             grad_CV = functional.log_softmax(changed_CV.detach(), dim=-1)
             if watch is not None:
                 watch(changed_CV, grad_CV, target_C)
-            losses.append(
-                functional.nll_loss(grad_CV, target_C, ignore_index=ignore_index, reduction="sum")
+            loss = functional.nll_loss(
+                grad_CV, target_C, ignore_index=ignore_index, reduction="sum"
             )
+            losses_N[start // rows] = loss
             if any(needs):
                 # Overwrite log_softmax by softmax minus one at the target: the gradient of the
                 # changed logits.
@@ -185,7 +192,7 @@ class _OfLinear(torch.autograd.Function):
                 bias_grad_V += grad_CV.sum(0, dtype=summed)
             del logits_CV, grad_CV  # free before the next chunk
         ctx.gradients = hidden_grad_TD, weight_grad_VD, bias_grad_V
-        return torch.stack(losses).sum()
+        return losses_N.sum().to(loss.dtype)
 
     @staticmethod
     @once_differentiable

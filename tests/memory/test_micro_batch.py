@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from hf_distca.cli.model import config_of_shape
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.memory import counter, simulated
+from hf_distca.memory import counter, micro_batch, simulated
 from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.memory.live import LiveMemory
 from hf_distca.memory.micro_batch import (
@@ -29,6 +29,7 @@ from hf_distca.memory.stand_ins import (
     FlashMemory,
     RecurrenceMemory,
     grouped_products,
+    unequal_chunks,
 )
 from hf_distca.models.fake import fake_tensors, model_after, model_of_config
 from hf_distca.models.kinds import layers_by_kind
@@ -36,6 +37,7 @@ from hf_distca.models.mixing import DELTA_RULE, SCAN
 from hf_distca.models.shape import model_shape
 from hf_distca.patches import mixing_functions
 from hf_distca.patches.layers import plan_layers
+from hf_distca.patches.prepare import prepare_model
 from hf_distca.plan import AttentionKind
 from hf_distca.plan.routes import make_routes
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -79,6 +81,41 @@ def test_checkpointed_layers():
     assert parts["host"] >= 2 * TOKENS * (2 * HIDDEN + HEADS) * 4
     parts = counted(Use("torch_varlen", checkpointing={"every_n_layers": 2}), num_hidden_layers=4)
     assert parts["kept O"] == 2 * KEPT_O
+
+
+@pytest.mark.parametrize("use", [FLASH, CHECKPOINTING], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_next"])
+def test_a_few_chunks_of_the_loss_take_what_all_take(monkeypatch, model_type, use):
+    """Of 8 or 9 chunks, the last with 24 rows, three are counted."""
+    kept = []
+
+    def parts(chosen):
+        model = model_of_config(tiny_config(model_type), torch.float32)
+        chunk_rows = 125
+        options = DistCAConfig(loss_chunk_bytes=4 * model.config.vocab_size * chunk_rows)
+        prepare_model(model, options, ping_pong=False, memory=10**9)
+        settings = PlanSettings(1, TOKENS, tuple(layers_by_kind(model)))
+        monkeypatch.setattr(
+            micro_batch, "unequal_chunks", lambda *of: kept.append(chosen(*of)) or kept[-1]
+        )
+        return count_micro_batch(model, plan_micro_batch([TOKENS], settings), 0, use)
+
+    few, every = parts(unequal_chunks), parts(lambda count, rows: range(0, count, rows))
+    assert few == every
+    assert [list(starts) for starts in kept] == [[0, 125, 1000], list(range(0, 1001, 125))]
+
+
+@pytest.mark.parametrize("use", [FLASH, CHECKPOINTING], ids=["plain", "checkpointing"])
+def test_exchange_buffers_of_a_step_are_those_of_its_layers(use):
+    """Buffers of the backward are made after the peak of a step without checkpointing."""
+    model, (kind,) = small_model(), small_kinds()
+    settings = PlanSettings(2, TOKENS, (kind,), ping_pong=False)
+    plan = plan_micro_batch([2 * TOKENS], settings)
+    prepare_model(model, DistCAConfig(), ping_pong=False, memory=10**9)
+    of_layer = count_core_attention(plan, kind, torch.float32, 1, use)["exchange buffers"]
+    assert of_layer > 0
+    parts = count_micro_batch(model_after(model), plan, 1, use)
+    assert parts["exchange buffers"] == of_layer
 
 
 def test_weights_and_gradients_are_those_of_the_model():

@@ -105,19 +105,6 @@ def test_a_few_chunks_of_the_loss_take_what_all_take(monkeypatch, model_type, us
     assert [list(starts) for starts in kept] == [[0, 125, 1000], list(range(0, 1001, 125))]
 
 
-@pytest.mark.parametrize("use", [FLASH, CHECKPOINTING], ids=["plain", "checkpointing"])
-def test_exchange_buffers_of_a_step_are_those_of_its_layers(use):
-    """Buffers of the backward are made after the peak of a step without checkpointing."""
-    model, (kind,) = small_model(), small_kinds()
-    settings = PlanSettings(2, TOKENS, (kind,), ping_pong=False)
-    plan = plan_micro_batch([2 * TOKENS], settings)
-    prepare_model(model, DistCAConfig(), ping_pong=False, memory=10**9)
-    of_layer = count_core_attention(plan, kind, torch.float32, 1, use)["exchange buffers"]
-    assert of_layer > 0
-    parts = count_micro_batch(model_after(model), plan, 1, use)
-    assert parts["exchange buffers"] == of_layer
-
-
 def test_weights_and_gradients_are_those_of_the_model():
     parameters = sum(p.numel() for p in small_model().parameters())
     buffers = 2 * 4 * 4  # inverse frequencies of the position embedding, and as they were at first

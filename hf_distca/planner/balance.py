@@ -34,6 +34,7 @@ from hf_distca.plan.intervals import (
     moved_by,
 )
 from hf_distca.planner.balancing_pass import Problem, balancing_pass
+from hf_distca.planner.bin_packing import largest_first
 from hf_distca.planner.layout import assemble, check_settings, layout_of_kind
 from hf_distca.planner.settings import PlanSettings
 
@@ -41,9 +42,11 @@ AIM = (0.96, 0.8, 0.6, 0.4, 0.2, 0.0)
 """Share of the tolerance that flows aim at, pass after pass; the rest is left for rounding to rows.
 """
 NODES_SHARE = 0.5
-"""Share of the tolerance for differences between nodes; the rest is for the workers of a node."""
+"""Share of the tolerance for differences between nodes; the rest is for the workers of a node. Both
+balances round to whole blocks, so both get half."""
 LEAST_INSIDE = 0.25
-"""Smallest share of the tolerance for the workers of a node, whatever the node's load."""
+"""Smallest share of the tolerance for the workers of a node, whatever the node's load. With less,
+passes would chase what rounding to blocks leaves."""
 
 
 def balance(
@@ -55,7 +58,9 @@ def balance(
     groups: Sequence[int] | None = None,
     tolerance: FloatArray | None = None,
 ) -> Plan:
-    """Choose tasks for one kind of layer so that all workers finish together, with few bytes sent, in one stage.
+    """Choose tasks for one kind of layer so that all workers finish together.
+
+    Few bytes are sent, in one stage.
 
     Args:
         workers: ranks, then workers that hold no rows. None for the ranks alone, at the speeds of
@@ -88,111 +93,167 @@ def balance(
     if nodes is None:
         tasks = _passes(problem, problem.as_laid_out, group)
     else:
+        _check_nodes(nodes, problem)
         node = np.asarray(nodes)
-        of_ranks, named = node[: layout.ranks], np.unique(node)
-        in_order = np.array_equal(of_ranks, np.cumsum(np.diff(of_ranks, prepend=of_ranks[:1]) != 0))
-        if (
-            len(node) != len(workers)
-            or not in_order
-            or not np.array_equal(named, np.arange(len(named)))
-        ):
-            raise ValueError(
-                f"nodes must have one number per worker, {len(workers)} in all: 0, 1, 2, … in the "
-                f"order of the {layout.ranks} ranks, then the nodes of dedicated servers; got "
-                f"{tuple(nodes)!r:.120}"
-            )
-        first = np.unique(node, return_index=True)[1]
-        # 1. Each node is one worker, and the touching rows of its ranks are one segment.
-        segments = layout.segments.copy()
-        segments["rank"] = node[segments["rank"]]
-        on_nodes = assemble(
-            layout.lengths, segments, int(node[: layout.ranks].max()) + 1, by_document=True
+        over_nodes = Problem(
+            _layout_on_nodes(layout, node),
+            kind,
+            settings,
+            _nodes_as_workers(workers, node),
+            tolerance[np.unique(node, return_index=True)[1]] * NODES_SHARE,
         )
-        speed = np.bincount(node, workers.speed)
-        busy = np.bincount(node, np.asarray(workers.speed) * np.asarray(workers.base_load))
-        as_workers = Workers(tuple(speed.tolist()), tuple((busy / speed).tolist()))
-        over_nodes = Problem(on_nodes, kind, settings, as_workers, tolerance[first] * NODES_SHARE)
-        of_nodes = _passes(over_nodes, over_nodes.as_laid_out, group[first])
-        # 2. The tasks of each node go to its workers.
-        enough = ideals_inside(problem.loads(problem.as_laid_out), workers, group) * (1 + tolerance)
-        tasks = _passes(problem, tasks_of_workers(of_nodes, problem, node, enough), node, enough)
-    tasks = moved_by(tasks, -problem.origin)
+        tasks = _nodes_then_workers(problem, over_nodes, node, group)
     return Plan(
-        layout, tasks, len(workers), kind.window, nodes=None if nodes is None else tuple(nodes)
+        layout=layout,
+        tasks=moved_by(tasks, -problem.origin),
+        workers=len(workers),
+        window=kind.window,
+        nodes=None if nodes is None else tuple(nodes),
     )
 
 
-def _passes(
-    problem: Problem, tasks: Table, groups: IntArray, enough: FloatArray | None = None
+def _check_nodes(nodes: Sequence[int], problem: Problem) -> None:
+    """Raise ValueError unless every worker has a node, and nodes are numbered as ranks are."""
+    ranks, workers = problem.layout.ranks, len(problem.workers)
+    node_of_rank = np.asarray(nodes)[:ranks]
+    changes = np.diff(node_of_rank, prepend=node_of_rank[:1]) != 0
+    in_order = np.array_equal(node_of_rank, np.cumsum(changes))
+    named = np.unique(nodes)
+    if len(nodes) != workers or not in_order or not np.array_equal(named, np.arange(len(named))):
+        raise ValueError(
+            f"nodes must have one number per worker, {workers} in all: 0, 1, 2, … in the "
+            f"order of the {ranks} ranks, then the nodes of dedicated servers; got "
+            f"{tuple(nodes)!r:.120}"
+        )
+
+
+def _nodes_then_workers(
+    problem: Problem, over_nodes: Problem, node: IntArray, group: IntArray
 ) -> Table:
-    """Repeat passes inside groups until all workers finish early enough, and return the best pass's tasks.
+    """Balance nodes, then the workers of each node, and return the tasks.
 
     Args:
-        enough: [workers] time by which they should finish; None for the tolerance above their
+        over_nodes: the same problem with nodes in place of workers.
+        node, group: [workers] node and group of each worker.
+    """
+    # 1. Each node is one worker, and the touching rows of its ranks are one segment.
+    first_worker = np.unique(node, return_index=True)[1]
+    tasks_of_nodes = _passes(over_nodes, over_nodes.as_laid_out, group[first_worker])
+    # 2. The tasks of each node go to its workers.
+    ideal = ideals_inside(problem.loads(problem.as_laid_out), problem.workers, group)
+    limit = ideal * (1 + problem.tolerance)
+    tasks = tasks_of_workers(tasks_of_nodes, problem, node, limit)
+    return _passes(problem, tasks, node, limit)
+
+
+def _layout_on_nodes(layout: Layout, node: IntArray) -> Layout:
+    """Return the layout with nodes in place of ranks, from [workers] nodes."""
+    segments = layout.segments.copy()
+    segments["rank"] = node[segments["rank"]]
+    count = int(node[: layout.ranks].max()) + 1
+    return assemble(layout.lengths, segments, count, by_document=True)
+
+
+def _nodes_as_workers(workers: Workers, node: IntArray) -> Workers:
+    """Return one worker for each node, as fast as its workers together."""
+    speed = np.bincount(node, workers.speed)
+    base_pairs = np.bincount(node, np.asarray(workers.speed) * np.asarray(workers.base_load))
+    return Workers(tuple(speed.tolist()), tuple((base_pairs / speed).tolist()))
+
+
+def _passes(
+    problem: Problem, tasks: Table, groups: IntArray, limit: FloatArray | None = None
+) -> Table:
+    """Repeat passes inside groups until all workers finish early enough.
+
+    Args:
+        limit: [workers] time by which they should finish; None for the tolerance above their
             group's ideal time.
+
+    Returns:
+        Tasks of the pass in which the latest worker finishes first, beside its limit.
     """
     ideal = ideals_inside(problem.loads(tasks), problem.workers, groups)
-    enough = ideal * (1 + problem.tolerance) if enough is None else enough
-    limits = np.maximum(enough, ideal * (1 + problem.tolerance * LEAST_INSIDE))
+    limit = ideal * (1 + problem.tolerance) if limit is None else limit
+    gives_nothing_until = np.maximum(limit, ideal * (1 + problem.tolerance * LEAST_INSIDE))
+    has_limit = limit > 0
 
     def latest(tasks: Table) -> float:
+        """Return when the latest worker finishes, as a multiple of its limit."""
         finishing = problem.workers.finishing(problem.loads(tasks))
-        return float(np.max(finishing[enough > 0] / enough[enough > 0], initial=0.0))
+        return float(np.max(finishing[has_limit] / limit[has_limit], initial=0.0))
 
-    best, least = tasks, latest(tasks)
+    best_tasks, earliest = tasks, latest(tasks)
     for share in AIM:
-        if least <= 1 or not len(tasks):
+        if earliest <= 1 or not len(tasks):
             break
-        tasks = balancing_pass(problem, tasks, ideal + share * (limits - ideal), limits, groups)
+        aim = ideal + share * (gives_nothing_until - ideal)
+        tasks = balancing_pass(problem, tasks, aim, gives_nothing_until, groups)
         finish = latest(tasks)
-        if finish < least:
-            best, least = tasks, finish
-    return best
+        if finish < earliest:
+            best_tasks, earliest = tasks, finish
+    return best_tasks
 
 
 def ideals_inside(loads: IntArray, workers: Workers, nodes: IntArray) -> FloatArray:
-    """Return [workers] when all workers of the same node would finish together, for [workers] loads and nodes."""
+    """Return [workers] when all workers of the same node would finish together.
+
+    Args:
+        loads, nodes: [workers] pairs and node of each worker.
+    """
     if not any(workers.base_load):
-        return np.asarray((np.bincount(nodes, loads) / np.bincount(nodes, workers.speed))[nodes])
+        ideal_of_node = np.bincount(nodes, loads) / np.bincount(nodes, workers.speed)
+        return np.asarray(ideal_of_node[nodes])
+    speeds, base_loads = np.asarray(workers.speed), np.asarray(workers.base_load)
     ideal = np.zeros(len(workers))
-    for number in range(int(nodes.max()) + 1):
-        here = np.flatnonzero(nodes == number)
-        own = Workers(
-            *(
-                tuple(np.asarray(of_all)[here].tolist())
-                for of_all in (workers.speed, workers.base_load)
-            )
-        )
-        ideal[here] = own.ideal(int(loads[here].sum()))
+    for node in range(int(nodes.max()) + 1):
+        members = np.flatnonzero(nodes == node)
+        on_node = Workers(tuple(speeds[members].tolist()), tuple(base_loads[members].tolist()))
+        ideal[members] = on_node.ideal(int(loads[members].sum()))
     return ideal
 
 
 def tasks_of_workers(tasks: Table, problem: Problem, nodes: IntArray, limit: FloatArray) -> Table:
-    """Give the tasks of nodes to workers of each node, so that worker w finishes by limit[w] if it can."""
-    workers, window, block = problem.workers, problem.pair_window, problem.block
-    given, held = cut_at(tasks, by_document(problem.layout.segments))
-    stays = nodes[held["rank"]] == given["worker"]
-    moved = merged(given.compress(~stays))
-    given["worker"] = held["rank"]
-    given = given.compress(stays)
-    room = (limit - np.asarray(workers.base_load)) * np.asarray(workers.speed) - problem.loads(
-        given
-    )
-    # The largest pieces of documents come first, since they need the most room.
+    """Give the tasks of nodes to workers of each node.
+
+    Rows stay on the rank that holds them if it is on the node.
+
+    Args:
+        tasks: [tasks] of dtype TASK, with nodes in place of workers.
+        nodes: [workers] node of each worker.
+        limit: [workers] time by which each worker finishes if it can.
+    """
+    workers, window = problem.workers, problem.pair_window
+    # 1. Leave rows on their ranks, if these are on the node that computes the rows.
+    cut_tasks, held = cut_at(tasks, by_document(problem.layout.segments))
+    stays = nodes[held["rank"]] == cut_tasks["worker"]
+    moved = merged(cut_tasks.compress(~stays))
+    cut_tasks["worker"] = held["rank"]
+    local_tasks = cut_tasks.compress(stays)
+    # 2. Give other rows to the workers with the most room. The largest pieces of documents come
+    #    first, since they need the most room.
+    time_left = limit - np.asarray(workers.base_load)
+    room = time_left * np.asarray(workers.speed) - problem.loads(local_tasks)
     placed = []
-    for index in np.argsort(-pairs(moved["start"], moved["stop"], window), kind="stable").tolist():
+    for index in largest_first(pairs(moved["start"], moved["stop"], window)).tolist():
         document, start, stop, node = moved[index].tolist()
         members = np.flatnonzero(nodes == node)
         while start < stop:
             worker = int(members[room[members].argmax()])
-            # Cut at a block's boundary, if both sides keep a block.
-            cut = (
-                int(row_reaching(pairs(0, start, window) + max(float(room[worker]), 0.0), window))
-                // block
-                * block
-            )
-            cut = stop if cut < start + block or stop - cut < block else cut
+            cut = _cut_for_room(start, stop, float(room[worker]), problem)
             placed.append((document, start, cut, worker))
             room[worker] -= pairs(start, cut, window)
             start = cut
-    return merged(joined(given, np.array(placed, TASK)))
+    return merged(joined(local_tasks, np.array(placed, TASK)))
+
+
+def _cut_for_room(start: int, stop: int, room: float, problem: Problem) -> int:
+    """Return up to which row a worker takes rows [start, stop) of a document.
+
+    It takes as many pairs as it has room for, up to a block's boundary. It takes all rows if either
+    side would be smaller than a block.
+    """
+    block, window = problem.block, problem.pair_window
+    full = row_reaching(pairs(0, start, window) + max(room, 0.0), window)
+    cut = int(full) // block * block
+    return stop if cut < start + block or stop - cut < block else cut

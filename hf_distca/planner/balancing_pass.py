@@ -7,6 +7,7 @@ minimised, over all givers and for the busiest one.
 import itertools
 import math
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,17 +26,28 @@ from hf_distca.plan.intervals import (
 from hf_distca.planner.settings import PlanSettings
 
 BUSY = 0.8
-"""A worker whose surplus is at least this share of the largest one counts as a bottleneck."""
+"""A worker whose surplus is at least this share of the largest one counts as a bottleneck. Its
+flows are priced by what it sends, since all workers wait for it."""
+O_OF_BUSY = 4
+"""Divisor of the bytes of O in the price of a bottleneck: O comes back, and adds little to what the
+busiest worker sends."""
 FORBIDDEN = 1e18
-"""Bytes charged for a task smaller than a block while places are compared."""
+"""Bytes charged for a task smaller than a block while places are compared: more than any task."""
 ROUNDING = 0.04
 """Share of the tolerance that rounding one cut may cost; beyond it, the cut leaves the block's
-boundary."""
+boundary. A worker has several cuts, which together stay well within the tolerance."""
 SEARCHED = np.linspace(0, 1, 33)
-"""Places that are tried for the first part of a task, in shares of where it may begin."""
+"""Places that are tried for the first part of a task, in shares of where it may begin. Two searches
+of 33 places are as fine as a thousandth of the task."""
+SMALLEST_TAKEN = 0.5
+"""Pairs below which nothing is taken: half of the smallest row."""
 
 Flows = dict[int, list[tuple[int, float]]]
 """giver -> (taker, pairs) of each of its flows"""
+Part = tuple[float, int]
+"""(pairs, taker) of a part that leaves a task"""
+Piece = tuple[int, int, int, int]
+"""(document, start, stop, worker) of a piece of a task, as in TASK"""
 
 
 class Problem:
@@ -60,19 +72,19 @@ class Problem:
         workers: Workers,
         tolerance: FloatArray,
     ) -> None:
-        self.workers, self.tolerance = workers, tolerance
-        self.block, self.window = settings.balance_block_size, kind.window
+        self.workers = workers
+        self.tolerance = tolerance
+        self.block = settings.balance_block_size
+        self.window = kind.window
         self.origin = round(settings.row_overhead / self.block) * self.block
-        self.pair_window = (
-            None if kind.window is None else kind.window + self.origin
-        )  # by which a row counts pairs
+        # The window by which a row counts pairs.
+        self.pair_window = None if kind.window is None else kind.window + self.origin
         self.layout = Layout(
             layout.lengths + self.origin, moved_by(layout.segments, self.origin), layout.ranks
         )
         self.row_bytes = settings.row_bytes(kind)
-        self.gather_bytes = (
-            settings.gather_cost * self.row_bytes.kv
-        )  # cost of gathering a row of K/V, in bytes sent
+        # Cost of gathering a row of K/V, in bytes sent.
+        self.gather_bytes = settings.gather_cost * self.row_bytes.kv
         self.as_laid_out = local_tasks(self.layout.segments)
 
     def loads(self, tasks: Table) -> IntArray:
@@ -82,28 +94,45 @@ class Problem:
 
 
 class Price:
-    """Bytes of having rows [start, stop) of a document computed elsewhere, for bytes of Q and O, and of K/V, of a row.
+    """Bytes that are sent if another worker computes rows of a document.
 
     F pairs in [s, e) mean e² − s² = 2F, and the bytes (e − s)·rows + e·kv are least where s = e / r
     with r = 1 + kv / rows, so e = √(2F)·r / √(r² − 1): `reach` in units of √(2F).
+
+    Args:
+        row_bytes: bytes of Q and O of a row.
+        kv_bytes: bytes of K and V of a row.
     """
 
-    def __init__(self, rows: float, kv: float, window: int | None, origin: int = 0) -> None:
-        self.rows, self.kv, self.window = rows, kv, window
+    def __init__(
+        self, row_bytes: float, kv_bytes: float, window: int | None, origin: int = 0
+    ) -> None:
+        self.row_bytes = row_bytes
+        self.kv_bytes = kv_bytes
+        self.window = window
         self.pair_window = None if window is None else window + origin
-        ratio = 1 + self.kv / self.rows
+        ratio = 1 + kv_bytes / row_bytes
         self.reach = ratio / math.sqrt(ratio * ratio - 1)
 
-    def of(self, start: FloatArray, stop: FloatArray, known: FloatArray | IntArray) -> FloatArray:
-        """Return the bytes of rows [start, stop) for a worker that has K/V rows [origin, known) of the document."""
-        first = known if self.window is None else np.maximum(start - self.window + 1, known)
-        return np.asarray((stop - start) * self.rows + np.maximum(stop - first, 0.0) * self.kv)
+    def bytes_of(
+        self, start: FloatArray, stop: FloatArray, held_rows: FloatArray | IntArray
+    ) -> FloatArray:
+        """Return the bytes of rows [start, stop) of a document.
+
+        Args:
+            held_rows: the taker has the document's K/V rows before this row already.
+        """
+        first = held_rows
+        if self.window is not None:
+            first = np.maximum(start - self.window + 1, held_rows)
+        sent_keys = np.maximum(stop - first, 0.0)
+        return np.asarray((stop - start) * self.row_bytes + sent_keys * self.kv_bytes)
 
 
 def take(
-    price: Price, low: FloatArray, high: FloatArray, amount: float, known: IntArray
+    price: Price, low: FloatArray, high: FloatArray, amount: float, held_rows: IntArray
 ) -> dict[int, float]:
-    """Return by task the pairs to give of a worker's tasks, `amount` in all, at the least cost found.
+    """Choose tasks of a worker to give pairs of, and return the pairs of each.
 
     The rows lie where the bytes are least, or at the task's end. Where they lie in the end is
     chosen later.
@@ -111,32 +140,35 @@ def take(
     Args:
         low: [tasks] pairs of the document's rows before the task.
         high: [tasks] the same up to the end of what is left of the task; lowered by what is taken.
-        known: [tasks] the taker already has the document's K/V rows up to this row.
+        amount: pairs to give, of all tasks together.
+        held_rows: [tasks] the taker already has the document's K/V rows up to this row.
     """
     window = price.pair_window
-    start = row_reaching(low, window)
-    given: dict[int, float] = {}
-    while amount > 0.5:
+    task_starts = row_reaching(low, window)
+    pairs_of_task: dict[int, float] = {}
+    while amount > SMALLEST_TAKEN:
         available = np.maximum(high - low, 0.0)
         part = np.minimum(amount, available)
         if not part.any():
             break
+        # 1. Find for each task the rows of this part that cost least.
         reach = price.reach * np.sqrt(2 * part)
-        end = np.minimum(
-            row_reaching(high, window), np.maximum(row_reaching(low + part, window), reach)
-        )
-        begin = np.maximum(row_reaching(pairs_at(end, window) - part, window), start)
-        cost = price.of(begin, end, known)
-        enough = available >= amount
-        if enough.any():
-            task = int(np.where(enough, cost, np.inf).argmin())
-        else:  # take all of the task that is cheapest per pair
-            task = int(np.where(part > 0, cost / np.maximum(part, 1.0), np.inf).argmin())
+        earliest_stop = row_reaching(low + part, window)
+        stop = np.minimum(row_reaching(high, window), np.maximum(earliest_stop, reach))
+        start = np.maximum(row_reaching(pairs_at(stop, window) - part, window), task_starts)
+        cost = price.bytes_of(start, stop, held_rows)
+        # 2. Take the cheapest task that has enough, else all of the one that is cheapest per pair.
+        suffices = available >= amount
+        if suffices.any():
+            task = int(np.where(suffices, cost, np.inf).argmin())
+        else:
+            cost_a_pair = cost / np.maximum(part, 1.0)
+            task = int(np.where(part > 0, cost_a_pair, np.inf).argmin())
         taken = float(part[task])
         amount -= taken
-        given[task] = given.get(task, 0.0) + taken
+        pairs_of_task[task] = pairs_of_task.get(task, 0.0) + taken
         high[task] -= taken
-    return given
+    return pairs_of_task
 
 
 def balancing_pass(
@@ -150,150 +182,280 @@ def balancing_pass(
         limit: [workers] a worker that finishes by this time gives nothing.
         groups: [workers] group of each worker; nothing moves between groups.
     """
-    workers, loads = problem.workers, problem.loads(tasks)
-    window, block, origin = problem.pair_window, problem.block, problem.origin
-    aim = np.maximum((aim - np.asarray(workers.base_load)) * np.asarray(workers.speed), 0.0)
-    surplus = loads - aim  # pairs above the aim; negative where a worker has room
-    surplus[(surplus > 0) & (workers.finishing(loads) <= limit)] = 0.0
-    rounding = ROUNDING * float((problem.tolerance[aim > 0] * aim[aim > 0]).min(initial=np.inf))
-    # All workers wait for the bytes that the busiest one sends; O does not add to them.
-    q, kv, o = problem.row_bytes.q, problem.row_bytes.kv, problem.row_bytes.o
-    prices = [Price(q + of_o, kv, problem.window, origin) for of_o in (o, o // 4)]
-    price_of = [prices[busy] for busy in (surplus >= BUSY * surplus.max()).tolist()]  # by giver
-    # document -> worker -> row: the worker has, or will have, K/V rows up to this row. Only
-    # documents on several workers, one of which gives, are listed.
-    known: dict[int, dict[int, int]] = {}
-    homes = np.bincount(tasks["document"], minlength=len(problem.layout.lengths))
-    gives = np.zeros(len(homes), bool)
-    gives[tasks["document"][surplus[tasks["worker"]] > 0]] = True
-    for document, _, stop, worker in tasks.compress(
-        (gives & (homes > 1))[tasks["document"]]
-    ).tolist():
-        known.setdefault(document, {})[worker] = stop
-
     # 1. Flows, inside each group.
-    partners: dict[int, set[int]] = {}  # workers that have tasks of the same documents
-    for held in known.values():
-        for worker in held:
-            partners.setdefault(worker, set()).update(held)
+    surplus = _surplus(problem, problem.loads(tasks), aim, limit)
+    held_rows = _held_rows(problem, tasks, surplus)
+    partners = _partners(held_rows)
     flows: Flows = {}
     for group in np.unique(groups[surplus > 0]):
         flows |= plan_flows(np.where(groups == group, surplus, 0.0).tolist(), partners)
-
     # 2. Sources.
-    first_of: list[int] = np.searchsorted(tasks["worker"], np.arange(len(workers) + 1)).tolist()
-    documents: list[int] = tasks["document"].tolist()
-    parts: dict[
-        int, list[tuple[float, int]]
-    ] = {}  # task -> (pairs, taker) of each part that leaves it
-    for giver, given in flows.items():
-        first, last = first_of[giver], first_of[giver + 1]
-        low, high = (
-            pairs(0, tasks[end][first:last], window).astype(np.float64) for end in ("start", "stop")
-        )
-        shared = [task for task in range(first, last) if documents[task] in known]
-        for taker, amount in given:
-            rows = np.full(last - first, origin)
-            for task in shared:
-                rows[task - first] = known[documents[task]].get(taker, origin)
-            for index, part in take(price_of[giver], low, high, amount, rows).items():
-                parts.setdefault(first + index, []).append((part, taker))
-
+    price_of_giver = _prices(problem, surplus)
+    parts_of_task = _sources(problem, tasks, flows, price_of_giver, held_rows)
     # 3. Places.
-    def placed(task: int, parts: list[tuple[float, int]]) -> list[tuple[int, int, int, int]]:
-        """Return the pieces of a task, with its parts side by side where they cost least, and rests on both sides."""
-        document, start, stop, owner = tasks[task].tolist()
-        held = known.setdefault(document, {})
+    aim_pairs = _pairs_until(problem, aim)
+    tolerated = problem.tolerance[aim_pairs > 0] * aim_pairs[aim_pairs > 0]
+    rounding = ROUNDING * float(tolerated.min(initial=np.inf))
+    stays = np.ones(len(tasks), bool)
+    stays[list(parts_of_task)] = False
+    cut_pieces: list[Piece] = []
+    for index, parts in sorted(parts_of_task.items()):
+        document, start, stop, owner = tasks[index].tolist()
+        task = _CutTask(problem, document, start, stop, owner, price_of_giver[owner], rounding)
+        cut_pieces += task.pieces(parts, held_rows.setdefault(document, {}))
+    return merged(joined(tasks.compress(stays), np.array(cut_pieces, TASK)))
+
+
+def _pairs_until(problem: Problem, finishing: FloatArray) -> FloatArray:
+    """Return [workers] pairs with which workers finish at [workers] times; 0 for earlier times."""
+    workers = problem.workers
+    time_left = finishing - np.asarray(workers.base_load)
+    return np.asarray(np.maximum(time_left * np.asarray(workers.speed), 0.0))
+
+
+def _surplus(problem: Problem, loads: IntArray, aim: FloatArray, limit: FloatArray) -> FloatArray:
+    """Return [workers] pairs above the aim; negative where a worker has room.
+
+    Args:
+        aim, limit: as in `balancing_pass`.
+    """
+    surplus = loads - _pairs_until(problem, aim)
+    is_early = problem.workers.finishing(loads) <= limit
+    surplus[(surplus > 0) & is_early] = 0.0
+    return surplus
+
+
+def _prices(problem: Problem, surplus: FloatArray) -> list[Price]:
+    """Return [workers] the price of rows that each worker gives."""
+    row_bytes = problem.row_bytes
+    usual = Price(row_bytes.q + row_bytes.o, row_bytes.kv, problem.window, problem.origin)
+    # All workers wait for the bytes that the busiest one sends.
+    of_busy = Price(
+        row_bytes.q + row_bytes.o // O_OF_BUSY, row_bytes.kv, problem.window, problem.origin
+    )
+    is_busy = surplus >= BUSY * surplus.max()
+    return [of_busy if busy else usual for busy in is_busy.tolist()]
+
+
+def _held_rows(problem: Problem, tasks: Table, surplus: FloatArray) -> dict[int, dict[int, int]]:
+    """Return up to which row each worker has, or will have, K/V rows: document -> worker -> row.
+
+    Only documents on several workers, one of which gives, are listed.
+    """
+    counts = np.bincount(tasks["document"], minlength=len(problem.layout.lengths))
+    gives = np.zeros(len(counts), bool)
+    gives[tasks["document"][surplus[tasks["worker"]] > 0]] = True
+    is_listed = gives & (counts > 1)
+    held_rows: dict[int, dict[int, int]] = {}
+    for document, _, stop, worker in tasks.compress(is_listed[tasks["document"]]).tolist():
+        held_rows.setdefault(document, {})[worker] = stop
+    return held_rows
+
+
+def _partners(held_rows: dict[int, dict[int, int]]) -> dict[int, set[int]]:
+    """Return for each worker the workers that have tasks of the same documents, itself included."""
+    partners: dict[int, set[int]] = {}
+    for row_of_worker in held_rows.values():
+        for worker in row_of_worker:
+            partners.setdefault(worker, set()).update(row_of_worker)
+    return partners
+
+
+def _sources(
+    problem: Problem,
+    tasks: Table,
+    flows: Flows,
+    price_of_giver: list[Price],
+    held_rows: dict[int, dict[int, int]],
+) -> dict[int, list[Part]]:
+    """Return the parts that leave each task, so that givers give what their flows say.
+
+    Args:
+        held_rows: as `_held_rows` returns.
+    """
+    workers = np.arange(len(problem.workers) + 1)
+    first_task: list[int] = np.searchsorted(tasks["worker"], workers).tolist()
+    documents: list[int] = tasks["document"].tolist()
+    parts_of_task: dict[int, list[Part]] = {}
+    for giver, flows_of_giver in flows.items():
+        first, stop = first_task[giver], first_task[giver + 1]
+        own_tasks = tasks[first:stop]
+        low = pairs(0, own_tasks["start"], problem.pair_window).astype(np.float64)
+        high = pairs(0, own_tasks["stop"], problem.pair_window).astype(np.float64)
+        listed = [task for task in range(first, stop) if documents[task] in held_rows]
+        for taker, amount in flows_of_giver:
+            rows_of_taker = np.full(stop - first, problem.origin)
+            for task in listed:
+                rows = held_rows[documents[task]].get(taker, problem.origin)
+                rows_of_taker[task - first] = rows
+            taken = take(price_of_giver[giver], low, high, amount, rows_of_taker)
+            for index, part in taken.items():
+                parts_of_task.setdefault(first + index, []).append((part, taker))
+    return parts_of_task
+
+
+@dataclass(frozen=True)
+class _CutTask:
+    """Task that parts leave: rows [start, stop) of a document, computed by `owner` so far."""
+
+    problem: Problem
+    document: int
+    start: int
+    stop: int
+    owner: int
+    price: Price
+    rounding: float  # pairs that rounding a cut may move
+
+    def pieces(self, parts: list[Part], row_of_worker: dict[int, int]) -> list[Piece]:
+        """Return the parts side by side where they cost least, and rests on both sides.
+
+        Args:
+            row_of_worker: up to which row workers have the document's K/V rows; raised by what they
+                get.
+        """
+        origin = self.problem.origin
         # Small parts come first: the others then need fewer K/V rows. Takers that have K/V rows
         # already come last.
-        parts = sorted(parts, key=lambda part: (held.get(part[1], origin), part))
-        rows = np.array([float(held.get(taker, origin)) for _, taker in parts])
-        amounts = np.cumsum([0.0] + [amount for amount, _ in parts])
-        low, high = pairs(0, start, window), pairs(0, stop, window)
-        amounts *= min(1.0, (high - low) / amounts[-1])
-        begin, end = float(start), row_reaching(float(high - amounts[-1]), window)
-        for _ in range(2):  # search the start of the first part: coarse, then fine
-            first = begin + (end - begin) * SEARCHED
-            cuts = row_reaching(pairs_at(first, window)[:, None] + amounts, window).clip(
-                start, stop
-            )
-            starts, stops = cuts[:, :-1], cuts[:, 1:]
-            costs = price_of[owner].of(starts, stops, rows).sum(axis=1)
-            # Tasks smaller than a block are forbidden, except at a document's end.
-            before, after = cuts[:, 0], cuts[:, -1]
-            short = (stops - starts < block).sum(axis=1) + (
-                (before > start + 1) & (before < start + block)
-            )
-            if stop < problem.layout.lengths[document]:
-                short += (after < stop - 1) & (after > stop - block)
-            # Of rests on both sides of the parts the second one gathers its K/V rows once more.
-            keys = stop - (
-                np.maximum(after - problem.window + 1, origin) if problem.window else origin
-            )
-            costs += short * FORBIDDEN + ((before > start) & (after < stop)) * (
-                keys * problem.gather_bytes
-            )
-            at = int(costs.argmin())
-            begin, end = float(first[max(at - 1, 0)]), float(first[min(at + 1, len(first) - 1)])
-        bounds = [start]
-        for row in cuts[at].tolist():
-            multiple = grain(block, min(row, window or row), rounding)
-            bounds.append(min(max(round(row / multiple) * multiple, bounds[-1]), stop))
-        takers = [owner, *(taker for _, taker in parts), owner]
-        spans = zip(itertools.pairwise([*bounds, stop]), takers, strict=True)
-        pieces = [(document, begin, end, taker) for (begin, end), taker in spans if begin < end]
-        for *_, end, taker in pieces:
-            held[taker] = max(held.get(taker, 0), end)
+        parts = sorted(parts, key=lambda part: (row_of_worker.get(part[1], origin), part))
+        takers = [taker for _, taker in parts]
+        held_rows = np.array([float(row_of_worker.get(taker, origin)) for taker in takers])
+        cuts = self._cheapest_cuts([amount for amount, _ in parts], held_rows)
+        bounds = [self.start]
+        for row in cuts:
+            bounds.append(min(max(self._rounded(row), bounds[-1]), self.stop))
+        bounds.append(self.stop)
+        workers = [self.owner, *takers, self.owner]
+        pieces = []
+        for (start, stop), worker in zip(itertools.pairwise(bounds), workers, strict=True):
+            if start < stop:
+                pieces.append((self.document, start, stop, worker))
+                row_of_worker[worker] = max(row_of_worker.get(worker, 0), stop)
         return pieces
 
-    kept = np.ones(len(tasks), bool)
-    kept[list(parts)] = False
-    cut = [piece for task, leaving in sorted(parts.items()) for piece in placed(task, leaving)]
-    return merged(joined(tasks.compress(kept), np.array(cut, TASK)))
+    def _rounded(self, row: float) -> int:
+        """Return a row at a block's boundary, or at a finer one where a block moves many pairs."""
+        pairs_a_row = min(row, self.problem.pair_window or row)
+        multiple = grain(self.problem.block, pairs_a_row, self.rounding)
+        return round(row / multiple) * multiple
+
+    def _cheapest_cuts(self, amounts: list[float], held_rows: FloatArray) -> list[float]:
+        """Return [parts + 1] rows at which parts of [parts] pairs begin, and the last one ends.
+
+        Args:
+            held_rows: [parts] the taker of each part has the document's K/V rows up to this row.
+        """
+        window = self.problem.pair_window
+        low, high = pairs(0, self.start, window), pairs(0, self.stop, window)
+        pairs_before = np.cumsum([0.0, *amounts])
+        pairs_before *= min(1.0, (high - low) / pairs_before[-1])
+        # Search the start of the first part: coarse, then fine.
+        earliest = float(self.start)
+        latest = row_reaching(float(high - pairs_before[-1]), window)
+        for _ in range(2):
+            first = earliest + (latest - earliest) * SEARCHED
+            pairs_of_cuts = pairs_at(first, window)[:, None] + pairs_before
+            cuts = row_reaching(pairs_of_cuts, window).clip(self.start, self.stop)
+            cheapest = int(self._costs(cuts, held_rows).argmin())
+            earliest = float(first[max(cheapest - 1, 0)])
+            latest = float(first[min(cheapest + 1, len(first) - 1)])
+        cheapest_cuts: list[float] = cuts[cheapest].tolist()
+        return cheapest_cuts
+
+    def _costs(self, cuts: FloatArray, held_rows: FloatArray) -> FloatArray:
+        """Return [places] the cost in bytes of cutting a task at [places, parts + 1] rows."""
+        problem, block = self.problem, self.problem.block
+        # 1. Count the bytes of the parts.
+        starts, stops = cuts[:, :-1], cuts[:, 1:]
+        costs = self.price.bytes_of(starts, stops, held_rows).sum(axis=1)
+        # 2. Forbid tasks smaller than a block, except at a document's end.
+        first, last = cuts[:, 0], cuts[:, -1]
+        short_tasks = (stops - starts < block).sum(axis=1)
+        short_tasks += (first > self.start + 1) & (first < self.start + block)
+        if self.stop < problem.layout.lengths[self.document]:
+            short_tasks += (last < self.stop - 1) & (last > self.stop - block)
+        forbidden = short_tasks * FORBIDDEN
+        # 3. Of rests on both sides of the parts, the second one gathers its K/V rows once more.
+        first_key: FloatArray | int = problem.origin
+        if problem.window:
+            first_key = np.maximum(last - problem.window + 1, problem.origin)
+        rests_on_both_sides = (first > self.start) & (last < self.stop)
+        gathered = rests_on_both_sides * ((self.stop - first_key) * problem.gather_bytes)
+        return np.asarray(costs + (forbidden + gathered))
 
 
 def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
-    """Plan flows from workers with a surplus to workers with room, until no surplus is left or no room is.
+    """Plan flows from workers with a surplus to workers with room.
 
-    The giver with the largest surplus goes first, so that it finds the largest rooms. Each giver
-    fills the tightest room that takes its whole surplus and its partners', or else the largest
-    room. A partner, which holds K/V rows of the same documents, goes before a tighter room if it
-    takes the whole surplus. Next come takers that already take from a partner, since they mostly
-    receive K/V rows of the same document.
+    Flows end when no surplus is left or no room is. The giver with the largest surplus goes first,
+    so that it finds the largest rooms. Each giver fills the tightest room that takes its whole
+    surplus and its partners', or else the largest room. A partner, which holds K/V rows of the same
+    documents, goes before a tighter room if it takes the whole surplus. Next come takers that
+    already take from a partner, since they mostly receive K/V rows of the same document.
+
+    Args:
+        surplus: [workers] pairs above the aim; negative where a worker has room.
+        partners: for workers, the workers with tasks of the same documents.
     """
-    rooms = sorted((-extra, worker) for worker, extra in enumerate(surplus) if extra < 0)
-    room_of = {worker: room for room, worker in rooms}
-    givers = sorted((-extra, worker) for worker, extra in enumerate(surplus) if extra > 0)
-    partners = {giver: partners[giver] - {giver} for _, giver in givers if giver in partners}
-    if any(surplus[partner] > 0 for near in partners.values() for partner in near):
-        # Partners follow each other, so that they find each other's takers; the largest sum of
-        # surpluses goes first.
-        givers.sort(
-            key=lambda each: (
-                each[0] - sum(max(surplus[other], 0.0) for other in partners.get(each[1], ()))
-            )
-        )
-    waiting = {giver: -less for less, giver in givers}
+    rooms = sorted(
+        (-pairs_above, worker) for worker, pairs_above in enumerate(surplus) if pairs_above < 0
+    )
+    room_of_worker = {worker: room for room, worker in rooms}
+    givers = [worker for worker, pairs_above in enumerate(surplus) if pairs_above > 0]
+    partners = {giver: partners[giver] - {giver} for giver in givers if giver in partners}
+    waiting_surplus = {giver: surplus[giver] for giver in givers}
     flows: Flows = {}
-    for _, giver in givers:
-        left = waiting.pop(giver)
-        flows[giver] = given = []
-        near = partners.get(giver, ())
-        for_partners = sum(waiting.get(partner, 0.0) for partner in near)
-        used = {taker for partner in near for taker, _ in flows.get(partner, ())}
-        while left > 0 and rooms:
-            wanted = (left + for_partners, -1)
-            if near:
-                enough = [
-                    (room_of[worker], worker) for worker in near if room_of.get(worker, 0.0) >= left
-                ]
-                begun = [(room_of[worker], worker) for worker in used if room_of[worker] > 0]
-                wanted = min(enough, default=max(begun, default=wanted))
+    for giver in _largest_givers_first(givers, surplus, partners):
+        remaining = waiting_surplus.pop(giver)
+        flows[giver] = flows_of_giver = []
+        own_partners = partners.get(giver, set())
+        for_partners = sum(waiting_surplus.get(partner, 0.0) for partner in own_partners)
+        takers_of_partners = {
+            taker for partner in own_partners for taker, _ in flows.get(partner, ())
+        }
+        while remaining > 0 and rooms:
+            # The tightest room for the giver and its partners, unless a partner takes the surplus
+            # or another taker of its partners has room.
+            wanted = (remaining + for_partners, -1)
+            partner_rooms = [
+                (room_of_worker[partner], partner)
+                for partner in own_partners
+                if room_of_worker.get(partner, 0.0) >= remaining
+            ]
+            if partner_rooms:
+                wanted = min(partner_rooms)
+            else:
+                taker_rooms = [(room_of_worker[taker], taker) for taker in takers_of_partners]
+                wanted = max(
+                    [taker_room for taker_room in taker_rooms if taker_room[0] > 0], default=wanted
+                )
             room, taker = rooms.pop(min(bisect_left(rooms, wanted), len(rooms) - 1))
-            amount = min(left, room)
-            given.append((taker, amount))
-            left -= amount
-            room_of[taker] = room - amount
+            amount = min(remaining, room)
+            flows_of_giver.append((taker, amount))
+            remaining -= amount
+            room_of_worker[taker] = room - amount
             if amount < room:
                 insort(rooms, (room - amount, taker))
     return flows
+
+
+def _largest_givers_first(
+    givers: list[int], surplus: list[float], partners: dict[int, set[int]]
+) -> list[int]:
+    """Return givers in the order in which they choose takers, the largest surplus first.
+
+    Partners follow each other, so that they find each other's takers: the largest sum of surpluses
+    goes first then.
+    """
+    ordered = sorted(givers, key=lambda giver: -surplus[giver])
+    partners_give = any(
+        surplus[partner] > 0 for own_partners in partners.values() for partner in own_partners
+    )
+    if not partners_give:
+        return ordered
+
+    def negative_sum(giver: int) -> float:
+        return -surplus[giver] - sum(
+            max(surplus[partner], 0.0) for partner in partners.get(giver, ())
+        )
+
+    return sorted(ordered, key=negative_sum)

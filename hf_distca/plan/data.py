@@ -215,6 +215,11 @@ class MicroBatchPlan:
         )
         return total
 
+    @property
+    def document_tokens(self) -> int:
+        """Tokens of all documents on all ranks, without fillers."""
+        return int(self.tokens.sum()) - self.fillers
+
     def held_by(self, rank: int) -> Iterator[tuple[int, int, int]]:
         """Yield (document of the micro-batch, start, stop) of the rows that a rank holds, in the order of its rows."""
         for nano in self.nano_batches:

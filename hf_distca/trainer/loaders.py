@@ -1,7 +1,10 @@
-"""Data loaders of a trainer, which give a rank its rows of each global micro-batch, one micro-batch ahead."""
+"""Data loaders of a trainer: they give a rank its rows of each global micro-batch.
+
+They read and plan one micro-batch ahead, while the device computes.
+"""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
@@ -34,21 +37,33 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer.processes import Reading, ReadingProcesses
 
+LOADER_OPTIONS = (
+    "num_workers",
+    "pin_memory",
+    "persistent_workers",
+    "prefetch_factor",
+    "multiprocessing_context",
+)
+"""Options of a DataLoader that the trainer's arguments set, there with the prefix `dataloader_`."""
+
 
 class PackedLoaders:
     """Make loaders of data sets that hf_distca packs."""
 
     def __init__(self, trainer: Any, dispatcher: Dispatcher) -> None:
-        self._trainer, self._args, self._dispatcher = trainer, trainer.args, dispatcher
+        self._trainer = trainer
+        self._args = trainer.args
+        self._dispatcher = dispatcher
         model_inputs: frozenset[str] | None = None
         if self._args.remove_unused_columns:
             trainer._set_signature_columns_if_needed()
             model_inputs = frozenset(trainer._signature_columns or ())
         self._columns = Columns(self._args.length_column_name, model_inputs)
-        self._have_targets: set[int] = set()  # ids of data sets
-        self._summarized: set[int] = set()  # ids of data sets
-        # Keeps the data set alive, so that no other object gets its id.
+        # By the id of a data set: the data set, its lengths and its fingerprint. The data set is
+        # kept alive, so that no other object gets its id.
         self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
+        self._have_targets: set[int] = set()  # ids of data sets that are known to have targets
+        self._summarized: set[int] = set()  # ids of data sets whose summary has been printed
 
     def lengths(self, dataset: Any) -> tuple[NDArray[np.int64], str]:
         """Return [documents] int64 lengths and the fingerprint of a data set, read once.
@@ -57,9 +72,14 @@ class PackedLoaders:
         """
         if id(dataset) in self._lengths:
             return self._lengths[id(dataset)][1]
-        groups, limits, name = self._dispatcher.groups, self._dispatcher.limits, self._name(dataset)
+        groups = self._dispatcher.groups
+        limits = self._dispatcher.limits
+        name = self._name(dataset)
+        # 1. Read the lengths of all documents on each rank, and check a share of the documents.
         progress = groups.rank == 0 and not self._args.disable_tqdm
-        error, lengths, fingerprint = None, np.empty(0, np.int64), ""
+        error: Exception | None = None
+        lengths: NDArray[np.int64] = np.empty(0, np.int64)
+        fingerprint = ""
         try:
             lengths = document_lengths(dataset, self._columns, progress, name=name, limits=limits)
             share = groups.rank, groups.ranks
@@ -71,21 +91,20 @@ class PackedLoaders:
         except Exception as caught:
             error = caught
         groups.raise_together(error, in_world=True)
+        # 2. Check that all ranks have the same documents.
         size = f"{len(lengths)} documents, {lengths.sum()} tokens"
         fingerprints, sizes = zip(
             *groups.all_gather((fingerprint, size), in_world=True), strict=True
         )
         if len(set(fingerprints)) > 1:
-            raise Data.DIFFERENT.error(
-                found="; ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))
-            )
+            raise Data.DIFFERENT.error(found=_listed_by_rank(sizes))
         self._lengths[id(dataset)] = dataset, (lengths, fingerprint)
         return lengths, fingerprint
 
     def excerpts(
         self, dataset: Any, capacity: int = 0, bins: int = 0
     ) -> tuple[NDArray[np.void], int, int]:
-        """Return the excerpts of a data set with a length, the capacity of a bin and the bins of a micro-batch.
+        """Return the excerpts of a data set that fit into bins, and the size of the bins.
 
         A collective of the world where the data set is new. Every rank raises ValueError for data
         that cannot train.
@@ -95,28 +114,39 @@ class PackedLoaders:
                 tokens_per_rank.
             bins: number of bins of a micro-batch; 0 means one for each rank if documents must stay
                 whole, or else one.
+
+        Returns:
+            The [excerpts] of dtype EXCERPT, the maximum number of tokens of a bin, and the number
+            of bins of a micro-batch.
         """
-        groups, name = self._dispatcher.groups, self._name(dataset)
+        groups = self._dispatcher.groups
+        limits = self._dispatcher.limits
+        name = self._name(dataset)
         lengths, _ = self.lengths(dataset)
-        whole = self._dispatcher.settings.document_layout == "whole" or bins > 1
-        bins = bins or (groups.ranks if whole else 1)
-        limit_name = "tokens_per_rank" if whole else "ranks · tokens_per_rank"
-        capacity = (capacity or groups.ranks * self._args.tokens_per_rank) // bins
-        policy, limits = self._args.long_documents, self._dispatcher.limits
-        excerpts = fit_documents(lengths, capacity, policy, limit_name, name=name, limits=limits)
-        self._dispatcher.see_length(int((excerpts["stop"] - excerpts["start"]).max(initial=0)))
+        stay_whole = self._dispatcher.settings.document_layout == "whole" or bins > 1
+        if bins == 0:
+            bins = groups.ranks if stay_whole else 1
+        if capacity == 0:
+            capacity = groups.ranks * self._args.tokens_per_rank
+        bin_capacity = capacity // bins
+        limit_name = "tokens_per_rank" if stay_whole else "ranks · tokens_per_rank"
+        excerpts = fit_documents(
+            lengths, bin_capacity, self._args.long_documents, limit_name, name=name, limits=limits
+        )
+        excerpt_lengths = excerpts["stop"] - excerpts["start"]
+        self._dispatcher.see_length(int(excerpt_lengths.max(initial=0)))
         if id(dataset) not in self._have_targets:
-            error = None
+            error: Exception | None = None
             try:
                 check_targets(dataset, excerpts, self._columns, name=name)
             except Exception as caught:
                 error = caught
             groups.raise_together(error, in_world=True)
             self._have_targets.add(id(dataset))
-        return excerpts, capacity, bins
+        return excerpts, bin_capacity, bins
 
     def print_summary(self, dataset: Any, capacity: int = 0, bins: int = 0) -> None:
-        """Print once, on the first process, how many documents a data set has and which of them are cut.
+        """Print how many documents a data set has and which are cut, once, on the first process.
 
         A collective of the world where the data set is new.
 
@@ -126,132 +156,163 @@ class PackedLoaders:
         lengths, _ = self.lengths(dataset)
         excerpts, _, _ = self.excerpts(dataset, capacity, bins)
         if self._args.process_index == 0 and id(dataset) not in self._summarized:
-            tqdm.write(
-                documents_summary(self._name(dataset), lengths, excerpts)
-            )  # beside the bars of other ranks
+            # print would write into the progress bars of other ranks.
+            tqdm.write(documents_summary(self._name(dataset), lengths, excerpts))
         self._summarized.add(id(dataset))
 
     def check_evaluation_data(self) -> None:
         """Raise ValueError on every rank if an evaluation would fail because of its data.
 
         A collective of the world.
-
-        Of a stream that can be read again the first documents of every rank are read.
         """
         groups = self._dispatcher.groups
-        sets = named_datasets(self._trainer.eval_dataset, "eval_dataset")
-        names = groups.all_gather(tuple(sets), in_world=True)
-        if len(set(names)) > 1:
-            raise Data.DIFFERENT.error(
-                found="; ".join(f"rank {rank}: {each}" for rank, each in enumerate(names))
-            )
-        for dataset in sets.values():
-            if not is_stream(dataset):
+        datasets = named_datasets(self._trainer.eval_dataset, "eval_dataset")
+        names_of_ranks = groups.all_gather(tuple(datasets), in_world=True)
+        if len(set(names_of_ranks)) > 1:
+            raise Data.DIFFERENT.error(found=_listed_by_rank(names_of_ranks))
+        for dataset in datasets.values():
+            if is_stream(dataset):
+                self._check_stream(dataset)
+            else:
                 self.excerpts(dataset)
-                continue
-            error, read = None, 0
-            try:
-                packer = self._packer(dataset)
-                batches = iter(packer if packer.can_be_read_again else ())
-                while read < READ_BATCH and (batch := next(batches, None)):
-                    read += len(batch["document_lengths"])
-            except Exception as caught:
-                error = caught
-            groups.raise_together(error, in_world=True)
+
+    def _check_stream(self, dataset: Any) -> None:
+        """Raise an error on every rank if the first documents of a stream cannot be read.
+
+        A collective of the world. A stream that can be read only once is left alone.
+        """
+        error: Exception | None = None
+        try:
+            packer = self._packer(dataset)
+            if packer.can_be_read_again:
+                documents = 0
+                for batch in packer:
+                    documents += len(batch["document_lengths"])
+                    if documents >= READ_BATCH:
+                        break
+        except Exception as caught:
+            error = caught
+        self._dispatcher.groups.raise_together(error, in_world=True)
 
     def _name(self, dataset: Any) -> str:
-        """Return the name of a data set in errors: the trainer's argument that it is."""
-        trainer = self._trainer
+        """Return the name of a data set in errors: the trainer's argument that holds it."""
         named = {
-            **named_datasets(trainer.train_dataset, "train_dataset"),
-            **named_datasets(trainer.eval_dataset, "eval_dataset"),
+            **named_datasets(self._trainer.train_dataset, "train_dataset"),
+            **named_datasets(self._trainer.eval_dataset, "eval_dataset"),
         }
-        return next((name for name, each in named.items() if each is dataset), "the data set")
+        return next((name for name, value in named.items() if value is dataset), "the data set")
 
     def _packer(self, dataset: Any) -> StreamPacker:
         """Return this rank's share of a stream, packed."""
-        args, groups = self._args, self._dispatcher.groups
-        place = groups.ranks, groups.rank, args.tokens_per_rank, args.long_documents, self._columns
-        return StreamPacker(dataset, *place, self._name(dataset), self._dispatcher.limits)
+        args = self._args
+        groups = self._dispatcher.groups
+        return StreamPacker(
+            dataset,
+            groups.ranks,
+            groups.rank,
+            args.tokens_per_rank,
+            args.long_documents,
+            self._columns,
+            self._name(dataset),
+            self._dispatcher.limits,
+        )
 
     def loader(
         self, dataset: Any, *, shuffle: bool, capacity: int = 0, bins: int = 0
     ) -> DataLoader[Any]:
-        """Return a loader of this rank's rows: of planned batches, or of a stream's, which are planned later.
+        """Return a loader of this rank's rows.
+
+        Batches of a data set with a length have a plan. Batches of a stream are planned later.
 
         Args:
             capacity, bins: as in `excerpts`.
         """
-        args, groups = self._args, self._dispatcher.groups
-        options: dict[str, Any] = {"batch_size": None}
+        args = self._args
+        groups = self._dispatcher.groups
+        options: dict[str, Any]
         if is_stream(dataset):
-            dataset = self._packer(dataset)
+            source: Any = self._packer(dataset)
+            options = {"batch_size": None}
         else:
-            excerpts, capacity, bins = self.excerpts(dataset, capacity, bins)
+            excerpts, bin_capacity, bins = self.excerpts(dataset, capacity, bins)
             lengths, _ = self.lengths(dataset)
-            name, settings = self._name(dataset), self._dispatcher.settings
-            dataset = RankDocuments(dataset, lengths, settings, groups.rank, self._columns, name)
+            source = RankDocuments(
+                dataset,
+                lengths,
+                self._dispatcher.settings,
+                groups.rank,
+                self._columns,
+                self._name(dataset),
+            )
             sampler = GlobalBatchSampler(
                 excerpts,
-                capacity,
+                bin_capacity,
                 shuffle=shuffle,
                 seed=args.seed if args.data_seed is None else args.data_seed,
                 bins=bins,
                 choices=self._dispatcher.choices,
             )
             options = {"batch_sampler": sampler, "collate_fn": DistCACollator(groups.rank)}
-        names = (
-            "num_workers",
-            "pin_memory",
-            "persistent_workers",
-            "prefetch_factor",
-            "multiprocessing_context",
-        )
+        for name in LOADER_OPTIONS:
+            options[name] = getattr(args, f"dataloader_{name}")
         loader: DataLoader[Any] = DataLoader(
-            dataset,
+            source,
             worker_init_fn=partial(
                 seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
             ),
-            **{name: getattr(args, f"dataloader_{name}") for name in names},
             **options,
         )
-        config: Any = args.accelerator_config
-        # Undivided: the loader already knows its rank.
-        alone = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}
+        # One process alone: accelerate must not divide what the loader reads for its rank.
         prepared: DataLoader[Any] = prepare_data_loader(
             loader,
             self._dispatcher.device,
+            num_processes=1,
+            process_index=0,
+            dispatch_batches=False,
             put_on_device=True,
-            non_blocking=config.non_blocking,
-            **alone,
+            non_blocking=args.accelerator_config.non_blocking,
         )
         return prepared
 
 
+def _listed_by_rank(descriptions: Iterable[Any]) -> str:
+    """Return the text "rank 0: …; rank 1: …"."""
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(descriptions))
+
+
 def is_stream(dataset: Any) -> bool:
-    """Return whether a data set has no length, so that its documents are unknown before they come."""
+    """Return whether a data set has no length. Its documents are unknown before they come."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
 
 
-def named_datasets(given: Any, name: str) -> dict[str, Any]:
-    """Return a trainer's data set, or its dictionary of several data sets, by name.
+def named_datasets(argument: Any, name: str) -> dict[str, Any]:
+    """Return the data sets of a trainer's argument by their names in errors.
 
-    None for None.
+    Args:
+        argument: a data set, a dictionary of several, or None.
+        name: name of the argument.
     """
-    if isinstance(given, dict):
-        return {f"{name}[{key!r}]": dataset for key, dataset in given.items()}
-    return {} if given is None else {name: given}
+    if argument is None:
+        return {}
+    if isinstance(argument, dict):
+        return {f"{name}[{key!r}]": dataset for key, dataset in argument.items()}
+    return {name: argument}
 
 
 @contextmanager
 def lengths_read_on_host(trainer: Trainer, dataset: Any) -> Iterator[None]:
-    """Make a padding-free trainer's loaders report document lengths, read before batches go to the device."""
-    collator, by_rank_0 = (
-        trainer.data_collator,
-        cast(Any, trainer.args.accelerator_config).dispatch_batches,
-    )
-    # Where accelerate has rank 0 read for all ranks, rank 0 can send tensors only.
-    if not (isinstance(dataset, IterableDataset) if by_rank_0 is None else by_rank_0):
+    """Let the loaders that a trainer makes inside the block report document lengths.
+
+    The lengths are read on the host, before a batch goes to the device. The trainer has a
+    padding-free collator.
+    """
+    collator = trainer.data_collator
+    config: Any = trainer.args.accelerator_config
+    rank_0_reads = config.dispatch_batches
+    if rank_0_reads is None:  # as accelerate decides
+        rank_0_reads = isinstance(dataset, IterableDataset)
+    # Where rank 0 reads for all ranks, it can send tensors only, and not the lengths.
+    if not rank_0_reads:
         trainer.data_collator = CollatorWithLengths(collator)
     try:
         yield
@@ -260,32 +321,32 @@ def lengths_read_on_host(trainer: Trainer, dataset: Any) -> Iterator[None]:
 
 
 class UpcomingBatches:
-    """Fetch the micro-batches of optimizer steps.
+    """Fetch the micro-batches of optimizer steps, and prepare the next ones.
 
-    Read, plan and bind the next ones while the device computes.
+    While the device computes a micro-batch, the next one is read, planned and bound.
 
-    The loader's batches are planned when they are read, or all ranks plan them here in lockstep:
-    documents then lie on the rank that reads them, and batches follow until the data of every rank
-    has ended.
+    - A loader may plan its batches. Each rank then reads its rows without the other ranks.
+    - Otherwise all ranks plan together, one micro-batch at a time. Documents lie on the rank that
+      reads them. Micro-batches follow until the data of every rank has ended.
 
-    With dedicated servers nothing is bound ahead: a plan is made for the servers that are present
+    With dedicated servers nothing is bound ahead. A plan is made for the servers that are present
     when it is bound.
     """
 
     def __init__(self, dispatcher: Dispatcher, processes: ReadingProcesses) -> None:
-        self._dispatcher, self._processes = dispatcher, processes
+        self._dispatcher = dispatcher
+        self._processes = processes
         self._reading: Reading | None = None  # None without processes
-        self._plans: deque[MicroBatchPlan] = deque()  # plans of this step that have not begun
-        self._count = 0  # micro-batches of a step
         self._loader: Iterator[dict[str, Any]] | None = None
-        self._planned = False  # whether the loader plans
+        self._loader_plans = False
+        self._count = 0  # micro-batches of a step
+        self._plans: deque[MicroBatchPlan] = deque()  # plans of this step that have not begun
         self._read_ahead: list[dict[str, Any]] = []  # planned micro-batches of the next step
-        self._ended = False  # on all ranks, or because a rank cannot read
-        self._failed = (
-            False  # a rank cannot read: on all ranks, or on this rank if the loader plans
-        )
-        self._error: Exception | None = None  # why this rank cannot read
+        # The plan that was bound ahead, and what it was bound to.
         self._bound: tuple[MicroBatchPlan, BoundPlan] | None = None
+        self._ended = False  # the data of all ranks has ended, or a rank could not read
+        self._failed = False  # a rank could not read; if the loader plans: this rank could not
+        self._error: Exception | None = None  # why this rank could not read
 
     def fetch(
         self, loader: Iterator[dict[str, Any]], count: int, *, planned: bool
@@ -299,14 +360,17 @@ class UpcomingBatches:
                 every rank raises.
         """
         if loader is not self._loader:
-            self._loader, self._planned, self._read_ahead = loader, planned, []
-            self._ended, self._failed, self._error = False, False, None
-            self._end_reading()
-            self._reading = self._processes.begin()
+            self._begin_pass(loader, planned=planned)
         self._count = count
-        batches, self._read_ahead = self._read_ahead[:count], self._read_ahead[count:]
-        while len(batches) < count and (batch := self._read()):
-            batches += batch
+        # 1. Take what has been read ahead, and read the rest.
+        batches = self._read_ahead[:count]
+        self._read_ahead = self._read_ahead[count:]
+        while len(batches) < count:
+            next_batch = self._read()
+            if not next_batch:
+                break
+            batches += next_batch
+        # 2. Fill up the last step, or say why a batch is missing.
         missing = count - len(batches)
         if missing and self._failed:
             self._raise()
@@ -315,31 +379,52 @@ class UpcomingBatches:
         self._plans = deque(batch[PLAN_KEY] for batch in batches)
         return batches
 
+    def _begin_pass(self, loader: Iterator[dict[str, Any]], *, planned: bool) -> None:
+        """Begin to read another loader."""
+        self._loader = loader
+        self._loader_plans = planned
+        self._read_ahead = []
+        self._ended = False
+        self._failed = False
+        self._error = None
+        self._end_reading()
+        self._reading = self._processes.begin()
+
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
         """Return a plan bound to this rank; a plan bound ahead is handed out once."""
         if self._plans and self._plans[0] is plan:
             self._plans.popleft()
         if self._bound is not None and self._bound[0] is plan:
-            bound, self._bound = self._bound[1], None
+            _, bound = self._bound
+            self._bound = None
             return bound
         return self._dispatcher.bind(plan)
 
     def prepare_next(self) -> None:
-        """Read and plan one more micro-batch of the next step, and bind the plan of the next micro-batch.
+        """Read and plan one micro-batch of the next step, and bind the plan of the next micro-batch.
 
         To be called once a micro-batch, after its work is launched. A collective if the loader does
         not plan.
         """
         if self._loader is not None and len(self._read_ahead) < self._count:
             self._read_ahead += self._read()
-        upcoming = [*self._plans, *(batch[PLAN_KEY] for batch in self._read_ahead)]
-        if upcoming and self._dispatcher.remote is None:
-            self._bound = upcoming[0], self._dispatcher.bind(upcoming[0])
+        next_plan = self._next_plan()
+        if next_plan is not None and self._dispatcher.remote is None:
+            self._bound = next_plan, self._dispatcher.bind(next_plan)
+
+    def _next_plan(self) -> MicroBatchPlan | None:
+        """Return the plan of the next micro-batch, of this step or of the next one."""
+        if self._plans:
+            return self._plans[0]
+        if self._read_ahead:
+            plan: MicroBatchPlan = self._read_ahead[0][PLAN_KEY]
+            return plan
+        return None
 
     def _read(self) -> list[dict[str, Any]]:
-        """Return one more planned micro-batch.
+        """Return one more planned micro-batch in a list.
 
-        None if the data has ended or a rank could not read.
+        The list is empty if the data has ended or a rank could not read.
         """
         if self._ended or self._loader is None:
             return []
@@ -350,7 +435,7 @@ class UpcomingBatches:
         except Exception as error:  # raised by `fetch`: the steps before need no batch of this one
             self._error = error
         self._failed = self._error is not None
-        if not self._planned:
+        if not self._loader_plans:
             (self._failed,) = self._dispatcher.groups.any_of([self._failed])
             batches = [] if self._failed else self._dispatcher.plan_batches(batches)
         self._ended = not batches
@@ -366,29 +451,38 @@ class UpcomingBatches:
             self._reading.end()
 
     def _raise(self) -> None:
-        if self._planned and self._error is not None:
+        """Raise why a micro-batch could not be read. A collective if the loader does not plan."""
+        if self._loader_plans and self._error is not None:
             raise self._error
         self._dispatcher.groups.raise_together(self._error)
 
 
 class EvaluationLoader:
-    """Loader of an evaluation's planned micro-batches, which come from the `upcoming` ones."""
+    """Loader of an evaluation's planned micro-batches.
+
+    Args:
+        loader: reads the batches.
+        upcoming: fetches and prepares them.
+        planned: whether `loader` plans them.
+    """
 
     def __init__(
         self, loader: DataLoader[Any], upcoming: UpcomingBatches, *, planned: bool
     ) -> None:
-        self._loader, self._upcoming, self._planned = loader, upcoming, planned
+        self._loader = loader
+        self._upcoming = upcoming
+        self._planned = planned
         self.dataset = loader.dataset
         # None where documents come in an order that only a stream or a collator knows.
-        self.sampler = (
-            loader.batch_sampler if isinstance(loader.batch_sampler, GlobalBatchSampler) else None
-        )
+        self.sampler: GlobalBatchSampler | None = None
+        if isinstance(loader.batch_sampler, GlobalBatchSampler):
+            self.sampler = loader.batch_sampler
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         cast(Any, self._loader).set_epoch(0)  # every evaluation reads in the same order
-        batches = iter(self._loader)
-        while planned := self._upcoming.fetch(batches, 1, planned=self._planned):
-            yield planned[0]
+        iterator = iter(self._loader)
+        while batches := self._upcoming.fetch(iterator, 1, planned=self._planned):
+            yield batches[0]

@@ -30,13 +30,14 @@ from hf_distca.trainer.loaders import (
 )
 from hf_distca.trainer.planned import PlannedTraining
 from hf_distca.trainer.predictions import EvaluatedRows, Predictions
-from hf_distca.trainer.refusals import Run, by_name
+from hf_distca.trainer.refusals import Run, arguments_by_name
 
 logger = logging.getLogger(__name__)
 
-ACCURACY, ENTROPY = "mean_token_accuracy", "entropy"
-"""Names in TRL, without their prefix: share of targets that have the greatest logit, and mean
-entropy in nats."""
+ACCURACY = "mean_token_accuracy"
+"""Name of a metric, as in TRL: share of the targets that have the greatest logit."""
+ENTROPY = "entropy"
+"""Name of a metric, as in TRL: mean entropy of the predicted tokens, in nats."""
 
 
 class DistCAMixin(PlannedTraining):
@@ -68,43 +69,42 @@ class DistCAMixin(PlannedTraining):
     packs_documents = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        named = self._checked(by_name(super().__init__, args, kwargs))
-        self._packs = named.get("data_collator") is None  # else the collator makes the batches
-        super().__init__(**named)
+        arguments = self._checked(arguments_by_name(super().__init__, args, kwargs))
+        # Whether hf_distca packs documents. Otherwise the user's collator makes the batches.
+        self._packs = arguments.get("data_collator") is None
+        super().__init__(**arguments)
         self._prepare_planned()
         dispatcher = self.dispatcher
+        # Whether layers mix the rows of a document otherwise than by attention.
+        self._mixes = bool(mixing_layers(self.model))
         self._costs = LearnedCosts(dispatcher)
         self.meter.compare_with(self._costs)
         self.add_callback(self._costs)
         self._progress = resuming.DataProgress(resuming.DataPlace({}))
-        self._epoch_iterator: Iterator[Any] | None = (
-            None  # of the present pass over the training data
-        )
         self._loaders = PackedLoaders(self, dispatcher)
-        self._evaluation_loaders: dict[
-            int, DataLoader[Any]
-        ] = {}  # by the id of the trainer's own data set
+        # Iterator of the present pass over the training data.
+        self._epoch_iterator: Iterator[Any] | None = None
         self._upcoming = UpcomingBatches(dispatcher, self._processes)
-        self._upcoming_evaluated = UpcomingBatches(
-            dispatcher, self._processes
-        )  # of the present evaluation
-        self._mixes = bool(mixing_layers(self.model))  # rows of a document other than by attention
-        self._evaluated: list[
-            tuple[float, float]
-        ] = []  # this rank's sum of losses and all targets, of micro-batches
-        self._rows = EvaluatedRows()  # of the present evaluation
+        # Loaders of the trainer's own evaluation data, by the id of the data set.
+        self._evaluation_loaders: dict[int, DataLoader[Any]] = {}
+        # Of the present evaluation: micro-batches to come, rows that were evaluated, and for each
+        # micro-batch this rank's sum of losses and the targets of all ranks.
+        self._upcoming_evaluated = UpcomingBatches(dispatcher, self._processes)
+        self._rows = EvaluatedRows()
+        self._evaluated: list[tuple[float, float]] = []
 
     # Data
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Return a loader of this rank's rows, for training and evaluation alike."""
-        named = by_name(super()._get_dataloader, args, kwargs)
-        dataset, is_training = named["dataset"], named.get("is_training", False)
+        arguments = arguments_by_name(super()._get_dataloader, args, kwargs)
+        dataset = arguments["dataset"]
+        is_training = arguments.get("is_training", False)
         if not self._packs:
             if is_stream(dataset):
-                named["dataset"] = EpochStream.around(dataset)
+                arguments["dataset"] = EpochStream.around(dataset)
             with lengths_read_on_host(self, dataset):
-                loader = super()._get_dataloader(**named)
+                loader = super()._get_dataloader(**arguments)
             self._processes.watch(loader)
             return loader
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
@@ -118,31 +118,52 @@ class DistCAMixin(PlannedTraining):
         return loader
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a loader of planned micro-batches of the evaluation data: this rank's rows, one micro-batch ahead."""
-        named = by_name(super().get_eval_dataloader, args, kwargs)
-        chosen = named.get("eval_dataset")
-        own: Any = self.eval_dataset
-        if isinstance(chosen, str) and not (isinstance(own, dict) and chosen in own):
-            raise Data.A_NAME.error(name="eval_dataset", given=chosen)
-        dataset = own if chosen is None else own[chosen] if isinstance(chosen, str) else chosen
+        """Return a loader of this rank's rows of the evaluation data.
+
+        It reads and plans one micro-batch ahead.
+        """
+        arguments = arguments_by_name(super().get_eval_dataloader, args, kwargs)
+        dataset = self._evaluation_dataset(arguments.get("eval_dataset"))
         loader = self._evaluation_loaders.get(id(dataset))
         if loader is None:
             # Trainer keeps loaders by a name that data sets share.
             vars(self).pop("_eval_dataloaders", None)
-            loader = super().get_eval_dataloader(**named)
-            if any(
-                dataset is each for each in (own, *(own.values() if isinstance(own, dict) else ()))
-            ):
-                self._evaluation_loaders[id(dataset)] = loader  # whose processes may live on
+            loader = super().get_eval_dataloader(**arguments)
+            if self._is_own_evaluation_dataset(dataset):
+                # The next evaluation uses it again: its processes may live on.
+                self._evaluation_loaders[id(dataset)] = loader
         return self._read_ahead(loader)
 
+    def _evaluation_dataset(self, chosen: Any) -> Any:
+        """Return the data set that an evaluation's argument `eval_dataset` means.
+
+        Args:
+            chosen: a data set, the key of one of the trainer's data sets, or None for all of the
+                trainer's.
+        """
+        datasets: Any = self.eval_dataset
+        if chosen is None:
+            return datasets
+        if not isinstance(chosen, str):
+            return chosen
+        if not isinstance(datasets, dict) or chosen not in datasets:
+            raise Data.A_NAME.error(name="eval_dataset", given=chosen)
+        return datasets[chosen]
+
+    def _is_own_evaluation_dataset(self, dataset: Any) -> bool:
+        """Return whether a data set lives as long as the trainer, so that its id stays its own."""
+        datasets: Any = self.eval_dataset
+        if isinstance(datasets, dict) and any(dataset is value for value in datasets.values()):
+            return True
+        return dataset is datasets
+
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Return the same for the data of `predict`."""
+        """Return a loader of this rank's rows of the data that `predict` gets."""
         check_dataset(test_dataset, "test_dataset")
         return self._read_ahead(super().get_test_dataloader(test_dataset))
 
     def _read_ahead(self, loader: DataLoader[Any]) -> EvaluationLoader:
-        """Return a loader of the same batches, planned one ahead."""
+        """Return a loader of the same batches that reads and plans one micro-batch ahead."""
         planned = self._packs and not isinstance(loader.dataset, StreamPacker)
         self._upcoming_evaluated.close()
         self._upcoming_evaluated = UpcomingBatches(self.dispatcher, self._processes)
@@ -151,41 +172,39 @@ class DistCAMixin(PlannedTraining):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        """Return the planned micro-batches of an optimizer step and the number of targets on all ranks."""
+        """Return an optimizer step's planned micro-batches, and its number of targets on all ranks."""
         self._begin_step()
-        begins = epoch_iterator is not self._epoch_iterator
-        if begins:
+        begins_pass = epoch_iterator is not self._epoch_iterator
+        if begins_pass:
             self._epoch_iterator = epoch_iterator
             self._progress.begin_pass(self.state.global_step)
+        # Batches of streams and collators are planned here, by all ranks together.
         planned = self._packs and not is_stream(self.train_dataset)
         batches = self._upcoming.fetch(epoch_iterator, num_batches, planned=planned)
-        if begins and not batches and self.state.global_step == 0:  # on every rank
+        is_first_step = self.state.global_step == 0
+        if begins_pass and not batches and is_first_step:  # on every rank
             raise Data.EMPTY.error(name="train_dataset")
-        if (
-            self.pool is not None and batches
-        ):  # else a stream has ended: Trainer asks again until max_steps
+        # Without batches a stream has ended, and Trainer asks again until max_steps.
+        if self.pool is not None and batches:
             self.pool.refresh()
-        taken, targets = super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
-        if not planned and batches and self.state.global_step == 0:
+        samples, targets = super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
+        if not planned and batches and is_first_step:
             self._check_first_targets(batches)
-        return taken, targets
+        return samples, targets
 
     def _check_first_targets(self, batches: list[dict[str, Any]]) -> None:
         """Raise ValueError on every rank if no document of the first optimizer step has a target.
 
-        A data set with a length is checked as a whole before training, and may begin with such a
-        step. What streams and collators give is unknown before it comes. Later steps may have no
-        target: their loss of 0 is a warning, as it is where a collator gives no labels that could
-        be counted.
+        This checks batches of streams and of collators, whose documents are unknown before they
+        come. All documents of a data set with a length are checked before training, and its first
+        step may have no target. Later steps may have no target either: `Remedies.see_loss` warns of
+        their loss of 0.
         """
-        targets: Any = super()._get_num_items_in_batch(
-            batches, self.args.device
-        )  # of all ranks, may be 0
+        # Of all ranks; None where a collator gives no labels that could be counted.
+        targets: Any = super()._get_num_items_in_batch(batches, self.args.device)
         if targets is not None and not targets.item():
-            plans = [batch[PLAN_KEY] for batch in batches]
-            raise Run.NO_TARGETS.error(
-                tokens=sum(int(plan.tokens.sum()) - plan.fillers for plan in plans)
-            )
+            tokens = sum(batch[PLAN_KEY].document_tokens for batch in batches)
+            raise Run.NO_TARGETS.error(tokens=tokens)
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | None:
         targets: Any = super()._get_num_items_in_batch(*args, **kwargs)
@@ -193,26 +212,27 @@ class DistCAMixin(PlannedTraining):
         return None if targets is None else targets.clamp(min=1)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Count the tokens of all documents of a micro-batch, also those with the id of padding.
+        """Count the tokens of a micro-batch's documents on all ranks.
 
-        But no fillers.
+        Tokens of documents count even if they have the id of padding. Fillers do not count.
         """
         if self.args.include_num_input_tokens_seen != "no":
-            plan: MicroBatchPlan = inputs[PLAN_KEY]
-            self.state.num_input_tokens_seen += int(plan.tokens.sum()) - plan.fillers
+            self.state.num_input_tokens_seen += inputs[PLAN_KEY].document_tokens
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Move the inputs to the device and bind their plan to this rank."""
         inputs = super()._prepare_inputs(inputs)
-        if isinstance(inputs.get(PLAN_KEY), MicroBatchPlan):
-            is_training = self.model.training
-            upcoming = self._upcoming if is_training else self._upcoming_evaluated
-            inputs = {**inputs, PLAN_KEY: upcoming.bind(inputs[PLAN_KEY])}
-            if is_training:
-                self._log_choice(inputs[PLAN_KEY].plan)
-                self.meter.count(inputs[PLAN_KEY])
-                self._costs.count(inputs[PLAN_KEY].plan)
-        return inputs
+        plan = inputs.get(PLAN_KEY)
+        if not isinstance(plan, MicroBatchPlan):
+            return inputs
+        is_training = self.model.training
+        upcoming = self._upcoming if is_training else self._upcoming_evaluated
+        bound = upcoming.bind(plan)
+        if is_training:
+            self._log_choice(bound.plan)
+            self.meter.count(bound)
+            self._costs.count(bound.plan)
+        return {**inputs, PLAN_KEY: bound}
 
     # Training
 
@@ -223,24 +243,22 @@ class DistCAMixin(PlannedTraining):
         if self._packs:
             self._loaders.check_evaluation_data()
         self._costs.resume(None if checkpoint is None else Path(checkpoint))
-        if (
-            place.order is order and self._packs
-        ):  # a resumed training goes on with its micro-batches
-            place = place._replace(
-                order=resuming.chosen_order(order, self, self.dispatcher, self._loaders)
-            )
+        # A resumed training goes on with the micro-batches of its checkpoint.
+        is_new = place.order is order
+        if is_new and self._packs:
+            chosen = resuming.chosen_order(order, self, self.dispatcher, self._loaders)
+            place = place._replace(order=chosen)
         self._progress = resuming.DataProgress(place)
 
     def _end_training(self) -> None:
         self._upcoming.close()
-        self._upcoming, self._epoch_iterator = (
-            UpcomingBatches(self.dispatcher, self._processes),
-            None,
-        )
+        self._upcoming = UpcomingBatches(self.dispatcher, self._processes)
+        self._epoch_iterator = None
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Run `Trainer.training_step`, and prepare what comes next before Trainer waits for this loss."""
+        """Run `Trainer.training_step`, and prepare the next micro-batch."""
         loss = super().training_step(model, *args, **kwargs)
+        # The device still computes: Trainer waits for this loss later.
         self._upcoming.prepare_next()
         return loss
 
@@ -259,9 +277,10 @@ class DistCAMixin(PlannedTraining):
         plan = inputs[PLAN_KEY]
         if num_items_in_batch is None:  # evaluation of a trainer that takes the mean on each rank
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
-        evaluates, rows = return_outputs and not self.model.training, self._rows
-        seen = rows.seen
-        plan.ran.watch = rows.see if evaluates else None
+        evaluates = return_outputs and not self.model.training
+        rows_before = self._rows.seen
+        # The head gives the rows' logits to this function, a chunk at a time.
+        plan.ran.watch = self._rows.see if evaluates else None
         result = super().compute_loss(
             model,
             inputs,
@@ -273,11 +292,11 @@ class DistCAMixin(PlannedTraining):
             self._begin_backward()
         if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
             raise Run.LOST_PLAN.error(model=type(self.model).__name__, key=PLAN_KEY)
-        logits = result[1].get("logits") if evaluates and isinstance(result[1], dict) else None
-        if rows.seen == seen and isinstance(
-            logits, Tensor
-        ):  # the loss was computed from all logits at once
-            rows.see_all(logits[0], inputs["shift_labels"][0])
+        if evaluates and isinstance(result[1], dict):
+            logits = result[1].get("logits")
+            # Where the head gave no rows, the loss was computed from all logits at once.
+            if self._rows.seen == rows_before and isinstance(logits, Tensor):
+                self._rows.see_all(logits[0], inputs["shift_labels"][0])
         return result
 
     # Evaluation
@@ -293,40 +312,58 @@ class DistCAMixin(PlannedTraining):
             self._upcoming_evaluated.close()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate with means over the targets of all micro-batches, and with predictions if the caller wants them."""
-        named = by_name(super(PlannedTraining, self).evaluation_loop, args, kwargs)
-        loss_alone, prefix = (
-            named.get("prediction_loss_only"),
-            named.get("metric_key_prefix", "eval"),
-        )
+        """Evaluate with means over the targets of all micro-batches.
+
+        The output has predictions if the caller wants more than the loss.
+        """
+        arguments = arguments_by_name(super(PlannedTraining, self).evaluation_loop, args, kwargs)
+        prefix = arguments.get("metric_key_prefix", "eval")
+        loss_alone = arguments.get("prediction_loss_only")
         if loss_alone is None:
             loss_alone = self.args.prediction_loss_only
-        predictions = None if loss_alone else self._new_predictions(named["dataloader"])
-        self._evaluated, self._rows = [], EvaluatedRows(predictions)
-        output = super().evaluation_loop(**named)
-        if self._evaluated and output.metrics is not None:
-            loss, targets = map(sum, zip(*self._evaluated, strict=True))
-            of_ranks = self.dispatcher.groups.all_gather((loss, *self._rows.figures.sums()))
-            total, counted, hits, entropy = map(sum, zip(*of_ranks, strict=True))
-            output.metrics[f"{prefix}_loss"] = total / max(targets, 1)
-            # Otherwise the model has several losses, or none of logits; TRL's trainer counts for
-            # itself.
-            if counted == targets > 0:
-                output.metrics[f"{prefix}_{ACCURACY}"] = hits / targets
-                output.metrics[f"{prefix}_{ENTROPY}"] = entropy / targets
-        if predictions is None or not self._evaluated:
+        predictions = None if loss_alone else self._new_predictions(arguments["dataloader"])
+        self._evaluated = []
+        self._rows = EvaluatedRows(predictions)
+        output = super().evaluation_loop(**arguments)
+        if not self._evaluated:
+            return output
+        if output.metrics is not None:
+            for name, mean in self._evaluation_means().items():
+                output.metrics[f"{prefix}_{name}"] = mean
+        if predictions is None:
             return output
         values, labels = predictions.joined()
         metrics = dict(output.metrics or {})
         if self.compute_metrics is not None:
-            given: Any = self.compute_metrics(EvalPrediction(predictions=values, label_ids=labels))
-            for name, value in denumpify_detensorize(given).items():
-                metrics[name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"] = value
+            computed: Any = self.compute_metrics(
+                EvalPrediction(predictions=values, label_ids=labels)
+            )
+            for name, value in denumpify_detensorize(computed).items():
+                prefixed = name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"
+                metrics[prefixed] = value
         return output._replace(predictions=values, label_ids=labels, metrics=metrics)
 
+    def _evaluation_means(self) -> dict[str, float]:
+        """Return loss, accuracy and entropy of the present evaluation by name. A collective.
+
+        Each is a mean over all targets. Accuracy and entropy are left out where not every target's
+        logits were seen: the model has several losses, or computes none from logits, or TRL's
+        trainer counts for itself.
+        """
+        loss = sum(micro_batch_loss for micro_batch_loss, _ in self._evaluated)
+        targets = sum(micro_batch_targets for _, micro_batch_targets in self._evaluated)
+        sums_of_ranks = self.dispatcher.groups.all_gather((loss, *self._rows.figures.sums()))
+        loss, seen_targets, hits, entropy = map(sum, zip(*sums_of_ranks, strict=True))
+        means = {"loss": loss / max(targets, 1)}
+        if seen_targets == targets > 0:
+            means[ACCURACY] = hits / targets
+            means[ENTROPY] = entropy / targets
+        return means
+
     def _new_predictions(self, loader: EvaluationLoader) -> Predictions:
-        """Return where predictions for a loader's documents are collected."""
-        function, sampler = self.preprocess_logits_for_metrics, loader.sampler
+        """Return an empty collection of predictions for a loader's documents."""
+        function = self.preprocess_logits_for_metrics
+        sampler = loader.sampler
         if function is None:
             raise Run.ALL_LOGITS.error()
         if sampler is None:
@@ -356,17 +393,16 @@ class DistCAMixin(PlannedTraining):
         assert loss is not None
         self._upcoming_evaluated.prepare_next()  # before the host waits for the loss
         # The loss of all ranks is the mean over ranks of `loss`.
-        self._evaluated.append(
-            ((loss * targets / self.dispatcher.groups.ranks).item(), targets.item())
-        )
+        loss_sum = (loss * targets / self.dispatcher.groups.ranks).item()
+        self._evaluated.append((loss_sum, targets.item()))
         return loss, None, None
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """Return what `preprocess_logits_for_metrics` makes of each token's logits, by document of the data set.
+        """Return, for each document, what `preprocess_logits_for_metrics` makes of its tokens' logits.
 
-        Predictions and labels are [documents, longest, ...], with -100 elsewhere. Labels are
-        unshifted: the prediction of a token is for the label after it. The first label of a
-        document is -100.
+        Predictions and labels are [documents, longest, ...], with -100 beyond a document's end.
+        Labels are unshifted: the prediction of a token is for the label after it. The first label
+        of a document is -100.
         """
         failures = self.dispatcher.groups.failures
         try:
@@ -384,13 +420,13 @@ class DistCAMixin(PlannedTraining):
 
         Return the first epoch and its completed micro-batches.
         """
-        epochs, _ = super()._init_training_state(
+        first_epoch, _ = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, *args, **kwargs
         )
         place = self._progress.start
         if self.args.ignore_data_skip:
-            place = resuming.DataPlace(place.order, epochs)
-        elif place.steps == num_update_steps_per_epoch:
+            place = resuming.DataPlace(place.order, first_epoch)
+        elif place.steps == num_update_steps_per_epoch:  # the checkpoint is of the end of a pass
             place = resuming.DataPlace(place.order, place.epoch + 1)
         self._progress = resuming.DataProgress(place)
         if self.state.global_step >= max_steps and self.is_world_process_zero():
@@ -398,7 +434,8 @@ class DistCAMixin(PlannedTraining):
                 "nothing is left to train: the checkpoint is of step %s, and training ends at step "
                 "%s. Raise max_steps or num_train_epochs, which count from the first step of the "
                 "first run",
-                *(self.state.global_step, max_steps),
+                self.state.global_step,
+                max_steps,
             )
         return place.epoch, place.steps * self.args.gradient_accumulation_steps
 

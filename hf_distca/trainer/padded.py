@@ -10,7 +10,7 @@ from hf_distca.dispatch.padded import OneMicroBatch, PackedBatch, PaddedBatches
 from hf_distca.patches.padded import pack_backbone
 from hf_distca.trainer.assembly import gathers_whole_layers, pack_padded
 from hf_distca.trainer.planned import PlannedTraining
-from hf_distca.trainer.refusals import by_name
+from hf_distca.trainer.refusals import arguments_by_name
 
 
 class DistCAPaddedMixin(PlannedTraining):
@@ -35,7 +35,7 @@ class DistCAPaddedMixin(PlannedTraining):
     packs_documents = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        named = self._checked(by_name(super().__init__, args, kwargs))
+        named = self._checked(arguments_by_name(super().__init__, args, kwargs))
         self._is_packed = False
         super().__init__(**named)
         self._pack_models()

@@ -27,7 +27,7 @@ from hf_distca.trainer.console import follow_log_level, log_choice, shorten_cons
 from hf_distca.trainer.metrics import PREFIX, Remedies, StepMeter
 from hf_distca.trainer.optimizers import check_optimizer
 from hf_distca.trainer.processes import ReadingProcesses
-from hf_distca.trainer.refusals import Run, by_name, check_given, check_objects
+from hf_distca.trainer.refusals import Run, arguments_by_name, check_arguments, check_objects
 from hf_distca.trainer.tracing import StepTracer
 
 logger = logging.getLogger(__name__)
@@ -42,59 +42,61 @@ class PlannedTraining(_Trainer):
     """Base of the mixins."""
 
     packs_documents: ClassVar[bool]
-    """Whether documents are packed, and not batches that are padded."""
+    """Whether the trainer packs documents. Otherwise it gets padded batches."""
     args: DistCAPaddedArguments
     model: PreTrainedModel
     dispatcher: Dispatcher
 
-    def _checked(self, named: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments by name that the trainer is built with, or raise ValueError."""
-        has_settings = isinstance(named.get("args"), DistCAPaddedArguments)
-        if has_settings:
-            named[
-                "args"
-            ].serve_if_server()  # before a server loads anything; its arguments are incomplete
-        check_objects(named, packs=self.packs_documents)
-        if has_settings:
-            named = self._prepare_given(named)
-        check_given(type(self), named, packs=self.packs_documents)
-        parallel.share_on_cpu(named["args"], named.get("model"))
-        return named
+    def _checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments that the trainer is built with, or raise ValueError.
 
-    def _prepare_given(self, named: dict[str, Any]) -> dict[str, Any]:
+        Args:
+            arguments: arguments of the trainer's `__init__` by name.
+        """
+        has_settings = isinstance(arguments.get("args"), DistCAPaddedArguments)
+        if has_settings:
+            # Before a server loads anything. Its arguments are incomplete.
+            arguments["args"].serve_if_server()
+        check_objects(arguments, packs=self.packs_documents)
+        if has_settings:
+            arguments = self._prepare_arguments(arguments)
+        check_arguments(type(self), arguments, packs=self.packs_documents)
+        parallel.share_on_cpu(arguments["args"], arguments.get("model"))
+        return arguments
+
+    def _prepare_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the trainer is built with.
 
-        A subclass may load what they name.
+        A subclass may load the model or the data that they name.
         """
-        return named
+        return arguments
 
     def _prepare_planned(self) -> None:
         """Prepare the model of a trainer that is built, and everything that a training needs.
 
         A collective.
         """
-        follow_log_level(self.args)
+        args = self.args
+        follow_log_level(args)
         self.dispatcher = dispatcher = prepare_trainer(self, packs=self.packs_documents)
         self.pool: Pool | None = None
-        if self.args.attention_servers != 0:
-            token_file = (
-                self.args.attention_server_token_file or f"{self.args.output_dir}/{TOKEN_FILE}"
-            )
-            self.pool = open_pool(
-                dispatcher, self.args, self.args.attention_server_launch, token_file
-            )
-        self.meter = StepMeter(dispatcher, self.model, self.pool, self.args.world_size)
-        self._tracer = StepTracer(dispatcher, self.args) if self.args.trace_steps else None
-        for callback in filter(None, (self.meter, self._tracer)):
-            self.add_callback(callback)
+        if args.attention_servers != 0:
+            token_file = args.attention_server_token_file or f"{args.output_dir}/{TOKEN_FILE}"
+            self.pool = open_pool(dispatcher, args, args.attention_server_launch, token_file)
+        self.meter = StepMeter(dispatcher, self.model, self.pool, args.world_size)
+        self.add_callback(self.meter)
+        self._tracer: StepTracer | None = None
+        if args.trace_steps:
+            self._tracer = StepTracer(dispatcher, args)
+            self.add_callback(self._tracer)
         shorten_console(self.callback_handler)
-        self._chose = False  # whether the planner's choice has been logged
-        self._remedies = Remedies(self.args, ping_pong=dispatcher.settings.ping_pong)
+        self._has_logged_choice = False  # of the planner
+        self._remedies = Remedies(args, ping_pong=dispatcher.settings.ping_pong)
         self._processes = ReadingProcesses(
-            self.args.dataloader_num_workers,
-            self.args.process_index,
-            self.args.exchange_timeout,
-            self.args.dataloader_multiprocessing_context,
+            args.dataloader_num_workers,
+            args.process_index,
+            args.exchange_timeout,
+            args.dataloader_multiprocessing_context,
         )
         self._wrapped: nn.Module | None = None  # the wrapped model of the last training step
 
@@ -116,7 +118,8 @@ class PlannedTraining(_Trainer):
             if self.state.global_step:
                 raise Run.SECOND_TRAINING.error(trainer=type(self).__name__)
             # The engine of an evaluation cannot train.
-            self.model_wrapped, self.deepspeed = self.model, None
+            self.model_wrapped = self.model
+            self.deepspeed = None
         parallel.forget_evaluation(self.model_wrapped, self.accelerator)
         groups = self.dispatcher.groups
         try:
@@ -172,12 +175,7 @@ class PlannedTraining(_Trainer):
         """Run `Trainer.training_step` with a model that is wrapped for all ranks."""
         if model is not self._wrapped:
             with self.dispatcher.groups.raised_together():
-                if self.args.world_size > 1 and not parallel.is_wrapped(model, self.accelerator):
-                    facts = {
-                        "processes": self.args.world_size,
-                        "strategy": self.accelerator.distributed_type,
-                    }
-                    raise Run.NOT_WRAPPED.error(model=type(model).__name__, **facts)
+                self._check_is_wrapped(model)
             self._wrapped = model
         self._section("forward")
         self._at("the forward of step {step}")
@@ -186,6 +184,15 @@ class PlannedTraining(_Trainer):
         self._at("the optimizer and callbacks of step {step}")
         return loss
 
+    def _check_is_wrapped(self, model: nn.Module) -> None:
+        """Raise ValueError if several ranks would train this model each alone."""
+        if self.args.world_size > 1 and not parallel.is_wrapped(model, self.accelerator):
+            raise Run.NOT_WRAPPED.error(
+                model=type(model).__name__,
+                processes=self.args.world_size,
+                strategy=self.accelerator.distributed_type,
+            )
+
     def _begin_backward(self) -> None:
         """Note that the backward of a micro-batch begins."""
         self._section("backward")
@@ -193,15 +200,21 @@ class PlannedTraining(_Trainer):
 
     def _log_choice(self, plan: MicroBatchPlan) -> None:
         """Log once what the planner chose."""
-        if not self._chose and self.args.process_index == 0 and self.args.world_size > 1:
+        is_first_process = self.args.process_index == 0
+        if not self._has_logged_choice and is_first_process and self.args.world_size > 1:
             log_choice(plan, self.args, self.dispatcher.groups.ranks)
-        self._chose = True
+        self._has_logged_choice = True
 
     def _at(self, place: str) -> None:
-        """Note the part of the run that begins now, for messages about waits."""
+        """Note the part of the run that begins now, for messages about waits.
+
+        Args:
+            place: name of the part; `{step}` in it stands for the number of the present step.
+        """
         self.dispatcher.groups.waits.at(place.format(step=self.state.global_step + 1))
 
     def _section(self, name: str) -> None:
+        """Begin a section of the step in a trace, if steps are traced."""
         if self._tracer is not None:
             self._tracer.section(name)
 
@@ -212,9 +225,10 @@ class PlannedTraining(_Trainer):
             figures = self.meter.figures()
             if self.args.process_index == 0:
                 self._remedies.see(figures, steps)
-                if self.packs_documents:  # other losses may be 0
+                if self.packs_documents:  # losses of other trainers may be 0
                     self._remedies.see_loss(logs["loss"])
-            logs = {**logs, **{f"{PREFIX}{name}": figure for name, figure in figures.items()}}
+            prefixed = {f"{PREFIX}{name}": figure for name, figure in figures.items()}
+            logs = {**logs, **prefixed}
         super().log(logs, *args, **kwargs)
 
     # Evaluation
@@ -227,10 +241,11 @@ class PlannedTraining(_Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate outside the time of training."""
-        # ZeRO-3 alone prepares a model without its optimizer; DDP has nothing to prepare.
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        early = sharded and not parallel.gathers_parameters(self.accelerator)
-        if early and not parallel.is_wrapped(self.model_wrapped, self.accelerator):
+        # FSDP, ZeRO-1 and ZeRO-2 prepare a model only together with its optimizer. ZeRO-3 can
+        # prepare the model alone, and DDP has nothing to prepare.
+        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        needs_optimizer = is_sharded and not parallel.gathers_parameters(self.accelerator)
+        if needs_optimizer and not parallel.is_wrapped(self.model_wrapped, self.accelerator):
             raise Run.EARLY_EVALUATION.error()
         with self.meter.paused():
             output = super().evaluation_loop(*args, **kwargs)
@@ -240,15 +255,13 @@ class PlannedTraining(_Trainer):
     # Saving and resuming
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn of weights that a loaded checkpoint lacks, except of those that are tied to loaded ones."""
+        """Warn of weights that a loaded checkpoint lacks, except of weights tied to loaded ones."""
         missing = resuming.without_tied(self.model, load_result.missing_keys)
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, *args: Any, **kwargs: Any) -> None:
-        folder = (
-            Path(self._get_output_dir(trial=trial))
-            / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        )
+        output_dir = Path(self._get_output_dir(trial=trial))
+        folder = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._at(f"the saving of {folder.name}")
         with resuming.disk_errors_named(folder):
             if self.args.should_save:
@@ -265,22 +278,23 @@ class PlannedTraining(_Trainer):
 
         Every rank calls it, and rank 0 gathers shards on its host.
         """
-        with ExitStack() as around:
-            around.enter_context(self.dispatcher.groups.waits.watched("the saving of the model"))
-            if not _internal_call or output_dir is None:  # not a checkpoint
-                around.enter_context(parallel.whole_weights(self.accelerator, self.deepspeed))
-                around.enter_context(
-                    resuming.disk_errors_named(Path(output_dir or str(self.args.output_dir)))
-                )
+        is_of_checkpoint = _internal_call and output_dir is not None
+        with ExitStack() as contexts:
+            contexts.enter_context(self.dispatcher.groups.waits.watched("the saving of the model"))
+            if not is_of_checkpoint:
+                folder = Path(output_dir or str(self.args.output_dir))
+                contexts.enter_context(parallel.whole_weights(self.accelerator, self.deepspeed))
+                contexts.enter_context(resuming.disk_errors_named(folder))
             super().save_model(output_dir, _internal_call, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the trainer's model card, and add how hf_distca trained the model."""
-        named = by_name(super().create_model_card, args, kwargs)
-        tags = named.get("tags") or []
-        super().create_model_card(
-            **{**named, "tags": [*([tags] if isinstance(tags, str) else tags), TAG]}
-        )
+        arguments = arguments_by_name(super().create_model_card, args, kwargs)
+        tags = arguments.get("tags") or []
+        if isinstance(tags, str):
+            tags = [tags]
+        arguments["tags"] = [*tags, TAG]
+        super().create_model_card(**arguments)
         if self.is_world_process_zero():
             path = Path(str(self.args.output_dir)) / "README.md"
             add_to_card(path, self.args, self.model, self.accelerator, self.dispatcher.groups.ranks)

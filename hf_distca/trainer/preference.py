@@ -66,7 +66,7 @@ class DistCARewardConfig(DistCAPaddedArguments, RewardConfig):
 class TRLMixin(DistCAPaddedMixin):
     """Parts of TRL's trainers that run before training: a model by its name, and log-probs."""
 
-    def _prepare_given(self, named: dict[str, Any]) -> dict[str, Any]:
+    def _prepare_arguments(self, named: dict[str, Any]) -> dict[str, Any]:
         args: Any = named["args"]
         check(TRL_ARGUMENTS, args)
         if isinstance(named.get("model"), str):
@@ -74,7 +74,7 @@ class TRLMixin(DistCAPaddedMixin):
                 "attn_implementation": ATTENTION_NAME,
                 **(args.model_init_kwargs or {}),
             }
-        return super()._prepare_given(named)
+        return super()._prepare_arguments(named)
 
     def _pack_models(self) -> None:
         check((IMAGES,), self)

@@ -153,7 +153,7 @@ NOT_CONNECTED = Rule(
 # Arguments of a trainer, before it is built
 
 
-def by_name(
+def arguments_by_name(
     method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of a bound method by name.
@@ -367,7 +367,7 @@ ROWS_ARE_PLACED: tuple[Rule, ...] = (
 arguments."""
 
 
-def check_given(trainer: type, named: Mapping[str, Any], *, packs: bool) -> None:
+def check_arguments(trainer: type, named: Mapping[str, Any], *, packs: bool) -> None:
     """Raise ValueError if a trainer cannot train exactly with these arguments, before its `__init__` sees them.
 
     Args:

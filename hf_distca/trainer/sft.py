@@ -27,6 +27,8 @@ except ModuleNotFoundError as error:
         "install 'hf_distca[trl]'"
     ) from error
 
+DATASETS = ("train_dataset", "eval_dataset")
+"""Arguments of the trainer that are data sets."""
 MEANS = ("entropy", "mean_token_accuracy")
 """TRL's metrics that are means over the targets of a micro-batch."""
 
@@ -55,45 +57,50 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
     given by name is loaded with `attn_implementation="distca"`.
     """
 
-    def __init__(self, model: Any, args: DistCASFTConfig, *others: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, args: DistCASFTConfig, *positional: Any, **kwargs: Any) -> None:
         check(SFT_ARGUMENTS, args)
         if isinstance(model, str):
-            chosen: Any = args.model_init_kwargs or {}
-            args.model_init_kwargs = {"attn_implementation": ATTENTION_NAME, **chosen}
+            model_init_kwargs: Any = args.model_init_kwargs or {}
+            args.model_init_kwargs = {"attn_implementation": ATTENTION_NAME, **model_init_kwargs}
+        # For "train" and "eval": targets of the micro-batches since the last log, on all ranks.
         self._targets: dict[str, list[float]] = defaultdict(list)
-        super().__init__(model, args, *others, **kwargs)
+        super().__init__(model, args, *positional, **kwargs)
         check(SFT_TRAINER, self)
-        for name in ("train_dataset", "eval_dataset"):
-            _check_kept(self._given[name], getattr(self, name), name, args.max_length)
+        for name in DATASETS:
+            _check_examples_remain(
+                self._unprepared[name], getattr(self, name), name, args.max_length
+            )
 
-    def _prepare_given(self, named: dict[str, Any]) -> dict[str, Any]:
-        self._given = {name: named.get(name) for name in ("train_dataset", "eval_dataset")}
-        if named.get("formatting_func") is None:  # else it makes the text
-            for name, given in self._given.items():
-                for key, dataset in named_datasets(given, name).items():
-                    check_texts(dataset, key, named["args"].dataset_text_field)
-        return super()._prepare_given(named)
+    def _prepare_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        # The data sets before TRL prepares them.
+        self._unprepared = {name: arguments.get(name) for name in DATASETS}
+        if arguments.get("formatting_func") is None:  # else it makes the text
+            for name, argument in self._unprepared.items():
+                for key, dataset in named_datasets(argument, name).items():
+                    check_texts(dataset, key, arguments["args"].dataset_text_field)
+        return super()._prepare_arguments(arguments)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Return TRL's loss over the targets of all ranks, and note the number of targets for its metrics."""
+        """Return TRL's loss over the targets of all ranks, and note their number for the metrics."""
         mode = "train" if self.model.training else "eval"
         loaders = self.accelerator.gradient_state
         if loaders.in_dataloader:
             # Otherwise accelerate takes TRL's counts for examples and drops some at the end.
             loaders.active_dataloader.remainder = -1
-        if (
-            mode == "eval"
-        ):  # otherwise TRL divides the loss of experts by the micro-batches of the last step
+        if mode == "eval":
+            # Otherwise TRL divides the loss of experts by the micro-batches of the last step.
             self.current_gradient_accumulation_steps = 1
-        plan, tokens = inputs[PLAN_KEY].plan, self._total_train_tokens
+        tokens_before = self._total_train_tokens
         result = super().compute_loss(model, inputs, *args, **kwargs)
         # Not the mixin's method, which never returns 0.
         targets: Any = super(DistCAMixin, self)._get_num_items_in_batch([inputs], self.args.device)
         self._targets[mode].append(float(targets))
         if mode == "train":
-            self._total_train_tokens = tokens + int(plan.tokens.sum()) - plan.fillers
+            # Replaces what TRL has counted, by the tokens of all documents on all ranks.
+            plan = inputs[PLAN_KEY].plan
+            self._total_train_tokens = tokens_before + plan.document_tokens
             self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
         return result
 
@@ -105,16 +112,31 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
         mode = "train" if self.model.training else "eval"
         targets = self._targets.pop(mode, [])
         for name in MEANS:
-            if values := self._metrics[mode].get(name):
+            values = self._metrics[mode].get(name)
+            if values:
                 weighted = sum(value * count for value, count in zip(values, targets, strict=True))
                 self._metrics[mode][name] = [weighted / max(sum(targets), 1)]
         super().log(logs, *args, **kwargs)
 
 
-def _check_kept(given: Any, prepared: Any, name: str, max_length: int | None) -> None:
-    """Raise ValueError if TRL dropped every example of a data set, or of one of several, because of `max_length`."""
-    given, prepared = named_datasets(given, name), named_datasets(prepared, name)
-    for key, dataset in prepared.items():
-        sizes = [0 if is_stream(each) else len(each) for each in (given.get(key, ()), dataset)]
-        if max_length is not None and sizes[0] > 0 and sizes[1] == 0 and not is_stream(dataset):
-            raise Data.NO_ANSWERS.error(name=key, examples=sizes[0], max_length=max_length)
+def _check_examples_remain(
+    unprepared: Any, prepared: Any, name: str, max_length: int | None
+) -> None:
+    """Raise ValueError if TRL dropped every example of a data set because of `max_length`.
+
+    Args:
+        unprepared, prepared: the data set, or a dictionary of several, before and after TRL
+            prepared it.
+        name: the trainer's argument.
+    """
+    if max_length is None:
+        return
+    datasets_before = named_datasets(unprepared, name)
+    for key, dataset in named_datasets(prepared, name).items():
+        dataset_before = datasets_before.get(key, ())
+        if is_stream(dataset_before) or is_stream(dataset):
+            continue
+        if len(dataset_before) > 0 and len(dataset) == 0:
+            raise Data.NO_ANSWERS.error(
+                name=key, examples=len(dataset_before), max_length=max_length
+            )

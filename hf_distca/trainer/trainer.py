@@ -84,7 +84,7 @@ class DistCATrainer(DistCAMixin, Trainer):
       tokenized as they are read.
     """
 
-    def _prepare_given(self, named: dict[str, Any]) -> dict[str, Any]:
+    def _prepare_arguments(self, named: dict[str, Any]) -> dict[str, Any]:
         check((LOADED_ALREADY,), named)
         model = named.get("model")
         if isinstance(model, str):

@@ -22,7 +22,7 @@ from transformers import (
 
 from hf_distca import DistCAArguments, DistCAMixin, DistCATrainingArguments
 from hf_distca.collator.refusals import Data
-from hf_distca.trainer.refusals import GIVEN, LOADED_ALREADY, PACKED_ARGUMENTS, by_name
+from hf_distca.trainer.refusals import GIVEN, LOADED_ALREADY, PACKED_ARGUMENTS, arguments_by_name
 from tests.models_and_batches import small_model
 from tests.refused import refused
 from tests.trainer.chats import tokenizer
@@ -186,8 +186,12 @@ def test_arguments_by_name():
         model: Any, args: Any = None, data_collator: Any = None, *, callbacks: Any = None
     ) -> None: ...
 
-    assert by_name(init, (1, 2), {"callbacks": 3}) == {"model": 1, "args": 2, "callbacks": 3}
+    assert arguments_by_name(init, (1, 2), {"callbacks": 3}) == {
+        "model": 1,
+        "args": 2,
+        "callbacks": 3,
+    }
     with pytest.raises(
         TypeError, match="takes 0 positional arguments, got 2; pass the others by name"
     ):
-        by_name(lambda *args, **kwargs: None, (1, 2), {})
+        arguments_by_name(lambda *args, **kwargs: None, (1, 2), {})

@@ -31,7 +31,7 @@ from hf_distca.trainer.refusals import (
     SUMMED_GRADIENTS,
     Resume,
     Run,
-    check_given,
+    check_arguments,
     check_trainer,
 )
 from tests.models_and_batches import small_model
@@ -55,7 +55,7 @@ def settings(kind: Any = hf_distca.DistCASFTConfig, **changes: Any) -> Any:
 
 def give(trainer: type = hf_distca.DistCATrainer, options: Any = None, **named: Any) -> None:
     packs = issubclass(trainer, hf_distca.DistCAMixin)
-    check_given(trainer, {"args": settings(**(options or {})), **named}, packs=packs)
+    check_arguments(trainer, {"args": settings(**(options or {})), **named}, packs=packs)
 
 
 def launch(

@@ -34,6 +34,12 @@ IN_CONFIG = re.compile(r"(?!encoder_)(.*_)?(attn|attention)_.*drop.*")
 decoder_attention_dropout_rate, ..."""
 IN_MODULE = re.compile(r"(attn|attention)_.*drop.*|dropout(_p|_prob)?")
 """Attributes of an attention layer; there plain "dropout" also means dropout of the weights."""
+STOCK_ATTENTION = {
+    "sdpa": "_supports_sdpa",
+    "flash_attention_2": "_supports_flash_attn",
+    "flex_attention": "_supports_flex_attn",
+}
+"""Attention of transformers, by its name: the attribute of a model class that can run it."""
 WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.", "deepspeed.")
 """Packages of classes that wrap a model."""
 Z_LOSS = "z_loss_coefficient"
@@ -44,6 +50,7 @@ EARLIER_ROWS = "a plan supports attention to earlier rows only"
 
 
 def _stock(condition: str, found: str, reason: str) -> Refusal:
+    """Return the refusal of a model that can only be trained with stock attention."""
     return Refusal(found, reason, STOCK, condition=condition)
 
 
@@ -198,6 +205,7 @@ class Models:
 
 
 def _adapter(condition: str, reason: str) -> Refusal:
+    """Return the refusal of a type of PEFT's adapters."""
     return Refusal(
         "adapter {name!r} is of the type {kind}",
         reason,
@@ -239,25 +247,33 @@ ADAPTERS = {
 
 
 def check_is_model(model: Any) -> None:
-    """Raise ValueError unless an object is a model of transformers, or PEFT's around one, that nothing has wrapped."""
+    """Raise ValueError unless an object is a loaded model that nothing has wrapped or compiled.
+
+    It is a model of transformers, or PEFT's around one.
+    """
     if not isinstance(model, nn.Module):
         raise Models.NOT_A_MODEL.error(given=given_as(model))
-    kind = type(model)
-    if isinstance(model, FSDPModule):  # torch makes its class, in a module of its own
-        is_wrapped = not is_divided_at_load(model)
-    else:
-        is_wrapped = kind.__module__.startswith(WRAPPERS)
-    if is_wrapped:
+    model_class = type(model)
+    if _is_wrapper(model):
         inner = getattr(model, "module", None) or getattr(model, "_orig_mod", model)
-        raise Models.WRAPPED.error(model=type(inner).__name__, wrapper=kind.__name__)
+        raise Models.WRAPPED.error(model=type(inner).__name__, wrapper=model_class.__name__)
     if model._compiled_call_impl is not None:
-        raise Models.WRAPPED.error(model=kind.__name__, wrapper="model.compile() does")
+        raise Models.WRAPPED.error(model=model_class.__name__, wrapper="model.compile() does")
     if not isinstance(base_model(model), PreTrainedModel):
         raise Models.NOT_A_MODEL.error(given=given_as(model))
 
 
+def _is_wrapper(model: nn.Module) -> bool:
+    """Return whether a module is a model that DDP, FSDP, DeepSpeed or torch.compile has wrapped."""
+    # FSDP2 gives a model another class, which torch makes. A model that transformers divided at
+    # load has such a class, too, and can be planned.
+    if isinstance(model, FSDPModule):
+        return not is_divided_at_load(model)
+    return type(model).__module__.startswith(WRAPPERS)
+
+
 def check_loss(model: nn.Module) -> None:
-    """Raise ValueError if transformers computes another loss of a model than that of the next tokens."""
+    """Raise ValueError if transformers does not compute a model's loss from the next tokens."""
     base: Any = base_model(model)
     loss = getattr(base, "loss_type", None) or "ForCausalLM"
     if LOSS_MAPPING.get(loss, ForCausalLMLoss) is not ForCausalLMLoss:
@@ -265,83 +281,148 @@ def check_loss(model: nn.Module) -> None:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise ValueError if a planned step of a model, or of a PEFT model around one, would be wrong."""
+    """Raise ValueError if a planned step of a model would be wrong.
+
+    The model is one of transformers, or PEFT's around one.
+    """
     check_is_model(model)
+    _check_adapters(model)
+    base = base_model(model)
+    facts = _ModelFacts(base)
+    _check_attention_interface(facts)
+    _check_dropout(facts)
+    _check_positions(facts)
+    if getattr(base, Z_LOSS, 0.0) > 0:
+        raise Models.MEAN_OF_ROWS.error(**facts.texts, name=Z_LOSS, value=getattr(base, Z_LOSS))
+    _check_causality(facts)
+    _check_mixing_layers(facts)
+    _check_keywords(facts)
+    _check_loss_function(facts)
+
+
+class _ModelFacts:
+    """A model's modules, and its name in errors.
+
+    Attributes:
+        config: config of the model's text part.
+        attentions: attention layers of the decoder by name.
+        texts: for errors: the class of the model, and the attention with which it can be trained
+            without plans.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config: Any = model.config.get_text_config(decoder=True)
+        self.decoder = model.get_decoder()
+        self.attentions = decoder_attentions(model)
+        stock = ["eager"]
+        for implementation, flag in STOCK_ATTENTION.items():
+            if getattr(model, flag, False):
+                stock.append(implementation)
+        self.texts = {"model": type(model).__name__, "stock": " or ".join(map(repr, stock))}
+
+
+def _check_adapters(model: nn.Module) -> None:
+    """Raise ValueError if an adapter of PEFT does not process each token alone."""
     for name, adapter in getattr(model, "peft_config", {}).items():
         refusal = ADAPTERS.get(adapter.peft_type)
         if adapter.is_prompt_learning:
             refusal = PROMPT_LEARNING
         elif getattr(adapter, "alora_invocation_tokens", None):
             refusal = ALORA
-        if refusal:
-            raise refusal.error(
-                name=name, kind=getattr(adapter.peft_type, "value", adapter.peft_type)
-            )
-    model = base_model(model)
-    config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
-    attentions = decoder_attentions(model)
-    flags = {"sdpa": "sdpa", "flash_attention_2": "flash_attn", "flex_attention": "flex_attn"}
-    stock = [
-        "eager",
-        *(name for name, flag in flags.items() if getattr(model, f"_supports_{flag}", False)),
-    ]
-    names = {"model": type(model).__name__, "stock": " or ".join(map(repr, stock))}
-    if not attentions:
-        raise Models.NO_INTERFACE.error(**names)
-    if config._attn_implementation != ATTENTION_NAME:
-        raise Models.OTHER_ATTENTION.error(**names, name=config._attn_implementation)
-    if config.model_type in CHANGING_MASKS:
-        raise Models.OWN_MASK.error(**names)
-    for name, value in config.to_dict().items():
+        if refusal is not None:
+            kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+            raise refusal.error(name=name, kind=kind)
+
+
+def _check_attention_interface(facts: _ModelFacts) -> None:
+    """Raise ValueError if a plan would not reach the model's attention."""
+    if not facts.attentions:
+        raise Models.NO_INTERFACE.error(**facts.texts)
+    implementation = facts.config._attn_implementation
+    if implementation != ATTENTION_NAME:
+        raise Models.OTHER_ATTENTION.error(**facts.texts, name=implementation)
+    if facts.config.model_type in CHANGING_MASKS:
+        raise Models.OWN_MASK.error(**facts.texts)
+
+
+def _check_dropout(facts: _ModelFacts) -> None:
+    """Raise ValueError if the config or an attention layer drops attention weights."""
+    for name, value in facts.config.to_dict().items():
         if IN_CONFIG.fullmatch(name) and _probability(value) > 0:
             raise Models.DROPOUT_IN_CONFIG.error(name=name, value=value)
-    for layer, module in attentions.items():
-        for name, value in (*vars(module).items(), *module.named_children()):
-            if IN_MODULE.fullmatch(name) and (probability := _probability(value)) > 0:
+    for layer, attention in facts.attentions.items():
+        for name, value in (*vars(attention).items(), *attention.named_children()):
+            if not IN_MODULE.fullmatch(name):
+                continue
+            probability = _probability(value)
+            if probability > 0:
                 raise Models.DROPOUT_IN_LAYER.error(name=name, layer=layer, value=probability)
-    taking = [model, decoder] if takes_keywords(model) else [model]
-    if not any("position_ids" in inspect.signature(each.forward).parameters for each in taking):
-        raise Models.NO_POSITIONS.error(**names)
+
+
+def _check_positions(facts: _ModelFacts) -> None:
+    """Raise ValueError if the model would compute wrong positions for packed documents."""
+    model = facts.model
+    modules: list[Any] = [model]
+    if takes_keywords(model):  # and passes them on to its decoder
+        modules.append(facts.decoder)
+    if not any("position_ids" in inspect.signature(m.forward).parameters for m in modules):
+        raise Models.NO_POSITIONS.error(**facts.texts)
     for name, module in model.named_modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
-            raise Models.POSITIONS_FROM_PADDING.error(**names, module=name)
+            raise Models.POSITIONS_FROM_PADDING.error(**facts.texts, module=name)
     for rotary in unknown_rotary_modules(model):
-        raise Models.LONGEST_POSITION.error(**names, module=rotary)
-    if getattr(model, Z_LOSS, 0.0) > 0:
-        raise Models.MEAN_OF_ROWS.error(**names, name=Z_LOSS, value=getattr(model, Z_LOSS))
-    for name, module in attentions.items():
+        raise Models.LONGEST_POSITION.error(**facts.texts, module=rotary)
+
+
+def _check_causality(facts: _ModelFacts) -> None:
+    """Raise ValueError if rows attend to later rows, or if biases are added to their scores."""
+    config = facts.config
+    not_causal = Models.NOT_CAUSAL if getattr(config, "is_decoder", True) else Models.NOT_DECODER
+    for name, attention in facts.attentions.items():
         # A config that is not causal makes masks that are not, whatever the modules say.
-        if not (getattr(config, "is_causal", True) and getattr(module, "is_causal", True)):
-            refusal = (
-                Models.NOT_CAUSAL if getattr(config, "is_decoder", True) else Models.NOT_DECODER
-            )
-            raise refusal.error(**names, module=name)
-        if hands_on(module, "position_bias"):
-            raise Models.BIAS.error(**names, module=name)
-    mixing = mixing_layers(model)
-    expected = sum(layer_type in MIXING for layer_type in layer_types(config))
-    if len(mixing) < expected:
+        if not (getattr(config, "is_causal", True) and getattr(attention, "is_causal", True)):
+            raise not_causal.error(**facts.texts, module=name)
+        if hands_on(attention, "position_bias"):
+            raise Models.BIAS.error(**facts.texts, module=name)
+
+
+def _check_mixing_layers(facts: _ModelFacts) -> None:
+    """Raise ValueError if a layer mixes rows in an unknown way, or if the plan does not reach it."""
+    layers = mixing_layers(facts.model)
+    expected = sum(layer_type in MIXING for layer_type in layer_types(facts.config))
+    if len(layers) < expected:
         raise Models.UNKNOWN_MIXING.error(
-            **names,
-            config=type(config).__name__,
+            **facts.texts,
+            config=type(facts.config).__name__,
             expected=expected,
             types=list(MIXING),
-            known=len(mixing),
+            known=len(layers),
         )
-    for module in mixing:
-        if not takes_keywords(module):
-            raise Models.MIXING_WITHOUT_KEYWORDS.error(**names, module=type(module).__name__)
-    for module in (*attentions.values(), *filter(has_attention, decoder_layers(model))):
+    for layer in layers:
+        if not takes_keywords(layer):
+            raise Models.MIXING_WITHOUT_KEYWORDS.error(**facts.texts, module=type(layer).__name__)
+
+
+def _check_keywords(facts: _ModelFacts) -> None:
+    """Raise ValueError if a layer drops keywords, and with them the plan, on the way to attention."""
+    layers = [layer for layer in decoder_layers(facts.model) if has_attention(layer)]
+    for module in (*facts.attentions.values(), *layers):
         if not _hands_keywords_on(module):
-            raise Models.DROPS_KEYWORDS.error(**names, module=type(module).__name__)
-    forward = inspect.unwrap(type(model).forward)
+            raise Models.DROPS_KEYWORDS.error(**facts.texts, module=type(module).__name__)
+
+
+def _check_loss_function(facts: _ModelFacts) -> None:
+    """Raise ValueError if a model of transformers computes a loss without its loss function."""
+    forward = inspect.unwrap(type(facts.model).forward)
     computes_loss = "labels" in inspect.signature(forward).parameters
     is_stock = forward.__module__.startswith("transformers.")
     if computes_loss and is_stock and "loss_function" not in forward.__code__.co_names:
-        raise Models.OWN_LOSS.error(**names)
+        raise Models.OWN_LOSS.error(**facts.texts)
 
 
 def _probability(value: object) -> float:
+    """Return the probability that a value of a config or of a module means; 0 for anything else."""
     if isinstance(value, nn.Dropout):
         return value.p
     return float(value) if isinstance(value, int | float) else 0.0
@@ -353,10 +434,12 @@ def _hands_keywords_on(module: nn.Module) -> bool:
     keywords = inspect.getfullargspec(forward).varkw
     if keywords is None or not takes_keywords(module):
         return False
-    loaded = [
-        step.argval for step in get_instructions(forward.__code__) if step.opname.startswith("LOAD")
-    ]
-    return any(keywords in (names if isinstance(names, tuple) else (names,)) for names in loaded)
+    for instruction in get_instructions(forward.__code__):
+        if instruction.opname.startswith("LOAD"):
+            names = instruction.argval  # one name, or the two of a combined instruction
+            if keywords in (names if isinstance(names, tuple) else (names,)):
+                return True
+    return False
 
 
 def check_layers(model: PreTrainedModel) -> None:
@@ -366,7 +449,7 @@ def check_layers(model: PreTrainedModel) -> None:
 
 
 def check_reentrant(model: nn.Module) -> None:
-    """Raise ValueError if reentrant checkpoints would pass no gradient to keys that later layers read."""
+    """Raise ValueError if reentrant checkpoints would lose gradients of keys that later layers read."""
     for name, module in decoder_attentions(base_model(model)).items():
         if getattr(module, "is_kv_shared_layer", False):
             raise Models.REENTRANT.error(module=name)

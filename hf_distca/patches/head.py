@@ -7,6 +7,8 @@ A model's own code scales and caps logits and passes them to `torch.nn.functiona
 `plan_head` gives the head a subclass of its own class. It gives the model a subclass whose forward
 lets the head defer its logits in a planned step with labels. Logits are computed inside a call of
 the head: only there are ZeRO-3's weights gathered and PEFT adapters active.
+
+Shapes: T rows of this rank, D hidden dimension, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,13 +47,14 @@ REASON = "logits of a planned step are deferred"
 """Reason of the break in compiled code."""
 WRAPPERS = ("torch.distributed.", "deepspeed.", "hf_distca.")
 """Modules whose hooks on a head only gather and free weights, whether for a loss or for logits."""
-OF_SHAPE = ("shape", "size", "ndim", "dim", "numel", "dtype", "device", "layout")
+SHAPE_ATTRIBUTES = ("shape", "size", "ndim", "dim", "numel", "dtype", "device", "layout")
 """Attributes of a tensor that do not depend on its values."""
 VALUE_BY_VALUE = {
     *("float", "double", "half", "bfloat16", "to", "tanh", "neg", "add", "radd", "sub"),
     *("mul", "multiply", "rmul", "div", "divide", "true_divide", "truediv"),
 }
 """Functions that change each value alone, if their other arguments are no tensors."""
+FLOAT32_BYTES = 4
 
 
 def plan_head(
@@ -59,9 +62,8 @@ def plan_head(
 ) -> None:
     """Let a model compute the loss of planned steps without all logits, in place.
 
-    Call it before `prepare`.
-
-    Outside a planned step, and in one without labels, the model is unchanged.
+    Call it before `Accelerator.prepare`. Outside a planned step, and in one without labels, the
+    model is unchanged.
 
     Args:
         chunk_bytes: most bytes of a chunk's logits in float32; 0 for all logits at once.
@@ -78,18 +80,17 @@ def plan_head(
         )
         return
     if not isinstance(head, PlannedHead):
-        if any(
-            map(is_shared_out, head.parameters())
-        ):  # tensor parallelism has replaced the class's forward
+        is_shared = any(map(is_shared_out, head.parameters()))
+        if is_shared:  # tensor parallelism has replaced the class's forward
             head.forward_in_shares = vars(head).pop("forward")
-        is_plain = type(head).forward is nn.Linear.forward and "forward_in_shares" not in vars(head)
+        is_plain = type(head).forward is nn.Linear.forward and not is_shared
         head.__class__ = subclass(type(head), PlannedHead, is_plain=is_plain)
         base.__class__ = subclass(type(base), forward=_deferring(type(base).forward))
         if "forward" in vars(base):  # such as Liger's, which uses the head in evaluation only
             base.forward = _deferring(base.forward, base)
-    head.chunk_bytes = (
-        chosen_chunk_bytes(memory, head.out_features) if chunk_bytes == AUTO else chunk_bytes
-    )
+    if chunk_bytes == AUTO:
+        chunk_bytes = chosen_chunk_bytes(memory, head.out_features)
+    head.chunk_bytes = chunk_bytes
 
 
 def adapted_heads(model: nn.Module) -> list[type[nn.Module]]:
@@ -97,13 +98,8 @@ def adapted_heads(model: nn.Module) -> list[type[nn.Module]]:
 
     A chunk runs through all of them.
     """
-    return list(
-        {
-            type(head)
-            for head in model.modules()
-            if isinstance(head, PlannedHead) and list(head.children())
-        }
-    )
+    heads = [module for module in model.modules() if isinstance(module, PlannedHead)]
+    return list({type(head) for head in heads if list(head.children())})
 
 
 def _deferring(forward: Callable[..., Any], model: Any = None) -> Callable[..., Any]:
@@ -120,11 +116,13 @@ def _deferring(forward: Callable[..., Any], model: Any = None) -> Callable[..., 
         head = (args[0] if model is None else model).get_output_embeddings()
         if not isinstance(head, PlannedHead) or not head.can_defer():
             return forward(*args, **kwargs)
-        head.defers, head.ran = True, kwargs[PLAN_KEY].ran
+        head.defers = True
+        head.ran = kwargs[PLAN_KEY].ran
         try:
             return forward(*args, **kwargs)
         finally:
-            head.defers, head.ran = False, None
+            head.defers = False
+            head.ran = None
 
     return deferring
 
@@ -134,7 +132,7 @@ class PlannedHead(nn.Module):
 
     chunk_bytes = 0  # most bytes of a chunk's logits in float32; 0 for all logits at once
     defers = False  # whether calls return deferred logits
-    ran: Ran | None = None  # of the planned step whose forward runs
+    ran: Ran | None = None  # notes of the planned step whose forward runs
     is_plain: bool  # whether the head is just a linear layer
     # With tensor parallelism, the forward in which each rank computes a share of the vocabulary.
     forward_in_shares: Forward | None = None
@@ -147,27 +145,37 @@ class PlannedHead(nn.Module):
         """Return whether the loss can be computed over chunks; if not, log the reason once."""
         if self.chunk_bytes == 0:
             return False
+        reason = self._reason_for_all_logits()
+        if reason is not None:
+            logger.warning_once(f"the loss is computed from all logits at once: {reason}")
+        return reason is None
+
+    def _reason_for_all_logits(self) -> str | None:
+        """Return why the loss needs all logits at once; None if it can be computed over chunks."""
         reason = None
         if "forward" in vars(self):
             reason = f"the forward of the head ({type(self).__name__}) has been replaced"
-        # ZeRO-3 gathers the weights of a leaf at once, and other weights when their module is
-        # called.
-        is_leaf = getattr(self, "_z3_leaf", False)
         for name, module in self.named_modules(prefix="head"):
-            for hook in (hook for kind in HOOKS for hook in getattr(module, kind).values()):
+            for hook in _hooks(module):
                 if not str(getattr(hook, "__module__", None)).startswith(WRAPPERS):
                     reason = (
                         f"{name} has a hook of its own, {hook!r}, which needs to see all of them"
                     )
-            by_zero_3 = not is_leaf and any(hasattr(p, "ds_id") for p in module.parameters())
-            if module is not self and (isinstance(module, FSDPModule) or by_zero_3):
+            if module is not self and self._gathers_apart(module):
                 reason = (
                     f"{name} gathers its weights apart from the rest of the head, for each chunk "
                     "anew"
                 )
-        if reason is not None:
-            logger.warning_once(f"the loss is computed from all logits at once: {reason}")
-        return reason is None
+        return reason
+
+    def _gathers_apart(self, module: nn.Module) -> bool:
+        """Return whether FSDP2 or ZeRO-3 gathers the weights of an inner module in its own call."""
+        if isinstance(module, FSDPModule):
+            return True
+        # ZeRO-3 gathers the weights of a leaf at once, and other weights when their module is
+        # called.
+        is_leaf = getattr(self, "_z3_leaf", False)
+        return not is_leaf and any(hasattr(weight, "ds_id") for weight in module.parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the head's logits, or deferred logits."""
@@ -178,13 +186,16 @@ class PlannedHead(nn.Module):
     def forward(
         self, hidden: Tensor, *args: Any, task: Callable[..., Tensor] | None = None, **kwargs: Any
     ) -> Any:
-        """Run the head's own forward, or a task: a function of that forward and the hidden states."""
+        """Run the head's own forward, or a task.
+
+        Args:
+            hidden: [..., D].
+            task: a function of the head's own forward and the hidden states.
+        """
         forward: Forward = self.forward_in_shares or super().forward
-        return (
-            forward(hidden, *args, **kwargs)
-            if task is None
-            else self._carry_out(task, forward, hidden)
-        )
+        if task is None:
+            return forward(hidden, *args, **kwargs)
+        return self._carry_out(task, forward, hidden)
 
     @uncompiled(REASON)
     def _carry_out(self, task: Callable[..., Tensor], forward: Forward, hidden: Tensor) -> Tensor:
@@ -196,24 +207,25 @@ class PlannedHead(nn.Module):
 
         Not if each part gathers weights.
         """
-        return self.defers or not any(
-            isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.parameters()
+        is_divided = any(
+            isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in self.parameters()
         )
+        return self.defers or not is_divided
 
     @property
     def chunk_rows(self) -> int:
         """Most rows of a chunk; at least one."""
-        return max(1, self.chunk_bytes // (4 * self.out_features))
+        return max(1, self.chunk_bytes // (FLOAT32_BYTES * self.out_features))
 
     def logits(self, hidden: Tensor, steps: Sequence[Step]) -> Tensor:
         """Return all logits [..., V] of hidden states [..., D]."""
-        return self._call(hidden, lambda forward, x: apply_steps(forward(x), steps))
+        return self._call(hidden, lambda forward, states: apply_steps(forward(states), steps))
 
     def argmax(self, hidden: Tensor, steps: Sequence[Step]) -> Tensor:
         """Return the indices [...] of the largest logits of hidden states [..., D]."""
 
-        def task(forward: Forward, x: Tensor) -> Tensor:
-            chunks = x.reshape(-1, x.shape[-1]).split(self.chunk_rows)
+        def task(forward: Forward, states: Tensor) -> Tensor:
+            chunks = states.reshape(-1, states.shape[-1]).split(self.chunk_rows)
             return torch.cat([apply_steps(forward(chunk), steps).argmax(-1) for chunk in chunks])
 
         with torch.no_grad():
@@ -224,12 +236,12 @@ class PlannedHead(nn.Module):
     ) -> Tensor:
         """Return the sum of cross entropies for hidden states [T, D] and targets [T]."""
         watch = None if self.ran is None or torch.is_grad_enabled() else self.ran.watch
-        others = target, ignore_index, steps, self.chunk_rows, watch
+        arguments = target, ignore_index, steps, self.chunk_rows, watch
 
-        def task(forward: Forward, x: Tensor) -> Tensor:
+        def task(forward: Forward, states: Tensor) -> Tensor:
             if self.is_plain:
-                return loss_of_linear(x, self.weight, self.bias, *others)
-            return loss_of_head(forward, x, *others)
+                return loss_of_linear(states, self.weight, self.bias, *arguments)
+            return loss_of_head(forward, states, *arguments)
 
         return self._call(hidden, task)
 
@@ -237,12 +249,12 @@ class PlannedHead(nn.Module):
         """Run a task in a call of the head, with whole weights."""
         result: Tensor
         # FSDP2 must gather sharded parameters before use; tensor parallelism computes with shares.
-        in_shards = {
-            name: p
-            for name, p in self.named_parameters()
-            if isinstance(p, DTensor) and p.device_mesh.mesh_dim_names != (MESH,)
+        shards = {
+            name: weight
+            for name, weight in self.named_parameters()
+            if isinstance(weight, DTensor) and weight.device_mesh.mesh_dim_names != (MESH,)
         }
-        if not in_shards or isinstance(self, FSDPModule):  # FSDP2 gathers them itself
+        if not shards or isinstance(self, FSDPModule):  # FSDP2 gathers them itself
             result = super().__call__(hidden, task=task)
             return result
         if torch.is_grad_enabled() or self.forward_in_shares is not None:
@@ -251,9 +263,17 @@ class PlannedHead(nn.Module):
                 "sharded the head's weights again, so they would get no gradient; read them under "
                 "torch.no_grad(), or set loss_chunk_bytes=0"
             )
-        whole = {name: p.full_tensor() for name, p in in_shards.items()}
-        result = torch.func.functional_call(self, whole, (hidden,), {"task": task})
+        whole_weights = {name: shard.full_tensor() for name, shard in shards.items()}
+        result = torch.func.functional_call(self, whole_weights, (hidden,), {"task": task})
         return result
+
+
+def _hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks that run when a module is called."""
+    hooks: list[Callable[..., Any]] = []
+    for kind in HOOKS:
+        hooks += getattr(module, kind).values()
+    return hooks
 
 
 class DeferredLogits:
@@ -276,13 +296,13 @@ class DeferredLogits:
         self._sample = as_autocast(hidden.new_empty(1)) if sample is None else sample
         self._tensor: Tensor | None = None  # set once the logits are computed with gradients
 
-    def tensor(self, asked_by: str = "tensor") -> Tensor:
+    def tensor(self, reader: str = "tensor") -> Tensor:
         """Return the logits themselves, [..., V]."""
         if self._tensor is not None:
             return self._tensor
         if self._hidden.shape[:-1].numel() > self._head.chunk_rows:
             logger.warning_once(
-                f"{asked_by!r} reads all logits of a planned step at once, which takes memory for "
+                f"{reader!r} reads all logits of a planned step at once, which takes memory for "
                 "tokens × vocabulary values. The loss does not need all logits: read some rows "
                 "at a time, or only the loss"
             )
@@ -293,16 +313,13 @@ class DeferredLogits:
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(Tensor, name)
-        if name in OF_SHAPE or (name.startswith("is_") and not callable(attribute)):
-            like = self._sample.expand(
-                *self._hidden.shape[:-1], self._head.out_features
-            )  # takes no memory
-            return getattr(like, name)
-        return (
-            partial(self.call, attribute)
-            if callable(attribute)
-            else getattr(self.tensor(name), name)
-        )
+        if name in SHAPE_ATTRIBUTES or (name.startswith("is_") and not callable(attribute)):
+            # An expanded tensor has the shape of the logits and takes no memory.
+            shape = (*self._hidden.shape[:-1], self._head.out_features)
+            return getattr(self._sample.expand(shape), name)
+        if callable(attribute):
+            return partial(self.call, attribute)
+        return getattr(self.tensor(name), name)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a tensor's method on these logits."""
@@ -328,16 +345,18 @@ class DeferredLogits:
     ) -> Any:
         """Handle a torch function that is called with deferred logits."""
         kwargs = kwargs or {}
+        # The name of an operator such as __add__ is that of its function.
         name = function.__name__
-        plain = name.strip("_") if name.startswith("__") else name
-        first, others = (args[0], args[1:]) if args else (None, ())
-        if isinstance(first, cls) and first._tensor is None:
-            result = first._without_logits(plain, function, others, kwargs)
+        if name.startswith("__"):
+            name = name.strip("_")
+        logits = args[0] if args and isinstance(args[0], cls) else None
+        if logits is not None and logits._tensor is None:
+            result = logits._without_logits(name, function, args[1:], kwargs)
             if result is not NotImplemented:
                 return result
-        args, kwargs = tree_map_only(cls, lambda logits: logits.tensor(plain), (args, kwargs))
-        if isinstance(first, cls) and (plain.endswith("_") or plain == "setitem"):
-            first._tensor = args[0]  # the in-place result replaces the deferred logits
+        args, kwargs = tree_map_only(cls, lambda deferred: deferred.tensor(name), (args, kwargs))
+        if logits is not None and (name.endswith("_") or name == "setitem"):
+            logits._tensor = args[0]  # the in-place result replaces the deferred logits
         return function(*args, **kwargs)
 
     def _without_logits(
@@ -350,56 +369,98 @@ class DeferredLogits:
         """Return the result of a function that does not need all logits.
 
         NotImplemented for any other function.
+
+        Args:
+            name: name of the function.
+            args: its positional arguments after the logits.
         """
-        hidden, last = self._hidden, self.ndim - 1
-        has_tensors = any(isinstance(x, Tensor | DeferredLogits) for x in (*args, *kwargs.values()))
-        if name in VALUE_BY_VALUE and not has_tensors:
-
-            def step(x: Tensor) -> Any:
-                return function(x, *args, **kwargs)
-
-            sample = step(self._sample)
-            if sample is self._sample:
-                return self
-            if sample.device == self._sample.device and sample.is_floating_point():
-                return DeferredLogits(self._head, hidden, (*self._steps, step), sample)
+        if name in VALUE_BY_VALUE:
+            return self._changed_value_by_value(function, args, kwargs)
         if name in ("clone", "contiguous"):
-            return self._of(hidden)
-        if name in ("view", "reshape"):
-            shape = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
-            sizes = not kwargs and shape and all(isinstance(size, int) for size in shape)
-            if sizes and shape[-1] == self._head.out_features:
-                return self._of(hidden.reshape(*shape[:-1], hidden.shape[-1]))
-        if name == "getitem" and self._head.divides:
-            index = args[0] if isinstance(args[0], tuple) else (args[0],)
-            if all(type(part) in (int, slice, EllipsisType) for part in index):
-                dims = len(index) - (... in index)
-                reaches_last = dims == self.ndim or (... in index and index[-1] is not ...)
-                if dims <= self.ndim and (not reaches_last or index[-1] == slice(None)):
-                    return self._of(hidden[index])
+            return self._same_steps(self._hidden)
+        if name in ("view", "reshape") and not kwargs:
+            return self._reshaped(args)
+        if name == "getitem":
+            return self._rows_at(args[0])
         if name == "split":
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            if self._head.divides and dim not in (-1, last):
-                return tuple(self._of(part) for part in function(hidden, *args, **kwargs))
+            return self._split(function, args, kwargs)
         if name == "argmax":
-            dim = kwargs.get("dim", args[0] if args else None)
-            if dim in (-1, last) and len(args) < 2 and not kwargs.keys() - {"dim"}:
-                return self._head.argmax(hidden, self._steps)
+            return self._argmax(args, kwargs)
         if name == "cross_entropy" and len(args) == 1:
             return self._cross_entropy(*args, **kwargs)
         return NotImplemented
 
-    def _of(self, hidden: Tensor) -> "DeferredLogits":
-        """Return the logits of other hidden states."""
+    def _same_steps(self, hidden: Tensor) -> "DeferredLogits":
+        """Return the logits of other hidden states, with the same changes."""
         return DeferredLogits(self._head, hidden, self._steps, self._sample)
 
+    def _changed_value_by_value(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return logits with one more change, unless it depends on another tensor."""
+        if any(isinstance(value, Tensor | DeferredLogits) for value in (*args, *kwargs.values())):
+            return NotImplemented
+
+        def step(logits: Tensor) -> Any:
+            return function(logits, *args, **kwargs)
+
+        sample = step(self._sample)
+        if sample is self._sample:  # such as float() of values that are float already
+            return self
+        if sample.device == self._sample.device and sample.is_floating_point():
+            return DeferredLogits(self._head, self._hidden, (*self._steps, step), sample)
+        return NotImplemented
+
+    def _reshaped(self, args: tuple[Any, ...]) -> Any:
+        """Return logits in another shape, unless the new shape divides the vocabulary."""
+        shape = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
+        are_sizes = shape and all(isinstance(size, int) for size in shape)
+        if not are_sizes or shape[-1] != self._head.out_features:
+            return NotImplemented
+        return self._same_steps(self._hidden.reshape(*shape[:-1], self._hidden.shape[-1]))
+
+    def _rows_at(self, key: Any) -> Any:
+        """Return the logits of some rows, unless the key also selects in the vocabulary.
+
+        Args:
+            key: what stands between the brackets.
+        """
+        index = key if isinstance(key, tuple) else (key,)
+        if not all(type(part) in (int, slice, EllipsisType) for part in index):
+            return NotImplemented
+        has_ellipsis = ... in index
+        indexed_dims = len(index) - has_ellipsis
+        ends_with_ellipsis = index[-1:] == (...,)
+        reaches_vocabulary = indexed_dims == self.ndim or (has_ellipsis and not ends_with_ellipsis)
+        takes_vocabulary_whole = not reaches_vocabulary or index[-1] == slice(None)
+        if not self._head.divides or indexed_dims > self.ndim or not takes_vocabulary_whole:
+            return NotImplemented
+        return self._same_steps(self._hidden[index])
+
+    def _split(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return logits in parts, unless the vocabulary is divided."""
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        if not self._head.divides or dim in (-1, self.ndim - 1):
+            return NotImplemented
+        return tuple(self._same_steps(part) for part in function(self._hidden, *args, **kwargs))
+
+    def _argmax(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the indices of the largest logits, if the function asks for them in each row."""
+        dim = kwargs.get("dim", args[0] if args else None)
+        has_other_arguments = len(args) > 1 or kwargs.keys() - {"dim"}
+        if dim not in (-1, self.ndim - 1) or has_other_arguments:
+            return NotImplemented
+        return self._head.argmax(self._hidden, self._steps)
+
     def _cross_entropy(
-        self, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: Any
+        self, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean", **options: Any
     ) -> Any:
         """Return the mean or sum of cross entropies over rows, given one target per row."""
         is_plain = all(
             value is None or (name, value) == ("label_smoothing", 0)
-            for name, value in others.items()
+            for name, value in options.items()
         )
         if not is_plain or target.dtype != torch.int64 or reduction not in ("sum", "mean"):
             return NotImplemented
@@ -409,35 +470,16 @@ class DeferredLogits:
         if reduction == "sum":
             return total
         count = (target != ignore_index).sum()
-        return torch.where(
-            count > 0, total / count.clamp(min=1), torch.nan
-        )  # without targets, gradients are 0
+        # Without targets the mean is NaN, and its gradients are 0.
+        return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
-# Python looks up operators in the class, not through __getattr__.
-for _name in (
-    *(
-        "__add__",
-        "__radd__",
-        "__sub__",
-        "__rsub__",
-        "__mul__",
-        "__rmul__",
-        "__truediv__",
-        "__rtruediv__",
-    ),
-    *(
-        "__pow__",
-        "__neg__",
-        "__abs__",
-        "__matmul__",
-        "__eq__",
-        "__ne__",
-        "__lt__",
-        "__le__",
-        "__gt__",
-        "__ge__",
-    ),
+OPERATORS = (
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
+    *("__truediv__", "__rtruediv__", "__pow__", "__neg__", "__abs__", "__matmul__"),
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
     *("__getitem__", "__setitem__", "__array__"),
-):
+)
+"""Operators of a tensor, which Python looks up in the class and not through `__getattr__`."""
+for _name in OPERATORS:
     setattr(DeferredLogits, _name, partialmethod(DeferredLogits.call, getattr(Tensor, _name)))

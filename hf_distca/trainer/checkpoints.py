@@ -1,7 +1,7 @@
-"""Choose the checkpoint that a training resumes from, the same on every rank, and check that it is complete.
+"""Choose the checkpoint that a training resumes from, and check that it is complete.
 
-Training may have ended while it saved, and files may have been copied in part. Trainer would begin
-anew what it does not find, or fail on some ranks.
+All ranks choose the same one. Training may have ended while it saved, and files may have been
+copied in part. Trainer would begin anew what it does not find, or fail on some ranks.
 """
 
 import json
@@ -35,22 +35,19 @@ STATE_FILE = "trainer_state.json"
 SHARDED_WEIGHTS = "pytorch_model_fsdp_*"
 """Folder in which FSDP has a file of each rank."""
 WEIGHTS: tuple[str, ...] = (
-    *(
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-    ),
-    *(
-        "adapter_model.safetensors",
-        "adapter_model.bin",
-        "*/adapter_model.safetensors",
-        "*/adapter_model.bin",
-    ),
-    *("pytorch_model_fsdp.bin", SHARDED_WEIGHTS),
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "*/adapter_model.safetensors",
+    "*/adapter_model.bin",
+    "pytorch_model_fsdp.bin",
+    SHARDED_WEIGHTS,
 )
 """Files and folders with weights, of which Trainer loads one."""
-OF_DEEPSPEED = "global_step*"
+DEEPSPEED_FOLDER = "global_step*"
 """Folder with DeepSpeed's weights and the state of its optimizer."""
 
 
@@ -72,19 +69,23 @@ def agreed_checkpoint(
     check = partial(
         _check, accelerator=accelerator, needs_place=has_place and not args.ignore_data_skip
     )
-    asked = resume_from_checkpoint or None
-    if str(asked).lower() == "true":  # as text on a command line
-        asked = True
+    request = resume_from_checkpoint or None
+    if str(request).lower() == "true":  # as text on a command line
+        request = True
     # Ranks may name different folders, each on the disk of its host.
-    mine = {"resume_from_checkpoint": asked if asked in (True, None) else "a folder"}
-    if found := first_difference(groups.all_gather(mine, in_world=True)):
-        raise Run.DIFFERENT_ARGUMENTS.error(name=found[0], by_rank=found[1])
-    if asked is None:
+    comparable = request if request in (True, None) else "a folder"
+    difference = first_difference(
+        groups.all_gather({"resume_from_checkpoint": comparable}, in_world=True)
+    )
+    if difference is not None:
+        name, by_rank = difference
+        raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=by_rank)
+    if request is None:
         return None
-    if asked is True:
+    if request is True:
         checkpoint = _last_complete(args, groups, check)
     else:
-        checkpoint = Path(asked)
+        checkpoint = Path(request)
         with groups.raised_together(in_world=True):
             _check_folder(checkpoint, Path(str(args.output_dir)))
             check(checkpoint)
@@ -110,24 +111,23 @@ def _last_complete(
             raise Resume.NO_CHECKPOINT.error(folder=output_dir)
     # Every rank looks at the same checkpoints in the same order, also where hosts have disks of
     # their own.
-    steps = sorted(
-        {step for of_rank in groups.all_gather(steps, in_world=True) for step in of_rank},
-        reverse=True,
-    )
-    passed_over: list[str] = []
-    for step in steps:
+    steps_of_ranks = groups.all_gather(steps, in_world=True)
+    all_steps = set[int]().union(*steps_of_ranks)
+    problems_of_later: list[str] = []
+    for step in sorted(all_steps, reverse=True):
         checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        problems = groups.all_gather(_problem(checkpoint, check), in_world=True)
-        problem = next(filter(None, problems), None)
+        problems_of_ranks = groups.all_gather(_problem(checkpoint, check), in_world=True)
+        problem = next(filter(None, problems_of_ranks), None)
         if problem is None:
-            if passed_over and args.process_index == 0:
+            if problems_of_later and args.process_index == 0:
                 logger.warning(
                     "training resumes from %s, because later checkpoints cannot be resumed: %s",
-                    *(checkpoint, ". ".join(passed_over)),
+                    checkpoint,
+                    ". ".join(problems_of_later),
                 )
             return checkpoint
-        passed_over.append(problem)
-    raise Resume.NONE_COMPLETE.error(folder=output_dir, why=passed_over[0])
+        problems_of_later.append(problem)
+    raise Resume.NONE_COMPLETE.error(folder=output_dir, why=problems_of_later[0])
 
 
 def _steps(output_dir: Path) -> list[int]:
@@ -160,7 +160,7 @@ def _check_folder(folder: Path, output_dir: Path) -> None:
 
 
 def _check(checkpoint: Path, *, accelerator: Accelerator, needs_place: bool) -> None:
-    """Raise ValueError if a checkpoint lacks something that training needs, or if a file was cut off."""
+    """Raise ValueError if a checkpoint lacks what training needs, or if a file was cut off."""
     if not (checkpoint / STATE_FILE).is_file():
         raise Resume.INCOMPLETE.error(checkpoint=checkpoint, file=STATE_FILE)
     if needs_place and not (checkpoint / PLACE_FILE).is_file():
@@ -172,24 +172,25 @@ def _check(checkpoint: Path, *, accelerator: Accelerator, needs_place: bool) -> 
 
 def _check_state(checkpoint: Path, accelerator: Accelerator) -> None:
     """Raise ValueError if a checkpoint lacks state, which Trainer would begin anew."""
-    optimizer, schedule = ["optimizer.pt"], ["scheduler.pt"]
+    # 1. The files that hold the state under this strategy; one of each suffices.
+    optimizer_files = ["optimizer.pt"]
+    schedule_files = ["scheduler.pt"]
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     if deepspeed is not None:
-        optimizer = [OF_DEEPSPEED]
-        if (
-            "scheduler" in deepspeed.deepspeed_config
-        ):  # DeepSpeed saves the schedule beside the optimizer
-            schedule = optimizer
+        optimizer_files = [DEEPSPEED_FOLDER]
+        if "scheduler" in deepspeed.deepspeed_config:
+            schedule_files = optimizer_files  # DeepSpeed saves the schedule beside the optimizer
     elif getattr(accelerator.state, "fsdp_plugin", None) is not None:
-        optimizer = ["optimizer_0", "optimizer.bin"]
+        optimizer_files = ["optimizer_0", "optimizer.bin"]
+    # 2. What the checkpoint lacks, and how its weights can be used nevertheless.
     load = f"from_pretrained('{checkpoint}')"
     if (checkpoint / "adapter_config.json").is_file():
         load = f"PeftModel.from_pretrained(model, '{checkpoint}', is_trainable=True)"
     for state, names in (
-        ("the optimizer's state", optimizer),
-        ("the learning rate's schedule", schedule),
+        ("the optimizer's state", optimizer_files),
+        ("the learning rate's schedule", schedule_files),
     ):
-        if not any(_found(checkpoint, names)):
+        if not any(_matching(checkpoint, names)):
             raise Resume.NO_STATE.error(
                 checkpoint=checkpoint, files=" or ".join(names), state=state, load=load
             )
@@ -197,25 +198,28 @@ def _check_state(checkpoint: Path, accelerator: Accelerator) -> None:
 
 def _check_weights(checkpoint: Path, accelerator: Accelerator) -> None:
     """Raise ValueError if a checkpoint lacks weights, or one of several files of weights."""
-    weights, file = WEIGHTS, "model.safetensors or other weights"
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
-        weights = (file := f"{OF_DEEPSPEED}/*model_states.pt",)
-    if not any(_found(checkpoint, weights)):
+        file = f"{DEEPSPEED_FOLDER}/*model_states.pt"
+        patterns: tuple[str, ...] = (file,)
+    else:
+        file = "model.safetensors or other weights"
+        patterns = WEIGHTS
+    if not any(_matching(checkpoint, patterns)):
         raise Resume.NO_WEIGHTS.error(checkpoint=checkpoint, file=file)
+    # An index names the file of each weight.
     for index in sorted(checkpoint.glob("*.index.json")):
         names: list[str] = []
         with _named_if_unreadable(index, checkpoint):
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            file_by_weight = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(file_by_weight.values()))
         for name in names:
             if not (checkpoint / name).is_file():
                 raise Resume.NO_WEIGHTS.error(checkpoint=checkpoint, file=name)
 
 
-def _found(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
+def _matching(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
     """Yield the files and folders with one of these names."""
-    return (found for pattern in patterns for found in folder.glob(pattern))
+    return (path for pattern in patterns for path in folder.glob(pattern))
 
 
 def _check_readable(checkpoint: Path) -> None:
@@ -228,19 +232,20 @@ def _check_readable(checkpoint: Path) -> None:
         "scheduler.pt",
         "rng_state*.pth",
         "pytorch_model*.bin",
-        f"{OF_DEEPSPEED}/*.pt",
+        f"{DEEPSPEED_FOLDER}/*.pt",
+        "adapter_model.bin",
     )
     readers: dict[str, Callable[[Path], Any]] = {
         STATE_FILE: lambda file: TrainerState.load_from_json(str(file)),
         PLACE_FILE: read_place,
         **dict.fromkeys(("*.safetensors", "*/adapter_model.safetensors"), _check_tensors),
         **dict.fromkeys((SHARDED_WEIGHTS, "optimizer_*"), _check_shards),
-        **dict.fromkeys((*archives, "adapter_model.bin"), _check_archive),
+        **dict.fromkeys(archives, _check_archive),
     }
-    for pattern, read in readers.items():
+    for pattern, check_file in readers.items():
         for file in sorted(checkpoint.glob(pattern)):
             with _named_if_unreadable(file, checkpoint):
-                read(file)
+                check_file(file)
 
 
 @contextmanager
@@ -266,9 +271,10 @@ def _check_archive(file: Path) -> None:
 
 
 def _check_shards(folder: Path) -> None:
-    """Raise ValueError or OSError if a folder of shards lacks its list of tensors, or bytes of a tensor."""
+    """Raise ValueError or OSError if a folder of shards lacks its list of tensors, or a file's end."""
     for tensor in FileSystemReader(folder).read_metadata().storage_data.values():
-        if (folder / tensor.relative_path).stat().st_size < tensor.offset + tensor.length:
+        size = (folder / tensor.relative_path).stat().st_size
+        if size < tensor.offset + tensor.length:
             raise ValueError(f"the end of {tensor.relative_path} is missing")
 
 
@@ -277,19 +283,28 @@ def _check_shards_of_deepspeed(checkpoint: Path, accelerator: Accelerator, group
 
     A collective of the world.
     """
-    deepspeed, saved_by = getattr(accelerator.state, "deepspeed_plugin", None), 0
-    options = {} if deepspeed is None else deepspeed.deepspeed_config.get("checkpoint", {})
-    if deepspeed is not None and not options.get("load_universal"):
-        shards = (
-            re.search(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$", file.name)
-            for file in checkpoint.glob(f"{OF_DEEPSPEED}/*")
-        )
-        saved_by = max((int(shard[1]) + 1 for shard in shards if shard), default=0)
-    saved_by = max(groups.all_gather(saved_by))  # a host may hold only the shards of its own ranks
-    if saved_by not in (0, groups.ranks):
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    shards = 0  # of this host
+    if deepspeed is not None:
+        options = deepspeed.deepspeed_config.get("checkpoint", {})
+        if not options.get("load_universal"):
+            shards = _shards_of_deepspeed(checkpoint)
+    # A host may hold only the shards of its own ranks.
+    all_shards = max(groups.all_gather(shards))
+    if all_shards not in (0, groups.ranks):
         raise Resume.OTHER_SHARDS.error(
-            checkpoint=checkpoint, saved_by=saved_by, ranks=groups.ranks
+            checkpoint=checkpoint, saved_by=all_shards, ranks=groups.ranks
         )
+
+
+def _shards_of_deepspeed(checkpoint: Path) -> int:
+    """Return the number of shards of the optimizer's state, by the last one that is here."""
+    shards = 0
+    for file in checkpoint.glob(f"{DEEPSPEED_FOLDER}/*"):
+        shard = re.search(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$", file.name)
+        if shard is not None:
+            shards = max(shards, int(shard[1]) + 1)
+    return shards
 
 
 def warn_of_random_states(
@@ -299,11 +314,14 @@ def warn_of_random_states(
     if checkpoint is None:
         return
     name = RANDOM_STATE.format(f"_{args.process_index}" if args.world_size > 1 else "")
-    found = groups.all_gather(None if (Path(checkpoint) / name).is_file() else name, in_world=True)
-    if (missing := [name for name in found if name is not None]) and args.process_index == 0:
+    missing_name = None if (Path(checkpoint) / name).is_file() else name
+    names_of_ranks = groups.all_gather(missing_name, in_world=True)
+    missing = [missing_name for missing_name in names_of_ranks if missing_name is not None]
+    if missing and args.process_index == 0:
         logger.warning(
             "the checkpoint %s has no %s, so these ranks draw other random numbers, as for "
             "dropout, than without the interruption. Resume on the number of ranks that saved the "
             "checkpoint, with all its files",
-            *(checkpoint, ", ".join(missing)),
+            checkpoint,
+            ", ".join(missing),
         )

@@ -1,4 +1,4 @@
-"""Metrics that a training logs: their names and meanings, what computes them, and warnings with remedies."""
+"""Metrics that a training logs: their meanings, their computation, and warnings with remedies."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ from hf_distca.kernels.speed import peak_flops
 from hf_distca.models.decoder import base_model
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.shape import count_of, weights_met
-from hf_distca.plan import AttentionKind, MicroBatchPlan
+from hf_distca.plan import AttentionKind, MicroBatchPlan, PlanChoice
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.metrics import loads_of
 from hf_distca.pool.rank.pool import Pool
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "distca/"
 """Prefix of all metric names, by which trackers group metrics: W&B and TensorBoard show
 train/distca/…"""
+# When a metric is logged, as the reference page says it.
 ALWAYS = ""
 NODES = "Ranks share nodes"
 CHOSEN = "The planner chooses"
@@ -42,11 +43,11 @@ PADDED = "Trainers with padded batches"
 
 
 class Metric(NamedTuple):
-    """A logged figure: its unit ("share" is from 0 to 1), its meaning since the last log, and when it is logged."""
+    """A logged figure."""
 
-    unit: str
-    meaning: str
-    where: str = ALWAYS
+    unit: str  # "share" is from 0 to 1
+    meaning: str  # since the last log
+    condition: str = ALWAYS  # when the figure is logged
 
 
 METRICS: dict[str, Metric] = {
@@ -115,53 +116,71 @@ GIB = 2**30
 def predicted_attention(
     layers: Mapping[AttentionKind, int], plans: Sequence[MicroBatchPlan], seen: Sequence[float]
 ) -> float:
-    """Return the predicted seconds of core attention of the busiest rank in micro-batches that have run.
+    """Return the predicted seconds of core attention on the busiest rank.
 
     Args:
+        layers: number of layers of each kind of attention.
+        plans: of micro-batches that have run.
         seen: [ranks] seconds measured in the kernels of each rank for these micro-batches.
     """
-    choices = [plan.choice for plan in plans if plan.choice is not None]
-    if len(choices) == len(plans):
+    choices = _choices(plans)
+    if choices is not None:
         return float(np.sum([choice.attention for choice in choices], axis=0).max())
-    # Without a prediction, the busiest rank takes its share of the time of all ranks, by [ranks]
-    # query-key pairs weighted by the width of the heads. Workers beyond the ranks are servers,
-    # whose number changes.
-    pairs_of_ranks = sum(
-        loads_of(of_kind)[: len(seen)].astype(np.float64)
-        * layers[kind]
-        * kind.q_heads
-        * (kind.dim_qk + kind.dim_v)
-        for plan in plans
-        for nano in plan.nano_batches
-        for kind, of_kind in nano.plans.items()
-    )
-    return float(sum(seen) * np.max(pairs_of_ranks) / max(np.sum(pairs_of_ranks), 1.0))
+    # Without a prediction, the busiest rank takes its share of the time of all ranks: by query-key
+    # pairs, weighted by the width of the heads. Workers beyond the ranks are servers, whose number
+    # changes.
+    work = np.zeros(len(seen))  # [ranks]
+    for plan in plans:
+        for nano_batch in plan.nano_batches:
+            for kind, kind_plan in nano_batch.plans.items():
+                width = layers[kind] * kind.q_heads * (kind.dim_qk + kind.dim_v)
+                work += loads_of(kind_plan)[: len(seen)].astype(np.float64) * width
+    return float(sum(seen) * np.max(work) / max(np.sum(work), 1.0))
 
 
-def flops_counter(model: nn.Module, shared_by: int) -> Callable[[MicroBatchPlan], float]:
+def _choices(plans: Sequence[MicroBatchPlan]) -> list[PlanChoice] | None:
+    """Return the planner's choice for each plan; None if it did not choose all of them."""
+    choices = [plan.choice for plan in plans if plan.choice is not None]
+    return choices if len(choices) == len(plans) else None
+
+
+FORWARD_AND_BACKWARD = 6.0
+"""FLOPs of a trained weight for a token: a multiplication and an addition in the forward, and twice
+as many in the backward."""
+FORWARD_AND_INPUT_GRADIENT = 4.0
+"""The same for a frozen weight, which has no gradient of its own."""
+
+
+def flops_counter(model: nn.Module, processes_per_rank: int) -> Callable[[MicroBatchPlan], float]:
     """Return a function that counts the FLOPs of a micro-batch on all ranks, as MFU defines them.
 
-    Each active parameter of a token takes two forward and four backward; two backward if it is
-    frozen. Core attention counts likewise, by query-key pairs that are not masked. `shared_by`
-    processes share each layer's heads.
+    Weights count if they are active for a token. Core attention counts by query-key pairs that are
+    not masked.
+
+    Args:
+        processes_per_rank: processes that share each layer's heads.
     """
-    base, layers = base_model(model), layers_by_kind(model)
-    met = weights_met(base)
+    base = base_model(model)
+    layers = layers_by_kind(model)
+    active_numbers = weights_met(base)
     head = getattr(base.get_output_embeddings(), "weight", None)
     if head is not None:
-        met[head] = float(count_of(head))
-    of_token = sum(count * (6.0 if weight.requires_grad else 4.0) for weight, count in met.items())
+        active_numbers[head] = float(count_of(head))
+    flops_per_token = 0.0
+    for weight, count in active_numbers.items():
+        is_trained = weight.requires_grad
+        flops_per_token += count * (
+            FORWARD_AND_BACKWARD if is_trained else FORWARD_AND_INPUT_GRADIENT
+        )
 
     def count_flops(plan: MicroBatchPlan) -> float:
-        total = of_token * float(plan.tokens.sum())
-        for nano in plan.nano_batches:
-            for kind, of_kind in nano.plans.items():
-                of_pair = 6.0 * kind.q_heads * (kind.dim_qk + kind.dim_v) * shared_by
-                total += (
-                    layers[kind]
-                    * of_pair
-                    * float(np.sum(pairs(0, of_kind.layout.lengths, of_kind.window)))
-                )
+        total = flops_per_token * float(plan.tokens.sum())
+        for nano_batch in plan.nano_batches:
+            for kind, kind_plan in nano_batch.plans.items():
+                width = kind.q_heads * (kind.dim_qk + kind.dim_v) * processes_per_rank
+                documents = kind_plan.layout.lengths
+                pair_count = float(np.sum(pairs(0, documents, kind_plan.window)))
+                total += layers[kind] * FORWARD_AND_BACKWARD * width * pair_count
         return total
 
     return count_flops
@@ -173,21 +192,28 @@ class StepMeter(TrainerCallback):
     def __init__(
         self, dispatcher: Dispatcher, model: nn.Module, pool: Pool | None, processes: int
     ) -> None:
-        self._dispatcher, self._pool, self._processes = dispatcher, pool, processes
+        self._dispatcher = dispatcher
+        self._pool = pool
+        self._processes = processes
         self._costs: LearnedCosts | None = None  # None: steps also compute what is not in the plans
-        self._layers, self._device = layers_by_kind(model), dispatcher.device
-        is_cuda = self._device.type == "cuda"
-        self._peak_flops = peak_flops(torch.cuda.get_device_name(self._device) if is_cuda else "")
-        shared_by = max(processes // dispatcher.groups.ranks, 1)
-        self._flops_of = None if self._peak_flops is None else flops_counter(model, shared_by)
+        self._layers = layers_by_kind(model)
+        self._device = dispatcher.device
+        self._is_cuda = self._device.type == "cuda"
+        device_name = torch.cuda.get_device_name(self._device) if self._is_cuda else ""
+        self._peak_flops = peak_flops(device_name)
+        self._count_flops: Callable[[MicroBatchPlan], float] | None = None
+        if self._peak_flops is not None:
+            processes_per_rank = max(processes // dispatcher.groups.ranks, 1)
+            self._count_flops = flops_counter(model, processes_per_rank)
         self.on_train_begin()
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
         """Reset the figures, which leave out start-up and the rest of an earlier training."""
+        # Of each micro-batch: plan, what ran, and number of stages.
         self._counted: list[tuple[MicroBatchPlan, Ran, int]] = []
         self._padded_rows = 0  # of this rank's padded batches, padding included
         self.steps = 0  # since figures were last returned
-        self._since = self._seconds()
+        self._since = self._seconds()  # when figures were last returned
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         """Count the step."""
@@ -206,7 +232,10 @@ class StepMeter(TrainerCallback):
         return np.array([time.perf_counter(), seconds("wait"), seconds("kernel")])
 
     def compare_with(self, costs: LearnedCosts) -> None:
-        """Also report how long steps take, beside what these costs predict: the plans are all that steps compute."""
+        """Also report how long steps take, beside what these costs predict.
+
+        Call it where steps compute nothing but the plans.
+        """
         self._costs = costs
 
     def count(self, bound: BoundPlan) -> None:
@@ -223,76 +252,121 @@ class StepMeter(TrainerCallback):
         """Return the figures since the last call, by their names in `METRICS`. A collective."""
         if not self._counted:
             return {}
-        elapsed, *measured = (self._seconds() - self._since).tolist()
-        of_ranks = self._dispatcher.groups.all_gather((*measured, self._padded_rows))
-        waits, attention, padded_rows = zip(*of_ranks, strict=True)
-        plans, runs, stages = zip(*self._counted, strict=True)
-        summaries = [plan.summary for plan in plans]
-        moved = [summary.exchange for summary in summaries]
-        tokens = sum(int(plan.tokens.sum()) - plan.fillers for plan in plans)
-        devices = self._processes + (0 if self._pool is None else len(self._pool.servers))
-
-        def mean(values: Iterable[float]) -> float:
-            return sum(values) / len(plans)
-
+        measured = self._measured()
         figures = {
-            "tokens_per_second": tokens / elapsed,
-            "tokens_per_second_per_device": tokens / elapsed / devices,
-            "imbalance_degree_packed": mean(summary.packed_max_over_mean for summary in summaries),
-            "imbalance_degree": mean(summary.max_over_mean for summary in summaries),
-            "exchange_bytes": mean(each.bytes_bottleneck for each in moved),
-            "ping_pong_share": sum(ran.layers_in_turns for ran in runs)
-            / max(sum(ran.layers for ran in runs), 1),
-            "exchange_stages": mean(stages),
-            "exchange_wait_seconds": max(waits),
-            "exposed_exchange_share": max(waits) / elapsed,
+            **self._figures_of_time(measured),
+            **self._figures_of_plans(measured.plans),
+            **self._figures_of_predictions(measured),
         }
-        if sum(padded_rows):
-            figures["padding_share"] = 1 - tokens / sum(padded_rows)
-        if self.steps:
-            predicted = predicted_attention(self._layers, plans, attention)
-            figures["attention_ms"] = max(attention) * 1e3 / self.steps
-            figures["attention_ms_predicted"] = predicted * 1e3 / self.steps
-        choices = [plan.choice for plan in plans if plan.choice is not None]
-        if self.steps and len(choices) == len(plans):
-            seconds = sum(choice.seconds for choice in choices)
-            if self._costs is not None:
-                figures["step_ms"] = elapsed * 1e3 / self.steps
-                figures["step_ms_predicted"] = (seconds / self.steps + self._costs.besides) * 1e3
-            figures |= {
-                "gain_predicted": sum(choice.packed_seconds for choice in choices) / seconds,
-                "plans_without_exchange": mean(each.bytes_total == 0 for each in moved),
-                "plans_within_nodes": mean(
-                    each.bytes_total > 0 and each.bytes_between_nodes == 0 for each in moved
-                ),
-            }
-        if self._flops_of is not None and self._peak_flops is not None and self._costs is not None:
-            figures["mfu"] = sum(map(self._flops_of, plans)) / (
-                elapsed * devices * self._peak_flops
-            )
-        if self._dispatcher.settings.nodes is not None:
-            figures |= {
-                "exchange_bytes_within_nodes": mean(
-                    each.bytes_within_nodes_bottleneck for each in moved
-                ),
-                "exchange_bytes_between_nodes": mean(
-                    each.bytes_between_nodes_bottleneck for each in moved
-                ),
-                "busiest_node_bytes_within": mean(
-                    each.bytes_within_nodes_busiest_node for each in moved
-                ),
-                "busiest_node_bytes_between": mean(
-                    each.bytes_between_nodes_busiest_node for each in moved
-                ),
-            }
         if self._pool is not None:
             figures["attention_servers"] = len(self._pool.servers)
-        if self._device.type == "cuda":
+        if self._is_cuda:
             figures["memory_peak_gib"] = torch.cuda.max_memory_allocated(self._device) / GIB
             figures["memory_reserved_gib"] = torch.cuda.memory_reserved(self._device) / GIB
             torch.cuda.reset_peak_memory_stats(self._device)
         self.on_train_begin()
         return figures
+
+    def _measured(self) -> "_Measured":
+        """Return what ranks measured since figures were last returned. A collective."""
+        elapsed, waits, attention = (self._seconds() - self._since).tolist()
+        measured_by_ranks = self._dispatcher.groups.all_gather(
+            (waits, attention, self._padded_rows)
+        )
+        waits_of_ranks, attention_of_ranks, padded_rows = zip(*measured_by_ranks, strict=True)
+        plans = [plan for plan, _, _ in self._counted]
+        return _Measured(elapsed, waits_of_ranks, attention_of_ranks, sum(padded_rows), plans)
+
+    def _figures_of_time(self, measured: "_Measured") -> dict[str, float]:
+        """Return speed, waits and the times of core attention."""
+        elapsed = measured.elapsed
+        plans = measured.plans
+        tokens = sum(plan.document_tokens for plan in plans)
+        servers = 0 if self._pool is None else len(self._pool.servers)
+        devices = self._processes + servers
+        longest_wait = max(measured.waits)
+        figures = {
+            "tokens_per_second": tokens / elapsed,
+            "tokens_per_second_per_device": tokens / elapsed / devices,
+            "exchange_wait_seconds": longest_wait,
+            "exposed_exchange_share": longest_wait / elapsed,
+        }
+        if measured.padded_rows:
+            figures["padding_share"] = 1 - tokens / measured.padded_rows
+        if self.steps:
+            predicted = predicted_attention(self._layers, plans, measured.attention)
+            figures["attention_ms"] = max(measured.attention) * 1e3 / self.steps
+            figures["attention_ms_predicted"] = predicted * 1e3 / self.steps
+        computes_plans_alone = self._costs is not None
+        if self._count_flops is not None and self._peak_flops and computes_plans_alone:
+            flops = sum(self._count_flops(plan) for plan in plans)
+            figures["mfu"] = flops / (elapsed * devices * self._peak_flops)
+        return figures
+
+    def _figures_of_plans(self, plans: Sequence[MicroBatchPlan]) -> dict[str, float]:
+        """Return balance, turns of nano-batches and exchanged bytes, as planned."""
+        summaries = [plan.summary for plan in plans]
+        exchanges = [summary.exchange for summary in summaries]
+        runs = [ran for _, ran, _ in self._counted]
+        layers_in_turns = sum(ran.layers_in_turns for ran in runs)
+        layers = sum(ran.layers for ran in runs)
+        figures = {
+            "imbalance_degree_packed": _mean(summary.packed_max_over_mean for summary in summaries),
+            "imbalance_degree": _mean(summary.max_over_mean for summary in summaries),
+            "exchange_bytes": _mean(exchange.bytes_bottleneck for exchange in exchanges),
+            "ping_pong_share": layers_in_turns / max(layers, 1),
+            "exchange_stages": _mean(stages for _, _, stages in self._counted),
+        }
+        if self._dispatcher.settings.nodes is not None:
+            for name, field in NODE_BYTES.items():
+                figures[name] = _mean(getattr(exchange, field) for exchange in exchanges)
+        return figures
+
+    def _figures_of_predictions(self, measured: "_Measured") -> dict[str, float]:
+        """Return what the planner predicted, if it chose all plans."""
+        choices = _choices(measured.plans)
+        if not self.steps or choices is None:
+            return {}
+        exchanges = [plan.summary.exchange for plan in measured.plans]
+        seconds = sum(choice.seconds for choice in choices)
+        packed_seconds = sum(choice.packed_seconds for choice in choices)
+        figures = {
+            "gain_predicted": packed_seconds / seconds,
+            "plans_without_exchange": _mean(exchange.bytes_total == 0 for exchange in exchanges),
+            "plans_within_nodes": _mean(
+                exchange.bytes_total > 0 and exchange.bytes_between_nodes == 0
+                for exchange in exchanges
+            ),
+        }
+        if self._costs is not None:
+            figures["step_ms"] = measured.elapsed * 1e3 / self.steps
+            figures["step_ms_predicted"] = (seconds / self.steps + self._costs.besides) * 1e3
+        return figures
+
+
+class _Measured(NamedTuple):
+    """What ranks measured since figures were last returned."""
+
+    elapsed: float  # seconds
+    waits: Sequence[float]  # [ranks] seconds in waits for rows
+    attention: Sequence[float]  # [ranks] seconds in kernel calls
+    padded_rows: int  # rows of all ranks' padded batches, padding included
+    plans: Sequence[MicroBatchPlan]  # of the micro-batches that have run
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Return the mean of values, of which there is at least one."""
+    listed = list(values)
+    return sum(listed) / len(listed)
+
+
+NODE_BYTES = {
+    "exchange_bytes_within_nodes": "bytes_within_nodes_bottleneck",
+    "exchange_bytes_between_nodes": "bytes_between_nodes_bottleneck",
+    "busiest_node_bytes_within": "bytes_within_nodes_busiest_node",
+    "busiest_node_bytes_between": "bytes_between_nodes_busiest_node",
+}
+"""For each metric about nodes, the field of `ExchangeFigures` whose mean it is."""
 
 
 STEPS = 50
@@ -329,13 +403,14 @@ class Remedies:
 
     def __init__(self, settings: DistCAConfig, *, ping_pong: bool) -> None:
         self._settings = settings
+        # Least and greatest mean of a figure without a warning.
         self._limits = {"exposed_exchange_share": (-math.inf, 0.1)}
         # With "auto" the planner chooses these two.
         if settings.balance_tolerance != AUTO:
             self._limits["imbalance_degree"] = (-math.inf, 1.1)
         if ping_pong and settings.ping_pong is True:
             self._limits["ping_pong_share"] = (0.1, math.inf)
-        self._seen: list[tuple[int, Mapping[str, float]]] = []
+        self._seen: list[tuple[int, Mapping[str, float]]] = []  # steps, and means over them
         self._seen_without_targets = False
 
     def see_loss(self, loss: float) -> None:
@@ -351,9 +426,9 @@ class Remedies:
         total = sum(steps for steps, _ in self._seen)
         if total < STEPS:
             return
-        for name, (least, most) in list(self._limits.items()):
+        for name, (low, high) in list(self._limits.items()):
             mean = sum(figures[name] * steps for steps, figures in self._seen) / total
-            if not least <= mean <= most:
+            if not low <= mean <= high:
                 logger.warning(
                     "mean of the last steps: %s", REMEDIES[name].format(self._settings, mean)
                 )

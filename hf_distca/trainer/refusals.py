@@ -1,10 +1,12 @@
-"""Tables of what trainers refuse before any work starts: arguments, launch and model, a run, and resuming."""
+"""Tables of what trainers refuse before any work starts.
+
+They are about arguments, about launch and model, about a run, and about resuming.
+"""
 
 import inspect
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
-from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,21 +38,30 @@ SUMMED_GRADIENTS = "replicated_with_grad_allreduce"
 K."""
 
 
-def _only(path: str, allowed: tuple[Any, ...], reason: str) -> Rule:
-    """Return the rule of an argument with restricted values, the recommended value first.
+def _restricted(path: str, allowed: tuple[Any, ...], reason: str) -> Rule:
+    """Return the rule of an argument with restricted values.
 
-    It may be missing.
+    Args:
+        path: name of the argument, with dots for an attribute of an argument. The arguments of a
+            trainer may lack it.
+        allowed: values, the recommended one first.
+        reason: why other values cannot work.
     """
 
     def refuses(args: Any) -> bool:
-        return (
-            reduce(lambda holder, name: getattr(holder, name, allowed[0]), path.split("."), args)
-            not in allowed
-        )
+        value = args
+        for name in path.split("."):
+            value = getattr(value, name, allowed[0])
+        return value not in allowed
 
     return Rule(
         f"{path}={{0.{path}!r}} is set", reason, f"set {' or '.join(map(repr, allowed))}", refuses
     )
+
+
+def _liger_kernels(args: Any) -> dict[str, bool]:
+    """Return which of Liger's kernels the arguments turn on or off, by name."""
+    return args.liger_kernel_config or {}
 
 
 CONVERTED = (
@@ -59,17 +70,17 @@ CONVERTED = (
 )
 PACKED = "documents are packed by their lengths, without padding, and stay apart"
 ARGUMENTS: tuple[Rule, ...] = (
-    _only("auto_find_batch_size", (False,), "memory is set by tokens_per_rank"),
-    _only(
+    _restricted("auto_find_batch_size", (False,), "memory is set by tokens_per_rank"),
+    _restricted(
         "ddp_static_graph",
         (None, False),
         "torch's static graph allows no accumulation, and steps differ by plan",
     ),
-    _only("bf16_full_eval", (False,), CONVERTED),
-    _only("fp16_full_eval", (False,), CONVERTED),
+    _restricted("bf16_full_eval", (False,), CONVERTED),
+    _restricted("fp16_full_eval", (False,), CONVERTED),
     # The following arguments are TRL's.
-    _only("padding_free", (False,), PACKED),
-    _only(
+    _restricted("padding_free", (False,), PACKED),
+    _restricted(
         "activation_offloading",
         (False,),
         "its CUDA stream of copies does not wait for exchanges of rows",
@@ -81,38 +92,38 @@ ARGUMENTS: tuple[Rule, ...] = (
         lambda args: (
             args.use_liger_kernel
             and args.mlp_chunk_rows
-            and any(
-                (args.liger_kernel_config or {}).get(name, True) for name in ("swiglu", "geglu")
-            )
+            and any(_liger_kernels(args).get(name, True) for name in ("swiglu", "geglu"))
         ),
     ),
 )
 """Arguments that no trainer can follow, checked when they are made."""
 PACKED_ARGUMENTS: tuple[Rule, ...] = (
-    _only(
+    _restricted(
         "label_smoothing_factor",
         (0.0,),
         "targets of packed documents are already shifted, and it shifts again",
     ),
-    _only("average_tokens_across_devices", (True,), "ranks hold different numbers of targets"),
-    _only("dataloader_drop_last", (False,), "it would drop documents"),
-    _only("use_cache", (False,), "training has no use for cached keys and values"),
-    _only(
+    _restricted(
+        "average_tokens_across_devices", (True,), "ranks hold different numbers of targets"
+    ),
+    _restricted("dataloader_drop_last", (False,), "it would drop documents"),
+    _restricted("use_cache", (False,), "training has no use for cached keys and values"),
+    _restricted(
         "label_names",
         (None, ["labels"]),
         "targets are the column 'labels', or every token where there is none",
     ),
     # The following arguments are TRL's.
-    _only("packing", (False,), PACKED),
-    _only("eval_packing", (None, False), PACKED),
-    _only("pad_to_multiple_of", (None,), PACKED),
+    _restricted("packing", (False,), PACKED),
+    _restricted("eval_packing", (None, False), PACKED),
+    _restricted("pad_to_multiple_of", (None,), PACKED),
     Rule(
         "liger_kernel_config={0.liger_kernel_config} is set",
         "Liger's loss would replace the loss of planned steps, which is exact across ranks and "
         "never holds all logits",
         f"remove {' and '.join(map(repr, LIGERS_LOSSES))} from liger_kernel_config",
         lambda args: (
-            args.use_liger_kernel and any(map((args.liger_kernel_config or {}).get, LIGERS_LOSSES))
+            args.use_liger_kernel and any(_liger_kernels(args).get(name) for name in LIGERS_LOSSES)
         ),
     ),
 )
@@ -160,21 +171,24 @@ def arguments_by_name(
 
     Raise TypeError for one whose position has no name.
     """
-    parameters = inspect.signature(method).parameters.values()
-    named = [
-        each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [
+        parameter.name
+        for parameter in inspect.signature(method).parameters.values()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
-    if len(args) > len(named):
+    if len(args) > len(names):
         raise TypeError(
-            f"{method.__qualname__} takes {len(named)} positional arguments, got {len(args)}; pass "
+            f"{method.__qualname__} takes {len(names)} positional arguments, got {len(args)}; pass "
             "the others by name"
         )
-    return {**dict(zip(named, args, strict=False)), **kwargs}
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _none(name: str, reason: str, remedy: str) -> Rule:
+def _must_be_none(name: str, reason: str, remedy: str) -> Rule:
     """Return the rule of an argument of a trainer that must stay None."""
-    return Rule(f"{name} is given", reason, remedy, lambda given: given.get(name) is not None)
+    return Rule(
+        f"{name} is given", reason, remedy, lambda arguments: arguments.get(name) is not None
+    )
 
 
 OBJECTS: tuple[Rule, ...] = (
@@ -183,14 +197,16 @@ OBJECTS: tuple[Rule, ...] = (
         "there is no such folder",
         "give the folder of a saved model, or the name of a model on the Hub such as "
         "'Qwen/Qwen3-0.6B'",
-        lambda given: isinstance(given.get("model"), str) and _is_missing_folder(given["model"]),
+        lambda arguments: (
+            isinstance(arguments.get("model"), str) and _is_missing_folder(arguments["model"])
+        ),
         condition="the path of a model that does not exist",
     ),
     Rule(
         "processing_class is {0[processing_class]!r}",
         "it is no tokenizer",
         "load it: processing_class=AutoTokenizer.from_pretrained(name)",
-        lambda given: isinstance(given.get("processing_class"), str | type),
+        lambda arguments: isinstance(arguments.get("processing_class"), str | type),
         condition="the name or the class of a tokenizer as `processing_class`",
     ),
 )
@@ -201,25 +217,29 @@ def _is_missing_folder(name: str) -> bool:
     return (os.path.isabs(name) or name.startswith((".", "~"))) and not os.path.exists(name)
 
 
-def check_objects(given: Mapping[str, Any], *, packs: bool) -> None:
-    """Raise ValueError if a model, a data set or a tokenizer among a trainer's arguments is of another kind.
+def check_objects(arguments: Mapping[str, Any], *, packs: bool) -> None:
+    """Raise ValueError if an argument is not the model, data set or tokenizer that it should be.
 
     Args:
-        packs: whether documents are packed, and not batches that are padded.
+        arguments: arguments of a trainer's `__init__` by name.
+        packs: whether the trainer packs documents. Otherwise it gets padded batches.
     """
-    check(OBJECTS, given)
-    model: Any = given.get("model")
-    if not (isinstance(model, str) or (model is None and given.get("model_init") is not None)):
+    check(OBJECTS, arguments)
+    model: Any = arguments.get("model")
+    is_made_later = model is None and arguments.get("model_init") is not None
+    if not isinstance(model, str) and not is_made_later:
         check_is_model(model)
         if packs:
             check_loss(model)
-    for argument in ("train_dataset", "eval_dataset"):
-        dataset = given.get(argument)
-        if argument == "eval_dataset" and isinstance(dataset, dict):
-            for key, of_key in dataset.items():
-                check_dataset(of_key, f"{argument}[{key!r}]")
-        elif dataset is not None:
-            check_dataset(dataset, argument)
+    train_dataset = arguments.get("train_dataset")
+    if train_dataset is not None:
+        check_dataset(train_dataset, "train_dataset")
+    eval_dataset = arguments.get("eval_dataset")
+    if isinstance(eval_dataset, dict):
+        for key, dataset in eval_dataset.items():
+            check_dataset(dataset, f"eval_dataset[{key!r}]")
+    elif eval_dataset is not None:
+        check_dataset(eval_dataset, "eval_dataset")
 
 
 DISPATCHED: tuple[Rule, ...] = (
@@ -227,7 +247,7 @@ DISPATCHED: tuple[Rule, ...] = (
         "config is {0[config]}",
         "make_dispatcher needs the settings of hf_distca",
         "pass hf_distca.DistCAConfig(tokens_per_rank=…)",
-        lambda given: not isinstance(given["config"], DistCAConfig),
+        lambda arguments: not isinstance(arguments["config"], DistCAConfig),
         condition="settings in a dictionary, or none, in `make_dispatcher`",
     ),
     Rule(
@@ -235,7 +255,7 @@ DISPATCHED: tuple[Rule, ...] = (
         "ranks are named by a mesh or by a group",
         "pass one dimension of a DeviceMesh such as mesh['dp'], a process group, or None for all "
         "ranks",
-        lambda given: not isinstance(given["mesh"], RankMesh | None),
+        lambda arguments: not isinstance(arguments["mesh"], RankMesh | None),
         condition="ranks as a list in `make_dispatcher`",
     ),
 )
@@ -253,15 +273,15 @@ GIVEN: tuple[Rule, ...] = (
         "hf_distca needs its settings, such as tokens_per_rank",
         "pass DistCATrainingArguments; for a trainer with its own arguments combine both classes "
         "in one dataclass: class MyArguments(hf_distca.DistCAArguments, SFTConfig)",
-        lambda given: (
+        lambda arguments: (
             not (
-                isinstance(given["args"], DistCAConfig)
-                and isinstance(given["args"], TrainingArguments)
+                isinstance(arguments["args"], DistCAConfig)
+                and isinstance(arguments["args"], TrainingArguments)
             )
         ),
         condition="`args` without the settings of hf_distca",
     ),
-    _none(
+    _must_be_none(
         "model_init",
         "it would replace the model when training begins, and the new model would lack the changes "
         "for planned steps",
@@ -271,7 +291,7 @@ GIVEN: tuple[Rule, ...] = (
         "one process sees {0[args].n_gpu} GPUs, which Trainer would use with DataParallel",
         "a rank is one process with one GPU",
         "start one process per GPU: accelerate launch --num_processes N script.py",
-        lambda given: given["args"].n_gpu > 1,
+        lambda arguments: arguments["args"].n_gpu > 1,
     ),
 )
 """Arguments of a trainer's `__init__`, by name, that cannot train exactly."""
@@ -281,7 +301,7 @@ PACKED_GIVEN: tuple[Rule, ...] = (
         "DistCAMixin spreads the rows of packed documents over ranks",
         "put hf_distca.DistCAPaddedMixin before it, whose model takes padded batches: DPO, GRPO, "
         "RLOO, KTO and reward models come ready made, such as DistCADPOTrainer",
-        lambda given: given["trl_trainer"] not in ("", "SFTTrainer", "_BaseTrainer"),
+        lambda arguments: arguments["trl_trainer"] not in ("", "SFTTrainer", "_BaseTrainer"),
         condition="`DPOTrainer`, `RewardTrainer` and others with `DistCAMixin`",
     ),
     Rule(
@@ -289,8 +309,9 @@ PACKED_GIVEN: tuple[Rule, ...] = (
         "TRL computes the loss without logits, and gives none to these functions from its version "
         "2 on",
         f"leave them out, because {METRICS_ALONE}; or evaluate with DistCATrainer",
-        lambda given: (
-            bool(given["trl_trainer"]) and any(map(given.get, (METRICS_FUNCTION, LOGITS_FUNCTION)))
+        lambda arguments: (
+            bool(arguments["trl_trainer"])
+            and any(map(arguments.get, (METRICS_FUNCTION, LOGITS_FUNCTION)))
         ),
         condition="`compute_metrics` or `preprocess_logits_for_metrics` with `DistCASFTTrainer`",
     ),
@@ -300,25 +321,28 @@ PACKED_GIVEN: tuple[Rule, ...] = (
         "on every rank",
         "give a preprocess_logits_for_metrics that makes them small token by token, such as "
         f"lambda logits, labels: logits.argmax(-1); {METRICS_ALONE}",
-        lambda given: (
-            given.get(METRICS_FUNCTION) is not None and given.get(LOGITS_FUNCTION) is None
+        lambda arguments: (
+            arguments.get(METRICS_FUNCTION) is not None and arguments.get(LOGITS_FUNCTION) is None
         ),
     ),
     Rule(
         "batch_eval_metrics=True is set with compute_metrics",
         "a micro-batch of a rank may have parts of documents, and compute_metrics gets whole ones",
         "set batch_eval_metrics=False",
-        lambda given: given.get(METRICS_FUNCTION) is not None and given["args"].batch_eval_metrics,
+        lambda arguments: (
+            arguments.get(METRICS_FUNCTION) is not None and arguments["args"].batch_eval_metrics
+        ),
     ),
     Rule(
         "include_for_metrics={0[args].include_for_metrics} is set with compute_metrics",
         "compute_metrics gets predictions and labels alone",
         "leave it out; inputs are in the data set, in the order of the predictions",
-        lambda given: (
-            given.get(METRICS_FUNCTION) is not None and bool(given["args"].include_for_metrics)
+        lambda arguments: (
+            arguments.get(METRICS_FUNCTION) is not None
+            and bool(arguments["args"].include_for_metrics)
         ),
     ),
-    _none(
+    _must_be_none(
         "compute_loss_func",
         "it would get targets that are already shifted",
         "leave it out and use the model's own loss, which takes shift_labels",
@@ -328,7 +352,7 @@ PACKED_GIVEN: tuple[Rule, ...] = (
         "hf_distca packs them without padding",
         "leave data_collator out: each token then predicts the next, unless the data set has "
         "labels",
-        lambda given: isinstance(given.get("data_collator"), PADDING),
+        lambda arguments: isinstance(arguments.get("data_collator"), PADDING),
     ),
 )
 """The same for trainers with packed documents."""
@@ -338,14 +362,16 @@ BY_PLAN = (
     "the seed"
 )
 PACKING: tuple[Rule, ...] = (
-    _only("per_device_train_batch_size", (1,), ONE_ROW),
-    _only("per_device_eval_batch_size", (1,), ONE_ROW),
-    _only("train_sampling_strategy", ("random", "sequential"), BY_PLAN),
-    _only("accelerator_config.split_batches", (False,), BY_PLAN),
-    _only("accelerator_config.dispatch_batches", (None, False), BY_PLAN),
-    _only("accelerator_config.even_batches", (True,), BY_PLAN),
-    _only("accelerator_config.use_seedable_sampler", (True,), BY_PLAN),
-    _only("dataloader_in_order", (True,), "ranks would exchange rows of different micro-batches"),
+    _restricted("per_device_train_batch_size", (1,), ONE_ROW),
+    _restricted("per_device_eval_batch_size", (1,), ONE_ROW),
+    _restricted("train_sampling_strategy", ("random", "sequential"), BY_PLAN),
+    _restricted("accelerator_config.split_batches", (False,), BY_PLAN),
+    _restricted("accelerator_config.dispatch_batches", (None, False), BY_PLAN),
+    _restricted("accelerator_config.even_batches", (True,), BY_PLAN),
+    _restricted("accelerator_config.use_seedable_sampler", (True,), BY_PLAN),
+    _restricted(
+        "dataloader_in_order", (True,), "ranks would exchange rows of different micro-batches"
+    ),
 )
 """Arguments that contradict packing by hf_distca; a custom collator may have them."""
 PLACED = "plans already divide a document of up to ranks * tokens_per_rank tokens among ranks"
@@ -367,35 +393,44 @@ ROWS_ARE_PLACED: tuple[Rule, ...] = (
 arguments."""
 
 
-def check_arguments(trainer: type, named: Mapping[str, Any], *, packs: bool) -> None:
-    """Raise ValueError if a trainer cannot train exactly with these arguments, before its `__init__` sees them.
+def check_arguments(trainer: type, arguments: Mapping[str, Any], *, packs: bool) -> None:
+    """Raise ValueError if a trainer cannot train exactly with these arguments of its `__init__`.
 
     Args:
-        packs: whether documents are packed, and not batches that are padded.
+        trainer: class of the trainer.
+        arguments: arguments of its `__init__` by name.
+        packs: whether the trainer packs documents. Otherwise it gets padded batches.
     """
-    of_trl = (base.__name__ for base in trainer.__mro__ if base.__module__.split(".")[0] == "trl")
-    trl_trainer = next((name for name in of_trl if name.endswith("Trainer")), "")
-    args: Any = named.get("args")
-    given = {**named, "args": args, "trl_trainer": trl_trainer}
+    args: Any = arguments.get("args")
+    subject = {**arguments, "args": args, "trl_trainer": _name_of_trl_trainer(trainer)}
     if packs:
-        check(PACKED_GIVEN, given)
-    check(GIVEN, given)
+        check(PACKED_GIVEN, subject)
+    check(GIVEN, subject)
     check(ROWS_ARE_PLACED, args.parallelism_config)
-    if packs and named.get("data_collator") is None:
+    if packs and arguments.get("data_collator") is None:
         check(PACKING, args)
+
+
+def _name_of_trl_trainer(trainer: type) -> str:
+    """Return the name of the trainer of TRL that a class is or derives from; "" without one."""
+    for base in trainer.__mro__:
+        package = base.__module__.split(".")[0]
+        if package == "trl" and base.__name__.endswith("Trainer"):
+            return base.__name__
+    return ""
 
 
 LOADED_ALREADY = Rule(
     "model_init_kwargs={0[args].model_init_kwargs!r} is set with a loaded model",
     "it would have no effect",
     "pass the model's name as model, or leave model_init_kwargs out",
-    lambda given: (
-        not isinstance(given.get("model"), str)
-        and getattr(given["args"], "model_init_kwargs", None) is not None
+    lambda arguments: (
+        not isinstance(arguments.get("model"), str)
+        and getattr(arguments["args"], "model_init_kwargs", None) is not None
     ),
 )
 TRL_ARGUMENTS: tuple[Rule, ...] = (
-    _only(
+    _restricted(
         "use_transformers_continuous_batching",
         (False,),
         "it generates with paged attention in place of the model's attention, "
@@ -452,7 +487,7 @@ TRAINER: tuple[Rule, ...] = (
         "the model",
         "leave torch_compile=False and accelerate's --dynamo_backend at no; to compile modules "
         "inside the layers: for layer in model.model.layers: layer.mlp.compile()",
-        lambda it: it.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
+        lambda facts: facts.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
     ),
     Rule(
         "tensor parallelism of size {0.tp_size} is set without DistributedConfig",
@@ -461,23 +496,23 @@ TRAINER: tuple[Rule, ...] = (
         'load the model with from_pretrained(name, attn_implementation="distca",'
         " distributed_config=transformers.distributed.DistributedConfig(tp_size=…, fsdp_size=…)), "
         "and launch without --use_fsdp and --use_deepspeed",
-        lambda it: it.tp_size > 1 and it.divided is None,
+        lambda facts: facts.tp_size > 1 and facts.divided is None,
     ),
     Rule(
         "pipeline parallelism (pp_size={0.divided.pp_size}) gives ranks different layers",
         "ranks exchange core attention within the same layer",
         "set pp_size=1, and raise fsdp_size to use the same ranks",
-        lambda it: it.divided is not None and it.divided.pp_size > 1,
+        lambda facts: facts.divided is not None and facts.divided.pp_size > 1,
     ),
     Rule(
         "adapters of PEFT train with tp_size={0.tp_size} and "
         "dp_replicate_size={0.divided.dp_replicate_size}",
         "PEFT does not divide its adapters as the model's layers are divided",
         "set both to 1, and raise fsdp_size to use the same ranks",
-        lambda it: (
-            it.divided is not None
-            and it.adapted
-            and max(it.tp_size, it.divided.dp_replicate_size) > 1
+        lambda facts: (
+            facts.divided is not None
+            and facts.adapted
+            and max(facts.tp_size, facts.divided.dp_replicate_size) > 1
         ),
     ),
     Rule(
@@ -485,7 +520,7 @@ TRAINER: tuple[Rule, ...] = (
         "(tp_size={0.tp_size})",
         "servers serve one group of ranks, and ranks with different heads form separate groups",
         "set attention_servers=0, or tp_size=1",
-        lambda it: it.tp_size > 1 and it.args.attention_servers != 0,
+        lambda facts: facts.tp_size > 1 and facts.args.attention_servers != 0,
     ),
     Rule(
         "gradient_accumulation_steps={0.args.gradient_accumulation_steps} is set for "
@@ -494,57 +529,59 @@ TRAINER: tuple[Rule, ...] = (
         "earlier sums again",
         "set gradient_accumulation_steps=1 and raise tokens_per_rank; where memory is short, use "
         f"mlp_chunk_rows and {CHECKPOINTING}",
-        lambda it: (
-            min(it.tp_size, it.args.gradient_accumulation_steps) > 1
-            and SUMMED_GRADIENTS in it.model.tp_plan.values()
+        lambda facts: (
+            min(facts.tp_size, facts.args.gradient_accumulation_steps) > 1
+            and SUMMED_GRADIENTS in facts.model.tp_plan.values()
         ),
     ),
     Rule(
         "fp16 mixed precision is set on the CPU",
         "it needs loss scaling, which accelerate does on GPUs only",
         "set bf16=True, or leave out fp16 and bf16",
-        lambda it: it.accelerator.mixed_precision == "fp16" and it.args.device.type == "cpu",
+        lambda facts: (
+            facts.accelerator.mixed_precision == "fp16" and facts.args.device.type == "cpu"
+        ),
     ),
     Rule(
         "modules_to_save={0.tied} has a copy of tied embeddings under FSDP2",
         "accelerate ties the weights again when it divides the model, and the other one would use "
         "the trained copy",
         "train under DDP or ZeRO",
-        lambda it: it.tied,
+        lambda facts: facts.tied,
     ),
     Rule(
         "trainable_token_indices is set for tied embeddings under FSDP2",
         "the head would add trained tokens to a weight of which each rank has a shard",
         "train under DDP or ZeRO",
-        lambda it: it.tied_tokens,
+        lambda facts: facts.tied_tokens,
     ),
     Rule(
         "ensure_weight_tying=True lets {0.views} share memory with other trained weights",
         "DDP takes them for weights of their own and trains other ones; FSDP2 and DeepSpeed fail",
         "leave ensure_weight_tying=False, or leave embed_tokens out of target_modules",
-        lambda it: it.views,
+        lambda facts: facts.views,
     ),
     Rule(
         "optimizers=… is given under DeepSpeed",
         "transformers silently ignores it and makes its own from the arguments optim and "
         "lr_scheduler_type",
         "set optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler",
-        lambda it: (
-            it.deepspeed
-            and (it.trainer.optimizer is not None or it.trainer.lr_scheduler is not None)
+        lambda facts: (
+            facts.deepspeed
+            and (facts.trainer.optimizer is not None or facts.trainer.lr_scheduler is not None)
         ),
     ),
     Rule(
         f"{CHECKPOINTING}_kwargs={{{{'use_reentrant': True}}}} is set",
         NO_GRADIENT,
         "freeze them (requires_grad_(False)), or set 'use_reentrant' to False",
-        lambda it: it.reentrant and it.towers,
+        lambda facts: facts.reentrant and facts.towers,
     ),
     Rule(
         "ddp_find_unused_parameters=False is set",
         NO_GRADIENT,
         "freeze them (requires_grad_(False)), or leave ddp_find_unused_parameters unset",
-        lambda it: it.args.ddp_find_unused_parameters is False and it.towers,
+        lambda facts: facts.args.ddp_find_unused_parameters is False and facts.towers,
     ),
 )
 """Trainers that cannot train exactly as launched."""
@@ -553,13 +590,13 @@ PACKED_TRAINER: tuple[Rule, ...] = (
         "the forward of {0.model_class} takes no labels",
         "it computes no loss: the model has no head",
         "load the model with AutoModelForCausalLM, or override compute_loss",
-        lambda it: _asks_for_loss(it.trainer) and not _takes_labels(it.base),
+        lambda facts: _asks_for_loss(facts.trainer) and not _takes_labels(facts.base),
     ),
     Rule(
         "the forward of {0.model.__class__.__name__} does not take num_items_in_batch",
         "ranks with different numbers of targets need it for an exact loss",
         "let its forward take **kwargs and pass them to self.loss_function",
-        lambda it: not it.trainer.model_accepts_loss_kwargs,
+        lambda facts: not facts.trainer.model_accepts_loss_kwargs,
     ),
 )
 """The same for trainers with packed documents."""
@@ -568,27 +605,38 @@ PADDED_TRAINER: tuple[Rule, ...] = (
         "padded batches are computed with tensor parallelism (tp_size={0.tp_size})",
         "it is not tested with them",
         "set tp_size=1, and share the weights with FSDP2 or ZeRO-3",
-        lambda it: it.tp_size > 1,
+        lambda facts: facts.tp_size > 1,
     ),
 )
 """The same for trainers with padded batches."""
 
 
 def transposed_adapters(model: nn.Module) -> list[str]:
-    """Return the trained weights that are transposed views: PEFT makes one LoRA of tied embeddings so."""
-    trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
-    return [name for name, weight in trained if not weight.is_contiguous()]
+    """Return the names of trained weights that are transposed views.
+
+    PEFT makes them for a LoRA of tied embeddings.
+    """
+    return [
+        name
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and not weight.is_contiguous()
+    ]
 
 
 def tied_in(model: Any, wrapper: str) -> list[str]:
-    """Return the names of embeddings, of input or output, that share a weight and that PEFT wraps in this class."""
+    """Return the names of embeddings that share a weight and that PEFT wraps.
+
+    Args:
+        wrapper: name of PEFT's class around the embedding of the input or of the output.
+    """
     if not getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False):
         return []
-    tied = (model.get_input_embeddings(), model.get_output_embeddings())
-    embeddings = [
-        name for name, module in model.named_modules() if any(module is each for each in tied)
+    embeddings = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    return [
+        name
+        for name, module in model.named_modules()
+        if id(module) in embeddings and type(module).__name__ == wrapper
     ]
-    return [name for name in embeddings if type(model.get_submodule(name)).__name__ == wrapper]
 
 
 def _takes_labels(model: nn.Module) -> bool:
@@ -596,7 +644,10 @@ def _takes_labels(model: nn.Module) -> bool:
 
 
 def _asks_for_loss(trainer: Any) -> bool:
-    """Return whether a trainer asks the model for its loss: another trainer may override `compute_loss`."""
+    """Return whether a trainer asks the model for its loss.
+
+    Otherwise the trainer overrides `compute_loss`.
+    """
     module: str = trainer.compute_loss.__module__
     return module.startswith("hf_distca.")
 
@@ -605,15 +656,30 @@ def check_trainer(trainer: Any, *, packs: bool) -> None:
     """Raise ValueError unless a trainer with model and accelerator can train exactly as launched.
 
     Args:
-        packs: whether documents are packed, and not batches that are padded.
+        packs: whether the trainer packs documents. Otherwise it gets padded batches.
     """
-    args, model, accelerator = trainer.args, trainer.model, trainer.accelerator
-    check(ROWS_ARE_PLACED, accelerator.parallelism_config)
+    check(ROWS_ARE_PLACED, trainer.accelerator.parallelism_config)
+    facts = _trainer_facts(trainer)
+    check(TRAINER, facts)
+    check(PACKED_TRAINER if packs else PADDED_TRAINER, facts)
+    if facts.reentrant:
+        check_reentrant(trainer.model)
+
+
+def _trainer_facts(trainer: Any) -> SimpleNamespace:
+    """Return what the rules about a trainer and their texts read."""
+    args = trainer.args
+    model = trainer.model
+    accelerator = trainer.accelerator
     base: Any = base_model(model)
+    is_adapted = base is not model  # by PEFT
+    # The DistributedConfig by which transformers divided the model at load.
     divided = base.config.distributed_config if is_divided_at_load(model) else None
     # DDP would wait for the gradients of trained parts that text does not reach.
-    towers = trained_towers(base) if accelerator.distributed_type in DDP and divided is None else []
-    facts = SimpleNamespace(
+    towers: list[str] = []
+    if accelerator.distributed_type in DDP and divided is None:
+        towers = trained_towers(base)
+    return SimpleNamespace(
         trainer=trainer,
         args=args,
         model=model,
@@ -621,18 +687,15 @@ def check_trainer(trainer: Any, *, packs: bool) -> None:
         deepspeed=trainer.is_deepspeed_enabled,
         base=base,
         model_class=type(base).__name__,
-        adapted=base is not model,
+        adapted=is_adapted,
         tp_size=trainer.get_tp_size(),
         divided=divided,
         reentrant=(checkpointing_options(args) or {}).get("use_reentrant"),
         towers=", ".join(towers),
         tied=tied_in(base, "ModulesToSaveWrapper") if accelerator.is_fsdp2 else [],
         tied_tokens=tied_in(base, "TrainableTokensWrapper") if accelerator.is_fsdp2 else [],
-        views=transposed_adapters(model) if base is not model and divided is None else [],
+        views=transposed_adapters(model) if is_adapted and divided is None else [],
     )
-    check((*TRAINER, *(PACKED_TRAINER if packs else PADDED_TRAINER)), facts)
-    if facts.reentrant:
-        check_reentrant(model)
 
 
 # A run, and resuming

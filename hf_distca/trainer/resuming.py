@@ -7,6 +7,7 @@ if the number of steps of a pass is unknown.
 import errno
 import json
 import logging
+import math
 import os
 import re
 import tempfile
@@ -30,13 +31,16 @@ PLACE_FILE = "data_order.json"
 """File of a checkpoint with the place in the data."""
 CAPACITY = "ranks * tokens_per_rank"
 """Setting that may grow on resume: micro-batches keep their old size, and still fit."""
-LAYOUT, CUTTING, FITTING = "document_layout", "joint or fixed", "whole on {} ranks"
-"""Layout setting, and its values where documents of a micro-batch fit into all ranks together, or
-into whole ranks.
+LAYOUT = "document_layout"
+"""Setting that decides how documents are drawn for a micro-batch.
 
-A layout that cuts documents may resume with micro-batches of either kind. It takes those of the
-checkpoint.
+A layout that cuts documents may resume with micro-batches of either kind below. It takes those of
+the checkpoint.
 """
+CUTTING = "joint or fixed"
+"""Value of the layout where the documents of a micro-batch fit into all ranks together."""
+FITTING = "whole on {} ranks"
+"""Value of the layout where the documents of a micro-batch fit into whole ranks."""
 WORKERS = "dataloader_num_workers"
 """Setting that decides the order of a stream."""
 AGREED = (
@@ -48,6 +52,8 @@ AGREED = (
 They decide which micro-batches come, and when. Ranks that differ would exchange rows of different
 micro-batches.
 """
+PROBE_BYTES = 2**20
+"""Bytes that are written to find out whether a disk is full."""
 DISK_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO))
 """System errors of a disk that is full, over its quota or limit, read-only or broken."""
 
@@ -65,24 +71,28 @@ def check_agreement(args: DistCAPaddedArguments, dispatcher: Dispatcher) -> None
 
     A collective of the world.
     """
-    mine: dict[str, Any] = {name: getattr(args, name) for name in AGREED}
-    mine |= _drawn(args)
-    if found := first_difference(dispatcher.groups.all_gather(mine, in_world=True)):
-        raise Run.DIFFERENT_ARGUMENTS.error(name=found[0], by_rank=found[1])
+    values: dict[str, Any] = {name: getattr(args, name) for name in AGREED}
+    values |= _sampling_order(args)
+    difference = first_difference(dispatcher.groups.all_gather(values, in_world=True))
+    if difference is not None:
+        name, by_rank = difference
+        raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=by_rank)
 
 
-def _drawn(args: DistCAPaddedArguments) -> DataOrder:
-    """Return how documents are drawn from a data set with a length and divided into optimizer steps."""
-    strategy, seed = (
-        args.train_sampling_strategy,
-        args.seed if args.data_seed is None else args.data_seed,
-    )
+def _sampling_order(args: DistCAPaddedArguments) -> DataOrder:
+    """Return what decides how a data set with a length is drawn and divided into steps."""
+    strategy = args.train_sampling_strategy
+    if strategy != "sequential":
+        strategy = f"{strategy} with seed {_data_seed(args)}"
     return {
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "train_sampling_strategy": strategy
-        if strategy == "sequential"
-        else f"{strategy} with seed {seed}",
+        "train_sampling_strategy": strategy,
     }
+
+
+def _data_seed(args: DistCAPaddedArguments) -> int:
+    """Return the seed of the order of documents."""
+    return args.seed if args.data_seed is None else args.data_seed
 
 
 def data_order(
@@ -92,36 +102,45 @@ def data_order(
 
     A collective of the world for a data set with a length.
     """
-    args, dataset, ranks = trainer.args, trainer.train_dataset, dispatcher.groups.ranks
-    if not packs:  # Trainer draws and divides the examples of a custom collator
-        return {
-            "ranks * per_device_train_batch_size": ranks * args.per_device_train_batch_size,
-            **_drawn(args),
-            # Streams of `datasets` shuffle differently in a worker process than in the rank itself.
-            **({WORKERS: args.dataloader_num_workers} if is_stream(dataset) else {}),
-            "train_dataset": f"{len(dataset)} examples"
-            if hasattr(dataset, "__len__")
-            else "a stream",
-        }
+    args = trainer.args
+    dataset = trainer.train_dataset
+    ranks = dispatcher.groups.ranks
+    if not packs:
+        return _collated_order(args, dataset, ranks)
     if is_stream(dataset):
-        names = ("tokens_per_rank", "long_documents", WORKERS, "gradient_accumulation_steps")
         return {
             "ranks": ranks,
-            **{name: getattr(args, name) for name in names},
+            "tokens_per_rank": args.tokens_per_rank,
+            "long_documents": args.long_documents,
+            WORKERS: args.dataloader_num_workers,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "train_dataset": "a stream",
         }
     lengths, fingerprint = loaders.lengths(dataset)
+    stay_whole = dispatcher.settings.document_layout == "whole"
     return {
         CAPACITY: ranks * args.tokens_per_rank,
-        LAYOUT: (
-            FITTING.format(ranks) if dispatcher.settings.document_layout == "whole" else CUTTING
-        ),
+        LAYOUT: FITTING.format(ranks) if stay_whole else CUTTING,
         "long_documents": args.long_documents,
-        **_drawn(args),
+        **_sampling_order(args),
         "train_dataset": (
             f"{len(lengths)} documents of {lengths.sum()} tokens, fingerprint {fingerprint[:16]}"
         ),
     }
+
+
+def _collated_order(args: Any, dataset: Any, ranks: int) -> DataOrder:
+    """Return the order of the examples of a custom collator, which Trainer draws and divides."""
+    order: DataOrder = {
+        "ranks * per_device_train_batch_size": ranks * args.per_device_train_batch_size,
+        **_sampling_order(args),
+    }
+    if is_stream(dataset):
+        # Streams of `datasets` shuffle differently in a worker process than in the rank itself.
+        order[WORKERS] = args.dataloader_num_workers
+    has_length = hasattr(dataset, "__len__")
+    order["train_dataset"] = f"{len(dataset)} examples" if has_length else "a stream"
+    return order
 
 
 def chosen_order(
@@ -131,17 +150,17 @@ def chosen_order(
 
     A collective of the world.
     """
-    args, dataset, groups = trainer.args, trainer.train_dataset, dispatcher.groups
-    if (
-        is_stream(dataset) or args.train_sampling_strategy == "sequential"
-    ):  # documents come in their own order
-        return order
+    args = trainer.args
+    dataset = trainer.train_dataset
+    groups = dispatcher.groups
+    if is_stream(dataset) or args.train_sampling_strategy == "sequential":
+        return order  # documents come in their own order
     lengths, _ = loaders.lengths(dataset)
     pays = False
     with groups.raised_together(in_world=True):
-        seed = args.seed if args.data_seed is None else args.data_seed
-        pays = draws_for_whole_ranks(lengths, dispatcher.settings, seed)
-    if not groups.all_gather(pays, in_world=True)[0]:
+        pays = draws_for_whole_ranks(lengths, dispatcher.settings, _data_seed(args))
+    rank_0_pays = groups.all_gather(pays, in_world=True)[0]
+    if not rank_0_pays:
         return order
     logger.info(
         "micro-batches hold documents that fit into whole ranks, which is predicted to be faster "
@@ -151,11 +170,16 @@ def chosen_order(
 
 
 def capacity_and_bins(order: DataOrder) -> tuple[int, int]:
-    """Return the maximum number of tokens and the number of bins of a micro-batch; 0 before a training has begun."""
-    ranks = re.fullmatch(FITTING.format(r"(\d+)"), str(order.get(LAYOUT, "")))
-    return int(order.get(CAPACITY, 0)), 0 if CAPACITY not in order else int(
-        ranks[1]
-    ) if ranks else 1
+    """Return the maximum number of tokens of a micro-batch and its number of bins.
+
+    Both are 0 before a training has begun.
+    """
+    if CAPACITY not in order:
+        return 0, 0
+    capacity = int(order[CAPACITY])
+    fitting = re.fullmatch(FITTING.format(r"(\d+)"), str(order.get(LAYOUT, "")))
+    bins = 1 if fitting is None else int(fitting[1])
+    return capacity, bins
 
 
 class DataPlace(NamedTuple):
@@ -171,9 +195,8 @@ class DataProgress:
 
     def __init__(self, start: DataPlace) -> None:
         self.start = start  # where this training began in its present pass
-        self._step_at_start: int | None = (
-            None  # completed steps of the whole run there; None before the first pass
-        )
+        # Completed steps of the whole run at that place. None before the first pass.
+        self._step_at_start: int | None = None
 
     def begin_pass(self, step: int) -> None:
         """Note that a pass over the data begins, or goes on in a resumed training.
@@ -187,8 +210,9 @@ class DataProgress:
 
     def place(self, step: int) -> DataPlace:
         """Return the place after so many completed steps of the whole run."""
-        begun_at = step if self._step_at_start is None else self._step_at_start
-        return self.start._replace(steps=self.start.steps + step - begun_at)
+        step_at_start = step if self._step_at_start is None else self._step_at_start
+        steps_since_start = step - step_at_start
+        return self.start._replace(steps=self.start.steps + steps_since_start)
 
     def save(self, checkpoint: Path, step: int) -> None:
         """Write the place into a checkpoint folder, and make the folder if needed."""
@@ -208,17 +232,19 @@ def agreed_place(
     place = DataPlace(order)
     with groups.raised_together(in_world=True):
         if checkpoint is not None and not args.ignore_data_skip:
-            place = _kept_place(Path(checkpoint), order, groups.ranks)
+            place = _stored_place(Path(checkpoint), order, groups.ranks)
     if place.order.get(CAPACITY) != order.get(CAPACITY) and groups.rank == 0:
         logger.warning(
             "%s is %s, but micro-batches still hold at most %s tokens, as in the checkpoint. To "
             "use larger ones set ignore_data_skip=True, which begins a new pass over the data",
-            *(CAPACITY, order[CAPACITY], place.order[CAPACITY]),
+            CAPACITY,
+            order[CAPACITY],
+            place.order[CAPACITY],
         )
     return place
 
 
-def _kept_place(checkpoint: Path, order: DataOrder, ranks: int) -> DataPlace:
+def _stored_place(checkpoint: Path, order: DataOrder, ranks: int) -> DataPlace:
     """Return a checkpoint's place; raise ValueError if documents would come in another order."""
     place = read_place(checkpoint / PLACE_FILE)
     stored = place.order
@@ -226,24 +252,30 @@ def _kept_place(checkpoint: Path, order: DataOrder, ranks: int) -> DataPlace:
         stored = {LAYOUT: CUTTING, **stored}
     if WORKERS in order:  # earlier versions stored it for packed streams alone; the default was 1
         stored = {WORKERS: 1, **stored}
+    may_differ = {CAPACITY}
     # Layouts that cut documents plan any micro-batch, so they take those of the checkpoint.
-    free = (CAPACITY, LAYOUT) if order.get(LAYOUT) == CUTTING and LAYOUT in stored else (CAPACITY,)
-    wrong = [
+    if order.get(LAYOUT) == CUTTING and LAYOUT in stored:
+        may_differ.add(LAYOUT)
+    differences = [
         f"{name} is {order.get(name)}, but must be {stored.get(name)}"
         for name in {**stored, **order}
-        if name not in free and order.get(name) != stored.get(name)
+        if name not in may_differ and order.get(name) != stored.get(name)
     ]
-    least = int(stored.get(CAPACITY, 0))
-    if int(order.get(CAPACITY, least)) < least:
-        tokens = f"with {ranks} ranks, tokens_per_rank={-(-least // ranks)}"
-        wrong.append(f"{CAPACITY} is {order[CAPACITY]}, but must be at least {least}: {tokens}")
-    if wrong:
-        raise Resume.OTHER_ORDER.error(differences="; ".join(wrong))
+    # Micro-batches keep their size, so that the capacity may grow but not shrink.
+    stored_capacity = int(stored.get(CAPACITY, 0))
+    if int(order.get(CAPACITY, stored_capacity)) < stored_capacity:
+        tokens_per_rank = math.ceil(stored_capacity / ranks)
+        differences.append(
+            f"{CAPACITY} is {order[CAPACITY]}, but must be at least {stored_capacity}: with "
+            f"{ranks} ranks, tokens_per_rank={tokens_per_rank}"
+        )
+    if differences:
+        raise Resume.OTHER_ORDER.error(differences="; ".join(differences))
     return place
 
 
 def without_tied(model: nn.Module, missing: list[str]) -> list[str]:
-    """Return the names of missing weights whose parameter is not tied to one of another name that is there."""
+    """Return the names of missing weights, except of weights that are tied to loaded ones."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     loaded = {id(parameter) for name, parameter in parameters.items() if name not in missing}
     return [name for name in missing if id(parameters.get(name)) not in loaded]
@@ -251,26 +283,42 @@ def without_tied(model: nn.Module, missing: list[str]) -> list[str]:
 
 @contextmanager
 def disk_errors_named(folder: Path) -> Iterator[None]:
-    """Raise OSError with the folder and the remedy if writing into a folder fails because of the disk."""
+    """Name the folder and the remedy in errors of the disk, while files are written into it.
+
+    Raises:
+        OSError: the disk is full or fails.
+    """
     try:
         yield
     except Exception as error:
         if getattr(error, "filename", None) is not None:
             raise  # the file is named already
-        number = getattr(error, "errno", None)
-        if match := re.search(r"os error (\d+)", str(error)):  # an error of Rust
-            number = int(match[1])
-        elif not isinstance(error, OSError):
-            # torch.save reports "basic_ios::clear" or a wrong position: check whether the disk
-            # takes some bytes.
-            try:
-                with tempfile.TemporaryFile(dir=folder) as file:
-                    file.write(bytes(1 << 20))
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError as refusal:
-                number = refusal.errno
+        number = _disk_error_number(error, folder)
         if number not in DISK_ERRORS:
             raise
         remedy = f"{folder} is incomplete: remove it, and free disk space or set another output_dir"
         raise OSError(number, f"{os.strerror(number)}; {remedy}", str(folder)) from error
+
+
+def _disk_error_number(error: Exception, folder: Path) -> int | None:
+    """Return the number of the system error that was the cause of an error; None without one."""
+    error_of_rust = re.search(r"os error (\d+)", str(error))
+    if error_of_rust is not None:
+        return int(error_of_rust[1])
+    if isinstance(error, OSError):
+        return error.errno
+    # torch.save reports "basic_ios::clear" or a wrong position, without a number.
+    number = _number_of_failing_write(folder)
+    return getattr(error, "errno", None) if number is None else number
+
+
+def _number_of_failing_write(folder: Path) -> int | None:
+    """Return the number of the system error if a folder's disk does not take some bytes."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno
+    return None

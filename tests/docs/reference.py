@@ -137,7 +137,9 @@ def settings(names: str) -> str:
 
 def metrics(where: str) -> str:
     found = [
-        (name, metric) for name, metric in METRICS.items() if where == (metric.where or "Always")
+        (name, metric)
+        for name, metric in METRICS.items()
+        if where == (metric.condition or "Always")
     ]
     rows = ((f"`{PREFIX}{name}`", metric.unit, metric.meaning) for name, metric in found)
     return table(("name", "unit", "meaning"), *rows)

@@ -45,7 +45,7 @@ def test_everything_is_on_its_page_once():
         (
             "metrics.md",
             "metrics",
-            dict.fromkeys(metric.where or "Always" for metric in METRICS.values()),
+            dict.fromkeys(metric.condition or "Always" for metric in METRICS.values()),
         ),
         ("cli.md", "tool", TOOLS),
         ("refusals.md", "refusals", REFUSALS),

@@ -204,7 +204,9 @@ def test_figures_of_padded_batches(figures_of):
 
 def test_figures_of_devices_and_servers(figures_of, monkeypatch):
     monkeypatch.setattr(metrics, "peak_flops", lambda name: 100.0)
-    monkeypatch.setattr(metrics, "flops_counter", lambda model, shared_by: lambda plan: 50.0)
+    monkeypatch.setattr(
+        metrics, "flops_counter", lambda model, processes_per_rank: lambda plan: 50.0
+    )
     figures = figures_of(servers=[7])
     assert figures["tokens_per_second"] == 12.0
     assert figures["tokens_per_second_per_device"] == 4.0
@@ -226,8 +228,12 @@ def test_model_flops_are_those_of_weights_and_pairs():
     attention = (
         2 * 3 * 4 * 32 * (15 + 6)
     )  # layers; forward and backward; operations of a pair; width; pairs
-    assert flops_counter(model, shared_by=1)(plan) == pytest.approx(8 * weights + attention)
-    assert flops_counter(model, shared_by=2)(plan) == pytest.approx(8 * weights + 2 * attention)
+    assert flops_counter(model, processes_per_rank=1)(plan) == pytest.approx(
+        8 * weights + attention
+    )
+    assert flops_counter(model, processes_per_rank=2)(plan) == pytest.approx(
+        8 * weights + 2 * attention
+    )
 
 
 @pytest.mark.parametrize(

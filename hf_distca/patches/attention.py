@@ -1,8 +1,8 @@
-"""Attention function that transformers calls under attn_implementation="distca", and its mask function.
+"""Attention and mask functions that transformers calls under attn_implementation="distca".
 
-In a planned step the plan replaces the mask, and a [T, T] mask of a long row would not fit in
-memory. Only the attention function knows whether a step is planned, so that it makes the mask if
-needed.
+In a planned step the plan replaces the mask: a [T, T] mask of a long row would not fit in memory.
+Only the attention function knows whether a step is planned. It therefore makes the mask, where one
+is needed.
 
 Shape suffixes: B batch, H query heads, G key/value heads, T rows, S key/value rows, D head dim of
 queries and keys, E head dim of values.
@@ -54,7 +54,9 @@ class DeferredMask:
     def __init__(
         self, local_size: int | None, added_by_model: bool, make: Callable[..., Tensor | None]
     ) -> None:
-        self.local_size, self.added_by_model, self._make = local_size, added_by_model, make
+        self.local_size = local_size
+        self.added_by_model = added_by_model
+        self._make = make
 
     @cached_property
     def tensor(self) -> Tensor | None:
@@ -68,9 +70,9 @@ class DeferredMask:
         """
         if all(part in (slice(None), slice(0, None)) for part in index):
             return self
-        whole = self._make(allow_is_causal_skip=False)
-        assert whole is not None
-        return whole[index]
+        mask = self._make(allow_is_causal_skip=False)
+        assert mask is not None
+        return mask[index]
 
     def contiguous(self) -> "DeferredMask":
         """Return the mask itself: generation calls it, and the mask will be contiguous."""
@@ -90,7 +92,9 @@ def distca_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute core attention of one layer: as planned if the batch carries a plan, else as "sdpa" does.
+    """Compute core attention of one layer.
+
+    It is computed as planned if the batch carries a plan, and otherwise as "sdpa" computes it.
 
     Args:
         query: [B, H, T, D], after position embedding.
@@ -114,28 +118,48 @@ def distca_attention(
     if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         _warn_if_unplanned(module)
     mask = attention_mask.tensor if isinstance(attention_mask, DeferredMask) else attention_mask
-    softcap, sinks_H = kwargs.get("softcap"), kwargs.get("s_aux")
+    softcap = kwargs.get("softcap")
+    sinks_H = kwargs.get("s_aux")
     if softcap is None and sinks_H is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     # "sdpa" refuses soft-capped scores and ignores sinks.
-    key, value = (repeat_kv(x, query.shape[1] // key.shape[1]) for x in (key, value))
-    scores_BHTS = (
-        query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    weights_BHTS = _attention_weights(query, key, mask, scale, softcap, sinks_H)
+    weights_BHTS = nn.functional.dropout(weights_BHTS, dropout, training=module.training)
+    value_BHSE = repeat_kv(value, query.shape[1] // value.shape[1])
+    return (weights_BHTS @ value_BHSE).transpose(1, 2).contiguous(), None
+
+
+def _attention_weights(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Return attention weights [B, H, T, S] with soft-capped scores and learned sinks.
+
+    Args:
+        mask: True where a row attends; None for plain causal attention.
+    """
+    batch, heads, rows, _ = query_BHTD.shape
+    key_BHSD = repeat_kv(key_BGSD, heads // key_BGSD.shape[1])
+    key_rows = key_BHSD.shape[2]
+    scores_BHTS = query_BHTD @ key_BHSD.transpose(2, 3) * scale
     if softcap is not None:
         scores_BHTS = softcap * torch.tanh(scores_BHTS / softcap)
-    if mask is None and query.shape[2] > 1:
-        mask = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    # A single row is the newest one, which attends to all rows.
+    if mask is None and rows > 1:
+        mask = torch.ones((rows, key_rows), dtype=torch.bool, device=query_BHTD.device).tril()
     if mask is not None:
         scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(scores_BHTS.dtype).min)
     if sinks_H is not None:
-        sinks_BHT1 = sinks_H.view(1, -1, 1, 1).expand(
-            scores_BHTS.shape[0], -1, scores_BHTS.shape[2], 1
-        )
+        # A sink takes part in the softmax as one more column.
+        sinks_BHT1 = sinks_H.view(1, -1, 1, 1).expand(batch, -1, rows, 1)
         scores_BHTS = torch.cat([scores_BHTS, sinks_BHT1], dim=-1)
-    weights_BHTS = scores_BHTS.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
-    weights_BHTS = nn.functional.dropout(weights_BHTS, dropout, training=module.training)
-    return (weights_BHTS @ value).transpose(1, 2).contiguous(), None
+    weights_BHTS = scores_BHTS.softmax(-1, dtype=torch.float32).to(query_BHTD.dtype)
+    return weights_BHTS[..., :key_rows]
 
 
 def _warn_if_unplanned(module: nn.Module) -> None:
@@ -163,11 +187,12 @@ def _planned_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
+    """Compute core attention [1, T, H, E] as planned. The arguments are those of the model."""
     reach = Reach(sliding_window, attention_chunk(module))
-    for found in _refused(module, query, mask, plan, dropout, reach, kwargs):  # alike on every rank
-        raise ValueError(
-            f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')}) {found}"
-        )
+    problem = next(_problems(module, query, mask, plan, dropout, reach, kwargs), None)
+    if problem is not None:  # on every rank
+        layer = getattr(module, "layer_idx", "?")
+        raise ValueError(f"{type(module).__name__} (layer {layer}) {problem}")
     plan.ran.attentions += 1
     if getattr(module, "attn_temperature_tuning", False):
         query = scaled_by_position(module, query, plan)
@@ -175,13 +200,21 @@ def _planned_attention(
     device_type = query.device.type
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocast else value.dtype
-    # Not x[0], whose backward copies the gradient into zeros.
-    q_THD, k_TGD, v_TGE = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
+    q_THD = _rows_first(query).to(dtype)
+    k_TGD = _rows_first(key).to(dtype)
+    v_TGE = _rows_first(value).to(dtype)
     scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
     params = AttentionParams(scale=scale, window=sliding_window, softcap=softcap)
-    return disaggregated_attention(
+    o_THE = disaggregated_attention(
         q_THD, k_TGD, v_TGE, s_aux, plan, params, module, chunk=reach.chunk
-    ).unsqueeze(0)
+    )
+    return o_THE.unsqueeze(0)
+
+
+def _rows_first(states_1HTD: Tensor) -> Tensor:
+    """Return queries, keys or values as [T, H, D]."""
+    # Not states_1HTD[0], whose backward copies the gradient into zeros.
+    return states_1HTD.squeeze(0).transpose(0, 1)
 
 
 def attention_chunk(module: Any) -> int | None:
@@ -191,7 +224,7 @@ def attention_chunk(module: Any) -> int | None:
     return attention_reaches(config)[module.layer_idx].chunk if is_chunked else None
 
 
-def _refused(
+def _problems(
     module: Any,
     query: Tensor,
     mask: Mask,
@@ -244,29 +277,26 @@ def _needs_lengths(module: Any) -> bool:
     """
     if not hasattr(module, "rotates_by_length"):
         module.rotates_by_length = config_depends_on_length(getattr(module, "config", None))
-    found: bool = module.rotates_by_length
-    return found
+    rotates_by_length: bool = module.rotates_by_length
+    return rotates_by_length
 
 
 def scaled_by_position(module: Any, query_BHTD: Tensor, plan: BoundPlan) -> Tensor:
-    """Return queries scaled by their positions in their documents, where Llama 4 has no rotary embedding.
+    """Return queries of Llama 4, scaled by their positions in their documents.
 
-    The model has scaled them by positions that it counts from the first row of the call, across
-    documents.
+    Layers without a rotary embedding scale queries. The model has scaled them by positions that it
+    counts from the first row of the call, across documents.
     """
-    if (
-        module.use_rope or max(plan.rows, plan.last_position + 1) < module.floor_scale
-    ):  # every factor is 1
+    longest = max(plan.rows, plan.last_position + 1)
+    if module.use_rope or longest < module.floor_scale:  # every factor is 1
         return query_BHTD
 
-    def factor(positions_T: Tensor) -> Any:
-        return (
-            torch.log1p(torch.floor((positions_T.float() + 1.0) / module.floor_scale))
-            * module.attn_scale
-            + 1.0
-        )
+    def factors(positions_T: Tensor) -> Any:
+        steps_T = torch.floor((positions_T.float() + 1.0) / module.floor_scale)
+        return torch.log1p(steps_T) * module.attn_scale + 1.0
 
-    factor_T = factor(plan.positions) / factor(torch.arange(plan.rows, device=query_BHTD.device))
+    positions_of_call_T = torch.arange(plan.rows, device=query_BHTD.device)
+    factor_T = factors(plan.positions) / factors(positions_of_call_T)
     scaled: Tensor = (query_BHTD * factor_T[:, None]).to(query_BHTD.dtype)
     return scaled
 

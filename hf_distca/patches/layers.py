@@ -33,8 +33,9 @@ from hf_distca.plan import PLAN_KEY
 logger = logging.get_logger(__name__)
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-OF_WEIGHTS = "torch.distributed.fsdp."
-"""Module of FSDP2's hooks, which gather and free weights at every call, such as those of experts
+"""Attributes of a module that hold the hooks of its calls."""
+WEIGHT_HOOKS = "torch.distributed.fsdp."
+"""Package of FSDP2's hooks, which gather and free weights at every call, such as those of experts
 inside a layer."""
 
 
@@ -53,26 +54,28 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     """
     check_layers(model)
     subclasses: dict[type[nn.Module], type[nn.Module]] = {}
-    layers = decoder_layers(model)
-    # Checkpointable layers inside decoder layers may mix along the row too.
-    inside = (module for layer in layers for module in layer.modules())
-    inner = (
-        each
-        for each in inside
-        if isinstance(each, GradientCheckpointingLayer) and mixing_modules(each)
-    )
-    for layer in dict.fromkeys([*layers, *inner]):
+    for layer in _layers_to_plan(model):
         if not isinstance(layer, _PlannedLayer):
             cls = type(layer)
             if cls not in subclasses:
                 subclasses[cls] = subclass(cls, _PlannedLayer)
             layer.__class__ = subclasses[cls]
-        vars(layer).update(
-            attends=sum(map(is_attention, layer.modules())), mixes=plan_mixing(layer)
-        )
-    return list(
-        dict.fromkeys(type(layer) for layer in model.modules() if isinstance(layer, _PlannedLayer))
-    )
+        attentions = sum(map(is_attention, layer.modules()))
+        vars(layer).update(attends=attentions, mixes=plan_mixing(layer))
+    planned = (layer for layer in model.modules() if isinstance(layer, _PlannedLayer))
+    return list(dict.fromkeys(type(layer) for layer in planned))
+
+
+def _layers_to_plan(model: nn.Module) -> list[nn.Module]:
+    """Return a model's decoder layers, then the checkpointable layers in them that mix rows."""
+    layers = decoder_layers(model)
+    inner_layers = [
+        module
+        for layer in layers
+        for module in layer.modules()
+        if isinstance(module, GradientCheckpointingLayer) and mixing_modules(module)
+    ]
+    return list(dict.fromkeys([*layers, *inner_layers]))
 
 
 class _PlannedLayer(nn.Module):
@@ -95,25 +98,25 @@ class _PlannedLayer(nn.Module):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        ran, attentions, mixing = plan.ran, plan.ran.attentions, plan.ran.mixing
-        takes_turns = False
-        exchanges = bool(self.attends and plan.exchanges) or bool(
-            self.mixes and plan.cuts_documents
-        )
-        if (
-            self.attends or exchanges
-        ) and not plan.is_part:  # else no exchange, or the outer layer takes turns
-            ran.layers += 1
-            takes_turns = len(plan.nano_batches) == 2 and exchanges and not self._is_watched()
-            ran.layers_in_turns += takes_turns
-        calls = 1 + takes_turns
+        """Run the layer with a plan, in turns if its exchanges can be hidden.
+
+        Args:
+            run: the layer's own forward.
+            args, kwargs: its arguments.
+        """
+        ran = plan.ran
+        attentions_before = ran.attentions
+        mixing_before = ran.mixing
+        # 1. Run the layer.
+        takes_turns = self._takes_turns(plan)
         result = (
             self._in_turns(run, plan, args, kwargs) if takes_turns else self._run(run, args, kwargs)
         )
-        if (
-            ran.attentions - attentions < calls * self.attends
-            or ran.mixing - mixing < calls * self.mixes
-        ):
+        # 2. Check that the plan reached every module that needs it, in every nano-batch.
+        calls = 2 if takes_turns else 1
+        attentions = ran.attentions - attentions_before
+        mixing = ran.mixing - mixing_before
+        if attentions < calls * self.attends or mixing < calls * self.mixes:
             raise ValueError(
                 f"{type(self).__name__} did not pass its plan to every module that attends or "
                 "mixes along the row, so documents would not be kept apart. This model cannot "
@@ -122,7 +125,22 @@ class _PlannedLayer(nn.Module):
             )
         return result
 
+    def _takes_turns(self, plan: BoundPlan) -> bool:
+        """Return whether two nano-batches take turns in this call, and count the call."""
+        exchanges_rows = bool(self.attends and plan.exchanges)
+        exchanges_states = bool(self.mixes and plan.cuts_documents)
+        exchanges = exchanges_rows or exchanges_states
+        if plan.is_part:  # the layer around this one takes turns
+            return False
+        if not self.attends and not exchanges:
+            return False
+        takes_turns = len(plan.nano_batches) == 2 and exchanges and not self._is_watched()
+        plan.ran.layers += 1
+        plan.ran.layers_in_turns += takes_turns
+        return takes_turns
+
     def _run(self, run: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the layer's own forward once."""
         with layer_runs(kwargs[PLAN_KEY]) if self.mixes else nullcontext():
             return run(*args, **kwargs)
 
@@ -134,33 +152,37 @@ class _PlannedLayer(nn.Module):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run both nano-batches alternately, from pause to pause, in the same order on every rank."""
+        # 1. Divide the layer's arguments between the nano-batches.
         del kwargs[PLAN_KEY]
         first, second = plan.nano_batches
         sizes = first.rows, second.rows
-        split_args = [split_argument(f"argument {i}", value, sizes) for i, value in enumerate(args)]
+        split_args = [
+            split_argument(f"argument {index}", value, sizes) for index, value in enumerate(args)
+        ]
         split_kwargs = {name: split_argument(name, value, sizes) for name, value in kwargs.items()}
-        layer, outside, collector = (
-            getcurrent(),
-            ThreadState(plan.runtime.device.type),
-            _active_collector.get(),
-        )
+
+        # 2. Run both in greenlets. A pause goes back to this greenlet, which resumes the other one.
+        scheduler = getcurrent()
+        state_around = ThreadState(plan.runtime.device.type)
+        collector = _active_collector.get()
         results: list[Any] = [None, None]
-        collected: list[dict[str, list[Any]]] = [{}, {}]
+        records: list[dict[str, list[Any]]] = [{}, {}]  # what transformers records of outputs
 
         def pause() -> None:
-            inside = outside.inside()
-            layer.switch()
-            inside.restore()
+            state_inside = state_around.inside()
+            scheduler.switch()
+            state_inside.restore()
 
-        def run_one(index: int) -> None:
-            if collector is not None:  # transformers' records, one set per nano-batch
-                collected[index] = {key: [] for key in collector if not key.startswith("_")}
-                _active_collector.set(collected[index])
-            part = {name: pair[index] for name, pair in split_kwargs.items()}
-            part[PLAN_KEY] = plan.of_nano_batch(index, pause)
-            results[index] = self._run(run, (pair[index] for pair in split_args), part)
+        def run_nano_batch(index: int) -> None:
+            if collector is not None:
+                records[index] = {key: [] for key in collector if not key.startswith("_")}
+                _active_collector.set(records[index])
+            nano_args = [shares[index] for shares in split_args]
+            nano_kwargs = {name: shares[index] for name, shares in split_kwargs.items()}
+            nano_kwargs[PLAN_KEY] = plan.of_nano_batch(index, pause)
+            results[index] = self._run(run, nano_args, nano_kwargs)
 
-        runners = [greenlet(partial(run_one, index)) for index in range(2)]
+        runners = [greenlet(partial(run_nano_batch, index)) for index in range(2)]
         for runner in runners:
             runner.gr_context = copy_context()
         try:
@@ -168,35 +190,42 @@ class _PlannedLayer(nn.Module):
                 for runner in runners:
                     if not runner.dead:
                         runner.switch()
-                        outside.restore()
+                        state_around.restore()
         finally:
             for runner in runners:  # if one fails, the other leaves its contexts at once
                 runner.throw()
-            outside.restore()
-        for key in collected[0]:
-            for values in zip(collected[0][key], collected[1][key], strict=True):
-                collector[key].append(join_results(key, values, sizes))
-        for value, pair in zip(
-            (*args, *kwargs.values()), (*split_args, *split_kwargs.values()), strict=True
-        ):
-            join_states(value, pair)
+            state_around.restore()
+
+        # 3. Join records, states that the layer leaves to later layers, and results.
+        for key in records[0]:
+            for outputs in zip(records[0][key], records[1][key], strict=True):
+                collector[key].append(join_results(key, outputs, sizes))
+        values = (*args, *kwargs.values())
+        split_values = (*split_args, *split_kwargs.values())
+        for value, shares in zip(values, split_values, strict=True):
+            join_states(value, shares)
         return join_results("output", tuple(results), sizes)
 
     @cached_property  # a walk over all modules takes longer than a short layer
     def _inner_hooks(self) -> list[tuple[str, dict[int, Callable[..., Any]]]]:
-        inner = [
-            (f"{name} ({type(module).__name__})", module) for name, module in self.named_modules()
-        ][1:]
-        return [(name, getattr(module, kind)) for name, module in inner for kind in HOOKS]
+        """Description of each module inside the layer, with its hooks of each kind."""
+        hooks: list[tuple[str, dict[int, Callable[..., Any]]]] = []
+        for name, module in self.named_modules():
+            if module is not self:
+                description = f"{name} ({type(module).__name__})"
+                hooks += [(description, getattr(module, kind)) for kind in HOOKS]
+        return hooks
 
     def _is_watched(self) -> bool:
-        """Return whether a module inside the layer has a user's hook, which must see all rows in one call."""
+        """Return whether a module inside the layer has a user's hook.
+
+        Such a hook must see all rows in one call.
+        """
         for name, hooks in self._inner_hooks:
             for hook in hooks.values():
-                # transformers' recording of outputs; `_in_turns` joins the records.
-                if "output_capturing_hook" in hook.__qualname__ or hook.__module__.startswith(
-                    OF_WEIGHTS
-                ):
+                # transformers' recording of outputs: `_in_turns` joins the records.
+                is_recording = "output_capturing_hook" in hook.__qualname__
+                if is_recording or hook.__module__.startswith(WEIGHT_HOOKS):
                     continue
                 logger.warning_once(
                     f"ping-pong is off in every {type(self).__name__}, because a module inside has "

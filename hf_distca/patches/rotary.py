@@ -15,8 +15,6 @@ Shape suffixes: T rows, D head dim.
 import inspect
 from contextvars import ContextVar
 from copy import copy
-from itertools import groupby
-from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +34,7 @@ DOCUMENTS: Parts = (
     "a rotary embedding's",
     "train this model with stock attention and transformers' Trainer",
 )
+"""Whose rows are divided, and the remedy if they cannot be divided, for error messages."""
 
 _running: ContextVar[BoundPlan | None] = ContextVar(
     "plan of the module whose forward runs", default=None
@@ -43,7 +42,10 @@ _running: ContextVar[BoundPlan | None] = ContextVar(
 
 
 def plan_rotary(model: PreTrainedModel) -> None:
-    """Let rotary embeddings that depend on the longest position treat each document alone, in place."""
+    """Let rotary embeddings that depend on the longest position treat each document alone.
+
+    The model is changed in place.
+    """
     base = base_model(model)
     for name, module in rotary_modules(base).items():
         if isinstance(module, _PlannedRotary):
@@ -106,69 +108,86 @@ class _PlannedRotary(nn.Module):
                 f"unknown; {DOCUMENTS[1]}"
             )
         plan.ran.rotations += 1
-        segments = [(_stretched(self, length, **options), rows) for rows, length in plan.segments]
-        groups = [
-            (each, sum(rows for _, rows in group))
-            for each, group in groupby(segments, itemgetter(0))
-        ]
-        sizes = tuple(rows for _, rows in groups)
+        # 1. Join neighbouring segments whose documents have the same frequencies.
+        chosen_lengths: list[int | None] = []
+        sizes: list[int] = []
+        for rows, document_length in plan.segments:
+            chosen_length = _chosen_length(self, document_length, **options)
+            if chosen_lengths and chosen_lengths[-1] == chosen_length:
+                sizes[-1] += rows
+            else:
+                chosen_lengths.append(chosen_length)
+                sizes.append(rows)
+        # 2. Compute each group of rows with a copy of this module that has their frequencies.
         forward = inspect.unwrap(stock_forward(self))  # without the choice of frequencies
-        results = [
-            forward(_alone(self, stretched, x.device, **options), x, positions, **options)
-            for (stretched, _), positions in zip(
-                groups, position_ids.split(list(sizes), -1), strict=True
-            )
-        ]
-        return (
-            results[0]
-            if len(results) == 1
-            else join_results("result", tuple(results), sizes, DOCUMENTS)
-        )
+        results: list[Any] = []
+        positions_of_groups = position_ids.split(sizes, -1)
+        for chosen_length, positions in zip(chosen_lengths, positions_of_groups, strict=True):
+            rotary = _with_frequencies(self, chosen_length, x.device, **options)
+            results.append(forward(rotary, x, positions, **options))
+        if len(results) == 1:
+            return results[0]
+        return join_results("result", tuple(results), tuple(sizes), DOCUMENTS)
 
 
-def _stretched(module: Any, length: int, layer_type: str | None = None) -> int | None:
+def _chosen_length(module: Any, length: int, layer_type: str | None = None) -> int | None:
     """Return the length by which a document's frequencies are chosen.
 
-    None for the frequencies of short documents.
+    Documents with the same result have the same frequencies. None stands for the frequencies of
+    short documents.
+
+    Args:
+        module: the rotary embedding.
+        length: tokens of the document.
+        layer_type: type of the layers whose frequencies are asked for, if the module has several.
     """
-    rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    rope_type = _rope_type(module, layer_type)
     parameters = module.config.rope_parameters
-    parameters = parameters if layer_type is None else parameters[layer_type]
-    if (
-        type(module).__name__ in SCALING_BY_LENGTH or rope_type == "longrope"
-    ):  # all long documents are alike
-        most = parameters["original_max_position_embeddings"]
-        return most + 1 if length > most else None
+    if layer_type is not None:
+        parameters = parameters[layer_type]
+    # Longrope has two sets of frequencies, and all long documents have the same.
+    if type(module).__name__ in SCALING_BY_LENGTH or rope_type == "longrope":
+        longest_short = parameters["original_max_position_embeddings"]
+        return longest_short + 1 if length > longest_short else None
     if not depends_on_length(rope_type):
         return None
     return length if length > module.original_max_seq_len else None
 
 
-def _alone(
-    module: Any, stretched: int | None, device: torch.device, layer_type: str | None = None
+def _rope_type(module: Any, layer_type: str | None) -> Any:
+    """Return the type of RoPE of a rotary embedding, for a type of layers if it has several."""
+    return module.rope_type if layer_type is None else module.rope_type[layer_type]
+
+
+def _with_frequencies(
+    module: Any, chosen_length: int | None, device: torch.device, layer_type: str | None = None
 ) -> Any:
-    """Return a copy of a rotary embedding with the frequencies of documents of one length."""
-    alone, prefix = copy(module), "" if layer_type is None else f"{layer_type}_"
+    """Return a copy of a rotary embedding with the frequencies of documents of one length.
+
+    Args:
+        chosen_length: see `_chosen_length`.
+    """
+    rotary = copy(module)
     if type(module).__name__ in SCALING_BY_LENGTH:
         frequencies_D, _ = module.rope_init_fn(module.config)
-        factor = module.config.rope_parameters[
-            "short_mscale" if stretched is None else "long_mscale"
-        ]
+        factor_name = "short_mscale" if chosen_length is None else "long_mscale"
+        factor = module.config.rope_parameters[factor_name]
         # With this type the forward takes the factor that comes with the frequencies.
-        alone.config = SimpleNamespace(rope_parameters={"rope_type": "default"})
-        alone.rope_init_fn = lambda _: (frequencies_D, factor)
-        return alone
-    if stretched is None:
+        rotary.config = SimpleNamespace(rope_parameters={"rope_type": "default"})
+        rotary.rope_init_fn = lambda _: (frequencies_D, factor)
+        return rotary
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    if chosen_length is None:
         frequencies_D = getattr(module, f"{prefix}original_inv_freq")
     else:
-        rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
+        rope_type = _rope_type(module, layer_type)
         # transformers computes dynamic NTK with a tensor in float32; a branch on a fake tensor
         # would fail.
-        seq_len = stretched if rope_type == "longrope" else torch.tensor(stretched)
+        seq_len = chosen_length if rope_type == "longrope" else torch.tensor(chosen_length)
         compute: Any = ROPE_INIT_FUNCTIONS[rope_type]
         frequencies_D, _ = compute(
             module.config, torch.device("cpu"), seq_len=seq_len, layer_type=layer_type
         )
     frequencies_D = frequencies_D.to(device, non_blocking=True)
-    alone._buffers = {**module._buffers, f"{prefix}inv_freq": frequencies_D}
-    return alone
+    rotary._buffers = {**module._buffers, f"{prefix}inv_freq": frequencies_D}
+    return rotary

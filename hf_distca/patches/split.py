@@ -1,7 +1,9 @@
-"""Splitting of a module's arguments by rows, joining of its results, and the thread's state of each part.
+"""Division of a module's arguments by rows, and joining of its results.
 
-The parts of a decoder layer's rows are two nano-batches; the parts of a mixing module's rows are
-documents.
+The parts of a decoder layer's rows are two nano-batches. The parts of a mixing module's rows are
+documents. `ThreadState` keeps the settings of a nano-batch's thread.
+
+Shapes: T rows of all parts, D hidden dimension, N any number.
 """
 
 from collections import UserDict
@@ -42,30 +44,19 @@ def split_argument(
     Raises:
         ValueError: the argument's type or shape does not say how to divide it.
     """
-    rows, (owner, remedy) = sum(sizes), parts
+    rows = sum(sizes)
     if isinstance(value, Tensor):
-        shape = value.shape
-        counts_rows = {
-            0: shape == (rows,),
-            1: shape[:2] == (1, rows),
-            2: shape[2:3] == (rows,) and (_is_stacked(value) or shape == (1, 1, rows, 1)),
-        }
-        dim = next((dim for dim, counts in counts_rows.items() if counts), None)
+        dim = _row_dimension(value, rows)
         if dim is not None:  # the backward of slices would copy each slice into zeros of all rows
             return torch.split(value, list(sizes), dim)
         if value.dim() == 0:
             return (value,) * len(sizes)
     elif isinstance(value, dict):
-        shares = {
-            key: split_argument(f"{name}[{key!r}]", item, sizes, parts)
-            for key, item in value.items()
-        }
-        return tuple({key: share[i] for key, share in shares.items()} for i in range(len(sizes)))
+        return _split_dict(name, value, sizes, parts)
     elif type(value) in (tuple, list):
-        items = [split_argument(f"{name}[{i}]", item, sizes, parts) for i, item in enumerate(value)]
-        return tuple(type(value)(item[i] for item in items) for i in range(len(sizes)))
+        return _split_sequence(name, value, sizes, parts)
     elif isinstance(value, UserDict):
-        stops = list(accumulate(sizes))
+        stops = accumulate(sizes)
         return tuple(
             PartStates(value, slice(stop - size, stop))
             for size, stop in zip(sizes, stops, strict=True)
@@ -74,10 +65,47 @@ def split_argument(
         return (value,) * len(sizes)
     elif isinstance(value, Cache):
         raise ValueError(CACHED)
+    owner, remedy = parts
     raise ValueError(
         f"a planned step cannot divide {owner} {name} ({_described(value)}) into parts of its "
         f"{rows} rows; {remedy}"
     )
+
+
+def _row_dimension(value: Tensor, rows: int) -> int | None:
+    """Return the dimension of a tensor that counts the rows; None if none is known to do so."""
+    shape = value.shape
+    if shape == (rows,):
+        return 0
+    if shape[:2] == (1, rows):
+        return 1
+    if shape[2:3] == (rows,) and (_is_stacked(value) or shape == (1, 1, rows, 1)):
+        return 2
+    return None
+
+
+def _split_dict(
+    name: str, value: dict[Any, Any], sizes: Sizes, parts: Parts
+) -> tuple[dict[Any, Any], ...]:
+    """Return a dict for each part, with the part's shares of the items."""
+    dicts: tuple[dict[Any, Any], ...] = tuple({} for _ in sizes)
+    for key, item in value.items():
+        shares = split_argument(f"{name}[{key!r}]", item, sizes, parts)
+        for part_dict, share in zip(dicts, shares, strict=True):
+            part_dict[key] = share
+    return dicts
+
+
+def _split_sequence(
+    name: str, value: tuple[Any, ...] | list[Any], sizes: Sizes, parts: Parts
+) -> tuple[Any, ...]:
+    """Return a tuple or list for each part, with the part's shares of the items."""
+    lists: list[list[Any]] = [[] for _ in sizes]
+    for index, item in enumerate(value):
+        shares = split_argument(f"{name}[{index}]", item, sizes, parts)
+        for part_list, share in zip(lists, shares, strict=True):
+            part_list.append(share)
+    return tuple(type(value)(part_list) for part_list in lists)
 
 
 def join_results(
@@ -87,32 +115,38 @@ def join_results(
 
     Raise ValueError if types or shapes do not say how.
     """
-    first, (owner, remedy) = results[0], parts
+    first = results[0]
     if all(isinstance(result, Tensor) for result in results):
-        # [N, 1, T, D], [1, T, ...], or [T, ...] as MoE routers have it
-        for dim, may_count_rows in (
-            (2, _is_stacked(first)),
-            (1, first.shape[:1] == (1,)),
-            (0, True),
-        ):
-            if (
-                may_count_rows
-                and tuple(size for result in results for size in result.shape[dim : dim + 1])
-                == sizes
-            ):
-                return torch.cat(results, dim)
+        dim = _joined_dimension(results, sizes)
+        if dim is not None:
+            return torch.cat(results, dim)
     elif type(first) in (tuple, list) and all(len(result) == len(first) for result in results):
         return type(first)(
-            join_results(f"{name}[{i}]", each, sizes, parts)
-            for i, each in enumerate(zip(*results, strict=True))
+            join_results(f"{name}[{index}]", items, sizes, parts)
+            for index, items in enumerate(zip(*results, strict=True))
         )
     elif all(result is None for result in results):
         return None
+    owner, remedy = parts
     described = " and ".join(dict.fromkeys(map(_described, results)))
     raise ValueError(
         f"a planned step cannot join {owner} {name} of parts of {sizes} rows: got {described}; "
         f"{remedy}"
     )
+
+
+def _joined_dimension(results: tuple[Tensor, ...], sizes: Sizes) -> int | None:
+    """Return the dimension in which tensors have the rows of their parts; None if none is known."""
+    dimensions = [0]  # [T, ...], as MoE routers have it
+    if results[0].shape[:1] == (1,):
+        dimensions.insert(0, 1)  # [1, T, ...]
+    if _is_stacked(results[0]):
+        dimensions.insert(0, 2)  # [N, 1, T, D]
+    for dim in dimensions:
+        have_dimension = all(result.dim() > dim for result in results)
+        if have_dimension and tuple(result.shape[dim] for result in results) == sizes:
+            return dim
+    return None
 
 
 def _is_stacked(value: Tensor) -> bool:
@@ -121,25 +155,34 @@ def _is_stacked(value: Tensor) -> bool:
 
 
 class PartStates(UserDict[str, tuple[Tensor, ...]]):
-    """One part's view of keys and values [1, heads, T, head dim] that layers leave to later layers.
+    """One part's view of keys and values that layers leave to later layers.
 
-    And new states.
+    They are [1, heads, T, head dim]. A layer that runs on the part adds its own keys and values.
+
+    Args:
+        states: keys and values of all rows.
+        rows: rows of the part.
     """
 
-    def __init__(self, whole: UserDict[str, tuple[Tensor, ...]], part: slice) -> None:
+    def __init__(self, states: UserDict[str, tuple[Tensor, ...]], rows: slice) -> None:
         super().__init__()
-        self._whole, self._part = whole, part
+        self._states = states
+        self._rows = rows
 
     def __missing__(self, key: str) -> tuple[Tensor, ...]:
-        return tuple(state[:, :, self._part] for state in self._whole[key])
+        return tuple(state[:, :, self._rows] for state in self._states[key])
 
 
 def join_states(value: Any, parts: tuple[Any, ...]) -> None:
-    """Join the states that a layer left for each part of an argument, if the argument holds such states."""
+    """Join the states that a layer added for each part of an argument.
+
+    An argument that holds no such states stays as it is.
+    """
     if isinstance(value, UserDict):
         for key in parts[0].data:
+            states_of_parts = [part.data[key] for part in parts]
             value[key] = tuple(
-                torch.cat(each, 2) for each in zip(*(part.data[key] for part in parts), strict=True)
+                torch.cat(states, 2) for states in zip(*states_of_parts, strict=True)
             )
 
 
@@ -163,7 +206,7 @@ class ThreadState:
             (torch.is_grad_enabled, torch.set_grad_enabled),
             (torch.get_default_dtype, torch.set_default_dtype),
         )
-        self._settings = [(get, set_to, get()) for get, set_to in getters_and_setters]
+        self._settings = [(getter, setter, getter()) for getter, setter in getters_and_setters]
         self._saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def inside(self) -> "ThreadState":
@@ -175,25 +218,27 @@ class ThreadState:
             ValueError: a checkpoint or offloading context inside the layer is open: it would also
                 take the other nano-batch's saved tensors.
         """
-        inside = ThreadState(self._device_type)
-        if inside._saved_tensors != self._saved_tensors:
+        state_inside = ThreadState(self._device_type)
+        if state_inside._saved_tensors != self._saved_tensors:
             raise ValueError(
                 "a decoder layer has a checkpoint, or a context that handles saved tensors, around "
                 "its attention, and ping-pong cannot pause inside it; put it around the whole "
                 "layer, or set ping_pong=False"
             )
-        return inside
+        return state_inside
 
     def restore(self) -> None:
-        """Restore the thread's state, except for saved-tensor hooks, which are the same across a pause."""
-        for get, set_to, value in self._settings:
-            if get() != value:
-                set_to(value)
+        """Restore the thread's settings.
+
+        Hooks of saved tensors need no restoring: they are the same across a pause.
+        """
+        for getter, setter, value in self._settings:
+            if getter() != value:
+                setter(value)
 
 
 def _described(value: Any) -> str:
-    return (
-        f"a tensor of shape {list(value.shape)}"
-        if isinstance(value, Tensor)
-        else type(value).__name__
-    )
+    """Return how an error names a value."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return type(value).__name__

@@ -318,8 +318,20 @@ class StepMeter(TrainerCallback):
             "exchange_stages": _mean(stages for _, _, stages in self._counted),
         }
         if self._dispatcher.settings.nodes is not None:
-            for name, field in NODE_BYTES.items():
-                figures[name] = _mean(getattr(exchange, field) for exchange in exchanges)
+            figures |= {
+                "exchange_bytes_within_nodes": _mean(
+                    exchange.bytes_within_nodes_bottleneck for exchange in exchanges
+                ),
+                "exchange_bytes_between_nodes": _mean(
+                    exchange.bytes_between_nodes_bottleneck for exchange in exchanges
+                ),
+                "busiest_node_bytes_within": _mean(
+                    exchange.bytes_within_nodes_busiest_node for exchange in exchanges
+                ),
+                "busiest_node_bytes_between": _mean(
+                    exchange.bytes_between_nodes_busiest_node for exchange in exchanges
+                ),
+            }
         return figures
 
     def _figures_of_predictions(self, measured: "_Measured") -> dict[str, float]:
@@ -358,15 +370,6 @@ def _mean(values: Iterable[float]) -> float:
     """Return the mean of values, of which there is at least one."""
     listed = list(values)
     return sum(listed) / len(listed)
-
-
-NODE_BYTES = {
-    "exchange_bytes_within_nodes": "bytes_within_nodes_bottleneck",
-    "exchange_bytes_between_nodes": "bytes_between_nodes_bottleneck",
-    "busiest_node_bytes_within": "bytes_within_nodes_busiest_node",
-    "busiest_node_bytes_between": "bytes_between_nodes_busiest_node",
-}
-"""For each metric about nodes, the field of `ExchangeFigures` whose mean it is."""
 
 
 STEPS = 50

@@ -4,7 +4,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import TrainerCallback

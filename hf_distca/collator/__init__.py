@@ -1,1 +1,1 @@
-"""Data set to rows of a rank: document lengths, global micro-batches, planned batches without padding."""
+"""From a data set to rows of a rank: lengths, global micro-batches, and planned batches."""

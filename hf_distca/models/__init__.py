@@ -1,1 +1,4 @@
-"""What a transformers model is: its decoder, kinds of attention, shape and heads, and why it may be refused."""
+"""What a transformers model is, and why it may be refused.
+
+The package reads its decoder, kinds of attention, shape and heads.
+"""

@@ -1,24 +1,28 @@
-"""Checkpoints of a model's layers, under the names that the installed version of transformers has for them."""
+"""Checkpoints of a model's layers, under the names of the installed version of transformers."""
 
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-LATER, EARLIER = "activation_checkpointing", "gradient_checkpointing"
-"""Names since transformers 5.23, which warns of the earlier ones, and before."""
+LATER = "activation_checkpointing"
+"""Name since transformers 5.23."""
+EARLIER = "gradient_checkpointing"
+"""Name before transformers 5.23, of which later versions warn."""
 CHECKPOINTING = LATER if hasattr(PreTrainedModel, f"{LATER}_enable") else EARLIER
 """Name of the setting of `TrainingArguments`, and part of the names of methods."""
 
 
 def enable_checkpointing(
-    model: nn.Module, options: dict[str, Any] | None = None, **others: Any
+    model: nn.Module, options: dict[str, Any] | None = None, **kwargs: Any
 ) -> None:
     """Turn on checkpoints of layers.
 
-    `options` are those of torch's checkpoints, as transformers takes them.
+    Args:
+        options: options of torch's checkpoints, as transformers takes them.
+        kwargs: further arguments of transformers' method.
     """
-    getattr(model, f"{CHECKPOINTING}_enable")(options, **others)
+    getattr(model, f"{CHECKPOINTING}_enable")(options, **kwargs)
 
 
 def disable_checkpointing(model: nn.Module) -> None:
@@ -36,20 +40,18 @@ def checkpointing_options(args: Any) -> dict[str, Any] | None:
 
     None if they turn none on.
     """
-    return (
-        dict(getattr(args, f"{CHECKPOINTING}_kwargs") or {})
-        if getattr(args, CHECKPOINTING)
-        else None
-    )
+    if not getattr(args, CHECKPOINTING):
+        return None
+    return dict(getattr(args, f"{CHECKPOINTING}_kwargs") or {})
 
 
 def move_default(args: Any) -> None:
-    """Move checkpoints that another library turns on by default under the earlier names to the later ones.
+    """Move a default of the earlier setting of checkpoints to the later setting.
 
-    transformers would warn of the earlier name, which nobody has written. A value that somebody
-    gave stays there.
+    Another library may turn on checkpoints by default, under the earlier name. transformers would
+    warn of that name, which nobody has written. A value that somebody gave stays there.
     """
     default = type(args).__dataclass_fields__[EARLIER].default
-    by_default = default is not None and args.gradient_checkpointing == default
-    if CHECKPOINTING == LATER and args.activation_checkpointing is None and by_default:
+    is_default = default is not None and args.gradient_checkpointing == default
+    if CHECKPOINTING == LATER and args.activation_checkpointing is None and is_default:
         args.activation_checkpointing = default

@@ -21,38 +21,51 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the attention layers of a model's decoder by name."""
-    found: dict[str, nn.Module] = {}
     # The decoder alone has no towers for images or sound. In some models get_decoder() returns
     # another module.
-    for root in (model.get_decoder(), model):
-        found = found or {
-            name: module for name, module in root.named_modules() if is_attention(module)
-        }
-    return found
+    return _attentions_in(model.get_decoder()) or _attentions_in(model)
+
+
+def _attentions_in(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the attention layers inside a module by name."""
+    return {name: inner for name, inner in module.named_modules() if is_attention(inner)}
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module is a decoder's attention layer whose core attention a plan can move."""
-    forwards = (vars(cls).get("forward") for cls in type(module).__mro__)
-    return _is_named_attention(module) and any(
-        INTERFACE in inspect.unwrap(forward).__code__.co_names
-        for forward in forwards
-        if inspect.isroutine(forward)
-    )
+    """Return whether a module is an attention layer whose core attention a plan can move.
+
+    Its forward then calls transformers' attention interface.
+    """
+    if not _is_named_attention(module):
+        return False
+    for cls in type(module).__mro__:
+        forward = vars(cls).get("forward")
+        if inspect.isroutine(forward) and INTERFACE in inspect.unwrap(forward).__code__.co_names:
+            return True
+    return False
 
 
 def _is_named_attention(module: nn.Module) -> bool:
+    """Return whether a module is called an attention layer of a decoder."""
     return type(module).__name__.endswith(("Attention", "MLA")) and hasattr(module, "layer_idx")
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return in order the checkpointable layers that have attention, or share a module list with such a layer."""
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    beside = {id(layer) for layers in lists if any(map(has_attention, layers)) for layer in layers}
-    checkpointable = (
-        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-    )
-    return [layer for layer in checkpointable if id(layer) in beside or has_attention(layer)]
+    """Return a model's decoder layers in order.
+
+    They are layers that transformers can checkpoint. They have attention, or share a module list
+    with a layer that has attention.
+    """
+    ids_in_decoder_lists: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and any(map(has_attention, module)):
+            ids_in_decoder_lists.update(id(layer) for layer in module)
+    return [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, GradientCheckpointingLayer)
+        and (id(layer) in ids_in_decoder_lists or has_attention(layer))
+    ]
 
 
 def has_attention(layer: nn.Module) -> bool:
@@ -71,17 +84,19 @@ def mixing_modules(layer: nn.Module) -> list[nn.Module]:
     These own a convolution over the row, or are attention layers outside transformers' interface
     (linear attention).
     """
-    found: list[nn.Module] = []
+    mixing: list[nn.Module] = []
     for module in layer.children():
-        # An adapter wraps the convolution as its base layer.
-        mixes = any(
-            isinstance(getattr(child, "base_layer", child), nn.Conv1d)
-            for child in module.children()
-        )
         if _is_named_attention(module):
             mixes = not is_attention(module)
-        found += [module] if mixes else mixing_modules(module)
-    return found
+        else:
+            # An adapter wraps the convolution as its base layer.
+            parts = [getattr(child, "base_layer", child) for child in module.children()]
+            mixes = any(isinstance(part, nn.Conv1d) for part in parts)
+        if mixes:
+            mixing.append(module)
+        else:
+            mixing += mixing_modules(module)
+    return mixing
 
 
 def takes_keywords(module: nn.Module) -> bool:
@@ -92,17 +107,19 @@ def takes_keywords(module: nn.Module) -> bool:
 
 def stock_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the forward of a module's class as transformers has it."""
-    forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
-    forward: Callable[..., Any] = next(
-        each for each in forwards if not each.__module__.startswith("hf_distca.")
-    )
-    return forward
+    for cls in type(module).__mro__:
+        forward: Callable[..., Any] | None = vars(cls).get("forward")
+        if forward is not None and not forward.__module__.startswith("hf_distca."):
+            return forward
+    raise TypeError(f"{type(module).__name__} has no forward")
 
 
 def hands_on(module: nn.Module, name: str) -> bool:
     """Return whether an attention layer's forward names an argument of the attention function."""
     forward: Any = inspect.unwrap(stock_forward(module))
-    constants = forward.__code__.co_consts
-    return any(
-        name in (constant if isinstance(constant, tuple) else (constant,)) for constant in constants
-    )
+    for constant in forward.__code__.co_consts:
+        # Python keeps the names of keyword arguments in one tuple.
+        names = constant if isinstance(constant, tuple) else (constant,)
+        if name in names:
+            return True
+    return False

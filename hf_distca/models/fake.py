@@ -10,12 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_distca.models.decoder import base_model, decoder_layers
-from hf_distca.models.kinds import attention_reaches
+from hf_distca.models.kinds import Reach, attention_reaches
 from hf_distca.plan import ATTENTION_NAME
 
 
 def fake_tensors() -> FakeTensorMode:
-    """Return a mode in which all tensors are fake, and raise an error for who asks for their addresses."""
+    """Return a mode in which all tensors are fake. Asking for a tensor's address is an error."""
     with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -42,14 +42,18 @@ def model_after(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
         dtype: dtype of the copy's weights; None for the model's own.
     """
 
-    def emptied(x: Tensor) -> Tensor:
-        shape = getattr(x, "ds_shape", x.shape)  # ZeRO-3 leaves an empty tensor
-        empty = torch.empty(shape, dtype=dtype if dtype and x.is_floating_point() else x.dtype)
-        return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+    def emptied(tensor: Tensor) -> Tensor:
+        shape = getattr(tensor, "ds_shape", tensor.shape)  # ZeRO-3 leaves an empty tensor
+        changes_dtype = dtype is not None and tensor.is_floating_point()
+        empty = torch.empty(shape, dtype=dtype if changes_dtype else tensor.dtype)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(empty, tensor.requires_grad)
+        return empty
 
     with fake_tensors():
         tensors = [*model.parameters(), *model.buffers()]
-        memo: dict[int, Any] = {id(x): emptied(x) for x in tensors}  # tied weights stay tied
+        # deepcopy takes these instead of copies, so that tied weights stay tied.
+        memo: dict[int, Any] = {id(tensor): emptied(tensor) for tensor in tensors}
         copied = copy.deepcopy(model, memo).train()
     # A forward set on the instance, such as a fused loss, would run the original model.
     vars(base_model(copied)).pop("forward", None)
@@ -59,14 +63,15 @@ def model_after(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
 def repeated_layers(model: PreTrainedModel) -> int | None:
     """Return after how many decoder layers a model's layers repeat; None if they do not."""
     reaches = attention_reaches(model.config)
-    layers = [
-        (type(layer), reaches[i % len(reaches)], sum(p.numel() for p in layer.parameters()))
-        for i, layer in enumerate(decoder_layers(model))
-    ]
-    periods = range(1, len(layers) // 3 + 1)
-    return next(
-        (p for p in periods if all(layer == layers[i % p] for i, layer in enumerate(layers))), None
-    )
+    layers: list[tuple[type, Reach, int]] = []
+    for index, layer in enumerate(decoder_layers(model)):
+        numbers = sum(parameter.numel() for parameter in layer.parameters())
+        layers.append((type(layer), reaches[index % len(reaches)], numbers))
+    # A period counts if it comes at least three times.
+    for period in range(1, len(layers) // 3 + 1):
+        if all(layer == layers[index % period] for index, layer in enumerate(layers)):
+            return period
+    return None
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:

@@ -1,4 +1,4 @@
-"""Fault of the package that computes gated delta rules on GPUs, flash-linear-attention (fla), and its remedy."""
+"""Fault of flash-linear-attention (fla), which computes gated delta rules on GPUs, and its remedy."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -8,15 +8,19 @@ from typing import Any
 from packaging.version import Version
 from torch import nn
 
-from hf_distca.models.decoder import mixing_layers, mixing_modules, stock_forward
-from hf_distca.models.mixing import DELTA_RULE, functions
+from hf_distca.models.decoder import stock_forward
+from hf_distca.models.mixing import DELTA_RULE, all_mixing_modules, functions
 
-FLA, TRITON, TILELANG = "fla-core", "triton", "tilelang"
-"""Distributions on which the fault depends. flash-linear-attention before 0.4 has no fla-core."""
+# Distributions on which the fault depends. flash-linear-attention before 0.4 has no fla-core.
+FLA = "fla-core"
+TRITON = "triton"
+TILELANG = "tilelang"
 HOPPER = (9, 0)
-BROKEN_FROM, FIXED_IN = Version("3.4.0"), Version("3.7.1")
-"""Versions of Triton: the first that compiles a gated backward wrongly on Hopper, and the first
-that does not."""
+"""Compute capability of H100 and H200."""
+BROKEN_FROM = Version("3.4.0")
+"""First version of Triton that compiles a gated backward wrongly on Hopper."""
+FIXED_IN = Version("3.7.1")
+"""First later version of Triton that compiles it correctly."""
 REMEDY = f"pip install 'triton>={FIXED_IN}', or pip install tilelang, which fla then uses instead"
 
 
@@ -51,27 +55,33 @@ def installed_version(name: str) -> str | None:
 
 
 def versions_that_matter(
-    version_of: Callable[[str], str | None] = installed_version,
+    get_version: Callable[[str], str | None] = installed_version,
 ) -> dict[str, str | None]:
     """Return the versions on which `backward_fault` depends."""
-    versions = {name: version_of(name) for name in (FLA, TRITON, TILELANG)}
-    return versions | {FLA: versions[FLA] or version_of("flash-linear-attention")}
+    versions = {name: get_version(name) for name in (FLA, TRITON, TILELANG)}
+    if versions[FLA] is None:
+        versions[FLA] = get_version("flash-linear-attention")
+    return versions
 
 
 def uses_fla(model: nn.Module) -> bool:
     """Return whether gated delta rules of a model's layers are computed by fla."""
-    modules = (module for layer in mixing_layers(model) for module in mixing_modules(layer))
-    return any(
-        _is_of_fla(inspect.unwrap(stock_forward(module)).__globals__[DELTA_RULE])
-        for module in modules
-        if DELTA_RULE in (functions(module) or ())
-    )
+    for module in all_mixing_modules(model):
+        if DELTA_RULE in (functions(module) or ()):
+            forward: Any = inspect.unwrap(stock_forward(module))
+            if _calls_fla(forward.__globals__[DELTA_RULE]):
+                return True
+    return False
 
 
-def _is_of_fla(function: Callable[..., Any]) -> bool:
-    """Return whether transformers' function calls fla, and not its own code in torch or a kernel of the Hub."""
+def _calls_fla(function: Callable[..., Any]) -> bool:
+    """Return whether transformers' function calls fla.
+
+    Otherwise it calls its own code in torch, or a kernel of the Hub.
+    """
     try:
         implementation = inspect.getclosurevars(function).nonlocals.get("implementation")
     except TypeError:  # a kernel of the Hub
         return False
-    return (getattr(implementation, "__module__", None) or "").split(".")[0] == "fla"
+    package = (getattr(implementation, "__module__", None) or "").split(".")[0]
+    return package == "fla"

@@ -15,6 +15,10 @@ ROWWISE = ("moe", "mlp", "sparse", "dense")
 """Types of layers that compute each row independently."""
 MIXING = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Types of layers that mix along the row without attention; hybrid layers also have attention."""
+UNLIMITED = ("full_attention", "attention", "hybrid", "linear_attention", "conv", *ROWWISE)
+"""Types of layers whose attention, if they have any, sees all earlier rows."""
+WINDOWED = ("sliding_attention", "hybrid_sliding")
+"""Types of layers whose attention sees the rows of a window."""
 
 
 class Reach(NamedTuple):
@@ -40,38 +44,42 @@ def layers_by_kind(model: nn.Module) -> Counter[AttentionKind]:
     kinds: Counter[AttentionKind] = Counter()
     for module in decoder_attentions(model).values():
         layer: Any = module.layer_idx
-        window, chunk = reaches[(layer or 0) % len(reaches)]
-        if not hands_on(
-            module, "sliding_window"
-        ):  # Moshi's config has a window that its layers ignore
-            window = None
-        own = (
-            config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
-        )
-        q_heads = getattr(own, "num_attention_heads", None)
-        if q_heads is None:
-            raise RefusedError(
-                f"{type(own).__name__} has no num_attention_heads, so the heads of "
-                f"{type(module).__name__} are unknown and its attention cannot be planned; train "
-                "this model with stock attention and transformers' Trainer"
-            )
-        if (
-            getattr(own, "qk_nope_head_dim", None) is not None
-        ):  # latent attention: keys and values for every head
-            kv_heads, dim_qk, dim_v = (
-                q_heads,
-                own.qk_nope_head_dim + own.qk_rope_head_dim,
-                own.v_head_dim,
-            )
-        else:
-            kv_heads = q_heads // getattr(
-                module, "num_key_value_groups", 1
-            )  # eager attention repeats K/V this often
-            dim_qk = getattr(module, "head_dim", None) or own.hidden_size // q_heads
-            dim_v = getattr(own, "v_head_dim", None) or dim_qk
-        kind = AttentionKind(window, q_heads, kv_heads, dim_qk, dim_v, chunk)
+        reach = reaches[(layer or 0) % len(reaches)]
+        if not hands_on(module, "sliding_window"):
+            # Moshi's config has a window that its layers ignore.
+            reach = reach._replace(window=None)
+        is_heterogeneous = getattr(config, "is_heterogeneous", False)
+        layer_config = config.per_layer_config[layer] if is_heterogeneous else config
+        kind = _kind_of_layer(module, layer_config, reach)
         kinds[kind_on_a_rank(kind, model, module)] += 1
     return kinds
+
+
+def _kind_of_layer(attention: nn.Module, config: Any, reach: Reach) -> AttentionKind:
+    """Return the kind of an attention layer with all heads. Raise ValueError without their number.
+
+    Args:
+        config: config of the layer.
+    """
+    q_heads = getattr(config, "num_attention_heads", None)
+    if q_heads is None:
+        raise RefusedError(
+            f"{type(config).__name__} has no num_attention_heads, so the heads of "
+            f"{type(attention).__name__} are unknown and its attention cannot be planned; train "
+            "this model with stock attention and transformers' Trainer"
+        )
+    if getattr(config, "qk_nope_head_dim", None) is not None:
+        # Latent attention has keys and values for every head.
+        kv_heads = q_heads
+        dim_qk = config.qk_nope_head_dim + config.qk_rope_head_dim
+        dim_v = config.v_head_dim
+    else:
+        # Eager attention repeats K and V so many times.
+        repeats = getattr(attention, "num_key_value_groups", 1)
+        kv_heads = q_heads // repeats
+        dim_qk = getattr(attention, "head_dim", None) or config.hidden_size // q_heads
+        dim_v = getattr(config, "v_head_dim", None) or dim_qk
+    return AttentionKind(reach.window, q_heads, kv_heads, dim_qk, dim_v, reach.chunk)
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
@@ -91,14 +99,14 @@ def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
     types = layer_types(config)
     if not types:
         return [Reach(window)]
-    everywhere = ("full_attention", "attention", "hybrid", "linear_attention", "conv", *ROWWISE)
-    known = dict.fromkeys(everywhere, Reach())
-    known |= dict.fromkeys(("sliding_attention", "hybrid_sliding"), Reach(window))
-    known["chunked_attention"] = Reach(chunk=getattr(config, "attention_chunk_size", None))
-    if unknown := sorted(set(types) - set(known)):
+    reaches = dict.fromkeys(UNLIMITED, Reach())
+    reaches |= dict.fromkeys(WINDOWED, Reach(window))
+    reaches["chunked_attention"] = Reach(chunk=getattr(config, "attention_chunk_size", None))
+    unknown_types = sorted(set(types) - set(reaches))
+    if unknown_types:
         raise RefusedError(
-            f"{type(config).__name__} has layers of type {unknown}, but a planned step is exact "
-            f"only for layers of the types {sorted(known)}. Choose a model with these types only, "
-            "or train this model with stock attention and transformers' Trainer"
+            f"{type(config).__name__} has layers of type {unknown_types}, but a planned step is "
+            f"exact only for layers of the types {sorted(reaches)}. Choose a model with these "
+            "types only, or train this model with stock attention and transformers' Trainer"
         )
-    return [known[layer_type] for layer_type in types]
+    return [reaches[layer_type] for layer_type in types]

@@ -73,22 +73,28 @@ def functions(module: nn.Module) -> tuple[str, ...] | None:
         return None
     forward: Any = inspect.unwrap(stock_forward(module))
     if LIGHTNING in names:
-        known = {name for name, _ in module.named_children()} == LIGHTNING_PARTS
+        is_known = {name for name, _ in module.named_children()} == LIGHTNING_PARTS
     else:
-        known = all(name in forward.__globals__ for name in names)
-    return names if known and forward.__module__.startswith("transformers.") else None
+        is_known = all(name in forward.__globals__ for name in names)
+    return names if is_known and forward.__module__.startswith("transformers.") else None
+
+
+def all_mixing_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules of a model's decoder layers that mix along the row."""
+    return [module for layer in mixing_layers(model) for module in mixing_modules(layer)]
 
 
 def halo_widths(model: nn.Module) -> set[int]:
     """Return how many rows before a row the convolutions of a model's mixing modules read."""
-    modules = (module for layer in mixing_layers(model) for module in mixing_modules(layer))
-    convolutions = (
-        each for module in modules for each in module.modules() if isinstance(each, nn.Conv1d)
-    )
-    return {convolution.kernel_size[0] - 1 for convolution in convolutions}
+    return {
+        convolution.kernel_size[0] - 1
+        for module in all_mixing_modules(model)
+        for convolution in module.modules()
+        if isinstance(convolution, nn.Conv1d)
+    }
 
 
 def uncuttable(model: nn.Module) -> nn.Module | None:
     """Return a mixing module of a model whose documents must stay whole; None if there is none."""
-    modules = (module for layer in mixing_layers(model) for module in mixing_modules(layer))
+    modules = all_mixing_modules(model)
     return next((module for module in modules if functions(module) is None), None)

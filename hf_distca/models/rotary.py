@@ -1,4 +1,7 @@
-"""Rotary embeddings that depend on the longest position of a call: longrope, dynamic NTK, and those of Phi-3.5-MoE."""
+"""Rotary embeddings that depend on the longest position of a call.
+
+These are longrope, dynamic NTK, and the rotary embedding of Phi-3.5-MoE.
+"""
 
 import inspect
 from collections.abc import Iterator
@@ -17,56 +20,67 @@ SCALING_BY_LENGTH = ("PhimoeRotaryEmbedding",)
 
 
 def depends_on_length(rope_type: str) -> bool:
-    """Return whether transformers chooses the frequencies of a type of RoPE by the longest position of a call."""
+    """Return whether the frequencies of a type of RoPE depend on the longest position of a call."""
     return "dynamic" in rope_type or rope_type == "longrope"
 
 
 def config_depends_on_length(config: Any) -> bool:
-    """Return whether a config asks for a rotary embedding that depends on the longest position of a call."""
+    """Return whether a config's rotary embedding depends on the longest position of a call."""
+    for parameters in rope_parameters(config):
+        # HunYuan calls its frequencies dynamic, but an `alpha` fixes them.
+        if not parameters.get("alpha") and depends_on_length(
+            parameters.get("rope_type", "default")
+        ):
+            return True
+    return False
+
+
+def rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Return the parameters of a config's RoPE, in a list of one, or one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    of_layer_types = [each for each in parameters.values() if isinstance(each, dict)]
-    # HunYuan calls its frequencies dynamic, but an `alpha` fixes them.
-    types = [
-        each.get("rope_type", "default")
-        for each in of_layer_types or [parameters]
-        if not each.get("alpha")
-    ]
-    return any(map(depends_on_length, types))
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    return by_layer_type or [parameters]
 
 
 def rotary_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return by name the rotary embeddings that depend on the longest position of a call in a known way."""
+    """Return by name the rotary embeddings that a planned step can compute for each document.
+
+    They depend on the longest position of a call in a known way.
+    """
     return {name: module for name, module in model.named_modules() if _is_known(module)}
 
 
 def unknown_rotary_modules(model: nn.Module) -> Iterator[str]:
     """Yield the classes of modules that read the longest position of a call in an unknown way."""
-    known = rotary_modules(model)
+    known_modules = rotary_modules(model)
     for name, module in model.named_modules():
-        if name not in known and (
-            any(map(depends_on_length, _types(module))) or _reads_longest_position(module)
-        ):
+        if name in known_modules:
+            continue
+        if any(map(depends_on_length, _rope_types(module))) or _reads_longest_position(module):
             yield type(module).__name__
-    if not known and config_depends_on_length(model.config):
+    if not known_modules and config_depends_on_length(model.config):
         yield type(model).__name__
 
 
 def _is_known(module: nn.Module) -> bool:
+    """Return whether a module depends on the longest position of a call in a known way."""
+    rope_types = _rope_types(module)
     if type(module).__name__ in SCALING_BY_LENGTH:
-        return any(rope_type != "default" for rope_type in _types(module))
-    return any(map(depends_on_length, _types(module))) and _updates_frequencies(module)
+        return any(rope_type != "default" for rope_type in rope_types)
+    return any(map(depends_on_length, rope_types)) and _updates_frequencies(module)
 
 
-def _types(module: Any) -> list[str]:
-    """Return the types of RoPE that a rotary embedding computes, one or one for each type of layer."""
-    types = getattr(module, "rope_type", None) or []
-    return (
-        [types]
-        if isinstance(types, str)
-        else list(types.values())
-        if isinstance(types, dict)
-        else []
-    )
+def _rope_types(module: Any) -> list[str]:
+    """Return the types of RoPE of a rotary embedding, in a list of one, or one for each type of layer.
+
+    The list is empty for any other module.
+    """
+    rope_type = getattr(module, "rope_type", None)
+    if isinstance(rope_type, str):
+        return [rope_type] if rope_type else []
+    if isinstance(rope_type, dict):
+        return list(rope_type.values())
+    return []
 
 
 def _updates_frequencies(module: nn.Module) -> bool:
@@ -83,8 +97,7 @@ def _reads_longest_position(module: nn.Module) -> bool:
     """Return whether a module's forward takes positions and computes a maximum."""
     forward: Any = inspect.unwrap(stock_forward(module))
     code: Any = getattr(forward, "__code__", None)
-    if (
-        code is None or type(module).__name__ in SCALING_BY_LENGTH
-    ):  # which does so for some types of RoPE
+    # Modules of these classes compute a maximum for some types of RoPE only.
+    if code is None or type(module).__name__ in SCALING_BY_LENGTH:
         return False
     return "position_ids" in code.co_varnames[: code.co_argcount] and "max" in code.co_names

@@ -7,7 +7,7 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import AttentionParams, Need, choose_kernel, get_kernel
+from hf_distca.kernels import AttentionParams, Kernel, Need, choose_kernel, get_kernel
 from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.mixing import WHOLE, uncuttable
@@ -55,22 +55,19 @@ def plan_settings(
     dtype = model.dtype if dtype is None else dtype
     kinds = tuple(layers_by_kind(model))
     softcap = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
-    params = [AttentionParams(scale=1.0, window=kind.window, softcap=softcap) for kind in kinds]
-    needs = [
-        Need(dtype, kind.dim_qk, kind.dim_v, each) for kind, each in zip(kinds, params, strict=True)
-    ]
+    needs: list[Need] = []
+    for kind in kinds:
+        params = AttentionParams(scale=1.0, window=kind.window, softcap=softcap)
+        needs.append(Need(dtype, kind.dim_qk, kind.dim_v, params))
     if config.attention_kernel == AUTO:
-        kernel, passed_over = choose_kernel(device, needs)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            level = logging.WARNING if passed_over else logging.INFO
-            reasons = "".join(f"\n- {reason}" for reason in passed_over.values())
-            faster = f"; faster here, but not to be had:{reasons}" if reasons else ""
-            logger.log(level, "core attention is computed by kernel %r%s", kernel.name, faster)
+        kernel = _chosen_kernel(device, needs)
     else:
         kernel = get_kernel(config.attention_kernel, device, needs)
     planning = config.planning(ranks, ranks_per_node)
+    planning["document_layout"] = layout
+    planning["ping_pong"] = ping_pong and planning["ping_pong"]
     return PlanSettings(
-        **{**planning, "document_layout": layout, "ping_pong": ping_pong and planning["ping_pong"]},
+        **planning,
         kinds=kinds,
         bytes_per_value=dtype.itemsize,
         row_overhead=kernel.row_overhead,
@@ -79,22 +76,41 @@ def plan_settings(
     )
 
 
+def _chosen_kernel(device: torch.device, needs: list[Need]) -> Kernel:
+    """Return the fastest kernel that can be used, and log the choice."""
+    kernel, passed_over = choose_kernel(device, needs)
+    if _is_first_process():
+        level = logging.WARNING if passed_over else logging.INFO
+        reasons = "".join(f"\n- {reason}" for reason in passed_over.values())
+        faster = f"; faster here, but not to be had:{reasons}" if reasons else ""
+        logger.log(level, "core attention is computed by kernel %r%s", kernel.name, faster)
+    return kernel
+
+
+def _is_first_process() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
-    """Return the document layout for a model: "whole" if documents of one of its modules cannot be cut."""
+    """Return the document layout for a model.
+
+    It is "whole" if documents of one of the model's modules cannot be cut.
+    """
     module = uncuttable(model)
     if module is None:
         return config.planned_layout
-    of_module, of_model = type(module).__name__, type(model).__name__
+    module_class = type(module).__name__
+    model_class = type(model).__name__
     if config.document_layout not in (AUTO, "whole"):
         raise Models.CUT_MIXING.error(
-            layout=config.document_layout, module=of_module, model=of_model
+            layout=config.document_layout, module=module_class, model=model_class
         )
-    if config.document_layout == AUTO and (not dist.is_initialized() or dist.get_rank() == 0):
+    if config.document_layout == AUTO and _is_first_process():
         logger.info(
             "each document stays whole on one rank (document_layout='whole'), because %s in %s "
             "mixes the rows of a document in a way that cannot be cut: %s",
-            of_module,
-            of_model,
-            WHOLE.get(of_module, "the module is not known"),
+            module_class,
+            model_class,
+            WHOLE.get(module_class, "the module is not known"),
         )
     return "whole"

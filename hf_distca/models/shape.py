@@ -25,75 +25,107 @@ def weights_met(model: PreTrainedModel) -> dict[nn.Parameter, float]:
     experts that a token uses.
     """
     config = model.config.get_text_config(decoder=True)
-    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 1)
-    share = float(getattr(config, "num_experts_per_tok", None) or experts) / experts
-    tables = {
-        id(m.weight)
-        for m in (model.get_input_embeddings(), model.get_output_embeddings())
-        if m is not None
-    }
-    return {
-        parameter: count_of(parameter) * (share if ".experts." in name else 1.0)
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in tables
-    }
+    counts = [getattr(config, name, None) for name in EXPERTS]
+    experts = next((count for count in counts if count), 1)
+    experts_per_token = getattr(config, "num_experts_per_tok", None) or experts
+    expert_share = float(experts_per_token) / experts
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    table_ids = {id(table.weight) for table in tables if table is not None}
+    active: dict[nn.Parameter, float] = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in table_ids:
+            share = expert_share if ".experts." in name else 1.0
+            active[parameter] = count_of(parameter) * share
+    return active
 
 
 def count_of(parameter: Any) -> int:
-    """Return the numbers of a parameter, even if ZeRO-3 divided it or bitsandbytes packed two into a byte."""
-    if hasattr(parameter, "ds_numel"):
+    """Return how many numbers a parameter has."""
+    if hasattr(parameter, "ds_numel"):  # ZeRO-3 divided it
         return int(parameter.ds_numel)
-    state = getattr(parameter, "quant_state", None)
-    return int(state.shape.numel() if state is not None else parameter.numel())
+    quantized = getattr(parameter, "quant_state", None)
+    if quantized is not None:  # bitsandbytes packed two numbers into a byte
+        return int(quantized.shape.numel())
+    return int(parameter.numel())
 
 
 def model_shape(model: nn.Module) -> ModelShape:
-    """Return the shape of a model for simulations: its active parameters before and after core attention."""
-    base, layers = base_model(model), layers_by_kind(model)
-    hidden = base.config.get_text_config(decoder=True).hidden_size
-    weights, mixing = weights_met(base), mixing_shape(base)
-    before = sum(
-        count * hidden * (kind.q_heads * kind.dim_qk + kind.kv_heads * (kind.dim_qk + kind.dim_v))
-        for kind, count in layers.items()
-    )
-    after = int(sum(weights.values()) - before)
-    if mixing is not None:
-        after -= mixing.layers * (mixing.before + mixing.after)
+    """Return the shape of a model for simulations."""
+    base = base_model(model)
+    layers = layers_by_kind(model)
     depth = sum(layers.values())
+    hidden = base.config.get_text_config(decoder=True).hidden_size
+    mixing = mixing_shape(base)
+    # 1. Projections of queries, keys and values come before core attention.
+    numbers_before = 0
+    for kind, count in layers.items():
+        width = kind.q_heads * kind.dim_qk + kind.kv_heads * (kind.dim_qk + kind.dim_v)
+        numbers_before += count * hidden * width
+    # 2. All else comes after it. Mixing modules are counted by themselves.
+    numbers_after = int(sum(weights_met(base).values()) - numbers_before)
+    if mixing is not None:
+        numbers_after -= mixing.layers * (mixing.before + mixing.after)
     head = base.get_output_embeddings()
-    of_head = 0 if head is None else count_of(head.weight)
+    numbers_of_head = 0 if head is None else count_of(head.weight)
     return ModelShape(
-        layers, hidden, before // depth, after // depth, of_head, base.num_parameters(), mixing
+        layers,
+        hidden,
+        numbers_before // depth,
+        numbers_after // depth,
+        numbers_of_head,
+        base.num_parameters(),
+        mixing,
     )
 
 
 def mixing_shape(model: PreTrainedModel) -> MixingShape | None:
     """Return the sizes of a model's layers that mix rows in order; None if it has none."""
+    all_modules: list[Any] = []
+    numbers_before = 0.0
+    numbers_after = 0.0
     weights: Mapping[Any, float] = weights_met(model)
-
-    def active(module: nn.Module) -> float:
-        return sum(weights.get(parameter, 0.0) for parameter in module.parameters())
-
-    found: list[Any] = []
-    before = after = 0.0
     for layer in mixing_layers(model):
         modules = mixing_modules(layer)
-        own = sum(map(active, modules))
+        # 1. A module's last matrix comes after the mixing, and its others before.
+        numbers_of_modules = sum(_active_numbers(module, weights) for module in modules)
         last = sum(
-            active(getattr(each, name)) for each in modules for name in LAST if hasattr(each, name)
+            _active_numbers(getattr(module, name), weights)
+            for module in modules
+            for name in LAST
+            if hasattr(module, name)
         )
-        before += own - last
-        # Beside attention a module's own matrices count; in a layer of its own all of the layer's.
-        after += last if has_attention(layer) else last + active(layer) - own
-        found += modules
-    if not found:
+        numbers_before += numbers_of_modules - last
+        numbers_after += last
+        # 2. Beside attention only the module's own matrices count, and in a layer of its own all.
+        if not has_attention(layer):
+            numbers_after += _active_numbers(layer, weights) - numbers_of_modules
+        all_modules += modules
+    if not all_modules:
         return None
-    module = found[0]
-    convolution = next((inner for inner in module.modules() if isinstance(inner, nn.Conv1d)), None)
-    channels, width = (
-        (convolution.out_channels, convolution.kernel_size[0] - 1) if convolution else (0, 0)
+    first_module = all_modules[0]
+    convolution = next(
+        (inner for inner in first_module.modules() if isinstance(inner, nn.Conv1d)), None
     )
-    sizes = len(found), round(before / len(found)), round(after / len(found)), channels, width
+    channels, halo = 0, 0
+    if convolution is not None:
+        channels = convolution.out_channels
+        halo = convolution.kernel_size[0] - 1
+    count = len(all_modules)
+    sizes = count, round(numbers_before / count), round(numbers_after / count), channels, halo
+    return _with_recurrence(first_module, sizes)
+
+
+def _active_numbers(module: nn.Module, weights: Mapping[Any, float]) -> float:
+    """Return how many numbers of a module are active for a token, by `weights_met`."""
+    return sum(weights.get(parameter, 0.0) for parameter in module.parameters())
+
+
+def _with_recurrence(module: Any, sizes: tuple[int, int, int, int, int]) -> MixingShape:
+    """Return the shape of mixing layers with the heads and states of a module's recurrence.
+
+    Args:
+        sizes: the first fields of `MixingShape`.
+    """
     names = functions(module) or ()
     if not RECURRENCES.intersection(names):  # no recurrence, or one of which nothing is known
         return MixingShape(*sizes)
@@ -102,7 +134,6 @@ def mixing_shape(model: PreTrainedModel) -> MixingShape | None:
     heads = getattr(module, "num_v_heads", None) or module.num_heads
     if SCAN in names:
         return MixingShape(*sizes, heads, (module.ssm_state_size, module.head_dim))
-    rows, columns = (
-        getattr(module, name, None) or module.head_dim for name in ("head_k_dim", "head_v_dim")
-    )
-    return MixingShape(*sizes, heads, (rows, columns), delta_rule=True)
+    key_dim = getattr(module, "head_k_dim", None) or module.head_dim
+    value_dim = getattr(module, "head_v_dim", None) or module.head_dim
+    return MixingShape(*sizes, heads, (key_dim, value_dim), delta_rule=True)

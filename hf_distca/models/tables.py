@@ -1,4 +1,7 @@
-"""Sizes of a model's tables that are indexed by the data: token embedding, output head and learned positions."""
+"""Sizes of a model's tables that are indexed by the data.
+
+These are the token embedding, the output head and learned positions.
+"""
 
 import re
 from collections.abc import Iterator
@@ -9,27 +12,29 @@ from transformers import PreTrainedModel
 
 from hf_distca.collator.limits import Limits
 from hf_distca.models.decoder import base_model
+from hf_distca.models.rotary import rope_parameters
 
 TABLE_OF_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|pos(ition)?s?_(embed|encod)\w*)(\.|$)")
 """Names of tables of positions, such as wpe (GPT-2), embed_positions (OPT) and pos_encoding (CTRL).
 """
-Kind = TypeVar("Kind", bound=nn.Module)
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def model_limits(model: nn.Module) -> Limits:
-    """Return the limits of a model, or of a PEFT model around one, before it is wrapped for several ranks.
+    """Return the limits of a model, or of a PEFT model around one.
 
-    Sizes come from the modules: they are those of the whole table, also where each rank holds a
-    share of its weight.
+    Call it before the model is wrapped for several ranks. Sizes come from the modules: they are
+    those of the whole table, also where each rank holds a share of its weight.
     """
     base = base_model(model)
-    embedding = _first(nn.Embedding, base.get_input_embeddings())
-    head = _first(nn.Linear, base.get_output_embeddings())
+    text_config = base.config.get_text_config(decoder=True)
+    embedding = _first_of_class(nn.Embedding, base.get_input_embeddings())
+    head = _first_of_class(nn.Linear, base.get_output_embeddings())
     return Limits(
-        None if embedding is None else embedding.num_embeddings,
-        None if head is None else head.out_features,
-        min(_positions(base, "", type(base.config.get_text_config(decoder=True))), default=None),
-        trained_positions(base.config.get_text_config(decoder=True)),
+        vocabulary=None if embedding is None else embedding.num_embeddings,
+        classes=None if head is None else head.out_features,
+        positions=min(_positions(base, "", type(text_config)), default=None),
+        trained_positions=trained_positions(text_config),
     )
 
 
@@ -40,24 +45,24 @@ def trained_positions(config: Any) -> int | None:
 
     A factor such as YaRN's extends the first positions. Dynamic NTK adapts to any length.
     """
-    rope = getattr(config, "rope_parameters", None)
     stated = getattr(config, "max_position_embeddings", None)
-    if not rope or not isinstance(stated, int):
+    if not getattr(config, "rope_parameters", None) or not isinstance(stated, int):
         return None
-    of_layer_types = [each for each in rope.values() if isinstance(each, dict)]
     numbers = [stated]
-    for parameters in of_layer_types or [rope]:
+    for parameters in rope_parameters(config):
         if "dynamic" in parameters.get("rope_type", "default"):
             return None
-        first = parameters.get("original_max_position_embeddings") or stated
-        numbers.append(int(first * (parameters.get("factor") or 1)))
+        unextended = parameters.get("original_max_position_embeddings") or stated
+        factor = parameters.get("factor") or 1
+        numbers.append(int(unextended * factor))
     return max(numbers)
 
 
-def _first(kind: type[Kind], module: nn.Module | None) -> Kind | None:
-    """Return a module of a kind, or the one of this kind that an adapter wraps."""
-    modules = () if module is None else module.modules()
-    return next((inside for inside in modules if isinstance(inside, kind)), None)
+def _first_of_class(module_class: type[Module], module: nn.Module | None) -> Module | None:
+    """Return a module if it is of a class, or the module of this class that an adapter wraps."""
+    if module is None:
+        return None
+    return next((inner for inner in module.modules() if isinstance(inner, module_class)), None)
 
 
 def _positions(module: nn.Module, name: str, text_config: type) -> Iterator[int]:
@@ -69,9 +74,8 @@ def _positions(module: nn.Module, name: str, text_config: type) -> Iterator[int]
         if type(module.config.get_text_config(decoder=True)) is not text_config:
             return
     elif isinstance(module, nn.Embedding) and TABLE_OF_POSITIONS.search(name):
-        yield module.num_embeddings - getattr(
-            module, "offset", 0
-        )  # OPT's first rows are for padding
+        padding_rows = getattr(module, "offset", 0)  # OPT's first rows
+        yield module.num_embeddings - padding_rows
     for buffer_name, buffer in module.named_buffers(recurse=False):
         if TABLE_OF_POSITIONS.fullmatch(buffer_name) and buffer.ndim == 2:
             yield len(buffer)

@@ -22,8 +22,9 @@ attention.
 The style is "rowwise_split_input" if each rank has all heads.
 """
 HEADS = ("num_attention_heads", "num_key_value_heads")
+"""Numbers of heads that tensor parallelism divides, by their names in configs."""
 FEATURES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-"""Sizes that tensor parallelism divides, by their names in configs."""
+"""Sizes of MLPs that tensor parallelism divides, by their names in configs."""
 MESH = "tp"
 """Name of the mesh dimension of ranks that share a model's layers."""
 
@@ -35,21 +36,33 @@ def kind_on_a_rank(
 
     Raise ValueError if ranks cannot divide heads.
     """
-    ranks: int = getattr(model, "tp_size", None) or 1
+    ranks = _ranks_of_model(model)
     name = next(name for name, module in model.named_modules() if module is attention)
-    of_layer = re.sub(r"\.\d+(?=\.|$)", ".*", name) + "."
-    rules = model.tp_plan.items() if ranks > 1 else ()
-    if not any(rule.startswith(of_layer) and style == TAKES_SHARES for rule, style in rules):
+    # Rules of a plan have * in place of the number of a layer.
+    prefix = re.sub(r"\.\d+(?=\.|$)", ".*", name) + "."
+    if not any(rule.startswith(prefix) for rule in _rules_that_take_shares(model)):
         return kind
-    for heads, what in ((kind.q_heads, "query heads"), (kind.kv_heads, "key/value heads")):
+    for heads, kind_of_heads in ((kind.q_heads, "query heads"), (kind.kv_heads, "key/value heads")):
         if heads % ranks:
             raise RefusedError(
-                f"{name} has {heads} {what}, which tensor parallelism cannot divide among {ranks} "
-                f"ranks. Load {type(model).__name__} with a tp_size that divides {kind.q_heads} "
-                f"and {kind.kv_heads}; raise fsdp_size to use the other ranks: "
+                f"{name} has {heads} {kind_of_heads}, which tensor parallelism cannot divide among "
+                f"{ranks} ranks. Load {type(model).__name__} with a tp_size that divides "
+                f"{kind.q_heads} and {kind.kv_heads}; raise fsdp_size to use the other ranks: "
                 "DistributedConfig(tp_size=…, fsdp_size=…)"
             )
     return replace(kind, q_heads=kind.q_heads // ranks, kv_heads=kind.kv_heads // ranks)
+
+
+def _ranks_of_model(model: PreTrainedModel) -> int:
+    """Return the number of ranks that share a model's layers."""
+    return getattr(model, "tp_size", None) or 1
+
+
+def _rules_that_take_shares(model: PreTrainedModel) -> list[str]:
+    """Return the names in a model's plan of layers whose input is divided among ranks."""
+    if _ranks_of_model(model) == 1:
+        return []
+    return [rule for rule, style in model.tp_plan.items() if style == TAKES_SHARES]
 
 
 def is_shared_out(parameter: Tensor) -> TypeGuard[DTensor]:
@@ -58,7 +71,7 @@ def is_shared_out(parameter: Tensor) -> TypeGuard[DTensor]:
 
 
 def ranks_of_share(parameter: Tensor) -> int:
-    """Return the number of ranks that share a parameter by tensor parallelism; 1 if each has all of it."""
+    """Return the number of ranks that share a parameter by tensor parallelism; 1 if it is whole."""
     if not is_shared_out(parameter):
         return 1
     mesh = parameter.device_mesh
@@ -72,17 +85,17 @@ def is_divided_at_load(model: Any) -> bool:
 
 
 def config_on_a_rank(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the config of a whole model that computes one rank's share, except for its vocabulary."""
-    ranks: int = getattr(model, "tp_size", None) or 1
-    taking_shares = (
-        [rule for rule, style in model.tp_plan.items() if style == TAKES_SHARES]
-        if ranks > 1
-        else []
-    )
-    divided: tuple[str, ...] = HEADS if any("attn" in rule for rule in taking_shares) else ()
-    if any("attn" not in rule for rule in taking_shares):
-        divided = (*divided, *FEATURES)
-    config = divided_config(model.config, ranks, divided)
+    """Return the config of a whole model that computes one rank's share.
+
+    The vocabulary stays whole.
+    """
+    divided: tuple[str, ...] = ()
+    rules = _rules_that_take_shares(model)
+    if any("attn" in rule for rule in rules):
+        divided += HEADS
+    if any("attn" not in rule for rule in rules):
+        divided += FEATURES
+    config = divided_config(model.config, _ranks_of_model(model), divided)
     config.distributed_config = None
     return config
 
@@ -92,11 +105,15 @@ def divided_config(
 ) -> PreTrainedConfig:
     """Return a copy of a config whose `divided` sizes are a rank's share, at least 1."""
     config = copy.deepcopy(config)
-    of_decoder: Any = config.get_text_config(decoder=True)
+    text_config: Any = config.get_text_config(decoder=True)
     if ranks > 1:
-        head_dim = getattr(of_decoder, "head_dim", None)
-        of_decoder.head_dim = head_dim or of_decoder.hidden_size // of_decoder.num_attention_heads
+        # Otherwise the head dim would follow from the divided number of heads.
+        head_dim = getattr(text_config, "head_dim", None)
+        text_config.head_dim = (
+            head_dim or text_config.hidden_size // text_config.num_attention_heads
+        )
     for name in divided:
-        if size := getattr(of_decoder, name, None):
-            setattr(of_decoder, name, max(size // ranks, 1))
+        size = getattr(text_config, name, None)
+        if size:
+            setattr(text_config, name, max(size // ranks, 1))
     return config

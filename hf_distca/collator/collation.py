@@ -1,4 +1,4 @@
-"""Plan a global micro-batch, read the documents of which a rank holds rows, and collate its rows without padding."""
+"""Plan a global micro-batch, and read and collate a rank's rows of it without padding."""
 
 import logging
 from collections.abc import Sequence
@@ -10,9 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from hf_distca.collator.documents import A_DATASET, ANY_COLUMNS, Columns, is_stored, token_document
+from hf_distca.collator.documents import (
+    A_DATASET,
+    ANY_COLUMNS,
+    Columns,
+    check_planned_length,
+    is_stored,
+    token_document,
+)
 from hf_distca.collator.limits import IGNORED_TARGET
-from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalMicroBatch
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -31,9 +37,8 @@ class PlannedDocuments:
 
     plan: MicroBatchPlan
     excerpts: NDArray[np.void]  # [excerpts] of dtype EXCERPT
-    documents: dict[
-        int, NDArray[np.int64]
-    ]  # whole, from `token_document`, by index in the data set
+    # Whole documents from `token_document`, by index in the data set.
+    documents: dict[int, NDArray[np.int64]]
 
 
 @dataclass(eq=False)
@@ -54,50 +59,44 @@ class RankDocuments(Dataset[PlannedDocuments]):
     def __post_init__(self) -> None:
         dataset = self.dataset
         if is_stored(dataset):
-            used = self.columns.used(dataset.column_names, self.name)
-            if left_out := sorted(set(dataset.column_names) - set(used)):
-                text = (
+            used_columns = self.columns.used(dataset.column_names, self.name)
+            ignored_columns = sorted(set(dataset.column_names) - set(used_columns))
+            if ignored_columns:
+                logger.info(
                     "columns %s are ignored, because neither the model nor a packed batch takes "
-                    "them"
+                    "them",
+                    ignored_columns,
                 )
-                logger.info(text, left_out)
             # A long document as a Python list costs 100 times its array.
-            self.dataset = dataset.select_columns(used).with_format("numpy")
+            self.dataset = dataset.select_columns(used_columns).with_format("numpy")
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, micro_batch: GlobalMicroBatch) -> PlannedDocuments:
+        # 1. Plan the micro-batch, with fillers until every rank holds a row. There are enough as
+        # soon as there are as many tokens as ranks, or as many documents that stay whole.
         excerpts = micro_batch.excerpts
         lengths = (excerpts["stop"] - excerpts["start"]).tolist()
-        # Every rank holds a row once there are as many tokens as ranks; whole documents: as many
-        # documents as ranks.
-        rows = len(lengths) if self.settings.document_layout == "whole" else sum(lengths)
-        fillers = [1] * (self.settings.ranks - rows)
+        stay_whole = self.settings.document_layout == "whole"
+        divisible_parts = len(lengths) if stay_whole else sum(lengths)
+        fillers = [1] * (self.settings.ranks - divisible_parts)
         choices = self.settings.choices if micro_batch.choices is None else micro_batch.choices
         plan = plan_micro_batch(lengths + fillers, replace(self.settings, choices=choices))
         plan = replace(plan, fillers=len(fillers))
-        held = {
-            document for document, _, _ in plan.held_by(self.rank) if document < len(excerpts)
-        }  # else a filler
-        indices = np.unique(excerpts["document"][sorted(held)]).tolist()
+        # 2. Read the documents of which this rank holds rows. Fillers come after all excerpts.
+        documents_on_rank = {document for document, _, _ in plan.held_by(self.rank)}
+        excerpts_on_rank = sorted(index for index in documents_on_rank if index < len(excerpts))
+        indices = np.unique(excerpts["document"][excerpts_on_rank]).tolist()
         if hasattr(self.dataset, "__getitems__"):  # one batched read
             examples = self.dataset.__getitems__(indices)
         else:
             examples = [self.dataset[index] for index in indices]
-        documents = {}
+        documents: dict[int, NDArray[np.int64]] = {}
         for index, example in zip(indices, examples, strict=True):
-            documents[index] = token_document(
-                example, f"document {index} of {self.name}", self.columns
-            )
-            length, planned = documents[index].shape[1], self.lengths[index]
-            if length != planned:
-                raise Data.CHANGED_LENGTH.error(
-                    name=f"document {index} of {self.name}",
-                    length=length,
-                    planned=planned,
-                    column=self.columns.length,
-                )
+            document = token_document(example, f"document {index} of {self.name}", self.columns)
+            check_planned_length(document, self.lengths[index], index, self.columns, self.name)
+            documents[index] = document
         return PlannedDocuments(plan, excerpts, documents)
 
 
@@ -154,13 +153,14 @@ class DistCACollator:
                 "data set and GlobalBatchSampler as its batch_sampler"
             )
         (planned,) = features
-        parts = []
+        parts: list[tuple[int, NDArray[np.int64]]] = []
         for document, start, stop in planned.plan.held_by(self.rank):
-            if document < len(planned.excerpts):
+            is_filler = document >= len(planned.excerpts)
+            if is_filler:
+                rows = np.array([[self.filler_token_id], [IGNORED_TARGET]])
+            else:
                 index, *excerpt = planned.excerpts[document].item()
                 rows = excerpt_rows(planned.documents[index], *excerpt)[:, start:stop]
-            else:
-                rows = np.array([[self.filler_token_id], [IGNORED_TARGET]])
             parts.append((start, rows))
         return {**rows_batch(parts), PLAN_KEY: planned.plan}
 
@@ -182,11 +182,12 @@ def rows_batch(parts: Sequence[tuple[int, NDArray[np.int64]]]) -> dict[str, torc
     Args:
         parts: position of the first row in its document, and [2, L] tokens and targets.
     """
-    rows = np.concatenate([rows for _, rows in parts], axis=1)
+    tokens, targets = np.concatenate([rows for _, rows in parts], axis=1)
+    positions = [start + np.arange(rows.shape[1]) for start, rows in parts]
     columns = {
-        "input_ids": rows[0],
-        "position_ids": np.concatenate([start + np.arange(rows.shape[1]) for start, rows in parts]),
-        "labels": rows[1],
-        "shift_labels": rows[1].copy(),
+        "input_ids": tokens,
+        "position_ids": np.concatenate(positions),
+        "labels": targets,
+        "shift_labels": targets.copy(),
     }
     return {name: torch.from_numpy(column).unsqueeze(0) for name, column in columns.items()}

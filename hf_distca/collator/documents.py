@@ -1,6 +1,10 @@
-"""Read and check the documents of a user's data set: their lengths, tokens and targets, and their fingerprint."""
+"""Read and check the documents of a user's data set.
+
+They have lengths, tokens and targets. A fingerprint tells data sets apart.
+"""
 
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -30,69 +34,86 @@ TABLES = ("pandas", "polars", "pyarrow")
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of an example that are used: `input_ids`, `labels`, `attention_mask` and the document's length."""
+    """Columns of an example that are used.
+
+    They are `input_ids`, `labels`, `attention_mask` and the column with the document's length.
+    Other columns that the model takes are refused, because a packed batch cannot carry them.
+
+    Attributes:
+        length: name of the length column.
+        model_inputs: names of the columns that the model takes; None takes any column for one.
+    """
 
     length: str = "length"
-    model_inputs: frozenset[str] | None = (
-        None  # of the others, those to keep, and refuse; None: all
-    )
+    model_inputs: frozenset[str] | None = None
 
     def used(self, present: Iterable[str], name: str = A_DATASET) -> list[str]:
-        """Return the used ones of the columns of `name`.
+        """Return the columns of a data set that are used.
 
         Raise ValueError if a packed batch cannot carry them.
+
+        Args:
+            present: all columns.
+            name: name of the data set in errors.
         """
-        present = list(present)
-        if "input_ids" not in present:
-            raise Data.NO_TOKENS.error(name=name, columns=sorted(present))
-        known = {"input_ids", "labels", "attention_mask", self.length}
+        columns = list(present)
+        if "input_ids" not in columns:
+            raise Data.NO_TOKENS.error(name=name, columns=sorted(columns))
+        packed_columns = {"input_ids", "labels", "attention_mask", self.length}
         if self.model_inputs is not None:
-            present = [column for column in present if column in known | self.model_inputs]
-        if unknown := sorted(set(present) - known):
+            taken_columns = packed_columns | self.model_inputs
+            columns = [column for column in columns if column in taken_columns]
+        unknown = sorted(set(columns) - packed_columns)
+        if unknown:
             raise Data.UNKNOWN_COLUMNS.error(name=name, unknown=unknown, length=self.length)
-        return present
+        return columns
 
 
 ANY_COLUMNS = Columns()
 
 
 def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> NDArray[np.int64]:
-    """Check an example, called `name` in errors.
+    """Return the tokens and targets of an example, [2, L] int64, or raise ValueError.
 
-    Return its tokens and their targets, the next labels, [2, L] int64.
+    The target of a token is the next label.
 
     Args:
         example: `input_ids` [L]; optionally `labels` [L], `attention_mask` [L] of ones and the
             length column. Labels are unshifted, with -100 for no loss; without labels every token
             is a label.
+        name: name of the example in errors.
     """
     if not isinstance(example, Mapping):
         raise Data.NOT_A_ROW.error(name=name, kind=type(example).__name__)
-    used = columns.used(example, name)
-    tokens = {
-        column: np.asarray(example[column]) for column in ("input_ids", "labels") if column in used
-    }
-    for column, values in tokens.items():
-        if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
-            raise Data.NOT_INTEGERS.error(
-                name=name, column=column, shape=values.shape, kind=values.dtype
-            )
-    input_ids = tokens["input_ids"].astype(np.int64)
-    labels = tokens.get("labels", input_ids).astype(np.int64)
+    used_columns = columns.used(example, name)
+    input_ids = _integers(example, "input_ids", name)
+    labels = _integers(example, "labels", name) if "labels" in used_columns else input_ids
     length = len(input_ids)
     if length == 0:
         raise Data.EMPTY_DOCUMENT.error(name=name, stated="")
     if len(labels) != length:
         raise Data.LABELS.error(name=name, labels=len(labels), length=length)
-    if "attention_mask" in used:
+    if "attention_mask" in used_columns:
         mask = np.asarray(example["attention_mask"])
         if mask.shape != (length,) or not np.all(mask == 1):
             raise Data.PADDED.error(name=name, length=length)
-    if columns.length in used and (stated := int(example[columns.length])) != length:
-        raise Data.WRONG_LENGTH.error(
-            name=name, length=length, column=columns.length, stated=stated
-        )
+    if columns.length in used_columns:
+        stated_length = int(example[columns.length])
+        if stated_length != length:
+            raise Data.WRONG_LENGTH.error(
+                name=name, length=length, column=columns.length, stated=stated_length
+            )
     return np.stack([input_ids, np.append(labels[1:], IGNORED_TARGET)])
+
+
+def _integers(example: Mapping[str, Any], column: str, name: str) -> NDArray[np.int64]:
+    """Return a column [L] of an example as int64. Raise ValueError if it has no integers."""
+    values = np.asarray(example[column])
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+        raise Data.NOT_INTEGERS.error(
+            name=name, column=column, shape=values.shape, kind=values.dtype
+        )
+    return values.astype(np.int64)
 
 
 def check_dataset(dataset: Any, name: str) -> None:
@@ -102,25 +123,27 @@ def check_dataset(dataset: Any, name: str) -> None:
     if isinstance(dataset, str | os.PathLike):
         raise Data.A_NAME.error(name=name, given=os.fspath(dataset))
     if isinstance(dataset, Mapping):
-        first, is_split = next(iter(dataset), None), any(map(_is_dataset, dataset.values()))
-        refusal = Data.SPLITS if is_split else Data.COLUMNS
-        raise refusal.error(name=name, kind=kind, keys=", ".join(map(repr, dataset)), first=first)
+        has_splits = any(map(_is_dataset, dataset.values()))
+        refusal = Data.SPLITS if has_splits else Data.COLUMNS
+        first_key = next(iter(dataset), None)
+        keys = ", ".join(map(repr, dataset))
+        raise refusal.error(name=name, kind=kind, keys=keys, first=first_key)
     if package in TABLES:
         raise Data.TABLE.error(name=name, kind=kind, package=package)
-    # With a length, documents are read by number; a DataLoader and a set have a length and no
-    # numbers.
-    in_order = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
-    gives_documents = hasattr(dataset, "__getitem__") or (in_order and hasattr(dataset, "__iter__"))
-    if isinstance(dataset, type) or not gives_documents:
+    # Without a length, documents are read in order. With a length, they are read by number; a
+    # DataLoader and a set have a length and no numbers.
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+    gives_in_order = is_stream and hasattr(dataset, "__iter__")
+    gives_by_number = hasattr(dataset, "__getitem__")
+    if isinstance(dataset, type) or not (gives_by_number or gives_in_order):
         raise Data.NOT_A_DATASET.error(name=name, given=given_as(dataset))
 
 
 def _is_dataset(value: Any) -> bool:
     """Return whether a dictionary's value is a data set: a split, not a column."""
-    kinds = (datasets.Dataset, datasets.IterableDataset, Dataset)
-    return isinstance(value, kinds) or (
-        isinstance(value, list) and any(isinstance(row, Mapping) for row in value[:1])
-    )
+    if isinstance(value, datasets.Dataset | datasets.IterableDataset | Dataset):
+        return True
+    return isinstance(value, list) and len(value) > 0 and isinstance(value[0], Mapping)
 
 
 def document_lengths(
@@ -131,11 +154,16 @@ def document_lengths(
     name: str = A_DATASET,
     limits: Limits = NO_LIMITS,
 ) -> NDArray[np.int64]:
-    """Return the number of tokens of every document, [documents] int64, of a data set that gives examples by index.
+    """Return the number of tokens of every document of a data set, [documents] int64.
 
-    Of a stored `datasets.Dataset` only lengths are read; `check_stored_documents` reads the rest.
-    Its length column is trusted here. Of any other data set every document is read once and
-    checked.
+    - Of a stored `datasets.Dataset` only lengths are read. Its length column is trusted here.
+      `check_stored_documents` reads the rest.
+    - Of any other data set every document is read once and checked.
+
+    Args:
+        dataset: gives examples by index.
+        progress: whether to show a bar.
+        name: name of the data set in errors.
     """
     check_dataset(dataset, name)
     if len(dataset) == 0:
@@ -145,11 +173,11 @@ def document_lengths(
         indices = tqdm(
             range(len(dataset)), "Document lengths", unit=" documents", disable=not progress
         )
-        read = (
-            _checked_document(dataset, index, columns, name, limits).shape[1] for index in indices
-        )
-        return np.fromiter(read, np.int64, len(dataset))
-    for index in np.flatnonzero(lengths <= 0)[:1]:
+        documents = (_checked_document(dataset, index, columns, name, limits) for index in indices)
+        return np.fromiter((document.shape[1] for document in documents), np.int64, len(dataset))
+    empty_documents = np.flatnonzero(lengths <= 0)
+    if len(empty_documents):
+        index = empty_documents[0]
         raise Data.EMPTY_DOCUMENT.error(
             name=f"document {index} of {name}", stated=f" (length {lengths[index]})"
         )
@@ -167,7 +195,10 @@ def _checked_document(
 
 
 def is_stored(dataset: Any) -> bool:
-    """Return whether a data set is of Arrow tables: with a transform, its columns are inputs of the transform."""
+    """Return whether the columns of a data set are columns of Arrow tables.
+
+    With a transform they would only be inputs of the transform.
+    """
     return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
 
 
@@ -182,26 +213,25 @@ def _stored_lengths(
         return None
     columns.used(dataset.column_names, name)
     if columns.length in dataset.column_names:
-        given = np.asarray(
-            dataset.select_columns([columns.length]).with_format("numpy")[:][columns.length]
-        )
-        if given.ndim != 1 or given.dtype.kind not in "iu":
+        length_column = dataset.select_columns([columns.length]).with_format("numpy")
+        stated_lengths = np.asarray(length_column[:][columns.length])
+        if stated_lengths.ndim != 1 or stated_lengths.dtype.kind not in "iu":
             raise Data.LENGTH_COLUMN.error(
                 name=name, column=columns.length, kind=dataset.features[columns.length]
             )
-        return given.astype(np.int64)
-    kind = dataset.features.arrow_schema.field("input_ids").type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):  # tensors
+        return stated_lengths.astype(np.int64)
+    if not _has_lists(dataset.features.arrow_schema.field("input_ids").type):  # tensors
         return None
     # Arrow tables know the lengths of their lists, so tokens are not converted to Python objects.
     tables = dataset.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=READ_BATCH)
-    batches = -(-len(dataset) // READ_BATCH)
-    return np.concatenate(
-        [
-            _list_lengths(table["input_ids"])
-            for table in tqdm(tables, "Document lengths", batches, disable=not progress)
-        ]
-    )
+    batches = math.ceil(len(dataset) / READ_BATCH)
+    bar = tqdm(tables, "Document lengths", batches, disable=not progress)
+    return np.concatenate([_list_lengths(table["input_ids"]) for table in bar])
+
+
+def _has_lists(kind: pa.DataType) -> bool:
+    """Return whether a type of Arrow columns is one of lists."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _list_lengths(column: pa.ChunkedArray) -> NDArray[np.int64]:
@@ -235,25 +265,34 @@ def check_stored_documents(
     if not is_stored(dataset):
         return
     part, parts = share
-    first, last = len(dataset) * part // parts, len(dataset) * (part + 1) // parts
-    used = columns.used(dataset.column_names, name)
-    selected = dataset.select_columns(used)
-    tables = selected.select(range(first, last)).with_format("arrow").iter(batch_size=READ_BATCH)
-    batches = -(-(last - first) // READ_BATCH)
+    start = len(dataset) * part // parts
+    stop = len(dataset) * (part + 1) // parts
+    selected = dataset.select_columns(columns.used(dataset.column_names, name))
+    tables = selected.select(range(start, stop)).with_format("arrow").iter(batch_size=READ_BATCH)
+    batches = math.ceil((stop - start) / READ_BATCH)
     for number, table in enumerate(tqdm(tables, "Document checks", batches, disable=not progress)):
-        begin = first + number * READ_BATCH
-        if _columns_are_sound(table, lengths[begin : begin + len(table)], columns, limits):
+        begin = start + number * READ_BATCH
+        end = begin + len(table)
+        if _columns_are_sound(table, lengths[begin:end], columns, limits):
             continue
         rows = selected.with_format("numpy")
-        for index in range(begin, begin + len(table)):
+        for index in range(begin, end):
             document = _checked_document(rows, index, columns, name, limits)
-            if document.shape[1] != lengths[index]:
-                raise Data.CHANGED_LENGTH.error(
-                    name=f"document {index} of {name}",
-                    length=document.shape[1],
-                    planned=lengths[index],
-                    column=columns.length,
-                )
+            check_planned_length(document, lengths[index], index, columns, name)
+
+
+def check_planned_length(
+    document: NDArray[np.int64], planned: int, index: int, columns: Columns, name: str
+) -> None:
+    """Raise ValueError if a document from `token_document` has another length than was planned."""
+    length = document.shape[1]
+    if length != planned:
+        raise Data.CHANGED_LENGTH.error(
+            name=f"document {index} of {name}",
+            length=length,
+            planned=planned,
+            column=columns.length,
+        )
 
 
 def _columns_are_sound(
@@ -267,36 +306,41 @@ def _columns_are_sound(
         values = table[column]
         if column == columns.length:
             continue  # `lengths` come from it
-        if not (pa.types.is_list(values.type) or pa.types.is_large_list(values.type)):
+        if not _has_lists(values.type):
             return False
         if values.null_count or not np.array_equal(_list_lengths(values), lengths):
             return False
-        flat = pc.list_flatten(values)
-        if flat.null_count or not pa.types.is_integer(flat.type):
+        integers = pc.list_flatten(values)
+        if integers.null_count or not pa.types.is_integer(integers.type):
             return False
-        extremes = pc.min_max(flat)
-        least, greatest = extremes["min"].as_py(), extremes["max"].as_py()
-        if column == "attention_mask" and (least, greatest) != (1, 1):
+        if not _values_are_sound(column, integers, limits):
             return False
-        if (
-            column == "input_ids"
-            and limits.vocabulary is not None
-            and not 0 <= least <= greatest < limits.vocabulary
-        ):
-            return False
-        if column == "input_ids" and limits.classes is not None and greatest >= limits.classes:
-            return False  # tokens are targets unless there are labels
-        if column == "labels" and limits.classes is not None:
-            if greatest >= limits.classes:
-                return False
-            if least < 0 and (least < IGNORED_TARGET or _has_between(flat, IGNORED_TARGET, 0)):
-                return False
     return True
 
 
-def _has_between(values: pa.ChunkedArray, above: int, below: int) -> bool:
+def _values_are_sound(column: str, values: pa.ChunkedArray, limits: Limits) -> bool:
+    """Return whether the integers of a column are surely within a model's tables."""
+    extremes = pc.min_max(values)
+    smallest: int = extremes["min"].as_py()
+    greatest: int = extremes["max"].as_py()
+    if column == "attention_mask":
+        return smallest == 1 and greatest == 1
+    if column == "input_ids":
+        if limits.vocabulary is not None and not 0 <= smallest <= greatest < limits.vocabulary:
+            return False
+        # Tokens are targets unless there are labels.
+        return limits.classes is None or greatest < limits.classes
+    # The column is `labels`.
+    if limits.classes is None or 0 <= smallest <= greatest < limits.classes:
+        return True
+    if greatest >= limits.classes or smallest < IGNORED_TARGET:
+        return False
+    return not _has_between(values, IGNORED_TARGET, 0)
+
+
+def _has_between(values: pa.ChunkedArray, lower: int, upper: int) -> bool:
     """Return whether an integer lies between two others."""
-    between = pc.and_(pc.greater(values, above), pc.less(values, below))
+    between = pc.and_(pc.greater(values, lower), pc.less(values, upper))
     return bool(pc.any(between).as_py())
 
 
@@ -315,14 +359,14 @@ def check_targets(
         excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
     """
     if is_stored(dataset):
-        dataset = dataset.select_columns(columns.used(dataset.column_names, name)).with_format(
-            "numpy"
-        )
+        used_columns = columns.used(dataset.column_names, name)
+        dataset = dataset.select_columns(used_columns).with_format("numpy")
     for index, start, stop, end in excerpts.tolist():
-        targets = token_document(dataset[index], f"document {index} of {name}", columns)[1]
+        _, targets = token_document(dataset[index], f"document {index} of {name}", columns)
         # The last token of a document predicts nothing, and a token that truncation dropped is no
         # target.
-        if np.any(targets[start : min(stop, end - 1)] != IGNORED_TARGET):
+        targets_stop = min(stop, end - 1)
+        if np.any(targets[start:targets_stop] != IGNORED_TARGET):
             return
     longest = int((excerpts["stop"] - excerpts["start"]).max(initial=0))
     raise Data.NO_TARGETS.error(

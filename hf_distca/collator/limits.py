@@ -1,4 +1,7 @@
-"""Limits of a model's tables: token ids, targets and positions that it has, and checks of data against them."""
+"""Limits of a model's tables, and checks of token ids, targets and positions against them.
+
+Shape suffixes: L tokens of a document, T rows of a batch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,25 +31,28 @@ class Limits:
     vocabulary: int | None = None  # rows of the token embedding
     classes: int | None = None  # logits of the output head
     positions: int | None = None  # rows of the smallest table of positions
-    trained_positions: int | None = (
-        None  # positions that rotary embeddings were made for; later ones can be computed
-    )
+    # Positions that rotary embeddings were made for. Later ones can be computed.
+    trained_positions: int | None = None
 
     def check_document(self, document: NDArray[np.int64], name: str) -> None:
-        """Raise ValueError if [2, L] tokens and targets of a document, called `name`, are beyond the tables."""
+        """Raise ValueError if tokens or targets of a document are beyond the tables.
+
+        Args:
+            document: [2, L] tokens and targets.
+            name: name of the document in errors.
+        """
         tokens_L, targets_L = document
         if self.vocabulary is not None:
-            for at in np.flatnonzero((tokens_L < 0) | (tokens_L >= self.vocabulary))[:1]:
+            index = _first_beyond(tokens_L, self.vocabulary)
+            if index is not None:
                 raise Data.TOKEN_ID.error(
-                    name=name, token=tokens_L[at], at=at, last=self.vocabulary - 1
+                    name=name, token=tokens_L[index], at=index, last=self.vocabulary - 1
                 )
         if self.classes is not None:
-            beyond_L = (targets_L != IGNORED_TARGET) & (
-                (targets_L < 0) | (targets_L >= self.classes)
-            )
-            for at in np.flatnonzero(beyond_L)[:1]:  # the target is the next label
+            index = _first_beyond(targets_L, self.classes, ignored=IGNORED_TARGET)
+            if index is not None:  # the target is the next label
                 raise Data.TARGET_ID.error(
-                    name=name, label=targets_L[at], at=at + 1, last=self.classes - 1
+                    name=name, label=targets_L[index], at=index + 1, last=self.classes - 1
                 )
 
     def check_length(self, length: int, name: str) -> None:
@@ -72,6 +78,21 @@ class Limits:
         self.check_length(max(lengths), f"a document of {name}")
 
 
+def _first_beyond(
+    values_L: NDArray[np.int64], size: int, ignored: int | None = None
+) -> np.int64 | None:
+    """Return the index of the first value that is no row of a table of this size; None if all are.
+
+    Args:
+        ignored: a value that does not count.
+    """
+    beyond_L = (values_L < 0) | (values_L >= size)
+    if ignored is not None:
+        beyond_L &= values_L != ignored
+    indices = np.flatnonzero(beyond_L)
+    return indices[0] if len(indices) else None
+
+
 NO_LIMITS = Limits()
 
 
@@ -80,7 +101,7 @@ def least_and_greatest(batch: Mapping[str, Any]) -> dict[str, Extremes]:
 
     Waits for a GPU.
     """
-    found: dict[str, Extremes] = {}
+    extremes: dict[str, Extremes] = {}
     for name in ("input_ids", "labels"):
         values = batch.get(name)
         if not isinstance(values, torch.Tensor) or values.numel() == 0:
@@ -88,9 +109,10 @@ def least_and_greatest(batch: Mapping[str, Any]) -> dict[str, Extremes]:
         values_T = values.reshape(-1)
         rows_T = torch.arange(len(values_T), device=values_T.device)
         if name == "labels":
-            counted_T = values_T != IGNORED_TARGET
-            values_T, rows_T = values_T[counted_T], rows_T[counted_T]
+            counts_T = values_T != IGNORED_TARGET
+            values_T = values_T[counts_T]
+            rows_T = rows_T[counts_T]
         if len(values_T):
-            ends = (values_T.argmin(), values_T.argmax())
-            found[name] = tuple((int(values_T[end]), int(rows_T[end])) for end in ends)
-    return found
+            indices = (values_T.argmin(), values_T.argmax())
+            extremes[name] = tuple((int(values_T[index]), int(rows_T[index])) for index in indices)
+    return extremes

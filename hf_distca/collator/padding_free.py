@@ -1,16 +1,25 @@
-"""Batches of padding-free collators: their documents, and filler batches for ranks without data."""
+"""Batches of padding-free collators: their documents, and filler batches for ranks without data.
 
-from collections.abc import Callable, Mapping
+Shape suffixes: T rows of a batch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hf_distca.collator.limits import VALUES, Extremes, Limits, least_and_greatest
+from hf_distca.collator.limits import IGNORED_TARGET, VALUES, Extremes, Limits, least_and_greatest
 from hf_distca.collator.refusals import Data
 
 REPLACED_BY_PLAN = (
-    *("attention_mask", "document_lengths", VALUES, "seq_idx"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    "attention_mask",
+    "document_lengths",
+    VALUES,
+    "seq_idx",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
 )
 """Fields of a batch that only describe documents, which a plan replaces."""
 
@@ -26,44 +35,66 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
         ValueError: the batch is not one row without padding, or its boundaries are missing or
             wrong.
     """
-    input_ids, attention_mask = batch["input_ids"], batch.get("attention_mask")
+    input_ids = batch["input_ids"]
     if input_ids.ndim != 2 or input_ids.shape[0] != 1:
         raise Data.ROWS.error(shape=tuple(input_ids.shape))
-    if attention_mask is not None and not (
-        attention_mask.shape == input_ids.shape and (attention_mask == 1).all()
-    ):
-        raise Data.BATCH_MASK.error()
     tokens = input_ids.shape[1]
-    if (lengths := batch.get("document_lengths")) is not None:
-        name = "document_lengths"
-    elif (offsets := batch.get("cu_seq_lens_q")) is not None:
-        name, lengths = "cu_seq_lens_q", offsets.diff().tolist()
-    elif (position_ids := batch.get("position_ids")) is not None:
-        if position_ids.shape != input_ids.shape:
-            raise Data.POSITIONS.error(
-                found=f"have the shape {tuple(position_ids.shape)} for {tokens} tokens"
-            )
-        positions_T = position_ids[0]
-        if tokens == 0 or positions_T[0] != 0:
-            raise Data.POSITIONS.error(found=f"begin with {positions_T[:5].tolist()}")
-        jumps = (positions_T[1:] != positions_T[:-1] + 1) & (positions_T[1:] != 0)
-        for at in jumps.nonzero().flatten()[:1].tolist():
-            raise Data.POSITIONS.error(
-                found=f"go from {positions_T[at]} to {positions_T[at + 1]} at row {at + 1}"
-            )
-        starts = (positions_T == 0).nonzero().flatten()
-        name, lengths = (
-            "position_ids",
-            torch.cat([starts, starts.new_tensor([tokens])]).diff().tolist(),
-        )
-    else:
-        raise Data.NO_BOUNDARIES.error(fields=sorted(batch))
+    attention_mask = batch.get("attention_mask")
+    if attention_mask is not None:
+        has_padding = attention_mask.shape != input_ids.shape or not (attention_mask == 1).all()
+        if has_padding:
+            raise Data.BATCH_MASK.error()
+    field, lengths = _stated_lengths(batch)
     if sum(lengths) != tokens or any(length < 1 for length in lengths):
         shown = f"{tuple(lengths[:10])}{'…' if len(lengths) > 10 else ''}"
         raise Data.WRONG_BOUNDARIES.error(
-            name=name, lengths=shown, total=sum(lengths), tokens=tokens
+            name=field, lengths=shown, total=sum(lengths), tokens=tokens
         )
     return tuple(lengths)
+
+
+def _stated_lengths(batch: Mapping[str, Any]) -> tuple[str, Sequence[int]]:
+    """Return the lengths of a batch's documents, and the field that states them."""
+    lengths: Sequence[int] | None = batch.get("document_lengths")
+    if lengths is not None:
+        return "document_lengths", lengths
+    offsets = batch.get("cu_seq_lens_q")
+    if offsets is not None:
+        return "cu_seq_lens_q", offsets.diff().tolist()
+    position_ids = batch.get("position_ids")
+    if position_ids is not None:
+        return "position_ids", _lengths_by_positions(position_ids, batch["input_ids"])
+    raise Data.NO_BOUNDARIES.error(fields=sorted(batch))
+
+
+def _lengths_by_positions(position_ids: torch.Tensor, input_ids: torch.Tensor) -> list[int]:
+    """Return the lengths of documents, at each of which positions restart at 0.
+
+    Raise ValueError if positions leave out a number.
+
+    Args:
+        position_ids, input_ids: [1, T].
+    """
+    tokens = input_ids.shape[1]
+    if position_ids.shape != input_ids.shape:
+        raise Data.POSITIONS.error(
+            found=f"have the shape {tuple(position_ids.shape)} for {tokens} tokens"
+        )
+    positions_T = position_ids[0]
+    if tokens == 0 or positions_T[0] != 0:
+        raise Data.POSITIONS.error(found=f"begin with {positions_T[:5].tolist()}")
+    previous_positions = positions_T[:-1]
+    next_positions = positions_T[1:]
+    jumps = (next_positions != previous_positions + 1) & (next_positions != 0)
+    if jumps.any():
+        row = int(jumps.nonzero()[0])
+        raise Data.POSITIONS.error(
+            found=f"go from {positions_T[row]} to {positions_T[row + 1]} at row {row + 1}"
+        )
+    starts = (positions_T == 0).nonzero().flatten()
+    boundaries = torch.cat([starts, starts.new_tensor([tokens])])
+    lengths: list[int] = boundaries.diff().tolist()
+    return lengths
 
 
 def checked_document_lengths(
@@ -73,26 +104,26 @@ def checked_document_lengths(
 
     Raise ValueError if the batch is beyond the limits of the model.
 
-    A batch that CollatorWithLengths or StreamPacker made was read on the host; reading another one
-    waits for its GPU.
+    Batches of CollatorWithLengths carry the extremes of their values, and documents of StreamPacker
+    are checked already. Any other batch is read here, which waits for its GPU.
 
     Args:
         name: name of the batch in errors.
     """
-    was_read = batch.get("document_lengths") is not None
     lengths = batch_document_lengths(batch)
-    values: Mapping[str, Extremes] = batch.get(VALUES) or (
-        {} if was_read else least_and_greatest(batch)
-    )
-    limits.check_batch(values, lengths, name)
+    extremes: Mapping[str, Extremes] = batch.get(VALUES) or {}
+    was_read_on_host = batch.get("document_lengths") is not None
+    if not extremes and not was_read_on_host:
+        extremes = least_and_greatest(batch)
+    limits.check_batch(extremes, lengths, name)
     return lengths
 
 
 class CollatorWithLengths:
-    """Add what plans need to know of a padding-free collator's batches, and remove an `attention_mask` of ones.
+    """Collator that adds to a padding-free collator's batches what plans need to know.
 
     `document_lengths`, and the extremes of token ids and labels, are read on the host: no step
-    waits for the device.
+    waits for the device. An `attention_mask` of ones is removed.
 
     Args:
         collator: A padding-free collator, such as transformers' `DataCollatorWithFlattening`.
@@ -108,13 +139,21 @@ class CollatorWithLengths:
             lengths = batch_document_lengths(batch)
         except ValueError:  # planning the batch raises the error on every rank
             return batch
-        kept = {name: x for name, x in batch.items() if name != "attention_mask"}
-        return {**kept, "document_lengths": lengths, VALUES: least_and_greatest(batch)}
+        fields = {name: value for name, value in batch.items() if name != "attention_mask"}
+        return {**fields, "document_lengths": lengths, VALUES: least_and_greatest(batch)}
 
 
 def filler_batch(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Return a batch of one token without a target, for a rank whose data has ended: models cannot run on no rows."""
-    values = {"input_ids": 0, "position_ids": 0, "labels": -100, "shift_labels": -100}
+    """Return a batch of one token without a target, for a rank whose data has ended.
+
+    Models cannot run on no rows.
+    """
+    values = {
+        "input_ids": 0,
+        "position_ids": 0,
+        "labels": IGNORED_TARGET,
+        "shift_labels": IGNORED_TARGET,
+    }
     return {
         name: torch.full((1, 1), value, dtype=torch.long, device=device)
         for name, value in values.items()

@@ -12,9 +12,12 @@ import datasets
 from hf_distca.collator.formats import TABLES
 from hf_distca.collator.refusals import Source
 
-TEXT, SAVED, NAMED = "text", "saved", "named"
-"""Formats of text files, of folders that `save_to_disk` wrote, and of what `datasets` finds by a
-name."""
+TEXT = "text"
+"""Format of text files."""
+SAVED = "saved"
+"""Format of folders that `save_to_disk` wrote."""
+NAMED = "named"
+"""Format of what `datasets` finds by a name."""
 SAVED_FILES = ("state.json", "dataset_dict.json")
 """Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write."""
 TEXT_SUFFIXES = (".txt", ".md")
@@ -24,8 +27,8 @@ ABOUT_THE_DATA = ("README", "LICENSE")
 """Names of text files that are no documents in a folder with tables."""
 
 
-class Found(NamedTuple):
-    """What a source is: a format, and the path or name that is read in this format."""
+class SourcePart(NamedTuple):
+    """A file, folder or name of a source that is read in one go."""
 
     format: str
     path: str
@@ -57,66 +60,72 @@ def load_documents(
     Raises:
         ValueError: a source cannot be read. The message names the file.
     """
-    names = [
-        os.fspath(each)
-        for each in ([sources] if isinstance(sources, str | os.PathLike) else sources)
-    ]
-    if not names:
+    if isinstance(sources, str | os.PathLike):
+        sources = [sources]
+    parts: list[SourcePart] = []
+    for source in sources:
+        parts += _parts_of_source(os.fspath(source))
+    if not parts:
         raise Source.NONE.error()
+    # Neighbouring files of one format are loaded together.
     loaded: dict[str, datasets.Dataset] = {}  # by the first path of each group
-    found_sources = [found for name in names for found in _found(name)]
-    for kind, group in groupby(found_sources, key=attrgetter("format")):
-        paths = [found.path for found in group]
+    for kind, group in groupby(parts, key=attrgetter("format")):
+        paths = [part.path for part in group]
         if kind in (SAVED, NAMED):
-            loaded |= {path: _load_named(kind, path, split) for path in paths}
+            for path in paths:
+                loaded[path] = _load_named(kind, path, split)
         else:
             loaded[paths[0]] = _load_files(kind, paths, sample_by)
-    first_path, first = next(iter(loaded.items()))
-    for path, data in loaded.items():
-        if data.column_names != first.column_names:
-            columns = {
-                "columns": data.column_names,
-                "first_path": first_path,
-                "first": first.column_names,
-            }
-            raise Source.OTHER_COLUMNS.error(path=path, **columns)
-    return first if len(loaded) == 1 else datasets.concatenate_datasets(list(loaded.values()))
+    first_path, first_dataset = next(iter(loaded.items()))
+    for path, dataset in loaded.items():
+        if dataset.column_names != first_dataset.column_names:
+            raise Source.OTHER_COLUMNS.error(
+                path=path,
+                columns=dataset.column_names,
+                first_path=first_path,
+                first=first_dataset.column_names,
+            )
+    if len(loaded) == 1:
+        return first_dataset
+    return datasets.concatenate_datasets(list(loaded.values()))
 
 
-def _found(source: str) -> list[Found]:
+def _parts_of_source(source: str) -> list[SourcePart]:
     """Return the files of a source, or the folder or name that `datasets` reads as a whole."""
     path = Path(source)
     if path.is_file():
-        return [Found(TABLES.get(path.suffix, TEXT), source)]
+        return [SourcePart(TABLES.get(path.suffix, TEXT), source)]
     if path.is_dir():
-        if any((path / name).exists() for name in SAVED_FILES):
-            return [Found(SAVED, source)]
-        files = [
-            file
-            for file in sorted(path.rglob("*"))
-            if file.is_file() and not _is_hidden(file.relative_to(path))
-        ]
-        tables = [file.name for file in files if file.suffix in TABLES]
-        texts = [
-            file.name
-            for file in files
-            if file.suffix in TEXT_SUFFIXES and file.stem not in ABOUT_THE_DATA
-        ]
-        if tables and texts:  # `datasets` would read one kind only, and a text file line by line
-            raise Source.MIXED_FOLDER.error(path=source, text=texts[0], table=tables[0])
-        if tables:
-            return [Found(NAMED, source)]
-        if not files:
-            raise Source.EMPTY_FOLDER.error(path=source)
-        return [Found(TEXT, str(file)) for file in files]
-    if (
-        path.suffix in (*TABLES, *TEXT_SUFFIXES)
-        or path.is_absolute()
-        or source.startswith(".")
-        or len(path.parts) > 2
-    ):
+        return _parts_of_folder(path, source)
+    has_suffix_of_files = path.suffix in (*TABLES, *TEXT_SUFFIXES)
+    is_path = path.is_absolute() or source.startswith(".") or len(path.parts) > 2
+    if has_suffix_of_files or is_path:
         raise Source.MISSING.error(path=source)
-    return [Found(NAMED, source)]
+    return [SourcePart(NAMED, source)]
+
+
+def _parts_of_folder(folder: Path, source: str) -> list[SourcePart]:
+    """Return a folder as a whole, or its text files."""
+    if any((folder / name).exists() for name in SAVED_FILES):
+        return [SourcePart(SAVED, source)]
+    files = [
+        file
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and not _is_hidden(file.relative_to(folder))
+    ]
+    tables = [file.name for file in files if file.suffix in TABLES]
+    texts = [
+        file.name
+        for file in files
+        if file.suffix in TEXT_SUFFIXES and file.stem not in ABOUT_THE_DATA
+    ]
+    if tables and texts:  # `datasets` would read one kind only, and a text file line by line
+        raise Source.MIXED_FOLDER.error(path=source, text=texts[0], table=tables[0])
+    if tables:
+        return [SourcePart(NAMED, source)]
+    if not files:
+        raise Source.EMPTY_FOLDER.error(path=source)
+    return [SourcePart(TEXT, str(file)) for file in files]
 
 
 def _is_hidden(path: Path) -> bool:
@@ -124,20 +133,19 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _load_files(kind: str, paths: list[str], sample_by: str) -> datasets.Dataset:
-    options: dict[str, Any] = (
-        {"sample_by": sample_by, "keep_linebreaks": True} if kind == TEXT else {}
-    )
+    """Load files of one format."""
+    options: dict[str, Any] = {}
+    if kind == TEXT:
+        options = {"sample_by": sample_by, "keep_linebreaks": True}
     for path in paths:
         if Path(path).stat().st_size == 0:
             raise Source.EMPTY_FILE.error(path=path)
     try:
         return datasets.load_dataset(kind, data_files=paths, split="train", **options)
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-        path = (
-            next((path for path in paths if _unreadable(kind, path)), paths[0])
-            if len(paths) > 1
-            else paths[0]
-        )
+        path = paths[0]
+        if len(paths) > 1:  # find out which file it is
+            path = next((path for path in paths if _unreadable(kind, path)), path)
         reason = _unreadable(kind, path) or _reason(error)
         raise Source.UNREADABLE.error(path=path, kind=kind, why=reason) from error
 
@@ -145,9 +153,10 @@ def _load_files(kind: str, paths: list[str], sample_by: str) -> datasets.Dataset
 def _unreadable(kind: str, path: str) -> str:
     """Return why a file of this format cannot be read alone; empty if it can be read."""
     try:
-        Path(path).read_text(encoding="utf-8") if kind == TEXT else datasets.load_dataset(
-            kind, data_files=path
-        )
+        if kind == TEXT:
+            Path(path).read_text(encoding="utf-8")
+        else:
+            datasets.load_dataset(kind, data_files=path)
     except UnicodeDecodeError as error:
         return f"byte {error.start} is {error.object[error.start]:#04x}, which is not UTF-8"
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
@@ -156,6 +165,7 @@ def _unreadable(kind: str, path: str) -> str:
 
 
 def _load_named(kind: str, name: str, split: str) -> datasets.Dataset:
+    """Load a split of a saved folder, of a folder with tables, or of a data set on the Hub."""
     if kind == SAVED:
         saved = datasets.load_from_disk(name)
         if isinstance(saved, datasets.Dataset):

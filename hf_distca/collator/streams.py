@@ -1,7 +1,7 @@
 """Pack a stream of documents whose lengths are unknown beforehand."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -27,9 +27,10 @@ TRUNCATED = "Truncated %d documents to %s = %d tokens; %d tokens are dropped."
 
 
 class EpochStream(IterableDataset[Any]):
-    """A stream whose epoch reaches the processes that read it, also those that live for several epochs.
+    """A stream whose epoch reaches the processes that read it.
 
-    Such a process has a copy of the stream. `datasets.IterableDataset` shares its epoch by itself.
+    A process that lives for several epochs has a copy of the stream, which learns of no new epoch.
+    `datasets.IterableDataset` shares its epoch by itself.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -38,9 +39,9 @@ class EpochStream(IterableDataset[Any]):
 
     @classmethod
     def around(cls, stream: Any) -> Any:
-        """Return the stream, in an `EpochStream` if it has epochs and does not share them by itself."""
-        shares = isinstance(stream, datasets.IterableDataset)
-        return cls(stream) if hasattr(stream, "set_epoch") and not shares else stream
+        """Return the stream, in an `EpochStream` if it has epochs and does not share them itself."""
+        shares_epoch = isinstance(stream, datasets.IterableDataset)
+        return cls(stream) if hasattr(stream, "set_epoch") and not shares_epoch else stream
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, in every process."""
@@ -58,13 +59,13 @@ class EpochStream(IterableDataset[Any]):
 
 @dataclass(eq=False)
 class StreamPacker(IterableDataset[dict[str, Any]]):
-    """One rank's share of a stream, packed into batches of whole documents: for a DataLoader with `batch_size=None`.
+    """One rank's share of a stream, packed into batches of whole documents.
 
-    A batch has `input_ids`, `position_ids`, `labels`, `shift_labels`, each [1, rows] int64 with at
-    most `tokens_per_rank` rows, as from DistCACollator, and `document_lengths`, a tuple of ints. A
-    batch has no plan: documents stay on their rank, and ranks exchange lengths to plan their
-    attention. Ranks may have different numbers of batches; `Dispatcher.plan_batches` fills in for
-    ranks that end first.
+    It is for a DataLoader with `batch_size=None`. A batch has `input_ids`, `position_ids`, `labels`
+    and `shift_labels`, each [1, rows] int64 with at most `tokens_per_rank` rows, as from
+    DistCACollator. It also has `document_lengths`, a tuple of ints. A batch has no plan: documents
+    stay on their rank, and ranks exchange lengths to plan their attention. Ranks may have different
+    numbers of batches; `Dispatcher.plan_batches` fills in for ranks that end first.
 
     A `datasets.IterableDataset` is split over ranks by `split_dataset_by_node` and over DataLoader
     workers by its shards. It should have at least ranks · workers shards, and must be shuffled with
@@ -96,7 +97,8 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         # Only this rank's share of a stream of texts is tokenized.
         self._texts = self.dataset if isinstance(self.dataset, TextStream) else None
         if self._texts is not None:
-            self.dataset, self.name = self._texts.rows, self._texts.name
+            self.dataset = self._texts.rows
+            self.name = self._texts.name
         self.dataset = EpochStream.around(self.dataset)
         self._splits_itself = isinstance(self.dataset, datasets.IterableDataset)
         # Another stream may be one that ends for good.
@@ -121,17 +123,15 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
             }
 
     def _documents(self) -> Iterator[NDArray[np.int64]]:
-        share, limit, limit_name = self.dataset, self.tokens_per_rank, "tokens_per_rank"
+        """Yield documents of this rank and process, [2, L] tokens and targets, within the limit."""
+        limit = self.tokens_per_rank
+        limit_name = "tokens_per_rank"
         if self.limits.positions is not None and self.limits.positions < limit:
-            limit, limit_name = self.limits.positions, "the positions of the model"
-        if not self._splits_itself:
-            worker = get_worker_info()
-            workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
-            share = islice(
-                iter(share), self.rank + worker_id * self.ranks, None, self.ranks * workers
-            )
-        truncated = dropped = 0
-        for number, example in enumerate(share):
+            limit = self.limits.positions
+            limit_name = "the positions of the model"
+        truncated_documents = 0
+        dropped_tokens = 0
+        for number, example in enumerate(self._share()):
             name = f"document {number} of rank {self.rank}'s share of {self.name}"
             if self._texts is not None:
                 example = self._texts.tokenized(example, name)
@@ -142,12 +142,27 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
                 self.limits.check_length(end, name)
                 raise Data.LONG_IN_STREAM.error(name=name, length=end, limit=limit)
             if end > limit and self.long_documents == "truncate":
-                truncated += 1
-                dropped += end - limit
+                truncated_documents += 1
+                dropped_tokens += end - limit
                 end = limit
                 # A stream may truncate many documents: report totals whenever their number has
                 # doubled.
-                if truncated.bit_count() == 1:
-                    logger.warning(TRUNCATED, truncated, limit_name, limit, dropped)
+                is_power_of_two = truncated_documents.bit_count() == 1
+                if is_power_of_two:
+                    logger.warning(
+                        TRUNCATED, truncated_documents, limit_name, limit, dropped_tokens
+                    )
             for start in range(0, end, limit):
                 yield excerpt_rows(document, start, min(start + limit, end), end)
+
+    def _share(self) -> Iterable[Any]:
+        """Return the examples that this process reads for this rank."""
+        if self._splits_itself:
+            share: Iterable[Any] = self.dataset
+            return share
+        worker = get_worker_info()
+        workers = 1 if worker is None else worker.num_workers
+        worker_id = 0 if worker is None else worker.id
+        readers = self.ranks * workers
+        reader = self.rank + worker_id * self.ranks
+        return islice(iter(self.dataset), reader, None, readers)

@@ -1,4 +1,4 @@
-"""Summary of a data set for its user: documents, tokens, lengths, and which documents are cut or shortened."""
+"""Summary of a data set for its user: its documents, and which of them are cut or shortened."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,23 +12,29 @@ def documents_summary(name: str, lengths: NDArray[np.int64], excerpts: NDArray[n
         lengths: [documents] int64 tokens of each document, at least one document.
         excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
     """
-    documents, tokens = _counted(len(lengths), "document"), _counted(int(lengths.sum()), "token")
+    total_tokens = int(lengths.sum())
+    documents = _counted(len(lengths), "document")
+    tokens = _counted(total_tokens, "token")
     spread = f"median length {np.median(lengths):,.0f}, longest {lengths.max():,}"
     summary = f"{name}: {documents}, {tokens}; {spread}"
-    sizes = excerpts["stop"] - excerpts["start"]
-    limit = (
-        sizes.max()
-    )  # where a document is longer than its limit, the longest excerpt is as long as the limit
-    count = int((lengths > limit).sum())
-    if not count:
+    sizes = excerpts["stop"] - excerpts["start"]  # [excerpts]
+    # Where a document is longer than the limit, the longest excerpt is as long as the limit.
+    limit = sizes.max()
+    long_count = int((lengths > limit).sum())
+    if long_count == 0:
         return f"{summary}; no document is cut"
-    long_documents = f"{_counted(count, 'document')} of more than {limit:,} tokens"
-    if dropped := int(lengths.sum() - sizes.sum()):
-        dropped_tokens = f"{_counted(dropped, 'token')} ({dropped / lengths.sum():.1%})"
+    long_documents = f"{_counted(long_count, 'document')} of more than {limit:,} tokens"
+    dropped = total_tokens - int(sizes.sum())
+    if dropped > 0:
+        dropped_tokens = f"{_counted(dropped, 'token')} ({dropped / total_tokens:.1%})"
         return f"{summary}; long_documents='truncate' drops {dropped_tokens} of {long_documents}"
-    pieces = f"{len(excerpts) - len(lengths) + count:,} excerpts, which do not attend to each other"
+    # Every other document is one excerpt.
+    pieces_count = len(excerpts) - (len(lengths) - long_count)
+    pieces = f"{pieces_count:,} excerpts, which do not attend to each other"
     return f"{summary}; long_documents='split' cuts {long_documents} into {pieces}"
 
 
 def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    """Return a number with its noun, such as "1 token" and "2,000 tokens"."""
+    ending = "" if number == 1 else "s"
+    return f"{number:,} {noun}{ending}"

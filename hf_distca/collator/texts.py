@@ -1,4 +1,4 @@
-"""Text to tokens: data sets are tokenized as a whole, streams document by document as they are read."""
+"""Text to tokens: data sets are tokenized as a whole, streams document by document."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,8 +21,9 @@ def document_text(row: Any, name: str, field: str) -> str:
     """
     if not isinstance(row, Mapping):
         raise Data.NOT_A_ROW.error(name=name, kind=type(row).__name__)
-    if chats := [column for column in CHATS if column in row]:
-        raise Data.CHATS.error(name=name, columns=", ".join(map(repr, chats)))
+    chat_columns = [column for column in CHATS if column in row]
+    if chat_columns:
+        raise Data.CHATS.error(name=name, columns=", ".join(map(repr, chat_columns)))
     if field not in row:
         raise Data.NO_TEXT.error(name=name, columns=sorted(row), field=field)
     text = row[field]
@@ -39,7 +40,12 @@ def document_text(row: Any, name: str, field: str) -> str:
 
 
 def check_texts(dataset: Any, name: str, field: str) -> None:
-    """Raise ValueError if a stored data set, called `name` in errors, has no tokens, chats or text."""
+    """Raise ValueError if a stored data set has no tokens, chats or text.
+
+    Args:
+        name: name of the data set in errors.
+        field: column with the text.
+    """
     if not is_stored(dataset):
         return
     if len(dataset) == 0:
@@ -55,50 +61,56 @@ def check_texts(dataset: Any, name: str, field: str) -> None:
     tables = dataset.select_columns([field]).with_format("arrow").iter(batch_size=READ_BATCH)
     for number, table in enumerate(tables):
         if table[field].null_count or not is_text:
-            for at, text in enumerate(table[field].to_pylist()):
-                document_text(
-                    {field: text}, f"document {number * READ_BATCH + at} of {name}", field
-                )
+            for index, text in enumerate(table[field].to_pylist(), start=number * READ_BATCH):
+                document_text({field: text}, f"document {index} of {name}", field)
 
 
 def tokenize(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Return the tokens of documents, each with one end-of-sequence token, and at most one token at its beginning.
+    """Return the tokens of documents.
 
-    Texts may contain these tokens, and a tokenizer may add them itself. Nothing is truncated: plans
-    handle the length.
+    A document has one end-of-sequence token, and at most one beginning-of-sequence token. Texts may
+    contain these tokens, and a tokenizer may add them itself. Nothing is truncated: plans handle
+    the length.
     """
-    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    documents = []
+    bos_token = tokenizer.bos_token_id
+    eos_token = tokenizer.eos_token_id
+    documents: list[list[int]] = []
     for tokens in tokenizer(texts, verbose=False)["input_ids"]:
-        start, stop = 0, len(tokens)
-        while end is not None and stop > 0 and tokens[stop - 1] == end:
+        # Leave out all of these tokens at both ends, and add one of each again.
+        start = 0
+        stop = len(tokens)
+        while eos_token is not None and stop > 0 and tokens[stop - 1] == eos_token:
             stop -= 1
-        while begin is not None and start < stop and tokens[start] == begin:
+        while bos_token is not None and start < stop and tokens[start] == bos_token:
             start += 1
-        beginning = [begin] if start else []
-        ending = [] if end is None else [end]
+        beginning = [bos_token] if start > 0 else []
+        ending = [] if eos_token is None else [eos_token]
         documents.append([*beginning, *tokens[start:stop], *ending])
     return documents
 
 
 def tokenized_dataset(dataset: Any, name: str, field: str, tokenizer: Any) -> datasets.Dataset:
-    """Return a data set of tokens for a data set with a length, called `name` in errors, whose documents have text."""
-    remove = [field]
+    """Return a data set of tokens for a data set with a length whose documents have text.
+
+    Args:
+        name: name of the data set in errors.
+        field: column with the text.
+    """
     if isinstance(dataset, datasets.Dataset):
-        remove = list(dataset[0])
+        text_columns = list(dataset[0])
     else:
+        text_columns = [field]
         texts = [
             document_text(dataset[index], f"document {index} of {name}", field)
             for index in range(len(dataset))
         ]
         dataset = datasets.Dataset.from_dict({field: texts})
-    options = {"tokenizer": tokenizer, "name": name, "field": field}
     return dataset.map(
         _tokenize_batch,
         batched=True,
         with_indices=True,
-        fn_kwargs=options,
-        remove_columns=remove,
+        fn_kwargs={"tokenizer": tokenizer, "name": name, "field": field},
+        remove_columns=text_columns,
         desc=f"Tokenizing {name}",
     )
 
@@ -106,9 +118,10 @@ def tokenized_dataset(dataset: Any, name: str, field: str, tokenizer: Any) -> da
 def _tokenize_batch(
     batch: Mapping[str, list[Any]], indices: Sequence[int], tokenizer: Any, name: str, field: str
 ) -> dict[str, Any]:
-    named = zip(indices, batch[field], strict=True)
+    """Return the tokens of a batch of documents, by the indices of the documents in errors."""
     texts = [
-        document_text({field: text}, f"document {index} of {name}", field) for index, text in named
+        document_text({field: text}, f"document {index} of {name}", field)
+        for index, text in zip(indices, batch[field], strict=True)
     ]
     return {"input_ids": tokenize(texts, tokenizer)}
 
@@ -127,7 +140,10 @@ class TextStream(IterableDataset[Mapping[str, Any]]):
     """
 
     def __init__(self, rows: Any, name: str, field: str, tokenizer: Any) -> None:
-        self.rows, self.name, self.field, self.tokenizer = rows, name, field, tokenizer
+        self.rows = rows
+        self.name = name
+        self.field = field
+        self.tokenizer = tokenizer
         if hasattr(rows, "set_epoch"):
             self.set_epoch: Callable[[int], None] = rows.set_epoch
 

@@ -1,4 +1,7 @@
-"""Choice for a data set: full micro-batches, or slightly smaller ones whose documents fit into whole ranks."""
+"""Choice for a data set between two kinds of micro-batches.
+
+They are full, or slightly smaller with documents that fit into whole ranks.
+"""
 
 from collections.abc import Iterator
 
@@ -24,14 +27,15 @@ def draws_for_whole_ranks(lengths: NDArray[np.int64], settings: PlanSettings, se
     if not may_choose_whole_ranks(settings) or not 0 < longest <= settings.tokens_per_rank:
         return False
     capacity = settings.ranks * settings.tokens_per_rank
-    sampled = np.random.default_rng(seed).permutation(lengths)
-    sampled = sampled[
-        : np.searchsorted(np.cumsum(sampled), SAMPLED_BATCHES * capacity, side="right")
-    ]
-    excerpts = fit_documents(sampled, settings.tokens_per_rank, "error", "tokens_per_rank")
+    # As many documents of a random order as fill so many micro-batches.
+    shuffled = np.random.default_rng(seed).permutation(lengths)
+    tokens_up_to = np.cumsum(shuffled)
+    count = np.searchsorted(tokens_up_to, SAMPLED_BATCHES * capacity, side="right")
+    excerpts = fit_documents(shuffled[:count], settings.tokens_per_rank, "error", "tokens_per_rank")
 
-    def drawn(bins: int) -> Iterator[NDArray[np.int64]]:
+    def micro_batches(bins: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the lengths of each micro-batch's documents."""
         for (micro_batch,) in GlobalBatchSampler(excerpts, capacity // bins, seed=seed, bins=bins):
             yield micro_batch.excerpts["stop"]
 
-    return whole_ranks_pay(drawn(1), drawn(settings.ranks), settings)
+    return whole_ranks_pay(micro_batches(1), micro_batches(settings.ranks), settings)

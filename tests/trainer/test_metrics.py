@@ -142,8 +142,7 @@ def figures_of(clock):
 def bound_plan(exchange: list[int], choice: PlanChoice | None) -> Any:
     """A micro-batch of 24 tokens, of whose two layers one ran in turns."""
     plan = SimpleNamespace(
-        tokens=np.array([20, 4]),
-        fillers=0,
+        document_tokens=24,
         summary=PlanSummary(1.5, 1.0, ExchangeFigures(*exchange)),
         choice=choice,
         nano_batches=(),

@@ -1,4 +1,7 @@
-"""A plan bound to one rank: routes as index tensors on the device, and schedules, ready for every layer."""
+"""A plan bound to one rank: routes as index tensors on the device, and schedules.
+
+Every layer of a micro-batch uses the same bound plan.
+"""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
@@ -28,7 +31,7 @@ from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.plan.cost import pairs
 from hf_distca.plan.intervals import expand
-from hf_distca.plan.routes import CallTasks, make_routes, nothing_moves
+from hf_distca.plan.routes import CallTasks, Routes, Stage, make_routes, nothing_moves
 from hf_distca.plan.schedule import (
     CallKey,
     KeptRows,
@@ -41,8 +44,10 @@ from hf_distca.plan.schedule import (
 from hf_distca.plan.stages import stage_slots
 
 Source = tuple[str, int]
-"""What computes a part of a gradient, a group of tasks, "ranks" or "servers"; and the stage of its
-K/V rows."""
+"""Source of a part of a gradient, and the stage of its K/V rows.
+
+Sources are the tasks of a kernel call, "ranks" and "servers".
+"""
 RowsOfSources = dict[Source, IntArray]
 """For each source, the row of a gradient to which each of the source's rows is added."""
 TOTAL: Source = "total", 0
@@ -50,7 +55,10 @@ TOTAL: Source = "total", 0
 
 
 class BoundTasks(NamedTuple):
-    """Tasks of one kernel call, with index tensors of their rows, which are valid once the buffer is sent."""
+    """Tasks of one kernel call, with index tensors of their rows.
+
+    The index tensors are valid once the buffer that placed them is sent.
+    """
 
     shapes: TaskShapes
     pairs: int
@@ -58,15 +66,17 @@ class BoundTasks(NamedTuple):
     k_rows: RowIndex = ALL_ROWS
 
     @staticmethod
-    def bind(group: CallTasks, buffer: IndexBuffer) -> "BoundTasks":
-        """Return a group of tasks on some of the local or received rows, valid once the buffer is sent."""
-        shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
-        return BoundTasks(
-            shapes, group.pairs, row_index(group.q_rows, buffer), row_index(group.k_rows, buffer)
-        )
+    def bind(tasks: CallTasks, buffer: IndexBuffer) -> "BoundTasks":
+        """Return tasks on some of the local or received rows."""
+        shapes = TaskShapes.build(tasks.q_lens.tolist(), tasks.k_lens.tolist(), buffer.place)
+        q_rows = row_index(tasks.q_rows, buffer)
+        k_rows = row_index(tasks.k_rows, buffer)
+        return BoundTasks(shapes, tasks.pairs, q_rows, k_rows)
 
     @staticmethod
-    def whole(lengths: Sequence[int], window: int | None, buffer: IndexBuffer) -> "BoundTasks":
+    def bind_documents(
+        lengths: Sequence[int], window: int | None, buffer: IndexBuffer
+    ) -> "BoundTasks":
         """Return a rank's tasks where nothing moves: all documents, or chunks, in row order."""
         shapes = TaskShapes.build(lengths, lengths, buffer.place)
         return BoundTasks(shapes, sum(pairs(0, length, window) for length in lengths))
@@ -75,7 +85,14 @@ class BoundTasks(NamedTuple):
 class GradientSum:
     """Sources of the gradient of rows at one place.
 
-    An early source is added once it is there, to free its memory.
+    An early source is added to the total as soon as it is computed or has arrived, to free its
+    memory. Late sources are added at once when the last of them is there.
+
+    Attributes:
+        early: the sum of the total and each early source.
+        covering: early sources with each row once and in order. The first source becomes the total
+            without being added if it is one of these.
+        late: the sum of the total, if there are early sources, and all late sources.
     """
 
     def __init__(
@@ -93,120 +110,70 @@ class GradientSum:
             source: RowSum({**total, source: targets}, rows, buffer)
             for source, targets in early.items()
         }
-        # As the first source, one with each row once and in order is the total.
-        self.whole = {source for source, targets in early.items() if names_all(targets, rows)}
-        self.late = RowSum({**total, **late} if early else late, rows, buffer, in_place=in_place)
+        self.covering = {source for source, targets in early.items() if names_all(targets, rows)}
+        late_sources = {**total, **late} if early else late
+        self.late = RowSum(late_sources, rows, buffer, in_place=in_place)
 
 
 class BoundRoutes:
-    """Routes of one rank for one kind of attention, see `hf_distca.plan.routes.Routes`."""
+    """Routes of one rank for one kind of attention, see `hf_distca.plan.routes.Routes`.
+
+    Attributes:
+        rows: number of rows of queries at each place.
+        queries, keys: rows that travel between ranks: Q with O, dO and dQ; K and V with dK and dV,
+            by stage.
+        forwards: whether any rank forwards K/V rows inside its node.
+        gateway_sums: by stage, the sums of dK and dV of forwarded rows and of a gateway's copies.
+        slots: by stage, the memory of its K/V rows.
+        servers: rows that travel to each server with tasks, and back.
+        tasks: tasks of each kernel call; calls without tasks are missing.
+        merges: whether K/V rows of a query come in several stages.
+        gradients: sources of each gradient, by its name and its place: "local" or "received" rows,
+            or the stage of received K/V rows.
+        forward, backward: schedules; the backward's by the rows that the forward kept.
+    """
 
     def __init__(self, plan: Plan, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, rank)
-        stages, several = routes.stages, len(routes.stages) > 1
+        several_stages = len(routes.stages) > 1
 
         # 1. Rows that travel between ranks, and to servers.
-        self._ranks = ranks = plan.layout.ranks
-        self._peers: IntArray | None = None  # ranks of this rank's node
-        if plan.nodes is not None and any(stage.forwarded.crossing for stage in stages):
-            self._peers = np.flatnonzero(np.equal(plan.nodes[:ranks], plan.nodes[rank]))
-        self.forwards = (
-            self._peers is not None
-        )  # whether any rank forwards K/V rows inside its node
-        self.queries = bound_route(routes.queries, buffer, slice(ranks))
+        self._ranks = plan.layout.ranks
+        self._peers = _forwarding_peers(plan, rank, routes)
+        self.forwards = self._peers is not None
+        self.queries = bound_route(routes.queries, buffer, slice(self._ranks))
         self.rows: dict[Location, int] = {
             "local": routes.local_rows,
             "received": sum(self.queries.received),
         }
-        self.keys: list[Route] = []  # of each stage, for K and V, and for dK and dV
-        self.gateway_sums: list[
-            RowSum
-        ] = []  # of each stage: dK and dV of forwarded rows to a gateway's copies
-        for stage in stages:
-            route = bound_route(stage.keys, buffer, slice(ranks))
-            if self._peers is not None:
-                hop = bound_route(stage.forwarded, buffer, self._peers)
-                hop = replace(hop, crossing=hop.crossing and len(self._peers) > 1)
-                # If one stage forwards rows, every stage exchanges rows: all stages share the same
-                # memory.
-                route = replace(route, crossing=True, forwarded=hop)
-                received = sum(route.received)
-                sources = {"received": np.arange(received), "forwarded": stage.forwarded.send_rows}
-                self.gateway_sums.append(RowSum(sources, received, buffer))
-            self.keys.append(route)
-        self.slots = stage_slots(
-            len(stages), forwards=self.forwards
-        )  # memory of each stage's K/V rows
-        busy = np.unique(plan.tasks["worker"])
+        self.keys = [self._bind_keys(stage, buffer) for stage in routes.stages]
+        self.gateway_sums: list[RowSum] = []
+        if self.forwards:
+            self.gateway_sums = [
+                _gateway_sum(route, stage, buffer)
+                for route, stage in zip(self.keys, routes.stages, strict=True)
+            ]
+        self.slots = stage_slots(len(routes.stages), forwards=self.forwards)
+        workers = np.unique(plan.tasks["worker"])
         self.servers = tuple(
-            ServerRows(int(worker) - ranks, routes, ranks, buffer) for worker in busy[busy >= ranks]
+            ServerRows(int(worker) - self._ranks, routes, self._ranks, buffer)
+            for worker in workers[workers >= self._ranks]
         )
 
-        # 2. Tasks of each kernel call; calls without tasks are missing.
-        remote: dict[CallKey, CallTasks] = {}
-        for number, stage in enumerate(stages):
-            remote["remote-query", number] = stage.remote_query
-            if several:
-                remote["remote-query prefix", number] = stage.remote_query_prefix
-            remote["remote-KV", number] = stage.remote_kv
-        local: dict[CallKey, CallTasks] = {("local", 0): routes.local}
-        tasks = remote | local
-        if turn == "alone" and any(len(group.q_lens) for group in remote.values()):
-            # The backward's local tasks hide two exchanges. Later rows first: they see more keys,
-            # so that their memory use peaks before the sums exist.
-            earlier, later = routes.local.halves(plan.window)
-            halves = (later, earlier) if len(later.q_lens) else (earlier, later)
-            local = {("local 1/2", 0): halves[0], ("local 2/2", 0): halves[1]}
-            tasks |= local
+        # 2. Tasks of each kernel call. Where local tasks have two halves, the forward computes them
+        #    in one call all the same.
+        remote = _remote_tasks(routes)
+        local = _local_tasks(routes, turn, remote, plan.window)
+        tasks = {**remote, ("local", 0): routes.local, **local}
         self.tasks = {
-            name: BoundTasks.bind(group, buffer)
-            for name, group in tasks.items()
-            if len(group.q_lens)
+            key: BoundTasks.bind(call_tasks, buffer)
+            for key, call_tasks in tasks.items()
+            if len(call_tasks.q_lens)
         }
-        self.merges = (
-            several and plan.window is None
-        )  # whether a query's keys come in several stages
+        self.merges = several_stages and plan.window is None
 
-        # 3. Sources of gradients by place, and of received keys by stage. dk and dv have the same
-        # sources. An exchange lists the rows of ranks first.
-        queries, keys = routes.queries, [stage.keys for stage in stages]
-        sent_q, sent_k = sum(self.queries.sent), [sum(route.sent) for route in self.keys]
-        q_rows: RowsOfSources = {name: group.q_rows for name, group in (local | remote).items()}
-        received_q: RowsOfSources = {
-            name: rows for name, rows in q_rows.items() if "query" in name[0]
-        }
-        of_tasks_q: RowsOfSources = {
-            name: rows for name, rows in q_rows.items() if "query" not in name[0]
-        }
-        of_tasks_k: RowsOfSources = {name: group.k_rows for name, group in local.items()}
-        of_tasks_k |= {("ranks", n): keys[n].send_rows[:sent] for n, sent in enumerate(sent_k)}
-        of_ranks_q: RowsOfSources = {("ranks", 0): queries.send_rows[:sent_q]}
-        of_servers_k: RowsOfSources = {}
-        if self.servers:
-            of_ranks_q["servers", 0] = queries.send_rows[sent_q:]
-            of_servers_k["servers", 0] = keys[0].send_rows[sent_k[0] :]
-        self.gradients: dict[tuple[str, Location | int], GradientSum] = {}
-        of_places: list[tuple[str, Location, RowsOfSources, RowsOfSources]] = [
-            ("dq", "local", of_tasks_q, of_ranks_q),
-            ("dq", "received", received_q, {}),
-            ("dk", "local", of_tasks_k, of_servers_k),
-        ]
-        for name, place, early, late in of_places:
-            # With several stages the gradients of tasks, and dk and dv of other ranks, are added to
-            # totals at once.
-            early, late = (early, late) if several else ({}, early | late)
-            self.gradients[name, place] = GradientSum(self.rows[place], early, late, buffer)
-        for n, route in enumerate(self.keys):
-            rows = sum(route.received) + (
-                0 if route.forwarded is None else sum(route.forwarded.received)
-            )
-            readers: RowsOfSources = {
-                name: group.k_rows for name, group in remote.items() if name[1] == n
-            }
-            self.gradients["dk", n] = GradientSum(rows, {}, readers, buffer, in_place=False)
-        self.gradients |= {
-            ("dv", place): sums for (name, place), sums in self.gradients.items() if name == "dk"
-        }
+        # 3. Sources of gradients.
+        self.gradients = self._bind_gradients(routes, local, remote, buffer)
 
         # 4. The order of all that.
         schedule = partial(
@@ -214,7 +181,7 @@ class BoundRoutes:
             turn=turn,
             calls=frozenset(self.tasks),
             windowed=plan.window is not None,
-            stages=len(stages),
+            stages=len(routes.stages),
             forwards=self.forwards,
             servers=bool(self.servers),
         )
@@ -223,27 +190,152 @@ class BoundRoutes:
             kept_rows: schedule("backward", kept_rows=kept_rows) for kept_rows in get_args(KeptRows)
         }
 
+    def _bind_keys(self, stage: Stage, buffer: IndexBuffer) -> Route:
+        """Return the route of a stage's K/V rows, over one or two hops."""
+        route = bound_route(stage.keys, buffer, slice(self._ranks))
+        if self._peers is None:
+            return route
+        second_hop = bound_route(stage.forwarded, buffer, self._peers)
+        crossing = second_hop.crossing and len(self._peers) > 1
+        # If one stage forwards rows, every stage exchanges rows: all stages share the same memory.
+        return replace(route, crossing=True, forwarded=replace(second_hop, crossing=crossing))
+
+    def _bind_gradients(
+        self,
+        routes: Routes,
+        local: dict[CallKey, CallTasks],
+        remote: dict[CallKey, CallTasks],
+        buffer: IndexBuffer,
+    ) -> dict[tuple[str, Location | int], GradientSum]:
+        """Return the sums of each gradient at each place; dv has the same sources as dk.
+
+        With several stages the gradients of tasks, and dk and dv of other ranks, are added to
+        totals as they come. With one stage all sources are added at once.
+        """
+        # 1. dQ: of received queries from remote-query tasks; of local ones from all other tasks,
+        #    from ranks and from servers. An exchange lists the rows of ranks first.
+        queries = routes.queries.send_rows
+        to_ranks = sum(self.queries.sent)
+        dq_of_received: RowsOfSources = {}
+        dq_of_tasks: RowsOfSources = {}
+        for key, tasks in {**local, **remote}.items():
+            sources = dq_of_received if _receives_queries(key) else dq_of_tasks
+            sources[key] = tasks.q_rows
+        dq_of_others: RowsOfSources = {("ranks", 0): queries[:to_ranks]}
+
+        # 2. dK of local rows: from local tasks, from ranks by stage, and from servers.
+        dk_of_tasks: RowsOfSources = {key: tasks.k_rows for key, tasks in local.items()}
+        for number, (stage, route) in enumerate(zip(routes.stages, self.keys, strict=True)):
+            dk_of_tasks["ranks", number] = stage.keys.send_rows[: sum(route.sent)]
+        dk_of_servers: RowsOfSources = {}
+        if self.servers:
+            dq_of_others["servers", 0] = queries[to_ranks:]
+            keys_to_ranks = sum(self.keys[0].sent)
+            dk_of_servers["servers", 0] = routes.stages[0].keys.send_rows[keys_to_ranks:]
+
+        # 3. The sums, and those of received keys by stage.
+        several_stages = len(routes.stages) > 1
+
+        def total(place: Location, early: RowsOfSources, late: RowsOfSources) -> GradientSum:
+            if not several_stages:
+                early, late = {}, early | late
+            return GradientSum(self.rows[place], early, late, buffer)
+
+        gradients: dict[tuple[str, Location | int], GradientSum] = {
+            ("dq", "local"): total("local", dq_of_tasks, dq_of_others),
+            ("dq", "received"): total("received", dq_of_received, {}),
+            ("dk", "local"): total("local", dk_of_tasks, dk_of_servers),
+        }
+        for number, route in enumerate(self.keys):
+            readers: RowsOfSources = {
+                key: tasks.k_rows for key, tasks in remote.items() if key[1] == number
+            }
+            rows = _received_keys(route)
+            gradients["dk", number] = GradientSum(rows, {}, readers, buffer, in_place=False)
+        for place in ("local", *range(len(self.keys))):
+            gradients["dv", place] = gradients["dk", place]
+        return gradients
+
     def rows_of(self, transfer: Transfer) -> Rows:
         """Return the rows of a transfer between ranks, for the recorder.
 
         NO_ROWS if no rank sends rows to another.
         """
+        if transfer.rows == "servers":
+            return NO_ROWS
         route = self.queries if transfer.rows == "queries" else self.keys[transfer.stage]
         peers: IntArray | slice | None = slice(None)
         if transfer.rows == "forwarded":
             assert route.forwarded is not None
             route, peers = route.forwarded, self._peers
-        if not route.crossing or transfer.rows == "servers":
+        if not route.crossing:
             return NO_ROWS
-        rows = np.zeros((2, self._ranks), np.int64)
-        rows[:, peers] = (
-            (route.received, route.sent) if transfer.back else (route.sent, route.received)
-        )
+        rows = np.zeros((2, self._ranks), np.int64)  # sent and received
+        rows[0, peers] = route.received if transfer.back else route.sent
+        rows[1, peers] = route.sent if transfer.back else route.received
         return Rows(*map(tuple, rows.tolist()))
 
 
+def _forwarding_peers(plan: Plan, rank: int, routes: Routes) -> IntArray | None:
+    """Return the ranks of this rank's node; None if no rank forwards K/V rows."""
+    if plan.nodes is None or not any(stage.forwarded.crossing for stage in routes.stages):
+        return None
+    return np.flatnonzero(np.equal(plan.nodes[: plan.layout.ranks], plan.nodes[rank]))
+
+
+def _received_keys(route: Route) -> int:
+    """Return the number of K/V rows that arrive by both hops."""
+    direct = sum(route.received)
+    return direct if route.forwarded is None else direct + sum(route.forwarded.received)
+
+
+def _gateway_sum(route: Route, stage: Stage, buffer: IndexBuffer) -> RowSum:
+    """Return the sum of dK or dV of a gateway's copies and of the rows that it forwarded."""
+    rows = sum(route.received)
+    sources = {"received": np.arange(rows), "forwarded": stage.forwarded.send_rows}
+    return RowSum(sources, rows, buffer)
+
+
+def _remote_tasks(routes: Routes) -> dict[CallKey, CallTasks]:
+    """Return the tasks of kernel calls on received rows."""
+    tasks: dict[CallKey, CallTasks] = {}
+    for number, stage in enumerate(routes.stages):
+        tasks["remote-query", number] = stage.remote_query
+        if len(routes.stages) > 1:
+            tasks["remote-query prefix", number] = stage.remote_query_prefix
+        tasks["remote-KV", number] = stage.remote_kv
+    return tasks
+
+
+def _local_tasks(
+    routes: Routes, turn: Turn, remote: dict[CallKey, CallTasks], window: int | None
+) -> dict[CallKey, CallTasks]:
+    """Return the tasks of the backward's kernel calls on local rows.
+
+    The local tasks of a lone nano-batch hide two exchanges, half of them each, if there are any
+    exchanges.
+    """
+    if turn != "alone" or not any(len(tasks.q_lens) for tasks in remote.values()):
+        return {("local", 0): routes.local}
+    earlier, later = routes.local.halves(window)
+    if not len(later.q_lens):
+        return {("local 1/2", 0): earlier, ("local 2/2", 0): later}
+    # Later rows first: they see more keys, so that their memory use peaks before the sums exist.
+    return {("local 1/2", 0): later, ("local 2/2", 0): earlier}
+
+
+def _receives_queries(key: CallKey) -> bool:
+    """Return whether the queries of a kernel call are received, and dQ returns."""
+    return key[0] in ("remote-query", "remote-query prefix")
+
+
 class BoundNanoBatch:
-    """Nano-batch on one rank: tasks of kinds of attention for which nothing moves, and routes of all other kinds."""
+    """Nano-batch on one rank.
+
+    Attributes:
+        local: tasks of the kinds of attention for which nothing moves.
+        routes: routes of all other kinds.
+    """
 
     def __init__(
         self,
@@ -251,20 +343,20 @@ class BoundNanoBatch:
         nano_batch: NanoBatch,
         rank: int,
         turn: Turn,
-        local: Set[AttentionKind],
+        local_kinds: Set[AttentionKind],
         buffer: IndexBuffer,
     ) -> None:
         self.index = index
         self.rows = int(nano_batch.layout.tokens[rank])
-        self._layout, self._mine = nano_batch.layout, nano_batch.layout.of_rank(rank)
-        self.last_position = int(self._mine["stop"].max(initial=0)) - 1
+        self._layout = nano_batch.layout
+        self._segments = nano_batch.layout.of_rank(rank)
+        self.last_position = int(self._segments["stop"].max(initial=0)) - 1
         self.local: dict[AttentionKind, BoundTasks] = {}
         self.routes: dict[AttentionKind, BoundRoutes] = {}
         for kind, plan in nano_batch.plans.items():
-            if kind in local:
-                self.local[kind] = BoundTasks.whole(
-                    plan.layout.of_rank(rank)["stop"].tolist(), plan.window, buffer
-                )
+            if kind in local_kinds:
+                lengths = plan.layout.of_rank(rank)["stop"].tolist()
+                self.local[kind] = BoundTasks.bind_documents(lengths, plan.window, buffer)
             else:
                 self.routes[kind] = BoundRoutes(plan, rank, turn, buffer)
         self._plans, self._rank, self._device = nano_batch.plans, rank, buffer.device
@@ -279,17 +371,16 @@ class BoundNanoBatch:
     @cached_property
     def segments(self) -> list[tuple[int, int]]:
         """Rows of each segment in row order, and the length of its whole document."""
-        rows, lengths = (
-            self._mine["stop"] - self._mine["start"],
-            self._layout.lengths[self._mine["document"]],
-        )
+        rows = self._segments["stop"] - self._segments["start"]
+        lengths = self._layout.lengths[self._segments["document"]]
         return list(zip(rows.tolist(), lengths.tolist(), strict=True))
 
     @cached_property
     def positions(self) -> Tensor:
         """[rows] position of each row in its document."""
-        starts, sizes = self._mine["start"], self._mine["stop"] - self._mine["start"]
-        return torch.from_numpy(expand(starts, sizes)).to(self._device)
+        starts = self._segments["start"]
+        rows = self._segments["stop"] - starts
+        return torch.from_numpy(expand(starts, rows)).to(self._device)
 
     def repair(
         self, kind: AttentionKind, lost: frozenset[int], remote: RemotePlan | None
@@ -297,8 +388,9 @@ class BoundNanoBatch:
         """Return the routes by which the ranks compute the tasks of lost servers."""
         assert remote is not None  # a plan with servers is bound with them
         if (kind, lost) not in self._repairs:
-            buffer, rest = self._new_buffer(), remote.repair(self._plans[kind], kind, lost)
-            self._repairs[kind, lost] = BoundRoutes(rest, self._rank, "alone", buffer)
+            buffer = self._new_buffer()
+            lost_tasks = remote.repair(self._plans[kind], kind, lost)
+            self._repairs[kind, lost] = BoundRoutes(lost_tasks, self._rank, "alone", buffer)
             buffer.send()
         return self._repairs[kind, lost]
 
@@ -311,11 +403,10 @@ class Ran:
     layers: int = 0  # decoder layers prepared by `plan_layers`
     layers_in_turns: int = 0  # layers that ran their nano-batches in turns
     rotations: int = 0  # calls of rotary embeddings that depend on the lengths of documents
-    mixing: int = (
-        0  # calls of modules that mix along the row without attention, each for all documents
-    )
-    # Without gradients: sees logits [C, V], their log-probabilities [C, V] and targets [C] of each
-    # chunk of rows.
+    # Calls of modules that mix along the row without attention, each for all documents.
+    mixing: int = 0
+    # Function that sees logits [C, V], their log-probabilities [C, V] and targets [C] of each chunk
+    # of rows; they need no gradients.
     watch: Callable[[Tensor, Tensor, Tensor], None] | None = None
 
 
@@ -328,12 +419,10 @@ class Runtime:
     kernel: Kernel
     recorder: Recorder
     remote: RemotePlan | None = None  # the plan at its dedicated servers
-    keep_received: bool = (
-        False  # keep received Q, K and V rows for the backward instead of receiving them again
-    )
-    keep_core_attention: bool = (
-        True  # keep O and LSE of checkpointed layers instead of computing them again
-    )
+    # Keep received Q, K and V rows for the backward instead of receiving them again.
+    keep_received: bool = False
+    # Keep O and LSE of checkpointed layers instead of computing them again.
+    keep_core_attention: bool = True
     # Functions of mixing modules by name, in place of transformers' own.
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
@@ -365,30 +454,26 @@ class BoundPlan:
         self.plan, self.runtime, self.ran = plan, runtime, Ran()
         self.pause: Callable[[], None] = lambda: None
         self.kept_results = KeptResults() if kept_results is None else kept_results
-        nanos, buffer = plan.nano_batches, IndexBuffer(runtime.device, in_one_go)
-        turns: tuple[Turn, ...] = ("alone",) if len(nanos) == 1 else ("first", "second")
-        local = {
-            kind
-            for kind in nanos[0].plans
-            if all(nothing_moves(nano.plans[kind]) for nano in nanos)
-        }
+        nano_batches = plan.nano_batches
+        buffer = IndexBuffer(runtime.device, in_one_go)
+        turns: tuple[Turn, ...] = ("alone",) if len(nano_batches) == 1 else ("first", "second")
+        local_kinds = {kind for kind in nano_batches[0].plans if _is_local(kind, nano_batches)}
         self.nano_batches = tuple(
-            BoundNanoBatch(index, nano, rank, turn, local, buffer)
-            for index, (nano, turn) in enumerate(zip(nanos, turns, strict=True))
+            BoundNanoBatch(index, nano, rank, turn, local_kinds, buffer)
+            for index, (nano, turn) in enumerate(zip(nano_batches, turns, strict=True))
         )
         self.local = self.nano_batches[0].local
         if len(turns) > 1:
             first, second = (nano.local for nano in self.nano_batches)
-            self.local = {
-                kind: BoundTasks.whole(
-                    (*first[kind].shapes.q_lens, *second[kind].shapes.q_lens), kind.window, buffer
-                )
-                for kind in first
-            }
+            self.local = {}
+            for kind in first:
+                lengths = (*first[kind].shapes.q_lens, *second[kind].shapes.q_lens)
+                self.local[kind] = BoundTasks.bind_documents(lengths, kind.window, buffer)
         buffer.send()
-        self.rows, self.is_part = sum(nano.rows for nano in self.nano_batches), False
+        self.rows = sum(nano.rows for nano in self.nano_batches)
+        self.is_part = False
         self.exchanges = any(nano.routes for nano in self.nano_batches)
-        self.cuts_documents = any(nano.layout.has_cuts for nano in nanos)
+        self.cuts_documents = any(nano.layout.has_cuts for nano in nano_batches)
 
     @property
     def document_rows(self) -> tuple[int, ...]:
@@ -432,3 +517,8 @@ class BoundPlan:
         part.nano_batches, part.local, part.pause = (nano,), nano.local, pause
         part.rows, part.is_part = nano.rows, True
         return part
+
+
+def _is_local(kind: AttentionKind, nano_batches: Sequence[NanoBatch]) -> bool:
+    """Return whether nothing moves for a kind of attention, in any nano-batch."""
+    return all(nothing_moves(nano.plans[kind]) for nano in nano_batches)

@@ -361,7 +361,7 @@ class _Gradients:
         sums, total = self._routes.gradients[name, place], (name, place, TOTAL)
         if source not in sums.early:
             self._parts[name, place, source] = rows_N
-        elif source in sums.whole and total not in self._parts:
+        elif source in sums.covering and total not in self._parts:
             self._parts[total] = rows_N.to(self._wide)
         else:
             self._parts[total] = sums.early[source].add_up([self._take(*total), rows_N])

@@ -1,6 +1,6 @@
-"""Find out whether an optimizer steps on shards of weights as on whole weights, by steps on small weights.
+"""Find out whether an optimizer steps on shards of weights as on whole weights.
 
-R, C: rows and columns of a small weight
+It takes some steps on small weights, once as a whole and once in shards.
 """
 
 import math
@@ -21,9 +21,11 @@ from transformers import Trainer
 from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.trainer.refusals import Run
 
-ROWS, COLUMNS = 131, 137
-"""Size of a small weight: primes that no state has by chance, above the sizes from which optimizers
-use rows."""
+ROWS = 131
+"""Rows of a small weight: a prime that no state has by chance, above the sizes from which
+optimizers use rows."""
+COLUMNS = 137
+"""Columns of a small weight, likewise."""
 FLAT_CUT = 2**13
 """Numbers in the first flat shard.
 
@@ -32,6 +34,7 @@ It ends within a row, and between two blocks of an optimizer of 8 bits.
 STEPS = 12
 """Number of steps; some optimizers change no weight in the first ones."""
 LEARNING_RATE = 0.1
+"""Learning rate of the steps, in place of the optimizer's own: large enough to change weights."""
 TOLERANCE = 0.03
 """Allowed difference of a weight on shards, relative to its change: Muon multiplies matrices in
 bfloat16."""
@@ -61,25 +64,25 @@ def check_optimizer(trainer: Trainer) -> None:
         mesh = init_device_mesh(device.type, (trainer.args.world_size,))
     elif accelerator.distributed_type not in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         return
-    if why := why_not_on_shards(optimizer, mesh, device):
-        raise Run.NEEDS_WHOLE_WEIGHTS.error(optimizer=type(optimizer).__name__, why=why)
+    reason = why_not_on_shards(optimizer, mesh, device)
+    if reason:
+        raise Run.NEEDS_WHOLE_WEIGHTS.error(optimizer=type(optimizer).__name__, why=reason)
 
 
 def optimizer_named_in(config: Mapping[str, Any]) -> Optimizer | None:
-    """Return the optimizer of torch that DeepSpeed makes from its configuration, for one small weight.
+    """Return the optimizer of torch that DeepSpeed's configuration names, for one small weight.
 
     None where the configuration names no optimizer, or one of DeepSpeed's own, which know shards.
     """
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-    named = config.get("optimizer")
-    if named is None or named["type"].lower() in DEEPSPEED_OPTIMIZERS:
+    section = config.get("optimizer")
+    if section is None or section["type"].lower() in DEEPSPEED_OPTIMIZERS:
         return None
-    options = {name: value for name, value in named.get("params", {}).items() if value != "auto"}
-    made: Optimizer = getattr(torch.optim, named["type"])(
-        [nn.Parameter(torch.zeros(1, 1))], **options
-    )
-    return made
+    options = {name: value for name, value in section.get("params", {}).items() if value != "auto"}
+    make_optimizer: Any = getattr(torch.optim, section["type"])
+    optimizer: Optimizer = make_optimizer([nn.Parameter(torch.zeros(1, 1))], **options)
+    return optimizer
 
 
 def why_not_on_shards(optimizer: Optimizer, mesh: DeviceMesh | None, device: torch.device) -> str:
@@ -92,36 +95,45 @@ def why_not_on_shards(optimizer: Optimizer, mesh: DeviceMesh | None, device: tor
         mesh: Ranks among which FSDP2 divides the rows of weights, as DTensors. None stands for flat
             shards, of ZeRO and of FSDP1.
     """
+    # 1. Steps on whole weights. FSDP2 divides rows evenly only where their number allows it.
     rows = ROWS if mesh is None else math.ceil(ROWS / mesh.size()) * mesh.size()
     groups = [group for group in optimizer.param_groups if group["params"]]
     shapes = [(rows, COLUMNS) if _has_matrix(group) else (rows * COLUMNS,) for group in groups]
-    whole = _Trial(optimizer, shapes, device, lambda weight: weight)
-    if whole.error:
-        return f"its step fails on a small weight: {whole.error}"
-    if torch.equal(whole.weights[0], whole.weights[-1]):
+    whole_trial = _Trial(optimizer, shapes, device, lambda weight: weight)
+    if whole_trial.error:
+        return f"its step fails on a small weight: {whole_trial.error}"
+    if torch.equal(whole_trial.weights[0], whole_trial.weights[-1]):
         return "its step changes no weight"
-    if mesh is None and whole.holds_rows_or_columns:
+    if mesh is None and whole_trial.holds_rows_or_columns:
         return "it keeps numbers for each row or column of a weight"
-    places: list[Place] = [
-        lambda weight: weight.flatten()[:FLAT_CUT],
-        lambda weight: weight.flatten()[FLAT_CUT:],
-    ]
-    if mesh is not None:
-        places = [lambda weight: distribute_tensor(weight, mesh, [Shard(0)])]
-    shards = [_Trial(optimizer, shapes, device, place) for place in places]
-    for shard in shards:
-        if shard.error:
-            return f"its step fails on a shard of a weight: {shard.error}"
-        if len(shard.numbers) != len(whole.numbers) or not all(
-            map(_are_close, shard.numbers, whole.numbers)
-        ):
+    # 2. Steps on shards, and what the optimizer keeps for them.
+    shard_trials = [_Trial(optimizer, shapes, device, place) for place in _shard_places(mesh)]
+    for trial in shard_trials:
+        if trial.error:
+            return f"its step fails on a shard of a weight: {trial.error}"
+        if not _all_close(trial.numbers, whole_trial.numbers):
             return "it keeps numbers that depend on whole weights"
+    # 3. Compare the weights after each step.
     for step in range(1, STEPS + 1):
-        together = torch.cat([shard.weights[step] for shard in shards], dim=1)
-        difference, change = together - whole.weights[step], whole.weights[step] - whole.weights[0]
+        weights = torch.cat([trial.weights[step] for trial in shard_trials], dim=1)
+        difference = weights - whole_trial.weights[step]
+        change = whole_trial.weights[step] - whole_trial.weights[0]
         if difference.norm() > TOLERANCE * change.norm():
             return "its step on a shard of a weight is another one"
     return ""
+
+
+def _shard_places(mesh: DeviceMesh | None) -> list[Place]:
+    """Return what makes each shard of a small weight.
+
+    FSDP2 divides rows into a DTensor. ZeRO and FSDP1 cut the flat weight in two.
+    """
+    if mesh is not None:
+        return [lambda weight: distribute_tensor(weight, mesh, [Shard(0)])]
+    return [
+        lambda weight: weight.flatten()[:FLAT_CUT],
+        lambda weight: weight.flatten()[FLAT_CUT:],
+    ]
 
 
 class _Trial:
@@ -155,16 +167,16 @@ class _Trial:
                 first_line = next(iter(str(error).strip().splitlines()), "")
                 self.error = f"{type(error).__name__}: {first_line}"
                 return
-            options = [
-                {name: x for name, x in group.items() if name != "params"}
-                for group in optimizer.param_groups
-            ]
-            found = list(_numbers_and_tensors([options, *optimizer.state.values()]))
-        tensors = [x for x in found if isinstance(x, Tensor)]
+            options = [_without(group, "params") for group in optimizer.param_groups]
+            values = list(_numbers_and_tensors([options, *optimizer.state.values()]))
         self.numbers = [
-            float(_whole(x)) if isinstance(x, Tensor) else x for x in found if _is_number(x)
+            float(_whole(value)) if isinstance(value, Tensor) else value
+            for value in values
+            if _is_number(value)
         ]
-        self.holds_rows_or_columns = any(map(_has_row_or_column, tensors))
+        self.holds_rows_or_columns = any(
+            _has_row_or_column(value) for value in values if isinstance(value, Tensor)
+        )
 
 
 @contextmanager
@@ -173,35 +185,23 @@ def _trained_instead(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -
 
     Restore it after the block.
     """
-    attributes, groups, state = (
-        dict(vars(optimizer)),
-        list(optimizer.param_groups),
-        dict(optimizer.state),
-    )
-    options = [
-        {
-            name: deepcopy(value)
-            for name, value in group.items()
-            if name not in ("params", "param_names")
-        }
-        for group in groups
-        if group["params"]
-    ]
-    for of_group in options:
-        if of_group.get("lr") is not None:
-            of_group["lr"] = LEARNING_RATE
+    attributes = dict(vars(optimizer))
+    groups = list(optimizer.param_groups)
+    state = dict(optimizer.state)
+    groups_with_parameters = [group for group in groups if group["params"]]
+    new_groups: list[dict[str, Any]] = []
+    for group, parameter in zip(groups_with_parameters, parameters, strict=True):
+        options = deepcopy(_without(group, "params", "param_names"))
+        if options.get("lr") is not None:
+            options["lr"] = LEARNING_RATE
+        new_groups.append({**options, "params": [parameter]})
     # In place, because an optimizer that wraps another optimizer shares both with it.
-    optimizer.param_groups[:] = [
-        {**of_group, "params": [parameter]}
-        for of_group, parameter in zip(options, parameters, strict=True)
-    ]
+    optimizer.param_groups[:] = new_groups
     optimizer.state.clear()
     try:
         with torch.random.fork_rng():
-            if hasattr(
-                optimizer, "train"
-            ):  # an optimizer without a schedule steps in this mode only
-                optimizer.train()
+            if hasattr(optimizer, "train"):
+                optimizer.train()  # an optimizer without a schedule steps in this mode only
             yield
     finally:
         vars(optimizer).clear()
@@ -211,29 +211,38 @@ def _trained_instead(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -
         optimizer.state.update(state)
 
 
+def _without(group: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return the options of a group of parameters without some of them."""
+    return {name: value for name, value in group.items() if name not in names}
+
+
 def _has_matrix(group: dict[str, Any]) -> bool:
+    """Return whether a parameter of a group has several dimensions."""
     # ZeRO-3 leaves no numbers in a parameter, and keeps its shape in `ds_shape`.
-    return any(
-        len(getattr(parameter, "ds_shape", parameter.shape)) > 1 for parameter in group["params"]
-    )
+    shapes = [getattr(parameter, "ds_shape", parameter.shape) for parameter in group["params"]]
+    return any(len(shape) > 1 for shape in shapes)
 
 
 def _small_weight(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the first value of a small weight."""
     return 0.01 * _random(shape, seed=0).to(device)
 
 
 def _small_gradient(shape: tuple[int, ...], step: int, device: torch.device) -> Tensor:
-    """Return a gradient that grows and shrinks over steps in its first part, and changes its sign in the other."""
-    first = torch.arange(math.prod(shape)).view(shape) < FLAT_CUT
-    sizes = torch.where(first, 2.0 ** min(step, STEPS - step), (-1.0) ** step)
+    """Return the gradient of a step for a small weight.
+
+    It grows and shrinks over the steps in the first flat shard. In the second it changes its sign.
+    An optimizer that sees only one of them would scale its step otherwise.
+    """
+    is_in_first_shard = torch.arange(math.prod(shape)).view(shape) < FLAT_CUT
+    sizes = torch.where(is_in_first_shard, 2.0 ** min(step, STEPS - step), (-1.0) ** step)
     # Most of it is the same in each step, so that its sign means something.
-    return (0.01 * sizes * (_random(shape, seed=1) + 0.1 * _random(shape, seed=2 + step))).to(
-        device
-    )
+    directions = _random(shape, seed=1) + 0.1 * _random(shape, seed=2 + step)
+    return (0.01 * sizes * directions).to(device)
 
 
 def _random(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return random numbers, the same on all ranks, and leave torch's own random numbers as they are."""
+    """Return random numbers, the same on all ranks, without drawing torch's own."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -251,15 +260,21 @@ def _is_number(value: float | Tensor) -> bool:
 
 
 def _has_row_or_column(tensor: Tensor) -> bool:
-    is_of_all_numbers = tensor.numel() % (ROWS * COLUMNS) == 0
-    return not is_of_all_numbers and not {ROWS, COLUMNS}.isdisjoint(tensor.shape)
+    """Return whether a tensor has a number for each row or column, and not for each number."""
+    has_all_numbers = tensor.numel() % (ROWS * COLUMNS) == 0
+    return not has_all_numbers and not {ROWS, COLUMNS}.isdisjoint(tensor.shape)
 
 
-def _are_close(number: float, expected: float) -> bool:
-    return math.isclose(number, expected, rel_tol=TOLERANCE)
+def _all_close(numbers: Sequence[float], expected: Sequence[float]) -> bool:
+    """Return whether numbers are as many as expected, and about equal."""
+    return len(numbers) == len(expected) and all(
+        math.isclose(number, expected_number, rel_tol=TOLERANCE)
+        for number, expected_number in zip(numbers, expected, strict=True)
+    )
 
 
 def _whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor, of which a rank may have a shard. A collective for shards."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""Adjustments for DDP, FSDP and DeepSpeed that transformers and accelerate leave open, also on CPUs."""
+"""Adjustments for DDP, FSDP and DeepSpeed that transformers and accelerate leave open."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -28,6 +28,7 @@ from hf_distca.models.decoder import base_model
 from hf_distca.models.tensor_parallel import is_divided_at_load
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+"""Types of a launch that wraps the model by DDP."""
 LAUNCHED = (
     "WORLD_SIZE",
     "OMPI_COMM_WORLD_SIZE",
@@ -40,40 +41,44 @@ deepspeed; MPI; srun."""
 
 
 def join_on_cpu(args: Any) -> None:
-    """Let arguments that have not looked up the world connect the processes of a CPU launch over gloo."""
-    if launched_processes() > 1 and not torch.accelerator.is_available():
-        if asked_for("DEEPSPEED", args.deepspeed):
-            args.ddp_backend = args.ddp_backend or "gloo"
-            args.dataloader_pin_memory = (
-                False  # Trainer turns it off with use_cpu alone, and torch warns
-            )
-        else:
-            args.use_cpu = True
+    """Let the processes of a CPU launch connect over gloo.
+
+    Call it before the arguments have looked up the world.
+    """
+    if launched_processes() == 1 or torch.accelerator.is_available():
+        return
+    if asked_for("DEEPSPEED", args.deepspeed):
+        args.ddp_backend = args.ddp_backend or "gloo"
+        # Trainer turns it off with use_cpu alone, and torch warns.
+        args.dataloader_pin_memory = False
+    else:
+        args.use_cpu = True
 
 
 def share_on_cpu(args: Any, model: Any = None) -> None:
-    """Let accelerate share a model among CPU processes, by FSDP or as a DistributedConfig divided it at load."""
+    """Let accelerate share a model among CPU processes.
+
+    FSDP shares it, or a DistributedConfig divided it at load.
+    """
     state: PartialState = args.distributed_state
     if args.use_cpu and dist.is_initialized():
         # Trainer hands ddp_timeout on without use_cpu only; with it, every collective would wait
-        # half an hour.
-        set_timeout: Any = (
-            getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-        )  # before torch 2.14
+        # half an hour. Before torch 2.14 the function has another name.
+        set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
         set_timeout(timedelta(seconds=args.ddp_timeout), dist.group.WORLD)
-    on_cpu = (
+    is_cpu_launch = (
         state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
         and state.num_processes > 1
     )
-    if on_cpu and (asked_for("FSDP", args.fsdp) or is_divided_at_load(model)):
-        state.distributed_type = (
-            DistributedType.MULTI_GPU
-        )  # CPUs have no type of their own for this
+    if is_cpu_launch and (asked_for("FSDP", args.fsdp) or is_divided_at_load(model)):
+        # CPUs have no type of their own for this.
+        state.distributed_type = DistributedType.MULTI_GPU
 
 
 def launched_processes() -> int:
-    """Return the number of launched processes, from a variable that the launcher set; 1 without one."""
-    return int(next((os.environ[name] for name in LAUNCHED if os.environ.get(name)), "1"))
+    """Return the number of processes that the launcher started, or 1 if no variable says so."""
+    counts = [os.environ[name] for name in LAUNCHED if os.environ.get(name)]
+    return int(counts[0]) if counts else 1
 
 
 @dataclass(frozen=True)
@@ -93,9 +98,10 @@ class ProcessCounts:
     @classmethod
     def of_this_process(cls) -> "ProcessCounts":
         """Return the counts that this process sees."""
-        in_torch = dist.get_world_size() if in_world() else 1
+        connected_by_torch = dist.get_world_size() if in_world() else 1
         # An instance would start accelerate where the loop does without.
-        return cls(launched_processes(), in_torch, PartialState._shared_state.get("num_processes"))
+        connected_by_accelerate = PartialState._shared_state.get("num_processes")
+        return cls(launched_processes(), connected_by_torch, connected_by_accelerate)
 
     @property
     def by_accelerate(self) -> str:
@@ -106,13 +112,14 @@ class ProcessCounts:
     def differ(self) -> bool:
         """Whether someone counts other processes.
 
-        Processes may also be started without a launcher's variables.
+        Processes may also be started without a launcher's variables: `launched` is then 1.
         """
-        counted = {
-            self.in_torch,
-            self.in_torch if self.in_accelerate is None else self.in_accelerate,
-        }
-        return counted != {self.launched} if self.launched > 1 else len(counted) > 1
+        connected = {self.in_torch}
+        if self.in_accelerate is not None:
+            connected.add(self.in_accelerate)
+        if self.launched > 1:
+            return connected != {self.launched}
+        return len(connected) > 1
 
 
 def asked_for(name: str, argument: Any) -> bool:
@@ -139,12 +146,20 @@ def dtype_of_computation(
     model: PreTrainedModel, args: TrainingArguments, accelerator: Accelerator
 ) -> torch.dtype:
     """Return the dtype of a model's computation: autocast's, FSDP's or the model's own."""
-    config = model.config.distributed_config if is_divided_at_load(model) else None
-    in_bf16 = config is not None and config.dp_size > 1 and config.fsdp_mixed_precision
-    mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else accelerator.mixed_precision
-    if mixed == "fp16":
+    autocast = accelerator.mixed_precision
+    if args.fp16:
+        autocast = "fp16"
+    if args.bf16:
+        autocast = "bf16"
+    if autocast == "fp16":
         return torch.float16
-    dtype: torch.dtype = torch.bfloat16 if mixed == "bf16" or in_bf16 else model.dtype
+    config = model.config.distributed_config if is_divided_at_load(model) else None
+    fsdp_computes_in_bf16 = (
+        config is not None and config.dp_size > 1 and config.fsdp_mixed_precision
+    )
+    if autocast == "bf16" or fsdp_computes_in_bf16:
+        return torch.bfloat16
+    dtype: torch.dtype = model.dtype
     return dtype
 
 
@@ -176,45 +191,49 @@ def forget_evaluation(model: nn.Module, accelerator: Accelerator) -> None:
     # accelerate would skip the model as already prepared, and each rank would train by itself.
     if accelerator.distributed_type in DDP and getattr(model, "_is_accelerate_prepared", False):
         vars(model)["_is_accelerate_prepared"] = False
-        if "_original_forward" in vars(
-            model
-        ):  # the forward without autocast, which preparing adds again
+        # The forward without autocast. Preparing adds autocast again.
+        if "_original_forward" in vars(model):
             model.forward = vars(model).pop("_original_forward")
 
 
 def split_present_layers(model: nn.Module, accelerator: Accelerator) -> None:
-    """Let FSDP wrap a model that lacks some of the layers that its class lists, such as those of an image tower."""
+    """Let FSDP wrap a model that lacks some of the layers that its class lists.
+
+    Such layers may be those of an image tower.
+    """
     base: Any = base_model(model)
     if getattr(accelerator.state, "fsdp_plugin", None) is not None and base._no_split_modules:
         # accelerate and PEFT raise for listed classes of towers that this model does not have.
-        base._no_split_modules = {type(module).__name__ for module in base.modules()} & set(
-            base._no_split_modules
-        )
+        present_classes = {type(module).__name__ for module in base.modules()}
+        base._no_split_modules = present_classes & set(base._no_split_modules)
 
 
 def search_for_unused_parameters(
-    model: nn.Module, accelerator: Accelerator, asked: bool | None
+    model: nn.Module, accelerator: Accelerator, setting: bool | None
 ) -> None:
-    """Let DDP look for parameters without a gradient in models where text may leave some, and in no others.
+    """Let DDP look for parameters without a gradient only in models where text may leave some.
 
     The search walks over the graph in every micro-batch. transformers turns it on without gradient
     checkpointing.
 
     Args:
-        asked: what the arguments say; None if they leave the choice open.
+        setting: what the arguments say; None if they leave the choice open.
     """
     if accelerator.distributed_type not in DDP or is_divided_at_load(model):
         return
-    if trained_towers(base_model(model)):
-        accelerator.ddp_handler.find_unused_parameters = (
-            True  # Trainer leaves it off with gradient checkpointing
-        )
-    elif asked is None and text_trains_all(base_model(model)):
+    base = base_model(model)
+    if trained_towers(base):
+        # Trainer leaves it off with gradient checkpointing.
+        accelerator.ddp_handler.find_unused_parameters = True
+    elif setting is None and text_trains_all(base):
         accelerator.ddp_handler.find_unused_parameters = False
 
 
 def keep_loss_in_float32(accelerator: Accelerator) -> None:
-    """Let FSDP2 return a model's outputs as they are, instead of rounding the loss to the dtype of computation."""
+    """Let FSDP2 return a model's outputs as they are.
+
+    Otherwise it would round the loss to the dtype of computation.
+    """
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     policy = getattr(plugin, "mixed_precision_policy", None)
     if isinstance(policy, MixedPrecisionPolicy):
@@ -225,34 +244,34 @@ def trained_towers(model: PreTrainedModel) -> list[str]:
     """Return the trained parts of a model besides its text model and head, such as image towers."""
     if model.config.get_text_config(decoder=True) is model.config:
         return []
-    of_text = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
-    reached = {
-        id(parameter)
-        for module in of_text
-        if module is not None
-        for parameter in module.parameters()
-    }
-    missed = (
-        name for name, p in model.named_parameters() if p.requires_grad and id(p) not in reached
-    )
-    return list(dict.fromkeys(".".join(name.split(".")[:2]) for name in missed))
+    text_ids: set[int] = set()  # of parameters
+    for module in (
+        model.get_decoder(),
+        model.get_input_embeddings(),
+        model.get_output_embeddings(),
+    ):
+        if module is not None:
+            text_ids.update(id(parameter) for parameter in module.parameters())
+    towers: dict[str, None] = {}  # in the order of the model, each once
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in text_ids:
+            tower = ".".join(name.split(".")[:2])
+            towers[tower] = None
+    return list(towers)
 
 
 def text_trains_all(model: PreTrainedModel) -> bool:
-    """Return whether text surely gives every trained parameter of a model without trained towers a gradient.
+    """Return whether text surely gives every trained parameter of a model a gradient.
 
-    It does in transformers' own models; in one of a user nobody knows. Two things may leave
-    parameters out: layers that are skipped at random, and parts with a config of their own in a
-    model that has no text model apart from them.
+    The model has no trained towers. Text does so in transformers' own models; in one of a user
+    nobody knows. Two things may leave parameters out: layers that are skipped at random, and parts
+    with a config of their own in a model that has no text model apart from them.
     """
-    text = model.config.get_text_config(decoder=True)
-    skips = any(value for name, value in vars(text).items() if "layerdrop" in name)
-    unknown_parts = text is model.config and bool(model.config.sub_configs)
-    return (
-        type(model).__module__.startswith("transformers.models.")
-        and not skips
-        and not unknown_parts
-    )
+    is_of_transformers = type(model).__module__.startswith("transformers.models.")
+    text_config = model.config.get_text_config(decoder=True)
+    skips_layers = any(value for name, value in vars(text_config).items() if "layerdrop" in name)
+    has_unknown_parts = text_config is model.config and bool(model.config.sub_configs)
+    return is_of_transformers and not skips_layers and not has_unknown_parts
 
 
 def gathers_parameters(accelerator: Accelerator) -> bool:
@@ -262,7 +281,11 @@ def gathers_parameters(accelerator: Accelerator) -> bool:
 
 
 def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> None:
-    """Let ZeRO-3 gather whole layers of these classes: nano-batches take turns inside, and heads run in chunks."""
+    """Let ZeRO-3 gather whole layers of these classes.
+
+    In decoder layers nano-batches take turns, and heads run once for each chunk. ZeRO-3 would gather
+    their modules each time.
+    """
     if not layers:
         return
     from deepspeed.utils import set_z3_leaf_modules
@@ -271,13 +294,16 @@ def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> 
         # DeepSpeed reduces a layer's gradients in a full backward hook. Without an input that
         # requires a gradient, as with LoRA, that hook runs before the layer's backward pass and
         # releases the parameters too early.
-        inputs = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
-        trains = torch.is_grad_enabled() and any(
-            parameter.requires_grad for parameter in layer.parameters()
-        )
-        if not trains or not inputs or any(x.requires_grad for x in inputs):
+        inputs = [
+            value for value in args if isinstance(value, Tensor) and value.is_floating_point()
+        ]
+        has_trained_weights = any(parameter.requires_grad for parameter in layer.parameters())
+        trains = torch.is_grad_enabled() and has_trained_weights
+        if not trains or not inputs or any(value.requires_grad for value in inputs):
             return args
-        return tuple(x.detach().requires_grad_() if x is inputs[0] else x for x in args)
+        first_input = inputs[0]
+        with_gradient = first_input.detach().requires_grad_()
+        return tuple(with_gradient if value is first_input else value for value in args)
 
     set_z3_leaf_modules(model, list(layers))
     for layer in model.modules():
@@ -287,14 +313,21 @@ def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> 
 
 @contextmanager
 def whole_weights(accelerator: Accelerator, engine: Any) -> Iterator[None]:
-    """Make FSDP and ZeRO-3 save the whole model inside the block, also where checkpoints hold shards."""
+    """Let FSDP and ZeRO-3 save the whole model inside the block.
+
+    Checkpoints may nevertheless hold shards.
+
+    Args:
+        engine: DeepSpeed's engine; None without DeepSpeed.
+    """
     fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    with ExitStack() as restored:
-        for holder, name, whole in (
+    zero = None if engine is None else engine._config.zero_config
+    with ExitStack() as restoring:
+        for config, name, value in (
             (fsdp, "state_dict_type", StateDictType.FULL_STATE_DICT),
-            (engine and engine._config.zero_config, "gather_16bit_weights_on_model_save", True),
+            (zero, "gather_16bit_weights_on_model_save", True),
         ):
-            if holder is not None:
-                restored.callback(setattr, holder, name, getattr(holder, name))
-                setattr(holder, name, whole)
+            if config is not None:
+                restoring.callback(setattr, config, name, getattr(config, name))
+                setattr(config, name, value)
         yield

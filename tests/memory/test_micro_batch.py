@@ -105,6 +105,28 @@ def test_a_few_chunks_of_the_loss_take_what_all_take(monkeypatch, model_type, us
     assert [list(starts) for starts in kept] == [[0, 125, 1000], list(range(0, 1001, 125))]
 
 
+def test_exchange_buffers_of_a_step_count_although_the_backward_makes_some_of_them():
+    """Without checkpointing the peak is in the loss, before the buffers of the backward are made."""
+    settings = PlanSettings(2, TOKENS, small_kinds(), 4, exchange_buffer_bytes=200 * 128)
+    plan = plan_micro_batch([900, 500, 300, 200, 100, 40], settings)
+    model = model_of_config(AutoConfig.for_model("llama", **SMALL), torch.float32)
+    plan_layers(model)
+    parts = [count_micro_batch(model, plan, rank, FLASH) for rank in (0, 1)]
+    assert [bytes_by_part["exchange buffers"] for bytes_by_part in parts] == [77824, 151552]
+    assert all("backward" not in bytes_by_part for bytes_by_part in parts)
+
+
+def test_the_peak_is_when_tensors_beside_exchange_buffers_take_the_most():
+    with fake_tensors(), LiveMemory() as live:
+        kept = torch.empty(200, dtype=torch.uint8)
+        freed = torch.empty(100, dtype=torch.uint8)
+        del freed
+        with live.making("exchange buffers"):
+            buffer = torch.empty(150, dtype=torch.uint8)
+        assert live.peak == {"activations": 300}
+        assert (kept.nbytes, buffer.nbytes) == (200, 150)
+
+
 def test_weights_and_gradients_are_those_of_the_model():
     parameters = sum(p.numel() for p in small_model().parameters())
     buffers = 2 * 4 * 4  # inverse frequencies of the position embedding, and as they were at first
